@@ -1,0 +1,70 @@
+# Every target uses .venv, which `make setup` makes from the pinned requirements and keeps up to date.
+VENV := .venv
+PY := $(VENV)/bin/python
+UV := $(VENV)/bin/uv
+# uv does not read pip's find-links; where there are none, it knows where PyTorch keeps its CPU builds.
+ifneq ($(UV_FIND_LINKS)$(PIP_FIND_LINKS),)
+export UV_FIND_LINKS := $(if $(UV_FIND_LINKS),$(UV_FIND_LINKS),$(PIP_FIND_LINKS))
+TORCH :=
+else
+TORCH := --torch-backend cpu
+endif
+export UV_LINK_MODE ?= copy
+
+.PHONY: setup demo serve test test-fast check lint format types imports docs bench lock proto clean
+
+setup: $(VENV)/.done
+
+$(VENV)/bin/uv:
+	python3 -c 'import sys; sys.exit("skyrl needs Python 3.11 or newer" if sys.version_info < (3, 11) else 0)'
+	python3 -m venv $(VENV)
+	$(PY) -m pip install --quiet --disable-pip-version-check uv
+
+$(VENV)/.done: $(VENV)/bin/uv requirements/cpu.txt pyproject.toml
+	$(UV) pip install --quiet --python $(PY) $(TORCH) --no-deps -r requirements/cpu.txt
+	$(UV) pip install --quiet --python $(PY) --no-deps -e .
+	@touch $@
+
+demo: setup
+	$(VENV)/bin/skyrl demo
+
+serve: setup
+	$(VENV)/bin/skyrl serve
+
+test: setup
+	$(PY) -m pytest
+
+test-fast: setup
+	$(PY) -m pytest tests/unit tests/contract
+
+check: lint types imports docs
+
+lint: setup
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+
+format: setup
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+
+types: setup
+	$(VENV)/bin/pyright
+
+imports: setup
+	$(VENV)/bin/lint-imports
+
+docs: setup
+	$(VENV)/bin/mkdocs build --strict --quiet
+
+bench: setup
+	$(PY) benchmarks/run.py
+
+lock: $(VENV)/bin/uv
+	$(UV) pip compile --quiet --universal --python-version 3.11 $(TORCH) --override requirements/overrides.txt \
+	  --no-emit-package skyrl --no-header requirements/cpu.in -o requirements/cpu.txt
+
+proto: setup
+	$(PY) -m grpc_tools.protoc -I skyrl/wire --python_out=skyrl/wire --pyi_out=skyrl/wire skyrl/wire/tinker.proto
+
+clean:
+	rm -rf $(VENV) site build dist

@@ -1,0 +1,62 @@
+"""The application factory: routes, and the one place where errors become answers."""
+
+from __future__ import annotations
+
+import logging
+
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from skyrl import __version__
+from skyrl.api import (
+    capabilities,
+    checkpoints,
+    futures,
+    health,
+    models,
+    sampling,
+    sessions,
+    training,
+    weights,
+)
+from skyrl.api.reply import reply
+from skyrl.api.services import Services
+from skyrl.wire.errors import RequestError
+
+logger = logging.getLogger(__name__)
+
+RESOURCES = (capabilities, checkpoints, futures, health, models, sampling, sessions, training, weights)
+
+
+def create_app(services: Services) -> FastAPI:
+    """All routes over these services. Every error answer is `{"detail": sentence, "field": name or null}`."""
+    app = FastAPI(title="skyrl", version=__version__, description="A self-hosted server for the Tinker API")
+    for resource in RESOURCES:
+        app.include_router(resource.router(services))
+
+    @app.exception_handler(RequestError)
+    async def refused(_: Request, error: RequestError) -> Response:
+        headers = {"Retry-After": f"{error.retry_after_s:g}"} if error.retry_after_s is not None else None
+        return reply({"detail": error.message, "field": error.field}, error.status, headers)
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(_: Request, error: RequestValidationError) -> Response:
+        first = error.errors()[0]
+        field = ".".join(str(part) for part in first["loc"][1:])
+        return reply({"detail": f"{field}: {first['msg']}", "field": field}, 400)
+
+    @app.exception_handler(HTTPException)
+    async def http_error(_: Request, error: HTTPException) -> Response:
+        return reply(
+            {"detail": str(error.detail), "field": None}, error.status_code, dict(error.headers or {})
+        )
+
+    @app.exception_handler(Exception)
+    async def internal(request: Request, error: Exception) -> Response:
+        logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
+        return reply({"detail": f"internal error: {type(error).__name__}", "field": None}, 500)
+
+    return app

@@ -1,0 +1,61 @@
+"""Reading requests: the caller's tenant, and the body within bounds, before and after decompression."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+
+import zstandard
+from starlette.requests import ClientDisconnect, Request
+
+from skyrl.wire.errors import RequestError
+
+
+def tenant_of(request: Request) -> str:
+    """Who owns what this request makes: a digest of its API key. Raises RequestError 401 without a key."""
+    key = request.headers.get("x-api-key", "")
+    if not key:
+        raise RequestError("send an API key in X-API-Key (any key that starts with 'tml-')", status=401)
+    return hashlib.blake2b(key.encode(), digest_size=16).hexdigest()
+
+
+async def read_body(request: Request, max_bytes: int) -> bytes:
+    """The decompressed body. Raises RequestError 413 when it is larger than `max_bytes`, 415 for other encodings."""
+    declared = request.headers.get("content-length", "")
+    if declared.isdigit() and int(declared) > max_bytes:
+        raise RequestError(f"the body has {declared} bytes; at most {max_bytes} are taken", status=413)
+    parts: list[bytes] = []
+    size = 0
+    try:
+        async for part in request.stream():
+            size += len(part)
+            if size > max_bytes:
+                raise RequestError(f"the body has more than the {max_bytes} bytes that are taken", status=413)
+            parts.append(part)
+    except ClientDisconnect as error:
+        raise RequestError("the client went away before the body was complete") from error
+    body = b"".join(parts)
+    encoding = request.headers.get("content-encoding", "identity")
+    if encoding == "identity":
+        return body
+    if encoding != "zstd":
+        raise RequestError(f"content-encoding {encoding!r} is not taken; send zstd or none", status=415)
+    return _decompress(body, max_bytes)
+
+
+def _decompress(body: bytes, max_bytes: int) -> bytes:
+    output = io.BytesIO()
+    try:
+        with zstandard.ZstdDecompressor(max_window_size=2**27).stream_reader(body) as reader:
+            while chunk := reader.read(2**20):
+                output.write(chunk)
+                if output.tell() > max_bytes:
+                    raise RequestError(f"the body decompresses to more than {max_bytes} bytes", status=413)
+    except zstandard.ZstdError as error:
+        raise RequestError(f"the body is not zstd: {error}") from error
+    return output.getvalue()
+
+
+def body_format(request: Request) -> str:
+    """ "proto" or "json", from the content type."""
+    return "proto" if request.headers.get("content-type", "").startswith("application/x-protobuf") else "json"

@@ -1,0 +1,47 @@
+"""Probes: the SDK's healthz (the process answers), readyz (it can train and sample), statusz (what it has done)."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+from starlette.responses import Response
+
+from skyrl import __version__
+from skyrl.api.reply import reply
+from skyrl.api.services import Services
+
+
+def router(services: Services) -> APIRouter:
+    routes = APIRouter(tags=["health"])
+
+    @routes.get("/api/v1/healthz")
+    async def healthz() -> Response:
+        return reply({"status": "ok"})
+
+    @routes.get("/readyz")
+    async def readyz() -> Response:
+        await services.watch.refresh()
+        reasons = services.watch.reasons()
+        if not reasons and services.config.external_inference_url is not None and services.client is not None:
+            trouble = await services.client.probe()
+            reasons = [f"sampling: {trouble}"] if trouble is not None else []
+        return reply({"ready": not reasons, "reasons": reasons}, 503 if reasons else 200)
+
+    @routes.get("/statusz")
+    async def statusz() -> Response:
+        state = services.watch.state
+        return reply(
+            {
+                "version": __version__,
+                "samples": {
+                    "mode": "colocated" if services.config.colocated else "forwarded",
+                    "forwarded": services.sampling.forwarded,
+                    "engine": services.sampling.to_engine,
+                    "in_flight": services.sampling.in_flight,
+                },
+                "forwarding": dict(services.client.counts) if services.client is not None else {},
+                "requests_pending": services.store.pending,
+                "inference_generation": state.generation,
+            }
+        )
+
+    return routes

@@ -1,0 +1,108 @@
+"""Models: create one, ask what it is."""
+
+from __future__ import annotations
+
+import secrets
+from pathlib import Path
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from skyrl.api.body import read_body, tenant_of
+from skyrl.api.reply import reply
+from skyrl.api.services import Services
+from skyrl.api.training import submit
+from skyrl.db.models import Adapter, Model
+from skyrl.futures.kinds import Kind
+from skyrl.wire.errors import NotFound, RequestError
+from skyrl.wire.paths import model_id_of
+from skyrl.wire.requests import CreateModelRequest, LoraConfig, ModelRequest, OptimizerConfig, decode_json
+
+
+def check_optimizer(optimizer: OptimizerConfig | None) -> None:
+    if optimizer is not None and optimizer.type != "adamw":
+        raise RequestError(
+            f"{optimizer.type!r} is not served; there is: adamw", field="optimizer_config.type"
+        )
+
+
+def _adapter(wanted: LoraConfig, services: Services) -> Adapter:
+    limits = services.config.backend_config.lora
+    if wanted.rank == 0:
+        raise RequestError(
+            "0 asks for full fine-tuning, which this server does not do yet", field="lora_config.rank"
+        )
+    if not 1 <= wanted.rank <= limits.max_lora_rank:
+        raise RequestError(
+            f"must be in [1, {limits.max_lora_rank}] (the server's max_lora_rank), got {wanted.rank}",
+            field="lora_config.rank",
+        )
+    if not (wanted.train_attn or wanted.train_mlp or wanted.train_unembed):
+        raise RequestError(
+            "at least one of train_attn, train_mlp, train_unembed must be true", field="lora_config"
+        )
+    if wanted.seed is not None and not -(2**63) <= wanted.seed < 2**63:
+        raise RequestError("must fit signed 64 bits", field="lora_config.seed")
+    return Adapter(
+        lora_rank=wanted.rank,
+        lora_alpha=limits.alpha,
+        seed=secrets.randbits(31) if wanted.seed is None else wanted.seed,
+        train_attn=wanted.train_attn,
+        train_mlp=wanted.train_mlp,
+        train_unembed=wanted.train_unembed,
+    )
+
+
+def router(services: Services) -> APIRouter:
+    routes = APIRouter(prefix="/api/v1", tags=["models"])
+    max_bytes = services.config.max_body_bytes
+
+    @routes.post("/create_model")
+    async def create_model(request: Request) -> Response:
+        tenant = tenant_of(request)
+        body = await read_body(request, max_bytes)
+        wanted = decode_json(CreateModelRequest, body)
+        services.check_trainable()
+        session = await services.active_session(wanted.session_id, tenant)
+        services.check_base_model(wanted.base_model)
+        check_optimizer(wanted.optimizer_config)
+        if wanted.model_seq_id < 0:
+            raise RequestError("must not be negative", field="model_seq_id")
+        model = Model(
+            id=model_id_of(session.id, wanted.model_seq_id),
+            session_id=session.id,
+            tenant=tenant,
+            base_model=wanted.base_model,
+            adapter=_adapter(wanted.lora_config or LoraConfig(), services),
+            user_metadata=wanted.user_metadata,
+        )
+        await services.models.create(model, wanted.model_seq_id)
+        return await submit(services, Kind.CREATE_MODEL, model, 0, body)
+
+    @routes.post("/get_info")
+    async def get_info(request: Request) -> Response:
+        tenant = tenant_of(request)
+        wanted = decode_json(ModelRequest, await read_body(request, max_bytes))
+        model = await services.models.find(wanted.model_id, tenant)
+        if model is None:
+            raise NotFound(f"no model {wanted.model_id!r}", field="model_id")
+        base = services.config.base_model_path
+        return reply(
+            {
+                "type": "get_info",
+                "model_id": model.id,
+                "model_data": {
+                    "model_name": model.base_model,
+                    # A directory is a tokenizer for clients on this machine; elsewhere the name must be one.
+                    "tokenizer_id": base
+                    if Path(base).is_dir() and "/" not in model.base_model
+                    else model.base_model,
+                },
+                "is_lora": True,
+                "lora_rank": model.adapter.lora_rank,
+                "model_name": model.base_model,
+            }
+        )
+
+    return routes

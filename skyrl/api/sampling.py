@@ -1,0 +1,72 @@
+"""Sampling sessions and asample."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from skyrl.api.body import read_body, tenant_of
+from skyrl.api.reply import reply
+from skyrl.api.services import Services
+from skyrl.db.samplers import Sampler
+from skyrl.wire.errors import NotFound, RequestError
+from skyrl.wire.paths import parse_path, sampling_session_id_of
+from skyrl.wire.requests import CreateSamplingSessionRequest, decode_json
+
+
+def router(services: Services) -> APIRouter:
+    routes = APIRouter(prefix="/api/v1", tags=["sampling"])
+    max_bytes = services.config.max_body_bytes
+
+    @routes.post("/create_sampling_session")
+    async def create_sampling_session(request: Request) -> Response:
+        tenant = tenant_of(request)
+        wanted = decode_json(CreateSamplingSessionRequest, await read_body(request, max_bytes))
+        session = await services.active_session(wanted.session_id, tenant)
+        if not 0 <= wanted.sampling_session_seq_id < 2**31:
+            raise RequestError("must be in [0, 2**31)", field="sampling_session_seq_id")
+        sampler_id = sampling_session_id_of(session.id, wanted.sampling_session_seq_id)
+        adapter_name = adapter_path = None
+        if wanted.model_path is not None:
+            path = parse_path(wanted.model_path, "model_path")
+            saved = await services.checkpoints.find(path, tenant)
+            if saved is None or saved.adapter_name is None:
+                raise NotFound(f"no sampler weights {wanted.model_path!r}", field="model_path")
+            base_model, adapter_name, adapter_path = saved.base_model, saved.adapter_name, saved.directory
+            if wanted.base_model is not None and wanted.base_model != base_model:
+                raise RequestError(f"model_path was trained from {base_model!r}", field="base_model")
+        elif wanted.base_model is not None:
+            base_model = services.check_base_model(wanted.base_model)
+        else:
+            raise RequestError("give base_model or model_path", field="model_path")
+        sampler = Sampler(
+            sampler_id, session.id, tenant, base_model, wanted.model_path, adapter_name, adapter_path
+        )
+        stored = await services.samplers.create(sampler, wanted.sampling_session_seq_id)
+        if stored != sampler:
+            raise RequestError(
+                f"{wanted.sampling_session_seq_id} was used before for another sampler",
+                field="sampling_session_seq_id",
+            )
+        return reply({"type": "create_sampling_session", "sampling_session_id": stored.id})
+
+    @routes.get("/samplers/{sampler_id}")
+    async def get_sampler(sampler_id: str, request: Request) -> Response:
+        sampler = await services.samplers.find(sampler_id, tenant_of(request))
+        if sampler is None:
+            raise NotFound(f"no sampling session {sampler_id!r}", field="sampler_id")
+        base = services.config.base_model_path
+        # The SDK loads a tokenizer by this name and nothing else: a plain alias would send it to the model hub.
+        name = base if "/" not in sampler.base_model and Path(base).is_dir() else sampler.base_model
+        return reply({"sampler_id": sampler.id, "base_model": name, "model_path": sampler.model_path})
+
+    @routes.post("/asample")
+    async def asample(request: Request) -> Response:
+        tenant = tenant_of(request)
+        promise = await services.sampling.submit(await read_body(request, max_bytes), tenant)
+        return reply({"request_id": promise.request_id, "sample_sequence_ids": promise.sample_sequence_ids})
+
+    return routes

@@ -1,0 +1,182 @@
+"""The API process: builds the services, serves HTTP, forwards samples, drains on SIGTERM."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator
+from functools import partial
+
+import uvicorn
+import uvloop
+
+from skyrl.api.app import create_app
+from skyrl.api.readiness import POLL_S, EngineWatch
+from skyrl.api.services import Services
+from skyrl.background import repeat
+from skyrl.config import ServerConfig
+from skyrl.db import futures as future_rows
+from skyrl.db.checkpoints import Checkpoints
+from skyrl.db.database import Database
+from skyrl.db.engine_state import EngineState, read_state
+from skyrl.db.models import Models
+from skyrl.db.samplers import Samplers
+from skyrl.db.sessions import Sessions
+from skyrl.db.writer import GroupCommitWriter
+from skyrl.futures.doorbell import Doorbell, DoorbellListener
+from skyrl.futures.kinds import Kind
+from skyrl.futures.store import SAFETY_POLL_S, FutureStore
+from skyrl.runtime import Runtime, set_up_process
+from skyrl.sampling.client import ForwardingClient
+from skyrl.sampling.endpoint import EngineEndpoint, FixedEndpoint
+from skyrl.sampling.service import Admission, SampleService
+from skyrl.sampling.transport import AiohttpTransport
+
+logger = logging.getLogger(__name__)
+
+DRAIN_S = 10.0
+SESSION_CHECK_S = 5.0
+FORGET_S = 60.0
+
+
+def _client(runtime: Runtime, database: Database) -> ForwardingClient | None:
+    config = runtime.config
+    if config.colocated:
+        return None
+
+    async def read() -> EngineState:
+        return await database.read_async(read_state)
+
+    external = config.external_inference_url
+    return ForwardingClient(
+        AiohttpTransport(config.forwarding_inference_max_connections),
+        EngineEndpoint(read) if external is None else FixedEndpoint(external),
+        api_key=runtime.inference_api_key,
+        deadline_s=config.forwarding_deadline_s,
+        zero_fill_logprobs=config.forwarding_zero_fill_logprobs,
+    )
+
+
+async def _close_silent_sessions(services: Services) -> None:
+    for session in services.sessions.silent(services.config.session_timeout_s):
+        logger.info("session %s is silent; closing it", session.id)
+        await services.close_session(session, "expired", None, None)
+
+
+async def _forget_results(writer: GroupCommitWriter, retention_s: float) -> None:
+    before = time.time() - retention_s
+    await writer.transact(lambda connection: future_rows.forget(connection, before))
+
+
+@contextlib.asynccontextmanager
+async def open_services(runtime: Runtime) -> AsyncIterator[Services]:
+    """Everything the API process works with; on exit samples drain and what is queued is committed."""
+    config = runtime.config
+    database = Database(config.database)
+    writer = GroupCommitWriter(database)
+    store = FutureStore(database, writer)
+    engine = Doorbell(runtime.engine_doorbell)
+    client = _client(runtime, database)
+
+    async def read() -> EngineState:
+        return await database.read_async(read_state)
+
+    watch = EngineWatch(read, trains=config.backend != "none", manages_inference=config.manages_inference)
+    samplers = Samplers(database, writer)
+    sampling = SampleService(
+        store,
+        samplers,
+        client=client,
+        engine=engine,
+        limits=watch.limits,
+        admission=Admission(config.max_pending_samples, config.max_pending_sample_bytes),
+        base_name=config.served_names[0],
+    )
+    services = Services(
+        config=config,
+        sessions=Sessions(database, writer),
+        models=Models(database, writer),
+        samplers=samplers,
+        checkpoints=Checkpoints(database, writer),
+        store=store,
+        sampling=sampling,
+        client=client,
+        engine=engine,
+        watch=watch,
+    )
+    await services.sessions.load()
+    await watch.refresh()
+    rings: set[asyncio.Task[None]] = set()
+
+    async def look(words: list[str]) -> None:
+        if "state" in words:
+            await watch.refresh()
+        await store.look(words)
+
+    def on_ring(words: list[str]) -> None:
+        task = asyncio.create_task(look(words))
+        rings.add(task)
+        task.add_done_callback(rings.discard)
+
+    listener = DoorbellListener(runtime.api_doorbell, on_ring)
+    listener.start()
+    if client is not None:
+        for row in await database.read_async(lambda c: future_rows.pending_with_body(c, [Kind.EXTERNAL])):
+            await sampling.adopt(row)
+    background = [
+        asyncio.create_task(repeat("looking for results", SAFETY_POLL_S, store.look_for_lost_rings)),
+        asyncio.create_task(repeat("reading the engine's state", POLL_S, watch.refresh)),
+        asyncio.create_task(
+            repeat("closing sessions", SESSION_CHECK_S, partial(_close_silent_sessions, services))
+        ),
+        asyncio.create_task(
+            repeat(
+                "forgetting results", FORGET_S, partial(_forget_results, writer, config.result_retention_s)
+            )
+        ),
+    ]
+    try:
+        yield services
+    finally:
+        await sampling.drain(DRAIN_S)
+        listener.close()
+        for task in [*background, *rings]:
+            task.cancel()
+        await asyncio.gather(*background, *rings, return_exceptions=True)
+        if client is not None:
+            await client.close()
+        await writer.close()
+        engine.close()
+        database.close()
+
+
+async def serve(runtime: Runtime) -> None:
+    config = runtime.config
+    async with open_services(runtime) as services:
+        server = uvicorn.Server(
+            uvicorn.Config(
+                create_app(services),
+                host=config.host,
+                port=config.port,
+                http="httptools",
+                log_level="warning",
+                access_log=False,
+                backlog=4096,
+                timeout_keep_alive=75,
+                timeout_graceful_shutdown=3,
+                server_header=False,
+            )
+        )
+        await server.serve()
+
+
+def main() -> None:
+    runtime = Runtime.from_environment()
+    set_up_process(runtime.config)
+    uvloop.run(serve(runtime))
+
+
+if __name__ == "__main__":
+    main()

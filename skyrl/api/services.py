@@ -1,0 +1,62 @@
+"""What the routes work with: typed objects, built once by the process, passed in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from skyrl.api.readiness import EngineWatch
+from skyrl.config import ServerConfig
+from skyrl.db.checkpoints import Checkpoints
+from skyrl.db.models import Models
+from skyrl.db.samplers import Samplers
+from skyrl.db.sessions import Session, Sessions
+from skyrl.futures.doorbell import Doorbell
+from skyrl.futures.store import FutureStore
+from skyrl.sampling.client import ForwardingClient
+from skyrl.sampling.service import SampleService
+from skyrl.wire.errors import NotFound, RequestError
+
+
+@dataclass(frozen=True)
+class Services:
+    config: ServerConfig
+    sessions: Sessions
+    models: Models
+    samplers: Samplers
+    checkpoints: Checkpoints
+    store: FutureStore
+    sampling: SampleService
+    client: ForwardingClient | None
+    engine: Doorbell
+    watch: EngineWatch
+
+    async def active_session(self, session_id: str, tenant: str) -> Session:
+        """Raises NotFound, or RequestError 410 when the session has ended."""
+        session = await self.sessions.find(session_id, tenant)
+        if session is None:
+            raise NotFound(f"no session {session_id!r}", field="session_id")
+        if session.status != "active":
+            raise RequestError(f"session {session_id!r} is {session.status}", field="session_id", status=410)
+        return session
+
+    def check_base_model(self, name: str) -> str:
+        """The name, if this server serves it. Raises RequestError listing what there is."""
+        served = (*self.config.served_names, self.config.base_model_path)
+        if name not in served:
+            raise RequestError(
+                f"{name!r} is not served here; there is: {', '.join(self.config.served_names)}",
+                field="base_model",
+            )
+        return name
+
+    def check_trainable(self) -> None:
+        if self.config.backend == "none":
+            raise RequestError("this server only samples (backend 'none'); it has no trainer")
+
+    async def close_session(self, session: Session, to: str, reason: str | None, detail: str | None) -> None:
+        """End a session: its samples stop, its pending requests are gone, the engine reclaims what it held."""
+        if not await self.sessions.end(session, to, reason, detail):
+            return
+        self.samplers.forget_session(session.id)
+        self.sampling.cancel(self.store.drop_session(session.id))
+        self.engine.ring()

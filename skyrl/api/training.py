@@ -1,0 +1,83 @@
+"""Commands of a model: forward, forward_backward, optim_step. Each becomes a future; the engine keeps their order.
+
+A command that names its model and number is always accepted: refusing it here would leave a hole in the model's order,
+for clients never send a refused number again. What is wrong with it fails its future.
+"""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from skyrl.api.body import body_format, read_body, tenant_of
+from skyrl.api.reply import reply
+from skyrl.api.services import Services
+from skyrl.db.models import Model
+from skyrl.futures.kinds import Kind
+from skyrl.futures.store import NewRequest
+from skyrl.wire.errors import NotFound, RequestError
+from skyrl.wire.requests import SequencedRequest, decode_json
+from skyrl.wire.training import decode_header
+
+
+async def submit(
+    services: Services, kind: Kind, model: Model, seq_id: int, body: bytes, encoding: str = "json"
+) -> Response:
+    """Record one command and ring the engine; answers with the promise."""
+    if not 0 <= seq_id < 2**63:
+        raise RequestError("must be in [0, 2**63)", field="seq_id")
+    request_id, _ = await services.store.record(
+        NewRequest(
+            kind=kind,
+            tenant=model.tenant,
+            session_id=model.session_id,
+            body=body,
+            body_format=encoding,
+            model_id=model.id,
+            seq_id=seq_id,
+        )
+    )
+    services.engine.ring()
+    await services.models.touch(model.id, seq_id)
+    return reply({"request_id": request_id, "model_id": model.id})
+
+
+async def submit_sequenced(
+    services: Services, kind: Kind, tenant: str, header: SequencedRequest, body: bytes, encoding: str = "json"
+) -> Response:
+    """`submit` for a command that names its model; one without a number goes after all that came before it."""
+    services.check_trainable()
+    model = await services.models.find(header.model_id, tenant)
+    if model is None:
+        raise NotFound(f"no model {header.model_id!r}", field="model_id")
+    seq_id = header.seq_id if header.seq_id is not None else await services.models.next_seq(model.id)
+    return await submit(services, kind, model, seq_id, body, encoding)
+
+
+def router(services: Services) -> APIRouter:
+    routes = APIRouter(prefix="/api/v1", tags=["training"])
+    max_bytes = services.config.max_body_bytes
+
+    async def training_pass(request: Request, kind: Kind) -> Response:
+        tenant = tenant_of(request)
+        body, encoding = await read_body(request, max_bytes), body_format(request)
+        return await submit_sequenced(services, kind, tenant, decode_header(body, encoding), body, encoding)
+
+    @routes.post("/forward_backward")
+    async def forward_backward(request: Request) -> Response:
+        return await training_pass(request, Kind.FORWARD_BACKWARD)
+
+    @routes.post("/forward")
+    async def forward(request: Request) -> Response:
+        return await training_pass(request, Kind.FORWARD)
+
+    @routes.post("/optim_step")
+    async def optim_step(request: Request) -> Response:
+        tenant = tenant_of(request)
+        body = await read_body(request, max_bytes)
+        return await submit_sequenced(
+            services, Kind.OPTIM_STEP, tenant, decode_json(SequencedRequest, body), body
+        )
+
+    return routes

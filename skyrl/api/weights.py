@@ -1,0 +1,91 @@
+"""Saving and loading weights, and what a saved checkpoint holds."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from skyrl.api.body import read_body, tenant_of
+from skyrl.api.models import check_optimizer
+from skyrl.api.reply import reply
+from skyrl.api.services import Services
+from skyrl.api.training import submit, submit_sequenced
+from skyrl.db.models import Model, adapter_of
+from skyrl.futures.kinds import Kind
+from skyrl.wire.errors import NotFound, RequestError
+from skyrl.wire.paths import model_id_of, parse_path
+from skyrl.wire.requests import LoadWeightsRequest, SequencedRequest, WeightsInfoRequest, decode_json
+
+
+def router(services: Services) -> APIRouter:
+    routes = APIRouter(prefix="/api/v1", tags=["weights"])
+    max_bytes = services.config.max_body_bytes
+
+    @routes.post("/save_weights")
+    async def save_weights(request: Request) -> Response:
+        tenant = tenant_of(request)
+        body = await read_body(request, max_bytes)
+        return await submit_sequenced(
+            services, Kind.SAVE_WEIGHTS, tenant, decode_json(SequencedRequest, body), body
+        )
+
+    @routes.post("/save_weights_for_sampler")
+    async def save_weights_for_sampler(request: Request) -> Response:
+        tenant = tenant_of(request)
+        body = await read_body(request, max_bytes)
+        header = decode_json(SequencedRequest, body)
+        return await submit_sequenced(services, Kind.SAVE_WEIGHTS_FOR_SAMPLER, tenant, header, body)
+
+    @routes.post("/load_weights")
+    async def load_weights(request: Request) -> Response:
+        """Into a model that is there (model_id, seq_id), or making one (session_id, model_seq_id)."""
+        tenant = tenant_of(request)
+        body = await read_body(request, max_bytes)
+        wanted = decode_json(LoadWeightsRequest, body)
+        if wanted.model_id is not None:
+            header = SequencedRequest(wanted.model_id, wanted.seq_id)
+            return await submit_sequenced(services, Kind.LOAD_WEIGHTS, tenant, header, body)
+        if wanted.session_id is None or wanted.model_seq_id is None:
+            raise RequestError("give model_id, or session_id and model_seq_id")
+        services.check_trainable()
+        session = await services.active_session(wanted.session_id, tenant)
+        check_optimizer(wanted.optimizer_config)
+        if wanted.model_seq_id < 0:
+            raise RequestError("must not be negative", field="model_seq_id")
+        path = parse_path(wanted.path)
+        saved = await services.checkpoints.find(path, tenant)
+        if saved is None or path.kind != "weights":
+            raise NotFound(f"no training checkpoint {wanted.path!r}", field="path")
+        if wanted.base_model is not None:
+            services.check_base_model(wanted.base_model)
+        model = Model(
+            id=model_id_of(session.id, wanted.model_seq_id),
+            session_id=session.id,
+            tenant=tenant,
+            base_model=wanted.base_model or saved.base_model,
+            adapter=adapter_of(saved),
+            user_metadata=wanted.user_metadata,
+        )
+        await services.models.create(model, wanted.model_seq_id)
+        return await submit(services, Kind.LOAD_WEIGHTS, model, 0, body)
+
+    @routes.post("/weights_info")
+    async def weights_info(request: Request) -> Response:
+        tenant = tenant_of(request)
+        wanted = decode_json(WeightsInfoRequest, await read_body(request, max_bytes))
+        saved = await services.checkpoints.find(parse_path(wanted.tinker_path, "tinker_path"), tenant)
+        if saved is None:
+            raise NotFound(f"no checkpoint {wanted.tinker_path!r}", field="tinker_path")
+        return reply(
+            {
+                "base_model": saved.base_model,
+                "is_lora": True,
+                "lora_rank": saved.lora_rank,
+                "train_unembed": saved.train_unembed,
+                "train_mlp": saved.train_mlp,
+                "train_attn": saved.train_attn,
+            }
+        )
+
+    return routes

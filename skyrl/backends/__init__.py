@@ -1,0 +1,1 @@
+"""Training backends: `base` is the protocol, every other module or package is one backend."""

@@ -1,0 +1,141 @@
+"""What a training backend is: the protocol between the engine and whatever runs forward, backward and the optimizer.
+
+Knows arrays and directories. Deliberately knows nothing of the database, the wire, request ids' life or vLLM. All
+methods are synchronous and are called from one thread; a backend with several ranks hides them behind these calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+InferenceStatePublisher = Callable[[str | None], None]
+"""Called with the inference proxy URL on every new endpoint and with None on teardown."""
+
+
+class SamplingMode(StrEnum):
+    """Who serves samples: the API process forwards them to vLLM, or they take their turn in the engine loop."""
+
+    FORWARDED = "forwarded"
+    COLOCATED = "colocated"
+
+
+class InvalidRequest(ValueError):
+    """The caller's mistake. The message names the field and says what is allowed; nothing has been changed."""
+
+
+@dataclass(frozen=True)
+class LoraSpec:
+    """An adapter as the client asked for it. `alpha / rank` scales its update; `seed` fixes lora_A (lora_B is 0)."""
+
+    rank: int
+    alpha: float
+    seed: int
+    train_attn: bool = True
+    train_mlp: bool = True
+    train_unembed: bool = True
+
+
+@dataclass(frozen=True)
+class ModelLimits:
+    """What the base model allows: token ids are in [0, vocab_size), sequences have at most max_context tokens."""
+
+    vocab_size: int
+    max_context: int
+
+
+@dataclass(frozen=True)
+class Datum:
+    """One sequence. `tokens`: int64 [N]. `loss_inputs`: name -> int64 or float32, [N] or [N, K], dense."""
+
+    tokens: npt.NDArray[np.int64]
+    loss_inputs: dict[str, npt.NDArray[np.int64] | npt.NDArray[np.float32]]
+
+
+@dataclass(frozen=True)
+class TrainingPass:
+    """One `forward` (backward=False) or `forward_backward` command of one model."""
+
+    model_id: str
+    data: Sequence[Datum]
+    loss_fn: str
+    loss_config: dict[str, float] = field(default_factory=dict)
+    backward: bool = True
+
+
+@dataclass(frozen=True)
+class PassResult:
+    """`logprobs[i]`: float32, same shape as datum i's target_tokens, at temperature 1. `metrics`: `name:reduction`."""
+
+    logprobs: list[npt.NDArray[np.float32]]
+    metrics: dict[str, float]
+
+
+@dataclass(frozen=True)
+class AdamParams:
+    """One AdamW step as torch defines it (decoupled decay); `grad_clip_norm` 0 is off. Defaults are Tinker's."""
+
+    learning_rate: float = 1e-4
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-12
+    weight_decay: float = 0.0
+    grad_clip_norm: float = 0.0
+
+
+class Backend(Protocol):
+    """A frozen base model with many LoRA adapters, each with its own gradients and optimizer."""
+
+    @property
+    def limits(self) -> ModelLimits: ...
+
+    @property
+    def sampling_mode(self) -> SamplingMode: ...
+
+    def create_model(self, model_id: str, spec: LoraSpec) -> None:
+        """Add an adapter. Raises InvalidRequest for a rank or a train flag that cannot be honoured."""
+        ...
+
+    def delete_model(self, model_id: str) -> None:
+        """Forget an adapter, its gradients and optimizer; unknown ids are ignored."""
+        ...
+
+    def check(self, training_pass: TrainingPass) -> None:
+        """Raise InvalidRequest when the pass cannot be run: loss name, config keys, shapes, dtypes, token ids."""
+        ...
+
+    def run(self, passes: Sequence[TrainingPass]) -> list[PassResult | Exception]:
+        """Run passes of any models, together where possible; one outcome each, in order.
+
+        Gradients add up (sums, never means) in the order of `passes` until the model's `optim_step`. A pass that
+        fails leaves its model's gradients as they were and never touches its neighbours. Results and gradients of
+        one pass do not depend on which other passes run beside it.
+        """
+        ...
+
+    def optim_step(self, model_id: str, params: AdamParams) -> dict[str, float]:
+        """Clip, step, clear gradients; returns metrics. Without accumulated gradients it changes nothing."""
+        ...
+
+    def save_state(self, model_id: str, directory: Path) -> None:
+        """Write adapter, gradient accumulator and optimizer (moments, step count) into the existing directory."""
+        ...
+
+    def load_state(self, model_id: str, directory: Path, *, optimizer: bool) -> None:
+        """Replace the adapter's weights by saved ones; with `optimizer` also moments and step count, else fresh.
+
+        Raises InvalidRequest when the saved adapter has another rank or other target modules.
+        """
+        ...
+
+    def save_adapter(self, model_id: str, directory: Path) -> None:
+        """Write the adapter in PEFT format (adapter_model.safetensors, adapter_config.json) into the directory."""
+        ...
+
+    def close(self) -> None: ...

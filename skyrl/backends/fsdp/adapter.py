@@ -1,0 +1,101 @@
+"""One adapter: its float32 weights, gradient accumulator and moments, each in one flat buffer with named
+views.
+
+Knows shapes and storage. Deliberately knows nothing of the base model's modules beyond names and sizes, of
+batches, or of how a step is computed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from skyrl.backends.base import LoraSpec
+
+LoraPair = tuple[Tensor, Tensor]
+"""lora_A [rank, in_features] and lora_B [out_features, rank]."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """A linear layer that adapters may train: its module name in the base model and its sizes."""
+
+    name: str
+    in_features: int
+    out_features: int
+
+
+class Adapter:
+    """Weights of one LoRA adapter over `targets`, and what training adds to them.
+
+    lora_A is drawn as PEFT draws it, kaiming_uniform(a=sqrt(5)), that is uniform within 1/sqrt(in_features),
+    from a generator seeded with `spec.seed`; lora_B is zero. The draw depends on nothing but the seed, the
+    rank and the targets.
+    """
+
+    def __init__(self, spec: LoraSpec, targets: Sequence[Target], device: torch.device) -> None:
+        self.spec = spec
+        self.targets = tuple(targets)
+        self.device = device
+        self.shapes: dict[str, tuple[int, int]] = {}
+        for target in self.targets:
+            self.shapes[f"{target.name}.lora_A"] = (spec.rank, target.in_features)
+            self.shapes[f"{target.name}.lora_B"] = (target.out_features, spec.rank)
+        self.weights = self._initial_weights().to(device)
+        self.gradient: Tensor | None = None
+        self.exp_avg: Tensor | None = None
+        self.exp_avg_sq: Tensor | None = None
+        self.step = 0
+
+    @property
+    def scale(self) -> float:
+        return self.spec.alpha / self.spec.rank
+
+    def _initial_weights(self) -> Tensor:
+        generator = torch.Generator().manual_seed(self.spec.seed % 2**63)
+        flat = torch.zeros(sum(rows * columns for rows, columns in self.shapes.values()))
+        for name, view in self.views(flat).items():
+            if name.endswith(".lora_A"):
+                bound = 1 / math.sqrt(view.shape[1])
+                view.copy_(torch.rand(view.shape, generator=generator) * (2 * bound) - bound)
+        return flat
+
+    def views(self, flat: Tensor) -> dict[str, Tensor]:
+        """Named matrices that share memory with `flat`, a buffer of the size of `weights`."""
+        views: dict[str, Tensor] = {}
+        offset = 0
+        for name, (rows, columns) in self.shapes.items():
+            views[name] = flat[offset : offset + rows * columns].view(rows, columns)
+            offset += rows * columns
+        return views
+
+    def pack(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """A flat float32 buffer on the adapter's device from named matrices; names and shapes must match
+        exactly."""
+        if set(tensors) != set(self.shapes):
+            raise ValueError(
+                f"tensor names differ from the adapter's: {sorted(set(tensors) ^ set(self.shapes))[:4]}"
+            )
+        for name, shape in self.shapes.items():
+            if tuple(tensors[name].shape) != shape:
+                raise ValueError(f"{name} has shape {tuple(tensors[name].shape)}, not {shape}")
+        return torch.cat([tensors[name].reshape(-1).to(self.device, torch.float32) for name in self.shapes])
+
+    def leaves(self, requires_grad: bool) -> dict[str, LoraPair]:
+        """Fresh autograd leaves that share the weights' memory, by target name: one set per slice of a
+        pass."""
+        views = self.views(self.weights.detach())
+        if requires_grad:
+            views = {name: view.detach().requires_grad_() for name, view in views.items()}
+        return {t.name: (views[f"{t.name}.lora_A"], views[f"{t.name}.lora_B"]) for t in self.targets}
+
+    def accumulate(self, gradient: Tensor) -> None:
+        """Add a pass's gradient (flat, float32); takes ownership of the tensor."""
+        if self.gradient is None:
+            self.gradient = gradient
+        else:
+            self.gradient.add_(gradient)

@@ -1,0 +1,95 @@
+"""Causal attention over packed rows, registered with transformers under the name "skyrl_segments".
+
+Each attention group of each slice is padded and runs on its own, so that what a slice computes depends on
+that slice alone. Deliberately knows nothing of adapters; supports what scaled_dot_product_attention does,
+plus sliding windows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from skyrl.backends.fsdp.packing import AttentionGroup
+
+NAME = "skyrl_segments"
+_UNSUPPORTED = ("softcap", "s_aux", "position_bias")
+
+
+def segments_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    attention_groups: Sequence[AttentionGroup],
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """query [1, heads, rows, head_dim], key and value [1, kv_heads, rows, head_dim]; returns [1, rows, heads,
+    head_dim].
+
+    `attention_groups` tile the rows. Dropout is never applied. Raises ValueError for variants that would need
+    another kernel (soft-capping, sinks, position biases).
+    """
+    for name in _UNSUPPORTED:
+        if kwargs.get(name) is not None:
+            raise ValueError(f"attention with {name} is not supported")
+    by_row = (query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1))
+    parts = [_attend(group, by_row, scaling, sliding_window) for group in attention_groups]
+    if all(group.rows is None for group in attention_groups):
+        in_order = sorted(range(len(parts)), key=lambda index: attention_groups[index].first)
+        return torch.cat([parts[index] for index in in_order])[None], None
+    rows = torch.cat([_rows(group, query.device) for group in attention_groups])
+    output = torch.cat(parts)
+    return output.new_empty(output.shape).index_copy(0, rows, output)[None], None
+
+
+def _rows(group: AttentionGroup, device: torch.device) -> Tensor:
+    if group.rows is not None:
+        return group.rows
+    return torch.arange(group.first, group.first + group.count * group.longest, device=device)
+
+
+def _attend(
+    group: AttentionGroup, by_row: tuple[Tensor, Tensor, Tensor], scaling: float | None, window: int | None
+) -> Tensor:
+    """One group's attention, [tokens, heads, head_dim]. by_row: q, k and v, each [rows, heads, head_dim]."""
+    query, key, value = by_row
+    length = group.longest
+    mask = None
+    if window is not None and length > window:
+        place = torch.arange(length, device=query.device)
+        back = place[:, None] - place[None, :]
+        mask = (back >= 0) & (back < window)
+    output = torch.nn.functional.scaled_dot_product_attention(
+        _grid(group, query),
+        _grid(group, key),
+        _grid(group, value),
+        attn_mask=mask,
+        is_causal=mask is None,
+        scale=scaling,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    output = output.transpose(1, 2).reshape(group.count * length, query.shape[1], value.shape[-1])
+    return output if group.cells is None else output.index_select(0, group.cells)
+
+
+def _grid(group: AttentionGroup, states: Tensor) -> Tensor:
+    """The group's rows as [count, heads, longest, head_dim], zeros after each sequence's end."""
+    cells = group.count * group.longest
+    if group.rows is None or group.cells is None:
+        grid = states[group.first : group.first + cells]
+    else:
+        chosen = states.index_select(0, group.rows)
+        grid = states.new_zeros(cells, *states.shape[1:]).index_copy(0, group.cells, chosen)
+    return grid.view(group.count, group.longest, *states.shape[1:]).transpose(1, 2)
+
+
+AttentionInterface.register(NAME, segments_attention)

@@ -1,0 +1,140 @@
+"""The backend itself: adapters by model id on one base model, and which slices run together.
+
+Deliberately knows nothing of the command log, the wire or the sampler.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from skyrl.backends.base import (
+    AdamParams,
+    InvalidRequest,
+    LoraSpec,
+    ModelLimits,
+    PassResult,
+    SamplingMode,
+    TrainingPass,
+)
+from skyrl.backends.fsdp import checks, state
+from skyrl.backends.fsdp.adapter import Adapter
+from skyrl.backends.fsdp.lora import trained_targets
+from skyrl.backends.fsdp.model import BaseModel
+from skyrl.backends.fsdp.optimizer import adamw_step
+from skyrl.backends.fsdp.packing import cut
+from skyrl.backends.fsdp.passes import RunningPass, run_micro_batch, slices_of
+from skyrl.config import ServerConfig
+
+
+class FsdpBackend:
+    """LoRA training on one device: float32 on a CPU, bfloat16 with float32 adapters, gradients and moments on
+    CUDA.
+
+    Each slice of a pass goes through the base model on its own: results and gradients are then the same bits
+    however passes are grouped, because no kernel sees another slice's rows. With `merge`, slices of several
+    passes share a micro-batch of up to `micro_batch_tokens`, and the number of rows may change a matrix
+    product's last bits.
+
+    Raises ConfigError when the base model cannot be trained.
+    """
+
+    def __init__(self, config: ServerConfig, *, merge: bool = False) -> None:
+        self._merge = merge
+        self._sampling_mode = SamplingMode.COLOCATED if config.colocated else SamplingMode.FORWARDED
+        self._budget = config.backend_config.trainer.micro_batch_tokens
+        self._max_rank = config.backend_config.lora.max_lora_rank
+        self._device = _prepare_device(config.threads)
+        self._base = BaseModel(
+            config.base_model_path,
+            self._device,
+            gradient_checkpointing=config.backend_config.trainer.gradient_checkpointing,
+        )
+        self._limits = self._base.limits(config.backend_config.inference.max_model_len)
+        self._adapters: dict[str, Adapter] = {}
+
+    @property
+    def limits(self) -> ModelLimits:
+        return self._limits
+
+    @property
+    def sampling_mode(self) -> SamplingMode:
+        return self._sampling_mode
+
+    def create_model(self, model_id: str, spec: LoraSpec) -> None:
+        """Add an adapter. Raises InvalidRequest: the id exists, or the spec cannot be honoured."""
+        checks.check_spec(spec, self._max_rank)
+        if model_id in self._adapters:
+            raise InvalidRequest(f"model_id: {model_id} exists already")
+        self._adapters[model_id] = Adapter(spec, trained_targets(self._base.linears, spec), self._device)
+
+    def delete_model(self, model_id: str) -> None:
+        self._adapters.pop(model_id, None)
+
+    def check(self, training_pass: TrainingPass) -> None:
+        self._adapter(training_pass.model_id)
+        checks.check_pass(training_pass, self._limits)
+
+    def run(self, passes: Sequence[TrainingPass]) -> list[PassResult | Exception]:
+        """One outcome per pass, in order; gradients are added in the order of `passes`.
+
+        A pass that `check` refuses, or whose loss is not finite, fails with InvalidRequest. An error of the
+        device (out of memory) is the outcome of the passes that still fail when their slices run alone.
+        """
+        started = [self._start(training_pass) for training_pass in passes]
+        for backward in (False, True):
+            slices = [
+                piece
+                for running in started
+                if isinstance(running, RunningPass) and running.training_pass.backward == backward
+                for piece in slices_of(running, self._budget)
+            ]
+            for run in cut([piece.tokens for piece in slices], self._budget if self._merge else 1):
+                run_micro_batch(self._base, slices[run.start : run.stop], backward=backward)
+        return [running.outcome() if isinstance(running, RunningPass) else running for running in started]
+
+    def optim_step(self, model_id: str, params: AdamParams) -> dict[str, float]:
+        """See `adamw_step` for metrics and errors. Raises InvalidRequest for hyper-parameters out of
+        range."""
+        checks.check_adam(params)
+        return adamw_step(self._adapter(model_id), params)
+
+    def save_state(self, model_id: str, directory: Path) -> None:
+        state.save_state(self._adapter(model_id), directory)
+
+    def load_state(self, model_id: str, directory: Path, *, optimizer: bool) -> None:
+        state.load_state(self._adapter(model_id), directory, optimizer=optimizer)
+
+    def save_adapter(self, model_id: str, directory: Path) -> None:
+        state.save_adapter(self._adapter(model_id), self._base.path, directory)
+
+    def close(self) -> None:
+        self._adapters.clear()
+
+    def _adapter(self, model_id: str) -> Adapter:
+        if model_id not in self._adapters:
+            raise InvalidRequest(f"model_id: there is no model {model_id}")
+        return self._adapters[model_id]
+
+    def _start(self, training_pass: TrainingPass) -> RunningPass | InvalidRequest:
+        try:
+            self.check(training_pass)
+        except InvalidRequest as error:
+            return error
+        return RunningPass(training_pass, self._adapter(training_pass.model_id))
+
+
+def _prepare_device(threads: int) -> torch.device:
+    """CUDA when there is one, else the CPU with a fixed number of threads.
+
+    On CUDA kernels are deterministic where torch has such a kernel; it warns where it has none.
+    """
+    if torch.cuda.is_available():
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        return torch.device("cuda")
+    torch.set_num_threads(threads)
+    return torch.device("cpu")

@@ -1,0 +1,153 @@
+"""What a pass must look like before it may run: every refusal names the field, the datum and what is allowed.
+
+Looks at arrays only; deliberately needs neither torch tensors nor the model, beyond its limits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import numpy as np
+
+from skyrl.backends.base import AdamParams, Datum, InvalidRequest, LoraSpec, ModelLimits, TrainingPass
+from skyrl.backends.fsdp.losses import LOSSES, REFUSED, Loss
+
+
+def check_pass(training_pass: TrainingPass, limits: ModelLimits) -> None:
+    """Raise InvalidRequest: unknown loss or key, wrong shape, dtype or value, tokens or lengths beyond the
+    model."""
+    loss = known_loss(training_pass.loss_fn)
+    loss_config(training_pass.loss_fn, loss, training_pass.loss_config)
+    if not training_pass.data:
+        raise InvalidRequest("data: must hold at least one datum")
+    for index, datum in enumerate(training_pass.data):
+        try:
+            _check_tokens(datum, limits)
+            _check_targets(datum, training_pass.loss_fn, loss, limits)
+            _check_inputs(datum, training_pass.loss_fn, loss)
+        except InvalidRequest as error:
+            raise InvalidRequest(f"data[{index}]: {error}") from None
+
+
+def known_loss(name: str) -> Loss:
+    """The loss called `name`. Raises InvalidRequest listing the known ones."""
+    if name in REFUSED:
+        raise InvalidRequest(f"loss_fn: {name} is not available: {REFUSED[name]}")
+    if name not in LOSSES:
+        raise InvalidRequest(f"loss_fn: no loss {name!r}; there are: {', '.join(LOSSES)}")
+    return LOSSES[name]
+
+
+def loss_config(name: str, loss: Loss, given: Mapping[str, float]) -> dict[str, float]:
+    """The loss's configuration with defaults filled in. Raises InvalidRequest for unknown keys and bad
+    values."""
+    for key, value in given.items():
+        if key not in loss.config:
+            allowed = ", ".join(loss.config) or "no keys"
+            raise InvalidRequest(f"loss_fn_config: {name} has no key {key!r}; allowed: {allowed}")
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int | float)
+            or not math.isfinite(value)
+            or value < 0
+        ):
+            raise InvalidRequest(
+                f"loss_fn_config.{key}: must be a finite number of at least 0, got {value!r}"
+            )
+    config = {**loss.config, **given}
+    low, high = config.get("clip_low_threshold", 0.0), config.get("clip_high_threshold", math.inf)
+    if low > high:
+        raise InvalidRequest(f"loss_fn_config.clip_low_threshold: {low} is above clip_high_threshold, {high}")
+    return config
+
+
+def _check_tokens(datum: Datum, limits: ModelLimits) -> None:
+    tokens = datum.tokens
+    if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
+        raise InvalidRequest(f"model_input: must be integers [N], got {tokens.dtype} {list(tokens.shape)}")
+    if len(tokens) == 0:
+        raise InvalidRequest("model_input: must hold at least one token")
+    if len(tokens) > limits.max_context:
+        raise InvalidRequest(
+            f"model_input: {len(tokens)} tokens, the model's context is {limits.max_context}"
+        )
+    _check_ids("model_input", tokens, limits)
+
+
+def _check_ids(field: str, ids: np.ndarray, limits: ModelLimits) -> None:
+    wrong = ids[(ids < 0) | (ids >= limits.vocab_size)]
+    if wrong.size:
+        raise InvalidRequest(f"{field}: token id {wrong[0]} is outside [0, {limits.vocab_size})")
+
+
+def _check_targets(datum: Datum, name: str, loss: Loss, limits: ModelLimits) -> None:
+    field = "loss_fn_inputs.target_tokens"
+    targets = datum.loss_inputs.get("target_tokens")
+    if targets is None:
+        raise InvalidRequest(f"{field}: missing; {name} needs it")
+    if not np.issubdtype(targets.dtype, np.integer):
+        raise InvalidRequest(f"{field}: must be int64, got {targets.dtype}")
+    dimensions, allowed = ((1, 2), "[N] or [N, K]") if loss.per_target else ((1,), "[N]")
+    if targets.ndim not in dimensions or len(targets) != len(datum.tokens) or targets.size == 0:
+        raise InvalidRequest(
+            f"{field}: must be {allowed} with N = {len(datum.tokens)}, the length of model_input, "
+            f"for {name}; got {list(targets.shape)}"
+        )
+    _check_ids(field, targets, limits)
+
+
+def _check_inputs(datum: Datum, name: str, loss: Loss) -> None:
+    inputs = datum.loss_inputs
+    known = ("target_tokens", *loss.required, *loss.optional)
+    for key in inputs:
+        if key not in known:
+            raise InvalidRequest(f"loss_fn_inputs.{key}: {name} does not use it; it takes {', '.join(known)}")
+    for key in (*loss.required, *loss.optional):
+        values = inputs.get(key)
+        if values is None:
+            if key in loss.required:
+                raise InvalidRequest(f"loss_fn_inputs.{key}: missing; {name} needs {', '.join(known)}")
+            continue
+        if not (np.issubdtype(values.dtype, np.floating) or np.issubdtype(values.dtype, np.integer)):
+            raise InvalidRequest(f"loss_fn_inputs.{key}: must be float32 or int64, got {values.dtype}")
+        expected = inputs["target_tokens"].shape
+        if values.shape != expected:
+            raise InvalidRequest(
+                f"loss_fn_inputs.{key}: must have the shape of target_tokens, {list(expected)}, "
+                f"got {list(values.shape)}"
+            )
+        if not np.isfinite(values).all():
+            raise InvalidRequest(f"loss_fn_inputs.{key}: holds NaN or infinity")
+    if loss.ratio_mask is not None and not inputs[loss.ratio_mask].any() and inputs["advantages"].any():
+        raise InvalidRequest(f"loss_fn_inputs.{loss.ratio_mask}: is all zero although advantages are not")
+
+
+def check_spec(spec: LoraSpec, max_rank: int) -> None:
+    """Raise InvalidRequest for an adapter that cannot be honoured."""
+    if spec.rank == 0:
+        raise InvalidRequest(
+            "lora_config.rank: 0 asks for full fine-tuning, which this version does not have; "
+            f"give 1 to {max_rank}"
+        )
+    if not 1 <= spec.rank <= max_rank:
+        raise InvalidRequest(f"lora_config.rank: must be 1 to {max_rank}, got {spec.rank}")
+    if not (math.isfinite(spec.alpha) and spec.alpha > 0):
+        raise InvalidRequest(f"lora_config.alpha: must be a finite number above 0, got {spec.alpha}")
+    if not (spec.train_attn or spec.train_mlp or spec.train_unembed):
+        raise InvalidRequest(
+            "lora_config: at least one of train_attn, train_mlp and train_unembed must be true"
+        )
+
+
+def check_adam(params: AdamParams) -> None:
+    """Raise InvalidRequest for a step that is not defined. eps 0 is not: 0 / 0 where a gradient is zero."""
+    for name in ("beta1", "beta2"):
+        if not 0 <= getattr(params, name) < 1:
+            raise InvalidRequest(f"adam_params.{name}: must be in [0, 1), got {getattr(params, name)}")
+    for name in ("learning_rate", "weight_decay", "grad_clip_norm"):
+        value = getattr(params, name)
+        if not (math.isfinite(value) and value >= 0):
+            raise InvalidRequest(f"adam_params.{name}: must be a finite number of at least 0, got {value}")
+    if not (math.isfinite(params.eps) and params.eps > 0):
+        raise InvalidRequest(f"adam_params.eps: must be a finite number above 0, got {params.eps}")

@@ -1,0 +1,148 @@
+"""Linear layers that serve many adapters at once: each segment of rows gets its own adapter's low-rank
+update.
+
+Knows how the base model's linear layers are found and wrapped. Deliberately knows nothing of losses,
+gradients' accumulation or where adapters come from.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from skyrl.backends.base import LoraSpec
+from skyrl.backends.fsdp.adapter import LoraPair, Target
+
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+MLP = ("gate_proj", "up_proj", "down_proj")
+UNEMBED = ("lm_head",)
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+
+
+@dataclass(frozen=True)
+class LoraSegment:
+    """Rows [start, stop) of a micro-batch, the adapter matrices that apply to them, and alpha / rank."""
+
+    start: int
+    stop: int
+    scale: float
+    pairs: Mapping[str, LoraPair] = field(default_factory=dict)
+
+    def update(self, name: str, rows: Tensor) -> Tensor:
+        """scale * (rows A^T) B^T in the rows' dtype. rows: [..., in_features]; returns [...,
+        out_features]."""
+        lora_a, lora_b = self.pairs[name]
+        low = torch.nn.functional.linear(rows, lora_a.to(rows.dtype)) * self.scale
+        return torch.nn.functional.linear(low, lora_b.to(rows.dtype))
+
+
+class ActiveSegments:
+    """The segments of the micro-batch that is running; shared by all wrapped layers of one base model."""
+
+    def __init__(self) -> None:
+        self.segments: Sequence[LoraSegment] = ()
+
+    @contextmanager
+    def use(self, segments: Sequence[LoraSegment]) -> Iterator[None]:
+        """Apply `segments` to every wrapped layer; hold it through backward, which may recompute the
+        forward."""
+        before, self.segments = self.segments, segments
+        try:
+            yield
+        finally:
+            self.segments = before
+
+
+class MultiLoraLinear(nn.Module):
+    """A frozen linear layer plus, per active segment, that segment's low-rank update on its own rows.
+
+    Input [1, rows, in_features], or any shape when no segment is active. Segments tile the rows in order.
+    """
+
+    def __init__(self, name: str, base: nn.Linear, active: ActiveSegments) -> None:
+        super().__init__()
+        self.name = name
+        self.base = base
+        self.active = active
+
+    @property
+    def weight(self) -> Tensor:
+        return self.base.weight
+
+    @property
+    def target(self) -> Target:
+        return Target(self.name, self.base.in_features, self.base.out_features)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.base(x)
+        segments = self.active.segments
+        if not any(self.name in segment.pairs for segment in segments):
+            return y
+        if len(segments) == 1:
+            return y + segments[0].update(self.name, x)
+        updates = [
+            segment.update(self.name, x[:, segment.start : segment.stop])
+            if self.name in segment.pairs
+            else y.new_zeros(1, segment.stop - segment.start, y.shape[-1])
+            for segment in segments
+        ]
+        return y + torch.cat(updates, dim=1)
+
+    def for_segment(self, rows: Tensor, segment: LoraSegment) -> Tensor:
+        """The layer on rows of one segment, whatever is active. rows: [n, in_features]."""
+        y = self.base(rows)
+        return y + segment.update(self.name, rows) if self.name in segment.pairs else y
+
+
+def wrap_linears(model: nn.Module, active: ActiveSegments) -> dict[str, MultiLoraLinear]:
+    """Replace every linear layer that adapters can train by a MultiLoraLinear; returns them in module order.
+
+    Raises ValueError unless each decoder layer has exactly one of every attention and MLP projection and the
+    model has one lm_head: fused projections and mixtures of experts would silently stay untrained.
+    """
+    found: dict[str, nn.Linear] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and name.rsplit(".", 1)[-1] in ATTENTION + MLP + UNEMBED:
+            found[name] = module
+    _check_complete(list(found))
+    wrapped: dict[str, MultiLoraLinear] = {}
+    for name, linear in found.items():
+        parent, _, leaf = name.rpartition(".")
+        wrapped[name] = MultiLoraLinear(name, linear, active)
+        setattr(model.get_submodule(parent), leaf, wrapped[name])
+    return wrapped
+
+
+def _check_complete(names: Sequence[str]) -> None:
+    known = ", ".join(ATTENTION + MLP + UNEMBED)
+    layers: dict[str, list[str]] = {}
+    heads: list[str] = []
+    for name in names:
+        leaf = name.rsplit(".", 1)[-1]
+        match = _LAYER.search(name)
+        if match is not None:
+            layers.setdefault(match.group(1), []).append(leaf)
+        elif leaf in UNEMBED:
+            heads.append(name)
+    if not layers:
+        raise ValueError(f"no linear layers of a known name found; LoRA can train: {known}")
+    if len(heads) != 1:
+        raise ValueError(f"needs one lm_head, found {len(heads)}")
+    for number, leaves in layers.items():
+        for leaf in ATTENTION + MLP:
+            if leaves.count(leaf) != 1:
+                raise ValueError(
+                    f"layer {number} has {leaves.count(leaf)} linear layers named {leaf}, needs 1: fused "
+                    f"projections and mixtures of experts cannot be trained; every layer must have {known}"
+                )
+
+
+def trained_targets(linears: Mapping[str, MultiLoraLinear], spec: LoraSpec) -> list[Target]:
+    """The layers that the spec's train flags select, in module order."""
+    leaves = ATTENTION * spec.train_attn + MLP * spec.train_mlp + UNEMBED * spec.train_unembed
+    return [linear.target for name, linear in linears.items() if name.rsplit(".", 1)[-1] in leaves]

@@ -1,0 +1,147 @@
+"""The loss functions, each a pure function of target log-probabilities and a datum's inputs; sums, never
+means.
+
+Formulas follow the Tinker documentation's pages on losses (GSPO's clip bounds follow the GSPO paper). `lp` is
+the target's log-probability under the adapter, `q` the input `logprobs`, `A` the input `advantages`, r =
+exp(lp - q). Deliberately knows nothing of models, batches or the wire. Adding a loss is adding one function
+and one LOSSES entry.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class LossInputs:
+    """Inputs of a slice. tensors: name -> float [M]; datum: int64 [M], which of `count` sequences an entry is
+    of."""
+
+    tensors: Mapping[str, Tensor]
+    datum: Tensor
+    count: int
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.tensors[name]
+
+
+@dataclass(frozen=True)
+class LossValue:
+    """total: scalar, the loss summed over entries. log_ratio, clipped: [M] where the loss has them, for
+    metrics."""
+
+    total: Tensor
+    log_ratio: Tensor | None = None
+    clipped: Tensor | None = None
+
+
+LossFunction = Callable[[Tensor, LossInputs, Mapping[str, float]], LossValue]
+
+
+@dataclass(frozen=True)
+class Loss:
+    """`required` inputs besides target_tokens; `optional` ones with their default; `config` keys with theirs.
+
+    `per_target`: target_tokens may be [N, K], all inputs then too. `ratio_mask`: an input that must not be
+    all zero for a datum that has advantages.
+    """
+
+    function: LossFunction
+    required: tuple[str, ...] = ()
+    optional: Mapping[str, float] = field(default_factory=dict)
+    config: Mapping[str, float] = field(default_factory=dict)
+    per_target: bool = False
+    ratio_mask: str | None = None
+
+
+def cross_entropy(lp: Tensor, inputs: LossInputs, config: Mapping[str, float]) -> LossValue:
+    """-sum w lp. Weights may be negative."""
+    weights = inputs["weights"]
+    return LossValue(-torch.where(weights != 0, weights * lp, 0).sum())
+
+
+def _log_ratio(lp: Tensor, inputs: LossInputs) -> Tensor:
+    """lp - q, and 0 where A = 0: there the product r A is 0 whatever r is, and exp must not overflow."""
+    return torch.where(inputs["advantages"] != 0, lp - inputs["logprobs"], 0)
+
+
+def _clipped_objective(
+    log_ratio: Tensor, advantages: Tensor, config: Mapping[str, float]
+) -> tuple[Tensor, Tensor]:
+    """min(r A, clamp(r, lo, hi) A) and where clipping is active.
+
+    The branch is chosen before exp, so that a huge ratio in the clipped branch gives no inf * 0 in backward.
+    """
+    low, high = config["clip_low_threshold"], config["clip_high_threshold"]
+    ratio = log_ratio.detach().exp()
+    clipped = ((advantages > 0) & (ratio > high)) | ((advantages < 0) & (ratio < low))
+    free = torch.where(clipped, 0, log_ratio).exp()
+    return torch.where(clipped, ratio.clamp(low, high), free) * advantages, clipped
+
+
+def importance_sampling(lp: Tensor, inputs: LossInputs, config: Mapping[str, float]) -> LossValue:
+    """-sum r A."""
+    log_ratio = _log_ratio(lp, inputs)
+    return LossValue(-(log_ratio.exp() * inputs["advantages"]).sum(), log_ratio)
+
+
+def ppo(lp: Tensor, inputs: LossInputs, config: Mapping[str, float]) -> LossValue:
+    """-sum min(r A, clamp(r, lo, hi) A); lo and hi are absolute bounds of the ratio."""
+    log_ratio = _log_ratio(lp, inputs)
+    objective, clipped = _clipped_objective(log_ratio, inputs["advantages"], config)
+    return LossValue(-objective.sum(), log_ratio, clipped)
+
+
+def cispo(lp: Tensor, inputs: LossInputs, config: Mapping[str, float]) -> LossValue:
+    """-sum stopgrad(clamp(r, lo, hi)) lp A."""
+    low, high = config["clip_low_threshold"], config["clip_high_threshold"]
+    log_ratio = _log_ratio(lp, inputs)
+    ratio = log_ratio.detach().exp()
+    clipped = (ratio < low) | (ratio > high)
+    return LossValue(-(ratio.clamp(low, high) * lp * inputs["advantages"]).sum(), log_ratio, clipped)
+
+
+def dro(lp: Tensor, inputs: LossInputs, config: Mapping[str, float]) -> LossValue:
+    """-sum (lp A - beta / 2 (lp - q)^2), over all entries, also those with A = 0."""
+    gap = lp - inputs["logprobs"]
+    total = -(lp * inputs["advantages"] - 0.5 * config["beta"] * gap.square()).sum()
+    return LossValue(total, _log_ratio(lp, inputs))
+
+
+def gspo(lp: Tensor, inputs: LossInputs, config: Mapping[str, float]) -> LossValue:
+    """Per sequence s = mean over mask != 0 of stopgrad(lp) - q; r_t = exp(s + lp_t - stopgrad(lp_t)); then as
+    ppo."""
+    mask = inputs["sequence_ratio_mask"] != 0
+    gap = torch.where(mask, lp.detach() - inputs["logprobs"], 0)
+    sums = torch.zeros(inputs.count, dtype=lp.dtype, device=lp.device).index_add(0, inputs.datum, gap)
+    counts = torch.zeros_like(sums).index_add(0, inputs.datum, mask.to(lp.dtype))
+    sequence = (sums / counts.clamp(min=1)).index_select(0, inputs.datum)
+    log_ratio = torch.where(inputs["advantages"] != 0, sequence + (lp - lp.detach()), 0)
+    objective, clipped = _clipped_objective(log_ratio, inputs["advantages"], config)
+    return LossValue(-objective.sum(), log_ratio, clipped)
+
+
+_RL = ("logprobs", "advantages")
+LOSSES: dict[str, Loss] = {
+    "cross_entropy": Loss(cross_entropy, optional={"weights": 1.0}, per_target=True),
+    "importance_sampling": Loss(importance_sampling, _RL),
+    "ppo": Loss(ppo, _RL, config={"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}),
+    "cispo": Loss(cispo, _RL, config={"clip_low_threshold": 0.0, "clip_high_threshold": 4.0}),
+    "dro": Loss(dro, _RL, config={"beta": 0.05}),
+    "gspo": Loss(
+        gspo,
+        (*_RL, "sequence_ratio_mask"),
+        config={"clip_low_threshold": 1 - 3e-4, "clip_high_threshold": 1 + 4e-4},
+        ratio_mask="sequence_ratio_mask",
+    ),
+}
+
+REFUSED: dict[str, str] = {
+    "stable_reinforce": "its formula is unpublished; use importance_sampling, ppo or cispo",
+    "custom": "losses traced on the client and run on the server are not supported; "
+    "use forward_backward_custom, which runs the loss on the client",
+}

@@ -1,0 +1,63 @@
+"""Metrics of a pass: sums kept per slice in Python floats, turned into `name:reduction` at the end.
+
+Deliberately knows no formula of a loss.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from skyrl.backends.fsdp.losses import LossValue
+
+_MAX_LOG_RATIO = 20.0
+"""Ratios are capped at e^20 in metrics (never in losses), so that a clipped outlier leaves a finite mean."""
+
+
+@dataclass
+class Tally:
+    """Running sums of one pass. Ratio statistics are over entries with a non-zero advantage."""
+
+    loss: float = 0.0
+    tokens: int = 0
+    active: int = 0
+    ratio: float = 0.0
+    ratio_max: float = -math.inf
+    kl: float = 0.0
+    clipped: float | None = None
+
+    def add(self, value: LossValue, tokens: int, advantages: Tensor | None) -> None:
+        self.loss += float(value.total.detach())
+        self.tokens += tokens
+        if value.log_ratio is None or advantages is None:
+            return
+        chosen = advantages != 0
+        active = int(chosen.sum())
+        if value.clipped is not None:
+            self.clipped = (self.clipped or 0.0) + float(value.clipped[chosen].sum())
+        if active:
+            log_ratio = value.log_ratio.detach()[chosen]
+            ratio = log_ratio.clamp(max=_MAX_LOG_RATIO).exp()
+            self.active += active
+            self.ratio += float(ratio.sum())
+            self.ratio_max = max(self.ratio_max, float(ratio.max()))
+            self.kl -= float(log_ratio.sum())
+
+    def metrics(self) -> dict[str, float]:
+        """`loss:sum`, `num_tokens:sum`; with advantages `ratio:mean`, `ratio:max`, `kl:mean`,
+        `clip_fraction:mean`.
+
+        `kl:mean` is mean(q - lp), the sampler's divergence from the trainer estimated on the sampled tokens.
+        """
+        metrics = {"loss:sum": self.loss, "num_tokens:sum": float(self.tokens)}
+        if self.active:
+            metrics |= {
+                "ratio:mean": self.ratio / self.active,
+                "ratio:max": self.ratio_max,
+                "kl:mean": self.kl / self.active,
+            }
+            if self.clipped is not None:
+                metrics["clip_fraction:mean"] = self.clipped / self.active
+        return metrics

@@ -1,0 +1,102 @@
+"""How passes become rows: cutting a pass into slices, laying sequences end to end, grouping them for
+attention.
+
+Cutting and grouping look at one pass alone, so that its numbers never depend on what runs beside it. Knows
+lengths and token ids. Deliberately knows nothing of adapters or losses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from skyrl.backends.base import Datum
+
+_SHORTEST_IN_GROUP = 0.75
+"""A sequence joins an attention group when it has at least this share of the longest one's length: padding is
+bounded to a third of the real tokens."""
+
+
+@dataclass(frozen=True)
+class AttentionGroup:
+    """Sequences of similar length that attend together, right-padded to `longest`.
+
+    rows: int64 [tokens], their places in the micro-batch; cells: int64 [tokens], their places in a flattened
+    [count, longest] grid. None when the rows are one run that fills the grid exactly: [first, first + count *
+    longest).
+    """
+
+    count: int
+    longest: int
+    first: int
+    rows: Tensor | None
+    cells: Tensor | None
+
+
+@dataclass(frozen=True)
+class PackedSlice:
+    """A slice laid out as rows [start, stop) of a micro-batch. tokens, positions: int64 [stop - start]."""
+
+    start: int
+    stop: int
+    tokens: Tensor
+    positions: Tensor
+    groups: tuple[AttentionGroup, ...]
+
+
+def cut(lengths: Sequence[int], budget: int) -> list[range]:
+    """Consecutive runs of items of at most `budget` tokens each; a longer item is a run of its own."""
+    runs: list[range] = []
+    first, total = 0, 0
+    for index, length in enumerate(lengths):
+        if index > first and total + length > budget:
+            runs.append(range(first, index))
+            first, total = index, 0
+        total += length
+    return [*runs, range(first, len(lengths))] if lengths else []
+
+
+def pack(data: Sequence[Datum], start: int, device: torch.device) -> PackedSlice:
+    """Lay the sequences of one slice end to end from row `start`; positions restart with every sequence."""
+    lengths = [len(datum.tokens) for datum in data]
+    tokens = np.concatenate([datum.tokens for datum in data])
+    positions = np.concatenate([np.arange(length) for length in lengths])
+    return PackedSlice(
+        start=start,
+        stop=start + len(tokens),
+        tokens=torch.from_numpy(tokens).to(device),
+        positions=torch.from_numpy(positions).to(device),
+        groups=tuple(_groups(lengths, start, device)),
+    )
+
+
+def _groups(lengths: Sequence[int], start: int, device: torch.device) -> Iterator[AttentionGroup]:
+    starts = start + np.concatenate([[0], np.cumsum(lengths)[:-1]])
+    longest_first = sorted(range(len(lengths)), key=lambda index: -lengths[index])
+    group: list[int] = []
+    for index in longest_first:
+        if group and lengths[index] < _SHORTEST_IN_GROUP * lengths[group[0]]:
+            yield _group(group, starts, lengths, device)
+            group = []
+        group.append(index)
+    yield _group(group, starts, lengths, device)
+
+
+def _group(
+    members: list[int], starts: np.ndarray, lengths: Sequence[int], device: torch.device
+) -> AttentionGroup:
+    longest = lengths[members[0]]
+    rows = np.concatenate([starts[index] + np.arange(lengths[index]) for index in members])
+    first = int(rows[0])
+    if np.array_equal(rows, np.arange(first, first + len(members) * longest)):
+        return AttentionGroup(len(members), longest, first, None, None)
+    cells = np.concatenate(
+        [place * longest + np.arange(lengths[index]) for place, index in enumerate(members)]
+    )
+    return AttentionGroup(
+        len(members), longest, first, torch.from_numpy(rows).to(device), torch.from_numpy(cells).to(device)
+    )

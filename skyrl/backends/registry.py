@@ -1,0 +1,31 @@
+"""Which training backends exist, by name, and how each is built.
+
+Imports a backend's module only when that backend is asked for, so that nothing here costs a torch import.
+Deliberately knows nothing of what a backend does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from skyrl.backends.base import Backend
+from skyrl.config import ConfigError, ServerConfig
+
+
+def _fsdp(config: ServerConfig) -> Backend:
+    from skyrl.backends.fsdp.backend import FsdpBackend
+
+    return FsdpBackend(config)
+
+
+_FACTORIES: dict[str, Callable[[ServerConfig], Backend]] = {"fsdp": _fsdp}
+
+
+def create_backend(name: str, config: ServerConfig) -> Backend:
+    """Build the backend `name` and load its base model.
+
+    Raises ConfigError: there is no such backend, or the base model cannot be trained by it.
+    """
+    if name not in _FACTORIES:
+        raise ConfigError(f"no training backend {name!r}; there are: {', '.join(sorted(_FACTORIES))}")
+    return _FACTORIES[name](config)

@@ -1,0 +1,1 @@
+"""The command line. `main` imports nothing heavy: each command imports what it needs when it runs."""

@@ -1,0 +1,121 @@
+"""The `skyrl` command: serve, demo, doctor, version."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from skyrl import __version__
+
+app = typer.Typer(
+    name="skyrl",
+    help="A self-hosted Tinker API server: many tenants train LoRA adapters, and sampling never waits for training.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+@app.command()
+def serve(
+    base_model: Annotated[
+        str | None,
+        typer.Option(
+            help="Directory or hub name of the base model. Default: the tiny model, served as 'tiny'."
+        ),
+    ] = None,
+    served_model_name: Annotated[
+        list[str] | None,
+        typer.Option(help="Name clients use for the base model; may be given several times."),
+    ] = None,
+    backend: Annotated[
+        str | None, typer.Option(help="fsdp (default), or none: a sampling-only gateway.")
+    ] = None,
+    backend_config: Annotated[
+        str | None, typer.Option(help="JSON, e.g. '{\"trainer.placement.colocate_all\": false}'.")
+    ] = None,
+    database_url: Annotated[
+        str | None, typer.Option(help="SQLAlchemy URL. Default: SQLite in the state directory.")
+    ] = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on. Default: 127.0.0.1.")] = None,
+    port: Annotated[int | None, typer.Option(help="Port to listen on. Default: 8000.")] = None,
+    state_dir: Annotated[
+        Path | None, typer.Option(help="Database, checkpoints, logs. Default: ~/.local/share/skyrl.")
+    ] = None,
+    external_inference_url: Annotated[
+        str | None, typer.Option(help="Sample from this vLLM-compatible server instead of starting one.")
+    ] = None,
+    forwarding_inference_max_connections: Annotated[
+        int | None, typer.Option(help="Connections to the inference server. Default: no limit.")
+    ] = None,
+    session_timeout_s: Annotated[
+        float | None,
+        typer.Option(help="Close a session without a heartbeat after this many seconds. Default: 300."),
+    ] = None,
+    snapshot_interval_s: Annotated[
+        float | None, typer.Option(help="Seconds between snapshots of a model in training. Default: 30.")
+    ] = None,
+    threads: Annotated[
+        int | None, typer.Option(help="CPU threads of trainer and vLLM, each. Default: 1.")
+    ] = None,
+    log_level: Annotated[
+        str | None, typer.Option(help="debug, info, warning or error. Default: info.")
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="TOML file; flags and SKYRL_* variables go before it.")
+    ] = None,
+) -> None:
+    """Run the server: API, training engine and vLLM."""
+    from skyrl.config import ConfigError, load_config
+
+    flags: dict[str, Any] = {
+        "base_model": base_model,
+        "served_model_names": tuple(served_model_name) if served_model_name else None,
+        "backend": backend,
+        "backend_config": backend_config,
+        "database_url": database_url,
+        "host": host,
+        "port": port,
+        "state_dir": state_dir,
+        "external_inference_url": external_inference_url,
+        "forwarding_inference_max_connections": forwarding_inference_max_connections,
+        "session_timeout_s": session_timeout_s,
+        "snapshot_interval_s": snapshot_interval_s,
+        "threads": threads,
+        "log_level": log_level,
+    }
+    from skyrl.db.migrate import SchemaError
+    from skyrl.launcher import serve as launch
+
+    try:
+        launch(load_config(flags, config))
+    except (ConfigError, SchemaError) as error:
+        typer.echo(f"skyrl serve: {error}", err=True)
+        raise typer.Exit(2) from error
+
+
+@app.command()
+def doctor(
+    port: Annotated[int, typer.Option(help="The port that the server will listen on.")] = 8000,
+    state_dir: Annotated[Path | None, typer.Option(help="Where the server will keep its state.")] = None,
+) -> None:
+    """Say what is missing on this machine, and how to fix it."""
+    from skyrl.cli.doctor import report
+
+    raise typer.Exit(report(port, state_dir))
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    typer.echo(__version__)
+
+
+def main() -> None:
+    app()
+
+
+if __name__ == "__main__":
+    main()

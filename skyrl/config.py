@@ -1,0 +1,290 @@
+"""The one typed, strict configuration: defaults, a TOML file, `SKYRL_*` environment variables, flags (rising priority).
+
+Imports neither torch nor vLLM nor the database, so that `skyrl --help` answers at once. Knows names, types and
+bounds; does not know whether a model directory holds a usable model (the backend says so when it loads it).
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import tomllib
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+BackendName = Literal["fsdp", "none"]
+BACKENDS: tuple[str, ...] = ("fsdp", "none")
+
+
+class ConfigError(ValueError):
+    """A configuration value that cannot be used; the message names the key and what is allowed."""
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class PlacementConfig(_Strict):
+    """Where training runs. More than one policy rank needs FSDP ranks, which this version does not have."""
+
+    colocate_all: bool = False
+    policy_num_gpus_per_node: Literal[1] = 1
+    policy_num_nodes: Literal[1] = 1
+
+
+class LoraConfig(_Strict):
+    """Limits on adapters, shared by trainer and sampler (vLLM's `--max-loras`, `--max-cpu-loras`, `--max-lora-rank`)."""
+
+    max_loras: int = Field(8, ge=1)
+    max_cpu_loras: int = Field(64, ge=1)
+    max_lora_rank: Literal[1, 8, 16, 32, 64, 128, 256, 320, 512] = 32
+    alpha: float = Field(32.0, gt=0)
+
+    @model_validator(mode="after")
+    def _cpu_at_least_gpu(self) -> LoraConfig:
+        if self.max_cpu_loras < self.max_loras:
+            raise ValueError("max_cpu_loras must be at least max_loras")
+        return self
+
+
+class PolicyModelConfig(_Strict):
+    lora: LoraConfig = Field(default_factory=LoraConfig)  # pyright: ignore[reportArgumentType]
+
+
+class PolicyConfig(_Strict):
+    model: PolicyModelConfig = Field(default_factory=PolicyModelConfig)
+
+
+class TrainerConfig(_Strict):
+    """Training: `micro_batch_tokens` bounds one forward/backward pass over the base model (all tenants together)."""
+
+    placement: PlacementConfig = Field(default_factory=PlacementConfig)
+    policy: PolicyConfig = Field(default_factory=PolicyConfig)
+    micro_batch_tokens: int = Field(4096, ge=16)
+    gradient_checkpointing: bool = False
+
+
+class InferenceEngineConfig(_Strict):
+    """Engine-managed vLLM; `engine_init_kwargs` passes vLLM's own options through under vLLM's own names."""
+
+    num_engines: Literal[1] = 1
+    tensor_parallel_size: int = Field(1, ge=1)
+    gpu_memory_utilization: float = Field(0.5, gt=0, le=1)
+    max_model_len: int | None = Field(None, ge=16)
+    max_num_seqs: int = Field(256, ge=1)
+    port: int | None = Field(None, ge=1, le=65535)
+    engine_init_kwargs: dict[str, Any] = Field(default_factory=dict)
+
+
+class GeneratorConfig(_Strict):
+    inference_engine: InferenceEngineConfig = Field(
+        default_factory=InferenceEngineConfig  # pyright: ignore[reportArgumentType]
+    )
+
+
+class BackendConfig(_Strict):
+    """What `--backend-config` takes, as nested objects or as dotted keys (`trainer.placement.colocate_all`)."""
+
+    trainer: TrainerConfig = Field(default_factory=TrainerConfig)  # pyright: ignore[reportArgumentType]
+    generator: GeneratorConfig = Field(default_factory=GeneratorConfig)
+
+    @property
+    def lora(self) -> LoraConfig:
+        return self.trainer.policy.model.lora
+
+    @property
+    def inference(self) -> InferenceEngineConfig:
+        return self.generator.inference_engine
+
+
+def _known_keys(model: type[BaseModel], prefix: str = "") -> list[str]:
+    keys: list[str] = []
+    for name, field in model.model_fields.items():
+        dotted = f"{prefix}{name}"
+        kind = field.annotation
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            keys += _known_keys(kind, f"{dotted}.")
+        else:
+            keys.append(dotted)
+    return keys
+
+
+def _flatten(value: dict[str, Any], known: set[str], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, item in value.items():
+        dotted = f"{prefix}{key}"
+        if isinstance(item, dict) and dotted not in known:
+            flat |= _flatten(item, known, f"{dotted}.")
+        else:
+            flat[dotted] = item
+    return flat
+
+
+def parse_backend_config(value: dict[str, Any]) -> BackendConfig:
+    """Backend configuration from nested or dotted keys.
+
+    Raises ConfigError: an unknown key (naming the nearest known one) or a value of the wrong type or range.
+    """
+    known = _known_keys(BackendConfig)
+    nested: dict[str, Any] = {}
+    for dotted, item in _flatten(value, set(known)).items():
+        if dotted not in known:
+            near = difflib.get_close_matches(dotted, known, n=1, cutoff=0.0)
+            raise ConfigError(f"backend-config: unknown key '{dotted}'; the nearest known one is '{near[0]}'")
+        *parents, leaf = dotted.split(".")
+        node = nested
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[leaf] = item
+    try:
+        return BackendConfig.model_validate(nested)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise ConfigError(f"backend-config: '{where}': {first['msg']} (got {first['input']!r})") from error
+
+
+class ServerConfig(BaseSettings):
+    """Everything `skyrl serve` takes. Times are seconds, sizes bytes."""
+
+    model_config = SettingsConfigDict(env_prefix="SKYRL_", extra="forbid", frozen=True)
+
+    base_model: str | None = None
+    """Directory or hub name of the base model; None serves the tiny model that ships with skyrl."""
+    served_model_names: tuple[str, ...] = ()
+    """Names clients may use for the base model; empty means `base_model` itself (`tiny` for the tiny model)."""
+    backend: BackendName = "fsdp"
+    backend_config: BackendConfig = Field(default_factory=BackendConfig)
+    host: str = "127.0.0.1"
+    port: int = Field(8000, ge=1, le=65535)
+    state_dir: Path = Path("~/.local/share/skyrl")
+    database_url: str | None = None
+    """SQLAlchemy URL; None is a SQLite file in `state_dir`."""
+    external_inference_url: str | None = None
+    """Base URL of a vLLM-compatible server that somebody else runs (`--backend none`: sampling-only gateway)."""
+    forwarding_inference_max_connections: int | None = Field(None, ge=1)
+    forwarding_deadline_s: float = Field(600.0, gt=0)
+    """How long one sample may take, retries and restarts of vLLM included."""
+    forwarding_zero_fill_logprobs: bool = False
+    """Compatibility mode: missing sampled logprobs become 0.0 with a warning, instead of a failed future."""
+    max_pending_samples: int = Field(20_000, ge=1)
+    max_pending_sample_bytes: int = Field(512 * 2**20, ge=2**20)
+    max_body_bytes: int = Field(256 * 2**20, ge=2**20)
+    session_timeout_s: float = Field(300.0, gt=0)
+    """A session without a heartbeat for this long is closed and what it held is reclaimed."""
+    result_retention_s: float = Field(3600.0, gt=0)
+    """How long a finished request stays retrievable."""
+    snapshot_interval_s: float = Field(30.0, gt=0)
+    """At most this much of a model's training is repeated after a crash of the engine."""
+    threads: int = Field(1, ge=1)
+    """CPU threads of the trainer and of each vLLM (OMP_NUM_THREADS); ignored for work on a GPU."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+
+    @field_validator("backend", mode="before")
+    @classmethod
+    def _known_backend(cls, value: object) -> object:
+        if value not in BACKENDS:
+            raise ValueError(f"no backend {value!r}; there are: {', '.join(BACKENDS)}")
+        return value
+
+    @field_validator("backend_config", mode="before")
+    @classmethod
+    def _parse_backend_config(cls, value: object) -> object:
+        if isinstance(value, str):
+            try:
+                value = json.loads(value)
+            except json.JSONDecodeError as error:
+                raise ValueError(f"not JSON: {error}") from error
+        return parse_backend_config(value) if isinstance(value, dict) else value
+
+    @field_validator("state_dir")
+    @classmethod
+    def _expand(cls, value: Path) -> Path:
+        return value.expanduser().absolute()
+
+    @model_validator(mode="after")
+    def _gateway_has_upstream(self) -> ServerConfig:
+        if self.backend == "none" and self.external_inference_url is None:
+            raise ValueError("backend 'none' is a sampling-only gateway: give --external-inference-url")
+        if self.backend == "none" and self.base_model is None:
+            raise ValueError("backend 'none' needs --base-model: the name that the upstream serves")
+        return self
+
+    @property
+    def colocated(self) -> bool:
+        return self.backend_config.trainer.placement.colocate_all and self.external_inference_url is None
+
+    @property
+    def manages_inference(self) -> bool:
+        """Whether skyrl starts vLLM itself."""
+        return self.backend != "none" and self.external_inference_url is None
+
+    @property
+    def database(self) -> str:
+        return self.database_url or f"sqlite:///{self.state_dir / 'skyrl.db'}"
+
+    @property
+    def adapters_dir(self) -> Path:
+        """Adapters in PEFT format, one immutable directory per sampler version."""
+        return self.state_dir / "adapters"
+
+    @property
+    def checkpoints_dir(self) -> Path:
+        """Training checkpoints (adapter and optimizer)."""
+        return self.state_dir / "checkpoints"
+
+    @property
+    def base_model_path(self) -> str:
+        """Directory or hub name to load; the tiny model when none was given."""
+        if self.base_model is not None:
+            return (
+                str(Path(self.base_model).absolute()) if Path(self.base_model).is_dir() else self.base_model
+            )
+        from skyrl.tiny import model_path
+
+        return str(model_path())
+
+    @property
+    def served_names(self) -> tuple[str, ...]:
+        if self.served_model_names:
+            return self.served_model_names
+        return (self.base_model,) if self.base_model is not None else ("tiny",)
+
+
+def load_config(flags: dict[str, Any], config_file: Path | None = None) -> ServerConfig:
+    """Merge flags over environment over file over defaults.
+
+    Raises ConfigError with one line that names the option and what is allowed.
+    """
+    from_file: dict[str, Any] = {}
+    if config_file is not None:
+        try:
+            from_file = tomllib.loads(config_file.read_text())
+        except (OSError, tomllib.TOMLDecodeError) as error:
+            raise ConfigError(f"config file {config_file}: {error}") from error
+
+    class _WithFile(ServerConfig):
+        @classmethod
+        def settings_customise_sources(cls, settings_cls, init_settings, env_settings, **_: Any):  # type: ignore[override]
+            return init_settings, env_settings, lambda: from_file
+
+    try:
+        merged = _WithFile(**{k: v for k, v in flags.items() if v is not None})
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"]) or "configuration"
+        raise ConfigError(f"{where}: {first['msg'].removeprefix('Value error, ')}") from error
+    return ServerConfig.model_construct(_fields_set=merged.model_fields_set, **dict(merged))
+
+
+def dump_config(config: ServerConfig) -> str:
+    """JSON that `restore_config` reads back: how the launcher hands the configuration to its children."""
+    return config.model_dump_json()
+
+
+def restore_config(text: str) -> ServerConfig:
+    values = json.loads(text)
+    return ServerConfig(**{k: v for k, v in values.items() if v is not None})

@@ -1,0 +1,1 @@
+"""Tables, connections, migrations and the group-commit writer. Knows SQL; knows nothing of HTTP, torch or vLLM."""

@@ -1,0 +1,221 @@
+"""Statements on the futures table: record, look up, settle, forget. One row is one request."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import ColumnElement, Connection, and_, bindparam, delete, func, insert, select, update
+
+from skyrl.db.tables import FutureRow, ModelRow
+
+futures = FutureRow.__table__  # type: ignore[attr-defined]
+_models = ModelRow.__table__  # type: ignore[attr-defined]
+
+RECORD = insert(futures)
+"""Parameters: the columns of one new row, `n` left out."""
+
+SETTLE = (
+    update(futures)
+    .where(futures.c.id == bindparam("request_id"), futures.c.status == "pending")
+    .values(
+        status=bindparam("new_status"),
+        result=bindparam("new_result"),
+        result_format=bindparam("new_result_format"),
+        error=bindparam("new_error"),
+        error_category=bindparam("new_error_category"),
+        completed_at=bindparam("new_completed_at"),
+    )
+)
+"""Parameters: see `settlement`. A row that is gone or settled already is left alone."""
+
+
+SETTLE_SAMPLE = SETTLE.values(body=None)
+"""SETTLE for a forwarded sample, whose body nobody reads again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a request ended: result bytes with their format, or an error with its category."""
+
+    result: bytes = b""
+    result_format: str = "json"
+    error: str | None = None
+    error_category: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StoredFuture:
+    """A row without its bodies, with its outcome once it has one."""
+
+    id: str
+    kind: str
+    tenant: str
+    session_id: str
+    digest: bytes
+    outcome: Outcome | None
+
+
+def settlement(request_id: str, outcome: Outcome, now: float) -> dict[str, Any]:
+    """Parameters of SETTLE."""
+    return {
+        "request_id": request_id,
+        "new_status": "done" if outcome.error is None else "failed",
+        "new_result": outcome.result if outcome.error is None else None,
+        "new_result_format": outcome.result_format,
+        "new_error": outcome.error,
+        "new_error_category": outcome.error_category,
+        "new_completed_at": now,
+    }
+
+
+_STORED = (
+    futures.c.id,
+    futures.c.kind,
+    futures.c.tenant,
+    futures.c.session_id,
+    futures.c.digest,
+    futures.c.status,
+    futures.c.result,
+    futures.c.result_format,
+    futures.c.error,
+    futures.c.error_category,
+)
+
+
+def _stored(row: Any) -> StoredFuture:
+    outcome = None
+    if row.status != "pending":
+        outcome = Outcome(row.result or b"", row.result_format or "json", row.error, row.error_category)
+    return StoredFuture(row.id, row.kind, row.tenant, row.session_id, row.digest, outcome)
+
+
+def _find(connection: Connection, where: ColumnElement[bool]) -> list[StoredFuture]:
+    return [_stored(row) for row in connection.execute(select(*_STORED).where(where))]
+
+
+def find(connection: Connection, request_id: str) -> StoredFuture | None:
+    return next(iter(_find(connection, futures.c.id == request_id)), None)
+
+
+def find_settled(connection: Connection, request_ids: Sequence[str]) -> list[StoredFuture]:
+    """Those of `request_ids` that have an outcome by now."""
+    return _find(connection, and_(futures.c.id.in_(request_ids), futures.c.status != "pending"))
+
+
+def find_command(connection: Connection, model_id: str, seq_id: int) -> StoredFuture | None:
+    where = and_(futures.c.model_id == model_id, futures.c.seq_id == seq_id)
+    return next(iter(_find(connection, where)), None)
+
+
+def find_sample(connection: Connection, sampling_session_id: str, seq_id: int) -> StoredFuture | None:
+    where = and_(futures.c.sampling_session_id == sampling_session_id, futures.c.sample_seq_id == seq_id)
+    return next(iter(_find(connection, where)), None)
+
+
+def highest_seq(connection: Connection, model_id: str) -> int:
+    """The highest seq_id recorded for a model, -1 if there is none."""
+    row = connection.execute(
+        select(futures.c.seq_id)
+        .where(futures.c.model_id == model_id)
+        .order_by(futures.c.seq_id.desc())
+        .limit(1)
+    ).first()
+    return -1 if row is None else int(row[0])
+
+
+_HEADER = (
+    futures.c.n,
+    futures.c.id,
+    futures.c.kind,
+    futures.c.tenant,
+    futures.c.session_id,
+    futures.c.model_id,
+    futures.c.seq_id,
+    futures.c.sampling_session_id,
+    futures.c.sample_seq_id,
+    futures.c.body_format,
+    func.length(futures.c.body).label("size"),
+)
+
+
+def pending(connection: Connection, kinds: Sequence[str], after: int = 0) -> list[Any]:
+    """Pending rows of these kinds that arrived after row number `after`, in order of arrival: all but the bodies, which
+    may be megabytes each, and their `size` in bytes."""
+    return list(
+        connection.execute(
+            select(*_HEADER)
+            .where(futures.c.status == "pending", futures.c.n > after, futures.c.kind.in_(kinds))
+            .order_by(futures.c.n)
+        )
+    )
+
+
+def pending_with_body(connection: Connection, kinds: Sequence[str]) -> list[Any]:
+    """Whole pending rows of these kinds, in order of arrival."""
+    return list(
+        connection.execute(
+            select(futures)
+            .where(futures.c.status == "pending", futures.c.kind.in_(kinds))
+            .order_by(futures.c.n)
+        )
+    )
+
+
+def executed(connection: Connection, model_id: str, first_seq: int) -> list[Any]:
+    """A model's commands from `first_seq` on that have succeeded, in their order: what recovery repeats."""
+    return list(
+        connection.execute(
+            select(*_HEADER)
+            .where(futures.c.model_id == model_id, futures.c.seq_id >= first_seq, futures.c.status == "done")
+            .order_by(futures.c.seq_id)
+        )
+    )
+
+
+def highest_settled_seq(connection: Connection, model_id: str) -> int:
+    """The highest seq_id that has an outcome, -1 if there is none."""
+    row = connection.execute(
+        select(func.max(futures.c.seq_id)).where(
+            futures.c.model_id == model_id, futures.c.status != "pending"
+        )
+    ).first()
+    return -1 if row is None or row[0] is None else int(row[0])
+
+
+def bodies(connection: Connection, request_ids: Sequence[str]) -> dict[str, bytes]:
+    """Bodies by request id; rows that are gone are left out."""
+    rows = connection.execute(select(futures.c.id, futures.c.body).where(futures.c.id.in_(request_ids)))
+    return {row.id: row.body for row in rows}
+
+
+def settle_where(
+    connection: Connection, where: ColumnElement[bool], outcome: Outcome, now: float
+) -> list[str]:
+    """Settle all pending rows that match; returns their ids."""
+    ids = [
+        row.id for row in connection.execute(select(futures.c.id).where(where, futures.c.status == "pending"))
+    ]
+    if ids:
+        connection.execute(SETTLE, [settlement(request_id, outcome, now) for request_id in ids])
+    return ids
+
+
+def forget(connection: Connection, completed_before: float) -> int:
+    """Delete finished requests of models that are closed, and finished samples, that ended before then.
+
+    Commands of living models stay: they are what recovery replays.
+    """
+    replayable = select(futures.c.id).join(_models, _models.c.id == futures.c.model_id)
+    replayable = replayable.where(
+        _models.c.status.in_(("ready", "creating")), futures.c.seq_id >= _models.c.next_seq
+    )
+    done = connection.execute(
+        delete(futures).where(
+            futures.c.completed_at < completed_before,
+            futures.c.status != "pending",
+            futures.c.id.not_in(replayable),
+        )
+    )
+    return done.rowcount

@@ -1,0 +1,52 @@
+"""Bring a database to this version's schema: migrate an empty or older one, refuse a newer one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from alembic import command
+from alembic.config import Config
+from alembic.runtime.migration import MigrationContext
+from alembic.script import ScriptDirectory
+from alembic.util.exc import CommandError
+
+from skyrl.db.database import Database
+
+
+class SchemaError(RuntimeError):
+    """The database cannot be used by this version of skyrl; the message says why and what to do."""
+
+
+def _script_location() -> Path:
+    packaged = Path(__file__).parent / "alembic"
+    return packaged if packaged.is_dir() else Path(__file__).parents[2] / "alembic"
+
+
+def _config(url: str) -> Config:
+    config = Config()
+    config.set_main_option("script_location", str(_script_location()))
+    config.set_main_option("sqlalchemy.url", url.replace("%", "%%"))
+    return config
+
+
+def migrate(database: Database) -> None:
+    """Upgrade to the newest revision.
+
+    Raises SchemaError when the database was made by a newer skyrl (its revision is unknown here).
+    """
+    config = _config(database.url)
+    scripts = ScriptDirectory.from_config(config)
+    with database.writer.connect() as connection:
+        current = MigrationContext.configure(connection).get_current_revision()
+        connection.rollback()
+    if current == scripts.get_current_head():
+        return
+    if current is not None:
+        try:
+            scripts.get_revision(current)
+        except CommandError as error:
+            raise SchemaError(
+                f"the database is at revision {current}, which this version of skyrl does not know: it was made by a "
+                "newer one. Run that version, or use another --database-url or --state-dir."
+            ) from error
+    command.upgrade(config, "head")

@@ -1,0 +1,151 @@
+"""Models (adapters in training): their rows, and what the API needs to know of one without asking the engine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from sqlalchemy import Connection, bindparam, func, insert, select, update
+
+from skyrl.db.database import Database
+from skyrl.db.futures import highest_seq
+from skyrl.db.tables import ModelRow
+from skyrl.db.writer import GroupCommitWriter
+
+models = ModelRow.__table__  # type: ignore[attr-defined]
+
+_TOUCH = update(models).where(models.c.id == bindparam("model")).values(last_request_at=bindparam("now"))
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """A LoRA adapter's shape: what create_model asked for, and what a checkpoint was saved with."""
+
+    lora_rank: int
+    lora_alpha: float
+    seed: int
+    train_attn: bool
+    train_mlp: bool
+    train_unembed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A model as the API process knows it; these values never change."""
+
+    id: str
+    session_id: str
+    tenant: str
+    base_model: str
+    adapter: Adapter
+    user_metadata: dict[str, Any] | None
+
+
+def adapter_of(row: Any) -> Adapter:
+    """The adapter columns of a models or checkpoints row."""
+    return Adapter(row.lora_rank, row.lora_alpha, row.seed, row.train_attn, row.train_mlp, row.train_unembed)
+
+
+def _model(row: Any) -> Model:
+    return Model(row.id, row.session_id, row.tenant, row.base_model, adapter_of(row), row.user_metadata)
+
+
+class Models:
+    """Create and find models; number the commands of clients that do not."""
+
+    def __init__(self, database: Database, writer: GroupCommitWriter) -> None:
+        self._database = database
+        self._writer = writer
+        self._known: dict[str, Model] = {}
+        self._last_seq: dict[str, int] = {}
+        self._touched: dict[str, float] = {}
+
+    async def create(self, model: Model, model_seq_id: int) -> None:
+        """Add the row unless it is there (a repeated request)."""
+        now = time.time()
+        values = {
+            "id": model.id,
+            "session_id": model.session_id,
+            "tenant": model.tenant,
+            "model_seq_id": model_seq_id,
+            "base_model": model.base_model,
+            "status": "creating",
+            **asdict(model.adapter),
+            "user_metadata": model.user_metadata,
+            "sampler_version": 0,
+            "next_seq": 0,
+            "created_at": now,
+            "last_request_at": now,
+        }
+
+        def add(connection: Connection) -> None:
+            known = connection.execute(select(models.c.id).where(models.c.id == model.id)).first()
+            if known is None:
+                connection.execute(insert(models), values)
+
+        await self._writer.transact(add)
+
+    async def find(self, model_id: str, tenant: str) -> Model | None:
+        """The tenant's model, whatever its status."""
+        model = self._known.get(model_id)
+        if model is None:
+            row = await self._database.read_async(
+                lambda c: c.execute(select(models).where(models.c.id == model_id)).first()
+            )
+            if row is None:
+                return None
+            model = self._known[model_id] = _model(row)
+        return model if model.tenant == tenant else None
+
+    async def next_seq(self, model_id: str) -> int:
+        """A sequence number for a command that came without one: after all that came before it."""
+        if model_id not in self._last_seq:
+            last = await self._database.read_async(lambda c: highest_seq(c, model_id))
+            self._last_seq.setdefault(model_id, last)
+        self._last_seq[model_id] += 1
+        return self._last_seq[model_id]
+
+    async def touch(self, model_id: str, seq_id: int) -> None:
+        """Remember the newest sequence number and, once a second at most, the time of the last request."""
+        if model_id in self._last_seq:
+            self._last_seq[model_id] = max(self._last_seq[model_id], seq_id)
+        now = time.time()
+        if now - self._touched.get(model_id, 0.0) >= 1.0:
+            self._touched[model_id] = now
+            await self._writer.execute(_TOUCH, {"model": model_id, "now": now})
+
+    def forget(self, model_ids: Sequence[str]) -> None:
+        for model_id in model_ids:
+            self._known.pop(model_id, None)
+            self._last_seq.pop(model_id, None)
+            self._touched.pop(model_id, None)
+
+    async def page(self, tenant: str, limit: int, offset: int) -> tuple[list[Any], int]:
+        """Rows of a tenant's models, newest first, and how many there are."""
+        query = select(models).where(models.c.tenant == tenant).order_by(models.c.created_at.desc())
+        count = select(func.count()).select_from(models).where(models.c.tenant == tenant)
+        return await self._database.read_async(
+            lambda c: (list(c.execute(query.limit(limit).offset(offset))), c.execute(count).scalar_one())
+        )
+
+    async def row(self, model_id: str, tenant: str) -> Any | None:
+        query = select(models).where(models.c.id == model_id, models.c.tenant == tenant)
+        return await self._database.read_async(lambda c: c.execute(query).first())
+
+
+def living(connection: Connection) -> list[Any]:
+    """Rows of models that are being trained, oldest first."""
+    return list(
+        connection.execute(
+            select(models).where(models.c.status.in_(("creating", "ready"))).order_by(models.c.created_at)
+        )
+    )
+
+
+def set_model(model_id: str, **values: Any) -> Callable[[Connection], None]:
+    """A change that updates columns of one model."""
+    return lambda connection: (
+        connection.execute(update(models).where(models.c.id == model_id).values(**values)) and None
+    )

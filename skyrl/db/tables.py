@@ -1,0 +1,138 @@
+"""The schema as SQLModel tables. Times are seconds since the epoch, UTC. The Alembic revisions make it; never create_all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sqlalchemy import JSON, BigInteger, Column, Index, Integer, LargeBinary, Text, UniqueConstraint
+from sqlmodel import Field, SQLModel
+
+# SQLite only counts rows up in a column of type INTEGER; PostgreSQL needs 64 bits by name.
+_ROW_NUMBER = BigInteger().with_variant(Integer, "sqlite")
+
+
+class SessionRow(SQLModel, table=True):
+    """One client process's session; `status` is active, finished or expired."""
+
+    __tablename__ = "sessions"
+    id: str = Field(primary_key=True)
+    tenant: str = Field(index=True)
+    status: str = Field(index=True)
+    created_at: float
+    heartbeat_at: float
+    finish_reason: str | None = None
+    finish_detail: str | None = Field(default=None, sa_column=Column(Text))
+    sdk_version: str = ""
+    tags: list[str] = Field(default_factory=list, sa_column=Column(JSON, nullable=False))
+    user_metadata: dict[str, Any] | None = Field(default=None, sa_column=Column(JSON))
+
+
+class ModelRow(SQLModel, table=True):
+    """One adapter being trained; `status` is creating, ready, failed or closed. `next_seq` is what the engine runs next."""
+
+    __tablename__ = "models"
+    id: str = Field(primary_key=True)
+    session_id: str = Field(index=True, foreign_key="sessions.id")
+    tenant: str = Field(index=True)
+    model_seq_id: int
+    base_model: str
+    status: str = Field(index=True)
+    lora_rank: int
+    lora_alpha: float
+    seed: int = Field(sa_column=Column(BigInteger, nullable=False))
+    train_attn: bool
+    train_mlp: bool
+    train_unembed: bool
+    user_metadata: dict[str, Any] | None = Field(default=None, sa_column=Column(JSON))
+    sampler_version: int = 0
+    next_seq: int = Field(default=1, sa_column=Column(BigInteger, nullable=False))
+    created_at: float
+    last_request_at: float
+
+
+class SamplingSessionRow(SQLModel, table=True):
+    """What a sampling client samples from: the base model (adapter_name None) or one immutable adapter version."""
+
+    __tablename__ = "sampling_sessions"
+    __table_args__ = (UniqueConstraint("session_id", "seq_id"),)
+    id: str = Field(primary_key=True)
+    session_id: str = Field(index=True, foreign_key="sessions.id")
+    tenant: str
+    seq_id: int
+    base_model: str
+    model_path: str | None = None
+    adapter_name: str | None = Field(default=None, index=True)
+    adapter_path: str | None = None
+    status: str
+    created_at: float
+
+
+class FutureRow(SQLModel, table=True):
+    """One request and its result. `n` orders rows by arrival; `status` is pending, done or failed."""
+
+    __tablename__ = "futures"
+    __table_args__ = (
+        UniqueConstraint("model_id", "seq_id"),
+        UniqueConstraint("sampling_session_id", "sample_seq_id"),
+        Index("ix_futures_status_n", "status", "n"),
+    )
+    n: int | None = Field(default=None, sa_column=Column(_ROW_NUMBER, primary_key=True, autoincrement=True))
+    id: str = Field(unique=True)
+    kind: str
+    tenant: str
+    session_id: str = Field(index=True)
+    model_id: str | None = None
+    seq_id: int | None = Field(default=None, sa_column=Column(BigInteger))
+    sampling_session_id: str | None = None
+    sample_seq_id: int | None = Field(default=None, sa_column=Column(BigInteger))
+    digest: bytes = Field(sa_column=Column(LargeBinary, nullable=False))
+    body: bytes | None = Field(default=None, sa_column=Column(LargeBinary))
+    body_format: str
+    status: str
+    result: bytes | None = Field(default=None, sa_column=Column(LargeBinary))
+    result_format: str | None = None
+    error: str | None = Field(default=None, sa_column=Column(Text))
+    error_category: str | None = None
+    created_at: float
+    completed_at: float | None = Field(default=None, index=True)
+
+
+class CheckpointRow(SQLModel, table=True):
+    """A named save: `kind` is weights (adapter and optimizer) or sampler_weights (one adapter version)."""
+
+    __tablename__ = "checkpoints"
+    __table_args__ = (UniqueConstraint("model_id", "kind", "name"),)
+    id: int | None = Field(default=None, primary_key=True)
+    tenant: str = Field(index=True)
+    model_id: str
+    kind: str
+    name: str
+    directory: str
+    adapter_name: str | None = Field(default=None, index=True)
+    base_model: str
+    lora_rank: int
+    lora_alpha: float
+    seed: int = Field(sa_column=Column(BigInteger, nullable=False))
+    train_attn: bool
+    train_mlp: bool
+    train_unembed: bool
+    size_bytes: int = Field(sa_column=Column(BigInteger, nullable=False))
+    public: bool = False
+    user_metadata: dict[str, Any] | None = Field(default=None, sa_column=Column(JSON))
+    created_at: float
+    expires_at: float | None = Field(default=None, index=True)
+
+
+class EngineStateRow(SQLModel, table=True):
+    """The singleton through which the engine tells the API where samples go and whether it can train."""
+
+    __tablename__ = "engine_state"
+    id: int = Field(default=1, primary_key=True)
+    inference_proxy_url: str | None = None
+    generation: int = 0
+    training_ready: bool = False
+    reason: str = Field(default="", sa_column=Column(Text, nullable=False))
+    vocab_size: int | None = None
+    max_context: int | None = None
+    heartbeat_at: float = 0.0
+    updated_at: float = 0.0

@@ -1,0 +1,46 @@
+"""A command as the engine queues it, without its body."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from skyrl.futures.kinds import PASSES, Kind
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """One row of the command log. `n` is its place by arrival, `size` its body's length in bytes."""
+
+    n: int
+    request_id: str
+    kind: Kind
+    tenant: str
+    session_id: str
+    model_id: str | None
+    seq_id: int | None
+    sampling_session_id: str | None
+    sample_seq_id: int | None
+    body_format: str
+    size: int
+
+    @property
+    def is_pass(self) -> bool:
+        return self.kind in PASSES
+
+
+def command_of(row: Any) -> Command:
+    """From a row of `skyrl.db.futures.pending` or `executed`."""
+    return Command(
+        row.n,
+        row.id,
+        Kind(row.kind),
+        row.tenant,
+        row.session_id,
+        row.model_id,
+        row.seq_id,
+        row.sampling_session_id,
+        row.sample_seq_id,
+        row.body_format,
+        row.size or 0,
+    )

@@ -1,0 +1,218 @@
+"""The engine's loop: hear the doorbell, read new commands, run a turn, write what came out, ring the API.
+
+Knows the order of things. What to run next is the scheduler's, how to run it the backend's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import httpx
+from sqlalchemy import Connection
+
+from skyrl.backends.base import Backend
+from skyrl.background import repeat
+from skyrl.config import ServerConfig
+from skyrl.db import futures as rows
+from skyrl.db.database import Database
+from skyrl.db.futures import Outcome
+from skyrl.db.models import set_model
+from skyrl.engine.commands import Command, command_of
+from skyrl.engine.handlers import Barriers, Change, Done
+from skyrl.engine.passes import failed, run_passes
+from skyrl.engine.reclaim import FileSweeper, end_sessions
+from skyrl.engine.recovery import Snapshots
+from skyrl.engine.sampling import ColocatedSampler
+from skyrl.engine.scheduler import Scheduler
+from skyrl.futures.doorbell import Doorbell
+from skyrl.futures.kinds import ENGINE_KINDS, Kind
+from skyrl.inference.engine_group import EngineGroup
+from skyrl.inference.vllm_client import VllmError
+from skyrl.wire.results import encode_json
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+SAFETY_POLL_S = 2.0
+"""How often the engine looks for commands whose ring was lost."""
+SWEEP_S = 10.0
+BYTES_PER_TOKEN = 20
+"""A training token on the wire: 4 bytes of input, 8 of target, 4 each of logprob and advantage."""
+_POWER_SAFE_KINDS = frozenset({Kind.SAVE_WEIGHTS, Kind.SAVE_WEIGHTS_FOR_SAMPLER})
+
+
+class Engine:
+    """Runs commands until `stop`. `sampler` serves SAMPLE commands and is None when samples are forwarded."""
+
+    def __init__(
+        self,
+        config: ServerConfig,
+        database: Database,
+        backend: Backend,
+        group: EngineGroup | None,
+        api: Doorbell,
+        sampler: ColocatedSampler | None,
+        snapshots: Snapshots,
+    ) -> None:
+        self._snapshots = snapshots
+        self._database = database
+        self._power_safe = Database(config.database, power_safe=True)
+        self._backend = backend
+        self._group = group
+        self._api = api
+        self._sampler = sampler
+        self._barriers = Barriers(config, database, backend)
+        self._sweeper = FileSweeper(config, database)
+        # Twice the micro-batch: enough to fill it, and short enough that every model's turn comes soon.
+        self.scheduler = Scheduler(2 * config.backend_config.trainer.micro_batch_tokens * BYTES_PER_TOKEN)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="backend")
+        self._bell = asyncio.Event()
+        self._stopping = False
+        self._last_row = 0
+
+    def ring(self, _words: Sequence[str] = ()) -> None:
+        self._bell.set()
+
+    def stop(self) -> None:
+        """End after the turn that is running."""
+        self._stopping = True
+        self._bell.set()
+
+    async def run(self) -> None:
+        sweeping = asyncio.create_task(repeat("sweeping unused files", SWEEP_S, self._sweep))
+        try:
+            while not self._stopping:
+                self._bell.clear()
+                await self._read_log()
+                if self.scheduler.has_work:
+                    await self._turn()
+                    continue
+                await self._end_sessions()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(SAFETY_POLL_S):
+                        await self._bell.wait()
+        finally:
+            sweeping.cancel()
+            await asyncio.gather(sweeping, return_exceptions=True)
+            self._thread.shutdown()
+            self._power_safe.close()
+
+    async def on_backend(self, work: Callable[[], T]) -> T:
+        """Run on the one thread that touches the backend."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+    async def _read_log(self) -> None:
+        new = await self._database.read_async(lambda c: rows.pending(c, sorted(ENGINE_KINDS), self._last_row))
+        for row in new:
+            self._last_row = max(self._last_row, row.n)
+            self.scheduler.add(command_of(row))
+
+    async def _turn(self) -> None:
+        if passes := self.scheduler.take_passes():
+            await self._run_passes(passes)
+            await self._read_log()
+        for command in self.scheduler.take_barriers():
+            await self._run_barrier(command)
+        if samples := self.scheduler.take_samples():
+            await self._run_samples(samples)
+
+    async def _bodies(self, commands: Sequence[Command]) -> dict[str, bytes]:
+        ids = [command.request_id for command in commands]
+        return await self._database.read_async(lambda c: rows.bodies(c, ids))
+
+    async def _run_passes(self, commands: list[Command]) -> None:
+        bodies = await self._bodies(commands)
+        here = [command for command in commands if command.request_id in bodies]
+        started = time.perf_counter()
+        outcomes = await self.on_backend(lambda: run_passes(here, bodies, self._backend))
+        logger.debug("%d passes in %.1f ms", len(here), (time.perf_counter() - started) * 1e3)
+        await self._settle([(command.request_id, outcome) for command, outcome in outcomes])
+
+    async def _run_barrier(self, command: Command) -> None:
+        bodies = await self._bodies([command])
+        if command.request_id not in bodies:
+            return
+        change: Change | None = None
+        try:
+            done = await self.on_backend(lambda: self._barriers.run(command, bodies[command.request_id]))
+            outcome = Outcome(encode_json(done.result))
+            change = done.change
+            await self._publish_adapter(done)
+        except Exception as error:
+            outcome = failed(error, command)
+            if command.seq_id == 0 and command.model_id is not None:
+                change = set_model(command.model_id, status="failed")
+        power_safe = command.kind in _POWER_SAFE_KINDS
+        await self._settle([(command.request_id, outcome)], change, power_safe=power_safe)
+        if command.kind is Kind.OPTIM_STEP and command.model_id is not None and command.seq_id is not None:
+            model_id, next_seq = command.model_id, command.seq_id + 1
+            await self.on_backend(lambda: self._snapshots.after_step(model_id, next_seq))
+
+    async def _publish_adapter(self, done: Done) -> None:
+        """Tell the inference servers of a new adapter. If one is away, a sample that needs it loads it later."""
+        if done.adapter is None or self._group is None:
+            return
+        name, directory = done.adapter
+        try:
+            await self._group.publish_adapter(name, directory)
+        except (httpx.TransportError, VllmError) as error:
+            logger.warning("adapter %s was saved but not loaded yet: %s", name, error)
+
+    async def _run_samples(self, commands: list[Command]) -> None:
+        if self._sampler is None:
+            gone = Outcome(
+                error="this server forwards samples; send the sample again", error_category="server"
+            )
+            await self._settle([(command.request_id, gone) for command in commands])
+            return
+        await self._settle(await self._sampler.run(commands, await self._bodies(commands)))
+
+    async def _settle(
+        self,
+        outcomes: Sequence[tuple[str, Outcome]],
+        change: Change | None = None,
+        *,
+        power_safe: bool = False,
+    ) -> None:
+        """Write outcomes (and what belongs with them) in one transaction, then tell the API."""
+        now = time.time()
+
+        def write(connection: Connection) -> None:
+            if change is not None:
+                change(connection)
+            if outcomes:
+                connection.execute(
+                    rows.SETTLE, [rows.settlement(request_id, o, now) for request_id, o in outcomes]
+                )
+
+        database = self._power_safe if power_safe else self._database
+        await asyncio.to_thread(database.write, write)
+        self._api.ring([request_id for request_id, _ in outcomes])
+
+    async def _end_sessions(self) -> None:
+        ended = await asyncio.to_thread(end_sessions, self._database)
+        for model_id in ended.model_ids:
+            self.scheduler.close_model(model_id)
+            await self.on_backend(lambda model_id=model_id: self._forget_model(model_id))
+        self._api.ring(ended.request_ids)
+
+    def _forget_model(self, model_id: str) -> None:
+        self._backend.delete_model(model_id)
+        self._snapshots.forget(model_id)
+
+    async def _sweep(self) -> None:
+        for name, path in await asyncio.to_thread(self._sweeper.unused_adapters):
+            if self._group is not None:
+                try:
+                    await self._group.retire_adapter(name)
+                except (httpx.TransportError, VllmError) as error:
+                    logger.warning("adapter %s could not be unloaded yet: %s", name, error)
+                    continue
+            self._sweeper.unloaded(path)
+        await asyncio.to_thread(self._sweeper.delete_files)

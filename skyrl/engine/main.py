@@ -1,0 +1,140 @@
+"""The engine process: loads the backend beside the start of vLLM, publishes what is ready, runs the loop, cleans up."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import threading
+from dataclasses import replace
+
+from sqlalchemy.exc import SQLAlchemyError
+
+from skyrl.backends.base import Backend, ModelLimits, SamplingMode
+from skyrl.backends.registry import create_backend
+from skyrl.config import ServerConfig
+from skyrl.db.database import Database
+from skyrl.engine.loop import Engine
+from skyrl.engine.recovery import Snapshots, recover
+from skyrl.engine.sampling import ColocatedSampler
+from skyrl.engine.state import EngineStatePublisher
+from skyrl.futures.doorbell import Doorbell, DoorbellListener
+from skyrl.inference.engine_group import EngineGroup
+from skyrl.inference.vllm_command import context_length, cuda_devices
+from skyrl.runtime import Runtime, set_up_process
+from skyrl.sampling.client import ForwardingClient
+from skyrl.sampling.endpoint import FixedEndpoint
+from skyrl.sampling.transport import AiohttpTransport
+
+logger = logging.getLogger(__name__)
+
+BEAT_S = 3.0
+
+
+class Heartbeat:
+    """Says "alive" from a thread of its own, so that a long step does not look like a dead engine."""
+
+    def __init__(self, state: EngineStatePublisher) -> None:
+        self._state = state
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._stop.wait(BEAT_S):
+            try:
+                self._state.beat()
+            except SQLAlchemyError:
+                logger.exception("the engine's heartbeat could not be written")
+
+    def stop(self) -> None:
+        self._stop.set()
+        self._thread.join()
+
+
+def _colocated(
+    runtime: Runtime, database: Database, backend: Backend, group: EngineGroup | None
+) -> ColocatedSampler | None:
+    if backend.sampling_mode is not SamplingMode.COLOCATED:
+        return None
+    assert group is not None
+    assert runtime.inference_url is not None
+    import torch
+
+    client = ForwardingClient(
+        AiohttpTransport(),
+        FixedEndpoint(runtime.inference_url),
+        api_key=runtime.inference_api_key,
+        deadline_s=runtime.config.forwarding_deadline_s,
+        zero_fill_logprobs=runtime.config.forwarding_zero_fill_logprobs,
+    )
+    base_name = runtime.config.served_names[0]
+    # On a CPU vLLM's sleep gives no memory back; it would only cost two calls around every batch.
+    return ColocatedSampler(
+        database, client, group, backend.limits, base_name, sleeps=torch.cuda.is_available()
+    )
+
+
+def _sampling_limits(config: ServerConfig, limits: ModelLimits) -> ModelLimits:
+    """The trainer's limits, with the sampler's context if that is shorter."""
+    served = context_length(config, cuda=bool(cuda_devices()))
+    return limits if served is None else replace(limits, max_context=min(served, limits.max_context))
+
+
+async def run(runtime: Runtime) -> None:
+    config = runtime.config
+    database = Database(config.database)
+    api = Doorbell(runtime.api_doorbell)
+    state = EngineStatePublisher(database, api)
+    state.training(ready=False, reason="loading the base model")
+    stop = asyncio.Event()
+    for name in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(name, stop.set)
+    group = watching = None
+    if runtime.inference_url is not None:
+        group = EngineGroup([runtime.inference_url], runtime.inference_api_key or "", state.publish_url)
+        watching = asyncio.create_task(group.run())
+    heartbeat = Heartbeat(state)
+    backend: Backend | None = None
+    try:
+        backend = await asyncio.to_thread(create_backend, config.backend, config)
+        sampler = _colocated(runtime, database, backend, group)
+        snapshots = Snapshots(config, database, backend)
+        engine = Engine(config, database, backend, group, api, sampler, snapshots)
+        listener = DoorbellListener(runtime.engine_doorbell, engine.ring)
+        listener.start()
+        await recover(engine, database, backend, snapshots)
+        state.training(ready=True, reason="", limits=_sampling_limits(config, backend.limits))
+        running = asyncio.create_task(engine.run())
+        stopping = asyncio.create_task(stop.wait())
+        try:
+            await asyncio.wait({running, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            engine.stop()
+            await running
+        finally:
+            stopping.cancel()
+            listener.close()
+            if sampler is not None:
+                await sampler.close()
+    finally:
+        heartbeat.stop()
+        if group is not None and watching is not None:
+            await group.close()
+            with contextlib.suppress(asyncio.CancelledError):
+                await watching
+        if backend is not None:
+            backend.close()
+        state.clear("the engine has stopped")
+        api.close()
+        database.close()
+
+
+def main() -> None:
+    runtime = Runtime.from_environment()
+    set_up_process(runtime.config)
+    asyncio.run(run(runtime))
+
+
+if __name__ == "__main__":
+    main()

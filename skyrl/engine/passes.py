@@ -1,0 +1,70 @@
+"""A batch of passes: decode each body, check it, run what is left together, encode what came out."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from skyrl.backends.base import Backend, Datum, InvalidRequest, PassResult, TrainingPass
+from skyrl.db.futures import Outcome
+from skyrl.engine.commands import Command
+from skyrl.futures.kinds import Kind
+from skyrl.wire.errors import ErrorCategory, FailedRequest, RequestError
+from skyrl.wire.results import encode_forward_backward
+from skyrl.wire.training import decode_forward_backward
+
+logger = logging.getLogger(__name__)
+
+
+def failed(error: Exception, command: Command) -> Outcome:
+    """The outcome of a command that raised: the caller's mistakes in their own words, ours logged with their trace."""
+    if isinstance(error, FailedRequest):
+        return Outcome(error=error.message, error_category=error.category)
+    if isinstance(error, RequestError | InvalidRequest):
+        return Outcome(error=str(error), error_category=ErrorCategory.USER)
+    logger.error("%s %s failed", command.kind, command.request_id, exc_info=error)
+    return Outcome(
+        error=f"internal error: {type(error).__name__}: {error}", error_category=ErrorCategory.SERVER
+    )
+
+
+def decode_pass(command: Command, body: bytes, backend: Backend) -> TrainingPass:
+    """Raises RequestError or InvalidRequest naming the field and the datum."""
+    forward_only = command.kind is Kind.FORWARD
+    decoded = decode_forward_backward(body, command.body_format, forward_only=forward_only)
+    training_pass = TrainingPass(
+        model_id=decoded.model_id,
+        data=[
+            Datum(tokens, inputs) for tokens, inputs in zip(decoded.tokens, decoded.loss_inputs, strict=True)
+        ],
+        loss_fn=decoded.loss_fn,
+        loss_config=decoded.loss_config,
+        backward=not decoded.forward_only,
+    )
+    backend.check(training_pass)
+    return training_pass
+
+
+def run_passes(
+    commands: Sequence[Command], bodies: dict[str, bytes], backend: Backend
+) -> list[tuple[Command, Outcome]]:
+    """One outcome per command, in order. A bad request fails alone. Runs on the backend's thread."""
+    outcomes: dict[str, Outcome] = {}
+    runnable: list[tuple[Command, TrainingPass]] = []
+    for command in commands:
+        try:
+            runnable.append((command, decode_pass(command, bodies[command.request_id], backend)))
+        except Exception as error:
+            outcomes[command.request_id] = failed(error, command)
+    results: Sequence[PassResult | Exception]
+    try:
+        results = backend.run([training_pass for _, training_pass in runnable]) if runnable else []
+    except Exception as error:
+        results = [error] * len(runnable)
+    for (command, _), result in zip(runnable, results, strict=True):
+        if isinstance(result, Exception):
+            outcomes[command.request_id] = failed(result, command)
+        else:
+            encoded = encode_forward_backward(result.logprobs, result.metrics)
+            outcomes[command.request_id] = Outcome(encoded, "proto:forward_backward")
+    return [(command, outcomes[command.request_id]) for command in commands]

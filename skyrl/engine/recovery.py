@@ -1,0 +1,122 @@
+"""After a restart: bring every living model back to where it was, from its last snapshot and the commands after it.
+
+Passes and steps are bitwise repeatable whatever they were batched with, so the model continues as if nothing had been.
+Snapshots are taken after an optimizer step when the last one is old enough; they bound how much is repeated.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from skyrl.backends.base import AdamParams, Backend
+from skyrl.config import ServerConfig
+from skyrl.db import futures as rows
+from skyrl.db import models as model_rows
+from skyrl.db.checkpoints import find_checkpoint
+from skyrl.db.database import Database
+from skyrl.db.models import adapter_of
+from skyrl.engine.commands import Command, command_of
+from skyrl.engine.handlers import lora_spec
+from skyrl.engine.passes import decode_pass
+from skyrl.engine.storage import atomic_directory, remove, safe_name
+from skyrl.futures.kinds import Kind
+from skyrl.wire.paths import parse_path
+from skyrl.wire.requests import LoadWeightsRequest, OptimStepRequest, decode_json
+
+if TYPE_CHECKING:
+    from skyrl.engine.loop import Engine
+
+logger = logging.getLogger(__name__)
+
+
+class Snapshots:
+    """The newest state of each model on disk: `snapshots/<model>/<first command that is not in it>`."""
+
+    def __init__(self, config: ServerConfig, database: Database, backend: Backend) -> None:
+        self._root = config.state_dir / "snapshots"
+        self._interval_s = config.snapshot_interval_s
+        self._database = database
+        self._backend = backend
+        self._taken_at: dict[str, float] = {}
+
+    def after_step(self, model_id: str, next_seq: int) -> None:
+        """Snapshot a model that has just stepped, if its last snapshot is old. Runs on the backend's thread."""
+        now = time.monotonic()
+        if now - self._taken_at.setdefault(model_id, now) < self._interval_s:
+            return
+        target = self.path(model_id, next_seq)
+        remove(target)
+        with atomic_directory(target) as scratch:
+            self._backend.save_state(model_id, scratch)
+        self._database.write(model_rows.set_model(model_id, next_seq=next_seq))
+        for old in target.parent.iterdir():
+            if old != target:
+                remove(old)
+        self._taken_at[model_id] = time.monotonic()
+
+    def path(self, model_id: str, next_seq: int) -> Path:
+        return self._root / safe_name(model_id) / str(next_seq)
+
+    def forget(self, model_id: str) -> None:
+        self._taken_at.pop(model_id, None)
+        remove(self._root / safe_name(model_id))
+
+
+def _repeat(command: Command, body: bytes, model: Any, database: Database, backend: Backend) -> None:
+    """Do again what a finished command did to its model; saves and forward passes did nothing to it."""
+    if command.kind is Kind.CREATE_MODEL:
+        backend.create_model(model.id, lora_spec(adapter_of(model)))
+    elif command.kind is Kind.FORWARD_BACKWARD:
+        training_pass = decode_pass(command, body, backend)
+        if training_pass.backward:
+            for result in backend.run([training_pass]):
+                if isinstance(result, Exception):
+                    raise result
+    elif command.kind is Kind.OPTIM_STEP:
+        request = decode_json(OptimStepRequest, body)
+        params = (
+            AdamParams(**msgspec.structs.asdict(request.adam_params)) if request.adam_params else AdamParams()
+        )
+        backend.optim_step(model.id, params)
+    elif command.kind is Kind.LOAD_WEIGHTS:
+        load = decode_json(LoadWeightsRequest, body)
+        saved = database.read(lambda c: find_checkpoint(c, parse_path(load.path), model.tenant))
+        if saved is None:
+            raise FileNotFoundError(f"checkpoint {load.path} has been deleted since it was loaded")
+        if command.seq_id == 0:
+            backend.create_model(model.id, lora_spec(adapter_of(model)))
+        backend.load_state(model.id, Path(saved.directory), optimizer=load.optimizer)
+
+
+def _restore(model: Any, snapshots: Snapshots, database: Database, backend: Backend) -> int:
+    """Bring one model back; returns the next command's number and how many were repeated."""
+    snapshot = snapshots.path(model.id, model.next_seq)
+    if snapshot.is_dir():
+        backend.create_model(model.id, lora_spec(adapter_of(model)))
+        backend.load_state(model.id, snapshot, optimizer=True)
+    commands = [command_of(r) for r in database.read(lambda c: rows.executed(c, model.id, model.next_seq))]
+    for command in commands:
+        body = database.read(lambda c, ids=[command.request_id]: rows.bodies(c, ids))[command.request_id]
+        _repeat(command, body, model, database, backend)
+    logger.info("model %s: %d commands repeated", model.id, len(commands))
+    return max(model.next_seq, database.read(lambda c: rows.highest_settled_seq(c, model.id)) + 1)
+
+
+async def recover(engine: Engine, database: Database, backend: Backend, snapshots: Snapshots) -> None:
+    """Restore all living models. One that cannot be restored is failed, with its reason in the log; the others go on."""
+    for model in database.read(model_rows.living):
+        try:
+            next_seq = await engine.on_backend(
+                lambda model=model: _restore(model, snapshots, database, backend)
+            )
+        except Exception:
+            logger.exception("model %s cannot be restored", model.id)
+            backend.delete_model(model.id)
+            database.write(model_rows.set_model(model.id, status="failed"))
+            continue
+        engine.scheduler.open_model(model.id, next_seq)

@@ -1,0 +1,107 @@
+"""What the engine does next: each model's commands in seq_id order, models in turn, passes of all models together.
+
+Pure bookkeeping. Does not know what a command does, nor the database.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from skyrl.engine.commands import Command
+from skyrl.futures.kinds import Kind
+
+
+@dataclass(slots=True)
+class _ModelQueue:
+    """Commands that have arrived, by seq_id; `next_seq` is the first that has not been taken."""
+
+    next_seq: int
+    waiting: dict[int, Command] = field(default_factory=dict)
+
+    def head(self) -> Command | None:
+        """The next command in order. A number below next_seq is a late one, whose turn has come already."""
+        if (command := self.waiting.get(self.next_seq)) is not None:
+            return command
+        late = [seq for seq in self.waiting if seq < self.next_seq]
+        return self.waiting[min(late)] if late else None
+
+    def take(self) -> Command:
+        command = self.head()
+        assert command is not None
+        assert command.seq_id is not None
+        del self.waiting[command.seq_id]
+        self.next_seq = max(self.next_seq, command.seq_id + 1)
+        return command
+
+
+class Scheduler:
+    """Queues per model. One turn is: a batch of passes to which every model may add its share, then one barrier of each
+    model that has one in front, then the samples that wait. So no model waits for more than one share of another."""
+
+    def __init__(self, pass_budget_bytes: int) -> None:
+        self._budget = pass_budget_bytes
+        self._queues: dict[str, _ModelQueue] = {}
+        self._order: deque[str] = deque()
+        self._samples: list[Command] = []
+
+    def open_model(self, model_id: str, next_seq: int = 0) -> None:
+        if model_id not in self._queues:
+            self._queues[model_id] = _ModelQueue(next_seq)
+            self._order.append(model_id)
+
+    def close_model(self, model_id: str) -> list[Command]:
+        """Forget a model; returns the commands that will never run."""
+        queue = self._queues.pop(model_id, None)
+        if queue is None:
+            return []
+        self._order.remove(model_id)
+        return list(queue.waiting.values())
+
+    def add(self, command: Command) -> None:
+        """Queue a command; its model is opened if it is not."""
+        if command.kind is Kind.SAMPLE:
+            self._samples.append(command)
+            return
+        assert command.model_id is not None
+        assert command.seq_id is not None
+        self.open_model(command.model_id)
+        self._queues[command.model_id].waiting[command.seq_id] = command
+
+    def take_passes(self) -> list[Command]:
+        """The next batch of passes over all models, each model's in order, up to its next barrier and its share."""
+        ready = [m for m in self._order if (head := self._queues[m].head()) is not None and head.is_pass]
+        if not ready:
+            return []
+        share = self._budget // len(ready)
+        batch: list[Command] = []
+        for model_id in ready:
+            queue = self._queues[model_id]
+            used = 0
+            while (
+                (head := queue.head()) is not None
+                and head.is_pass
+                and (used == 0 or used + head.size <= share)
+            ):
+                used += head.size
+                batch.append(queue.take())
+        self._order.rotate(-1)
+        return batch
+
+    def take_barriers(self) -> list[Command]:
+        """One command of each model whose next one is no pass."""
+        ready = [m for m in self._order if (head := self._queues[m].head()) is not None and not head.is_pass]
+        return [self._queues[model_id].take() for model_id in ready]
+
+    def take_samples(self) -> list[Command]:
+        samples, self._samples = self._samples, []
+        return samples
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._samples) or any(queue.head() is not None for queue in self._queues.values())
+
+    @property
+    def waiting(self) -> int:
+        """Commands queued, those that wait for an earlier number included."""
+        return len(self._samples) + sum(len(queue.waiting) for queue in self._queues.values())

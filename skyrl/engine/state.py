@@ -1,0 +1,51 @@
+"""What the engine tells the world: the engine_state row, written here and nowhere else, and a ring for the API."""
+
+from __future__ import annotations
+
+import logging
+
+from sqlalchemy.exc import SQLAlchemyError
+
+from skyrl.backends.base import ModelLimits
+from skyrl.db import engine_state
+from skyrl.db.database import Database
+from skyrl.futures.doorbell import Doorbell
+
+logger = logging.getLogger(__name__)
+
+
+class EngineStatePublisher:
+    """Writes the row. `publish_url` is the InferenceStatePublisher that the inference group calls."""
+
+    def __init__(self, database: Database, api: Doorbell) -> None:
+        self._database = database
+        self._api = api
+
+    def publish_url(self, url: str | None) -> None:
+        """A failed write is logged and never breaks the controller."""
+        try:
+            self._database.write(lambda c: engine_state.publish_url(c, url))
+        except SQLAlchemyError:
+            logger.exception("the inference endpoint %s could not be published", url)
+            return
+        logger.info("inference endpoint: %s", url)
+        self._api.ring(["state"])
+
+    def training(self, *, ready: bool, reason: str, limits: ModelLimits | None = None) -> None:
+        self._database.write(
+            lambda c: engine_state.publish_training(
+                c,
+                ready=ready,
+                reason=reason,
+                vocab_size=limits.vocab_size if limits is not None else None,
+                max_context=limits.max_context if limits is not None else None,
+            )
+        )
+        self._api.ring(["state"])
+
+    def beat(self) -> None:
+        self._database.write(engine_state.beat)
+
+    def clear(self, reason: str) -> None:
+        self._database.write(lambda c: engine_state.clear(c, reason))
+        self._api.ring(["state"])

@@ -1,0 +1,25 @@
+"""What a request is, and where it runs."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class Kind(StrEnum):
+    """EXTERNAL samples are forwarded by the API process; everything else is a command for the engine."""
+
+    CREATE_MODEL = "CREATE_MODEL"
+    FORWARD = "FORWARD"
+    FORWARD_BACKWARD = "FORWARD_BACKWARD"
+    OPTIM_STEP = "OPTIM_STEP"
+    SAVE_WEIGHTS = "SAVE_WEIGHTS"
+    SAVE_WEIGHTS_FOR_SAMPLER = "SAVE_WEIGHTS_FOR_SAMPLER"
+    LOAD_WEIGHTS = "LOAD_WEIGHTS"
+    SAMPLE = "SAMPLE"
+    EXTERNAL = "EXTERNAL"
+
+
+PASSES = frozenset({Kind.FORWARD, Kind.FORWARD_BACKWARD})
+"""Kinds the engine may run together; all others are barriers in their model's order."""
+
+ENGINE_KINDS = frozenset(Kind) - {Kind.EXTERNAL}

@@ -1,0 +1,255 @@
+"""Requests as the API process sees them: recorded once, waited for in memory, read from the database when not there.
+
+Knows ids, keys and outcomes. Does not know what a request asks for, nor who computes its result.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from sqlalchemy import Connection
+from sqlalchemy.exc import IntegrityError
+
+from skyrl.db import futures as rows
+from skyrl.db.database import Database
+from skyrl.db.futures import Outcome, StoredFuture
+from skyrl.db.writer import GroupCommitWriter
+from skyrl.futures.ids import new_request_id
+from skyrl.futures.kinds import Kind
+from skyrl.wire.errors import RequestError
+
+logger = logging.getLogger(__name__)
+
+Key = tuple[str, str, int]
+"""("command", model_id, seq_id) or ("sample", sampling_session_id, seq_id): who repeats it gets the same request."""
+
+KEPT_OUTCOMES = 20_000
+KEPT_BYTES = 256 * 2**20
+"""Outcomes kept in memory after they were settled; older ones are read from the database."""
+
+SAFETY_POLL_S = 1.0
+"""How often pending engine requests are looked up in case a ring was lost; not at all while none is pending."""
+
+
+@dataclass(frozen=True, slots=True)
+class NewRequest:
+    """A request to record. `body` is stored as the bytes that arrived."""
+
+    kind: Kind
+    tenant: str
+    session_id: str
+    body: bytes
+    body_format: str = "json"
+    model_id: str | None = None
+    seq_id: int | None = None
+    sampling_session_id: str | None = None
+    sample_seq_id: int | None = None
+
+    @property
+    def key(self) -> Key | None:
+        if self.model_id is not None and self.seq_id is not None:
+            return ("command", self.model_id, self.seq_id)
+        if self.sampling_session_id is not None and self.sample_seq_id is not None:
+            return ("sample", self.sampling_session_id, self.sample_seq_id)
+        return None
+
+    def digest(self) -> bytes:
+        return hashlib.blake2b(self.body, digest_size=16, person=self.kind.encode()[:16]).digest()
+
+
+class _Entry:
+    __slots__ = ("digest", "id", "key", "kind", "outcome", "recorded", "session_id", "settled", "tenant")
+
+    def __init__(
+        self, request_id: str, kind: str, tenant: str, session_id: str, digest: bytes, key: Key | None
+    ) -> None:
+        self.id = request_id
+        self.kind = kind
+        self.tenant = tenant
+        self.session_id = session_id
+        self.digest = digest
+        self.key = key
+        self.outcome: Outcome | None = None
+        self.settled = asyncio.Event()
+        self.recorded: asyncio.Future[None] | None = None
+
+
+class FutureStore:
+    """All requests of one API process."""
+
+    def __init__(self, database: Database, writer: GroupCommitWriter) -> None:
+        self._database = database
+        self._writer = writer
+        self._entries: dict[str, _Entry] = {}
+        self._by_key: dict[Key, _Entry] = {}
+        self._settled: OrderedDict[str, int] = OrderedDict()
+        self._settled_bytes = 0
+        self._awaited: set[str] = set()
+        """Pending requests that the engine settles."""
+
+    async def record(self, request: NewRequest) -> tuple[str, bool]:
+        """Store a request durably; returns its id and whether it is new. A repeat returns the first one's id.
+
+        Raises RequestError when the key was used before with another body.
+        """
+        key, digest = request.key, request.digest()
+        if key is not None and (known := self._by_key.get(key)) is not None:
+            if known.recorded is not None:
+                await asyncio.shield(known.recorded)
+            return self._same(known.id, known.digest, digest, key), False
+        entry = _Entry(new_request_id(), request.kind, request.tenant, request.session_id, digest, key)
+        entry.recorded = asyncio.get_running_loop().create_future()
+        self._add(entry)
+        try:
+            await self._writer.execute(rows.RECORD, self._parameters(entry, request))
+        except BaseException as error:
+            self._drop(entry)
+            entry.recorded.set_exception(error)
+            entry.recorded.exception()  # seen here; a repeat that waits sees it too
+            if not isinstance(error, IntegrityError) or key is None:
+                raise
+            stored = await self._database.read_async(_finder(key))
+            if stored is None:
+                raise
+            self._by_key.pop(key, None)
+            return self._same(stored.id, stored.digest, digest, key), False
+        entry.recorded.set_result(None)
+        entry.recorded = None
+        return entry.id, True
+
+    @staticmethod
+    def _same(request_id: str, recorded: bytes, repeated: bytes, key: Key) -> str:
+        if recorded != repeated:
+            raise RequestError(f"{key[2]} was used before for {key[1]} with another body", field="seq_id")
+        return request_id
+
+    @staticmethod
+    def _parameters(entry: _Entry, request: NewRequest) -> dict[str, object]:
+        return {
+            "id": entry.id,
+            "kind": request.kind,
+            "tenant": request.tenant,
+            "session_id": request.session_id,
+            "model_id": request.model_id,
+            "seq_id": request.seq_id,
+            "sampling_session_id": request.sampling_session_id,
+            "sample_seq_id": request.sample_seq_id,
+            "digest": entry.digest,
+            "body": request.body,
+            "body_format": request.body_format,
+            "status": "pending",
+            "created_at": time.time(),
+        }
+
+    def _add(self, entry: _Entry) -> None:
+        self._entries[entry.id] = entry
+        if entry.key is not None:
+            self._by_key[entry.key] = entry
+        if entry.kind != Kind.EXTERNAL:
+            self._awaited.add(entry.id)
+
+    def _drop(self, entry: _Entry) -> None:
+        self._entries.pop(entry.id, None)
+        self._awaited.discard(entry.id)
+        if entry.key is not None and self._by_key.get(entry.key) is entry:
+            del self._by_key[entry.key]
+
+    def adopt(
+        self, request_id: str, kind: Kind, tenant: str, session_id: str, digest: bytes, key: Key | None
+    ) -> None:
+        """Take over a pending request found in the database at start."""
+        self._add(_Entry(request_id, kind, tenant, session_id, digest, key))
+
+    async def wait(self, request_id: str, tenant: str, timeout_s: float) -> Outcome | None:
+        """The outcome, or None when there is none after `timeout_s`.
+
+        Raises KeyError when no such request is stored, or it is another tenant's.
+        """
+        entry = self._entries.get(request_id)
+        if entry is None:
+            stored = await self._database.read_async(lambda connection: rows.find(connection, request_id))
+            if stored is None or stored.tenant != tenant:
+                raise KeyError(request_id)
+            if stored.outcome is not None:
+                return stored.outcome
+            entry = self._entries.get(request_id)
+            if entry is None:
+                entry = _Entry(stored.id, stored.kind, stored.tenant, stored.session_id, stored.digest, None)
+                self._add(entry)
+        if entry.tenant != tenant:
+            raise KeyError(request_id)
+        if entry.outcome is None:
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await entry.settled.wait()
+            except TimeoutError:
+                return None
+        if entry.outcome is None:
+            raise KeyError(request_id)
+        return entry.outcome
+
+    async def settle(self, request_id: str, outcome: Outcome) -> None:
+        """Resolve a forwarded sample: whoever waits hears at once, the row follows; returns when the row is durable.
+
+        A request that was dropped meanwhile is logged and ignored.
+        """
+        entry = self._entries.get(request_id)
+        if entry is None:
+            logger.info("request %s ended after it was dropped; its result is discarded", request_id)
+            return
+        self._resolve(entry, outcome)
+        await self._writer.execute(rows.SETTLE_SAMPLE, rows.settlement(request_id, outcome, time.time()))
+
+    def _resolve(self, entry: _Entry, outcome: Outcome) -> None:
+        entry.outcome = outcome
+        entry.settled.set()
+        self._awaited.discard(entry.id)
+        self._settled[entry.id] = len(outcome.result)
+        self._settled_bytes += len(outcome.result)
+        while len(self._settled) > KEPT_OUTCOMES or (
+            self._settled_bytes > KEPT_BYTES and len(self._settled) > 1
+        ):
+            old, size = self._settled.popitem(last=False)
+            self._settled_bytes -= size
+            if (evicted := self._entries.get(old)) is not None:
+                self._drop(evicted)
+
+    def drop_session(self, session_id: str) -> list[str]:
+        """Forget a closed session's pending requests in memory; waiters hear that they are gone. Returns their ids."""
+        dropped = [e for e in self._entries.values() if e.session_id == session_id and e.outcome is None]
+        for entry in dropped:
+            self._drop(entry)
+            entry.settled.set()
+        return [entry.id for entry in dropped]
+
+    async def look(self, request_ids: Iterable[str]) -> None:
+        """Read outcomes that the engine has written, and resolve who waits for them."""
+        wanted = [request_id for request_id in request_ids if request_id in self._awaited]
+        for start in range(0, len(wanted), 500):
+            part = wanted[start : start + 500]
+            for stored in await self._database.read_async(lambda c, ids=part: rows.find_settled(c, ids)):
+                entry = self._entries.get(stored.id)
+                if entry is not None and entry.outcome is None and stored.outcome is not None:
+                    self._resolve(entry, stored.outcome)
+
+    async def look_for_lost_rings(self) -> None:
+        """Look for outcomes of everything that the engine still owes."""
+        if self._awaited:
+            await self.look(list(self._awaited))
+
+    @property
+    def pending(self) -> int:
+        return len(self._entries) - len(self._settled)
+
+
+def _finder(key: Key) -> Callable[[Connection], StoredFuture | None]:
+    kind, owner, seq_id = key
+    if kind == "command":
+        return lambda connection: rows.find_command(connection, owner, seq_id)
+    return lambda connection: rows.find_sample(connection, owner, seq_id)

@@ -1,0 +1,101 @@
+"""Where inference servers run: what a server is (`ServerSpec`), and a `Placement` that starts and stops one.
+
+Knows processes on this machine. Deliberately knows nothing of vLLM's options (that is `vllm_command`) nor whether a
+server is healthy (that is `engine_group`): a started server may still be loading its model.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from skyrl.supervision import SupervisedProcess
+
+
+@dataclass(frozen=True)
+class ServerSpec:
+    """A server as a command. `env` is added to the environment; `log_name` is a file name without directory."""
+
+    argv: tuple[str, ...]
+    env: Mapping[str, str]
+    host: str
+    port: int
+    log_name: str
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.host}:{self.port}"
+
+
+class ServerHandle(Protocol):
+    """A server that has been started, and is started again whenever it ends."""
+
+    @property
+    def url(self) -> str: ...
+
+    @property
+    def pid(self) -> int | None: ...
+
+    @property
+    def restarts(self) -> int: ...
+
+    def log_tail(self, lines: int = 20) -> str: ...
+
+
+class Placement(Protocol):
+    """Starts servers somewhere. `stop` returns once nothing of the server is left running."""
+
+    async def start(self, spec: ServerSpec) -> ServerHandle: ...
+
+    async def stop(self, handle: ServerHandle, grace_s: float = 10.0) -> None: ...
+
+
+class LocalServer:
+    """A server that runs as a supervised process of this one."""
+
+    def __init__(self, spec: ServerSpec, process: SupervisedProcess) -> None:
+        self.spec = spec
+        self.process = process
+        self.supervision = asyncio.create_task(process.run(), name=f"supervise {process.name}")
+
+    @property
+    def url(self) -> str:
+        return self.spec.url
+
+    @property
+    def pid(self) -> int | None:
+        return self.process.pid
+
+    @property
+    def restarts(self) -> int:
+        return self.process.restarts
+
+    def log_tail(self, lines: int = 20) -> str:
+        return self.process.log_tail(lines)
+
+
+class LocalPlacement:
+    """Plain subprocesses on this machine; output is appended to `log_dir / spec.log_name`."""
+
+    def __init__(self, log_dir: Path) -> None:
+        self._log_dir = log_dir
+
+    async def start(self, spec: ServerSpec) -> LocalServer:
+        name = spec.log_name.removesuffix(".log")
+        return LocalServer(spec, SupervisedProcess(name, spec.argv, spec.env, self._log_dir / spec.log_name))
+
+    async def stop(self, handle: ServerHandle, grace_s: float = 10.0) -> None:
+        assert isinstance(handle, LocalServer)
+        await handle.process.stop(grace_s)
+        await handle.supervision
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """A port nobody listens on now. Somebody else may take it before it is used: a server then ends and is retried."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return probe.getsockname()[1]

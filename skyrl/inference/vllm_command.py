@@ -1,0 +1,212 @@
+"""The vLLM command line as a function of the configuration.
+
+Knows vLLM's options and environment variables, and why each is set. Starts nothing, imports neither vLLM nor torch.
+Reads one file, the base model's `config.json`, where the model is a local directory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import re
+import sys
+from collections.abc import Sequence
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+from skyrl.config import ConfigError, ServerConfig
+from skyrl.inference.placement import ServerSpec
+
+HOST = "127.0.0.1"
+CPU_LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head")
+CPU_CONTEXT = 4096
+CPU_BLOCK_TOKENS = 128
+CPU_KV_BYTES = 256 * 2**20
+MAX_LOGPROBS = 64
+OURS = frozenset({"api_key", "host", "model", "port", "served_model_name"})
+
+_ENV = {
+    "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True",
+    # /pause, /resume, /sleep, /wake_up; the plugin puts them behind the key, which vLLM does not.
+    "VLLM_SERVER_DEV_MODE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_MAX_STOP_STRINGS": "64",  # default 4; Tinker has no limit
+    # uvicorn's default closes idle connections after 5 s, just as a pool sends the next request on one.
+    "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "120",
+    "TOKENIZERS_PARALLELISM": "false",
+    # vLLM imports 5,000 modules: ready after 27 s without byte code, 16 s with. Empty means "do write it".
+    "PYTHONDONTWRITEBYTECODE": "",
+}
+
+_CPU_ENV = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # without it a CPU platform turns `uni` into a third process
+    "SKYRL_VLLM_FORK_ENGINE": "1",  # ready after 9 s instead of 16 s, and 200 MB less
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # `auto` puts every server on core 0
+    # Dynamo compiles one helper of the sampler in the first request: 1.8 s and a C++ compiler for nothing.
+    "TORCH_COMPILE_DISABLE": "1",
+    "VLLM_USE_V2_MODEL_RUNNER": "0",  # needs Triton; the plugin patches the other one
+}
+
+
+def vllm_spec(
+    config: ServerConfig, port: int, api_key: str, *, cuda: bool, devices: Sequence[str] = ()
+) -> ServerSpec:
+    """The server for this configuration. `devices`: CUDA devices of this machine, the trainer's first.
+
+    Raises ConfigError for options of vLLM that skyrl sets itself, and for tensor parallelism without GPUs.
+    """
+    inference = config.backend_config.inference
+    passed = {name.replace("-", "_"): value for name, value in inference.engine_init_kwargs.items()}
+    if taken := sorted(OURS & passed.keys()):
+        raise ConfigError(f"engine_init_kwargs: '{taken[0]}' is set by skyrl and cannot be passed through")
+    local = Path(config.base_model_path).is_dir()
+    env = _ENV | {"VLLM_API_KEY": api_key}
+    if local:
+        env |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+    options = _common_options(config, port, api_key)
+    if cuda:
+        options |= _gpu_options(config)
+        if chosen := _inference_devices(config, devices):
+            env["CUDA_VISIBLE_DEVICES"] = ",".join(chosen)
+    else:
+        cpu_options, kv_gib = _cpu_options(config, read_model_config(config.base_model_path))
+        options |= cpu_options
+        threads = str(config.threads)
+        env |= _CPU_ENV | {"OMP_NUM_THREADS": threads, "VLLM_CPU_KVCACHE_SPACE": str(kv_gib)}
+    argv = (sys.executable, "-m", "vllm.entrypoints.openai.api_server", *render(options | passed))
+    return ServerSpec(argv=argv, env=env, host=HOST, port=port, log_name="vllm.log")
+
+
+def render(options: dict[str, Any]) -> list[str]:
+    """Command-line arguments: True is a flag, False its `--no-` form, None is left out, a mapping is JSON."""
+    argv: list[str] = []
+    for name, value in options.items():
+        flag = f"--{name.replace('_', '-')}"
+        if value is True:
+            argv.append(flag)
+        elif value is False:
+            argv.append(f"--no-{flag[2:]}")
+        elif isinstance(value, list | tuple):
+            argv += [flag, *map(str, value)]
+        elif isinstance(value, dict):
+            argv += [flag, json.dumps(value)]
+        elif value is not None:
+            argv += [flag, str(value)]
+    return argv
+
+
+def context_length(config: ServerConfig, *, cuda: bool) -> int | None:
+    """Longest sequence served: as configured, else the model's own, on a CPU at most 4096; None: vLLM decides."""
+    configured = config.backend_config.inference.max_model_len
+    if configured is not None or cuda:
+        return configured
+    return min(
+        CPU_CONTEXT, read_model_config(config.base_model_path).get("max_position_embeddings", CPU_CONTEXT)
+    )
+
+
+def read_model_config(model: str) -> dict[str, Any]:
+    """The text model's part of `config.json`; empty when the model is not a local directory."""
+    path = Path(model) / "config.json"
+    if not path.is_file():
+        return {}
+    values = json.loads(path.read_text())
+    return values.get("text_config", values)
+
+
+def cuda_devices() -> list[str]:
+    """CUDA devices that this process may use, by name or number, without importing torch."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return [device for device in visible.split(",") if device.strip() not in ("", "-1")]
+    found = [entry for entry in os.listdir("/dev") if re.fullmatch(r"nvidia\d+", entry)]
+    return [str(number) for number in range(len(found))]
+
+
+def plugin_installed() -> bool:
+    """Whether vLLM will find `skyrl.vllm_plugin`: without it LoRA on a CPU is wrong and dev endpoints are open."""
+    return any(point.name == "skyrl" for point in entry_points(group="vllm.general_plugins"))
+
+
+def _common_options(config: ServerConfig, port: int, api_key: str) -> dict[str, Any]:
+    lora, inference = config.backend_config.lora, config.backend_config.inference
+    return {
+        "model": config.base_model_path,
+        "served_model_name": list(config.served_names),
+        "host": HOST,
+        "port": port,
+        "max_num_seqs": inference.max_num_seqs,
+        "enable_lora": True,
+        "max_loras": lora.max_loras,
+        "max_cpu_loras": lora.max_cpu_loras,
+        "max_lora_rank": lora.max_lora_rank,
+        # Otherwise a model's generation_config.json changes top_k and top_p of requests that leave them out.
+        "generation_config": "vllm",
+        # vLLM's default is 0 for every server: restarts and replicas would draw the same "random" samples.
+        "seed": int.from_bytes(hashlib.sha256(f"{api_key}:{port}".encode()).digest()[:4]) % 2**31,
+        "enable_scale_out": True,
+        "enable_prompt_tokens_details": True,
+        "logprobs_mode": "processed_logprobs",
+        "max_logprobs": MAX_LOGPROBS,
+        "disable_uvicorn_access_log": True,
+    }
+
+
+def _gpu_options(config: ServerConfig) -> dict[str, Any]:
+    inference = config.backend_config.inference
+    return {
+        "dtype": "bfloat16",
+        "max_model_len": inference.max_model_len,
+        "tensor_parallel_size": inference.tensor_parallel_size,
+        "gpu_memory_utilization": inference.gpu_memory_utilization,
+        "enable_sleep_mode": True if config.colocated else None,
+    }
+
+
+def _inference_devices(config: ServerConfig, devices: Sequence[str]) -> list[str]:
+    """Devices after the trainer's; colocated, or with too few for both, the first ones are shared."""
+    wanted = config.backend_config.inference.tensor_parallel_size
+    trainer = 0 if config.colocated else config.backend_config.trainer.placement.policy_num_gpus_per_node
+    after = list(devices[trainer : trainer + wanted])
+    return after if len(after) == wanted else list(devices[:wanted])
+
+
+def _cpu_options(config: ServerConfig, model: dict[str, Any]) -> tuple[dict[str, Any], int]:
+    inference = config.backend_config.inference
+    if inference.tensor_parallel_size > 1:
+        raise ConfigError("generator.inference_engine.tensor_parallel_size: more than 1 needs GPUs")
+    length = context_length(config, cuda=False)
+    assert length is not None
+    blocks, kv_gib = _kv_cache(model, length, inference.max_num_seqs)
+    return {
+        "dtype": "float32",
+        "enforce_eager": True,
+        "max_model_len": length,
+        # A seeded request whose prompt is split kills the engine ("CPU Generator does not use offset").
+        "enable_chunked_prefill": False,
+        "max_num_batched_tokens": max(8192, length),
+        "distributed_executor_backend": "uni",
+        "num_gpu_blocks_override": blocks,
+        "lora_target_modules": CPU_LORA_TARGETS,
+    }, kv_gib
+
+
+def _kv_cache(model: dict[str, Any], length: int, sequences: int) -> tuple[int | None, int]:
+    """Blocks of key-value cache, or None to let vLLM divide the GiB given second (its unit; all of it is touched).
+
+    Every sequence at full length if that fits 256 MiB, else what fits; a model too big for that gets whole GiB.
+    """
+    try:
+        heads = model.get("num_key_value_heads") or model["num_attention_heads"]
+        width = model.get("head_dim") or model["hidden_size"] // model["num_attention_heads"]
+        block_bytes = 2 * 4 * CPU_BLOCK_TOKENS * model["num_hidden_layers"] * heads * width
+    except KeyError:
+        return None, 4
+    per_sequence = math.ceil(length / CPU_BLOCK_TOKENS)
+    fitting = CPU_KV_BYTES // block_bytes
+    if fitting < 8 * per_sequence:
+        return None, max(4, math.ceil(per_sequence * block_bytes / 2**30))
+    return min(fitting, per_sequence * sequences) + 1, 1

@@ -1,0 +1,167 @@
+"""`skyrl serve`: starts and supervises the API, the engine and vLLM as siblings, so that each survives the others.
+
+Knows processes and the order in which they go. Imports neither torch nor vLLM.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import logging
+import secrets
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import IO
+
+import httpx
+
+from skyrl.config import ConfigError, ServerConfig
+from skyrl.db import engine_state
+from skyrl.db.database import Database
+from skyrl.db.migrate import migrate
+from skyrl.inference.placement import LocalPlacement, Placement, ServerHandle, free_port
+from skyrl.inference.vllm_command import cuda_devices, vllm_spec
+from skyrl.runtime import RUNTIME_ENV, Runtime, set_up_process
+from skyrl.supervision import SupervisedProcess
+
+logger = logging.getLogger(__name__)
+
+API_GRACE_S = 15.0
+ENGINE_GRACE_S = 20.0
+INFERENCE_GRACE_S = 5.0
+
+
+def _lock(state_dir: Path) -> IO[str]:
+    """One server per state directory. Raises ConfigError when another one holds it."""
+    state_dir.mkdir(parents=True, exist_ok=True)
+    lock = (state_dir / "lock").open("w")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise ConfigError(f"state-dir: another skyrl server is running in {state_dir}") from error
+    return lock
+
+
+def _check_port(config: ServerConfig) -> None:
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((config.host, config.port))
+        except OSError as error:
+            raise ConfigError(
+                f"port: cannot listen on {config.host}:{config.port} ({error.strerror})"
+            ) from error
+
+
+def _python(module: str) -> list[str]:
+    return [sys.executable, "-m", module]
+
+
+class Launcher:
+    """The processes of one server."""
+
+    def __init__(self, config: ServerConfig) -> None:
+        self._config = config
+        self._logs = config.state_dir / "logs"
+        self._placement: Placement = LocalPlacement(self._logs)
+        self._started_at = time.monotonic()
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Serve until `stop`; returns when no process of this server is left."""
+        config = self._config
+        _check_port(config)
+        directory = Path(tempfile.mkdtemp(prefix="skyrl-"))
+        database = Database(config.database)
+        try:
+            await asyncio.to_thread(migrate, database)
+            database.write(lambda c: engine_state.clear(c, "the engine is starting"))
+            await self._run_processes(stop, directory)
+        finally:
+            database.write(lambda c: engine_state.clear(c, "the server has stopped"))
+            database.close()
+            shutil.rmtree(directory, ignore_errors=True)
+
+    async def _run_processes(self, stop: asyncio.Event, directory: Path) -> None:
+        config = self._config
+        inference: ServerHandle | None = None
+        key = None
+        if config.manages_inference:
+            key = secrets.token_urlsafe(32)
+            port = config.backend_config.inference.port or free_port()
+            devices = cuda_devices()
+            inference = await self._placement.start(
+                vllm_spec(config, port, key, cuda=bool(devices), devices=devices)
+            )
+        runtime = Runtime(config, directory, inference.url if inference is not None else None, key)
+        environment = {RUNTIME_ENV: str(runtime.write()), "OMP_NUM_THREADS": str(config.threads)}
+        api = self._process("api", environment)
+        processes = [api]
+        if config.backend != "none":
+            processes.append(self._process("engine", environment))
+        running = [asyncio.create_task(process.run()) for process in processes]
+        announcing = asyncio.create_task(self._announce())
+        try:
+            await stop.wait()
+        finally:
+            announcing.cancel()
+            logger.info("stopping")
+            await api.stop(API_GRACE_S)
+            for process in processes[1:]:
+                await process.stop(ENGINE_GRACE_S)
+            if inference is not None:
+                await self._placement.stop(inference, INFERENCE_GRACE_S)
+            await asyncio.gather(*running, announcing, return_exceptions=True)
+
+    def _process(self, name: str, environment: dict[str, str]) -> SupervisedProcess:
+        module = {"api": "skyrl.api.server", "engine": "skyrl.engine.main"}[name]
+        return SupervisedProcess(name, _python(module), environment, self._logs / f"{name}.log")
+
+    async def _announce(self) -> None:
+        """Say once when the server is ready, and every 30 s before that what is missing."""
+        host = "127.0.0.1" if self._config.host in ("0.0.0.0", "::") else self._config.host
+        url = f"http://{f'[{host}]' if ':' in host else host}:{self._config.port}"
+        said = time.monotonic()
+        async with httpx.AsyncClient(trust_env=False, timeout=5.0) as client:
+            while True:
+                reasons = ["the API is starting"]
+                with suppress(httpx.TransportError):
+                    answer = await client.get(f"{url}/readyz")
+                    if answer.status_code == httpx.codes.OK:
+                        logger.info("ready at %s after %.1f s", url, time.monotonic() - self._started_at)
+                        return
+                    reasons = answer.json()["reasons"]
+                if time.monotonic() - said > 30:
+                    said = time.monotonic()
+                    logger.info("not ready yet: %s (logs: %s)", "; ".join(reasons), self._logs)
+                await asyncio.sleep(0.2)
+
+
+async def _main(config: ServerConfig) -> None:
+    stop = asyncio.Event()
+    for name in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        asyncio.get_running_loop().add_signal_handler(name, stop.set)
+    await Launcher(config).run(stop)
+
+
+def serve(config: ServerConfig) -> None:
+    """Run a server in the foreground until SIGTERM, SIGINT or SIGHUP.
+
+    Raises ConfigError (port, state directory, options of vLLM) and SchemaError (a database from a newer version).
+    """
+    set_up_process(config)
+    with _lock(config.state_dir):
+        logger.info(
+            "serving %s on %s:%d, state in %s",
+            config.served_names[0],
+            config.host,
+            config.port,
+            config.state_dir,
+        )
+        asyncio.run(_main(config))

@@ -1,0 +1,217 @@
+"""The forwarding client: posts a sample job to vLLM and answers for what can go wrong on the way.
+
+Used by the API process (forwarded samples) and by the engine (colocated ones). Knows jobs, endpoints and answers; does
+not know futures, tenants or the database. docs/how-it-works/forwarding.md has its failure rules as a table.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections import Counter
+
+import msgspec
+
+from skyrl.sampling import completion
+from skyrl.sampling.endpoint import Endpoint, EndpointResolver
+from skyrl.sampling.job import SampleJob
+from skyrl.sampling.transport import Answer, CompletionTransport, Interrupted, NotAccepted
+from skyrl.wire.errors import ErrorCategory, FailedRequest
+
+logger = logging.getLogger(__name__)
+
+FIRST_BACKOFF_S = 0.05
+MAX_BACKOFF_S = 1.0
+MAX_INTERRUPTIONS = 1
+MAX_ABORTS = 1
+MAX_RELOADS = 2
+BODY_EXCERPT = 200
+
+
+class _ErrorDetail(msgspec.Struct):
+    message: str = ""
+    type: str | None = None
+    param: str | None = None
+
+
+class _ErrorBody(msgspec.Struct):
+    error: _ErrorDetail | str
+
+
+class _Attempts:
+    """What one sample has been through."""
+
+    def __init__(self) -> None:
+        self.interruptions = 0
+        self.aborts = 0
+        self.reloads = 0
+        self.backoff_s = FIRST_BACKOFF_S
+
+
+class ForwardingClient:
+    """Samples through a vLLM-compatible server. `counts` has one counter per kind of event."""
+
+    def __init__(
+        self,
+        transport: CompletionTransport,
+        endpoint: EndpointResolver,
+        *,
+        api_key: str | None,
+        deadline_s: float,
+        zero_fill_logprobs: bool = False,
+    ) -> None:
+        self._transport = transport
+        self._endpoint = endpoint
+        self._deadline_s = deadline_s
+        self._zero_fill = zero_fill_logprobs
+        self._headers = {"Content-Type": "application/json"}
+        if api_key is not None:
+            self._headers["Authorization"] = f"Bearer {api_key}"
+        self._loading: dict[tuple[str, int, str], asyncio.Task[None]] = {}
+        self.counts: Counter[str] = Counter()
+
+    async def sample(self, job: SampleJob) -> bytes:
+        """The encoded SampleResponse. Raises FailedRequest with vLLM's message (user) or what went wrong (server)."""
+        deadline = asyncio.get_running_loop().time() + self._deadline_s
+        body = completion.encode_request(job)
+        headers = {**self._headers, "X-Session-ID": job.session_key}
+        attempts = _Attempts()
+        failed: Endpoint | None = None
+        trouble = "no inference server has been published"
+        while True:
+            endpoint = await self._endpoint.resolve(failed)
+            if endpoint is None:
+                await self._back_off(attempts, deadline, trouble)
+                continue
+            remaining = deadline - asyncio.get_running_loop().time()
+            if remaining <= 0:
+                raise _server_failure(f"gave up after {self._deadline_s:g} s: {trouble}")
+            try:
+                answer = await self._transport.post(endpoint.url + completion.PATH, body, headers, remaining)
+            except NotAccepted as error:
+                self.counts["not_accepted"] += 1
+                failed, trouble = endpoint, f"{endpoint.url} cannot be reached ({error})"
+                await self._back_off(attempts, deadline, trouble)
+                continue
+            except Interrupted as error:
+                self.counts["interrupted"] += 1
+                attempts.interruptions += 1
+                if attempts.interruptions > MAX_INTERRUPTIONS:
+                    raise _server_failure(
+                        f"the connection to the inference server broke {attempts.interruptions} times ({error})"
+                    ) from error
+                failed, trouble = endpoint, f"no answer from {endpoint.url} ({error})"
+                continue
+            failed = None
+            result = await self._take(answer, job, endpoint, attempts, deadline)
+            if result is not None:
+                return result
+
+    async def _back_off(self, attempts: _Attempts, deadline: float, trouble: str) -> None:
+        if asyncio.get_running_loop().time() + attempts.backoff_s > deadline:
+            raise _server_failure(f"gave up after {self._deadline_s:g} s: {trouble}")
+        await asyncio.sleep(attempts.backoff_s * random.uniform(0.75, 1.25))
+        attempts.backoff_s = min(attempts.backoff_s * 2, MAX_BACKOFF_S)
+
+    async def _take(
+        self, answer: Answer, job: SampleJob, endpoint: Endpoint, attempts: _Attempts, deadline: float
+    ) -> bytes | None:
+        """The result, or None when the request is to be sent again."""
+        if 200 <= answer.status < 300:
+            try:
+                return self._decode(answer, job)
+            except completion.AbortedAnswer as error:
+                self.counts["aborted"] += 1
+                attempts.aborts += 1
+                if attempts.aborts > MAX_ABORTS:
+                    raise _server_failure(
+                        f"the inference server gave the sample up {attempts.aborts} times ({error})"
+                    ) from error
+                return None
+        if answer.status == 429:
+            self.counts["upstream_busy"] += 1
+            attempts.backoff_s = max(attempts.backoff_s, min(answer.retry_after_s or 0.0, 30.0))
+            await self._back_off(attempts, deadline, "the inference server answers 429, too many requests")
+            return None
+        if answer.status == 404 and job.adapter_path is not None and attempts.reloads < MAX_RELOADS:
+            attempts.reloads += 1
+            await self._reload(job.model, job.adapter_path, endpoint)
+            return None
+        if 400 <= answer.status < 500 and answer.status not in (401, 403, 405, 408):
+            self.counts["refused"] += 1
+            raise FailedRequest(_message(answer), ErrorCategory.USER)
+        self.counts["upstream_error"] += 1
+        raise _server_failure(_describe(answer))
+
+    def _decode(self, answer: Answer, job: SampleJob) -> bytes:
+        try:
+            return completion.decode_answer(answer.body, job)
+        except completion.MissingLogprobs as error:
+            self.counts["missing_logprobs"] += 1
+            if not self._zero_fill:
+                raise _server_failure(f"{error}; {_describe(answer)}") from error
+            logger.warning("request %s: %s; zero-filled, as configured", job.request_id, error)
+            return completion.decode_answer(answer.body, job, zero_fill=True)
+        except completion.MalformedAnswer as error:
+            self.counts["malformed"] += 1
+            raise _server_failure(f"{error}; {_describe(answer)}") from error
+
+    async def _reload(self, name: str, path: str, endpoint: Endpoint) -> None:
+        """Tell a replica of an adapter it does not know; one load at a time per adapter, whoever needs it."""
+        key = (endpoint.url, endpoint.generation, name)
+        task = self._loading.get(key)
+        if task is None:
+            task = self._loading[key] = asyncio.create_task(self._load(name, path, endpoint))
+            task.add_done_callback(lambda _: self._loading.pop(key, None))
+        await asyncio.shield(task)
+
+    async def _load(self, name: str, path: str, endpoint: Endpoint) -> None:
+        self.counts["adapter_reloads"] += 1
+        body = msgspec.json.encode({"lora_name": name, "lora_path": path})
+        try:
+            answer = await self._transport.post(
+                f"{endpoint.url}/v1/load_lora_adapter", body, self._headers, 60.0
+            )
+        except (NotAccepted, Interrupted) as error:
+            logger.warning("adapter %s could not be loaded again: %s", name, error)
+            return  # the sample is sent again, and finds out whether the server is back
+        if answer.status == 200 or (answer.status == 400 and b"already been loaded" in answer.body):
+            return
+        raise _server_failure(
+            f"the inference server lost adapter {name} and cannot load it again: {_describe(answer)}"
+        )
+
+    async def probe(self) -> str | None:
+        """Why the server cannot sample now; None when its /health answers 200."""
+        endpoint = await self._endpoint.resolve()
+        if endpoint is None:
+            return "no inference server has been published"
+        try:
+            answer = await self._transport.get(f"{endpoint.url}/health", self._headers, 5.0)
+        except (NotAccepted, Interrupted) as error:
+            return f"{endpoint.url} cannot be reached ({error})"
+        return None if answer.status == 200 else _describe(answer)
+
+    async def close(self) -> None:
+        await self._transport.close()
+
+
+def _server_failure(message: str) -> FailedRequest:
+    return FailedRequest(message, ErrorCategory.SERVER)
+
+
+def _message(answer: Answer) -> str:
+    """vLLM's own sentence, with the parameter it names."""
+    try:
+        detail = msgspec.json.decode(answer.body, type=_ErrorBody).error
+    except msgspec.DecodeError:
+        return _describe(answer)
+    if isinstance(detail, str):
+        return detail
+    return f"{detail.param}: {detail.message}" if detail.param else detail.message or _describe(answer)
+
+
+def _describe(answer: Answer) -> str:
+    excerpt = answer.body[:BODY_EXCERPT].decode(errors="replace")
+    return f"the inference server answered status {answer.status}, {answer.content_type or 'no content type'}: {excerpt!r}"

@@ -1,0 +1,188 @@
+"""The codec between a sample job and vLLM: requests it understands, answers that are believed only if they are whole.
+
+Knows the body of `/v1/completions`. Knows nothing of connections, retries or futures.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, cast
+
+import msgspec
+
+from skyrl.sampling.job import SampleJob
+from skyrl.wire.results import SampledSequence, SampleResult, TopkRow, encode_sample
+
+PATH = "/v1/completions"
+TOKEN_ID_PREFIX = "token_id:"
+
+
+class MalformedAnswer(Exception):
+    """A 2xx answer that cannot be a completion, or not a whole one."""
+
+
+class MissingLogprobs(MalformedAnswer):
+    """Tokens without their log-probabilities."""
+
+
+class AbortedAnswer(Exception):
+    """vLLM gave up on the request (`abort`), or gave no reason for ending: neither "stop" nor "length"."""
+
+
+class _Logprobs(msgspec.Struct):
+    token_logprobs: list[float | None] | None = None
+    top_logprobs: list[dict[str, float] | None] | None = None
+
+
+class _PromptCell(msgspec.Struct):
+    logprob: float
+
+
+class _Choice(msgspec.Struct):
+    index: int = 0
+    finish_reason: str | None = None
+    token_ids: list[int] | None = None
+    logprobs: _Logprobs | None = None
+    prompt_logprobs: list[dict[str, _PromptCell] | None] | None = None
+
+
+class _CachedTokens(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens_details: _CachedTokens | None = None
+
+
+class _Completion(msgspec.Struct):
+    choices: list[_Choice]
+    usage: _Usage | None = None
+
+
+_encoder = msgspec.json.Encoder()
+_completion_decoder = msgspec.json.Decoder(_Completion)
+
+
+def encode_request(job: SampleJob) -> bytes:
+    """The body to post. Greedy asks once, whatever `num_samples` is: vLLM refuses n > 1 there, and all would be equal."""
+    params: dict[str, Any] = {
+        "n": 1 if job.greedy else job.num_samples,
+        "max_tokens": job.max_tokens,
+        "temperature": job.temperature,
+        "top_p": job.top_p,
+        "top_k": job.top_k,
+        "logprobs": job.topk_sample,
+    }
+    if job.seed is not None:
+        params["seed"] = job.seed
+    if job.stop_strings:
+        # Stop strings are looked for in the text, and a special token is only there if it is not skipped.
+        params |= {"stop": job.stop_strings, "skip_special_tokens": False}
+    if job.stop_token_ids:
+        params["stop_token_ids"] = job.stop_token_ids
+    if job.ignore_eos:
+        params["ignore_eos"] = True
+    if job.prompt_logprobs or job.topk_prompt:
+        params["prompt_logprobs"] = job.topk_prompt
+    if job.topk_sample:
+        params["return_tokens_as_token_ids"] = True  # top-k keyed by text would merge tokens that look alike
+    return _encoder.encode(
+        {"model": job.model, "prompt": job.prompt, **params, "return_token_ids": True, "stream": False}
+    )
+
+
+def decode_answer(body: bytes, job: SampleJob, *, zero_fill: bool = False) -> bytes:
+    """The SampleResponse for a 2xx answer.
+
+    `zero_fill` accepts tokens without logprobs and gives them 0.0. Raises MalformedAnswer, MissingLogprobs,
+    AbortedAnswer.
+    """
+    try:
+        answer = _completion_decoder.decode(body)
+    except (msgspec.DecodeError, ValueError) as error:
+        raise MalformedAnswer(f"not a completion: {error}") from error
+    expected = 1 if job.greedy else job.num_samples
+    if len(answer.choices) != expected:
+        raise MalformedAnswer(f"{len(answer.choices)} choices for {expected} samples")
+    choices = sorted(answer.choices, key=lambda choice: choice.index)
+    sequences = [_sequence(choice, job, zero_fill) for choice in choices]
+    if job.greedy:
+        sequences = sequences * job.num_samples
+    details = answer.usage.prompt_tokens_details if answer.usage is not None else None
+    result = SampleResult(
+        sequences,
+        _prompt_logprobs(choices[0], job) if job.prompt_logprobs else None,
+        _prompt_topk(choices[0], job) if job.topk_prompt else None,
+        (details.cached_tokens or 0) if details is not None else 0,
+    )
+    return encode_sample(result, topk_sample=job.topk_sample, topk_prompt=job.topk_prompt)
+
+
+def _sequence(choice: _Choice, job: SampleJob, zero_fill: bool) -> SampledSequence:
+    if choice.finish_reason not in ("stop", "length"):
+        raise AbortedAnswer(f"finish_reason {choice.finish_reason!r}")
+    if choice.token_ids is None:
+        raise MalformedAnswer("no token_ids")
+    given = choice.logprobs.token_logprobs if choice.logprobs is not None else None
+    if given is None and choice.token_ids:
+        if not zero_fill:
+            raise MissingLogprobs("no logprobs for the sampled tokens")
+        given = [0.0] * len(choice.token_ids)
+    given = given or []
+    if len(given) != len(choice.token_ids):
+        raise MalformedAnswer(f"{len(given)} logprobs for {len(choice.token_ids)} tokens")
+    if any(value is None for value in given):
+        if not zero_fill:
+            raise MissingLogprobs("a sampled token has no logprob")
+        given = [0.0 if value is None else value for value in given]
+    topk = _sample_topk(choice, job.topk_sample) if job.topk_sample else None
+    return SampledSequence(
+        cast(Literal["stop", "length"], choice.finish_reason),
+        choice.token_ids,
+        cast(list[float], given),
+        topk,
+    )
+
+
+def _sample_topk(choice: _Choice, k: int) -> list[TopkRow]:
+    rows = choice.logprobs.top_logprobs if choice.logprobs is not None else None
+    if rows is None or len(rows) != len(choice.token_ids or []):
+        raise MalformedAnswer("top_logprobs do not match the tokens")
+    return [
+        _best((int(key.removeprefix(TOKEN_ID_PREFIX)), lp) for key, lp in (row or {}).items())[:k]
+        for row in rows
+    ]
+
+
+def _best(cells: Any) -> TopkRow:
+    return sorted(cells, key=lambda cell: -cell[1])
+
+
+def _prompt_rows(choice: _Choice, job: SampleJob) -> list[dict[str, _PromptCell] | None]:
+    rows = choice.prompt_logprobs
+    if rows is None or len(rows) != len(job.prompt):
+        raise MalformedAnswer(
+            f"{0 if rows is None else len(rows)} prompt logprobs for {len(job.prompt)} tokens"
+        )
+    return rows
+
+
+def _prompt_logprobs(choice: _Choice, job: SampleJob) -> list[float | None]:
+    rows = _prompt_rows(choice, job)
+    first = 1 if job.prompt_logprobs_last_n is None else max(1, len(rows) - job.prompt_logprobs_last_n)
+    values: list[float | None] = [None] * len(rows)
+    for index in range(first, len(rows)):
+        cell = (rows[index] or {}).get(str(job.prompt[index]))
+        if cell is None:
+            raise MalformedAnswer(f"no logprob for prompt token {index}")
+        values[index] = cell.logprob
+    return values
+
+
+def _prompt_topk(choice: _Choice, job: SampleJob) -> list[TopkRow | None]:
+    """The k best per position; the row may also hold the prompt's own token, which is dropped when it is not among them."""
+    return [
+        None
+        if row is None
+        else _best((int(token), cell.logprob) for token, cell in row.items())[: job.topk_prompt]
+        for row in _prompt_rows(choice, job)
+    ]

@@ -1,0 +1,156 @@
+"""One sample request, checked: what may be asked for, and what it asks of which adapter."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from skyrl.wire.errors import RequestError
+from skyrl.wire.requests import SampleRequest, tokens_of
+
+MAX_NUM_SAMPLES = 4096
+MAX_TOPK = 64
+"""The bound that the managed vLLM is started with (`--max-logprobs`)."""
+MAX_STOP_STRINGS = 64
+"""The bound that the managed vLLM is started with (its default is 4)."""
+MAX_SEED = 2**63 - 2**15
+"""Seeds are 64 bit on the wire. vLLM takes signed 64 bit and gives sample i of one request seed + i."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the sampler can take; None where it is not known (somebody else's server), and the server then says."""
+
+    vocab_size: int | None = None
+    max_context: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SampleJob:
+    """A checked request. `model` is what vLLM calls the adapter version, or the base model's name.
+
+    `stop` is None (only EOS ends), a list of strings, or a list of token ids (both: EOS ends too); `ignore_eos` is the
+    client's empty stop list. `seed` is in [0, 2**63 - 2**15). `max_tokens` fits the context.
+    """
+
+    request_id: str
+    session_key: str
+    model: str
+    adapter_path: str | None
+    prompt: list[int]
+    num_samples: int
+    max_tokens: int | None
+    temperature: float
+    top_p: float
+    top_k: int
+    seed: int | None
+    stop_strings: list[str]
+    stop_token_ids: list[int]
+    ignore_eos: bool
+    prompt_logprobs: bool
+    prompt_logprobs_last_n: int | None
+    topk_prompt: int
+    topk_sample: int
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+
+def check_request(request: SampleRequest, limits: Limits) -> list[int]:
+    """The prompt's token ids. Raises RequestError naming the field, for everything that can be known before sampling."""
+    params = request.sampling_params
+    prompt = tokens_of(request.prompt)
+    if limits.vocab_size is not None and not (0 <= min(prompt) and max(prompt) < limits.vocab_size):
+        bad = next(t for t in prompt if not 0 <= t < limits.vocab_size)
+        raise RequestError(f"token id {bad} is not in [0, {limits.vocab_size})", field="prompt")
+    if limits.max_context is not None and len(prompt) >= limits.max_context:
+        raise RequestError(
+            f"{len(prompt)} tokens leave no room to sample in a context of {limits.max_context}",
+            field="prompt",
+        )
+    _bounded("num_samples", request.num_samples, 1, MAX_NUM_SAMPLES)
+    if params.max_tokens is not None and params.max_tokens < 1:
+        raise RequestError(f"must be at least 1, got {params.max_tokens}", field="sampling_params.max_tokens")
+    if not (math.isfinite(params.temperature) and 0.0 <= params.temperature <= 2.0):
+        raise RequestError(
+            f"must be in [0, 2], got {params.temperature}", field="sampling_params.temperature"
+        )
+    if not 0.0 < params.top_p <= 1.0:
+        raise RequestError(f"must be in (0, 1], got {params.top_p}", field="sampling_params.top_p")
+    if params.top_k < -1:
+        raise RequestError(
+            f"must be -1 (off) or at least 1, got {params.top_k}", field="sampling_params.top_k"
+        )
+    if params.seed is not None and not -(2**63) <= params.seed < 2**64:
+        raise RequestError("must fit 64 bits", field="sampling_params.seed")
+    _bounded("topk_sample_logprobs", request.topk_sample_logprobs, 0, MAX_TOPK)
+    _bounded("topk_prompt_logprobs", request.topk_prompt_logprobs, 0, MAX_TOPK)
+    if request.prompt_logprobs_last_n is not None and request.prompt_logprobs_last_n < 0:
+        raise RequestError("must not be negative", field="prompt_logprobs_last_n")
+    if request.target_prompt_logprobs is not None and bytes(request.target_prompt_logprobs) != b"null":
+        raise RequestError("is not served by this version", field="target_prompt_logprobs")
+    if request.prompt_alt_tokens_k:
+        raise RequestError("is not served by this version", field="prompt_alt_tokens_k")
+    _stop_lists(params.stop, limits)
+    return prompt
+
+
+def _bounded(field: str, value: int, low: int, high: int) -> None:
+    if not low <= value <= high:
+        raise RequestError(f"must be in [{low}, {high}], got {value}", field=field)
+
+
+def _stop_lists(stop: str | list[str | int] | None, limits: Limits) -> tuple[list[str], list[int]]:
+    field = "sampling_params.stop"
+    entries: list[str | int] = [stop] if isinstance(stop, str) else list(stop or [])
+    strings = [entry for entry in entries if isinstance(entry, str)]
+    ids = [entry for entry in entries if not isinstance(entry, str)]
+    if strings and ids:
+        raise RequestError("must be all strings or all token ids, not both", field=field)
+    if len(strings) > MAX_STOP_STRINGS:
+        raise RequestError(f"must hold at most {MAX_STOP_STRINGS} strings, got {len(strings)}", field=field)
+    if "" in strings:
+        raise RequestError("must not hold the empty string", field=field)
+    if limits.vocab_size is not None and any(not 0 <= token < limits.vocab_size for token in ids):
+        raise RequestError(f"token ids must be in [0, {limits.vocab_size})", field=field)
+    return strings, ids
+
+
+def make_job(
+    request: SampleRequest,
+    *,
+    request_id: str,
+    session_key: str,
+    model: str,
+    adapter_path: str | None,
+    limits: Limits,
+) -> SampleJob:
+    """The job for a request that `check_request` has passed (it is checked again, which costs little)."""
+    prompt = check_request(request, limits)
+    params = request.sampling_params
+    strings, ids = _stop_lists(params.stop, limits)
+    max_tokens = params.max_tokens
+    if limits.max_context is not None:
+        room = limits.max_context - len(prompt)
+        max_tokens = room if max_tokens is None else min(max_tokens, room)
+    return SampleJob(
+        request_id=request_id,
+        session_key=session_key,
+        model=model,
+        adapter_path=adapter_path,
+        prompt=prompt,
+        num_samples=request.num_samples,
+        max_tokens=max_tokens,
+        temperature=params.temperature,
+        top_p=params.top_p,
+        top_k=params.top_k or -1,
+        seed=None if params.seed is None else params.seed % MAX_SEED,
+        stop_strings=strings,
+        stop_token_ids=ids,
+        ignore_eos=params.stop == [],
+        prompt_logprobs=bool(request.prompt_logprobs) or request.prompt_logprobs_last_n is not None,
+        prompt_logprobs_last_n=request.prompt_logprobs_last_n,
+        topk_prompt=request.topk_prompt_logprobs,
+        topk_sample=request.topk_sample_logprobs,
+    )

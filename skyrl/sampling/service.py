@@ -1,0 +1,209 @@
+"""Sample requests in the API process: resolve, check, record, and start them on their way.
+
+Forwarded samples become EXTERNAL futures and tasks owned here; colocated ones become SAMPLE futures for the engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from skyrl.db.futures import Outcome
+from skyrl.db.samplers import Sampler, Samplers
+from skyrl.futures.doorbell import Doorbell
+from skyrl.futures.ids import sample_sequence_ids
+from skyrl.futures.kinds import Kind
+from skyrl.futures.store import FutureStore, NewRequest
+from skyrl.sampling.client import ForwardingClient
+from skyrl.sampling.job import Limits, SampleJob, check_request, make_job
+from skyrl.wire.errors import ErrorCategory, FailedRequest, NotFound, RequestError
+from skyrl.wire.requests import SampleRequest, decode_json
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Promise:
+    """What asample answers at once."""
+
+    request_id: str
+    sample_sequence_ids: list[str]
+
+
+class Admission:
+    """A bound on what waits in this process: requests and bytes. Above it a request is refused, and nothing recorded."""
+
+    def __init__(self, max_requests: int, max_bytes: int) -> None:
+        self._max_requests = max_requests
+        self._max_bytes = max_bytes
+        self.requests = 0
+        self.bytes = 0
+
+    def enter(self, size: int) -> None:
+        """Raises RequestError 429 when the bound is reached."""
+        if self.requests >= self._max_requests or self.bytes + size > max(self._max_bytes, size):
+            raise RequestError(
+                f"{self.requests} samples ({self.bytes} bytes) are waiting; try again later",
+                status=429,
+                retry_after_s=1,
+            )
+        self.requests += 1
+        self.bytes += size
+
+    def leave(self, size: int) -> None:
+        self.requests -= 1
+        self.bytes -= size
+
+
+class SampleService:
+    """Takes `asample` bodies. With a client it forwards; without one the engine samples, in its own loop."""
+
+    def __init__(
+        self,
+        store: FutureStore,
+        samplers: Samplers,
+        *,
+        client: ForwardingClient | None,
+        engine: Doorbell | None,
+        limits: Callable[[], Limits],
+        admission: Admission,
+        base_name: str,
+    ) -> None:
+        self._store = store
+        self._samplers = samplers
+        self._client = client
+        self._engine = engine
+        self._limits = limits
+        self._admission = admission
+        self._base_name = base_name
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self.forwarded = 0
+        self.to_engine = 0
+
+    async def submit(self, body: bytes, tenant: str) -> Promise:
+        """Record one sample request and start it. Raises RequestError (400, 404, 429); then nothing was recorded."""
+        request = decode_json(SampleRequest, body)
+        sampler = await self._resolve(request, tenant)
+        limits = self._limits()
+        check_request(request, limits)
+        if request.seq_id is not None and not -(2**63) <= request.seq_id < 2**63:
+            raise RequestError("must fit signed 64 bits", field="seq_id")
+        self._admission.enter(len(body))
+        started = False
+        try:
+            request_id, new = await self._store.record(
+                NewRequest(
+                    kind=Kind.EXTERNAL if self._client is not None else Kind.SAMPLE,
+                    tenant=tenant,
+                    session_id=sampler.session_id,
+                    body=body,
+                    sampling_session_id=sampler.id,
+                    sample_seq_id=request.seq_id,
+                )
+            )
+            if new:
+                job = job_for(request, request_id, sampler, limits, self._base_name)
+                if self._client is not None:
+                    self._start(job, len(body))
+                    started = True
+                elif self._engine is not None:
+                    self.to_engine += 1
+                    self._engine.ring()
+        finally:
+            if not started:
+                self._admission.leave(len(body))
+        return Promise(request_id, sample_sequence_ids(request_id, request.num_samples))
+
+    async def _resolve(self, request: SampleRequest, tenant: str) -> Sampler:
+        if request.sampling_session_id is None:
+            raise RequestError("is missing: create a sampling session first", field="sampling_session_id")
+        sampler = self._samplers.cached(request.sampling_session_id, tenant)
+        if sampler is None:
+            sampler = await self._samplers.find(request.sampling_session_id, tenant)
+        if sampler is None:
+            raise NotFound(
+                f"no sampling session {request.sampling_session_id!r}", field="sampling_session_id"
+            )
+        return sampler
+
+    def _start(self, job: SampleJob, size: int) -> None:
+        task = asyncio.create_task(self._forward(job), name=f"forward-{job.request_id}")
+        self._tasks[job.request_id] = task
+
+        def done(_: asyncio.Task[None]) -> None:
+            self._tasks.pop(job.request_id, None)
+            self._admission.leave(size)
+
+        task.add_done_callback(done)
+
+    async def _forward(self, job: SampleJob) -> None:
+        assert self._client is not None
+        try:
+            outcome = Outcome(await self._client.sample(job), "proto:sample")
+            self.forwarded += 1
+        except FailedRequest as error:
+            outcome = Outcome(error=error.message, error_category=error.category)
+        except Exception as error:
+            logger.exception("forwarding request %s failed", job.request_id)
+            outcome = Outcome(error=f"internal error: {error}", error_category=ErrorCategory.SERVER)
+        try:
+            await self._store.settle(job.request_id, outcome)
+        except Exception:
+            # Whoever waits has the result; only a later re-read is lost, and a restart forwards the request again.
+            logger.exception("the result of request %s could not be stored", job.request_id)
+
+    async def adopt(self, row: Any) -> None:
+        """Forward again a request that an earlier API process left behind."""
+        if row.sampling_session_id is not None and row.sample_seq_id is not None:
+            key = ("sample", row.sampling_session_id, row.sample_seq_id)
+        else:
+            key = None
+        self._store.adopt(row.id, Kind.EXTERNAL, row.tenant, row.session_id, row.digest, key)
+        sampler = await self._samplers.find(row.sampling_session_id, row.tenant)
+        if sampler is None:
+            gone = Outcome(error="the sampling session was closed", error_category=ErrorCategory.USER)
+            await self._store.settle(row.id, gone)
+            return
+        self._admission.requests += 1
+        self._admission.bytes += len(row.body)
+        # The limits may not be known yet so early; the request was checked against them when it was accepted.
+        request = decode_json(SampleRequest, row.body)
+        self._start(job_for(request, row.id, sampler, self._limits(), self._base_name), len(row.body))
+
+    def cancel(self, request_ids: list[str]) -> None:
+        """Stop forwarding these; closing the connection frees vLLM."""
+        for request_id in request_ids:
+            if (task := self._tasks.get(request_id)) is not None:
+                task.cancel()
+
+    @property
+    def in_flight(self) -> int:
+        return len(self._tasks)
+
+    async def drain(self, grace_s: float) -> None:
+        """Let samples in flight end; what is left after `grace_s` stays pending and is forwarded at the next start."""
+        if self._tasks:
+            await asyncio.wait(list(self._tasks.values()), timeout=grace_s)
+        left = list(self._tasks.values())
+        for task in left:
+            task.cancel()
+        if left:
+            logger.info("%d samples in flight are left for the next start", len(left))
+            await asyncio.gather(*left, return_exceptions=True)
+
+
+def job_for(
+    request: SampleRequest, request_id: str, sampler: Sampler, limits: Limits, base_name: str
+) -> SampleJob:
+    """The job that samples from what the sampling session was created from; `base_name` is the base model upstream."""
+    return make_job(
+        request,
+        request_id=request_id,
+        session_key=f"{sampler.id}:{request.seq_id}",
+        model=sampler.adapter_name or base_name,
+        adapter_path=sampler.adapter_path,
+        limits=limits,
+    )

@@ -1,0 +1,48 @@
+"""What goes wrong, as the wire tells it: a 4xx answer at once, or a failed future with a category."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class ErrorCategory(StrEnum):
+    """Whose fault a failed future is; the SDK's own words."""
+
+    USER = "user"
+    SERVER = "server"
+    UNKNOWN = "unknown"
+
+
+class RequestError(Exception):
+    """A request that is refused with a status and a sentence; nothing was recorded.
+
+    `field` is the request field at fault (dotted), put in front of the message.
+    """
+
+    def __init__(
+        self, message: str, *, field: str | None = None, status: int = 400, retry_after_s: float | None = None
+    ) -> None:
+        super().__init__(f"{field}: {message}" if field else message)
+        self.field = field
+        self.status = status
+        self.retry_after_s = retry_after_s
+
+    @property
+    def message(self) -> str:
+        return str(self)
+
+
+class NotFound(RequestError):
+    """The named thing does not exist, or belongs to somebody else (the two look the same)."""
+
+    def __init__(self, message: str, *, field: str | None = None) -> None:
+        super().__init__(message, field=field, status=404)
+
+
+class FailedRequest(Exception):
+    """Accepted work that failed: becomes the future's `{"error", "category"}`."""
+
+    def __init__(self, message: str, category: ErrorCategory = ErrorCategory.USER) -> None:
+        super().__init__(message)
+        self.message = message
+        self.category = category

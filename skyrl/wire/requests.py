@@ -1,0 +1,210 @@
+"""JSON request bodies as msgspec structs: decoding checks types and names the field at fault.
+
+Lenient where old SDKs are: explicit nulls, missing defaults and `type` tags, unknown fields. Ranges are checked where
+they are used.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import msgspec
+
+from skyrl.wire.errors import RequestError
+
+S = TypeVar("S", bound=msgspec.Struct)
+
+
+class ClientConfigRequest(msgspec.Struct):
+    sdk_version: str = ""
+
+
+class CreateSessionRequest(msgspec.Struct):
+    tags: list[str] | None = None
+    user_metadata: dict[str, Any] | None = None
+    sdk_version: str = ""
+
+
+class SessionRequest(msgspec.Struct):
+    session_id: str
+
+
+class FinishReason(msgspec.Struct):
+    type: str
+
+
+class FinishSessionRequest(msgspec.Struct):
+    reason: FinishReason | None = None
+    detail: str | None = None
+
+
+class LoraConfig(msgspec.Struct):
+    rank: int = 32
+    seed: int | None = None
+    train_unembed: bool = True
+    train_mlp: bool = True
+    train_attn: bool = True
+
+
+class OptimizerConfig(msgspec.Struct):
+    """`type` travels under that very name, so the struct must not claim it as a tag."""
+
+    type: str = "adamw"
+
+
+class CreateModelRequest(msgspec.Struct):
+    session_id: str
+    model_seq_id: int
+    base_model: str
+    lora_config: LoraConfig | None = None
+    user_metadata: dict[str, Any] | None = None
+    optimizer_config: OptimizerConfig | None = None
+
+
+class ModelRequest(msgspec.Struct):
+    model_id: str
+
+
+class SequencedRequest(msgspec.Struct):
+    """What routing needs of a training command; the rest is decoded by who runs it."""
+
+    model_id: str
+    seq_id: int | None = None
+
+
+class AdamParams(msgspec.Struct):
+    learning_rate: float = 1e-4
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-12
+    weight_decay: float = 0.0
+    grad_clip_norm: float = 0.0
+
+
+class OptimStepRequest(msgspec.Struct):
+    model_id: str
+    seq_id: int | None = None
+    adam_params: AdamParams | None = None
+
+
+class SaveWeightsRequest(msgspec.Struct):
+    model_id: str
+    seq_id: int | None = None
+    path: str | None = None
+    ttl_seconds: int | None = None
+    overwrite: bool = False
+    user_metadata: dict[str, Any] | None = None
+
+
+class SaveWeightsForSamplerRequest(msgspec.Struct):
+    model_id: str
+    seq_id: int | None = None
+    path: str | None = None
+    sampling_session_seq_id: int | None = None
+    ttl_seconds: int | None = None
+    overwrite: bool = False
+    user_metadata: dict[str, Any] | None = None
+
+
+class LoadWeightsRequest(msgspec.Struct):
+    """Both addressings: (session_id, model_seq_id) makes a model, (model_id, seq_id) loads into one."""
+
+    path: str
+    optimizer: bool = False
+    session_id: str | None = None
+    model_seq_id: int | None = None
+    model_id: str | None = None
+    seq_id: int | None = None
+    base_model: str | None = None
+    user_metadata: dict[str, Any] | None = None
+    optimizer_config: OptimizerConfig | None = None
+
+
+class WeightsInfoRequest(msgspec.Struct):
+    tinker_path: str
+
+
+class CreateSamplingSessionRequest(msgspec.Struct):
+    session_id: str
+    sampling_session_seq_id: int
+    base_model: str | None = None
+    model_path: str | None = None
+
+
+class RetrieveFutureRequest(msgspec.Struct):
+    request_id: str
+    allow_metadata_only: bool | None = None
+
+
+class Chunk(msgspec.Struct):
+    """The chunk kind is read from which field is there: 0.16 sends no `type`."""
+
+    tokens: list[int] | None = None
+    data: str | None = None
+    location: str | None = None
+    dmel: str | None = None
+
+
+class ModelInput(msgspec.Struct):
+    chunks: list[Chunk]
+
+
+class SamplingParams(msgspec.Struct):
+    max_tokens: int | None = None
+    seed: int | None = None
+    stop: str | list[str | int] | None = None
+    temperature: float = 1.0
+    top_k: int = -1
+    top_p: float = 1.0
+
+
+class SampleRequest(msgspec.Struct):
+    prompt: ModelInput
+    sampling_params: SamplingParams = msgspec.field(default_factory=SamplingParams)
+    sampling_session_id: str | None = None
+    seq_id: int | None = None
+    num_samples: int = 1
+    prompt_logprobs: bool | None = None
+    topk_prompt_logprobs: int = 0
+    topk_sample_logprobs: int = 0
+    target_prompt_logprobs: msgspec.Raw | None = None
+    prompt_alt_tokens_k: int = 0
+    prompt_logprobs_last_n: int | None = None
+    base_model: str | None = None
+    model_path: str | None = None
+
+
+_decoders: dict[type, msgspec.json.Decoder[Any]] = {}
+
+
+def decode_json(kind: type[S], body: bytes) -> S:
+    """Raises RequestError naming the field (a JSON path without the leading `$.`)."""
+    decoder = _decoders.get(kind)
+    if decoder is None:
+        decoder = _decoders[kind] = msgspec.json.Decoder(kind)
+    try:
+        return decoder.decode(body)
+    except msgspec.ValidationError as error:
+        text, _, path = str(error).rpartition(" - at `$")
+        if not text:
+            raise RequestError(str(error)) from error
+        raise RequestError(text, field=path.rstrip("`").lstrip(".")) from error
+    except msgspec.DecodeError as error:
+        raise RequestError(f"the body is not JSON: {error}") from error
+
+
+def tokens_of(prompt: ModelInput, field: str = "prompt") -> list[int]:
+    """All token ids of a text-only input, in order. Raises RequestError for empty input and for other chunk kinds."""
+    if len(prompt.chunks) == 1 and prompt.chunks[0].tokens:
+        return prompt.chunks[0].tokens
+    tokens: list[int] = []
+    for index, chunk in enumerate(prompt.chunks):
+        if chunk.tokens is None:
+            raise RequestError(
+                "only encoded_text chunks are served; the base model takes text only",
+                field=f"{field}.chunks[{index}]",
+            )
+        tokens += chunk.tokens
+    if not tokens:
+        raise RequestError("must hold at least one token", field=field)
+    return tokens

@@ -1,0 +1,159 @@
+"""Results as they travel: protobuf for samples and training passes, and the same as JSON for clients that ask for it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from skyrl.wire import tinker_pb2 as pb
+
+TOPK_EMPTY_LOGPROB = -99999.0
+"""What an empty top-k cell holds (with token 0); a row whose first cell is this reads as None."""
+
+ResultFormat = Literal["json", "proto:sample", "proto:forward_backward"]
+TopkRow = list[tuple[int, float]]
+
+
+@dataclass(frozen=True)
+class SampledSequence:
+    """One sampled sequence: `tokens` with the matched stop token, `logprobs` one per token."""
+
+    stop_reason: Literal["stop", "length"]
+    tokens: Sequence[int]
+    logprobs: Sequence[float]
+    topk: list[TopkRow] | None = None
+
+
+@dataclass(frozen=True)
+class SampleResult:
+    """`prompt_logprobs` and `prompt_topk` have one entry per prompt token, None where there is no value."""
+
+    sequences: list[SampledSequence]
+    prompt_logprobs: Sequence[float | None] | None = None
+    prompt_topk: list[TopkRow | None] | None = None
+    cached_tokens: int = 0
+
+
+def _topk(rows: Sequence[TopkRow | None], k: int) -> pb.TopkLogprobs:
+    ids = np.zeros((len(rows), k), np.int32)
+    logprobs = np.full((len(rows), k), TOPK_EMPTY_LOGPROB, np.float32)
+    for index, row in enumerate(rows):
+        if row:
+            best = sorted(row, key=lambda cell: -cell[1])[:k]
+            ids[index, : len(best)] = [cell[0] for cell in best]
+            logprobs[index, : len(best)] = [cell[1] for cell in best]
+    return pb.TopkLogprobs(token_ids=ids.tobytes(), logprobs=logprobs.tobytes(), k=k, length=len(rows))
+
+
+def encode_sample(result: SampleResult, *, topk_sample: int = 0, topk_prompt: int = 0) -> bytes:
+    """A SampleResponse. Missing prompt logprobs are NaN, empty top-k cells the sentinel."""
+    message = pb.SampleResponse(prompt_cache_hit_tokens=result.cached_tokens)
+    for sequence in result.sequences:
+        added = message.sequences.add(
+            stop_reason=pb.STOP if sequence.stop_reason == "stop" else pb.LENGTH,
+            tokens=np.asarray(sequence.tokens, np.int32).tobytes(),
+            logprobs=np.asarray(sequence.logprobs, np.float32).tobytes(),
+        )
+        if topk_sample and sequence.topk is not None:
+            added.topk_sampled_logprobs.CopyFrom(_topk(sequence.topk, topk_sample))
+    if result.prompt_logprobs is not None:
+        message.prompt_logprobs = np.asarray(
+            [math.nan if value is None else value for value in result.prompt_logprobs], np.float32
+        ).tobytes()
+    if topk_prompt and result.prompt_topk is not None:
+        message.topk_prompt_logprobs.CopyFrom(_topk(result.prompt_topk, topk_prompt))
+    return message.SerializeToString()
+
+
+def encode_forward_backward(logprobs: list[npt.NDArray[np.float32]], metrics: dict[str, float]) -> bytes:
+    """A ForwardBackwardOutput: one `logprobs` array per datum, [N] or [N, K]; consecutive equal widths share a record."""
+    message = pb.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord", metrics=metrics)
+    start = 0
+    while start < len(logprobs):
+        trailing = logprobs[start].shape[1:]
+        end = start
+        while end < len(logprobs) and logprobs[end].shape[1:] == trailing:
+            end += 1
+        group = logprobs[start:end]
+        record = message.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=len(group))
+        field = record.fields["logprobs"]
+        field.data = b"".join(np.ascontiguousarray(array, np.float32).tobytes() for array in group)
+        field.offsets = np.cumsum([0, *(array.size * 4 for array in group)], dtype=np.int64).tobytes()
+        field.dtype = pb.FLOAT32
+        field.trailing_shape.extend(trailing)
+        start = end
+    return message.SerializeToString()
+
+
+def encode_json(value: Any) -> bytes:
+    return msgspec.json.encode(value)
+
+
+def _topk_json(topk: pb.TopkLogprobs) -> list[list[tuple[int, float]] | None]:
+    ids = np.frombuffer(topk.token_ids, np.int32).reshape(topk.length, topk.k).tolist()
+    logprobs = np.frombuffer(topk.logprobs, np.float32).reshape(topk.length, topk.k).tolist()
+    rows: list[list[tuple[int, float]] | None] = []
+    for row_ids, row_logprobs in zip(ids, logprobs, strict=True):
+        cells = [
+            (token, value)
+            for token, value in zip(row_ids, row_logprobs, strict=True)
+            if value != TOPK_EMPTY_LOGPROB
+        ]
+        rows.append(cells or None)
+    return rows
+
+
+def _sample_to_json(body: bytes) -> dict[str, Any]:
+    message = pb.SampleResponse.FromString(body)
+    sequences = []
+    for sequence in message.sequences:
+        encoded: dict[str, Any] = {
+            "stop_reason": "stop" if sequence.stop_reason == pb.STOP else "length",
+            "tokens": np.frombuffer(sequence.tokens, np.int32).tolist(),
+            "logprobs": np.frombuffer(sequence.logprobs, np.float32).tolist(),
+        }
+        if sequence.HasField("topk_sampled_logprobs"):
+            encoded["topk_logprobs"] = _topk_json(sequence.topk_sampled_logprobs)
+        sequences.append(encoded)
+    result: dict[str, Any] = {"type": "sample", "sequences": sequences}
+    if message.HasField("prompt_logprobs"):
+        values = np.frombuffer(message.prompt_logprobs, np.float32).tolist()
+        result["prompt_logprobs"] = [None if math.isnan(value) else value for value in values]
+    if message.HasField("topk_prompt_logprobs"):
+        result["topk_prompt_logprobs"] = _topk_json(message.topk_prompt_logprobs)
+    return result
+
+
+def _forward_backward_to_json(body: bytes) -> dict[str, Any]:
+    message = pb.ForwardBackwardOutput.FromString(body)
+    outputs = []
+    for record in message.loss_fn_outputs:
+        field = record.fields["logprobs"]
+        offsets = np.frombuffer(field.offsets, np.int64)
+        for index in range(record.num_datums):
+            array = np.frombuffer(field.data[offsets[index] : offsets[index + 1]], np.float32)
+            shape = [-1, *field.trailing_shape] if field.trailing_shape else [-1]
+            shaped = array.reshape(shape)
+            outputs.append(
+                {"logprobs": {"data": array.tolist(), "dtype": "float32", "shape": list(shaped.shape)}}
+            )
+    return {
+        "loss_fn_output_type": message.loss_fn_output_type,
+        "loss_fn_outputs": outputs,
+        "metrics": dict(message.metrics),
+    }
+
+
+def to_json(body: bytes, result_format: str) -> bytes:
+    """A protobuf result as the JSON that clients before 0.25 read; JSON is returned as it is."""
+    if result_format == "proto:sample":
+        return encode_json(_sample_to_json(body))
+    if result_format == "proto:forward_backward":
+        return encode_json(_forward_backward_to_json(body))
+    return body

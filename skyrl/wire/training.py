@@ -1,0 +1,132 @@
+"""Bodies of forward and forward_backward, protobuf (SDK 0.25 and later) and JSON (before), as NumPy arrays."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+from google.protobuf.message import DecodeError
+
+from skyrl.wire import tensors
+from skyrl.wire import tinker_pb2 as pb
+from skyrl.wire.errors import RequestError
+from skyrl.wire.requests import ModelInput, SequencedRequest, decode_json, tokens_of
+
+PROTOBUF = "application/x-protobuf"
+
+
+@dataclass(frozen=True)
+class ForwardBackward:
+    """One decoded command. `tokens[i]`: int64 [N_i]; `loss_inputs[i]`: name -> int64 or float32 array, dense."""
+
+    model_id: str
+    seq_id: int | None
+    forward_only: bool
+    tokens: list[npt.NDArray[np.int64]]
+    loss_inputs: list[dict[str, tensors.Array]]
+    loss_fn: str
+    loss_config: dict[str, float]
+
+
+class JsonDatum(msgspec.Struct):
+    model_input: ModelInput
+    loss_fn_inputs: dict[str, tensors.JsonTensor]
+
+
+class JsonForwardBackwardInput(msgspec.Struct):
+    data: list[JsonDatum]
+    loss_fn: str
+    loss_fn_config: dict[str, float] | None = None
+
+
+class JsonForwardBackward(msgspec.Struct):
+    model_id: str
+    seq_id: int | None = None
+    forward_backward_input: JsonForwardBackwardInput | None = None
+    forward_input: JsonForwardBackwardInput | None = None
+
+
+def decode_header(body: bytes, body_format: str) -> SequencedRequest:
+    """Model and sequence number only. Raises RequestError when the body cannot be read at all."""
+    if body_format != "proto":
+        return decode_json(SequencedRequest, body)
+    try:
+        header = pb.ForwardBackwardHeader.FromString(body)
+    except DecodeError as error:
+        raise RequestError(f"the body is not a ForwardBackwardRequest: {error}") from error
+    if not header.model_id:
+        raise RequestError("is missing", field="model_id")
+    return SequencedRequest(header.model_id, header.seq_id)
+
+
+def decode_forward_backward(body: bytes, body_format: str, *, forward_only: bool) -> ForwardBackward:
+    """The whole command; `forward_only` is what the route says (a protobuf body may say it too).
+
+    Raises RequestError naming the field and the datum.
+    """
+    return _from_proto(body, forward_only) if body_format == "proto" else _from_json(body, forward_only)
+
+
+def _from_proto(body: bytes, forward_only: bool) -> ForwardBackward:
+    try:
+        message = pb.ForwardBackwardRequest.FromString(body)
+    except DecodeError as error:
+        raise RequestError(f"the body is not a ForwardBackwardRequest: {error}") from error
+    config: dict[str, float] = dict(message.loss_fn_config)
+    for name, value in message.loss_fn_config_v2.items():
+        if value.WhichOneof("value") != "number":
+            raise RequestError("must be a number", field=f"loss_fn_config.{name}")
+        config[name] = value.number
+    tokens: list[npt.NDArray[np.int64]] = []
+    inputs: list[dict[str, tensors.Array]] = []
+    for index, datum in enumerate(message.data):
+        parts: list[npt.NDArray[np.int32]] = []
+        for chunk in datum.model_input:
+            if chunk.WhichOneof("chunk") != "encoded_text":
+                raise RequestError("only encoded_text chunks are served", field=f"data[{index}].model_input")
+            if len(chunk.encoded_text.tokens) % 4:
+                raise RequestError("tokens are not int32", field=f"data[{index}].model_input")
+            parts.append(np.frombuffer(chunk.encoded_text.tokens, np.int32))
+        tokens.append(np.concatenate(parts).astype(np.int64) if parts else np.zeros(0, np.int64))
+        inputs.append(
+            {
+                name: tensors.from_proto(tensor, f"data[{index}].loss_fn_inputs.{name}")
+                for name, tensor in datum.loss_fn_inputs.items()
+            }
+        )
+    return ForwardBackward(
+        message.model_id,
+        message.seq_id,
+        forward_only or message.forward_only,
+        tokens,
+        inputs,
+        message.loss_fn,
+        config,
+    )
+
+
+def _from_json(body: bytes, forward_only: bool) -> ForwardBackward:
+    request = decode_json(JsonForwardBackward, body)
+    given = request.forward_input if forward_only else request.forward_backward_input
+    if given is None:
+        raise RequestError("is missing", field="forward_input" if forward_only else "forward_backward_input")
+    return ForwardBackward(
+        request.model_id,
+        request.seq_id,
+        forward_only,
+        [
+            np.asarray(tokens_of(datum.model_input, f"data[{index}].model_input"), dtype=np.int64)
+            for index, datum in enumerate(given.data)
+        ],
+        [
+            {
+                name: tensors.from_json(tensor, f"data[{index}].loss_fn_inputs.{name}")
+                for name, tensor in datum.loss_fn_inputs.items()
+            }
+            for index, datum in enumerate(given.data)
+        ],
+        given.loss_fn,
+        given.loss_fn_config or {},
+    )

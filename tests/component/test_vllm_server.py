@@ -1,0 +1,323 @@
+"""One real vLLM server, started, watched, told about adapters, killed and stopped through `skyrl.inference`.
+
+The tests share the server and run in this order; the last ones kill it and take it down.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import httpx
+import pytest
+import pytest_asyncio
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
+
+from skyrl.config import ServerConfig, parse_backend_config
+from skyrl.inference.engine_group import EngineGroup
+from skyrl.inference.placement import LocalPlacement, LocalServer, ServerSpec, free_port
+from skyrl.inference.vllm_client import VllmClient, VllmError
+from skyrl.inference.vllm_command import plugin_installed, vllm_spec
+from skyrl.tiny import model_path
+
+pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(90)]
+
+MODEL = model_path()
+KEY = "test-key"
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head")
+# As many as there are slots: vLLM's own CPU code gives base-model rows the adapter in the last slot.
+RANKS = {"rank8": 8, "rank32": 32}
+SLOTS = len(RANKS)
+
+
+@dataclass
+class Served:
+    """The running server and what was published about it."""
+
+    spec: ServerSpec
+    placement: LocalPlacement
+    handle: LocalServer
+    group: EngineGroup
+    client: VllmClient
+    running: asyncio.Task[None]
+    published: list[str | None] = field(default_factory=list)
+
+
+async def until(condition: Callable[[], object], within_s: float) -> None:
+    end = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < end, "did not come true in time"
+        await asyncio.sleep(0.05)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Served]:
+    assert plugin_installed(), "vLLM does not find the plugin: pip install -e . --no-deps"
+    logs = tmp_path_factory.mktemp("logs")
+    backend = {
+        "generator.inference_engine.max_model_len": 1024,
+        "trainer.policy.model.lora": {"max_loras": SLOTS, "max_cpu_loras": 8, "max_lora_rank": 32},
+    }
+    config = ServerConfig(base_model=str(MODEL), state_dir=logs, backend_config=parse_backend_config(backend))
+    spec = vllm_spec(config, free_port(), KEY, cuda=False)
+    placement = LocalPlacement(logs)
+    handle = await placement.start(spec)
+    published: list[str | None] = []
+    group = EngineGroup([spec.url], KEY, published.append, watching_interval_s=0.3)
+    client = VllmClient(spec.url, KEY)
+    running = asyncio.create_task(group.run())
+    try:
+        await until(lambda: group.ready, 60)
+        yield Served(spec, placement, handle, group, client, running, published)
+    except AssertionError as error:
+        raise AssertionError(f"{error}: {group.reason}\n{handle.log_tail(40)}") from error
+    finally:
+        await group.close()
+        await running
+        await client.close()
+        await placement.stop(handle)
+
+
+def adapter(directory: Path, rank: int) -> Path:
+    """A random adapter on every linear layer and the unembedding, large enough to change every logprob."""
+    directory.mkdir(exist_ok=True)
+    generator = torch.Generator().manual_seed(rank)
+    config = json.loads((MODEL / "config.json").read_text())
+    hidden, wide, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
+    query, value = (config[f"num_{kind}_heads"] * config["head_dim"] for kind in ("attention", "key_value"))
+    shapes = {"lm_head": (hidden, vocab)}
+    for layer in range(config["num_hidden_layers"]):
+        sides = (
+            (hidden, query),
+            (hidden, value),
+            (hidden, value),
+            (query, hidden),
+            (hidden, wide),
+            (hidden, wide),
+            (wide, hidden),
+        )
+        for name, shape in zip(TARGETS, sides, strict=False):
+            block = "mlp" if name.endswith(("gate_proj", "up_proj", "down_proj")) else "self_attn"
+            shapes[f"model.layers.{layer}.{block}.{name}"] = shape
+    tensors = {}
+    for module, (width_in, width_out) in shapes.items():
+        for part, shape in (("A", (rank, width_in)), ("B", (width_out, rank))):
+            tensors[f"base_model.model.{module}.lora_{part}.weight"] = 0.08 * torch.randn(
+                shape, generator=generator
+            )
+    save_file(tensors, directory / "adapter_model.safetensors")
+    peft = {"peft_type": "LORA", "r": rank, "lora_alpha": 16, "target_modules": list(TARGETS), "bias": "none"}
+    (directory / "adapter_config.json").write_text(json.dumps(peft))
+    return directory
+
+
+class Reference:
+    """Hugging Face in float32, adapters merged into the weights."""
+
+    def __init__(self, adapters: dict[str, Path]) -> None:
+        from safetensors.torch import load_file
+
+        self.models = {"base": self._base()}
+        for name, path in adapters.items():
+            model, tensors = self._base(), load_file(path / "adapter_model.safetensors")
+            scale = 16 / RANKS[name]
+            for key, a in tensors.items():
+                if key.endswith("lora_A.weight"):
+                    module = key.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
+                    b = tensors[key.replace("lora_A", "lora_B")]
+                    with torch.no_grad():
+                        model.get_submodule(module).weight += scale * b @ a
+            self.models[name] = model
+
+    @staticmethod
+    def _base() -> Any:
+        return AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
+
+    @torch.no_grad()
+    def logprobs(self, name: str, tokens: list[int]) -> list[float]:
+        """Of every token but the first, given those before it."""
+        logits = self.models[name](torch.tensor([tokens])).logits[0, :-1].log_softmax(-1)
+        return logits.gather(1, torch.tensor(tokens[1:])[:, None])[:, 0].tolist()
+
+
+async def complete(http: httpx.AsyncClient, **body: Any) -> dict[str, Any]:
+    defaults = {"max_tokens": 12, "logprobs": 0, "return_token_ids": True, "ignore_eos": True}
+    response = await http.post("/v1/completions", json=defaults | body)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def processes_of_group(group: int) -> dict[int, str]:
+    """Pid and name of every process in a group, zombies left out."""
+    found = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            name, _, rest = stat.read_text().partition("(")[2].rpartition(")")
+            command = (stat.parent / "cmdline").read_text().replace("\0", " ")
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        state, _, pgrp = rest.split()[:3]
+        if int(pgrp) == group and state != "Z":
+            found[int(stat.parent.name)] = f"{name} {command}"
+    return found
+
+
+async def test_ready_means_warmed_up_and_published(served: Served) -> None:
+    assert served.published == [served.spec.url]
+    assert served.group.reason == ""
+    assert await served.client.models() == [str(MODEL)]
+    began = time.monotonic()
+    async with httpx.AsyncClient(
+        base_url=served.spec.url, headers={"Authorization": f"Bearer {KEY}"}
+    ) as http:
+        await complete(http, prompt=[5, 6, 7], max_tokens=2)
+    assert time.monotonic() - began < 1.0  # the first request of a cold server takes 2 s
+
+
+@pytest.mark.parametrize("key", [None, "wrong"])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/load_lora_adapter", "/pause", "/collective_rpc"])
+async def test_every_endpoint_asks_for_the_key(served: Served, path: str, key: str | None) -> None:
+    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+    async with httpx.AsyncClient(base_url=served.spec.url, headers=headers) as http:
+        assert (await http.post(path, json={})).status_code == 401
+
+
+async def test_adapter_can_be_loaded_twice_and_unloaded_twice(served: Served, tmp_path: Path) -> None:
+    path = adapter(tmp_path / "a", 8)
+    await served.group.publish_adapter("tenant@1", path)
+    await served.group.publish_adapter("tenant@1", path)
+    assert "tenant@1" in await served.client.models()
+    await served.group.retire_adapter("tenant@1")
+    await served.group.retire_adapter("tenant@1")
+    assert "tenant@1" not in await served.client.models()
+
+
+async def test_bad_adapter_is_an_error_and_harms_nobody(served: Served, tmp_path: Path) -> None:
+    with pytest.raises(VllmError) as missing:
+        await served.client.load_adapter("missing", tmp_path / "nowhere")
+    assert missing.value.status == 404
+    broken = adapter(tmp_path / "broken", 8)
+    (broken / "adapter_model.safetensors").write_bytes(b"not safetensors")
+    with pytest.raises(VllmError) as corrupt:
+        await served.client.load_adapter("corrupt", broken)
+    assert corrupt.value.status == 500
+    with pytest.raises(VllmError, match="rank"):
+        await served.client.load_adapter("large", adapter(tmp_path / "large", 64))
+    assert await served.client.health()
+
+
+async def test_mixed_batches_agree_with_hugging_face(
+    served: Served, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Base model and adapters (unembedding trained) side by side, with and without prompt logprobs."""
+    directory = tmp_path_factory.mktemp("adapters")
+    adapters = {name: adapter(directory / name, rank) for name, rank in RANKS.items()}
+    for name, path in adapters.items():
+        await served.client.load_adapter(name, path)
+    reference = Reference(adapters)
+    rng = Random(7)
+    names = ["base", *RANKS]
+    requests = [
+        (names[i % 3], [rng.randrange(256) for _ in range(rng.choice((1, 2, 17, 60, 150)))])
+        for i in range(24)
+    ]
+
+    async with httpx.AsyncClient(
+        base_url=served.spec.url, headers={"Authorization": f"Bearer {KEY}"}, timeout=60
+    ) as http:
+
+        async def ask(i: int, name: str, prompt: list[int]) -> dict[str, Any]:
+            model = {} if name == "base" else {"model": name}
+            extra = {} if i % 4 == 3 else {"prompt_logprobs": 0}
+            return await complete(http, prompt=prompt, n=2, seed=i, **model, **extra)
+
+        answers = await asyncio.gather(*(ask(i, *request) for i, request in enumerate(requests)))
+
+    prompts_checked = 0
+    for (name, prompt), answer in zip(requests, answers, strict=True):
+        assert len(answer["choices"]) == 2
+        for choice in answer["choices"]:
+            expected = reference.logprobs(name, prompt + choice["token_ids"])
+            assert choice["logprobs"]["token_logprobs"] == pytest.approx(
+                expected[len(prompt) - 1 :], abs=1e-4
+            )
+            of_prompt = choice["prompt_logprobs"]
+            if of_prompt is not None:
+                given = [
+                    row[str(token)]["logprob"] for row, token in zip(of_prompt[1:], prompt[1:], strict=True)
+                ]
+                assert given == pytest.approx(expected[: len(prompt) - 1], abs=1e-4)
+                prompts_checked += 1
+    assert prompts_checked == 36
+
+
+async def test_base_model_alone_ignores_loaded_adapters(served: Served) -> None:
+    reference = Reference({})
+    async with httpx.AsyncClient(
+        base_url=served.spec.url, headers={"Authorization": f"Bearer {KEY}"}
+    ) as http:
+        answer = await complete(http, prompt=[9, 8, 7], prompt_logprobs=0)
+    tokens = answer["choices"][0]["token_ids"]
+    assert answer["choices"][0]["logprobs"]["token_logprobs"] == pytest.approx(
+        reference.logprobs("base", [9, 8, 7, *tokens])[2:], abs=1e-4
+    )
+
+
+async def test_pause_freezes_and_resume_continues(served: Served) -> None:
+    async with httpx.AsyncClient(
+        base_url=served.spec.url, headers={"Authorization": f"Bearer {KEY}"}
+    ) as http:
+        await served.client.pause("keep")
+        sample = asyncio.create_task(complete(http, prompt=[1, 2, 3]))
+        done, _ = await asyncio.wait([sample], timeout=0.3)
+        assert not done
+        assert await served.client.health()
+        await served.client.resume()
+        assert len((await sample)["choices"][0]["token_ids"]) == 12
+
+
+async def test_sleep_and_wake(served: Served) -> None:
+    await served.group.sleep()
+    await served.group.wake()
+    async with httpx.AsyncClient(
+        base_url=served.spec.url, headers={"Authorization": f"Bearer {KEY}"}
+    ) as http:
+        await complete(http, prompt=[1, 2, 3])
+
+
+async def test_death_of_the_engine_is_published_survived_and_published_again(served: Served) -> None:
+    assert served.handle.pid is not None
+    before = processes_of_group(served.handle.pid)
+    cores = [pid for pid, command in before.items() if "EngineCore" in command]
+    assert len(cores) == 1
+    os.kill(cores[0], signal.SIGKILL)
+    await until(lambda: served.published == [served.spec.url, None], 10)
+    assert not served.group.ready
+    assert "not healthy" in served.group.reason
+    await until(lambda: served.group.ready, 45)
+    assert served.published == [served.spec.url, None, served.spec.url]
+    assert served.handle.restarts == 1
+    assert await served.client.models() == [str(MODEL)]
+
+
+async def test_closing_withdraws_the_url_and_stopping_leaves_no_process(served: Served) -> None:
+    pid = served.handle.pid
+    assert pid is not None
+    assert len(processes_of_group(pid)) >= 2
+    await served.group.close()
+    await served.running
+    assert served.published[-1] is None
+    assert not served.group.ready
+    await served.placement.stop(served.handle)
+    assert processes_of_group(pid) == {}
+    assert served.handle.pid is None

@@ -1,0 +1,138 @@
+"""What the tests of the torch backend share: random tiny base models on disk, backends on them, random
+passes."""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from skyrl.backends.base import Datum, LoraSpec, PassResult, TrainingPass
+from skyrl.backends.fsdp.backend import FsdpBackend
+from skyrl.config import load_config
+
+VOCAB, CONTEXT = 97, 160
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": CONTEXT,
+    "initializer_range": 0.15,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "qwen3": {"model_type": "qwen3", "head_dim": 16, "tie_word_embeddings": False},
+    "qwen3-tied": {"model_type": "qwen3", "head_dim": 16, "tie_word_embeddings": True},
+    "qwen2": {"model_type": "qwen2", "tie_word_embeddings": True},
+    "qwen2-window": {
+        "model_type": "qwen2",
+        "tie_word_embeddings": False,
+        "use_sliding_window": True,
+        "sliding_window": 5,
+        "layer_types": ["full_attention", "sliding_attention"],
+    },
+    "llama": {"model_type": "llama", "tie_word_embeddings": False, "head_dim": 12},
+}
+_directory = tempfile.TemporaryDirectory(prefix="skyrl-fsdp-")
+
+
+@functools.cache
+def base_path(architecture: str = "qwen3") -> str:
+    """A directory with a random float32 model, norm weights and biases included."""
+    settings = {**SHAPE, **ARCHITECTURES[architecture]}
+    config = AutoConfig.for_model(settings.pop("model_type"), **settings)
+    torch.manual_seed(7)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    path = Path(_directory.name) / architecture
+    model.save_pretrained(path)
+    return str(path)
+
+
+def make_backend(
+    architecture: str = "qwen3", *, micro_batch_tokens: int = 4096, merge: bool = False, **trainer: Any
+) -> FsdpBackend:
+    settings = {
+        "trainer.micro_batch_tokens": micro_batch_tokens,
+        **{f"trainer.{k}": v for k, v in trainer.items()},
+    }
+    config = load_config({"base_model": base_path(architecture), "backend_config": settings})
+    return FsdpBackend(config, merge=merge)
+
+
+def spec(rank: int = 8, seed: int = 0, **flags: bool) -> LoraSpec:
+    return LoraSpec(rank=rank, alpha=32.0, seed=seed, **flags)
+
+
+def sft(seed: int, *lengths: int) -> list[Datum]:
+    """Next-token data with weights that are 0, fractional and negative in places."""
+    rng = np.random.default_rng(seed)
+    data = []
+    for length in lengths:
+        text = rng.integers(0, VOCAB, length + 1)
+        weights = rng.choice([0.0, 1.0, 0.5, -0.25], length, p=[0.2, 0.5, 0.2, 0.1]).astype(np.float32)
+        data.append(Datum(text[:-1], {"target_tokens": text[1:], "weights": weights}))
+    return data
+
+
+def rl(seed: int, *lengths: int) -> list[Datum]:
+    """Sampled data: a third of each sequence is prompt, with advantage 0 and logprob 0."""
+    rng = np.random.default_rng(seed)
+    data = []
+    for length in lengths:
+        text = rng.integers(0, VOCAB, length + 1)
+        sampled = np.arange(length) >= length // 3
+        logprobs = np.where(sampled, -5 + rng.normal(size=length), 0).astype(np.float32)
+        advantages = np.where(sampled, rng.normal(), 0).astype(np.float32)
+        inputs = {"target_tokens": text[1:], "logprobs": logprobs, "advantages": advantages}
+        data.append(Datum(text[:-1], inputs))
+    return data
+
+
+def train(model_id: str, data: list[Datum], loss_fn: str = "cross_entropy", **config: float) -> TrainingPass:
+    return TrainingPass(model_id, data, loss_fn, config)
+
+
+def ok(outcomes: list[PassResult | Exception]) -> list[PassResult]:
+    results: list[PassResult] = []
+    for outcome in outcomes:
+        if isinstance(outcome, Exception):
+            raise outcome
+        results.append(outcome)
+    return results
+
+
+def saved(backend: FsdpBackend, model_id: str, directory: Path) -> dict[str, Tensor]:
+    """Everything a model's state holds: weights, moments, pending gradient."""
+    directory.mkdir(parents=True, exist_ok=True)
+    backend.save_state(model_id, directory)
+    return load_file(directory / "state.safetensors")
+
+
+def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    assert one.keys() == other.keys()
+    for name in one:
+        assert torch.equal(one[name], other[name]), name
+
+
+def assert_close(one: dict[str, Tensor], other: dict[str, Tensor], tolerance: float) -> None:
+    """Equal up to `tolerance` of each tensor's largest value."""
+    assert one.keys() == other.keys()
+    for name in one:
+        scale = other[name].abs().max().clamp(min=1e-3)
+        assert (one[name] - other[name]).abs().max() <= tolerance * scale, name

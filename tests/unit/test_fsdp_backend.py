@@ -1,0 +1,247 @@
+"""The backend as the engine sees it: construction, passes, steps, and failures that stay where they
+belong."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from fsdp_support import (
+    CONTEXT,
+    VOCAB,
+    assert_close,
+    assert_same,
+    base_path,
+    make_backend,
+    ok,
+    rl,
+    saved,
+    sft,
+    spec,
+    train,
+)
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from skyrl.backends.base import AdamParams, Datum, InvalidRequest, PassResult, SamplingMode, TrainingPass
+from skyrl.backends.fsdp.losses import LOSSES, Loss, LossInputs, LossValue
+from skyrl.backends.fsdp.optimizer import NonFiniteGradient
+from skyrl.backends.registry import create_backend
+from skyrl.config import ConfigError, load_config
+
+
+def test_the_registry_builds_what_it_knows_and_refuses_the_rest() -> None:
+    config = load_config(
+        {"base_model": base_path(), "backend_config": {"trainer.placement.colocate_all": True}}
+    )
+    backend = create_backend("fsdp", config)
+    assert backend.sampling_mode is SamplingMode.COLOCATED
+    assert (backend.limits.vocab_size, backend.limits.max_context) == (VOCAB, CONTEXT)
+    backend.close()
+    for name in ("megatron", "none"):
+        with pytest.raises(ConfigError, match=f"no training backend '{name}'; there are: fsdp"):
+            create_backend(name, config)
+
+
+def test_the_context_is_the_smaller_of_model_and_configuration() -> None:
+    for max_model_len, expected in ((64, 64), (10_000, CONTEXT)):
+        settings = {"generator.inference_engine.max_model_len": max_model_len}
+        backend = create_backend("fsdp", load_config({"base_model": base_path(), "backend_config": settings}))
+        assert backend.sampling_mode is SamplingMode.FORWARDED
+        assert backend.limits.max_context == expected
+
+
+def test_base_models_that_cannot_be_trained_are_refused(tmp_path: Path) -> None:
+    small = {"vocab_size": 31, "bos_token_id": None, "eos_token_id": None}
+    fused = AutoConfig.for_model("gpt2", n_embd=16, n_layer=1, n_head=2, n_positions=32, **small)
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "moe_intermediate_size": 8, "num_hidden_layers": 1}
+    mixture = {"num_experts": 4, "num_experts_per_tok": 2}
+    experts = AutoConfig.for_model("qwen3_moe", **heads, **sizes, **mixture, **small)
+    for config, words in ((fused, "no linear layers of a known name"), (experts, "mixtures of experts")):
+        path = tmp_path / config.model_type
+        AutoModelForCausalLM.from_config(config).save_pretrained(path)
+        with pytest.raises(ConfigError, match=words):
+            create_backend("fsdp", load_config({"base_model": str(path)}))
+    with pytest.raises(ConfigError, match="base_model: cannot load"):
+        create_backend("fsdp", load_config({"base_model": str(tmp_path)}))
+
+
+def test_supervised_training_lowers_the_loss() -> None:
+    backend = make_backend()
+    backend.create_model("m", spec(8))
+    data = [Datum(d.tokens, {"target_tokens": d.loss_inputs["target_tokens"]}) for d in sft(0, 20, 31, 8)]
+    losses = []
+    for _ in range(25):
+        losses += [r.metrics["loss:sum"] for r in ok(backend.run([train("m", data)]))]
+        backend.optim_step("m", AdamParams(learning_rate=1e-2))
+    assert losses[0] == pytest.approx(59 * math.log(VOCAB), rel=0.5)
+    assert losses[-1] < 0.1 * losses[0]
+
+
+def test_policy_gradient_moves_probability_towards_advantage() -> None:
+    backend = make_backend()
+    backend.create_model("m", spec(8))
+    (before,) = ok(backend.run([TrainingPass("m", sft(0, 30), "cross_entropy", backward=False)]))
+    advantages = np.where(np.arange(30) % 2, 1, -1).astype(np.float32)
+    datum = sft(0, 30)[0]
+    inputs = {"target_tokens": datum.loss_inputs["target_tokens"], "advantages": advantages}
+    for loss_fn in ("importance_sampling", "ppo", "cispo", "dro", "gspo"):
+        extra = {"logprobs": before.logprobs[0]}
+        if loss_fn == "gspo":
+            extra["sequence_ratio_mask"] = np.ones(30, np.float32)
+        backend.create_model(loss_fn, spec(8))
+        (first,) = ok(backend.run([train(loss_fn, [Datum(datum.tokens, inputs | extra)], loss_fn)]))
+        assert first.metrics["ratio:mean"] == pytest.approx(1, abs=1e-3)
+        assert first.metrics["kl:mean"] == pytest.approx(0, abs=1e-4)
+        backend.optim_step(loss_fn, AdamParams(learning_rate=3e-3))
+        (after,) = ok(backend.run([TrainingPass(loss_fn, [datum], "cross_entropy", backward=False)]))
+        moved = after.logprobs[0] - before.logprobs[0]
+        assert (moved * advantages).sum() > 0.5, loss_fn
+
+
+def test_gradients_are_summed_and_cleared(tmp_path: Path) -> None:
+    data = sft(0, 12, 30, 7)
+    whole, parts = make_backend(), make_backend()
+    for backend in (whole, parts):
+        backend.create_model("m", spec())
+    ok(whole.run([train("m", data)]))
+    ok(parts.run([train("m", [datum]) for datum in data]))
+    assert_close(saved(whole, "m", tmp_path / "w"), saved(parts, "m", tmp_path / "p"), 1e-5)
+    whole.optim_step("m", AdamParams())
+    state = saved(whole, "m", tmp_path / "stepped")
+    assert not any(name.startswith("gradient.") for name in state)
+    assert whole.optim_step("m", AdamParams()) == {}
+    assert_same(state, saved(whole, "m", tmp_path / "again"))
+
+
+def test_a_forward_pass_leaves_no_gradient_and_equals_the_training_pass() -> None:
+    backend = make_backend()
+    backend.create_model("m", spec())
+    data = rl(0, 12, 30)
+    (forward,) = ok(backend.run([TrainingPass("m", data, "ppo", backward=False)]))
+    assert backend.optim_step("m", AdamParams()) == {}
+    (training,) = ok(backend.run([train("m", data, "ppo")]))
+    assert forward.metrics == training.metrics
+    for one, other in zip(forward.logprobs, training.logprobs, strict=True):
+        assert np.array_equal(one, other)
+
+
+def test_several_targets_per_position(tmp_path: Path) -> None:
+    """[N, K] targets, K differing between datums, give the logprobs and gradients of K passes of [N]."""
+    rng = np.random.default_rng(0)
+    data, columns = [], []
+    for datum, width in zip(sft(0, 9, 14, 5), (3, 1, 2), strict=True):
+        length = len(datum.tokens)
+        targets = rng.integers(0, VOCAB, (length, width))
+        weights = rng.normal(size=(length, width)).astype(np.float32)
+        data.append(Datum(datum.tokens, {"target_tokens": targets, "weights": weights}))
+        pairs = zip(targets.T, weights.T, strict=True)
+        columns.append([Datum(datum.tokens, {"target_tokens": t, "weights": w}) for t, w in pairs])
+    wide, narrow = make_backend(), make_backend()
+    for backend in (wide, narrow):
+        backend.create_model("m", spec())
+    (result,) = ok(wide.run([train("m", data)]))
+    for datum, logprobs, own in zip(data, result.logprobs, columns, strict=True):
+        assert logprobs.shape == datum.loss_inputs["target_tokens"].shape
+        (apart,) = ok(narrow.run([train("m", own)]))
+        np.testing.assert_allclose(logprobs, np.stack(apart.logprobs, axis=1), atol=1e-5)
+    assert_close(saved(wide, "m", tmp_path / "w"), saved(narrow, "m", tmp_path / "n"), 1e-5)
+
+
+def test_metrics_have_one_colon_and_a_known_reduction() -> None:
+    backend = make_backend()
+    backend.create_model("m", spec())
+    expected = {"loss:sum", "num_tokens:sum"}
+    ratio = expected | {"ratio:mean", "ratio:max", "kl:mean"}
+    for loss_fn, names in {
+        "cross_entropy": expected,
+        "importance_sampling": ratio,
+        "dro": ratio,
+        "ppo": ratio | {"clip_fraction:mean"},
+        "cispo": ratio | {"clip_fraction:mean"},
+    }.items():
+        data = (sft if loss_fn == "cross_entropy" else rl)(0, 8, 5)
+        (result,) = ok(backend.run([train("m", data, loss_fn)]))
+        assert set(result.metrics) == names
+        assert result.metrics["num_tokens:sum"] == 13
+        assert all(type(value) is float and math.isfinite(value) for value in result.metrics.values())
+        assert all(n.count(":") == 1 and n.split(":")[1] in {"sum", "min", "max", "mean"} for n in names)
+
+
+def test_an_overflowing_loss_fails_its_pass_only(tmp_path: Path) -> None:
+    wild = rl(0, 9)
+    wild[0].loss_inputs["logprobs"][:] = -500
+    for merge in (False, True):
+        backend, calm = make_backend(merge=merge), make_backend(merge=merge)
+        for each in (backend, calm):
+            each.create_model("m", spec())
+            each.create_model("other", spec(4))
+        good = [train("m", sft(1, 9)), train("other", sft(2, 12))]
+        first, failed, second = backend.run([good[0], train("m", wild, "importance_sampling"), good[1]])
+        assert isinstance(failed, InvalidRequest)
+        assert "importance_sampling is" in str(failed)
+        assert isinstance(first, PassResult)
+        assert isinstance(second, PassResult)
+        ok([*calm.run([good[0]]), *calm.run([good[1]])])
+        for model_id in ("m", "other"):
+            mine = saved(backend, model_id, tmp_path / f"{merge}-b-{model_id}")
+            assert_close(
+                mine, saved(calm, model_id, tmp_path / f"{merge}-c-{model_id}"), 0 if not merge else 1e-5
+            )
+
+
+def test_a_pass_that_raises_fails_alone_also_in_a_shared_micro_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def out_of_memory(lp: Tensor, inputs: LossInputs, config: object) -> LossValue:
+        raise torch.OutOfMemoryError("no memory left")
+
+    monkeypatch.setitem(LOSSES, "exhausting", Loss(out_of_memory))
+    plain = [Datum(d.tokens, {"target_tokens": d.loss_inputs["target_tokens"]}) for d in sft(0, 9)]
+    backend, calm = make_backend(merge=True), make_backend()
+    for each in (backend, calm):
+        each.create_model("a", spec())
+        each.create_model("b", spec(4))
+    first, failed, second = backend.run(
+        [train("a", sft(1, 9)), train("a", plain, "exhausting"), train("b", sft(2, 12))]
+    )
+    assert isinstance(first, PassResult)
+    assert isinstance(failed, torch.OutOfMemoryError)
+    assert isinstance(second, PassResult)
+    ok(calm.run([train("a", sft(1, 9)), train("b", sft(2, 12))]))
+    for model_id in ("a", "b"):
+        assert_same(
+            saved(backend, model_id, tmp_path / model_id), saved(calm, model_id, tmp_path / f"c{model_id}")
+        )
+
+
+def test_a_non_finite_gradient_is_refused_cleared_and_changes_nothing(tmp_path: Path) -> None:
+    """Two passes with finite losses whose gradients add up beyond float32's range."""
+    backend = make_backend()
+    backend.create_model("m", spec())
+    ok(backend.run([train("m", sft(0, 9))]))
+    backend.optim_step("m", AdamParams(learning_rate=1e-2))
+    before = saved(backend, "m", tmp_path / "before")
+    datum = sft(0, 4)[0]
+    inputs = {"target_tokens": datum.loss_inputs["target_tokens"], "weights": np.full(4, 1e37, np.float32)}
+    huge = Datum(datum.tokens, inputs)
+    ok(backend.run([train("m", [huge])]))
+    with pytest.raises(NonFiniteGradient, match="weights were not changed"):
+        backend.optim_step("m", AdamParams())
+    assert_same(before, saved(backend, "m", tmp_path / "after"))
+    assert backend.optim_step("m", AdamParams()) == {}
+
+
+def test_deleting_a_model_forgets_it() -> None:
+    backend = make_backend()
+    backend.create_model("m", spec(seed=1))
+    ok(backend.run([train("m", sft(0, 9))]))
+    backend.delete_model("m")
+    (outcome,) = backend.run([train("m", sft(0, 9))])
+    assert isinstance(outcome, InvalidRequest)
+    backend.create_model("m", spec(4))
+    assert backend.optim_step("m", AdamParams()) == {}

@@ -1,0 +1,213 @@
+"""Every refusal names the field, the datum and what is allowed, and leaves the backend as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from fsdp_support import CONTEXT, VOCAB, make_backend, ok, rl, sft, spec, train
+
+from skyrl.backends.base import AdamParams, Datum, InvalidRequest, LoraSpec, PassResult, TrainingPass
+from skyrl.backends.fsdp.backend import FsdpBackend
+
+
+@pytest.fixture(scope="module")
+def backend() -> FsdpBackend:
+    made = make_backend()
+    made.create_model("m", spec())
+    return made
+
+
+def _with(data: list[Datum], **changes: np.ndarray | None) -> list[Datum]:
+    """`data` with inputs of its last datum replaced, or removed where None; `tokens` replaces model_input."""
+    tokens = changes.pop("tokens", None)
+    inputs = {**data[-1].loss_inputs, **changes}
+    last = Datum(
+        data[-1].tokens if tokens is None else tokens, {k: v for k, v in inputs.items() if v is not None}
+    )
+    return [*data[:-1], last]
+
+
+def _gspo(mask: np.ndarray | None) -> list[Datum]:
+    return _with(rl(0, 4, 6), sequence_ratio_mask=mask)
+
+
+F32, I64 = np.float32, np.int64
+N = 6
+IDS = np.arange(N)
+REFUSALS: dict[str, tuple[Callable[[], TrainingPass], list[str]]] = {
+    "no data": (lambda: train("m", []), ["data"]),
+    "unknown loss": (lambda: train("m", sft(0, 4), "dpo"), ["loss_fn", "'dpo'", "cross_entropy", "gspo"]),
+    "stable_reinforce": (
+        lambda: train("m", rl(0, 4), "stable_reinforce"),
+        ["loss_fn", "unpublished", "importance_sampling", "ppo", "cispo"],
+    ),
+    "custom": (lambda: train("m", rl(0, 4), "custom"), ["loss_fn", "forward_backward_custom"]),
+    "config key": (
+        lambda: train("m", rl(0, 4), "ppo", clip=0.2),
+        ["loss_fn_config", "'clip'", "clip_low_threshold", "clip_high_threshold"],
+    ),
+    "config key of a loss without": (lambda: train("m", sft(0, 4), beta=1.0), ["loss_fn_config", "no keys"]),
+    "config NaN": (lambda: train("m", rl(0, 4), "dro", beta=float("nan")), ["loss_fn_config.beta", "finite"]),
+    "config negative": (lambda: train("m", rl(0, 4), "dro", beta=-1.0), ["loss_fn_config.beta"]),
+    "config order": (
+        lambda: train("m", rl(0, 4), "ppo", clip_low_threshold=2.0),
+        ["loss_fn_config.clip_low_threshold", "clip_high_threshold"],
+    ),
+    "empty sequence": (
+        lambda: train("m", _with(sft(0, 4, N), tokens=np.zeros(0, I64))),
+        ["data[1]", "model_input", "at least one"],
+    ),
+    "too long": (
+        lambda: train("m", sft(0, 4, CONTEXT + 1)),
+        ["data[1]", "model_input", str(CONTEXT + 1), str(CONTEXT)],
+    ),
+    "token too large": (
+        lambda: train("m", _with(sft(0, 4, N), tokens=IDS + VOCAB - N + 1)),
+        ["data[1]", "model_input", f"token id {VOCAB}", f"[0, {VOCAB})"],
+    ),
+    "token negative": (lambda: train("m", _with(sft(0, N), tokens=IDS - 1)), ["data[0]", "token id -1"]),
+    "float tokens": (
+        lambda: train("m", _with(sft(0, N), tokens=IDS.astype(F32))),
+        ["model_input", "float32"],
+    ),
+    "2-D tokens": (lambda: train("m", _with(sft(0, N), tokens=IDS[None])), ["model_input", "[1, 6]"]),
+    "no targets": (
+        lambda: train("m", _with(sft(0, N), target_tokens=None)),
+        ["data[0]", "loss_fn_inputs.target_tokens", "missing"],
+    ),
+    "float targets": (
+        lambda: train("m", _with(sft(0, 4, N), target_tokens=IDS.astype(F32))),
+        ["data[1]", "loss_fn_inputs.target_tokens", "int64", "float32"],
+    ),
+    "target outside": (
+        lambda: train("m", _with(sft(0, N), target_tokens=IDS + VOCAB)),
+        ["loss_fn_inputs.target_tokens", f"token id {VOCAB}"],
+    ),
+    "targets too short": (
+        lambda: train("m", _with(sft(0, N), target_tokens=IDS[:-1])),
+        ["loss_fn_inputs.target_tokens", "N = 6", "[5]"],
+    ),
+    "targets without width": (
+        lambda: train("m", _with(sft(0, N), target_tokens=np.zeros((N, 0), I64))),
+        ["loss_fn_inputs.target_tokens", "[6, 0]"],
+    ),
+    "targets 0-D": (
+        lambda: train("m", _with(sft(0, N), target_tokens=np.array(3))),
+        ["loss_fn_inputs.target_tokens", "[]"],
+    ),
+    "2-D targets in RL": (
+        lambda: train("m", _with(rl(0, N), target_tokens=np.zeros((N, 2), I64)), "ppo"),
+        ["loss_fn_inputs.target_tokens", "[N]", "ppo"],
+    ),
+    "weights shape": (
+        lambda: train("m", _with(sft(0, N), target_tokens=np.zeros((N, 2), I64))),
+        ["loss_fn_inputs.weights", "shape of target_tokens", "[6, 2]", "[6]"],
+    ),
+    "weights NaN": (
+        lambda: train("m", _with(sft(0, N), weights=np.full(N, np.nan, F32))),
+        ["loss_fn_inputs.weights", "NaN"],
+    ),
+    "advantages infinite": (
+        lambda: train("m", _with(rl(0, 4, N), advantages=np.full(N, np.inf, F32)), "ppo"),
+        ["data[1]", "loss_fn_inputs.advantages", "infinity"],
+    ),
+    "logprobs missing": (
+        lambda: train("m", _with(rl(0, N), logprobs=None), "cispo"),
+        ["loss_fn_inputs.logprobs", "missing", "advantages"],
+    ),
+    "advantages length": (
+        lambda: train("m", _with(rl(0, N), advantages=np.ones(N + 1, F32)), "dro"),
+        ["loss_fn_inputs.advantages", "[7]"],
+    ),
+    "advantages of text": (
+        lambda: train("m", _with(rl(0, N), advantages=np.array(["1"] * N)), "dro"),
+        ["loss_fn_inputs.advantages", "float32"],
+    ),
+    "an input the loss ignores": (
+        lambda: train("m", _with(rl(0, N), weights=np.ones(N, F32)), "importance_sampling"),
+        ["loss_fn_inputs.weights", "does not use", "advantages"],
+    ),
+    "gspo without mask": (lambda: train("m", _gspo(None), "gspo"), ["sequence_ratio_mask", "missing"]),
+    "gspo with empty mask": (
+        lambda: train("m", [_gspo(np.zeros(N, F32))[-1]], "gspo"),
+        ["data[0]", "loss_fn_inputs.sequence_ratio_mask", "all zero"],
+    ),
+    "unknown model": (lambda: train("nobody", sft(0, 4)), ["model_id", "nobody"]),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_refusals(backend: FsdpBackend, name: str) -> None:
+    make, words = REFUSALS[name]
+    with pytest.raises(InvalidRequest) as refused:
+        backend.check(make())
+    for word in words:
+        assert word in str(refused.value)
+
+
+def test_a_refused_pass_never_touches_its_neighbours(backend: FsdpBackend) -> None:
+    good, bad = train("m", sft(1, 9)), train("m", sft(1, CONTEXT + 1))
+    first, refused, second = backend.run([good, bad, good])
+    assert isinstance(refused, InvalidRequest)
+    assert isinstance(first, PassResult)
+    assert isinstance(second, PassResult)
+    alone = make_backend()
+    alone.create_model("m", spec())
+    ok(alone.run([good, good]))
+    assert backend.optim_step("m", AdamParams()) == alone.optim_step("m", AdamParams())
+
+
+def test_what_is_allowed(backend: FsdpBackend) -> None:
+    weightless = [
+        Datum(d.tokens, {"target_tokens": d.loss_inputs["target_tokens"]}) for d in sft(2, 5, CONTEXT)
+    ]
+    backend.check(train("m", weightless))
+    backend.check(train("m", _with(rl(0, N), advantages=np.ones(N, I64)), "ppo", clip_high_threshold=2))
+    backend.check(
+        train("m", _with(sft(0, N), target_tokens=np.zeros((N, 2), I64), weights=np.ones((N, 2), F32)))
+    )
+    padding_only = _with(rl(0, N), advantages=np.zeros(N, F32), sequence_ratio_mask=np.zeros(N, F32))
+    backend.check(train("m", padding_only, "gspo"))
+
+
+@pytest.mark.parametrize(
+    ("bad", "words"),
+    [
+        (LoraSpec(0, 32, 0), ["lora_config.rank", "full fine-tuning"]),
+        (LoraSpec(-1, 32, 0), ["lora_config.rank", "1 to 32"]),
+        (LoraSpec(33, 32, 0), ["lora_config.rank", "1 to 32", "33"]),
+        (LoraSpec(8, 0.0, 0), ["lora_config.alpha"]),
+        (LoraSpec(8, 32, 0, False, False, False), ["train_attn", "train_mlp", "train_unembed"]),
+    ],
+)
+def test_specs_that_cannot_be_honoured(backend: FsdpBackend, bad: LoraSpec, words: list[str]) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        backend.create_model("new", bad)
+    for word in words:
+        assert word in str(refused.value)
+    backend.create_model("new", spec())
+    backend.delete_model("new")
+
+
+def test_a_model_id_is_taken_once(backend: FsdpBackend) -> None:
+    with pytest.raises(InvalidRequest, match="model_id: m exists"):
+        backend.create_model("m", spec())
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"learning_rate": -1.0},
+        {"learning_rate": float("nan")},
+        {"beta1": 1.0},
+        {"beta2": -0.1},
+        {"eps": 0.0},
+        {"weight_decay": float("inf")},
+        {"grad_clip_norm": -1.0},
+    ],
+)
+def test_steps_that_are_not_defined(backend: FsdpBackend, bad: dict[str, float]) -> None:
+    with pytest.raises(InvalidRequest, match=f"adam_params.{next(iter(bad))}"):
+        backend.optim_step("m", AdamParams(**bad))

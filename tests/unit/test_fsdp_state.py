@@ -1,0 +1,151 @@
+"""Saved state continues bit for bit; what does not fit is refused and changes nothing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from fsdp_support import assert_same, make_backend, ok, rl, saved, sft, spec, train
+
+from skyrl.backends.base import AdamParams, InvalidRequest, LoraSpec
+from skyrl.backends.fsdp.backend import FsdpBackend
+
+STEP = AdamParams(learning_rate=1e-2, weight_decay=0.05, grad_clip_norm=2.0)
+
+
+def _backend(model_spec: LoraSpec | None = None) -> FsdpBackend:
+    backend = make_backend()
+    backend.create_model("m", model_spec or spec())
+    return backend
+
+
+def _forward_backward(backend: FsdpBackend, step: int) -> None:
+    ok(backend.run([train("m", sft(step, 9, 20)), train("m", rl(step, 14), "ppo")]))
+
+
+def _train(backend: FsdpBackend, steps: range) -> None:
+    for step in steps:
+        _forward_backward(backend, step)
+        backend.optim_step("m", STEP)
+
+
+def _save(backend: FsdpBackend, directory: Path) -> Path:
+    directory.mkdir()
+    backend.save_state("m", directory)
+    return directory
+
+
+def test_continuing_equals_the_uninterrupted_run(tmp_path: Path) -> None:
+    first = _backend()
+    _train(first, range(3))
+    directory = _save(first, tmp_path / "checkpoint")
+    _train(first, range(3, 6))
+    second = _backend(spec(seed=77))
+    _forward_backward(second, 9)  # what was pending is replaced
+    second.load_state("m", directory, optimizer=True)
+    _train(second, range(3, 6))
+    assert_same(saved(first, "m", tmp_path / "1"), saved(second, "m", tmp_path / "2"))
+
+
+def test_a_snapshot_between_forward_backward_and_optim_step_is_exact(tmp_path: Path) -> None:
+    first = _backend()
+    _train(first, range(2))
+    _forward_backward(first, 2)
+    directory = _save(first, tmp_path / "checkpoint")
+    second = _backend(spec(seed=77))
+    second.load_state("m", directory, optimizer=True)
+    for backend in (first, second):
+        _forward_backward(backend, 3)
+        backend.optim_step("m", STEP)
+    assert_same(saved(first, "m", tmp_path / "1"), saved(second, "m", tmp_path / "2"))
+
+
+def test_without_the_optimizer_weights_are_the_same_and_the_next_step_differs(tmp_path: Path) -> None:
+    first = _backend()
+    _train(first, range(2))
+    _forward_backward(first, 2)
+    directory = _save(first, tmp_path / "checkpoint")
+    second = _backend(spec(seed=77))
+    second.load_state("m", directory, optimizer=False)
+    before, after = saved(first, "m", tmp_path / "b"), saved(second, "m", tmp_path / "a")
+    assert_same({k: v for k, v in before.items() if k.startswith("weights.")}, after)
+    assert second.optim_step("m", STEP) == {}
+    first.optim_step("m", STEP)
+    for backend in (first, second):
+        _forward_backward(backend, 3)
+    assert first.optim_step("m", STEP)["optimizer_step"] == 4
+    assert second.optim_step("m", STEP)["optimizer_step"] == 1
+    mine, theirs = saved(first, "m", tmp_path / "1"), saved(second, "m", tmp_path / "2")
+    assert any(not mine[name].equal(theirs[name]) for name in mine if name.startswith("weights."))
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        (spec(rank=4), ["lora_config.rank", "8", "4"]),
+        (LoraSpec(8, 16.0, 0), ["lora_config.alpha", "32.0", "16.0"]),
+        (spec(train_mlp=False), ["train_mlp", "mlp."]),
+        (spec(train_unembed=False), ["train_unembed", "lm_head"]),
+    ],
+)
+def test_another_adapter_is_refused_and_nothing_changes(
+    tmp_path: Path, other: LoraSpec, words: list[str]
+) -> None:
+    directory = _save(_backend(), tmp_path / "checkpoint")
+    backend = _backend(other)
+    _train(backend, range(1))
+    before = saved(backend, "m", tmp_path / "before")
+    with pytest.raises(InvalidRequest) as refused:
+        backend.load_state("m", directory, optimizer=True)
+    for word in words:
+        assert word in str(refused.value)
+    assert_same(before, saved(backend, "m", tmp_path / "after"))
+
+
+def test_damaged_files_change_nothing(tmp_path: Path) -> None:
+    source = _backend()
+    _train(source, range(1))
+    directory = _save(source, tmp_path / "checkpoint")
+    backend = _backend(spec(seed=3))
+    before = saved(backend, "m", tmp_path / "before")
+    tensors = directory / "state.safetensors"
+    tensors.write_bytes(tensors.read_bytes()[:-64])
+    with pytest.raises(Exception, match="(?i)header|incomplete|invalid"):
+        backend.load_state("m", directory, optimizer=True)
+    about = json.loads((directory / "state.json").read_text())
+    (directory / "state.json").write_text(json.dumps(about | {"format": 2}))
+    with pytest.raises(ValueError, match="format 2"):
+        backend.load_state("m", directory, optimizer=True)
+    with pytest.raises(FileNotFoundError):
+        backend.load_state("m", tmp_path / "nowhere", optimizer=True)
+    assert_same(before, saved(backend, "m", tmp_path / "after"))
+
+
+def test_only_safetensors_and_json_are_written(tmp_path: Path) -> None:
+    backend = _backend()
+    _train(backend, range(1))
+    assert {path.name for path in _save(backend, tmp_path / "s").iterdir()} == {
+        "state.json",
+        "state.safetensors",
+    }
+    (tmp_path / "a").mkdir()
+    backend.save_adapter("m", tmp_path / "a")
+    assert {path.name for path in (tmp_path / "a").iterdir()} == {
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    }
+
+
+def test_unknown_models_are_refused(tmp_path: Path) -> None:
+    backend = _backend()
+    backend.delete_model("m")
+    backend.delete_model("never existed")
+    for act in (
+        lambda: backend.save_state("m", tmp_path),
+        lambda: backend.load_state("m", tmp_path, optimizer=True),
+        lambda: backend.save_adapter("m", tmp_path),
+        lambda: backend.optim_step("m", STEP),
+    ):
+        with pytest.raises(InvalidRequest, match="model_id: there is no model m"):
+            act()

@@ -1,0 +1,170 @@
+"""Each loss against an independent NumPy formula and finite differences, in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+from skyrl.backends.fsdp.losses import LOSSES, REFUSED, LossInputs
+
+Arrays = dict[str, np.ndarray]
+COUNT, SIZE = 3, 24
+
+
+def _clip_objective(r: np.ndarray, x: Arrays, c: dict[str, float]) -> float:
+    low, high = c["clip_low_threshold"], c["clip_high_threshold"]
+    return -float(np.minimum(r * x["advantages"], np.clip(r, low, high) * x["advantages"]).sum())
+
+
+def _gspo(lp: np.ndarray, frozen: np.ndarray, x: Arrays, c: dict[str, float]) -> float:
+    total = 0.0
+    for index in range(COUNT):
+        own = x["datum"] == index
+        masked = own & (x["sequence_ratio_mask"] != 0)
+        s = (frozen - x["logprobs"])[masked].mean()
+        r = np.exp(s + lp - frozen)[own]
+        total += _clip_objective(r, {"advantages": x["advantages"][own]}, c)
+    return total
+
+
+def _cispo(lp: np.ndarray, frozen: np.ndarray, x: Arrays, c: dict[str, float]) -> float:
+    r = np.clip(np.exp(frozen - x["logprobs"]), c["clip_low_threshold"], c["clip_high_threshold"])
+    return -float((r * lp * x["advantages"]).sum())
+
+
+def _dro(lp: np.ndarray, frozen: np.ndarray, x: Arrays, c: dict[str, float]) -> float:
+    return -float((lp * x["advantages"] - 0.5 * c["beta"] * (lp - x["logprobs"]) ** 2).sum())
+
+
+# lp is what is differentiated, `frozen` its value where the formula stops the gradient.
+REFERENCE: dict[str, Callable[[np.ndarray, np.ndarray, Arrays, dict[str, float]], float]] = {
+    "cross_entropy": lambda lp, frozen, x, c: -float((x["weights"] * lp).sum()),
+    "importance_sampling": lambda lp, frozen, x, c: (
+        -float((np.exp(lp - x["logprobs"]) * x["advantages"]).sum())
+    ),
+    "ppo": lambda lp, frozen, x, c: _clip_objective(np.exp(lp - x["logprobs"]), x, c),
+    "cispo": _cispo,
+    "dro": _dro,
+    "gspo": _gspo,
+}
+
+
+def _random(seed: int) -> tuple[np.ndarray, Arrays]:
+    rng = np.random.default_rng(seed)
+    q = -2 + rng.normal(size=SIZE)
+    advantages = rng.normal(size=SIZE) * (rng.random(SIZE) < 0.7)
+    arrays = {
+        "weights": rng.normal(size=SIZE),
+        "logprobs": q,
+        "advantages": advantages,
+        "sequence_ratio_mask": (rng.random(SIZE) < 0.7).astype(float),
+        "datum": np.repeat(np.arange(COUNT), SIZE // COUNT),
+    }
+    return q + 0.5 * rng.normal(size=SIZE), arrays
+
+
+def _run(name: str, lp: np.ndarray, arrays: Arrays, config: dict[str, float]) -> tuple[float, np.ndarray]:
+    inputs = LossInputs(
+        {key: torch.from_numpy(value) for key, value in arrays.items() if key != "datum"},
+        torch.from_numpy(arrays["datum"]),
+        COUNT,
+    )
+    leaf = torch.from_numpy(lp.copy()).requires_grad_()
+    total = LOSSES[name].function(leaf, inputs, config).total
+    (gradient,) = torch.autograd.grad(total, leaf)
+    return float(total.detach()), gradient.numpy()
+
+
+CONFIGS = [
+    *((name, dict(loss.config)) for name, loss in LOSSES.items()),
+    ("ppo", {"clip_low_threshold": 0.5, "clip_high_threshold": 1.05}),
+    ("cispo", {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}),
+    ("dro", {"beta": 0.7}),
+    ("gspo", {"clip_low_threshold": 0.9, "clip_high_threshold": 1.3}),
+]
+
+
+def test_every_loss_has_a_reference() -> None:
+    assert set(REFERENCE) == set(LOSSES)
+
+
+@pytest.mark.parametrize(("name", "config"), CONFIGS)
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_value_and_gradient(name: str, config: dict[str, float], seed: int) -> None:
+    lp, arrays = _random(seed)
+    total, gradient = _run(name, lp, arrays, config)
+    assert total == pytest.approx(REFERENCE[name](lp, lp, arrays, config), rel=1e-12, abs=1e-12)
+    step = 1e-6
+    for index in range(SIZE):
+        above, below = lp.copy(), lp.copy()
+        above[index] += step
+        below[index] -= step
+        slope = REFERENCE[name](above, lp, arrays, config) - REFERENCE[name](below, lp, arrays, config)
+        assert gradient[index] == pytest.approx(slope / (2 * step), rel=1e-6, abs=1e-8)
+
+
+def test_ppo_equals_torch_min_also_on_the_bounds() -> None:
+    config = dict(LOSSES["ppo"].config)
+    lp = np.log(np.array([1.2, 1.2, 0.8, 0.8, 1.0, 3.0, 0.1, 3.0] * 3))
+    arrays = _random(0)[1] | {
+        "logprobs": np.zeros(SIZE),
+        "advantages": np.tile([1.0, -1, 1, -1, 2, 1, -1, -1], 3),
+    }
+    leaf = torch.from_numpy(lp).requires_grad_()
+    ratio, advantages = leaf.exp(), torch.from_numpy(arrays["advantages"])
+    expected = -torch.min(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages).sum()
+    (slope,) = torch.autograd.grad(expected, leaf)
+    total, gradient = _run("ppo", lp, arrays, config)
+    assert total == pytest.approx(float(expected.detach()))
+    inside = np.abs(np.exp(lp) - 1.2) > 1e-12
+    inside &= np.abs(np.exp(lp) - 0.8) > 1e-12
+    np.testing.assert_allclose(gradient[inside], slope.numpy()[inside])
+
+
+@pytest.mark.parametrize("name", [name for name, loss in LOSSES.items() if "advantages" in loss.required])
+def test_zero_advantage_with_a_huge_ratio_makes_no_nan(name: str) -> None:
+    lp, arrays = _random(3)
+    lp[4], arrays["logprobs"][4], arrays["advantages"][4] = 0.0, -2000.0, 0.0
+    arrays["sequence_ratio_mask"][4] = 0.0
+    total, gradient = _run(name, lp, arrays, dict(LOSSES[name].config))
+    assert np.isfinite(total)
+    assert np.isfinite(gradient).all()
+    if name != "dro":
+        assert gradient[4] == 0
+
+
+@pytest.mark.parametrize(("advantage", "bound"), [(1.0, "clip_high_threshold"), (-1.0, None)])
+def test_ppo_with_an_overflowing_ratio(advantage: float, bound: str | None) -> None:
+    """Clipped: the bound's value and no gradient. Not clipped (A < 0): infinite, never NaN."""
+    lp, arrays = _random(5)
+    arrays["advantages"][:] = 0
+    lp[0], arrays["logprobs"][0], arrays["advantages"][0] = 0.0, -2000.0, advantage
+    total, gradient = _run("ppo", lp, arrays, dict(LOSSES["ppo"].config))
+    if bound is None:
+        assert total == np.inf
+    else:
+        assert total == -LOSSES["ppo"].config[bound]
+        assert (gradient == 0).all()
+
+
+def test_zero_weight_ignores_an_impossible_target() -> None:
+    lp, arrays = _random(6)
+    lp[2], arrays["weights"][2] = -np.inf, 0.0
+    total, gradient = _run("cross_entropy", lp, arrays, {})
+    assert np.isfinite(total)
+    assert gradient[2] == 0
+
+
+def test_names_and_defaults_are_frozen() -> None:
+    assert {name: dict(loss.config) for name, loss in LOSSES.items()} == {
+        "cross_entropy": {},
+        "importance_sampling": {},
+        "ppo": {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2},
+        "cispo": {"clip_low_threshold": 0.0, "clip_high_threshold": 4.0},
+        "dro": {"beta": 0.05},
+        "gspo": {"clip_low_threshold": 1 - 3e-4, "clip_high_threshold": 1 + 4e-4},
+    }
+    assert set(REFUSED) == {"stable_reinforce", "custom"}

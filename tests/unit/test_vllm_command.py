@@ -1,0 +1,224 @@
+"""The vLLM command line: what a configuration turns into, without starting anything."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skyrl.config import ConfigError, ServerConfig, parse_backend_config
+from skyrl.inference import vllm_command
+from skyrl.inference.placement import ServerSpec
+from skyrl.inference.vllm_command import context_length, cuda_devices, render, vllm_spec
+
+TINY = {
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "hidden_size": 128,
+    "max_position_embeddings": 1024,
+}
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    return tmp_path
+
+
+def spec(
+    model: Path | str, *, cuda: bool = False, devices: tuple[str, ...] = (), **backend: Any
+) -> ServerSpec:
+    keys = {name.replace("__", "."): value for name, value in backend.items()}
+    config = ServerConfig(base_model=str(model), backend_config=parse_backend_config(keys))
+    return vllm_spec(config, 9123, "secret", cuda=cuda, devices=devices)
+
+
+def option(server: ServerSpec, name: str) -> list[str]:
+    """Arguments of an option; IndexError-free: ['absent'] when it is not there."""
+    argv = server.argv
+    if f"--{name}" not in argv:
+        return ["absent"]
+    rest = argv[argv.index(f"--{name}") + 1 :]
+    end = next((i for i, word in enumerate(rest) if word.startswith("--")), len(rest))
+    return list(rest[:end])
+
+
+def test_cpu_server_has_every_setting_that_keeps_it_alive(model: Path) -> None:
+    server = spec(model)
+    assert server.argv[1:3] == ("-m", "vllm.entrypoints.openai.api_server")
+    for flag in ("enforce-eager", "no-enable-chunked-prefill", "enable-lora", "enable-scale-out"):
+        assert option(server, flag) == []
+    assert option(server, "dtype") == ["float32"]
+    assert option(server, "distributed-executor-backend") == ["uni"]
+    assert option(server, "lora-target-modules")[-1] == "lm_head"
+    assert option(server, "generation-config") == ["vllm"]
+    assert option(server, "logprobs-mode") == ["processed_logprobs"]
+    assert server.env["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
+    assert server.env["OMP_NUM_THREADS"] == "1"
+    assert server.env["HF_HUB_OFFLINE"] == "1"
+    assert option(server, "tensor-parallel-size") == ["absent"]
+
+
+def test_it_listens_on_loopback_with_a_key_that_is_not_in_the_arguments(model: Path) -> None:
+    server = spec(model)
+    assert option(server, "host") == ["127.0.0.1"]
+    assert option(server, "port") == ["9123"]
+    assert server.url == "http://127.0.0.1:9123"
+    assert server.env["VLLM_API_KEY"] == "secret"
+    assert not any("secret" in word for word in server.argv)
+
+
+def test_it_is_a_pure_function_and_servers_draw_different_samples(model: Path) -> None:
+    config = ServerConfig(base_model=str(model))
+    first = vllm_spec(config, 9123, "secret", cuda=False)
+    assert first == vllm_spec(config, 9123, "secret", cuda=False)
+    other = vllm_spec(config, 9124, "secret", cuda=False)
+    assert option(first, "seed") != option(other, "seed")
+
+
+def test_lora_limits_and_names_come_from_the_configuration(model: Path) -> None:
+    server = spec(
+        model, trainer__policy__model__lora={"max_loras": 3, "max_cpu_loras": 9, "max_lora_rank": 64}
+    )
+    assert option(server, "max-loras") == ["3"]
+    assert option(server, "max-cpu-loras") == ["9"]
+    assert option(server, "max-lora-rank") == ["64"]
+    config = ServerConfig(base_model=str(model), served_model_names=("a", "b"))
+    assert option(vllm_spec(config, 1, "k", cuda=False), "served-model-name") == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("configured", "expected_length", "expected_batch"),
+    [(None, "1024", "8192"), (256, "256", "8192"), (20_000, "20000", "20000")],
+)
+def test_batch_holds_a_whole_prompt(
+    model: Path, configured: int | None, expected_length: str, expected_batch: str
+) -> None:
+    server = spec(model, generator__inference_engine__max_model_len=configured)
+    assert option(server, "max-model-len") == [expected_length]
+    assert option(server, "max-num-batched-tokens") == [expected_batch]
+
+
+def test_kv_cache_of_a_small_model_fits_every_sequence_within_256_mib(model: Path) -> None:
+    # 2 (k, v) * 4 bytes * 128 tokens * 2 layers * 2 heads * 32 = 131,072 bytes a block; 8 blocks a sequence
+    assert option(spec(model, generator__inference_engine__max_num_seqs=16), "num-gpu-blocks-override") == [
+        "129"
+    ]
+    assert option(spec(model), "num-gpu-blocks-override") == ["2049"]
+
+
+def test_kv_cache_of_a_big_or_unknown_model_is_left_to_vllm(model: Path) -> None:
+    big = TINY | {"num_hidden_layers": 28, "num_key_value_heads": 8, "head_dim": 128}
+    (model / "config.json").write_text(json.dumps(big))
+    server = spec(model)
+    assert option(server, "num-gpu-blocks-override") == ["absent"]
+    assert server.env["VLLM_CPU_KVCACHE_SPACE"] == "4"
+    unknown = spec("some/hub-model")
+    assert option(unknown, "num-gpu-blocks-override") == ["absent"]
+    assert "HF_HUB_OFFLINE" not in unknown.env
+    assert option(unknown, "max-model-len") == ["4096"]
+
+
+def test_gpu_server_leaves_to_vllm_what_vllm_does_well(model: Path) -> None:
+    server = spec(model, cuda=True)
+    assert option(server, "dtype") == ["bfloat16"]
+    assert option(server, "gpu-memory-utilization") == ["0.5"]
+    for name in (
+        "enforce-eager",
+        "no-enable-chunked-prefill",
+        "max-model-len",
+        "enable-sleep-mode",
+        "lora-target-modules",
+    ):
+        assert option(server, name) == ["absent"]
+    assert "OMP_NUM_THREADS" not in server.env
+    assert "TORCH_COMPILE_DISABLE" not in server.env
+
+
+def test_sleep_mode_only_when_the_device_is_shared(model: Path) -> None:
+    assert option(spec(model, cuda=True, trainer__placement__colocate_all=True), "enable-sleep-mode") == []
+
+
+@pytest.mark.parametrize(
+    ("devices", "parallel", "colocated", "expected"),
+    [
+        ((), 1, False, None),
+        (("0",), 1, False, "0"),
+        (("0", "1"), 1, False, "1"),
+        (("4", "5", "6", "7"), 2, False, "5,6"),
+        (("0", "1"), 2, False, "0,1"),
+        (("0", "1"), 1, True, "0"),
+    ],
+)
+def test_it_takes_the_devices_after_the_trainers(
+    model: Path, devices: tuple[str, ...], parallel: int, colocated: bool, expected: str | None
+) -> None:
+    server = spec(
+        model,
+        cuda=True,
+        devices=devices,
+        generator__inference_engine__tensor_parallel_size=parallel,
+        trainer__placement__colocate_all=colocated,
+    )
+    assert server.env.get("CUDA_VISIBLE_DEVICES") == expected
+
+
+def test_tensor_parallelism_without_gpus_is_refused(model: Path) -> None:
+    with pytest.raises(ConfigError, match="tensor_parallel_size"):
+        spec(model, generator__inference_engine__tensor_parallel_size=2)
+
+
+def test_vllms_own_options_pass_through_and_win(model: Path) -> None:
+    passed = {
+        "max-num-batched-tokens": 16384,
+        "enforce_eager": False,
+        "lora_target_modules": ["q_proj"],
+        "hf_overrides": {"head_dtype": "float32"},
+        "num_gpu_blocks_override": None,
+    }
+    server = spec(model, generator__inference_engine__engine_init_kwargs=passed)
+    assert server.argv.count("--max-num-batched-tokens") == 1
+    assert option(server, "max-num-batched-tokens") == ["16384"]
+    assert option(server, "no-enforce-eager") == []
+    assert option(server, "enforce-eager") == ["absent"]
+    assert option(server, "lora-target-modules") == ["q_proj"]
+    assert json.loads(option(server, "hf-overrides")[0]) == {"head_dtype": "float32"}
+    assert option(server, "num-gpu-blocks-override") == ["absent"]
+
+
+@pytest.mark.parametrize("name", ["port", "host", "api-key", "model", "served_model_name"])
+def test_options_that_skyrl_sets_cannot_be_passed_through(model: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match=name.replace("-", "_")):
+        spec(model, generator__inference_engine__engine_init_kwargs={name: "x"})
+
+
+def test_render() -> None:
+    values = {"a_b": True, "c": False, "d": None, "e": 1.5, "f": ["x", 2], "g": {"k": 1}, "h": "s"}
+    expected = ["--a-b", "--no-c", "--e", "1.5", "--f", "x", "2", "--g", '{"k": 1}', "--h", "s"]
+    assert render(values) == expected
+
+
+def test_context_length_on_a_gpu_is_vllms_choice(model: Path) -> None:
+    assert context_length(ServerConfig(base_model=str(model)), cuda=True) is None
+
+
+@pytest.mark.parametrize(
+    ("visible", "expected"), [("", []), ("-1", []), ("2,3", ["2", "3"]), ("GPU-ab12", ["GPU-ab12"])]
+)
+def test_cuda_devices_from_the_environment(
+    monkeypatch: pytest.MonkeyPatch, visible: str, expected: list[str]
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert cuda_devices() == expected
+
+
+def test_cuda_devices_are_counted_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(
+        vllm_command.os, "listdir", lambda _: ["nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"]
+    )
+    assert cuda_devices() == ["0", "1"]
