@@ -9,11 +9,12 @@ from __future__ import annotations
 import difflib
 import json
 import tomllib
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 
 BackendName = Literal["fsdp", "none"]
 BACKENDS: tuple[str, ...] = ("fsdp", "none")
@@ -36,7 +37,7 @@ class PlacementConfig(_Strict):
 
 
 class LoraConfig(_Strict):
-    """Limits on adapters, shared by trainer and sampler (vLLM's `--max-loras`, `--max-cpu-loras`, `--max-lora-rank`)."""
+    """Limits on adapters, of trainer and sampler alike (vLLM's `--max-loras`, `--max-cpu-loras`, `--max-lora-rank`)."""
 
     max_loras: int = Field(8, ge=1)
     max_cpu_loras: int = Field(64, ge=1)
@@ -112,7 +113,12 @@ def _known_keys(model: type[BaseModel], prefix: str = "") -> list[str]:
     return keys
 
 
-def _flatten(value: dict[str, Any], known: set[str], prefix: str = "") -> dict[str, Any]:
+def _nearest(key: str, known: Iterable[str]) -> str:
+    nearest = difflib.get_close_matches(key, known, n=1, cutoff=0.0)[0]
+    return f"unknown key '{key}'; the nearest known one is '{nearest}'"
+
+
+def _flatten(value: dict[str, Any], known: Sequence[str], prefix: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key, item in value.items():
         dotted = f"{prefix}{key}"
@@ -130,10 +136,11 @@ def parse_backend_config(value: dict[str, Any]) -> BackendConfig:
     """
     known = _known_keys(BackendConfig)
     nested: dict[str, Any] = {}
-    for dotted, item in _flatten(value, set(known)).items():
+    for dotted, item in _flatten(value, known).items():
+        if any(key.startswith(f"{dotted}.") for key in known):
+            raise ConfigError(f"backend-config: '{dotted}' must be an object (got {item!r})")
         if dotted not in known:
-            near = difflib.get_close_matches(dotted, known, n=1, cutoff=0.0)
-            raise ConfigError(f"backend-config: unknown key '{dotted}'; the nearest known one is '{near[0]}'")
+            raise ConfigError(f"backend-config: {_nearest(dotted, known)}")
         *parents, leaf = dotted.split(".")
         node = nested
         for parent in parents:
@@ -144,7 +151,8 @@ def parse_backend_config(value: dict[str, Any]) -> BackendConfig:
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
-        raise ConfigError(f"backend-config: '{where}': {first['msg']} (got {first['input']!r})") from error
+        what = first["msg"].removeprefix("Value error, ")
+        raise ConfigError(f"backend-config: '{where}': {what} (got {first['input']!r})") from error
 
 
 class ServerConfig(BaseSettings):
@@ -237,6 +245,11 @@ class ServerConfig(BaseSettings):
         return self.state_dir / "checkpoints"
 
     @property
+    def snapshots_dir(self) -> Path:
+        """What the engine continues from after a crash: the newest state of every model in training."""
+        return self.state_dir / "snapshots"
+
+    @property
     def base_model_path(self) -> str:
         """Directory or hub name to load; the tiny model when none was given."""
         if self.base_model is not None:
@@ -254,8 +267,29 @@ class ServerConfig(BaseSettings):
         return (self.base_model,) if self.base_model is not None else ("tiny",)
 
 
+def _with_flat_backend_config(values: dict[str, Any]) -> dict[str, Any]:
+    """Backend configuration with dotted keys only, so that sources merge key by key however each spells them."""
+    given = values.get("backend_config")
+    if isinstance(given, str):
+        try:
+            given = json.loads(given)
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"backend_config: not JSON: {error}") from error
+    if not isinstance(given, dict):
+        return values
+    return values | {"backend_config": _flatten(given, _known_keys(BackendConfig))}
+
+
+def _one_line(error: ValidationError) -> str:
+    first = error.errors()[0]
+    where = ".".join(str(part) for part in first["loc"]) or "configuration"
+    if first["type"] == "extra_forbidden":
+        return f"configuration: {_nearest(where, ServerConfig.model_fields)}"
+    return f"{where}: {first['msg'].removeprefix('Value error, ').removeprefix('backend-config: ')}"
+
+
 def load_config(flags: dict[str, Any], config_file: Path | None = None) -> ServerConfig:
-    """Merge flags over environment over file over defaults.
+    """Merge flags over environment over file over defaults; backend configuration is merged key by key.
 
     Raises ConfigError with one line that names the option and what is allowed.
     """
@@ -263,20 +297,25 @@ def load_config(flags: dict[str, Any], config_file: Path | None = None) -> Serve
     if config_file is not None:
         try:
             from_file = tomllib.loads(config_file.read_text())
-        except (OSError, tomllib.TOMLDecodeError) as error:
+        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
             raise ConfigError(f"config file {config_file}: {error}") from error
 
     class _WithFile(ServerConfig):
         @classmethod
         def settings_customise_sources(cls, settings_cls, init_settings, env_settings, **_: Any):  # type: ignore[override]
-            return init_settings, env_settings, lambda: from_file
+            return (
+                init_settings,
+                lambda: _with_flat_backend_config(env_settings()),
+                lambda: _with_flat_backend_config(from_file),
+            )
 
+    given = _with_flat_backend_config({k: v for k, v in flags.items() if v is not None})
     try:
-        merged = _WithFile(**{k: v for k, v in flags.items() if v is not None})
+        merged = _WithFile(**given)
+    except SettingsError as error:
+        raise ConfigError(f"environment: {error}: {error.__cause__}") from error
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"]) or "configuration"
-        raise ConfigError(f"{where}: {first['msg'].removeprefix('Value error, ')}") from error
+        raise ConfigError(_one_line(error)) from error
     return ServerConfig.model_construct(_fields_set=merged.model_fields_set, **dict(merged))
 
 
@@ -286,5 +325,12 @@ def dump_config(config: ServerConfig) -> str:
 
 
 def restore_config(text: str) -> ServerConfig:
-    values = json.loads(text)
-    return ServerConfig(**{k: v for k, v in values.items() if v is not None})
+    """What `dump_config` wrote, whatever the environment says by now."""
+
+    class _Dumped(ServerConfig):
+        @classmethod
+        def settings_customise_sources(cls, settings_cls, init_settings, **_: Any):  # type: ignore[override]
+            return (init_settings,)
+
+    dumped = _Dumped(**json.loads(text))
+    return ServerConfig.model_construct(_fields_set=dumped.model_fields_set, **dict(dumped))

@@ -1,8 +1,8 @@
 """Supervised child processes: start, log to a file, restart with backoff, stop with the whole process group.
 
-Knows processes, signals and time. Deliberately knows nothing of what the children do or whether they are healthy.
-A killed supervisor leaves no child behind: the kernel kills the child with it (Linux; a child that starts processes
-of its own must ask for the same, as `skyrl.vllm_plugin` does for vLLM).
+Knows processes, signals and time. Deliberately knows nothing of what the children do or whether they are
+healthy. A killed supervisor leaves no child behind: the kernel kills the child with it (Linux; a child that starts
+processes of its own must ask for the same, as `skyrl.vllm_plugin` does for vLLM).
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ logger = logging.getLogger(__name__)
 
 FIRST_DELAY_S, LONGEST_DELAY_S, STABLE_AFTER_S = 0.5, 30.0, 60.0
 
-# Runs in the child before the real program, for 20 ms: a preexec_fn would be unsafe in a process with threads. The
-# kernel's signal follows the thread that forked, so `run` belongs on the main thread's event loop. A supervisor that
-# died before the call is seen by its pid.
+# Runs in the child before the real program, for 20 ms: a preexec_fn would be unsafe in a process with threads.
+# The kernel's signal follows the thread that forked, so `run` belongs on the main thread's event loop. A supervisor
+# that died before the call is seen by its pid.
 _DIE_WITH_PARENT = """
 import ctypes, os, sys
 ctypes.CDLL(None).prctl(1, 9)
@@ -35,7 +35,7 @@ os.execvp(sys.argv[2], sys.argv[2:])
 class SupervisedProcess:
     """One child in a session of its own. `env` is added to this process's environment.
 
-    `on_exit(returncode)` is called each time the child ends without having been stopped (negative: by a signal).
+    `on_exit(returncode)` is called each time the child ends without having been stopped (negative: a signal).
     """
 
     def __init__(
@@ -81,9 +81,7 @@ class SupervisedProcess:
                     self.on_exit(code)
                 if time.monotonic() - began >= self._stable_after_s:
                     delay = self._first_delay_s
-                logger.warning(
-                    "%s ended with %s; again in %.1f s (%s)", self.name, code, delay, self.log_path
-                )
+                logger.warning("%s ended with %s; again in %.1f s (%s)", self.name, code, delay, self.log_path)
                 if await _set_within(self._stopping, delay):
                     return
                 delay = min(2 * delay, LONGEST_DELAY_S)
@@ -92,7 +90,7 @@ class SupervisedProcess:
             self._ended.set()
 
     async def stop(self, grace_s: float = 10.0) -> None:
-        """SIGTERM to the child; after `grace_s` SIGKILL to what is left of its group. Returns when `run` is over."""
+        """SIGTERM to the child, after `grace_s` SIGKILL to its group. Returns when `run` is over."""
         self._stopping.set()
         if not self._started:
             return
@@ -142,7 +140,7 @@ def _kill_group(group: int) -> None:
 
 
 async def _group_gone(group: int, within_s: float = 2.0) -> None:
-    """Wait for killed grandchildren; bounded, because zombies count and an init that never reaps keeps them."""
+    """Wait for killed grandchildren; bounded, because an init that never reaps keeps zombies in the group."""
     until = time.monotonic() + within_s
     while time.monotonic() < until:
         try:

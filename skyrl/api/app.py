@@ -50,9 +50,7 @@ def create_app(services: Services) -> FastAPI:
 
     @app.exception_handler(HTTPException)
     async def http_error(_: Request, error: HTTPException) -> Response:
-        return reply(
-            {"detail": str(error.detail), "field": None}, error.status_code, dict(error.headers or {})
-        )
+        return reply({"detail": str(error.detail), "field": None}, error.status_code, dict(error.headers or {}))
 
     @app.exception_handler(Exception)
     async def internal(request: Request, error: Exception) -> Response:

@@ -46,6 +46,7 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
 def _decompress(body: bytes, max_bytes: int) -> bytes:
     output = io.BytesIO()
     try:
+        promised = zstandard.frame_content_size(body)  # -1: the frame does not say
         with zstandard.ZstdDecompressor(max_window_size=2**27).stream_reader(body) as reader:
             while chunk := reader.read(2**20):
                 output.write(chunk)
@@ -53,6 +54,8 @@ def _decompress(body: bytes, max_bytes: int) -> bytes:
                     raise RequestError(f"the body decompresses to more than {max_bytes} bytes", status=413)
     except zstandard.ZstdError as error:
         raise RequestError(f"the body is not zstd: {error}") from error
+    if output.tell() < promised:
+        raise RequestError(f"the body is not whole: {output.tell()} bytes of {promised}, decompressed")
     return output.getvalue()
 
 

@@ -65,12 +65,10 @@ def _training_run(row: Any, checkpoints: list[Any]) -> dict[str, Any]:
 
 def router(services: Services) -> APIRouter:
     routes = APIRouter(prefix="/api/v1", tags=["checkpoints"])
-    page_limit, page_offset = Query(20, ge=1, le=1000), Query(0, ge=0)
+    page_limit, page_offset = Query(20, ge=1, le=1000), Query(0, ge=0, lt=2**31)
 
     @routes.get("/training_runs")
-    async def list_training_runs(
-        request: Request, limit: int = page_limit, offset: int = page_offset
-    ) -> Response:
+    async def list_training_runs(request: Request, limit: int = page_limit, offset: int = page_offset) -> Response:
         rows, total = await services.models.page(tenant_of(request), limit, offset)
         checkpoints = await services.checkpoints.latest([row.id for row in rows])
         return reply(
@@ -96,9 +94,7 @@ def router(services: Services) -> APIRouter:
         return reply({"checkpoints": [checkpoint_json(row) for row in rows]})
 
     @routes.get("/checkpoints")
-    async def list_checkpoints(
-        request: Request, limit: int = page_limit, offset: int = page_offset
-    ) -> Response:
+    async def list_checkpoints(request: Request, limit: int = page_limit, offset: int = page_offset) -> Response:
         rows, total = await services.checkpoints.page(tenant_of(request), limit, offset)
         return reply(
             {

@@ -30,9 +30,7 @@ def router(services: Services) -> APIRouter:
         except KeyError:
             # 410 makes the SDK send a lost sample again; it cannot do so for a training command.
             status = 410 if request.headers.get("x-tinker-request-type") == "Sample" else 404
-            return reply(
-                {"detail": f"request_id: no request {wanted.request_id!r}", "field": "request_id"}, status
-            )
+            return reply({"detail": f"request_id: no request {wanted.request_id!r}", "field": "request_id"}, status)
         if outcome is None:
             return reply({"type": "try_again", "request_id": wanted.request_id, "queue_state": "active"}, 408)
         if outcome.error is not None:

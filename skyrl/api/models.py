@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-from pathlib import Path
 
 from fastapi import APIRouter
 from starlette.requests import Request
@@ -22,26 +21,20 @@ from skyrl.wire.requests import CreateModelRequest, LoraConfig, ModelRequest, Op
 
 def check_optimizer(optimizer: OptimizerConfig | None) -> None:
     if optimizer is not None and optimizer.type != "adamw":
-        raise RequestError(
-            f"{optimizer.type!r} is not served; there is: adamw", field="optimizer_config.type"
-        )
+        raise RequestError(f"{optimizer.type!r} is not served; there is: adamw", field="optimizer_config.type")
 
 
 def _adapter(wanted: LoraConfig, services: Services) -> Adapter:
     limits = services.config.backend_config.lora
     if wanted.rank == 0:
-        raise RequestError(
-            "0 asks for full fine-tuning, which this server does not do yet", field="lora_config.rank"
-        )
+        raise RequestError("0 asks for full fine-tuning, which this server does not do yet", field="lora_config.rank")
     if not 1 <= wanted.rank <= limits.max_lora_rank:
         raise RequestError(
             f"must be in [1, {limits.max_lora_rank}] (the server's max_lora_rank), got {wanted.rank}",
             field="lora_config.rank",
         )
     if not (wanted.train_attn or wanted.train_mlp or wanted.train_unembed):
-        raise RequestError(
-            "at least one of train_attn, train_mlp, train_unembed must be true", field="lora_config"
-        )
+        raise RequestError("at least one of train_attn, train_mlp, train_unembed must be true", field="lora_config")
     if wanted.seed is not None and not -(2**63) <= wanted.seed < 2**63:
         raise RequestError("must fit signed 64 bits", field="lora_config.seed")
     return Adapter(
@@ -67,8 +60,8 @@ def router(services: Services) -> APIRouter:
         session = await services.active_session(wanted.session_id, tenant)
         services.check_base_model(wanted.base_model)
         check_optimizer(wanted.optimizer_config)
-        if wanted.model_seq_id < 0:
-            raise RequestError("must not be negative", field="model_seq_id")
+        if not 0 <= wanted.model_seq_id < 2**31:
+            raise RequestError("must be in [0, 2**31)", field="model_seq_id")
         model = Model(
             id=model_id_of(session.id, wanted.model_seq_id),
             session_id=session.id,
@@ -87,17 +80,13 @@ def router(services: Services) -> APIRouter:
         model = await services.models.find(wanted.model_id, tenant)
         if model is None:
             raise NotFound(f"no model {wanted.model_id!r}", field="model_id")
-        base = services.config.base_model_path
         return reply(
             {
                 "type": "get_info",
                 "model_id": model.id,
                 "model_data": {
                     "model_name": model.base_model,
-                    # A directory is a tokenizer for clients on this machine; elsewhere the name must be one.
-                    "tokenizer_id": base
-                    if Path(base).is_dir() and "/" not in model.base_model
-                    else model.base_model,
+                    "tokenizer_id": services.tokenizer_name(model.base_model),
                 },
                 "is_lora": True,
                 "lora_rank": model.adapter.lora_rank,

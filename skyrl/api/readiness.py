@@ -16,9 +16,7 @@ STALE_S = 15.0
 class EngineWatch:
     """A cached reading of engine_state and what follows from it."""
 
-    def __init__(
-        self, read: Callable[[], Awaitable[EngineState]], *, trains: bool, manages_inference: bool
-    ) -> None:
+    def __init__(self, read: Callable[[], Awaitable[EngineState]], *, trains: bool, manages_inference: bool) -> None:
         self._read = read
         self._trains = trains
         self._manages_inference = manages_inference
@@ -39,9 +37,7 @@ class EngineWatch:
             if not state.training_ready:
                 reasons.append(f"training: {state.reason or 'the engine is starting'}")
             elif time.time() - state.heartbeat_at > STALE_S:
-                reasons.append(
-                    f"training: the engine was last heard of {time.time() - state.heartbeat_at:.0f} s ago"
-                )
+                reasons.append(f"training: the engine was last heard of {time.time() - state.heartbeat_at:.0f} s ago")
         if self._manages_inference and state.inference_proxy_url is None:
             reasons.append("sampling: no inference server has been published")
         return reasons

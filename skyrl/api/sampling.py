@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
@@ -42,9 +40,7 @@ def router(services: Services) -> APIRouter:
             base_model = services.check_base_model(wanted.base_model)
         else:
             raise RequestError("give base_model or model_path", field="model_path")
-        sampler = Sampler(
-            sampler_id, session.id, tenant, base_model, wanted.model_path, adapter_name, adapter_path
-        )
+        sampler = Sampler(sampler_id, session.id, tenant, base_model, wanted.model_path, adapter_name, adapter_path)
         stored = await services.samplers.create(sampler, wanted.sampling_session_seq_id)
         if stored != sampler:
             raise RequestError(
@@ -58,9 +54,8 @@ def router(services: Services) -> APIRouter:
         sampler = await services.samplers.find(sampler_id, tenant_of(request))
         if sampler is None:
             raise NotFound(f"no sampling session {sampler_id!r}", field="sampler_id")
-        base = services.config.base_model_path
-        # The SDK loads a tokenizer by this name and nothing else: a plain alias would send it to the model hub.
-        name = base if "/" not in sampler.base_model and Path(base).is_dir() else sampler.base_model
+        # The SDK loads a tokenizer by this name and nothing else.
+        name = services.tokenizer_name(sampler.base_model)
         return reply({"sampler_id": sampler.id, "base_model": name, "model_path": sampler.model_path})
 
     @routes.post("/asample")

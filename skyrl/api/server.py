@@ -16,7 +16,6 @@ from skyrl.api.app import create_app
 from skyrl.api.readiness import POLL_S, EngineWatch
 from skyrl.api.services import Services
 from skyrl.background import repeat
-from skyrl.config import ServerConfig
 from skyrl.db import futures as future_rows
 from skyrl.db.checkpoints import Checkpoints
 from skyrl.db.database import Database
@@ -85,9 +84,11 @@ async def open_services(runtime: Runtime) -> AsyncIterator[Services]:
 
     watch = EngineWatch(read, trains=config.backend != "none", manages_inference=config.manages_inference)
     samplers = Samplers(database, writer)
+    sessions = Sessions(database, writer)
     sampling = SampleService(
         store,
         samplers,
+        sessions,
         client=client,
         engine=engine,
         limits=watch.limits,
@@ -96,7 +97,7 @@ async def open_services(runtime: Runtime) -> AsyncIterator[Services]:
     )
     services = Services(
         config=config,
-        sessions=Sessions(database, writer),
+        sessions=sessions,
         models=Models(database, writer),
         samplers=samplers,
         checkpoints=Checkpoints(database, writer),
@@ -128,13 +129,9 @@ async def open_services(runtime: Runtime) -> AsyncIterator[Services]:
     background = [
         asyncio.create_task(repeat("looking for results", SAFETY_POLL_S, store.look_for_lost_rings)),
         asyncio.create_task(repeat("reading the engine's state", POLL_S, watch.refresh)),
+        asyncio.create_task(repeat("closing sessions", SESSION_CHECK_S, partial(_close_silent_sessions, services))),
         asyncio.create_task(
-            repeat("closing sessions", SESSION_CHECK_S, partial(_close_silent_sessions, services))
-        ),
-        asyncio.create_task(
-            repeat(
-                "forgetting results", FORGET_S, partial(_forget_results, writer, config.result_retention_s)
-            )
+            repeat("forgetting results", FORGET_S, partial(_forget_results, writer, config.result_retention_s))
         ),
     ]
     try:

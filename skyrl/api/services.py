@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from skyrl.api.readiness import EngineWatch
 from skyrl.config import ServerConfig
@@ -48,6 +49,11 @@ class Services:
                 field="base_model",
             )
         return name
+
+    def tokenizer_name(self, base_model: str) -> str:
+        """What clients on this machine load a tokenizer by: a plain alias would send them to the model hub."""
+        path = self.config.base_model_path
+        return path if "/" not in base_model and Path(path).is_dir() else base_model
 
     def check_trainable(self) -> None:
         if self.config.backend == "none":

@@ -21,9 +21,7 @@ def router(services: Services) -> APIRouter:
     async def create_session(request: Request) -> Response:
         tenant = tenant_of(request)
         wanted = decode_json(CreateSessionRequest, await read_body(request, max_bytes))
-        session = await services.sessions.create(
-            tenant, wanted.tags or [], wanted.user_metadata, wanted.sdk_version
-        )
+        session = await services.sessions.create(tenant, wanted.tags or [], wanted.user_metadata, wanted.sdk_version)
         return reply({"type": "create_session", "session_id": session.id})
 
     @routes.post("/session_heartbeat")
@@ -46,7 +44,7 @@ def router(services: Services) -> APIRouter:
 
     @routes.get("/sessions")
     async def list_sessions(
-        request: Request, limit: int = Query(20, ge=1, le=1000), offset: int = Query(0, ge=0)
+        request: Request, limit: int = Query(20, ge=1, le=1000), offset: int = Query(0, ge=0, lt=2**31)
     ) -> Response:
         return reply({"sessions": await services.sessions.list_ids(tenant_of(request), limit, offset)})
 
@@ -56,8 +54,6 @@ def router(services: Services) -> APIRouter:
         if session is None:
             raise NotFound(f"no session {session_id!r}", field="session_id")
         runs, samplers = await services.sessions.contents(session_id)
-        return reply(
-            {"training_run_ids": runs, "sampler_ids": samplers, "user_metadata": session.user_metadata}
-        )
+        return reply({"training_run_ids": runs, "sampler_ids": samplers, "user_metadata": session.user_metadata})
 
     return routes

@@ -76,8 +76,6 @@ def router(services: Services) -> APIRouter:
     async def optim_step(request: Request) -> Response:
         tenant = tenant_of(request)
         body = await read_body(request, max_bytes)
-        return await submit_sequenced(
-            services, Kind.OPTIM_STEP, tenant, decode_json(SequencedRequest, body), body
-        )
+        return await submit_sequenced(services, Kind.OPTIM_STEP, tenant, decode_json(SequencedRequest, body), body)
 
     return routes

@@ -26,9 +26,7 @@ def router(services: Services) -> APIRouter:
     async def save_weights(request: Request) -> Response:
         tenant = tenant_of(request)
         body = await read_body(request, max_bytes)
-        return await submit_sequenced(
-            services, Kind.SAVE_WEIGHTS, tenant, decode_json(SequencedRequest, body), body
-        )
+        return await submit_sequenced(services, Kind.SAVE_WEIGHTS, tenant, decode_json(SequencedRequest, body), body)
 
     @routes.post("/save_weights_for_sampler")
     async def save_weights_for_sampler(request: Request) -> Response:
@@ -51,8 +49,8 @@ def router(services: Services) -> APIRouter:
         services.check_trainable()
         session = await services.active_session(wanted.session_id, tenant)
         check_optimizer(wanted.optimizer_config)
-        if wanted.model_seq_id < 0:
-            raise RequestError("must not be negative", field="model_seq_id")
+        if not 0 <= wanted.model_seq_id < 2**31:
+            raise RequestError("must be in [0, 2**31)", field="model_seq_id")
         path = parse_path(wanted.path)
         saved = await services.checkpoints.find(path, tenant)
         if saved is None or path.kind != "weights":

@@ -97,6 +97,19 @@ def serve(
 
 
 @app.command()
+def demo(
+    out: Annotated[Path, typer.Option(help="Where the plot and the figures go.")] = Path("out/demo"),
+    steps: Annotated[int, typer.Option(min=2, help="Training steps of each run.")] = 20,
+    compare: Annotated[bool, typer.Option(help="Also measure colocate_all: true, with everything in the engine loop.")] = True,
+) -> None:
+    """Two tenants train and sample side by side on a server of their own; what that gains is measured."""
+    from skyrl.demo.rl import Settings
+    from skyrl.demo.run import run_demo
+
+    raise typer.Exit(run_demo(out, Settings(steps=steps), compare=compare))
+
+
+@app.command()
 def doctor(
     port: Annotated[int, typer.Option(help="The port that the server will listen on.")] = 8000,
     state_dir: Annotated[Path | None, typer.Option(help="Where the server will keep its state.")] = None,

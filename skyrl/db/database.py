@@ -9,6 +9,9 @@ from typing import Any, TypeVar
 
 from sqlalchemy import Connection, Engine, create_engine, event
 from sqlalchemy.engine import make_url
+from sqlalchemy.exc import ArgumentError, NoSuchModuleError
+
+from skyrl.config import ConfigError
 
 T = TypeVar("T")
 
@@ -16,23 +19,28 @@ BUSY_TIMEOUT_MS = 30_000
 
 
 class Database:
-    """Two engines on one database. Writes take the lock at BEGIN, so that two processes queue instead of failing.
+    """Engines on one database. Writes take the lock at BEGIN, so that two processes queue instead of failing.
 
-    On SQLite a commit survives the death of any process. `power_safe` also syncs the log to disk at every commit
-    (about 5 ms each here), which makes everything committed before, by any process, survive a loss of power too.
+    On SQLite a commit survives the death of any process. A `power_safe` one also syncs the log to disk (about 5 ms),
+    which makes everything committed before, by any process, survive a loss of power too.
+
+    Raises ConfigError for a URL that cannot be read, or whose driver is not installed.
     """
 
-    def __init__(self, url: str, *, power_safe: bool = False) -> None:
+    def __init__(self, url: str) -> None:
         self.url = url
-        self._synchronous = "FULL" if power_safe else "NORMAL"
-        parsed = make_url(url)
-        self.is_sqlite = parsed.get_backend_name() == "sqlite"
+        try:
+            parsed = make_url(url)
+            self.is_sqlite = parsed.get_backend_name() == "sqlite"
+            self.reader = self._engine("BEGIN")
+            self.writer = self._engine("BEGIN IMMEDIATE")
+            self._syncing_writer = self._engine("BEGIN IMMEDIATE", "FULL") if self.is_sqlite else self.writer
+        except (ArgumentError, NoSuchModuleError, ImportError) as error:
+            raise ConfigError(f"database_url: {error}") from error
         if self.is_sqlite and parsed.database and parsed.database != ":memory:":
             Path(parsed.database).parent.mkdir(parents=True, exist_ok=True)
-        self.reader = self._engine("BEGIN")
-        self.writer = self._engine("BEGIN IMMEDIATE")
 
-    def _engine(self, begin: str) -> Engine:
+    def _engine(self, begin: str, synchronous: str = "NORMAL") -> Engine:
         if not self.is_sqlite:
             return create_engine(self.url, pool_pre_ping=True)
         engine = create_engine(self.url, connect_args={"check_same_thread": False})
@@ -43,7 +51,7 @@ class Database:
             for pragma in (
                 f"busy_timeout={BUSY_TIMEOUT_MS}",
                 "journal_mode=WAL",
-                f"synchronous={self._synchronous}",
+                f"synchronous={synchronous}",
                 "foreign_keys=ON",
                 "temp_store=MEMORY",
             ):
@@ -60,9 +68,9 @@ class Database:
         with self.reader.connect() as connection:
             return query(connection)
 
-    def write(self, change: Callable[[Connection], T]) -> T:
+    def write(self, change: Callable[[Connection], T], *, power_safe: bool = False) -> T:
         """Run `change` in one write transaction on the calling thread; commits, or rolls back and raises."""
-        with self.writer.begin() as connection:
+        with (self._syncing_writer if power_safe else self.writer).begin() as connection:
             return change(connection)
 
     async def read_async(self, query: Callable[[Connection], T]) -> T:
@@ -72,3 +80,4 @@ class Database:
     def close(self) -> None:
         self.reader.dispose()
         self.writer.dispose()
+        self._syncing_writer.dispose()

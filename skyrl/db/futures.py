@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, and_, bindparam, delete, func, insert, select, update
+from sqlalchemy import ColumnElement, Connection, and_, bindparam, delete, func, insert, or_, select, update
 
 from skyrl.db.tables import FutureRow, ModelRow
+from skyrl.futures.kinds import Kind
 
 futures = FutureRow.__table__  # type: ignore[attr-defined]
 _models = ModelRow.__table__  # type: ignore[attr-defined]
@@ -142,7 +143,10 @@ _HEADER = (
 
 def pending(connection: Connection, kinds: Sequence[str], after: int = 0) -> list[Any]:
     """Pending rows of these kinds that arrived after row number `after`, in order of arrival: all but the bodies, which
-    may be megabytes each, and their `size` in bytes."""
+    may be megabytes each, and their `size` in bytes.
+
+    SQLite gives the number of a deleted last row again, so `after` must be a row that is still there, or 0.
+    """
     return list(
         connection.execute(
             select(*_HEADER)
@@ -164,11 +168,17 @@ def pending_with_body(connection: Connection, kinds: Sequence[str]) -> list[Any]
 
 
 def executed(connection: Connection, model_id: str, first_seq: int) -> list[Any]:
-    """A model's commands from `first_seq` on that have succeeded, in their order: what recovery repeats."""
+    """A model's commands from `first_seq` on that have changed it, in their order: what recovery repeats.
+
+    Those that succeeded, with `status` and `completed_at`; and failed optimizer steps, which drop the gradient.
+    """
+    changed = or_(
+        futures.c.status == "done", and_(futures.c.status == "failed", futures.c.kind == Kind.OPTIM_STEP)
+    )
     return list(
         connection.execute(
-            select(*_HEADER)
-            .where(futures.c.model_id == model_id, futures.c.seq_id >= first_seq, futures.c.status == "done")
+            select(*_HEADER, futures.c.status, futures.c.completed_at)
+            .where(futures.c.model_id == model_id, futures.c.seq_id >= first_seq, changed)
             .order_by(futures.c.seq_id)
         )
     )
@@ -203,10 +213,8 @@ def settle_where(
 
 
 def forget(connection: Connection, completed_before: float) -> int:
-    """Delete finished requests of models that are closed, and finished samples, that ended before then.
-
-    Commands of living models stay: they are what recovery replays.
-    """
+    """Delete finished requests that ended before then, except what recovery replays: commands of living models that
+    are in no snapshot yet."""
     replayable = select(futures.c.id).join(_models, _models.c.id == futures.c.model_id)
     replayable = replayable.where(
         _models.c.status.in_(("ready", "creating")), futures.c.seq_id >= _models.c.next_seq

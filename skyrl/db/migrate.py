@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from alembic import command
 from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from alembic.util.exc import CommandError
+from sqlalchemy.engine import make_url
+from sqlalchemy.exc import DBAPIError
 
+from alembic import command
 from skyrl.db.database import Database
 
 
@@ -32,13 +34,18 @@ def _config(url: str) -> Config:
 def migrate(database: Database) -> None:
     """Upgrade to the newest revision.
 
-    Raises SchemaError when the database was made by a newer skyrl (its revision is unknown here).
+    Raises SchemaError when the database was made by a newer skyrl (its revision is unknown here), cannot be reached, or
+    is no database at all.
     """
     config = _config(database.url)
     scripts = ScriptDirectory.from_config(config)
-    with database.writer.connect() as connection:
-        current = MigrationContext.configure(connection).get_current_revision()
-        connection.rollback()
+    try:
+        with database.writer.connect() as connection:
+            current = MigrationContext.configure(connection).get_current_revision()
+            connection.rollback()
+    except DBAPIError as error:
+        where = make_url(database.url).render_as_string(hide_password=True)
+        raise SchemaError(f"the database {where} cannot be used: {error.orig}") from error
     if current == scripts.get_current_head():
         return
     if current is not None:

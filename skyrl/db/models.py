@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -102,7 +102,7 @@ class Models:
     async def next_seq(self, model_id: str) -> int:
         """A sequence number for a command that came without one: after all that came before it."""
         if model_id not in self._last_seq:
-            last = await self._database.read_async(lambda c: highest_seq(c, model_id))
+            last = await self._database.read_async(lambda c: _last_seq(c, model_id))
             self._last_seq.setdefault(model_id, last)
         self._last_seq[model_id] += 1
         return self._last_seq[model_id]
@@ -135,6 +135,12 @@ class Models:
         return await self._database.read_async(lambda c: c.execute(query).first())
 
 
+def _last_seq(connection: Connection, model_id: str) -> int:
+    """The highest number used so far; commands that are in a snapshot may have been forgotten, but still count."""
+    row = connection.execute(select(models.c.next_seq).where(models.c.id == model_id)).first()
+    return max(highest_seq(connection, model_id), -1 if row is None else row.next_seq - 1)
+
+
 def living(connection: Connection) -> list[Any]:
     """Rows of models that are being trained, oldest first."""
     return list(
@@ -142,6 +148,12 @@ def living(connection: Connection) -> list[Any]:
             select(models).where(models.c.status.in_(("creating", "ready"))).order_by(models.c.created_at)
         )
     )
+
+
+def living_among(connection: Connection, model_ids: Collection[str]) -> set[str]:
+    """Those of `model_ids` that are being trained."""
+    query = select(models.c.id).where(models.c.id.in_(model_ids), models.c.status.in_(("creating", "ready")))
+    return {row.id for row in connection.execute(query)} if model_ids else set()
 
 
 def set_model(model_id: str, **values: Any) -> Callable[[Connection], None]:

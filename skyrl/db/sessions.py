@@ -1,4 +1,4 @@
-"""Sessions: who is there, who has gone. A session is cached in memory; another tenant's looks as if it did not exist."""
+"""Sessions: who is there, who has gone. Cached in memory; another tenant's looks as if it did not exist."""
 
 from __future__ import annotations
 
@@ -123,9 +123,11 @@ class Sessions:
 
     async def contents(self, session_id: str) -> tuple[list[str], list[str]]:
         """Ids of a session's models and sampling sessions, in order of creation."""
-        return await self._database.read_async(
-            lambda c: (
-                [r.id for r in c.execute(select(models.c.id).where(models.c.session_id == session_id))],
-                [r.id for r in c.execute(select(samplers.c.id).where(samplers.c.session_id == session_id))],
-            )
+        queries = [
+            select(table.c.id).where(table.c.session_id == session_id).order_by(table.c.created_at)
+            for table in (models, samplers)
+        ]
+        model_ids, sampler_ids = await self._database.read_async(
+            lambda c: [[row.id for row in c.execute(query)] for query in queries]
         )
+        return model_ids, sampler_ids

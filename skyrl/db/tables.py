@@ -1,4 +1,4 @@
-"""The schema as SQLModel tables. Times are seconds since the epoch, UTC. The Alembic revisions make it; never create_all."""
+"""The schema as SQLModel tables. Times are seconds since the epoch, UTC. Alembic makes it from its revisions."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ class SessionRow(SQLModel, table=True):
 
 
 class ModelRow(SQLModel, table=True):
-    """One adapter being trained; `status` is creating, ready, failed or closed. `next_seq` is what the engine runs next."""
+    """One adapter being trained; `status` is creating, ready, failed or closed. `next_seq` is the first command that is
+    not in the model's snapshot (0: there is none)."""
 
     __tablename__ = "models"
     id: str = Field(primary_key=True)

@@ -53,23 +53,27 @@ class GroupCommitWriter:
         self._database = database
         self._queue: queue.SimpleQueue[_Write | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="group-commit", daemon=True)
+        self._closed = False
         self.commits = 0
         self._thread.start()
 
     async def execute(self, statement: Executable, parameters: dict[str, Any]) -> None:
         """Run one prepared statement; returns when it is committed. Raises what the database raised."""
-        write = _Write(asyncio.get_running_loop(), statement, parameters, None)
-        self._queue.put(write)
-        await write.waiter
+        await self._put(_Write(asyncio.get_running_loop(), statement, parameters, None))
 
     async def transact(self, change: Callable[[Connection], T]) -> T:
         """Run `change(connection)` inside a transaction of its own group; returns its value once committed."""
-        write = _Write(asyncio.get_running_loop(), None, None, change)
+        return await self._put(_Write(asyncio.get_running_loop(), None, None, change))
+
+    async def _put(self, write: _Write) -> Any:
+        if self._closed:
+            raise RuntimeError("the writer is closed; nothing would commit this write")
         self._queue.put(write)
         return await write.waiter
 
     async def close(self) -> None:
-        """Commit what is waiting, then end the thread."""
+        """Commit what is waiting, then end the thread. Later writes raise RuntimeError."""
+        self._closed = True
         self._queue.put(None)
         await asyncio.to_thread(self._thread.join)
 
@@ -90,32 +94,34 @@ class GroupCommitWriter:
                 return
 
     def _commit(self, batch: list[_Write]) -> None:
+        begun = False
         try:
-            self._apply(batch)
+            with self._database.writer.begin() as connection:
+                begun = True
+                self._apply(connection, batch)
         except Exception as error:
-            if len(batch) == 1:
+            if len(batch) == 1 or not begun:  # without the lock, each alone would only wait for it again
                 self._resolve(batch, error)
                 return
             # One bad write must not fail its neighbours: the group was rolled back, so run each alone.
             for write in batch:
                 self._commit([write])
             return
+        self.commits += 1
         self._resolve(batch, None)
 
-    def _apply(self, batch: list[_Write]) -> None:
+    @staticmethod
+    def _apply(connection: Connection, batch: list[_Write]) -> None:
         grouped: dict[int, list[_Write]] = {}
         for write in batch:
-            grouped.setdefault(id(write.statement) if write.statement is not None else id(write), []).append(
-                write
-            )
-        with self._database.writer.begin() as connection:
-            for writes in grouped.values():
-                head = writes[0]
-                if head.change is not None:
-                    head.result = head.change(connection)
-                elif head.statement is not None:
-                    connection.execute(head.statement, [write.parameters or {} for write in writes])
-        self.commits += 1
+            key = id(write.statement) if write.statement is not None else id(write)
+            grouped.setdefault(key, []).append(write)
+        for writes in grouped.values():
+            head = writes[0]
+            if head.change is not None:
+                head.result = head.change(connection)
+            elif head.statement is not None:
+                connection.execute(head.statement, [write.parameters or {} for write in writes])
 
     @staticmethod
     def _resolve(batch: list[_Write], error: Exception | None) -> None:

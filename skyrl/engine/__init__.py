@@ -1,1 +1,1 @@
-"""The engine process: a model's commands in their order, models in turn, and nothing else between a client and its step."""
+"""The engine process: a model's commands in their order, models in turn."""

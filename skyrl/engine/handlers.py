@@ -16,7 +16,7 @@ from skyrl.config import ServerConfig
 from skyrl.db import checkpoints
 from skyrl.db.database import Database
 from skyrl.db.models import Adapter, adapter_of, models, set_model
-from skyrl.db.samplers import Sampler, add_sampler
+from skyrl.db.samplers import Sampler, add_sampler, find_sampler
 from skyrl.engine.commands import Command
 from skyrl.engine.storage import atomic_directory, remove, safe_name, size_of
 from skyrl.futures.kinds import Kind
@@ -31,6 +31,8 @@ from skyrl.wire.requests import (
 )
 
 Change = Callable[[Connection], object]
+
+MAX_TTL_S = 10 * 365 * 86_400
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,19 @@ def lora_spec(adapter: Adapter) -> LoraSpec:
     )
 
 
+def model_is_gone(command: Command) -> FailedRequest:
+    return FailedRequest(f"model_id: model {command.model_id!r} is not there any more")
+
+
+def adam_params(request: OptimStepRequest) -> AdamParams:
+    return AdamParams(**msgspec.structs.asdict(request.adam_params)) if request.adam_params else AdamParams()
+
+
+def _check_ttl(ttl_seconds: int | None) -> None:
+    if ttl_seconds is not None and not 1 <= ttl_seconds <= MAX_TTL_S:
+        raise RequestError(f"must be in [1, {MAX_TTL_S}] or null, got {ttl_seconds}", field="ttl_seconds")
+
+
 class Barriers:
     """One method per kind. Raises FailedRequest, RequestError or InvalidRequest for the caller's mistakes."""
 
@@ -73,7 +88,7 @@ class Barriers:
             lambda c: c.execute(select(models).where(models.c.id == command.model_id)).first()
         )
         if model is None or model.status in ("closed", "failed"):
-            raise FailedRequest(f"model_id: model {command.model_id!r} is not there any more")
+            raise model_is_gone(command)
         return self._handlers[command.kind](command, body, model)
 
     def _create_model(self, command: Command, body: bytes, model: Any) -> Done:
@@ -81,10 +96,7 @@ class Barriers:
         return Done({"type": "create_model", "model_id": model.id}, set_model(model.id, status="ready"))
 
     def _optim_step(self, command: Command, body: bytes, model: Any) -> Done:
-        request = decode_json(OptimStepRequest, body)
-        params = (
-            AdamParams(**msgspec.structs.asdict(request.adam_params)) if request.adam_params else AdamParams()
-        )
+        params = adam_params(decode_json(OptimStepRequest, body))
         return Done({"type": "optim_step", "metrics": self._backend.optim_step(model.id, params)})
 
     def _save_weights(self, command: Command, body: bytes, model: Any) -> Done:
@@ -93,7 +105,9 @@ class Barriers:
             raise RequestError("is missing: name the checkpoint", field="path")
         path = TinkerPath(model.id, "weights", check_name(request.path))
         self._check_free(path, request.overwrite)
+        _check_ttl(request.ttl_seconds)
         directory = self._directory(self._config.checkpoints_dir, command, path)
+        remove(directory)  # left by an engine that died between the rename and the commit
         with atomic_directory(directory) as scratch:
             self._backend.save_state(model.id, scratch)
         saved = self._checkpoint_values(path, directory, model, request)
@@ -107,6 +121,9 @@ class Barriers:
             self._check_free(path, request.overwrite)
         elif request.sampling_session_seq_id is None:
             raise RequestError("give a name, or sampling_session_seq_id for an unnamed save", field="path")
+        else:
+            self._check_unused(sampling_session_id_of(model.session_id, request.sampling_session_seq_id))
+        _check_ttl(request.ttl_seconds)
         version = model.sampler_version + 1
         name = adapter_name_of(model.id, version)
         directory = self._config.adapters_dir / safe_name(model.id) / f"v{version:06d}"
@@ -151,7 +168,12 @@ class Barriers:
         creates = command.seq_id == 0
         if creates:
             self._backend.create_model(model.id, lora_spec(adapter_of(model)))
-        self._backend.load_state(model.id, Path(saved.directory), optimizer=request.optimizer)
+        try:
+            self._backend.load_state(model.id, Path(saved.directory), optimizer=request.optimizer)
+        except Exception:
+            if creates:
+                self._backend.delete_model(model.id)
+            raise
         return Done(
             {"type": "load_weights", "path": request.path, "model_id": model.id},
             set_model(model.id, status="ready") if creates else None,
@@ -164,10 +186,15 @@ class Barriers:
         if taken is not None and (taken.expires_at is None or taken.expires_at > time.time()):
             raise FailedRequest(f"path: {path} exists already; save with overwrite, or use another name")
 
+    def _check_unused(self, sampling_session_id: str) -> None:
+        """Numbers of sampling sessions name one adapter each: using one again would sample from the older one."""
+        if self._database.read(lambda c: find_sampler(c, sampling_session_id)) is not None:
+            raise FailedRequest(f"sampling_session_seq_id: sampling session {sampling_session_id} exists already")
+
     @staticmethod
     def _directory(root: Path, command: Command, path: TinkerPath) -> Path:
         """Unique per save, so that replacing a checkpoint never touches the one that is there."""
-        return root / safe_name(path.model_id) / f"{safe_name(path.name)}-{command.request_id[-12:]}"
+        return root / safe_name(path.model_id) / f"{safe_name(path.name)[:200]}-{command.request_id[-12:]}"
 
     @staticmethod
     def _checkpoint_values(

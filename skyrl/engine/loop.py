@@ -22,9 +22,9 @@ from skyrl.config import ServerConfig
 from skyrl.db import futures as rows
 from skyrl.db.database import Database
 from skyrl.db.futures import Outcome
-from skyrl.db.models import set_model
+from skyrl.db.models import living_among, set_model
 from skyrl.engine.commands import Command, command_of
-from skyrl.engine.handlers import Barriers, Change, Done
+from skyrl.engine.handlers import Barriers, Change, Done, model_is_gone
 from skyrl.engine.passes import failed, run_passes
 from skyrl.engine.reclaim import FileSweeper, end_sessions
 from skyrl.engine.recovery import Snapshots
@@ -62,7 +62,6 @@ class Engine:
     ) -> None:
         self._snapshots = snapshots
         self._database = database
-        self._power_safe = Database(config.database, power_safe=True)
         self._backend = backend
         self._group = group
         self._api = api
@@ -74,7 +73,7 @@ class Engine:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="backend")
         self._bell = asyncio.Event()
         self._stopping = False
-        self._last_row = 0
+        self._sessions_due = 0.0
 
     def ring(self, _words: Sequence[str] = ()) -> None:
         self._bell.set()
@@ -90,10 +89,11 @@ class Engine:
             while not self._stopping:
                 self._bell.clear()
                 await self._read_log()
+                if not self.scheduler.has_work or time.monotonic() >= self._sessions_due:
+                    await self._end_sessions()
                 if self.scheduler.has_work:
                     await self._turn()
                     continue
-                await self._end_sessions()
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(SAFETY_POLL_S):
                         await self._bell.wait()
@@ -101,17 +101,27 @@ class Engine:
             sweeping.cancel()
             await asyncio.gather(sweeping, return_exceptions=True)
             self._thread.shutdown()
-            self._power_safe.close()
 
     async def on_backend(self, work: Callable[[], T]) -> T:
         """Run on the one thread that touches the backend."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     async def _read_log(self) -> None:
-        new = await self._database.read_async(lambda c: rows.pending(c, sorted(ENGINE_KINDS), self._last_row))
-        for row in new:
-            self._last_row = max(self._last_row, row.n)
-            self.scheduler.add(command_of(row))
+        """Queue what has arrived. Commands of a model that is closed or has failed fail at once."""
+
+        def read(connection: Connection) -> tuple[list[Command], set[str]]:
+            rows_after = rows.pending(connection, sorted(ENGINE_KINDS), self.scheduler.last_row)
+            new = [command_of(row) for row in rows_after]
+            unknown = {c.model_id for c in new if c.model_id is not None and c.model_id not in self.scheduler}
+            return new, unknown - living_among(connection, unknown)
+
+        new, gone = await self._database.read_async(read)
+        for command in new:
+            if command.model_id not in gone:
+                self.scheduler.add(command)
+        refused = [command for command in new if command.model_id in gone]
+        if refused:
+            await self._settle([(c.request_id, failed(model_is_gone(c), c)) for c in refused])
 
     async def _turn(self) -> None:
         if passes := self.scheduler.take_passes():
@@ -145,14 +155,24 @@ class Engine:
             change = done.change
             await self._publish_adapter(done)
         except Exception as error:
-            outcome = failed(error, command)
+            outcome, change = failed(error, command), None
             if command.seq_id == 0 and command.model_id is not None:
                 change = set_model(command.model_id, status="failed")
         power_safe = command.kind in _POWER_SAFE_KINDS
         await self._settle([(command.request_id, outcome)], change, power_safe=power_safe)
-        if command.kind is Kind.OPTIM_STEP and command.model_id is not None and command.seq_id is not None:
-            model_id, next_seq = command.model_id, command.seq_id + 1
-            await self.on_backend(lambda: self._snapshots.after_step(model_id, next_seq))
+        if outcome.error is None:
+            await self._snapshot(command)
+
+    async def _snapshot(self, command: Command) -> None:
+        """After a step or a load. One that fails costs time after a crash, and nothing now."""
+        take = {Kind.OPTIM_STEP: self._snapshots.after_step, Kind.LOAD_WEIGHTS: self._snapshots.take}.get(command.kind)
+        if take is None or command.model_id is None or command.seq_id is None:
+            return
+        model_id, next_seq = command.model_id, command.seq_id + 1
+        try:
+            await self.on_backend(lambda: take(model_id, next_seq))
+        except Exception:
+            logger.exception("model %s has no snapshot at command %d", model_id, next_seq)
 
     async def _publish_adapter(self, done: Done) -> None:
         """Tell the inference servers of a new adapter. If one is away, a sample that needs it loads it later."""
@@ -191,16 +211,17 @@ class Engine:
                     rows.SETTLE, [rows.settlement(request_id, o, now) for request_id, o in outcomes]
                 )
 
-        database = self._power_safe if power_safe else self._database
-        await asyncio.to_thread(database.write, write)
+        await asyncio.to_thread(self._database.write, write, power_safe=power_safe)
         self._api.ring([request_id for request_id, _ in outcomes])
 
     async def _end_sessions(self) -> None:
+        self._sessions_due = time.monotonic() + SAFETY_POLL_S
         ended = await asyncio.to_thread(end_sessions, self._database)
         for model_id in ended.model_ids:
             self.scheduler.close_model(model_id)
             await self.on_backend(lambda model_id=model_id: self._forget_model(model_id))
-        self._api.ring(ended.request_ids)
+        if ended.request_ids:
+            self._api.ring(ended.request_ids)
 
     def _forget_model(self, model_id: str) -> None:
         self._backend.delete_model(model_id)

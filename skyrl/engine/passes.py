@@ -20,7 +20,7 @@ def failed(error: Exception, command: Command) -> Outcome:
     """The outcome of a command that raised: the caller's mistakes in their own words, ours logged with their trace."""
     if isinstance(error, FailedRequest):
         return Outcome(error=error.message, error_category=error.category)
-    if isinstance(error, RequestError | InvalidRequest):
+    if isinstance(error, RequestError | InvalidRequest | FloatingPointError):  # the last: a gradient that is not finite
         return Outcome(error=str(error), error_category=ErrorCategory.USER)
     logger.error("%s %s failed", command.kind, command.request_id, exc_info=error)
     return Outcome(

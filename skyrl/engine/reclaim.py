@@ -1,4 +1,4 @@
-"""Taking back what nobody can use any more: models and queues of ended sessions, files of expired checkpoints, adapters.
+"""Taking back what nobody can use: models and queues of ended sessions, files of expired checkpoints, adapters.
 
 Files go last. An adapter is unloaded from every inference server first, and its directory stays for a while after that:
 vLLM reads an evicted adapter again for a request that is still running, and dies if the directory is gone.
@@ -7,10 +7,10 @@ vLLM reads an evicted adapter again for a request that is still running, and die
 from __future__ import annotations
 
 import logging
+import math
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import unquote
 
 from sqlalchemy import Connection, and_, select, update
 
@@ -21,7 +21,7 @@ from skyrl.db.futures import Outcome, futures, settle_where
 from skyrl.db.models import models
 from skyrl.db.samplers import adapter_in_use, samplers
 from skyrl.db.sessions import sessions
-from skyrl.engine.storage import remove
+from skyrl.engine.storage import id_of, is_scratch, remove
 from skyrl.wire.errors import ErrorCategory
 from skyrl.wire.paths import adapter_name_of
 
@@ -72,12 +72,13 @@ def end_sessions(database: Database) -> Ended:
 
 
 class FileSweeper:
-    """Finds directories that no row refers to. Two-step for adapters: `unused_adapters`, unload them, `delete_files`."""
+    """Finds directories that no row refers to. For adapters in two steps: `unused_adapters`, unload, `delete_files`."""
 
     def __init__(self, config: ServerConfig, database: Database) -> None:
         self._config = config
         self._database = database
         self._doomed: dict[Path, float] = {}
+        self._started_at = time.time()
 
     def unused_adapters(self) -> list[tuple[str, Path]]:
         """(name, directory) of adapter versions that no sampling session and no checkpoint holds."""
@@ -89,7 +90,7 @@ class FileSweeper:
             rest = [
                 path
                 for path in found
-                if str(path) not in saved and path not in self._doomed and _settled(path)
+                if str(path) not in saved and path not in self._doomed and _is_left(path)
             ]
             named = [(_adapter_name(path), path) for path in rest]
             return [(name, path) for name, path in named if not adapter_in_use(connection, name)]
@@ -101,7 +102,7 @@ class FileSweeper:
         self._doomed[path] = time.time() + GRACE_S
 
     def delete_files(self) -> None:
-        """Delete unloaded adapters whose time has come, and training checkpoints without a row."""
+        """Delete unloaded adapters whose time has come, training checkpoints without a row, and what the dead left."""
         for path in [path for path, due in self._doomed.items() if due <= time.time()]:
             remove(path)
             del self._doomed[path]
@@ -110,24 +111,42 @@ class FileSweeper:
             lambda c: {row.directory for row in c.execute(select(checkpoints.c.directory))}
         )
         for path in found:
-            if str(path) not in saved and _settled(path):
+            if str(path) not in saved and _is_left(path):
                 remove(path)
+        self._delete_leftovers()
+
+    def _delete_leftovers(self) -> None:
+        """Delete what a dead engine left: half-written or half-deleted directories, snapshots of closed models."""
+        snapshots = self._config.snapshots_dir
+        for root in (self._config.adapters_dir, self._config.checkpoints_dir, snapshots):
+            for parent in (root, *_directories(root)):
+                for path in _directories(parent):
+                    if is_scratch(path) and _changed_at(path) < self._started_at:
+                        remove(path)
+        by_id = {id_of(path.name): path for path in _directories(snapshots) if not is_scratch(path)}
+        closed = select(models.c.id).where(models.c.id.in_(by_id), models.c.status == "closed")
+        for row in self._database.read(lambda c: list(c.execute(closed))):
+            remove(by_id[row.id])
 
 
 def _directories(parent: Path) -> list[Path]:
     return sorted(path for path in parent.iterdir() if path.is_dir()) if parent.is_dir() else []
 
 
-def _settled(path: Path) -> bool:
-    """Old enough that it is no save whose row is just being written."""
+def _is_left(path: Path) -> bool:
+    """Whole, and old enough that it is no save whose row is just being written."""
+    return not is_scratch(path) and _changed_at(path) < time.time() - GRACE_S
+
+
+def _changed_at(path: Path) -> float:
     try:
-        return path.stat().st_mtime < time.time() - GRACE_S
+        return path.stat().st_mtime
     except FileNotFoundError:
-        return False
+        return math.inf
 
 
 def _adapter_name(path: Path) -> str:
     """The adapter version that a directory was written for (the reverse of how handlers name it)."""
     if not path.name.startswith("v"):
         return ""
-    return adapter_name_of(unquote(path.parent.name.replace("=", "%")), int(path.name[1:]))
+    return adapter_name_of(id_of(path.parent.name), int(path.name[1:]))

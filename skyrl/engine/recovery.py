@@ -1,7 +1,8 @@
 """After a restart: bring every living model back to where it was, from its last snapshot and the commands after it.
 
 Passes and steps are bitwise repeatable whatever they were batched with, so the model continues as if nothing had been.
-Snapshots are taken after an optimizer step when the last one is old enough; they bound how much is repeated.
+Snapshots are taken after an optimizer step when the last one is old enough, which bounds how much is repeated; and
+after every load, because the checkpoint may be replaced or deleted later.
 """
 
 from __future__ import annotations
@@ -11,17 +12,15 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
-from skyrl.backends.base import AdamParams, Backend
+from skyrl.backends.base import Backend
 from skyrl.config import ServerConfig
 from skyrl.db import futures as rows
 from skyrl.db import models as model_rows
 from skyrl.db.checkpoints import find_checkpoint
 from skyrl.db.database import Database
 from skyrl.db.models import adapter_of
-from skyrl.engine.commands import Command, command_of
-from skyrl.engine.handlers import lora_spec
+from skyrl.engine.commands import command_of
+from skyrl.engine.handlers import adam_params, lora_spec
 from skyrl.engine.passes import decode_pass
 from skyrl.engine.storage import atomic_directory, remove, safe_name
 from skyrl.futures.kinds import Kind
@@ -38,7 +37,7 @@ class Snapshots:
     """The newest state of each model on disk: `snapshots/<model>/<first command that is not in it>`."""
 
     def __init__(self, config: ServerConfig, database: Database, backend: Backend) -> None:
-        self._root = config.state_dir / "snapshots"
+        self._root = config.snapshots_dir
         self._interval_s = config.snapshot_interval_s
         self._database = database
         self._backend = backend
@@ -47,13 +46,16 @@ class Snapshots:
     def after_step(self, model_id: str, next_seq: int) -> None:
         """Snapshot a model that has just stepped, if its last snapshot is old. Runs on the backend's thread."""
         now = time.monotonic()
-        if now - self._taken_at.setdefault(model_id, now) < self._interval_s:
-            return
+        if now - self._taken_at.setdefault(model_id, now) >= self._interval_s:
+            self.take(model_id, next_seq)
+
+    def take(self, model_id: str, next_seq: int) -> None:
+        """Snapshot a model in which all commands before `next_seq` are done. Runs on the backend's thread."""
         target = self.path(model_id, next_seq)
         remove(target)
         with atomic_directory(target) as scratch:
             self._backend.save_state(model_id, scratch)
-        self._database.write(model_rows.set_model(model_id, next_seq=next_seq))
+        self._database.write(model_rows.set_model(model_id, next_seq=next_seq), power_safe=True)
         for old in target.parent.iterdir():
             if old != target:
                 remove(old)
@@ -67,8 +69,9 @@ class Snapshots:
         remove(self._root / safe_name(model_id))
 
 
-def _repeat(command: Command, body: bytes, model: Any, database: Database, backend: Backend) -> None:
+def _repeat(row: Any, body: bytes, model: Any, database: Database, backend: Backend) -> None:
     """Do again what a finished command did to its model; saves and forward passes did nothing to it."""
+    command = command_of(row)
     if command.kind is Kind.CREATE_MODEL:
         backend.create_model(model.id, lora_spec(adapter_of(model)))
     elif command.kind is Kind.FORWARD_BACKWARD:
@@ -78,37 +81,37 @@ def _repeat(command: Command, body: bytes, model: Any, database: Database, backe
                 if isinstance(result, Exception):
                     raise result
     elif command.kind is Kind.OPTIM_STEP:
-        request = decode_json(OptimStepRequest, body)
-        params = (
-            AdamParams(**msgspec.structs.asdict(request.adam_params)) if request.adam_params else AdamParams()
-        )
-        backend.optim_step(model.id, params)
+        # One that failed on a gradient that is not finite fails again, and drops that gradient again.
+        try:
+            backend.optim_step(model.id, adam_params(decode_json(OptimStepRequest, body)))
+        except Exception:
+            if row.status == "done":
+                raise
     elif command.kind is Kind.LOAD_WEIGHTS:
         load = decode_json(LoadWeightsRequest, body)
         saved = database.read(lambda c: find_checkpoint(c, parse_path(load.path), model.tenant))
-        if saved is None:
-            raise FileNotFoundError(f"checkpoint {load.path} has been deleted since it was loaded")
+        if saved is None or saved.created_at > row.completed_at:
+            raise FileNotFoundError(f"checkpoint {load.path} has been deleted or replaced since it was loaded")
         if command.seq_id == 0:
             backend.create_model(model.id, lora_spec(adapter_of(model)))
         backend.load_state(model.id, Path(saved.directory), optimizer=load.optimizer)
 
 
 def _restore(model: Any, snapshots: Snapshots, database: Database, backend: Backend) -> int:
-    """Bring one model back; returns the next command's number and how many were repeated."""
-    snapshot = snapshots.path(model.id, model.next_seq)
-    if snapshot.is_dir():
+    """Bring one model back; returns the next command's number."""
+    if model.next_seq > 0:
         backend.create_model(model.id, lora_spec(adapter_of(model)))
-        backend.load_state(model.id, snapshot, optimizer=True)
-    commands = [command_of(r) for r in database.read(lambda c: rows.executed(c, model.id, model.next_seq))]
-    for command in commands:
-        body = database.read(lambda c, ids=[command.request_id]: rows.bodies(c, ids))[command.request_id]
-        _repeat(command, body, model, database, backend)
+        backend.load_state(model.id, snapshots.path(model.id, model.next_seq), optimizer=True)
+    commands = database.read(lambda c: rows.executed(c, model.id, model.next_seq))
+    for row in commands:
+        body = database.read(lambda c, ids=[row.id]: rows.bodies(c, ids))[row.id]
+        _repeat(row, body, model, database, backend)
     logger.info("model %s: %d commands repeated", model.id, len(commands))
     return max(model.next_seq, database.read(lambda c: rows.highest_settled_seq(c, model.id)) + 1)
 
 
 async def recover(engine: Engine, database: Database, backend: Backend, snapshots: Snapshots) -> None:
-    """Restore all living models. One that cannot be restored is failed, with its reason in the log; the others go on."""
+    """Restore all living models. One that cannot be restored is failed, with its reason in the log; others go on."""
     for model in database.read(model_rows.living):
         try:
             next_seq = await engine.on_backend(

@@ -1,4 +1,4 @@
-"""Colocated sampling: SAMPLE commands in the engine's own loop, all that wait at once, between two turns of training."""
+"""Colocated sampling: SAMPLE commands in the engine's own loop, all that wait at once, between turns of training."""
 
 from __future__ import annotations
 

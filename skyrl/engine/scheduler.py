@@ -97,6 +97,15 @@ class Scheduler:
         samples, self._samples = self._samples, []
         return samples
 
+    def __contains__(self, model_id: str) -> bool:
+        return model_id in self._queues
+
+    @property
+    def last_row(self) -> int:
+        """The highest row number of what is queued, 0 when nothing is: new commands have higher ones."""
+        queued = (command.n for queue in self._queues.values() for command in queue.waiting.values())
+        return max(max(queued, default=0), max((command.n for command in self._samples), default=0))
+
     @property
     def has_work(self) -> bool:
         return bool(self._samples) or any(queue.head() is not None for queue in self._queues.values())

@@ -77,7 +77,7 @@ class _Entry:
         self.key = key
         self.outcome: Outcome | None = None
         self.settled = asyncio.Event()
-        self.recorded: asyncio.Future[None] | None = None
+        self.recorded: asyncio.Event | None = None
 
 
 class FutureStore:
@@ -91,7 +91,7 @@ class FutureStore:
         self._settled: OrderedDict[str, int] = OrderedDict()
         self._settled_bytes = 0
         self._awaited: set[str] = set()
-        """Pending requests that the engine settles."""
+        """Pending requests that another process settles."""
 
     async def record(self, request: NewRequest) -> tuple[str, bool]:
         """Store a request durably; returns its id and whether it is new. A repeat returns the first one's id.
@@ -99,28 +99,26 @@ class FutureStore:
         Raises RequestError when the key was used before with another body.
         """
         key, digest = request.key, request.digest()
-        if key is not None and (known := self._by_key.get(key)) is not None:
-            if known.recorded is not None:
-                await asyncio.shield(known.recorded)
-            return self._same(known.id, known.digest, digest, key), False
+        while key is not None and (known := self._by_key.get(key)) is not None:
+            if known.recorded is None:
+                return self._same(known.id, known.digest, digest, key), False
+            await known.recorded.wait()  # and look again: it may have failed, and it is then for us to try
         entry = _Entry(new_request_id(), request.kind, request.tenant, request.session_id, digest, key)
-        entry.recorded = asyncio.get_running_loop().create_future()
-        self._add(entry)
+        recorded = entry.recorded = asyncio.Event()
+        self._add(entry, awaited=request.kind != Kind.EXTERNAL)
         try:
             await self._writer.execute(rows.RECORD, self._parameters(entry, request))
         except BaseException as error:
             self._drop(entry)
-            entry.recorded.set_exception(error)
-            entry.recorded.exception()  # seen here; a repeat that waits sees it too
             if not isinstance(error, IntegrityError) or key is None:
                 raise
             stored = await self._database.read_async(_finder(key))
             if stored is None:
                 raise
-            self._by_key.pop(key, None)
             return self._same(stored.id, stored.digest, digest, key), False
-        entry.recorded.set_result(None)
-        entry.recorded = None
+        finally:
+            entry.recorded = None
+            recorded.set()
         return entry.id, True
 
     @staticmethod
@@ -147,11 +145,11 @@ class FutureStore:
             "created_at": time.time(),
         }
 
-    def _add(self, entry: _Entry) -> None:
+    def _add(self, entry: _Entry, *, awaited: bool) -> None:
         self._entries[entry.id] = entry
         if entry.key is not None:
             self._by_key[entry.key] = entry
-        if entry.kind != Kind.EXTERNAL:
+        if awaited:
             self._awaited.add(entry.id)
 
     def _drop(self, entry: _Entry) -> None:
@@ -164,7 +162,8 @@ class FutureStore:
         self, request_id: str, kind: Kind, tenant: str, session_id: str, digest: bytes, key: Key | None
     ) -> None:
         """Take over a pending request found in the database at start."""
-        self._add(_Entry(request_id, kind, tenant, session_id, digest, key))
+        entry = _Entry(request_id, kind, tenant, session_id, digest, key)
+        self._add(entry, awaited=kind != Kind.EXTERNAL)
 
     async def wait(self, request_id: str, tenant: str, timeout_s: float) -> Outcome | None:
         """The outcome, or None when there is none after `timeout_s`.
@@ -181,7 +180,8 @@ class FutureStore:
             entry = self._entries.get(request_id)
             if entry is None:
                 entry = _Entry(stored.id, stored.kind, stored.tenant, stored.session_id, stored.digest, None)
-                self._add(entry)
+                # Whatever its kind: a sample that is not forwarded here (its session was closed) is the engine's.
+                self._add(entry, awaited=True)
         if entry.tenant != tenant:
             raise KeyError(request_id)
         if entry.outcome is None:
@@ -200,16 +200,21 @@ class FutureStore:
         A request that was dropped meanwhile is logged and ignored.
         """
         entry = self._entries.get(request_id)
-        if entry is None:
+        if entry is None or entry.outcome is not None:
             logger.info("request %s ended after it was dropped; its result is discarded", request_id)
             return
         self._resolve(entry, outcome)
-        await self._writer.execute(rows.SETTLE_SAMPLE, rows.settlement(request_id, outcome, time.time()))
+        try:
+            await self._writer.execute(rows.SETTLE_SAMPLE, rows.settlement(request_id, outcome, time.time()))
+        finally:
+            self._make_evictable(entry, outcome)  # not before: whoever asks meanwhile would find a pending row
 
     def _resolve(self, entry: _Entry, outcome: Outcome) -> None:
         entry.outcome = outcome
         entry.settled.set()
         self._awaited.discard(entry.id)
+
+    def _make_evictable(self, entry: _Entry, outcome: Outcome) -> None:
         self._settled[entry.id] = len(outcome.result)
         self._settled_bytes += len(outcome.result)
         while len(self._settled) > KEPT_OUTCOMES or (
@@ -237,6 +242,7 @@ class FutureStore:
                 entry = self._entries.get(stored.id)
                 if entry is not None and entry.outcome is None and stored.outcome is not None:
                     self._resolve(entry, stored.outcome)
+                    self._make_evictable(entry, stored.outcome)
 
     async def look_for_lost_rings(self) -> None:
         """Look for outcomes of everything that the engine still owes."""

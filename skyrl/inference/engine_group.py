@@ -1,4 +1,4 @@
-"""The inference servers as the engine sees them: wait, warm up, publish their URL, watch, withdraw, publish again.
+"""The inference servers as the engine sees them: wait, warm up, publish the URL, watch, withdraw, start over.
 
 Knows health and the order of things. Deliberately does not start servers (the launcher does, as the engine's
 siblings), knows no database (the publisher is a callback) and no samples (the API sends those itself).
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 class EngineGroup:
-    """Replicas that serve the same model. `proxy_url` is what clients use; with one replica it is the replica's own.
+    """Replicas that serve the same model. `proxy_url` is what clients use; a single replica is its own proxy.
 
     The URL is published while every replica is ready. `failures` failed probes in a row withdraw it.
     """
@@ -112,7 +112,7 @@ class EngineGroup:
 
     async def _watch(self, replica: VllmClient) -> None:
         while True:
-            while not await replica.health():
+            while not await replica.health():  # noqa: ASYNC110 - another process, there is no event to wait for
                 await asyncio.sleep(self._starting_interval_s)
             self._set(replica, "warming up")
             try:
@@ -128,7 +128,7 @@ class EngineGroup:
     async def _until_lost(self, replica: VllmClient) -> None:
         failed = 0
         while failed < self._failures:
-            # After a first failure look again soon: a dead server is known within a second, a slow one gets its time.
+            # After a failure look again soon: a dead server is known within a second, a slow one has its time.
             await asyncio.sleep(self._starting_interval_s if failed else self._watching_interval_s)
             failed = 0 if await replica.health() else failed + 1
             self._publish()  # again, in case the publisher failed
@@ -139,10 +139,10 @@ class EngineGroup:
         self._publish()
 
     def _publish(self, *, always: bool = False) -> None:
-        """Tell the publisher what is true now, if it was last told otherwise. Its failure is logged and retried.
+        """Tell the publisher what is true now, if it was last told otherwise; a failure is logged and retried.
 
-        Before the first URL nothing is withdrawn: after a restart of the engine alone, the URL that its predecessor
-        published is good, and samples go on.
+        Before the first URL nothing is withdrawn: after a restart of the engine alone, the URL that its
+        predecessor published is good, and samples go on.
         """
         url = self._proxy_url if self.ready else None
         if url == self._published and not always:

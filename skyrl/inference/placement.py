@@ -1,7 +1,7 @@
 """Where inference servers run: what a server is (`ServerSpec`), and a `Placement` that starts and stops one.
 
-Knows processes on this machine. Deliberately knows nothing of vLLM's options (that is `vllm_command`) nor whether a
-server is healthy (that is `engine_group`): a started server may still be loading its model.
+Knows processes on this machine. Deliberately knows nothing of vLLM's options (that is `vllm_command`) nor whether
+a server is healthy (that is `engine_group`): a started server may still be loading its model.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from skyrl.supervision import SupervisedProcess
 
 @dataclass(frozen=True)
 class ServerSpec:
-    """A server as a command. `env` is added to the environment; `log_name` is a file name without directory."""
+    """A server as a command. `env` is added to the environment; `log_name` is a bare file name."""
 
     argv: tuple[str, ...]
     env: Mapping[str, str]
@@ -95,7 +95,7 @@ class LocalPlacement:
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A port nobody listens on now. Somebody else may take it before it is used: a server then ends and is retried."""
+    """A port nobody listens on now; somebody may still take it before it is used."""
     with socket.socket() as probe:
         probe.bind((host, 0))
         return probe.getsockname()[1]

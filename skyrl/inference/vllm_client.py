@@ -1,7 +1,7 @@
 """Control of one vLLM server: health, adapters, pause, sleep, warm-up.
 
-Knows vLLM's control endpoints and how they answer. Deliberately not the way samples go: httpx degrades above some 64
-concurrent requests, which control calls never reach. Knows nothing of other replicas or of who asks.
+Knows vLLM's control endpoints and how they answer. Deliberately not the way samples go: httpx degrades above some
+64 concurrent requests, which control calls never reach. Knows nothing of other replicas or of who asks.
 """
 
 from __future__ import annotations
@@ -25,9 +25,7 @@ class VllmError(RuntimeError):
 class VllmClient:
     """One server. Transport errors are raised as httpx.TransportError."""
 
-    def __init__(
-        self, url: str, api_key: str, *, timeout_s: float = 60.0, health_timeout_s: float = 5.0
-    ) -> None:
+    def __init__(self, url: str, api_key: str, *, timeout_s: float = 60.0, health_timeout_s: float = 5.0) -> None:
         self.url = url
         self._health_timeout_s = health_timeout_s
         self._http = httpx.AsyncClient(
@@ -72,14 +70,14 @@ class VllmClient:
             self._check(response, f"unload adapter {name!r}")
 
     async def pause(self, mode: Literal["abort", "wait", "keep"] = "keep") -> None:
-        """Stop generating. `keep` freezes what runs until `resume`; `abort` ends it; `wait` lets it finish."""
+        """Stop generating: `keep` freezes what runs until `resume`, `abort` ends it, `wait` lets it finish."""
         self._check(await self._http.post("/pause", params={"mode": mode}), "pause")
 
     async def resume(self) -> None:
         self._check(await self._http.post("/resume"), "resume")
 
     async def sleep(self, level: Literal[1, 2] = 1) -> None:
-        """Give device memory back: level 1 keeps the weights in host memory, 2 drops them. Running work is aborted."""
+        """Give device memory back (1 keeps weights in host memory, 2 drops them); running work is aborted."""
         self._check(await self._http.post("/sleep", params={"level": level}), "sleep")
 
     async def wake(self, *tags: Literal["weights", "kv_cache"]) -> None:

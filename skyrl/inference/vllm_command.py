@@ -1,7 +1,7 @@
 """The vLLM command line as a function of the configuration.
 
-Knows vLLM's options and environment variables, and why each is set. Starts nothing, imports neither vLLM nor torch.
-Reads one file, the base model's `config.json`, where the model is a local directory.
+Knows vLLM's options and environment variables, and why each is set. Starts nothing, imports neither vLLM nor
+torch. Reads one file, the base model's `config.json`, where the model is a local directory.
 """
 
 from __future__ import annotations
@@ -51,9 +51,7 @@ _CPU_ENV = {
 }
 
 
-def vllm_spec(
-    config: ServerConfig, port: int, api_key: str, *, cuda: bool, devices: Sequence[str] = ()
-) -> ServerSpec:
+def vllm_spec(config: ServerConfig, port: int, api_key: str, *, cuda: bool, devices: Sequence[str] = ()) -> ServerSpec:
     """The server for this configuration. `devices`: CUDA devices of this machine, the trainer's first.
 
     Raises ConfigError for options of vLLM that skyrl sets itself, and for tensor parallelism without GPUs.
@@ -99,13 +97,11 @@ def render(options: dict[str, Any]) -> list[str]:
 
 
 def context_length(config: ServerConfig, *, cuda: bool) -> int | None:
-    """Longest sequence served: as configured, else the model's own, on a CPU at most 4096; None: vLLM decides."""
+    """Longest sequence served: as configured, else (CPU) the model's own up to 4096, else None: vLLM decides."""
     configured = config.backend_config.inference.max_model_len
     if configured is not None or cuda:
         return configured
-    return min(
-        CPU_CONTEXT, read_model_config(config.base_model_path).get("max_position_embeddings", CPU_CONTEXT)
-    )
+    return min(CPU_CONTEXT, read_model_config(config.base_model_path).get("max_position_embeddings", CPU_CONTEXT))
 
 
 def read_model_config(model: str) -> dict[str, Any]:
@@ -127,7 +123,7 @@ def cuda_devices() -> list[str]:
 
 
 def plugin_installed() -> bool:
-    """Whether vLLM will find `skyrl.vllm_plugin`: without it LoRA on a CPU is wrong and dev endpoints are open."""
+    """Whether vLLM will find `skyrl.vllm_plugin`; without it LoRA on a CPU is wrong, dev endpoints are open."""
     return any(point.name == "skyrl" for point in entry_points(group="vllm.general_plugins"))
 
 
@@ -195,9 +191,9 @@ def _cpu_options(config: ServerConfig, model: dict[str, Any]) -> tuple[dict[str,
 
 
 def _kv_cache(model: dict[str, Any], length: int, sequences: int) -> tuple[int | None, int]:
-    """Blocks of key-value cache, or None to let vLLM divide the GiB given second (its unit; all of it is touched).
+    """Blocks of key-value cache, or None to let vLLM divide the GiB given second (its unit, all touched).
 
-    Every sequence at full length if that fits 256 MiB, else what fits; a model too big for that gets whole GiB.
+    Every sequence at full length if that fits 256 MiB, else what fits; a bigger model gets whole GiB.
     """
     try:
         heads = model.get("num_key_value_heads") or model["num_attention_heads"]

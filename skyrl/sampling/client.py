@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 
 FIRST_BACKOFF_S = 0.05
 MAX_BACKOFF_S = 1.0
+MAX_RETRY_AFTER_S = 30.0
 MAX_INTERRUPTIONS = 1
 MAX_ABORTS = 1
 MAX_RELOADS = 2
@@ -108,10 +109,11 @@ class ForwardingClient:
             if result is not None:
                 return result
 
-    async def _back_off(self, attempts: _Attempts, deadline: float, trouble: str) -> None:
-        if asyncio.get_running_loop().time() + attempts.backoff_s > deadline:
+    async def _back_off(self, attempts: _Attempts, deadline: float, trouble: str, at_least_s: float = 0.0) -> None:
+        wait_s = max(attempts.backoff_s * random.uniform(0.75, 1.25), at_least_s * random.uniform(1.0, 1.25))
+        if asyncio.get_running_loop().time() + wait_s > deadline:
             raise _server_failure(f"gave up after {self._deadline_s:g} s: {trouble}")
-        await asyncio.sleep(attempts.backoff_s * random.uniform(0.75, 1.25))
+        await asyncio.sleep(wait_s)
         attempts.backoff_s = min(attempts.backoff_s * 2, MAX_BACKOFF_S)
 
     async def _take(
@@ -131,12 +133,17 @@ class ForwardingClient:
                 return None
         if answer.status == 429:
             self.counts["upstream_busy"] += 1
-            attempts.backoff_s = max(attempts.backoff_s, min(answer.retry_after_s or 0.0, 30.0))
-            await self._back_off(attempts, deadline, "the inference server answers 429, too many requests")
+            asked_s = min(answer.retry_after_s or 0.0, MAX_RETRY_AFTER_S)
+            trouble = "the inference server answers 429, too many requests"
+            await self._back_off(attempts, deadline, trouble, asked_s)
             return None
-        if answer.status == 404 and job.adapter_path is not None and attempts.reloads < MAX_RELOADS:
+        if answer.status == 404 and job.adapter_path is not None:
             attempts.reloads += 1
-            await self._reload(job.model, job.adapter_path, endpoint)
+            if attempts.reloads > MAX_RELOADS:
+                raise _server_failure(
+                    f"the inference server loses adapter {job.model} again and again: {_describe(answer)}"
+                )
+            await self._reload(job.model, job.adapter_path, endpoint, deadline)
             return None
         if 400 <= answer.status < 500 and answer.status not in (401, 403, 405, 408):
             self.counts["refused"] += 1
@@ -146,41 +153,44 @@ class ForwardingClient:
 
     def _decode(self, answer: Answer, job: SampleJob) -> bytes:
         try:
-            return completion.decode_answer(answer.body, job)
-        except completion.MissingLogprobs as error:
-            self.counts["missing_logprobs"] += 1
-            if not self._zero_fill:
-                raise _server_failure(f"{error}; {_describe(answer)}") from error
-            logger.warning("request %s: %s; zero-filled, as configured", job.request_id, error)
-            return completion.decode_answer(answer.body, job, zero_fill=True)
+            try:
+                return completion.decode_answer(answer.body, job)
+            except completion.MissingLogprobs as error:
+                self.counts["missing_logprobs"] += 1
+                if not self._zero_fill:
+                    raise
+                logger.warning("request %s: %s; zero-filled, as configured", job.request_id, error)
+                return completion.decode_answer(answer.body, job, zero_fill=True)
         except completion.MalformedAnswer as error:
             self.counts["malformed"] += 1
             raise _server_failure(f"{error}; {_describe(answer)}") from error
 
-    async def _reload(self, name: str, path: str, endpoint: Endpoint) -> None:
+    async def _reload(self, name: str, path: str, endpoint: Endpoint, deadline: float) -> None:
         """Tell a replica of an adapter it does not know; one load at a time per adapter, whoever needs it."""
         key = (endpoint.url, endpoint.generation, name)
         task = self._loading.get(key)
         if task is None:
             task = self._loading[key] = asyncio.create_task(self._load(name, path, endpoint))
             task.add_done_callback(lambda _: self._loading.pop(key, None))
-        await asyncio.shield(task)
+        try:
+            async with asyncio.timeout_at(deadline):
+                await asyncio.shield(task)
+        except TimeoutError as error:
+            raise _server_failure(
+                f"gave up after {self._deadline_s:g} s: adapter {name} is being loaded again"
+            ) from error
 
     async def _load(self, name: str, path: str, endpoint: Endpoint) -> None:
         self.counts["adapter_reloads"] += 1
         body = msgspec.json.encode({"lora_name": name, "lora_path": path})
         try:
-            answer = await self._transport.post(
-                f"{endpoint.url}/v1/load_lora_adapter", body, self._headers, 60.0
-            )
+            answer = await self._transport.post(f"{endpoint.url}/v1/load_lora_adapter", body, self._headers, 60.0)
         except (NotAccepted, Interrupted) as error:
             logger.warning("adapter %s could not be loaded again: %s", name, error)
             return  # the sample is sent again, and finds out whether the server is back
         if answer.status == 200 or (answer.status == 400 and b"already been loaded" in answer.body):
             return
-        raise _server_failure(
-            f"the inference server lost adapter {name} and cannot load it again: {_describe(answer)}"
-        )
+        raise _server_failure(f"the inference server lost adapter {name} and cannot load it again: {_describe(answer)}")
 
     async def probe(self) -> str | None:
         """Why the server cannot sample now; None when its /health answers 200."""
@@ -194,6 +204,10 @@ class ForwardingClient:
         return None if answer.status == 200 else _describe(answer)
 
     async def close(self) -> None:
+        loads = list(self._loading.values())
+        for load in loads:
+            load.cancel()
+        await asyncio.gather(*loads, return_exceptions=True)
         await self._transport.close()
 
 
@@ -205,7 +219,7 @@ def _message(answer: Answer) -> str:
     """vLLM's own sentence, with the parameter it names."""
     try:
         detail = msgspec.json.decode(answer.body, type=_ErrorBody).error
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, UnicodeDecodeError):
         return _describe(answer)
     if isinstance(detail, str):
         return detail
@@ -214,4 +228,4 @@ def _message(answer: Answer) -> str:
 
 def _describe(answer: Answer) -> str:
     excerpt = answer.body[:BODY_EXCERPT].decode(errors="replace")
-    return f"the inference server answered status {answer.status}, {answer.content_type or 'no content type'}: {excerpt!r}"
+    return f"the inference server answered status {answer.status}, {answer.content_type}: {excerpt!r}"

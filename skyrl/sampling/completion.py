@@ -63,7 +63,7 @@ _completion_decoder = msgspec.json.Decoder(_Completion)
 
 
 def encode_request(job: SampleJob) -> bytes:
-    """The body to post. Greedy asks once, whatever `num_samples` is: vLLM refuses n > 1 there, and all would be equal."""
+    """The body to post. Greedy asks once, whatever `num_samples` is: vLLM refuses n > 1 there, and all were equal."""
     params: dict[str, Any] = {
         "n": 1 if job.greedy else job.num_samples,
         "max_tokens": job.max_tokens,
@@ -104,10 +104,20 @@ def decode_answer(body: bytes, job: SampleJob, *, zero_fill: bool = False) -> by
     if len(answer.choices) != expected:
         raise MalformedAnswer(f"{len(answer.choices)} choices for {expected} samples")
     choices = sorted(answer.choices, key=lambda choice: choice.index)
+    for choice in choices:  # first of all: what else an aborted answer lacks does not matter
+        if choice.finish_reason not in ("stop", "length"):
+            raise AbortedAnswer(f"finish_reason {choice.finish_reason!r}")
+    try:
+        return _encode(choices, answer.usage, job, zero_fill)
+    except (ValueError, OverflowError) as error:
+        raise MalformedAnswer(f"not token ids: {error}") from error
+
+
+def _encode(choices: list[_Choice], usage: _Usage | None, job: SampleJob, zero_fill: bool) -> bytes:
     sequences = [_sequence(choice, job, zero_fill) for choice in choices]
     if job.greedy:
         sequences = sequences * job.num_samples
-    details = answer.usage.prompt_tokens_details if answer.usage is not None else None
+    details = usage.prompt_tokens_details if usage is not None else None
     result = SampleResult(
         sequences,
         _prompt_logprobs(choices[0], job) if job.prompt_logprobs else None,
@@ -118,8 +128,6 @@ def decode_answer(body: bytes, job: SampleJob, *, zero_fill: bool = False) -> by
 
 
 def _sequence(choice: _Choice, job: SampleJob, zero_fill: bool) -> SampledSequence:
-    if choice.finish_reason not in ("stop", "length"):
-        raise AbortedAnswer(f"finish_reason {choice.finish_reason!r}")
     if choice.token_ids is None:
         raise MalformedAnswer("no token_ids")
     given = choice.logprobs.token_logprobs if choice.logprobs is not None else None
@@ -147,10 +155,7 @@ def _sample_topk(choice: _Choice, k: int) -> list[TopkRow]:
     rows = choice.logprobs.top_logprobs if choice.logprobs is not None else None
     if rows is None or len(rows) != len(choice.token_ids or []):
         raise MalformedAnswer("top_logprobs do not match the tokens")
-    return [
-        _best((int(key.removeprefix(TOKEN_ID_PREFIX)), lp) for key, lp in (row or {}).items())[:k]
-        for row in rows
-    ]
+    return [_best((int(key.removeprefix(TOKEN_ID_PREFIX)), lp) for key, lp in (row or {}).items())[:k] for row in rows]
 
 
 def _best(cells: Any) -> TopkRow:
@@ -160,17 +165,20 @@ def _best(cells: Any) -> TopkRow:
 def _prompt_rows(choice: _Choice, job: SampleJob) -> list[dict[str, _PromptCell] | None]:
     rows = choice.prompt_logprobs
     if rows is None or len(rows) != len(job.prompt):
-        raise MalformedAnswer(
-            f"{0 if rows is None else len(rows)} prompt logprobs for {len(job.prompt)} tokens"
-        )
+        raise MalformedAnswer(f"{0 if rows is None else len(rows)} prompt logprobs for {len(job.prompt)} tokens")
     return rows
+
+
+def _first_scored(job: SampleJob) -> int:
+    """The first prompt position whose values the client wants; position 0 has none."""
+    last_n = job.prompt_logprobs_last_n
+    return 1 if last_n is None else max(1, len(job.prompt) - last_n)
 
 
 def _prompt_logprobs(choice: _Choice, job: SampleJob) -> list[float | None]:
     rows = _prompt_rows(choice, job)
-    first = 1 if job.prompt_logprobs_last_n is None else max(1, len(rows) - job.prompt_logprobs_last_n)
     values: list[float | None] = [None] * len(rows)
-    for index in range(first, len(rows)):
+    for index in range(_first_scored(job), len(rows)):
         cell = (rows[index] or {}).get(str(job.prompt[index]))
         if cell is None:
             raise MalformedAnswer(f"no logprob for prompt token {index}")
@@ -179,10 +187,11 @@ def _prompt_logprobs(choice: _Choice, job: SampleJob) -> list[float | None]:
 
 
 def _prompt_topk(choice: _Choice, job: SampleJob) -> list[TopkRow | None]:
-    """The k best per position; the row may also hold the prompt's own token, which is dropped when it is not among them."""
+    """The k best per position; the prompt's own token, always in the row, is dropped when it is not among them."""
+    first = _first_scored(job)
     return [
         None
-        if row is None
+        if row is None or index < first
         else _best((int(token), cell.logprob) for token, cell in row.items())[: job.topk_prompt]
-        for row in _prompt_rows(choice, job)
+        for index, row in enumerate(_prompt_rows(choice, job))
     ]

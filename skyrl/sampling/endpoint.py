@@ -50,7 +50,8 @@ class EngineEndpoint:
         if cached is not None and cached is not stale:
             return cached
         async with self._lock:
-            if self._reads != reads and self._cached is not None and self._cached is not stale:
+            # Somebody else read it meanwhile; also when there still is none, or everybody would read in turn.
+            if self._reads != reads and (self._cached is None or self._cached is not stale):
                 return self._cached
             state = await self._read()
             self._reads += 1

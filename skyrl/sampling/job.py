@@ -58,10 +58,10 @@ class SampleJob:
 
 
 def check_request(request: SampleRequest, limits: Limits) -> list[int]:
-    """The prompt's token ids. Raises RequestError naming the field, for everything that can be known before sampling."""
+    """The prompt's token ids. Raises RequestError naming the field, for all that can be known before sampling."""
     params = request.sampling_params
     prompt = tokens_of(request.prompt)
-    if limits.vocab_size is not None and not (0 <= min(prompt) and max(prompt) < limits.vocab_size):
+    if limits.vocab_size is not None and (min(prompt) < 0 or max(prompt) >= limits.vocab_size):
         bad = next(t for t in prompt if not 0 <= t < limits.vocab_size)
         raise RequestError(f"token id {bad} is not in [0, {limits.vocab_size})", field="prompt")
     if limits.max_context is not None and len(prompt) >= limits.max_context:
@@ -73,21 +73,17 @@ def check_request(request: SampleRequest, limits: Limits) -> list[int]:
     if params.max_tokens is not None and params.max_tokens < 1:
         raise RequestError(f"must be at least 1, got {params.max_tokens}", field="sampling_params.max_tokens")
     if not (math.isfinite(params.temperature) and 0.0 <= params.temperature <= 2.0):
-        raise RequestError(
-            f"must be in [0, 2], got {params.temperature}", field="sampling_params.temperature"
-        )
+        raise RequestError(f"must be in [0, 2], got {params.temperature}", field="sampling_params.temperature")
     if not 0.0 < params.top_p <= 1.0:
         raise RequestError(f"must be in (0, 1], got {params.top_p}", field="sampling_params.top_p")
     if params.top_k < -1:
-        raise RequestError(
-            f"must be -1 (off) or at least 1, got {params.top_k}", field="sampling_params.top_k"
-        )
+        raise RequestError(f"must be -1 (off) or at least 1, got {params.top_k}", field="sampling_params.top_k")
     if params.seed is not None and not -(2**63) <= params.seed < 2**64:
         raise RequestError("must fit 64 bits", field="sampling_params.seed")
     _bounded("topk_sample_logprobs", request.topk_sample_logprobs, 0, MAX_TOPK)
     _bounded("topk_prompt_logprobs", request.topk_prompt_logprobs, 0, MAX_TOPK)
-    if request.prompt_logprobs_last_n is not None and request.prompt_logprobs_last_n < 0:
-        raise RequestError("must not be negative", field="prompt_logprobs_last_n")
+    if request.prompt_logprobs_last_n is not None and request.prompt_logprobs_last_n < 1:
+        raise RequestError("must be at least 1", field="prompt_logprobs_last_n")
     if request.target_prompt_logprobs is not None and bytes(request.target_prompt_logprobs) != b"null":
         raise RequestError("is not served by this version", field="target_prompt_logprobs")
     if request.prompt_alt_tokens_k:

@@ -13,6 +13,7 @@ from typing import Any
 
 from skyrl.db.futures import Outcome
 from skyrl.db.samplers import Sampler, Samplers
+from skyrl.db.sessions import Sessions
 from skyrl.futures.doorbell import Doorbell
 from skyrl.futures.ids import sample_sequence_ids
 from skyrl.futures.kinds import Kind
@@ -34,7 +35,7 @@ class Promise:
 
 
 class Admission:
-    """A bound on what waits in this process: requests and bytes. Above it a request is refused, and nothing recorded."""
+    """A bound on what waits in this process, in requests and bytes. What is above it is refused and not recorded."""
 
     def __init__(self, max_requests: int, max_bytes: int) -> None:
         self._max_requests = max_requests
@@ -65,6 +66,7 @@ class SampleService:
         self,
         store: FutureStore,
         samplers: Samplers,
+        sessions: Sessions,
         *,
         client: ForwardingClient | None,
         engine: Doorbell | None,
@@ -74,6 +76,7 @@ class SampleService:
     ) -> None:
         self._store = store
         self._samplers = samplers
+        self._sessions = sessions
         self._client = client
         self._engine = engine
         self._limits = limits
@@ -124,9 +127,11 @@ class SampleService:
         if sampler is None:
             sampler = await self._samplers.find(request.sampling_session_id, tenant)
         if sampler is None:
-            raise NotFound(
-                f"no sampling session {request.sampling_session_id!r}", field="sampling_session_id"
-            )
+            raise NotFound(f"no sampling session {request.sampling_session_id!r}", field="sampling_session_id")
+        # Its row is closed later, by the engine. Not 410: that would make the SDK send the sample again for ever.
+        session = await self._sessions.find(sampler.session_id, tenant)
+        if session is None or session.status != "active":
+            raise NotFound(f"the session of {request.sampling_session_id!r} has ended", field="sampling_session_id")
         return sampler
 
     def _start(self, job: SampleJob, size: int) -> None:
@@ -162,16 +167,16 @@ class SampleService:
         else:
             key = None
         self._store.adopt(row.id, Kind.EXTERNAL, row.tenant, row.session_id, row.digest, key)
-        sampler = await self._samplers.find(row.sampling_session_id, row.tenant)
-        if sampler is None:
-            gone = Outcome(error="the sampling session was closed", error_category=ErrorCategory.USER)
-            await self._store.settle(row.id, gone)
+        try:
+            request = decode_json(SampleRequest, row.body)
+            sampler = await self._resolve(request, row.tenant)
+            job = job_for(request, row.id, sampler, self._limits(), self._base_name)
+        except RequestError as error:  # its session has ended, or the model is another one than before
+            await self._store.settle(row.id, Outcome(error=error.message, error_category=ErrorCategory.USER))
             return
         self._admission.requests += 1
         self._admission.bytes += len(row.body)
-        # The limits may not be known yet so early; the request was checked against them when it was accepted.
-        request = decode_json(SampleRequest, row.body)
-        self._start(job_for(request, row.id, sampler, self._limits(), self._base_name), len(row.body))
+        self._start(job, len(row.body))
 
     def cancel(self, request_ids: list[str]) -> None:
         """Stop forwarding these; closing the connection frees vLLM."""
@@ -195,9 +200,7 @@ class SampleService:
             await asyncio.gather(*left, return_exceptions=True)
 
 
-def job_for(
-    request: SampleRequest, request_id: str, sampler: Sampler, limits: Limits, base_name: str
-) -> SampleJob:
+def job_for(request: SampleRequest, request_id: str, sampler: Sampler, limits: Limits, base_name: str) -> SampleJob:
     """The job that samples from what the sampling session was created from; `base_name` is the base model upstream."""
     return make_job(
         request,

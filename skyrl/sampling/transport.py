@@ -48,11 +48,10 @@ class AiohttpTransport:
 
     def _client(self) -> aiohttp.ClientSession:
         if self._session is None:
-            connector = aiohttp.TCPConnector(
-                limit=self._max_connections or 0, limit_per_host=0, keepalive_timeout=30
-            )
+            connector = aiohttp.TCPConnector(limit=self._max_connections or 0, limit_per_host=0, keepalive_timeout=30)
             self._session = aiohttp.ClientSession(
                 connector=connector,
+                cookie_jar=aiohttp.DummyCookieJar(),  # a balancer's cookie would tie all samples to one replica
                 timeout=aiohttp.ClientTimeout(total=None),
                 auto_decompress=True,
                 raise_for_status=False,
@@ -72,7 +71,7 @@ class AiohttpTransport:
         timeout = aiohttp.ClientTimeout(total=timeout_s, connect=None, sock_connect=10)
         try:
             async with self._client().request(
-                method, url, data=body, headers=headers, timeout=timeout
+                method, url, data=body, headers=headers, timeout=timeout, allow_redirects=False
             ) as response:
                 content = await response.read()
                 return Answer(

@@ -51,7 +51,7 @@ class Task(ABC):
 
     def reward(self, state: Any, text: str) -> float:
         """Grade in [0, 1]; 1 only for the right answer at exactly the right length."""
-        body = text.removesuffix(IM_END).strip()
+        body = text.strip().removesuffix(IM_END).strip()
         return positional_reward(self.split(body), self.split(self.answer(state)))
 
 
@@ -105,10 +105,21 @@ class SortTask(Task):
 
 TASKS: dict[str, Task] = {task.name: task for task in (CountTask(), SortTask())}
 
-_ADJECTIVES = "old young quiet clever small tired happy brave lazy gentle".split()
-_ANIMALS = "fox owl cat dog horse mouse bear crow goat duck".split()
-_VERBS = "watches follows finds hears visits remembers passes likes greets leaves".split()
-_PLACES = "river forest garden bridge mill market tower meadow harbour village".split()
+_ADJECTIVES = ["old", "young", "quiet", "clever", "small", "tired", "happy", "brave", "lazy", "gentle"]
+_ANIMALS = ["fox", "owl", "cat", "dog", "horse", "mouse", "bear", "crow", "goat", "duck"]
+_VERBS = [
+    "watches",
+    "follows",
+    "finds",
+    "hears",
+    "visits",
+    "remembers",
+    "passes",
+    "likes",
+    "greets",
+    "leaves",
+]
+_PLACES = ["river", "forest", "garden", "bridge", "mill", "market", "tower", "meadow", "harbour", "village"]
 _TIMES = [
     "at dawn",
     "at night",
@@ -119,7 +130,7 @@ _TIMES = [
     "before noon",
     "alone",
 ]
-_COLOURS = "red green blue grey white black brown yellow".split()
+_COLOURS = ["red", "green", "blue", "grey", "white", "black", "brown", "yellow"]
 
 
 def sentence(rng: Random) -> str:

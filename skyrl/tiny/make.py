@@ -97,9 +97,8 @@ def rows(tokenizer: Tokenizer, rng: Random) -> Iterator[tuple[list[int], list[in
 
 def batch(source: Iterator[tuple[list[int], list[int], list[int]]]) -> dict[str, torch.Tensor]:
     """ROWS rows as tensors; positions restart and attention stops at each sample's edge."""
-    ids, targets, owner = (
-        torch.tensor(part) for part in zip(*(next(source) for _ in range(ROWS)), strict=True)
-    )
+    drawn = [next(source) for _ in range(ROWS)]
+    ids, targets, owner = (torch.tensor(part) for part in zip(*drawn, strict=True))
     place = torch.arange(LENGTH).expand(ROWS, LENGTH)
     edge = torch.ones_like(owner, dtype=torch.bool)
     edge[:, 1:] = owner[:, 1:] != owner[:, :-1]

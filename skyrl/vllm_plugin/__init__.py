@@ -1,9 +1,9 @@
 """vLLM general plugin: loaded by vLLM itself, in its API server, engine core and workers.
 
-Does four things: no process of vLLM outlives its parent; every endpoint asks for the API key; LoRA on a CPU is right
-(see `punica_cpu`); and a CPU engine core is forked from the API server instead of importing everything again. Knows
-vLLM's internals, of exactly the versions it was tested with: with any other it changes nothing and says so. Knows
-nothing of the rest of skyrl.
+Does four things: no process of vLLM outlives its parent; every endpoint asks for the API key; LoRA on a CPU is
+right (see `punica_cpu`); and a CPU engine core is forked from the API server instead of importing everything again.
+Knows vLLM's internals, of exactly the versions it was tested with: it patches no other, and says so. Knows nothing
+of the rest of skyrl.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def register() -> None:
 
     if not vllm.__version__.startswith(TESTED_VERSIONS):
         logger.error(
-            "skyrl's plugin is for vLLM %s*, this is %s: nothing is patched. On a CPU, base-model requests beside LoRA "
-            "requests may get another adapter's weights, and prompt logprobs may stop the engine; everywhere, "
+            "skyrl's plugin is for vLLM %s*, this is %s: nothing is patched. On a CPU, base-model requests beside "
+            "LoRA requests may get another adapter's weights, and prompt logprobs may stop the engine; anywhere, "
             "development endpoints (/pause, /collective_rpc) are open to every user of this machine.",
             TESTED_VERSIONS[0],
             vllm.__version__,
@@ -61,7 +61,7 @@ def _die_with(parent_pid: int) -> None:
 
 
 def _cover_forks() -> None:
-    """The same for processes forked from this one and from its children: a fork does not inherit the setting."""
+    """The same for processes forked from this one and from its children: a fork does not inherit it."""
     forking = [0]
 
     def before() -> None:

@@ -1,7 +1,7 @@
 """Installs skyrl's LoRA wrapper and the forked engine core into vLLM 0.32 on a CPU.
 
-Knows three places inside vLLM: which LoRA wrapper the platform names, how the runner asks for logits of prompt rows,
-and where the platform sets the start method of processes. Knows no LoRA arithmetic (that is `punica_cpu`).
+Knows three places inside vLLM: which LoRA wrapper the platform names, how the runner asks for logits of prompt
+rows, and where the platform sets the start method of processes. Knows no LoRA arithmetic (that is `punica_cpu`).
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def apply(*, fork_engine: bool) -> None:
 def _patch_prompt_logprobs() -> None:
     """Tell the wrapper which rows of the forward pass the logits of a prompt belong to.
 
-    The runner asks for them one request at a time, with a slice of the pass's hidden states: the slice's place in
-    that tensor is the place of its rows in the batch's row-to-adapter map (also for a part of a chunked prompt).
+    The runner asks for them one request at a time, with a slice of the pass's hidden states: the slice's place
+    in that tensor is the place of its rows in the batch's row-to-adapter map (a part of a prompt included).
     """
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
@@ -40,12 +40,12 @@ def _patch_prompt_logprobs() -> None:
     def patched(runner: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if not runner.num_prompt_logprobs or not runner.lora_config:
             return original(runner, hidden_states, *args, **kwargs)
-        model, first, step = runner.model, hidden_states.storage_offset(), hidden_states.stride(0)
-        compute_logits = model.compute_logits
+        model, compute_logits = runner.model, runner.model.compute_logits
+        first, step = int(hidden_states.storage_offset()), int(hidden_states.stride(0))
 
         def of_prompt(rows: torch.Tensor) -> torch.Tensor:
             assert rows.untyped_storage().data_ptr() == hidden_states.untyped_storage().data_ptr()
-            start = (rows.storage_offset() - first) // step
+            start = (int(rows.storage_offset()) - first) // step
             with prompt_rows(slice(start, start + rows.shape[0])):
                 return compute_logits(rows)
 
@@ -59,10 +59,10 @@ def _patch_prompt_logprobs() -> None:
 
 
 def _patch_start_method() -> None:
-    """Fork the engine core: importing everything a second time is 40 % of the start-up time on 2 cores.
+    """Fork the engine core, as vLLM does on GPUs: importing everything twice is 40 % of the start-up time.
 
     vLLM forces `spawn` on CPUs, because of OpenMP threads and CPU binding of its multi-process executor. Neither
-    exists here: with the `uni` executor the API server has run no parallel region before it starts the engine core.
+    exists here: with the `uni` executor the API server has run no parallel region before the fork.
     """
     original = CpuPlatform.check_and_update_config
 

@@ -6,6 +6,7 @@ they are used.
 
 from __future__ import annotations
 
+import re
 from typing import Any, TypeVar
 
 import msgspec
@@ -175,6 +176,7 @@ class SampleRequest(msgspec.Struct):
 
 
 _decoders: dict[type, msgspec.json.Decoder[Any]] = {}
+_MISSING = re.compile(r"Object missing required field `(\w+)`")
 
 
 def decode_json(kind: type[S], body: bytes) -> S:
@@ -185,12 +187,20 @@ def decode_json(kind: type[S], body: bytes) -> S:
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as error:
-        text, _, path = str(error).rpartition(" - at `$")
-        if not text:
-            raise RequestError(str(error)) from error
-        raise RequestError(text, field=path.rstrip("`").lstrip(".")) from error
-    except msgspec.DecodeError as error:
+        raise _refusal(str(error)) from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise RequestError(f"the body is not JSON: {error}") from error
+    except RecursionError as error:
+        raise RequestError("the body is nested too deeply") from error
+
+
+def _refusal(text: str) -> RequestError:
+    """msgspec's sentence, "What is wrong - at `$.the.field`", as ours."""
+    problem, _, path = text.rpartition(" - at `$")
+    field = path.rstrip("`").lstrip(".") if problem else ""
+    if (missing := _MISSING.fullmatch(problem or text)) is not None:
+        return RequestError("is missing", field=f"{field}.{missing[1]}" if field else missing[1])
+    return RequestError(problem or text, field=field or None)
 
 
 def tokens_of(prompt: ModelInput, field: str = "prompt") -> list[int]:

@@ -1,4 +1,4 @@
-"""Results as they travel: protobuf for samples and training passes, and the same as JSON for clients that ask for it."""
+"""Results as they travel: protobuf for samples and training passes, or JSON for clients that do not take it."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def encode_sample(result: SampleResult, *, topk_sample: int = 0, topk_prompt: in
 
 
 def encode_forward_backward(logprobs: list[npt.NDArray[np.float32]], metrics: dict[str, float]) -> bytes:
-    """A ForwardBackwardOutput: one `logprobs` array per datum, [N] or [N, K]; consecutive equal widths share a record."""
+    """A ForwardBackwardOutput: `logprobs` of each datum, [N] or [N, K]; consecutive equal widths share a record."""
     message = pb.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord", metrics=metrics)
     start = 0
     while start < len(logprobs):
@@ -101,9 +101,7 @@ def _topk_json(topk: pb.TopkLogprobs) -> list[list[tuple[int, float]] | None]:
     rows: list[list[tuple[int, float]] | None] = []
     for row_ids, row_logprobs in zip(ids, logprobs, strict=True):
         cells = [
-            (token, value)
-            for token, value in zip(row_ids, row_logprobs, strict=True)
-            if value != TOPK_EMPTY_LOGPROB
+            (token, value) for token, value in zip(row_ids, row_logprobs, strict=True) if value != TOPK_EMPTY_LOGPROB
         ]
         rows.append(cells or None)
     return rows
@@ -140,9 +138,7 @@ def _forward_backward_to_json(body: bytes) -> dict[str, Any]:
             array = np.frombuffer(field.data[offsets[index] : offsets[index + 1]], np.float32)
             shape = [-1, *field.trailing_shape] if field.trailing_shape else [-1]
             shaped = array.reshape(shape)
-            outputs.append(
-                {"logprobs": {"data": array.tolist(), "dtype": "float32", "shape": list(shaped.shape)}}
-            )
+            outputs.append({"logprobs": {"data": array.tolist(), "dtype": "float32", "shape": list(shaped.shape)}})
     return {
         "loss_fn_output_type": message.loss_fn_output_type,
         "loss_fn_outputs": outputs,

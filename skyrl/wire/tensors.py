@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -21,7 +22,7 @@ MAX_DENSE_ELEMENTS = 2**28
 class JsonTensor(msgspec.Struct):
     """`data` in row-major order; with `sparse_*` it holds the CSR values."""
 
-    data: list[int] | list[float]
+    data: list[int | float]
     dtype: Literal["int64", "float32"] = "float32"
     shape: list[int] | None = None
     sparse_crow_indices: list[int] | None = None
@@ -54,10 +55,8 @@ def _densify(
         or bool(((col < 0) | (col >= columns)).any())
     )
     if bad:
-        raise RequestError(
-            "crow_indices and col_indices do not describe a CSR tensor of this shape", field=field
-        )
-    dense = np.zeros((rows, columns), dtype=values.dtype)
+        raise RequestError("crow_indices and col_indices do not describe a CSR tensor of this shape", field=field)
+    dense: npt.NDArray[Any] = np.zeros((rows, columns), dtype=values.dtype)
     dense[np.repeat(np.arange(rows), np.diff(crow)), col] = values
     return dense
 
@@ -75,9 +74,7 @@ def from_proto(tensor: pb.Tensor, field: str) -> Array:
     shape = list(tensor.shape)
     raw = tensor.sparse_csr.values if tensor.WhichOneof("layout") == "sparse_csr" else tensor.dense
     if len(raw) % itemsize:
-        raise RequestError(
-            f"{len(raw)} bytes are no whole number of {np.dtype(dtype).name} values", field=field
-        )
+        raise RequestError(f"{len(raw)} bytes are no whole number of {np.dtype(dtype).name} values", field=field)
     values = _widen(np.frombuffer(raw, dtype=dtype))
     if tensor.WhichOneof("layout") == "sparse_csr":
         csr = tensor.sparse_csr
@@ -95,15 +92,27 @@ def from_proto(tensor: pb.Tensor, field: str) -> Array:
 
 def from_json(tensor: JsonTensor, field: str) -> Array:
     """int64 or float32, the tensor's shape. Raises RequestError naming `field`."""
-    dtype = np.int64 if tensor.dtype == "int64" else np.float32
-    try:
-        values = np.asarray(tensor.data, dtype=dtype)
-    except (OverflowError, ValueError, TypeError) as error:
-        raise RequestError(f"data does not fit {tensor.dtype}: {error}", field=field) from error
+    values = _numbers(tensor.data, np.int64 if tensor.dtype == "int64" else np.float32, "data", field)
     shape = tensor.shape or []
-    if tensor.sparse_crow_indices is not None and tensor.sparse_col_indices is not None:
-        crow = np.asarray(tensor.sparse_crow_indices, dtype=np.int64)
-        if not len(crow):
-            raise RequestError("sparse_crow_indices is empty", field=field)
-        return _densify(values, crow, np.asarray(tensor.sparse_col_indices, dtype=np.int64), shape, field)
-    return values.reshape(_shape(shape, len(values), field))
+    if tensor.sparse_crow_indices is None and tensor.sparse_col_indices is None:
+        return values.reshape(_shape(shape, len(values), field))
+    if not tensor.sparse_crow_indices or tensor.sparse_col_indices is None:
+        raise RequestError(
+            "a CSR tensor needs both sparse_crow_indices, which are never empty, and sparse_col_indices",
+            field=field,
+        )
+    crow = _numbers(tensor.sparse_crow_indices, np.int64, "sparse_crow_indices", field)
+    col = _numbers(tensor.sparse_col_indices, np.int64, "sparse_col_indices", field)
+    return _densify(values, crow, col, shape, field)
+
+
+def _numbers(data: Sequence[int | float], dtype: Any, name: str, field: str) -> npt.NDArray[Any]:
+    """All of `data`, none of it changed by the conversion but for float32's rounding."""
+    given = np.asarray(data)
+    try:
+        if dtype is np.int64 and (given.dtype.kind == "u" or (given.dtype.kind == "f" and (given % 1).any())):
+            raise ValueError("64 bit signed integers only")
+        with np.errstate(over="raise"):
+            return given.astype(dtype)
+    except (ArithmeticError, ValueError, TypeError) as error:
+        raise RequestError(f"{name} does not fit {np.dtype(dtype).name}: {error}", field=field) from error

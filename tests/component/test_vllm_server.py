@@ -9,6 +9,7 @@ import asyncio
 import json
 import os
 import signal
+import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
@@ -23,11 +24,11 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
-from skyrl.config import ServerConfig, parse_backend_config
+from skyrl.config import load_config
 from skyrl.inference.engine_group import EngineGroup
 from skyrl.inference.placement import LocalPlacement, LocalServer, ServerSpec, free_port
 from skyrl.inference.vllm_client import VllmClient, VllmError
-from skyrl.inference.vllm_command import plugin_installed, vllm_spec
+from skyrl.inference.vllm_command import HOST, plugin_installed, vllm_spec
 from skyrl.tiny import model_path
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(90)]
@@ -68,12 +69,19 @@ async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Serv
         "generator.inference_engine.max_model_len": 1024,
         "trainer.policy.model.lora": {"max_loras": SLOTS, "max_cpu_loras": 8, "max_lora_rank": 32},
     }
-    config = ServerConfig(base_model=str(MODEL), state_dir=logs, backend_config=parse_backend_config(backend))
+    config = load_config({"base_model": str(MODEL), "backend_config": backend})
     spec = vllm_spec(config, free_port(), KEY, cuda=False)
     placement = LocalPlacement(logs)
     handle = await placement.start(spec)
     published: list[str | None] = []
-    group = EngineGroup([spec.url], KEY, published.append, watching_interval_s=0.3)
+    locked = iter([True])
+
+    def publish(url: str | None) -> None:
+        if next(locked, False):
+            raise OSError("the first write fails: database is locked")
+        published.append(url)
+
+    group = EngineGroup([spec.url], KEY, publish, watching_interval_s=0.3)
     client = VllmClient(spec.url, KEY)
     running = asyncio.create_task(group.run())
     try:
@@ -112,9 +120,7 @@ def adapter(directory: Path, rank: int) -> Path:
     tensors = {}
     for module, (width_in, width_out) in shapes.items():
         for part, shape in (("A", (rank, width_in)), ("B", (width_out, rank))):
-            tensors[f"base_model.model.{module}.lora_{part}.weight"] = 0.08 * torch.randn(
-                shape, generator=generator
-            )
+            tensors[f"base_model.model.{module}.lora_{part}.weight"] = 0.08 * torch.randn(shape, generator=generator)
     save_file(tensors, directory / "adapter_model.safetensors")
     peft = {"peft_type": "LORA", "r": rank, "lora_alpha": 16, "target_modules": list(TARGETS), "bias": "none"}
     (directory / "adapter_config.json").write_text(json.dumps(peft))
@@ -173,13 +179,12 @@ def processes_of_group(group: int) -> dict[int, str]:
 
 
 async def test_ready_means_warmed_up_and_published(served: Served) -> None:
+    await until(lambda: served.published, 3)  # the first attempt failed, and was made again
     assert served.published == [served.spec.url]
     assert served.group.reason == ""
     assert await served.client.models() == [str(MODEL)]
     began = time.monotonic()
-    async with httpx.AsyncClient(
-        base_url=served.spec.url, headers={"Authorization": f"Bearer {KEY}"}
-    ) as http:
+    async with httpx.AsyncClient(base_url=served.spec.url, headers={"Authorization": f"Bearer {KEY}"}) as http:
         await complete(http, prompt=[5, 6, 7], max_tokens=2)
     assert time.monotonic() - began < 1.0  # the first request of a cold server takes 2 s
 
@@ -216,9 +221,7 @@ async def test_bad_adapter_is_an_error_and_harms_nobody(served: Served, tmp_path
     assert await served.client.health()
 
 
-async def test_mixed_batches_agree_with_hugging_face(
-    served: Served, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+async def test_mixed_batches_agree_with_hugging_face(served: Served, tmp_path_factory: pytest.TempPathFactory) -> None:
     """Base model and adapters (unembedding trained) side by side, with and without prompt logprobs."""
     directory = tmp_path_factory.mktemp("adapters")
     adapters = {name: adapter(directory / name, rank) for name, rank in RANKS.items()}
@@ -227,10 +230,7 @@ async def test_mixed_batches_agree_with_hugging_face(
     reference = Reference(adapters)
     rng = Random(7)
     names = ["base", *RANKS]
-    requests = [
-        (names[i % 3], [rng.randrange(256) for _ in range(rng.choice((1, 2, 17, 60, 150)))])
-        for i in range(24)
-    ]
+    requests = [(names[i % 3], [rng.randrange(256) for _ in range(rng.choice((1, 2, 17, 60, 150)))]) for i in range(24)]
 
     async with httpx.AsyncClient(
         base_url=served.spec.url, headers={"Authorization": f"Bearer {KEY}"}, timeout=60
@@ -248,14 +248,10 @@ async def test_mixed_batches_agree_with_hugging_face(
         assert len(answer["choices"]) == 2
         for choice in answer["choices"]:
             expected = reference.logprobs(name, prompt + choice["token_ids"])
-            assert choice["logprobs"]["token_logprobs"] == pytest.approx(
-                expected[len(prompt) - 1 :], abs=1e-4
-            )
+            assert choice["logprobs"]["token_logprobs"] == pytest.approx(expected[len(prompt) - 1 :], abs=1e-4)
             of_prompt = choice["prompt_logprobs"]
             if of_prompt is not None:
-                given = [
-                    row[str(token)]["logprob"] for row, token in zip(of_prompt[1:], prompt[1:], strict=True)
-                ]
+                given = [row[str(token)]["logprob"] for row, token in zip(of_prompt[1:], prompt[1:], strict=True)]
                 assert given == pytest.approx(expected[: len(prompt) - 1], abs=1e-4)
                 prompts_checked += 1
     assert prompts_checked == 36
@@ -263,9 +259,7 @@ async def test_mixed_batches_agree_with_hugging_face(
 
 async def test_base_model_alone_ignores_loaded_adapters(served: Served) -> None:
     reference = Reference({})
-    async with httpx.AsyncClient(
-        base_url=served.spec.url, headers={"Authorization": f"Bearer {KEY}"}
-    ) as http:
+    async with httpx.AsyncClient(base_url=served.spec.url, headers={"Authorization": f"Bearer {KEY}"}) as http:
         answer = await complete(http, prompt=[9, 8, 7], prompt_logprobs=0)
     tokens = answer["choices"][0]["token_ids"]
     assert answer["choices"][0]["logprobs"]["token_logprobs"] == pytest.approx(
@@ -274,9 +268,7 @@ async def test_base_model_alone_ignores_loaded_adapters(served: Served) -> None:
 
 
 async def test_pause_freezes_and_resume_continues(served: Served) -> None:
-    async with httpx.AsyncClient(
-        base_url=served.spec.url, headers={"Authorization": f"Bearer {KEY}"}
-    ) as http:
+    async with httpx.AsyncClient(base_url=served.spec.url, headers={"Authorization": f"Bearer {KEY}"}) as http:
         await served.client.pause("keep")
         sample = asyncio.create_task(complete(http, prompt=[1, 2, 3]))
         done, _ = await asyncio.wait([sample], timeout=0.3)
@@ -289,10 +281,40 @@ async def test_pause_freezes_and_resume_continues(served: Served) -> None:
 async def test_sleep_and_wake(served: Served) -> None:
     await served.group.sleep()
     await served.group.wake()
-    async with httpx.AsyncClient(
-        base_url=served.spec.url, headers={"Authorization": f"Bearer {KEY}"}
-    ) as http:
+    async with httpx.AsyncClient(base_url=served.spec.url, headers={"Authorization": f"Bearer {KEY}"}) as http:
         await complete(http, prompt=[1, 2, 3])
+
+
+LAUNCHER = """
+import asyncio, json, sys
+from pathlib import Path
+from skyrl.inference.placement import LocalPlacement, ServerSpec
+
+async def main():
+    handle = await LocalPlacement(Path(sys.argv[2])).start(ServerSpec(**json.loads(sys.argv[1])))
+    while handle.pid is None:
+        await asyncio.sleep(0.01)
+    print(handle.pid, flush=True)
+    await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+
+
+async def test_killed_launcher_leaves_no_process_of_vllm(served: Served, tmp_path: Path) -> None:
+    spec = {"argv": served.spec.argv, "env": dict(served.spec.env), "host": HOST, "port": 1, "log_name": "x.log"}
+    spec["argv"] = [str(free_port()) if word == str(served.spec.port) else word for word in served.spec.argv]
+    launcher = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", LAUNCHER, json.dumps(spec), str(tmp_path), stdout=asyncio.subprocess.PIPE
+    )
+    assert launcher.stdout is not None
+    group = int(await launcher.stdout.readline())
+    try:
+        await until(lambda: len(processes_of_group(group)) == 2, 40)
+    finally:
+        launcher.kill()
+        await launcher.wait()
+    await until(lambda: not processes_of_group(group), 5)
 
 
 async def test_death_of_the_engine_is_published_survived_and_published_again(served: Served) -> None:

@@ -1,5 +1,4 @@
-"""What the tests of the torch backend share: random tiny base models on disk, backends on them, random
-passes."""
+"""What the tests of the torch backend share: random tiny base models on disk, backends on them, random passes."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The backend as the engine sees it: construction, passes, steps, and failures that stay where they
-belong."""
+"""The backend as the engine sees it: construction, passes, steps, and failures that stay where they belong."""
 
 from __future__ import annotations
 
@@ -34,9 +33,7 @@ from skyrl.config import ConfigError, load_config
 
 
 def test_the_registry_builds_what_it_knows_and_refuses_the_rest() -> None:
-    config = load_config(
-        {"base_model": base_path(), "backend_config": {"trainer.placement.colocate_all": True}}
-    )
+    config = load_config({"base_model": base_path(), "backend_config": {"trainer.placement.colocate_all": True}})
     backend = create_backend("fsdp", config)
     assert backend.sampling_mode is SamplingMode.COLOCATED
     assert (backend.limits.vocab_size, backend.limits.max_context) == (VOCAB, CONTEXT)
@@ -173,10 +170,11 @@ def test_metrics_have_one_colon_and_a_known_reduction() -> None:
 
 
 def test_an_overflowing_loss_fails_its_pass_only(tmp_path: Path) -> None:
-    wild = rl(0, 9)
-    wild[0].loss_inputs["logprobs"][:] = -500
+    """Also when an earlier slice of the same pass (here: the first 30 tokens) was fine."""
+    wild = rl(0, 30, 9)
+    wild[1].loss_inputs["logprobs"][:] = -500
     for merge in (False, True):
-        backend, calm = make_backend(merge=merge), make_backend(merge=merge)
+        backend, calm = (make_backend(micro_batch_tokens=32, merge=merge) for _ in range(2))
         for each in (backend, calm):
             each.create_model("m", spec())
             each.create_model("other", spec(4))
@@ -189,9 +187,7 @@ def test_an_overflowing_loss_fails_its_pass_only(tmp_path: Path) -> None:
         ok([*calm.run([good[0]]), *calm.run([good[1]])])
         for model_id in ("m", "other"):
             mine = saved(backend, model_id, tmp_path / f"{merge}-b-{model_id}")
-            assert_close(
-                mine, saved(calm, model_id, tmp_path / f"{merge}-c-{model_id}"), 0 if not merge else 1e-5
-            )
+            assert_close(mine, saved(calm, model_id, tmp_path / f"{merge}-c-{model_id}"), 0 if not merge else 1e-5)
 
 
 def test_a_pass_that_raises_fails_alone_also_in_a_shared_micro_batch(
@@ -214,9 +210,7 @@ def test_a_pass_that_raises_fails_alone_also_in_a_shared_micro_batch(
     assert isinstance(second, PassResult)
     ok(calm.run([train("a", sft(1, 9)), train("b", sft(2, 12))]))
     for model_id in ("a", "b"):
-        assert_same(
-            saved(backend, model_id, tmp_path / model_id), saved(calm, model_id, tmp_path / f"c{model_id}")
-        )
+        assert_same(saved(backend, model_id, tmp_path / model_id), saved(calm, model_id, tmp_path / f"c{model_id}"))
 
 
 def test_a_non_finite_gradient_is_refused_cleared_and_changes_nothing(tmp_path: Path) -> None:

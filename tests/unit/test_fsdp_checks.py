@@ -23,9 +23,7 @@ def _with(data: list[Datum], **changes: np.ndarray | None) -> list[Datum]:
     """`data` with inputs of its last datum replaced, or removed where None; `tokens` replaces model_input."""
     tokens = changes.pop("tokens", None)
     inputs = {**data[-1].loss_inputs, **changes}
-    last = Datum(
-        data[-1].tokens if tokens is None else tokens, {k: v for k, v in inputs.items() if v is not None}
-    )
+    last = Datum(data[-1].tokens if tokens is None else tokens, {k: v for k, v in inputs.items() if v is not None})
     return [*data[:-1], last]
 
 
@@ -160,14 +158,10 @@ def test_a_refused_pass_never_touches_its_neighbours(backend: FsdpBackend) -> No
 
 
 def test_what_is_allowed(backend: FsdpBackend) -> None:
-    weightless = [
-        Datum(d.tokens, {"target_tokens": d.loss_inputs["target_tokens"]}) for d in sft(2, 5, CONTEXT)
-    ]
+    weightless = [Datum(d.tokens, {"target_tokens": d.loss_inputs["target_tokens"]}) for d in sft(2, 5, CONTEXT)]
     backend.check(train("m", weightless))
     backend.check(train("m", _with(rl(0, N), advantages=np.ones(N, I64)), "ppo", clip_high_threshold=2))
-    backend.check(
-        train("m", _with(sft(0, N), target_tokens=np.zeros((N, 2), I64), weights=np.ones((N, 2), F32)))
-    )
+    backend.check(train("m", _with(sft(0, N), target_tokens=np.zeros((N, 2), I64), weights=np.ones((N, 2), F32))))
     padding_only = _with(rl(0, N), advantages=np.zeros(N, F32), sequence_ratio_mask=np.zeros(N, F32))
     backend.check(train("m", padding_only, "gspo"))
 

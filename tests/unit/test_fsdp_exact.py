@@ -96,8 +96,7 @@ def test_models_do_not_depend_on_the_order_of_creation(tmp_path: Path) -> None:
 
 
 def test_ranks_side_by_side_in_one_micro_batch(tmp_path: Path) -> None:
-    """With merging, slices of adapters of rank 1, 8 and 32 share rows; each gets its own update, up to
-    rounding."""
+    """With merging, slices of adapters of rank 1, 8 and 32 share rows; each gets its own update, up to rounding."""
     merged, apart = _backend(*SPECS, merge=True), _backend(*SPECS)
     for step in range(3):
         queue = [p for model_id in SPECS for p in _passes(model_id, step)]
@@ -123,7 +122,7 @@ def test_splitting_changes_rounding_only_and_is_itself_deterministic(tmp_path: P
         states[name] = saved(backend, "m", tmp_path / name)
     assert_same(states["split"], states["again"])
     _assert_same_results(results["split"], results["again"])
-    assert_close(states["split"], states["whole"], 1e-6)
+    assert_close(states["split"], states["whole"], 5e-6)
     assert results["split"][0].metrics == pytest.approx(results["whole"][0].metrics, rel=1e-5)
     for mine, theirs in zip(results["split"][0].logprobs, results["whole"][0].logprobs, strict=True):
         np.testing.assert_allclose(mine, theirs, atol=1e-5)

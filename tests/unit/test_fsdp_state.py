@@ -89,9 +89,7 @@ def test_without_the_optimizer_weights_are_the_same_and_the_next_step_differs(tm
         (spec(train_unembed=False), ["train_unembed", "lm_head"]),
     ],
 )
-def test_another_adapter_is_refused_and_nothing_changes(
-    tmp_path: Path, other: LoraSpec, words: list[str]
-) -> None:
+def test_another_adapter_is_refused_and_nothing_changes(tmp_path: Path, other: LoraSpec, words: list[str]) -> None:
     directory = _save(_backend(), tmp_path / "checkpoint")
     backend = _backend(other)
     _train(backend, range(1))

@@ -42,9 +42,7 @@ def _dro(lp: np.ndarray, frozen: np.ndarray, x: Arrays, c: dict[str, float]) -> 
 # lp is what is differentiated, `frozen` its value where the formula stops the gradient.
 REFERENCE: dict[str, Callable[[np.ndarray, np.ndarray, Arrays, dict[str, float]], float]] = {
     "cross_entropy": lambda lp, frozen, x, c: -float((x["weights"] * lp).sum()),
-    "importance_sampling": lambda lp, frozen, x, c: (
-        -float((np.exp(lp - x["logprobs"]) * x["advantages"]).sum())
-    ),
+    "importance_sampling": lambda lp, frozen, x, c: -float((np.exp(lp - x["logprobs"]) * x["advantages"]).sum()),
     "ppo": lambda lp, frozen, x, c: _clip_objective(np.exp(lp - x["logprobs"]), x, c),
     "cispo": _cispo,
     "dro": _dro,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -16,10 +15,18 @@ import pytest
 from skyrl.supervision import SupervisedProcess
 
 SLEEP = "import time; print('up', flush=True); time.sleep(600)"
-WITH_GRANDCHILD = (
-    "import subprocess, sys, time; p = subprocess.Popen([sys.executable, '-S', '-c', 'import time; time.sleep(600)']);"
-    "print(p.pid, flush=True); time.sleep(600)"
-)
+WITH_GRANDCHILD = """
+import subprocess, sys, time
+grandchild = subprocess.Popen([sys.executable, '-S', '-c', 'import time; time.sleep(600)'])
+print(grandchild.pid, flush=True)
+time.sleep(600)
+"""
+GRACEFUL = """
+import signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: (print('bye', flush=True), sys.exit(0)))
+print('up', flush=True)
+time.sleep(600)
+"""
 
 
 def child(tmp_path: Path, code: str, **options: object) -> SupervisedProcess:
@@ -105,8 +112,7 @@ async def test_program_that_does_not_exist_is_in_the_log(tmp_path: Path) -> None
 
 
 async def test_stop_is_graceful(tmp_path: Path) -> None:
-    code = "import signal, sys, time; signal.signal(15, lambda *_: (print('bye', flush=True), sys.exit(0))); print('up', flush=True); time.sleep(600)"
-    process = child(tmp_path, code)
+    process = child(tmp_path, GRACEFUL)
     running = asyncio.create_task(process.run())
     await until(lambda: process.pid and "up" in process.log_tail())
     began = time.monotonic()
@@ -193,12 +199,12 @@ asyncio.run(SupervisedProcess("c", [sys.executable, "-c", CHILD], {}, Path(sys.a
 @pytest.mark.skipif(sys.platform != "linux", reason="the parent-death signal is Linux's")
 async def test_killed_supervisor_leaves_no_child_or_grandchild(tmp_path: Path) -> None:
     log = tmp_path / "c.log"
-    supervisor = subprocess.Popen([sys.executable, "-c", SUPERVISOR, str(log)])
+    supervisor = await asyncio.create_subprocess_exec(sys.executable, "-c", SUPERVISOR, str(log))
     try:
         await until(lambda: log.exists() and len(log.read_text().split()) == 2)
         pids = [int(word) for word in log.read_text().split()]
         assert all(alive(pid) for pid in pids)
     finally:
         supervisor.kill()
-        supervisor.wait()
+        await supervisor.wait()
     await until(lambda: not any(alive(pid) for pid in pids), within_s=3)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from skyrl.config import ConfigError, ServerConfig, parse_backend_config
+from skyrl.config import ConfigError, ServerConfig, load_config
 from skyrl.inference import vllm_command
 from skyrl.inference.placement import ServerSpec
 from skyrl.inference.vllm_command import context_length, cuda_devices, render, vllm_spec
@@ -29,16 +29,17 @@ def model(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def spec(
-    model: Path | str, *, cuda: bool = False, devices: tuple[str, ...] = (), **backend: Any
-) -> ServerSpec:
+def config_of(model: Path | str, **values: Any) -> ServerConfig:
+    return load_config({"base_model": str(model)} | values)
+
+
+def spec(model: Path | str, *, cuda: bool = False, devices: tuple[str, ...] = (), **backend: Any) -> ServerSpec:
     keys = {name.replace("__", "."): value for name, value in backend.items()}
-    config = ServerConfig(base_model=str(model), backend_config=parse_backend_config(keys))
-    return vllm_spec(config, 9123, "secret", cuda=cuda, devices=devices)
+    return vllm_spec(config_of(model, backend_config=keys), 9123, "secret", cuda=cuda, devices=devices)
 
 
 def option(server: ServerSpec, name: str) -> list[str]:
-    """Arguments of an option; IndexError-free: ['absent'] when it is not there."""
+    """Arguments of an option; ['absent'] when it is not given."""
     argv = server.argv
     if f"--{name}" not in argv:
         return ["absent"]
@@ -73,7 +74,7 @@ def test_it_listens_on_loopback_with_a_key_that_is_not_in_the_arguments(model: P
 
 
 def test_it_is_a_pure_function_and_servers_draw_different_samples(model: Path) -> None:
-    config = ServerConfig(base_model=str(model))
+    config = config_of(model)
     first = vllm_spec(config, 9123, "secret", cuda=False)
     assert first == vllm_spec(config, 9123, "secret", cuda=False)
     other = vllm_spec(config, 9124, "secret", cuda=False)
@@ -81,13 +82,11 @@ def test_it_is_a_pure_function_and_servers_draw_different_samples(model: Path) -
 
 
 def test_lora_limits_and_names_come_from_the_configuration(model: Path) -> None:
-    server = spec(
-        model, trainer__policy__model__lora={"max_loras": 3, "max_cpu_loras": 9, "max_lora_rank": 64}
-    )
+    server = spec(model, trainer__policy__model__lora={"max_loras": 3, "max_cpu_loras": 9, "max_lora_rank": 64})
     assert option(server, "max-loras") == ["3"]
     assert option(server, "max-cpu-loras") == ["9"]
     assert option(server, "max-lora-rank") == ["64"]
-    config = ServerConfig(base_model=str(model), served_model_names=("a", "b"))
+    config = config_of(model, served_model_names=("a", "b"))
     assert option(vllm_spec(config, 1, "k", cuda=False), "served-model-name") == ["a", "b"]
 
 
@@ -105,9 +104,7 @@ def test_batch_holds_a_whole_prompt(
 
 def test_kv_cache_of_a_small_model_fits_every_sequence_within_256_mib(model: Path) -> None:
     # 2 (k, v) * 4 bytes * 128 tokens * 2 layers * 2 heads * 32 = 131,072 bytes a block; 8 blocks a sequence
-    assert option(spec(model, generator__inference_engine__max_num_seqs=16), "num-gpu-blocks-override") == [
-        "129"
-    ]
+    assert option(spec(model, generator__inference_engine__max_num_seqs=16), "num-gpu-blocks-override") == ["129"]
     assert option(spec(model), "num-gpu-blocks-override") == ["2049"]
 
 
@@ -203,22 +200,18 @@ def test_render() -> None:
 
 
 def test_context_length_on_a_gpu_is_vllms_choice(model: Path) -> None:
-    assert context_length(ServerConfig(base_model=str(model)), cuda=True) is None
+    assert context_length(config_of(model), cuda=True) is None
 
 
 @pytest.mark.parametrize(
     ("visible", "expected"), [("", []), ("-1", []), ("2,3", ["2", "3"]), ("GPU-ab12", ["GPU-ab12"])]
 )
-def test_cuda_devices_from_the_environment(
-    monkeypatch: pytest.MonkeyPatch, visible: str, expected: list[str]
-) -> None:
+def test_cuda_devices_from_the_environment(monkeypatch: pytest.MonkeyPatch, visible: str, expected: list[str]) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert cuda_devices() == expected
 
 
 def test_cuda_devices_are_counted_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(
-        vllm_command.os, "listdir", lambda _: ["nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"]
-    )
+    monkeypatch.setattr(vllm_command.os, "listdir", lambda _: ["nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"])
     assert cuda_devices() == ["0", "1"]

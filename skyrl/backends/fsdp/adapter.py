@@ -1,5 +1,4 @@
-"""One adapter: its float32 weights, gradient accumulator and moments, each in one flat buffer with named
-views.
+"""One adapter: its float32 weights, gradient accumulator and moments, each in one flat buffer with named views.
 
 Knows shapes and storage. Deliberately knows nothing of the base model's modules beyond names and sizes, of
 batches, or of how a step is computed.
@@ -74,20 +73,16 @@ class Adapter:
         return views
 
     def pack(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """A flat float32 buffer on the adapter's device from named matrices; names and shapes must match
-        exactly."""
+        """A flat float32 buffer on the adapter's device from named matrices; names and shapes must match exactly."""
         if set(tensors) != set(self.shapes):
-            raise ValueError(
-                f"tensor names differ from the adapter's: {sorted(set(tensors) ^ set(self.shapes))[:4]}"
-            )
+            raise ValueError(f"tensor names differ from the adapter's: {sorted(set(tensors) ^ set(self.shapes))[:4]}")
         for name, shape in self.shapes.items():
             if tuple(tensors[name].shape) != shape:
                 raise ValueError(f"{name} has shape {tuple(tensors[name].shape)}, not {shape}")
         return torch.cat([tensors[name].reshape(-1).to(self.device, torch.float32) for name in self.shapes])
 
     def leaves(self, requires_grad: bool) -> dict[str, LoraPair]:
-        """Fresh autograd leaves that share the weights' memory, by target name: one set per slice of a
-        pass."""
+        """Fresh autograd leaves that share the weights' memory, by target name: one set per slice of a pass."""
         views = self.views(self.weights.detach())
         if requires_grad:
             views = {name: view.detach().requires_grad_() for name, view in views.items()}

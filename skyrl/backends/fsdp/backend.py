@@ -31,8 +31,7 @@ from skyrl.config import ServerConfig
 
 
 class FsdpBackend:
-    """LoRA training on one device: float32 on a CPU, bfloat16 with float32 adapters, gradients and moments on
-    CUDA.
+    """LoRA training on one device: float32 on a CPU, bfloat16 with float32 adapters, gradients and moments on CUDA.
 
     Each slice of a pass goes through the base model on its own: results and gradients are then the same bits
     however passes are grouped, because no kernel sees another slice's rows. With `merge`, slices of several
@@ -97,8 +96,7 @@ class FsdpBackend:
         return [running.outcome() if isinstance(running, RunningPass) else running for running in started]
 
     def optim_step(self, model_id: str, params: AdamParams) -> dict[str, float]:
-        """See `adamw_step` for metrics and errors. Raises InvalidRequest for hyper-parameters out of
-        range."""
+        """See `adamw_step` for metrics and errors. Raises InvalidRequest for hyper-parameters out of range."""
         checks.check_adam(params)
         return adamw_step(self._adapter(model_id), params)
 

@@ -15,8 +15,7 @@ from skyrl.backends.fsdp.losses import LOSSES, REFUSED, Loss
 
 
 def check_pass(training_pass: TrainingPass, limits: ModelLimits) -> None:
-    """Raise InvalidRequest: unknown loss or key, wrong shape, dtype or value, tokens or lengths beyond the
-    model."""
+    """Raise InvalidRequest: unknown loss or key, wrong shape, dtype or value, tokens or lengths beyond the model."""
     loss = known_loss(training_pass.loss_fn)
     loss_config(training_pass.loss_fn, loss, training_pass.loss_config)
     if not training_pass.data:
@@ -40,21 +39,13 @@ def known_loss(name: str) -> Loss:
 
 
 def loss_config(name: str, loss: Loss, given: Mapping[str, float]) -> dict[str, float]:
-    """The loss's configuration with defaults filled in. Raises InvalidRequest for unknown keys and bad
-    values."""
+    """The loss's configuration with defaults filled in. Raises InvalidRequest for unknown keys and bad values."""
     for key, value in given.items():
         if key not in loss.config:
             allowed = ", ".join(loss.config) or "no keys"
             raise InvalidRequest(f"loss_fn_config: {name} has no key {key!r}; allowed: {allowed}")
-        if (
-            isinstance(value, bool)
-            or not isinstance(value, int | float)
-            or not math.isfinite(value)
-            or value < 0
-        ):
-            raise InvalidRequest(
-                f"loss_fn_config.{key}: must be a finite number of at least 0, got {value!r}"
-            )
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
+            raise InvalidRequest(f"loss_fn_config.{key}: must be a finite number of at least 0, got {value!r}")
     config = {**loss.config, **given}
     low, high = config.get("clip_low_threshold", 0.0), config.get("clip_high_threshold", math.inf)
     if low > high:
@@ -69,9 +60,7 @@ def _check_tokens(datum: Datum, limits: ModelLimits) -> None:
     if len(tokens) == 0:
         raise InvalidRequest("model_input: must hold at least one token")
     if len(tokens) > limits.max_context:
-        raise InvalidRequest(
-            f"model_input: {len(tokens)} tokens, the model's context is {limits.max_context}"
-        )
+        raise InvalidRequest(f"model_input: {len(tokens)} tokens, the model's context is {limits.max_context}")
     _check_ids("model_input", tokens, limits)
 
 
@@ -127,17 +116,14 @@ def check_spec(spec: LoraSpec, max_rank: int) -> None:
     """Raise InvalidRequest for an adapter that cannot be honoured."""
     if spec.rank == 0:
         raise InvalidRequest(
-            "lora_config.rank: 0 asks for full fine-tuning, which this version does not have; "
-            f"give 1 to {max_rank}"
+            f"lora_config.rank: 0 asks for full fine-tuning, which this version does not have; give 1 to {max_rank}"
         )
     if not 1 <= spec.rank <= max_rank:
         raise InvalidRequest(f"lora_config.rank: must be 1 to {max_rank}, got {spec.rank}")
     if not (math.isfinite(spec.alpha) and spec.alpha > 0):
         raise InvalidRequest(f"lora_config.alpha: must be a finite number above 0, got {spec.alpha}")
     if not (spec.train_attn or spec.train_mlp or spec.train_unembed):
-        raise InvalidRequest(
-            "lora_config: at least one of train_attn, train_mlp and train_unembed must be true"
-        )
+        raise InvalidRequest("lora_config: at least one of train_attn, train_mlp and train_unembed must be true")
 
 
 def check_adam(params: AdamParams) -> None:

@@ -41,11 +41,8 @@ class Targets:
         return Targets(torch.from_numpy(ids).to(device), torch.from_numpy(np.flatnonzero(real)).to(device))
 
 
-def target_logprobs(
-    hidden: Tensor, targets: Targets, lm_head: MultiLoraLinear, segment: LoraSegment
-) -> Tensor:
-    """log softmax(lm_head(hidden)) at the targets, temperature 1. hidden: [rows, hidden]; returns float32
-    [M].
+def target_logprobs(hidden: Tensor, targets: Targets, lm_head: MultiLoraLinear, segment: LoraSegment) -> Tensor:
+    """log softmax(lm_head(hidden)) at the targets, temperature 1. hidden: [rows, hidden]; returns float32 [M].
 
     With more than one chunk and gradients wanted, each chunk's logits are computed again in backward.
     """

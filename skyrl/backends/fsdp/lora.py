@@ -1,5 +1,4 @@
-"""Linear layers that serve many adapters at once: each segment of rows gets its own adapter's low-rank
-update.
+"""Linear layers that serve many adapters at once: each segment of rows gets its own adapter's low-rank update.
 
 Knows how the base model's linear layers are found and wrapped. Deliberately knows nothing of losses,
 gradients' accumulation or where adapters come from.
@@ -34,8 +33,7 @@ class LoraSegment:
     pairs: Mapping[str, LoraPair] = field(default_factory=dict)
 
     def update(self, name: str, rows: Tensor) -> Tensor:
-        """scale * (rows A^T) B^T in the rows' dtype. rows: [..., in_features]; returns [...,
-        out_features]."""
+        """scale * (rows A^T) B^T in the rows' dtype. rows: [..., in_features]; returns [..., out_features]."""
         lora_a, lora_b = self.pairs[name]
         low = torch.nn.functional.linear(rows, lora_a.to(rows.dtype)) * self.scale
         return torch.nn.functional.linear(low, lora_b.to(rows.dtype))
@@ -49,8 +47,7 @@ class ActiveSegments:
 
     @contextmanager
     def use(self, segments: Sequence[LoraSegment]) -> Iterator[None]:
-        """Apply `segments` to every wrapped layer; hold it through backward, which may recompute the
-        forward."""
+        """Apply `segments` to every wrapped layer; hold it through backward, which may recompute the forward."""
         before, self.segments = self.segments, segments
         try:
             yield

@@ -1,5 +1,4 @@
-"""The loss functions, each a pure function of target log-probabilities and a datum's inputs; sums, never
-means.
+"""The loss functions, each a pure function of target log-probabilities and a datum's inputs; sums, never means.
 
 Formulas follow the Tinker documentation's pages on losses (GSPO's clip bounds follow the GSPO paper). `lp` is
 the target's log-probability under the adapter, `q` the input `logprobs`, `A` the input `advantages`, r =
@@ -18,8 +17,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class LossInputs:
-    """Inputs of a slice. tensors: name -> float [M]; datum: int64 [M], which of `count` sequences an entry is
-    of."""
+    """Inputs of a slice. tensors: name -> float [M]; datum: int64 [M], which of `count` sequences an entry is of."""
 
     tensors: Mapping[str, Tensor]
     datum: Tensor
@@ -31,8 +29,7 @@ class LossInputs:
 
 @dataclass(frozen=True)
 class LossValue:
-    """total: scalar, the loss summed over entries. log_ratio, clipped: [M] where the loss has them, for
-    metrics."""
+    """total: scalar, the loss summed over entries. log_ratio, clipped: [M] where the loss has them, for metrics."""
 
     total: Tensor
     log_ratio: Tensor | None = None
@@ -69,9 +66,7 @@ def _log_ratio(lp: Tensor, inputs: LossInputs) -> Tensor:
     return torch.where(inputs["advantages"] != 0, lp - inputs["logprobs"], 0)
 
 
-def _clipped_objective(
-    log_ratio: Tensor, advantages: Tensor, config: Mapping[str, float]
-) -> tuple[Tensor, Tensor]:
+def _clipped_objective(log_ratio: Tensor, advantages: Tensor, config: Mapping[str, float]) -> tuple[Tensor, Tensor]:
     """min(r A, clamp(r, lo, hi) A) and where clipping is active.
 
     The branch is chosen before exp, so that a huge ratio in the clipped branch gives no inf * 0 in backward.
@@ -113,8 +108,7 @@ def dro(lp: Tensor, inputs: LossInputs, config: Mapping[str, float]) -> LossValu
 
 
 def gspo(lp: Tensor, inputs: LossInputs, config: Mapping[str, float]) -> LossValue:
-    """Per sequence s = mean over mask != 0 of stopgrad(lp) - q; r_t = exp(s + lp_t - stopgrad(lp_t)); then as
-    ppo."""
+    """Per sequence s = mean over mask != 0 of stopgrad(lp) - q; r_t = exp(s + lp_t - stopgrad(lp_t)); then as ppo."""
     mask = inputs["sequence_ratio_mask"] != 0
     gap = torch.where(mask, lp.detach() - inputs["logprobs"], 0)
     sums = torch.zeros(inputs.count, dtype=lp.dtype, device=lp.device).index_add(0, inputs.datum, gap)

@@ -46,8 +46,7 @@ class Tally:
             self.kl -= float(log_ratio.sum())
 
     def metrics(self) -> dict[str, float]:
-        """`loss:sum`, `num_tokens:sum`; with advantages `ratio:mean`, `ratio:max`, `kl:mean`,
-        `clip_fraction:mean`.
+        """`loss:sum`, `num_tokens:sum`; with advantages `ratio:mean`, `ratio:max`, `kl:mean`, `clip_fraction:mean`.
 
         `kl:mean` is mean(q - lp), the sampler's divergence from the trainer estimated on the sampled tokens.
         """

@@ -1,5 +1,4 @@
-"""The frozen base model: loading it, making it ready for packed rows and adapters, and proving that this is
-exact.
+"""The frozen base model: loading it, making it ready for packed rows and adapters, and proving that this is exact.
 
 Knows transformers. Deliberately knows nothing of adapters' weights, passes or losses.
 """
@@ -36,9 +35,7 @@ class BaseModel:
         self.active = ActiveSegments()
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         try:
-            self._model: Any = AutoModelForCausalLM.from_pretrained(
-                path, dtype=dtype, attn_implementation="sdpa"
-            )
+            self._model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="sdpa")
         except (OSError, ValueError) as error:
             raise ConfigError(f"base_model: cannot load {path}: {error}") from error
         self._model.to(device).eval().requires_grad_(False)
@@ -100,8 +97,7 @@ class BaseModel:
             )
 
     def _enable_checkpointing(self) -> None:
-        """Recompute decoder layers in backward. transformers does so only in training mode, so dropout is set
-        to 0."""
+        """Recompute decoder layers in backward. transformers does so only in training mode, so dropout is set to 0."""
         for module in self._model.modules():
             if isinstance(module, nn.Dropout):
                 module.p = 0.0

@@ -1,5 +1,4 @@
-"""How passes become rows: cutting a pass into slices, laying sequences end to end, grouping them for
-attention.
+"""How passes become rows: cutting a pass into slices, laying sequences end to end, grouping them for attention.
 
 Cutting and grouping look at one pass alone, so that its numbers never depend on what runs beside it. Knows
 lengths and token ids. Deliberately knows nothing of adapters or losses.
@@ -86,17 +85,13 @@ def _groups(lengths: Sequence[int], start: int, device: torch.device) -> Iterato
     yield _group(group, starts, lengths, device)
 
 
-def _group(
-    members: list[int], starts: np.ndarray, lengths: Sequence[int], device: torch.device
-) -> AttentionGroup:
+def _group(members: list[int], starts: np.ndarray, lengths: Sequence[int], device: torch.device) -> AttentionGroup:
     longest = lengths[members[0]]
     rows = np.concatenate([starts[index] + np.arange(lengths[index]) for index in members])
     first = int(rows[0])
     if np.array_equal(rows, np.arange(first, first + len(members) * longest)):
         return AttentionGroup(len(members), longest, first, None, None)
-    cells = np.concatenate(
-        [place * longest + np.arange(lengths[index]) for place, index in enumerate(members)]
-    )
+    cells = np.concatenate([place * longest + np.arange(lengths[index]) for place, index in enumerate(members)])
     return AttentionGroup(
         len(members), longest, first, torch.from_numpy(rows).to(device), torch.from_numpy(cells).to(device)
     )

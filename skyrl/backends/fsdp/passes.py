@@ -69,9 +69,7 @@ def slices_of(running: RunningPass, budget: int) -> Iterator[Slice]:
     data = running.training_pass.data
     lengths = [len(datum.tokens) for datum in data]
     for run in packing.cut(lengths, budget):
-        yield Slice(
-            running, data[run.start : run.stop], sum(lengths[run.start : run.stop]), run.stop == len(data)
-        )
+        yield Slice(running, data[run.start : run.stop], sum(lengths[run.start : run.stop]), run.stop == len(data))
 
 
 def run_micro_batch(base: BaseModel, batch: Sequence[Slice], *, backward: bool) -> None:
@@ -96,9 +94,7 @@ def _forward_backward(base: BaseModel, batch: Sequence[Slice], backward: bool) -
     for piece in batch:
         packed.append(packing.pack(piece.data, packed[-1].stop if packed else 0, base.device))
         adapter = piece.running.adapter
-        segments.append(
-            LoraSegment(packed[-1].start, packed[-1].stop, adapter.scale, adapter.leaves(backward))
-        )
+        segments.append(LoraSegment(packed[-1].start, packed[-1].stop, adapter.scale, adapter.leaves(backward)))
     inputs = [_loss_inputs(piece, base.device) for piece in batch]
     logprobs: list[Tensor] = []
     values: list[LossValue] = []
@@ -106,9 +102,7 @@ def _forward_backward(base: BaseModel, batch: Sequence[Slice], backward: bool) -
         hidden = base.hidden_states(packed)
         for piece, segment, given in zip(batch, segments, inputs, strict=True):
             targets = Targets.of([datum.loss_inputs["target_tokens"] for datum in piece.data], base.device)
-            logprobs.append(
-                target_logprobs(hidden[segment.start : segment.stop], targets, base.lm_head, segment)
-            )
+            logprobs.append(target_logprobs(hidden[segment.start : segment.stop], targets, base.lm_head, segment))
             training_pass = piece.running.training_pass
             config = loss_config(training_pass.loss_fn, piece.loss, training_pass.loss_config)
             values.append(piece.loss.function(logprobs[-1], given, config))
@@ -134,12 +128,9 @@ def _loss_inputs(piece: Slice, device: torch.device) -> LossInputs:
 
 
 def _gradients(values: Sequence[LossValue], segments: Sequence[LoraSegment]) -> list[Tensor]:
-    """Each slice's gradient, flat float32 in the order of its adapter's buffers: one backward, separate
-    leaves."""
+    """Each slice's gradient, flat float32 in the order of its adapter's buffers: one backward, separate leaves."""
     leaves = [[leaf for pair in segment.pairs.values() for leaf in pair] for segment in segments]
-    found = iter(
-        torch.autograd.grad([value.total for value in values], [leaf for own in leaves for leaf in own])
-    )
+    found = iter(torch.autograd.grad([value.total for value in values], [leaf for own in leaves for leaf in own]))
     return [torch.cat([next(found).reshape(-1) for _ in own]) for own in leaves]
 
 
@@ -155,14 +146,10 @@ def _record(piece: Slice, result: _SliceResult) -> None:
         running.gradient = None
         return
     shapes = [datum.loss_inputs["target_tokens"].shape for datum in piece.data]
-    flat = np.split(
-        result.logprobs.detach().cpu().numpy(), np.cumsum([math.prod(shape) for shape in shapes])[:-1]
-    )
+    flat = np.split(result.logprobs.detach().cpu().numpy(), np.cumsum([math.prod(shape) for shape in shapes])[:-1])
     running.logprobs += [part.reshape(shape) for part, shape in zip(flat, shapes, strict=True)]
     if result.gradient is not None:
-        running.gradient = (
-            result.gradient if running.gradient is None else running.gradient.add_(result.gradient)
-        )
+        running.gradient = result.gradient if running.gradient is None else running.gradient.add_(result.gradient)
     if piece.last and running.gradient is not None:
         running.adapter.accumulate(running.gradient)
         running.gradient = None

@@ -24,23 +24,19 @@ _OPTIMIZER = ("exp_avg", "exp_avg_sq", "gradient")
 
 
 def save_state(adapter: Adapter, directory: Path) -> None:
-    """Write weights and, where there are any, moments and the pending gradient, as `<part>.<module>.lora_A`
-    float32."""
+    """Write weights and, where there are any, moments and the pending gradient, as `<part>.<module>.lora_A` float32."""
     tensors: dict[str, Tensor] = {}
     for part in ("weights", *_OPTIMIZER):
         flat: Tensor | None = getattr(adapter, part)
         if flat is not None:
-            tensors |= {
-                f"{part}.{name}": view.cpu().contiguous() for name, view in adapter.views(flat).items()
-            }
+            tensors |= {f"{part}.{name}": view.cpu().contiguous() for name, view in adapter.views(flat).items()}
     save_file(tensors, directory / STATE_TENSORS)
     about = {"format": FORMAT, "step": adapter.step, "lora": asdict(adapter.spec), "targets": _names(adapter)}
     (directory / STATE_JSON).write_text(json.dumps(about, indent=1) + "\n")
 
 
 def load_state(adapter: Adapter, directory: Path, *, optimizer: bool) -> None:
-    """Replace weights; with `optimizer` also moments, step count and pending gradient, which are else
-    dropped.
+    """Replace weights; with `optimizer` also moments, step count and pending gradient, which are else dropped.
 
     Raises InvalidRequest when the saved adapter has another rank, alpha or other layers; OSError, ValueError
     or SafetensorError when files are missing or damaged. Nothing changes on an error.

@@ -1,0 +1,100 @@
+"""A GRPO loop against the Tinker SDK, as a user would write it.
+
+Knows the SDK and a task. Does not know which server it talks to: a change of TINKER_BASE_URL and the loop runs there.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import tinker
+from tinker import types
+
+from skyrl.tiny.corpus import Task, chat_prompt
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Hyper-parameters of one run: `prompts` x `group` samples per step."""
+
+    steps: int = 20
+    prompts: int = 8
+    group: int = 4
+    learning_rate: float = 3e-3
+    rank: int = 8
+    max_tokens: int = 32
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one step did. `reward` is the mean over its samples, times are seconds."""
+
+    index: int
+    reward: float
+    samples: int
+    sample_s: float
+    train_s: float
+
+
+def advantages(rewards: list[float]) -> list[float]:
+    """Reward minus the group's mean, over its standard deviation; zero for a group without variance."""
+    values = np.asarray(rewards)
+    spread = values.std()
+    return [0.0] * len(rewards) if spread < 1e-6 else ((values - values.mean()) / spread).tolist()
+
+
+def datum(prompt: list[int], tokens: list[int], logprobs: list[float], advantage: float) -> types.Datum:
+    """One sampled answer for the importance-sampling loss: nothing is learnt from the prompt's own positions."""
+    before = len(prompt) - 1
+    return types.Datum(
+        model_input=types.ModelInput.from_ints(prompt + tokens[:-1]),
+        loss_fn_inputs={
+            "target_tokens": np.asarray(prompt[1:] + tokens, np.int64),
+            "logprobs": np.asarray([0.0] * before + logprobs, np.float32),
+            "advantages": np.asarray([0.0] * before + [advantage] * len(tokens), np.float32),
+        },
+    )
+
+
+def train(
+    service: tinker.ServiceClient, base_model: str, task: Task, settings: Settings, on_step: Callable[[Step], None]
+) -> None:
+    """Run the loop; `on_step` hears of every step. Prompts depend on the seed and the step alone."""
+    trainer = service.create_lora_training_client(
+        base_model=base_model, rank=settings.rank, seed=settings.seed
+    ).result()
+    tokenizer = trainer.get_tokenizer()
+    for index in range(settings.steps):
+        rng = random.Random(f"{settings.seed}/{index}")
+        started = time.perf_counter()
+        sampler = trainer.save_weights_and_get_sampling_client().result()
+        questions = [task.prompt(rng) for _ in range(settings.prompts)]
+        prompts = [tokenizer.encode(chat_prompt(text)) for text, _ in questions]
+        params = types.SamplingParams(max_tokens=settings.max_tokens, temperature=1.0)
+        pending = [
+            sampler.sample(types.ModelInput.from_ints(prompt), num_samples=settings.group, sampling_params=params)
+            for prompt in prompts
+        ]
+        data: list[types.Datum] = []
+        rewards: list[float] = []
+        for prompt, (_, state), future in zip(prompts, questions, pending, strict=True):
+            group = future.result().sequences
+            graded = [task.reward(state, tokenizer.decode(sequence.tokens)) for sequence in group]
+            rewards += graded
+            for sequence, advantage in zip(group, advantages(graded), strict=True):
+                if advantage:
+                    assert sequence.logprobs is not None
+                    data.append(datum(prompt, list(sequence.tokens), list(sequence.logprobs), advantage))
+        sampled = time.perf_counter()
+        if data:
+            passed = trainer.forward_backward(data, "importance_sampling")
+            stepped = trainer.optim_step(types.AdamParams(learning_rate=settings.learning_rate))
+            passed.result()
+            stepped.result()
+        done = time.perf_counter()
+        on_step(Step(index, float(np.mean(rewards)), len(rewards), sampled - started, done - sampled))

@@ -1,0 +1,88 @@
+"""A `skyrl serve` process for the demo, the benchmarks and the tests: start, wait until ready, ask, stop."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from skyrl.inference.placement import free_port
+
+
+class ServerFailed(RuntimeError):
+    """The server ended, or was not ready in time; the message holds what it said."""
+
+
+class DemoServer:
+    """One server on a free port with its own state directory."""
+
+    def __init__(self, state_dir: Path, *flags: str, backend_config: dict[str, Any] | None = None) -> None:
+        self.state_dir = state_dir
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.ready_s = 0.0
+        self._flags = [*flags, "--backend-config", json.dumps(backend_config or {})]
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    def start(self) -> None:
+        """Start without waiting. The server does not hear the terminal's Ctrl-C; `stop` is who ends it."""
+        self.state_dir.mkdir(parents=True, exist_ok=True)
+        command = [sys.executable, "-m", "skyrl.cli.main", "serve", "--port", str(self.port)]
+        with (self.state_dir / "serve.log").open("ab") as log:
+            self._process = subprocess.Popen(
+                [*command, "--state-dir", str(self.state_dir), *self._flags],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=os.environ,
+                start_new_session=True,
+            )
+        self._started = time.monotonic()
+
+    def wait_ready(self, timeout_s: float = 180.0) -> float:
+        """Seconds from start to ready. Raises ServerFailed."""
+        assert self._process is not None
+        reasons: list[str] = []
+        while time.monotonic() < self._started + timeout_s:
+            if self._process.poll() is not None:
+                raise ServerFailed(f"the server ended with {self._process.returncode}: {self._said()}")
+            try:
+                answer = httpx.get(f"{self.url}/readyz", timeout=5.0, trust_env=False)
+            except httpx.TransportError:
+                time.sleep(0.1)
+                continue
+            if answer.status_code == httpx.codes.OK:
+                self.ready_s = time.monotonic() - self._started
+                return self.ready_s
+            reasons = answer.json()["reasons"]
+            time.sleep(0.1)
+        raise ServerFailed(f"not ready after {timeout_s:.0f} s: {reasons}: {self._said()}")
+
+    def status(self) -> dict[str, Any]:
+        return httpx.get(f"{self.url}/statusz", timeout=10.0, trust_env=False).json()
+
+    def stop(self) -> None:
+        """SIGTERM, and wait until nothing of the server is left."""
+        if self._process is None or self._process.poll() is not None:
+            return
+        self._process.send_signal(signal.SIGTERM)
+        try:
+            self._process.wait(timeout=60)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def _said(self) -> str:
+        return (self.state_dir / "serve.log").read_text()[-2000:]

@@ -1,0 +1,106 @@
+"""The tenants' processes as the demo sees them: start, order a run, follow its events, stop."""
+
+from __future__ import annotations
+
+import json
+import queue
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from skyrl.demo.rl import Settings
+
+
+class TenantFailed(RuntimeError):
+    """A tenant's process ended; the message holds the end of its log."""
+
+
+@dataclass
+class Run:
+    """One run of one tenant. `rewards` and times (seconds) have one entry per step."""
+
+    rewards: list[float] = field(default_factory=list)
+    sample_s: list[float] = field(default_factory=list)
+    train_s: list[float] = field(default_factory=list)
+    samples: int = 0
+    seconds: float | None = None
+
+    def add(self, step: dict[str, Any]) -> None:
+        self.rewards.append(step["reward"])
+        self.sample_s.append(step["sample_s"])
+        self.train_s.append(step["train_s"])
+        self.samples += step["samples"]
+
+    def gain(self, window: int) -> float:
+        """Mean reward of the last `window` steps minus that of the first."""
+        window = min(window, max(1, len(self.rewards) // 2))
+        return sum(self.rewards[-window:]) / window - sum(self.rewards[:window]) / window
+
+
+class Tenant:
+    """One process of `skyrl.demo.tenant`. Does not hear the terminal's Ctrl-C: `stop` is who ends it."""
+
+    def __init__(self, name: str, task: str, log_dir: Path) -> None:
+        self.name = name
+        self.task = task
+        self._log = log_dir / f"tenant-{name}.log"
+        with self._log.open("ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "skyrl.demo.tenant", task, f"tml-demo-{name}"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                start_new_session=True,
+            )
+        self._events: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+        self._reader = threading.Thread(target=self._read, name=f"tenant-{name}", daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self._events.put(json.loads(line))
+        self._events.put(None)
+
+    def wait_up(self) -> None:
+        """Return when its imports are done."""
+        self._next(60)
+
+    def _next(self, timeout_s: float) -> dict[str, Any]:
+        try:
+            event = self._events.get(timeout=timeout_s)
+        except queue.Empty as error:
+            raise TenantFailed(f"tenant {self.name} said nothing for {timeout_s:.0f} s") from error
+        if event is None:
+            raise TenantFailed(f"tenant {self.name} ended: {self._log.read_text()[-2000:]}")
+        return event
+
+    def start(self, base_url: str, base_model: str, settings: Settings) -> None:
+        assert self._process.stdin is not None
+        order = {"base_url": base_url, "base_model": base_model, "settings": asdict(settings)}
+        self._process.stdin.write(json.dumps(order) + "\n")
+        self._process.stdin.flush()
+
+    def follow(self, run: Run, on_step: Callable[[], None]) -> None:
+        """Fill `run` until it is done. Raises TenantFailed."""
+        while True:
+            event = self._next(180)
+            if event["event"] == "done":
+                run.seconds = event["seconds"]
+                return
+            run.add(event)
+            on_step()
+
+    def stop(self) -> None:
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        try:
+            self._process.wait(timeout=2)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()

@@ -1,0 +1,688 @@
+"""Every failure rule of the forwarding client, over real sockets, against an upstream that misbehaves as told."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+from fake_upstream import (
+    FakeUpstream,
+    Reply,
+    after,
+    close_mid_body,
+    closed_port,
+    complete,
+    completion,
+    error,
+    every_choice,
+    fake_upstream,
+    hang_up,
+    never,
+    reply,
+    reset_after_headers,
+)
+
+from skyrl.db.engine_state import EngineState
+from skyrl.sampling.client import MAX_RELOADS, ForwardingClient
+from skyrl.sampling.endpoint import EngineEndpoint, FixedEndpoint
+from skyrl.sampling.job import SampleJob
+from skyrl.sampling.transport import AiohttpTransport
+from skyrl.wire import tinker_pb2 as pb
+from skyrl.wire.errors import ErrorCategory, FailedRequest
+
+JOB = SampleJob(
+    request_id="r1",
+    session_key="s1:sample:0:1",
+    model="base",
+    adapter_path=None,
+    prompt=[5, 6, 7],
+    num_samples=1,
+    max_tokens=3,
+    temperature=1.0,
+    top_p=1.0,
+    top_k=-1,
+    seed=None,
+    stop_strings=[],
+    stop_token_ids=[],
+    ignore_eos=False,
+    prompt_logprobs=False,
+    prompt_logprobs_last_n=None,
+    topk_prompt=0,
+    topk_sample=0,
+)
+ADAPTER = dataclasses.replace(JOB, model="m1@1", adapter_path="/adapters/m1/v1")
+
+
+class Row:
+    """The engine's row, as the test wants it read."""
+
+    def __init__(self, url: str | None) -> None:
+        self.state = EngineState(inference_proxy_url=url, generation=1)
+        self.reads = 0
+        self._read = asyncio.Event()
+
+    async def __call__(self) -> EngineState:
+        self.reads += 1
+        self._read.set()
+        return self.state
+
+    def publish(self, url: str | None) -> None:
+        self.state = EngineState(inference_proxy_url=url, generation=self.state.generation + 1)
+
+    async def read_again(self, times: int = 1) -> None:
+        async with asyncio.timeout(10):
+            for _ in range(times):
+                self._read.clear()
+                await self._read.wait()
+
+
+@pytest.fixture
+async def upstream() -> AsyncIterator[FakeUpstream]:
+    async with fake_upstream() as server:
+        yield server
+
+
+@pytest.fixture
+def row(upstream: FakeUpstream) -> Row:
+    return Row(upstream.url)
+
+
+Connect = Callable[..., ForwardingClient]
+
+
+@pytest.fixture
+async def connect(row: Row) -> AsyncIterator[Connect]:
+    """Makes clients that are closed at the end."""
+    async with contextlib.AsyncExitStack() as stack:
+
+        def make(deadline_s: float = 20.0, max_connections: int | None = None, **options: Any) -> ForwardingClient:
+            client = ForwardingClient(
+                AiohttpTransport(max_connections),
+                options.pop("endpoint", EngineEndpoint(row)),
+                api_key="key",
+                deadline_s=deadline_s,
+                **options,
+            )
+            stack.push_async_callback(client.close)
+            return client
+
+        yield make
+
+
+@pytest.fixture
+def client(connect: Connect) -> ForwardingClient:
+    return connect()
+
+
+def decoded(body: bytes) -> list[tuple[str, list[int], list[float]]]:
+    """(stop reason, tokens, logprobs) of each sequence."""
+    sequences = pb.SampleResponse.FromString(body).sequences
+    return [
+        (
+            pb.StopReason.Name(sequence.stop_reason),
+            memoryview(sequence.tokens).cast("i").tolist(),
+            memoryview(sequence.logprobs).cast("f").tolist(),
+        )
+        for sequence in sequences
+    ]
+
+
+WHOLE = [("LENGTH", [0, 1, 2], [-1.0, -2.0, -3.0])]
+
+
+async def failure(client: ForwardingClient, job: SampleJob = JOB) -> FailedRequest:
+    with pytest.raises(FailedRequest) as caught:
+        await client.sample(job)
+    return caught.value
+
+
+# What works
+
+
+async def test_completion_is_asked_for_and_decoded(client: ForwardingClient, upstream: FakeUpstream) -> None:
+    assert decoded(await client.sample(JOB)) == WHOLE
+    (asked,) = upstream.completions
+    assert asked.method == "POST"
+    assert asked.headers["authorization"] == "Bearer key"
+    assert asked.headers["x-session-id"] == "s1:sample:0:1"
+    assert asked.json["model"] == "base"
+    assert asked.json["prompt"] == [5, 6, 7]
+    assert asked.json["stream"] is False
+    assert not client.counts
+
+
+async def test_endpoint_is_read_once_while_it_works(client: ForwardingClient, row: Row) -> None:
+    await asyncio.gather(*(client.sample(JOB) for _ in range(20)))
+    await client.sample(JOB)
+    assert row.reads == 1
+
+
+async def test_max_connections_bounds_what_the_upstream_sees(connect: Connect, upstream: FakeUpstream) -> None:
+    go = asyncio.Event()
+    upstream.default = after(go, complete())
+    client = connect(max_connections=2)
+    samples = [asyncio.create_task(client.sample(JOB)) for _ in range(6)]
+    await upstream.until(lambda server: server.busy == 2)
+    go.set()
+    assert [decoded(sample) for sample in await asyncio.gather(*samples)] == [WHOLE] * 6
+    assert upstream.most_busy == 2
+
+
+async def test_200_samples_at_once(client: ForwardingClient, upstream: FakeUpstream) -> None:
+    go = asyncio.Event()
+    upstream.default = after(go, complete())
+    samples = [asyncio.create_task(client.sample(JOB)) for _ in range(200)]
+    await upstream.until(lambda server: server.busy == 200)
+    go.set()
+    assert [decoded(sample) for sample in await asyncio.gather(*samples)] == [WHOLE] * 200
+    assert len(upstream.completions) == 200
+
+
+# The request cannot have arrived: refresh the URL, back off, go on until the deadline
+
+
+async def test_refused_connection_waits_for_the_next_url(
+    client: ForwardingClient, upstream: FakeUpstream, row: Row
+) -> None:
+    row.publish(closed_port())
+    sample = asyncio.create_task(client.sample(JOB))
+    await row.read_again(3)
+    assert not sample.done()
+    row.publish(upstream.url)
+    assert decoded(await sample) == WHOLE
+    assert len(upstream.completions) == 1
+    assert client.counts["not_accepted"] >= 2
+    assert client.counts["interrupted"] == 0
+
+
+async def test_every_waiting_sample_moves_to_the_next_url(
+    client: ForwardingClient, upstream: FakeUpstream, row: Row
+) -> None:
+    async with fake_upstream() as old:
+        row.publish(old.url)
+        await client.sample(JOB)
+    samples = [asyncio.create_task(client.sample(JOB)) for _ in range(20)]
+    await row.read_again(2)
+    row.publish(upstream.url)
+    assert [decoded(sample) for sample in await asyncio.gather(*samples)] == [WHOLE] * 20
+    assert len(upstream.completions) == 20
+
+
+async def test_no_url_yet(client: ForwardingClient, upstream: FakeUpstream, row: Row) -> None:
+    row.publish(None)
+    sample = asyncio.create_task(client.sample(JOB))
+    await row.read_again(3)
+    row.publish(upstream.url + "/")
+    assert decoded(await sample) == WHOLE
+    assert not client.counts
+
+
+async def test_waiting_for_a_url_reads_the_row_once_for_all() -> None:
+    gate, reads = asyncio.Event(), 0
+
+    async def read() -> EngineState:
+        nonlocal reads
+        reads += 1
+        await gate.wait()
+        return EngineState()
+
+    endpoint = EngineEndpoint(read)
+    waiting = [asyncio.create_task(endpoint.resolve()) for _ in range(50)]
+    await asyncio.sleep(0)
+    gate.set()
+    assert await asyncio.gather(*waiting) == [None] * 50
+    assert reads == 1
+
+
+async def test_deadline_without_any_url(connect: Connect, row: Row) -> None:
+    row.publish(None)
+    failed = await failure(connect(deadline_s=0.3))
+    assert failed.category is ErrorCategory.SERVER
+    assert failed.message == "gave up after 0.3 s: no inference server has been published"
+
+
+async def test_deadline_with_nobody_listening(connect: Connect, row: Row) -> None:
+    row.publish(closed_port())
+    failed = await failure(connect(deadline_s=0.3))
+    assert failed.category is ErrorCategory.SERVER
+    assert "gave up after 0.3 s" in failed.message
+    assert f"{row.state.inference_proxy_url} cannot be reached" in failed.message
+
+
+@pytest.mark.parametrize("url", ["http://", "no url at all", "http://127.0.0.1:99999"])
+async def test_address_that_cannot_be(connect: Connect, row: Row, url: str) -> None:
+    row.publish(url)
+    failed = await failure(connect(deadline_s=0.2))
+    assert failed.category is ErrorCategory.SERVER
+    assert "cannot be reached" in failed.message
+
+
+# The connection broke after the request was sent: once more, then it is an error
+
+
+BROKEN = pytest.mark.parametrize("broken", [reset_after_headers, close_mid_body, hang_up])
+
+
+@BROKEN
+async def test_broken_connection_is_tried_once_more(
+    client: ForwardingClient, upstream: FakeUpstream, broken: Reply
+) -> None:
+    upstream.script.append(broken)
+    assert decoded(await client.sample(JOB)) == WHOLE
+    assert len(upstream.completions) == 2
+    assert client.counts == {"interrupted": 1}
+
+
+@BROKEN
+async def test_connection_that_breaks_twice_fails_the_sample(
+    client: ForwardingClient, upstream: FakeUpstream, broken: Reply
+) -> None:
+    upstream.script += [broken, broken]
+    failed = await failure(client)
+    assert failed.category is ErrorCategory.SERVER
+    assert "broke 2 times" in failed.message
+    assert len(upstream.completions) == 2
+
+
+async def test_broken_connection_then_restart_elsewhere(
+    client: ForwardingClient, upstream: FakeUpstream, row: Row
+) -> None:
+    """A server that dies under a request, is away, and comes back at another address."""
+
+    async def die(*_: Any) -> None:
+        row.publish(closed_port())
+        raise ConnectionError
+
+    async with fake_upstream(default=die) as dying:
+        row.publish(dying.url)
+        sample = asyncio.create_task(client.sample(JOB))
+        await row.read_again(3)
+    row.publish(upstream.url)
+    assert decoded(await sample) == WHOLE
+    assert client.counts["interrupted"] == 1
+
+
+async def test_no_answer_before_the_deadline(connect: Connect, upstream: FakeUpstream) -> None:
+    upstream.default = never
+    started = asyncio.get_running_loop().time()
+    failed = await failure(connect(deadline_s=0.3))
+    assert asyncio.get_running_loop().time() - started >= 0.29
+    assert failed.category is ErrorCategory.SERVER
+    assert failed.message.startswith(f"gave up after 0.3 s: no answer from {upstream.url}")
+    assert len(upstream.completions) == 1
+
+
+async def test_cancelled_sample_hangs_up(client: ForwardingClient, upstream: FakeUpstream) -> None:
+    upstream.default = never
+    sample = asyncio.create_task(client.sample(JOB))
+    await upstream.until(lambda server: server.busy == 1)
+    sample.cancel()
+    await upstream.until(lambda server: server.busy == 0)
+    assert upstream.disconnects == 1
+
+
+# 2xx that is no completion
+
+
+@pytest.mark.parametrize(
+    ("answer", "says"),
+    [
+        (reply(200, "<html>Please log in</html>", "text/html"), "text/html: '<html>Please log in</html>'"),
+        (reply(200, "it works", "text/plain"), "text/plain: 'it works'"),
+        (reply(200, ""), "application/json: ''"),
+        (reply(200, "[1, 2]"), "not a completion"),
+        (reply(200, b'{"choices": "\xff"}'), "not a completion"),
+        (reply(200, '{"object": "list", "data": []}'), "choices"),
+        (reply(204, ""), "status 204"),
+    ],
+)
+async def test_2xx_that_is_no_completion(
+    client: ForwardingClient, upstream: FakeUpstream, answer: Reply, says: str
+) -> None:
+    upstream.default = answer
+    failed = await failure(client)
+    assert failed.category is ErrorCategory.SERVER
+    assert "the inference server answered status 20" in failed.message
+    assert says in failed.message
+    assert client.counts == {"malformed": 1}
+    assert len(upstream.completions) == 1
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (every_choice(logprobs={"token_logprobs": [-1.0, -2.0]}), "2 logprobs for 3 tokens"),
+        (every_choice(logprobs={"token_logprobs": [-1.0] * 4}), "4 logprobs for 3 tokens"),
+        (lambda body: body["choices"].clear(), "0 choices for 1 samples"),
+        (lambda body: body["choices"].append(body["choices"][0]), "2 choices for 1 samples"),
+        (every_choice(token_ids=None), "no token_ids"),
+        (lambda body: body["choices"][0].pop("token_ids"), "no token_ids"),
+        (every_choice(token_ids=["a"]), "token_ids[0]"),
+        (every_choice(token_ids=[2**40, 1, 2]), "not token ids"),
+    ],
+)
+async def test_completion_that_is_not_whole(
+    client: ForwardingClient, upstream: FakeUpstream, spoil: Callable[[dict[str, Any]], None], says: str
+) -> None:
+    upstream.default = complete(spoil)
+    failed = await failure(client)
+    assert failed.category is ErrorCategory.SERVER
+    assert says in failed.message
+    assert "status 200, application/json" in failed.message
+    assert client.counts == {"malformed": 1}
+    assert len(upstream.completions) == 1
+
+
+@pytest.mark.parametrize("job", [{"topk_sample": 2}, {"prompt_logprobs": True}, {"topk_prompt": 2}])
+async def test_what_was_asked_for_and_did_not_come(
+    client: ForwardingClient, upstream: FakeUpstream, job: dict[str, Any]
+) -> None:
+    upstream.default = complete(every_choice(logprobs={"token_logprobs": [-1.0, -1.0, -1.0]}, prompt_logprobs=None))
+    failed = await failure(client, dataclasses.replace(JOB, **job))
+    assert failed.category is ErrorCategory.SERVER
+    assert client.counts == {"malformed": 1}
+
+
+async def test_topk_keyed_by_text_is_no_answer(client: ForwardingClient, upstream: FakeUpstream) -> None:
+    """A server that ignores return_tokens_as_token_ids."""
+    by_text = {"token_logprobs": [-1.0] * 3, "top_logprobs": [{" the": -1.0}] * 3}
+    upstream.default = complete(every_choice(logprobs=by_text))
+    failed = await failure(client, dataclasses.replace(JOB, topk_sample=1))
+    assert failed.category is ErrorCategory.SERVER
+    assert "status 200" in failed.message
+
+
+# finish_reason
+
+
+REASONS = pytest.mark.parametrize("reason", ["abort", None, "tool_calls"])
+
+
+@REASONS
+async def test_aborted_once_is_sampled_again(
+    client: ForwardingClient, upstream: FakeUpstream, reason: str | None
+) -> None:
+    upstream.script.append(complete(every_choice(finish_reason=reason)))
+    assert decoded(await client.sample(JOB)) == WHOLE
+    assert client.counts == {"aborted": 1}
+    assert upstream.completions[0].body == upstream.completions[1].body
+
+
+@REASONS
+async def test_aborted_twice_fails_and_is_never_length(
+    client: ForwardingClient, upstream: FakeUpstream, reason: str | None
+) -> None:
+    upstream.default = complete(every_choice(finish_reason=reason))
+    failed = await failure(client)
+    assert failed.category is ErrorCategory.SERVER
+    assert f"gave the sample up 2 times (finish_reason {reason!r})" in failed.message
+    assert len(upstream.completions) == 2
+
+
+async def test_one_aborted_choice_of_several(client: ForwardingClient, upstream: FakeUpstream) -> None:
+    """Also when others before it lack their logprobs, as those of an aborted request may."""
+
+    def abort_last(body: dict[str, Any]) -> None:
+        every_choice(logprobs=None)(body)
+        body["choices"][-1]["finish_reason"] = "abort"
+
+    upstream.script.append(complete(abort_last))
+    result = decoded(await client.sample(dataclasses.replace(JOB, num_samples=3)))
+    assert [tokens for _, tokens, _ in result] == [[0, 1, 2], [1, 2, 3], [2, 3, 4]]
+    assert client.counts == {"aborted": 1}
+
+
+async def test_stop_is_stop(client: ForwardingClient, upstream: FakeUpstream) -> None:
+    upstream.default = complete(every_choice(finish_reason="stop"))
+    assert decoded(await client.sample(JOB)) == [("STOP", *WHOLE[0][1:])]
+
+
+# Missing logprobs
+
+
+MISSING = pytest.mark.parametrize(
+    ("logprobs", "filled"),
+    [
+        (None, [0.0, 0.0, 0.0]),
+        ({"token_logprobs": None}, [0.0, 0.0, 0.0]),
+        ({"token_logprobs": [-1.0, None, -3.0]}, [-1.0, 0.0, -3.0]),
+    ],
+)
+
+
+@MISSING
+async def test_missing_logprobs_fail_the_sample(
+    client: ForwardingClient, upstream: FakeUpstream, logprobs: Any, filled: list[float]
+) -> None:
+    upstream.default = complete(every_choice(logprobs=logprobs))
+    failed = await failure(client)
+    assert failed.category is ErrorCategory.SERVER
+    assert "logprob" in failed.message
+    assert "status 200" in failed.message
+    assert client.counts["missing_logprobs"] == 1
+
+
+@MISSING
+async def test_missing_logprobs_zero_filled_on_demand(
+    connect: Connect, upstream: FakeUpstream, caplog: pytest.LogCaptureFixture, logprobs: Any, filled: list[float]
+) -> None:
+    client = connect(zero_fill_logprobs=True)
+    upstream.default = complete(every_choice(logprobs=logprobs))
+    with caplog.at_level(logging.WARNING):
+        assert decoded(await client.sample(JOB)) == [("LENGTH", [0, 1, 2], filled)]
+    assert client.counts == {"missing_logprobs": 1}
+    assert "request r1" in caplog.text
+    assert "zero-filled" in caplog.text
+
+
+async def test_zero_filling_excuses_nothing_else(connect: Connect, upstream: FakeUpstream) -> None:
+    def spoil(body: dict[str, Any]) -> None:
+        body["choices"][0]["logprobs"] = None
+        body["choices"][1]["token_ids"] = None
+
+    upstream.default = complete(spoil)
+    failed = await failure(connect(zero_fill_logprobs=True), dataclasses.replace(JOB, num_samples=2))
+    assert failed.category is ErrorCategory.SERVER
+    assert "no token_ids; the inference server answered status 200" in failed.message
+
+
+# 4xx: the user's
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (
+            error(400, "This model's maximum context length is 1024 tokens.", "input_tokens"),
+            "input_tokens: This model's",
+        ),
+        (error(422, "top_k must be -1 or at least 1", "top_k"), "top_k: top_k must be"),
+        (error(400, "max_tokens must be at least 1, got 0."), "max_tokens must be at least 1, got 0."),
+        (reply(400, {"error": "stop: too many"}), "stop: too many"),
+        (error(404, "The model `base` does not exist.", "model"), "model: The model `base` does not exist."),
+        (reply(413, "too large", "text/plain"), "the inference server answered status 413, text/plain: 'too large'"),
+        (reply(400, b'{"error": "\xff"}'), "status 400, application/json"),
+    ],
+)
+async def test_4xx_is_the_users_with_the_servers_own_words(
+    client: ForwardingClient, upstream: FakeUpstream, answer: Reply, message: str
+) -> None:
+    upstream.default = answer
+    failed = await failure(client)
+    assert failed.category is ErrorCategory.USER
+    assert message in failed.message
+    assert client.counts == {"refused": 1}
+    assert len(upstream.requests) == 1
+
+
+@pytest.mark.parametrize("status", [401, 403, 405, 408])
+async def test_4xx_that_no_user_can_help(client: ForwardingClient, upstream: FakeUpstream, status: int) -> None:
+    upstream.default = error(status, "not like this")
+    failed = await failure(client)
+    assert failed.category is ErrorCategory.SERVER
+    assert f"status {status}" in failed.message
+    assert len(upstream.completions) == 1
+
+
+# 5xx and redirects: the server's
+
+
+@pytest.mark.parametrize("status", [500, 502, 503])
+async def test_5xx_says_what_came(client: ForwardingClient, upstream: FakeUpstream, status: int) -> None:
+    upstream.default = reply(status, "EngineCore encountered an issue. " + "x" * 1000, "text/plain")
+    failed = await failure(client)
+    assert failed.category is ErrorCategory.SERVER
+    assert f"status {status}, text/plain: 'EngineCore encountered an issue." in failed.message
+    assert len(failed.message) < 400
+    assert client.counts == {"upstream_error": 1}
+    assert len(upstream.completions) == 1
+
+
+async def test_redirects_are_not_followed(client: ForwardingClient, upstream: FakeUpstream) -> None:
+    upstream.default = reply(307, "elsewhere", "text/plain", Location="/v1/elsewhere")
+    failed = await failure(client)
+    assert failed.category is ErrorCategory.SERVER
+    assert "status 307" in failed.message
+    assert [request.path for request in upstream.requests] == ["/v1/completions"]
+
+
+async def test_cookies_are_not_kept(client: ForwardingClient, upstream: FakeUpstream) -> None:
+    """A load balancer's would send every sample of this process to one replica."""
+
+    async def set_cookie(request: Any, writer: asyncio.StreamWriter) -> None:
+        await reply(200, completion(request.json), Set_Cookie="replica=1; Path=/")(request, writer)
+
+    upstream.script.append(set_cookie)
+    await client.sample(JOB)
+    await client.sample(JOB)
+    assert "cookie" not in upstream.completions[1].headers
+
+
+# 429
+
+
+async def test_429_is_waited_out(client: ForwardingClient, upstream: FakeUpstream) -> None:
+    upstream.script += [error(429, "busy"), reply(429, "", Retry_After="0.4")]
+    started = asyncio.get_running_loop().time()
+    assert decoded(await client.sample(JOB)) == WHOLE
+    assert asyncio.get_running_loop().time() - started >= 0.4
+    assert len(upstream.completions) == 3
+    assert client.counts == {"upstream_busy": 2}
+
+
+@pytest.mark.parametrize("retry_after", ["100", "soon"])
+async def test_429_until_the_deadline(connect: Connect, upstream: FakeUpstream, retry_after: str) -> None:
+    upstream.default = reply(429, "", Retry_After=retry_after)
+    failed = await failure(connect(deadline_s=0.3))
+    assert failed.category is ErrorCategory.SERVER
+    assert "gave up after 0.3 s: the inference server answers 429" in failed.message
+
+
+# Unknown adapters
+
+
+async def test_lost_adapter_is_loaded_once_for_all_samples(client: ForwardingClient, upstream: FakeUpstream) -> None:
+    upstream.adapters = set()
+    all_refused = asyncio.Event()
+    upstream.on_load = after(all_refused, reply(200, "Success", "text/plain"))
+    samples = [asyncio.create_task(client.sample(ADAPTER)) for _ in range(30)]
+    await upstream.until(lambda server: len(server.completions) == 30 and bool(server.loads))
+    all_refused.set()
+    assert [decoded(sample) for sample in await asyncio.gather(*samples)] == [WHOLE] * 30
+    (load,) = upstream.loads
+    assert load.json == {"lora_name": "m1@1", "lora_path": "/adapters/m1/v1"}
+    assert load.headers["authorization"] == "Bearer key"
+    assert len(upstream.completions) == 60
+    assert client.counts == {"adapter_reloads": 1}
+
+
+async def test_two_lost_adapters_are_loaded_both(client: ForwardingClient, upstream: FakeUpstream) -> None:
+    upstream.adapters = set()
+    other = dataclasses.replace(ADAPTER, model="m2@4", adapter_path="/adapters/m2/v4")
+    await asyncio.gather(client.sample(ADAPTER), client.sample(other))
+    assert {load.json["lora_name"] for load in upstream.loads} == {"m1@1", "m2@4"}
+
+
+async def test_adapter_that_is_there_after_all(client: ForwardingClient, upstream: FakeUpstream) -> None:
+    """Another process has loaded it meanwhile."""
+    upstream.adapters = set()
+    upstream.on_load = error(400, "The lora adapter 'm1@1' has already been loaded.")
+    assert decoded(await client.sample(ADAPTER)) == WHOLE
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        error(404, "Loading lora m1@1 failed: No adapter found for /adapters/m1/v1"),
+        error(500, "Loading lora m1@1 failed: No adapter found for /adapters/m1/v1"),
+        error(400, "Loading lora m1@1 failed: No adapter found for /adapters/m1/v1"),
+    ],
+)
+async def test_adapter_that_cannot_be_loaded(client: ForwardingClient, upstream: FakeUpstream, answer: Reply) -> None:
+    upstream.script.append(error(404, "The model `m1@1` does not exist.", "model"))
+    upstream.on_load = answer
+    failed = await failure(client, ADAPTER)
+    assert failed.category is ErrorCategory.SERVER
+    assert "lost adapter m1@1 and cannot load it again" in failed.message
+    assert "No adapter found" in failed.message
+    assert len(upstream.completions) == 1
+
+
+async def test_adapter_that_is_lost_whenever_it_was_loaded(client: ForwardingClient, upstream: FakeUpstream) -> None:
+    upstream.default = error(404, "The model `m1@1` does not exist.", "model")
+    failed = await failure(client, ADAPTER)
+    assert failed.category is ErrorCategory.SERVER
+    assert "loses adapter m1@1 again and again" in failed.message
+    assert len(upstream.loads) == MAX_RELOADS
+
+
+async def test_server_that_dies_while_it_loads(client: ForwardingClient, upstream: FakeUpstream) -> None:
+    upstream.script.append(error(404, "The model `m1@1` does not exist.", "model"))
+    upstream.on_load = hang_up
+    assert decoded(await client.sample(ADAPTER)) == WHOLE
+    assert len(upstream.loads) == 1
+
+
+async def test_load_that_takes_longer_than_the_sample_may(connect: Connect, upstream: FakeUpstream) -> None:
+    upstream.adapters = set()
+    upstream.on_load = never
+    failed = await failure(connect(deadline_s=0.3), ADAPTER)
+    assert failed.category is ErrorCategory.SERVER
+    assert "gave up after 0.3 s: adapter m1@1" in failed.message
+
+
+async def test_closing_ends_a_load(connect: Connect, upstream: FakeUpstream) -> None:
+    client = connect()
+    upstream.adapters = set()
+    upstream.on_load = never
+    sample = asyncio.create_task(client.sample(ADAPTER))
+    await upstream.until(lambda server: bool(server.loads))
+    sample.cancel()
+    await asyncio.gather(sample, return_exceptions=True)
+    await client.close()
+    await upstream.until(lambda server: server.busy == 0)
+    assert upstream.disconnects == 1
+
+
+async def test_base_model_is_never_loaded_as_an_adapter(client: ForwardingClient, upstream: FakeUpstream) -> None:
+    upstream.adapters = set()
+    await failure(client)
+    assert not upstream.loads
+
+
+# Somebody else's server
+
+
+async def test_fixed_endpoint_and_probe(connect: Connect, upstream: FakeUpstream) -> None:
+    client = connect(endpoint=FixedEndpoint(upstream.url + "/"))
+    assert decoded(await client.sample(JOB)) == WHOLE
+    assert await client.probe() is None
+    upstream.on_get = reply(503, "starting", "text/plain")
+    assert "status 503, text/plain: 'starting'" in (await client.probe() or "")
+    assert "cannot be reached" in (await connect(endpoint=FixedEndpoint(closed_port())).probe() or "")
+    assert [request.path for request in upstream.requests if request.method == "GET"] == ["/health"] * 2

@@ -1,0 +1,85 @@
+"""One real server (API, engine, vLLM) for all end-to-end tests, and clients of the unmodified SDK."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tinker
+from tinker import types
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from skyrl.demo.server import DemoServer
+from skyrl.tiny import model_path
+
+ClientFactory = Callable[..., tinker.ServiceClient]
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DemoServer]:
+    running = DemoServer(tmp_path_factory.mktemp("server"))
+    running.start()
+    try:
+        running.wait_ready()
+        yield running
+    finally:
+        running.stop()
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> PreTrainedTokenizerBase:
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    return AutoTokenizer.from_pretrained(model_path())
+
+
+@pytest.fixture
+def connect(server: DemoServer) -> Iterator[ClientFactory]:
+    """Makes service clients, each with a session of its own; all sessions are finished after the test."""
+    clients: list[tinker.ServiceClient] = []
+
+    def make(key: str = "tml-test") -> tinker.ServiceClient:
+        client = tinker.ServiceClient(base_url=server.url, api_key=key)
+        client.__enter__()
+        clients.append(client)
+        return client
+
+    yield make
+    for client in clients:
+        client.__exit__(None, None, None)
+
+
+def cross_entropy(tokens: list[int]) -> types.Datum:
+    """Next-token prediction over the whole sequence."""
+    return types.Datum(
+        model_input=types.ModelInput.from_ints(tokens[:-1]),
+        loss_fn_inputs={
+            "target_tokens": np.asarray(tokens[1:], np.int64),
+            "weights": np.ones(len(tokens) - 1, np.float32),
+        },
+    )
+
+
+def train(client: tinker.TrainingClient, data: list[types.Datum], steps: int, learning_rate: float) -> list[float]:
+    """Cross-entropy steps, submitted as a stream; the loss of each."""
+    pending = []
+    for _ in range(steps):
+        passed = client.forward_backward(data, "cross_entropy")
+        pending.append((passed, client.optim_step(types.AdamParams(learning_rate=learning_rate))))
+    losses = []
+    for passed, stepped in pending:
+        losses.append(passed.result().metrics["loss:sum"])
+        stepped.result()
+    return losses
+
+
+def greedy(sampler: tinker.SamplingClient, prompt: list[int], max_tokens: int = 12) -> list[int]:
+    params = types.SamplingParams(max_tokens=max_tokens, temperature=0.0, stop=[])
+    answer = sampler.sample(types.ModelInput.from_ints(prompt), num_samples=1, sampling_params=params).result()
+    return list(answer.sequences[0].tokens)
+
+
+def database(server: DemoServer) -> Path:
+    return server.state_dir / "skyrl.db"

@@ -1,0 +1,59 @@
+"""`colocate_all: true` on a server of its own: samples go through the engine loop. Its end is what teardown leaves."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator
+
+import psutil
+import pytest
+import tinker
+from tinker import types
+from transformers import PreTrainedTokenizerBase
+
+from skyrl.demo.server import DemoServer
+
+from .conftest import cross_entropy, database, greedy, train
+
+pytestmark = pytest.mark.vllm
+
+
+@pytest.fixture(scope="module")
+def colocated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DemoServer]:
+    running = DemoServer(
+        tmp_path_factory.mktemp("colocated"), backend_config={"trainer": {"placement": {"colocate_all": True}}}
+    )
+    running.start()
+    try:
+        running.wait_ready()
+        yield running
+    finally:
+        running.stop()
+
+
+def test_samples_are_engine_commands(colocated: DemoServer, tokenizer: PreTrainedTokenizerBase) -> None:
+    with tinker.ServiceClient(base_url=colocated.url, api_key="tml-test") as client:
+        trainer = client.create_lora_training_client(base_model="tiny", rank=4).result()
+        prompt = tokenizer.encode("The old")
+        before = greedy(trainer.save_weights_and_get_sampling_client().result(), prompt)
+        train(trainer, [cross_entropy(prompt + tokenizer.encode("cat cat cat cat cat"))], 8, 2e-2)
+        sampler = trainer.save_weights_and_get_sampling_client().result()
+        assert greedy(sampler, prompt) != before
+        with pytest.raises(tinker.BadRequestError, match="prompt"):
+            sampler.sample(
+                types.ModelInput.from_ints([9999]), num_samples=1, sampling_params=types.SamplingParams(max_tokens=1)
+            ).result()
+    with sqlite3.connect(database(colocated)) as connection:
+        kinds = dict(connection.execute("select kind, count(*) from futures group by kind"))
+    assert kinds["SAMPLE"] == 2
+    assert "EXTERNAL" not in kinds
+
+
+def test_teardown_clears_the_row_and_leaves_no_process(colocated: DemoServer) -> None:
+    family = [psutil.Process(colocated.pid), *psutil.Process(colocated.pid).children(recursive=True)]
+    assert len(family) >= 4
+    colocated.stop()
+    assert not [process for process in family if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+    with sqlite3.connect(database(colocated)) as connection:
+        rows = list(connection.execute("select inference_proxy_url, training_ready from engine_state"))
+    assert rows == [(None, 0)]

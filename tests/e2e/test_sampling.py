@@ -1,0 +1,187 @@
+"""Sampling through the real server: where it is served, from which weights, and that it never waits for training."""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+from tinker import types
+from transformers import PreTrainedTokenizerBase
+
+from skyrl.demo.server import DemoServer
+
+from .conftest import ClientFactory, cross_entropy, database, greedy, train
+
+pytestmark = pytest.mark.vllm
+
+TEXT = "The old fox watches the river at dawn."
+OTHER = "A quiet owl remembers the small horse near the mill."
+
+
+def kinds(server: DemoServer) -> dict[str, int]:
+    with sqlite3.connect(database(server)) as connection:
+        return dict(connection.execute("select kind, count(*) from futures group by kind"))
+
+
+def test_engine_state_carries_the_proxy_url_after_a_save(server: DemoServer, connect: ClientFactory) -> None:
+    trainer = connect().create_lora_training_client(base_model="tiny", rank=4).result()
+    trainer.save_weights_and_get_sampling_client().result()
+    with sqlite3.connect(database(server)) as connection:
+        (url, generation), *rest = connection.execute("select inference_proxy_url, generation from engine_state")
+    assert not rest
+    assert url.startswith("http://127.0.0.1:")
+    assert generation >= 1
+
+
+def test_a_sample_is_an_external_future_and_no_engine_command(
+    server: DemoServer, connect: ClientFactory, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    before = kinds(server)
+    sampler = connect().create_sampling_client(base_model="tiny").result()
+    params = types.SamplingParams(max_tokens=4, temperature=1.0)
+    sampler.sample(types.ModelInput.from_ints(tokenizer.encode(TEXT)), num_samples=2, sampling_params=params).result()
+    after = kinds(server)
+    assert after["EXTERNAL"] == before.get("EXTERNAL", 0) + 1
+    assert "SAMPLE" not in after
+
+
+def test_samples_return_while_a_training_stream_runs(
+    connect: ClientFactory, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    client = connect()
+    trainer = client.create_lora_training_client(base_model="tiny", rank=8).result()
+    sampler = trainer.save_weights_and_get_sampling_client().result()
+    prompt = tokenizer.encode(TEXT)
+    greedy(sampler, prompt, 4)
+    data = [cross_entropy((tokenizer.encode(TEXT) * 10)[:96]) for _ in range(16)]
+    began = time.monotonic()
+    with ThreadPoolExecutor(1) as pool:
+        stream = pool.submit(train, trainer, data, 24, 1e-4)
+        latencies = []
+        while not stream.done():
+            sampled = time.monotonic()
+            greedy(sampler, prompt, 4)
+            latencies.append(time.monotonic() - sampled)
+        stream.result()
+    duration = time.monotonic() - began
+    assert len(latencies) > 3
+    assert np.median(latencies) < duration / 4
+
+
+def test_64_concurrent_samples_each_come_from_their_own_weights(
+    connect: ClientFactory, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    client = connect()
+    prompt = tokenizer.encode("The old")
+    samplers = [client.create_sampling_client(base_model="tiny").result()]
+    for seed, text in enumerate((TEXT, OTHER)):
+        trainer = client.create_lora_training_client(base_model="tiny", rank=4 * (seed + 1), seed=seed).result()
+        train(trainer, [cross_entropy(prompt + tokenizer.encode(text))], 8, 2e-2)
+        samplers.append(trainer.save_weights_and_get_sampling_client().result())
+    alone = [greedy(sampler, prompt) for sampler in samplers]
+    assert len({tuple(tokens) for tokens in alone}) == 3
+    with ThreadPoolExecutor(64) as pool:
+        together = list(pool.map(lambda i: greedy(samplers[i % 3], prompt), range(64)))
+    assert together == [alone[i % 3] for i in range(64)]
+
+
+def test_a_sampling_client_keeps_its_snapshot(connect: ClientFactory, tokenizer: PreTrainedTokenizerBase) -> None:
+    client = connect()
+    trainer = client.create_lora_training_client(base_model="tiny", rank=8).result()
+    prompt = tokenizer.encode("The old")
+    old = trainer.save_weights_and_get_sampling_client().result()
+    before = greedy(old, prompt)
+    train(trainer, [cross_entropy(prompt + tokenizer.encode(OTHER))], 8, 2e-2)
+    named = trainer.save_weights_for_sampler(name="trained").result()
+    new = client.create_sampling_client(model_path=named.path).result()
+    after = greedy(new, prompt)
+    assert after != before
+    assert greedy(old, prompt) == before
+    assert greedy(trainer.save_weights_and_get_sampling_client().result(), prompt) == after
+
+
+def test_trainer_and_sampler_agree_on_logprobs(connect: ClientFactory, tokenizer: PreTrainedTokenizerBase) -> None:
+    client = connect()
+    tokens = tokenizer.encode(TEXT + " " + OTHER)
+    trainer = client.create_lora_training_client(base_model="tiny", rank=8).result()
+
+    def trained_logprobs() -> np.ndarray:
+        output = trainer.forward([cross_entropy(tokens)], "cross_entropy").result()
+        return np.asarray(output.loss_fn_outputs[0]["logprobs"].data)
+
+    def sampled_logprobs(sampler: object) -> np.ndarray:
+        values = sampler.compute_logprobs(types.ModelInput.from_ints(tokens)).result()  # type: ignore[attr-defined]
+        assert values[0] is None
+        return np.asarray(values[1:], np.float64)
+
+    base = sampled_logprobs(client.create_sampling_client(base_model="tiny").result())
+    np.testing.assert_allclose(trained_logprobs(), base, atol=1e-3)
+    fresh = sampled_logprobs(trainer.save_weights_and_get_sampling_client().result())
+    np.testing.assert_allclose(trained_logprobs(), fresh, atol=1e-3)
+    train(trainer, [cross_entropy(tokens)], 5, 1e-2)
+    after = sampled_logprobs(trainer.save_weights_and_get_sampling_client().result())
+    np.testing.assert_allclose(trained_logprobs(), after, atol=1e-3)
+    assert np.abs(after - base).max() > 0.1
+
+
+def test_sampled_logprobs_are_those_the_trainer_gives(
+    connect: ClientFactory, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    client = connect()
+    trainer = client.create_lora_training_client(base_model="tiny", rank=8).result()
+    sampler = trainer.save_weights_and_get_sampling_client().result()
+    prompt = tokenizer.encode("The old")
+    params = types.SamplingParams(max_tokens=16, temperature=1.0, stop=[], seed=3)
+    answer = sampler.sample(types.ModelInput.from_ints(prompt), num_samples=3, sampling_params=params).result()
+    data = [cross_entropy(prompt + list(sequence.tokens)) for sequence in answer.sequences]
+    outputs = trainer.forward(data, "cross_entropy").result().loss_fn_outputs
+    for sequence, output in zip(answer.sequences, outputs, strict=True):
+        assert sequence.logprobs is not None
+        given = np.asarray(output["logprobs"].data)[len(prompt) - 1 :]
+        np.testing.assert_allclose(given, np.asarray(sequence.logprobs), atol=1e-3)
+
+
+def test_stop_rules(connect: ClientFactory, tokenizer: PreTrainedTokenizerBase) -> None:
+    sampler = connect().create_sampling_client(base_model="tiny").result()
+    prompt = types.ModelInput.from_ints(tokenizer.encode("<|im_start|>user\nsort: d,a,c<|im_end|>\n<|im_start|>assistant\n"))
+
+    def sample(stop: object, max_tokens: int = 40) -> types.SampledSequence:
+        params = types.SamplingParams(max_tokens=max_tokens, temperature=0.0, stop=stop)  # type: ignore[arg-type]
+        return sampler.sample(prompt, num_samples=1, sampling_params=params).result().sequences[0]
+
+    ended = sample(None)
+    assert ended.stop_reason == "stop"
+    assert list(ended.tokens)[-1] == tokenizer.convert_tokens_to_ids("<|im_end|>")
+    endless = sample([])
+    assert endless.stop_reason == "length"
+    assert len(endless.tokens) == 40
+    middle = list(ended.tokens)[1]
+    by_id = sample([middle])
+    assert list(by_id.tokens)[-1] == middle
+    assert list(by_id.tokens).count(middle) == 1
+    by_text = sample([tokenizer.decode([middle])])
+    assert list(by_text.tokens) == list(by_id.tokens)
+    assert by_text.stop_reason == "stop"
+    special = sample(["<|im_end|>"])
+    assert list(special.tokens) == list(ended.tokens)
+
+
+def test_seeds_and_greedy_groups(connect: ClientFactory, tokenizer: PreTrainedTokenizerBase) -> None:
+    sampler = connect().create_sampling_client(base_model="tiny").result()
+    prompt = types.ModelInput.from_ints(tokenizer.encode("The old"))
+
+    def sample(seed: int | None, temperature: float) -> list[tuple[int, ...]]:
+        params = types.SamplingParams(max_tokens=16, temperature=temperature, seed=seed, stop=[])
+        answer = sampler.sample(prompt, num_samples=4, sampling_params=params).result()
+        return [tuple(sequence.tokens) for sequence in answer.sequences]
+
+    first = sample(2**64 - 1, 1.0)
+    assert len(set(first)) > 1
+    assert sample(2**64 - 1, 1.0) == first
+    assert sample(7, 1.0) != first
+    alike = sample(None, 0.0)
+    assert len(alike) == 4
+    assert len(set(alike)) == 1

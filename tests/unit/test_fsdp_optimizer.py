@@ -1,0 +1,69 @@
+"""The optimizer step against torch.optim.AdamW and torch's clipping, where the scale of gradients matters
+(large eps)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from skyrl.backends.base import AdamParams, LoraSpec
+from skyrl.backends.fsdp.adapter import Adapter, Target
+from skyrl.backends.fsdp.optimizer import NonFiniteGradient, adamw_step
+
+TARGETS = [Target("q_proj", 6, 4), Target("lm_head", 6, 11)]
+
+
+def _adapter(seed: int = 0) -> Adapter:
+    return Adapter(LoraSpec(3, 32.0, seed), TARGETS, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.2, 1.3, 50.0])
+@pytest.mark.parametrize("decay", [0.0, 0.3])
+def test_steps_equal_torch_with_hyper_parameters_that_change_every_step(clip: float, decay: float) -> None:
+    adapter = _adapter()
+    parameters = [view.clone().requires_grad_() for view in adapter.views(adapter.weights).values()]
+    optimizer = torch.optim.AdamW(parameters)
+    generator = torch.Generator().manual_seed(1)
+    for step in range(6):
+        gradient = torch.randn(adapter.weights.shape, generator=generator) * 10 ** (step % 3 - 2)
+        params = AdamParams(0.01 * (step + 1), 0.9 - 0.05 * step, 0.95, 0.1 / (step + 1), decay, clip)
+        for parameter, view in zip(parameters, adapter.views(gradient).values(), strict=True):
+            parameter.grad = view.clone()
+        norm = torch.nn.utils.clip_grad_norm_(parameters, clip or float("inf"))
+        group = optimizer.param_groups[0]
+        group |= {"lr": params.learning_rate, "betas": (params.beta1, params.beta2)}
+        group |= {"eps": params.eps, "weight_decay": decay}
+        optimizer.step()
+        adapter.accumulate(gradient)
+        metrics = adamw_step(adapter, params)
+        assert metrics["grad_norm"] == pytest.approx(float(norm), rel=1e-6)
+        for parameter, view in zip(parameters, adapter.views(adapter.weights).values(), strict=True):
+            torch.testing.assert_close(view, parameter.detach(), atol=1e-7, rtol=1e-6)
+
+
+def test_defaults_are_tinkers() -> None:
+    assert AdamParams() == AdamParams(1e-4, 0.9, 0.95, 1e-12, 0.0, 0.0)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_non_finite_gradient_changes_nothing_and_is_cleared(bad: float) -> None:
+    adapter, calm = _adapter(), _adapter()
+    for each in (adapter, calm):
+        each.accumulate(torch.ones_like(each.weights))
+        adamw_step(each, AdamParams())
+    adapter.accumulate(torch.full_like(adapter.weights, bad))
+    with pytest.raises(NonFiniteGradient, match=str(bad)):
+        adamw_step(adapter, AdamParams())
+    assert adamw_step(adapter, AdamParams()) == {}
+    for each in (adapter, calm):
+        each.accumulate(torch.ones_like(each.weights))
+        assert adamw_step(each, AdamParams())["optimizer_step"] == 2
+    assert torch.equal(adapter.weights, calm.weights)
+
+
+def test_the_first_step_without_gradient_is_no_step() -> None:
+    adapter = _adapter()
+    before = adapter.weights.clone()
+    assert adamw_step(adapter, AdamParams(weight_decay=0.5)) == {}
+    assert torch.equal(adapter.weights, before)
+    assert adapter.step == 0

@@ -1,0 +1,319 @@
+"""Requests as the API process sees them: recorded once, waited for, found again."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+from sqlalchemy import Connection, func, select
+
+from skyrl.db import futures as rows
+from skyrl.db.database import Database
+from skyrl.db.futures import Outcome
+from skyrl.db.migrate import migrate
+from skyrl.db.writer import GroupCommitWriter
+from skyrl.futures import store as store_module
+from skyrl.futures.kinds import Kind
+from skyrl.futures.store import FutureStore, NewRequest
+from skyrl.wire.errors import RequestError
+
+OK = Outcome(b'{"ok":1}')
+COMMAND = NewRequest(Kind.OPTIM_STEP, "tenant", "s1", b"{}", model_id="m", seq_id=3)
+SAMPLE = NewRequest(Kind.EXTERNAL, "tenant", "s1", b"{}", sampling_session_id="s1:sample:0", sample_seq_id=5)
+
+
+@pytest.fixture
+def database(tmp_path: Path):
+    database = Database(f"sqlite:///{tmp_path / 'f.db'}")
+    migrate(database)
+    yield database
+    database.close()
+
+
+@pytest.fixture
+async def writer(database: Database) -> AsyncIterator[GroupCommitWriter]:
+    writer = GroupCommitWriter(database)
+    yield writer
+    await writer.close()
+
+
+@pytest.fixture
+def store(database: Database, writer: GroupCommitWriter) -> FutureStore:
+    return FutureStore(database, writer)
+
+
+def settle_as_engine(database: Database, request_id: str, outcome: Outcome = OK) -> None:
+    database.write(lambda c: c.execute(rows.SETTLE, rows.settlement(request_id, outcome, time.time())))
+
+
+def count(database: Database) -> int:
+    return database.read(lambda c: c.execute(select(func.count()).select_from(rows.futures)).scalar_one())
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Let other tasks run until the condition holds (worker threads wake the loop)."""
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0)
+
+
+async def waiting(store: FutureStore, request_id: str) -> asyncio.Task[Outcome | None]:
+    """A task that has begun to wait."""
+    task = asyncio.create_task(store.wait(request_id, "tenant", 30))
+    await asyncio.sleep(0)
+    return task
+
+
+async def test_recorded_row_holds_the_bytes_that_arrived(database: Database, store: FutureStore) -> None:
+    body = b'{"model_id": "m",  "odd":\xff}'
+    request_id, new = await store.record(dataclasses.replace(COMMAND, body=body, body_format="proto"))
+    assert new
+    (row,) = database.read(lambda c: rows.pending_with_body(c, [Kind.OPTIM_STEP]))
+    assert (row.id, row.body, row.body_format, row.model_id, row.seq_id) == (request_id, body, "proto", "m", 3)
+    assert (row.tenant, row.session_id, row.status) == ("tenant", "s1", "pending")
+
+
+@pytest.mark.parametrize("request_", [COMMAND, SAMPLE], ids=["command", "sample"])
+async def test_repeat_gets_the_first_id(database: Database, store: FutureStore, request_: NewRequest) -> None:
+    first, _ = await store.record(request_)
+    assert await store.record(request_) == (first, False)
+    assert count(database) == 1
+
+
+@pytest.mark.parametrize("request_", [COMMAND, SAMPLE], ids=["command", "sample"])
+async def test_concurrent_repeats_are_one_request(
+    database: Database, store: FutureStore, request_: NewRequest
+) -> None:
+    answers = await asyncio.gather(*(store.record(request_) for _ in range(20)))
+    assert len({request_id for request_id, _ in answers}) == 1
+    assert [new for _, new in answers].count(True) == 1
+    assert count(database) == 1
+
+
+@pytest.mark.parametrize("changed", [{"body": b"[]"}, {"kind": Kind.SAVE_WEIGHTS}], ids=["body", "kind"])
+async def test_same_number_for_something_else_is_refused(
+    database: Database, store: FutureStore, writer: GroupCommitWriter, changed: dict
+) -> None:
+    await store.record(COMMAND)
+    for asked in (store, FutureStore(database, writer)):
+        with pytest.raises(RequestError, match="seq_id: 3 was used before for m") as raised:
+            await asked.record(dataclasses.replace(COMMAND, **changed))
+        assert raised.value.status == 400
+    assert count(database) == 1
+
+
+async def test_requests_without_a_number_are_all_new(database: Database, store: FutureStore) -> None:
+    request = dataclasses.replace(SAMPLE, sample_seq_id=None)
+    answers = [await store.record(request) for _ in range(3)]
+    assert len(set(answers)) == 3
+    assert count(database) == 3
+
+
+async def test_repeats_after_a_restart_find_the_stored_request(
+    database: Database, writer: GroupCommitWriter, store: FutureStore
+) -> None:
+    """Several at once: all but one wait for a first one that runs into the row of the earlier process."""
+    first, _ = await store.record(COMMAND)
+    restarted = FutureStore(database, writer)
+    assert await asyncio.gather(*(restarted.record(COMMAND) for _ in range(5))) == [(first, False)] * 5
+    assert restarted.pending == 0, "what could not be recorded is not kept"
+
+
+async def test_repeat_survives_the_cancellation_of_the_first(database: Database, store: FutureStore) -> None:
+    first = asyncio.create_task(store.record(COMMAND))
+    await asyncio.sleep(0)
+    repeat = asyncio.create_task(store.record(COMMAND))
+    await asyncio.sleep(0)
+    first.cancel()
+    request_id, _ = await repeat
+    (row,) = database.read(lambda c: rows.pending(c, [Kind.OPTIM_STEP]))
+    assert row.id == request_id
+    with pytest.raises(asyncio.CancelledError):
+        await first
+
+
+async def test_failed_write_is_told_and_forgotten(database: Database, store: FutureStore) -> None:
+    broken = dataclasses.replace(COMMAND, tenant=None)  # type: ignore[arg-type]
+    with pytest.raises(Exception, match="NOT NULL"):
+        await store.record(broken)
+    assert store.pending == 0
+    assert (await store.record(COMMAND))[1]
+
+
+async def test_settle_wakes_the_waiter_before_the_row_is_written(
+    database: Database, store: FutureStore, writer: GroupCommitWriter
+) -> None:
+    request_id, _ = await store.record(SAMPLE)
+    waiter = await waiting(store, request_id)
+    with Database(database.url).writer.begin():  # nobody can commit
+        settling = asyncio.create_task(store.settle(request_id, OK))
+        assert await asyncio.wait_for(waiter, 5) == OK
+        assert not settling.done(), "settle returns when the row is durable"
+    await settling
+    stored = database.read(lambda c: rows.find(c, request_id))
+    assert stored is not None
+    assert stored.outcome == OK
+    body = database.read(lambda c: rows.bodies(c, [request_id]))[request_id]
+    assert body is None, "nobody reads a sample's body again"
+
+
+async def test_look_wakes_who_waits_for_the_engine(database: Database, store: FutureStore) -> None:
+    request_id, _ = await store.record(COMMAND)
+    waiter = await waiting(store, request_id)
+    await store.look([request_id])
+    assert not waiter.done(), "nothing has happened yet"
+    settle_as_engine(database, request_id)
+    await store.look(["unknown", request_id])
+    assert await waiter == OK
+
+
+async def test_lost_ring_is_found(database: Database, store: FutureStore) -> None:
+    ids = [(await store.record(dataclasses.replace(COMMAND, seq_id=n)))[0] for n in range(3)]
+    waiters = [await waiting(store, request_id) for request_id in ids]
+    for request_id in ids[:2]:
+        settle_as_engine(database, request_id)
+    await store.look_for_lost_rings()
+    assert [await waiter for waiter in waiters[:2]] == [OK, OK]
+    assert not waiters[2].done()
+    waiters[2].cancel()
+
+
+async def test_failure_keeps_its_category(database: Database, store: FutureStore) -> None:
+    failure = Outcome(error="no", error_category="user")
+    request_id, _ = await store.record(COMMAND)
+    settle_as_engine(database, request_id, failure)
+    await store.look([request_id])
+    assert await store.wait(request_id, "tenant", 1) == failure
+    settle_as_engine(database, request_id, OK)
+    stored = database.read(lambda c: rows.find(c, request_id))
+    assert stored is not None
+    assert stored.outcome == failure, "the first outcome stays"
+
+
+async def test_wait_gives_up_after_its_time_and_can_be_repeated(database: Database, store: FutureStore) -> None:
+    request_id, _ = await store.record(COMMAND)
+    assert await store.wait(request_id, "tenant", 0.01) is None
+    settle_as_engine(database, request_id)
+    await store.look_for_lost_rings()
+    assert await store.wait(request_id, "tenant", 0) == OK
+
+
+async def test_results_survive_a_restart(
+    database: Database, writer: GroupCommitWriter, store: FutureStore
+) -> None:
+    done, _ = await store.record(SAMPLE)
+    await store.settle(done, OK)
+    pending, _ = await store.record(COMMAND)
+    restarted = FutureStore(database, writer)
+    assert await restarted.wait(done, "tenant", 1) == OK
+    waiter = asyncio.create_task(restarted.wait(pending, "tenant", 30))
+    await until(lambda: restarted.pending == 1)
+    settle_as_engine(database, pending)
+    await restarted.look([pending])
+    assert await waiter == OK
+
+
+async def test_adopted_sample_is_settled_here(
+    database: Database, writer: GroupCommitWriter, store: FutureStore
+) -> None:
+    request_id, _ = await store.record(SAMPLE)
+    restarted = FutureStore(database, writer)
+    restarted.adopt(request_id, Kind.EXTERNAL, "tenant", "s1", SAMPLE.digest(), SAMPLE.key)
+    waiter = await waiting(restarted, request_id)
+    assert await restarted.record(SAMPLE) == (request_id, False)
+    await restarted.settle(request_id, OK)
+    assert await waiter == OK
+
+
+async def test_another_tenant_sees_nothing(
+    database: Database, writer: GroupCommitWriter, store: FutureStore
+) -> None:
+    request_id, _ = await store.record(COMMAND)
+    restarted = FutureStore(database, writer)
+    for asked in (store, restarted):
+        with pytest.raises(KeyError):
+            await asked.wait(request_id, "other", 30)
+    settle_as_engine(database, request_id)
+    await store.look([request_id])
+    for asked in (store, restarted):
+        with pytest.raises(KeyError):
+            await asked.wait(request_id, "other", 30)
+    with pytest.raises(KeyError):
+        await store.wait("no such request", "tenant", 30)
+
+
+@pytest.mark.parametrize("limit", ["KEPT_OUTCOMES", "KEPT_BYTES"])
+async def test_old_outcomes_leave_memory_and_stay_readable(
+    database: Database, store: FutureStore, monkeypatch: pytest.MonkeyPatch, limit: str
+) -> None:
+    monkeypatch.setattr(store_module, limit, {"KEPT_OUTCOMES": 3, "KEPT_BYTES": 3 * len(OK.result)}[limit])
+    requests = [dataclasses.replace(SAMPLE, sample_seq_id=n) for n in range(10)]
+    ids = [(await store.record(request))[0] for request in requests]
+    for request_id in ids:
+        await store.settle(request_id, OK)
+    assert set(store._entries) == set(ids[-3:])
+    assert len(store._by_key) == 3
+    assert [await store.wait(request_id, "tenant", 1) for request_id in ids] == [OK] * 10
+    assert await store.record(requests[0]) == (ids[0], False)
+
+
+async def test_outcome_stays_in_memory_until_it_is_durable(
+    database: Database, store: FutureStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Evicted before, its row would say pending, and whoever asks would wait for ever."""
+    monkeypatch.setattr(store_module, "KEPT_OUTCOMES", 1)
+    ids = [(await store.record(dataclasses.replace(SAMPLE, sample_seq_id=n)))[0] for n in range(3)]
+    other = Database(database.url)
+    with other.writer.begin():  # nobody can commit
+        settling = [asyncio.create_task(store.settle(request_id, OK)) for request_id in ids]
+        await asyncio.sleep(0)
+        assert [await store.wait(request_id, "tenant", 5) for request_id in ids] == [OK] * 3
+    await asyncio.gather(*settling)
+    other.close()
+    assert len(store._entries) == 1
+
+
+async def test_closed_session_wakes_its_waiters(database: Database, store: FutureStore) -> None:
+    gone, _ = await store.record(SAMPLE)
+    other, _ = await store.record(dataclasses.replace(COMMAND, session_id="s2", seq_id=9))
+    done, _ = await store.record(COMMAND)
+    settle_as_engine(database, done)
+    await store.look([done])
+    waiter, bystander = await waiting(store, gone), await waiting(store, other)
+    assert store.drop_session("s1") == [gone]
+    with pytest.raises(KeyError):
+        await waiter
+    assert await store.wait(done, "tenant", 1) == OK, "finished results stay"
+    await store.settle(gone, OK)  # its forwarding task ends later: discarded
+    assert not bystander.done()
+    bystander.cancel()
+
+
+async def test_dropped_sample_ends_when_the_engine_fails_it(database: Database, store: FutureStore) -> None:
+    """The client polls again before the engine has closed the session's requests."""
+    request_id, _ = await store.record(SAMPLE)
+    store.drop_session("s1")
+    waiter = asyncio.create_task(store.wait(request_id, "tenant", 30))
+    await until(lambda: store.pending == 1)
+    ended = Outcome(error="the session has ended", error_category="user")
+    settle_as_engine(database, request_id, ended)
+    await store.look_for_lost_rings()
+    assert await asyncio.wait_for(waiter, 5) == ended
+
+
+async def test_forget_deletes_old_outcomes_only(database: Database, store: FutureStore) -> None:
+    ids = [(await store.record(dataclasses.replace(SAMPLE, sample_seq_id=n)))[0] for n in range(3)]
+    await store.settle(ids[0], OK)
+    middle = time.time()
+    await store.settle(ids[1], OK)
+
+    def forget(connection: Connection) -> int:
+        return rows.forget(connection, middle)
+
+    assert database.write(forget) == 1
+    assert database.read(lambda c: rows.find(c, ids[0])) is None
+    assert count(database) == 2

@@ -1,0 +1,176 @@
+"""The group-commit writer: few commits, no false acknowledgement, no neighbour harmed."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from sqlalchemy import Column, Connection, Integer, MetaData, String, Table, func, insert, select
+from sqlalchemy.exc import IntegrityError, OperationalError
+
+from skyrl.db import database as database_module
+from skyrl.db import writer as writer_module
+from skyrl.db.database import Database
+from skyrl.db.writer import GroupCommitWriter
+
+things = Table("things", MetaData(), Column("id", Integer, primary_key=True), Column("name", String, nullable=False))
+ADD = insert(things)
+
+
+@pytest.fixture
+def database(tmp_path: Path):
+    database = Database(f"sqlite:///{tmp_path / 'w.db'}")
+    database.write(lambda c: things.create(c))
+    yield database
+    database.close()
+
+
+@pytest.fixture
+async def writer(database: Database) -> AsyncIterator[GroupCommitWriter]:
+    writer = GroupCommitWriter(database)
+    yield writer
+    await writer.close()
+
+
+def ids(database: Database) -> list[int]:
+    return database.read(lambda c: list(c.execute(select(things.c.id).order_by(things.c.id)).scalars()))
+
+
+class Held:
+    """Holds the writer's thread inside a transaction, so that what comes meanwhile waits together."""
+
+    def __init__(self, writer: GroupCommitWriter) -> None:
+        self.entered, self._release = threading.Event(), threading.Event()
+        self.write = asyncio.ensure_future(writer.transact(self._hold))
+
+    def _hold(self, _: Connection) -> str:
+        self.entered.set()
+        assert self._release.wait(10)
+        return "held"
+
+    async def wait_until_held(self) -> None:
+        await asyncio.to_thread(self.entered.wait, 10)
+
+    def release(self) -> None:
+        self._release.set()
+
+
+async def hold(writer: GroupCommitWriter) -> Held:
+    held = Held(writer)
+    await held.wait_until_held()
+    return held
+
+
+async def put_all(*coroutines: object) -> list[asyncio.Future[object]]:
+    """Start them, and return once each has put its write into the queue."""
+    started = [asyncio.ensure_future(c) for c in coroutines]  # type: ignore[arg-type]
+    await asyncio.sleep(0)
+    return started
+
+
+async def test_waiting_writes_share_one_commit(database: Database, writer: GroupCommitWriter) -> None:
+    held = await hold(writer)
+    writes = await put_all(*(writer.execute(ADD, {"id": i, "name": "x"}) for i in range(500)))
+    held.release()
+    await asyncio.gather(held.write, *writes)
+    assert ids(database) == list(range(500))
+    assert writer.commits == 2
+
+
+async def test_group_is_bounded(
+    database: Database, writer: GroupCommitWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer_module, "MAX_BATCH", 10)
+    held = await hold(writer)
+    writes = await put_all(*(writer.execute(ADD, {"id": i, "name": "x"}) for i in range(25)))
+    held.release()
+    await asyncio.gather(held.write, *writes)
+    assert writer.commits == 1 + 3
+    assert len(ids(database)) == 25
+
+
+async def test_bad_write_fails_alone(database: Database, writer: GroupCommitWriter) -> None:
+    def broken(connection: Connection) -> None:
+        connection.execute(ADD, {"id": 99, "name": "rolled back"})
+        raise ValueError("mine")
+
+    held = await hold(writer)
+    writes = await put_all(
+        writer.execute(ADD, {"id": 1, "name": "x"}),
+        writer.execute(ADD, {"id": 1, "name": "again"}),
+        writer.transact(broken),
+        writer.execute(ADD, {"id": 2, "name": None}),
+        writer.transact(lambda c: c.execute(ADD, {"id": 3, "name": "x"}) and "value"),
+    )
+    held.release()
+    first, repeated, own, null, last = await asyncio.gather(*writes, return_exceptions=True)
+    await held.write
+    assert first is None
+    assert isinstance(repeated, IntegrityError)
+    assert isinstance(own, ValueError)
+    assert isinstance(null, IntegrityError)
+    assert last == "value"
+    assert ids(database) == [1, 3]
+
+
+async def test_acknowledged_only_after_the_commit(database: Database, writer: GroupCommitWriter) -> None:
+    seen: list[int] = []
+    held = await hold(writer)
+    (write,) = await put_all(writer.execute(ADD, {"id": 7, "name": "x"}))
+    write.add_done_callback(lambda _: seen.extend(ids(database)))
+    assert ids(database) == []
+    assert not write.done()
+    held.release()
+    assert await held.write == "held"
+    await write
+    await asyncio.sleep(0)
+    assert seen == [7], "another connection sees the row at the moment of the acknowledgement"
+
+
+async def test_cancelled_caller_does_not_disturb_its_group(database: Database, writer: GroupCommitWriter) -> None:
+    held = await hold(writer)
+    cancelled, other = await put_all(
+        writer.execute(ADD, {"id": 1, "name": "x"}), writer.execute(ADD, {"id": 2, "name": "x"})
+    )
+    cancelled.cancel()
+    held.release()
+    await asyncio.gather(held.write, other)
+    assert ids(database) == [1, 2]
+
+
+async def test_lock_that_never_comes_fails_the_whole_group_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(database_module, "BUSY_TIMEOUT_MS", 50)
+    database = Database(f"sqlite:///{tmp_path / 'locked.db'}")
+    database.write(lambda c: things.create(c))
+    writer = GroupCommitWriter(database)
+    other = Database(database.url)
+    with other.writer.begin():
+        writes = await put_all(*(writer.execute(ADD, {"id": i, "name": "x"}) for i in range(200)))
+        started = asyncio.get_running_loop().time()
+        errors = await asyncio.gather(*writes, return_exceptions=True)
+        waited = asyncio.get_running_loop().time() - started
+    assert all(isinstance(error, OperationalError) for error in errors)
+    assert waited < 200 * 0.05 / 2, "each of 200 writes waited for the lock by itself"
+    await writer.execute(ADD, {"id": 1, "name": "x"})
+    await writer.close()
+    assert ids(database) == [1]
+    database.close()
+    other.close()
+
+
+async def test_close_commits_what_waits_and_refuses_more(database: Database) -> None:
+    writer = GroupCommitWriter(database)
+    held = await hold(writer)
+    writes = await put_all(*(writer.execute(ADD, {"id": i, "name": "x"}) for i in range(50)))
+    closing = asyncio.ensure_future(writer.close())
+    await asyncio.sleep(0)
+    with pytest.raises(RuntimeError, match="closed"):
+        await asyncio.wait_for(writer.execute(ADD, {"id": 100, "name": "late"}), 5)
+    held.release()
+    await asyncio.gather(held.write, closing, *writes)
+    assert database.read(lambda c: c.execute(select(func.count()).select_from(things)).scalar()) == 50

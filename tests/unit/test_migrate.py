@@ -1,0 +1,100 @@
+"""The schema: what migrations make, and which databases are refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from alembic.autogenerate import compare_metadata
+from alembic.runtime.migration import MigrationContext
+from alembic.script import ScriptDirectory
+from sqlalchemy import inspect, text
+from sqlmodel import SQLModel
+
+from alembic import command
+from skyrl.config import ConfigError
+from skyrl.db import tables  # noqa: F401  (registers the tables)
+from skyrl.db.database import Database
+from skyrl.db.migrate import SchemaError, _config, migrate
+
+
+@pytest.fixture
+def database(tmp_path: Path):
+    database = Database(f"sqlite:///{tmp_path / 'state' / 'skyrl.db'}")
+    yield database
+    database.close()
+
+
+def revision(database: Database) -> str | None:
+    with database.reader.connect() as connection:
+        return MigrationContext.configure(connection).get_current_revision()
+
+
+def names(database: Database) -> set[str]:
+    return set(inspect(database.reader).get_table_names())
+
+
+def test_empty_database_gets_the_newest_schema(database: Database) -> None:
+    migrate(database)
+    assert revision(database) == ScriptDirectory.from_config(_config(database.url)).get_current_head()
+    assert names(database) == {*SQLModel.metadata.tables, "alembic_version"}
+
+
+def test_migrated_schema_is_what_the_tables_say(database: Database) -> None:
+    migrate(database)
+    with database.reader.connect() as connection:
+        context = MigrationContext.configure(connection, opts={"compare_type": True})
+        assert compare_metadata(context, SQLModel.metadata) == []
+
+
+def test_second_start_changes_nothing(database: Database) -> None:
+    migrate(database)
+    database.write(lambda c: c.execute(text("INSERT INTO engine_state VALUES (1, 'u', 3, 0, '', 1, 1, 0, 0)")))
+    migrate(database)
+    assert database.read(lambda c: c.execute(text("SELECT generation FROM engine_state")).scalar()) == 3
+
+
+@pytest.mark.parametrize("made", ["by a newer skyrl", "by another program"])
+def test_unknown_revision_is_refused_untouched(database: Database, made: str) -> None:
+    if made == "by a newer skyrl":
+        migrate(database)
+    else:
+        database.write(lambda c: c.execute(text("CREATE TABLE alembic_version (version_num VARCHAR(32))")))
+        database.write(lambda c: c.execute(text("INSERT INTO alembic_version VALUES ('')")))
+    database.write(lambda c: c.execute(text("UPDATE alembic_version SET version_num = '9999_later'")))
+    before = names(database)
+    with pytest.raises(SchemaError, match="9999_later.*newer"):
+        migrate(database)
+    assert names(database) == before
+    assert revision(database) == "9999_later"
+
+
+def test_file_that_is_no_database_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "skyrl.db").write_text("not a database, " * 100)
+    database = Database(f"sqlite:///{tmp_path / 'skyrl.db'}")
+    with pytest.raises(SchemaError, match="file is not a database"):
+        migrate(database)
+    database.close()
+
+
+@pytest.mark.parametrize("url", ["skyrl.db", "nosuch://host/name", "oracle://user:secret@host/name"])
+def test_url_that_cannot_be_used_names_the_option(url: str) -> None:
+    with pytest.raises(ConfigError, match="^database_url: ") as raised:
+        Database(url)
+    assert "secret" not in str(raised.value)
+
+
+def test_downgrade_removes_every_table_and_upgrade_brings_them_back(database: Database) -> None:
+    migrate(database)
+    command.downgrade(_config(database.url), "base")
+    assert names(database) == {"alembic_version"}
+    assert revision(database) is None
+    migrate(database)
+    assert names(database) == {*SQLModel.metadata.tables, "alembic_version"}
+
+
+def test_migration_that_fails_leaves_the_schema_as_it_was(database: Database) -> None:
+    database.write(lambda c: c.execute(text("CREATE TABLE models (id INTEGER)")))
+    with pytest.raises(Exception, match="already exists"):
+        migrate(database)
+    assert names(database) - {"alembic_version"} == {"models"}

@@ -1,0 +1,136 @@
+"""The tiny model's files and the two tasks: format, tokenizer and rewards.
+
+Nothing here runs the model; what it can do is the business of slower tests.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from random import Random
+
+import pytest
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
+
+from skyrl.tiny import corpus, model_path
+
+SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>"]
+TASKS = list(corpus.TASKS.values())
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(model_path())
+
+
+def draws(task: corpus.Task, count: int = 200) -> list[tuple[str, object]]:
+    rng = Random(7)
+    return [task.prompt(rng) for _ in range(count)]
+
+
+def test_config_is_a_small_untied_qwen3() -> None:
+    config = AutoConfig.from_pretrained(model_path())
+    assert config.architectures == ["Qwen3ForCausalLM"]
+    assert config.vocab_size == 512
+    assert config.max_position_embeddings == 4096
+    assert not config.tie_word_embeddings
+
+
+def test_weights_are_bfloat16_and_small() -> None:
+    with (model_path() / "model.safetensors").open("rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        tensors = json.loads(file.read(length))
+    tensors.pop("__metadata__", None)
+    assert {tensor["dtype"] for tensor in tensors.values()} == {"BF16"}
+    assert "lm_head.weight" in tensors
+    assert sum(path.stat().st_size for path in model_path().iterdir()) < 3_000_000
+
+
+def test_any_text_survives_the_tokenizer(tokenizer: PreTrainedTokenizerBase) -> None:
+    rng = Random(1)
+    planes = [(0, 0x7F), (0x80, 0x7FF), (0x800, 0xD7FF), (0xE000, 0xFFFF), (0x10000, 0x10FFFF)]
+    texts = ["", " ", "  a  b ", "\r\n\t\n x", "héllo 世界 🎉 e\u0301 ٣٤ can't , . !"]
+    texts += ["".join(chr(rng.randint(*rng.choice(planes))) for _ in range(40)) for _ in range(200)]
+    for text in texts:
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_special_tokens_are_single_tokens(tokenizer: PreTrainedTokenizerBase) -> None:
+    assert len(tokenizer) == 512
+    for special in SPECIALS:
+        assert len(tokenizer.encode(f"a{special}b")) == 3
+    assert tokenizer.eos_token == "<|im_end|>"
+    assert tokenizer.pad_token == "<|endoftext|>"
+    config = json.loads((model_path() / "generation_config.json").read_text())
+    assert config["eos_token_id"] == tokenizer.eos_token_id
+    assert config["pad_token_id"] == tokenizer.pad_token_id
+
+
+def test_decoding_without_specials_keeps_thoughts(tokenizer: PreTrainedTokenizerBase) -> None:
+    ids = tokenizer.encode("<think>\n7\n</think>\n\n3 5<|im_end|>")
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "<think>\n7\n</think>\n\n3 5"
+
+
+def test_every_digit_is_a_token_of_its_own(tokenizer: PreTrainedTokenizerBase) -> None:
+    assert len(tokenizer.encode("1234567890" * 3)) == 30
+    assert not [t for t in tokenizer.get_vocab() if len(t) > 1 and any(c.isdecimal() for c in t)]
+
+
+def test_chat_template_agrees_with_the_corpus(tokenizer: PreTrainedTokenizerBase) -> None:
+    turn = {"role": "user", "content": "count from 3 by 2"}
+    text = tokenizer.apply_chat_template([turn], add_generation_prompt=True, tokenize=False)
+    assert text == corpus.chat_prompt(turn["content"])
+    reply = {"role": "assistant", "content": "3 5"}
+    assert tokenizer.apply_chat_template([turn, reply], tokenize=False) == f"{text}3 5<|im_end|>\n"
+
+
+def test_right_answers() -> None:
+    assert corpus.TASKS["count"].answer((3, 2)) == "3 5 7 9 11 13 15 17"
+    assert corpus.TASKS["sort"].answer("kcxam") == "a,c,k,m,x"
+
+
+@pytest.mark.parametrize("task", TASKS, ids=lambda task: task.name)
+def test_only_the_right_answer_earns_all(task: corpus.Task, tokenizer: PreTrainedTokenizerBase) -> None:
+    for _, state in draws(task):
+        right = task.answer(state)
+        items = task.split(right)
+        mark = right[len(items[0])]
+        assert task.reward(state, right) == task.reward(state, f"{right}<|im_end|>\n") == 1.0
+        assert 0.8 < task.reward(state, mark.join(items[:-1])) < 1.0
+        assert 0.8 < task.reward(state, mark.join([*items, items[-1]])) < 1.0
+        assert 0.8 < task.reward(state, mark.join([*items[:-1], "?"])) < 1.0
+        assert task.reward(state, mark.join(reversed(items))) <= 0.2
+        assert 16 <= len(tokenizer.encode(right)) <= 32
+
+
+@pytest.mark.parametrize("task", TASKS, ids=lambda task: task.name)
+def test_junk_earns_next_to_nothing(task: corpus.Task) -> None:
+    triples = [(question, state, task.answer(state)) for question, state in draws(task)]
+    letters = "abcdefghijklmnopqrstuvwxyz"
+    fixed = ["", " ", ",", ", , ,", "1", "a", "0 1 2 3 4 5 6 7", "a,b,c,d,e,f,g,h,i", "a b c d e f g h i"]
+    fixed += [" ".join(map(str, range(100))), ",".join(letters)]
+    for junk in fixed:
+        assert sum(task.reward(state, junk) for _, state, _ in triples) / len(triples) < 0.15, junk
+    for skipped in range(8):
+        copied = [task.reward(state, question[skipped:]) for question, state, _ in triples]
+        assert sum(copied) / len(copied) < 0.15
+    for question, state, right in triples:
+        assert task.reward(state, question) < 1.0
+        assert task.reward(state, f"{right}\n" * 50) < 0.05
+        assert task.reward(state, right.replace(" ", "").replace(",", "")) == 0.0
+        assert task.reward(state, f"The answer is {right}") < 1.0
+
+
+@pytest.mark.parametrize("task", TASKS, ids=lambda task: task.name)
+def test_prompts_repeat_with_the_seed_and_vary(task: corpus.Task) -> None:
+    assert draws(task) == draws(task)
+    assert len({question for question, _ in draws(task)}) > 50
+
+
+@pytest.mark.parametrize("task", TASKS, ids=lambda task: task.name)
+def test_the_sloppy_teacher_leaves_room(task: corpus.Task) -> None:
+    rng = Random(3)
+    rewards = [task.reward(state, task.sloppy(rng, state)) for _, state in draws(task, 1000)]
+    assert 0.25 < sum(rewards) / len(rewards) < 0.5
+    assert max(rewards) == 1.0
+    assert min(rewards) < 0.2
