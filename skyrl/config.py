@@ -60,11 +60,14 @@ class PolicyConfig(_Strict):
 
 
 class TrainerConfig(_Strict):
-    """Training: `micro_batch_tokens` bounds one forward/backward pass over the base model (all tenants together)."""
+    """Training. `micro_batch_tokens` bounds one forward/backward pass over the base model. `merge_passes` lets passes
+    of several tenants share one (None: on CUDA only); without it a tenant's weights are the same bits whoever else
+    trains, and with it they agree up to rounding."""
 
     placement: PlacementConfig = Field(default_factory=PlacementConfig)
     policy: PolicyConfig = Field(default_factory=PolicyConfig)
     micro_batch_tokens: int = Field(4096, ge=16)
+    merge_passes: bool | None = None
     gradient_checkpointing: bool = False
 
 

@@ -68,10 +68,11 @@ def make_backend(
 ) -> FsdpBackend:
     settings = {
         "trainer.micro_batch_tokens": micro_batch_tokens,
+        "trainer.merge_passes": merge,
         **{f"trainer.{k}": v for k, v in trainer.items()},
     }
     config = load_config({"base_model": base_path(architecture), "backend_config": settings})
-    return FsdpBackend(config, merge=merge)
+    return FsdpBackend(config)
 
 
 def spec(rank: int = 8, seed: int = 0, **flags: bool) -> LoraSpec:

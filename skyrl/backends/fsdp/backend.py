@@ -34,19 +34,20 @@ class FsdpBackend:
     """LoRA training on one device: float32 on a CPU, bfloat16 with float32 adapters, gradients and moments on CUDA.
 
     Each slice of a pass goes through the base model on its own: results and gradients are then the same bits
-    however passes are grouped, because no kernel sees another slice's rows. With `merge`, slices of several
-    passes share a micro-batch of up to `micro_batch_tokens`, and the number of rows may change a matrix
-    product's last bits.
+    however passes are grouped, because no kernel sees another slice's rows. With `merge_passes` (the default on
+    CUDA), slices of several passes share a micro-batch of up to `micro_batch_tokens`, each with its own adapter,
+    and the number of rows may change a matrix product's last bits.
 
     Raises ConfigError when the base model cannot be trained.
     """
 
-    def __init__(self, config: ServerConfig, *, merge: bool = False) -> None:
-        self._merge = merge
+    def __init__(self, config: ServerConfig) -> None:
         self._sampling_mode = SamplingMode.COLOCATED if config.colocated else SamplingMode.FORWARDED
         self._budget = config.backend_config.trainer.micro_batch_tokens
         self._max_rank = config.backend_config.lora.max_lora_rank
         self._device = _prepare_device(config.threads)
+        merge = config.backend_config.trainer.merge_passes
+        self._merge = self._device.type == "cuda" if merge is None else merge
         self._base = BaseModel(
             config.base_model_path,
             self._device,

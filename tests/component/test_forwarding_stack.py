@@ -1,0 +1,571 @@
+"""Samples through the whole API process: HTTP in, SQLite, a real upstream socket out; restarts, duplicates, tenants."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from fake_upstream import FakeUpstream, after, complete, error, fake_upstream, hang_up, never, reply
+from sqlalchemy import delete, select, update
+
+import skyrl.api.futures
+import skyrl.api.server
+from skyrl.api.app import create_app
+from skyrl.api.server import open_services
+from skyrl.api.services import Services
+from skyrl.config import ServerConfig
+from skyrl.db.database import Database
+from skyrl.db.engine_state import publish_training, publish_url
+from skyrl.db.futures import futures
+from skyrl.db.migrate import migrate
+from skyrl.db.sessions import sessions
+from skyrl.runtime import Runtime
+from skyrl.wire import tinker_pb2 as pb
+
+BASE = "acme/base"
+SAMPLE = {"X-Tinker-Request-Type": "Sample", "Accept": "application/x-protobuf"}
+LONG_S = 10.0
+
+
+@dataclass
+class Api:
+    """One running API process, and a client of it."""
+
+    services: Services
+    http: httpx.AsyncClient
+
+    async def post(self, path: str, body: Any, **headers: str) -> httpx.Response:
+        return await self.http.post(f"/api/v1/{path}", json=body, headers=headers)
+
+    async def sampler(self, **headers: str) -> str:
+        """A sampling session on the base model, in a session of its own."""
+        session = (await self.post("create_session", {}, **headers)).json()["session_id"]
+        wanted = {"session_id": session, "sampling_session_seq_id": 0, "base_model": BASE}
+        return (await self.post("create_sampling_session", wanted, **headers)).json()["sampling_session_id"]
+
+    async def sample(self, sampler: str, seq_id: int, **changes: Any) -> dict[str, Any]:
+        answer = await self.post("asample", asked(sampler, seq_id, **changes))
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    async def result(self, request_id: str, **headers: str) -> httpx.Response:
+        return await self.post("retrieve_future", {"request_id": request_id}, **(SAMPLE | headers))
+
+    async def finish(self, sampler: str) -> httpx.Response:
+        return await self.post(f"sessions/{session_of(sampler)}/finish", {})
+
+
+def session_of(sampler: str) -> str:
+    return sampler.partition(":")[0]
+
+
+def asked(sampler: str, seq_id: int | None, *, prompt: list[int] | None = None, **changes: Any) -> dict[str, Any]:
+    chunks = [{"type": "encoded_text", "tokens": prompt or [5, 6, 7]}]
+    params = {"max_tokens": 3}
+    return {
+        "sampling_session_id": sampler,
+        "seq_id": seq_id,
+        "prompt": {"chunks": chunks},
+        "sampling_params": params,
+    } | changes
+
+
+def tokens(answer: httpx.Response) -> list[list[int]]:
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["content-type"] == "application/x-protobuf", answer.text
+    return [memoryview(s.tokens).cast("i").tolist() for s in pb.SampleResponse.FromString(answer.content).sequences]
+
+
+@pytest.fixture(scope="module")
+def empty_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("database") / "skyrl.db"
+    database = Database(f"sqlite:///{path}")
+    migrate(database)
+    database.close()
+    return path
+
+
+@pytest.fixture
+async def upstream() -> AsyncIterator[FakeUpstream]:
+    async with fake_upstream() as server:
+        yield server
+
+
+@pytest.fixture
+def database(tmp_path: Path, empty_database: Path, upstream: FakeUpstream) -> Iterator[Database]:
+    """The state directory's database, with the upstream published, as the engine does it."""
+    shutil.copy(empty_database, tmp_path / "skyrl.db")
+    database = Database(f"sqlite:///{tmp_path / 'skyrl.db'}")
+    database.write(lambda c: publish_url(c, upstream.url))
+    database.write(lambda c: publish_training(c, ready=True, reason="", vocab_size=1000, max_context=100))
+    yield database
+    database.close()
+
+
+Serve = Callable[..., AbstractAsyncContextManager[Api]]
+
+
+@pytest.fixture
+def serve(tmp_path: Path, database: Database) -> Serve:
+    """Starts an API process over the database; starting it again is a restart."""
+
+    @asynccontextmanager
+    async def start(**options: Any) -> AsyncIterator[Api]:
+        config = ServerConfig(base_model=BASE, state_dir=tmp_path, **options)
+        async with open_services(Runtime(config, tmp_path, None, "key")) as services:
+            transport = httpx.ASGITransport(create_app(services), raise_app_exceptions=False)
+            headers = {"X-API-Key": "tml-one"}
+            async with httpx.AsyncClient(transport=transport, base_url="http://api", headers=headers) as http:
+                yield Api(services, http)
+
+    return start
+
+
+@pytest.fixture
+async def api(serve: Serve) -> AsyncIterator[Api]:
+    async with serve() as running:
+        yield running
+
+
+@pytest.fixture
+def drain_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(skyrl.api.server, "DRAIN_S", 0.05)
+
+
+def rows(database: Database) -> list[tuple[str, str, str]]:
+    """(kind, status, whether the body is there) of all futures, in order of arrival."""
+    columns = select(futures.c.kind, futures.c.status, futures.c.body.is_not(None)).order_by(futures.c.n)
+    return [(kind, status, bool(body)) for kind, status, body in database.read(lambda c: list(c.execute(columns)))]
+
+
+PENDING, DONE, FAILED = ("EXTERNAL", "pending", True), ("EXTERNAL", "done", False), ("EXTERNAL", "failed", False)
+
+
+async def settled(api: Api) -> None:
+    """Wait for the forwarding tasks; their rows are written when they end."""
+    await api.services.sampling.drain(LONG_S)
+
+
+# One sample
+
+
+async def test_sample_there_and_back(api: Api, upstream: FakeUpstream, database: Database) -> None:
+    sampler = await api.sampler()
+    promise = await api.sample(sampler, 1, num_samples=2)
+    assert len(set(promise["sample_sequence_ids"])) == 2
+    assert tokens(await api.result(promise["request_id"])) == [[0, 1, 2], [1, 2, 3]]
+    (sent,) = upstream.completions
+    assert sent.json["model"] == BASE
+    assert sent.headers["x-session-id"] == f"{sampler}:1"
+    await settled(api)
+    assert rows(database) == [DONE]
+
+
+async def test_result_is_there_again_in_either_form_and_after_a_restart(serve: Serve, upstream: FakeUpstream) -> None:
+    async with serve() as api:
+        request_id = (await api.sample(await api.sampler(), 1))["request_id"]
+        first = await api.result(request_id)
+        assert (await api.result(request_id)).content == first.content
+    async with serve() as api:
+        assert (await api.result(request_id)).content == first.content
+        as_json = await api.result(request_id, Accept="application/json")
+    assert as_json.json()["sequences"] == [{"stop_reason": "length", "tokens": [0, 1, 2], "logprobs": [-1, -2, -3]}]
+    assert len(upstream.completions) == 1
+
+
+async def test_poll_before_the_result_is_408(api: Api, upstream: FakeUpstream, monkeypatch: pytest.MonkeyPatch) -> None:
+    go = asyncio.Event()
+    upstream.default = after(go, complete())
+    monkeypatch.setattr(skyrl.api.futures, "HOLD_S", 0.02)
+    request_id = (await api.sample(await api.sampler(), 1))["request_id"]
+    early = await api.result(request_id)
+    assert early.status_code == 408
+    assert early.json() == {"type": "try_again", "request_id": request_id, "queue_state": "active"}
+    monkeypatch.setattr(skyrl.api.futures, "HOLD_S", LONG_S)
+    go.set()
+    assert tokens(await api.result(request_id)) == [[0, 1, 2]]
+
+
+async def test_several_polls_of_one_request(api: Api, upstream: FakeUpstream) -> None:
+    go = asyncio.Event()
+    upstream.default = after(go, complete())
+    request_id = (await api.sample(await api.sampler(), 1))["request_id"]
+    polls = [asyncio.create_task(api.result(request_id)) for _ in range(5)]
+    await upstream.until(lambda server: server.busy == 1)
+    go.set()
+    assert [tokens(poll) for poll in await asyncio.gather(*polls)] == [[[0, 1, 2]]] * 5
+
+
+@pytest.mark.parametrize(
+    ("answer", "category", "says"),
+    [
+        (error(400, "no such thing", "top_k"), "user", "top_k: no such thing"),
+        (reply(500, "broken", "text/plain"), "server", "status 500"),
+        (hang_up, "server", "broke 2 times"),
+    ],
+)
+async def test_failed_sample_says_whose_fault_it_is_also_after_a_restart(
+    serve: Serve, upstream: FakeUpstream, database: Database, answer: Any, category: str, says: str
+) -> None:
+    upstream.default = answer
+    async with serve() as api:
+        request_id = (await api.sample(await api.sampler(), 1))["request_id"]
+        failed = (await api.result(request_id)).json()
+    assert failed["category"] == category
+    assert says in failed["error"]
+    assert rows(database) == [FAILED]
+    async with serve() as api:
+        assert (await api.result(request_id)).json() == failed
+
+
+async def test_sample_waits_for_the_engine_to_publish(api: Api, upstream: FakeUpstream, database: Database) -> None:
+    database.write(lambda c: publish_url(c, None))
+    request_id = (await api.sample(await api.sampler(), 1))["request_id"]
+    poll = asyncio.create_task(api.result(request_id))
+    await asyncio.sleep(0.1)
+    assert not poll.done()
+    assert not upstream.requests
+    database.write(lambda c: publish_url(c, upstream.url))
+    assert tokens(await poll) == [[0, 1, 2]]
+
+
+async def test_200_samples_at_once(api: Api, upstream: FakeUpstream, database: Database) -> None:
+    go = asyncio.Event()
+    upstream.default = after(go, complete())
+    sampler = await api.sampler()
+    promises = await asyncio.gather(*(api.sample(sampler, seq_id) for seq_id in range(200)))
+    polls = [asyncio.create_task(api.result(promise["request_id"])) for promise in promises]
+    await upstream.until(lambda server: server.busy == 200)
+    go.set()
+    assert [tokens(poll) for poll in await asyncio.gather(*polls)] == [[[0, 1, 2]]] * 200
+    await settled(api)
+    assert rows(database) == [DONE] * 200
+    assert len({promise["request_id"] for promise in promises}) == 200
+    assert api.services.sampling.forwarded == 200
+    assert api.services.store.pending == 0
+
+
+# What vanishes meanwhile
+
+
+async def test_finished_session_drops_its_samples(api: Api, upstream: FakeUpstream) -> None:
+    upstream.default = never
+    sampler, other = await api.sampler(), await api.sampler()
+    request_id = (await api.sample(sampler, 1))["request_id"]
+    poll = asyncio.create_task(api.result(request_id))
+    await upstream.until(lambda server: server.busy == 1)
+    assert (await api.finish(sampler)).status_code == 200
+    gone = await poll
+    assert gone.status_code == 410
+    assert gone.json()["field"] == "request_id"
+    await upstream.until(lambda server: server.busy == 0)  # vLLM is free
+    assert upstream.disconnects == 1
+    await settled(api)
+    upstream.default = complete()
+    assert tokens(await api.result((await api.sample(other, 1))["request_id"])) == [[0, 1, 2]]
+
+
+async def test_finished_session_takes_no_samples(api: Api, database: Database) -> None:
+    sampler = await api.sampler()
+    await api.finish(sampler)
+    assert (await api.http.get(f"/api/v1/samplers/{sampler}")).status_code == 200  # which looks it up anew
+    refused = await api.post("asample", asked(sampler, 1))
+    assert refused.status_code == 404  # 410 would make the SDK send it again, for hours
+    assert refused.json()["field"] == "sampling_session_id"
+    assert rows(database) == []
+
+
+async def test_answer_that_comes_after_the_row_has_gone(
+    api: Api, upstream: FakeUpstream, database: Database, caplog: pytest.LogCaptureFixture
+) -> None:
+    go = asyncio.Event()
+    upstream.default = after(go, complete())
+    sampler = await api.sampler()
+    request_id = (await api.sample(sampler, 1))["request_id"]
+    await upstream.until(lambda server: server.busy == 1)
+    database.write(lambda c: c.execute(delete(futures)))
+    poll = asyncio.create_task(api.result(request_id))
+    go.set()
+    assert tokens(await poll) == [[0, 1, 2]]  # who waits has it
+    await settled(api)
+    assert rows(database) == []
+    assert not [record for record in caplog.records if record.levelname in ("ERROR", "CRITICAL")]
+    assert tokens(await api.result((await api.sample(sampler, 2))["request_id"])) == [[0, 1, 2]]
+
+
+async def test_sample_dropped_in_memory_while_it_was_answered(
+    api: Api, upstream: FakeUpstream, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The answer wins the race against the cancellation, and finds nobody."""
+    go = asyncio.Event()
+    upstream.default = after(go, complete())
+    sampler = await api.sampler()
+    request_id = (await api.sample(sampler, 1))["request_id"]
+    poll = asyncio.create_task(api.result(request_id))
+    await upstream.until(lambda server: server.busy == 1)
+    api.services.store.drop_session(session_of(sampler))
+    go.set()
+    assert (await poll).status_code == 410
+    await settled(api)
+    assert not [record for record in caplog.records if record.levelname in ("ERROR", "CRITICAL")]
+
+
+# Restarts
+
+
+@pytest.mark.usefixtures("drain_at_once")
+async def test_samples_in_flight_are_forwarded_again_by_the_next_start(
+    serve: Serve, upstream: FakeUpstream, database: Database
+) -> None:
+    upstream.default = never
+    async with serve() as api:
+        sampler = await api.sampler()
+        promises = [await api.sample(sampler, seq_id) for seq_id in (1, 2)]
+        poll = asyncio.create_task(api.result(promises[0]["request_id"]))
+        await upstream.until(lambda server: server.busy == 2)
+    poll.cancel()
+    await asyncio.gather(poll, return_exceptions=True)
+    await upstream.until(lambda server: server.busy == 0)
+    assert rows(database) == [PENDING, PENDING]
+    upstream.default = complete()
+    async with serve() as api:
+        for promise in promises:
+            assert tokens(await api.result(promise["request_id"])) == [[0, 1, 2]]
+        await settled(api)
+        assert api.services.store.pending == 0
+    assert rows(database) == [DONE, DONE]
+    assert sorted(sent.headers["x-session-id"] for sent in upstream.completions) == [
+        f"{sampler}:{seq_id}" for seq_id in (1, 1, 2, 2)
+    ]
+    assert len({sent.body for sent in upstream.completions}) == 1
+
+
+async def test_samples_in_flight_may_end_during_the_drain(
+    serve: Serve, upstream: FakeUpstream, database: Database
+) -> None:
+    go = asyncio.Event()
+    upstream.default = after(go, complete())
+    async with serve() as api:
+        await api.sample(await api.sampler(), 1)
+        await upstream.until(lambda server: server.busy == 1)
+        asyncio.get_running_loop().call_later(0.05, go.set)
+    assert rows(database) == [DONE]
+
+
+@pytest.mark.usefixtures("drain_at_once")
+async def test_left_sample_of_a_session_that_has_ended(
+    serve: Serve, upstream: FakeUpstream, database: Database
+) -> None:
+    upstream.default = never
+    async with serve() as api:
+        sampler = await api.sampler()
+        request_id = (await api.sample(sampler, 1))["request_id"]
+        await upstream.until(lambda server: server.busy == 1)
+    database.write(lambda c: c.execute(update(sessions).values(status="finished")))
+    upstream.default = complete()
+    async with serve() as api:
+        failed = (await api.result(request_id)).json()
+    assert failed["category"] == "user"
+    assert "has ended" in failed["error"]
+    assert len(upstream.completions) == 1
+    assert rows(database) == [FAILED]
+
+
+@pytest.mark.usefixtures("drain_at_once")
+async def test_left_sample_that_the_next_model_cannot_take(
+    serve: Serve, upstream: FakeUpstream, database: Database
+) -> None:
+    """The server starts all the same, and the neighbour is forwarded."""
+    upstream.default = never
+    async with serve() as api:
+        sampler = await api.sampler()
+        long = (await api.sample(sampler, 1, prompt=list(range(50))))["request_id"]
+        short = (await api.sample(sampler, 2))["request_id"]
+        await upstream.until(lambda server: server.busy == 2)
+    upstream.default = complete()
+    database.write(lambda c: publish_training(c, ready=True, reason="", vocab_size=1000, max_context=40))
+    async with serve() as api:
+        failed = (await api.result(long)).json()
+        assert tokens(await api.result(short)) == [[0, 1, 2]]
+    assert failed["category"] == "user"
+    assert "prompt: 50 tokens leave no room" in failed["error"]
+
+
+# Duplicates
+
+
+async def test_repeated_sample_is_the_same_request(api: Api, upstream: FakeUpstream, database: Database) -> None:
+    sampler = await api.sampler()
+    at_once = await asyncio.gather(*(api.sample(sampler, 1, num_samples=2) for _ in range(5)))
+    await api.result(at_once[0]["request_id"])
+    later = await api.sample(sampler, 1, num_samples=2)
+    assert all(promise == at_once[0] for promise in [*at_once, later])
+    await settled(api)
+    assert len(upstream.completions) == 1
+    assert rows(database) == [DONE]
+
+
+async def test_repeats_do_not_count_as_waiting(serve: Serve) -> None:
+    async with serve(max_pending_samples=1) as api:
+        sampler = await api.sampler()
+        for _ in range(3):
+            await api.sample(sampler, 1)
+            await settled(api)
+        await api.sample(sampler, 2)
+
+
+async def test_same_number_in_another_sampling_session_is_another_request(api: Api, upstream: FakeUpstream) -> None:
+    first = await api.sample(await api.sampler(), 1)
+    second = await api.sample(await api.sampler(), 1)
+    assert first["request_id"] != second["request_id"]
+    assert not set(first["sample_sequence_ids"]) & set(second["sample_sequence_ids"])
+    await settled(api)
+    assert len(upstream.completions) == 2
+
+
+async def test_samples_without_a_number_are_all_new(api: Api, upstream: FakeUpstream) -> None:
+    sampler = await api.sampler()
+    body = asked(sampler, None)
+    promises = [(await api.post("asample", body)).json()["request_id"] for _ in range(2)]
+    assert promises[0] != promises[1]
+    await settled(api)
+    assert len(upstream.completions) == 2
+
+
+async def test_other_body_under_the_same_number_is_refused(api: Api, upstream: FakeUpstream) -> None:
+    sampler = await api.sampler()
+    await api.sample(sampler, 7)
+    refused = await api.post("asample", asked(sampler, 7, prompt=[1, 2]))
+    assert refused.status_code == 400
+    assert refused.json()["field"] == "seq_id"
+    assert "7 was used before" in refused.json()["detail"]
+    await settled(api)
+    assert len(upstream.completions) == 1
+
+
+@pytest.mark.usefixtures("drain_at_once")
+@pytest.mark.parametrize("in_flight", [False, True])
+async def test_repeated_sample_after_a_restart(
+    serve: Serve, upstream: FakeUpstream, database: Database, in_flight: bool
+) -> None:
+    upstream.default = never if in_flight else complete()
+    async with serve() as api:
+        sampler = await api.sampler()
+        first = await api.sample(sampler, 1, num_samples=2)
+        await upstream.until(lambda server: len(server.completions) == 1)
+        if not in_flight:
+            await settled(api)
+    upstream.default = complete()
+    async with serve() as api:
+        assert await api.sample(sampler, 1, num_samples=2) == first
+        refused = await api.post("asample", asked(sampler, 1, num_samples=1))
+        assert refused.status_code == 400
+        assert refused.json()["field"] == "seq_id"
+        assert tokens(await api.result(first["request_id"])) == [[0, 1, 2], [1, 2, 3]]
+    assert len(upstream.completions) == (2 if in_flight else 1)
+    assert rows(database) == [DONE]
+
+
+# Admission
+
+
+async def test_429_above_the_bound_and_nothing_recorded(
+    serve: Serve, upstream: FakeUpstream, database: Database
+) -> None:
+    go = asyncio.Event()
+    upstream.default = after(go, complete())
+    async with serve(max_pending_samples=2) as api:
+        sampler = await api.sampler()
+        promises = [await api.sample(sampler, seq_id) for seq_id in (1, 2)]
+        refused = await api.post("asample", asked(sampler, 3))
+        assert refused.status_code == 429
+        assert float(refused.headers["Retry-After"]) > 0
+        assert "2 samples" in refused.json()["detail"]
+        assert rows(database) == [PENDING, PENDING]
+        go.set()
+        for promise in promises:
+            await api.result(promise["request_id"])
+        await settled(api)
+        await api.sample(sampler, 3)
+        await settled(api)
+    assert len(upstream.completions) == 3
+
+
+async def test_429_above_the_bound_in_bytes(serve: Serve, upstream: FakeUpstream, database: Database) -> None:
+    upstream.default = never
+    database.write(lambda c: publish_training(c, ready=True, reason="", vocab_size=10, max_context=2**20))
+    half = asked("", 0, prompt=[1] * (2**18 + 1))
+    async with serve(max_pending_sample_bytes=2**20) as api:
+        half["sampling_session_id"] = sampler = await api.sampler()
+        assert (await api.post("asample", half | {"seq_id": 1})).status_code == 200
+        refused = await api.post("asample", half | {"seq_id": 2})
+        assert refused.status_code == 429
+        assert "Retry-After" in refused.headers
+        assert rows(database) == [PENDING]
+        assert (await api.post("asample", asked(sampler, 3))).status_code == 200
+        await api.finish(sampler)
+        await settled(api)
+
+
+# Tenants
+
+
+async def test_another_tenant_sees_nothing(api: Api, upstream: FakeUpstream, database: Database) -> None:
+    sampler = await api.sampler()
+    session = session_of(sampler)
+    request_id = (await api.sample(sampler, 1))["request_id"]
+    await api.result(request_id)
+    other = {"X-API-Key": "tml-two"}
+    refusals = {
+        "asample": (await api.post("asample", asked(sampler, 2), **other), "sampling_session_id"),
+        "result": (await api.result(request_id, **other), "request_id"),
+        "sampler": (await api.http.get(f"/api/v1/samplers/{sampler}", headers=other), "sampler_id"),
+        "session": (await api.http.get(f"/api/v1/sessions/{session}", headers=other), "session_id"),
+        "heartbeat": (await api.post("session_heartbeat", {"session_id": session}, **other), "session_id"),
+        "finish": (await api.post(f"sessions/{session}/finish", {}, **other), "session_id"),
+        "sampling session": (
+            await api.post(
+                "create_sampling_session",
+                {"session_id": session, "sampling_session_seq_id": 1, "base_model": BASE},
+                **other,
+            ),
+            "session_id",
+        ),
+        "model": (
+            await api.post("create_model", {"session_id": session, "model_seq_id": 0, "base_model": BASE}, **other),
+            "session_id",
+        ),
+    }
+    for what, (answer, field) in refusals.items():
+        assert answer.status_code == (410 if what == "result" else 404), what
+        assert answer.json()["field"] == field, what
+    plain = await api.post("retrieve_future", {"request_id": request_id}, **other)
+    assert plain.status_code == 404
+    assert (await api.http.get("/api/v1/sessions", headers=other)).json() == {"sessions": []}
+    assert rows(database) == [DONE]
+    assert tokens(await api.result(request_id)) == [[0, 1, 2]]
+    assert (await api.post("session_heartbeat", {"session_id": session})).status_code == 200
+
+
+async def test_result_read_from_the_database_is_still_the_tenants_own(serve: Serve) -> None:
+    async with serve() as api:
+        request_id = (await api.sample(await api.sampler(), 1))["request_id"]
+        await api.result(request_id)
+    async with serve() as api:
+        assert (await api.result(request_id, **{"X-API-Key": "tml-two"})).status_code == 410
+        assert tokens(await api.result(request_id)) == [[0, 1, 2]]
+
+
+async def test_unknown_request_id(api: Api) -> None:
+    lost = await api.result("nobody-knows")
+    assert lost.status_code == 410
+    assert json.loads(lost.content) == {"detail": "request_id: no request 'nobody-knows'", "field": "request_id"}
+    assert (await api.post("retrieve_future", {"request_id": "nobody-knows"})).status_code == 404
