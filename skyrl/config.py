@@ -256,9 +256,7 @@ class ServerConfig(BaseSettings):
     def base_model_path(self) -> str:
         """Directory or hub name to load; the tiny model when none was given."""
         if self.base_model is not None:
-            return (
-                str(Path(self.base_model).absolute()) if Path(self.base_model).is_dir() else self.base_model
-            )
+            return str(Path(self.base_model).absolute()) if Path(self.base_model).is_dir() else self.base_model
         from skyrl.tiny import model_path
 
         return str(model_path())

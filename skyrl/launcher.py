@@ -26,7 +26,7 @@ from skyrl.db import engine_state
 from skyrl.db.database import Database
 from skyrl.db.migrate import migrate
 from skyrl.inference.placement import LocalPlacement, Placement, ServerHandle, free_port
-from skyrl.inference.vllm_command import cuda_devices, vllm_spec
+from skyrl.inference.vllm_command import cuda_devices, plugin_installed, vllm_spec
 from skyrl.runtime import RUNTIME_ENV, Runtime, set_up_process
 from skyrl.supervision import SupervisedProcess
 
@@ -93,6 +93,11 @@ class Launcher:
         inference: ServerHandle | None = None
         key = None
         if config.manages_inference:
+            if not plugin_installed():
+                raise ConfigError(
+                    "vLLM would not find skyrl's plugin, without which adapters are mixed up on a CPU: install skyrl "
+                    "(`pip install -e .`), do not just put it on PYTHONPATH"
+                )
             key = secrets.token_urlsafe(32)
             port = config.backend_config.inference.port or free_port()
             devices = cuda_devices()
@@ -100,7 +105,11 @@ class Launcher:
                 vllm_spec(config, port, key, cuda=bool(devices), devices=devices)
             )
         runtime = Runtime(config, directory, inference.url if inference is not None else None, key)
-        environment = {RUNTIME_ENV: str(runtime.write()), "OMP_NUM_THREADS": str(config.threads)}
+        environment = {
+            RUNTIME_ENV: str(runtime.write()),
+            "OMP_NUM_THREADS": str(config.threads),
+            "PYTHONDONTWRITEBYTECODE": "",  # torch and transformers take twice as long to import without byte code
+        }
         api = self._process("api", environment)
         processes = [api]
         if config.backend != "none":

@@ -1,4 +1,4 @@
-"""What the launcher hands to the processes that it starts: one JSON file with the configuration and the meeting places."""
+"""What the launcher hands to the processes that it starts: one JSON file, with the configuration and the sockets."""
 
 from __future__ import annotations
 

@@ -28,7 +28,8 @@ from skyrl.wire.errors import RequestError
 
 logger = logging.getLogger(__name__)
 
-RESOURCES = (capabilities, checkpoints, futures, health, models, sampling, sessions, training, weights)
+# The two routes of every sample first: routes are matched in order.
+RESOURCES = (futures, sampling, training, weights, models, sessions, capabilities, checkpoints, health)
 
 
 def create_app(services: Services) -> FastAPI:

@@ -27,9 +27,11 @@ from skyrl.db.writer import GroupCommitWriter
 from skyrl.futures.doorbell import Doorbell, DoorbellListener
 from skyrl.futures.kinds import Kind
 from skyrl.futures.store import SAFETY_POLL_S, FutureStore
+from skyrl.inference.vllm_command import cuda_devices
 from skyrl.runtime import Runtime, set_up_process
 from skyrl.sampling.client import ForwardingClient
 from skyrl.sampling.endpoint import EngineEndpoint, FixedEndpoint
+from skyrl.sampling.guards import UnembedGuard
 from skyrl.sampling.service import Admission, SampleService
 from skyrl.sampling.transport import AiohttpTransport
 
@@ -94,6 +96,7 @@ async def open_services(runtime: Runtime) -> AsyncIterator[Services]:
         limits=watch.limits,
         admission=Admission(config.max_pending_samples, config.max_pending_sample_bytes),
         base_name=config.served_names[0],
+        guard=UnembedGuard(enabled=config.manages_inference and bool(cuda_devices())),
     )
     services = Services(
         config=config,

@@ -66,38 +66,22 @@ class Checkpoints:
         return await self._database.read_async(lambda c: find_checkpoint(c, path, tenant))
 
     async def of_model(self, model_id: str, tenant: str) -> list[Any]:
-        query = select(checkpoints).where(
-            checkpoints.c.model_id == model_id, checkpoints.c.tenant == tenant, _live()
-        )
-        return await self._database.read_async(
-            lambda c: list(c.execute(query.order_by(checkpoints.c.created_at)))
-        )
+        query = select(checkpoints).where(checkpoints.c.model_id == model_id, checkpoints.c.tenant == tenant, _live())
+        return await self._database.read_async(lambda c: list(c.execute(query.order_by(checkpoints.c.created_at))))
 
     async def latest(self, model_ids: list[str]) -> list[Any]:
         """All live checkpoints of these models, oldest first."""
         query = select(checkpoints).where(checkpoints.c.model_id.in_(model_ids), _live())
-        return await self._database.read_async(
-            lambda c: list(c.execute(query.order_by(checkpoints.c.created_at)))
-        )
+        return await self._database.read_async(lambda c: list(c.execute(query.order_by(checkpoints.c.created_at))))
 
     async def page(self, tenant: str, limit: int, offset: int) -> tuple[list[Any], int]:
         """A tenant's live checkpoints, newest first, and how many there are."""
         mine = (checkpoints.c.tenant == tenant, _live())
-        query = (
-            select(checkpoints)
-            .where(*mine)
-            .order_by(checkpoints.c.created_at.desc())
-            .limit(limit)
-            .offset(offset)
-        )
+        query = select(checkpoints).where(*mine).order_by(checkpoints.c.created_at.desc()).limit(limit).offset(offset)
         count = select(func.count()).select_from(checkpoints).where(*mine)
-        return await self._database.read_async(
-            lambda c: (list(c.execute(query)), c.execute(count).scalar_one())
-        )
+        return await self._database.read_async(lambda c: (list(c.execute(query)), c.execute(count).scalar_one()))
 
     async def change(self, path: TinkerPath, tenant: str, **values: Any) -> bool:
         """Update columns (public, expires_at); False if the tenant has no such checkpoint."""
-        statement = (
-            update(checkpoints).where(_at(path), checkpoints.c.tenant == tenant, _live()).values(**values)
-        )
+        statement = update(checkpoints).where(_at(path), checkpoints.c.tenant == tenant, _live()).values(**values)
         return await self._writer.transact(lambda c: c.execute(statement).rowcount > 0)

@@ -118,10 +118,7 @@ def find_sample(connection: Connection, sampling_session_id: str, seq_id: int) -
 def highest_seq(connection: Connection, model_id: str) -> int:
     """The highest seq_id recorded for a model, -1 if there is none."""
     row = connection.execute(
-        select(futures.c.seq_id)
-        .where(futures.c.model_id == model_id)
-        .order_by(futures.c.seq_id.desc())
-        .limit(1)
+        select(futures.c.seq_id).where(futures.c.model_id == model_id).order_by(futures.c.seq_id.desc()).limit(1)
     ).first()
     return -1 if row is None else int(row[0])
 
@@ -160,9 +157,7 @@ def pending_with_body(connection: Connection, kinds: Sequence[str]) -> list[Any]
     """Whole pending rows of these kinds, in order of arrival."""
     return list(
         connection.execute(
-            select(futures)
-            .where(futures.c.status == "pending", futures.c.kind.in_(kinds))
-            .order_by(futures.c.n)
+            select(futures).where(futures.c.status == "pending", futures.c.kind.in_(kinds)).order_by(futures.c.n)
         )
     )
 
@@ -172,9 +167,7 @@ def executed(connection: Connection, model_id: str, first_seq: int) -> list[Any]
 
     Those that succeeded, with `status` and `completed_at`; and failed optimizer steps, which drop the gradient.
     """
-    changed = or_(
-        futures.c.status == "done", and_(futures.c.status == "failed", futures.c.kind == Kind.OPTIM_STEP)
-    )
+    changed = or_(futures.c.status == "done", and_(futures.c.status == "failed", futures.c.kind == Kind.OPTIM_STEP))
     return list(
         connection.execute(
             select(*_HEADER, futures.c.status, futures.c.completed_at)
@@ -187,9 +180,7 @@ def executed(connection: Connection, model_id: str, first_seq: int) -> list[Any]
 def highest_settled_seq(connection: Connection, model_id: str) -> int:
     """The highest seq_id that has an outcome, -1 if there is none."""
     row = connection.execute(
-        select(func.max(futures.c.seq_id)).where(
-            futures.c.model_id == model_id, futures.c.status != "pending"
-        )
+        select(func.max(futures.c.seq_id)).where(futures.c.model_id == model_id, futures.c.status != "pending")
     ).first()
     return -1 if row is None or row[0] is None else int(row[0])
 
@@ -200,13 +191,9 @@ def bodies(connection: Connection, request_ids: Sequence[str]) -> dict[str, byte
     return {row.id: row.body for row in rows}
 
 
-def settle_where(
-    connection: Connection, where: ColumnElement[bool], outcome: Outcome, now: float
-) -> list[str]:
+def settle_where(connection: Connection, where: ColumnElement[bool], outcome: Outcome, now: float) -> list[str]:
     """Settle all pending rows that match; returns their ids."""
-    ids = [
-        row.id for row in connection.execute(select(futures.c.id).where(where, futures.c.status == "pending"))
-    ]
+    ids = [row.id for row in connection.execute(select(futures.c.id).where(where, futures.c.status == "pending"))]
     if ids:
         connection.execute(SETTLE, [settlement(request_id, outcome, now) for request_id in ids])
     return ids
@@ -216,9 +203,7 @@ def forget(connection: Connection, completed_before: float) -> int:
     """Delete finished requests that ended before then, except what recovery replays: commands of living models that
     are in no snapshot yet."""
     replayable = select(futures.c.id).join(_models, _models.c.id == futures.c.model_id)
-    replayable = replayable.where(
-        _models.c.status.in_(("ready", "creating")), futures.c.seq_id >= _models.c.next_seq
-    )
+    replayable = replayable.where(_models.c.status.in_(("ready", "creating")), futures.c.seq_id >= _models.c.next_seq)
     done = connection.execute(
         delete(futures).where(
             futures.c.completed_at < completed_before,

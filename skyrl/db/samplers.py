@@ -73,9 +73,7 @@ def close_samplers(connection: Connection, session_id: str) -> list[tuple[str, s
 
 def adapter_in_use(connection: Connection, adapter_name: str) -> bool:
     """Whether a living sampling session can reach this adapter version, or a sample on it is still running."""
-    living = select(samplers.c.id).where(
-        samplers.c.adapter_name == adapter_name, samplers.c.status == "active"
-    )
+    living = select(samplers.c.id).where(samplers.c.adapter_name == adapter_name, samplers.c.status == "active")
     if connection.execute(living.limit(1)).first() is not None:
         return True
     running = (

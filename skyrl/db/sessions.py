@@ -103,9 +103,7 @@ class Sessions:
             return False
         session.status = to
         self._known.pop(session.id, None)
-        await self._writer.execute(
-            _END, {"session": session.id, "to": to, "reason": reason, "detail": detail}
-        )
+        await self._writer.execute(_END, {"session": session.id, "to": to, "reason": reason, "detail": detail})
         return True
 
     def silent(self, timeout_s: float) -> list[Session]:
@@ -114,9 +112,7 @@ class Sessions:
         return [s for s in self._known.values() if s.status == "active" and s.heartbeat_at < deadline]
 
     async def list_ids(self, tenant: str, limit: int, offset: int) -> list[str]:
-        query = (
-            select(sessions.c.id).where(sessions.c.tenant == tenant).order_by(sessions.c.created_at.desc())
-        )
+        query = select(sessions.c.id).where(sessions.c.tenant == tenant).order_by(sessions.c.created_at.desc())
         return await self._database.read_async(
             lambda c: [row.id for row in c.execute(query.limit(limit).offset(offset))]
         )

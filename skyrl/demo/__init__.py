@@ -1,1 +1,1 @@
-"""`skyrl demo`: two tenants train and sample side by side through the unmodified SDK, and what that gained is measured."""
+"""`skyrl demo`: two tenants side by side through the unmodified SDK, and what that gained is measured."""

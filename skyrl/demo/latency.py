@@ -34,7 +34,7 @@ class Latency:
         return self.quantile(self.busy, 0.5) / self.stream
 
 
-def stream_data(tokenizer: object, sequences: int, length: int) -> list[types.Datum]:
+def stream_data(sequences: int, length: int) -> list[types.Datum]:
     """Cross-entropy data of the given size, in random tokens."""
     rng = random.Random(1)
     data = []
@@ -43,7 +43,10 @@ def stream_data(tokenizer: object, sequences: int, length: int) -> list[types.Da
         data.append(
             types.Datum(
                 model_input=types.ModelInput.from_ints(tokens[:-1]),
-                loss_fn_inputs={"target_tokens": np.asarray(tokens[1:]), "weights": np.ones(length, np.float32)},
+                loss_fn_inputs={
+                    "target_tokens": types.TensorData.from_numpy(np.asarray(tokens[1:], np.int64)),
+                    "weights": types.TensorData.from_numpy(np.ones(length, np.float32)),
+                },
             )
         )
     return data
@@ -72,7 +75,7 @@ def measure(
             sampler.sample(types.ModelInput.from_ints(prompt), num_samples=1, sampling_params=params).result()
             return time.perf_counter() - began
 
-        data = stream_data(tokenizer, sequences, length)
+        data = stream_data(sequences, length)
         trainer.forward_backward(data, "cross_entropy").result()
         trainer.optim_step(types.AdamParams(learning_rate=1e-4)).result()
         sample()

@@ -54,9 +54,11 @@ def datum(prompt: list[int], tokens: list[int], logprobs: list[float], advantage
     return types.Datum(
         model_input=types.ModelInput.from_ints(prompt + tokens[:-1]),
         loss_fn_inputs={
-            "target_tokens": np.asarray(prompt[1:] + tokens, np.int64),
-            "logprobs": np.asarray([0.0] * before + logprobs, np.float32),
-            "advantages": np.asarray([0.0] * before + [advantage] * len(tokens), np.float32),
+            "target_tokens": types.TensorData.from_numpy(np.asarray(prompt[1:] + tokens, np.int64)),
+            "logprobs": types.TensorData.from_numpy(np.asarray([0.0] * before + logprobs, np.float32)),
+            "advantages": types.TensorData.from_numpy(
+                np.asarray([0.0] * before + [advantage] * len(tokens), np.float32)
+            ),
         },
     )
 
@@ -84,7 +86,7 @@ def train(
         rewards: list[float] = []
         for prompt, (_, state), future in zip(prompts, questions, pending, strict=True):
             group = future.result().sequences
-            graded = [task.reward(state, tokenizer.decode(sequence.tokens)) for sequence in group]
+            graded = [task.reward(state, str(tokenizer.decode(sequence.tokens))) for sequence in group]
             rewards += graded
             for sequence, advantage in zip(group, advantages(graded), strict=True):
                 if advantage:

@@ -24,8 +24,6 @@ from skyrl.demo.server import DemoServer
 from skyrl.demo.tenants import Run, Tenant
 from skyrl.demo.view import live_view
 
-BACKEND_CONFIG = {"trainer.policy.model.lora.max_lora_rank": 8}
-"""vLLM's LoRA kernels on a CPU cost as much as the highest rank they are made for."""
 BASE_MODEL = "tiny"
 STATUS_S = 0.5
 
@@ -64,8 +62,7 @@ class Demo:
 
     def _server(self, stack: contextlib.ExitStack, state_dir: Path, *, colocated: bool) -> DemoServer:
         kind = "colocated" if colocated else "forwarding"
-        config: dict[str, Any] = {**BACKEND_CONFIG, "trainer.placement.colocate_all": colocated}
-        server = DemoServer(state_dir, backend_config=config)
+        server = DemoServer(state_dir, backend_config={"trainer.placement.colocate_all": colocated})
         stack.callback(server.stop)
         with self._phase(f"start of the {kind} server"), self._console.status(f"starting the {kind} server"):
             server.start()

@@ -52,14 +52,21 @@ class DemoServer:
         self._started = time.monotonic()
 
     def wait_ready(self, timeout_s: float = 180.0) -> float:
-        """Seconds from start to ready. Raises ServerFailed."""
+        """Seconds from start until it can train and sample. Raises ServerFailed."""
+        return self._wait("/readyz", timeout_s)
+
+    def wait_api(self, timeout_s: float = 30.0) -> float:
+        """Seconds from start until the API answers, whatever else is missing. Raises ServerFailed."""
+        return self._wait("/api/v1/healthz", timeout_s)
+
+    def _wait(self, path: str, timeout_s: float) -> float:
         assert self._process is not None
         reasons: list[str] = []
         while time.monotonic() < self._started + timeout_s:
             if self._process.poll() is not None:
                 raise ServerFailed(f"the server ended with {self._process.returncode}: {self._said()}")
             try:
-                answer = httpx.get(f"{self.url}/readyz", timeout=5.0, trust_env=False)
+                answer = httpx.get(f"{self.url}{path}", timeout=5.0, trust_env=False)
             except httpx.TransportError:
                 time.sleep(0.1)
                 continue

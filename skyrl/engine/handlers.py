@@ -84,9 +84,7 @@ class Barriers:
         }
 
     def run(self, command: Command, body: bytes) -> Done:
-        model = self._database.read(
-            lambda c: c.execute(select(models).where(models.c.id == command.model_id)).first()
-        )
+        model = self._database.read(lambda c: c.execute(select(models).where(models.c.id == command.model_id)).first())
         if model is None or model.status in ("closed", "failed"):
             raise model_is_gone(command)
         return self._handlers[command.kind](command, body, model)

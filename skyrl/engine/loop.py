@@ -186,9 +186,7 @@ class Engine:
 
     async def _run_samples(self, commands: list[Command]) -> None:
         if self._sampler is None:
-            gone = Outcome(
-                error="this server forwards samples; send the sample again", error_category="server"
-            )
+            gone = Outcome(error="this server forwards samples; send the sample again", error_category="server")
             await self._settle([(command.request_id, gone) for command in commands])
             return
         await self._settle(await self._sampler.run(commands, await self._bodies(commands)))
@@ -207,9 +205,7 @@ class Engine:
             if change is not None:
                 change(connection)
             if outcomes:
-                connection.execute(
-                    rows.SETTLE, [rows.settlement(request_id, o, now) for request_id, o in outcomes]
-                )
+                connection.execute(rows.SETTLE, [rows.settlement(request_id, o, now) for request_id, o in outcomes])
 
         await asyncio.to_thread(self._database.write, write, power_safe=power_safe)
         self._api.ring([request_id for request_id, _ in outcomes])

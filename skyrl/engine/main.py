@@ -71,9 +71,7 @@ def _colocated(
     )
     base_name = runtime.config.served_names[0]
     # On a CPU vLLM's sleep gives no memory back; it would only cost two calls around every batch.
-    return ColocatedSampler(
-        database, client, group, backend.limits, base_name, sleeps=torch.cuda.is_available()
-    )
+    return ColocatedSampler(database, client, group, backend.limits, base_name, sleeps=torch.cuda.is_available())
 
 
 def _sampling_limits(config: ServerConfig, limits: ModelLimits) -> ModelLimits:

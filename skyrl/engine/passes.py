@@ -23,9 +23,7 @@ def failed(error: Exception, command: Command) -> Outcome:
     if isinstance(error, RequestError | InvalidRequest | FloatingPointError):  # the last: a gradient that is not finite
         return Outcome(error=str(error), error_category=ErrorCategory.USER)
     logger.error("%s %s failed", command.kind, command.request_id, exc_info=error)
-    return Outcome(
-        error=f"internal error: {type(error).__name__}: {error}", error_category=ErrorCategory.SERVER
-    )
+    return Outcome(error=f"internal error: {type(error).__name__}: {error}", error_category=ErrorCategory.SERVER)
 
 
 def decode_pass(command: Command, body: bytes, backend: Backend) -> TrainingPass:
@@ -34,9 +32,7 @@ def decode_pass(command: Command, body: bytes, backend: Backend) -> TrainingPass
     decoded = decode_forward_backward(body, command.body_format, forward_only=forward_only)
     training_pass = TrainingPass(
         model_id=decoded.model_id,
-        data=[
-            Datum(tokens, inputs) for tokens, inputs in zip(decoded.tokens, decoded.loss_inputs, strict=True)
-        ],
+        data=[Datum(tokens, inputs) for tokens, inputs in zip(decoded.tokens, decoded.loss_inputs, strict=True)],
         loss_fn=decoded.loss_fn,
         loss_config=decoded.loss_config,
         backward=not decoded.forward_only,

@@ -60,9 +60,7 @@ def end_sessions(database: Database) -> Ended:
         mine = and_(models.c.session_id.in_(session_ids), models.c.status.in_(("creating", "ready")))
         model_ids = [row.id for row in connection.execute(select(models.c.id).where(mine))]
         connection.execute(update(models).where(mine).values(status="closed"))
-        connection.execute(
-            update(samplers).where(samplers.c.session_id.in_(session_ids)).values(status="closed")
-        )
+        connection.execute(update(samplers).where(samplers.c.session_id.in_(session_ids)).values(status="closed"))
         failed = settle_where(connection, futures.c.session_id.in_(session_ids), ENDED, time.time())
         return Ended(model_ids, failed)
 
@@ -87,11 +85,7 @@ class FileSweeper:
 
         def unused(connection: Connection) -> list[tuple[str, Path]]:
             saved = {row.directory for row in connection.execute(select(checkpoints.c.directory))}
-            rest = [
-                path
-                for path in found
-                if str(path) not in saved and path not in self._doomed and _is_left(path)
-            ]
+            rest = [path for path in found if str(path) not in saved and path not in self._doomed and _is_left(path)]
             named = [(_adapter_name(path), path) for path in rest]
             return [(name, path) for name, path in named if not adapter_in_use(connection, name)]
 
@@ -107,9 +101,7 @@ class FileSweeper:
             remove(path)
             del self._doomed[path]
         found = [path for model in _directories(self._config.checkpoints_dir) for path in _directories(model)]
-        saved = self._database.read(
-            lambda c: {row.directory for row in c.execute(select(checkpoints.c.directory))}
-        )
+        saved = self._database.read(lambda c: {row.directory for row in c.execute(select(checkpoints.c.directory))})
         for path in found:
             if str(path) not in saved and _is_left(path):
                 remove(path)

@@ -114,9 +114,7 @@ async def recover(engine: Engine, database: Database, backend: Backend, snapshot
     """Restore all living models. One that cannot be restored is failed, with its reason in the log; others go on."""
     for model in database.read(model_rows.living):
         try:
-            next_seq = await engine.on_backend(
-                lambda model=model: _restore(model, snapshots, database, backend)
-            )
+            next_seq = await engine.on_backend(lambda model=model: _restore(model, snapshots, database, backend))
         except Exception:
             logger.exception("model %s cannot be restored", model.id)
             backend.delete_model(model.id)

@@ -56,9 +56,7 @@ class ColocatedSampler:
 
     async def _sample(self, command: Command, body: bytes) -> Outcome:
         try:
-            sampler = await self._database.read_async(
-                lambda c: find_sampler(c, command.sampling_session_id or "")
-            )
+            sampler = await self._database.read_async(lambda c: find_sampler(c, command.sampling_session_id or ""))
             if sampler is None:
                 raise FailedRequest("sampling_session_id: the sampling session was closed")
             request = decode_json(SampleRequest, body)

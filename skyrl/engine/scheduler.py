@@ -78,11 +78,7 @@ class Scheduler:
         for model_id in ready:
             queue = self._queues[model_id]
             used = 0
-            while (
-                (head := queue.head()) is not None
-                and head.is_pass
-                and (used == 0 or used + head.size <= share)
-            ):
+            while (head := queue.head()) is not None and head.is_pass and (used == 0 or used + head.size <= share):
                 used += head.size
                 batch.append(queue.take())
         self._order.rotate(-1)

@@ -158,9 +158,7 @@ class FutureStore:
         if entry.key is not None and self._by_key.get(entry.key) is entry:
             del self._by_key[entry.key]
 
-    def adopt(
-        self, request_id: str, kind: Kind, tenant: str, session_id: str, digest: bytes, key: Key | None
-    ) -> None:
+    def adopt(self, request_id: str, kind: Kind, tenant: str, session_id: str, digest: bytes, key: Key | None) -> None:
         """Take over a pending request found in the database at start."""
         entry = _Entry(request_id, kind, tenant, session_id, digest, key)
         self._add(entry, awaited=kind != Kind.EXTERNAL)
@@ -217,9 +215,7 @@ class FutureStore:
     def _make_evictable(self, entry: _Entry, outcome: Outcome) -> None:
         self._settled[entry.id] = len(outcome.result)
         self._settled_bytes += len(outcome.result)
-        while len(self._settled) > KEPT_OUTCOMES or (
-            self._settled_bytes > KEPT_BYTES and len(self._settled) > 1
-        ):
+        while len(self._settled) > KEPT_OUTCOMES or (self._settled_bytes > KEPT_BYTES and len(self._settled) > 1):
             old, size = self._settled.popitem(last=False)
             self._settled_bytes -= size
             if (evicted := self._entries.get(old)) is not None:

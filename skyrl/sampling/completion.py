@@ -152,8 +152,8 @@ def _sequence(choice: _Choice, job: SampleJob, zero_fill: bool) -> SampledSequen
 
 
 def _sample_topk(choice: _Choice, k: int) -> list[TopkRow]:
-    rows = choice.logprobs.top_logprobs if choice.logprobs is not None else None
-    if rows is None or len(rows) != len(choice.token_ids or []):
+    rows = (choice.logprobs.top_logprobs if choice.logprobs is not None else None) or []
+    if len(rows) != len(choice.token_ids or []):
         raise MalformedAnswer("top_logprobs do not match the tokens")
     return [_best((int(key.removeprefix(TOKEN_ID_PREFIX)), lp) for key, lp in (row or {}).items())[:k] for row in rows]
 

@@ -19,6 +19,7 @@ from skyrl.futures.ids import sample_sequence_ids
 from skyrl.futures.kinds import Kind
 from skyrl.futures.store import FutureStore, NewRequest
 from skyrl.sampling.client import ForwardingClient
+from skyrl.sampling.guards import UnembedGuard
 from skyrl.sampling.job import Limits, SampleJob, check_request, make_job
 from skyrl.wire.errors import ErrorCategory, FailedRequest, NotFound, RequestError
 from skyrl.wire.requests import SampleRequest, decode_json
@@ -73,6 +74,7 @@ class SampleService:
         limits: Callable[[], Limits],
         admission: Admission,
         base_name: str,
+        guard: UnembedGuard,
     ) -> None:
         self._store = store
         self._samplers = samplers
@@ -82,6 +84,7 @@ class SampleService:
         self._limits = limits
         self._admission = admission
         self._base_name = base_name
+        self._guard = guard
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self.forwarded = 0
         self.to_engine = 0
@@ -92,6 +95,7 @@ class SampleService:
         sampler = await self._resolve(request, tenant)
         limits = self._limits()
         check_request(request, limits)
+        self._guard.check(request, sampler)
         if request.seq_id is not None and not -(2**63) <= request.seq_id < 2**63:
             raise RequestError("must fit signed 64 bits", field="seq_id")
         self._admission.enter(len(body))

@@ -9,6 +9,7 @@ import logging
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
+import numpy as np
 import pytest
 from fake_upstream import (
     FakeUpstream,
@@ -125,8 +126,8 @@ def decoded(body: bytes) -> list[tuple[str, list[int], list[float]]]:
     return [
         (
             pb.StopReason.Name(sequence.stop_reason),
-            memoryview(sequence.tokens).cast("i").tolist(),
-            memoryview(sequence.logprobs).cast("f").tolist(),
+            np.frombuffer(sequence.tokens, np.int32).tolist(),
+            np.frombuffer(sequence.logprobs, np.float32).tolist(),
         )
         for sequence in sequences
     ]

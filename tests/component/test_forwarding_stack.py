@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 from fake_upstream import FakeUpstream, after, complete, error, fake_upstream, hang_up, never, reply
 from sqlalchemy import delete, select, update
@@ -81,7 +82,7 @@ def asked(sampler: str, seq_id: int | None, *, prompt: list[int] | None = None, 
 def tokens(answer: httpx.Response) -> list[list[int]]:
     assert answer.status_code == 200, answer.text
     assert answer.headers["content-type"] == "application/x-protobuf", answer.text
-    return [memoryview(s.tokens).cast("i").tolist() for s in pb.SampleResponse.FromString(answer.content).sequences]
+    return [np.frombuffer(s.tokens, np.int32).tolist() for s in pb.SampleResponse.FromString(answer.content).sequences]
 
 
 @pytest.fixture(scope="module")
@@ -140,7 +141,7 @@ def drain_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(skyrl.api.server, "DRAIN_S", 0.05)
 
 
-def rows(database: Database) -> list[tuple[str, str, str]]:
+def rows(database: Database) -> list[tuple[str, str, bool]]:
     """(kind, status, whether the body is there) of all futures, in order of arrival."""
     columns = select(futures.c.kind, futures.c.status, futures.c.body.is_not(None)).order_by(futures.c.n)
     return [(kind, status, bool(body)) for kind, status, body in database.read(lambda c: list(c.execute(columns)))]

@@ -56,8 +56,8 @@ def cross_entropy(tokens: list[int]) -> types.Datum:
     return types.Datum(
         model_input=types.ModelInput.from_ints(tokens[:-1]),
         loss_fn_inputs={
-            "target_tokens": np.asarray(tokens[1:], np.int64),
-            "weights": np.ones(len(tokens) - 1, np.float32),
+            "target_tokens": types.TensorData.from_numpy(np.asarray(tokens[1:], np.int64)),
+            "weights": types.TensorData.from_numpy(np.ones(len(tokens) - 1, np.float32)),
         },
     )
 

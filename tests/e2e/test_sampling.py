@@ -12,6 +12,7 @@ from tinker import types
 from transformers import PreTrainedTokenizerBase
 
 from skyrl.demo.server import DemoServer
+from skyrl.tiny.corpus import chat_prompt
 
 from .conftest import ClientFactory, cross_entropy, database, greedy, train
 
@@ -146,7 +147,7 @@ def test_sampled_logprobs_are_those_the_trainer_gives(
 
 def test_stop_rules(connect: ClientFactory, tokenizer: PreTrainedTokenizerBase) -> None:
     sampler = connect().create_sampling_client(base_model="tiny").result()
-    prompt = types.ModelInput.from_ints(tokenizer.encode("<|im_start|>user\nsort: d,a,c,x,k,m,z,b,t<|im_end|>\n<|im_start|>assistant\n"))
+    prompt = types.ModelInput.from_ints(tokenizer.encode(chat_prompt("sort: d,a,c,x,k,m,z,b,t")))
 
     def sample(stop: object, max_tokens: int = 40) -> types.SampledSequence:
         params = types.SamplingParams(max_tokens=max_tokens, temperature=0.0, stop=stop)  # type: ignore[arg-type]

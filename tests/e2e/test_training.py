@@ -64,7 +64,7 @@ def test_custom_loss(connect: ClientFactory, tokenizer: PreTrainedTokenizerBase)
     data = [
         types.Datum(
             model_input=types.ModelInput.from_ints(tokens[:-1]),
-            loss_fn_inputs={"target_tokens": np.asarray(tokens[1:], np.int64)},
+            loss_fn_inputs={"target_tokens": types.TensorData.from_numpy(np.asarray(tokens[1:], np.int64))},
         )
     ]
 
@@ -91,7 +91,7 @@ def test_bad_training_requests_fail_alone(connect: ClientFactory, tokenizer: Pre
             [
                 types.Datum(
                     model_input=types.ModelInput.from_ints([1, 2, 3]),
-                    loss_fn_inputs={"target_tokens": np.asarray([1, 2])},
+                    loss_fn_inputs={"target_tokens": types.TensorData.from_numpy(np.asarray([1, 2]))},
                 )
             ],
             "cross_entropy",

@@ -55,10 +55,11 @@ def count(database: Database) -> int:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Let other tasks run until the condition holds (worker threads wake the loop)."""
-    async with asyncio.timeout(10):
-        while not condition():
-            await asyncio.sleep(0)
+    """Let other tasks and threads run until the condition holds."""
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline, "did not come true in time"
+        await asyncio.sleep(0.001)
 
 
 async def waiting(store: FutureStore, request_id: str) -> asyncio.Task[Outcome | None]:
@@ -85,9 +86,7 @@ async def test_repeat_gets_the_first_id(database: Database, store: FutureStore, 
 
 
 @pytest.mark.parametrize("request_", [COMMAND, SAMPLE], ids=["command", "sample"])
-async def test_concurrent_repeats_are_one_request(
-    database: Database, store: FutureStore, request_: NewRequest
-) -> None:
+async def test_concurrent_repeats_are_one_request(database: Database, store: FutureStore, request_: NewRequest) -> None:
     answers = await asyncio.gather(*(store.record(request_) for _ in range(20)))
     assert len({request_id for request_id, _ in answers}) == 1
     assert [new for _, new in answers].count(True) == 1
@@ -202,9 +201,7 @@ async def test_wait_gives_up_after_its_time_and_can_be_repeated(database: Databa
     assert await store.wait(request_id, "tenant", 0) == OK
 
 
-async def test_results_survive_a_restart(
-    database: Database, writer: GroupCommitWriter, store: FutureStore
-) -> None:
+async def test_results_survive_a_restart(database: Database, writer: GroupCommitWriter, store: FutureStore) -> None:
     done, _ = await store.record(SAMPLE)
     await store.settle(done, OK)
     pending, _ = await store.record(COMMAND)
@@ -229,9 +226,7 @@ async def test_adopted_sample_is_settled_here(
     assert await waiter == OK
 
 
-async def test_another_tenant_sees_nothing(
-    database: Database, writer: GroupCommitWriter, store: FutureStore
-) -> None:
+async def test_another_tenant_sees_nothing(database: Database, writer: GroupCommitWriter, store: FutureStore) -> None:
     request_id, _ = await store.record(COMMAND)
     restarted = FutureStore(database, writer)
     for asked in (store, restarted):

@@ -80,9 +80,7 @@ async def test_waiting_writes_share_one_commit(database: Database, writer: Group
     assert writer.commits == 2
 
 
-async def test_group_is_bounded(
-    database: Database, writer: GroupCommitWriter, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_group_is_bounded(database: Database, writer: GroupCommitWriter, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writer_module, "MAX_BATCH", 10)
     held = await hold(writer)
     writes = await put_all(*(writer.execute(ADD, {"id": i, "name": "x"}) for i in range(25)))

@@ -57,9 +57,7 @@ def test_later_numbers_wait_for_the_first() -> None:
 
 
 def test_passes_go_up_to_the_next_barrier() -> None:
-    queue = scheduler(
-        command("m", 0), command("m", 1, Kind.FORWARD), barrier("m", 2), command("m", 3), barrier("m", 4)
-    )
+    queue = scheduler(command("m", 0), command("m", 1, Kind.FORWARD), barrier("m", 2), command("m", 3), barrier("m", 4))
     assert places(queue.take_passes()) == [("m", 0), ("m", 1)]
     assert queue.take_passes() == []
     assert places(queue.take_barriers()) == [("m", 2)]

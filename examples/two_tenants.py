@@ -1,0 +1,92 @@
+"""Two tenants, one server: each trains its own adapter by reinforcement learning while the other does the same.
+
+Each has its own API key, so neither can see the other's models. Samples go straight to vLLM, so that neither waits for
+the other's training either. Uses nothing but the Tinker SDK and two tasks with a reward.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import tinker
+from tinker import types
+
+from skyrl.tiny.corpus import TASKS, Task, chat_prompt
+
+PROMPTS, GROUP = 8, 4
+
+
+def datum(prompt: list[int], sequence: types.SampledSequence, advantage: float) -> types.Datum:
+    """One sampled answer for the importance-sampling loss; the prompt's positions have advantage 0."""
+    assert sequence.logprobs is not None
+    tokens, before = list(sequence.tokens), len(prompt) - 1
+    return types.Datum(
+        model_input=types.ModelInput.from_ints(prompt + tokens[:-1]),
+        loss_fn_inputs={
+            "target_tokens": np.asarray(prompt[1:] + tokens, np.int64),
+            "logprobs": np.asarray([0.0] * before + list(sequence.logprobs), np.float32),
+            "advantages": np.asarray([0.0] * before + [advantage] * len(tokens), np.float32),
+        },
+    )
+
+
+def train(base_url: str, base_model: str, api_key: str, task: Task, steps: int) -> list[float]:
+    """Reward minus the group's mean is the advantage of a sample. Returns the mean reward of every step."""
+    rewards: list[float] = []
+    with tinker.ServiceClient(base_url=base_url, api_key=api_key) as service:
+        trainer = service.create_lora_training_client(base_model=base_model, rank=8, seed=0).result()
+        tokenizer = trainer.get_tokenizer()
+        params = types.SamplingParams(max_tokens=32, temperature=1.0)
+        rng = random.Random(0)
+        for step in range(steps):
+            sampler = trainer.save_weights_and_get_sampling_client().result()
+            asked = [task.prompt(rng) for _ in range(PROMPTS)]
+            prompts = [tokenizer.encode(chat_prompt(question)) for question, _ in asked]
+            answers = [
+                sampler.sample(types.ModelInput.from_ints(prompt), num_samples=GROUP, sampling_params=params)
+                for prompt in prompts
+            ]
+            data: list[types.Datum] = []
+            graded: list[float] = []
+            for prompt, (_, state), answer in zip(prompts, asked, answers, strict=True):
+                group = answer.result().sequences
+                scores = np.asarray([task.reward(state, tokenizer.decode(s.tokens)) for s in group])
+                graded += scores.tolist()
+                if scores.std() > 0:
+                    advantages = (scores - scores.mean()) / scores.std()
+                    data += [datum(prompt, s, float(a)) for s, a in zip(group, advantages, strict=True)]
+            if data:
+                passed = trainer.forward_backward(data, "importance_sampling")
+                stepped = trainer.optim_step(types.AdamParams(learning_rate=3e-3))
+                passed.result()
+                stepped.result()
+            rewards.append(float(np.mean(graded)))
+            print(f"{task.name:6s} step {step:3d}  reward {rewards[-1]:.3f}", flush=True)
+    return rewards
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--base-url", default=os.environ.get("TINKER_BASE_URL", "http://127.0.0.1:8000"))
+    parser.add_argument("--base-model", default="tiny")
+    parser.add_argument("--steps", type=int, default=20)
+    options = parser.parse_args()
+    with ThreadPoolExecutor(2) as pool:
+        running = {
+            name: pool.submit(
+                train, options.base_url, options.base_model, f"tml-tenant-{name}", TASKS[name], options.steps
+            )
+            for name in ("count", "sort")
+        }
+        for name, future in running.items():
+            rewards = future.result()
+            window = max(1, len(rewards) // 4)
+            print(f"{name}: reward {np.mean(rewards[:window]):.3f} -> {np.mean(rewards[-window:]):.3f}")
+
+
+if __name__ == "__main__":
+    main()

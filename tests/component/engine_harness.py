@@ -1,0 +1,273 @@
+"""The engine as its process runs it, in this process: real loop, real torch backend, real SQLite, no vLLM. Commands are
+recorded the way the API does."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from sqlalchemy import select
+
+from skyrl.backends.fsdp.backend import FsdpBackend
+from skyrl.config import load_config
+from skyrl.db.checkpoints import checkpoints
+from skyrl.db.database import Database
+from skyrl.db.futures import Outcome
+from skyrl.db.migrate import migrate
+from skyrl.db.models import Adapter, Model, Models, models
+from skyrl.db.sessions import Session, Sessions
+from skyrl.db.writer import GroupCommitWriter
+from skyrl.engine.loop import Engine
+from skyrl.engine.recovery import Snapshots, recover
+from skyrl.futures.doorbell import Doorbell, DoorbellListener
+from skyrl.futures.kinds import Kind
+from skyrl.futures.store import FutureStore, NewRequest
+from skyrl.tiny import model_path
+from skyrl.wire.paths import model_id_of
+from skyrl.wire.results import to_json
+
+WAIT_S = 30.0
+NEVER_S = 1e9
+
+
+class Killed(BaseException):
+    """The engine dies here, as if by SIGKILL: nothing after this point happens."""
+
+
+def data(seed: int, *lengths: int) -> list[dict[str, Any]]:
+    """Random next-token data for the tiny model, as JSON datums."""
+    rng = np.random.default_rng(seed)
+    datums = []
+    for length in lengths or (12,):
+        text = rng.integers(0, 512, length + 1).tolist()
+        weights = rng.choice([0.0, 1.0, 0.5], length).tolist()
+        inputs = {
+            "target_tokens": {"data": text[1:], "dtype": "int64", "shape": [length]},
+            "weights": {"data": weights, "dtype": "float32", "shape": [length]},
+        }
+        datums.append({"model_input": {"chunks": [{"tokens": text[:-1]}]}, "loss_fn_inputs": inputs})
+    return datums
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """For what the engine does after it has answered, and tells nobody."""
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline, "did not come true in time"
+        await asyncio.sleep(0.002)
+
+
+def files_in(directory: Path | str | None) -> dict[str, bytes]:
+    """Names and contents; empty when the directory is not there."""
+    path = Path(directory or "/nowhere")
+    return {file.name: file.read_bytes() for file in path.iterdir()} if path.is_dir() else {}
+
+
+class Harness:
+    """One state directory and, between `start` and `stop` or `kill`, an engine on it."""
+
+    def __init__(self, state_dir: Path, **flags: Any) -> None:
+        flags = {"snapshot_interval_s": NEVER_S, **flags}
+        self.config = load_config({"state_dir": state_dir, "base_model": str(model_path()), **flags})
+        self.database = Database(self.config.database)
+        migrate(self.database)
+        self.writer = GroupCommitWriter(self.database)
+        self.store = FutureStore(self.database, self.writer)
+        self.sessions = Sessions(self.database, self.writer)
+        self.models = Models(self.database, self.writer)
+        # Sockets need a short path; pytest's may be long.
+        self._sockets = tempfile.TemporaryDirectory(prefix="skyrl-test-")
+        self._doorbell = Path(self._sockets.name) / "api.sock"
+        self._ringing: set[asyncio.Task[None]] = set()
+        self._listener = DoorbellListener(self._doorbell, self._on_ring)
+        self._listener.start()
+        self._engine: Engine | None = None
+        self._running: asyncio.Task[None] | None = None
+        self._api: Doorbell | None = None
+
+    def _on_ring(self, words: list[str]) -> None:
+        task = asyncio.create_task(self.store.look(words))
+        self._ringing.add(task)
+        task.add_done_callback(self._ringing.discard)
+
+    @property
+    def engine(self) -> Engine:
+        assert self._engine is not None
+        return self._engine
+
+    async def start(self, prepare: Callable[[Harness], None] = lambda _: None) -> None:
+        """A new backend and a new engine, recovered from what is in the state directory."""
+        self.backend = FsdpBackend(self.config)
+        self._api = Doorbell(self._doorbell)
+        self.snapshots = Snapshots(self.config, self.database, self.backend)
+        self._engine = Engine(self.config, self.database, self.backend, None, self._api, None, self.snapshots)
+        prepare(self)
+        await recover(self._engine, self.database, self.backend, self.snapshots)
+        self._running = asyncio.create_task(self._engine.run())
+
+    async def stop(self) -> None:
+        if self._running is None:
+            return
+        self.engine.stop()
+        await self._running
+        self._gone()
+
+    def kill_before_commit_of(self, wanted: Callable[[str], bool]) -> None:
+        """Arm: the engine executes the command whose request id is `wanted`, and dies before its outcome is stored."""
+        settle = self.engine._settle
+
+        async def settle_or_die(outcomes: Any, *rest: Any, **options: Any) -> None:
+            if any(wanted(request_id) for request_id, _ in outcomes):
+                raise Killed
+            await settle(outcomes, *rest, **options)
+
+        self.engine._settle = settle_or_die  # type: ignore[method-assign]
+
+    async def killed(self) -> None:
+        """Wait until the armed death has happened."""
+        assert self._running is not None
+        with contextlib.suppress(Killed):
+            await asyncio.wait_for(self._running, WAIT_S)
+            raise AssertionError("the engine has ended by itself")
+        self._gone()
+
+    def _gone(self) -> None:
+        assert self._api is not None
+        self._api.close()
+        self._running = self._engine = None
+
+    async def close(self) -> None:
+        await self.stop()
+        self._listener.close()
+        await asyncio.gather(*self._ringing)
+        await self.writer.close()
+        self.database.close()
+        self._sockets.cleanup()
+
+    async def outcome(self, request_id: str, tenant: str = "tenant") -> Outcome:
+        outcome = await self.store.wait(request_id, tenant, WAIT_S)
+        assert outcome is not None, "the command has not ended"
+        return outcome
+
+    async def queued(self, count: int) -> None:
+        """Wait until the engine has read that many commands that it cannot run yet."""
+        await until(lambda: self.engine.scheduler.waiting >= count)
+
+    def model_row(self, model_id: str) -> Any:
+        return self.database.read(lambda c: c.execute(select(models).where(models.c.id == model_id)).one())
+
+    def checkpoint_rows(self, model_id: str) -> list[Any]:
+        query = select(checkpoints).where(checkpoints.c.model_id == model_id).order_by(checkpoints.c.name)
+        return self.database.read(lambda c: list(c.execute(query)))
+
+    async def end(self, session: Session) -> None:
+        """What the API does when a client finishes; returns when the engine has closed the session's models."""
+        assert await self.sessions.end(session, "finished", None, None)
+        self.store.drop_session(session.id)
+        self.engine.ring()
+        mine = select(models.c.status).where(models.c.session_id == session.id)
+        await until(lambda: set(self.database.read(lambda c: c.execute(mine).scalars().all())) <= {"closed", "failed"})
+
+
+@dataclass
+class Trainer:
+    """A client of one model: sends commands, numbered in order unless told otherwise."""
+
+    harness: Harness
+    session: Session
+    model_id: str
+    seq_id: int = 0
+
+    @classmethod
+    async def create(
+        cls,
+        harness: Harness,
+        *,
+        tenant: str = "tenant",
+        session: Session | None = None,
+        model_seq_id: int = 0,
+        seed: int = 1,
+        rank: int = 4,
+        create: bool = True,
+    ) -> Trainer:
+        """A model row and, with `create`, its CREATE_MODEL command (not waited for)."""
+        session = session or await harness.sessions.create(tenant, [], None, "")
+        model_id = model_id_of(session.id, model_seq_id)
+        adapter = Adapter(rank, 32.0, seed, True, True, True)
+        model = Model(model_id, session.id, tenant, "tiny", adapter, None)
+        await harness.models.create(model, model_seq_id)
+        trainer = cls(harness, session, model_id)
+        if create:
+            await trainer.send(Kind.CREATE_MODEL, 0)
+        return trainer
+
+    async def send(self, kind: Kind, seq_id: int | None = None, **body: Any) -> str:
+        """Record a command and ring; returns its request id."""
+        if seq_id is None:
+            self.seq_id += 1
+            seq_id = self.seq_id
+        text = json.dumps({"model_id": self.model_id, "seq_id": seq_id, **body}).encode()
+        request = NewRequest(kind, self.session.tenant, self.session.id, text, model_id=self.model_id, seq_id=seq_id)
+        request_id, _ = await self.harness.store.record(request)
+        if self.harness._engine is not None:
+            self.harness.engine.ring()
+        return request_id
+
+    async def outcome(self, request_id: str) -> Outcome:
+        return await self.harness.outcome(request_id, self.session.tenant)
+
+    async def result(self, request_id: str) -> dict[str, Any]:
+        outcome = await self.outcome(request_id)
+        assert outcome.error is None, outcome.error
+        return json.loads(to_json(outcome.result, outcome.result_format))
+
+    async def do(self, kind: Kind, **body: Any) -> dict[str, Any]:
+        """Send and wait for the result."""
+        return await self.result(await self.send(kind, **body))
+
+    async def fails(self, kind: Kind, **body: Any) -> Outcome:
+        """Send and wait for the failure."""
+        outcome = await self.outcome(await self.send(kind, **body))
+        assert outcome.error is not None
+        return outcome
+
+    async def forward_backward(self, seed: int, seq_id: int | None = None, *lengths: int) -> str:
+        given = {"data": data(seed, *lengths), "loss_fn": "cross_entropy"}
+        return await self.send(Kind.FORWARD_BACKWARD, seq_id, forward_backward_input=given)
+
+    async def optim_step(self, seq_id: int | None = None) -> str:
+        return await self.send(Kind.OPTIM_STEP, seq_id, adam_params={"learning_rate": 0.01, "grad_clip_norm": 1.0})
+
+    async def step(self, seed: int) -> dict[str, Any]:
+        """Two chunks and a step; returns the step's metrics."""
+        await self.forward_backward(seed, None, 9, 14)
+        await self.forward_backward(seed + 1000)
+        return (await self.result(await self.optim_step()))["metrics"]
+
+    async def state(self) -> dict[str, bytes]:
+        """Everything that the backend holds of this model, to the last bit."""
+
+        def save() -> dict[str, bytes]:
+            with tempfile.TemporaryDirectory() as directory:
+                self.harness.backend.save_state(self.model_id, Path(directory))
+                return files_in(directory)
+
+        return await self.harness.engine.on_backend(save)
+
+
+@contextlib.asynccontextmanager
+async def harness_in(state_dir: Path, **flags: Any) -> AsyncIterator[Harness]:
+    """A harness whose engine is not started yet."""
+    harness = Harness(state_dir, **flags)
+    try:
+        yield harness
+    finally:
+        await harness.close()

@@ -1,0 +1,477 @@
+"""The engine on real parts: results, order, isolation between tenants, files."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine_harness import Harness, Trainer, data, files_in, harness_in, until
+from sqlalchemy import delete, update
+
+from skyrl.backends.base import TrainingPass
+from skyrl.db import futures as rows
+from skyrl.db.checkpoints import checkpoints
+from skyrl.db.models import models
+from skyrl.db.samplers import find_sampler, samplers
+from skyrl.db.sessions import sessions
+from skyrl.engine import loop, reclaim
+from skyrl.engine.storage import safe_name
+from skyrl.futures.kinds import Kind
+
+
+@pytest.fixture
+async def harness(tmp_path: Path) -> AsyncIterator[Harness]:
+    async with harness_in(tmp_path / "state") as harness:
+        await harness.start()
+        yield harness
+
+
+def count_batches(harness: Harness, sizes: list[int]) -> None:
+    """From now on `sizes` gets the number of passes of each call of the backend."""
+    run = harness.backend.run
+
+    def counted(passes: list[TrainingPass]) -> Any:
+        sizes.append(len(passes))
+        return run(passes)
+
+    harness.backend.run = counted  # type: ignore[method-assign,assignment]
+
+
+async def test_every_command_gives_its_result(harness: Harness) -> None:
+    trainer = await Trainer.create(harness)
+    forward = await trainer.do(Kind.FORWARD, forward_input={"data": data(1, 12), "loss_fn": "cross_entropy"})
+    passed = await trainer.result(await trainer.forward_backward(1, None, 12))
+    assert passed == forward, "a forward pass computes the same"
+    (output,) = passed["loss_fn_outputs"]
+    assert output["logprobs"]["shape"] == [12]
+    assert max(output["logprobs"]["data"]) < 0
+    assert passed["metrics"]["loss:sum"] > 0
+    stepped = await trainer.result(await trainer.optim_step())
+    assert stepped["metrics"]["optimizer_step"] == 1
+    assert stepped["metrics"]["grad_norm"] > 0
+    assert harness.model_row(trainer.model_id).status == "ready"
+
+
+async def test_training_lowers_the_loss(harness: Harness) -> None:
+    trainer = await Trainer.create(harness)
+    losses = []
+    for _ in range(4):
+        passed = await trainer.result(await trainer.forward_backward(3, None, 20))
+        losses.append(passed["metrics"]["loss:sum"])
+        await trainer.result(await trainer.optim_step())
+    assert losses == sorted(losses, reverse=True)
+    assert losses[-1] < 0.9 * losses[0]
+
+
+async def test_saved_weights_are_loaded_back_to_the_bit(harness: Harness) -> None:
+    trainer = await Trainer.create(harness)
+    await trainer.step(1)
+    before = await trainer.state()
+    saved = await trainer.do(Kind.SAVE_WEIGHTS, path="first", user_metadata={"a": 1})
+    path = f"tinker://{trainer.model_id}/weights/first"
+    assert saved == {"type": "save_weights", "path": path}
+    (row,) = harness.checkpoint_rows(trainer.model_id)
+    directory = Path(row.directory)
+    assert directory.parent.parent == harness.config.checkpoints_dir
+    assert (row.tenant, row.kind, row.name, row.user_metadata) == ("tenant", "weights", "first", {"a": 1})
+    assert row.size_bytes == sum(len(content) for content in files_in(directory).values())
+    await trainer.step(2)
+    assert await trainer.state() != before
+    loaded = await trainer.do(Kind.LOAD_WEIGHTS, path=path, optimizer=True)
+    assert loaded == {"type": "load_weights", "path": path, "model_id": trainer.model_id}
+    assert await trainer.state() == before
+
+    other = await Trainer.create(harness, session=trainer.session, model_seq_id=1, create=False)
+    await other.result(await other.send(Kind.LOAD_WEIGHTS, 0, path=path, optimizer=True))
+    assert await other.state() == before
+    assert await other.step(5) == await trainer.step(5)
+    assert await other.state() == await trainer.state()
+
+
+async def test_chunks_in_any_order_of_arrival_give_the_same_bits(harness: Harness) -> None:
+    states = []
+    for arrival in ((1, 2, 3), (2, 3, 1), (3, 2, 1)):
+        trainer = await Trainer.create(harness)
+        chunks = {}
+        for count, seq_id in enumerate(arrival, start=1):
+            chunks[seq_id] = await trainer.forward_backward(seq_id, seq_id)
+            if seq_id != 1 and 1 not in chunks:
+                await harness.queued(count)
+        step = await trainer.optim_step(4)
+        for seq_id in chunks:
+            await trainer.result(chunks[seq_id])
+        await trainer.result(step)
+        states.append(await trainer.state())
+    assert states[0] == states[1] == states[2]
+
+
+async def test_bad_request_fails_alone_and_its_number_counts(tmp_path: Path) -> None:
+    async with harness_in(tmp_path / "state") as harness:
+        one = await Trainer.create(harness, tenant="one")
+        two = await Trainer.create(harness, tenant="two")
+        good = [await one.forward_backward(1, 1), await one.forward_backward(3, 3), await two.forward_backward(4, 1)]
+        wrong = data(2, 12)
+        wrong[0]["loss_fn_inputs"]["target_tokens"]["data"][3] = 512
+        bad = await one.send(
+            Kind.FORWARD_BACKWARD, 2, forward_backward_input={"data": wrong, "loss_fn": "cross_entropy"}
+        )
+        step = await one.optim_step(4)
+        sizes: list[int] = []
+        await harness.start(lambda harness: count_batches(harness, sizes))
+        refused = await one.outcome(bad)
+        assert refused.error_category == "user"
+        assert refused.error is not None
+        assert refused.error.startswith("data[0]: loss_fn_inputs.target_tokens: token id 512 is outside")
+        for trainer, request_id in zip((one, one, two), good, strict=True):
+            await trainer.result(request_id)
+        await one.result(step)
+        assert sizes[0] == 3, "the neighbours ran in one batch"
+
+        alone = await Trainer.create(harness)
+        await alone.forward_backward(1)
+        await alone.forward_backward(3)
+        await alone.result(await alone.optim_step())
+        assert await one.state() == await alone.state()
+
+
+async def test_body_that_cannot_be_read_fails_its_future(harness: Harness) -> None:
+    trainer = await Trainer.create(harness)
+    refused = await trainer.fails(Kind.FORWARD_BACKWARD, forward_backward_input={"data": [{}], "loss_fn": "x"})
+    assert refused.error_category == "user"
+    assert "model_input" in (refused.error or "")
+    refused = await trainer.fails(Kind.OPTIM_STEP, adam_params={"learning_rate": "big"})
+    assert (refused.error or "").startswith("adam_params.learning_rate: ")
+    refused = await trainer.fails(Kind.OPTIM_STEP, adam_params={"beta1": 1.5})
+    assert (refused.error or "").startswith("adam_params.beta1: ")
+    assert refused.error_category == "user"
+    assert (await trainer.step(1))["optimizer_step"] == 1
+
+
+async def test_tenants_side_by_side_get_what_each_gets_alone(harness: Harness) -> None:
+    alone = []
+    for seed in (1, 2):
+        trainer = await Trainer.create(harness, seed=seed, rank=2 * seed)
+        for number in range(3):
+            await trainer.step(10 * seed + number)
+        alone.append(await trainer.state())
+    sizes: list[int] = []
+    count_batches(harness, sizes)
+    pair = [await Trainer.create(harness, tenant=f"t{seed}", seed=seed, rank=2 * seed) for seed in (1, 2)]
+
+    async def train(trainer: Trainer, seed: int) -> None:
+        for number in range(3):
+            await trainer.step(10 * seed + number)
+
+    await asyncio.gather(train(pair[0], 1), train(pair[1], 2))
+    assert max(sizes) > 1, "passes did run together"
+    assert [await trainer.state() for trainer in pair] == alone
+
+
+async def test_name_is_used_once_unless_told_to_overwrite(harness: Harness) -> None:
+    trainer = await Trainer.create(harness)
+    for kind in (Kind.SAVE_WEIGHTS, Kind.SAVE_WEIGHTS_FOR_SAMPLER):
+        await trainer.do(kind, path="name")
+        refused = await trainer.fails(kind, path="name")
+        assert refused.error_category == "user"
+        assert "exists already" in (refused.error or "")
+    before = {row.kind: row.directory for row in harness.checkpoint_rows(trainer.model_id)}
+    await trainer.step(1)
+    for kind in (Kind.SAVE_WEIGHTS, Kind.SAVE_WEIGHTS_FOR_SAMPLER):
+        await trainer.do(kind, path="name", overwrite=True)
+    after = {row.kind: row.directory for row in harness.checkpoint_rows(trainer.model_id)}
+    assert before.keys() == after.keys() == {"weights", "sampler_weights"}
+    assert not set(before.values()) & set(after.values())
+    assert all(files_in(directory) for directory in (*before.values(), *after.values()))
+
+
+@pytest.mark.parametrize(
+    ("body", "error"),
+    [
+        ({}, "path: is missing"),
+        ({"path": "a/b"}, "path: 'a/b' is not a checkpoint name"),
+        ({"path": "../up"}, "path: '../up' is not a checkpoint name"),
+        ({"path": "x", "ttl_seconds": 0}, "ttl_seconds: must be in"),
+        ({"path": "x", "ttl_seconds": 10**300}, "ttl_seconds: "),
+    ],
+)
+async def test_save_that_makes_no_sense_is_the_callers_mistake(
+    harness: Harness, body: dict[str, Any], error: str
+) -> None:
+    trainer = await Trainer.create(harness)
+    refused = await trainer.fails(Kind.SAVE_WEIGHTS, **body)
+    assert refused.error_category == "user"
+    assert error.split(":")[0] in (refused.error or "")
+    assert (refused.error or "").startswith(error) or "Expected `int" in (refused.error or "")
+    assert harness.checkpoint_rows(trainer.model_id) == []
+
+
+async def test_longest_name_fits_the_file_system(harness: Harness) -> None:
+    trainer = await Trainer.create(harness)
+    for kind in (Kind.SAVE_WEIGHTS, Kind.SAVE_WEIGHTS_FOR_SAMPLER):
+        await trainer.do(kind, path="n" * 255)
+
+
+async def test_expired_name_may_be_used_again(harness: Harness) -> None:
+    trainer = await Trainer.create(harness)
+    await trainer.do(Kind.SAVE_WEIGHTS, path="brief", ttl_seconds=3600)
+    (row,) = harness.checkpoint_rows(trainer.model_id)
+    assert row.expires_at - row.created_at == pytest.approx(3600)
+    harness.database.write(lambda c: c.execute(update(checkpoints).values(expires_at=time.time() - 1)))
+    path = f"tinker://{trainer.model_id}/weights/brief"
+    assert "no training checkpoint" in ((await trainer.fails(Kind.LOAD_WEIGHTS, path=path)).error or "")
+    await trainer.do(Kind.SAVE_WEIGHTS, path="brief")
+    await trainer.do(Kind.LOAD_WEIGHTS, path=path)
+
+
+async def test_every_sampler_save_is_a_version_of_its_own(harness: Harness) -> None:
+    trainer = await Trainer.create(harness)
+    named = await trainer.do(Kind.SAVE_WEIGHTS_FOR_SAMPLER, path="named")
+    await trainer.step(1)
+    unnamed = await trainer.do(Kind.SAVE_WEIGHTS_FOR_SAMPLER, sampling_session_seq_id=4)
+    assert named["path"] == f"tinker://{trainer.model_id}/sampler_weights/named"
+    assert unnamed["sampling_session_id"] == f"{trainer.session.id}:sample:4"
+    (row,) = harness.checkpoint_rows(trainer.model_id)
+    assert (row.kind, row.adapter_name) == ("sampler_weights", f"{trainer.model_id}@1")
+    sampler = harness.database.read(lambda c: find_sampler(c, unnamed["sampling_session_id"]))
+    assert sampler is not None
+    assert (sampler.adapter_name, sampler.tenant) == (f"{trainer.model_id}@2", "tenant")
+    assert harness.model_row(trainer.model_id).sampler_version == 2
+    contents = []
+    for directory in (row.directory, sampler.adapter_path):
+        files = files_in(directory)
+        assert files.keys() == {"adapter_config.json", "adapter_model.safetensors"}
+        assert json.loads(files["adapter_config.json"])["r"] == 4
+        contents.append(files["adapter_model.safetensors"])
+    assert contents[0] != contents[1]
+
+
+async def test_number_of_a_sampling_session_is_used_once(harness: Harness) -> None:
+    """Answering with the older session would sample from older weights without a word."""
+    trainer = await Trainer.create(harness)
+    await trainer.do(Kind.SAVE_WEIGHTS_FOR_SAMPLER, sampling_session_seq_id=4)
+    refused = await trainer.fails(Kind.SAVE_WEIGHTS_FOR_SAMPLER, sampling_session_seq_id=4)
+    assert refused.error_category == "user"
+    assert (refused.error or "").startswith("sampling_session_seq_id: ")
+    assert harness.model_row(trainer.model_id).sampler_version == 1
+
+
+async def test_checkpoint_of_another_tenant_is_not_there(harness: Harness) -> None:
+    owner, stranger = await Trainer.create(harness), await Trainer.create(harness, tenant="stranger")
+    path = (await owner.do(Kind.SAVE_WEIGHTS, path="mine"))["path"]
+    refused = await stranger.fails(Kind.LOAD_WEIGHTS, path=path)
+    assert refused.error == f"path: no training checkpoint {path!r}"
+    harness.database.write(lambda c: c.execute(update(checkpoints).values(public=True)))
+    await stranger.do(Kind.LOAD_WEIGHTS, path=path)
+
+
+async def test_model_that_cannot_be_made_fails_all_its_commands(harness: Harness) -> None:
+    trainer = await Trainer.create(harness, rank=1000)
+    chunk, step = await trainer.forward_backward(1), await trainer.optim_step()
+    for request_id in (chunk, step):
+        outcome = await trainer.outcome(request_id)
+        assert outcome.error_category == "user"
+    assert harness.model_row(trainer.model_id).status == "failed"
+    other = await Trainer.create(harness)
+    assert (await other.step(1))["optimizer_step"] == 1
+
+
+async def test_failed_create_from_a_checkpoint_leaves_no_adapter(harness: Harness) -> None:
+    saver = await Trainer.create(harness, rank=4)
+    path = (await saver.do(Kind.SAVE_WEIGHTS, path="rank4"))["path"]
+    loader = await Trainer.create(harness, rank=8, create=False)
+    outcome = await loader.outcome(await loader.send(Kind.LOAD_WEIGHTS, 0, path=path))
+    assert "lora_config.rank" in (outcome.error or "")
+    assert set(harness.backend._adapters) == {saver.model_id}
+    assert harness.model_row(loader.model_id).status == "failed"
+
+
+async def test_ended_session_gives_everything_back(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer, other = await Trainer.create(harness), await Trainer.create(harness)
+    for each in (trainer, other):
+        await each.step(1)
+        await each.do(Kind.SAVE_WEIGHTS, path="kept")
+        await each.do(Kind.SAVE_WEIGHTS_FOR_SAMPLER, path="kept")
+        await each.do(Kind.SAVE_WEIGHTS_FOR_SAMPLER, sampling_session_seq_id=0)
+        harness.snapshots.take(each.model_id, each.seq_id + 1)
+    waiting = await trainer.forward_backward(1, trainer.seq_id + 2)  # there is a gap before it
+    await harness.queued(1)
+    await harness.end(trainer.session)
+    assert (await trainer.outcome(waiting)).error == "the session has ended"
+    snapshots = harness.config.snapshots_dir
+    await until(lambda: [path.name for path in snapshots.iterdir()] == [safe_name(other.model_id)])
+    assert harness.model_row(trainer.model_id).status == "closed"
+    assert harness.model_row(other.model_id).status == "ready"
+    assert set(harness.backend._adapters) == {other.model_id}
+    assert harness.engine.scheduler.waiting == 0
+    adapters = harness.config.adapters_dir / safe_name(trainer.model_id)
+    await harness.engine._sweep()
+    assert len(list(adapters.iterdir())) == 2, "too young to be taken back"
+    monkeypatch.setattr(reclaim, "GRACE_S", 0.0)
+    await harness.engine._sweep()
+    await harness.engine._sweep()
+    assert [path.name for path in adapters.iterdir()] == ["v000001"], "only the named version stays"
+    assert len(list((harness.config.adapters_dir / safe_name(other.model_id)).iterdir())) == 2
+    assert all(files_in(row.directory) for row in harness.checkpoint_rows(trainer.model_id))
+    assert (await other.step(2))["optimizer_step"] == 2
+
+
+async def test_adapter_files_wait_for_samples_that_still_run(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reclaim, "GRACE_S", 0.0)
+    trainer = await Trainer.create(harness)
+    saved = await trainer.do(Kind.SAVE_WEIGHTS_FOR_SAMPLER, sampling_session_seq_id=0)
+    sampler = harness.database.read(lambda c: find_sampler(c, saved["sampling_session_id"]))
+    assert sampler is not None
+    row = {"id": "r", "kind": "EXTERNAL", "tenant": "tenant", "session_id": "elsewhere", "digest": b"", "created_at": 0}
+    row |= {"sampling_session_id": sampler.id, "sample_seq_id": 0, "body_format": "json", "status": "pending"}
+    harness.database.write(lambda c: c.execute(rows.RECORD, row))
+    harness.database.write(lambda c: c.execute(update(samplers).values(status="closed")))
+    await harness.engine._sweep()
+    await harness.engine._sweep()
+    assert files_in(sampler.adapter_path)
+    harness.database.write(lambda c: c.execute(delete(rows.futures).where(rows.futures.c.id == "r")))
+    await harness.engine._sweep()
+    await harness.engine._sweep()
+    assert not files_in(sampler.adapter_path)
+
+
+async def test_replaced_and_expired_checkpoints_lose_their_files(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = await Trainer.create(harness)
+    await trainer.do(Kind.SAVE_WEIGHTS, path="replaced")
+    await trainer.do(Kind.SAVE_WEIGHTS, path="replaced", overwrite=True)
+    await trainer.do(Kind.SAVE_WEIGHTS, path="expired", ttl_seconds=3600)
+    expire = update(checkpoints).where(checkpoints.c.name == "expired").values(expires_at=time.time() - 1)
+    harness.database.write(lambda c: c.execute(expire))
+    directory = harness.config.checkpoints_dir / safe_name(trainer.model_id)
+    assert len(list(directory.iterdir())) == 3
+    await harness.engine._sweep()
+    assert len(list(directory.iterdir())) == 3
+    monkeypatch.setattr(reclaim, "GRACE_S", 0.0)
+    await harness.engine._sweep()
+    (row,) = harness.checkpoint_rows(trainer.model_id)
+    assert [str(path) for path in directory.iterdir()] == [row.directory]
+
+
+async def test_sweep_spares_what_is_being_written_and_deletes_what_the_dead_left(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reclaim, "GRACE_S", 0.0)
+    trainer = await Trainer.create(harness)
+    roots = (harness.config.adapters_dir, harness.config.checkpoints_dir, harness.config.snapshots_dir)
+    ours, dead = [], []
+    for root in roots:
+        for name, found in (("ours", ours), ("dead", dead)):
+            found.append(root / safe_name(trainer.model_id) / f".tmp-{name}")
+            found[-1].mkdir(parents=True)
+        os.utime(dead[-1], (time.time() - 60, time.time() - 60))
+    closed = await Trainer.create(harness)
+    await closed.step(1)
+    harness.snapshots.take(closed.model_id, 4)
+    dead.append(harness.snapshots.path(closed.model_id, 4))
+    assert dead[-1].is_dir()
+    close = update(models).where(models.c.id == closed.model_id).values(status="closed")
+    harness.database.write(lambda c: c.execute(close))
+    await harness.engine._sweep()
+    await harness.engine._sweep()
+    assert [path.exists() for path in ours] == [True] * 3
+    assert [path.exists() for path in dead] == [False] * 4
+
+
+async def test_sessions_end_on_a_server_that_is_never_idle(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "SAFETY_POLL_S", 0.0)
+    busy, ending = await Trainer.create(harness), await Trainer.create(harness)
+    await ending.step(1)
+    seen: list[str] = []
+    step = harness.backend.optim_step
+
+    def watched(*args: Any) -> Any:
+        if not seen:
+            end = update(sessions).where(sessions.c.id == ending.session.id).values(status="finished")
+            harness.database.write(lambda c: c.execute(end))
+        seen.append(harness.model_row(ending.model_id).status)
+        return step(*args)
+
+    harness.backend.optim_step = watched  # type: ignore[method-assign]
+    ids = [await busy.optim_step(seq) for seq in range(2, 12)]
+    await busy.optim_step(1)
+    for request_id in ids:
+        await busy.result(request_id)
+    assert seen[0] == "ready"
+    assert seen[-1] == "closed"
+
+
+async def test_commands_after_the_end_fail_instead_of_waiting(harness: Harness) -> None:
+    trainer = await Trainer.create(harness)
+    await trainer.step(1)
+    await harness.end(trainer.session)
+    late = [await trainer.forward_backward(1), await trainer.optim_step(), await trainer.optim_step(1000)]
+    for request_id in late:
+        outcome = await trainer.outcome(request_id)
+        assert outcome.error == f"model_id: model {trainer.model_id!r} is not there any more"
+        assert outcome.error_category == "user"
+
+
+async def test_commands_are_seen_after_everything_before_was_forgotten(harness: Harness) -> None:
+    """SQLite numbers rows from 1 again once the table is empty."""
+    first = await Trainer.create(harness)
+    await first.step(1)
+    await harness.end(first.session)
+    await first.fails(Kind.OPTIM_STEP)
+    assert harness.database.write(lambda c: rows.forget(c, time.time() + 1)) == 5
+    second = await Trainer.create(harness)
+    assert (await second.step(1))["optimizer_step"] == 1
+
+
+async def test_snapshot_that_fails_stops_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with harness_in(tmp_path / "state", snapshot_interval_s=1e-9) as harness:
+        await harness.start()
+        trainer = await Trainer.create(harness)
+        await trainer.step(1)
+
+        def full(*_: object) -> None:
+            raise OSError(28, "No space left on device")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(harness.backend, "save_state", full)
+            assert (await trainer.step(2))["optimizer_step"] == 2
+            assert "No space left" in ((await trainer.fails(Kind.SAVE_WEIGHTS, path="x")).error or "")
+        assert (await trainer.step(3))["optimizer_step"] == 3
+        await harness.stop()
+        assert [path.name for path in harness.snapshots.path(trainer.model_id, 0).parent.iterdir()] == ["11"]
+
+
+async def test_failed_model_never_stops_the_engine(tmp_path: Path) -> None:
+    async with harness_in(tmp_path / "state", snapshot_interval_s=1e-9) as harness:
+        await harness.start()
+        failed = await Trainer.create(harness, rank=1000)
+        for _ in range(3):
+            await failed.fails(Kind.OPTIM_STEP)
+        trainer = await Trainer.create(harness)
+        assert (await trainer.step(1))["optimizer_step"] == 1
+
+
+async def test_gradient_that_is_not_finite_is_the_callers_and_leaves_the_model_whole(harness: Harness) -> None:
+    trainer = await Trainer.create(harness)
+    await trainer.step(1)
+    before = await trainer.state()
+    await trainer.result(await explode(trainer))
+    refused = await trainer.outcome(await trainer.optim_step())
+    assert refused.error_category == "user"
+    assert "gradient" in (refused.error or "")
+    assert await trainer.state() == before
+
+
+async def explode(trainer: Trainer) -> str:
+    """A pass whose loss is finite and whose gradient's norm is not."""
+    datums = data(1, 12)
+    datums[0]["loss_fn_inputs"]["weights"]["data"] = [1e30] * 12
+    return await trainer.send(
+        Kind.FORWARD_BACKWARD, forward_backward_input={"data": datums, "loss_fn": "cross_entropy"}
+    )

@@ -1,0 +1,308 @@
+"""An engine that dies: what the next one makes of the same database and files, to the last bit."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine_harness import NEVER_S, Harness, Trainer, data, files_in, harness_in
+from sqlalchemy import delete, select, update
+
+from skyrl.db import futures as rows
+from skyrl.db.checkpoints import checkpoints
+from skyrl.engine.recovery import Snapshots
+from skyrl.engine.storage import safe_name
+from skyrl.futures.kinds import Kind
+
+AT_ONCE_S = 1e-9
+
+
+@pytest.fixture
+async def harness(tmp_path: Path) -> AsyncIterator[Harness]:
+    """With snapshots only where a test or a load takes them."""
+    async with harness_in(tmp_path / "state") as harness:
+        await harness.start()
+        yield harness
+
+
+async def die_at(trainer: Trainer, kind: Kind, **body: Any) -> str:
+    """The engine executes this command, and dies before anybody knows; returns the request id."""
+    trainer.harness.kill_before_commit_of(lambda _: True)
+    request_id = await trainer.send(kind, **body)
+    await trainer.harness.killed()
+    return request_id
+
+
+async def restart(harness: Harness) -> None:
+    """Clean up to the last commit, yet the engine takes nothing along: memory of the old one is gone."""
+    await harness.stop()
+    await harness.start()
+
+
+def numbers(harness: Harness, model_id: str) -> list[int]:
+    """Which commands of a model are still stored."""
+    query = select(rows.futures.c.seq_id).where(rows.futures.c.model_id == model_id)
+    return sorted(harness.database.read(lambda c: c.execute(query).scalars()))
+
+
+@pytest.mark.parametrize("interval_s", [AT_ONCE_S, NEVER_S], ids=["snapshots", "log-only"])
+@pytest.mark.parametrize("kind", [Kind.FORWARD_BACKWARD, Kind.OPTIM_STEP])
+async def test_crash_in_mid_training_changes_no_bit(tmp_path: Path, interval_s: float, kind: Kind) -> None:
+    """Two tenants; the engine dies between two commits, with work executed but unknown and more queued behind it."""
+    async with harness_in(tmp_path / "steady") as harness:
+        await harness.start()
+        expected = []
+        for seed in (1, 2):
+            trainer = await Trainer.create(harness, seed=seed)
+            metrics = [await trainer.step(10 * seed + number) for number in range(5)]
+            expected.append((metrics, await trainer.state()))
+
+    async with harness_in(tmp_path / "crashing", snapshot_interval_s=interval_s) as harness:
+        await harness.start()
+        pair = [await Trainer.create(harness, tenant=f"t{seed}", seed=seed) for seed in (1, 2)]
+        metrics: list[list[dict[str, Any]]] = [[], []]
+        for index, trainer in enumerate(pair):
+            for number in range(3):
+                metrics[index].append(await trainer.step(10 * (index + 1) + number))
+        # Both queue their fourth step; the engine dies with the last pass, or the last step, of the second tenant.
+        pending = []
+        for index, trainer in enumerate(pair):
+            seed = 10 * (index + 1) + 3
+            chunks = [await trainer.forward_backward(seed, None, 9, 14)]
+            last = kind is Kind.FORWARD_BACKWARD and index == 1
+            if last:
+                await trainer.result(chunks[0])
+                harness.kill_before_commit_of(lambda _: True)
+            chunks.append(await trainer.forward_backward(seed + 1000))
+            if kind is Kind.OPTIM_STEP and index == 1:
+                for chunk in chunks:
+                    await trainer.result(chunk)
+                harness.kill_before_commit_of(lambda _: True)
+            step = await trainer.optim_step()
+            if index == 0:
+                await trainer.result(step)
+            pending.append((chunks, step))
+        await harness.killed()
+        snapshots = list(harness.config.snapshots_dir.glob("*/*"))
+        assert len(snapshots) == (2 if interval_s == AT_ONCE_S else 0)
+
+        await harness.start()
+        for index, trainer in enumerate(pair):
+            chunks, step = pending[index]
+            for chunk in chunks:
+                await trainer.result(chunk)
+            metrics[index].append((await trainer.result(step))["metrics"])
+            metrics[index].append(await trainer.step(10 * (index + 1) + 4))
+            assert (metrics[index], await trainer.state()) == expected[index]
+
+
+async def test_many_crashes_in_a_row(tmp_path: Path) -> None:
+    """After every single command, with snapshots of every second step."""
+    async with harness_in(tmp_path / "steady") as harness:
+        await harness.start()
+        trainer = await Trainer.create(harness)
+        for number in range(4):
+            await trainer.step(number)
+        expected = await trainer.state()
+    async with harness_in(tmp_path / "crashing") as harness:
+        await harness.start()
+        trainer = await Trainer.create(harness)
+        for number in range(4):
+            for seed, lengths in ((number, (9, 14)), (number + 1000, ())):
+                await trainer.result(await trainer.forward_backward(seed, None, *lengths))
+                await restart(harness)
+            await trainer.result(await trainer.optim_step())
+            if number % 2:
+                await harness.engine.on_backend(lambda: harness.snapshots.take(trainer.model_id, trainer.seq_id + 1))
+            await restart(harness)
+        assert await trainer.state() == expected
+
+
+async def test_gradient_between_steps_is_part_of_a_snapshot(harness: Harness) -> None:
+    trainer = await Trainer.create(harness)
+    await trainer.step(1)
+    await trainer.result(await trainer.forward_backward(2))
+    await harness.engine.on_backend(lambda: harness.snapshots.take(trainer.model_id, trainer.seq_id + 1))
+    before = await trainer.state()
+    await restart(harness)
+    assert await trainer.state() == before
+
+
+async def test_pending_command_is_executed_once(harness: Harness) -> None:
+    trainer = await Trainer.create(harness)
+    await trainer.step(1)
+    chunk = await trainer.forward_backward(2)
+    await trainer.result(chunk)
+    step = await die_at(trainer, Kind.OPTIM_STEP, adam_params={"learning_rate": 0.01, "grad_clip_norm": 1.0})
+    follow = await trainer.forward_backward(3)
+    await harness.start()
+    assert (await trainer.result(step))["metrics"]["optimizer_step"] == 2
+    await trainer.result(follow)
+    assert (await trainer.result(await trainer.optim_step()))["metrics"]["optimizer_step"] == 3
+
+
+async def test_order_holds_across_a_restart(harness: Harness) -> None:
+    """A command whose predecessor has not arrived yet keeps waiting for it."""
+    trainer = await Trainer.create(harness)
+    await trainer.result(await trainer.forward_backward(1, 1))
+    step = await trainer.optim_step(3)
+    await harness.queued(1)
+    await restart(harness)
+    await harness.queued(1)
+    assert harness.database.read(lambda c: rows.find_settled(c, [step])) == []
+    await trainer.forward_backward(2, 2)
+    await trainer.result(step)
+    alone = await Trainer.create(harness)
+    for seed in (1, 2):
+        await alone.forward_backward(seed)
+    await alone.result(await alone.optim_step())
+    assert await trainer.state() == await alone.state()
+
+
+async def test_failed_commands_are_not_repeated_but_a_failed_step_is(harness: Harness) -> None:
+    """A step on a gradient that is not finite fails and drops that gradient: so must its repetition."""
+    trainer = await Trainer.create(harness)
+    await trainer.step(1)
+    await trainer.fails(Kind.FORWARD_BACKWARD, forward_backward_input={"data": [], "loss_fn": "cross_entropy"})
+    datums = data(1, 12)
+    datums[0]["loss_fn_inputs"]["weights"]["data"] = [1e30] * 12
+    await trainer.do(Kind.FORWARD_BACKWARD, forward_backward_input={"data": datums, "loss_fn": "cross_entropy"})
+    await trainer.fails(Kind.OPTIM_STEP)
+    await trainer.fails(Kind.OPTIM_STEP, adam_params={"beta1": 2.0})
+    await trainer.step(2)
+    before = await trainer.state()
+    await restart(harness)
+    assert harness.model_row(trainer.model_id).status == "ready"
+    assert await trainer.state() == before
+
+
+@pytest.mark.parametrize("fate", ["deleted", "replaced", "made private"])
+async def test_loaded_checkpoint_may_go_once_the_load_is_done(harness: Harness, fate: str) -> None:
+    owner, trainer = await Trainer.create(harness, tenant="owner"), await Trainer.create(harness)
+    await owner.step(1)
+    path = (await owner.do(Kind.SAVE_WEIGHTS, path="start"))["path"]
+    harness.database.write(lambda c: c.execute(update(checkpoints).values(public=True)))
+    await trainer.do(Kind.LOAD_WEIGHTS, path=path, optimizer=True)
+    await trainer.step(2)
+    before = await trainer.state()
+    if fate == "deleted":
+        harness.database.write(lambda c: c.execute(delete(checkpoints)))
+        shutil.rmtree(harness.config.checkpoints_dir)
+    elif fate == "replaced":
+        await owner.step(3)
+        await owner.do(Kind.SAVE_WEIGHTS, path="start", overwrite=True)
+    else:
+        harness.database.write(lambda c: c.execute(update(checkpoints).values(public=False)))
+    await restart(harness)
+    assert await trainer.state() == before
+
+
+@pytest.mark.parametrize("fate", ["deleted", "replaced"])
+async def test_model_that_cannot_be_restored_is_failed_and_others_go_on(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fate: str
+) -> None:
+    """The engine died between a load and its snapshot, and the checkpoint is another one since."""
+    monkeypatch.setattr(Snapshots, "take", lambda *_: None)
+    saver, loader = await Trainer.create(harness), await Trainer.create(harness)
+    path = (await saver.do(Kind.SAVE_WEIGHTS, path="start"))["path"]
+    await loader.do(Kind.LOAD_WEIGHTS, path=path)
+    if fate == "deleted":
+        harness.database.write(lambda c: c.execute(delete(checkpoints)))
+    else:
+        await saver.step(1)
+        await saver.do(Kind.SAVE_WEIGHTS, path="start", overwrite=True)
+    await saver.step(2)
+    before = await saver.state()
+    await harness.stop()
+    pending = await loader.forward_backward(1)
+    await harness.start()
+    assert harness.model_row(loader.model_id).status == "failed"
+    assert f"{path} has been deleted or replaced" in caplog.text
+    assert "not there any more" in ((await loader.outcome(pending)).error or "")
+    assert "not there any more" in ((await loader.fails(Kind.OPTIM_STEP)).error or "")
+    assert await saver.state() == before
+    assert (await saver.step(3))["optimizer_step"] > 1
+
+
+async def test_lost_snapshot_fails_its_model_only(harness: Harness, caplog: pytest.LogCaptureFixture) -> None:
+    lost, other = await Trainer.create(harness), await Trainer.create(harness)
+    for trainer in (lost, other):
+        await trainer.step(1)
+        await harness.engine.on_backend(
+            lambda trainer=trainer: harness.snapshots.take(trainer.model_id, trainer.seq_id + 1)
+        )
+    await harness.stop()
+    shutil.rmtree(harness.config.snapshots_dir / safe_name(lost.model_id))
+    await harness.start()
+    assert harness.model_row(lost.model_id).status == "failed"
+    assert f"model {lost.model_id} cannot be restored" in caplog.text
+    assert (await other.step(2))["optimizer_step"] == 2
+
+
+@pytest.mark.parametrize("kind", [Kind.SAVE_WEIGHTS, Kind.SAVE_WEIGHTS_FOR_SAMPLER])
+async def test_save_that_was_written_but_not_recorded_is_repeated(harness: Harness, kind: Kind) -> None:
+    trainer = await Trainer.create(harness)
+    await trainer.step(1)
+    save = await die_at(trainer, kind, path="name")
+    assert harness.checkpoint_rows(trainer.model_id) == []
+    await harness.start()
+    await trainer.result(save)
+    (row,) = harness.checkpoint_rows(trainer.model_id)
+    assert files_in(row.directory)
+    assert [path.name for path in Path(row.directory).parent.iterdir()] == [Path(row.directory).name]
+
+
+async def test_snapshot_without_its_row_is_ignored_and_then_replaced(harness: Harness) -> None:
+    """The engine died after the snapshot's rename: the log still says to start from the one before."""
+    trainer = await Trainer.create(harness)
+    await trainer.step(1)
+    await harness.engine.on_backend(lambda: harness.snapshots.take(trainer.model_id, 4))
+    await trainer.step(2)
+    before = await trainer.state()
+    await harness.stop()
+    shutil.copytree(harness.snapshots.path(trainer.model_id, 4), harness.snapshots.path(trainer.model_id, 7))
+    await harness.start()
+    assert await trainer.state() == before
+    await harness.engine.on_backend(lambda: harness.snapshots.take(trainer.model_id, 7))
+    assert [path.name for path in harness.snapshots.path(trainer.model_id, 7).parent.iterdir()] == ["7"]
+    await restart(harness)
+    assert await trainer.state() == before
+
+
+async def test_forget_keeps_what_recovery_needs(harness: Harness) -> None:
+    snapshotted, living, failed, closed = [await Trainer.create(harness, rank=r) for r in (4, 4, 1000, 4)]
+    for trainer in (snapshotted, living, closed):
+        await trainer.step(1)
+    await failed.fails(Kind.OPTIM_STEP)
+    await harness.engine.on_backend(lambda: harness.snapshots.take(snapshotted.model_id, 4))
+    await snapshotted.step(2)
+    pending = await snapshotted.optim_step(100)
+    await harness.end(closed.session)
+    await closed.fails(Kind.OPTIM_STEP)
+    states = [await trainer.state() for trainer in (snapshotted, living)]
+    later = time.time() + 1
+    assert harness.database.write(lambda c: rows.forget(c, 0.0)) == 0, "nothing is that old"
+    harness.database.write(lambda c: rows.forget(c, later))
+    assert numbers(harness, snapshotted.model_id) == [4, 5, 6, 100]
+    assert numbers(harness, living.model_id) == [0, 1, 2, 3]
+    assert numbers(harness, failed.model_id) == []
+    assert numbers(harness, closed.model_id) == []
+    await restart(harness)
+    assert [await trainer.state() for trainer in (snapshotted, living)] == states
+    assert harness.database.read(lambda c: rows.find_settled(c, [pending])) == []
+
+
+async def test_numbers_given_by_the_server_go_on_after_forgotten_ones(harness: Harness) -> None:
+    """Given again, a number would run as one that came late, and be lost in the next recovery."""
+    trainer = await Trainer.create(harness)
+    await trainer.step(1)
+    assert await harness.models.next_seq(trainer.model_id) == 4
+    harness.models.forget([trainer.model_id])
+    await harness.engine.on_backend(lambda: harness.snapshots.take(trainer.model_id, 4))
+    harness.database.write(lambda c: rows.forget(c, time.time() + 1))
+    assert numbers(harness, trainer.model_id) == []
+    assert await harness.models.next_seq(trainer.model_id) == 4

@@ -1,0 +1,312 @@
+"""What is asked of vLLM for a job, and what is made of its answer; results are read with the SDK's own decoder."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import pytest
+from tinker.proto.response_conv import deserialize_sample_response
+
+from skyrl.sampling.completion import (
+    AbortedAnswer,
+    MalformedAnswer,
+    MissingLogprobs,
+    decode_answer,
+    encode_request,
+)
+from skyrl.sampling.job import SampleJob
+from skyrl.wire.results import to_json
+
+JOB = SampleJob(
+    request_id="r1",
+    session_key="s1:sample:0:1",
+    model="m1@2",
+    adapter_path="/adapters/m1/v2",
+    prompt=[5, 6, 7],
+    num_samples=1,
+    max_tokens=8,
+    temperature=1.0,
+    top_p=1.0,
+    top_k=-1,
+    seed=None,
+    stop_strings=[],
+    stop_token_ids=[],
+    ignore_eos=False,
+    prompt_logprobs=False,
+    prompt_logprobs_last_n=None,
+    topk_prompt=0,
+    topk_sample=0,
+)
+
+
+def job(**changes: Any) -> SampleJob:
+    return dataclasses.replace(JOB, **changes)
+
+
+def choice(tokens: list[int], logprobs: list[float] | None = None, **more: Any) -> dict[str, Any]:
+    given = [-0.5 * (step + 1) for step in range(len(tokens))] if logprobs is None else logprobs
+    return {
+        "index": 0,
+        "finish_reason": "stop",
+        "token_ids": tokens,
+        "logprobs": {"token_logprobs": given},
+    } | more
+
+
+def answer(*choices: dict[str, Any], **more: Any) -> bytes:
+    return json.dumps({"choices": choices} | more).encode()
+
+
+def asked(**changes: Any) -> dict[str, Any]:
+    return json.loads(encode_request(job(**changes)))
+
+
+# Requests
+
+
+def test_plain_request_says_everything_and_nothing_more() -> None:
+    assert asked() == {
+        "model": "m1@2",
+        "prompt": [5, 6, 7],
+        "n": 1,
+        "max_tokens": 8,
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "top_k": -1,
+        "logprobs": 0,
+        "return_token_ids": True,
+        "stream": False,
+    }
+
+
+@pytest.mark.parametrize(
+    ("changes", "adds"),
+    [
+        ({"seed": 0}, {"seed": 0}),
+        ({"stop_strings": ["a", "b"]}, {"stop": ["a", "b"], "skip_special_tokens": False}),
+        ({"stop_token_ids": [3, 0]}, {"stop_token_ids": [3, 0]}),
+        ({"ignore_eos": True}, {"ignore_eos": True}),
+        ({"max_tokens": None}, {"max_tokens": None}),
+        ({"num_samples": 3}, {"n": 3}),
+        ({"prompt_logprobs": True}, {"prompt_logprobs": 0}),
+        ({"prompt_logprobs": True, "topk_prompt": 4}, {"prompt_logprobs": 4}),
+        ({"topk_prompt": 4}, {"prompt_logprobs": 4}),
+        ({"topk_sample": 4}, {"logprobs": 4, "return_tokens_as_token_ids": True}),
+        ({"temperature": 0.5, "top_p": 0.9, "top_k": 7}, {"temperature": 0.5, "top_p": 0.9, "top_k": 7}),
+    ],
+)
+def test_what_a_job_adds_to_the_request(changes: dict[str, Any], adds: dict[str, Any]) -> None:
+    assert asked(**changes) == asked() | adds
+
+
+def test_greedy_asks_once_and_repeats_the_answer() -> None:
+    greedy = {"temperature": 0.0, "num_samples": 3}
+    assert asked(**greedy)["n"] == 1
+    result = deserialize_sample_response(decode_answer(answer(choice([1, 2])), job(**greedy)))
+    assert [sequence.tokens for sequence in result.sequences] == [[1, 2]] * 3
+    assert [sequence.logprobs for sequence in result.sequences] == [[-0.5, -1.0]] * 3
+
+
+def test_greedy_wants_one_choice() -> None:
+    with pytest.raises(MalformedAnswer, match="2 choices for 1 samples"):
+        decode_answer(answer(choice([1]), choice([1])), job(temperature=0.0, num_samples=2))
+
+
+# Answers
+
+
+def test_sequences_come_in_the_order_of_their_index() -> None:
+    body = answer(choice([2], index=1, finish_reason="length"), choice([1], index=0))
+    result = deserialize_sample_response(decode_answer(body, job(num_samples=2)))
+    assert [(s.stop_reason, s.tokens, s.logprobs) for s in result.sequences] == [
+        ("stop", [1], [-0.5]),
+        ("length", [2], [-0.5]),
+    ]
+    assert result.prompt_logprobs is None
+    assert result.topk_prompt_logprobs is None
+    assert result.sequences[0].topk_logprobs is None
+    assert result.prompt_cache_hit_tokens == 0
+
+
+@pytest.mark.parametrize("topk", [0, 2])
+@pytest.mark.parametrize("logprobs", [None, {"token_logprobs": [], "top_logprobs": []}])
+def test_no_tokens_at_all(topk: int, logprobs: Any) -> None:
+    body = answer(choice([]) | {"logprobs": logprobs})
+    result = deserialize_sample_response(decode_answer(body, job(topk_sample=topk)))
+    assert result.sequences[0].tokens == []
+
+
+@pytest.mark.parametrize(
+    ("usage", "hits"),
+    [
+        (None, 0),
+        ({"prompt_tokens": 3}, 0),
+        ({"prompt_tokens_details": None}, 0),
+        ({"prompt_tokens_details": {"cached_tokens": None}}, 0),
+        ({"prompt_tokens_details": {"cached_tokens": 2}}, 2),
+    ],
+)
+def test_cached_tokens(usage: Any, hits: int) -> None:
+    result = deserialize_sample_response(decode_answer(answer(choice([1]), usage=usage), JOB))
+    assert result.prompt_cache_hit_tokens == hits
+
+
+def test_fields_of_later_versions_are_ignored() -> None:
+    body = answer(choice([1], routed_experts=[[1]], stop_reason=7), kv_transfer_params={"a": 1}, id="cmpl-1")
+    assert deserialize_sample_response(decode_answer(body, JOB)).sequences[0].tokens == [1]
+
+
+# Prompt logprobs
+
+
+ROWS: list[Any] = [
+    None,
+    {"6": {"logprob": -1.5, "rank": 3, "decoded_token": "x"}, "9": {"logprob": -0.25}, "8": {"logprob": -0.5}},
+    {"7": {"logprob": -2.0, "rank": 1}, "1": {"logprob": -3.0}},
+]
+SCORED = choice([1], prompt_logprobs=ROWS)
+
+
+def test_prompt_logprobs_are_those_of_the_prompts_own_tokens() -> None:
+    body = decode_answer(answer(SCORED), job(prompt_logprobs=True))
+    result = deserialize_sample_response(body)
+    assert result.prompt_logprobs == [None, -1.5, -2.0]
+    assert result.topk_prompt_logprobs is None
+    assert json.loads(to_json(body, "proto:sample"))["prompt_logprobs"] == [None, -1.5, -2.0]
+
+
+@pytest.mark.parametrize(
+    ("last_n", "logprobs", "topk"),
+    [
+        (1, [None, None, -2.0], [None, None, [(7, -2.0)]]),
+        (2, [None, -1.5, -2.0], [None, [(9, -0.25)], [(7, -2.0)]]),
+        (3, [None, -1.5, -2.0], [None, [(9, -0.25)], [(7, -2.0)]]),
+        (99, [None, -1.5, -2.0], [None, [(9, -0.25)], [(7, -2.0)]]),
+    ],
+)
+def test_only_the_last_n_prompt_positions(last_n: int, logprobs: list[Any], topk: list[Any]) -> None:
+    wanted = job(prompt_logprobs=True, prompt_logprobs_last_n=last_n, topk_prompt=1)
+    result = deserialize_sample_response(decode_answer(answer(SCORED), wanted))
+    assert result.prompt_logprobs == logprobs
+    assert result.topk_prompt_logprobs == topk
+
+
+def test_prompt_topk_is_sorted_cut_and_empty_at_the_start() -> None:
+    body = decode_answer(answer(SCORED), job(topk_prompt=2))
+    result = deserialize_sample_response(body)
+    rows = [None, [(9, -0.25), (8, -0.5)], [(7, -2.0), (1, -3.0)]]
+    assert result.topk_prompt_logprobs == rows
+    assert result.prompt_logprobs is None
+    in_json = json.loads(to_json(body, "proto:sample"))["topk_prompt_logprobs"]
+    assert in_json == [None, [[9, -0.25], [8, -0.5]], [[7, -2.0], [1, -3.0]]]
+
+
+def test_prompt_topk_of_fewer_than_k() -> None:
+    result = deserialize_sample_response(decode_answer(answer(SCORED), job(topk_prompt=5)))
+    assert result.topk_prompt_logprobs == [
+        None,
+        [(9, -0.25), (8, -0.5), (6, -1.5)],
+        [(7, -2.0), (1, -3.0)],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("rows", "says"),
+    [
+        (None, "0 prompt logprobs for 3 tokens"),
+        (ROWS[:2], "2 prompt logprobs for 3 tokens"),
+        ([None, None, ROWS[2]], "no logprob for prompt token 1"),
+        ([None, {"9": {"logprob": -1.0}}, ROWS[2]], "no logprob for prompt token 1"),
+        ([None, {"6": {}}, ROWS[2]], "not a completion"),
+    ],
+)
+def test_prompt_logprobs_that_are_not_whole(rows: Any, says: str) -> None:
+    with pytest.raises(MalformedAnswer, match=says):
+        decode_answer(answer(choice([1], prompt_logprobs=rows)), job(prompt_logprobs=True))
+
+
+# Top-k of sampled tokens
+
+
+def sampled_topk(*rows: dict[str, float] | None) -> bytes:
+    tokens = list(range(1, len(rows) + 1))
+    logprobs = {"token_logprobs": [-9.0] * len(rows), "top_logprobs": rows}
+    return answer(choice(tokens, logprobs=None) | {"logprobs": logprobs})
+
+
+def test_sample_topk_is_sorted_and_cut() -> None:
+    """vLLM adds the sampled token to the k best."""
+    body = sampled_topk(
+        {"token_id:4": -2.0, "token_id:0": -1.0, "token_id:1": -9.0},
+        {"token_id:2": -0.5, "token_id:7": -9999.0},
+        None,
+    )
+    encoded = decode_answer(body, job(topk_sample=2))
+    rows = deserialize_sample_response(encoded).sequences[0].topk_logprobs
+    assert rows == [[(0, -1.0), (4, -2.0)], [(2, -0.5), (7, -9999.0)], None]
+    in_json = json.loads(to_json(encoded, "proto:sample"))["sequences"][0]["topk_logprobs"]
+    assert in_json == [[[0, -1.0], [4, -2.0]], [[2, -0.5], [7, -9999.0]], None]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        sampled_topk({" the": -1.0}),
+        answer(choice([1, 2], logprobs=None) | {"logprobs": {"token_logprobs": [-1, -1], "top_logprobs": [{}]}}),
+        answer(choice([1])),
+    ],
+    ids=["keyed by text", "ragged", "absent"],
+)
+def test_sample_topk_that_is_not_whole(body: bytes) -> None:
+    with pytest.raises(MalformedAnswer):
+        decode_answer(body, job(topk_sample=2))
+
+
+# Refusals
+
+
+@pytest.mark.parametrize("reason", ["abort", None, "error", ""])
+def test_any_other_finish_reason_is_an_abort(reason: str | None) -> None:
+    with pytest.raises(AbortedAnswer, match=f"finish_reason {reason!r}"):
+        decode_answer(answer(choice([1], finish_reason=reason)), JOB)
+    without = choice([1])
+    del without["finish_reason"]
+    with pytest.raises(AbortedAnswer):
+        decode_answer(answer(without), JOB)
+
+
+def test_abort_comes_before_all_else_that_is_wrong() -> None:
+    aborted = choice([1], finish_reason="abort") | {"logprobs": None, "token_ids": None, "index": 1}
+    with pytest.raises(AbortedAnswer):
+        decode_answer(answer(choice([1]) | {"logprobs": None}, aborted), job(num_samples=2))
+
+
+@pytest.mark.parametrize("logprobs", [None, {}, {"token_logprobs": None}, {"token_logprobs": [-1.0, None]}])
+def test_missing_logprobs(logprobs: Any) -> None:
+    body = answer(choice([1, 2]) | {"logprobs": logprobs})
+    with pytest.raises(MissingLogprobs):
+        decode_answer(body, JOB)
+    filled = deserialize_sample_response(decode_answer(body, JOB, zero_fill=True)).sequences[0].logprobs
+    assert filled is not None
+    assert filled[1] == 0.0
+
+
+@pytest.mark.parametrize("zero_fill", [False, True])
+def test_ragged_logprobs_are_never_filled(zero_fill: bool) -> None:
+    with pytest.raises(MalformedAnswer, match="1 logprobs for 2 tokens") as caught:
+        decode_answer(answer(choice([1, 2], logprobs=[-1.0])), JOB, zero_fill=zero_fill)
+    assert not isinstance(caught.value, MissingLogprobs)
+
+
+@pytest.mark.parametrize("body", [b"", b"null", b"<html>", b"{}", b'{"choices": "\xff"}', b'{"choices": [1]}'])
+def test_what_is_no_completion(body: bytes) -> None:
+    with pytest.raises(MalformedAnswer, match="not a completion"):
+        decode_answer(body, JOB)
+
+
+@pytest.mark.parametrize("tokens", [[2**31], [-(2**31) - 1]])
+def test_tokens_beyond_32_bits(tokens: list[int]) -> None:
+    with pytest.raises(MalformedAnswer, match="not token ids"):
+        decode_answer(answer(choice(tokens)), JOB)

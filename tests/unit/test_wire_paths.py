@@ -1,0 +1,73 @@
+"""tinker:// paths and the ids that both sides compute."""
+
+from __future__ import annotations
+
+import pytest
+
+from skyrl.wire.errors import RequestError
+from skyrl.wire.paths import (
+    TinkerPath,
+    adapter_name_of,
+    check_name,
+    model_id_of,
+    parse_path,
+    sampling_session_id_of,
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "path"),
+    [
+        ("tinker://s1:train:0/weights/ck-1", TinkerPath("s1:train:0", "weights", "ck-1")),
+        ("tinker://s1:train:0/sampler_weights/0001", TinkerPath("s1:train:0", "sampler_weights", "0001")),
+        ("tinker://m/weights/" + "a" * 255, TinkerPath("m", "weights", "a" * 255)),
+        ("tinker://m/weights/.hidden_Name-2.0", TinkerPath("m", "weights", ".hidden_Name-2.0")),
+    ],
+)
+def test_paths_there_and_back(text: str, path: TinkerPath) -> None:
+    assert parse_path(text) == path
+    assert str(path) == text
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "tinker://",
+        "ck-1",
+        "/etc/passwd",
+        "http://m/weights/a",
+        "tinker:/m/weights/a",
+        "tinker://m/weights",
+        "tinker://m/weights/",
+        "tinker:///weights/a",
+        "tinker://m/optimizer/a",
+        "tinker://m/weights/a/b",
+        "tinker://m/weights/..",
+        "tinker://m/weights/.",
+        "tinker://m/weights/a b",
+        "tinker://m/weights/a\n",
+        "tinker://m/weights/a%2fb",
+        "tinker://m/weights/é",
+        "tinker://m/weights/" + "a" * 256,
+        "tinker://../weights/../../a",
+    ],
+)
+def test_what_is_no_path(text: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        parse_path(text, "model_path")
+    assert caught.value.field == "model_path"
+    assert caught.value.status == 400
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "...", "a/b", "a\0b", "a" * 256, "-\n"])
+def test_names_that_are_not_safe(name: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        check_name(name)
+    assert caught.value.field == "path"
+
+
+def test_ids_are_what_the_sdk_computes() -> None:
+    assert model_id_of("s1", 3) == "s1:train:3"
+    assert sampling_session_id_of("s1", 4) == "s1:sample:4"
+    assert adapter_name_of("s1:train:3", 5) == "s1:train:3@5"

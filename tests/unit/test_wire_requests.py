@@ -1,0 +1,233 @@
+"""JSON bodies of old and new SDKs, and refusals that name the field."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+from tinker.types import CreateModelRequest as SdkCreateModelRequest
+from tinker.types import LoraConfig as SdkLoraConfig
+
+from skyrl.wire.errors import ErrorCategory, FailedRequest, NotFound, RequestError
+from skyrl.wire.requests import (
+    AdamParams,
+    CreateModelRequest,
+    CreateSessionRequest,
+    FinishSessionRequest,
+    LoadWeightsRequest,
+    LoraConfig,
+    ModelInput,
+    OptimStepRequest,
+    RetrieveFutureRequest,
+    SampleRequest,
+    SamplingParams,
+    SaveWeightsForSamplerRequest,
+    SaveWeightsRequest,
+    SequencedRequest,
+    decode_json,
+    tokens_of,
+)
+
+
+def decoded(kind: type[msgspec.Struct], body: Any) -> Any:
+    return decode_json(kind, json.dumps(body).encode())
+
+
+# What old SDKs (0.16 and before) send: no `type` tags, explicit nulls, defaults left out
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "expected"),
+    [
+        (CreateSessionRequest, {"tags": [], "user_metadata": None, "sdk_version": "0.16.1"}, {"user_metadata": None}),
+        (
+            CreateModelRequest,
+            {"session_id": "s1", "model_seq_id": 0, "base_model": "b", "user_metadata": None, "lora_config": {}},
+            {"lora_config": LoraConfig(32, None, True, True, True), "optimizer_config": None},
+        ),
+        (
+            CreateModelRequest,
+            {"session_id": "s1", "model_seq_id": 0, "base_model": "b", "lora_config": {"rank": 8, "seed": None}},
+            {"lora_config": LoraConfig(rank=8)},
+        ),
+        (OptimStepRequest, {"model_id": "m", "seq_id": 1, "adam_params": {}}, {"adam_params": AdamParams()}),
+        (OptimStepRequest, {"model_id": "m", "seq_id": None, "adam_params": None}, {"seq_id": None}),
+        (
+            SampleRequest,
+            {
+                "prompt": {"chunks": [{"tokens": [1]}]},
+                "sampling_params": {"max_tokens": 4},
+                "base_model": None,
+                "model_path": None,
+                "sampling_session_id": "x",
+                "seq_id": 0,
+                "prompt_logprobs": None,
+            },
+            {"sampling_params": SamplingParams(max_tokens=4), "prompt_logprobs": None, "num_samples": 1},
+        ),
+        (
+            SampleRequest,
+            {
+                "prompt": {"chunks": [{"tokens": [1]}]},
+                "sampling_params": {"max_tokens": None, "seed": None, "stop": None},
+                "target_prompt_logprobs": None,
+            },
+            {"sampling_params": SamplingParams(), "target_prompt_logprobs": None},
+        ),
+        (
+            SaveWeightsRequest,
+            {"model_id": "m", "seq_id": 2, "path": "ck", "ttl_seconds": None},
+            {"path": "ck", "overwrite": False},
+        ),
+        (
+            SaveWeightsForSamplerRequest,
+            {"model_id": "m", "path": None, "sampling_session_seq_id": 3},
+            {"path": None, "sampling_session_seq_id": 3},
+        ),
+        (LoadWeightsRequest, {"model_id": "m", "seq_id": 1, "path": "tinker://m/weights/a"}, {"optimizer": False}),
+        (FinishSessionRequest, {"reason": None}, {"reason": None}),
+        (RetrieveFutureRequest, {"request_id": "r"}, {"allow_metadata_only": None}),
+    ],
+)
+def test_bodies_of_old_sdks(kind: type[msgspec.Struct], body: Any, expected: dict[str, Any]) -> None:
+    request = decoded(kind, body)
+    assert {name: getattr(request, name) for name in expected} == expected
+
+
+def test_adam_defaults_are_the_sdks() -> None:
+    adam = AdamParams()
+    assert (adam.learning_rate, adam.beta1, adam.beta2, adam.eps) == (1e-4, 0.9, 0.95, 1e-12)
+    assert (adam.weight_decay, adam.grad_clip_norm) == (0.0, 0.0)
+
+
+# What new SDKs send: `type` tags everywhere, and fields that came later
+
+
+def test_body_of_the_newest_sdk() -> None:
+    request = SdkCreateModelRequest(
+        session_id="s1", model_seq_id=2, base_model="b", lora_config=SdkLoraConfig(rank=16, train_mlp=False)
+    )
+    made = decode_json(CreateModelRequest, request.model_dump_json(exclude_none=True).encode())
+    assert (made.session_id, made.model_seq_id, made.base_model) == ("s1", 2, "b")
+    assert made.lora_config == LoraConfig(rank=16, train_mlp=False)
+    assert made.optimizer_config is not None
+    assert made.optimizer_config.type == "adamw"
+
+
+def test_types_and_unknown_fields_are_ignored() -> None:
+    body = {"model_id": "m", "seq_id": 2**40, "type": "save_weights", "kind": "snapshot", "later": {"a": [1]}}
+    assert decoded(SequencedRequest, body) == SequencedRequest("m", 2**40)
+
+
+def test_reason_of_a_finished_session() -> None:
+    request = decoded(FinishSessionRequest, {"reason": {"type": "error", "code": 1}, "detail": "x"})
+    assert request.reason.type == "error"
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "field", "says"),
+    [
+        (RetrieveFutureRequest, {}, "request_id", "is missing"),
+        (RetrieveFutureRequest, {"request_id": 7}, "request_id", "Expected `str`, got `int`"),
+        (RetrieveFutureRequest, {"request_id": None}, "request_id", "got `null`"),
+        (RetrieveFutureRequest, [], None, "Expected `object`, got `array`"),
+        (RetrieveFutureRequest, None, None, "got `null`"),
+        (SampleRequest, {}, "prompt", "is missing"),
+        (SampleRequest, {"prompt": {}}, "prompt.chunks", "is missing"),
+        (SampleRequest, {"prompt": [1, 2]}, "prompt", "got `array`"),
+        (SampleRequest, {"prompt": {"chunks": [{"tokens": [1, "2"]}]}}, "prompt.chunks[0].tokens[1]", "got `str`"),
+        (SampleRequest, {"prompt": {"chunks": [{"tokens": [1.5]}]}}, "prompt.chunks[0].tokens[0]", "got `float`"),
+        (SampleRequest, {"prompt": {"chunks": [{"tokens": [True]}]}}, "prompt.chunks[0].tokens[0]", "got `bool`"),
+        (
+            SampleRequest,
+            {"prompt": {"chunks": []}, "sampling_params": {"temperature": "hot"}},
+            "sampling_params.temperature",
+            "Expected `float`",
+        ),
+        (
+            SampleRequest,
+            {"prompt": {"chunks": []}, "sampling_params": {"stop": [None]}},
+            "sampling_params.stop[0]",
+            "Expected `int | str`",
+        ),
+        (
+            CreateModelRequest,
+            {"session_id": "s", "model_seq_id": 0, "base_model": "b", "lora_config": {"train_mlp": 1}},
+            "lora_config.train_mlp",
+            "Expected `bool`",
+        ),
+        (CreateSessionRequest, {"user_metadata": [1]}, "user_metadata", "got `array`"),
+        (FinishSessionRequest, {"reason": {}}, "reason.type", "is missing"),
+    ],
+)
+def test_wrong_bodies_name_the_field(kind: type[msgspec.Struct], body: Any, field: str | None, says: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        decoded(kind, body)
+    assert caught.value.field == field
+    assert says in caught.value.message
+    assert caught.value.message.startswith(f"{field}: ") is (field is not None)
+    assert caught.value.status == 400
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        (b"", "not JSON"),
+        (b"{", "not JSON"),
+        (b'{"request_id": "a"} trailing', "not JSON"),
+        (b"\x0a\x03abc", "not JSON"),
+        (b'{"request_id": "\xff"}', "not JSON"),
+        (b'{"request_id": "\\ud800"}', "not JSON"),
+        (b'{"request_id": NaN}', "not JSON"),
+        (b'{"request_id": "a", "x": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "nested too deeply"),
+        (b"[" * 100_000, "nested too deeply"),
+    ],
+)
+def test_what_is_not_json(body: bytes, says: str) -> None:
+    kind = RetrieveFutureRequest if body[:1] != b"[" else CreateSessionRequest
+    if body[:1] == b"[":
+        body = b'{"user_metadata": {"a": ' + body
+    with pytest.raises(RequestError) as caught:
+        decode_json(kind, body)
+    assert says in caught.value.message
+    assert caught.value.field is None
+
+
+# Prompts
+
+
+def test_tokens_of_all_chunks_in_order() -> None:
+    assert tokens_of(decoded(ModelInput, {"chunks": [{"tokens": [3, 1]}]})) == [3, 1]
+    mixed = {"chunks": [{"type": "encoded_text", "tokens": [3]}, {"tokens": []}, {"tokens": [1, 2]}]}
+    assert tokens_of(decoded(ModelInput, mixed)) == [3, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("chunks", "field"),
+    [
+        ([], "data[4].model_input"),
+        ([{"tokens": []}], "data[4].model_input"),
+        ([{"tokens": [1]}, {"type": "image", "data": "", "format": "png"}], "data[4].model_input.chunks[1]"),
+        ([{}], "data[4].model_input.chunks[0]"),
+    ],
+)
+def test_inputs_without_text(chunks: Any, field: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        tokens_of(decoded(ModelInput, {"chunks": chunks}), "data[4].model_input")
+    assert caught.value.field == field
+
+
+# Errors
+
+
+def test_errors_carry_field_status_and_category() -> None:
+    assert RequestError("is bad", field="a.b").message == "a.b: is bad"
+    assert RequestError("is bad").field is None
+    assert NotFound("no x", field="x").status == 404
+    assert FailedRequest("m").category is ErrorCategory.USER
+    assert [category.value for category in ErrorCategory] == ["user", "server", "unknown"]

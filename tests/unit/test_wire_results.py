@@ -1,0 +1,133 @@
+"""Results as protobuf, read with the SDK's own decoders, and as the JSON that older SDKs read."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from tinker.proto.response_conv import deserialize_forward_backward_output, deserialize_sample_response
+
+from skyrl.wire.results import (
+    SampledSequence,
+    SampleResult,
+    encode_forward_backward,
+    encode_json,
+    encode_sample,
+    to_json,
+)
+
+F32 = np.float32
+
+
+def array(*shape: int, start: float = 0.0) -> npt.NDArray[np.float32]:
+    return (np.arange(np.prod(shape), dtype=F32) + start).reshape(shape)
+
+
+# Samples
+
+
+def test_sample_with_everything() -> None:
+    result = SampleResult(
+        [
+            SampledSequence("stop", [5, 2**31 - 1], [-0.5, -1.25], topk=[[(3, -2.0), (5, -0.5)], []]),
+            SampledSequence("length", [], [], topk=[]),
+        ],
+        prompt_logprobs=[None, -0.5, 0.0],
+        prompt_topk=[None, [(1, -1.0), (2, -3.0), (9, -2.0)], [(4, 0.0)]],
+        cached_tokens=7,
+    )
+    body = encode_sample(result, topk_sample=2, topk_prompt=2)
+    read = deserialize_sample_response(body)
+    first, second = read.sequences
+    assert (first.stop_reason, first.tokens, first.logprobs) == ("stop", [5, 2**31 - 1], [-0.5, -1.25])
+    assert first.topk_logprobs == [[(5, -0.5), (3, -2.0)], None]
+    assert (second.stop_reason, second.tokens, second.topk_logprobs) == ("length", [], None)
+    assert read.prompt_logprobs == [None, -0.5, 0.0]
+    assert read.topk_prompt_logprobs == [None, [(1, -1.0), (9, -2.0)], [(4, 0.0)]]
+    assert read.prompt_cache_hit_tokens == 7
+    assert json.loads(to_json(body, "proto:sample")) == {
+        "type": "sample",
+        "sequences": [
+            {
+                "stop_reason": "stop",
+                "tokens": [5, 2**31 - 1],
+                "logprobs": [-0.5, -1.25],
+                "topk_logprobs": [[[5, -0.5], [3, -2.0]], None],
+            },
+            {"stop_reason": "length", "tokens": [], "logprobs": [], "topk_logprobs": []},
+        ],
+        "prompt_logprobs": [None, -0.5, 0.0],
+        "topk_prompt_logprobs": [None, [[1, -1.0], [9, -2.0]], [[4, 0.0]]],
+    }
+
+
+def test_sample_with_nothing_asked_for() -> None:
+    body = encode_sample(SampleResult([SampledSequence("length", [1], [-1.0])]))
+    read = deserialize_sample_response(body)
+    assert read.prompt_logprobs is None
+    assert read.topk_prompt_logprobs is None
+    assert read.sequences[0].topk_logprobs is None
+    assert json.loads(to_json(body, "proto:sample")) == {
+        "type": "sample",
+        "sequences": [{"stop_reason": "length", "tokens": [1], "logprobs": [-1.0]}],
+    }
+
+
+def test_tokens_and_logprobs_keep_their_types() -> None:
+    read = deserialize_sample_response(encode_sample(SampleResult([SampledSequence("stop", [1], [-1 / 3])])))
+    (sequence,) = read.sequences
+    assert sequence.tokens_np is not None
+    assert sequence.logprobs_np is not None
+    assert (sequence.tokens_np.dtype, sequence.logprobs_np.dtype) == (np.int32, F32)
+    assert sequence.logprobs_np[0] == F32(-1 / 3)
+
+
+# Training passes
+
+
+@pytest.mark.parametrize(
+    "outputs",
+    [
+        [array(3), array(1, start=9.0)],
+        [array(2, 3), array(4, 3)],
+        [array(3), array(2, 2), array(1, 2), array(2), array(5)],
+        [array(2, 2), array(2, 3), array(2, 2)],
+        [array(0), array(2)],
+        [array(0, 4), array(2, 4)],
+        [np.asfortranarray(array(3, 2))],
+        [array(6)[::2]],
+    ],
+    ids=["1-D", "2-D", "mixed", "widths", "empty", "empty 2-D", "column order", "strided"],
+)
+def test_logprobs_there_and_back(outputs: list[npt.NDArray[np.float32]]) -> None:
+    metrics = {"loss:sum": 1.5, "tokens:sum": 7.0}
+    body = encode_forward_backward(outputs, metrics)
+    read = deserialize_forward_backward_output(body)
+    assert read.loss_fn_output_type == "ArrayRecord"
+    assert read.metrics == metrics
+    in_json = json.loads(to_json(body, "proto:forward_backward"))
+    assert in_json["metrics"] == metrics
+    assert in_json["loss_fn_output_type"] == "ArrayRecord"
+    assert len(read.loss_fn_outputs) == len(in_json["loss_fn_outputs"]) == len(outputs)
+    for sent, got, got_json in zip(outputs, read.loss_fn_outputs, in_json["loss_fn_outputs"], strict=True):
+        assert got["logprobs"].dtype == "float32"
+        assert got["logprobs"].tolist() == sent.tolist()
+        assert got["logprobs"].shape == list(sent.shape)
+        assert got_json["logprobs"] == {
+            "data": sent.flatten().tolist(),
+            "dtype": "float32",
+            "shape": list(sent.shape),
+        }
+
+
+def test_no_data() -> None:
+    body = encode_forward_backward([], {})
+    assert deserialize_forward_backward_output(body).loss_fn_outputs == []
+    assert json.loads(to_json(body, "proto:forward_backward"))["loss_fn_outputs"] == []
+
+
+def test_json_results_pass_as_they_are() -> None:
+    body = encode_json({"path": "tinker://m/weights/a"})
+    assert to_json(body, "json") is body
