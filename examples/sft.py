@@ -23,8 +23,8 @@ def example(prompt: list[int], answer: list[int]) -> types.Datum:
     return types.Datum(
         model_input=types.ModelInput.from_ints(tokens[:-1]),
         loss_fn_inputs={
-            "target_tokens": np.asarray(tokens[1:], np.int64),
-            "weights": np.asarray(weights, np.float32),
+            "target_tokens": types.TensorData.from_numpy(np.asarray(tokens[1:], np.int64)),
+            "weights": types.TensorData.from_numpy(np.asarray(weights, np.float32)),
         },
     )
 
@@ -63,7 +63,7 @@ def main() -> None:
             question, state = task.prompt(rng)
             prompt = types.ModelInput.from_ints(tokenizer.encode(chat_prompt(question)))
             answer = sampler.sample(prompt, num_samples=1, sampling_params=params).result().sequences[0]
-            text = tokenizer.decode(answer.tokens)
+            text = str(tokenizer.decode(answer.tokens))
             rewards.append(task.reward(state, text))
             print(f"{question} -> {text.removesuffix(IM_END)}")
         print(f"mean reward {np.mean(rewards):.2f}; training continues from {checkpoint}")

@@ -24,12 +24,14 @@ def datum(prompt: list[int], sequence: types.SampledSequence, advantage: float) 
     """One sampled answer for the importance-sampling loss; the prompt's positions have advantage 0."""
     assert sequence.logprobs is not None
     tokens, before = list(sequence.tokens), len(prompt) - 1
+    logprobs = [0.0] * before + list(sequence.logprobs)
+    advantages = [0.0] * before + [advantage] * len(tokens)
     return types.Datum(
         model_input=types.ModelInput.from_ints(prompt + tokens[:-1]),
         loss_fn_inputs={
-            "target_tokens": np.asarray(prompt[1:] + tokens, np.int64),
-            "logprobs": np.asarray([0.0] * before + list(sequence.logprobs), np.float32),
-            "advantages": np.asarray([0.0] * before + [advantage] * len(tokens), np.float32),
+            "target_tokens": types.TensorData.from_numpy(np.asarray(prompt[1:] + tokens, np.int64)),
+            "logprobs": types.TensorData.from_numpy(np.asarray(logprobs, np.float32)),
+            "advantages": types.TensorData.from_numpy(np.asarray(advantages, np.float32)),
         },
     )
 
@@ -54,7 +56,7 @@ def train(base_url: str, base_model: str, api_key: str, task: Task, steps: int) 
             graded: list[float] = []
             for prompt, (_, state), answer in zip(prompts, asked, answers, strict=True):
                 group = answer.result().sequences
-                scores = np.asarray([task.reward(state, tokenizer.decode(s.tokens)) for s in group])
+                scores = np.asarray([task.reward(state, str(tokenizer.decode(s.tokens))) for s in group])
                 graded += scores.tolist()
                 if scores.std() > 0:
                     advantages = (scores - scores.mean()) / scores.std()

@@ -31,29 +31,34 @@ def _config(url: str) -> Config:
     return config
 
 
-def migrate(database: Database) -> None:
-    """Upgrade to the newest revision.
+def newest_revision() -> str | None:
+    """What `migrate` brings a database to."""
+    return ScriptDirectory.from_config(_config("sqlite://")).get_current_head()
 
-    Raises SchemaError when the database was made by a newer skyrl (its revision is unknown here), cannot be reached, or
-    is no database at all.
+
+def revision_of(database: Database) -> str | None:
+    """The database's revision; None when it is empty.
+
+    Raises SchemaError when it was made by a newer skyrl (its revision is unknown here), cannot be reached, or is no
+    database at all.
     """
-    config = _config(database.url)
-    scripts = ScriptDirectory.from_config(config)
     try:
-        with database.writer.connect() as connection:
-            current = MigrationContext.configure(connection).get_current_revision()
-            connection.rollback()
+        current = database.read(lambda c: MigrationContext.configure(c).get_current_revision())
     except DBAPIError as error:
         where = make_url(database.url).render_as_string(hide_password=True)
         raise SchemaError(f"the database {where} cannot be used: {error.orig}") from error
-    if current == scripts.get_current_head():
-        return
     if current is not None:
         try:
-            scripts.get_revision(current)
+            ScriptDirectory.from_config(_config(database.url)).get_revision(current)
         except CommandError as error:
             raise SchemaError(
                 f"the database is at revision {current}, which this version of skyrl does not know: it was made by a "
                 "newer one. Run that version, or use another --database-url or --state-dir."
             ) from error
-    command.upgrade(config, "head")
+    return current
+
+
+def migrate(database: Database) -> None:
+    """Upgrade to the newest revision. Raises SchemaError as `revision_of` does."""
+    if revision_of(database) != newest_revision():
+        command.upgrade(_config(database.url), "head")

@@ -14,7 +14,7 @@ _ROW_NUMBER = BigInteger().with_variant(Integer, "sqlite")
 class SessionRow(SQLModel, table=True):
     """One client process's session; `status` is active, finished or expired."""
 
-    __tablename__ = "sessions"
+    __tablename__ = "sessions"  # pyright: ignore[reportAssignmentType]
     id: str = Field(primary_key=True)
     tenant: str = Field(index=True)
     status: str = Field(index=True)
@@ -31,7 +31,7 @@ class ModelRow(SQLModel, table=True):
     """One adapter being trained; `status` is creating, ready, failed or closed. `next_seq` is the first command that is
     not in the model's snapshot (0: there is none)."""
 
-    __tablename__ = "models"
+    __tablename__ = "models"  # pyright: ignore[reportAssignmentType]
     id: str = Field(primary_key=True)
     session_id: str = Field(index=True, foreign_key="sessions.id")
     tenant: str = Field(index=True)
@@ -54,7 +54,7 @@ class ModelRow(SQLModel, table=True):
 class SamplingSessionRow(SQLModel, table=True):
     """What a sampling client samples from: the base model (adapter_name None) or one immutable adapter version."""
 
-    __tablename__ = "sampling_sessions"
+    __tablename__ = "sampling_sessions"  # pyright: ignore[reportAssignmentType]
     __table_args__ = (UniqueConstraint("session_id", "seq_id"),)
     id: str = Field(primary_key=True)
     session_id: str = Field(index=True, foreign_key="sessions.id")
@@ -71,7 +71,7 @@ class SamplingSessionRow(SQLModel, table=True):
 class FutureRow(SQLModel, table=True):
     """One request and its result. `n` orders rows by arrival; `status` is pending, done or failed."""
 
-    __tablename__ = "futures"
+    __tablename__ = "futures"  # pyright: ignore[reportAssignmentType]
     __table_args__ = (
         UniqueConstraint("model_id", "seq_id"),
         UniqueConstraint("sampling_session_id", "sample_seq_id"),
@@ -101,7 +101,7 @@ class FutureRow(SQLModel, table=True):
 class CheckpointRow(SQLModel, table=True):
     """A named save: `kind` is weights (adapter and optimizer) or sampler_weights (one adapter version)."""
 
-    __tablename__ = "checkpoints"
+    __tablename__ = "checkpoints"  # pyright: ignore[reportAssignmentType]
     __table_args__ = (UniqueConstraint("model_id", "kind", "name"),)
     id: int | None = Field(default=None, primary_key=True)
     tenant: str = Field(index=True)
@@ -127,7 +127,7 @@ class CheckpointRow(SQLModel, table=True):
 class EngineStateRow(SQLModel, table=True):
     """The singleton through which the engine tells the API where samples go and whether it can train."""
 
-    __tablename__ = "engine_state"
+    __tablename__ = "engine_state"  # pyright: ignore[reportAssignmentType]
     id: int = Field(default=1, primary_key=True)
     inference_proxy_url: str | None = None
     generation: int = 0

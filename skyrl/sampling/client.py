@@ -96,18 +96,19 @@ class ForwardingClient:
                 await self._back_off(attempts, deadline, trouble)
                 continue
             except Interrupted as error:
-                self.counts["interrupted"] += 1
-                attempts.interruptions += 1
-                if attempts.interruptions > MAX_INTERRUPTIONS:
-                    raise _server_failure(
-                        f"the connection to the inference server broke {attempts.interruptions} times ({error})"
-                    ) from error
+                self._count_interruption(attempts, str(error))
                 failed, trouble = endpoint, f"no answer from {endpoint.url} ({error})"
                 continue
             failed = None
             result = await self._take(answer, job, endpoint, attempts, deadline)
             if result is not None:
                 return result
+
+    def _count_interruption(self, attempts: _Attempts, what: str) -> None:
+        self.counts["interrupted"] += 1
+        attempts.interruptions += 1
+        if attempts.interruptions > MAX_INTERRUPTIONS:
+            raise _server_failure(f"the way to the inference server broke {attempts.interruptions} times ({what})")
 
     async def _back_off(self, attempts: _Attempts, deadline: float, trouble: str, at_least_s: float = 0.0) -> None:
         wait_s = max(attempts.backoff_s * random.uniform(0.75, 1.25), at_least_s * random.uniform(1.0, 1.25))
@@ -149,7 +150,20 @@ class ForwardingClient:
             self.counts["refused"] += 1
             raise FailedRequest(_message(answer), ErrorCategory.USER)
         self.counts["upstream_error"] += 1
+        if answer.status >= 500 and await self._is_dying(endpoint):
+            self._count_interruption(attempts, _describe(answer))
+            await self._back_off(attempts, deadline, "the inference server is dying")
+            return None
         raise _server_failure(_describe(answer))
+
+    async def _is_dying(self, endpoint: Endpoint) -> bool:
+        """Whether an error was the server's death rather than its answer: vLLM then fails everything in flight with
+        500, turns unhealthy and exits within a second."""
+        try:
+            answer = await self._transport.get(f"{endpoint.url}/health", self._headers, 5.0)
+        except (NotAccepted, Interrupted):
+            return True
+        return answer.status == 503
 
     def _decode(self, answer: Answer, job: SampleJob) -> bytes:
         try:

@@ -64,10 +64,10 @@ async def test_crash_in_mid_training_changes_no_bit(tmp_path: Path, interval_s: 
     async with harness_in(tmp_path / "crashing", snapshot_interval_s=interval_s) as harness:
         await harness.start()
         pair = [await Trainer.create(harness, tenant=f"t{seed}", seed=seed) for seed in (1, 2)]
-        metrics: list[list[dict[str, Any]]] = [[], []]
+        seen: list[list[dict[str, Any]]] = [[], []]
         for index, trainer in enumerate(pair):
             for number in range(3):
-                metrics[index].append(await trainer.step(10 * (index + 1) + number))
+                seen[index].append(await trainer.step(10 * (index + 1) + number))
         # Both queue their fourth step; the engine dies with the last pass, or the last step, of the second tenant.
         pending = []
         for index, trainer in enumerate(pair):
@@ -95,9 +95,9 @@ async def test_crash_in_mid_training_changes_no_bit(tmp_path: Path, interval_s: 
             chunks, step = pending[index]
             for chunk in chunks:
                 await trainer.result(chunk)
-            metrics[index].append((await trainer.result(step))["metrics"])
-            metrics[index].append(await trainer.step(10 * (index + 1) + 4))
-            assert (metrics[index], await trainer.state()) == expected[index]
+            seen[index].append((await trainer.result(step))["metrics"])
+            seen[index].append(await trainer.step(10 * (index + 1) + 4))
+            assert (seen[index], await trainer.state()) == expected[index]
 
 
 async def test_many_crashes_in_a_row(tmp_path: Path) -> None:

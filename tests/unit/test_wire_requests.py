@@ -175,27 +175,27 @@ def test_wrong_bodies_name_the_field(kind: type[msgspec.Struct], body: Any, fiel
 
 
 @pytest.mark.parametrize(
-    ("body", "says"),
+    "body",
     [
-        (b"", "not JSON"),
-        (b"{", "not JSON"),
-        (b'{"request_id": "a"} trailing', "not JSON"),
-        (b"\x0a\x03abc", "not JSON"),
-        (b'{"request_id": "\xff"}', "not JSON"),
-        (b'{"request_id": "\\ud800"}', "not JSON"),
-        (b'{"request_id": NaN}', "not JSON"),
-        (b'{"request_id": "a", "x": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "nested too deeply"),
-        (b"[" * 100_000, "nested too deeply"),
+        b"",
+        b"{",
+        b'{"request_id": "a"} trailing',
+        b"\x0a\x03abc",
+        b'{"request_id": "\xff"}',
+        b'{"request_id": "\\ud800"}',
+        b'{"request_id": NaN}',
     ],
 )
-def test_what_is_not_json(body: bytes, says: str) -> None:
-    kind = RetrieveFutureRequest if body[:1] != b"[" else CreateSessionRequest
-    if body[:1] == b"[":
-        body = b'{"user_metadata": {"a": ' + body
-    with pytest.raises(RequestError) as caught:
-        decode_json(kind, body)
-    assert says in caught.value.message
+def test_what_is_not_json(body: bytes) -> None:
+    with pytest.raises(RequestError, match="the body is not JSON") as caught:
+        decode_json(RetrieveFutureRequest, body)
     assert caught.value.field is None
+
+
+@pytest.mark.parametrize("body", [b'{"unknown": ', b'{"user_metadata": {"a": '])
+def test_what_is_nested_without_end(body: bytes) -> None:
+    with pytest.raises(RequestError, match="nested too deeply"):
+        decode_json(CreateSessionRequest, body + b"[" * 100_000)
 
 
 # Prompts

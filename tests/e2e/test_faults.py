@@ -1,0 +1,51 @@
+"""Processes that die under a client's hands: the client sees nothing but a wait."""
+
+from __future__ import annotations
+
+import psutil
+import pytest
+from transformers import PreTrainedTokenizerBase
+
+from skyrl.demo.server import DemoServer
+
+from .conftest import ClientFactory, cross_entropy, greedy, train
+
+pytestmark = pytest.mark.vllm
+
+TEXT = "The old fox watches the river at dawn."
+
+
+def find_process(server: DemoServer, word: str) -> psutil.Process:
+    family = psutil.Process(server.pid).children(recursive=True)
+    return next(process for process in family if word in " ".join(process.cmdline()))
+
+
+def test_a_killed_engine_costs_no_training_and_no_samples(
+    server: DemoServer, connect: ClientFactory, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    client = connect()
+    data = [cross_entropy(tokenizer.encode(TEXT))]
+    twin = client.create_lora_training_client(base_model="tiny", rank=8, seed=3).result()
+    uninterrupted = train(twin, data, 8, 1e-2)
+    trainer = client.create_lora_training_client(base_model="tiny", rank=8, seed=3).result()
+    before = train(trainer, data, 4, 1e-2)
+    sampler = trainer.save_weights_and_get_sampling_client().result()
+    prompt = tokenizer.encode("The old")
+    expected = greedy(sampler, prompt)
+    find_process(server, "skyrl.engine.main").kill()
+    assert greedy(sampler, prompt) == expected
+    after = train(trainer, data, 4, 1e-2)
+    assert before + after == uninterrupted
+
+
+def test_a_killed_vllm_costs_no_samples(
+    server: DemoServer, connect: ClientFactory, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    trainer = connect().create_lora_training_client(base_model="tiny", rank=8).result()
+    prompt = tokenizer.encode("The old")
+    train(trainer, [cross_entropy(prompt + tokenizer.encode(TEXT))], 4, 2e-2)
+    sampler = trainer.save_weights_and_get_sampling_client().result()
+    expected = greedy(sampler, prompt)
+    find_process(server, "EngineCore").kill()
+    assert greedy(sampler, prompt) == expected
+    server.wait_ready()

