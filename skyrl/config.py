@@ -176,6 +176,8 @@ class ServerConfig(BaseSettings):
     """SQLAlchemy URL; None is a SQLite file in `state_dir`."""
     external_inference_url: str | None = None
     """Base URL of a vLLM-compatible server that somebody else runs (`--backend none`: sampling-only gateway)."""
+    external_inference_api_key: str | None = None
+    """Sent to that server as a bearer token."""
     forwarding_inference_max_connections: int | None = Field(None, ge=1)
     forwarding_deadline_s: float = Field(600.0, gt=0)
     """How long one sample may take, retries and restarts of vLLM included."""

@@ -91,7 +91,7 @@ class Launcher:
     async def _run_processes(self, stop: asyncio.Event, directory: Path) -> None:
         config = self._config
         inference: ServerHandle | None = None
-        key = None
+        key = config.external_inference_api_key
         if config.manages_inference:
             if not plugin_installed():
                 raise ConfigError(

@@ -20,16 +20,26 @@ logger = logging.getLogger(__name__)
 
 FIRST_DELAY_S, LONGEST_DELAY_S, STABLE_AFTER_S = 0.5, 30.0, 60.0
 
-# Runs in the child before the real program, for 20 ms: a preexec_fn would be unsafe in a process with threads.
-# The kernel's signal follows the thread that forked, so `run` belongs on the main thread's event loop. A supervisor
-# that died before the call is seen by its pid.
+# Runs in the child before the real program, for 20 ms: a preexec_fn would be unsafe in a process with threads. The
+# kernel's signal follows the thread that forked. A parent that died before the call is seen by its pid.
 _DIE_WITH_PARENT = """
 import ctypes, os, sys
-ctypes.CDLL(None).prctl(1, 9)
-if os.getppid() != int(sys.argv[1]):
+ctypes.CDLL(None).prctl(1, int(sys.argv[1]))
+if os.getppid() != int(sys.argv[2]):
     os._exit(1)
-os.execvp(sys.argv[2], sys.argv[2:])
+os.execvp(sys.argv[3], sys.argv[3:])
 """
+
+
+def dies_with_parent(argv: Sequence[str], death: signal.Signals = signal.SIGKILL) -> tuple[str, ...]:
+    """`argv` as a command that gets the signal `death` when this process ends, however it ends (Linux; else `argv`).
+
+    Start it from the main thread: the signal comes when the thread that started it ends.
+    """
+    if sys.platform != "linux":
+        return tuple(argv)
+    shim = (sys.executable, "-I", "-S", "-c", _DIE_WITH_PARENT, str(int(death)), str(os.getpid()))
+    return (*shim, *argv)
 
 
 class SupervisedProcess:
@@ -108,13 +118,10 @@ class SupervisedProcess:
             return "\n".join(log.read().decode(errors="replace").splitlines()[-lines:])
 
     async def _run_once(self) -> int:
-        argv = self._argv
-        if sys.platform == "linux":
-            argv = (sys.executable, "-I", "-S", "-c", _DIE_WITH_PARENT, str(os.getpid()), *argv)
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         with self.log_path.open("ab") as log:
             child = await asyncio.create_subprocess_exec(
-                *argv,
+                *dies_with_parent(self._argv),
                 env=os.environ | self._env,
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,

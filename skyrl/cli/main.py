@@ -47,6 +47,9 @@ def serve(
     external_inference_url: Annotated[
         str | None, typer.Option(help="Sample from this vLLM-compatible server instead of starting one.")
     ] = None,
+    external_inference_api_key: Annotated[
+        str | None, typer.Option(help="Its API key; better given as SKYRL_EXTERNAL_INFERENCE_API_KEY.")
+    ] = None,
     forwarding_inference_max_connections: Annotated[
         int | None, typer.Option(help="Connections to the inference server. Default: no limit.")
     ] = None,
@@ -80,6 +83,7 @@ def serve(
         "port": port,
         "state_dir": state_dir,
         "external_inference_url": external_inference_url,
+        "external_inference_api_key": external_inference_api_key,
         "forwarding_inference_max_connections": forwarding_inference_max_connections,
         "session_timeout_s": session_timeout_s,
         "snapshot_interval_s": snapshot_interval_s,

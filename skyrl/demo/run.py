@@ -150,7 +150,8 @@ def run_demo(out: Path, settings: Settings, *, compare: bool) -> int:
     def interrupt(_signal: int, _frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
-    signal.signal(signal.SIGTERM, interrupt)
+    for ending in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(ending, interrupt)
     try:
         return Demo(console, out, settings, compare=compare).run()
     except KeyboardInterrupt:

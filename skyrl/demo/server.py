@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 
 from skyrl.inference.placement import free_port
+from skyrl.supervision import dies_with_parent
 
 
 class ServerFailed(RuntimeError):
@@ -42,7 +43,7 @@ class DemoServer:
         command = [sys.executable, "-m", "skyrl.cli.main", "serve", "--port", str(self.port)]
         with (self.state_dir / "serve.log").open("ab") as log:
             self._process = subprocess.Popen(
-                [*command, "--state-dir", str(self.state_dir), *self._flags],
+                dies_with_parent([*command, "--state-dir", str(self.state_dir), *self._flags], signal.SIGTERM),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

@@ -1,0 +1,49 @@
+"""`--backend none`: a sampling-only gateway in front of a vLLM that somebody else runs (here the shared server's)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import psutil
+import pytest
+import tinker
+from tinker import types
+from transformers import PreTrainedTokenizerBase
+
+from skyrl.demo.server import DemoServer
+
+from .conftest import greedy
+
+pytestmark = pytest.mark.vllm
+
+
+@pytest.fixture
+def gateway(server: DemoServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DemoServer]:
+    family = psutil.Process(server.pid).children(recursive=True)
+    vllm = next(process for process in family if "vllm.entrypoints.openai.api_server" in process.cmdline())
+    port = vllm.cmdline()[vllm.cmdline().index("--port") + 1]
+    running = DemoServer(
+        tmp_path_factory.mktemp("gateway"),
+        *("--backend", "none", "--base-model", "tiny"),
+        *("--external-inference-url", f"http://127.0.0.1:{port}"),
+        *("--external-inference-api-key", vllm.environ()["VLLM_API_KEY"]),
+    )
+    running.start()
+    try:
+        running.wait_ready()
+        yield running
+    finally:
+        running.stop()
+
+
+def test_gateway_samples_and_does_not_train(gateway: DemoServer, tokenizer: PreTrainedTokenizerBase) -> None:
+    with tinker.ServiceClient(base_url=gateway.url, api_key="tml-test") as client:
+        sampler = client.create_sampling_client(base_model="tiny").result()
+        prompt = tokenizer.encode("The old")
+        assert greedy(sampler, prompt) == greedy(sampler, prompt)
+        with pytest.raises(tinker.RequestFailedError, match="9999"):
+            sampler.sample(
+                types.ModelInput.from_ints([9999]), num_samples=1, sampling_params=types.SamplingParams(max_tokens=1)
+            ).result()
+        with pytest.raises(tinker.BadRequestError, match="only samples"):
+            client.create_lora_training_client(base_model="tiny", rank=4).result()
