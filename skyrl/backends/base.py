@@ -98,6 +98,11 @@ class Backend(Protocol):
     @property
     def sampling_mode(self) -> SamplingMode: ...
 
+    @property
+    def merges_passes(self) -> bool:
+        """Whether passes of several models in one `run` share the base model's work."""
+        ...
+
     def create_model(self, model_id: str, spec: LoraSpec) -> None:
         """Add an adapter. Raises InvalidRequest for a rank or a train flag that cannot be honoured."""
         ...

@@ -124,11 +124,19 @@ class Engine:
             await self._settle([(c.request_id, failed(model_is_gone(c), c)) for c in refused])
 
     async def _turn(self) -> None:
-        if passes := self.scheduler.take_passes():
-            await self._run_passes(passes)
-            await self._read_log()
-        for command in self.scheduler.take_barriers():
-            await self._run_barrier(command)
+        """Every ready model's share of passes and its next barrier, then the samples that wait.
+
+        Where the backend gains nothing from running models together, each model hears of its results before the next
+        one's turn: otherwise tenants would march in step, all training and then all sampling.
+        """
+        ready = self.scheduler.ready_models()
+        groups = [ready] if self._backend.merges_passes else [[model_id] for model_id in ready]
+        for group in groups:
+            if passes := self.scheduler.take_passes(group):
+                await self._run_passes(passes)
+                await self._read_log()
+            for command in self.scheduler.take_barriers(group):
+                await self._run_barrier(command)
         if samples := self.scheduler.take_samples():
             await self._run_samples(samples)
 

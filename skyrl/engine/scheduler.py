@@ -6,6 +6,7 @@ Pure bookkeeping. Does not know what a command does, nor the database.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from skyrl.engine.commands import Command
@@ -36,8 +37,8 @@ class _ModelQueue:
 
 
 class Scheduler:
-    """Queues per model. One turn is: a batch of passes to which every model may add its share, then one barrier of each
-    model that has one in front, then the samples that wait. So no model waits for more than one share of another."""
+    """Queues per model. In one turn every ready model gets a share of passes and then one barrier, so no model waits for
+    more than one share of each other. Whether models' passes are taken together or one model at a time is the loop's."""
 
     def __init__(self, pass_budget_bytes: int) -> None:
         self._budget = pass_budget_bytes
@@ -68,9 +69,15 @@ class Scheduler:
         self.open_model(command.model_id)
         self._queues[command.model_id].waiting[command.seq_id] = command
 
-    def take_passes(self) -> list[Command]:
-        """The next batch of passes over all models, each model's in order, up to its next barrier and its share."""
-        ready = [m for m in self._order if (head := self._queues[m].head()) is not None and head.is_pass]
+    def ready_models(self) -> list[str]:
+        """Models that have a next command, in this turn's order; the next turn begins with the next model."""
+        ready = [model_id for model_id in self._order if self._queues[model_id].head() is not None]
+        self._order.rotate(-1)
+        return ready
+
+    def take_passes(self, model_ids: Sequence[str]) -> list[Command]:
+        """The next batch of passes of these models, each model's in order, up to its next barrier and its share."""
+        ready = [m for m in model_ids if (queue := self._queues.get(m)) and (head := queue.head()) and head.is_pass]
         if not ready:
             return []
         share = self._budget // len(ready)
@@ -81,12 +88,11 @@ class Scheduler:
             while (head := queue.head()) is not None and head.is_pass and (used == 0 or used + head.size <= share):
                 used += head.size
                 batch.append(queue.take())
-        self._order.rotate(-1)
         return batch
 
-    def take_barriers(self) -> list[Command]:
-        """One command of each model whose next one is no pass."""
-        ready = [m for m in self._order if (head := self._queues[m].head()) is not None and not head.is_pass]
+    def take_barriers(self, model_ids: Sequence[str]) -> list[Command]:
+        """One command of each of these models whose next one is no pass."""
+        ready = [m for m in model_ids if (queue := self._queues.get(m)) and (head := queue.head()) and not head.is_pass]
         return [self._queues[model_id].take() for model_id in ready]
 
     def take_samples(self) -> list[Command]:

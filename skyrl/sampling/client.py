@@ -150,20 +150,21 @@ class ForwardingClient:
             self.counts["refused"] += 1
             raise FailedRequest(_message(answer), ErrorCategory.USER)
         self.counts["upstream_error"] += 1
-        if answer.status >= 500 and await self._is_dying(endpoint):
+        # A dying vLLM fails everything in flight with 500, turns unhealthy and exits within about a second.
+        if answer.status >= 500 and await self._health(endpoint) in (None, 503):
             self._count_interruption(attempts, _describe(answer))
             await self._back_off(attempts, deadline, "the inference server is dying")
+            while await self._health(endpoint) == 503:  # what is sent to it now only dies with it
+                await self._back_off(attempts, deadline, "the inference server is dying")
             return None
         raise _server_failure(_describe(answer))
 
-    async def _is_dying(self, endpoint: Endpoint) -> bool:
-        """Whether an error was the server's death rather than its answer: vLLM then fails everything in flight with
-        500, turns unhealthy and exits within a second."""
+    async def _health(self, endpoint: Endpoint) -> int | None:
+        """The status of the server's /health, None when it does not answer."""
         try:
-            answer = await self._transport.get(f"{endpoint.url}/health", self._headers, 5.0)
+            return (await self._transport.get(f"{endpoint.url}/health", self._headers, 5.0)).status
         except (NotAccepted, Interrupted):
-            return True
-        return answer.status == 503
+            return None
 
     def _decode(self, answer: Answer, job: SampleJob) -> bytes:
         try:

@@ -165,6 +165,8 @@ class FakeUpstream:
         self._changed = asyncio.Condition()
         self._connections: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
+        self._stopped = False
+        self._errors: list[Exception] = []
 
     @property
     def completions(self) -> list[Received]:
@@ -175,18 +177,22 @@ class FakeUpstream:
         return [request for request in self.requests if request.path == LOAD]
 
     async def start(self) -> None:
-        self._server = await asyncio.start_server(self._connected, "127.0.0.1", 0, backlog=1024)
+        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0, backlog=1024)
         host, port = self._server.sockets[0].getsockname()
         self.url = f"http://{host}:{port}"
 
     async def stop(self) -> None:
+        """Close everything. Raises what went wrong in a reply."""
         assert self._server is not None
+        self._stopped = True
         self._server.close()
         connections = list(self._connections)
         for task in connections:
             task.cancel()
         await asyncio.gather(*connections, return_exceptions=True)
         await self._server.wait_closed()
+        if self._errors:
+            raise ExceptionGroup("replies failed", self._errors)
 
     async def until(self, condition: Callable[[FakeUpstream], bool]) -> None:
         """Wait for something that arrivals and departures bring about."""
@@ -197,10 +203,22 @@ class FakeUpstream:
         async with self._changed:
             self._changed.notify_all()
 
-    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self._stopped:
+            writer.close()
+            return
+        task = asyncio.ensure_future(self._converse(reader, writer))
         self._connections.add(task)
+
+        def done(_: asyncio.Task[None]) -> None:
+            self._connections.discard(task)
+            writer.close()
+            if not task.cancelled() and isinstance(problem := task.exception(), Exception):
+                self._errors.append(problem)
+
+        task.add_done_callback(done)
+
+    async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = asyncio.ensure_future(_read_head(reader))
         try:
             while (first := await head) is not None:
@@ -215,13 +233,11 @@ class FakeUpstream:
                 finally:
                     self.busy -= 1
                     await self._notify()
-        except (ConnectionError, asyncio.CancelledError):
-            pass  # a connection's task that ends as cancelled is reported as an error
+        except (ConnectionError, asyncio.IncompleteReadError):
+            pass  # the client left, or a reply wants the connection gone
         finally:
             head.cancel()
             await asyncio.gather(head, return_exceptions=True)
-            self._connections.discard(task)
-            writer.close()
 
     async def _answer(
         self, request: Received, writer: asyncio.StreamWriter, leaving: asyncio.Future[str | None]

@@ -544,6 +544,63 @@ async def test_5xx_says_what_came(client: ForwardingClient, upstream: FakeUpstre
     assert len(upstream.completions) == 1
 
 
+class Health:
+    """/health of a vLLM whose engine has died: 503 for a while, then as told."""
+
+    def __init__(self, times: int, then: Reply) -> None:
+        self.asked = 0
+        self._times = times
+        self._then = then
+
+    async def __call__(self, request: Any, writer: asyncio.StreamWriter) -> None:
+        self.asked += 1
+        await (reply(503, "") if self.asked <= self._times else self._then)(request, writer)
+
+
+DEAD_ENGINE = error(500, "EngineCore encountered an issue. See stack trace (above) for the root cause.")
+
+
+async def test_500_of_a_dying_server_is_an_interruption(client: ForwardingClient, upstream: FakeUpstream) -> None:
+    """It answers 500 as long as it is there, so nothing is sent until it is well again."""
+    upstream.on_get = health = Health(3, reply(200, ""))
+    upstream.script.append(DEAD_ENGINE)
+    assert decoded(await client.sample(JOB)) == WHOLE
+    assert health.asked == 4
+    assert len(upstream.completions) == 2
+    assert client.counts == {"upstream_error": 1, "interrupted": 1}
+
+
+async def test_dying_server_comes_back_elsewhere(client: ForwardingClient, upstream: FakeUpstream, row: Row) -> None:
+    async with fake_upstream(default=DEAD_ENGINE, on_get=Health(2, never)) as dying:
+        row.publish(dying.url)
+        sample = asyncio.create_task(client.sample(JOB))
+        await dying.until(lambda server: len(server.requests) == 4)
+        row.publish(closed_port())
+    await row.read_again(2)
+    row.publish(upstream.url)
+    assert decoded(await sample) == WHOLE
+    assert len(dying.completions) == 1
+
+
+async def test_sample_that_kills_the_server_twice(client: ForwardingClient, upstream: FakeUpstream) -> None:
+    upstream.on_get = hang_up
+    upstream.default = DEAD_ENGINE
+    failed = await failure(client)
+    assert failed.category is ErrorCategory.SERVER
+    assert "broke 2 times" in failed.message
+    assert "EngineCore encountered an issue" in failed.message
+    assert len(upstream.completions) == 2
+
+
+async def test_server_that_stays_unwell_until_the_deadline(connect: Connect, upstream: FakeUpstream) -> None:
+    upstream.on_get = reply(503, "")
+    upstream.default = DEAD_ENGINE
+    failed = await failure(connect(deadline_s=0.3))
+    assert failed.category is ErrorCategory.SERVER
+    assert failed.message == "gave up after 0.3 s: the inference server is dying"
+    assert len(upstream.completions) == 1
+
+
 async def test_redirects_are_not_followed(client: ForwardingClient, upstream: FakeUpstream) -> None:
     upstream.default = reply(307, "elsewhere", "text/plain", Location="/v1/elsewhere")
     failed = await failure(client)
@@ -552,8 +609,9 @@ async def test_redirects_are_not_followed(client: ForwardingClient, upstream: Fa
     assert [request.path for request in upstream.requests] == ["/v1/completions"]
 
 
-async def test_cookies_are_not_kept(client: ForwardingClient, upstream: FakeUpstream) -> None:
+async def test_cookies_are_not_kept(client: ForwardingClient, upstream: FakeUpstream, row: Row) -> None:
     """A load balancer's would send every sample of this process to one replica."""
+    row.publish(upstream.url.replace("127.0.0.1", "localhost"))  # cookies of bare addresses are never kept
 
     async def set_cookie(request: Any, writer: asyncio.StreamWriter) -> None:
         await reply(200, completion(request.json), Set_Cookie="replica=1; Path=/")(request, writer)

@@ -227,15 +227,17 @@ async def test_failed_sample_says_whose_fault_it_is_also_after_a_restart(
         assert (await api.result(request_id)).json() == failed
 
 
-async def test_sample_waits_for_the_engine_to_publish(api: Api, upstream: FakeUpstream, database: Database) -> None:
+async def test_sample_waits_for_the_engine_to_publish(
+    api: Api, upstream: FakeUpstream, database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
     database.write(lambda c: publish_url(c, None))
     request_id = (await api.sample(await api.sampler(), 1))["request_id"]
-    poll = asyncio.create_task(api.result(request_id))
-    await asyncio.sleep(0.1)
-    assert not poll.done()
+    monkeypatch.setattr(skyrl.api.futures, "HOLD_S", 0.1)
+    assert (await api.result(request_id)).status_code == 408
     assert not upstream.requests
     database.write(lambda c: publish_url(c, upstream.url))
-    assert tokens(await poll) == [[0, 1, 2]]
+    monkeypatch.setattr(skyrl.api.futures, "HOLD_S", LONG_S)
+    assert tokens(await api.result(request_id)) == [[0, 1, 2]]
 
 
 async def test_200_samples_at_once(api: Api, upstream: FakeUpstream, database: Database) -> None:

@@ -26,6 +26,7 @@ SERVER_KEYS = {
     "backend_config",
     "base_model",
     "database_url",
+    "external_inference_api_key",
     "external_inference_url",
     "forwarding_deadline_s",
     "forwarding_inference_max_connections",
@@ -211,8 +212,16 @@ def test_flags_before_environment_before_file_before_defaults(tmp_path: Path, mo
     assert (config.served_names, config.host) == (("f",), "127.0.0.1")
 
 
+@pytest.mark.parametrize(
+    "in_environment",
+    [
+        {"trainer.micro_batch_tokens": 200, "trainer.placement.colocate_all": False},
+        {"trainer": {"micro_batch_tokens": 200, "placement": {"colocate_all": False}}},
+    ],
+    ids=["dotted", "nested"],
+)
 def test_backend_config_merges_key_by_key_however_it_is_spelled(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_environment: dict[str, Any]
 ) -> None:
     file = toml(
         tmp_path,
@@ -220,7 +229,6 @@ def test_backend_config_merges_key_by_key_however_it_is_spelled(
         "[backend_config.trainer.placement]\ncolocate_all = true\n"
         "[backend_config.generator.inference_engine]\nmax_num_seqs = 1\n",
     )
-    in_environment = {"trainer.micro_batch_tokens": 200, "trainer.placement.colocate_all": False}
     monkeypatch.setenv("SKYRL_BACKEND_CONFIG", json.dumps(in_environment))
     flags = {"backend_config": '{"trainer": {"micro_batch_tokens": 300}}'}
     trainer = load_config(flags, file).backend_config.trainer
@@ -283,7 +291,8 @@ def test_dumped_configuration_is_restored_whatever_the_environment(
     text = dump_config(config)
     monkeypatch.setenv("SKYRL_BASE_MODEL", "from-the-environment")
     monkeypatch.setenv("SKYRL_PORT", "4242")
-    monkeypatch.setenv("SKYRL_BACKEND_CONFIG", '{"trainer.micro_batch_tokens": 64}')
+    added = {"generator": {"inference_engine": {"engine_init_kwargs": {"added": 1}}}}
+    monkeypatch.setenv("SKYRL_BACKEND_CONFIG", json.dumps(added))
     restored = restore_config(text)
     assert type(restored) is ServerConfig
     assert restored == config

@@ -234,7 +234,7 @@ async def test_another_tenant_sees_nothing(database: Database, writer: GroupComm
             await asked.wait(request_id, "other", 30)
     settle_as_engine(database, request_id)
     await store.look([request_id])
-    for asked in (store, restarted):
+    for asked in (store, FutureStore(database, writer)):
         with pytest.raises(KeyError):
             await asked.wait(request_id, "other", 30)
     with pytest.raises(KeyError):

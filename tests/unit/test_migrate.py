@@ -40,8 +40,14 @@ def test_empty_database_gets_the_newest_schema(database: Database) -> None:
     assert names(database) == {*SQLModel.metadata.tables, "alembic_version"}
 
 
-def test_migrated_schema_is_what_the_tables_say(database: Database) -> None:
+REVISIONS = [script.revision for script in ScriptDirectory.from_config(_config("sqlite://")).walk_revisions()]
+
+
+@pytest.mark.parametrize("older", REVISIONS)
+def test_every_older_revision_is_brought_to_the_newest(database: Database, older: str) -> None:
+    command.upgrade(_config(database.url), older)
     migrate(database)
+    assert revision(database) == REVISIONS[0]
     with database.reader.connect() as connection:
         context = MigrationContext.configure(connection, opts={"compare_type": True})
         assert compare_metadata(context, SQLModel.metadata) == []

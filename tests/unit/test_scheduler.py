@@ -36,6 +36,14 @@ def scheduler(*commands: Command, budget: int = 1_000_000) -> Scheduler:
     return made
 
 
+MODELS = "abcdefm"
+
+
+def passes_of(queue: Scheduler) -> list[Command]:
+    """The passes of a new turn, of all ready models together."""
+    return queue.take_passes(queue.ready_models())
+
+
 def places(commands: list[Command]) -> list[tuple[str | None, int | None]]:
     return [(each.model_id, each.seq_id) for each in commands]
 
@@ -43,7 +51,7 @@ def places(commands: list[Command]) -> list[tuple[str | None, int | None]]:
 @pytest.mark.parametrize("arrival", list(itertools.permutations([0, 1, 2])))
 def test_order_is_by_number_whatever_the_arrival(arrival: tuple[int, ...]) -> None:
     queue = scheduler(*(command("m", seq) for seq in arrival))
-    assert places(queue.take_passes()) == [("m", 0), ("m", 1), ("m", 2)]
+    assert places(passes_of(queue)) == [("m", 0), ("m", 1), ("m", 2)]
     assert not queue.has_work
 
 
@@ -51,51 +59,51 @@ def test_later_numbers_wait_for_the_first() -> None:
     queue = scheduler(command("m", 2), command("m", 1))
     assert not queue.has_work
     assert queue.waiting == 2
-    assert queue.take_passes() == []
+    assert passes_of(queue) == []
     queue.add(command("m", 0))
-    assert places(queue.take_passes()) == [("m", 0), ("m", 1), ("m", 2)]
+    assert places(passes_of(queue)) == [("m", 0), ("m", 1), ("m", 2)]
 
 
 def test_passes_go_up_to_the_next_barrier() -> None:
     queue = scheduler(command("m", 0), command("m", 1, Kind.FORWARD), barrier("m", 2), command("m", 3), barrier("m", 4))
-    assert places(queue.take_passes()) == [("m", 0), ("m", 1)]
-    assert queue.take_passes() == []
-    assert places(queue.take_barriers()) == [("m", 2)]
-    assert queue.take_barriers() == []
-    assert places(queue.take_passes()) == [("m", 3)]
-    assert places(queue.take_barriers()) == [("m", 4)]
+    assert places(passes_of(queue)) == [("m", 0), ("m", 1)]
+    assert passes_of(queue) == []
+    assert places(queue.take_barriers(MODELS)) == [("m", 2)]
+    assert queue.take_barriers(MODELS) == []
+    assert places(passes_of(queue)) == [("m", 3)]
+    assert places(queue.take_barriers(MODELS)) == [("m", 4)]
     assert not queue.has_work
 
 
 @pytest.mark.parametrize("kind", sorted(set(Kind) - {Kind.FORWARD, Kind.FORWARD_BACKWARD, Kind.SAMPLE, Kind.EXTERNAL}))
 def test_everything_but_passes_is_a_barrier(kind: Kind) -> None:
     queue = scheduler(command("m", 0, kind), command("m", 1))
-    assert queue.take_passes() == []
-    assert places(queue.take_barriers()) == [("m", 0)]
+    assert passes_of(queue) == []
+    assert places(queue.take_barriers(MODELS)) == [("m", 0)]
 
 
 def test_one_barrier_per_model_and_turn() -> None:
     queue = scheduler(barrier("a", 0), barrier("a", 1), barrier("b", 0))
-    assert places(queue.take_barriers()) == [("a", 0), ("b", 0)]
-    assert places(queue.take_barriers()) == [("a", 1)]
+    assert places(queue.take_barriers(MODELS)) == [("a", 0), ("b", 0)]
+    assert places(queue.take_barriers(MODELS)) == [("a", 1)]
 
 
 def test_gap_holds_its_model_and_no_other() -> None:
     queue = scheduler(command("a", 0), command("a", 2), barrier("a", 3), command("b", 0), barrier("b", 1))
-    assert places(queue.take_passes()) == [("a", 0), ("b", 0)]
-    assert places(queue.take_barriers()) == [("b", 1)]
+    assert places(passes_of(queue)) == [("a", 0), ("b", 0)]
+    assert places(queue.take_barriers(MODELS)) == [("b", 1)]
     assert not queue.has_work
     assert queue.waiting == 2
     queue.add(command("a", 1))
-    assert places(queue.take_passes()) == [("a", 1), ("a", 2)]
-    assert places(queue.take_barriers()) == [("a", 3)]
+    assert places(passes_of(queue)) == [("a", 1), ("a", 2)]
+    assert places(queue.take_barriers(MODELS)) == [("a", 3)]
 
 
 def test_long_queue_does_not_delay_a_short_one() -> None:
     queue = scheduler(*(command("long", seq, size=100) for seq in range(1_000)), budget=1_000)
-    assert len(queue.take_passes()) == 10, "alone it has the whole budget"
+    assert len(passes_of(queue)) == 10, "alone it has the whole budget"
     queue.add(command("short", 0, size=100))
-    turn = queue.take_passes()
+    turn = passes_of(queue)
     assert ("short", 0) in places(turn), "it runs in the very next turn"
     assert len(turn) == 5 + 1, "the other keeps its half"
 
@@ -106,14 +114,14 @@ def test_shares_are_equal_and_every_model_gets_at_least_one_pass() -> None:
         command("huge", 0, size=1_000_000),
         budget=1_000,
     )
-    turn = queue.take_passes()
+    turn = passes_of(queue)
     assert {model: sum(1 for c in turn if c.model_id == model) for model in "abcd"} == dict.fromkeys("abcd", 2)
     assert ("huge", 0) in places(turn)
 
 
 def test_models_take_turns_at_going_first() -> None:
     queue = scheduler(*(command(model, seq, size=100) for model in "abc" for seq in range(3)), budget=1)
-    assert [queue.take_passes()[0].model_id for _ in range(3)] == ["a", "b", "c"]
+    assert [passes_of(queue)[0].model_id for _ in range(3)] == ["a", "b", "c"]
 
 
 def test_number_whose_turn_has_passed_runs_when_nothing_else_can() -> None:
@@ -122,9 +130,9 @@ def test_number_whose_turn_has_passed_runs_when_nothing_else_can() -> None:
     queue.add(command("m", 4))
     queue.add(command("m", 3))
     queue.add(command("m", 10))
-    assert places(queue.take_passes()) == [("m", 10), ("m", 3), ("m", 4)]
+    assert places(passes_of(queue)) == [("m", 10), ("m", 3), ("m", 4)]
     queue.add(command("m", 11))
-    assert places(queue.take_passes()) == [("m", 11)], "the late ones did not set the model back"
+    assert places(passes_of(queue)) == [("m", 11)], "the late ones did not set the model back"
 
 
 def test_opening_again_keeps_the_place() -> None:
@@ -132,7 +140,7 @@ def test_opening_again_keeps_the_place() -> None:
     queue.open_model("m", next_seq=7)
     queue.open_model("m", next_seq=0)
     queue.add(command("m", 7))
-    assert places(queue.take_passes()) == [("m", 7)]
+    assert places(passes_of(queue)) == [("m", 7)]
 
 
 def test_samples_are_taken_all_at_once() -> None:
@@ -151,7 +159,7 @@ def test_closed_model_is_gone_with_its_queue() -> None:
     assert sorted(places(queue.close_model("a"))) == [("a", 0), ("a", 5)]
     assert "a" not in queue
     assert queue.close_model("a") == []
-    assert places(queue.take_passes()) == [("b", 0)]
+    assert places(passes_of(queue)) == [("b", 0)]
 
 
 def test_last_row_is_the_newest_that_still_waits() -> None:
@@ -159,7 +167,7 @@ def test_last_row_is_the_newest_that_still_waits() -> None:
     queue = scheduler(first, second, third)
     assert queue.last_row == third.n
     queue.take_samples()
-    queue.take_passes()
+    passes_of(queue)
     assert queue.last_row == first.n
     queue.close_model("m")
     assert queue.last_row == 0
@@ -183,12 +191,12 @@ def test_any_interleaving_keeps_every_models_order(seed: int) -> None:
         for _ in range(rng.randint(0, 6)):
             if arrivals:
                 queue.add(arrivals.pop())
-        passes = queue.take_passes()
+        passes = passes_of(queue)
         assert all(each.is_pass for each in passes)
         for _ in range(rng.randint(0, 2)):  # the engine reads its log again between passes and barriers
             if arrivals:
                 queue.add(arrivals.pop())
-        barriers = queue.take_barriers()
+        barriers = queue.take_barriers(MODELS)
         assert not any(each.is_pass for each in barriers)
         assert len({each.model_id for each in barriers}) == len(barriers)
         for each in (*passes, *barriers):

@@ -64,6 +64,10 @@ class FsdpBackend:
     def sampling_mode(self) -> SamplingMode:
         return self._sampling_mode
 
+    @property
+    def merges_passes(self) -> bool:
+        return self._merge
+
     def create_model(self, model_id: str, spec: LoraSpec) -> None:
         """Add an adapter. Raises InvalidRequest: the id exists, or the spec cannot be honoured."""
         checks.check_spec(spec, self._max_rank)
