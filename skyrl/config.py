@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 
 BackendName = Literal["fsdp", "none"]
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
 BACKENDS: tuple[str, ...] = ("fsdp", "none")
 
 
@@ -171,6 +172,8 @@ class ServerConfig(BaseSettings):
     backend_config: BackendConfig = Field(default_factory=BackendConfig)
     host: str = "127.0.0.1"
     port: int = Field(8000, ge=1, le=65535)
+    allow_remote: bool = False
+    """Listen on an address that others can reach, although any API key is accepted there (each is its own tenant)."""
     state_dir: Path = Path("~/.local/share/skyrl")
     database_url: str | None = None
     """SQLAlchemy URL; None is a SQLite file in `state_dir`."""
@@ -224,6 +227,15 @@ class ServerConfig(BaseSettings):
             raise ValueError("backend 'none' is a sampling-only gateway: give --external-inference-url")
         if self.backend == "none" and self.base_model is None:
             raise ValueError("backend 'none' needs --base-model: the name that the upstream serves")
+        return self
+
+    @model_validator(mode="after")
+    def _remote_by_name(self) -> ServerConfig:
+        if not self.allow_remote and self.host not in LOOPBACK:
+            raise ValueError(
+                f"host {self.host!r} can be reached from elsewhere, and any API key is accepted: "
+                f"give --allow-remote if that is meant, or one of {', '.join(LOOPBACK)}"
+            )
         return self
 
     @property

@@ -55,9 +55,7 @@ def _check_port(config: ServerConfig) -> None:
         try:
             probe.bind((config.host, config.port))
         except OSError as error:
-            raise ConfigError(
-                f"port: cannot listen on {config.host}:{config.port} ({error.strerror})"
-            ) from error
+            raise ConfigError(f"port: cannot listen on {config.host}:{config.port} ({error.strerror})") from error
 
 
 def _python(module: str) -> list[str]:
@@ -101,9 +99,7 @@ class Launcher:
             key = secrets.token_urlsafe(32)
             port = config.backend_config.inference.port or free_port()
             devices = cuda_devices()
-            inference = await self._placement.start(
-                vllm_spec(config, port, key, cuda=bool(devices), devices=devices)
-            )
+            inference = await self._placement.start(vllm_spec(config, port, key, cuda=bool(devices), devices=devices))
         runtime = Runtime(config, directory, inference.url if inference is not None else None, key)
         environment = {
             RUNTIME_ENV: str(runtime.write()),

@@ -10,7 +10,6 @@ import sqlalchemy as sa
 
 from alembic import op
 
-
 revision = "0001"
 down_revision = None
 branch_labels = None
@@ -63,9 +62,7 @@ def upgrade() -> None:
     )
     op.create_table(
         "futures",
-        sa.Column(
-            "n", sa.BigInteger().with_variant(sa.Integer(), "sqlite"), autoincrement=True, nullable=False
-        ),
+        sa.Column("n", sa.BigInteger().with_variant(sa.Integer(), "sqlite"), autoincrement=True, nullable=False),
         sa.Column("id", sa.String(), nullable=False),
         sa.Column("kind", sa.String(), nullable=False),
         sa.Column("tenant", sa.String(), nullable=False),

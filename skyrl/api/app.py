@@ -34,7 +34,13 @@ RESOURCES = (futures, sampling, training, weights, models, sessions, capabilitie
 
 def create_app(services: Services) -> FastAPI:
     """All routes over these services. Every error answer is `{"detail": sentence, "field": name or null}`."""
-    app = FastAPI(title="skyrl", version=__version__, description="A self-hosted server for the Tinker API")
+    app = FastAPI(
+        title="skyrl",
+        version=__version__,
+        description="A self-hosted server for the Tinker API",
+        docs_url=None,  # those pages load scripts from elsewhere; /openapi.json is there
+        redoc_url=None,
+    )
     for resource in RESOURCES:
         app.include_router(resource.router(services))
 

@@ -15,7 +15,7 @@ def tenant_of(request: Request) -> str:
     """Who owns what this request makes: a digest of its API key. Raises RequestError 401 without a key."""
     key = request.headers.get("x-api-key", "")
     if not key:
-        raise RequestError("send an API key in X-API-Key (any key that starts with 'tml-')", status=401)
+        raise RequestError("send an API key in X-API-Key", status=401)
     return hashlib.blake2b(key.encode(), digest_size=16).hexdigest()
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import signal
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Generator
 from functools import partial
 
 import uvicorn
@@ -152,10 +153,25 @@ async def open_services(runtime: Runtime) -> AsyncIterator[Services]:
         database.close()
 
 
+class _Server(uvicorn.Server):
+    """uvicorn without its signal handling, which ends the process before the services are closed."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None]:
+        yield
+
+
+async def _drain(server: uvicorn.Server, services: Services) -> None:
+    """No new samples, time for those in flight while their clients can still poll, then the end."""
+    await services.sampling.drain(DRAIN_S)
+    services.store.release_waiters()
+    server.should_exit = True
+
+
 async def serve(runtime: Runtime) -> None:
     config = runtime.config
     async with open_services(runtime) as services:
-        server = uvicorn.Server(
+        server = _Server(
             uvicorn.Config(
                 create_app(services),
                 host=config.host,
@@ -169,7 +185,16 @@ async def serve(runtime: Runtime) -> None:
                 server_header=False,
             )
         )
+        draining: list[asyncio.Task[None]] = []
+
+        def drain_once() -> None:
+            if not draining:
+                draining.append(asyncio.create_task(_drain(server, services)))
+
+        for ending in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(ending, drain_once)
         await server.serve()
+        await asyncio.gather(*draining)
 
 
 def main() -> None:

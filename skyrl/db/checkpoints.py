@@ -37,14 +37,13 @@ def exists(connection: Connection, path: TinkerPath) -> Any | None:
     return connection.execute(select(checkpoints).where(_at(path))).first()
 
 
-def put(connection: Connection, values: dict[str, Any]) -> str | None:
-    """Insert a row, or replace the one of that name; returns the directory that is no longer used."""
+def put(connection: Connection, values: dict[str, Any]) -> None:
+    """Insert a row, or replace the one of that name; the files of a replaced one are swept later."""
     path = TinkerPath(values["model_id"], values["kind"], values["name"])
     old = exists(connection, path)
     if old is not None:
         connection.execute(delete(checkpoints).where(checkpoints.c.id == old.id))
     connection.execute(insert(checkpoints), values)
-    return None if old is None else old.directory
 
 
 def pop_expired(connection: Connection, now: float) -> list[Any]:

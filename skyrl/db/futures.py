@@ -10,6 +10,7 @@ from sqlalchemy import ColumnElement, Connection, and_, bindparam, delete, func,
 
 from skyrl.db.tables import FutureRow, ModelRow
 from skyrl.futures.kinds import Kind
+from skyrl.wire.errors import ErrorCategory
 
 futures = FutureRow.__table__  # type: ignore[attr-defined]
 _models = ModelRow.__table__  # type: ignore[attr-defined]
@@ -44,6 +45,10 @@ class Outcome:
     result_format: str = "json"
     error: str | None = None
     error_category: str | None = None
+
+
+SESSION_ENDED = Outcome(error="the session has ended", error_category=ErrorCategory.USER)
+"""How the pending requests of a finished or expired session end."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -116,8 +116,8 @@ class Models:
             self._touched[model_id] = now
             await self._writer.execute(_TOUCH, {"model": model_id, "now": now})
 
-    def forget(self, model_ids: Sequence[str]) -> None:
-        for model_id in model_ids:
+    def forget_session(self, session_id: str) -> None:
+        for model_id in [model.id for model in self._known.values() if model.session_id == session_id]:
             self._known.pop(model_id, None)
             self._last_seq.pop(model_id, None)
             self._touched.pop(model_id, None)

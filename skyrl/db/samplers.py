@@ -6,15 +6,14 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Connection, and_, insert, select, update
+from sqlalchemy import Connection, insert, select
 
 from skyrl.db.database import Database
-from skyrl.db.tables import CheckpointRow, FutureRow, SamplingSessionRow
+from skyrl.db.tables import FutureRow, SamplingSessionRow
 from skyrl.db.writer import GroupCommitWriter
 
 samplers = SamplingSessionRow.__table__  # type: ignore[attr-defined]
 futures = FutureRow.__table__  # type: ignore[attr-defined]
-checkpoints = CheckpointRow.__table__  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,14 +62,6 @@ def add_sampler(connection: Connection, sampler: Sampler, seq_id: int) -> None:
         connection.execute(insert(samplers), sampler_values(sampler, seq_id))
 
 
-def close_samplers(connection: Connection, session_id: str) -> list[tuple[str, str]]:
-    """Close a session's sampling sessions; returns (name, path) of the adapters they used."""
-    mine = and_(samplers.c.session_id == session_id, samplers.c.status == "active")
-    rows = list(connection.execute(select(samplers).where(mine, samplers.c.adapter_name.is_not(None))))
-    connection.execute(update(samplers).where(mine).values(status="closed"))
-    return [(row.adapter_name, row.adapter_path) for row in rows]
-
-
 def adapter_in_use(connection: Connection, adapter_name: str) -> bool:
     """Whether a living sampling session can reach this adapter version, or a sample on it is still running."""
     living = select(samplers.c.id).where(samplers.c.adapter_name == adapter_name, samplers.c.status == "active")
@@ -82,12 +73,6 @@ def adapter_in_use(connection: Connection, adapter_name: str) -> bool:
         .where(samplers.c.adapter_name == adapter_name, futures.c.status == "pending")
     )
     return connection.execute(running.limit(1)).first() is not None
-
-
-def adapter_is_saved(connection: Connection, adapter_name: str) -> bool:
-    """Whether a named checkpoint holds this adapter version, so that its files must stay."""
-    saved = select(checkpoints.c.id).where(checkpoints.c.adapter_name == adapter_name)
-    return connection.execute(saved.limit(1)).first() is not None
 
 
 class Samplers:

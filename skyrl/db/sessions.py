@@ -102,8 +102,8 @@ class Sessions:
         if session.status != "active":
             return False
         session.status = to
-        self._known.pop(session.id, None)
         await self._writer.execute(_END, {"session": session.id, "to": to, "reason": reason, "detail": detail})
+        self._known.pop(session.id, None)  # not before: a look-up in between would find it active
         return True
 
     def silent(self, timeout_s: float) -> list[Session]:

@@ -17,20 +17,17 @@ from sqlalchemy import Connection, and_, select, update
 from skyrl.config import ServerConfig
 from skyrl.db.checkpoints import checkpoints, pop_expired
 from skyrl.db.database import Database
-from skyrl.db.futures import Outcome, futures, settle_where
+from skyrl.db.futures import SESSION_ENDED, futures, settle_where
 from skyrl.db.models import models
 from skyrl.db.samplers import adapter_in_use, samplers
 from skyrl.db.sessions import sessions
 from skyrl.engine.storage import id_of, is_scratch, remove
-from skyrl.wire.errors import ErrorCategory
 from skyrl.wire.paths import adapter_name_of
 
 logger = logging.getLogger(__name__)
 
 GRACE_S = 30.0
 """Between unloading an adapter and deleting its files; also how young an unknown directory is left alone."""
-
-ENDED = Outcome(error="the session has ended", error_category=ErrorCategory.USER)
 
 
 @dataclass(frozen=True)
@@ -61,7 +58,7 @@ def end_sessions(database: Database) -> Ended:
         model_ids = [row.id for row in connection.execute(select(models.c.id).where(mine))]
         connection.execute(update(models).where(mine).values(status="closed"))
         connection.execute(update(samplers).where(samplers.c.session_id.in_(session_ids)).values(status="closed"))
-        failed = settle_where(connection, futures.c.session_id.in_(session_ids), ENDED, time.time())
+        failed = settle_where(connection, futures.c.session_id.in_(session_ids), SESSION_ENDED, time.time())
         return Ended(model_ids, failed)
 
     ended = database.write(close)

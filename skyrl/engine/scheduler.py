@@ -37,8 +37,8 @@ class _ModelQueue:
 
 
 class Scheduler:
-    """Queues per model. In one turn every ready model gets a share of passes and then one barrier, so no model waits for
-    more than one share of each other. Whether models' passes are taken together or one model at a time is the loop's."""
+    """Queues per model. In one turn every ready model gets a share of passes and then one barrier: no model waits for
+    more than one share of each other. Whether models' passes are taken together or one by one is the loop's."""
 
     def __init__(self, pass_budget_bytes: int) -> None:
         self._budget = pass_budget_bytes

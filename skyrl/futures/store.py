@@ -90,6 +90,7 @@ class FutureStore:
         self._by_key: dict[Key, _Entry] = {}
         self._settled: OrderedDict[str, int] = OrderedDict()
         self._settled_bytes = 0
+        self._closing = False
         self._awaited: set[str] = set()
         """Pending requests that another process settles."""
 
@@ -124,7 +125,8 @@ class FutureStore:
     @staticmethod
     def _same(request_id: str, recorded: bytes, repeated: bytes, key: Key) -> str:
         if recorded != repeated:
-            raise RequestError(f"{key[2]} was used before for {key[1]} with another body", field="seq_id")
+            field = "model_seq_id" if key[0] == "command" and key[2] == 0 else "seq_id"
+            raise RequestError(f"{key[2]} was used before for {key[1]} with another body", field=field)
         return request_id
 
     @staticmethod
@@ -183,12 +185,16 @@ class FutureStore:
         if entry.tenant != tenant:
             raise KeyError(request_id)
         if entry.outcome is None:
+            if self._closing:
+                return None
             try:
                 async with asyncio.timeout(timeout_s):
                     await entry.settled.wait()
             except TimeoutError:
                 return None
         if entry.outcome is None:
+            if self._closing:
+                return None
             raise KeyError(request_id)
         return entry.outcome
 
@@ -221,6 +227,13 @@ class FutureStore:
             if (evicted := self._entries.get(old)) is not None:
                 self._drop(evicted)
 
+    def release_waiters(self) -> None:
+        """The process is about to end: whoever waits hears now that there is no result yet, and so does who comes."""
+        self._closing = True
+        for entry in self._entries.values():
+            if entry.outcome is None:
+                entry.settled.set()
+
     def drop_session(self, session_id: str) -> list[str]:
         """Forget a closed session's pending requests in memory; waiters hear that they are gone. Returns their ids."""
         dropped = [e for e in self._entries.values() if e.session_id == session_id and e.outcome is None]
@@ -228,6 +241,11 @@ class FutureStore:
             self._drop(entry)
             entry.settled.set()
         return [entry.id for entry in dropped]
+
+    async def fail_session(self, session_id: str) -> None:
+        """Settle a closed session's pending requests in the database; where there is an engine, it does so."""
+        pending = rows.futures.c.session_id == session_id
+        await self._writer.transact(lambda c: rows.settle_where(c, pending, rows.SESSION_ENDED, time.time()))
 
     async def look(self, request_ids: Iterable[str]) -> None:
         """Read outcomes that the engine has written, and resolve who waits for them."""

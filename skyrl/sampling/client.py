@@ -10,6 +10,7 @@ import asyncio
 import logging
 import random
 from collections import Counter
+from enum import Enum
 
 import msgspec
 
@@ -28,6 +29,7 @@ MAX_INTERRUPTIONS = 1
 MAX_ABORTS = 1
 MAX_RELOADS = 2
 BODY_EXCERPT = 200
+HEALTH_TIMEOUT_S = 5.0
 
 
 class _ErrorDetail(msgspec.Struct):
@@ -38,6 +40,14 @@ class _ErrorDetail(msgspec.Struct):
 
 class _ErrorBody(msgspec.Struct):
     error: _ErrorDetail | str
+
+
+class _Life(Enum):
+    """What a server's /health says of it. Servers without one are alive as long as they answer."""
+
+    ALIVE = "alive"
+    DYING = "dying"
+    GONE = "gone"
 
 
 class _Attempts:
@@ -98,6 +108,7 @@ class ForwardingClient:
             except Interrupted as error:
                 self._count_interruption(attempts, str(error))
                 failed, trouble = endpoint, f"no answer from {endpoint.url} ({error})"
+                await self._outlive(endpoint, attempts, deadline)
                 continue
             failed = None
             result = await self._take(answer, job, endpoint, attempts, deadline)
@@ -150,21 +161,29 @@ class ForwardingClient:
             self.counts["refused"] += 1
             raise FailedRequest(_message(answer), ErrorCategory.USER)
         self.counts["upstream_error"] += 1
-        # A dying vLLM fails everything in flight with 500, turns unhealthy and exits within about a second.
-        if answer.status >= 500 and await self._health(endpoint) in (None, 503):
+        if answer.status >= 500 and await self._life(endpoint) is not _Life.ALIVE:
             self._count_interruption(attempts, _describe(answer))
-            await self._back_off(attempts, deadline, "the inference server is dying")
-            while await self._health(endpoint) == 503:  # what is sent to it now only dies with it
-                await self._back_off(attempts, deadline, "the inference server is dying")
+            await self._outlive(endpoint, attempts, deadline)
             return None
         raise _server_failure(_describe(answer))
 
-    async def _health(self, endpoint: Endpoint) -> int | None:
-        """The status of the server's /health, None when it does not answer."""
+    async def _outlive(self, endpoint: Endpoint, attempts: _Attempts, deadline: float) -> None:
+        """Wait while a server is dying: what is sent to it now only dies with it.
+
+        vLLM then fails everything in flight with 500 or a reset, turns unhealthy and is gone within about a second.
+        """
+        await self._back_off(attempts, deadline, f"{endpoint.url} is dying")
+        while await self._life(endpoint) is _Life.DYING:
+            await self._back_off(attempts, deadline, f"{endpoint.url} is dying")
+
+    async def _life(self, endpoint: Endpoint) -> _Life:
         try:
-            return (await self._transport.get(f"{endpoint.url}/health", self._headers, 5.0)).status
-        except (NotAccepted, Interrupted):
-            return None
+            answer = await self._transport.get(f"{endpoint.url}/health", self._headers, HEALTH_TIMEOUT_S)
+        except NotAccepted:
+            return _Life.GONE
+        except Interrupted:
+            return _Life.DYING
+        return _Life.DYING if answer.status == 503 else _Life.ALIVE
 
     def _decode(self, answer: Answer, job: SampleJob) -> bytes:
         try:
@@ -205,6 +224,8 @@ class ForwardingClient:
             return  # the sample is sent again, and finds out whether the server is back
         if answer.status == 200 or (answer.status == 400 and b"already been loaded" in answer.body):
             return
+        if answer.status >= 500 and await self._life(endpoint) is not _Life.ALIVE:
+            return
         raise _server_failure(f"the inference server lost adapter {name} and cannot load it again: {_describe(answer)}")
 
     async def probe(self) -> str | None:
@@ -213,7 +234,7 @@ class ForwardingClient:
         if endpoint is None:
             return "no inference server has been published"
         try:
-            answer = await self._transport.get(f"{endpoint.url}/health", self._headers, 5.0)
+            answer = await self._transport.get(f"{endpoint.url}/health", self._headers, HEALTH_TIMEOUT_S)
         except (NotAccepted, Interrupted) as error:
             return f"{endpoint.url} cannot be reached ({error})"
         return None if answer.status == 200 else _describe(answer)

