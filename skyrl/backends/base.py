@@ -1,7 +1,8 @@
 """What a training backend is: the protocol between the engine and whatever runs forward, backward and the optimizer.
 
 Knows arrays and directories. Deliberately knows nothing of the database, the wire, request ids' life or vLLM. All
-methods are synchronous and are called from one thread; a backend with several ranks hides them behind these calls.
+methods are synchronous and are called from one thread, but for the two saves: they may come from other threads while
+passes and steps of other models run. A backend with several ranks hides them behind these calls.
 """
 
 from __future__ import annotations

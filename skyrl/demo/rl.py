@@ -19,12 +19,13 @@ from skyrl.tiny.corpus import Task, chat_prompt
 
 @dataclass(frozen=True)
 class Settings:
-    """Hyper-parameters of one run: `prompts` x `group` samples per step."""
+    """Hyper-parameters of one run: `prompts` x `group` samples per step, `epochs` updates on each step's samples."""
 
-    steps: int = 20
-    prompts: int = 8
-    group: int = 4
-    learning_rate: float = 3e-3
+    steps: int = 24
+    prompts: int = 3
+    group: int = 8
+    epochs: int = 2
+    learning_rate: float = 2e-3
     rank: int = 8
     max_tokens: int = 32
     seed: int = 0
@@ -49,7 +50,7 @@ def advantages(rewards: list[float]) -> list[float]:
 
 
 def datum(prompt: list[int], tokens: list[int], logprobs: list[float], advantage: float) -> types.Datum:
-    """One sampled answer for the importance-sampling loss: nothing is learnt from the prompt's own positions."""
+    """One sampled answer for the PPO loss: nothing is learnt from the prompt's own positions."""
     before = len(prompt) - 1
     return types.Datum(
         model_input=types.ModelInput.from_ints(prompt + tokens[:-1]),
@@ -94,9 +95,11 @@ def train(
                     data.append(datum(prompt, list(sequence.tokens), list(sequence.logprobs), advantage))
         sampled = time.perf_counter()
         if data:
-            passed = trainer.forward_backward(data, "importance_sampling")
-            stepped = trainer.optim_step(types.AdamParams(learning_rate=settings.learning_rate))
-            passed.result()
-            stepped.result()
+            updates = []
+            for _ in range(settings.epochs):
+                updates.append(trainer.forward_backward(data, "ppo"))
+                updates.append(trainer.optim_step(types.AdamParams(learning_rate=settings.learning_rate)))
+            for update in updates:
+                update.result()
         done = time.perf_counter()
         on_step(Step(index, float(np.mean(rewards)), len(rewards), sampled - started, done - sampled))

@@ -13,6 +13,7 @@ import time
 from dataclasses import asdict
 
 import tinker
+import transformers
 
 from skyrl.demo.rl import Settings, Step, train
 from skyrl.tiny.corpus import TASKS
@@ -26,6 +27,7 @@ def main() -> None:
     """Usage: tenant.py TASK API_KEY. A line of stdin is {"base_url", "base_model", "settings"}; its end is the end."""
     task = TASKS[sys.argv[1]]
     os.environ["TINKER_API_KEY"] = sys.argv[2]
+    assert transformers.AutoTokenizer  # imported lazily: now, and not within the first run
     say(event="up")
     for line in sys.stdin:
         order = json.loads(line)

@@ -9,12 +9,13 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 import httpx
 from sqlalchemy import Connection
+from sqlalchemy.exc import SQLAlchemyError
 
 from skyrl.backends.base import Backend
 from skyrl.background import repeat
@@ -31,7 +32,7 @@ from skyrl.engine.recovery import Snapshots
 from skyrl.engine.sampling import ColocatedSampler
 from skyrl.engine.scheduler import Scheduler
 from skyrl.futures.doorbell import Doorbell
-from skyrl.futures.kinds import ENGINE_KINDS, Kind
+from skyrl.futures.kinds import ENGINE_KINDS, SAVES, Kind
 from skyrl.inference.engine_group import EngineGroup
 from skyrl.inference.vllm_client import VllmError
 from skyrl.wire.results import encode_json
@@ -44,7 +45,9 @@ SAFETY_POLL_S = 2.0
 SWEEP_S = 10.0
 BYTES_PER_TOKEN = 20
 """A training token on the wire: 4 bytes of input, 8 of target, 4 each of logprob and advantage."""
-_POWER_SAFE_KINDS = frozenset({Kind.SAVE_WEIGHTS, Kind.SAVE_WEIGHTS_FOR_SAMPLER})
+BARRIER_COST = 5_000
+"""What a barrier counts for in a model's share: about what a pass over 250 tokens does."""
+OnThread = Callable[[Callable[[], Done]], Awaitable[Done]]
 
 
 class Engine:
@@ -72,10 +75,16 @@ class Engine:
         self.scheduler = Scheduler(2 * config.backend_config.trainer.micro_batch_tokens * BYTES_PER_TOKEN)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="backend")
         self._bell = asyncio.Event()
+        self._arrived = asyncio.Event()
+        self._reading = asyncio.Lock()
+        self._saves: set[asyncio.Task[None]] = set()
+        self._failure: BaseException | None = None
+        """What a save died of: no outcome of its own, but an engine that cannot go on."""
         self._stopping = False
         self._sessions_due = 0.0
 
     def ring(self, _words: Sequence[str] = ()) -> None:
+        self._arrived.set()
         self._bell.set()
 
     def stop(self) -> None:
@@ -85,8 +94,11 @@ class Engine:
 
     async def run(self) -> None:
         sweeping = asyncio.create_task(repeat("sweeping unused files", SWEEP_S, self._sweep))
+        listening = asyncio.create_task(self._listen())
         try:
             while not self._stopping:
+                if self._failure is not None:
+                    raise self._failure
                 self._bell.clear()
                 await self._read_log()
                 if not self.scheduler.has_work or time.monotonic() >= self._sessions_due:
@@ -99,14 +111,44 @@ class Engine:
                         await self._bell.wait()
         finally:
             sweeping.cancel()
-            await asyncio.gather(sweeping, return_exceptions=True)
+            listening.cancel()
+            await asyncio.gather(sweeping, listening, *self._saves, return_exceptions=True)
             self._thread.shutdown()
 
     async def on_backend(self, work: Callable[[], T]) -> T:
         """Run on the one thread that touches the backend."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
+    async def _listen(self) -> None:
+        """Hear what arrives during a turn: a save need not wait for it."""
+        while True:
+            await self._arrived.wait()
+            self._arrived.clear()
+            try:
+                await self._read_log()
+            except SQLAlchemyError:
+                logger.exception("new commands could not be read; the next turn tries again")
+
     async def _read_log(self) -> None:
+        """Queue what has arrived, and start the saves whose turn it is."""
+        async with self._reading:
+            await self._queue_new()
+        for command in self.scheduler.take_saves():
+            task = asyncio.create_task(self._run_save(command))
+            self._saves.add(task)
+            task.add_done_callback(self._save_ended)
+
+    async def _run_save(self, command: Command) -> None:
+        """A save in a thread of its own, beside other models' training: an RL loop's next samples wait for it."""
+        await self._run_barrier(command, asyncio.to_thread)
+
+    def _save_ended(self, task: asyncio.Task[None]) -> None:
+        self._saves.discard(task)
+        if not task.cancelled():
+            self._failure = self._failure or task.exception()
+        self.ring()  # what comes after it in its model's order may run now
+
+    async def _queue_new(self) -> None:
         """Queue what has arrived. Commands of a model that is closed or has failed fail at once."""
 
         def read(connection: Connection) -> tuple[list[Command], set[str]]:
@@ -124,21 +166,33 @@ class Engine:
             await self._settle([(c.request_id, failed(model_is_gone(c), c)) for c in refused])
 
     async def _turn(self) -> None:
-        """Every ready model's share of passes and its next barrier, then the samples that wait.
+        """A share of every ready model's commands, then the samples that wait.
 
-        Where the backend gains nothing from running models together, each model hears of its results before the next
-        one's turn: otherwise tenants would march in step, all training and then all sampling.
+        Where the backend gains nothing from running models together, a model's whole share comes before the next
+        model's: alternating command by command would finish all tenants at the same late moment, and they would march
+        in step ever after, all training and then all sampling (docs/decisions/shares.md).
         """
         ready = self.scheduler.ready_models()
-        groups = [ready] if self._backend.merges_passes else [[model_id] for model_id in ready]
-        for group in groups:
-            if passes := self.scheduler.take_passes(group):
-                await self._run_passes(passes)
-                await self._read_log()
-            for command in self.scheduler.take_barriers(group):
-                await self._run_barrier(command)
+        if self._backend.merges_passes:
+            await self._run_share(ready)
+        else:
+            for model_id in ready:
+                spent = 0
+                while spent < self.scheduler.budget and (cost := await self._run_share([model_id])):
+                    spent += cost
         if samples := self.scheduler.take_samples():
             await self._run_samples(samples)
+
+    async def _run_share(self, model_ids: Sequence[str]) -> int:
+        """Passes of these models, then one barrier of each; what that cost, in the scheduler's bytes."""
+        passes = self.scheduler.take_passes(model_ids)
+        if passes:
+            await self._run_passes(passes)
+        await self._read_log()
+        barriers = self.scheduler.take_barriers(model_ids)
+        for command in barriers:
+            await self._run_barrier(command)
+        return sum(command.size for command in passes) + BARRIER_COST * len(barriers)
 
     async def _bodies(self, commands: Sequence[Command]) -> dict[str, bytes]:
         ids = [command.request_id for command in commands]
@@ -151,14 +205,18 @@ class Engine:
         outcomes = await self.on_backend(lambda: run_passes(here, bodies, self._backend))
         logger.debug("%d passes in %.1f ms", len(here), (time.perf_counter() - started) * 1e3)
         await self._settle([(command.request_id, outcome) for command, outcome in outcomes])
+        self.scheduler.finish(commands)
 
-    async def _run_barrier(self, command: Command) -> None:
+    async def _run_barrier(self, command: Command, on_thread: OnThread | None = None) -> None:
         bodies = await self._bodies([command])
-        if command.request_id not in bodies:
-            return
+        if command.request_id in bodies:
+            await self._run_taken(command, bodies[command.request_id], on_thread or self.on_backend)
+        self.scheduler.finish([command])
+
+    async def _run_taken(self, command: Command, body: bytes, on_thread: OnThread) -> None:
         change: Change | None = None
         try:
-            done = await self.on_backend(lambda: self._barriers.run(command, bodies[command.request_id]))
+            done = await on_thread(lambda: self._barriers.run(command, body))
             outcome = Outcome(encode_json(done.result))
             change = done.change
             await self._publish_adapter(done)
@@ -166,8 +224,7 @@ class Engine:
             outcome, change = failed(error, command), None
             if command.seq_id == 0 and command.model_id is not None:
                 change = set_model(command.model_id, status="failed")
-        power_safe = command.kind in _POWER_SAFE_KINDS
-        await self._settle([(command.request_id, outcome)], change, power_safe=power_safe)
+        await self._settle([(command.request_id, outcome)], change, power_safe=command.kind in SAVES)
         if outcome.error is None:
             await self._snapshot(command)
 
@@ -196,8 +253,10 @@ class Engine:
         if self._sampler is None:
             gone = Outcome(error="this server forwards samples; send the sample again", error_category="server")
             await self._settle([(command.request_id, gone) for command in commands])
+            self.scheduler.finish(commands)
             return
         await self._settle(await self._sampler.run(commands, await self._bodies(commands)))
+        self.scheduler.finish(commands)
 
     async def _settle(
         self,

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from skyrl.engine.commands import Command
-from skyrl.futures.kinds import Kind
+from skyrl.futures.kinds import PASSES, SAVES, Kind
 
 
 @dataclass(slots=True)
@@ -37,14 +37,20 @@ class _ModelQueue:
 
 
 class Scheduler:
-    """Queues per model. In one turn every ready model gets a share of passes and then one barrier: no model waits for
-    more than one share of each other. Whether models' passes are taken together or one by one is the loop's."""
+    """Queues per model. `budget` bounds, in bytes of bodies, what one turn takes from the models it takes together.
 
-    def __init__(self, pass_budget_bytes: int) -> None:
-        self._budget = pass_budget_bytes
+    In a turn every ready model has its share: no model waits for more than one share of each other. Whether models'
+    passes are taken together or one by one is the loop's. What was taken is running until `finish`, and a model with
+    a running command has no next one.
+    """
+
+    def __init__(self, budget: int) -> None:
+        self.budget = budget
         self._queues: dict[str, _ModelQueue] = {}
         self._order: deque[str] = deque()
         self._samples: list[Command] = []
+        self._running: dict[int, Command] = {}
+        self._busy: set[str] = set()
 
     def open_model(self, model_id: str, next_seq: int = 0) -> None:
         if model_id not in self._queues:
@@ -71,16 +77,34 @@ class Scheduler:
 
     def ready_models(self) -> list[str]:
         """Models that have a next command, in this turn's order; the next turn begins with the next model."""
-        ready = [model_id for model_id in self._order if self._queues[model_id].head() is not None]
+        ready = [m for m in self._order if (head := self._next(m)) is not None and head.kind not in SAVES]
         self._order.rotate(-1)
         return ready
 
+    def _next(self, model_id: str) -> Command | None:
+        queue = self._queues.get(model_id)
+        return None if queue is None or model_id in self._busy else queue.head()
+
+    def _run(self, commands: list[Command]) -> list[Command]:
+        for command in commands:
+            self._running[command.n] = command
+            if command.model_id is not None:
+                self._busy.add(command.model_id)
+        return commands
+
+    def finish(self, commands: Sequence[Command]) -> None:
+        """These commands have been settled."""
+        for command in commands:
+            self._running.pop(command.n, None)
+            if command.model_id is not None:
+                self._busy.discard(command.model_id)
+
     def take_passes(self, model_ids: Sequence[str]) -> list[Command]:
         """The next batch of passes of these models, each model's in order, up to its next barrier and its share."""
-        ready = [m for m in model_ids if (queue := self._queues.get(m)) and (head := queue.head()) and head.is_pass]
+        ready = [m for m in model_ids if (head := self._next(m)) is not None and head.is_pass]
         if not ready:
             return []
-        share = self._budget // len(ready)
+        share = self.budget // len(ready)
         batch: list[Command] = []
         for model_id in ready:
             queue = self._queues[model_id]
@@ -88,29 +112,38 @@ class Scheduler:
             while (head := queue.head()) is not None and head.is_pass and (used == 0 or used + head.size <= share):
                 used += head.size
                 batch.append(queue.take())
-        return batch
+        return self._run(batch)
 
     def take_barriers(self, model_ids: Sequence[str]) -> list[Command]:
-        """One command of each of these models whose next one is no pass."""
-        ready = [m for m in model_ids if (queue := self._queues.get(m)) and (head := queue.head()) and not head.is_pass]
-        return [self._queues[model_id].take() for model_id in ready]
+        """One command of each of these models whose next one is neither a pass nor a save."""
+        kinds = PASSES | SAVES
+        ready = [m for m in model_ids if (head := self._next(m)) is not None and head.kind not in kinds]
+        return self._run([self._queues[model_id].take() for model_id in ready])
+
+    def take_saves(self) -> list[Command]:
+        """One command of each model whose next one is a save."""
+        ready = [m for m in self._order if (head := self._next(m)) is not None and head.kind in SAVES]
+        return self._run([self._queues[model_id].take() for model_id in ready])
 
     def take_samples(self) -> list[Command]:
         samples, self._samples = self._samples, []
-        return samples
+        return self._run(samples)
 
     def __contains__(self, model_id: str) -> bool:
         return model_id in self._queues
 
     @property
     def last_row(self) -> int:
-        """The highest row number of what is queued, 0 when nothing is: new commands have higher ones."""
+        """The highest row number of what is queued or running, 0 when nothing is: new commands have higher ones."""
         queued = (command.n for queue in self._queues.values() for command in queue.waiting.values())
-        return max(max(queued, default=0), max((command.n for command in self._samples), default=0))
+        samples = (command.n for command in self._samples)
+        return max(max(queued, default=0), max(samples, default=0), max(self._running, default=0))
 
     @property
     def has_work(self) -> bool:
-        return bool(self._samples) or any(queue.head() is not None for queue in self._queues.values())
+        """Whether a turn would do anything; saves are none of a turn's business."""
+        heads = (self._next(model_id) for model_id in self._order)
+        return bool(self._samples) or any(head is not None and head.kind not in SAVES for head in heads)
 
     @property
     def waiting(self) -> int:

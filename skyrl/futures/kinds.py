@@ -22,4 +22,7 @@ class Kind(StrEnum):
 PASSES = frozenset({Kind.FORWARD, Kind.FORWARD_BACKWARD})
 """Kinds the engine may run together; all others are barriers in their model's order."""
 
+SAVES = frozenset({Kind.SAVE_WEIGHTS, Kind.SAVE_WEIGHTS_FOR_SAMPLER})
+"""Barriers that only read their model, so that other models may train meanwhile."""
+
 ENGINE_KINDS = frozenset(Kind) - {Kind.EXTERNAL}

@@ -402,7 +402,7 @@ async def test_sessions_end_on_a_server_that_is_never_idle(harness: Harness, mon
         return step(*args)
 
     harness.backend.optim_step = watched  # type: ignore[method-assign]
-    ids = [await busy.optim_step(seq) for seq in range(2, 12)]
+    ids = [await busy.optim_step(seq) for seq in range(2, 102)]
     await busy.optim_step(1)
     for request_id in ids:
         await busy.result(request_id)

@@ -36,12 +36,18 @@ def scheduler(*commands: Command, budget: int = 1_000_000) -> Scheduler:
     return made
 
 
-MODELS = "abcdefm"
-
-
 def passes_of(queue: Scheduler) -> list[Command]:
-    """The passes of a new turn, of all ready models together."""
-    return queue.take_passes(queue.ready_models())
+    """The passes of a new turn, of all ready models together, settled."""
+    passes = queue.take_passes(queue.ready_models())
+    queue.finish(passes)
+    return passes
+
+
+def barriers_of(queue: Scheduler) -> list[Command]:
+    """The barriers and saves whose turn it is, settled."""
+    barriers = [*queue.take_saves(), *queue.take_barriers("abcdefm")]
+    queue.finish(barriers)
+    return barriers
 
 
 def places(commands: list[Command]) -> list[tuple[str | None, int | None]]:
@@ -68,10 +74,10 @@ def test_passes_go_up_to_the_next_barrier() -> None:
     queue = scheduler(command("m", 0), command("m", 1, Kind.FORWARD), barrier("m", 2), command("m", 3), barrier("m", 4))
     assert places(passes_of(queue)) == [("m", 0), ("m", 1)]
     assert passes_of(queue) == []
-    assert places(queue.take_barriers(MODELS)) == [("m", 2)]
-    assert queue.take_barriers(MODELS) == []
+    assert places(barriers_of(queue)) == [("m", 2)]
+    assert barriers_of(queue) == []
     assert places(passes_of(queue)) == [("m", 3)]
-    assert places(queue.take_barriers(MODELS)) == [("m", 4)]
+    assert places(barriers_of(queue)) == [("m", 4)]
     assert not queue.has_work
 
 
@@ -79,24 +85,24 @@ def test_passes_go_up_to_the_next_barrier() -> None:
 def test_everything_but_passes_is_a_barrier(kind: Kind) -> None:
     queue = scheduler(command("m", 0, kind), command("m", 1))
     assert passes_of(queue) == []
-    assert places(queue.take_barriers(MODELS)) == [("m", 0)]
+    assert places(barriers_of(queue)) == [("m", 0)]
 
 
 def test_one_barrier_per_model_and_turn() -> None:
     queue = scheduler(barrier("a", 0), barrier("a", 1), barrier("b", 0))
-    assert places(queue.take_barriers(MODELS)) == [("a", 0), ("b", 0)]
-    assert places(queue.take_barriers(MODELS)) == [("a", 1)]
+    assert places(barriers_of(queue)) == [("a", 0), ("b", 0)]
+    assert places(barriers_of(queue)) == [("a", 1)]
 
 
 def test_gap_holds_its_model_and_no_other() -> None:
     queue = scheduler(command("a", 0), command("a", 2), barrier("a", 3), command("b", 0), barrier("b", 1))
     assert places(passes_of(queue)) == [("a", 0), ("b", 0)]
-    assert places(queue.take_barriers(MODELS)) == [("b", 1)]
+    assert places(barriers_of(queue)) == [("b", 1)]
     assert not queue.has_work
     assert queue.waiting == 2
     queue.add(command("a", 1))
     assert places(passes_of(queue)) == [("a", 1), ("a", 2)]
-    assert places(queue.take_barriers(MODELS)) == [("a", 3)]
+    assert places(barriers_of(queue)) == [("a", 3)]
 
 
 def test_long_queue_does_not_delay_a_short_one() -> None:
@@ -166,7 +172,7 @@ def test_last_row_is_the_newest_that_still_waits() -> None:
     first, second, third = command("m", 5), command("m", 0), sample()
     queue = scheduler(first, second, third)
     assert queue.last_row == third.n
-    queue.take_samples()
+    queue.finish(queue.take_samples())
     passes_of(queue)
     assert queue.last_row == first.n
     queue.close_model("m")
@@ -187,7 +193,7 @@ def test_any_interleaving_keeps_every_models_order(seed: int) -> None:
         expected[each.model_id].append(each.seq_id)
     rng.shuffle(arrivals)
     queue, ran = Scheduler(1_000), defaultdict(list)
-    while arrivals or queue.has_work:
+    while arrivals or queue.waiting:
         for _ in range(rng.randint(0, 6)):
             if arrivals:
                 queue.add(arrivals.pop())
@@ -196,10 +202,33 @@ def test_any_interleaving_keeps_every_models_order(seed: int) -> None:
         for _ in range(rng.randint(0, 2)):  # the engine reads its log again between passes and barriers
             if arrivals:
                 queue.add(arrivals.pop())
-        barriers = queue.take_barriers(MODELS)
+        barriers = barriers_of(queue)
         assert not any(each.is_pass for each in barriers)
         assert len({each.model_id for each in barriers}) == len(barriers)
         for each in (*passes, *barriers):
             ran[each.model_id].append(each.seq_id)
     assert ran == expected
     assert queue.waiting == 0
+
+
+def test_a_model_has_no_next_command_while_one_runs() -> None:
+    queue = scheduler(command("m", 0), command("n", 0), barrier("m", 1))
+    running = queue.take_passes(["m"])
+    assert places(running) == [("m", 0)]
+    assert queue.ready_models() == ["n"]
+    assert queue.take_barriers(["m", "n"]) == []
+    assert queue.last_row >= running[0].n
+    queue.finish(running)
+    assert places(queue.take_barriers(["m"])) == [("m", 1)]
+
+
+def test_saves_are_no_part_of_a_turn() -> None:
+    queue = scheduler(command("m", 0, Kind.SAVE_WEIGHTS_FOR_SAMPLER), command("n", 0), command("m", 1))
+    assert queue.ready_models() == ["n"]
+    assert queue.take_barriers(["m"]) == []
+    saves = queue.take_saves()
+    assert places(saves) == [("m", 0)]
+    assert queue.take_saves() == []
+    assert queue.ready_models() == ["n"], "what comes after the save waits for it"
+    queue.finish(saves)
+    assert set(queue.ready_models()) == {"m", "n"}
