@@ -21,7 +21,7 @@ $(VENV)/bin/uv:
 	$(PY) -m pip install --quiet --disable-pip-version-check uv
 
 $(VENV)/.done: $(VENV)/bin/uv requirements/cpu.txt pyproject.toml
-	$(UV) pip install --quiet --python $(PY) $(TORCH) --no-deps -r requirements/cpu.txt
+	$(UV) pip install --quiet --compile-bytecode --python $(PY) $(TORCH) --no-deps -r requirements/cpu.txt
 	$(UV) pip install --quiet --python $(PY) --no-deps -e .
 	@touch $@
 

@@ -75,16 +75,18 @@ class Launcher:
         """Serve until `stop`; returns when no process of this server is left."""
         config = self._config
         _check_port(config)
-        directory = Path(tempfile.mkdtemp(prefix="skyrl-"))
         database = Database(config.database)
         try:
             await asyncio.to_thread(migrate, database)
             database.write(lambda c: engine_state.clear(c, "the engine is starting"))
-            await self._run_processes(stop, directory)
+            directory = Path(tempfile.mkdtemp(prefix="skyrl-"))
+            try:
+                await self._run_processes(stop, directory)
+            finally:
+                shutil.rmtree(directory, ignore_errors=True)
+                database.write(lambda c: engine_state.clear(c, "the server has stopped"))
         finally:
-            database.write(lambda c: engine_state.clear(c, "the server has stopped"))
             database.close()
-            shutil.rmtree(directory, ignore_errors=True)
 
     async def _run_processes(self, stop: asyncio.Event, directory: Path) -> None:
         config = self._config

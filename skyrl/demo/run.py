@@ -25,6 +25,9 @@ from skyrl.demo.tenants import Run, Tenant
 from skyrl.demo.view import live_view
 
 BASE_MODEL = "tiny"
+BACKEND_CONFIG = {"trainer.policy.model.lora.max_lora_rank": 8}
+"""vLLM pads every adapter to the highest rank it was started for; two adapters side by side decode 25 % faster at 8
+than at 32, on a CPU."""
 STATUS_S = 0.5
 
 
@@ -62,7 +65,8 @@ class Demo:
 
     def _server(self, stack: contextlib.ExitStack, state_dir: Path, *, colocated: bool) -> DemoServer:
         kind = "colocated" if colocated else "forwarding"
-        server = DemoServer(state_dir, backend_config={"trainer.placement.colocate_all": colocated})
+        config = {**BACKEND_CONFIG, "trainer.placement.colocate_all": colocated}
+        server = DemoServer(state_dir, backend_config=config)
         stack.callback(server.stop)
         with self._phase(f"start of the {kind} server"), self._console.status(f"starting the {kind} server"):
             server.start()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from concurrent.futures import ThreadPoolExecutor
+
 import psutil
 import pytest
 from transformers import PreTrainedTokenizerBase
@@ -38,14 +41,20 @@ def test_a_killed_engine_costs_no_training_and_no_samples(
     assert before + after == uninterrupted
 
 
+@pytest.mark.parametrize("victim", ["EngineCore", "vllm.entrypoints.openai.api_server"])
 def test_a_killed_vllm_costs_no_samples(
-    server: DemoServer, connect: ClientFactory, tokenizer: PreTrainedTokenizerBase
+    server: DemoServer, connect: ClientFactory, tokenizer: PreTrainedTokenizerBase, victim: str
 ) -> None:
     trainer = connect().create_lora_training_client(base_model="tiny", rank=8).result()
     prompt = tokenizer.encode("The old")
     train(trainer, [cross_entropy(prompt + tokenizer.encode(TEXT))], 4, 2e-2)
     sampler = trainer.save_weights_and_get_sampling_client().result()
     expected = greedy(sampler, prompt)
-    find_process(server, "EngineCore").kill()
-    assert greedy(sampler, prompt) == expected
+    with ThreadPoolExecutor(8) as pool:
+        in_flight = [pool.submit(greedy, sampler, prompt, 300) for _ in range(4)]
+        while server.status()["samples"]["in_flight"] < 4:
+            time.sleep(0.01)
+        find_process(server, victim).kill()
+        assert greedy(sampler, prompt) == expected
+        assert len({tuple(sample.result()) for sample in in_flight}) == 1
     server.wait_ready()

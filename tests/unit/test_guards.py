@@ -1,0 +1,39 @@
+"""Prompt logprobs that a GPU's vLLM would get wrong are refused, and nothing else is."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from skyrl.db.samplers import Sampler
+from skyrl.sampling.guards import UnembedGuard
+from skyrl.wire.errors import RequestError
+from skyrl.wire.requests import Chunk, ModelInput, SampleRequest
+
+PROMPT = ModelInput([Chunk(tokens=[1, 2])])
+
+
+def sampler(directory: Path | None, *targets: str) -> Sampler:
+    if directory is not None:
+        (directory / "adapter_config.json").write_text(json.dumps({"target_modules": list(targets)}))
+    name = None if directory is None else "m@1"
+    return Sampler("s:sample:0", "s", "tenant", "tiny", None, name, None if directory is None else str(directory))
+
+
+@pytest.mark.parametrize("field", ["prompt_logprobs", "topk_prompt_logprobs", "prompt_logprobs_last_n"])
+def test_prompt_logprobs_of_an_unembedding_adapter_are_refused_on_a_gpu(tmp_path: Path, field: str) -> None:
+    request = SampleRequest(prompt=PROMPT, **{field: 1})
+    with pytest.raises(RequestError) as refused:
+        UnembedGuard(enabled=True).check(request, sampler(tmp_path, "q_proj", "lm_head"))
+    assert refused.value.field == "prompt_logprobs"
+
+
+def test_everything_else_passes(tmp_path: Path) -> None:
+    wanted, plain = SampleRequest(prompt=PROMPT, prompt_logprobs=True), SampleRequest(prompt=PROMPT)
+    trained = sampler(tmp_path, "q_proj", "lm_head")
+    UnembedGuard(enabled=False).check(wanted, trained)
+    UnembedGuard(enabled=True).check(plain, trained)
+    UnembedGuard(enabled=True).check(wanted, sampler(None))
+    UnembedGuard(enabled=True).check(wanted, sampler(tmp_path, "q_proj", "down_proj"))
