@@ -163,6 +163,7 @@ class _Server(uvicorn.Server):
 
 async def _drain(server: uvicorn.Server, services: Services) -> None:
     """No new samples, time for those in flight while their clients can still poll, then the end."""
+    services.sampling.refuse_new()
     await services.sampling.drain(DRAIN_S)
     services.store.release_waiters()
     server.should_exit = True

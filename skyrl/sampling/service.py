@@ -86,7 +86,7 @@ class SampleService:
         self._base_name = base_name
         self._guard = guard
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._draining = False
+        self._stopping = False
         self.forwarded = 0
         self.to_engine = 0
 
@@ -95,7 +95,7 @@ class SampleService:
 
         Raises RequestError (400, 404, 429, 503); then nothing was recorded.
         """
-        if self._draining:
+        if self._stopping:
             raise RequestError("the server is stopping; send the sample again", status=503, retry_after_s=1)
         request = decode_json(SampleRequest, body)
         sampler = await self._resolve(request, tenant)
@@ -198,9 +198,12 @@ class SampleService:
     def in_flight(self) -> int:
         return len(self._tasks)
 
+    def refuse_new(self) -> None:
+        """From now on samples are answered 503: the server is stopping."""
+        self._stopping = True
+
     async def drain(self, grace_s: float) -> None:
-        """Take no more samples and let those in flight end; the next start forwards what is left after `grace_s`."""
-        self._draining = True
+        """Let samples in flight end; what is left after `grace_s` stays pending, and the next start forwards it."""
         if self._tasks:
             await asyncio.wait(list(self._tasks.values()), timeout=grace_s)
         left = list(self._tasks.values())

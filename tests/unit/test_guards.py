@@ -22,11 +22,19 @@ def sampler(directory: Path | None, *targets: str) -> Sampler:
     return Sampler("s:sample:0", "s", "tenant", "tiny", None, name, None if directory is None else str(directory))
 
 
-@pytest.mark.parametrize("field", ["prompt_logprobs", "topk_prompt_logprobs", "prompt_logprobs_last_n"])
-def test_prompt_logprobs_of_an_unembedding_adapter_are_refused_on_a_gpu(tmp_path: Path, field: str) -> None:
-    request = SampleRequest(prompt=PROMPT, **{field: 1})
+@pytest.mark.parametrize(
+    "request_",
+    [
+        SampleRequest(prompt=PROMPT, prompt_logprobs=True),
+        SampleRequest(prompt=PROMPT, topk_prompt_logprobs=1),
+        SampleRequest(prompt=PROMPT, prompt_logprobs_last_n=1),
+    ],
+)
+def test_prompt_logprobs_of_an_unembedding_adapter_are_refused_on_a_gpu(
+    tmp_path: Path, request_: SampleRequest
+) -> None:
     with pytest.raises(RequestError) as refused:
-        UnembedGuard(enabled=True).check(request, sampler(tmp_path, "q_proj", "lm_head"))
+        UnembedGuard(enabled=True).check(request_, sampler(tmp_path, "q_proj", "lm_head"))
     assert refused.value.field == "prompt_logprobs"
 
 
