@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -77,6 +78,7 @@ class Demo:
     def _forwarded(self, server: DemoServer, tenants: list[Tenant]) -> None:
         for tenant in tenants:
             tenant.wait_up()
+        self._warm_up(server, tenants)
         with self._phase("A beside B"):
             beside, self.findings.runs = self._beside(server, tenants, "A beside B, samples forwarded")
         with self._phase("A then B"):
@@ -88,6 +90,7 @@ class Demo:
         self.findings.forwarded, self.findings.engine_served = samples["forwarded"], samples["engine"]
 
     def _colocated(self, server: DemoServer, tenants: list[Tenant]) -> None:
+        self._warm_up(server, tenants)
         with self._phase("colocated: A beside B"):
             beside, _ = self._beside(server, tenants, "A beside B, everything through the engine loop")
         with self._phase("colocated: A then B"):
@@ -95,6 +98,14 @@ class Demo:
         self.findings.colocated_walls = Walls(serial, beside)
         with self._phase("colocated: sample latency"), self._console.status("measuring sample latency, colocated"):
             self.findings.colocated_latency = measure(server.url, BASE_MODEL, idle_samples=5)
+
+    def _warm_up(self, server: DemoServer, tenants: list[Tenant]) -> None:
+        """Two steps of each tenant that count for nothing: first times cost more, and only one order would pay."""
+        with self._console.status("warming up"):
+            for tenant in tenants:
+                tenant.start(server.url, BASE_MODEL, replace(self._settings, steps=2))
+            for tenant in tenants:
+                tenant.follow(Run(), lambda: None)
 
     def _beside(self, server: DemoServer, tenants: list[Tenant], title: str) -> tuple[float, dict[str, Run]]:
         """Wall-clock seconds, and the runs by tenant."""

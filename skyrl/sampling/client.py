@@ -108,7 +108,7 @@ class ForwardingClient:
             except Interrupted as error:
                 self._count_interruption(attempts, str(error))
                 failed, trouble = endpoint, f"no answer from {endpoint.url} ({error})"
-                await self._outlive(endpoint, attempts, deadline)
+                await self._outlive(endpoint, attempts, deadline, trouble)
                 continue
             failed = None
             result = await self._take(answer, job, endpoint, attempts, deadline)
@@ -163,18 +163,18 @@ class ForwardingClient:
         self.counts["upstream_error"] += 1
         if answer.status >= 500 and await self._life(endpoint) is not _Life.ALIVE:
             self._count_interruption(attempts, _describe(answer))
-            await self._outlive(endpoint, attempts, deadline)
+            await self._outlive(endpoint, attempts, deadline, "the inference server is dying")
             return None
         raise _server_failure(_describe(answer))
 
-    async def _outlive(self, endpoint: Endpoint, attempts: _Attempts, deadline: float) -> None:
+    async def _outlive(self, endpoint: Endpoint, attempts: _Attempts, deadline: float, trouble: str) -> None:
         """Wait while a server is dying: what is sent to it now only dies with it.
 
         vLLM then fails everything in flight with 500 or a reset, turns unhealthy and is gone within about a second.
         """
-        await self._back_off(attempts, deadline, f"{endpoint.url} is dying")
+        await self._back_off(attempts, deadline, trouble)
         while await self._life(endpoint) is _Life.DYING:
-            await self._back_off(attempts, deadline, f"{endpoint.url} is dying")
+            await self._back_off(attempts, deadline, trouble)
 
     async def _life(self, endpoint: Endpoint) -> _Life:
         try:

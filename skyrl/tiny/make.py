@@ -157,7 +157,8 @@ def train_model(tokenizer: Tokenizer) -> Qwen3ForCausalLM:
             optimizer.step()
         if step % 50 == 0 or step == STEPS - 1:
             print(f"step {step:4d}  loss {loss.item():.3f}  {time.monotonic() - began:.0f} s", flush=True)
-    return model.to(torch.bfloat16).eval()
+    model.bfloat16()
+    return model.eval()
 
 
 def save(tokenizer: Tokenizer, model: Qwen3ForCausalLM, out: Path) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 from fake_upstream import (
     FakeUpstream,
+    Received,
     Reply,
     after,
     close_mid_body,
@@ -583,7 +585,15 @@ async def test_dying_server_comes_back_elsewhere(client: ForwardingClient, upstr
 
 
 async def test_sample_that_kills_the_server_twice(client: ForwardingClient, upstream: FakeUpstream) -> None:
-    upstream.on_get = hang_up
+    """After each completion it is dying for some probes, then well again."""
+    probes: Counter[int] = Counter()
+
+    async def dies_and_returns(request: Received, writer: asyncio.StreamWriter) -> None:
+        deaths = len(upstream.completions)
+        probes[deaths] += 1
+        await (hang_up if probes[deaths] <= 3 else reply(200, ""))(request, writer)
+
+    upstream.on_get = dies_and_returns
     upstream.default = DEAD_ENGINE
     failed = await failure(client)
     assert failed.category is ErrorCategory.SERVER
