@@ -21,9 +21,10 @@ TEXT = "The old fox watches the river at dawn."
 
 def test_rl_improves_reward(connect: ClientFactory) -> None:
     steps: list[Step] = []
-    train_rl(connect(), "tiny", TASKS["count"], Settings(steps=12), steps.append)
+    settings = Settings(steps=12, prompts=8, group=8, epochs=1, learning_rate=3e-3)
+    train_rl(connect(), "tiny", TASKS["count"], settings, steps.append)
     rewards = [step.reward for step in steps]
-    assert np.mean(rewards[-3:]) > np.mean(rewards[:3]) + 0.08, rewards
+    assert np.mean(rewards[-3:]) > np.mean(rewards[:3]) + 0.15, rewards
 
 
 def test_sft_lowers_loss(connect: ClientFactory, tokenizer: PreTrainedTokenizerBase) -> None:
