@@ -21,11 +21,11 @@ from skyrl.tiny.corpus import Task, chat_prompt
 class Settings:
     """Hyper-parameters of one run: `prompts` x `group` samples per step, `epochs` updates on each step's samples."""
 
-    steps: int = 30
-    prompts: int = 2
+    steps: int = 26
+    prompts: int = 3
     group: int = 8
     epochs: int = 2
-    learning_rate: float = 2.5e-3
+    learning_rate: float = 2e-3
     rank: int = 8
     max_tokens: int = 32
     seed: int = 0
