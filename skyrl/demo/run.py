@@ -137,9 +137,14 @@ class Demo:
             ThreadPoolExecutor(len(tenants)) as pool,
         ):
             following = [pool.submit(tenant.follow, runs[tenant.name], lambda: None) for tenant in tenants]
-            while not all(future.done() for future in following):
-                done.wait(STATUS_S)
-                live.update(render(server.status()), refresh=True)
+            try:
+                while not all(future.done() for future in following):
+                    done.wait(STATUS_S)
+                    live.update(render(server.status()), refresh=True)
+            except BaseException:
+                for tenant in tenants:
+                    tenant.kill()  # ends `follow`, for which the pool waits on the way out
+                raise
             for future in following:
                 future.result()
 
@@ -165,7 +170,7 @@ def run_demo(out: Path, settings: Settings, *, compare: bool) -> int:
     def interrupt(_signal: int, _frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
-    for ending in (signal.SIGTERM, signal.SIGHUP):
+    for ending in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(ending, interrupt)
     try:
         return Demo(console, out, settings, compare=compare).run()

@@ -96,6 +96,9 @@ class Tenant:
             run.add(event)
             on_step()
 
+    def kill(self) -> None:
+        self._process.kill()
+
     def stop(self) -> None:
         if self._process.stdin is not None:
             self._process.stdin.close()
