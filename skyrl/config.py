@@ -159,6 +159,12 @@ def parse_backend_config(value: dict[str, Any]) -> BackendConfig:
         raise ConfigError(f"backend-config: '{where}': {what} (got {first['input']!r})") from error
 
 
+class LossesConfig(_Strict):
+    """`stable_reinforce` has no published formula: refused, or served as cispo, which sessions and metrics then say."""
+
+    stable_reinforce: Literal["refuse", "cispo"] = "refuse"
+
+
 class ServerConfig(BaseSettings):
     """Everything `skyrl serve` takes. Times are seconds, sizes bytes."""
 
@@ -168,6 +174,10 @@ class ServerConfig(BaseSettings):
     """Directory or hub name of the base model; None serves the tiny model that ships with skyrl."""
     served_model_names: tuple[str, ...] = ()
     """Names clients may use for the base model; empty means `base_model` itself (`tiny` for the tiny model)."""
+    tokenizer_id: str | None = None
+    """What clients load a tokenizer by, where the base model's name does not say it to them: a hub name, or a directory
+    that is there on their machines."""
+    losses: LossesConfig = Field(default_factory=LossesConfig)  # pyright: ignore[reportArgumentType]
     backend: BackendName = "fsdp"
     backend_config: BackendConfig = Field(default_factory=BackendConfig)
     host: str = "127.0.0.1"

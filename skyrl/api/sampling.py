@@ -33,9 +33,10 @@ def router(services: Services) -> APIRouter:
             saved = await services.checkpoints.find(path, tenant)
             if saved is None or saved.adapter_name is None:
                 raise NotFound(f"no sampler weights {wanted.model_path!r}", field="model_path")
+            services.check_base_model(saved.base_model, "model_path")
             base_model, adapter_name, adapter_path = saved.base_model, saved.adapter_name, saved.directory
-            if wanted.base_model is not None and wanted.base_model != base_model:
-                raise RequestError(f"model_path was trained from {base_model!r}", field="base_model")
+            if wanted.base_model is not None:
+                services.check_base_model(wanted.base_model)  # any of its names: there is one base model
         elif wanted.base_model is not None:
             base_model = services.check_base_model(wanted.base_model)
         else:

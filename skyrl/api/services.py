@@ -40,20 +40,32 @@ class Services:
             raise RequestError(f"session {session_id!r} is {session.status}", field="session_id", status=410)
         return session
 
-    def check_base_model(self, name: str) -> str:
-        """The name, if this server serves it. Raises RequestError listing what there is."""
+    def check_base_model(self, name: str, field: str = "base_model") -> str:
+        """The name, if this server serves it. Raises RequestError naming `field` and listing what there is."""
         served = (*self.config.served_names, self.config.base_model_path)
         if name not in served:
             raise RequestError(
                 f"{name!r} is not served here; there is: {', '.join(self.config.served_names)}",
-                field="base_model",
+                field=field,
             )
         return name
 
     def tokenizer_name(self, base_model: str) -> str:
-        """What clients on this machine load a tokenizer by: a plain alias would send them to the model hub."""
+        """What clients load a tokenizer by: `tokenizer_id`, or a name with an organisation, or else the directory, which
+        clients on this machine have: a plain alias would send them to the model hub."""
+        if self.config.tokenizer_id is not None:
+            return self.config.tokenizer_id
         path = self.config.base_model_path
         return path if "/" not in base_model and Path(path).is_dir() else base_model
+
+    def session_warning(self) -> str | None:
+        """What every user of this server should know before they train."""
+        if self.config.losses.stable_reinforce == "cispo":
+            return (
+                "stable_reinforce has no published formula: this server computes cispo for it, with cispo's clip "
+                "thresholds and without its per-sequence terms (metric stable_reinforce_is_cispo:max)"
+            )
+        return None
 
     def check_trainable(self) -> None:
         if self.config.backend == "none":

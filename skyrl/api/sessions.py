@@ -22,7 +22,9 @@ def router(services: Services) -> APIRouter:
         tenant = tenant_of(request)
         wanted = decode_json(CreateSessionRequest, await read_body(request, max_bytes))
         session = await services.sessions.create(tenant, wanted.tags or [], wanted.user_metadata, wanted.sdk_version)
-        return reply({"type": "create_session", "session_id": session.id})
+        warning = services.session_warning()
+        notice = {} if warning is None else {"warning_message": warning}
+        return reply({"type": "create_session", "session_id": session.id} | notice)
 
     @routes.post("/session_heartbeat")
     async def heartbeat(request: Request) -> Response:

@@ -17,10 +17,14 @@ from skyrl.tiny import model_path
 
 ClientFactory = Callable[..., tinker.ServiceClient]
 
+ALIAS = "Qwen/Qwen3.5-4B"
+"""A second name of the served model: clients that know models by their hub names ask for this one."""
+
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DemoServer]:
-    running = DemoServer(tmp_path_factory.mktemp("server"))
+    names = ("--served-model-name", "tiny", "--served-model-name", ALIAS)
+    running = DemoServer(tmp_path_factory.mktemp("server"), *names)
     running.start()
     try:
         running.wait_ready()

@@ -64,14 +64,19 @@ def base_path(architecture: str = "qwen3") -> str:
 
 
 def make_backend(
-    architecture: str = "qwen3", *, micro_batch_tokens: int = 4096, merge: bool = False, **trainer: Any
+    architecture: str = "qwen3",
+    *,
+    micro_batch_tokens: int = 4096,
+    merge: bool = False,
+    losses: dict[str, str] | None = None,
+    **trainer: Any,
 ) -> FsdpBackend:
     settings = {
         "trainer.micro_batch_tokens": micro_batch_tokens,
         "trainer.merge_passes": merge,
         **{f"trainer.{k}": v for k, v in trainer.items()},
     }
-    config = load_config({"base_model": base_path(architecture), "backend_config": settings})
+    config = load_config({"base_model": base_path(architecture), "backend_config": settings, "losses": losses})
     return FsdpBackend(config)
 
 

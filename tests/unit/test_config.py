@@ -34,6 +34,7 @@ SERVER_KEYS = {
     "forwarding_zero_fill_logprobs",
     "host",
     "log_level",
+    "losses",
     "max_body_bytes",
     "max_pending_sample_bytes",
     "max_pending_samples",
@@ -44,6 +45,7 @@ SERVER_KEYS = {
     "snapshot_interval_s",
     "state_dir",
     "threads",
+    "tokenizer_id",
 }
 BACKEND_KEYS = {
     "generator.inference_engine.engine_init_kwargs",

@@ -239,3 +239,19 @@ def test_deleting_a_model_forgets_it() -> None:
     assert isinstance(outcome, InvalidRequest)
     backend.create_model("m", spec(4))
     assert backend.optim_step("m", AdamParams()) == {}
+
+
+def test_stable_reinforce_served_as_cispo_is_cispo_and_says_so(tmp_path: Path) -> None:
+    backend = make_backend(losses={"stable_reinforce": "cispo"})
+    backend.create_model("asked", spec(seed=1))
+    backend.create_model("meant", spec(seed=1))
+    asked, meant = ok(backend.run([train("asked", rl(0, 9), "stable_reinforce"), train("meant", rl(0, 9), "cispo")]))
+    assert asked.metrics == meant.metrics | {"stable_reinforce_is_cispo:max": 1.0}
+    assert_same(saved(backend, "asked", tmp_path / "asked"), saved(backend, "meant", tmp_path / "meant"))
+
+
+def test_stable_reinforce_takes_no_key_that_cispo_does_not_honour() -> None:
+    backend = make_backend(losses={"stable_reinforce": "cispo"})
+    backend.create_model("m", spec())
+    with pytest.raises(InvalidRequest, match="kl_coeff"):
+        backend.check(train("m", rl(0, 9), "stable_reinforce", kl_coeff=0.1))

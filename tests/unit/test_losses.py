@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from skyrl.backends.fsdp.losses import LOSSES, REFUSED, LossInputs
+from skyrl.backends.fsdp.losses import LOSSES, REFUSED, LossInputs, served_losses
 
 Arrays = dict[str, np.ndarray]
 COUNT, SIZE = 3, 24
@@ -166,3 +166,11 @@ def test_names_and_defaults_are_frozen() -> None:
         "gspo": {"clip_low_threshold": 1 - 3e-4, "clip_high_threshold": 1 + 4e-4},
     }
     assert set(REFUSED) == {"stable_reinforce", "custom"}
+
+
+def test_stable_reinforce_is_cispo_only_when_the_operator_says_so_and_then_it_is_told() -> None:
+    assert "stable_reinforce" not in served_losses("refuse")
+    served = served_losses("cispo")["stable_reinforce"]
+    assert served.function is LOSSES["cispo"].function
+    assert served.config == LOSSES["cispo"].config
+    assert served.notice == "stable_reinforce_is_cispo:max"

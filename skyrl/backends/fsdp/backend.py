@@ -23,6 +23,7 @@ from skyrl.backends.base import (
 from skyrl.backends.fsdp import checks, state
 from skyrl.backends.fsdp.adapter import Adapter
 from skyrl.backends.fsdp.lora import trained_targets
+from skyrl.backends.fsdp.losses import served_losses
 from skyrl.backends.fsdp.model import BaseModel
 from skyrl.backends.fsdp.optimizer import adamw_step
 from skyrl.backends.fsdp.packing import cut
@@ -54,6 +55,7 @@ class FsdpBackend:
             gradient_checkpointing=config.backend_config.trainer.gradient_checkpointing,
         )
         self._limits = self._base.limits(config.backend_config.inference.max_model_len)
+        self._losses = served_losses(config.losses.stable_reinforce)
         self._adapters: dict[str, Adapter] = {}
 
     @property
@@ -80,7 +82,7 @@ class FsdpBackend:
 
     def check(self, training_pass: TrainingPass) -> None:
         self._adapter(training_pass.model_id)
-        checks.check_pass(training_pass, self._limits)
+        checks.check_pass(training_pass, self._limits, self._losses)
 
     def run(self, passes: Sequence[TrainingPass]) -> list[PassResult | Exception]:
         """One outcome per pass, in order; gradients are added in the order of `passes`.
@@ -127,7 +129,7 @@ class FsdpBackend:
             self.check(training_pass)
         except InvalidRequest as error:
             return error
-        return RunningPass(training_pass, self._adapter(training_pass.model_id))
+        return RunningPass(training_pass, self._adapter(training_pass.model_id), self._losses[training_pass.loss_fn])
 
 
 def _prepare_device(threads: int) -> torch.device:

@@ -11,12 +11,12 @@ from collections.abc import Mapping
 import numpy as np
 
 from skyrl.backends.base import AdamParams, Datum, InvalidRequest, LoraSpec, ModelLimits, TrainingPass
-from skyrl.backends.fsdp.losses import LOSSES, REFUSED, Loss
+from skyrl.backends.fsdp.losses import REFUSED, Loss
 
 
-def check_pass(training_pass: TrainingPass, limits: ModelLimits) -> None:
+def check_pass(training_pass: TrainingPass, limits: ModelLimits, losses: Mapping[str, Loss]) -> None:
     """Raise InvalidRequest: unknown loss or key, wrong shape, dtype or value, tokens or lengths beyond the model."""
-    loss = known_loss(training_pass.loss_fn)
+    loss = known_loss(training_pass.loss_fn, losses)
     loss_config(training_pass.loss_fn, loss, training_pass.loss_config)
     if not training_pass.data:
         raise InvalidRequest("data: must hold at least one datum")
@@ -29,13 +29,13 @@ def check_pass(training_pass: TrainingPass, limits: ModelLimits) -> None:
             raise InvalidRequest(f"data[{index}]: {error}") from None
 
 
-def known_loss(name: str) -> Loss:
+def known_loss(name: str, losses: Mapping[str, Loss]) -> Loss:
     """The loss called `name`. Raises InvalidRequest listing the known ones."""
+    if (loss := losses.get(name)) is not None:
+        return loss
     if name in REFUSED:
         raise InvalidRequest(f"loss_fn: {name} is not available: {REFUSED[name]}")
-    if name not in LOSSES:
-        raise InvalidRequest(f"loss_fn: no loss {name!r}; there are: {', '.join(LOSSES)}")
-    return LOSSES[name]
+    raise InvalidRequest(f"loss_fn: no loss {name!r}; there are: {', '.join(losses)}")
 
 
 def loss_config(name: str, loss: Loss, given: Mapping[str, float]) -> dict[str, float]:

@@ -9,7 +9,8 @@ and one LOSSES entry.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -44,7 +45,8 @@ class Loss:
     """`required` inputs besides target_tokens; `optional` ones with their default; `config` keys with theirs.
 
     `per_target`: target_tokens may be [N, K], all inputs then too. `ratio_mask`: an input that must not be
-    all zero for a datum that has advantages.
+    all zero for a datum that has advantages. `notice`: a metric, 1.0 in every pass, that says what was computed
+    instead of what was asked for.
     """
 
     function: LossFunction
@@ -53,6 +55,7 @@ class Loss:
     config: Mapping[str, float] = field(default_factory=dict)
     per_target: bool = False
     ratio_mask: str | None = None
+    notice: str | None = None
 
 
 def cross_entropy(lp: Tensor, inputs: LossInputs, config: Mapping[str, float]) -> LossValue:
@@ -135,7 +138,15 @@ LOSSES: dict[str, Loss] = {
 }
 
 REFUSED: dict[str, str] = {
-    "stable_reinforce": "its formula is unpublished; use importance_sampling, ppo or cispo",
+    "stable_reinforce": "its formula is unpublished; use importance_sampling, ppo or cispo, or ask the operator for "
+    'losses.stable_reinforce = "cispo", which serves cispo under this name',
     "custom": "losses traced on the client and run on the server are not supported; "
     "use forward_backward_custom, which runs the loss on the client",
 }
+
+
+def served_losses(stable_reinforce: Literal["refuse", "cispo"]) -> dict[str, Loss]:
+    """Losses by name. With "cispo", that one also answers to `stable_reinforce`, and every pass's metrics say so."""
+    if stable_reinforce == "refuse":
+        return dict(LOSSES)
+    return {**LOSSES, "stable_reinforce": replace(LOSSES["cispo"], notice="stable_reinforce_is_cispo:max")}

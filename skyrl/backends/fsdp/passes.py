@@ -22,7 +22,7 @@ from skyrl.backends.fsdp.adapter import Adapter
 from skyrl.backends.fsdp.checks import loss_config
 from skyrl.backends.fsdp.logprobs import Targets, target_logprobs
 from skyrl.backends.fsdp.lora import LoraSegment
-from skyrl.backends.fsdp.losses import LOSSES, Loss, LossInputs, LossValue
+from skyrl.backends.fsdp.losses import Loss, LossInputs, LossValue
 from skyrl.backends.fsdp.metrics import Tally
 from skyrl.backends.fsdp.model import BaseModel
 
@@ -33,13 +33,17 @@ class RunningPass:
 
     training_pass: TrainingPass
     adapter: Adapter
+    loss: Loss
     tally: Tally = field(default_factory=Tally)
     logprobs: list[npt.NDArray[np.float32]] = field(default_factory=list)
     gradient: Tensor | None = None
     error: Exception | None = None
 
     def outcome(self) -> PassResult | Exception:
-        return self.error or PassResult(self.logprobs, self.tally.metrics())
+        if self.error is not None:
+            return self.error
+        notice = {} if self.loss.notice is None else {self.loss.notice: 1.0}
+        return PassResult(self.logprobs, self.tally.metrics() | notice)
 
 
 @dataclass(frozen=True)
@@ -53,7 +57,7 @@ class Slice:
 
     @property
     def loss(self) -> Loss:
-        return LOSSES[self.running.training_pass.loss_fn]
+        return self.running.loss
 
 
 @dataclass(frozen=True)
