@@ -10,6 +10,7 @@ import asyncio
 import logging
 import random
 from collections import Counter
+from dataclasses import replace
 from enum import Enum
 
 import msgspec
@@ -17,6 +18,7 @@ import msgspec
 from skyrl.sampling import completion
 from skyrl.sampling.endpoint import Endpoint, EndpointResolver
 from skyrl.sampling.job import SampleJob
+from skyrl.sampling.served_context import ServedContext
 from skyrl.sampling.transport import Answer, CompletionTransport, Interrupted, NotAccepted
 from skyrl.wire.errors import ErrorCategory, FailedRequest
 
@@ -80,12 +82,16 @@ class ForwardingClient:
         if api_key is not None:
             self._headers["Authorization"] = f"Bearer {api_key}"
         self._loading: dict[tuple[str, int, str], asyncio.Task[None]] = {}
+        self._context = ServedContext(transport, self._headers)
         self.counts: Counter[str] = Counter()
 
-    async def sample(self, job: SampleJob) -> bytes:
-        """The encoded SampleResponse. Raises FailedRequest with vLLM's message (user) or what went wrong (server)."""
+    async def sample(self, job: SampleJob) -> completion.SampleAnswer:
+        """The encoded SampleResponse, with its token counts.
+
+        Raises FailedRequest with vLLM's message (user) or what went wrong (server).
+        """
         deadline = asyncio.get_running_loop().time() + self._deadline_s
-        body = completion.encode_request(job)
+        body = None if job.max_tokens is None else completion.encode_request(job)
         headers = {**self._headers, "X-Session-ID": job.session_key}
         attempts = _Attempts()
         failed: Endpoint | None = None
@@ -99,7 +105,8 @@ class ForwardingClient:
             if remaining <= 0:
                 raise _server_failure(f"gave up after {self._deadline_s:g} s: {trouble}")
             try:
-                answer = await self._transport.post(endpoint.url + completion.PATH, body, headers, remaining)
+                asked = body or completion.encode_request(await self._fitting(job, endpoint, remaining))
+                answer = await self._transport.post(endpoint.url + completion.PATH, asked, headers, remaining)
             except NotAccepted as error:
                 self.counts["not_accepted"] += 1
                 failed, trouble = endpoint, f"{endpoint.url} cannot be reached ({error})"
@@ -114,6 +121,11 @@ class ForwardingClient:
             result = await self._take(answer, job, endpoint, attempts, deadline)
             if result is not None:
                 return result
+
+    async def _fitting(self, job: SampleJob, endpoint: Endpoint, timeout_s: float) -> SampleJob:
+        """A job without `max_tokens`, with what fits this server."""
+        room = await self._context.length(endpoint, timeout_s) - len(job.prompt)
+        return replace(job, max_tokens=max(1, room))
 
     def _count_interruption(self, attempts: _Attempts, what: str) -> None:
         self.counts["interrupted"] += 1
@@ -130,7 +142,7 @@ class ForwardingClient:
 
     async def _take(
         self, answer: Answer, job: SampleJob, endpoint: Endpoint, attempts: _Attempts, deadline: float
-    ) -> bytes | None:
+    ) -> completion.SampleAnswer | None:
         """The result, or None when the request is to be sent again."""
         if 200 <= answer.status < 300:
             try:
@@ -185,7 +197,7 @@ class ForwardingClient:
             return _Life.DYING
         return _Life.DYING if answer.status == 503 else _Life.ALIVE
 
-    def _decode(self, answer: Answer, job: SampleJob) -> bytes:
+    def _decode(self, answer: Answer, job: SampleJob) -> completion.SampleAnswer:
         try:
             try:
                 return completion.decode_answer(answer.body, job)

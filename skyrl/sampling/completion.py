@@ -1,27 +1,42 @@
 """The codec between a sample job and vLLM: requests it understands, answers that are believed only if they are whole.
 
-Knows the body of `/v1/completions`. Knows nothing of connections, retries or futures.
+Knows the body of `/v1/completions` (`prompt_answer` its rows for the prompt). Knows nothing of connections, retries or
+futures.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 import msgspec
 
 from skyrl.sampling.job import SampleJob
+from skyrl.sampling.prompt_answer import MalformedAnswer, PromptAnswer, PromptRow, best, prompt_scores
 from skyrl.wire.results import SampledSequence, SampleResult, TopkRow, encode_sample
 
 PATH = "/v1/completions"
 TOKEN_ID_PREFIX = "token_id:"
-
-
-class MalformedAnswer(Exception):
-    """A 2xx answer that cannot be a completion, or not a whole one."""
+MINUS_INFINITY = -9999.0
+"""What vLLM writes for it, since JSON has none."""
 
 
 class MissingLogprobs(MalformedAnswer):
     """Tokens without their log-probabilities."""
+
+
+@dataclass(frozen=True, slots=True)
+class SampleAnswer:
+    """A decoded answer: the encoded SampleResponse, and what it cost in tokens.
+
+    `prompt_tokens` counts the prompt once, whatever `num_samples` is; `cached_tokens` of it came from the prefix
+    cache, 0 where the server does not say; `sampled_tokens` is the sum over the sequences in `body`.
+    """
+
+    body: bytes
+    prompt_tokens: int
+    cached_tokens: int
+    sampled_tokens: int
 
 
 class AbortedAnswer(Exception):
@@ -33,16 +48,12 @@ class _Logprobs(msgspec.Struct):
     top_logprobs: list[dict[str, float] | None] | None = None
 
 
-class _PromptCell(msgspec.Struct):
-    logprob: float
-
-
 class _Choice(msgspec.Struct):
     index: int = 0
     finish_reason: str | None = None
     token_ids: list[int] | None = None
     logprobs: _Logprobs | None = None
-    prompt_logprobs: list[dict[str, _PromptCell] | None] | None = None
+    prompt_logprobs: list[PromptRow] | None = None
 
 
 class _CachedTokens(msgspec.Struct):
@@ -81,8 +92,11 @@ def encode_request(job: SampleJob) -> bytes:
         params["stop_token_ids"] = job.stop_token_ids
     if job.ignore_eos:
         params["ignore_eos"] = True
-    if job.prompt_logprobs or job.topk_prompt:
+    scores = prompt_scores(job)
+    if job.prompt_logprobs or job.topk_prompt or scores is not None:
         params["prompt_logprobs"] = job.topk_prompt
+    if scores is not None:
+        params["vllm_xargs"] = scores.to_xargs()
     if job.topk_sample:
         params["return_tokens_as_token_ids"] = True  # top-k keyed by text would merge tokens that look alike
     return _encoder.encode(
@@ -90,8 +104,8 @@ def encode_request(job: SampleJob) -> bytes:
     )
 
 
-def decode_answer(body: bytes, job: SampleJob, *, zero_fill: bool = False) -> bytes:
-    """The SampleResponse for a 2xx answer.
+def decode_answer(body: bytes, job: SampleJob, *, zero_fill: bool = False) -> SampleAnswer:
+    """The SampleResponse for a 2xx answer, with its token counts.
 
     `zero_fill` accepts tokens without logprobs and gives them 0.0. Raises MalformedAnswer, MissingLogprobs,
     AbortedAnswer.
@@ -113,18 +127,26 @@ def decode_answer(body: bytes, job: SampleJob, *, zero_fill: bool = False) -> by
         raise MalformedAnswer(f"not token ids: {error}") from error
 
 
-def _encode(choices: list[_Choice], usage: _Usage | None, job: SampleJob, zero_fill: bool) -> bytes:
+def _encode(choices: list[_Choice], usage: _Usage | None, job: SampleJob, zero_fill: bool) -> SampleAnswer:
     sequences = [_sequence(choice, job, zero_fill) for choice in choices]
     if job.greedy:
         sequences = sequences * job.num_samples
     details = usage.prompt_tokens_details if usage is not None else None
+    prompt = PromptAnswer(choices[0].prompt_logprobs, job)
     result = SampleResult(
         sequences,
-        _prompt_logprobs(choices[0], job) if job.prompt_logprobs else None,
-        _prompt_topk(choices[0], job) if job.topk_prompt else None,
+        prompt.logprobs(),
+        prompt.topk(),
         (details.cached_tokens or 0) if details is not None else 0,
+        prompt.target_logprobs(),
+        prompt.alternatives(),
     )
-    return encode_sample(result, topk_sample=job.topk_sample, topk_prompt=job.topk_prompt)
+    return SampleAnswer(
+        encode_sample(result, topk_sample=job.topk_sample, topk_prompt=job.topk_prompt),
+        prompt_tokens=len(job.prompt),
+        cached_tokens=result.cached_tokens,
+        sampled_tokens=sum(len(sequence.tokens) for sequence in sequences),
+    )
 
 
 def _sequence(choice: _Choice, job: SampleJob, zero_fill: bool) -> SampledSequence:
@@ -155,43 +177,11 @@ def _sample_topk(choice: _Choice, k: int) -> list[TopkRow]:
     rows = (choice.logprobs.top_logprobs if choice.logprobs is not None else None) or []
     if len(rows) != len(choice.token_ids or []):
         raise MalformedAnswer("top_logprobs do not match the tokens")
-    return [_best((int(key.removeprefix(TOKEN_ID_PREFIX)), lp) for key, lp in (row or {}).items())[:k] for row in rows]
-
-
-def _best(cells: Any) -> TopkRow:
-    return sorted(cells, key=lambda cell: -cell[1])
-
-
-def _prompt_rows(choice: _Choice, job: SampleJob) -> list[dict[str, _PromptCell] | None]:
-    rows = choice.prompt_logprobs
-    if rows is None or len(rows) != len(job.prompt):
-        raise MalformedAnswer(f"{0 if rows is None else len(rows)} prompt logprobs for {len(job.prompt)} tokens")
-    return rows
-
-
-def _first_scored(job: SampleJob) -> int:
-    """The first prompt position whose values the client wants; position 0 has none."""
-    last_n = job.prompt_logprobs_last_n
-    return 1 if last_n is None else max(1, len(job.prompt) - last_n)
-
-
-def _prompt_logprobs(choice: _Choice, job: SampleJob) -> list[float | None]:
-    rows = _prompt_rows(choice, job)
-    values: list[float | None] = [None] * len(rows)
-    for index in range(_first_scored(job), len(rows)):
-        cell = (rows[index] or {}).get(str(job.prompt[index]))
-        if cell is None:
-            raise MalformedAnswer(f"no logprob for prompt token {index}")
-        values[index] = cell.logprob
-    return values
-
-
-def _prompt_topk(choice: _Choice, job: SampleJob) -> list[TopkRow | None]:
-    """The k best per position; the prompt's own token, always in the row, is dropped when it is not among them."""
-    first = _first_scored(job)
     return [
-        None
-        if row is None or index < first
-        else _best((int(token), cell.logprob) for token, cell in row.items())[: job.topk_prompt]
-        for index, row in enumerate(_prompt_rows(choice, job))
+        best(
+            (int(key.removeprefix(TOKEN_ID_PREFIX)), logprob)
+            for key, logprob in (row or {}).items()
+            if logprob > MINUS_INFINITY  # cut off by top_p or top_k
+        )[:k]
+        for row in rows
     ]

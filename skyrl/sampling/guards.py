@@ -1,4 +1,4 @@
-"""Requests that the inference server would answer with wrong numbers, refused before it can."""
+"""Requests that the inference server cannot answer, or would answer with wrong numbers, refused before it gets them."""
 
 from __future__ import annotations
 
@@ -6,34 +6,49 @@ import json
 from pathlib import Path
 
 from skyrl.db.samplers import Sampler
+from skyrl.inference.features import InferenceFeatures
 from skyrl.wire.errors import RequestError
 from skyrl.wire.requests import SampleRequest
 
+VLLM_MAX_TEMPERATURE = 2.0
 
-class UnembedGuard:
-    """On GPUs vLLM 0.32 leaves an adapter's lm_head out of most prompt logprobs, and says nothing.
 
-    Its LoRA kernels are prepared for one logits row per request, not for the prompt's rows (on CPUs the plugin of
-    skyrl mends the same fault). Sampled logprobs are right. With `enabled`, prompt logprobs of an adapter that trained
-    its unembedding are refused.
-    """
+class FeatureGuard:
+    """Checks requests against what the inference server can do."""
 
-    def __init__(self, *, enabled: bool) -> None:
-        self._enabled = enabled
+    def __init__(self, features: InferenceFeatures) -> None:
+        self._features = features
         self._trains_unembed: dict[str, bool] = {}
 
     def check(self, request: SampleRequest, sampler: Sampler) -> None:
-        """Raises RequestError naming prompt_logprobs. Reads the adapter's configuration once."""
-        wanted = request.prompt_logprobs or request.topk_prompt_logprobs or request.prompt_logprobs_last_n is not None
-        if not self._enabled or not wanted or sampler.adapter_path is None:
-            return
-        trains = self._trains_unembed.get(sampler.adapter_path)
-        if trains is None:
-            adapter = json.loads((Path(sampler.adapter_path) / "adapter_config.json").read_text())
-            trains = self._trains_unembed[sampler.adapter_path] = "lm_head" in adapter["target_modules"]
-        if trains:
+        """Raises RequestError naming the field. Reads an adapter's configuration once."""
+        if not self._features.prompt_scores:
+            for field in ("target_prompt_logprobs", "prompt_alt_tokens_k"):
+                if getattr(request, field):
+                    raise RequestError(
+                        "needs skyrl's plugin in vLLM on a CPU, which this inference server is not", field=field
+                    )
+        temperature = request.sampling_params.temperature
+        if temperature > VLLM_MAX_TEMPERATURE and not self._features.any_temperature:
+            raise RequestError(
+                f"must be in [0, {VLLM_MAX_TEMPERATURE:g}] with this inference server, got {temperature}",
+                field="sampling_params.temperature",
+            )
+        wants_prompt_logprobs = request.prompt_logprobs or request.topk_prompt_logprobs
+        if wants_prompt_logprobs and not self._features.unembed_prompt_logprobs and self._has_unembed(sampler):
+            # vLLM's LoRA kernels on GPUs are prepared for one row of logits per request, not for the prompt's rows,
+            # and leave lm_head out of most. Sampled logprobs are right; on a CPU the plugin mends the same fault.
             raise RequestError(
                 "vLLM computes them wrongly on a GPU for adapters that train the unembedding; create the model with "
                 "train_unembed=False to have them",
                 field="prompt_logprobs",
             )
+
+    def _has_unembed(self, sampler: Sampler) -> bool:
+        if sampler.adapter_path is None:
+            return False
+        trains = self._trains_unembed.get(sampler.adapter_path)
+        if trains is None:
+            adapter = json.loads((Path(sampler.adapter_path) / "adapter_config.json").read_text())
+            trains = self._trains_unembed[sampler.adapter_path] = "lm_head" in adapter["target_modules"]
+        return trains

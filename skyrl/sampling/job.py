@@ -5,12 +5,17 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import numpy as np
+
 from skyrl.wire.errors import RequestError
 from skyrl.wire.requests import SampleRequest, tokens_of
+from skyrl.wire.tensors import Stored, stored_from_json
 
 MAX_NUM_SAMPLES = 4096
 MAX_TOPK = 64
 """The bound that the managed vLLM is started with (`--max-logprobs`)."""
+MAX_PROMPT_SCORES = 2**17
+"""Named tokens and draws of one request, times 1 + topk_prompt_logprobs (as vLLM sends them)."""
 MAX_STOP_STRINGS = 64
 """The bound that the managed vLLM is started with (its default is 4)."""
 MAX_SEED = 2**63 - 2**15
@@ -30,7 +35,9 @@ class SampleJob:
     """A checked request. `model` is what vLLM calls the adapter version, or the base model's name.
 
     `stop` is None (only EOS ends), a list of strings, or a list of token ids (both: EOS ends too); `ignore_eos` is the
-    client's empty stop list. `seed` is in [0, 2**63 - 2**15). `max_tokens` fits the context.
+    client's empty stop list. `seed` is in [0, 2**63 - 2**15). `max_tokens` fits the context. `target` holds token ids
+    (int64, -1 for none) as a tensor with one row per prompt token but the first; `alternatives` is how many tokens to
+    draw in the place of each of those.
     """
 
     request_id: str
@@ -51,14 +58,17 @@ class SampleJob:
     prompt_logprobs_last_n: int | None
     topk_prompt: int
     topk_sample: int
+    target: Stored | None = None
+    alternatives: int = 0
 
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0
 
 
-def check_request(request: SampleRequest, limits: Limits) -> list[int]:
-    """The prompt's token ids. Raises RequestError naming the field, for all that can be known before sampling."""
+def check_request(request: SampleRequest, limits: Limits) -> tuple[list[int], Stored | None]:
+    """The prompt's token ids and the target's tensor. Raises RequestError naming the field, for all that can be known
+    before sampling."""
     params = request.sampling_params
     prompt = tokens_of(request.prompt)
     if limits.vocab_size is not None and (min(prompt) < 0 or max(prompt) >= limits.vocab_size):
@@ -72,8 +82,10 @@ def check_request(request: SampleRequest, limits: Limits) -> list[int]:
     _bounded("num_samples", request.num_samples, 1, MAX_NUM_SAMPLES)
     if params.max_tokens is not None and params.max_tokens < 1:
         raise RequestError(f"must be at least 1, got {params.max_tokens}", field="sampling_params.max_tokens")
-    if not (math.isfinite(params.temperature) and 0.0 <= params.temperature <= 2.0):
-        raise RequestError(f"must be in [0, 2], got {params.temperature}", field="sampling_params.temperature")
+    if not (math.isfinite(params.temperature) and params.temperature >= 0.0):
+        raise RequestError(
+            f"must be 0 (greedy) or a positive number, got {params.temperature}", field="sampling_params.temperature"
+        )
     if not 0.0 < params.top_p <= 1.0:
         raise RequestError(f"must be in (0, 1], got {params.top_p}", field="sampling_params.top_p")
     if params.top_k < -1:
@@ -82,19 +94,60 @@ def check_request(request: SampleRequest, limits: Limits) -> list[int]:
         raise RequestError("must fit 64 bits", field="sampling_params.seed")
     _bounded("topk_sample_logprobs", request.topk_sample_logprobs, 0, MAX_TOPK)
     _bounded("topk_prompt_logprobs", request.topk_prompt_logprobs, 0, MAX_TOPK)
-    if request.prompt_logprobs_last_n is not None and request.prompt_logprobs_last_n < 1:
-        raise RequestError("must be at least 1", field="prompt_logprobs_last_n")
-    if request.target_prompt_logprobs is not None and bytes(request.target_prompt_logprobs) != b"null":
-        raise RequestError("is not served by this version", field="target_prompt_logprobs")
-    if request.prompt_alt_tokens_k:
-        raise RequestError("is not served by this version", field="prompt_alt_tokens_k")
+    _check_last_n(request, len(prompt))
+    target = _target(request, len(prompt), limits)
+    _check_scores(request, len(prompt), target)
     _stop_lists(params.stop, limits)
-    return prompt
+    return prompt, target
 
 
 def _bounded(field: str, value: int, low: int, high: int) -> None:
     if not low <= value <= high:
         raise RequestError(f"must be in [{low}, {high}], got {value}", field=field)
+
+
+def _check_last_n(request: SampleRequest, length: int) -> None:
+    field = "prompt_logprobs_last_n"
+    if request.prompt_logprobs_last_n is None:
+        return
+    if not request.prompt_logprobs:
+        raise RequestError("applies to prompt logprobs; set prompt_logprobs too", field=field)
+    _bounded(field, request.prompt_logprobs_last_n, 1, length - 1)
+
+
+def _target(request: SampleRequest, length: int, limits: Limits) -> Stored | None:
+    field = "target_prompt_logprobs"
+    if request.target_prompt_logprobs is None:
+        return None
+    target = stored_from_json(request.target_prompt_logprobs, field)
+    if target.values.dtype != np.int64:
+        raise RequestError("must be an int64 tensor of token ids", field=field)
+    if len(target.shape) != 2 or target.shape[0] != length - 1:
+        raise RequestError(
+            f"must have the shape [{length - 1}, K] for a prompt of {length} tokens, got {list(target.shape)}",
+            field=field,
+        )
+    highest = 2**31 if limits.vocab_size is None else limits.vocab_size
+    wrong = target.values[(target.values < -1) | (target.values >= highest)]
+    if len(wrong):
+        raise RequestError(f"token id {wrong[0]} is neither -1 nor in [0, {highest})", field=field)
+    if not (target.values >= 0).any():
+        raise RequestError("must name at least one token id", field=field)
+    return target
+
+
+def _check_scores(request: SampleRequest, length: int, target: Stored | None) -> None:
+    _bounded("prompt_alt_tokens_k", request.prompt_alt_tokens_k, 0, MAX_TOPK)
+    named = 0 if target is None else int((target.values >= 0).sum())
+    drawn = request.prompt_alt_tokens_k * (length - 1)
+    columns = 1 + request.topk_prompt_logprobs
+    if (named + drawn) * columns > MAX_PROMPT_SCORES:
+        beside = "" if columns == 1 else f" beside topk_prompt_logprobs={request.topk_prompt_logprobs}"
+        raise RequestError(
+            f"{named} target ids and {drawn} draws are more than the {MAX_PROMPT_SCORES // columns} that one request "
+            f"may ask for{beside}",
+            field="target_prompt_logprobs" if named >= drawn else "prompt_alt_tokens_k",
+        )
 
 
 def _stop_lists(stop: str | list[str | int] | None, limits: Limits) -> tuple[list[str], list[int]]:
@@ -123,7 +176,7 @@ def make_job(
     limits: Limits,
 ) -> SampleJob:
     """The job for a request that `check_request` has passed (it is checked again, which costs little)."""
-    prompt = check_request(request, limits)
+    prompt, target = check_request(request, limits)
     params = request.sampling_params
     strings, ids = _stop_lists(params.stop, limits)
     max_tokens = params.max_tokens
@@ -145,8 +198,10 @@ def make_job(
         stop_strings=strings,
         stop_token_ids=ids,
         ignore_eos=params.stop == [],
-        prompt_logprobs=bool(request.prompt_logprobs) or request.prompt_logprobs_last_n is not None,
+        prompt_logprobs=bool(request.prompt_logprobs),
         prompt_logprobs_last_n=request.prompt_logprobs_last_n,
         topk_prompt=request.topk_prompt_logprobs,
         topk_sample=request.topk_sample_logprobs,
+        target=target,
+        alternatives=request.prompt_alt_tokens_k,
     )

@@ -14,17 +14,21 @@ from typing import Any
 from skyrl.db.futures import Outcome
 from skyrl.db.samplers import Sampler, Samplers
 from skyrl.db.sessions import Sessions
+from skyrl.db.usage import UsageCounter, UsageKey, sample_amounts
 from skyrl.futures.doorbell import Doorbell
 from skyrl.futures.ids import sample_sequence_ids
-from skyrl.futures.kinds import Kind
+from skyrl.futures.kinds import SAMPLES, Kind
 from skyrl.futures.store import FutureStore, NewRequest
 from skyrl.sampling.client import ForwardingClient
-from skyrl.sampling.guards import UnembedGuard
+from skyrl.sampling.completion import SampleAnswer
+from skyrl.sampling.guards import FeatureGuard
 from skyrl.sampling.job import Limits, SampleJob, check_request, make_job
 from skyrl.wire.errors import ErrorCategory, FailedRequest, NotFound, RequestError
 from skyrl.wire.requests import SampleRequest, decode_json
 
 logger = logging.getLogger(__name__)
+
+CANCELLED = Outcome(error="cancelled by the client", error_category=ErrorCategory.USER)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +78,8 @@ class SampleService:
         limits: Callable[[], Limits],
         admission: Admission,
         base_name: str,
-        guard: UnembedGuard,
+        guard: FeatureGuard,
+        usage: UsageCounter,
     ) -> None:
         self._store = store
         self._samplers = samplers
@@ -85,6 +90,7 @@ class SampleService:
         self._admission = admission
         self._base_name = base_name
         self._guard = guard
+        self._usage = usage
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._stopping = False
         self.forwarded = 0
@@ -120,7 +126,7 @@ class SampleService:
             if new:
                 job = job_for(request, request_id, sampler, limits, self._base_name)
                 if self._client is not None:
-                    self._start(job, len(body))
+                    self._start(job, sampler, len(body))
                     started = True
                 elif self._engine is not None:
                     self.to_engine += 1
@@ -133,19 +139,23 @@ class SampleService:
     async def _resolve(self, request: SampleRequest, tenant: str) -> Sampler:
         if request.sampling_session_id is None:
             raise RequestError("is missing: create a sampling session first", field="sampling_session_id")
-        sampler = self._samplers.cached(request.sampling_session_id, tenant)
+        return await self.open_sampler(request.sampling_session_id, tenant)
+
+    async def open_sampler(self, sampling_session_id: str, tenant: str, field: str = "sampling_session_id") -> Sampler:
+        """The tenant's sampling session, if its session is active. Raises NotFound naming `field`."""
+        sampler = self._samplers.cached(sampling_session_id, tenant)
         if sampler is None:
-            sampler = await self._samplers.find(request.sampling_session_id, tenant)
+            sampler = await self._samplers.find(sampling_session_id, tenant)
         if sampler is None:
-            raise NotFound(f"no sampling session {request.sampling_session_id!r}", field="sampling_session_id")
+            raise NotFound(f"no sampling session {sampling_session_id!r}", field=field)
         # Its row is closed later, by the engine. Not 410: that would make the SDK send the sample again for ever.
         session = await self._sessions.find(sampler.session_id, tenant)
         if session is None or session.status != "active":
-            raise NotFound(f"the session of {request.sampling_session_id!r} has ended", field="sampling_session_id")
+            raise NotFound(f"the session of {sampling_session_id!r} has ended", field=field)
         return sampler
 
-    def _start(self, job: SampleJob, size: int) -> None:
-        task = asyncio.create_task(self._forward(job), name=f"forward-{job.request_id}")
+    def _start(self, job: SampleJob, sampler: Sampler, size: int) -> None:
+        task = asyncio.create_task(self._forward(job, sampler), name=f"forward-{job.request_id}")
         self._tasks[job.request_id] = task
 
         def done(_: asyncio.Task[None]) -> None:
@@ -154,10 +164,12 @@ class SampleService:
 
         task.add_done_callback(done)
 
-    async def _forward(self, job: SampleJob) -> None:
+    async def _forward(self, job: SampleJob, sampler: Sampler) -> None:
         assert self._client is not None
         try:
-            outcome = Outcome(await self._client.sample(job), "proto:sample")
+            answer = await self._client.sample(job)
+            outcome = Outcome(answer.body, "proto:sample")
+            self._usage.count(usage_of(answer, sampler))
             self.forwarded += 1
         except FailedRequest as error:
             outcome = Outcome(error=error.message, error_category=error.category)
@@ -186,13 +198,28 @@ class SampleService:
             return
         self._admission.requests += 1
         self._admission.bytes += len(row.body)
-        self._start(job, len(row.body))
+        self._start(job, sampler, len(row.body))
 
     def cancel(self, request_ids: list[str]) -> None:
         """Stop forwarding these; closing the connection frees vLLM."""
         for request_id in request_ids:
             if (task := self._tasks.get(request_id)) is not None:
                 task.cancel()
+
+    async def cancel_future(self, request_id: str, tenant: str) -> None:
+        """End a pending sample as cancelled; one that has ended stays as it is.
+
+        Raises NotFound, and RequestError for a request that is no sample: a training command cannot be taken back.
+        """
+        try:
+            kind = await self._store.kind_of(request_id, tenant)
+        except KeyError as error:
+            raise NotFound(f"no request {request_id!r}", field="request_id") from error
+        if kind not in SAMPLES:
+            raise RequestError(f"{request_id!r} is no sample, and only samples can be cancelled", field="request_id")
+        if self._store.is_pending(request_id):  # when it has a result, that is just being written
+            self.cancel([request_id])
+        await self._store.end(request_id, CANCELLED)
 
     @property
     def in_flight(self) -> int:
@@ -212,6 +239,18 @@ class SampleService:
         if left:
             logger.info("%d samples in flight are left for the next start", len(left))
             await asyncio.gather(*left, return_exceptions=True)
+
+
+def usage_of(answer: SampleAnswer, sampler: Sampler) -> dict[UsageKey, int]:
+    """What a sample counts as in its tenant's usage."""
+    return sample_amounts(
+        sampler.tenant,
+        sampler.session_id,
+        sampler.base_model,
+        prompt=answer.prompt_tokens,
+        cached=answer.cached_tokens,
+        sampled=answer.sampled_tokens,
+    )
 
 
 def job_for(request: SampleRequest, request_id: str, sampler: Sampler, limits: Limits, base_name: str) -> SampleJob:

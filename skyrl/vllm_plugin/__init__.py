@@ -1,7 +1,8 @@
 """vLLM general plugin: loaded by vLLM itself, in its API server, engine core and workers.
 
-Does four things: no process of vLLM outlives its parent; every endpoint asks for the API key; LoRA on a CPU is
-right (see `punica_cpu`); and a CPU engine core is forked from the API server instead of importing everything again.
+Does five things: no process of vLLM outlives its parent; every endpoint asks for the API key; any temperature is
+taken; on a CPU, LoRA is right (see `punica_cpu`) and prompts are scored with more than vLLM's own logprobs (see
+`xargs`); and a CPU engine core is forked from the API server instead of importing everything again.
 Knows vLLM's internals, of exactly the versions it was tested with: it patches no other, and says so. Knows nothing
 of the rest of skyrl.
 """
@@ -15,9 +16,10 @@ import os
 import signal
 import sys
 
+from skyrl.vllm_plugin.versions import TESTED_VERSIONS
+
 logger = logging.getLogger("vllm.skyrl_plugin")
 
-TESTED_VERSIONS = ("0.32.",)
 FORK_ENGINE_VARIABLE = "SKYRL_VLLM_FORK_ENGINE"
 """Environment variable; "1" asks for a forked engine core (CPU and a single-process executor only)."""
 
@@ -43,6 +45,9 @@ def register() -> None:
             vllm.__version__,
         )
         return
+    from skyrl.vllm_plugin.temperature import allow_any_temperature
+
+    allow_any_temperature()
     if parent is None:
         _guard_all_endpoints()
     if current_platform.is_cpu():

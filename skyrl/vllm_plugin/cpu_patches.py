@@ -1,7 +1,8 @@
-"""Installs skyrl's LoRA wrapper and the forked engine core into vLLM 0.32 on a CPU.
+"""Installs skyrl's LoRA wrapper, its prompt logprobs and the forked engine core into vLLM 0.32 on a CPU.
 
-Knows three places inside vLLM: which LoRA wrapper the platform names, how the runner asks for logits of prompt
-rows, and where the platform sets the start method of processes. Knows no LoRA arithmetic (that is `punica_cpu`).
+Knows three places inside vLLM: which LoRA wrapper the platform names, how the runner scores prompt rows, and where the
+platform sets the start method of processes. Knows no LoRA arithmetic (that is `punica_cpu`) and not what is scored
+(that is `prompt_scores`).
 """
 
 from __future__ import annotations
@@ -11,6 +12,9 @@ from typing import Any
 
 import torch
 from vllm.platforms.cpu import CpuPlatform
+from vllm.v1.outputs import LogprobsTensors
+
+from skyrl.vllm_plugin.prompt_scores import ScoredPrompt, scored_prompt
 
 WRAPPER = "skyrl.vllm_plugin.punica_cpu.GroupedPunicaWrapperCPU"
 
@@ -26,10 +30,11 @@ def apply(*, fork_engine: bool) -> None:
 
 
 def _patch_prompt_logprobs() -> None:
-    """Tell the wrapper which rows of the forward pass the logits of a prompt belong to.
+    """Tell the wrapper which rows of the forward pass the logits of a prompt belong to, and score what was asked.
 
-    The runner asks for them one request at a time, with a slice of the pass's hidden states: the slice's place
-    in that tensor is the place of its rows in the batch's row-to-adapter map (a part of a prompt included).
+    The runner asks for logits one request at a time, with a slice of the pass's hidden states: the slice's place
+    in that tensor is the place of its rows in the batch's row-to-adapter map (a part of a prompt included). Of the
+    logits it makes logprobs, and gathers some; there the plugin gathers its own.
     """
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
@@ -37,25 +42,65 @@ def _patch_prompt_logprobs() -> None:
 
     original = CPUModelRunner._get_prompt_logprobs_dict
 
-    def patched(runner: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if not runner.num_prompt_logprobs or not runner.lora_config:
-            return original(runner, hidden_states, *args, **kwargs)
+    def patched(runner: Any, hidden_states: torch.Tensor, num_scheduled_tokens: dict[str, int]) -> Any:
+        scored = _scored_prompts(runner, num_scheduled_tokens)
+        if not scored and not (runner.num_prompt_logprobs and runner.lora_config):
+            return original(runner, hidden_states, num_scheduled_tokens)
         model, compute_logits = runner.model, runner.model.compute_logits
+        sampler, gather_logprobs = runner.sampler, runner.sampler.gather_logprobs
         first, step = int(hidden_states.storage_offset()), int(hidden_states.stride(0))
+        start = 0
 
         def of_prompt(rows: torch.Tensor) -> torch.Tensor:
+            nonlocal start
             assert rows.untyped_storage().data_ptr() == hidden_states.untyped_storage().data_ptr()
             start = (int(rows.storage_offset()) - first) // step
+            if not runner.lora_config:
+                return compute_logits(rows)
             with prompt_rows(slice(start, start + rows.shape[0])):
                 return compute_logits(rows)
 
-        model.compute_logits = of_prompt
+        def and_score(logprobs: torch.Tensor, *args: Any) -> Any:
+            if (prompt := scored.get(start)) is not None:
+                prompt.add(logprobs)
+            return gather_logprobs(logprobs, *args)
+
+        model.compute_logits, sampler.gather_logprobs = of_prompt, and_score
         try:
-            return original(runner, hidden_states, *args, **kwargs)
+            return original(runner, hidden_states, num_scheduled_tokens)
         finally:
-            del model.compute_logits
+            del model.compute_logits, sampler.gather_logprobs
 
     CPUModelRunner._get_prompt_logprobs_dict = patched  # type: ignore[method-assign]
+
+
+def _scored_prompts(runner: Any, num_scheduled_tokens: dict[str, int]) -> dict[int, ScoredPrompt]:
+    """The prompts of this pass of which more is asked than vLLM gives, by their first row in it.
+
+    Their answer goes into the tensors that the runner keeps with the request while its prompt is being computed; it
+    only makes them where there are none yet.
+    """
+    scored: dict[int, ScoredPrompt] = {}
+    for request_id, kept in runner.num_prompt_logprobs.items():
+        if request_id not in num_scheduled_tokens:
+            continue
+        request = runner.requests[request_id]
+        if request.in_progress_prompt_logprobs_cpu is None:
+            prompt = request.skyrl_prompt = scored_prompt(
+                request.sampling_params.extra_args,
+                request.prompt_token_ids,
+                vocab_size=runner.model_config.get_vocab_size(),
+                columns=1 + kept,
+                temperature=request.sampling_params.temperature,
+            )
+            if prompt is not None:
+                request.in_progress_prompt_logprobs_cpu = LogprobsTensors(
+                    prompt.token_ids, prompt.logprobs, prompt.ranks
+                )
+        if request.skyrl_prompt is not None:
+            row = int(runner.query_start_loc.np[runner.input_batch.req_id_to_index[request_id]])
+            scored[row] = request.skyrl_prompt.continued_at(request.num_computed_tokens)
+    return scored
 
 
 def _patch_start_method() -> None:

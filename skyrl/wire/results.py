@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from skyrl.wire import tensors
 from skyrl.wire import tinker_pb2 as pb
 
 TOPK_EMPTY_LOGPROB = -99999.0
@@ -31,13 +32,24 @@ class SampledSequence:
 
 
 @dataclass(frozen=True)
+class Alternatives:
+    """Draws for every prompt token but the first: `tokens` int64 and `logprobs` float32, both [len(prompt) - 1, k]."""
+
+    tokens: npt.NDArray[np.int64]
+    logprobs: npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True)
 class SampleResult:
-    """`prompt_logprobs` and `prompt_topk` have one entry per prompt token, None where there is no value."""
+    """`prompt_logprobs` and `prompt_topk` have one entry per prompt token, None where there is no value;
+    `target_logprobs` (float32) has the layout of the ids that were asked for."""
 
     sequences: list[SampledSequence]
     prompt_logprobs: Sequence[float | None] | None = None
     prompt_topk: list[TopkRow | None] | None = None
     cached_tokens: int = 0
+    target_logprobs: tensors.Stored | None = None
+    alternatives: Alternatives | None = None
 
 
 def _topk(rows: Sequence[TopkRow | None], k: int) -> pb.TopkLogprobs:
@@ -49,6 +61,10 @@ def _topk(rows: Sequence[TopkRow | None], k: int) -> pb.TopkLogprobs:
             ids[index, : len(best)] = [cell[0] for cell in best]
             logprobs[index, : len(best)] = [cell[1] for cell in best]
     return pb.TopkLogprobs(token_ids=ids.tobytes(), logprobs=logprobs.tobytes(), k=k, length=len(rows))
+
+
+def _dense(array: tensors.Array) -> pb.Tensor:
+    return tensors.to_proto(tensors.Stored(array.ravel(), array.shape))
 
 
 def encode_sample(result: SampleResult, *, topk_sample: int = 0, topk_prompt: int = 0) -> bytes:
@@ -68,6 +84,12 @@ def encode_sample(result: SampleResult, *, topk_sample: int = 0, topk_prompt: in
         ).tobytes()
     if topk_prompt and result.prompt_topk is not None:
         message.topk_prompt_logprobs.CopyFrom(_topk(result.prompt_topk, topk_prompt))
+    if result.target_logprobs is not None:
+        message.target_prompt_logprobs.CopyFrom(tensors.to_proto(result.target_logprobs))
+    if result.alternatives is not None:
+        drawn = result.alternatives
+        message.prompt_alt_tokens.tokens.CopyFrom(_dense(drawn.tokens))
+        message.prompt_alt_tokens.logprobs.CopyFrom(_dense(drawn.logprobs))
     return message.SerializeToString()
 
 
@@ -125,6 +147,13 @@ def _sample_to_json(body: bytes) -> dict[str, Any]:
         result["prompt_logprobs"] = [None if math.isnan(value) else value for value in values]
     if message.HasField("topk_prompt_logprobs"):
         result["topk_prompt_logprobs"] = _topk_json(message.topk_prompt_logprobs)
+    if message.HasField("target_prompt_logprobs"):
+        result["target_prompt_logprobs"] = tensors.proto_to_json(message.target_prompt_logprobs)
+    if message.HasField("prompt_alt_tokens"):
+        result["prompt_alt_tokens"] = {
+            "tokens": tensors.proto_to_json(message.prompt_alt_tokens.tokens),
+            "logprobs": tensors.proto_to_json(message.prompt_alt_tokens.logprobs),
+        }
     return result
 
 

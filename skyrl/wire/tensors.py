@@ -1,9 +1,13 @@
-"""Tensors of the wire, JSON and protobuf, as dense NumPy arrays. CSR is densified with zeros."""
+"""Tensors of the wire, JSON and protobuf: as dense NumPy arrays (CSR filled with zeros), or as they were stored.
+
+Knows layouts and dtypes. Deliberately does not know what a tensor means, so not what an unlisted cell stands for.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import msgspec
@@ -16,7 +20,7 @@ from skyrl.wire.errors import RequestError
 Array = npt.NDArray[np.int64] | npt.NDArray[np.float32]
 _PROTO_DTYPES: dict[int, Any] = {pb.FLOAT32: np.float32, pb.INT64: np.int64, pb.INT32: np.int32}
 MAX_DENSE_ELEMENTS = 2**28
-"""A CSR tensor names its dense size in a few bytes; larger ones are refused before memory is."""
+"""A CSR tensor names its dense size in a few bytes; larger ones are refused before memory is taken for them."""
 
 
 class JsonTensor(msgspec.Struct):
@@ -29,23 +33,60 @@ class JsonTensor(msgspec.Struct):
     sparse_col_indices: list[int] | None = None
 
 
-def _shape(shape: list[int], count: int | None, field: str) -> list[int]:
-    """The given shape, or [count] where none was given."""
-    if not shape:
-        return [count or 0]
+@dataclass(frozen=True, eq=False)
+class Stored:
+    """A tensor as it travels: `values` (1-D, int64 or float32) are all of its elements, row-major, or with `crow` and
+    `col` (int64) the listed ones of a two-dimensional CSR tensor."""
+
+    values: Array
+    shape: tuple[int, ...]
+    crow: npt.NDArray[np.int64] | None = None
+    col: npt.NDArray[np.int64] | None = None
+
+    def row_of_value(self) -> npt.NDArray[np.int64]:
+        """The row of each value; for tensors of two dimensions."""
+        rows, columns = self.shape
+        if self.crow is None:
+            return np.repeat(np.arange(rows), columns)
+        return np.repeat(np.arange(rows), np.diff(self.crow))
+
+    def dense(self, field: str) -> Array:
+        """Unlisted cells are 0. Raises RequestError naming `field` where that would take too much memory."""
+        _bounded(self.shape, field)
+        if self.crow is None or self.col is None:
+            return self.values.reshape(self.shape)
+        filled: npt.NDArray[Any] = np.zeros(self.shape, dtype=self.values.dtype)
+        filled[self.row_of_value(), self.col] = self.values
+        return filled
+
+    def with_values(self, values: Array) -> Stored:
+        """Another tensor of the same shape and layout."""
+        return replace(self, values=values)
+
+
+def _bounded(shape: Sequence[int], field: str) -> None:
     if any(side < 0 for side in shape) or math.prod(shape) > MAX_DENSE_ELEMENTS:
-        raise RequestError(f"shape {shape} is out of bounds", field=field)
-    if count is not None and math.prod(shape) != count:
-        raise RequestError(f"shape {shape} does not fit {count} elements", field=field)
-    return shape
+        raise RequestError(f"shape {list(shape)} is out of bounds", field=field)
 
 
-def _densify(
-    values: Array, crow: npt.NDArray[np.int64], col: npt.NDArray[np.int64], shape: list[int], field: str
-) -> Array:
+def _stored_dense(values: Array, shape: Sequence[int], field: str) -> Stored:
+    """Without a shape it is a vector."""
+    if not shape:
+        return Stored(values, (len(values),))
+    _bounded(shape, field)
+    if math.prod(shape) != len(values):
+        raise RequestError(f"shape {list(shape)} does not fit {len(values)} elements", field=field)
+    return Stored(values, tuple(shape))
+
+
+def _stored_csr(
+    values: Array, crow: npt.NDArray[np.int64], col: npt.NDArray[np.int64], shape: Sequence[int], field: str
+) -> Stored:
     if len(shape) != 2:
-        raise RequestError(f"a CSR tensor needs a 2-D shape, got {shape}", field=field)
-    rows, columns = _shape(shape, None, field)
+        raise RequestError(f"a CSR tensor needs a 2-D shape, got {list(shape)}", field=field)
+    rows, columns = shape
+    if not (0 <= rows <= MAX_DENSE_ELEMENTS and 0 <= columns <= MAX_DENSE_ELEMENTS):
+        raise RequestError(f"shape {list(shape)} is out of bounds", field=field)
     bad = (
         len(crow) != rows + 1
         or len(col) != len(values)
@@ -56,9 +97,7 @@ def _densify(
     )
     if bad:
         raise RequestError("crow_indices and col_indices do not describe a CSR tensor of this shape", field=field)
-    dense: npt.NDArray[Any] = np.zeros((rows, columns), dtype=values.dtype)
-    dense[np.repeat(np.arange(rows), np.diff(crow)), col] = values
-    return dense
+    return Stored(values, (rows, columns), crow, col)
 
 
 def _widen(array: npt.NDArray[Any]) -> Array:
@@ -80,22 +119,22 @@ def from_proto(tensor: pb.Tensor, field: str) -> Array:
         csr = tensor.sparse_csr
         if len(csr.crow_indices) % 8 or len(csr.col_indices) % 8 or not csr.crow_indices:
             raise RequestError("CSR indices must be int64", field=field)
-        return _densify(
-            values,
-            np.frombuffer(csr.crow_indices, np.int64),
-            np.frombuffer(csr.col_indices, np.int64),
-            shape,
-            field,
-        )
-    return values.reshape(_shape(shape, len(values), field))
+        crow, col = np.frombuffer(csr.crow_indices, np.int64), np.frombuffer(csr.col_indices, np.int64)
+        return _stored_csr(values, crow, col, shape, field).dense(field)
+    return _stored_dense(values, shape, field).dense(field)
 
 
 def from_json(tensor: JsonTensor, field: str) -> Array:
     """int64 or float32, the tensor's shape. Raises RequestError naming `field`."""
+    return stored_from_json(tensor, field).dense(field)
+
+
+def stored_from_json(tensor: JsonTensor, field: str) -> Stored:
+    """The tensor in the layout it came in. Raises RequestError naming `field`."""
     values = _numbers(tensor.data, np.int64 if tensor.dtype == "int64" else np.float32, "data", field)
     shape = tensor.shape or []
     if tensor.sparse_crow_indices is None and tensor.sparse_col_indices is None:
-        return values.reshape(_shape(shape, len(values), field))
+        return _stored_dense(values, shape, field)
     if not tensor.sparse_crow_indices or tensor.sparse_col_indices is None:
         raise RequestError(
             "a CSR tensor needs both sparse_crow_indices, which are never empty, and sparse_col_indices",
@@ -103,7 +142,34 @@ def from_json(tensor: JsonTensor, field: str) -> Array:
         )
     crow = _numbers(tensor.sparse_crow_indices, np.int64, "sparse_crow_indices", field)
     col = _numbers(tensor.sparse_col_indices, np.int64, "sparse_col_indices", field)
-    return _densify(values, crow, col, shape, field)
+    return _stored_csr(values, crow, col, shape, field)
+
+
+def to_proto(tensor: Stored) -> pb.Tensor:
+    message = pb.Tensor(dtype=pb.INT64 if tensor.values.dtype == np.int64 else pb.FLOAT32, shape=tensor.shape)
+    if tensor.crow is None or tensor.col is None:
+        message.dense = tensor.values.tobytes()
+    else:
+        message.sparse_csr.values = tensor.values.tobytes()
+        message.sparse_csr.crow_indices = tensor.crow.tobytes()
+        message.sparse_csr.col_indices = tensor.col.tobytes()
+    return message
+
+
+def proto_to_json(message: pb.Tensor) -> dict[str, Any]:
+    """The JSON form of a tensor that `to_proto` made."""
+    dtype = _PROTO_DTYPES[message.dtype]
+    sparse = message.WhichOneof("layout") == "sparse_csr"
+    raw = message.sparse_csr.values if sparse else message.dense
+    encoded: dict[str, Any] = {
+        "data": np.frombuffer(raw, dtype).tolist(),
+        "dtype": np.dtype(dtype).name,
+        "shape": list(message.shape),
+    }
+    if sparse:
+        encoded["sparse_crow_indices"] = np.frombuffer(message.sparse_csr.crow_indices, np.int64).tolist()
+        encoded["sparse_col_indices"] = np.frombuffer(message.sparse_csr.col_indices, np.int64).tolist()
+    return encoded
 
 
 def _numbers(data: Sequence[int | float], dtype: Any, name: str, field: str) -> npt.NDArray[Any]:

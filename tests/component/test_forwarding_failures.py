@@ -32,6 +32,7 @@ from fake_upstream import (
 
 from skyrl.db.engine_state import EngineState
 from skyrl.sampling.client import MAX_RELOADS, ForwardingClient
+from skyrl.sampling.completion import SampleAnswer
 from skyrl.sampling.endpoint import EngineEndpoint, FixedEndpoint
 from skyrl.sampling.job import SampleJob
 from skyrl.sampling.transport import AiohttpTransport
@@ -122,9 +123,9 @@ def client(connect: Connect) -> ForwardingClient:
     return connect()
 
 
-def decoded(body: bytes) -> list[tuple[str, list[int], list[float]]]:
+def decoded(answer: SampleAnswer) -> list[tuple[str, list[int], list[float]]]:
     """(stop reason, tokens, logprobs) of each sequence."""
-    sequences = pb.SampleResponse.FromString(body).sequences
+    sequences = pb.SampleResponse.FromString(answer.body).sequences
     return [
         (
             pb.StopReason.Name(sequence.stop_reason),
@@ -742,6 +743,58 @@ async def test_base_model_is_never_loaded_as_an_adapter(client: ForwardingClient
     upstream.adapters = set()
     await failure(client)
     assert not upstream.loads
+
+
+# Without max_tokens
+
+
+OPEN = dataclasses.replace(JOB, max_tokens=None)
+
+
+def models(*lengths: int | None) -> Reply:
+    """The list of served models; adapters have no length of their own."""
+    return reply(200, {"object": "list", "data": [{"id": f"m{i}", "max_model_len": n} for i, n in enumerate(lengths)]})
+
+
+async def test_as_much_as_fits_is_asked_of_the_server_once(client: ForwardingClient, upstream: FakeUpstream) -> None:
+    upstream.on_get = models(None, 20, None)
+    await client.sample(OPEN)
+    await client.sample(OPEN)
+    await client.sample(dataclasses.replace(OPEN, prompt=list(range(25))))
+    assert [request.json["max_tokens"] for request in upstream.completions] == [17, 17, 1]
+    assert [request.path for request in upstream.requests if request.method == "GET"] == ["/v1/models"]
+
+
+async def test_another_server_may_have_another_context(
+    client: ForwardingClient, upstream: FakeUpstream, row: Row
+) -> None:
+    upstream.on_get = models(20)
+    await client.sample(OPEN)
+    async with fake_upstream(on_get=models(30)) as other:
+        row.publish(other.url)
+        await upstream.stop()
+        await client.sample(OPEN)
+    assert [request.json["max_tokens"] for request in other.completions] == [27]
+
+
+@pytest.mark.parametrize("answer", [models(None), models(), reply(404, "no"), reply(200, "<html>", "text/html")])
+async def test_a_server_that_does_not_say_what_fits(
+    client: ForwardingClient, upstream: FakeUpstream, answer: Reply
+) -> None:
+    upstream.on_get = answer
+    failed = await failure(client, OPEN)
+    assert failed.category is ErrorCategory.USER
+    assert failed.message.startswith("sampling_params.max_tokens: ")
+    assert not upstream.completions
+
+
+async def test_a_server_that_is_dying_is_asked_again(client: ForwardingClient, upstream: FakeUpstream) -> None:
+    upstream.on_get = reply(503, "starting")
+    sample = asyncio.create_task(client.sample(OPEN))
+    await upstream.until(lambda server: len(server.requests) >= 3)
+    upstream.on_get = models(20)
+    assert decoded(await sample)
+    assert upstream.completions[0].json["max_tokens"] == 17
 
 
 # Somebody else's server

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Iterator
 
+import numpy as np
 import psutil
 import pytest
 import tinker
@@ -14,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from skyrl.demo.server import DemoServer
 
 from .conftest import cross_entropy, database, greedy, train
+from .reference import Reference
 
 pytestmark = pytest.mark.vllm
 
@@ -47,6 +49,29 @@ def test_samples_are_engine_commands(colocated: DemoServer, tokenizer: PreTraine
         kinds = dict(connection.execute("select kind, count(*) from futures group by kind"))
     assert kinds["SAMPLE"] == 2
     assert "EXTERNAL" not in kinds
+
+
+def test_prompts_are_scored_through_the_engine_too(colocated: DemoServer) -> None:
+    prompt, ids = [5, 6, 7], np.asarray([[1, -1], [2, 3]])
+    logprobs = Reference().logprobs(prompt)
+    with tinker.ServiceClient(base_url=colocated.url, api_key="tml-test") as client:
+        answer = (
+            client.create_sampling_client(base_model="tiny")
+            .result()
+            .sample(
+                types.ModelInput.from_ints(prompt),
+                num_samples=1,
+                sampling_params=types.SamplingParams(max_tokens=1, temperature=0.0),
+                target_prompt_logprobs=types.TensorData.from_numpy(ids),
+                prompt_alt_tokens_k=2,
+            )
+            .result()
+        )
+    assert answer.target_prompt_logprobs is not None
+    expected = np.where(ids >= 0, np.take_along_axis(logprobs, ids.clip(0), 1), 0.0)
+    np.testing.assert_allclose(answer.target_prompt_logprobs.to_numpy(), expected, atol=1e-4)
+    assert answer.prompt_alt_tokens is not None
+    assert (answer.prompt_alt_tokens.tokens.to_numpy() == logprobs.argmax(1)[:, None]).all()
 
 
 def test_teardown_clears_the_row_and_leaves_no_process(colocated: DemoServer) -> None:

@@ -45,5 +45,16 @@ def test_gateway_samples_and_does_not_train(gateway: DemoServer, tokenizer: PreT
             sampler.sample(
                 types.ModelInput.from_ints([9999]), num_samples=1, sampling_params=types.SamplingParams(max_tokens=1)
             ).result()
+        # The gateway knows neither the context nor whether this vLLM has skyrl's plugin.
+        long = types.ModelInput.from_ints([5] * 4086)
+        open_ended = types.SamplingParams(max_tokens=None, stop=[])
+        assert len(sampler.sample(long, num_samples=1, sampling_params=open_ended).result().sequences[0].tokens) == 10
+        with pytest.raises(tinker.BadRequestError, match="prompt_alt_tokens_k: needs skyrl's plugin"):
+            sampler.sample(
+                types.ModelInput.from_ints(prompt),
+                num_samples=1,
+                sampling_params=types.SamplingParams(max_tokens=1),
+                prompt_alt_tokens_k=1,
+            ).result()
         with pytest.raises(tinker.BadRequestError, match="only samples"):
             client.create_lora_training_client(base_model="tiny", rank=4).result()

@@ -123,10 +123,15 @@ def ok(outcomes: list[PassResult | Exception]) -> list[PassResult]:
 
 
 def saved(backend: FsdpBackend, model_id: str, directory: Path) -> dict[str, Tensor]:
-    """Everything a model's state holds: weights, moments, pending gradient."""
+    """Everything a model's state holds, as `<part>.<module>.lora_A`: weights, moments, pending gradient."""
     directory.mkdir(parents=True, exist_ok=True)
     backend.save_state(model_id, directory)
-    return load_file(directory / "state.safetensors")
+    peft = load_file(directory / "adapter_model.safetensors")
+    named = {name.removeprefix("base_model.model.").removesuffix(".weight"): tensor for name, tensor in peft.items()}
+    optimizer = directory / "optimizer.safetensors"
+    return {f"weights.{name}": tensor for name, tensor in named.items()} | (
+        load_file(optimizer) if optimizer.exists() else {}
+    )
 
 
 def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:

@@ -6,7 +6,9 @@ import dataclasses
 import json
 from typing import Any
 
+import numpy as np
 import pytest
+from tinker import SampleResponse
 from tinker.proto.response_conv import deserialize_sample_response
 
 from skyrl.sampling.completion import (
@@ -17,7 +19,9 @@ from skyrl.sampling.completion import (
     encode_request,
 )
 from skyrl.sampling.job import SampleJob
+from skyrl.vllm_plugin.xargs import PromptScores
 from skyrl.wire.results import to_json
+from skyrl.wire.tensors import Stored
 
 JOB = SampleJob(
     request_id="r1",
@@ -63,6 +67,11 @@ def asked(**changes: Any) -> dict[str, Any]:
     return json.loads(encode_request(job(**changes)))
 
 
+def read(body: bytes, job: SampleJob, **options: Any) -> SampleResponse:
+    """The result as the SDK reads it."""
+    return deserialize_sample_response(decode_answer(body, job, **options).body)
+
+
 # Requests
 
 
@@ -104,7 +113,7 @@ def test_what_a_job_adds_to_the_request(changes: dict[str, Any], adds: dict[str,
 def test_greedy_asks_once_and_repeats_the_answer() -> None:
     greedy = {"temperature": 0.0, "num_samples": 3}
     assert asked(**greedy)["n"] == 1
-    result = deserialize_sample_response(decode_answer(answer(choice([1, 2])), job(**greedy)))
+    result = read(answer(choice([1, 2])), job(**greedy))
     assert [sequence.tokens for sequence in result.sequences] == [[1, 2]] * 3
     assert [sequence.logprobs for sequence in result.sequences] == [[-0.5, -1.0]] * 3
 
@@ -119,7 +128,7 @@ def test_greedy_wants_one_choice() -> None:
 
 def test_sequences_come_in_the_order_of_their_index() -> None:
     body = answer(choice([2], index=1, finish_reason="length"), choice([1], index=0))
-    result = deserialize_sample_response(decode_answer(body, job(num_samples=2)))
+    result = read(body, job(num_samples=2))
     assert [(s.stop_reason, s.tokens, s.logprobs) for s in result.sequences] == [
         ("stop", [1], [-0.5]),
         ("length", [2], [-0.5]),
@@ -134,7 +143,7 @@ def test_sequences_come_in_the_order_of_their_index() -> None:
 @pytest.mark.parametrize("logprobs", [None, {"token_logprobs": [], "top_logprobs": []}])
 def test_no_tokens_at_all(topk: int, logprobs: Any) -> None:
     body = answer(choice([]) | {"logprobs": logprobs})
-    result = deserialize_sample_response(decode_answer(body, job(topk_sample=topk)))
+    result = read(body, job(topk_sample=topk))
     assert result.sequences[0].tokens == []
 
 
@@ -149,13 +158,21 @@ def test_no_tokens_at_all(topk: int, logprobs: Any) -> None:
     ],
 )
 def test_cached_tokens(usage: Any, hits: int) -> None:
-    result = deserialize_sample_response(decode_answer(answer(choice([1]), usage=usage), JOB))
+    result = read(answer(choice([1]), usage=usage), JOB)
     assert result.prompt_cache_hit_tokens == hits
+
+
+def test_token_counts() -> None:
+    usage = {"prompt_tokens_details": {"cached_tokens": 2}}
+    counted = decode_answer(answer(choice([1, 2, 3]), choice([1], index=1), usage=usage), job(num_samples=2))
+    assert (counted.prompt_tokens, counted.cached_tokens, counted.sampled_tokens) == (3, 2, 4)
+    greedy = decode_answer(answer(choice([1, 2])), job(temperature=0.0, num_samples=3))
+    assert (greedy.prompt_tokens, greedy.cached_tokens, greedy.sampled_tokens) == (3, 0, 6)
 
 
 def test_fields_of_later_versions_are_ignored() -> None:
     body = answer(choice([1], routed_experts=[[1]], stop_reason=7), kv_transfer_params={"a": 1}, id="cmpl-1")
-    assert deserialize_sample_response(decode_answer(body, JOB)).sequences[0].tokens == [1]
+    assert read(body, JOB).sequences[0].tokens == [1]
 
 
 # Prompt logprobs
@@ -170,7 +187,7 @@ SCORED = choice([1], prompt_logprobs=ROWS)
 
 
 def test_prompt_logprobs_are_those_of_the_prompts_own_tokens() -> None:
-    body = decode_answer(answer(SCORED), job(prompt_logprobs=True))
+    body = decode_answer(answer(SCORED), job(prompt_logprobs=True)).body
     result = deserialize_sample_response(body)
     assert result.prompt_logprobs == [None, -1.5, -2.0]
     assert result.topk_prompt_logprobs is None
@@ -188,13 +205,13 @@ def test_prompt_logprobs_are_those_of_the_prompts_own_tokens() -> None:
 )
 def test_only_the_last_n_prompt_positions(last_n: int, logprobs: list[Any], topk: list[Any]) -> None:
     wanted = job(prompt_logprobs=True, prompt_logprobs_last_n=last_n, topk_prompt=1)
-    result = deserialize_sample_response(decode_answer(answer(SCORED), wanted))
+    result = read(answer(SCORED), wanted)
     assert result.prompt_logprobs == logprobs
     assert result.topk_prompt_logprobs == topk
 
 
 def test_prompt_topk_is_sorted_cut_and_empty_at_the_start() -> None:
-    body = decode_answer(answer(SCORED), job(topk_prompt=2))
+    body = decode_answer(answer(SCORED), job(topk_prompt=2)).body
     result = deserialize_sample_response(body)
     rows = [None, [(9, -0.25), (8, -0.5)], [(7, -2.0), (1, -3.0)]]
     assert result.topk_prompt_logprobs == rows
@@ -204,7 +221,7 @@ def test_prompt_topk_is_sorted_cut_and_empty_at_the_start() -> None:
 
 
 def test_prompt_topk_of_fewer_than_k() -> None:
-    result = deserialize_sample_response(decode_answer(answer(SCORED), job(topk_prompt=5)))
+    result = read(answer(SCORED), job(topk_prompt=5))
     assert result.topk_prompt_logprobs == [
         None,
         [(9, -0.25), (8, -0.5), (6, -1.5)],
@@ -215,8 +232,8 @@ def test_prompt_topk_of_fewer_than_k() -> None:
 @pytest.mark.parametrize(
     ("rows", "says"),
     [
-        (None, "0 prompt logprobs for 3 tokens"),
-        (ROWS[:2], "2 prompt logprobs for 3 tokens"),
+        (None, "0 rows of prompt logprobs for 3 tokens"),
+        (ROWS[:2], "2 rows of prompt logprobs for 3 tokens"),
         ([None, None, ROWS[2]], "no logprob for prompt token 1"),
         ([None, {"9": {"logprob": -1.0}}, ROWS[2]], "no logprob for prompt token 1"),
         ([None, {"6": {}}, ROWS[2]], "not a completion"),
@@ -225,6 +242,94 @@ def test_prompt_topk_of_fewer_than_k() -> None:
 def test_prompt_logprobs_that_are_not_whole(rows: Any, says: str) -> None:
     with pytest.raises(MalformedAnswer, match=says):
         decode_answer(answer(choice([1], prompt_logprobs=rows)), job(prompt_logprobs=True))
+
+
+# What the plugin appends
+
+IDS = np.asarray([[4, -1], [9, 4]])
+DENSE = Stored(IDS.ravel(), (2, 2))
+SPARSE = Stored(np.asarray([9, -1, 4]), (2, 400), np.asarray([0, 1, 3]), np.asarray([399, 0, 7]))
+
+
+def appended(*cells: tuple[int, float]) -> bytes:
+    """SCORED's rows and after them one row per cell."""
+    return answer(choice([1], prompt_logprobs=[*ROWS, *({str(token): {"logprob": value}} for token, value in cells)]))
+
+
+def test_target_ids_and_draws_are_asked_of_the_plugin() -> None:
+    def plugin_is_asked(**changes: Any) -> PromptScores:
+        body = asked(**changes)
+        assert body["prompt_logprobs"] == changes.get("topk_prompt", 0)
+        arrived = PromptScores.from_xargs(body["vllm_xargs"], 3, 500)
+        assert arrived is not None
+        return arrived
+
+    dense = plugin_is_asked(target=DENSE, topk_prompt=2, seed=5)
+    assert (dense.rows.tolist(), dense.ids.tolist(), dense.draws, dense.seed) == ([0, 1, 1], [4, 9, 4], 0, None)
+    sparse = plugin_is_asked(target=SPARSE, alternatives=3, seed=5)
+    assert (sparse.rows.tolist(), sparse.ids.tolist(), sparse.draws, sparse.seed) == ([0, 1], [9, 4], 3, 5)
+    assert plugin_is_asked(alternatives=1).seed is None
+    assert "vllm_xargs" not in asked(seed=5, prompt_logprobs=True)
+
+
+def test_target_logprobs_have_the_layout_of_the_ids() -> None:
+    dense = read(appended((4, -1.0), (9, -2.0), (4, -3.0)), job(target=DENSE)).target_prompt_logprobs
+    assert dense is not None
+    assert (dense.dtype, dense.shape, dense.sparse_crow_indices) == ("float32", [2, 2], None)
+    assert dense.tolist() == [[-1.0, 0.0], [-2.0, -3.0]]
+    body = decode_answer(appended((9, -1.5), (4, -2.5)), job(target=SPARSE)).body
+    sparse = deserialize_sample_response(body).target_prompt_logprobs
+    assert sparse is not None
+    assert (sparse.data, sparse.shape) == ([-1.5, 0.0, -2.5], [2, 400])
+    assert (sparse.sparse_crow_indices, sparse.sparse_col_indices) == ([0, 1, 3], [399, 0, 7])
+    assert json.loads(to_json(body, "proto:sample"))["target_prompt_logprobs"] == {
+        "data": [-1.5, 0.0, -2.5],
+        "dtype": "float32",
+        "shape": [2, 400],
+        "sparse_crow_indices": [0, 1, 3],
+        "sparse_col_indices": [399, 0, 7],
+    }
+
+
+def test_alternatives_keep_order_and_repetitions() -> None:
+    cells = [(4, -1.0), (9, -2.0), (4, -3.0), (7, -0.5), (7, -0.5), (8, -1.5), (8, -1.25)]
+    wanted = job(target=DENSE, alternatives=2, prompt_logprobs=True, topk_prompt=1)
+    body = decode_answer(appended(*cells), wanted).body
+    result = deserialize_sample_response(body)
+    assert result.prompt_alt_tokens is not None
+    assert result.prompt_alt_tokens.tokens.dtype == "int64"
+    assert result.prompt_alt_tokens.tokens.tolist() == [[7, 7], [8, 8]]
+    assert result.prompt_alt_tokens.logprobs.tolist() == [[-0.5, -0.5], [-1.5, -1.25]]
+    assert result.prompt_logprobs == [None, -1.5, -2.0]
+    assert result.topk_prompt_logprobs == [None, [(9, -0.25)], [(7, -2.0)]]
+    assert json.loads(to_json(body, "proto:sample"))["prompt_alt_tokens"] == {
+        "tokens": {"data": [7, 7, 8, 8], "dtype": "int64", "shape": [2, 2]},
+        "logprobs": {"data": [-0.5, -0.5, -1.5, -1.25], "dtype": "float32", "shape": [2, 2]},
+    }
+
+
+def test_alternatives_of_one_token() -> None:
+    body = answer(choice([1], prompt_logprobs=[None]))
+    drawn = read(body, job(prompt=[5], alternatives=3)).prompt_alt_tokens
+    assert drawn is not None
+    assert drawn.tokens.shape == drawn.logprobs.shape == [0, 3]
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        (answer(SCORED), "3 rows of prompt logprobs for 3 tokens and 3 of the plugin"),
+        (appended((4, -1.0), (9, -2.0)), "5 rows"),
+        (appended((4, -1.0), (9, -2.0), (5, -3.0)), "other tokens"),
+        (appended((9, -1.0), (4, -2.0), (4, -3.0)), "other tokens"),
+        (answer(choice([1], prompt_logprobs=[*ROWS, *ROWS])), "does not hold one token"),
+        (answer(choice([1])), "0 rows"),
+    ],
+)
+def test_answers_without_what_the_plugin_was_asked_for(body: bytes, says: str) -> None:
+    """A vLLM that the plugin does not patch ignores the question."""
+    with pytest.raises(MalformedAnswer, match=says):
+        decode_answer(body, job(target=DENSE))
 
 
 # Top-k of sampled tokens
@@ -237,17 +342,17 @@ def sampled_topk(*rows: dict[str, float] | None) -> bytes:
 
 
 def test_sample_topk_is_sorted_and_cut() -> None:
-    """vLLM adds the sampled token to the k best."""
+    """vLLM adds the sampled token to the k best, and writes -9999 for what top_p and top_k have cut off."""
     body = sampled_topk(
         {"token_id:4": -2.0, "token_id:0": -1.0, "token_id:1": -9.0},
         {"token_id:2": -0.5, "token_id:7": -9999.0},
         None,
     )
-    encoded = decode_answer(body, job(topk_sample=2))
+    encoded = decode_answer(body, job(topk_sample=2)).body
     rows = deserialize_sample_response(encoded).sequences[0].topk_logprobs
-    assert rows == [[(0, -1.0), (4, -2.0)], [(2, -0.5), (7, -9999.0)], None]
+    assert rows == [[(0, -1.0), (4, -2.0)], [(2, -0.5)], None]
     in_json = json.loads(to_json(encoded, "proto:sample"))["sequences"][0]["topk_logprobs"]
-    assert in_json == [[[0, -1.0], [4, -2.0]], [[2, -0.5], [7, -9999.0]], None]
+    assert in_json == [[[0, -1.0], [4, -2.0]], [[2, -0.5]], None]
 
 
 @pytest.mark.parametrize(
@@ -288,7 +393,7 @@ def test_missing_logprobs(logprobs: Any) -> None:
     body = answer(choice([1, 2]) | {"logprobs": logprobs})
     with pytest.raises(MissingLogprobs):
         decode_answer(body, JOB)
-    filled = deserialize_sample_response(decode_answer(body, JOB, zero_fill=True)).sequences[0].logprobs
+    filled = read(body, JOB, zero_fill=True).sequences[0].logprobs
     assert filled is not None
     assert filled[1] == 0.0
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from fsdp_support import assert_same, make_backend, ok, rl, saved, sft, spec, train
+from safetensors.torch import save_file
 
 from skyrl.backends.base import AdamParams, InvalidRequest, LoraSpec
 from skyrl.backends.fsdp.backend import FsdpBackend
@@ -101,19 +102,23 @@ def test_another_adapter_is_refused_and_nothing_changes(tmp_path: Path, other: L
     assert_same(before, saved(backend, "m", tmp_path / "after"))
 
 
-def test_damaged_files_change_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("damaged", ["adapter_model.safetensors", "optimizer.safetensors"])
+def test_damaged_files_change_nothing(tmp_path: Path, damaged: str) -> None:
     source = _backend()
     _train(source, range(1))
     directory = _save(source, tmp_path / "checkpoint")
     backend = _backend(spec(seed=3))
     before = saved(backend, "m", tmp_path / "before")
-    tensors = directory / "state.safetensors"
+    tensors = directory / damaged
     tensors.write_bytes(tensors.read_bytes()[:-64])
     with pytest.raises(Exception, match="(?i)header|incomplete|invalid"):
         backend.load_state("m", directory, optimizer=True)
+    tensors.unlink()
+    with pytest.raises(FileNotFoundError):
+        backend.load_state("m", directory, optimizer=True)
     about = json.loads((directory / "state.json").read_text())
-    (directory / "state.json").write_text(json.dumps(about | {"format": 2}))
-    with pytest.raises(ValueError, match="format 2"):
+    (directory / "state.json").write_text(json.dumps(about | {"format": 3}))
+    with pytest.raises(ValueError, match="format 3"):
         backend.load_state("m", directory, optimizer=True)
     with pytest.raises(FileNotFoundError):
         backend.load_state("m", tmp_path / "nowhere", optimizer=True)
@@ -122,17 +127,43 @@ def test_damaged_files_change_nothing(tmp_path: Path) -> None:
 
 def test_only_safetensors_and_json_are_written(tmp_path: Path) -> None:
     backend = _backend()
+    adapter = {"adapter_config.json", "adapter_model.safetensors"}
+    assert {path.name for path in _save(backend, tmp_path / "new").iterdir()} == adapter | {"state.json"}
     _train(backend, range(1))
-    assert {path.name for path in _save(backend, tmp_path / "s").iterdir()} == {
-        "state.json",
-        "state.safetensors",
-    }
+    trained = _save(backend, tmp_path / "s")
+    assert {path.name for path in trained.iterdir()} == adapter | {"state.json", "optimizer.safetensors"}
     (tmp_path / "a").mkdir()
     backend.save_adapter("m", tmp_path / "a")
-    assert {path.name for path in (tmp_path / "a").iterdir()} == {
-        "adapter_config.json",
-        "adapter_model.safetensors",
-    }
+    assert {path.name for path in (tmp_path / "a").iterdir()} == adapter
+    for name in adapter:
+        assert (tmp_path / "a" / name).read_bytes() == (trained / name).read_bytes(), "state holds the same adapter"
+
+
+def test_weights_are_stored_once(tmp_path: Path) -> None:
+    backend = _backend()
+    directory = _save(backend, tmp_path / "new")
+    weights = sum(view.nbytes for view in saved(backend, "m", tmp_path / "s").values())
+    assert sum(file.stat().st_size for file in directory.iterdir()) < 1.3 * weights
+
+
+@pytest.mark.parametrize("optimizer", [True, False])
+def test_state_in_the_first_format_is_still_read(tmp_path: Path, optimizer: bool) -> None:
+    first = _backend()
+    _train(first, range(2))
+    _forward_backward(first, 2)
+    directory = _save(first, tmp_path / "checkpoint")
+    old = tmp_path / "old"
+    old.mkdir()
+    save_file(saved(first, "m", tmp_path / "s"), old / "state.safetensors")
+    about = json.loads((directory / "state.json").read_text())
+    (old / "state.json").write_text(json.dumps({k: v for k, v in about.items() if k != "parts"} | {"format": 1}))
+    states = []
+    for number, source in enumerate((directory, old)):
+        backend = _backend(spec(seed=77))
+        backend.load_state("m", source, optimizer=optimizer)
+        _train(backend, range(3, 5))
+        states.append(saved(backend, "m", tmp_path / str(number)))
+    assert_same(*states)
 
 
 def test_unknown_models_are_refused(tmp_path: Path) -> None:

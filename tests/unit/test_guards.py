@@ -1,18 +1,27 @@
-"""Prompt logprobs that a GPU's vLLM would get wrong are refused, and nothing else is."""
+"""Requests that the inference server cannot answer, or would answer wrongly, are refused, and nothing else is."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from skyrl.db.samplers import Sampler
-from skyrl.sampling.guards import UnembedGuard
+from skyrl.inference.features import InferenceFeatures
+from skyrl.sampling.guards import FeatureGuard
 from skyrl.wire.errors import RequestError
-from skyrl.wire.requests import Chunk, ModelInput, SampleRequest
+from skyrl.wire.requests import Chunk, ModelInput, SampleRequest, SamplingParams
+from skyrl.wire.tensors import JsonTensor
 
 PROMPT = ModelInput([Chunk(tokens=[1, 2])])
+ALL = InferenceFeatures(prompt_scores=True, any_temperature=True, unembed_prompt_logprobs=True)
+PLAIN = SampleRequest(prompt=PROMPT)
+SCORED = SampleRequest(prompt=PROMPT, prompt_logprobs=True)
+TARGET = SampleRequest(prompt=PROMPT, target_prompt_logprobs=JsonTensor([1], "int64", [1, 1]))
+DRAWN = SampleRequest(prompt=PROMPT, prompt_alt_tokens_k=1)
+HOT = SampleRequest(prompt=PROMPT, sampling_params=SamplingParams(temperature=2.5))
 
 
 def sampler(directory: Path | None, *targets: str) -> Sampler:
@@ -22,26 +31,43 @@ def sampler(directory: Path | None, *targets: str) -> Sampler:
     return Sampler("s:sample:0", "s", "tenant", "tiny", None, name, None if directory is None else str(directory))
 
 
-@pytest.mark.parametrize(
-    "request_",
-    [
-        SampleRequest(prompt=PROMPT, prompt_logprobs=True),
-        SampleRequest(prompt=PROMPT, topk_prompt_logprobs=1),
-        SampleRequest(prompt=PROMPT, prompt_logprobs_last_n=1),
-    ],
-)
-def test_prompt_logprobs_of_an_unembedding_adapter_are_refused_on_a_gpu(
+def refused(features: InferenceFeatures, request: SampleRequest, of: Sampler) -> RequestError:
+    with pytest.raises(RequestError) as caught:
+        FeatureGuard(features).check(request, of)
+    assert caught.value.status == 400
+    return caught.value
+
+
+@pytest.mark.parametrize("request_", [SCORED, SampleRequest(prompt=PROMPT, topk_prompt_logprobs=1)])
+def test_prompt_logprobs_of_an_unembedding_adapter_are_refused_where_they_are_wrong(
     tmp_path: Path, request_: SampleRequest
 ) -> None:
-    with pytest.raises(RequestError) as refused:
-        UnembedGuard(enabled=True).check(request_, sampler(tmp_path, "q_proj", "lm_head"))
-    assert refused.value.field == "prompt_logprobs"
+    features = replace(ALL, unembed_prompt_logprobs=False)
+    assert refused(features, request_, sampler(tmp_path, "q_proj", "lm_head")).field == "prompt_logprobs"
 
 
-def test_everything_else_passes(tmp_path: Path) -> None:
-    wanted, plain = SampleRequest(prompt=PROMPT, prompt_logprobs=True), SampleRequest(prompt=PROMPT)
+def test_prompt_logprobs_of_everything_else_pass(tmp_path: Path) -> None:
     trained = sampler(tmp_path, "q_proj", "lm_head")
-    UnembedGuard(enabled=False).check(wanted, trained)
-    UnembedGuard(enabled=True).check(plain, trained)
-    UnembedGuard(enabled=True).check(wanted, sampler(None))
-    UnembedGuard(enabled=True).check(wanted, sampler(tmp_path, "q_proj", "down_proj"))
+    FeatureGuard(ALL).check(SCORED, trained)
+    guard = FeatureGuard(replace(ALL, unembed_prompt_logprobs=False))
+    guard.check(PLAIN, trained)
+    guard.check(SCORED, sampler(None))
+    (tmp_path / "other").mkdir()
+    guard.check(SCORED, sampler(tmp_path / "other", "q_proj", "down_proj"))
+
+
+@pytest.mark.parametrize(("request_", "field"), [(TARGET, "target_prompt_logprobs"), (DRAWN, "prompt_alt_tokens_k")])
+def test_what_the_plugin_scores_needs_the_plugin(request_: SampleRequest, field: str) -> None:
+    without = replace(ALL, prompt_scores=False)
+    assert refused(without, request_, sampler(None)).field == field
+    FeatureGuard(ALL).check(request_, sampler(None))
+    FeatureGuard(without).check(SCORED, sampler(None))
+
+
+def test_vllm_alone_ends_at_a_temperature_of_two() -> None:
+    without = replace(ALL, any_temperature=False)
+    assert refused(without, HOT, sampler(None)).field == "sampling_params.temperature"
+    FeatureGuard(ALL).check(HOT, sampler(None))
+    FeatureGuard(without).check(
+        SampleRequest(prompt=PROMPT, sampling_params=SamplingParams(temperature=2.0)), sampler(None)
+    )

@@ -53,6 +53,42 @@ def test_every_older_revision_is_brought_to_the_newest(database: Database, older
         assert compare_metadata(context, SQLModel.metadata) == []
 
 
+def test_rows_of_the_first_revision_are_kept_by_an_upgrade_and_by_a_downgrade(database: Database) -> None:
+    command.upgrade(_config(database.url), "0001")
+    statements = (
+        "INSERT INTO sessions VALUES ('s1', 't', 'active', 1, 2, NULL, NULL, '0.38.0', '[]', '{\"a\": \"b\"}')",
+        "INSERT INTO models VALUES ('s1:train:0', 's1', 't', 0, 'tiny', 'ready', 8, 32, 1, 1, 1, 1, NULL, 2, 3, 1, 2)",
+        "INSERT INTO sampling_sessions VALUES ('s1:sample:0', 's1', 't', 0, 'tiny', NULL, NULL, NULL, 'active', 1)",
+    )
+    for statement in statements:
+        database.write(lambda c, sql=statement: c.execute(text(sql)))
+    kept = "SELECT s.user_metadata, m.sampler_version FROM sessions s JOIN models m ON m.session_id = s.id"
+    migrate(database)
+    assert database.read(lambda c: tuple(c.execute(text(kept)).one())) == ('{"a": "b"}', 2)
+    new = "SELECT s.project_id, s.display_name, s.ended_at, q.clones FROM sessions s JOIN sampling_sessions q"
+    assert database.read(lambda c: tuple(c.execute(text(new)).one())) == (None, None, None, 0)
+    command.downgrade(_config(database.url), "0001")
+    assert database.read(lambda c: tuple(c.execute(text(kept)).one())) == ('{"a": "b"}', 2)
+    assert database.read(lambda c: c.execute(text("SELECT count(*) FROM sampling_sessions")).scalar()) == 1
+
+
+def test_training_checkpoints_of_the_first_revision_are_found_in_the_store(database: Database) -> None:
+    command.upgrade(_config(database.url), "0001")
+    columns = "tenant, model_id, kind, name, directory, base_model, lora_rank, lora_alpha, seed, train_attn, train_mlp"
+    columns += ", train_unembed, size_bytes, public, created_at"
+    for kind, directory in (("weights", "/state/checkpoints/s1=3Atrain=3A0/a-1"), ("sampler_weights", "/state/x/v1")):
+        values = f"'t', 's1:train:0', '{kind}', 'a', '{directory}', 'tiny', 8, 32, 1, 1, 1, 1, 5, 0, 1"
+        database.write(lambda c, sql=f"INSERT INTO checkpoints ({columns}) VALUES ({values})": c.execute(text(sql)))
+    migrate(database)
+    kept = "SELECT kind, store_key FROM checkpoints ORDER BY kind"
+    rows = database.read(lambda c: [tuple(row) for row in c.execute(text(kept))])
+    assert rows == [("sampler_weights", None), ("weights", "s1=3Atrain=3A0/a-1")]
+    command.downgrade(_config(database.url), "0002")
+    kept = "SELECT directory FROM checkpoints ORDER BY kind"
+    rows = database.read(lambda c: c.execute(text(kept)).scalars().all())
+    assert rows == ["/state/x/v1", "/state/checkpoints/s1=3Atrain=3A0/a-1"]
+
+
 def test_second_start_changes_nothing(database: Database) -> None:
     migrate(database)
     database.write(lambda c: c.execute(text("INSERT INTO engine_state VALUES (1, 'u', 3, 0, '', 1, 1, 0, 0)")))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -172,7 +173,6 @@ def test_refusals_name_the_token() -> None:
     ("params", "field"),
     [
         ({"temperature": -0.1}, "sampling_params.temperature"),
-        ({"temperature": 2.1}, "sampling_params.temperature"),
         ({"top_p": 0.0}, "sampling_params.top_p"),
         ({"top_p": 1.1}, "sampling_params.top_p"),
         ({"top_p": -1}, "sampling_params.top_p"),
@@ -195,10 +195,12 @@ def test_parameters_out_of_range(params: dict[str, Any], field: str) -> None:
         {"topk_sample_logprobs": MAX_TOPK + 1},
         {"topk_prompt_logprobs": -1},
         {"topk_prompt_logprobs": MAX_TOPK + 1},
-        {"prompt_logprobs_last_n": 0},
-        {"prompt_logprobs_last_n": -1},
-        {"target_prompt_logprobs": {"data": [1], "dtype": "int64", "shape": [1, 1]}},
-        {"prompt_alt_tokens_k": 1},
+        {"prompt_logprobs_last_n": 0, "prompt_logprobs": True},
+        {"prompt_logprobs_last_n": 3, "prompt_logprobs": True},
+        {"prompt_logprobs_last_n": 1},
+        {"prompt_logprobs_last_n": 1, "prompt_logprobs": False, "topk_prompt_logprobs": 1},
+        {"prompt_alt_tokens_k": -1},
+        {"prompt_alt_tokens_k": MAX_TOPK + 1},
     ],
 )
 def test_options_that_are_refused(changes: dict[str, Any]) -> None:
@@ -209,11 +211,13 @@ def test_options_that_are_refused(changes: dict[str, Any]) -> None:
     ("params", "changes"),
     [
         ({"temperature": 0}, {}),
-        ({"temperature": 2}, {}),
+        ({"temperature": 1e300}, {}),
         ({"top_p": 1e-6}, {}),
         ({}, {"num_samples": MAX_NUM_SAMPLES}),
         ({}, {"topk_sample_logprobs": MAX_TOPK, "topk_prompt_logprobs": MAX_TOPK}),
         ({}, {"target_prompt_logprobs": None, "prompt_alt_tokens_k": 0}),
+        ({}, {"prompt_alt_tokens_k": MAX_TOPK}),
+        ({}, {"prompt_logprobs_last_n": 2, "prompt_logprobs": True}),
     ],
 )
 def test_the_ends_of_the_ranges_are_taken(params: dict[str, Any], changes: dict[str, Any]) -> None:
@@ -228,6 +232,105 @@ def test_prompt_logprobs_of_the_last_n() -> None:
     made = job(prompt_logprobs=True, prompt_logprobs_last_n=2)
     assert (made.prompt_logprobs, made.prompt_logprobs_last_n) == (True, 2)
     assert job(prompt_logprobs=False).prompt_logprobs is False
+
+
+def target(data: list[Any], shape: Any = (2, 2), **more: Any) -> dict[str, Any]:
+    """For the prompt of three tokens."""
+    return {"data": data, "dtype": "int64", "shape": list(shape)} | more
+
+
+def csr(data: list[int], crow: list[int], col: list[int], columns: int = 4) -> dict[str, Any]:
+    return target(data, (2, columns), sparse_crow_indices=crow, sparse_col_indices=col)
+
+
+def test_a_dense_target() -> None:
+    made = job(target_prompt_logprobs=target([4, -1, 0, 99])).target
+    assert made is not None
+    assert (made.values.tolist(), made.shape, made.crow) == ([4, -1, 0, 99], (2, 2), None)
+    assert made.row_of_value().tolist() == [0, 0, 1, 1]
+
+
+def test_a_sparse_target_stays_sparse() -> None:
+    made = job(target_prompt_logprobs=csr([-1, 7, 3], [0, 1, 3], [3, 0, 2], columns=2**28)).target
+    assert made is not None
+    assert made.crow is not None
+    assert made.col is not None
+    assert (made.values.tolist(), made.crow.tolist(), made.col.tolist()) == ([-1, 7, 3], [0, 1, 3], [3, 0, 2])
+    assert made.row_of_value().tolist() == [0, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"data": [1.0, 1.0], "dtype": "float32", "shape": [2, 1]}, "int64"),
+        ({"data": [1, 1], "shape": [2, 1]}, "int64"),
+        (target([1.5, 1], (2, 1)), "does not fit int64"),
+        (target([1] * 6, (3, 2)), r"\[2, K\] for a prompt of 3 tokens, got \[3, 2\]"),
+        (target([1, 2], (2,)), r"\[2, K\]"),
+        (target([1, 2], ()), r"\[2, K\]"),
+        (target([1] * 4, (2, 2, 1)), r"\[2, K\]"),
+        (target([1, 2, 3]), "does not fit 3 elements"),
+        (target([1, 100, 1, 1]), "token id 100 is neither"),
+        (target([1, -2, 1, 1]), "token id -2 is neither"),
+        (target([-1] * 4), "at least one"),
+        (target([], (2, 0)), "at least one"),
+        (csr([], [0, 0, 0], []), "at least one"),
+        (csr([-1], [0, 1, 1], [0]), "at least one"),
+        (csr([1], [0, 1], [0]), "CSR"),
+        (csr([1], [0, 1, 2], [0]), "CSR"),
+        (csr([1], [0, 1, 1], [4]), "CSR"),
+        (csr([1], [0, 1, 1], [0], columns=-1), "out of bounds"),
+        (csr([1], [0, 1, 1], [0], columns=2**70), "out of bounds"),
+        (target([1], (2, 1), sparse_col_indices=[0]), "both"),
+    ],
+)
+def test_targets_that_are_refused(given: dict[str, Any], says: str) -> None:
+    error = refused(target_prompt_logprobs=given)
+    assert error.field == "target_prompt_logprobs"
+    assert re.search(says, error.message)
+
+
+@pytest.mark.parametrize("given", [{"dtype": "int64"}, {"data": "x", "dtype": "int64"}, {"data": [1], "dtype": "int8"}])
+def test_targets_that_are_no_tensors(given: dict[str, Any]) -> None:
+    field = refused(target_prompt_logprobs=given).field
+    assert field is not None
+    assert field.startswith("target_prompt_logprobs.")
+
+
+def test_a_prompt_of_one_token_has_no_place_for_targets() -> None:
+    one = {"chunks": [{"tokens": [1]}]}
+    assert refused(prompt=one, target_prompt_logprobs=target([], (0, 1))).field == "target_prompt_logprobs"
+    assert refused(prompt=one, prompt_logprobs=True, prompt_logprobs_last_n=1).field == "prompt_logprobs_last_n"
+    assert job(prompt=one, prompt_alt_tokens_k=2).alternatives == 2
+
+
+@pytest.mark.parametrize(
+    ("tokens", "columns", "draws", "topk", "field"),
+    [
+        (2049, 64, 0, 0, None),
+        (2050, 64, 0, 0, "target_prompt_logprobs"),
+        (2049, 0, 64, 0, None),
+        (2050, 0, 64, 0, "prompt_alt_tokens_k"),
+        (1025, 64, 64, 0, None),
+        (1026, 64, 64, 0, "target_prompt_logprobs"),
+        (1026, 63, 64, 0, None),
+        (1042, 63, 64, 0, "prompt_alt_tokens_k"),
+        (1025, 1, 0, 64, None),
+        (2049, 1, 0, 64, "target_prompt_logprobs"),
+    ],
+)
+def test_scores_of_one_request_are_bounded(tokens: int, columns: int, draws: int, topk: int, field: str | None) -> None:
+    ids = target([1] * ((tokens - 1) * columns), (tokens - 1, columns)) if columns else None
+    asked = {
+        "prompt": {"chunks": [{"tokens": [1] * tokens}]},
+        "target_prompt_logprobs": ids,
+        "prompt_alt_tokens_k": draws,
+        "topk_prompt_logprobs": topk,
+    }
+    if field is None:
+        assert job(limits=UNKNOWN, **asked).alternatives == draws
+    else:
+        assert refused(limits=UNKNOWN, **asked).field == field
 
 
 def test_greedy() -> None:

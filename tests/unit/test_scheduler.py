@@ -45,7 +45,7 @@ def passes_of(queue: Scheduler) -> list[Command]:
 
 def barriers_of(queue: Scheduler) -> list[Command]:
     """The barriers and saves whose turn it is, settled."""
-    barriers = [*queue.take_saves(), *queue.take_barriers("abcdefm")]
+    barriers = [*queue.take_beside(), *queue.take_barriers("abcdefm")]
     queue.finish(barriers)
     return barriers
 
@@ -226,9 +226,33 @@ def test_saves_are_no_part_of_a_turn() -> None:
     queue = scheduler(command("m", 0, Kind.SAVE_WEIGHTS_FOR_SAMPLER), command("n", 0), command("m", 1))
     assert queue.ready_models() == ["n"]
     assert queue.take_barriers(["m"]) == []
-    saves = queue.take_saves()
+    saves = queue.take_beside()
     assert places(saves) == [("m", 0)]
-    assert queue.take_saves() == []
+    assert queue.take_beside() == []
     assert queue.ready_models() == ["n"], "what comes after the save waits for it"
     queue.finish(saves)
     assert set(queue.ready_models()) == {"m", "n"}
+
+
+def unload(model: str) -> Command:
+    n = next(_numbers)
+    return Command(n, f"r{n}", Kind.UNLOAD_MODEL, "tenant", "session", model, None, None, None, "json", 10)
+
+
+def test_unload_comes_after_what_arrived_before_it_and_before_what_came_later() -> None:
+    first, step, last, later = command("m", 0), barrier("m", 1), unload("m"), command("m", 2)
+    queue = scheduler(last, later, step, first)
+    assert places(passes_of(queue)) == [("m", 0)]
+    assert places(barriers_of(queue)) == [("m", 1)]
+    assert passes_of(queue) == []
+    assert barriers_of(queue) == [last]
+    assert queue.close_model("m") == [later]
+
+
+def test_unload_does_not_wait_for_a_missing_number() -> None:
+    stuck, last = command("m", 3), unload("m")
+    queue = scheduler(stuck, last)
+    assert queue.waiting == 2
+    assert queue.last_row == last.n
+    assert barriers_of(queue) == [last]
+    assert queue.close_model("m") == [stuck]

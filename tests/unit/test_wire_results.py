@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import pytest
 from tinker.proto.response_conv import deserialize_forward_backward_output, deserialize_sample_response
 
+from skyrl.wire import tensors
 from skyrl.wire.results import (
+    Alternatives,
     SampledSequence,
     SampleResult,
     encode_forward_backward,
@@ -17,6 +21,7 @@ from skyrl.wire.results import (
     encode_sample,
     to_json,
 )
+from skyrl.wire.tensors import JsonTensor, Stored
 
 F32 = np.float32
 
@@ -63,11 +68,42 @@ def test_sample_with_everything() -> None:
     }
 
 
+@pytest.mark.parametrize("indices", [(None, None), (np.asarray([0, 2, 2, 3]), np.asarray([0, 6, 1]))])
+def test_target_logprobs_in_both_layouts(indices: Any) -> None:
+    crow, col = indices
+    values = array(21 if crow is None else 3, start=-9.0)
+    target = Stored(values, (3, 7), crow, col)
+    body = encode_sample(SampleResult([], target_logprobs=target))
+    read = deserialize_sample_response(body).target_prompt_logprobs
+    assert read is not None
+    assert (read.dtype, read.shape) == ("float32", [3, 7])
+    expected = target.dense("x")
+    np.testing.assert_array_equal(read.to_numpy(), expected)
+    in_json = json.loads(to_json(body, "proto:sample"))["target_prompt_logprobs"]
+    np.testing.assert_array_equal(tensors.from_json(msgspec.convert(in_json, JsonTensor), "x"), expected)
+    assert ("sparse_crow_indices" in in_json) == (crow is not None)
+
+
+@pytest.mark.parametrize("shape", [(2, 3), (0, 3)])
+def test_alternatives(shape: tuple[int, int]) -> None:
+    tokens = np.arange(6, dtype=np.int64).reshape(2, 3)[: shape[0]]
+    body = encode_sample(SampleResult([], alternatives=Alternatives(tokens, array(*shape))))
+    read = deserialize_sample_response(body).prompt_alt_tokens
+    assert read is not None
+    assert (read.tokens.dtype, read.logprobs.dtype) == ("int64", "float32")
+    np.testing.assert_array_equal(read.tokens.to_numpy(), tokens)
+    np.testing.assert_array_equal(read.logprobs.to_numpy(), array(*shape))
+    in_json = json.loads(to_json(body, "proto:sample"))["prompt_alt_tokens"]
+    assert in_json["tokens"] == {"data": tokens.ravel().tolist(), "dtype": "int64", "shape": list(shape)}
+
+
 def test_sample_with_nothing_asked_for() -> None:
     body = encode_sample(SampleResult([SampledSequence("length", [1], [-1.0])]))
     read = deserialize_sample_response(body)
     assert read.prompt_logprobs is None
     assert read.topk_prompt_logprobs is None
+    assert read.target_prompt_logprobs is None
+    assert read.prompt_alt_tokens is None
     assert read.sequences[0].topk_logprobs is None
     assert json.loads(to_json(body, "proto:sample")) == {
         "type": "sample",

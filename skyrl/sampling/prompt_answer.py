@@ -1,0 +1,124 @@
+"""What an answer of vLLM says of the prompt: its tokens' logprobs, the best tokens, and what the plugin has appended.
+
+Knows the rows of `prompt_logprobs`. Does not know the rest of a completion.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+import numpy as np
+
+from skyrl.sampling.job import SampleJob
+from skyrl.vllm_plugin.xargs import PromptScores
+from skyrl.wire.results import Alternatives, TopkRow
+from skyrl.wire.tensors import Stored
+
+
+class MalformedAnswer(Exception):
+    """A 2xx answer that cannot be a completion, or not a whole one."""
+
+
+class PromptCell(msgspec.Struct):
+    logprob: float
+
+
+PromptRow = dict[str, PromptCell] | None
+
+
+def prompt_scores(job: SampleJob) -> PromptScores | None:
+    """What is asked of the plugin in vLLM, None when that is nothing."""
+    if job.target is None and not job.alternatives:
+        return None
+    rows = ids = np.zeros(0, np.int32)
+    if job.target is not None:
+        named = job.target.values >= 0
+        rows, ids = job.target.row_of_value()[named].astype(np.int32), job.target.values[named].astype(np.int32)
+    return PromptScores(rows, ids, job.alternatives, job.seed if job.alternatives else None)
+
+
+def best(cells: Iterable[tuple[int, float]]) -> TopkRow:
+    return sorted(cells, key=lambda cell: -cell[1])
+
+
+class PromptAnswer:
+    """The rows of one choice (all choices have the same), read for one job. Each part is None where the job does not
+    want it; MalformedAnswer is raised for what is wanted and not there."""
+
+    def __init__(self, rows: list[PromptRow] | None, job: SampleJob) -> None:
+        self._job = job
+        self._own: list[PromptRow] = []
+        self._appended: list[tuple[int, float]] = []
+        scores = prompt_scores(job)
+        if not (job.prompt_logprobs or job.topk_prompt or scores is not None):
+            return
+        own, appended = len(job.prompt), 0 if scores is None else scores.appended(len(job.prompt))
+        if rows is None or len(rows) != own + appended:
+            more = f" and {appended} of the plugin" if appended else ""
+            raise MalformedAnswer(f"{len(rows or [])} rows of prompt logprobs for {own} tokens{more}")
+        self._own = rows[:own]
+        self._appended = [_only_cell(row) for row in rows[own:]]
+
+    def logprobs(self) -> list[float | None] | None:
+        """One value per prompt token."""
+        job = self._job
+        if not job.prompt_logprobs:
+            return None
+        values: list[float | None] = [None] * len(job.prompt)
+        for index in range(self._first_wanted(), len(job.prompt)):
+            cell = (self._own[index] or {}).get(str(job.prompt[index]))
+            if cell is None:
+                raise MalformedAnswer(f"no logprob for prompt token {index}")
+            values[index] = cell.logprob
+        return values
+
+    def topk(self) -> list[TopkRow | None] | None:
+        """The k best per position; the prompt's own token, always in the row, is dropped when it is not among them."""
+        job = self._job
+        if not job.topk_prompt:
+            return None
+        first = self._first_wanted()
+        return [
+            None
+            if row is None or index < first
+            else best((int(token), cell.logprob) for token, cell in row.items())[: job.topk_prompt]
+            for index, row in enumerate(self._own)
+        ]
+
+    def target_logprobs(self) -> Stored | None:
+        """float32 in the target's layout, 0.0 for cells without an id."""
+        target = self._job.target
+        if target is None:
+            return None
+        named = target.values >= 0
+        cells = self._appended[: int(named.sum())]
+        if [token for token, _ in cells] != target.values[named].tolist():
+            raise MalformedAnswer("logprobs of other tokens than were asked for")
+        values = np.zeros(len(target.values), np.float32)
+        values[named] = [logprob for _, logprob in cells]
+        return target.with_values(values)
+
+    def alternatives(self) -> Alternatives | None:
+        job = self._job
+        if not job.alternatives:
+            return None
+        shape = (len(job.prompt) - 1, job.alternatives)
+        drawn = self._appended[len(self._appended) - shape[0] * shape[1] :]
+        return Alternatives(
+            np.asarray([token for token, _ in drawn], np.int64).reshape(shape),
+            np.asarray([logprob for _, logprob in drawn], np.float32).reshape(shape),
+        )
+
+    def _first_wanted(self) -> int:
+        """The first prompt position whose logprobs the client wants; position 0 has none."""
+        last_n = self._job.prompt_logprobs_last_n
+        return 1 if last_n is None else max(1, len(self._job.prompt) - last_n)
+
+
+def _only_cell(row: PromptRow) -> tuple[int, float]:
+    """Token and logprob of an appended row."""
+    if row is None or len(row) != 1:
+        raise MalformedAnswer("a row appended to the prompt logprobs does not hold one token")
+    ((token, cell),) = row.items()
+    return int(token), cell.logprob

@@ -1,0 +1,53 @@
+"""How long a sequence an inference server takes, asked of itself once.
+
+For jobs without `max_tokens`, which come where the engine has not said yet what fits, or never will (somebody else's
+server). vLLM's own idea of null is 16 tokens, so it has to be told a number.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from skyrl.sampling.endpoint import Endpoint
+from skyrl.sampling.transport import CompletionTransport, Interrupted
+from skyrl.wire.errors import ErrorCategory, FailedRequest
+
+
+class _Model(msgspec.Struct):
+    max_model_len: int | None = None
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model]
+
+
+class ServedContext:
+    """Remembers the answer of every endpoint."""
+
+    def __init__(self, transport: CompletionTransport, headers: dict[str, str]) -> None:
+        self._transport = transport
+        self._headers = headers
+        self._lengths: dict[Endpoint, int] = {}
+
+    async def length(self, endpoint: Endpoint, timeout_s: float) -> int:
+        """In tokens, prompt included. Raises NotAccepted, Interrupted, FailedRequest."""
+        if endpoint not in self._lengths:
+            self._lengths[endpoint] = await self._ask(endpoint, timeout_s)
+        return self._lengths[endpoint]
+
+    async def _ask(self, endpoint: Endpoint, timeout_s: float) -> int:
+        answer = await self._transport.get(f"{endpoint.url}/v1/models", self._headers, timeout_s)
+        if answer.status >= 500:
+            raise Interrupted(f"/v1/models answered status {answer.status}")
+        try:
+            models = msgspec.json.decode(answer.body, type=_Models).data
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            models = []
+        known = [model.max_model_len for model in models if model.max_model_len is not None]
+        if not known:
+            raise FailedRequest(
+                "sampling_params.max_tokens: the inference server does not say how many tokens fit "
+                f"(/v1/models: status {answer.status}); give a number",
+                ErrorCategory.USER,
+            )
+        return max(known)

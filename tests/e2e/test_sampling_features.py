@@ -1,0 +1,531 @@
+"""Everything a sample can be asked for, through the SDK on real vLLM, against transformers and PEFT in float32."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import tinker
+import torch
+from tinker import types
+from transformers import PreTrainedTokenizerBase
+
+from skyrl.demo.server import DemoServer
+from skyrl.tiny.corpus import IM_END, chat_prompt
+
+from .conftest import cross_entropy, database, train
+from .reference import Reference
+
+pytestmark = pytest.mark.vllm
+
+TEXT = "The old fox watches the river at dawn. A quiet owl remembers the small horse near the mill."
+MODELS = ("base", "unembed", "attention")
+VOCAB, CONTEXT = 512, 4096
+ATOL = 1e-4
+
+
+@dataclass(frozen=True)
+class Model:
+    """What is sampled from, and what it should give."""
+
+    sampler: tinker.SamplingClient
+    reference: Reference
+
+    def sample(
+        self, prompt: list[int], num_samples: int = 1, params: dict[str, Any] | None = None, **asked: Any
+    ) -> types.SampleResponse:
+        given = types.SamplingParams(**{"max_tokens": 1, **(params or {})})
+        return self.sampler.sample(types.ModelInput.from_ints(prompt), num_samples, given, **asked).result()
+
+    def greedy(self, prompt: list[int], stop: Any, max_tokens: int = 40) -> types.SampledSequence:
+        params = {"temperature": 0.0, "max_tokens": max_tokens, "stop": stop}
+        return self.sample(prompt, params=params).sequences[0]
+
+
+@pytest.fixture(scope="module")
+def client(server: DemoServer) -> Iterator[tinker.ServiceClient]:
+    with tinker.ServiceClient(base_url=server.url, api_key="tml-features") as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def models(server: DemoServer, client: tinker.ServiceClient, tokenizer: PreTrainedTokenizerBase) -> dict[str, Model]:
+    """The base model, and two adapters that are far from it: one with an lm_head part, one on attention alone."""
+    made = {"base": Model(client.create_sampling_client(base_model="tiny").result(), Reference())}
+    for name, unembed in (("unembed", True), ("attention", False)):
+        trainer = client.create_lora_training_client(
+            base_model="tiny", rank=4, train_unembed=unembed, train_mlp=unembed
+        ).result()
+        train(trainer, [cross_entropy(tokenizer.encode(TEXT[::-1]))], 6, 2e-2)
+        sampler = trainer.save_weights_and_get_sampling_client().result()
+        made[name] = Model(sampler, Reference(adapter_of(server, sampler)))
+    return made
+
+
+@pytest.fixture(scope="module")
+def base(models: dict[str, Model]) -> Model:
+    return models["base"]
+
+
+@pytest.fixture
+def prompt(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    return tokenizer.encode(TEXT)
+
+
+@pytest.fixture
+def question(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """A prompt whose answer ends by itself after about twenty tokens."""
+    return tokenizer.encode(chat_prompt("sort: d,a,c,x,k,m,z,b,t"))
+
+
+def adapter_of(server: DemoServer, sampler: tinker.SamplingClient) -> Path:
+    with sqlite3.connect(database(server)) as connection:
+        query = "select adapter_path from sampling_sessions where id = ?"
+        ((path,),) = connection.execute(query, (sampler._sampling_session_id,))
+    return Path(path)
+
+
+def close(given: Any, expected: Any) -> None:
+    np.testing.assert_allclose(np.asarray(given, float), expected, rtol=0, atol=ATOL)
+
+
+def text(tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> str:
+    return str(tokenizer.decode(tokens))
+
+
+def random_ids(rows: int, columns: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, VOCAB, (rows, columns))
+
+
+def dense(ids: np.ndarray) -> types.TensorData:
+    return types.TensorData.from_numpy(ids.astype(np.int64))
+
+
+def sparse(ids: np.ndarray) -> types.TensorData:
+    tensor = types.TensorData.from_torch_sparse(torch.from_numpy(ids), pad_value=-1)
+    assert tensor.sparse_crow_indices is not None
+    return tensor
+
+
+def expected_targets(logprobs: np.ndarray, ids: np.ndarray) -> np.ndarray:
+    return np.where(ids >= 0, np.take_along_axis(logprobs, ids.clip(0), 1), 0.0)
+
+
+# Prompts
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_all_that_can_be_asked_of_a_prompt_in_one_request(
+    models: dict[str, Model], prompt: list[int], name: str
+) -> None:
+    model = models[name]
+    ids = random_ids(len(prompt) - 1, 3)
+    ids[::2, 1] = -1
+    asked = {"include_prompt_logprobs": True, "topk_prompt_logprobs": 5, "prompt_alt_tokens_k": 4}
+    answer = model.sample(prompt, target_prompt_logprobs=dense(ids), **asked)
+    logprobs = model.reference.logprobs(prompt)
+
+    given = answer.prompt_logprobs
+    assert given is not None
+    assert given[0] is None
+    close(given[1:], model.reference.of_tokens(prompt))
+
+    rows = answer.topk_prompt_logprobs
+    assert rows is not None
+    assert rows[0] is None
+    for row, wanted in zip(rows[1:], logprobs, strict=True):
+        assert row is not None
+        best = np.argsort(-wanted)[:5]
+        close([logprob for _, logprob in row], wanted[best])
+        close([wanted[token] for token, _ in row], wanted[best])
+        assert len({token for token, _ in row}) == 5
+
+    targets = answer.target_prompt_logprobs
+    assert targets is not None
+    assert (targets.dtype, targets.shape, targets.sparse_crow_indices) == ("float32", [len(prompt) - 1, 3], None)
+    close(targets.to_numpy(), expected_targets(logprobs, ids))
+
+    drawn = answer.prompt_alt_tokens
+    assert drawn is not None
+    tokens = drawn.tokens.to_numpy()
+    assert tokens.shape == drawn.logprobs.to_numpy().shape == (len(prompt) - 1, 4)
+    assert (drawn.tokens.dtype, drawn.logprobs.dtype) == ("int64", "float32")
+    close(drawn.logprobs.to_numpy(), np.take_along_axis(logprobs, tokens, 1))
+
+
+def test_adapters_are_far_apart(models: dict[str, Model], prompt: list[int]) -> None:
+    """Otherwise the comparisons with their references would say nothing."""
+    scores = [models[name].reference.of_tokens(prompt) for name in MODELS]
+    assert min(np.abs(a - b).max() for i, a in enumerate(scores) for b in scores[:i]) > 0.5
+
+
+def test_targets_come_back_in_the_layout_they_came_in(base: Model, prompt: list[int]) -> None:
+    ids = np.full((len(prompt) - 1, 40), -1)
+    ids[3, 7], ids[-1, :] = 11, np.arange(40)
+    asked = sparse(ids)
+    answer = base.sample(prompt, target_prompt_logprobs=asked).target_prompt_logprobs
+    assert answer is not None
+    assert answer.sparse_crow_indices == asked.sparse_crow_indices
+    assert answer.sparse_col_indices == asked.sparse_col_indices
+    assert answer.shape == asked.shape
+    logprobs = base.reference.logprobs(prompt)
+    close(answer.to_numpy(), expected_targets(logprobs, ids))
+
+
+def test_a_listed_cell_without_an_id_and_a_row_of_the_whole_vocabulary(base: Model, prompt: list[int]) -> None:
+    rows = len(prompt) - 1
+    one = types.TensorData(
+        data=[-1, 9],
+        dtype="int64",
+        shape=[rows, 2],
+        sparse_crow_indices=[0, 2] + [2] * (rows - 1),
+        sparse_col_indices=[0, 1],
+    )
+    answer = base.sample(prompt, target_prompt_logprobs=one).target_prompt_logprobs
+    assert answer is not None
+    assert answer.data == pytest.approx([0.0, base.reference.logprobs(prompt)[0, 9]], abs=ATOL)
+    everything = np.full((rows, VOCAB), -1)
+    everything[-1] = np.arange(VOCAB)
+    answer = base.sample(prompt, target_prompt_logprobs=sparse(everything)).target_prompt_logprobs
+    assert answer is not None
+    close(np.exp(np.asarray(answer.data)).sum(), 1.0)
+
+
+def test_the_last_n_bound_logprobs_and_topk_and_nothing_else(base: Model, prompt: list[int]) -> None:
+    ids = random_ids(len(prompt) - 1, 1)
+    answer = base.sample(
+        prompt,
+        include_prompt_logprobs=True,
+        topk_prompt_logprobs=2,
+        prompt_logprobs_last_n=3,
+        target_prompt_logprobs=dense(ids),
+        prompt_alt_tokens_k=1,
+    )
+    assert answer.prompt_logprobs is not None
+    assert [value is None for value in answer.prompt_logprobs] == [True] * (len(prompt) - 3) + [False] * 3
+    close(answer.prompt_logprobs[-3:], base.reference.of_tokens(prompt)[-3:])
+    assert answer.topk_prompt_logprobs is not None
+    assert [row is None for row in answer.topk_prompt_logprobs] == [True] * (len(prompt) - 3) + [False] * 3
+    assert answer.target_prompt_logprobs is not None
+    expected = expected_targets(base.reference.logprobs(prompt), ids)
+    close(answer.target_prompt_logprobs.to_numpy(), expected)
+    assert answer.prompt_alt_tokens is not None
+    assert answer.prompt_alt_tokens.tokens.shape == [len(prompt) - 1, 1]
+
+
+def test_compute_logprobs(models: dict[str, Model], prompt: list[int]) -> None:
+    model = models["unembed"]
+    tokens = types.ModelInput.from_ints(prompt)
+    whole = model.sampler.compute_logprobs(tokens).result()
+    close(whole[1:], model.reference.of_tokens(prompt))
+    end = model.sampler.compute_logprobs(tokens, prompt_logprobs_last_n=2).result()
+    assert end == [None] * (len(prompt) - 2) + whole[-2:]
+
+
+def test_prompt_scores_cover_the_whole_prompt_when_its_beginning_is_cached(base: Model) -> None:
+    long = random_ids(1, 300, seed=1)[0].tolist()
+    base.sample(long)
+    assert base.sample(long).prompt_cache_hit_tokens > 0
+    ids = random_ids(299, 1)
+    answer = base.sample(long, include_prompt_logprobs=True, target_prompt_logprobs=dense(ids))
+    assert answer.prompt_cache_hit_tokens == 0
+    assert answer.prompt_logprobs is not None
+    close(answer.prompt_logprobs[1:], base.reference.of_tokens(long))
+    assert answer.target_prompt_logprobs is not None
+    expected = expected_targets(base.reference.logprobs(long), ids)
+    close(answer.target_prompt_logprobs.to_numpy(), expected)
+
+
+def test_a_prompt_of_one_token_has_no_alternatives(base: Model) -> None:
+    answer = base.sample([5], include_prompt_logprobs=True, prompt_alt_tokens_k=3)
+    assert answer.prompt_logprobs == [None]
+    assert answer.prompt_alt_tokens is not None
+    assert answer.prompt_alt_tokens.tokens.to_numpy().shape == (0, 3)
+
+
+# Alternatives
+
+
+def alternatives(model: Model, prompt: list[int], k: int, num_samples: int = 1, **params: Any) -> np.ndarray:
+    drawn = model.sample(prompt, num_samples, params, prompt_alt_tokens_k=k).prompt_alt_tokens
+    assert drawn is not None
+    return drawn.tokens.to_numpy()
+
+
+def test_alternatives_are_the_best_token_at_temperature_zero(base: Model, prompt: list[int]) -> None:
+    best = base.reference.logprobs(prompt).argmax(1)
+    assert (alternatives(base, prompt, 3, num_samples=2, temperature=0.0) == best[:, None]).all()
+
+
+def test_alternatives_are_repeatable_by_seed(base: Model, prompt: list[int]) -> None:
+    first = alternatives(base, prompt, 4, seed=2**64 - 1)
+    assert (alternatives(base, prompt, 4, seed=2**64 - 1, num_samples=3) == first).all()
+    assert (alternatives(base, prompt, 4, seed=8) != first).any()
+    assert (alternatives(base, prompt, 4) != alternatives(base, prompt, 4)).any()
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 3.0])
+def test_alternatives_follow_the_distribution_at_their_temperature(base: Model, temperature: float) -> None:
+    """The mean logprob of many draws at every place is its expectation, within five standard errors."""
+    prompt = random_ids(1, 9, seed=3)[0].tolist()
+    drawn = np.concatenate(
+        [alternatives(base, prompt, 64, seed=seed, temperature=temperature) for seed in range(8)], axis=1
+    )
+    scores = base.reference.logprobs(prompt)
+    chances = np.exp(base.reference.logprobs(prompt, temperature))
+    mean = (chances * scores).sum(1)
+    spread = np.sqrt((chances * (scores - mean[:, None]) ** 2).sum(1))
+    given = np.take_along_axis(scores, drawn, 1).mean(1)
+    assert (np.abs(given - mean) < 5 * spread / np.sqrt(drawn.shape[1])).all()
+    assert np.median(spread) > 0.2
+
+
+# Sampled tokens
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0, 5.0])
+def test_logprobs_are_of_the_distribution_at_the_temperature(
+    models: dict[str, Model], prompt: list[int], name: str, temperature: float
+) -> None:
+    model = models[name]
+    params = {"max_tokens": 8, "temperature": temperature, "stop": [], "seed": 4}
+    answer = model.sample(prompt, 2, params, topk_sample_logprobs=3)
+    for sequence in answer.sequences:
+        tokens = prompt + list(sequence.tokens)
+        scores = model.reference.logprobs(tokens, temperature)[len(prompt) - 1 :]
+        expected = np.take_along_axis(scores, np.asarray(sequence.tokens)[:, None], 1)[:, 0]
+        close(sequence.logprobs, expected)
+        assert sequence.topk_logprobs is not None
+        for row, wanted in zip(sequence.topk_logprobs, scores, strict=True):
+            assert row is not None
+            close([logprob for _, logprob in row], -np.sort(-wanted)[:3])
+
+
+@pytest.mark.parametrize(("cut", "value"), [("top_k", 3), ("top_p", 0.6)])
+def test_logprobs_are_of_what_top_k_and_top_p_leave(base: Model, prompt: list[int], cut: str, value: float) -> None:
+    params = {"max_tokens": 8, "stop": [], "seed": 4, cut: value}
+    (sequence,) = base.sample(prompt, 1, params, topk_sample_logprobs=8).sequences
+    chances = np.exp(base.reference.logprobs(prompt + list(sequence.tokens))[len(prompt) - 1 :])
+    assert sequence.topk_logprobs is not None
+    assert sequence.logprobs is not None
+    for step, row in enumerate(sequence.topk_logprobs):
+        order = np.argsort(-chances[step])
+        kept = order[:3] if cut == "top_k" else order[: 1 + int((np.cumsum(chances[step][order]) < value).sum())]
+        expected = np.log(chances[step][kept] / chances[step][kept].sum())
+        assert row is not None
+        close([logprob for _, logprob in row], expected[:8])
+        assert np.isclose(sequence.logprobs[step], dict(row)[sequence.tokens[step]]) or len(kept) > 8
+
+
+def test_top_k_of_nothing_is_off(base: Model, prompt: list[int]) -> None:
+    def tokens(**params: Any) -> list[int]:
+        return list(base.sample(prompt, 1, {"max_tokens": 16, "seed": 1, "stop": [], **params}).sequences[0].tokens)
+
+    free = tokens()
+    assert tokens(top_k=0) == tokens(top_k=-1) == free
+    assert tokens(top_k=1) != free
+
+
+@pytest.mark.parametrize("seed", [0, 2**63 - 1, 2**63, 2**64 - 1])
+def test_seeds_of_64_bits_make_distinct_repeatable_groups(base: Model, prompt: list[int], seed: int) -> None:
+    def group() -> list[tuple[int, ...]]:
+        answer = base.sample(prompt, 4, {"max_tokens": 12, "seed": seed, "stop": []})
+        return [tuple(sequence.tokens) for sequence in answer.sequences]
+
+    first = group()
+    assert len(set(first)) == 4
+    assert group() == first
+
+
+def test_a_greedy_group_is_one_answer_repeated(base: Model, prompt: list[int]) -> None:
+    params = {"temperature": 0.0, "max_tokens": 6, "stop": []}
+    answer = base.sample(prompt, 3, params, include_prompt_logprobs=True, topk_sample_logprobs=2)
+    assert len(answer.sequences) == 3
+    assert len({(*sequence.tokens,) for sequence in answer.sequences}) == 1
+    tokens = list(answer.sequences[0].tokens)
+    best = base.reference.logits(prompt + tokens)[len(prompt) - 1 : -1].argmax(-1).tolist()
+    assert tokens == best
+    close(answer.sequences[2].logprobs, base.reference.of_tokens(prompt + tokens)[len(prompt) - 1 :])
+
+
+@pytest.mark.parametrize("max_tokens", [None, 50, CONTEXT, 10**9])
+def test_sampling_ends_where_the_context_ends(base: Model, max_tokens: int | None) -> None:
+    long = random_ids(1, CONTEXT - 20, seed=2)[0].tolist()
+    answer = base.sample(long, 1, {"max_tokens": max_tokens, "stop": []})
+    assert len(answer.sequences[0].tokens) == 20
+    assert answer.sequences[0].stop_reason == "length"
+
+
+# Stops
+
+
+def test_without_a_stop_only_the_end_of_the_turn_ends_it(
+    base: Model, question: list[int], tokenizer: PreTrainedTokenizerBase
+) -> None:
+    ended = base.greedy(question, None)
+    assert ended.stop_reason == "stop"
+    assert ended.tokens[-1] == tokenizer.convert_tokens_to_ids(IM_END)
+    assert list(ended.tokens).count(ended.tokens[-1]) == 1
+    assert ended.logprobs is not None
+    assert len(ended.logprobs) == len(ended.tokens)
+    endless = base.greedy(question, [])
+    assert (endless.stop_reason, len(endless.tokens)) == ("length", 40)
+    assert list(endless.tokens)[: len(ended.tokens)] == list(ended.tokens)
+    # A renderer for base models stops at the next turn's first words; the end of the turn still ends it.
+    assert list(base.greedy(question, ["\n\nUser:"]).tokens) == list(ended.tokens)
+    assert list(base.greedy(question, [511]).tokens) == list(ended.tokens)
+
+
+def test_stops_by_id_and_by_text_include_what_stopped_once(
+    base: Model, question: list[int], tokenizer: PreTrainedTokenizerBase
+) -> None:
+    free = list(base.greedy(question, None).tokens)
+    at = next(index for index in range(3, len(free)) if free.index(free[index]) == index)
+    words = text(tokenizer, [free[at]])
+    assert words not in text(tokenizer, free[:at])
+    expected = base.reference.of_tokens(question + free[: at + 1])[len(question) - 1 :]
+    many = [f"nowhere-{number}" for number in range(63)]
+    for stop in ([free[at]], [free[at], 511], words, [words], [*many, words]):
+        stopped = base.greedy(question, stop)
+        assert list(stopped.tokens) == free[: at + 1], stop
+        assert stopped.stop_reason == "stop"
+        close(stopped.logprobs, expected)
+
+
+def test_a_stop_string_may_begin_and_end_within_tokens(base: Model, tokenizer: PreTrainedTokenizerBase) -> None:
+    prompt = tokenizer.encode("The old")
+    free = list(base.greedy(prompt, [], 24).tokens)
+    words = [text(tokenizer, [token]) for token in free]
+    at = next(
+        index
+        for index in range(2, len(free) - 1)
+        if len(words[index]) > 1
+        and len(words[index + 1]) > 1
+        and (words[index][-1:] + words[index + 1][:1]) not in text(tokenizer, free[: index + 1])
+    )
+    stop = words[at][-1:] + words[at + 1][:1]
+    stopped = base.greedy(prompt, [stop], 24)
+    assert list(stopped.tokens) == free[: at + 2]
+    assert stopped.stop_reason == "stop"
+    assert stopped.logprobs is not None
+    assert len(stopped.logprobs) == at + 2
+
+
+# Many at once
+
+
+def test_64_mixed_requests_give_the_numbers_they_give_alone(models: dict[str, Model]) -> None:
+    rng = Random(5)
+
+    def made(number: int) -> tuple[str, list[int], int, dict[str, Any], dict[str, Any]]:
+        prompt = [rng.randrange(VOCAB) for _ in range(rng.choice((2, 9, 40, 150)))]
+        params = {
+            "max_tokens": rng.choice((1, 6)),
+            "temperature": (1.0, 0.0, 0.7, 3.0)[number % 4],
+            "seed": number,
+            "stop": [],
+        }
+        asked: dict[str, Any] = {}
+        if number % 2:
+            asked["include_prompt_logprobs"] = True
+        if number % 3 == 0:
+            asked["topk_prompt_logprobs"] = rng.choice((1, 4))
+        if number % 3 == 1:
+            ids = random_ids(len(prompt) - 1, 2, seed=number)
+            ids[0, 0] = -1
+            asked["target_prompt_logprobs"] = dense(ids)
+        if number % 5 < 2:
+            asked["prompt_alt_tokens_k"] = 3
+        if number % 7 == 0:
+            asked["topk_sample_logprobs"] = 2
+        return MODELS[number % 3], prompt, 1 + number % 2, params, asked
+
+    requests = [made(number) for number in range(64)]
+
+    def ask(request: tuple[str, list[int], int, dict[str, Any], dict[str, Any]]) -> dict[str, Any]:
+        name, prompt, num_samples, params, asked = request
+        return numbers(models[name].sample(prompt, num_samples, params, **asked))
+
+    alone = [ask(request) for request in requests]
+    with ThreadPoolExecutor(64) as pool:
+        together = list(pool.map(ask, requests))
+    for one, other in zip(alone, together, strict=True):
+        assert one.keys() == other.keys()
+        for key, value in one.items():
+            np.testing.assert_allclose(other[key], value, atol=2e-5, err_msg=key)
+
+
+def numbers(answer: types.SampleResponse) -> dict[str, Any]:
+    """Every number of an answer, missing ones as NaN."""
+    found: dict[str, Any] = {}
+    for index, sequence in enumerate(answer.sequences):
+        found[f"tokens {index}"], found[f"logprobs {index}"] = sequence.tokens, sequence.logprobs
+        if sequence.topk_logprobs is not None:
+            found[f"topk {index}"] = sequence.topk_logprobs
+    if answer.prompt_logprobs_np is not None:
+        found["prompt"] = answer.prompt_logprobs_np
+    if answer.topk_prompt_logprobs is not None:
+        found["prompt topk"] = answer.topk_prompt_logprobs[1:]
+    if answer.target_prompt_logprobs is not None:
+        found["targets"] = answer.target_prompt_logprobs.data
+    if answer.prompt_alt_tokens is not None:
+        found["drawn"] = answer.prompt_alt_tokens.tokens.data
+        found["drawn logprobs"] = answer.prompt_alt_tokens.logprobs.data
+    return found
+
+
+# What is refused, and other clients
+
+
+@pytest.mark.parametrize(
+    ("field", "asked"),
+    [
+        ("target_prompt_logprobs", {"target_prompt_logprobs": dense(np.zeros((2, 1)))}),
+        ("target_prompt_logprobs", {"target_prompt_logprobs": dense(np.full((3, 1), -1))}),
+        ("target_prompt_logprobs", {"target_prompt_logprobs": dense(np.full((3, 1), VOCAB))}),
+        ("prompt_alt_tokens_k", {"prompt_alt_tokens_k": 65}),
+        ("prompt_logprobs_last_n", {"prompt_logprobs_last_n": 4, "include_prompt_logprobs": True}),
+        ("topk_prompt_logprobs", {"topk_prompt_logprobs": 65}),
+    ],
+)
+def test_refusals_name_the_field(base: Model, field: str, asked: dict[str, Any]) -> None:
+    with pytest.raises(tinker.BadRequestError) as refused:
+        base.sample([1, 2, 3, 4], **asked)
+    assert refused.value.body["field"] == field  # type: ignore[index]
+
+
+def test_clients_without_protobuf_get_json(server: DemoServer, base: Model) -> None:
+    prompt, ids = [7, 8, 9], [[3, -1], [-1, 4]]
+    body = {
+        "sampling_session_id": base.sampler._sampling_session_id,
+        "prompt": {"chunks": [{"tokens": prompt}]},
+        "sampling_params": {"max_tokens": 1, "temperature": 0.0},
+        "target_prompt_logprobs": {"data": sum(ids, []), "dtype": "int64", "shape": [2, 2]},
+        "prompt_alt_tokens_k": 1,
+    }
+    with httpx.Client(base_url=f"{server.url}/api/v1", headers={"X-API-Key": "tml-features"}) as http:
+        promise = http.post("/asample", json=body).raise_for_status().json()
+        end = time.monotonic() + 30
+        while (polled := http.post("/retrieve_future", json={"request_id": promise["request_id"]}, timeout=60)) and (
+            polled.status_code == httpx.codes.REQUEST_TIMEOUT
+        ):
+            assert time.monotonic() < end
+    result = json.loads(polled.raise_for_status().content)
+    logprobs = base.reference.logprobs(prompt)
+    expected = [logprobs[0, 3], 0.0, 0.0, logprobs[1, 4]]
+    assert result["target_prompt_logprobs"]["shape"] == [2, 2]
+    assert result["target_prompt_logprobs"]["data"] == pytest.approx(expected, abs=ATOL)
+    best = logprobs.argmax(1).tolist()
+    assert result["prompt_alt_tokens"]["tokens"] == {"data": best, "dtype": "int64", "shape": [2, 1]}
+    assert result["prompt_alt_tokens"]["logprobs"]["data"] == pytest.approx(logprobs.max(1).tolist(), abs=ATOL)

@@ -1,0 +1,39 @@
+"""Which features are claimed for which inference server."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from skyrl.config import load_config
+from skyrl.inference import features
+from skyrl.inference.features import InferenceFeatures, inference_features
+from skyrl.tiny import model_path
+
+MANAGED: dict[str, Any] = {"base_model": str(model_path())}
+COLOCATED = MANAGED | {"backend_config": {"trainer.placement.colocate_all": True}}
+EXTERNAL = MANAGED | {"external_inference_url": "http://127.0.0.1:1"}
+
+
+@pytest.mark.parametrize(
+    ("options", "cuda", "expected"),
+    [
+        (MANAGED, False, InferenceFeatures(True, True, True)),
+        (COLOCATED, False, InferenceFeatures(True, True, True)),
+        (MANAGED, True, InferenceFeatures(False, True, False)),
+        (EXTERNAL, False, InferenceFeatures(False, False, True)),
+        (EXTERNAL, True, InferenceFeatures(False, False, True)),
+    ],
+)
+def test_by_configuration_and_device(options: dict[str, Any], cuda: bool, expected: InferenceFeatures) -> None:
+    assert inference_features(load_config(options), cuda=cuda) == expected
+
+
+@pytest.mark.parametrize("change", [{"plugin_installed": lambda: False}, {"_vllm_version": lambda: "0.33.0"}])
+def test_without_the_plugin_or_with_a_vllm_it_does_not_know(
+    monkeypatch: pytest.MonkeyPatch, change: dict[str, Any]
+) -> None:
+    for name, value in change.items():
+        monkeypatch.setattr(features, name, value)
+    assert inference_features(load_config(MANAGED), cuda=False) == InferenceFeatures(False, False, True)
