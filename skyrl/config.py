@@ -19,6 +19,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 BackendName = Literal["fsdp", "none"]
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 BACKENDS: tuple[str, ...] = ("fsdp", "none")
+STORE_SCHEMES = ("file", "s3", "gs", "az")
 
 
 class ConfigError(ValueError):
@@ -184,9 +185,19 @@ class ServerConfig(BaseSettings):
     port: int = Field(8000, ge=1, le=65535)
     allow_remote: bool = False
     """Listen on an address that others can reach, although any API key is accepted there (each is its own tenant)."""
+    jwt_auth: bool = False
+    """Tell clients to exchange their API key for tokens that expire, instead of sending the key every time."""
     state_dir: Path = Path("~/.local/share/skyrl")
     database_url: str | None = None
     """SQLAlchemy URL; None is a SQLite file in `state_dir`."""
+    checkpoint_store: str | None = None
+    """Where saved checkpoints lie: file:///dir, s3://bucket/prefix, gs://... or az://...; None is `state_dir`."""
+    checkpoint_store_options: dict[str, str] = Field(default_factory=dict)
+    """Of the object store (endpoint, region...); credentials are better left to the environment."""
+    presigned_downloads: bool = True
+    """Hand out the object store's own signed URLs; without, exported files are streamed through this server."""
+    public_url: str | None = None
+    """What download links begin with; None is the address that the client used to ask for one."""
     external_inference_url: str | None = None
     """Base URL of a vLLM-compatible server that somebody else runs (`--backend none`: sampling-only gateway)."""
     external_inference_api_key: str | None = None
@@ -194,6 +205,8 @@ class ServerConfig(BaseSettings):
     forwarding_inference_max_connections: int | None = Field(None, ge=1)
     forwarding_deadline_s: float = Field(600.0, gt=0)
     """How long one sample may take, retries and restarts of vLLM included."""
+    sample_use_retrieve_futures: bool = False
+    """Tell clients to wait for all samples of a sampling client in one long poll, instead of one for each sample."""
     forwarding_zero_fill_logprobs: bool = False
     """Compatibility mode: missing sampled logprobs become 0.0 with a warning, instead of a failed future."""
     max_pending_samples: int = Field(20_000, ge=1)
@@ -225,6 +238,23 @@ class ServerConfig(BaseSettings):
             except json.JSONDecodeError as error:
                 raise ValueError(f"not JSON: {error}") from error
         return parse_backend_config(value) if isinstance(value, dict) else value
+
+    @field_validator("checkpoint_store")
+    @classmethod
+    def _known_store(cls, value: str | None) -> str | None:
+        if value is None:
+            return None
+        scheme, _, rest = value.partition("://")
+        if scheme not in STORE_SCHEMES or not rest.strip("/") or (scheme == "file" and not rest.startswith("/")):
+            raise ValueError(f"{value!r} is not file:///directory or one of s3://, gs://, az:// with a bucket's name")
+        return value
+
+    @field_validator("public_url")
+    @classmethod
+    def _absolute_url(cls, value: str | None) -> str | None:
+        if value is not None and not value.startswith(("http://", "https://")):
+            raise ValueError(f"{value!r} does not begin with http:// or https://")
+        return value
 
     @field_validator("state_dir")
     @classmethod
@@ -268,7 +298,7 @@ class ServerConfig(BaseSettings):
 
     @property
     def checkpoints_dir(self) -> Path:
-        """Training checkpoints (adapter and optimizer)."""
+        """What was saved under a name, unless `checkpoint_store` says otherwise."""
         return self.state_dir / "checkpoints"
 
     @property

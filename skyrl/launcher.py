@@ -25,6 +25,7 @@ from skyrl.config import ConfigError, ServerConfig
 from skyrl.db import engine_state
 from skyrl.db.database import Database
 from skyrl.db.migrate import migrate
+from skyrl.db.stores import claim_store
 from skyrl.inference.placement import LocalPlacement, Placement, ServerHandle, free_port
 from skyrl.inference.vllm_command import cuda_devices, plugin_installed, vllm_spec
 from skyrl.runtime import RUNTIME_ENV, Runtime, set_up_process
@@ -78,6 +79,8 @@ class Launcher:
         database = Database(config.database)
         try:
             await asyncio.to_thread(migrate, database)
+            if config.backend != "none":
+                await asyncio.to_thread(claim_store, config, database)
             database.write(lambda c: engine_state.clear(c, "the engine is starting"))
             directory = Path(tempfile.mkdtemp(prefix="skyrl-"))
             try:

@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
-import hashlib
 import io
 
 import zstandard
 from starlette.requests import ClientDisconnect, Request
 
+from skyrl.api.tokens import Tokens, is_token, tenant_of_key
 from skyrl.wire.errors import RequestError
 
 
-def tenant_of(request: Request) -> str:
-    """Who owns what this request makes: a digest of its API key. Raises RequestError 401 without a key."""
+def key_of(request: Request) -> str:
+    """The API key, or the token in its place. Raises RequestError 401 without one."""
     key = request.headers.get("x-api-key", "")
     if not key:
         raise RequestError("send an API key in X-API-Key", status=401)
-    return hashlib.blake2b(key.encode(), digest_size=16).hexdigest()
+    return key
+
+
+def tenant_of(request: Request) -> str:
+    """Who owns what this request makes: a digest of its API key, or what its token says.
+
+    Raises RequestError 401 without a key, InvalidToken for a token that is not one of ours or has expired.
+    """
+    key = key_of(request)
+    tokens: Tokens = request.app.state.tokens
+    return tokens.tenant(key) if is_token(key) else tenant_of_key(key)
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:

@@ -1,6 +1,12 @@
-"""retrieve_future: the long poll. Result bytes go out as they were stored."""
+"""Waiting for requests, one by one or all samples of a client at once, and taking samples back.
+
+Result bytes go out as they were stored.
+"""
 
 from __future__ import annotations
+
+import asyncio
+from typing import Any
 
 from fastapi import APIRouter
 from starlette.requests import Request
@@ -9,12 +15,37 @@ from starlette.responses import Response
 from skyrl.api.body import read_body, tenant_of
 from skyrl.api.reply import reply
 from skyrl.api.services import Services
-from skyrl.wire.requests import RetrieveFutureRequest, decode_json
+from skyrl.futures.completions import Completion, Target, TargetGone
+from skyrl.wire.errors import NotFound, RequestError
+from skyrl.wire.requests import CancelFutureRequest, RetrieveFutureRequest, RetrieveFuturesRequest, decode_json
 from skyrl.wire.results import to_json
 from skyrl.wire.training import PROTOBUF
 
 HOLD_S = 30.0
 """How long a poll is held: the SDK gives up reading at 45 s."""
+
+ERROR_HOLD_S = 1.0
+"""How long a poll that ends with 500 is held: the SDK asks again at once, whatever the reason was."""
+
+MAX_CLONE = 2**33
+"""Far above the highest number that a copy of a sampling client gives itself, and its samples' numbers fit 64 bits."""
+
+
+def _completion(ended: Completion) -> dict[str, Any]:
+    if ended.size is None:
+        return {"state": "failed", "request_id": ended.request_id}
+    return {"state": "finished", "request_id": ended.request_id, "response_payload_uncompressed_size": ended.size}
+
+
+def _check(wanted: RetrieveFuturesRequest) -> None:
+    if wanted.target.type != "sampling_session":
+        raise RequestError(f"{wanted.target.type!r} is not known; there is: sampling_session", field="target.type")
+    if not 0 <= wanted.target.cloned_sampler_id < MAX_CLONE:
+        raise RequestError(f"must be in [0, {MAX_CLONE})", field="target.cloned_sampler_id")
+    if not 0 <= wanted.prev_cursor < 2**62:
+        raise RequestError("must be 0 or a cursor that was answered before", field="prev_cursor")
+    if wanted.timeout is not None and not wanted.timeout >= 0:
+        raise RequestError("must not be negative", field="timeout")
 
 
 def router(services: Services) -> APIRouter:
@@ -31,6 +62,9 @@ def router(services: Services) -> APIRouter:
             # 410 makes the SDK send a lost sample again; it cannot do so for a training command.
             status = 410 if request.headers.get("x-tinker-request-type") == "Sample" else 404
             return reply({"detail": f"request_id: no request {wanted.request_id!r}", "field": "request_id"}, status)
+        except Exception:
+            await asyncio.sleep(ERROR_HOLD_S)
+            raise
         if outcome is None:
             return reply({"type": "try_again", "request_id": wanted.request_id, "queue_state": "active"}, 408)
         if outcome.error is not None:
@@ -38,5 +72,30 @@ def router(services: Services) -> APIRouter:
         if outcome.result_format != "json" and PROTOBUF in request.headers.get("accept", ""):
             return Response(outcome.result, media_type=PROTOBUF)
         return Response(to_json(outcome.result, outcome.result_format), media_type="application/json")
+
+    @routes.post("/retrieve_futures")
+    async def retrieve_futures(request: Request) -> Response:
+        """Which samples of one sampling client have ended since a cursor; their results are fetched one by one."""
+        tenant = tenant_of(request)
+        wanted = decode_json(RetrieveFuturesRequest, await read_body(request, max_bytes))
+        _check(wanted)
+        sampler = await services.sampling.open_sampler(
+            wanted.target.sampling_session_id, tenant, "target.sampling_session_id"
+        )
+        services.store.forget_retrieved(wanted.retrieved_request_ids or (), tenant)
+        target = Target(sampler.session_id, sampler.id, wanted.target.cloned_sampler_id)
+        hold_s = HOLD_S if wanted.timeout is None else min(wanted.timeout, HOLD_S)
+        try:
+            cursor, ended = await services.store.completions.poll(target, wanted.prev_cursor, hold_s)
+        except TargetGone as error:
+            raise NotFound(f"the session of {sampler.id!r} has ended", field="target.sampling_session_id") from error
+        return reply({"cursor": cursor, "completions": [_completion(completion) for completion in ended]})
+
+    @routes.post("/cancel_future")
+    async def cancel_future(request: Request) -> Response:
+        tenant = tenant_of(request)
+        wanted = decode_json(CancelFutureRequest, await read_body(request, max_bytes))
+        await services.sampling.cancel_future(wanted.request_id, tenant)
+        return reply({})
 
     return routes

@@ -1,4 +1,4 @@
-"""Models: create one, ask what it is."""
+"""Models: create one, ask what it is, take it out of memory."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from skyrl.api.services import Services
 from skyrl.api.training import submit
 from skyrl.db.models import Adapter, Model
 from skyrl.futures.kinds import Kind
+from skyrl.futures.store import NewRequest
 from skyrl.wire.errors import NotFound, RequestError
 from skyrl.wire.paths import model_id_of
 from skyrl.wire.requests import CreateModelRequest, LoraConfig, ModelRequest, OptimizerConfig, decode_json
@@ -72,6 +73,22 @@ def router(services: Services) -> APIRouter:
         )
         await services.models.create(model, wanted.model_seq_id)
         return await submit(services, Kind.CREATE_MODEL, model, 0, body)
+
+    @routes.post("/unload_model")
+    async def unload_model(request: Request) -> Response:
+        """After everything that was sent for the model so far; it has no number in the client's order."""
+        tenant = tenant_of(request)
+        body = await read_body(request, max_bytes)
+        wanted = decode_json(ModelRequest, body)
+        services.check_trainable()
+        model = await services.models.find(wanted.model_id, tenant)
+        if model is None:
+            raise NotFound(f"no model {wanted.model_id!r}", field="model_id")
+        request_id, _ = await services.store.record(
+            NewRequest(kind=Kind.UNLOAD_MODEL, tenant=tenant, session_id=model.session_id, body=body, model_id=model.id)
+        )
+        services.engine.ring()
+        return reply({"request_id": request_id, "model_id": model.id})
 
     @routes.post("/get_info")
     async def get_info(request: Request) -> Response:

@@ -16,6 +16,11 @@ def reply(value: Any, status: int = 200, headers: dict[str, str] | None = None) 
     return Response(_encoder.encode(value), status, headers, media_type="application/json")
 
 
+def strings(metadata: dict[str, Any] | None) -> dict[str, str] | None:
+    """User metadata as the SDK reads it back: every value a string."""
+    return None if metadata is None else {key: str(value) for key, value in metadata.items()}
+
+
 def timestamp(seconds: float) -> str:
     """Seconds since the epoch as RFC 3339 in UTC."""
     return datetime.fromtimestamp(seconds, UTC).isoformat()

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
+from pathlib import Path
+
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from skyrl.adapters import bring_adapter
 from skyrl.api.body import read_body, tenant_of
 from skyrl.api.reply import reply
 from skyrl.api.services import Services
 from skyrl.db.samplers import Sampler
 from skyrl.wire.errors import NotFound, RequestError
 from skyrl.wire.paths import parse_path, sampling_session_id_of
-from skyrl.wire.requests import CreateSamplingSessionRequest, decode_json
+from skyrl.wire.requests import CreateSamplingSessionRequest, JoinSamplingSessionRequest, decode_json
 
 
 def router(services: Services) -> APIRouter:
@@ -27,7 +31,7 @@ def router(services: Services) -> APIRouter:
         if not 0 <= wanted.sampling_session_seq_id < 2**31:
             raise RequestError("must be in [0, 2**31)", field="sampling_session_seq_id")
         sampler_id = sampling_session_id_of(session.id, wanted.sampling_session_seq_id)
-        adapter_name = adapter_path = None
+        adapter_name = adapter_path = saved = None
         if wanted.model_path is not None:
             path = parse_path(wanted.model_path, "model_path")
             saved = await services.checkpoints.find(path, tenant)
@@ -37,18 +41,29 @@ def router(services: Services) -> APIRouter:
             base_model, adapter_name, adapter_path = saved.base_model, saved.adapter_name, saved.directory
             if wanted.base_model is not None:
                 services.check_base_model(wanted.base_model)  # any of its names: there is one base model
+            if saved.store_key is not None and adapter_path is not None:
+                store = services.checkpoint_store
+                await asyncio.to_thread(bring_adapter, store, saved.store_key, Path(adapter_path))
         elif wanted.base_model is not None:
             base_model = services.check_base_model(wanted.base_model)
         else:
             raise RequestError("give base_model or model_path", field="model_path")
         sampler = Sampler(sampler_id, session.id, tenant, base_model, wanted.model_path, adapter_name, adapter_path)
-        stored = await services.samplers.create(sampler, wanted.sampling_session_seq_id)
+        stored = await services.samplers.create(sampler, wanted.sampling_session_seq_id, saved)
         if stored != sampler:
             raise RequestError(
                 f"{wanted.sampling_session_seq_id} was used before for another sampler",
                 field="sampling_session_seq_id",
             )
         return reply({"type": "create_sampling_session", "sampling_session_id": stored.id})
+
+    @routes.post("/join_sampling_session")
+    async def join_sampling_session(request: Request) -> Response:
+        """For a copy of a sampling client in another process, which numbers its samples apart from all others'."""
+        tenant = tenant_of(request)
+        wanted = decode_json(JoinSamplingSessionRequest, await read_body(request, max_bytes))
+        sampler = await services.sampling.open_sampler(wanted.sampling_session_id, tenant)
+        return reply({"type": "join_sampling_session", "client_counter": await services.samplers.join(sampler)})
 
     @routes.get("/samplers/{sampler_id}")
     async def get_sampler(sampler_id: str, request: Request) -> Response:

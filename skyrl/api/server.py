@@ -16,31 +16,42 @@ import uvloop
 from skyrl.api.app import create_app
 from skyrl.api.readiness import POLL_S, EngineWatch
 from skyrl.api.services import Services
+from skyrl.api.signing import SignedUrls
+from skyrl.api.tokens import Tokens
 from skyrl.background import repeat
 from skyrl.db import futures as future_rows
+from skyrl.db.audit import Audit
 from skyrl.db.checkpoints import Checkpoints
+from skyrl.db.copies import Copies
 from skyrl.db.database import Database
 from skyrl.db.engine_state import EngineState, read_state
 from skyrl.db.models import Models
 from skyrl.db.samplers import Samplers
+from skyrl.db.session_search import SessionSearch
 from skyrl.db.sessions import Sessions
+from skyrl.db.usage import Usage, UsageCounter, meter_storage
 from skyrl.db.writer import GroupCommitWriter
 from skyrl.futures.doorbell import Doorbell, DoorbellListener
 from skyrl.futures.kinds import Kind
 from skyrl.futures.store import SAFETY_POLL_S, FutureStore
+from skyrl.futures.trace import Traces
+from skyrl.inference.features import inference_features
 from skyrl.inference.vllm_command import cuda_devices
 from skyrl.runtime import Runtime, set_up_process
 from skyrl.sampling.client import ForwardingClient
 from skyrl.sampling.endpoint import EngineEndpoint, FixedEndpoint
-from skyrl.sampling.guards import UnembedGuard
+from skyrl.sampling.guards import FeatureGuard
 from skyrl.sampling.service import Admission, SampleService
 from skyrl.sampling.transport import AiohttpTransport
+from skyrl.storage.registry import open_store
 
 logger = logging.getLogger(__name__)
 
 DRAIN_S = 10.0
 SESSION_CHECK_S = 5.0
 FORGET_S = 60.0
+USAGE_S = 1.0
+STORAGE_S = 60.0
 
 
 def _client(runtime: Runtime, database: Database) -> ForwardingClient | None:
@@ -72,6 +83,11 @@ async def _forget_results(writer: GroupCommitWriter, retention_s: float) -> None
     await writer.transact(lambda connection: future_rows.forget(connection, before))
 
 
+async def _meter_storage(writer: GroupCommitWriter) -> None:
+    now = time.time()
+    await writer.transact(lambda connection: meter_storage(connection, now))
+
+
 @contextlib.asynccontextmanager
 async def open_services(runtime: Runtime) -> AsyncIterator[Services]:
     """Everything the API process works with; on exit samples drain and what is queued is committed."""
@@ -88,6 +104,7 @@ async def open_services(runtime: Runtime) -> AsyncIterator[Services]:
     watch = EngineWatch(read, trains=config.backend != "none", manages_inference=config.manages_inference)
     samplers = Samplers(database, writer)
     sessions = Sessions(database, writer)
+    counter = UsageCounter(writer)
     sampling = SampleService(
         store,
         samplers,
@@ -97,7 +114,8 @@ async def open_services(runtime: Runtime) -> AsyncIterator[Services]:
         limits=watch.limits,
         admission=Admission(config.max_pending_samples, config.max_pending_sample_bytes),
         base_name=config.served_names[0],
-        guard=UnembedGuard(enabled=config.manages_inference and bool(cuda_devices())),
+        guard=FeatureGuard(inference_features(config, cuda=bool(cuda_devices()))),
+        usage=counter,
     )
     services = Services(
         config=config,
@@ -105,11 +123,19 @@ async def open_services(runtime: Runtime) -> AsyncIterator[Services]:
         models=Models(database, writer),
         samplers=samplers,
         checkpoints=Checkpoints(database, writer),
+        checkpoint_store=open_store(config),
+        copies=Copies(database, writer),
         store=store,
         sampling=sampling,
         client=client,
         engine=engine,
         watch=watch,
+        tokens=Tokens.open(config.state_dir),
+        urls=SignedUrls.open(config.state_dir, config.public_url),
+        search=SessionSearch(database),
+        audit=Audit(database, writer),
+        usage=Usage(database),
+        traces=Traces(database),
     )
     await services.sessions.load()
     await watch.refresh()
@@ -137,6 +163,8 @@ async def open_services(runtime: Runtime) -> AsyncIterator[Services]:
         asyncio.create_task(
             repeat("forgetting results", FORGET_S, partial(_forget_results, writer, config.result_retention_s))
         ),
+        asyncio.create_task(repeat("counting usage", USAGE_S, counter.flush)),
+        asyncio.create_task(repeat("metering storage", STORAGE_S, partial(_meter_storage, writer))),
     ]
     try:
         yield services
@@ -148,6 +176,7 @@ async def open_services(runtime: Runtime) -> AsyncIterator[Services]:
         await asyncio.gather(*background, *rings, return_exceptions=True)
         if client is not None:
             await client.close()
+        await counter.flush()
         await writer.close()
         engine.close()
         database.close()

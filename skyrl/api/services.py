@@ -6,15 +6,23 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from skyrl.api.readiness import EngineWatch
+from skyrl.api.signing import SignedUrls
+from skyrl.api.tokens import Tokens
 from skyrl.config import ServerConfig
+from skyrl.db.audit import Audit
 from skyrl.db.checkpoints import Checkpoints
+from skyrl.db.copies import Copies
 from skyrl.db.models import Models
 from skyrl.db.samplers import Samplers
+from skyrl.db.session_search import SessionSearch
 from skyrl.db.sessions import Session, Sessions
+from skyrl.db.usage import Usage
 from skyrl.futures.doorbell import Doorbell
 from skyrl.futures.store import FutureStore
+from skyrl.futures.trace import Traces
 from skyrl.sampling.client import ForwardingClient
 from skyrl.sampling.service import SampleService
+from skyrl.storage.base import CheckpointStore
 from skyrl.wire.errors import NotFound, RequestError
 
 
@@ -25,11 +33,19 @@ class Services:
     models: Models
     samplers: Samplers
     checkpoints: Checkpoints
+    checkpoint_store: CheckpointStore
+    copies: Copies
     store: FutureStore
     sampling: SampleService
     client: ForwardingClient | None
     engine: Doorbell
     watch: EngineWatch
+    tokens: Tokens
+    urls: SignedUrls
+    search: SessionSearch
+    audit: Audit
+    usage: Usage
+    traces: Traces
 
     async def active_session(self, session_id: str, tenant: str) -> Session:
         """Raises NotFound, or RequestError 410 when the session has ended."""
@@ -51,8 +67,8 @@ class Services:
         return name
 
     def tokenizer_name(self, base_model: str) -> str:
-        """What clients load a tokenizer by: `tokenizer_id`, or a name with an organisation, or else the directory, which
-        clients on this machine have: a plain alias would send them to the model hub."""
+        """What clients load a tokenizer by: `tokenizer_id`, or a name with an organisation, or else the directory,
+        which clients on this machine have: a plain alias would send them to the model hub."""
         if self.config.tokenizer_id is not None:
             return self.config.tokenizer_id
         path = self.config.base_model_path

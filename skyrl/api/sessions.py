@@ -1,4 +1,4 @@
-"""Sessions: create, heartbeat, finish, list."""
+"""Sessions: create, heartbeat, finish, list, put into a project."""
 
 from __future__ import annotations
 
@@ -7,10 +7,26 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from skyrl.api.body import read_body, tenant_of
-from skyrl.api.reply import reply
+from skyrl.api.reply import reply, strings
+from skyrl.api.scope import AccessScope
 from skyrl.api.services import Services
-from skyrl.wire.errors import NotFound
-from skyrl.wire.requests import CreateSessionRequest, FinishSessionRequest, SessionRequest, decode_json
+from skyrl.wire.errors import NotFound, RequestError
+from skyrl.wire.requests import (
+    FINISH_REASONS,
+    AssignProjectRequest,
+    CreateSessionRequest,
+    FinishSessionRequest,
+    SessionRequest,
+    decode_json,
+)
+
+MAX_NAME = 1_000
+
+
+def check_length(field: str, value: str | None) -> None:
+    """Raises RequestError naming the field for a name that is too long."""
+    if value is not None and len(value) > MAX_NAME:
+        raise RequestError(f"must have at most {MAX_NAME} characters, got {len(value)}", field=field)
 
 
 def router(services: Services) -> APIRouter:
@@ -21,7 +37,16 @@ def router(services: Services) -> APIRouter:
     async def create_session(request: Request) -> Response:
         tenant = tenant_of(request)
         wanted = decode_json(CreateSessionRequest, await read_body(request, max_bytes))
-        session = await services.sessions.create(tenant, wanted.tags or [], wanted.user_metadata, wanted.sdk_version)
+        check_length("project_id", wanted.project_id)
+        check_length("display_name", wanted.display_name)
+        session = await services.sessions.create(
+            tenant,
+            wanted.tags or [],
+            wanted.user_metadata,
+            wanted.sdk_version,
+            project_id=wanted.project_id or None,
+            display_name=wanted.display_name,
+        )
         warning = services.session_warning()
         notice = {} if warning is None else {"warning_message": warning}
         return reply({"type": "create_session", "session_id": session.id} | notice)
@@ -41,21 +66,47 @@ def router(services: Services) -> APIRouter:
         if session is None:
             raise NotFound(f"no session {session_id!r}", field="session_id")
         reason = wanted.reason.type if wanted.reason is not None else None
+        if reason is not None and reason not in FINISH_REASONS:
+            raise RequestError(f"must be one of: {', '.join(FINISH_REASONS)}, got {reason!r}", field="reason.type")
         await services.close_session(session, "finished", reason, wanted.detail)
         return reply({})
 
     @routes.get("/sessions")
     async def list_sessions(
-        request: Request, limit: int = Query(20, ge=1, le=1000), offset: int = Query(0, ge=0, lt=2**31)
+        request: Request,
+        limit: int = Query(20, ge=1, le=1000),
+        offset: int = Query(0, ge=0, lt=2**31),
+        access_scope: AccessScope = "owned",
     ) -> Response:
         return reply({"sessions": await services.sessions.list_ids(tenant_of(request), limit, offset)})
 
     @routes.get("/sessions/{session_id}")
-    async def get_session(session_id: str, request: Request) -> Response:
+    async def get_session(session_id: str, request: Request, access_scope: AccessScope = "owned") -> Response:
         session = await services.sessions.find(session_id, tenant_of(request))
         if session is None:
             raise NotFound(f"no session {session_id!r}", field="session_id")
         runs, samplers = await services.sessions.contents(session_id)
-        return reply({"training_run_ids": runs, "sampler_ids": samplers, "user_metadata": session.user_metadata})
+        return reply(
+            {
+                "training_run_ids": runs,
+                "sampler_ids": samplers,
+                "user_metadata": strings(session.user_metadata),
+                "display_name": session.display_name,
+            }
+        )
+
+    @routes.put("/sessions/{session_id}/project")
+    async def assign_project(session_id: str, request: Request) -> Response:
+        """A project is whatever name a tenant gives; it needs no making."""
+        tenant = tenant_of(request)
+        wanted = decode_json(AssignProjectRequest, await read_body(request, max_bytes))
+        if not wanted.project_id:
+            raise RequestError("must not be empty: a session cannot be taken out of its project", field="project_id")
+        check_length("project_id", wanted.project_id)
+        session = await services.sessions.find(session_id, tenant)
+        if session is None:
+            raise NotFound(f"no session {session_id!r}", field="session_id")
+        await services.sessions.assign_project(session, wanted.project_id)
+        return reply({})
 
     return routes

@@ -6,6 +6,7 @@ for clients never send a refused number again. What is wrong with it fails its f
 
 from __future__ import annotations
 
+import msgspec
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
@@ -19,6 +20,16 @@ from skyrl.futures.store import NewRequest
 from skyrl.wire.errors import NotFound, RequestError
 from skyrl.wire.requests import SequencedRequest, decode_json
 from skyrl.wire.training import decode_header
+
+
+def _identity(kind: Kind, body: bytes) -> bytes | None:
+    """An unnamed save for sampling without the number of its sampling session: the SDK takes a new one each time it
+    sends the save again, and uses whichever session it is told."""
+    if kind is not Kind.SAVE_WEIGHTS_FOR_SAMPLER:
+        return None
+    fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+    fields.pop("sampling_session_seq_id", None)
+    return msgspec.json.encode(fields, order="deterministic")
 
 
 async def submit(
@@ -36,6 +47,7 @@ async def submit(
             body_format=encoding,
             model_id=model.id,
             seq_id=seq_id,
+            identity=_identity(kind, body),
         )
     )
     services.engine.ring()
@@ -71,6 +83,14 @@ def router(services: Services) -> APIRouter:
     @routes.post("/forward")
     async def forward(request: Request) -> Response:
         return await training_pass(request, Kind.FORWARD)
+
+    @routes.post("/create_custom_loss")
+    async def create_custom_loss(request: Request) -> Response:
+        """No SDK sends it: `custom_loss_server_side` is off in client/config."""
+        tenant_of(request)
+        raise RequestError(
+            "this server runs no losses that clients send; forward_backward_custom computes them in the client"
+        )
 
     @routes.post("/optim_step")
     async def optim_step(request: Request) -> Response:

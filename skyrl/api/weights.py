@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
@@ -10,12 +11,45 @@ from skyrl.api.body import read_body, tenant_of
 from skyrl.api.models import check_optimizer
 from skyrl.api.reply import reply
 from skyrl.api.services import Services
+from skyrl.api.tokens import tenant_of_access_token
 from skyrl.api.training import submit, submit_sequenced
 from skyrl.db.models import Model, adapter_of
 from skyrl.futures.kinds import Kind
 from skyrl.wire.errors import NotFound, RequestError
 from skyrl.wire.paths import model_id_of, parse_path
-from skyrl.wire.requests import LoadWeightsRequest, SequencedRequest, WeightsInfoRequest, decode_json
+from skyrl.wire.requests import (
+    RESOLVED,
+    LoadTarget,
+    LoadWeightsRequest,
+    SequencedRequest,
+    WeightsInfoRequest,
+    decode_json,
+)
+
+
+def _resolved(body: bytes, services: Services) -> tuple[bytes, str | None]:
+    """A load as the command log keeps it, and the tenant whose access token it came with (None: the caller's own).
+
+    The token itself is not kept; and what the log says in its place is never taken from a client. Raises RequestError
+    for a token that is not taken."""
+    fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+    if fields.keys().isdisjoint(("weights_access_token", *RESOLVED)):
+        return body, None
+    for name in RESOLVED:
+        fields.pop(name, None)
+    token = msgspec.json.decode(fields.pop("weights_access_token", b"null"))
+    reader = None
+    if isinstance(token, str):
+        reader = tenant_of_access_token(services.tokens, token)
+        fields["source_tenant"] = msgspec.Raw(msgspec.json.encode(reader))
+    elif token is not None:
+        raise RequestError("must be a string", field="weights_access_token")
+    return msgspec.json.encode(fields, order="deterministic"), reader
+
+
+def _refused(model_id: str, error: RequestError) -> bytes:
+    """A load that fails when its turn comes: refused at once, it would leave a hole in its model's order."""
+    return msgspec.json.encode({"model_id": model_id, "path": "", "refused": error.message})
 
 
 def router(services: Services) -> APIRouter:
@@ -35,15 +69,28 @@ def router(services: Services) -> APIRouter:
         header = decode_json(SequencedRequest, body)
         return await submit_sequenced(services, Kind.SAVE_WEIGHTS_FOR_SAMPLER, tenant, header, body)
 
+    @routes.post("/save_weights_external")
+    async def save_weights_external(request: Request) -> Response:
+        tenant = tenant_of(request)
+        body = await read_body(request, max_bytes)
+        header = decode_json(SequencedRequest, body)
+        return await submit_sequenced(services, Kind.SAVE_WEIGHTS_EXTERNAL, tenant, header, body)
+
     @routes.post("/load_weights")
     async def load_weights(request: Request) -> Response:
         """Into a model that is there (model_id, seq_id), or making one (session_id, model_seq_id)."""
         tenant = tenant_of(request)
         body = await read_body(request, max_bytes)
+        target = decode_json(LoadTarget, body)
+        if target.model_id is not None:
+            header = SequencedRequest(target.model_id, target.seq_id)
+            try:
+                command, _ = _resolved(body, services)
+            except RequestError as error:
+                command = _refused(target.model_id, error)
+            return await submit_sequenced(services, Kind.LOAD_WEIGHTS, tenant, header, command)
         wanted = decode_json(LoadWeightsRequest, body)
-        if wanted.model_id is not None:
-            header = SequencedRequest(wanted.model_id, wanted.seq_id)
-            return await submit_sequenced(services, Kind.LOAD_WEIGHTS, tenant, header, body)
+        command, reader = _resolved(body, services)
         if wanted.session_id is None or wanted.model_seq_id is None:
             raise RequestError("give model_id, or session_id and model_seq_id")
         services.check_trainable()
@@ -52,7 +99,7 @@ def router(services: Services) -> APIRouter:
         if not 0 <= wanted.model_seq_id < 2**31:
             raise RequestError("must be in [0, 2**31)", field="model_seq_id")
         path = parse_path(wanted.path)
-        saved = await services.checkpoints.find(path, tenant)
+        saved = await services.checkpoints.find(path, reader or tenant)
         if saved is None or path.kind != "weights":
             raise NotFound(f"no training checkpoint {wanted.path!r}", field="path")
         if wanted.base_model is not None:
@@ -66,7 +113,7 @@ def router(services: Services) -> APIRouter:
             user_metadata=wanted.user_metadata,
         )
         await services.models.create(model, wanted.model_seq_id)
-        return await submit(services, Kind.LOAD_WEIGHTS, model, 0, body)
+        return await submit(services, Kind.LOAD_WEIGHTS, model, 0, command)
 
     @routes.post("/weights_info")
     async def weights_info(request: Request) -> Response:

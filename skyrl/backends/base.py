@@ -130,7 +130,8 @@ class Backend(Protocol):
         ...
 
     def save_state(self, model_id: str, directory: Path) -> None:
-        """Write adapter, gradient accumulator and optimizer (moments, step count) into the existing directory."""
+        """Write adapter, gradient accumulator and optimizer (moments, step count) into the existing directory; the
+        adapter in PEFT format, as `save_adapter` does."""
         ...
 
     def load_state(self, model_id: str, directory: Path, *, optimizer: bool) -> None:

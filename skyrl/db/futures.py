@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,6 +60,8 @@ class StoredFuture:
     tenant: str
     session_id: str
     digest: bytes
+    sampling_session_id: str | None
+    sample_seq_id: int | None
     outcome: Outcome | None
 
 
@@ -82,6 +84,8 @@ _STORED = (
     futures.c.tenant,
     futures.c.session_id,
     futures.c.digest,
+    futures.c.sampling_session_id,
+    futures.c.sample_seq_id,
     futures.c.status,
     futures.c.result,
     futures.c.result_format,
@@ -94,7 +98,16 @@ def _stored(row: Any) -> StoredFuture:
     outcome = None
     if row.status != "pending":
         outcome = Outcome(row.result or b"", row.result_format or "json", row.error, row.error_category)
-    return StoredFuture(row.id, row.kind, row.tenant, row.session_id, row.digest, outcome)
+    return StoredFuture(
+        row.id,
+        row.kind,
+        row.tenant,
+        row.session_id,
+        row.digest,
+        row.sampling_session_id,
+        row.sample_seq_id,
+        outcome,
+    )
 
 
 def _find(connection: Connection, where: ColumnElement[bool]) -> list[StoredFuture]:
@@ -120,12 +133,58 @@ def find_sample(connection: Connection, sampling_session_id: str, seq_id: int) -
     return next(iter(_find(connection, where)), None)
 
 
+def of_sampler(
+    connection: Connection, sampling_session_id: str, first_seq: int | None, end_seq: int, since: float
+) -> list[Any]:
+    """Samples of a sampling session numbered in [first_seq, end_seq) that are pending or ended after `since`, without
+    their bodies but with the `size` of their results. `first_seq` None: from 0 on, and those without a number."""
+    number = futures.c.sample_seq_id
+    mine = number < end_seq
+    mine &= number >= first_seq if first_seq is not None else number >= 0
+    if first_seq is None:
+        mine |= number.is_(None)
+    size = func.length(futures.c.result).label("size")
+    columns = (
+        futures.c.id,
+        futures.c.kind,
+        futures.c.tenant,
+        futures.c.session_id,
+        futures.c.digest,
+        futures.c.sampling_session_id,
+        futures.c.sample_seq_id,
+        futures.c.status,
+        futures.c.completed_at,
+        size,
+    )
+    ended = or_(futures.c.status == "pending", futures.c.completed_at > since)
+    return list(
+        connection.execute(select(*columns).where(futures.c.sampling_session_id == sampling_session_id, mine, ended))
+    )
+
+
+def of_session(connection: Connection, session_id: str) -> Iterator[Any]:
+    """What is known of a session's requests, in order of arrival, without bodies and results."""
+    columns = (
+        futures.c.id,
+        futures.c.kind,
+        futures.c.model_id,
+        futures.c.seq_id,
+        futures.c.sampling_session_id,
+        futures.c.sample_seq_id,
+        futures.c.status,
+        futures.c.error,
+        futures.c.created_at,
+        futures.c.completed_at,
+    )
+    query = select(*columns).where(futures.c.session_id == session_id).order_by(futures.c.n)
+    with connection.execute(query, execution_options={"yield_per": 1_000}) as result:
+        yield from result
+
+
 def highest_seq(connection: Connection, model_id: str) -> int:
     """The highest seq_id recorded for a model, -1 if there is none."""
-    row = connection.execute(
-        select(futures.c.seq_id).where(futures.c.model_id == model_id).order_by(futures.c.seq_id.desc()).limit(1)
-    ).first()
-    return -1 if row is None else int(row[0])
+    row = connection.execute(select(func.max(futures.c.seq_id)).where(futures.c.model_id == model_id)).first()
+    return -1 if row is None or row[0] is None else int(row[0])
 
 
 _HEADER = (
@@ -170,9 +229,15 @@ def pending_with_body(connection: Connection, kinds: Sequence[str]) -> list[Any]
 def executed(connection: Connection, model_id: str, first_seq: int) -> list[Any]:
     """A model's commands from `first_seq` on that have changed it, in their order: what recovery repeats.
 
-    Those that succeeded, with `status` and `completed_at`; and failed optimizer steps, which drop the gradient.
+    Those that succeeded, with `status` and `completed_at`; and optimizer steps that failed by the caller's fault: one
+    whose gradient is not finite drops it. A failure of ours left the model as it was.
     """
-    changed = or_(futures.c.status == "done", and_(futures.c.status == "failed", futures.c.kind == Kind.OPTIM_STEP))
+    dropped = and_(
+        futures.c.status == "failed",
+        futures.c.kind == Kind.OPTIM_STEP,
+        futures.c.error_category == ErrorCategory.USER,
+    )
+    changed = or_(futures.c.status == "done", dropped)
     return list(
         connection.execute(
             select(*_HEADER, futures.c.status, futures.c.completed_at)
@@ -190,10 +255,12 @@ def highest_settled_seq(connection: Connection, model_id: str) -> int:
     return -1 if row is None or row[0] is None else int(row[0])
 
 
-def bodies(connection: Connection, request_ids: Sequence[str]) -> dict[str, bytes]:
-    """Bodies by request id; rows that are gone are left out."""
-    rows = connection.execute(select(futures.c.id, futures.c.body).where(futures.c.id.in_(request_ids)))
-    return {row.id: row.body for row in rows}
+def bodies(connection: Connection, request_ids: Sequence[str], *, pending: bool = False) -> dict[str, bytes]:
+    """Bodies by request id; rows that are gone are left out, and with `pending` those that have ended."""
+    query = select(futures.c.id, futures.c.body).where(futures.c.id.in_(request_ids))
+    if pending:
+        query = query.where(futures.c.status == "pending")
+    return {row.id: row.body for row in connection.execute(query)}
 
 
 def settle_where(connection: Connection, where: ColumnElement[bool], outcome: Outcome, now: float) -> list[str]:

@@ -11,6 +11,7 @@ from sqlalchemy import Connection, bindparam, func, insert, select, update
 
 from skyrl.db.database import Database
 from skyrl.db.futures import highest_seq
+from skyrl.db.sessions import in_project, sessions
 from skyrl.db.tables import ModelRow
 from skyrl.db.writer import GroupCommitWriter
 
@@ -122,16 +123,22 @@ class Models:
             self._last_seq.pop(model_id, None)
             self._touched.pop(model_id, None)
 
-    async def page(self, tenant: str, limit: int, offset: int) -> tuple[list[Any], int]:
-        """Rows of a tenant's models, newest first, and how many there are."""
-        query = select(models).where(models.c.tenant == tenant).order_by(models.c.created_at.desc())
-        count = select(func.count()).select_from(models).where(models.c.tenant == tenant)
+    async def page(self, tenant: str, limit: int, offset: int, project_id: str | None = None) -> tuple[list[Any], int]:
+        """Rows of a tenant's models, newest first, and how many there are: all, or those of a project's sessions."""
+        mine = models.c.tenant == tenant
+        if project_id is not None:
+            mine &= models.c.session_id.in_(select(sessions.c.id).where(in_project(project_id)))
+        query = select(models).where(mine).order_by(models.c.created_at.desc())
+        count = select(func.count()).select_from(models).where(mine)
         return await self._database.read_async(
             lambda c: (list(c.execute(query.limit(limit).offset(offset))), c.execute(count).scalar_one())
         )
 
-    async def row(self, model_id: str, tenant: str) -> Any | None:
-        query = select(models).where(models.c.id == model_id, models.c.tenant == tenant)
+    async def row(self, model_id: str, tenant: str | None) -> Any | None:
+        """The tenant's model, whatever its status; anybody's for None."""
+        query = select(models).where(models.c.id == model_id)
+        if tenant is not None:
+            query = query.where(models.c.tenant == tenant)
         return await self._database.read_async(lambda c: c.execute(query).first())
 
 

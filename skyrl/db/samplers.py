@@ -6,8 +6,9 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Connection, insert, select
+from sqlalchemy import Connection, insert, select, update
 
+from skyrl.db import audit
 from skyrl.db.database import Database
 from skyrl.db.tables import FutureRow, SamplingSessionRow
 from skyrl.db.writer import GroupCommitWriter
@@ -56,10 +57,12 @@ def find_sampler(connection: Connection, sampling_session_id: str) -> Sampler | 
     )
 
 
-def add_sampler(connection: Connection, sampler: Sampler, seq_id: int) -> None:
-    """Insert unless it is there (a repeated request)."""
-    if connection.execute(select(samplers.c.id).where(samplers.c.id == sampler.id)).first() is None:
+def add_sampler(connection: Connection, sampler: Sampler, seq_id: int) -> bool:
+    """Insert unless it is there (a repeated request); whether it was not."""
+    new = connection.execute(select(samplers.c.id).where(samplers.c.id == sampler.id)).first() is None
+    if new:
         connection.execute(insert(samplers), sampler_values(sampler, seq_id))
+    return new
 
 
 def adapter_in_use(connection: Connection, adapter_name: str) -> bool:
@@ -75,6 +78,18 @@ def adapter_in_use(connection: Connection, adapter_name: str) -> bool:
     return connection.execute(running.limit(1)).first() is not None
 
 
+def _record_use(connection: Connection, sampler: Sampler, saved: Any) -> None:
+    details = {
+        "tinker_path": sampler.model_path,
+        "model_id": saved.model_id,
+        "session_id": sampler.session_id,
+        "sampling_session_id": sampler.id,
+    }
+    if saved.tenant != sampler.tenant:
+        details["reader"] = sampler.tenant
+    audit.record(connection, saved.tenant, "checkpoint_sampled", **details)
+
+
 class Samplers:
     """Sampling sessions, cached in memory: resolving one on the way of a sample reads no database."""
 
@@ -83,17 +98,28 @@ class Samplers:
         self._writer = writer
         self._known: dict[str, Sampler] = {}
 
-    async def create(self, sampler: Sampler, seq_id: int) -> Sampler:
-        """Add it, or return what was added under this id before."""
+    async def create(self, sampler: Sampler, seq_id: int, saved: Any | None = None) -> Sampler:
+        """Add it, or return what was added under this id before. `saved` is the checkpoint's row it samples from."""
 
         def add(connection: Connection) -> Sampler:
-            add_sampler(connection, sampler, seq_id)
+            if add_sampler(connection, sampler, seq_id) and saved is not None:
+                _record_use(connection, sampler, saved)
             stored = find_sampler(connection, sampler.id)
             return stored if stored is not None else sampler
 
         stored = await self._writer.transact(add)
         self._known[stored.id] = stored
         return stored
+
+    async def join(self, sampler: Sampler) -> int:
+        """A number for one more copy of a sampling client: 1, 2, 3… for each sampling session, and never one again."""
+
+        def count(connection: Connection) -> int:
+            mine = samplers.c.id == sampler.id
+            connection.execute(update(samplers).where(mine).values(clones=samplers.c.clones + 1))
+            return connection.execute(select(samplers.c.clones).where(mine)).scalar_one()
+
+        return await self._writer.transact(count)
 
     def cached(self, sampling_session_id: str, tenant: str) -> Sampler | None:
         sampler = self._known.get(sampling_session_id)

@@ -6,8 +6,9 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import bindparam, insert, select, update
+from sqlalchemy import ColumnElement, Connection, bindparam, insert, select, update
 
+from skyrl.db import audit
 from skyrl.db.database import Database
 from skyrl.db.tables import ModelRow, SamplingSessionRow, SessionRow
 from skyrl.db.writer import GroupCommitWriter
@@ -16,6 +17,9 @@ from skyrl.futures.ids import new_session_id
 sessions = SessionRow.__table__  # type: ignore[attr-defined]
 models = ModelRow.__table__  # type: ignore[attr-defined]
 samplers = SamplingSessionRow.__table__  # type: ignore[attr-defined]
+
+DEFAULT_PROJECT = "default"
+"""Where sessions are that were put into no project."""
 
 _INSERT = insert(sessions)
 _BEAT = (
@@ -26,7 +30,12 @@ _BEAT = (
 _END = (
     update(sessions)
     .where(sessions.c.id == bindparam("session"), sessions.c.status == "active")
-    .values(status=bindparam("to"), finish_reason=bindparam("reason"), finish_detail=bindparam("detail"))
+    .values(
+        status=bindparam("to"),
+        finish_reason=bindparam("reason"),
+        finish_detail=bindparam("detail"),
+        ended_at=bindparam("at"),
+    )
 )
 
 
@@ -39,6 +48,18 @@ class Session:
     status: str
     heartbeat_at: float
     user_metadata: dict[str, Any] | None = None
+    project_id: str | None = None
+    display_name: str | None = None
+
+
+def _session(row: Any, heartbeat_at: float) -> Session:
+    return Session(row.id, row.tenant, row.status, heartbeat_at, row.user_metadata, row.project_id, row.display_name)
+
+
+def in_project(project_id: str) -> ColumnElement[bool]:
+    """Whether a sessions row belongs to a project."""
+    here = sessions.c.project_id == project_id
+    return here | sessions.c.project_id.is_(None) if project_id == DEFAULT_PROJECT else here
 
 
 class Sessions:
@@ -56,13 +77,20 @@ class Sessions:
             lambda c: list(c.execute(select(sessions).where(sessions.c.status == "active")))
         )
         for row in rows:
-            self._known[row.id] = Session(row.id, row.tenant, row.status, self._started_at, row.user_metadata)
+            self._known[row.id] = _session(row, self._started_at)
 
     async def create(
-        self, tenant: str, tags: list[str], user_metadata: dict[str, Any] | None, sdk_version: str
+        self,
+        tenant: str,
+        tags: list[str],
+        user_metadata: dict[str, Any] | None,
+        sdk_version: str,
+        *,
+        project_id: str | None = None,
+        display_name: str | None = None,
     ) -> Session:
         now = time.time()
-        session = Session(new_session_id(), tenant, "active", now, user_metadata)
+        session = Session(new_session_id(), tenant, "active", now, user_metadata, project_id, display_name)
         await self._writer.execute(
             _INSERT,
             {
@@ -74,6 +102,8 @@ class Sessions:
                 "sdk_version": sdk_version,
                 "tags": tags,
                 "user_metadata": user_metadata,
+                "project_id": project_id,
+                "display_name": display_name,
             },
         )
         self._known[session.id] = session
@@ -88,7 +118,7 @@ class Sessions:
             )
             if row is None:
                 return None
-            session = Session(row.id, row.tenant, row.status, row.heartbeat_at, row.user_metadata)
+            session = _session(row, row.heartbeat_at)
             if session.status == "active":
                 self._known[session_id] = session
         return session if session.tenant == tenant else None
@@ -102,9 +132,29 @@ class Sessions:
         if session.status != "active":
             return False
         session.status = to
-        await self._writer.execute(_END, {"session": session.id, "to": to, "reason": reason, "detail": detail})
+        ending = {"session": session.id, "to": to, "reason": reason, "detail": detail, "at": time.time()}
+        await self._writer.execute(_END, ending)
         self._known.pop(session.id, None)  # not before: a look-up in between would find it active
         return True
+
+    async def assign_project(self, session: Session, project_id: str) -> None:
+        """Move a session, running or not, with all that belongs to it, into a project; the audit log says so."""
+
+        def assign(connection: Connection) -> None:
+            before = connection.execute(select(sessions.c.project_id).where(sessions.c.id == session.id)).scalar_one()
+            connection.execute(update(sessions).where(sessions.c.id == session.id).values(project_id=project_id))
+            if before != project_id:
+                audit.record(
+                    connection,
+                    session.tenant,
+                    "project_session_assigned",
+                    session_id=session.id,
+                    project_id=project_id,
+                    previous_project_id=before,
+                )
+
+        await self._writer.transact(assign)
+        session.project_id = project_id
 
     def silent(self, timeout_s: float) -> list[Session]:
         """Active sessions without a heartbeat for `timeout_s`."""

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from sqlalchemy import JSON, BigInteger, Column, Index, Integer, LargeBinary, Text, UniqueConstraint
+from sqlalchemy import (
+    JSON,
+    BigInteger,
+    Column,
+    Index,
+    Integer,
+    LargeBinary,
+    PrimaryKeyConstraint,
+    Text,
+    UniqueConstraint,
+)
 from sqlmodel import Field, SQLModel
 
 # SQLite only counts rows up in a column of type INTEGER; PostgreSQL needs 64 bits by name.
@@ -12,7 +22,7 @@ _ROW_NUMBER = BigInteger().with_variant(Integer, "sqlite")
 
 
 class SessionRow(SQLModel, table=True):
-    """One client process's session; `status` is active, finished or expired."""
+    """One client process's session; `status` is active, finished or expired. `project_id` is the tenant's own word."""
 
     __tablename__ = "sessions"  # pyright: ignore[reportAssignmentType]
     id: str = Field(primary_key=True)
@@ -25,6 +35,9 @@ class SessionRow(SQLModel, table=True):
     sdk_version: str = ""
     tags: list[str] = Field(default_factory=list, sa_column=Column(JSON, nullable=False))
     user_metadata: dict[str, Any] | None = Field(default=None, sa_column=Column(JSON))
+    project_id: str | None = None
+    display_name: str | None = None
+    ended_at: float | None = None
 
 
 class ModelRow(SQLModel, table=True):
@@ -52,7 +65,9 @@ class ModelRow(SQLModel, table=True):
 
 
 class SamplingSessionRow(SQLModel, table=True):
-    """What a sampling client samples from: the base model (adapter_name None) or one immutable adapter version."""
+    """What a sampling client samples from: the base model (adapter_name None) or one immutable adapter version.
+
+    `clones` counts the copies of the client that have asked for a number of their own."""
 
     __tablename__ = "sampling_sessions"  # pyright: ignore[reportAssignmentType]
     __table_args__ = (UniqueConstraint("session_id", "seq_id"),)
@@ -66,6 +81,7 @@ class SamplingSessionRow(SQLModel, table=True):
     adapter_path: str | None = None
     status: str
     created_at: float
+    clones: int = Field(default=0, sa_column_kwargs={"server_default": "0"})
 
 
 class FutureRow(SQLModel, table=True):
@@ -99,7 +115,12 @@ class FutureRow(SQLModel, table=True):
 
 
 class CheckpointRow(SQLModel, table=True):
-    """A named save: `kind` is weights (adapter and optimizer) or sampler_weights (one adapter version)."""
+    """A named save: `kind` is weights (adapter and optimizer), sampler_weights (one adapter version) or
+    external_weights (an adapter for download).
+
+    Its files are in the checkpoint store under `store_key`; None are sampler weights from before there was one, until
+    the engine puts them there. `directory` is where vLLM reads sampler weights. `copy_key` is of the request that made
+    it as a copy."""
 
     __tablename__ = "checkpoints"  # pyright: ignore[reportAssignmentType]
     __table_args__ = (UniqueConstraint("model_id", "kind", "name"),)
@@ -108,8 +129,10 @@ class CheckpointRow(SQLModel, table=True):
     model_id: str
     kind: str
     name: str
-    directory: str
+    store_key: str | None = None
+    directory: str | None = None
     adapter_name: str | None = Field(default=None, index=True)
+    copy_key: str | None = Field(default=None, index=True)
     base_model: str
     lora_rank: int
     lora_alpha: float
@@ -122,6 +145,14 @@ class CheckpointRow(SQLModel, table=True):
     user_metadata: dict[str, Any] | None = Field(default=None, sa_column=Column(JSON))
     created_at: float
     expires_at: float | None = Field(default=None, index=True)
+
+
+class StoreRow(SQLModel, table=True):
+    """A checkpoint store that holds files of this database's checkpoints; `owner` is what it is marked with."""
+
+    __tablename__ = "stores"  # pyright: ignore[reportAssignmentType]
+    url: str = Field(primary_key=True)
+    owner: str
 
 
 class EngineStateRow(SQLModel, table=True):
@@ -137,3 +168,41 @@ class EngineStateRow(SQLModel, table=True):
     max_context: int | None = None
     heartbeat_at: float = 0.0
     updated_at: float = 0.0
+
+
+class UsageRow(SQLModel, table=True):
+    """How much of something a session used in one hour of UTC: tokens, checkpoints, or gigabyte-hours of storage.
+
+    `bucket` is the hour's start; `session_id` is empty for storage, which outlives sessions."""
+
+    __tablename__ = "usage"  # pyright: ignore[reportAssignmentType]
+    __table_args__ = (
+        PrimaryKeyConstraint("tenant", "bucket", "session_id", "base_model", "kind"),
+        Index("ix_usage_bucket", "bucket"),
+    )
+    bucket: int = Field(sa_column=Column(BigInteger, nullable=False))
+    tenant: str
+    session_id: str
+    base_model: str
+    kind: str
+    amount: float
+
+
+class MeterRow(SQLModel, table=True):
+    """Up to when something that is measured over time has been counted in `usage`."""
+
+    __tablename__ = "meters"  # pyright: ignore[reportAssignmentType]
+    name: str = Field(primary_key=True)
+    counted_until: float
+
+
+class AuditEventRow(SQLModel, table=True):
+    """Something that happened to a tenant's checkpoints or projects; `event` is `<resource>_<action>`."""
+
+    __tablename__ = "audit_events"  # pyright: ignore[reportAssignmentType]
+    __table_args__ = (Index("ix_audit_events_tenant_at", "tenant", "at"),)
+    id: int | None = Field(default=None, sa_column=Column(_ROW_NUMBER, primary_key=True, autoincrement=True))
+    at: float
+    tenant: str
+    event: str
+    details: dict[str, Any] = Field(default_factory=dict, sa_column=Column(JSON, nullable=False))

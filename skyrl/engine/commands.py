@@ -1,11 +1,18 @@
-"""A command as the engine queues it, without its body."""
+"""A command as the engine queues it, without its body; and what a barrier leaves when it is done."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from sqlalchemy import Connection
+
 from skyrl.futures.kinds import PASSES, Kind
+
+Change = Callable[[Connection], object]
+"""What belongs into the transaction of a command's result."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,3 +51,12 @@ def command_of(row: Any) -> Command:
         row.body_format,
         row.size or 0,
     )
+
+
+@dataclass(frozen=True)
+class Done:
+    """What a barrier leaves: the JSON result, what else belongs into its transaction, a new adapter for the sampler."""
+
+    result: dict[str, Any]
+    change: Change | None = None
+    adapter: tuple[str, Path] | None = None

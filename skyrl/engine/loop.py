@@ -21,11 +21,12 @@ from skyrl.backends.base import Backend
 from skyrl.background import repeat
 from skyrl.config import ServerConfig
 from skyrl.db import futures as rows
+from skyrl.db import usage
 from skyrl.db.database import Database
 from skyrl.db.futures import Outcome
 from skyrl.db.models import living_among, set_model
-from skyrl.engine.commands import Command, command_of
-from skyrl.engine.handlers import Barriers, Change, Done, model_is_gone
+from skyrl.engine.commands import Change, Command, Done, command_of
+from skyrl.engine.handlers import Barriers, model_is_gone, unloaded
 from skyrl.engine.passes import failed, run_passes
 from skyrl.engine.reclaim import FileSweeper, end_sessions
 from skyrl.engine.recovery import Snapshots
@@ -35,6 +36,7 @@ from skyrl.futures.doorbell import Doorbell
 from skyrl.futures.kinds import ENGINE_KINDS, SAVES, Kind
 from skyrl.inference.engine_group import EngineGroup
 from skyrl.inference.vllm_client import VllmError
+from skyrl.storage.base import CheckpointStore
 from skyrl.wire.results import encode_json
 
 logger = logging.getLogger(__name__)
@@ -45,6 +47,8 @@ SAFETY_POLL_S = 2.0
 SWEEP_S = 10.0
 BYTES_PER_TOKEN = 20
 """A training token on the wire: 4 bytes of input, 8 of target, 4 each of logprob and advantage."""
+FILE_THREADS = 4
+"""Saves and loads that run at once: with an object store they wait for the network."""
 BARRIER_COST = 5_000
 """What a barrier counts for in a model's share: about what a pass over 250 tokens does."""
 OnThread = Callable[[Callable[[], Done]], Awaitable[Done]]
@@ -62,6 +66,7 @@ class Engine:
         api: Doorbell,
         sampler: ColocatedSampler | None,
         snapshots: Snapshots,
+        store: CheckpointStore,
     ) -> None:
         self._snapshots = snapshots
         self._database = database
@@ -69,17 +74,18 @@ class Engine:
         self._group = group
         self._api = api
         self._sampler = sampler
-        self._barriers = Barriers(config, database, backend)
-        self._sweeper = FileSweeper(config, database)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="backend")
+        self._files = ThreadPoolExecutor(FILE_THREADS, thread_name_prefix="files")
+        self._barriers = Barriers(config, database, backend, store, lambda work: self._thread.submit(work).result())
+        self._sweeper = FileSweeper(config, database, store)
         # Twice the micro-batch: enough to fill it, and short enough that every model's turn comes soon.
         self.scheduler = Scheduler(2 * config.backend_config.trainer.micro_batch_tokens * BYTES_PER_TOKEN)
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="backend")
         self._bell = asyncio.Event()
         self._arrived = asyncio.Event()
         self._reading = asyncio.Lock()
-        self._saves: set[asyncio.Task[None]] = set()
+        self._beside: set[asyncio.Task[None]] = set()
         self._failure: BaseException | None = None
-        """What a save died of: no outcome of its own, but an engine that cannot go on."""
+        """What a save or a load died of: no outcome of its own, but an engine that cannot go on."""
         self._stopping = False
         self._sessions_due = 0.0
 
@@ -112,15 +118,16 @@ class Engine:
         finally:
             sweeping.cancel()
             listening.cancel()
-            await asyncio.gather(sweeping, listening, *self._saves, return_exceptions=True)
+            await asyncio.gather(sweeping, listening, *self._beside, return_exceptions=True)
             self._thread.shutdown()
+            self._files.shutdown()
 
     async def on_backend(self, work: Callable[[], T]) -> T:
         """Run on the one thread that touches the backend."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     async def _listen(self) -> None:
-        """Hear what arrives during a turn: a save need not wait for it."""
+        """Hear what arrives during a turn: a save or a load need not wait for it."""
         while True:
             await self._arrived.wait()
             self._arrived.clear()
@@ -130,20 +137,20 @@ class Engine:
                 logger.exception("new commands could not be read; the next turn tries again")
 
     async def _read_log(self) -> None:
-        """Queue what has arrived, and start the saves whose turn it is."""
+        """Queue what has arrived, and start the saves and loads whose turn it is."""
         async with self._reading:
             await self._queue_new()
-        for command in self.scheduler.take_saves():
-            task = asyncio.create_task(self._run_save(command))
-            self._saves.add(task)
-            task.add_done_callback(self._save_ended)
+        for command in self.scheduler.take_beside():
+            task = asyncio.create_task(self._run_barrier(command, self._on_files))
+            self._beside.add(task)
+            task.add_done_callback(self._beside_ended)
 
-    async def _run_save(self, command: Command) -> None:
-        """A save in a thread of its own, beside other models' training: an RL loop's next samples wait for it."""
-        await self._run_barrier(command, asyncio.to_thread)
+    async def _on_files(self, work: Callable[[], T]) -> T:
+        """Beside other models' training: an RL loop's next samples wait for its save."""
+        return await asyncio.get_running_loop().run_in_executor(self._files, work)
 
-    def _save_ended(self, task: asyncio.Task[None]) -> None:
-        self._saves.discard(task)
+    def _beside_ended(self, task: asyncio.Task[None]) -> None:
+        self._beside.discard(task)
         if not task.cancelled():
             self._failure = self._failure or task.exception()
         self.ring()  # what comes after it in its model's order may run now
@@ -161,9 +168,18 @@ class Engine:
         for command in new:
             if command.model_id not in gone:
                 self.scheduler.add(command)
-        refused = [command for command in new if command.model_id in gone]
-        if refused:
-            await self._settle([(c.request_id, failed(model_is_gone(c), c)) for c in refused])
+        await self._refuse([command for command in new if command.model_id in gone])
+
+    async def _refuse(self, commands: Sequence[Command]) -> None:
+        """Commands of a model that is gone fail, but for those that wanted just that."""
+
+        def outcome(command: Command) -> Outcome:
+            if command.kind is Kind.UNLOAD_MODEL:
+                return Outcome(encode_json(unloaded(command.model_id)))
+            return failed(model_is_gone(command), command)
+
+        if commands:
+            await self._settle([(command.request_id, outcome(command)) for command in commands])
 
     async def _turn(self) -> None:
         """A share of every ready model's commands, then the samples that wait.
@@ -202,9 +218,10 @@ class Engine:
         bodies = await self._bodies(commands)
         here = [command for command in commands if command.request_id in bodies]
         started = time.perf_counter()
-        outcomes = await self.on_backend(lambda: run_passes(here, bodies, self._backend))
+        ran = await self.on_backend(lambda: run_passes(here, bodies, self._backend))
         logger.debug("%d passes in %.1f ms", len(here), (time.perf_counter() - started) * 1e3)
-        await self._settle([(command.request_id, outcome) for command, outcome in outcomes])
+        outcomes = [(command.request_id, outcome) for command, outcome in ran.outcomes]
+        await self._settle(outcomes, lambda connection: usage.count_training(connection, ran.tokens))
         self.scheduler.finish(commands)
 
     async def _run_barrier(self, command: Command, on_thread: OnThread | None = None) -> None:
@@ -225,8 +242,18 @@ class Engine:
             if command.seq_id == 0 and command.model_id is not None:
                 change = set_model(command.model_id, status="failed")
         await self._settle([(command.request_id, outcome)], change, power_safe=command.kind in SAVES)
-        if outcome.error is None:
+        if outcome.error is None and command.kind is Kind.UNLOAD_MODEL and command.model_id is not None:
+            await self._forget_model(command.model_id)
+        elif outcome.error is None:
             await self._snapshot(command)
+        elif command.seq_id == 0 and command.model_id is not None:
+            await self._close_queue(command.model_id)
+
+    async def _close_queue(self, model_id: str) -> None:
+        """Of a model that has failed or is closed: what is queued fails, also what waits for a missing number."""
+        async with self._reading:  # what is just being read may be this model's
+            left = self.scheduler.close_model(model_id)
+        await self._refuse(left)
 
     async def _snapshot(self, command: Command) -> None:
         """After a step or a load. One that fails costs time after a crash, and nothing now."""
@@ -255,7 +282,10 @@ class Engine:
             await self._settle([(command.request_id, gone) for command in commands])
             self.scheduler.finish(commands)
             return
-        await self._settle(await self._sampler.run(commands, await self._bodies(commands)))
+        ids = [command.request_id for command in commands]
+        bodies = await self._database.read_async(lambda c: rows.bodies(c, ids, pending=True))  # some were cancelled
+        sampled = await self._sampler.run(commands, bodies)
+        await self._settle(sampled.outcomes, lambda connection: usage.add(connection, sampled.used))
         self.scheduler.finish(commands)
 
     async def _settle(
@@ -281,14 +311,19 @@ class Engine:
         self._sessions_due = time.monotonic() + SAFETY_POLL_S
         ended = await asyncio.to_thread(end_sessions, self._database)
         for model_id in ended.model_ids:
-            self.scheduler.close_model(model_id)
-            await self.on_backend(lambda model_id=model_id: self._forget_model(model_id))
+            await self._forget_model(model_id)
         if ended.request_ids:
             self._api.ring(ended.request_ids)
 
-    def _forget_model(self, model_id: str) -> None:
-        self._backend.delete_model(model_id)
-        self._snapshots.forget(model_id)
+    async def _forget_model(self, model_id: str) -> None:
+        """Of a model whose row is closed."""
+
+        def forget() -> None:
+            self._backend.delete_model(model_id)
+            self._snapshots.forget(model_id)
+
+        await self._close_queue(model_id)
+        await self.on_backend(forget)
 
     async def _sweep(self) -> None:
         for name, path in await asyncio.to_thread(self._sweeper.unused_adapters):

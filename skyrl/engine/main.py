@@ -15,6 +15,7 @@ from skyrl.backends.base import Backend, ModelLimits, SamplingMode
 from skyrl.backends.registry import create_backend
 from skyrl.config import ServerConfig
 from skyrl.db.database import Database
+from skyrl.engine.adoption import adopt_adapters
 from skyrl.engine.loop import Engine
 from skyrl.engine.recovery import Snapshots, recover
 from skyrl.engine.sampling import ColocatedSampler
@@ -26,6 +27,7 @@ from skyrl.runtime import Runtime, set_up_process
 from skyrl.sampling.client import ForwardingClient
 from skyrl.sampling.endpoint import FixedEndpoint
 from skyrl.sampling.transport import AiohttpTransport
+from skyrl.storage.registry import open_store
 
 logger = logging.getLogger(__name__)
 
@@ -99,10 +101,12 @@ async def run(runtime: Runtime) -> None:
         backend = await asyncio.to_thread(create_backend, config.backend, config)
         sampler = _colocated(runtime, database, backend, group)
         snapshots = Snapshots(config, database, backend)
-        engine = Engine(config, database, backend, group, api, sampler, snapshots)
+        store = open_store(config)
+        await asyncio.to_thread(adopt_adapters, database, store)
+        engine = Engine(config, database, backend, group, api, sampler, snapshots, store)
         listener = DoorbellListener(runtime.engine_doorbell, engine.ring)
         listener.start()
-        await recover(engine, database, backend, snapshots)
+        await recover(engine, database, backend, snapshots, store)
         state.training(ready=True, reason="", limits=_sampling_limits(config, backend.limits))
         running = asyncio.create_task(engine.run())
         stopping = asyncio.create_task(stop.wait())

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from skyrl.backends.base import Backend, Datum, InvalidRequest, PassResult, TrainingPass
 from skyrl.db.futures import Outcome
@@ -14,6 +16,14 @@ from skyrl.wire.results import encode_forward_backward
 from skyrl.wire.training import decode_forward_backward
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Ran:
+    """One outcome per command, in order; and the tokens that passes which succeeded have trained on, by model id."""
+
+    outcomes: list[tuple[Command, Outcome]]
+    tokens: Mapping[str, int] = field(default_factory=dict)
 
 
 def failed(error: Exception, command: Command) -> Outcome:
@@ -41,11 +51,10 @@ def decode_pass(command: Command, body: bytes, backend: Backend) -> TrainingPass
     return training_pass
 
 
-def run_passes(
-    commands: Sequence[Command], bodies: dict[str, bytes], backend: Backend
-) -> list[tuple[Command, Outcome]]:
-    """One outcome per command, in order. A bad request fails alone. Runs on the backend's thread."""
+def run_passes(commands: Sequence[Command], bodies: dict[str, bytes], backend: Backend) -> Ran:
+    """A bad request fails alone. Runs on the backend's thread."""
     outcomes: dict[str, Outcome] = {}
+    tokens: Counter[str] = Counter()
     runnable: list[tuple[Command, TrainingPass]] = []
     for command in commands:
         try:
@@ -57,10 +66,11 @@ def run_passes(
         results = backend.run([training_pass for _, training_pass in runnable]) if runnable else []
     except Exception as error:
         results = [error] * len(runnable)
-    for (command, _), result in zip(runnable, results, strict=True):
+    for (command, training_pass), result in zip(runnable, results, strict=True):
         if isinstance(result, Exception):
             outcomes[command.request_id] = failed(result, command)
         else:
             encoded = encode_forward_backward(result.logprobs, result.metrics)
             outcomes[command.request_id] = Outcome(encoded, "proto:forward_backward")
-    return [(command, outcomes[command.request_id]) for command in commands]
+            tokens[training_pass.model_id] += sum(len(datum.tokens) for datum in training_pass.data)
+    return Ran([(command, outcomes[command.request_id]) for command in commands], tokens)

@@ -1,4 +1,4 @@
-"""Taking back what nobody can use: models and queues of ended sessions, files of expired checkpoints, adapters.
+"""Taking back what nobody can use: models and queues of ended sessions, stored checkpoints without a row, adapters.
 
 Files go last. An adapter is unloaded from every inference server first, and its directory stays for a while after that:
 vLLM reads an evicted adapter again for a request that is still running, and dies if the directory is gone.
@@ -14,6 +14,7 @@ from pathlib import Path
 
 from sqlalchemy import Connection, and_, select, update
 
+from skyrl.adapters import adapter_name_in
 from skyrl.config import ServerConfig
 from skyrl.db.checkpoints import checkpoints, pop_expired
 from skyrl.db.database import Database
@@ -21,13 +22,15 @@ from skyrl.db.futures import SESSION_ENDED, futures, settle_where
 from skyrl.db.models import models
 from skyrl.db.samplers import adapter_in_use, samplers
 from skyrl.db.sessions import sessions
-from skyrl.engine.storage import id_of, is_scratch, remove
-from skyrl.wire.paths import adapter_name_of
+from skyrl.storage.base import CheckpointStore, StoreError
+from skyrl.storage.directories import id_of, is_scratch, remove
 
 logger = logging.getLogger(__name__)
 
 GRACE_S = 30.0
 """Between unloading an adapter and deleting its files; also how young an unknown directory is left alone."""
+LISTING_S = 600.0
+"""How often an object store is listed, and how young what has no row is left alone there: listing costs requests."""
 
 
 @dataclass(frozen=True)
@@ -67,23 +70,27 @@ def end_sessions(database: Database) -> Ended:
 
 
 class FileSweeper:
-    """Finds directories that no row refers to. For adapters in two steps: `unused_adapters`, unload, `delete_files`."""
+    """Finds files that no row refers to. For adapters in two steps: `unused_adapters`, unload, `delete_files`."""
 
-    def __init__(self, config: ServerConfig, database: Database) -> None:
+    def __init__(self, config: ServerConfig, database: Database, store: CheckpointStore) -> None:
         self._config = config
         self._database = database
+        self._store = store
         self._doomed: dict[Path, float] = {}
+        self._expired: set[str] = set()
         self._started_at = time.time()
+        self._remote = config.checkpoint_store is not None and not config.checkpoint_store.startswith("file:")
+        self._listing_due = 0.0
 
     def unused_adapters(self) -> list[tuple[str, Path]]:
         """(name, directory) of adapter versions that no sampling session and no checkpoint holds."""
-        self._database.write(lambda c: pop_expired(c, time.time()))
+        self._expired |= {row.store_key for row in self._database.write(lambda c: pop_expired(c, time.time()))}
         found = [path for model in _directories(self._config.adapters_dir) for path in _directories(model)]
 
         def unused(connection: Connection) -> list[tuple[str, Path]]:
             saved = {row.directory for row in connection.execute(select(checkpoints.c.directory))}
             rest = [path for path in found if str(path) not in saved and path not in self._doomed and _is_left(path)]
-            named = [(_adapter_name(path), path) for path in rest]
+            named = [(adapter_name_in(path), path) for path in rest]
             return [(name, path) for name, path in named if not adapter_in_use(connection, name)]
 
         return self._database.read(unused)
@@ -93,21 +100,35 @@ class FileSweeper:
         self._doomed[path] = time.time() + GRACE_S
 
     def delete_files(self) -> None:
-        """Delete unloaded adapters whose time has come, training checkpoints without a row, and what the dead left."""
+        """Delete unloaded adapters whose time has come, stored checkpoints without a row, and what the dead left."""
         for path in [path for path, due in self._doomed.items() if due <= time.time()]:
             remove(path)
             del self._doomed[path]
-        found = [path for model in _directories(self._config.checkpoints_dir) for path in _directories(model)]
-        saved = self._database.read(lambda c: {row.directory for row in c.execute(select(checkpoints.c.directory))})
-        for path in found:
-            if str(path) not in saved and _is_left(path):
-                remove(path)
         self._delete_leftovers()
+        self._sweep_store()
+
+    def _sweep_store(self) -> None:
+        """What has expired at once; what else has no row when the store is listed again."""
+        doomed = {key for key in self._expired if key is not None}
+        self._expired.clear()
+        now = time.time()
+        if now >= self._listing_due:
+            self._store.remove_leftovers(self._started_at)
+            grace_s = LISTING_S if self._remote else GRACE_S
+            old = {found.key for found in self._store.stored() if found.stored_at < now - grace_s}
+            kept = self._database.read(lambda c: {row.store_key for row in c.execute(select(checkpoints.c.store_key))})
+            doomed |= old - kept
+            self._listing_due = now + (LISTING_S if self._remote else 0.0)
+        for key in sorted(doomed):
+            try:
+                self._store.delete(key)
+            except StoreError as error:
+                logger.warning("checkpoint %s could not be deleted; it is tried again later: %s", key, error)
 
     def _delete_leftovers(self) -> None:
         """Delete what a dead engine left: half-written or half-deleted directories, snapshots of closed models."""
         snapshots = self._config.snapshots_dir
-        for root in (self._config.adapters_dir, self._config.checkpoints_dir, snapshots):
+        for root in (self._config.adapters_dir, snapshots):
             for parent in (root, *_directories(root)):
                 for path in _directories(parent):
                     if is_scratch(path) and _changed_at(path) < self._started_at:
@@ -132,10 +153,3 @@ def _changed_at(path: Path) -> float:
         return path.stat().st_mtime
     except FileNotFoundError:
         return math.inf
-
-
-def _adapter_name(path: Path) -> str:
-    """The adapter version that a directory was written for (the reverse of how handlers name it)."""
-    if not path.name.startswith("v"):
-        return ""
-    return adapter_name_of(id_of(path.parent.name), int(path.name[1:]))

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from skyrl.backends.base import Backend
+from skyrl.backends.base import Backend, InvalidRequest
 from skyrl.config import ServerConfig
 from skyrl.db import futures as rows
 from skyrl.db import models as model_rows
@@ -22,10 +22,12 @@ from skyrl.db.models import adapter_of
 from skyrl.engine.commands import command_of
 from skyrl.engine.handlers import adam_params, lora_spec
 from skyrl.engine.passes import decode_pass
-from skyrl.engine.storage import atomic_directory, remove, safe_name
 from skyrl.futures.kinds import Kind
+from skyrl.storage.base import CheckpointStore
+from skyrl.storage.directories import atomic_directory, remove, safe_name
+from skyrl.wire.errors import RequestError
 from skyrl.wire.paths import parse_path
-from skyrl.wire.requests import LoadWeightsRequest, OptimStepRequest, decode_json
+from skyrl.wire.requests import LoadWeightsCommand, OptimStepRequest, decode_json
 
 if TYPE_CHECKING:
     from skyrl.engine.loop import Engine
@@ -69,7 +71,20 @@ class Snapshots:
         remove(self._root / safe_name(model_id))
 
 
-def _repeat(row: Any, body: bytes, model: Any, database: Database, backend: Backend) -> None:
+def _repeat_step(row: Any, body: bytes, model_id: str, backend: Backend) -> None:
+    """A step that failed by the caller's fault fails again, and drops a gradient that is not finite again."""
+    try:
+        backend.optim_step(model_id, adam_params(decode_json(OptimStepRequest, body)))
+    except (FloatingPointError, InvalidRequest, RequestError) as error:
+        if row.status == "done":
+            raise
+        logger.info("model %s: the step of command %d fails again, as it did: %s", model_id, row.seq_id, error)
+        return
+    if row.status != "done":
+        raise RuntimeError(f"command {row.seq_id} failed when it was run, and now it does not: the state is another")
+
+
+def _repeat(row: Any, body: bytes, model: Any, database: Database, backend: Backend, store: CheckpointStore) -> None:
     """Do again what a finished command did to its model; saves and forward passes did nothing to it."""
     command = command_of(row)
     if command.kind is Kind.CREATE_MODEL:
@@ -81,23 +96,20 @@ def _repeat(row: Any, body: bytes, model: Any, database: Database, backend: Back
                 if isinstance(result, Exception):
                     raise result
     elif command.kind is Kind.OPTIM_STEP:
-        # One that failed on a gradient that is not finite fails again, and drops that gradient again.
-        try:
-            backend.optim_step(model.id, adam_params(decode_json(OptimStepRequest, body)))
-        except Exception:
-            if row.status == "done":
-                raise
+        _repeat_step(row, body, model.id, backend)
     elif command.kind is Kind.LOAD_WEIGHTS:
-        load = decode_json(LoadWeightsRequest, body)
-        saved = database.read(lambda c: find_checkpoint(c, parse_path(load.path), model.tenant))
+        load = decode_json(LoadWeightsCommand, body)
+        reader = load.source_tenant or model.tenant
+        saved = database.read(lambda c: find_checkpoint(c, parse_path(load.path), reader))
         if saved is None or saved.created_at > row.completed_at:
             raise FileNotFoundError(f"checkpoint {load.path} has been deleted or replaced since it was loaded")
-        if command.seq_id == 0:
-            backend.create_model(model.id, lora_spec(adapter_of(model)))
-        backend.load_state(model.id, Path(saved.directory), optimizer=load.optimizer)
+        with store.reading(saved.store_key) as directory:
+            if command.seq_id == 0:
+                backend.create_model(model.id, lora_spec(adapter_of(model)))
+            backend.load_state(model.id, directory, optimizer=load.optimizer)
 
 
-def _restore(model: Any, snapshots: Snapshots, database: Database, backend: Backend) -> int:
+def _restore(model: Any, snapshots: Snapshots, database: Database, backend: Backend, store: CheckpointStore) -> int:
     """Bring one model back; returns the next command's number."""
     if model.next_seq > 0:
         backend.create_model(model.id, lora_spec(adapter_of(model)))
@@ -105,16 +117,18 @@ def _restore(model: Any, snapshots: Snapshots, database: Database, backend: Back
     commands = database.read(lambda c: rows.executed(c, model.id, model.next_seq))
     for row in commands:
         body = database.read(lambda c, ids=[row.id]: rows.bodies(c, ids))[row.id]
-        _repeat(row, body, model, database, backend)
+        _repeat(row, body, model, database, backend, store)
     logger.info("model %s: %d commands repeated", model.id, len(commands))
     return max(model.next_seq, database.read(lambda c: rows.highest_settled_seq(c, model.id)) + 1)
 
 
-async def recover(engine: Engine, database: Database, backend: Backend, snapshots: Snapshots) -> None:
+async def recover(
+    engine: Engine, database: Database, backend: Backend, snapshots: Snapshots, store: CheckpointStore
+) -> None:
     """Restore all living models. One that cannot be restored is failed, with its reason in the log; others go on."""
     for model in database.read(model_rows.living):
         try:
-            next_seq = await engine.on_backend(lambda model=model: _restore(model, snapshots, database, backend))
+            next_seq = await engine.on_backend(lambda model=model: _restore(model, snapshots, database, backend, store))
         except Exception:
             logger.exception("model %s cannot be restored", model.id)
             backend.delete_model(model.id)

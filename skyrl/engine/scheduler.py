@@ -10,18 +10,27 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from skyrl.engine.commands import Command
-from skyrl.futures.kinds import PASSES, SAVES, Kind
+from skyrl.futures.kinds import BESIDE, PASSES, Kind
 
 
 @dataclass(slots=True)
 class _ModelQueue:
-    """Commands that have arrived, by seq_id; `next_seq` is the first that has not been taken."""
+    """Commands that have arrived, by seq_id; `next_seq` is the first that has not been taken. `unloads` have no number:
+    they come after whatever arrived before them and can run."""
 
     next_seq: int
     waiting: dict[int, Command] = field(default_factory=dict)
+    unloads: list[Command] = field(default_factory=list)
 
     def head(self) -> Command | None:
-        """The next command in order. A number below next_seq is a late one, whose turn has come already."""
+        """The next command in order."""
+        numbered = self._numbered()
+        if self.unloads and (numbered is None or numbered.n > self.unloads[0].n):
+            return self.unloads[0]
+        return numbered
+
+    def _numbered(self) -> Command | None:
+        """A number below next_seq is a late one, whose turn has come already."""
         if (command := self.waiting.get(self.next_seq)) is not None:
             return command
         late = [seq for seq in self.waiting if seq < self.next_seq]
@@ -30,10 +39,15 @@ class _ModelQueue:
     def take(self) -> Command:
         command = self.head()
         assert command is not None
+        if command.kind is Kind.UNLOAD_MODEL:
+            return self.unloads.pop(0)
         assert command.seq_id is not None
         del self.waiting[command.seq_id]
         self.next_seq = max(self.next_seq, command.seq_id + 1)
         return command
+
+    def commands(self) -> list[Command]:
+        return [*self.waiting.values(), *self.unloads]
 
 
 class Scheduler:
@@ -63,7 +77,7 @@ class Scheduler:
         if queue is None:
             return []
         self._order.remove(model_id)
-        return list(queue.waiting.values())
+        return queue.commands()
 
     def add(self, command: Command) -> None:
         """Queue a command; its model is opened if it is not."""
@@ -71,13 +85,17 @@ class Scheduler:
             self._samples.append(command)
             return
         assert command.model_id is not None
-        assert command.seq_id is not None
         self.open_model(command.model_id)
-        self._queues[command.model_id].waiting[command.seq_id] = command
+        queue = self._queues[command.model_id]
+        if command.kind is Kind.UNLOAD_MODEL:
+            queue.unloads.append(command)
+            return
+        assert command.seq_id is not None
+        queue.waiting[command.seq_id] = command
 
     def ready_models(self) -> list[str]:
         """Models that have a next command, in this turn's order; the next turn begins with the next model."""
-        ready = [m for m in self._order if (head := self._next(m)) is not None and head.kind not in SAVES]
+        ready = [m for m in self._order if (head := self._next(m)) is not None and head.kind not in BESIDE]
         self._order.rotate(-1)
         return ready
 
@@ -115,14 +133,14 @@ class Scheduler:
         return self._run(batch)
 
     def take_barriers(self, model_ids: Sequence[str]) -> list[Command]:
-        """One command of each of these models whose next one is neither a pass nor a save."""
-        kinds = PASSES | SAVES
+        """One command of each of these models whose next one is neither a pass nor a save nor a load."""
+        kinds = PASSES | BESIDE
         ready = [m for m in model_ids if (head := self._next(m)) is not None and head.kind not in kinds]
         return self._run([self._queues[model_id].take() for model_id in ready])
 
-    def take_saves(self) -> list[Command]:
-        """One command of each model whose next one is a save."""
-        ready = [m for m in self._order if (head := self._next(m)) is not None and head.kind in SAVES]
+    def take_beside(self) -> list[Command]:
+        """One command of each model whose next one is a save or a load."""
+        ready = [m for m in self._order if (head := self._next(m)) is not None and head.kind in BESIDE]
         return self._run([self._queues[model_id].take() for model_id in ready])
 
     def take_samples(self) -> list[Command]:
@@ -135,17 +153,17 @@ class Scheduler:
     @property
     def last_row(self) -> int:
         """The highest row number of what is queued or running, 0 when nothing is: new commands have higher ones."""
-        queued = (command.n for queue in self._queues.values() for command in queue.waiting.values())
+        queued = (command.n for queue in self._queues.values() for command in queue.commands())
         samples = (command.n for command in self._samples)
         return max(max(queued, default=0), max(samples, default=0), max(self._running, default=0))
 
     @property
     def has_work(self) -> bool:
-        """Whether a turn would do anything; saves are none of a turn's business."""
+        """Whether a turn would do anything; saves and loads are none of a turn's business."""
         heads = (self._next(model_id) for model_id in self._order)
-        return bool(self._samples) or any(head is not None and head.kind not in SAVES for head in heads)
+        return bool(self._samples) or any(head is not None and head.kind not in BESIDE for head in heads)
 
     @property
     def waiting(self) -> int:
         """Commands queued, those that wait for an earlier number included."""
-        return len(self._samples) + sum(len(queue.waiting) for queue in self._queues.values())
+        return len(self._samples) + sum(len(queue.commands()) for queue in self._queues.values())

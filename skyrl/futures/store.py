@@ -12,6 +12,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from sqlalchemy import Connection
 from sqlalchemy.exc import IntegrityError
@@ -20,6 +21,7 @@ from skyrl.db import futures as rows
 from skyrl.db.database import Database
 from skyrl.db.futures import Outcome, StoredFuture
 from skyrl.db.writer import GroupCommitWriter
+from skyrl.futures.completions import Completion, CompletionLogs, Target, block_of, clone_of
 from skyrl.futures.ids import new_request_id
 from skyrl.futures.kinds import Kind
 from skyrl.wire.errors import RequestError
@@ -39,7 +41,8 @@ SAFETY_POLL_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class NewRequest:
-    """A request to record. `body` is stored as the bytes that arrived."""
+    """A request to record. `body` is stored as the bytes that arrived. `identity` is what a repeat has in common with
+    the first, the body when None."""
 
     kind: Kind
     tenant: str
@@ -50,6 +53,11 @@ class NewRequest:
     seq_id: int | None = None
     sampling_session_id: str | None = None
     sample_seq_id: int | None = None
+    identity: bytes | None = None
+
+    @property
+    def target(self) -> Target | None:
+        return _target(self.session_id, self.sampling_session_id, self.sample_seq_id)
 
     @property
     def key(self) -> Key | None:
@@ -60,14 +68,30 @@ class NewRequest:
         return None
 
     def digest(self) -> bytes:
-        return hashlib.blake2b(self.body, digest_size=16, person=self.kind.encode()[:16]).digest()
+        same = self.body if self.identity is None else self.identity
+        return hashlib.blake2b(same, digest_size=16, person=self.kind.encode()[:16]).digest()
+
+
+def _completion(request_id: str, outcome: Outcome) -> Completion:
+    return Completion(request_id, None if outcome.error is not None else len(outcome.result), time.time())
+
+
+def _target(session_id: str, sampling_session_id: str | None, seq_id: int | None) -> Target | None:
+    return None if sampling_session_id is None else Target(session_id, sampling_session_id, clone_of(seq_id))
 
 
 class _Entry:
-    __slots__ = ("digest", "id", "key", "kind", "outcome", "recorded", "session_id", "settled", "tenant")
+    __slots__ = ("digest", "id", "key", "kind", "outcome", "recorded", "session_id", "settled", "target", "tenant")
 
     def __init__(
-        self, request_id: str, kind: str, tenant: str, session_id: str, digest: bytes, key: Key | None
+        self,
+        request_id: str,
+        kind: str,
+        tenant: str,
+        session_id: str,
+        digest: bytes,
+        key: Key | None,
+        target: Target | None = None,
     ) -> None:
         self.id = request_id
         self.kind = kind
@@ -75,6 +99,7 @@ class _Entry:
         self.session_id = session_id
         self.digest = digest
         self.key = key
+        self.target = target
         self.outcome: Outcome | None = None
         self.settled = asyncio.Event()
         self.recorded: asyncio.Event | None = None
@@ -93,6 +118,7 @@ class FutureStore:
         self._closing = False
         self._awaited: set[str] = set()
         """Pending requests that another process settles."""
+        self.completions = CompletionLogs(self._ends_of)
 
     async def record(self, request: NewRequest) -> tuple[str, bool]:
         """Store a request durably; returns its id and whether it is new. A repeat returns the first one's id.
@@ -104,7 +130,7 @@ class FutureStore:
             if known.recorded is None:
                 return self._same(known.id, known.digest, digest, key), False
             await known.recorded.wait()  # and look again: it may have failed, and it is then for us to try
-        entry = _Entry(new_request_id(), request.kind, request.tenant, request.session_id, digest, key)
+        entry = _Entry(new_request_id(), request.kind, request.tenant, request.session_id, digest, key, request.target)
         recorded = entry.recorded = asyncio.Event()
         self._add(entry, awaited=request.kind != Kind.EXTERNAL)
         try:
@@ -120,6 +146,10 @@ class FutureStore:
         finally:
             entry.recorded = None
             recorded.set()
+        if entry.id not in self._entries:
+            # Its session was closed while it was written, so that it may have missed the settling of all the others.
+            await self._writer.execute(rows.SETTLE, rows.settlement(entry.id, rows.SESSION_ENDED, time.time()))
+            return entry.id, False
         return entry.id, True
 
     @staticmethod
@@ -162,7 +192,8 @@ class FutureStore:
 
     def adopt(self, request_id: str, kind: Kind, tenant: str, session_id: str, digest: bytes, key: Key | None) -> None:
         """Take over a pending request found in the database at start."""
-        entry = _Entry(request_id, kind, tenant, session_id, digest, key)
+        target = _target(session_id, key[1], key[2]) if key is not None and key[0] == "sample" else None
+        entry = _Entry(request_id, kind, tenant, session_id, digest, key, target)
         self._add(entry, awaited=kind != Kind.EXTERNAL)
 
     async def wait(self, request_id: str, tenant: str, timeout_s: float) -> Outcome | None:
@@ -179,9 +210,7 @@ class FutureStore:
                 return stored.outcome
             entry = self._entries.get(request_id)
             if entry is None:
-                entry = _Entry(stored.id, stored.kind, stored.tenant, stored.session_id, stored.digest, None)
-                # Whatever its kind: a sample that is not forwarded here (its session was closed) is the engine's.
-                self._add(entry, awaited=True)
+                entry = self._await_stored(stored)
         if entry.tenant != tenant:
             raise KeyError(request_id)
         if entry.outcome is None:
@@ -197,6 +226,71 @@ class FutureStore:
                 return None
             raise KeyError(request_id)
         return entry.outcome
+
+    def _await_stored(self, stored: Any) -> _Entry:
+        """Wait for a pending row, whatever its kind: a sample that is not forwarded here is the engine's to settle."""
+        target = _target(stored.session_id, stored.sampling_session_id, stored.sample_seq_id)
+        entry = _Entry(stored.id, stored.kind, stored.tenant, stored.session_id, stored.digest, None, target)
+        self._add(entry, awaited=True)
+        return entry
+
+    async def kind_of(self, request_id: str, tenant: str) -> Kind:
+        """Raises KeyError when no such request is stored, or it is another tenant's."""
+        known = self._entries.get(request_id)
+        known = known or await self._database.read_async(lambda connection: rows.find(connection, request_id))
+        if known is None or known.tenant != tenant:
+            raise KeyError(request_id)
+        return Kind(known.kind)
+
+    def is_pending(self, request_id: str) -> bool:
+        """Whether it is known in memory and has no outcome."""
+        entry = self._entries.get(request_id)
+        return entry is not None and entry.outcome is None
+
+    async def end(self, request_id: str, outcome: Outcome) -> bool:
+        """Settle a pending request that is nobody's in this process, or is not to be waited for. False if it had ended:
+        the first outcome stays."""
+        entry = self._entries.get(request_id)
+        if entry is not None and entry.kind == Kind.EXTERNAL:
+            if entry.outcome is not None:
+                return False
+            await self.settle(request_id, outcome)
+            return True
+        this = rows.futures.c.id == request_id
+        ended = await self._writer.transact(lambda c: rows.settle_where(c, this, outcome, time.time()))
+        await self.look([request_id])
+        return bool(ended)
+
+    async def _ends_of(self, target: Target, since: float) -> list[Completion]:
+        """A sampling client's ends since then, in their order; what it still waits for is waited for from now on."""
+        unwritten = [
+            entry for entry in self._entries.values() if entry.target == target and entry.id not in self._settled
+        ]
+        ended = {entry.id: _completion(entry.id, entry.outcome) for entry in unwritten if entry.outcome is not None}
+        stored = await self._database.read_async(
+            lambda c: rows.of_sampler(c, target.sampling_session_id, *block_of(target.clone), since)
+        )
+        for row in stored:
+            if row.status != "pending":
+                size = None if row.status == "failed" else row.size or 0
+                ended[row.id] = Completion(row.id, size, row.completed_at)
+            elif (entry := self._entries.get(row.id)) is None:
+                self._await_stored(row)
+            elif entry.outcome is not None:  # and could not be written
+                ended[row.id] = _completion(row.id, entry.outcome)
+        return sorted(ended.values(), key=lambda end: end.at)
+
+    def forget_retrieved(self, request_ids: Iterable[str], tenant: str) -> None:
+        """The client has these results: they need not be kept in memory. It may still read them again."""
+        for request_id in request_ids:
+            entry = self._entries.get(request_id)
+            if (
+                entry is not None
+                and entry.tenant == tenant
+                and (size := self._settled.pop(request_id, None)) is not None
+            ):
+                self._settled_bytes -= size
+                self._drop(entry)
 
     async def settle(self, request_id: str, outcome: Outcome) -> None:
         """Resolve a forwarded sample: whoever waits hears at once, the row follows; returns when the row is durable.
@@ -216,6 +310,8 @@ class FutureStore:
     def _resolve(self, entry: _Entry, outcome: Outcome) -> None:
         entry.outcome = outcome
         entry.settled.set()
+        if entry.target is not None:
+            self.completions.note(entry.target, _completion(entry.id, outcome))
         self._awaited.discard(entry.id)
 
     def _make_evictable(self, entry: _Entry, outcome: Outcome) -> None:
@@ -230,6 +326,7 @@ class FutureStore:
     def release_waiters(self) -> None:
         """The process is about to end: whoever waits hears now that there is no result yet, and so does who comes."""
         self._closing = True
+        self.completions.release()
         for entry in self._entries.values():
             if entry.outcome is None:
                 entry.settled.set()
@@ -240,6 +337,7 @@ class FutureStore:
         for entry in dropped:
             self._drop(entry)
             entry.settled.set()
+        self.completions.drop_session(session_id)
         return [entry.id for entry in dropped]
 
     async def fail_session(self, session_id: str) -> None:

@@ -32,6 +32,13 @@ class RequestError(Exception):
         return str(self)
 
 
+class InvalidToken(RequestError):
+    """A token that is no longer taken, or never was: the client is to get a new one and try again."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, status=401)
+
+
 class NotFound(RequestError):
     """The named thing does not exist, or belongs to somebody else (the two look the same)."""
 

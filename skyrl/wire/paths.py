@@ -8,8 +8,8 @@ from typing import Literal, cast
 
 from skyrl.wire.errors import RequestError
 
-CheckpointKind = Literal["weights", "sampler_weights"]
-KINDS: tuple[CheckpointKind, ...] = ("weights", "sampler_weights")
+CheckpointKind = Literal["weights", "sampler_weights", "external_weights"]
+KINDS: tuple[CheckpointKind, ...] = ("weights", "sampler_weights", "external_weights")
 _NAME = re.compile(r"[A-Za-z0-9_\-.]{1,255}")
 
 

@@ -7,11 +7,13 @@ they are used.
 from __future__ import annotations
 
 import re
+from datetime import datetime
 from typing import Any, TypeVar
 
 import msgspec
 
 from skyrl.wire.errors import RequestError
+from skyrl.wire.tensors import JsonTensor
 
 S = TypeVar("S", bound=msgspec.Struct)
 
@@ -24,10 +26,15 @@ class CreateSessionRequest(msgspec.Struct):
     tags: list[str] | None = None
     user_metadata: dict[str, Any] | None = None
     sdk_version: str = ""
+    project_id: str | None = None
+    display_name: str | None = None
 
 
 class SessionRequest(msgspec.Struct):
     session_id: str
+
+
+FINISH_REASONS = ("success", "errored", "interrupted")
 
 
 class FinishReason(msgspec.Struct):
@@ -94,7 +101,7 @@ class SaveWeightsRequest(msgspec.Struct):
     path: str | None = None
     ttl_seconds: int | None = None
     overwrite: bool = False
-    user_metadata: dict[str, Any] | None = None
+    user_metadata: dict[str, str] | None = None
 
 
 class SaveWeightsForSamplerRequest(msgspec.Struct):
@@ -104,7 +111,17 @@ class SaveWeightsForSamplerRequest(msgspec.Struct):
     sampling_session_seq_id: int | None = None
     ttl_seconds: int | None = None
     overwrite: bool = False
-    user_metadata: dict[str, Any] | None = None
+    user_metadata: dict[str, str] | None = None
+
+
+class SaveWeightsExternalRequest(msgspec.Struct):
+    model_id: str
+    seq_id: int | None = None
+    path: str | None = None
+    ttl_seconds: int | None = None
+    overwrite: bool = False
+    user_metadata: dict[str, str] | None = None
+    age_encryption_recipients: list[str] | None = None
 
 
 class LoadWeightsRequest(msgspec.Struct):
@@ -119,6 +136,43 @@ class LoadWeightsRequest(msgspec.Struct):
     base_model: str | None = None
     user_metadata: dict[str, Any] | None = None
     optimizer_config: OptimizerConfig | None = None
+    weights_access_token: str | None = None
+
+
+class LoadTarget(msgspec.Struct):
+    """What routing needs of a LoadWeightsRequest."""
+
+    model_id: str | None = None
+    seq_id: int | None = None
+
+
+RESOLVED = ("source_tenant", "refused")
+"""Fields of a LoadWeightsCommand that the API writes, and nobody else."""
+
+
+class LoadWeightsCommand(msgspec.Struct):
+    """A LoadWeightsRequest as the command log keeps it: in place of the access token, the tenant it stands for (None:
+    the model's own), or why it was refused."""
+
+    path: str
+    optimizer: bool = False
+    source_tenant: str | None = None
+    refused: str | None = None
+
+
+class CopyWeightsRequest(msgspec.Struct):
+    """Copies into a new model of a session (session_id, model_seq_id), or of a session made for it in a project."""
+
+    source_path: str
+    session_id: str | None = None
+    model_seq_id: int | None = None
+    destination_project_id: str | None = None
+    ttl_seconds: int | None = None
+    weights_access_token: str | None = None
+
+
+class TtlRequest(msgspec.Struct):
+    ttl_seconds: int | None = None
 
 
 class WeightsInfoRequest(msgspec.Struct):
@@ -132,9 +186,64 @@ class CreateSamplingSessionRequest(msgspec.Struct):
     model_path: str | None = None
 
 
+class JoinSamplingSessionRequest(msgspec.Struct):
+    sampling_session_id: str
+
+
 class RetrieveFutureRequest(msgspec.Struct):
     request_id: str
     allow_metadata_only: bool | None = None
+
+
+class CancelFutureRequest(msgspec.Struct):
+    request_id: str
+
+
+class FuturesTarget(msgspec.Struct):
+    sampling_session_id: str
+    type: str = "sampling_session"
+    cloned_sampler_id: int = 0
+
+
+class RetrieveFuturesRequest(msgspec.Struct):
+    target: FuturesTarget
+    prev_cursor: int = 0
+    timeout: float | None = None
+    retrieved_request_ids: list[str] | None = None
+
+
+class AssignProjectRequest(msgspec.Struct):
+    project_id: str
+
+
+class SearchOwner(msgspec.Struct):
+    """`owner_urns` is for type `user` alone."""
+
+    type: str = "own"
+    owner_urns: list[str] | None = None
+
+
+class SessionStatusQuery(msgspec.Struct):
+    """`reasons` is for type `client_finished` alone."""
+
+    type: str
+    reasons: list[str] | None = None
+
+
+class SessionSearchCursor(msgspec.Struct):
+    last_created_at: datetime
+    last_session_id: str
+
+
+class SessionSearchRequest(msgspec.Struct):
+    session_id: str | None = None
+    project_ids: list[str] | None = None
+    user_metadata: dict[str, str] | None = None
+    display_name: str | None = None
+    owner: SearchOwner | None = None
+    statuses: list[SessionStatusQuery] | None = None
+    limit: int = 50
+    cursor: SessionSearchCursor | None = None
 
 
 class Chunk(msgspec.Struct):
@@ -168,7 +277,7 @@ class SampleRequest(msgspec.Struct):
     prompt_logprobs: bool | None = None
     topk_prompt_logprobs: int = 0
     topk_sample_logprobs: int = 0
-    target_prompt_logprobs: msgspec.Raw | None = None
+    target_prompt_logprobs: JsonTensor | None = None
     prompt_alt_tokens_k: int = 0
     prompt_logprobs_last_n: int | None = None
     base_model: str | None = None

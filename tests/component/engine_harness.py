@@ -30,6 +30,8 @@ from skyrl.engine.recovery import Snapshots, recover
 from skyrl.futures.doorbell import Doorbell, DoorbellListener
 from skyrl.futures.kinds import Kind
 from skyrl.futures.store import FutureStore, NewRequest
+from skyrl.storage.base import MANIFEST, NotStored
+from skyrl.storage.registry import open_store
 from skyrl.tiny import model_path
 from skyrl.wire.paths import model_id_of
 from skyrl.wire.results import to_json
@@ -81,6 +83,7 @@ class Harness:
         migrate(self.database)
         self.writer = GroupCommitWriter(self.database)
         self.store = FutureStore(self.database, self.writer)
+        self.checkpoint_store = open_store(self.config)
         self.sessions = Sessions(self.database, self.writer)
         self.models = Models(self.database, self.writer)
         # Sockets need a short path; pytest's may be long.
@@ -108,9 +111,11 @@ class Harness:
         self.backend = FsdpBackend(self.config)
         self._api = Doorbell(self._doorbell)
         self.snapshots = Snapshots(self.config, self.database, self.backend)
-        self._engine = Engine(self.config, self.database, self.backend, None, self._api, None, self.snapshots)
+        self._engine = Engine(
+            self.config, self.database, self.backend, None, self._api, None, self.snapshots, self.checkpoint_store
+        )
         prepare(self)
-        await recover(self._engine, self.database, self.backend, self.snapshots)
+        await recover(self._engine, self.database, self.backend, self.snapshots, self.checkpoint_store)
         self._running = asyncio.create_task(self._engine.run())
 
     async def stop(self) -> None:
@@ -167,6 +172,14 @@ class Harness:
     def checkpoint_rows(self, model_id: str) -> list[Any]:
         query = select(checkpoints).where(checkpoints.c.model_id == model_id).order_by(checkpoints.c.name)
         return self.database.read(lambda c: list(c.execute(query)))
+
+    def stored(self, row: Any) -> dict[str, bytes]:
+        """Names and contents of a checkpoint's files; empty when they are not in the store."""
+        try:
+            with self.checkpoint_store.reading(row.store_key) as directory:
+                return {name: content for name, content in files_in(directory).items() if name != MANIFEST}
+        except NotStored:
+            return {}
 
     async def end(self, session: Session) -> None:
         """What the API does when a client finishes; returns when the engine has closed the session's models."""

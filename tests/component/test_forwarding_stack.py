@@ -4,141 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import json
-import shutil
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import httpx
-import numpy as np
 import pytest
-from fake_upstream import FakeUpstream, after, complete, error, fake_upstream, hang_up, never, reply
+from api_harness import BASE, LONG_S, Api, Serve, asked, session_of, tokens
+from fake_upstream import FakeUpstream, after, complete, error, hang_up, never, reply
 from sqlalchemy import delete, select, update
 
 import skyrl.api.futures
 import skyrl.api.server
-from skyrl.api.app import create_app
-from skyrl.api.server import open_services
-from skyrl.api.services import Services
-from skyrl.config import ServerConfig
 from skyrl.db.database import Database
 from skyrl.db.engine_state import publish_training, publish_url
 from skyrl.db.futures import futures
-from skyrl.db.migrate import migrate
 from skyrl.db.sessions import sessions
-from skyrl.runtime import Runtime
-from skyrl.wire import tinker_pb2 as pb
-
-BASE = "acme/base"
-SAMPLE = {"X-Tinker-Request-Type": "Sample", "Accept": "application/x-protobuf"}
-LONG_S = 10.0
-
-
-@dataclass
-class Api:
-    """One running API process, and a client of it."""
-
-    services: Services
-    http: httpx.AsyncClient
-
-    async def post(self, path: str, body: Any, **headers: str) -> httpx.Response:
-        return await self.http.post(f"/api/v1/{path}", json=body, headers=headers)
-
-    async def sampler(self, **headers: str) -> str:
-        """A sampling session on the base model, in a session of its own."""
-        session = (await self.post("create_session", {}, **headers)).json()["session_id"]
-        wanted = {"session_id": session, "sampling_session_seq_id": 0, "base_model": BASE}
-        return (await self.post("create_sampling_session", wanted, **headers)).json()["sampling_session_id"]
-
-    async def sample(self, sampler: str, seq_id: int, **changes: Any) -> dict[str, Any]:
-        answer = await self.post("asample", asked(sampler, seq_id, **changes))
-        assert answer.status_code == 200, answer.text
-        return answer.json()
-
-    async def result(self, request_id: str, **headers: str) -> httpx.Response:
-        return await self.post("retrieve_future", {"request_id": request_id}, **(SAMPLE | headers))
-
-    async def finish(self, sampler: str) -> httpx.Response:
-        return await self.post(f"sessions/{session_of(sampler)}/finish", {})
-
-
-def session_of(sampler: str) -> str:
-    return sampler.partition(":")[0]
-
-
-def asked(sampler: str, seq_id: int | None, *, prompt: list[int] | None = None, **changes: Any) -> dict[str, Any]:
-    chunks = [{"type": "encoded_text", "tokens": prompt or [5, 6, 7]}]
-    params = {"max_tokens": 3}
-    return {
-        "sampling_session_id": sampler,
-        "seq_id": seq_id,
-        "prompt": {"chunks": chunks},
-        "sampling_params": params,
-    } | changes
-
-
-def tokens(answer: httpx.Response) -> list[list[int]]:
-    assert answer.status_code == 200, answer.text
-    assert answer.headers["content-type"] == "application/x-protobuf", answer.text
-    return [np.frombuffer(s.tokens, np.int32).tolist() for s in pb.SampleResponse.FromString(answer.content).sequences]
-
-
-@pytest.fixture(scope="module")
-def empty_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("database") / "skyrl.db"
-    database = Database(f"sqlite:///{path}")
-    migrate(database)
-    database.close()
-    return path
-
-
-@pytest.fixture
-async def upstream() -> AsyncIterator[FakeUpstream]:
-    async with fake_upstream() as server:
-        yield server
-
-
-@pytest.fixture
-def database(tmp_path: Path, empty_database: Path, upstream: FakeUpstream) -> Iterator[Database]:
-    """The state directory's database, with the upstream published, as the engine does it."""
-    shutil.copy(empty_database, tmp_path / "skyrl.db")
-    database = Database(f"sqlite:///{tmp_path / 'skyrl.db'}")
-    database.write(lambda c: publish_url(c, upstream.url))
-    database.write(lambda c: publish_training(c, ready=True, reason="", vocab_size=1000, max_context=100))
-    yield database
-    database.close()
-
-
-Serve = Callable[..., AbstractAsyncContextManager[Api]]
-
-
-@pytest.fixture
-def serve(tmp_path: Path, database: Database) -> Serve:
-    """Starts an API process over the database; starting it again is a restart."""
-
-    @asynccontextmanager
-    async def start(**options: Any) -> AsyncIterator[Api]:
-        config = ServerConfig(base_model=BASE, state_dir=tmp_path, **options)
-        async with open_services(Runtime(config, tmp_path, None, "key")) as services:
-            transport = httpx.ASGITransport(create_app(services), raise_app_exceptions=False)
-            headers = {"X-API-Key": "tml-one"}
-            async with httpx.AsyncClient(transport=transport, base_url="http://api", headers=headers) as http:
-                yield Api(services, http)
-
-    return start
-
-
-@pytest.fixture
-async def api(serve: Serve) -> AsyncIterator[Api]:
-    async with serve() as running:
-        yield running
-
-
-@pytest.fixture
-def drain_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(skyrl.api.server, "DRAIN_S", 0.05)
 
 
 def rows(database: Database) -> list[tuple[str, str, bool]]:

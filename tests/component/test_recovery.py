@@ -16,8 +16,8 @@ from skyrl.db import futures as rows
 from skyrl.db.checkpoints import checkpoints
 from skyrl.db.models import Models
 from skyrl.engine.recovery import Snapshots
-from skyrl.engine.storage import safe_name
-from skyrl.futures.kinds import Kind
+from skyrl.futures.kinds import SAVES, Kind
+from skyrl.storage.directories import safe_name
 
 AT_ONCE_S = 1e-9
 
@@ -244,7 +244,7 @@ async def test_lost_snapshot_fails_its_model_only(harness: Harness, caplog: pyte
     assert (await other.step(2))["optimizer_step"] == 2
 
 
-@pytest.mark.parametrize("kind", [Kind.SAVE_WEIGHTS, Kind.SAVE_WEIGHTS_FOR_SAMPLER])
+@pytest.mark.parametrize("kind", sorted(SAVES))
 async def test_save_that_was_written_but_not_recorded_is_repeated(harness: Harness, kind: Kind) -> None:
     trainer = await Trainer.create(harness)
     await trainer.step(1)
@@ -253,8 +253,11 @@ async def test_save_that_was_written_but_not_recorded_is_repeated(harness: Harne
     await harness.start()
     await trainer.result(save)
     (row,) = harness.checkpoint_rows(trainer.model_id)
-    assert files_in(row.directory)
-    assert [path.name for path in Path(row.directory).parent.iterdir()] == [Path(row.directory).name]
+    assert harness.stored(row)
+    assert [found.key for found in harness.checkpoint_store.stored()] == [row.store_key]
+    if kind is Kind.SAVE_WEIGHTS_FOR_SAMPLER:
+        assert files_in(row.directory) == harness.stored(row)
+        assert [path.name for path in Path(row.directory).parent.iterdir()] == [Path(row.directory).name]
 
 
 async def test_snapshot_without_its_row_is_ignored_and_then_replaced(harness: Harness) -> None:

@@ -97,7 +97,8 @@ def checkpoint(tenant: str, model_id: str, kind: str, name: str, **more: Any) ->
         "model_id": model_id,
         "kind": kind,
         "name": name,
-        "directory": f"/nowhere/{name}",
+        "store_key": f"nowhere/{name}" if kind != "sampler_weights" else None,
+        "directory": f"/nowhere/{name}" if kind == "sampler_weights" else None,
         "adapter_name": f"{model_id}@1" if kind == "sampler_weights" else None,
         "base_model": BASE,
         **asdict(Adapter(8, 32.0, 1, True, True, True)),
@@ -185,6 +186,10 @@ SAMPLER: dict[str, Any] = {"session_id": "{session}", "sampling_session_seq_id":
 LOAD: dict[str, Any] = {"session_id": "{session}", "model_seq_id": 9, "path": "tinker://{model}/weights/saved"}
 
 
+COPY: dict[str, Any] = {"source_path": "tinker://{model}/weights/saved", "destination_project_id": "p"}
+INTO: dict[str, Any] = {"source_path": "tinker://{model}/weights/saved", "session_id": "{session}", "model_seq_id": 9}
+
+
 def without(body: dict[str, Any], *names: str) -> dict[str, Any]:
     return {name: value for name, value in body.items() if name not in names}
 
@@ -215,6 +220,30 @@ CASES: list[tuple[str, Any, int, str | None]] = [
     ("sessions/s-nobody/finish", {}, 404, "session_id"),
     ("sessions/{theirs}/finish", {}, 404, "session_id"),
     ("sessions/{session}/finish", {"reason": "done"}, 400, "reason"),
+    ("sessions/{session}/finish", {"reason": {"type": "bored"}}, 400, "reason.type"),
+    ("create_session", {"project_id": 7}, 400, "project_id"),
+    ("create_session", {"project_id": "p" * 1001}, 400, "project_id"),
+    ("create_session", {"display_name": "n" * 1001}, 400, "display_name"),
+    # Searching them
+    ("sessions/search", {"limit": 0}, 400, "limit"),
+    ("sessions/search", {"limit": 201}, 400, "limit"),
+    ("sessions/search", {"display_name": ""}, 400, "display_name"),
+    ("sessions/search", {"project_ids": "p"}, 400, "project_ids"),
+    ("sessions/search", {"user_metadata": {"lr": 1}}, 400, "user_metadata[...]"),
+    ("sessions/search", {"owner": {"type": "all"}}, 400, "owner.type"),
+    ("sessions/search", {"owner": {"type": "user"}}, 400, "owner.owner_urns"),
+    ("sessions/search", {"owner": {"type": "user", "owner_urns": ["u"] * 11}}, 400, "owner.owner_urns"),
+    ("sessions/search", {"statuses": []}, 400, "statuses"),
+    ("sessions/search", {"statuses": [{"type": "active"}, {"type": "asleep"}]}, 400, "statuses[1].type"),
+    ("sessions/search", {"statuses": [{"type": "client_finished", "reasons": []}]}, 400, "statuses[0].reasons"),
+    ("sessions/search", {"statuses": [{"type": "client_finished", "reasons": ["x"]}]}, 400, "statuses[0].reasons"),
+    ("sessions/search", {"cursor": {"last_session_id": "s"}}, 400, "cursor.last_created_at"),
+    (
+        "sessions/search",
+        {"cursor": {"last_session_id": "s", "last_created_at": "2026-01-01T00:00:00"}},
+        400,
+        "cursor.last_created_at",
+    ),
     # Models
     ("create_model", without(MODEL, "session_id"), 400, "session_id"),
     ("create_model", without(MODEL, "model_seq_id"), 400, "model_seq_id"),
@@ -238,10 +267,21 @@ CASES: list[tuple[str, Any, int, str | None]] = [
     ("get_info", {}, 400, "model_id"),
     ("get_info", {"model_id": "s:train:0"}, 404, "model_id"),
     ("get_info", {"model_id": "{their_model}"}, 404, "model_id"),
+    ("unload_model", {}, 400, "model_id"),
+    ("unload_model", {"model_id": "s:train:0"}, 404, "model_id"),
+    ("unload_model", {"model_id": "{their_model}"}, 404, "model_id"),
+    ("create_custom_loss", {"session_id": "{session}", "custom_loss_seq_id": 0, "name": "mine"}, 400, None),
     # Training commands
     *(
         (route, body, status, field)
-        for route in ("forward_backward", "forward", "optim_step", "save_weights", "save_weights_for_sampler")
+        for route in (
+            "forward_backward",
+            "forward",
+            "optim_step",
+            "save_weights",
+            "save_weights_for_sampler",
+            "save_weights_external",
+        )
         for body, status, field in (
             ({}, 400, "model_id"),
             ({"model_id": 1}, 400, "model_id"),
@@ -273,6 +313,28 @@ CASES: list[tuple[str, Any, int, str | None]] = [
     ("weights_info", {"tinker_path": "tinker://{model}/weights/../../x"}, 400, "tinker_path"),
     ("weights_info", {"tinker_path": "tinker://{model}/weights/lost"}, 404, "tinker_path"),
     ("weights_info", {"tinker_path": "tinker://{their_model}/weights/saved"}, 404, "tinker_path"),
+    ("load_weights", LOAD | {"path": "tinker://{model}/external_weights/saved"}, 404, "path"),
+    ("load_weights", LOAD | {"weights_access_token": 5}, 400, "weights_access_token"),
+    ("load_weights", LOAD | {"weights_access_token": "eyJ.eyJ.x"}, 403, "weights_access_token"),
+    ("load_weights", LOAD | {"weights_access_token": "tml-nobody"}, 404, "path"),
+    ("copy_weights", {}, 400, "source_path"),
+    ("copy_weights", COPY | {"source_path": "saved"}, 400, "source_path"),
+    ("copy_weights", COPY | {"source_path": "tinker://{model}/weights/lost"}, 404, "source_path"),
+    ("copy_weights", COPY | {"source_path": "tinker://{model}/external_weights/saved"}, 400, "source_path"),
+    ("copy_weights", COPY | {"source_path": "tinker://{their_model}/weights/saved"}, 404, "source_path"),
+    ("copy_weights", COPY | {"weights_access_token": "eyJ.eyJ.x"}, 403, "weights_access_token"),
+    ("copy_weights", COPY | {"ttl_seconds": 3599}, 400, "ttl_seconds"),
+    ("copy_weights", COPY | {"ttl_seconds": 10 * 365 * 86_400 + 1}, 400, "ttl_seconds"),
+    ("copy_weights", without(COPY, "destination_project_id"), 400, None),
+    ("copy_weights", COPY | {"session_id": "{session}", "model_seq_id": 3}, 400, None),
+    ("copy_weights", COPY | {"model_seq_id": 3}, 400, None),
+    ("copy_weights", COPY | {"destination_project_id": ""}, 400, "destination_project_id"),
+    ("copy_weights", COPY | {"destination_project_id": "p" * 1001}, 400, "destination_project_id"),
+    ("copy_weights", INTO | {"session_id": "{theirs}"}, 404, "session_id"),
+    ("copy_weights", INTO | {"session_id": "{ended}"}, 410, "session_id"),
+    ("copy_weights", INTO | {"model_seq_id": -1}, 400, "model_seq_id"),
+    ("copy_weights", INTO | {"model_seq_id": 0}, 400, "model_seq_id"),
+    ("copy_weights", without(INTO, "model_seq_id"), 400, None),
     # Sampling sessions
     ("create_sampling_session", without(SAMPLER, "session_id"), 400, "session_id"),
     ("create_sampling_session", without(SAMPLER, "sampling_session_seq_id"), 400, "sampling_session_seq_id"),
@@ -328,14 +390,17 @@ CASES: list[tuple[str, Any, int, str | None]] = [
     ("asample", SAMPLE | {"topk_prompt_logprobs": 65}, 400, "topk_prompt_logprobs"),
     ("asample", SAMPLE | {"topk_sample_logprobs": -1}, 400, "topk_sample_logprobs"),
     ("asample", SAMPLE | {"prompt_logprobs_last_n": 0}, 400, "prompt_logprobs_last_n"),
-    ("asample", SAMPLE | {"prompt_alt_tokens_k": 2}, 400, "prompt_alt_tokens_k"),
+    ("asample", SAMPLE | {"prompt_logprobs_last_n": 1}, 400, "prompt_logprobs_last_n"),
+    ("asample", SAMPLE | {"prompt_alt_tokens_k": 65}, 400, "prompt_alt_tokens_k"),
+    ("asample", SAMPLE | {"prompt_alt_tokens_k": "2"}, 400, "prompt_alt_tokens_k"),
     ("asample", SAMPLE | {"target_prompt_logprobs": {"data": [1], "dtype": "int64"}}, 400, "target_prompt_logprobs"),
+    ("asample", SAMPLE | {"target_prompt_logprobs": {"data": ["x"]}}, 400, "target_prompt_logprobs.data[0]"),
     ("asample", params(stop=["a", 1]), 400, "sampling_params.stop"),
     ("asample", params(stop=[1.5]), 400, "sampling_params.stop[0]"),
     ("asample", params(stop=[VOCAB]), 400, "sampling_params.stop"),
     ("asample", params(stop=""), 400, "sampling_params.stop"),
     ("asample", params(temperature=-1), 400, "sampling_params.temperature"),
-    ("asample", params(temperature=2.5), 400, "sampling_params.temperature"),
+    ("asample", params(temperature="hot"), 400, "sampling_params.temperature"),
     ("asample", params(temperature=None), 400, "sampling_params.temperature"),
     ("asample", params(top_p=0), 400, "sampling_params.top_p"),
     ("asample", params(top_p=1.01), 400, "sampling_params.top_p"),
@@ -348,6 +413,26 @@ CASES: list[tuple[str, Any, int, str | None]] = [
     ("retrieve_future", {}, 400, "request_id"),
     ("retrieve_future", {"request_id": 1}, 400, "request_id"),
     ("retrieve_future", {"request_id": "unknown"}, 404, "request_id"),
+    ("cancel_future", {}, 400, "request_id"),
+    ("cancel_future", {"request_id": "unknown"}, 404, "request_id"),
+    ("retrieve_futures", {}, 400, "target"),
+    ("retrieve_futures", {"target": {"sampling_session_id": "x", "type": "model"}}, 400, "target.type"),
+    ("retrieve_futures", {"target": {"sampling_session_id": "x"}}, 404, "target.sampling_session_id"),
+    ("retrieve_futures", {"target": {"sampling_session_id": "{their_sampler}"}}, 404, "target.sampling_session_id"),
+    *(
+        ("retrieve_futures", {"target": {"sampling_session_id": "{sampler}"}} | wrong, 400, field)
+        for wrong, field in (
+            ({"target": {"sampling_session_id": "{sampler}", "cloned_sampler_id": -1}}, "target.cloned_sampler_id"),
+            ({"target": {"sampling_session_id": "{sampler}", "cloned_sampler_id": 2**33}}, "target.cloned_sampler_id"),
+            ({"prev_cursor": -1}, "prev_cursor"),
+            ({"prev_cursor": 2**62}, "prev_cursor"),
+            ({"timeout": -1}, "timeout"),
+            ({"retrieved_request_ids": "x"}, "retrieved_request_ids"),
+        )
+    ),
+    ("join_sampling_session", {}, 400, "sampling_session_id"),
+    ("join_sampling_session", {"sampling_session_id": "x"}, 404, "sampling_session_id"),
+    ("join_sampling_session", {"sampling_session_id": "{their_sampler}"}, 404, "sampling_session_id"),
 ]
 
 
@@ -369,6 +454,30 @@ async def test_bad_bodies(
         ("GET", "sessions?limit=many", None, 400, "limit"),
         ("GET", "sessions?offset=-1", None, 400, "offset"),
         ("GET", f"sessions?offset={2**70}", None, 400, "offset"),
+        ("GET", "sessions?access_scope=all", None, 400, "access_scope"),
+        ("GET", "sessions/{session}?access_scope=all", None, 400, "access_scope"),
+        ("GET", "sessions/s-nobody/trace_export", None, 404, "session_id"),
+        ("GET", "sessions/{theirs}/trace_export", None, 404, "session_id"),
+        ("PUT", "sessions/{session}/project", {}, 400, "project_id"),
+        ("PUT", "sessions/{session}/project", {"project_id": ""}, 400, "project_id"),
+        ("PUT", "sessions/{session}/project", {"project_id": "p" * 1001}, 400, "project_id"),
+        ("PUT", "sessions/{theirs}/project", {"project_id": "p"}, 404, "session_id"),
+        ("GET", "audit?event_type=secrets", None, 400, "event_type"),
+        ("GET", "audit?day=yesterday", None, 400, "day"),
+        ("GET", "billing/usage/events", None, 400, "starting_on"),
+        ("GET", "billing/usage/events?starting_on=2026-01-01T00:00:00Z", None, 400, "ending_before"),
+        *(
+            ("GET", f"billing/usage/events?starting_on={start}&ending_before={end}", None, 400, field)
+            for start, end, field in (
+                ("soon", "2026-01-01T00:00:00Z", "starting_on"),
+                ("2026-01-01T00:30:00Z", "2026-01-01T01:00:00Z", "starting_on"),
+                ("2026-01-01T00:00:00Z", "2026-01-01T01:00:01Z", "ending_before"),
+                ("2026-01-01T00:00:00%2B00:30", "2026-01-01T01:00:00Z", "starting_on"),
+                ("2026-01-01T01:00:00Z", "2026-01-01T01:00:00Z", "ending_before"),
+                ("2026-01-01T00:00:00Z", "2026-01-15T01:00:00Z", "ending_before"),
+                ("2999-01-01T00:00:00Z", "2999-01-01T01:00:00Z", "starting_on"),
+            )
+        ),
         ("GET", "samplers/s:sample:0", None, 404, "sampler_id"),
         ("GET", "samplers/{their_sampler}", None, 404, "sampler_id"),
         ("GET", "training_runs/s:train:0", None, 404, "training_run_id"),
@@ -377,6 +486,22 @@ async def test_bad_bodies(
         ("GET", "training_runs?limit=1001", None, 400, "limit"),
         ("GET", f"training_runs?offset={2**70}", None, 400, "offset"),
         ("GET", f"checkpoints?offset={2**70}", None, 400, "offset"),
+        ("GET", "checkpoints?access_scope=all", None, 400, "access_scope"),
+        ("GET", "training_runs/{their_model}?access_scope=accessible", None, 404, "training_run_id"),
+        ("GET", "training_runs/{model}/checkpoints/weights/lost/archive", None, 404, "checkpoint_id"),
+        ("GET", "training_runs/{model}/checkpoints/optimizer/saved/archive", None, 400, "checkpoint_id"),
+        ("GET", "training_runs/{model}/checkpoints/external_weights/x/archive", None, 400, "checkpoint_id"),
+        ("GET", "training_runs/{their_model}/checkpoints/weights/saved/archive", None, 404, "checkpoint_id"),
+        ("GET", "training_runs/{model}/checkpoints/weights/saved/external_weights_urls", None, 400, "checkpoint_id"),
+        (
+            "GET",
+            "training_runs/{model}/checkpoints/external_weights/x/external_weights_urls",
+            None,
+            404,
+            "checkpoint_id",
+        ),
+        ("GET", "downloads/archives/{model}/weights/saved/0/saved.tar?expires=99999999999", None, 403, "signature"),
+        ("GET", "downloads/files/{model}/weights/saved/0/x?expires=1&signature=aa", None, 403, "signature"),
         ("DELETE", "training_runs/{model}/checkpoints/weights/lost", None, 404, "checkpoint_id"),
         ("DELETE", "training_runs/{model}/checkpoints/optimizer/saved", None, 400, "checkpoint_id"),
         ("DELETE", "training_runs/{their_model}/checkpoints/weights/saved", None, 404, "checkpoint_id"),
@@ -509,16 +634,24 @@ OPEN = {
     "/api/v1/client/dynamic_config",
     "/api/v1/telemetry",
 }
+SIGNED = {
+    "/api/v1/downloads/archives/{model_id}/{kind}/{name}/{save}/{file}",
+    "/api/v1/downloads/files/{model_id}/{kind}/{name}/{save}/{file}",
+    "/api/v1/downloads/traces/{session_id}",
+}
 
 
 @pytest.mark.parametrize("headers", [{}, {"X-API-Key": ""}, {"Authorization": "Bearer tml-one"}])
 async def test_every_other_route_wants_a_key(world: World, database: Database, headers: dict[str, str]) -> None:
     before = rows(database)
     names = {"session_id": "s", "sampler_id": "x", "model_id": "m", "kind": "weights", "name": "n"}
+    names |= {"save": "0123", "file": "f"}
     for method, path in sorted(routes(world.app)):
         answer = await world.http.request(method, path.format(**names), json={}, headers=headers)
         if path in OPEN:
             assert answer.status_code in (200, 503), path
+        elif path in SIGNED:
+            await refused(world, database, answer, before, 403, "signature")
         else:
             assert "X-API-Key" in await refused(world, database, answer, before, 401, None), path
 
@@ -532,7 +665,9 @@ async def test_command_that_names_its_model_and_number_is_taken_whatever_else_it
     """Refused, it would leave a hole in the model's order: clients never send a number again."""
     before = rows(database)["futures"]
     wrong = {"forward_backward_input": 7, "adam_params": "fast", "path": "../../x", "ttl_seconds": -1}
-    commands = ("forward_backward", "forward", "optim_step", "save_weights", "save_weights_for_sampler")
+    wrong |= {"weights_access_token": 5, "age_encryption_recipients": "me"}
+    saves = ("save_weights", "save_weights_for_sampler", "save_weights_external")
+    commands = ("forward_backward", "forward", "optim_step", *saves, "load_weights")
     for seq_id, route in enumerate(commands, start=1):
         answer = await world.post(route, {"model_id": "{model}", "seq_id": seq_id} | wrong)
         assert answer.status_code == 200, route
@@ -542,7 +677,7 @@ async def test_command_that_names_its_model_and_number_is_taken_whatever_else_it
 async def test_internal_errors_have_the_same_shape(
     world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def fail(*_: object) -> None:
+    async def fail(*_: object, **__: object) -> None:
         raise OSError("secret detail")
 
     monkeypatch.setattr(world.services.sessions, "create", fail)
@@ -561,37 +696,58 @@ def routes(app: FastAPI) -> set[tuple[str, str]]:
 
 async def test_routes_are_these(world: World) -> None:
     assert routes(world.app) == {
+        ("DELETE", "/api/v1/auth/apikey/me"),
         ("DELETE", "/api/v1/training_runs/{model_id}/checkpoints/{kind}/{name}"),
         ("DELETE", "/api/v1/training_runs/{model_id}/checkpoints/{kind}/{name}/publish"),
+        ("GET", "/api/v1/audit"),
+        ("GET", "/api/v1/auth/apikey/me"),
+        ("GET", "/api/v1/billing/usage/checkpoints/current"),
+        ("GET", "/api/v1/billing/usage/events"),
         ("GET", "/api/v1/checkpoints"),
+        ("GET", "/api/v1/downloads/archives/{model_id}/{kind}/{name}/{save}/{file}"),
+        ("GET", "/api/v1/downloads/files/{model_id}/{kind}/{name}/{save}/{file}"),
+        ("GET", "/api/v1/downloads/traces/{session_id}"),
         ("GET", "/api/v1/get_server_capabilities"),
         ("GET", "/api/v1/healthz"),
         ("GET", "/api/v1/samplers/{sampler_id}"),
         ("GET", "/api/v1/sessions"),
         ("GET", "/api/v1/sessions/{session_id}"),
+        ("GET", "/api/v1/sessions/{session_id}/trace_export"),
         ("GET", "/api/v1/training_runs"),
         ("GET", "/api/v1/training_runs/{model_id}"),
         ("GET", "/api/v1/training_runs/{model_id}/checkpoints"),
+        ("GET", "/api/v1/training_runs/{model_id}/checkpoints/{kind}/{name}/archive"),
+        ("GET", "/api/v1/training_runs/{model_id}/checkpoints/{kind}/{name}/external_weights_urls"),
         ("GET", "/readyz"),
         ("GET", "/statusz"),
         ("POST", "/api/v1/asample"),
+        ("POST", "/api/v1/auth/token"),
+        ("POST", "/api/v1/cancel_future"),
         ("POST", "/api/v1/client/config"),
         ("POST", "/api/v1/client/dynamic_config"),
+        ("POST", "/api/v1/create_custom_loss"),
+        ("POST", "/api/v1/copy_weights"),
         ("POST", "/api/v1/create_model"),
         ("POST", "/api/v1/create_sampling_session"),
         ("POST", "/api/v1/create_session"),
         ("POST", "/api/v1/forward"),
         ("POST", "/api/v1/forward_backward"),
         ("POST", "/api/v1/get_info"),
+        ("POST", "/api/v1/join_sampling_session"),
         ("POST", "/api/v1/load_weights"),
         ("POST", "/api/v1/optim_step"),
         ("POST", "/api/v1/retrieve_future"),
+        ("POST", "/api/v1/retrieve_futures"),
         ("POST", "/api/v1/save_weights"),
+        ("POST", "/api/v1/save_weights_external"),
         ("POST", "/api/v1/save_weights_for_sampler"),
         ("POST", "/api/v1/session_heartbeat"),
+        ("POST", "/api/v1/sessions/search"),
         ("POST", "/api/v1/sessions/{session_id}/finish"),
         ("POST", "/api/v1/telemetry"),
         ("POST", "/api/v1/training_runs/{model_id}/checkpoints/{kind}/{name}/publish"),
+        ("POST", "/api/v1/unload_model"),
         ("POST", "/api/v1/weights_info"),
+        ("PUT", "/api/v1/sessions/{session_id}/project"),
         ("PUT", "/api/v1/training_runs/{model_id}/checkpoints/{kind}/{name}/ttl"),
     }

@@ -265,6 +265,17 @@ def test_bad_environment_is_an_error_of_configuration(
     assert str(raised.value).startswith(message)
 
 
+def test_store_is_configured_from_a_file_and_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = toml(tmp_path, 'checkpoint_store = "s3://bucket/p"\n[checkpoint_store_options]\nregion = "eu-west-1"\n')
+    config = load_config({}, file)
+    assert config.checkpoint_store == "s3://bucket/p"
+    assert restore_config(dump_config(config)).checkpoint_store_options == {"region": "eu-west-1"}
+    monkeypatch.setenv("SKYRL_CHECKPOINT_STORE_OPTIONS", '{"region": "us-east-1"}')
+    assert load_config({}, file).checkpoint_store_options == {"region": "us-east-1"}
+    with pytest.raises(ConfigError, match="^public_url: 'gpu.example' does not begin with http"):
+        load_config({"public_url": "gpu.example"})
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [

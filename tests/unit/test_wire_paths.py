@@ -20,6 +20,7 @@ from skyrl.wire.paths import (
     [
         ("tinker://s1:train:0/weights/ck-1", TinkerPath("s1:train:0", "weights", "ck-1")),
         ("tinker://s1:train:0/sampler_weights/0001", TinkerPath("s1:train:0", "sampler_weights", "0001")),
+        ("tinker://s1:train:0/external_weights/download", TinkerPath("s1:train:0", "external_weights", "download")),
         ("tinker://m/weights/" + "a" * 255, TinkerPath("m", "weights", "a" * 255)),
         ("tinker://m/weights/.hidden_Name-2.0", TinkerPath("m", "weights", ".hidden_Name-2.0")),
     ],

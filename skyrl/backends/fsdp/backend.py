@@ -108,7 +108,7 @@ class FsdpBackend:
         return adamw_step(self._adapter(model_id), params)
 
     def save_state(self, model_id: str, directory: Path) -> None:
-        state.save_state(self._adapter(model_id), directory)
+        state.save_state(self._adapter(model_id), self._base.path, directory)
 
     def load_state(self, model_id: str, directory: Path, *, optimizer: bool) -> None:
         state.load_state(self._adapter(model_id), directory, optimizer=optimizer)

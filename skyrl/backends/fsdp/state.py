@@ -1,4 +1,4 @@
-"""Adapters on disk: training state that continues bit for bit, and the PEFT format that samplers load.
+"""Adapters on disk: a PEFT adapter that samplers and other programs load, and beside it what training continues from.
 
 Only safetensors and JSON, nothing that executes. Deliberately knows nothing of atomic directories: whoever
 names the directory publishes it.
@@ -17,21 +17,35 @@ from torch import Tensor
 from skyrl.backends.base import InvalidRequest
 from skyrl.backends.fsdp.adapter import Adapter
 
-FORMAT = 1
-STATE_JSON, STATE_TENSORS = "state.json", "state.safetensors"
+FORMAT = 2
+STATE_JSON, OPTIMIZER_TENSORS = "state.json", "optimizer.safetensors"
 PEFT_JSON, PEFT_TENSORS = "adapter_config.json", "adapter_model.safetensors"
-_OPTIMIZER = ("exp_avg", "exp_avg_sq", "gradient")
+FORMAT_1_TENSORS = "state.safetensors"
+"""Weights and optimizer in one file, as `weights.<module>.lora_A`: still read, no longer written."""
+OPTIMIZER_PARTS = ("exp_avg", "exp_avg_sq", "gradient")
+_PEFT_PREFIX, _PEFT_SUFFIX = "base_model.model.", ".weight"
 
 
-def save_state(adapter: Adapter, directory: Path) -> None:
-    """Write weights and, where there are any, moments and the pending gradient, as `<part>.<module>.lora_A` float32."""
+def save_state(adapter: Adapter, base_model: str, directory: Path) -> None:
+    """Write the adapter in PEFT format and, where there are any, moments and the pending gradient, as
+    `<part>.<module>.lora_A` float32."""
+    save_adapter(adapter, base_model, directory)
     tensors: dict[str, Tensor] = {}
-    for part in ("weights", *_OPTIMIZER):
+    parts = []
+    for part in OPTIMIZER_PARTS:
         flat: Tensor | None = getattr(adapter, part)
         if flat is not None:
+            parts.append(part)
             tensors |= {f"{part}.{name}": view.cpu().contiguous() for name, view in adapter.views(flat).items()}
-    save_file(tensors, directory / STATE_TENSORS)
-    about = {"format": FORMAT, "step": adapter.step, "lora": asdict(adapter.spec), "targets": _names(adapter)}
+    if tensors:
+        save_file(tensors, directory / OPTIMIZER_TENSORS)
+    about = {
+        "format": FORMAT,
+        "step": adapter.step,
+        "parts": parts,
+        "lora": asdict(adapter.spec),
+        "targets": _names(adapter),
+    }
     (directory / STATE_JSON).write_text(json.dumps(about, indent=1) + "\n")
 
 
@@ -42,8 +56,8 @@ def load_state(adapter: Adapter, directory: Path, *, optimizer: bool) -> None:
     or SafetensorError when files are missing or damaged. Nothing changes on an error.
     """
     about: dict[str, Any] = json.loads((directory / STATE_JSON).read_text())
-    if about["format"] != FORMAT:
-        raise ValueError(f"{directory / STATE_JSON}: format {about['format']}, this version reads {FORMAT}")
+    if about["format"] not in (1, FORMAT):
+        raise ValueError(f"{directory / STATE_JSON}: format {about['format']}, this version reads 1 and {FORMAT}")
     for key in ("rank", "alpha"):
         saved, own = about["lora"][key], getattr(adapter.spec, key)
         if saved != own:
@@ -54,21 +68,27 @@ def load_state(adapter: Adapter, directory: Path, *, optimizer: bool) -> None:
             "lora_config: the saved adapter trains other layers (train_attn, train_mlp or train_unembed "
             "differ): " + ", ".join(differing[:3])
         )
-    stored = load_file(directory / STATE_TENSORS)
-    parts: dict[str, Tensor | None] = {}
-    for part in ("weights", *_OPTIMIZER):
-        named = {n.removeprefix(f"{part}."): t for n, t in stored.items() if n.startswith(f"{part}.")}
-        wanted = part == "weights" or (optimizer and bool(named))
-        parts[part] = adapter.pack(named) if wanted else None
-    for part, flat in parts.items():
-        setattr(adapter, part, flat)
+    if about["format"] == 1:
+        stored = load_file(directory / FORMAT_1_TENSORS)
+        weights = _part(stored, "weights")
+        parts = [part for part in OPTIMIZER_PARTS if _part(stored, part)]
+    else:
+        peft = load_file(directory / PEFT_TENSORS)
+        weights = {name.removeprefix(_PEFT_PREFIX).removesuffix(_PEFT_SUFFIX): t for name, t in peft.items()}
+        parts = about["parts"]
+        stored = load_file(directory / OPTIMIZER_TENSORS) if optimizer and parts else {}
+    packed = adapter.pack(weights)
+    loaded = {part: adapter.pack(_part(stored, part)) for part in parts} if optimizer else {}
+    adapter.weights = packed
+    for part in OPTIMIZER_PARTS:
+        setattr(adapter, part, loaded.get(part))
     adapter.step = int(about["step"]) if optimizer else 0
 
 
 def save_adapter(adapter: Adapter, base_model: str, directory: Path) -> None:
     """Write the adapter as PEFT does: names `base_model.model.<module>.lora_A.weight`, float32."""
     tensors = {
-        f"base_model.model.{name}.weight": view.detach().cpu().contiguous()
+        f"{_PEFT_PREFIX}{name}{_PEFT_SUFFIX}": view.detach().cpu().contiguous()
         for name, view in adapter.views(adapter.weights).items()
     }
     save_file(tensors, directory / PEFT_TENSORS, metadata={"format": "pt"})
@@ -90,6 +110,10 @@ def save_adapter(adapter: Adapter, base_model: str, directory: Path) -> None:
         "inference_mode": True,
     }
     (directory / PEFT_JSON).write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _part(stored: dict[str, Tensor], part: str) -> dict[str, Tensor]:
+    return {name.removeprefix(f"{part}."): tensor for name, tensor in stored.items() if name.startswith(f"{part}.")}
 
 
 def _names(adapter: Adapter) -> list[str]:

@@ -1,4 +1,4 @@
-"""Directories that are either whole or not there: written under another name, synced, renamed."""
+"""Local directories that are either whole or not there: written under another name, synced, renamed."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import quote, unquote
+
+from skyrl.storage.base import MANIFEST, CheckpointStore
 
 
 def safe_name(name: str) -> str:
@@ -22,19 +24,20 @@ def id_of(file_name: str) -> str:
 
 
 def is_scratch(path: Path) -> bool:
-    """Whether a directory is being written or deleted, or was when an engine died."""
+    """Whether a directory is being written or deleted, or was when its writer died."""
     return path.name.startswith(".tmp-")
 
 
-def _scratch_name() -> str:
-    return f".tmp-{secrets.token_hex(8)}"
+def scratch_in(parent: Path) -> Path:
+    """A name of its own for a directory that is not whole."""
+    return parent / f".tmp-{secrets.token_hex(8)}"
 
 
 @contextlib.contextmanager
 def atomic_directory(target: Path) -> Iterator[Path]:
     """Yields an empty directory to fill; on success it becomes `target` (which must not exist), else it is removed."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    scratch = target.parent / _scratch_name()
+    scratch = scratch_in(target.parent)
     scratch.mkdir()
     try:
         yield scratch
@@ -57,14 +60,38 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def size_of(directory: Path) -> int:
-    """Bytes of all files in it."""
-    return sum(file.stat().st_size for file in directory.rglob("*") if file.is_file())
+def sizes_of(directory: Path) -> dict[str, int]:
+    """Bytes by file name, without a manifest."""
+    return {file.name: file.stat().st_size for file in directory.iterdir() if file.name != MANIFEST}
+
+
+def link_files(source: Path, target: Path) -> None:
+    """Make all files of `source` but the manifest appear in `target`: as links, or as copies on another file system.
+
+    Stored files never change, so sharing their bytes is safe; either directory may be deleted."""
+    for file in source.iterdir():
+        if file.name == MANIFEST:
+            continue
+        try:
+            os.link(file, target / file.name)
+        except OSError:
+            shutil.copyfile(file, target / file.name)
+
+
+def fetch(store: CheckpointStore, key: str, target: Path) -> None:
+    """Bring what is stored to the local directory `target`, whole; whoever comes second finds it there."""
+    with store.reading(key) as source:
+        try:
+            with atomic_directory(target) as scratch:
+                link_files(source, scratch)
+        except OSError:
+            if not target.is_dir():
+                raise
 
 
 def remove(directory: Path) -> None:
     """Delete a directory if it is there. Renamed first, so that a partly deleted one never looks whole."""
-    doomed = directory.parent / _scratch_name()
+    doomed = scratch_in(directory.parent)
     with contextlib.suppress(FileNotFoundError):
         directory.rename(doomed)
         shutil.rmtree(doomed)

@@ -1,0 +1,30 @@
+"""Where adapters lie that vLLM serves: `<root>/<model>/v<version>/`, a directory for each version, which never changes.
+
+The name that vLLM knows a version by follows from its directory. Knows nothing of who samples from it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from skyrl.storage.base import CheckpointStore
+from skyrl.storage.directories import fetch, id_of, safe_name
+from skyrl.wire.paths import adapter_name_of
+
+
+def adapter_directory(root: Path, model_id: str, version: int) -> Path:
+    return root / safe_name(model_id) / f"v{version:06d}"
+
+
+def adapter_name_in(directory: Path) -> str:
+    """The name of the version that a directory is of; empty if it is of none."""
+    version = directory.name.removeprefix("v")
+    if not directory.name.startswith("v") or not version.isdecimal():
+        return ""
+    return adapter_name_of(id_of(directory.parent.name), int(version))
+
+
+def bring_adapter(store: CheckpointStore, key: str, directory: Path) -> None:
+    """Fetch a saved adapter to where vLLM reads it, unless it is there. Raises StoreError."""
+    if not directory.is_dir():
+        fetch(store, key, directory)

@@ -1,0 +1,50 @@
+"""The audit log of a tenant, by day."""
+
+from __future__ import annotations
+
+import time
+from datetime import UTC, date, datetime, timedelta
+from datetime import time as clock
+from typing import Literal
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from skyrl.api.body import tenant_of
+from skyrl.api.reply import reply, timestamp
+from skyrl.api.services import Services
+
+EventType = Literal["all", "checkpoints", "projects", "teams", "organizations"]
+"""There are no events on teams and organizations: a key is a tenant, and there is nothing above it."""
+
+
+def router(services: Services) -> APIRouter:
+    routes = APIRouter(prefix="/api/v1", tags=["audit"])
+
+    @routes.get("/audit")
+    async def audit(request: Request, event_type: EventType = "all", day: date | None = None) -> Response:
+        """Events of one day in UTC, today if none is named, oldest first."""
+        tenant = tenant_of(request)
+        day = day or datetime.fromtimestamp(time.time(), UTC).date()
+        start = datetime.combine(day, clock(), UTC)
+        resource = None if event_type == "all" else event_type.removesuffix("s")
+        rows = await services.audit.between(
+            tenant, start.timestamp(), (start + timedelta(days=1)).timestamp(), resource
+        )
+        return reply(
+            {
+                "entries": [
+                    {
+                        "timestamp": timestamp(row.at),
+                        "event": row.event,
+                        "event_details": row.details,
+                        "model_id": row.details.get("model_id"),
+                        "tinker_path": row.details.get("tinker_path"),
+                    }
+                    for row in rows
+                ]
+            }
+        )
+
+    return routes

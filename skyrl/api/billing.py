@@ -1,0 +1,100 @@
+"""Usage as the SDK's AdminClient reads it: what was used, by the hour. Nothing here costs anything, so no prices."""
+
+from __future__ import annotations
+
+import time
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from skyrl.api.body import tenant_of
+from skyrl.api.reply import reply, strings, timestamp
+from skyrl.api.services import Services
+from skyrl.api.tokens import user_urn
+from skyrl.db.usage import GIGABYTE, HOUR_S, UsageKind
+from skyrl.wire.errors import RequestError
+
+MAX_WINDOW = timedelta(days=14)
+
+
+def _hour(field: str, value: datetime | None) -> datetime:
+    """In UTC, where a time without an offset is taken to be. Raises RequestError if it is none or within an hour."""
+    if value is None:
+        raise RequestError("is missing", field=field)
+    value = value.replace(tzinfo=UTC) if value.tzinfo is None else value.astimezone(UTC)
+    if value.minute or value.second or value.microsecond:
+        raise RequestError(f"must be a full hour in UTC, got {value.isoformat()}", field=field)
+    return value
+
+
+def _window(starting_on: datetime | None, ending_before: datetime | None) -> tuple[datetime, datetime]:
+    start, end = _hour("starting_on", starting_on), _hour("ending_before", ending_before)
+    if start.timestamp() > time.time():
+        raise RequestError("must not be in the future", field="starting_on")
+    if end <= start:
+        raise RequestError("must be after starting_on", field="ending_before")
+    if end - start > MAX_WINDOW:
+        raise RequestError(f"must be at most {MAX_WINDOW.days} days after starting_on", field="ending_before")
+    return start, end
+
+
+def _event_info(kind: str, amount: float) -> dict[str, Any]:
+    if kind == UsageKind.STORAGE:
+        return {"type": "storage", "gigabyte_hours": amount}
+    if kind == UsageKind.CHECKPOINT:
+        return {"type": "checkpoint", "count": round(amount)}
+    if kind in (UsageKind.PREFILL, UsageKind.PREFILL_CACHED):
+        cached = kind == UsageKind.PREFILL_CACHED
+        return {"type": "sampling_prefill", "cached": cached, "token_count": round(amount)}
+    return {"type": kind, "token_count": round(amount)}
+
+
+def router(services: Services) -> APIRouter:
+    routes = APIRouter(prefix="/api/v1/billing/usage", tags=["billing"])
+
+    @routes.get("/events")
+    async def events(
+        request: Request, starting_on: datetime | None = None, ending_before: datetime | None = None
+    ) -> Response:
+        """Amounts of each full hour, kind, base model and session."""
+        tenant = tenant_of(request)
+        rows, sessions = await services.usage.between(tenant, *_window(starting_on, ending_before))
+        data = [
+            {
+                "bucket_start": timestamp(row.bucket),
+                "bucket_end": timestamp(row.bucket + HOUR_S),
+                "base_model": row.base_model,
+                "user_id": user_urn(tenant),
+                "session_id": row.session_id or None,
+                "project_id": sessions[row.session_id].project_id if row.session_id in sessions else None,
+                "event_info": _event_info(row.kind, row.amount),
+            }
+            for row in rows
+        ]
+        named = {session_id: {"user_metadata": strings(row.user_metadata)} for session_id, row in sessions.items()}
+        return reply({"data": data, "sessions": named})
+
+    @routes.get("/checkpoints/current")
+    async def current_checkpoints(request: Request, project_id: str | None = None) -> Response:
+        """What live checkpoints take now, by project."""
+        tenant = tenant_of(request)
+        stored = await services.usage.stored(tenant, project_id)
+        return reply(
+            {
+                "data": [
+                    {
+                        "project_id": row.project_id,
+                        "org_user_urn": user_urn(tenant),
+                        "checkpoint_count": row.checkpoints,
+                        "size_bytes": row.size_bytes,
+                        "size_gigabytes": row.size_bytes / GIGABYTE,
+                    }
+                    for row in stored
+                ]
+            }
+        )
+
+    return routes

@@ -1,0 +1,103 @@
+"""copy_weights: a saved checkpoint again, under another model, to keep longer or to take over from another account."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import secrets
+from typing import Any
+from weakref import WeakValueDictionary
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from skyrl.adapters import adapter_directory
+from skyrl.api.body import read_body, tenant_of
+from skyrl.api.checkpoints import ttl_end
+from skyrl.api.reply import reply
+from skyrl.api.services import Services
+from skyrl.api.sessions import check_length
+from skyrl.api.tokens import tenant_of_access_token
+from skyrl.db.copies import Copy
+from skyrl.futures.ids import new_session_id
+from skyrl.storage.directories import safe_name
+from skyrl.wire.errors import NotFound, RequestError
+from skyrl.wire.paths import TinkerPath, model_id_of, parse_path
+from skyrl.wire.requests import CopyWeightsRequest, decode_json
+
+
+def router(services: Services) -> APIRouter:
+    routes = APIRouter(prefix="/api/v1", tags=["checkpoints"])
+    copying: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+
+    @routes.post("/copy_weights")
+    async def copy_weights(request: Request) -> Response:
+        """Synchronous. A request that comes again under its X-Idempotency-Key gets the copy that it has made."""
+        tenant = tenant_of(request)
+        wanted = decode_json(CopyWeightsRequest, await read_body(request, services.config.max_body_bytes))
+        given = request.headers.get("x-idempotency-key")
+        if given is None:
+            return reply({"tinker_path": str(await copy(request, wanted, tenant, None))})
+        copy_key = hashlib.blake2b(f"{tenant}\n{given}".encode(), digest_size=16).hexdigest()
+        # The first try may still be copying when its client has lost patience and sends the second.
+        async with copying.setdefault(copy_key, asyncio.Lock()):
+            path = await services.copies.made_by(copy_key) or await copy(request, wanted, tenant, copy_key)
+        return reply({"tinker_path": str(path)})
+
+    async def copy(request: Request, wanted: CopyWeightsRequest, tenant: str, copy_key: str | None) -> TinkerPath:
+        source = await readable(request, wanted, tenant)
+        expires_at = ttl_end(wanted.ttl_seconds)
+        session_id, model_seq_id = await destination(wanted, tenant)
+        model_id = model_id_of(session_id, model_seq_id)
+        made = Copy(
+            path=TinkerPath(model_id, source.kind, source.name),
+            tenant=tenant,
+            session_id=session_id,
+            model_seq_id=model_seq_id,
+            store_key=f"{safe_name(model_id)}/{safe_name(source.name)[:180]}-{secrets.token_hex(6)}",
+            adapter_directory=adapter_directory(services.config.adapters_dir, model_id, 1),
+            project_id=wanted.destination_project_id,
+            expires_at=expires_at,
+            copy_key=copy_key,
+        )
+        await asyncio.to_thread(services.checkpoint_store.copy, source.store_key, made.store_key)
+        if not await services.copies.add(made, source):
+            raise taken(model_seq_id)
+        return made.path
+
+    def taken(model_seq_id: int) -> RequestError:
+        return RequestError(f"{model_seq_id} is another model's already", field="model_seq_id")
+
+    async def readable(request: Request, wanted: CopyWeightsRequest, tenant: str) -> Any:
+        """The source's row, as whoever the access token stands for may see it."""
+        token = wanted.weights_access_token or request.headers.get("x-tinker-weights-access-token")
+        reader = tenant if token is None else tenant_of_access_token(services.tokens, token)
+        path = parse_path(wanted.source_path, "source_path")
+        if path.kind == "external_weights":
+            raise RequestError("exports are not copied; copy what they were made from", field="source_path")
+        source = await services.checkpoints.find(path, reader)
+        if source is None or source.store_key is None:
+            raise NotFound(f"no checkpoint {wanted.source_path!r}", field="source_path")
+        return source
+
+    async def destination(wanted: CopyWeightsRequest, tenant: str) -> tuple[str, int]:
+        """The session and the number of the new model."""
+        project_id, slot = wanted.destination_project_id, (wanted.session_id, wanted.model_seq_id)
+        if (project_id is None and None in slot) or (project_id is not None and slot != (None, None)):
+            raise RequestError("give destination_project_id, or session_id and model_seq_id")
+        if project_id is not None:
+            check_length("destination_project_id", project_id)
+            if not project_id:
+                raise RequestError("must not be empty", field="destination_project_id")
+            return new_session_id(), 0
+        assert wanted.session_id is not None
+        assert wanted.model_seq_id is not None
+        session = await services.active_session(wanted.session_id, tenant)
+        if not 0 <= wanted.model_seq_id < 2**31:
+            raise RequestError("must be in [0, 2**31)", field="model_seq_id")
+        if await services.models.row(model_id_of(session.id, wanted.model_seq_id), None) is not None:
+            raise taken(wanted.model_seq_id)
+        return session.id, wanted.model_seq_id
+
+    return routes

@@ -1,0 +1,131 @@
+"""Searching sessions, as the SDK's search_sessions asks."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from skyrl.api.body import read_body, tenant_of
+from skyrl.api.reply import reply, strings
+from skyrl.api.services import Services
+from skyrl.api.tokens import user_urn
+from skyrl.db.session_search import Found, Query, Status, microseconds
+from skyrl.db.sessions import DEFAULT_PROJECT
+from skyrl.wire.errors import RequestError
+from skyrl.wire.requests import (
+    FINISH_REASONS,
+    SearchOwner,
+    SessionSearchCursor,
+    SessionSearchRequest,
+    SessionStatusQuery,
+    decode_json,
+)
+
+MAX_LIMIT = 200
+MAX_OWNERS = 10
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+_STATUSES = {"active": "active", "client_finished": "finished"}
+"""The wire's words, and ours. The wire has two more, which no session here ever is: `cancelled`, `failed`."""
+_NEVER = ("cancelled", "failed")
+
+
+def _status(index: int, query: SessionStatusQuery) -> Status | None:
+    """None for a status that no session here ever has."""
+    if query.type not in (*_STATUSES, *_NEVER):
+        known = ", ".join((*_STATUSES, *_NEVER))
+        raise RequestError(f"{query.type!r} is not known; there is: {known}", field=f"statuses[{index}].type")
+    if query.type != "client_finished" or query.reasons is None:
+        return Status(_STATUSES[query.type]) if query.type in _STATUSES else None
+    unknown = [reason for reason in query.reasons if reason not in FINISH_REASONS]
+    if unknown or not query.reasons:
+        raise RequestError(f"must be some of: {', '.join(FINISH_REASONS)}", field=f"statuses[{index}].reasons")
+    return Status(_STATUSES[query.type], tuple(query.reasons))
+
+
+def _statuses(queries: list[SessionStatusQuery] | None) -> tuple[Status, ...] | None:
+    if queries is None:
+        return None
+    if not queries:
+        raise RequestError("must name at least one, or be left out", field="statuses")
+    found = [_status(index, query) for index, query in enumerate(queries)]
+    return tuple(status for status in found if status is not None)
+
+
+def _is_asked_for(owner: SearchOwner | None, tenant: str) -> bool:
+    """Whether a search by owner includes the tenant's own sessions, which are all that it may see."""
+    if owner is None or owner.type in ("own", "accessible"):
+        return True
+    if owner.type != "user":
+        raise RequestError(f"{owner.type!r} is not known; there is: own, accessible, user", field="owner.type")
+    if owner.owner_urns is None or not 1 <= len(owner.owner_urns) <= MAX_OWNERS:
+        raise RequestError(f"must name 1 to {MAX_OWNERS} owners", field="owner.owner_urns")
+    return user_urn(tenant) in owner.owner_urns
+
+
+def _place(cursor: SessionSearchCursor | None) -> tuple[int, str] | None:
+    if cursor is None:
+        return None
+    if cursor.last_created_at.tzinfo is None:
+        raise RequestError("must have an offset from UTC", field="cursor.last_created_at")
+    return (cursor.last_created_at - _EPOCH) // timedelta(microseconds=1), cursor.last_session_id
+
+
+def _created_at(row: Any) -> str:
+    return (_EPOCH + timedelta(microseconds=microseconds(row))).isoformat()
+
+
+def _status_json(row: Any) -> dict[str, Any] | None:
+    """What the wire calls a session's status: none for one that fell silent, or ended without saying why."""
+    if row.status == "active":
+        return {"type": "active"}
+    if row.status == "finished" and row.finish_reason in FINISH_REASONS:
+        return {"type": "client_finished", "reason": {"type": row.finish_reason}, "detail": row.finish_detail}
+    return None
+
+
+def _summary(found: Found) -> dict[str, Any]:
+    row = found.row
+    return {
+        "session_id": row.id,
+        "created_at": _created_at(row),
+        "owner": user_urn(row.tenant),
+        "project_id": row.project_id or DEFAULT_PROJECT,
+        "status": _status_json(row),
+        "checkpoints_count": found.checkpoints,
+        "display_name": row.display_name,
+        "user_metadata": strings(row.user_metadata),
+        "checkpoint_storage_bytes": found.checkpoint_bytes,
+    }
+
+
+def router(services: Services) -> APIRouter:
+    routes = APIRouter(prefix="/api/v1", tags=["sessions"])
+
+    @routes.post("/sessions/search")
+    async def search_sessions(request: Request) -> Response:
+        tenant = tenant_of(request)
+        wanted = decode_json(SessionSearchRequest, await read_body(request, services.config.max_body_bytes))
+        if not 1 <= wanted.limit <= MAX_LIMIT:
+            raise RequestError(f"must be in [1, {MAX_LIMIT}], got {wanted.limit}", field="limit")
+        if wanted.display_name == "":
+            raise RequestError("must hold at least one character, or be left out", field="display_name")
+        query = Query(
+            session_id=wanted.session_id,
+            words=tuple((wanted.display_name or "").split()),
+            project_ids=None if wanted.project_ids is None else tuple(wanted.project_ids),
+            user_metadata=wanted.user_metadata or {},
+            statuses=_statuses(wanted.statuses),
+            after=_place(wanted.cursor),
+        )
+        if not _is_asked_for(wanted.owner, tenant):
+            return reply({"sessions": []})
+        found, more = await services.search.page(tenant, query, wanted.limit)
+        last = found[-1].row if more else None
+        cursor = None if last is None else {"last_created_at": _created_at(last), "last_session_id": last.id}
+        return reply({"sessions": [_summary(one) for one in found], "next_cursor": cursor})
+
+    return routes

@@ -1,0 +1,97 @@
+"""The store on a local (or mounted) directory: `<root>/<group>/<name>/`, made whole by a rename."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from skyrl.storage.base import MANIFEST, OWNER, NotStored, StoredKey, StoreError, manifest_of
+from skyrl.storage.directories import atomic_directory, is_scratch, link_files, remove, sizes_of
+
+CHUNK_BYTES = 2**20
+
+
+class LocalStore:
+    """Copies share their bytes with what they were copied from where the file system has hard links."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+
+    @contextlib.contextmanager
+    def writing(self, key: str) -> Iterator[Path]:
+        remove(self._root / key)
+        with atomic_directory(self._root / key) as directory:
+            yield directory
+            (directory / MANIFEST).write_bytes(manifest_of(sizes_of(directory)))
+
+    @contextlib.contextmanager
+    def reading(self, key: str) -> Iterator[Path]:
+        yield self._existing(key)
+
+    def copy(self, source: str, key: str) -> None:
+        with self.reading(source) as directory, self.writing(key) as scratch:
+            link_files(directory, scratch)
+
+    def files(self, key: str) -> dict[str, int]:
+        return sizes_of(self._existing(key))
+
+    def stream(self, key: str, file: str) -> Iterator[bytes]:
+        try:
+            opened = (self._existing(key) / file).open("rb")
+        except FileNotFoundError as error:
+            raise NotStored(f"{key} has no file {file!r}") from error
+
+        def pieces() -> Iterator[bytes]:
+            with opened:
+                while piece := opened.read(CHUNK_BYTES):
+                    yield piece
+
+        return pieces()
+
+    def sign(self, key: str, expires_in_s: float) -> dict[str, str] | None:
+        return None
+
+    def delete(self, key: str) -> None:
+        remove(self._root / key)
+
+    def stored(self) -> list[StoredKey]:
+        found = []
+        for group in _directories(self._root):
+            for path in _directories(group):
+                with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
+                    if not is_scratch(path):
+                        found.append(StoredKey(f"{group.name}/{path.name}", path.stat().st_mtime))
+        return found
+
+    def remove_leftovers(self, before: float) -> None:
+        for parent in (self._root, *_directories(self._root)):
+            for path in _directories(parent):
+                with contextlib.suppress(FileNotFoundError):
+                    if is_scratch(path) and path.stat().st_mtime < before:
+                        remove(path)
+
+    def claim(self, owner: str) -> str:
+        self._root.mkdir(parents=True, exist_ok=True)
+        file = self._root / OWNER
+        try:
+            with file.open("x") as stream:
+                stream.write(owner)
+                stream.flush()
+                os.fsync(stream.fileno())
+        except FileExistsError:
+            return file.read_text()
+        except OSError as error:
+            raise StoreError(f"{file}: {error.strerror}") from error
+        return owner
+
+    def _existing(self, key: str) -> Path:
+        path = self._root / key
+        if not path.is_dir():
+            raise NotStored(f"{key} is not stored in {self._root}")
+        return path
+
+
+def _directories(parent: Path) -> list[Path]:
+    return sorted(path for path in parent.iterdir() if path.is_dir()) if parent.is_dir() else []

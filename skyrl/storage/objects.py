@@ -1,0 +1,167 @@
+"""The store on S3, Google Cloud Storage or Azure: `<url>/<group>/<name>/<file>`, through obstore.
+
+An object store has no rename, so the manifest makes a checkpoint whole: it is written after every file and deleted
+before any, and a reader takes only what it lists.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, cast
+
+import obstore
+from obstore.exceptions import BaseError
+from obstore.store import from_url
+
+from skyrl.storage.base import MANIFEST, OWNER, NotStored, StoredKey, StoreError, manifest_of, sizes_in
+from skyrl.storage.directories import scratch_in, sizes_of
+from skyrl.storage.local import LocalStore
+
+CHUNK_BYTES = 2**20
+UPLOAD_S = 86_400.0
+"""An upload without a manifest is left alone for this long: it may still be running."""
+CLIENT_OPTIONS = frozenset(
+    {"allow_http", "allow_invalid_certificates", "connect_timeout", "proxy_url", "root_certificate", "timeout"}
+)
+"""Options that are the HTTP client's; all others are the store's own (`endpoint`, `region`, `access_key_id`...)."""
+
+
+@contextlib.contextmanager
+def _explained() -> Iterator[None]:
+    """What obstore raises, as ours, without its pages of debugging."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise NotStored(str(error).partition("\n")[0]) from error
+    except (BaseError, OSError) as error:
+        raise StoreError(str(error).partition("\n")[0]) from error
+
+
+class ObjectStore:
+    """`scratch` is a local directory for what is on its way up or down. Credentials come from the environment, as the
+    provider's own tools read them, unless `options` hold them.
+
+    Raises StoreError for a URL or options that cannot be read.
+    """
+
+    def __init__(self, url: str, options: Mapping[str, str], scratch: Path) -> None:
+        client = {name: value for name, value in options.items() if name in CLIENT_OPTIONS}
+        config = {name: value for name, value in options.items() if name not in CLIENT_OPTIONS}
+        if any("endpoint" in name and value.startswith("http://") for name, value in config.items()):
+            client.setdefault("allow_http", "true")
+        client.setdefault("timeout", "300s")  # of one request, a whole file's download included
+        try:
+            # The options' names are checked by obstore; its types know them only as literals.
+            self._store = from_url(url, config=cast(Any, config), client_options=cast(Any, client))
+        except (BaseError, ValueError) as error:
+            raise StoreError(str(error).partition("\n")[0]) from error
+        self._url = url
+        self._scratch = scratch
+
+    @contextlib.contextmanager
+    def writing(self, key: str) -> Iterator[Path]:
+        with self._directory() as directory:
+            yield directory
+            sizes = sizes_of(directory)
+            self.delete(key)
+            with _explained():
+                for name in sizes:
+                    obstore.put(self._store, f"{key}/{name}", directory / name)
+                obstore.put(self._store, f"{key}/{MANIFEST}", manifest_of(sizes))
+
+    @contextlib.contextmanager
+    def reading(self, key: str) -> Iterator[Path]:
+        sizes = self.files(key)
+        with self._directory() as directory:
+            for name, size in sizes.items():
+                with (directory / name).open("wb") as target:
+                    for piece in self.stream(key, name):
+                        target.write(piece)
+                    if target.tell() != size:
+                        raise StoreError(f"{self._url}/{key}/{name} has {target.tell()} bytes, not {size}")
+            yield directory
+
+    def copy(self, source: str, key: str) -> None:
+        sizes = self.files(source)
+        self.delete(key)
+        with _explained():
+            for name in sizes:
+                obstore.copy(self._store, f"{source}/{name}", f"{key}/{name}")
+            obstore.put(self._store, f"{key}/{MANIFEST}", manifest_of(sizes))
+
+    def files(self, key: str) -> dict[str, int]:
+        with _explained():
+            manifest = bytes(obstore.get(self._store, f"{key}/{MANIFEST}").bytes())
+        return sizes_in(manifest)
+
+    def stream(self, key: str, file: str) -> Iterator[bytes]:
+        with _explained():
+            found = obstore.get(self._store, f"{key}/{file}")
+
+        def pieces() -> Iterator[bytes]:
+            with _explained():
+                for piece in found.stream(min_chunk_size=CHUNK_BYTES):
+                    yield bytes(piece)
+
+        return pieces()
+
+    def sign(self, key: str, expires_in_s: float) -> dict[str, str] | None:
+        names = list(self.files(key))
+        with _explained():
+            paths = [f"{key}/{name}" for name in names]
+            # from_url also makes stores that cannot sign; those of our schemes all can.
+            urls = obstore.sign(cast(Any, self._store), "GET", paths, timedelta(seconds=expires_in_s))
+        return dict(zip(names, urls, strict=True))
+
+    def delete(self, key: str) -> None:
+        with _explained():
+            paths = [str(found["path"]) for batch in obstore.list(self._store, f"{key}/") for found in batch]
+            manifest = [path for path in paths if path.endswith(f"/{MANIFEST}")]
+            for doomed in (manifest, [path for path in paths if path not in manifest]):
+                if doomed:
+                    obstore.delete(self._store, doomed)
+
+    def stored(self) -> list[StoredKey]:
+        return [StoredKey(key, newest) for key, (newest, whole) in self._listed().items() if whole]
+
+    def remove_leftovers(self, before: float) -> None:
+        LocalStore(self._scratch).remove_leftovers(before)
+        end = min(before, time.time() - UPLOAD_S)
+        for key, (newest, whole) in self._listed().items():
+            if not whole and newest < end:
+                self.delete(key)
+
+    def claim(self, owner: str) -> str:
+        with _explained():
+            try:
+                return bytes(obstore.get(self._store, OWNER).bytes()).decode()
+            except FileNotFoundError:
+                obstore.put(self._store, OWNER, owner.encode())
+        return owner
+
+    def _listed(self) -> dict[str, tuple[float, bool]]:
+        """By key, when its newest object was stored, and whether its manifest is there."""
+        found: dict[str, tuple[float, bool]] = {}
+        with _explained():
+            for batch in obstore.list(self._store):
+                for item in batch:
+                    key, _, name = str(item["path"]).rpartition("/")
+                    if key.count("/") == 1:
+                        newest, whole = found.get(key, (0.0, False))
+                        stored_at = item["last_modified"].timestamp()
+                        found[key] = (max(newest, stored_at), whole or name == MANIFEST)
+        return found
+
+    @contextlib.contextmanager
+    def _directory(self) -> Iterator[Path]:
+        directory = scratch_in(self._scratch)
+        directory.mkdir(parents=True)
+        try:
+            yield directory
+        finally:
+            shutil.rmtree(directory, ignore_errors=True)

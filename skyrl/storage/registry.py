@@ -1,0 +1,25 @@
+"""Which store a configuration asks for. The object stores' library is imported only where one is used."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from skyrl.config import ConfigError, ServerConfig
+from skyrl.storage.base import CheckpointStore, StoreError
+from skyrl.storage.local import LocalStore
+
+
+def open_store(config: ServerConfig) -> CheckpointStore:
+    """Raises ConfigError for options that the store does not know. Nothing is read or written yet."""
+    url = config.checkpoint_store
+    if url is None:
+        return LocalStore(config.checkpoints_dir)
+    if url.startswith("file:"):
+        return LocalStore(Path(unquote(urlsplit(url).path)))
+    from skyrl.storage.objects import ObjectStore
+
+    try:
+        return ObjectStore(url, config.checkpoint_store_options, config.state_dir / "scratch")
+    except StoreError as error:
+        raise ConfigError(f"checkpoint_store: {error}") from error

@@ -1,0 +1,71 @@
+"""A whole API process for tests: HTTP in, SQLite, and the requests that its clients send. `conftest` starts it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import numpy as np
+
+from skyrl.api.services import Services
+from skyrl.wire import tinker_pb2 as pb
+
+BASE = "acme/base"
+SAMPLE = {"X-Tinker-Request-Type": "Sample", "Accept": "application/x-protobuf"}
+LONG_S = 10.0
+
+
+@dataclass
+class Api:
+    """One running API process, and a client of it."""
+
+    services: Services
+    http: httpx.AsyncClient
+
+    async def post(self, path: str, body: Any, **headers: str) -> httpx.Response:
+        return await self.http.post(f"/api/v1/{path}", json=body, headers=headers)
+
+    async def sampler(self, **headers: str) -> str:
+        """A sampling session on the base model, in a session of its own."""
+        session = (await self.post("create_session", {}, **headers)).json()["session_id"]
+        wanted = {"session_id": session, "sampling_session_seq_id": 0, "base_model": BASE}
+        return (await self.post("create_sampling_session", wanted, **headers)).json()["sampling_session_id"]
+
+    async def sample(self, sampler: str, seq_id: int, **changes: Any) -> dict[str, Any]:
+        answer = await self.post("asample", asked(sampler, seq_id, **changes))
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    async def result(self, request_id: str, **headers: str) -> httpx.Response:
+        return await self.post("retrieve_future", {"request_id": request_id}, **(SAMPLE | headers))
+
+    async def finish(self, sampler: str) -> httpx.Response:
+        return await self.post(f"sessions/{session_of(sampler)}/finish", {})
+
+
+def session_of(sampler: str) -> str:
+    return sampler.partition(":")[0]
+
+
+def asked(sampler: str, seq_id: int | None, *, prompt: list[int] | None = None, **changes: Any) -> dict[str, Any]:
+    chunks = [{"type": "encoded_text", "tokens": prompt or [5, 6, 7]}]
+    params = {"max_tokens": 3}
+    return {
+        "sampling_session_id": sampler,
+        "seq_id": seq_id,
+        "prompt": {"chunks": chunks},
+        "sampling_params": params,
+    } | changes
+
+
+def tokens(answer: httpx.Response) -> list[list[int]]:
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["content-type"] == "application/x-protobuf", answer.text
+    return [np.frombuffer(s.tokens, np.int32).tolist() for s in pb.SampleResponse.FromString(answer.content).sequences]
+
+
+Serve = Callable[..., AbstractAsyncContextManager[Api]]
+"""Starts an API process with these options; starting another after it is a restart."""

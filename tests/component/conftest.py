@@ -1,0 +1,98 @@
+"""Fixtures of several tests: worlds with checkpoints; an API process over a database and an upstream of its own."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from api_harness import BASE, Api, Serve
+from checkpoint_world import World, world_in
+from fake_upstream import FakeUpstream, fake_upstream
+
+import skyrl.api.server
+from skyrl.api.app import create_app
+from skyrl.api.server import open_services
+from skyrl.config import ServerConfig
+from skyrl.db.database import Database
+from skyrl.db.engine_state import publish_training, publish_url
+from skyrl.db.migrate import migrate
+from skyrl.runtime import Runtime
+
+
+@pytest.fixture
+async def world(tmp_path: Path) -> AsyncIterator[World]:
+    async with world_in(tmp_path / "state") as world:
+        yield world
+
+
+@pytest.fixture
+def on_s3(new_bucket: Callable[[], Any]) -> dict[str, Any]:
+    bucket = new_bucket()
+    return {"checkpoint_store": bucket.url, "checkpoint_store_options": bucket.options}
+
+
+@pytest.fixture(params=["local", "s3"])
+async def either(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[World]:
+    """The same with each kind of store."""
+    flags = request.getfixturevalue("on_s3") if request.param == "s3" else {}
+    async with world_in(tmp_path / "state", **flags) as world:
+        yield world
+
+
+@pytest.fixture(scope="session")
+def empty_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("database") / "skyrl.db"
+    database = Database(f"sqlite:///{path}")
+    migrate(database)
+    database.close()
+    return path
+
+
+@pytest.fixture
+async def upstream() -> AsyncIterator[FakeUpstream]:
+    async with fake_upstream() as server:
+        yield server
+
+
+@pytest.fixture
+def database(tmp_path: Path, empty_database: Path, upstream: FakeUpstream) -> Iterator[Database]:
+    """The state directory's database, with the upstream published, as the engine does it."""
+    shutil.copy(empty_database, tmp_path / "skyrl.db")
+    database = Database(f"sqlite:///{tmp_path / 'skyrl.db'}")
+    database.write(lambda c: publish_url(c, upstream.url))
+    database.write(lambda c: publish_training(c, ready=True, reason="", vocab_size=1000, max_context=100))
+    yield database
+    database.close()
+
+
+@pytest.fixture
+def serve(tmp_path: Path, database: Database) -> Serve:
+    """Starts an API process over the database; starting it again is a restart."""
+
+    @asynccontextmanager
+    async def start(**options: Any) -> AsyncIterator[Api]:
+        config = ServerConfig(base_model=BASE, state_dir=tmp_path, **options)
+        async with open_services(Runtime(config, tmp_path, None, "key")) as services:
+            transport = httpx.ASGITransport(create_app(services), raise_app_exceptions=False)
+            headers = {"X-API-Key": "tml-one"}
+            async with httpx.AsyncClient(transport=transport, base_url="http://api", headers=headers) as http:
+                yield Api(services, http)
+
+    return start
+
+
+@pytest.fixture
+async def api(serve: Serve) -> AsyncIterator[Api]:
+    async with serve() as running:
+        yield running
+
+
+@pytest.fixture
+def drain_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process ends without waiting for samples that never end."""
+    monkeypatch.setattr(skyrl.api.server, "DRAIN_S", 0.05)

@@ -1,0 +1,132 @@
+"""Keys and tokens: what a token stands for, when it ends, and what is said of a key."""
+
+from __future__ import annotations
+
+import base64
+import json
+import stat
+import time
+from pathlib import Path
+
+import httpx
+import jwt
+import pytest
+from api_harness import Api, Serve
+
+from skyrl.api import tokens
+from skyrl.api.tokens import Tokens, tenant_of_key, user_urn
+
+
+def claims(token: str) -> dict[str, object]:
+    """As the SDK reads them: without a look at the signature."""
+    payload = token.split(".")[1]
+    return json.loads(base64.urlsafe_b64decode(payload + "=" * (-len(payload) % 4)))
+
+
+async def token_of(api: Api, key: str = "tml-one") -> str:
+    answer = await api.post("auth/token", {}, **{"X-API-Key": key})
+    assert answer.status_code == 200, answer.text
+    return answer.json()["jwt"]
+
+
+async def my_sessions(api: Api, key: str) -> httpx.Response:
+    return await api.http.get("/api/v1/sessions", headers={"X-API-Key": key})
+
+
+async def test_token_stands_for_its_key_for_an_hour_also_after_a_restart(serve: Serve) -> None:
+    async with serve() as api:
+        session = (await api.post("create_session", {})).json()["session_id"]
+        token = await token_of(api)
+        said = claims(token)
+        tenant = tenant_of_key("tml-one")
+        assert {name: said[name] for name in ("sub", "org_id", "email")} == {
+            "sub": user_urn(tenant),
+            "org_id": tenant,
+            "email": "",
+        }
+        assert abs(int(str(said["iat"])) - time.time()) < 5
+        assert int(str(said["exp"])) - int(str(said["iat"])) == 3600
+        assert (await my_sessions(api, token)).json() == {"sessions": [session]}
+        assert (await my_sessions(api, await token_of(api, "tml-two"))).json() == {"sessions": []}
+    async with serve() as api:
+        assert (await my_sessions(api, token)).json() == {"sessions": [session]}
+
+
+async def test_token_does_not_outlive_itself(api: Api) -> None:
+    token = await token_of(api)
+    assert await token_of(api, token) == token
+
+
+def signed(secret: bytes, **changes: object) -> str:
+    good = {"iss": "passport-skyrl", "sub": user_urn("someone"), "iat": int(time.time()), "exp": int(time.time()) + 60}
+    return jwt.encode({name: value for name, value in (good | changes).items() if value is not None}, secret, "HS256")
+
+
+async def test_tokens_that_are_not_taken_make_the_client_get_a_new_one(
+    api: Api, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    secret = (tmp_path / "token-secret").read_bytes()
+    assert (await my_sessions(api, signed(secret))).status_code == 200
+    unsigned = jwt.encode({"iss": "passport-skyrl", "sub": user_urn("x"), "iat": 1, "exp": 2**40}, "", "none")
+    bad = [
+        signed(b"another secret, that is thirty-two bytes"),
+        signed(secret, exp=int(time.time()) - 1),
+        signed(secret, exp=None),
+        signed(secret, sub=None),
+        signed(secret, iss="somebody"),
+        unsigned,
+        "eyJhbGciOiJIUzI1NiJ9.e30.x",
+    ]
+    for token in bad:
+        answer = await my_sessions(api, token)
+        assert answer.status_code == 401, token
+        assert answer.headers["WWW-Authenticate"] == 'Bearer error="invalid_token"'
+        assert "token" in answer.json()["detail"]
+    monkeypatch.setattr(tokens, "LIFETIME_S", -1)
+    assert "expired" in (await my_sessions(api, await token_of(api))).json()["detail"]
+
+
+async def test_missing_key_is_no_invalid_token(api: Api) -> None:
+    answer = await my_sessions(api, "")
+    assert answer.status_code == 401
+    assert "WWW-Authenticate" not in answer.headers
+
+
+async def test_key_that_only_begins_like_a_token_is_a_key(api: Api) -> None:
+    assert (await my_sessions(api, "eyJust a key")).status_code == 200
+
+
+def test_secret_is_for_this_user_alone_and_stays(tmp_path: Path) -> None:
+    first = Tokens.open(tmp_path / "state")
+    (file,) = (tmp_path / "state").iterdir()
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert Tokens.open(tmp_path / "state").tenant(first.issue("t")) == "t"
+    file.write_bytes(b"short")
+    with pytest.raises(ValueError, match="not a secret"):
+        Tokens.open(tmp_path / "state")
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+async def test_clients_use_tokens_only_where_the_operator_says_so(serve: Serve, wanted: bool) -> None:
+    async with serve(jwt_auth=wanted) as api:
+        assert (await api.post("client/config", {})).json()["pjwt_auth_enabled"] is wanted
+
+
+async def test_what_is_said_of_a_key_does_not_give_it_away(api: Api) -> None:
+    one, again, two = [
+        (await api.http.get("/api/v1/auth/apikey/me", headers={"X-API-Key": key})).json()
+        for key in ("tml-one", "tml-one", "tml-two")
+    ]
+    assert one == again
+    assert isinstance(one["key_id"], int)
+    assert 0 < one["key_id"] < 2**53
+    assert one["key_id"] != two["key_id"]
+    assert set(one) == {"key_id", "name", "note", "details"}
+    assert "tml-" not in json.dumps(one)
+
+
+async def test_keys_cannot_be_deleted_and_that_is_said(api: Api) -> None:
+    answer = await api.http.delete("/api/v1/auth/apikey/me")
+    assert answer.status_code == 404
+    assert "no list of keys" in answer.json()["detail"]
+    assert (await my_sessions(api, "tml-one")).status_code == 200

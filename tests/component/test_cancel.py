@@ -1,0 +1,157 @@
+"""Samples taken back by their client: vLLM is free at once, the future has failed, and nothing else changes."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import httpx
+import pytest
+from api_harness import Api, Serve, session_of, tokens
+from fake_upstream import FakeUpstream, after, complete, never
+from sqlalchemy import select
+
+from skyrl.api.tokens import tenant_of_key
+from skyrl.db.database import Database
+from skyrl.db.futures import SETTLE, Outcome, bodies, futures, settlement
+
+CANCELLED = {"error": "cancelled by the client", "category": "user"}
+
+
+async def cancel(api: Api, request_id: str, **headers: str) -> httpx.Response:
+    return await api.post("cancel_future", {"request_id": request_id}, **headers)
+
+
+def statuses(database: Database) -> list[tuple[str, str]]:
+    columns = select(futures.c.kind, futures.c.status).order_by(futures.c.n)
+    return [(kind, status) for kind, status in database.read(lambda c: list(c.execute(columns)))]
+
+
+async def test_cancelled_sample_frees_the_server_at_once(api: Api, upstream: FakeUpstream, database: Database) -> None:
+    upstream.default = never
+    request_id = (await api.sample(await api.sampler(), 1))["request_id"]
+    poll = asyncio.create_task(api.result(request_id))
+    await upstream.until(lambda server: server.busy == 1)
+    started = time.monotonic()
+    assert (await cancel(api, request_id)).status_code == 200
+    await upstream.until(lambda server: server.busy == 0)
+    assert time.monotonic() - started < 1.0
+    assert upstream.disconnects == 1
+    assert (await poll).json() == CANCELLED
+    assert statuses(database) == [("EXTERNAL", "failed")]
+    assert api.services.sampling.in_flight == 0
+    assert api.services.store.pending == 0
+
+
+async def test_again_is_the_same_also_after_a_restart(serve: Serve, upstream: FakeUpstream) -> None:
+    upstream.default = never
+    async with serve() as api:
+        request_id = (await api.sample(await api.sampler(), 1))["request_id"]
+        for _ in range(2):
+            assert (await cancel(api, request_id)).status_code == 200
+            assert (await api.result(request_id)).json() == CANCELLED
+    asked = len(upstream.completions)
+    async with serve() as api:
+        assert (await cancel(api, request_id)).status_code == 200
+        assert (await api.result(request_id)).json() == CANCELLED
+    assert len(upstream.completions) == asked, "it is not forwarded again"
+
+
+async def test_finished_sample_stays_finished(serve: Serve, database: Database) -> None:
+    async with serve() as api:
+        request_id = (await api.sample(await api.sampler(), 1))["request_id"]
+        assert tokens(await api.result(request_id)) == [[0, 1, 2]]
+        assert (await cancel(api, request_id)).status_code == 200
+        assert tokens(await api.result(request_id)) == [[0, 1, 2]]
+    async with serve() as api:  # where it is read from the database
+        assert (await cancel(api, request_id)).status_code == 200
+        assert tokens(await api.result(request_id)) == [[0, 1, 2]]
+    assert statuses(database) == [("EXTERNAL", "done")]
+
+
+async def test_others_neither_see_nor_stop_it(api: Api, upstream: FakeUpstream) -> None:
+    go = asyncio.Event()
+    upstream.default = after(go, complete())
+    request_id = (await api.sample(await api.sampler(), 1))["request_id"]
+    refused = await cancel(api, request_id, **{"X-API-Key": "tml-two"})
+    assert refused.status_code == 404
+    assert refused.json()["field"] == "request_id"
+    go.set()
+    assert tokens(await api.result(request_id)) == [[0, 1, 2]]
+
+
+async def test_training_command_is_refused_and_goes_on(api: Api, database: Database) -> None:
+    sampler = await api.sampler()
+    wanted = {"session_id": session_of(sampler), "model_seq_id": 0, "base_model": "acme/base"}
+    request_id = (await api.post("create_model", wanted)).json()["request_id"]
+    refused = await cancel(api, request_id)
+    assert refused.status_code == 400
+    assert refused.json()["field"] == "request_id"
+    assert "only samples" in refused.json()["detail"]
+    assert statuses(database) == [("CREATE_MODEL", "pending")]
+
+
+async def test_neighbours_go_on_and_the_number_stays_taken(api: Api, upstream: FakeUpstream) -> None:
+    go = asyncio.Event()
+    upstream.default = after(go, complete())
+    sampler = await api.sampler()
+    first, second = [(await api.sample(sampler, seq_id))["request_id"] for seq_id in (1, 2)]
+    await upstream.until(lambda server: server.busy == 2)
+    await cancel(api, first)
+    await upstream.until(lambda server: server.busy == 1)
+    go.set()
+    assert tokens(await api.result(second)) == [[0, 1, 2]]
+    assert (await api.sample(sampler, 1))["request_id"] == first, "sent again it is the cancelled one"
+
+
+async def test_result_that_comes_while_it_is_cancelled_loses(api: Api, upstream: FakeUpstream) -> None:
+    """Outcomes are final: whoever was told that it was cancelled must not find a result later, nor the other way."""
+    sampler = await api.sampler()
+    for seq_id in range(30):
+        request_id = (await api.sample(sampler, seq_id))["request_id"]
+        await asyncio.sleep(seq_id * 0.0003)
+        await cancel(api, request_id)
+        seen = [(await api.result(request_id)).content for _ in range(2)]
+        api.services.store.forget_retrieved([request_id], tenant_of_key("tml-one"))
+        assert (await api.result(request_id)).content == seen[0] == seen[1], seq_id
+
+
+@pytest.fixture
+def colocated(database: Database) -> dict[str, Any]:
+    """An API whose samples are for the engine, which is not there."""
+    return {"backend_config": {"trainer.placement.colocate_all": True}}
+
+
+async def test_sample_that_waits_for_the_engine_is_not_run(
+    serve: Serve, colocated: dict[str, Any], database: Database
+) -> None:
+
+    async with serve(**colocated) as api:
+        sampler = await api.sampler()
+        kept, taken_back = [(await api.sample(sampler, seq_id))["request_id"] for seq_id in (1, 2)]
+        assert (await cancel(api, taken_back)).status_code == 200
+        assert (await api.result(taken_back)).json() == CANCELLED
+        assert (await cancel(api, taken_back)).status_code == 200
+    assert statuses(database) == [("SAMPLE", "pending"), ("SAMPLE", "failed")]
+    assert set(database.read(lambda c: bodies(c, [kept, taken_back], pending=True))) == {kept}
+
+
+async def test_sample_the_engine_has_just_settled_keeps_its_result(
+    serve: Serve, colocated: dict[str, Any], database: Database
+) -> None:
+    """The ring about it was lost: the row knows better than this process."""
+
+    async with serve(**colocated) as api:
+        request_id = (await api.sample(await api.sampler(), 1))["request_id"]
+        done = settlement(request_id, Outcome(b"", "proto:sample"), time.time())
+        database.write(lambda c: c.execute(SETTLE, [done]))
+        assert (await cancel(api, request_id)).status_code == 200
+        assert tokens(await api.result(request_id)) == []
+    assert statuses(database) == [("SAMPLE", "done")]
+
+
+async def test_clients_are_told_that_they_may(api: Api) -> None:
+    said = (await api.post("client/dynamic_config", {"sdk_version": "0.38.0"})).json()
+    assert said["sample_cancel_enabled"] is True
+    assert said["sample_cancel_max_batch_size"] == 64

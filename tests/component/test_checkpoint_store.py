@@ -1,0 +1,269 @@
+"""Where checkpoints lie: in the state directory or on S3, with an adapter's local copy; what is swept."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shutil
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoint_world import ADAPTER, World, at, world_in
+from engine_harness import Trainer, files_in, harness_in, until
+from sqlalchemy import update
+
+from skyrl.config import ConfigError, load_config
+from skyrl.db.checkpoints import checkpoints
+from skyrl.db.database import Database
+from skyrl.db.migrate import migrate
+from skyrl.db.stores import claim_store
+from skyrl.engine import reclaim
+from skyrl.engine.adoption import adopt_adapters
+from skyrl.futures.kinds import Kind
+from skyrl.storage.base import StoreError
+
+
+async def test_checkpoint_on_s3_outlives_the_state_directory_to_the_last_bit(
+    tmp_path: Path, on_s3: dict[str, Any]
+) -> None:
+    async with harness_in(tmp_path / "state", **on_s3) as harness:
+        await harness.start()
+        trainer = await Trainer.create(harness)
+        await trainer.step(1)
+        await trainer.forward_backward(7)  # a pending gradient is part of the state
+        path = (await trainer.do(Kind.SAVE_WEIGHTS, path="far"))["path"]
+        before = await trainer.state()
+        config = harness.config
+        assert not config.checkpoints_dir.exists()
+        assert list((config.state_dir / "scratch").iterdir()) == []
+        shutil.rmtree(config.adapters_dir, ignore_errors=True)
+        await trainer.result(await trainer.optim_step())
+        continued = await trainer.state()
+        loader = await Trainer.create(harness, session=trainer.session, model_seq_id=1, create=False)
+        await loader.result(await loader.send(Kind.LOAD_WEIGHTS, 0, path=path, optimizer=True))
+        assert await loader.state() == before
+        await loader.result(await loader.optim_step())
+        assert await loader.state() == continued
+        without = await Trainer.create(harness, session=trainer.session, model_seq_id=2, create=False)
+        await without.result(await without.send(Kind.LOAD_WEIGHTS, 0, path=path, optimizer=False))
+        assert (await without.state())["adapter_model.safetensors"] == before["adapter_model.safetensors"]
+        assert await without.step(1) != await loader.step(1)
+        assert await without.state() != await loader.state()
+
+
+async def test_load_that_was_not_snapshotted_is_repeated_from_s3(
+    tmp_path: Path, on_s3: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with harness_in(tmp_path / "state", **on_s3) as harness:
+        await harness.start()
+        saver, loader = await Trainer.create(harness), await Trainer.create(harness)
+        await saver.step(1)
+        path = (await saver.do(Kind.SAVE_WEIGHTS, path="far"))["path"]
+        monkeypatch.setattr(harness.snapshots, "take", lambda *_: None)
+        await loader.do(Kind.LOAD_WEIGHTS, path=path, optimizer=True)
+        before = await loader.state()
+        await harness.stop()
+        await harness.start()
+        assert await loader.state() == before
+
+
+async def test_only_named_saves_are_stored(either: World) -> None:
+    trainer = await either.trainer()
+    await trainer.do(Kind.SAVE_WEIGHTS_FOR_SAMPLER, sampling_session_seq_id=0)
+    assert either.harness.checkpoint_store.stored() == []
+    for kind in (Kind.SAVE_WEIGHTS, Kind.SAVE_WEIGHTS_FOR_SAMPLER, Kind.SAVE_WEIGHTS_EXTERNAL):
+        await trainer.do(kind, path="name", user_metadata={"kind": kind})
+    rows = {row.kind: row for row in either.harness.checkpoint_rows(trainer.model_id)}
+    stored = sorted(found.key for found in either.harness.checkpoint_store.stored())
+    assert stored == sorted(row.store_key for row in rows.values())
+    assert either.harness.stored(rows["weights"]).keys() == ADAPTER | {"state.json"}
+    assert either.harness.stored(rows["external_weights"]).keys() == ADAPTER
+    assert either.harness.stored(rows["sampler_weights"]) == files_in(rows["sampler_weights"].directory)
+    for kind, row in rows.items():
+        assert row.size_bytes == sum(map(len, either.harness.stored(row).values())), kind
+    assert either.checkpoints_counted() == 3
+
+
+async def test_adapter_that_is_gone_here_is_fetched_for_a_sampling_session(either: World) -> None:
+    trainer = await either.trainer()
+    await trainer.step(1)
+    path = (await trainer.do(Kind.SAVE_WEIGHTS_FOR_SAMPLER, path="kept"))["path"]
+    (row,) = either.harness.checkpoint_rows(trainer.model_id)
+    before = files_in(row.directory)
+    assert before.keys() == ADAPTER
+    shutil.rmtree(either.harness.config.adapters_dir)
+    session = await either.session()
+    numbers = iter(range(9))
+
+    def wanted() -> dict[str, Any]:
+        return {"session_id": session, "sampling_session_seq_id": next(numbers), "model_path": path}
+
+    await asyncio.gather(*(either.post("create_sampling_session", wanted()) for _ in range(3)))
+    assert files_in(row.directory) == before
+    either.harness.checkpoint_store.delete(row.store_key)
+    await either.post("create_sampling_session", wanted())
+    shutil.rmtree(either.harness.config.adapters_dir)
+    lost = await either.ask("POST", "create_sampling_session", wanted())
+    assert lost.status_code == 404
+    assert "not in the checkpoint store" in lost.json()["detail"]
+
+
+async def test_store_that_is_away_fails_saves_and_nothing_else(either: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = await either.trainer()
+    path = (await trainer.do(Kind.SAVE_WEIGHTS_FOR_SAMPLER, path="kept"))["path"]
+    shutil.rmtree(either.harness.config.adapters_dir)
+
+    def away(*_: object) -> Any:
+        raise StoreError("no route to host")
+
+    for store in (either.harness.checkpoint_store, either.services.checkpoint_store):
+        for name in ("writing", "reading", "files"):
+            monkeypatch.setattr(store, name, away)
+    for kind in (Kind.SAVE_WEIGHTS, Kind.SAVE_WEIGHTS_EXTERNAL, Kind.SAVE_WEIGHTS_FOR_SAMPLER):
+        failed = await trainer.fails(kind, path="lost")
+        assert failed.error_category == "server"
+        assert "no route to host" in (failed.error or "")
+    assert (await trainer.step(1))["optimizer_step"] == 1
+    wanted = {"session_id": await either.session(), "sampling_session_seq_id": 0, "model_path": path}
+    answer = await either.ask("POST", "create_sampling_session", wanted)
+    assert answer.status_code == 503
+    assert set(answer.json()) == {"detail", "field"}
+    assert [row.name for row in either.harness.checkpoint_rows(trainer.model_id)] == ["kept"]
+
+
+async def test_others_train_while_a_load_waits_for_its_files(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    saver, loader, other = [await world.trainer() for _ in range(3)]
+    await saver.step(1)
+    path = (await saver.do(Kind.SAVE_WEIGHTS, path="slow"))["path"]
+    store = world.harness.checkpoint_store
+    reading, arrived, here = store.reading, threading.Event(), threading.Event()
+
+    @contextlib.contextmanager
+    def slowly(key: str) -> Any:
+        here.set()
+        assert arrived.wait(20)
+        with reading(key) as directory:
+            yield directory
+
+    monkeypatch.setattr(store, "reading", slowly)
+    load = await loader.send(Kind.LOAD_WEIGHTS, path=path, optimizer=True)
+    after = await loader.forward_backward(5)
+    await asyncio.to_thread(here.wait, 20)
+    try:
+        assert (await other.step(2))["optimizer_step"] == 1
+        assert await world.harness.store.wait(after, loader.session.tenant, 0.0) is None, "in its model's order"
+    finally:
+        arrived.set()
+    await loader.result(load)
+    await loader.result(after)
+    await saver.result(await saver.forward_backward(5))
+    assert await loader.state() == await saver.state()
+
+
+async def test_model_whose_session_ends_during_its_load_is_not_made(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saver = await world.trainer()
+    path = (await saver.do(Kind.SAVE_WEIGHTS, path="slow"))["path"]
+    loader = await world.trainer(create=False)
+    store = world.harness.checkpoint_store
+    reading, arrived, here = store.reading, threading.Event(), threading.Event()
+
+    @contextlib.contextmanager
+    def slowly(key: str) -> Any:
+        here.set()
+        assert arrived.wait(20)
+        with reading(key) as directory:
+            yield directory
+
+    monkeypatch.setattr(store, "reading", slowly)
+    load = await loader.send(Kind.LOAD_WEIGHTS, 0, path=path)
+    await asyncio.to_thread(here.wait, 20)
+    try:
+        await world.harness.end(loader.session)
+    finally:
+        arrived.set()
+    assert (await loader.outcome(load)).error is not None
+    await until(lambda: not world.harness.engine._beside)
+    assert set(world.harness.backend._adapters) == {saver.model_id}
+
+
+async def test_sweep_of_an_object_store(tmp_path: Path, on_s3: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    async with world_in(tmp_path / "state", **on_s3) as world:
+        trainer, store = await world.trainer(), world.harness.checkpoint_store
+        for name in ("kept", "expired", "deleted"):
+            await trainer.do(Kind.SAVE_WEIGHTS, path=name)
+        with store.writing("nobodys/left") as directory:
+            (directory / "file").write_bytes(b"x")
+        expire = update(checkpoints).where(checkpoints.c.name == "expired").values(expires_at=time.time() - 1)
+        world.harness.database.write(lambda c: c.execute(expire))
+        assert (await world.ask("DELETE", at(f"tinker://{trainer.model_id}/weights/deleted"))).status_code == 200
+        listed: list[float] = []
+        stored = store.stored
+
+        def counted() -> Any:
+            listed.append(time.time())
+            return stored()
+
+        monkeypatch.setattr(store, "stored", counted)
+
+        def names() -> list[str]:
+            return sorted(found.key.rpartition("/")[2].rpartition("-")[0] or "left" for found in stored())
+
+        await world.harness.engine._sweep()
+        assert names() == ["deleted", "kept", "left"], "what expired goes at once, the rest is too young to be sure"
+        monkeypatch.setattr(reclaim, "LISTING_S", -60.0)
+        await world.harness.engine._sweep()
+        assert names() == ["deleted", "kept", "left"]
+        assert len(listed) == 1, "listing costs requests"
+        world.harness.engine._sweeper._listing_due = 0.0
+        await world.harness.engine._sweep()
+        assert names() == ["kept"]
+        assert "checkpoint_expired" in world.events()
+        assert "checkpoint_deleted" in world.events()
+
+
+def test_store_belongs_to_one_database(tmp_path: Path, on_s3: dict[str, Any]) -> None:
+    for store in (on_s3, {"checkpoint_store": f"file://{tmp_path}/shared"}):
+        databases = []
+        for number in range(2):
+            config = load_config({"state_dir": tmp_path / f"{number}-{len(store)}", **store})
+            database = Database(config.database)
+            migrate(database)
+            databases.append((config, database))
+        (one, first), (two, second) = databases
+        claim_store(one, first)
+        claim_store(one, first)
+        with pytest.raises(ConfigError, match="checkpoint_store: .* belongs to another server's database"):
+            claim_store(two, second)
+        claim_store(load_config({"state_dir": tmp_path / "2"}), second)
+        for _, database in databases:
+            database.close()
+    gone = load_config({"state_dir": tmp_path / "3", **on_s3, "checkpoint_store": "s3://no-such-bucket"})
+    database = Database(gone.database)
+    migrate(database)
+    with pytest.raises(ConfigError, match="checkpoint_store: "):
+        claim_store(gone, database)
+    database.close()
+
+
+async def test_sampler_weights_from_before_the_store_are_put_there(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = await world.trainer()
+    for name in ("a", "b"):
+        await trainer.do(Kind.SAVE_WEIGHTS_FOR_SAMPLER, path=name)
+    kept, lost = world.harness.checkpoint_rows(trainer.model_id)
+    for row in (kept, lost):
+        world.harness.checkpoint_store.delete(row.store_key)
+    world.harness.database.write(lambda c: c.execute(update(checkpoints).values(store_key=None)))
+    shutil.rmtree(lost.directory)
+    adopt_adapters(world.harness.database, world.harness.checkpoint_store)
+    rows = world.harness.checkpoint_rows(trainer.model_id)
+    assert world.harness.stored(rows[0]) == files_in(kept.directory) != {}
+    assert rows[1].store_key is None
+    assert lost.directory in caplog.text
+    assert len(world.harness.checkpoint_store.stored()) == 1

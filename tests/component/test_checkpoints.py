@@ -1,0 +1,260 @@
+"""Checkpoints through the API and the engine: listed, changed, copied, loaded from another account."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import pytest
+from checkpoint_world import ADAPTER, KEY, OTHER, World, at
+from engine_harness import Trainer, files_in
+from sqlalchemy import select
+
+from skyrl.api.tokens import tenant_of_key
+from skyrl.db.futures import futures
+from skyrl.engine import reclaim
+from skyrl.futures.kinds import Kind
+
+
+async def test_what_was_saved_is_listed_with_its_metadata(world: World) -> None:
+    trainer = await world.trainer()
+    noted = {"step": "3", "note": "für später"}
+    for kind in (Kind.SAVE_WEIGHTS, Kind.SAVE_WEIGHTS_FOR_SAMPLER):
+        await trainer.do(kind, path="plain")
+        await trainer.do(kind, path="noted", user_metadata=noted, ttl_seconds=7200)
+    await trainer.do(Kind.SAVE_WEIGHTS_EXTERNAL, path="export")
+    run = f"training_runs/{trainer.model_id}"
+    listed = {one["checkpoint_id"]: one for one in (await world.get(f"{run}/checkpoints"))["checkpoints"]}
+    assert set(listed) == {
+        "weights/plain",
+        "weights/noted",
+        "sampler_weights/plain",
+        "sampler_weights/noted",
+        "external_weights/export",
+    }
+    for kind, type_ in (("weights", "training"), ("sampler_weights", "sampler")):
+        plain, with_notes = listed[f"{kind}/plain"], listed[f"{kind}/noted"]
+        assert (plain["user_metadata"], plain["expires_at"]) == (None, None)
+        assert with_notes["user_metadata"] == noted
+        assert with_notes["expires_at"] is not None
+        assert with_notes["checkpoint_type"] == type_
+        assert with_notes["tinker_path"] == f"tinker://{trainer.model_id}/{kind}/noted"
+    assert listed["external_weights/export"]["checkpoint_type"] == "external"
+    got = await world.get(run)
+    assert got["last_checkpoint"] == listed["weights/noted"]
+    assert got["last_sampler_checkpoint"] == listed["sampler_weights/noted"]
+    assert (await world.get("training_runs"))["training_runs"] == [got]
+    pages = [await world.get(f"checkpoints?limit=2&offset={offset}") for offset in (0, 2, 4)]
+    assert all(page["cursor"]["total_count"] == 5 for page in pages)
+    assert pages[1]["cursor"] == {"limit": 2, "offset": 2, "total_count": 5}
+    ids = [one["checkpoint_id"] for page in pages for one in page["checkpoints"]]
+    assert sorted(ids) == sorted(listed)
+    assert ids[0] == "external_weights/export", "newest first"
+
+
+async def test_sdk_that_does_not_know_exports_is_not_told_of_them(world: World) -> None:
+    trainer = await world.trainer()
+    await trainer.do(Kind.SAVE_WEIGHTS_EXTERNAL, path="export")
+    await trainer.do(Kind.SAVE_WEIGHTS, path="state")
+    for version in ("0.16.1", "0.25.0", "0.30.4", "0.38.0", "1.0.0", "strange"):
+        knows = version not in ("0.16.1", "0.25.0")
+        client = {"X-Stainless-Package-Version": version}
+        for path in (f"training_runs/{trainer.model_id}/checkpoints", "checkpoints"):
+            answer = await world.get(path, **client)
+            types = sorted(one["checkpoint_type"] for one in answer["checkpoints"])
+            assert types == (["external", "training"] if knows else ["training"]), version
+            assert answer.get("cursor", {}).get("total_count", len(types)) == len(types)
+
+
+async def test_each_kind_is_deleted_expires_and_is_published_by_itself(world: World) -> None:
+    trainer = await world.trainer()
+    for kind in (Kind.SAVE_WEIGHTS, Kind.SAVE_WEIGHTS_FOR_SAMPLER, Kind.SAVE_WEIGHTS_EXTERNAL):
+        await trainer.do(kind, path="x")
+    paths = {
+        kind: f"tinker://{trainer.model_id}/{kind}/x" for kind in ("weights", "sampler_weights", "external_weights")
+    }
+
+    async def listed() -> dict[str, dict[str, Any]]:
+        found = await world.get(f"training_runs/{trainer.model_id}/checkpoints")
+        return {one["checkpoint_id"].partition("/")[0]: one for one in found["checkpoints"]}
+
+    assert (await world.ask("PUT", f"{at(paths['external_weights'])}/ttl", {"ttl_seconds": 3600})).status_code == 200
+    assert [kind for kind, one in (await listed()).items() if one["expires_at"]] == ["external_weights"]
+    assert (await world.ask("POST", f"{at(paths['sampler_weights'])}/publish")).status_code == 200
+    assert [kind for kind, one in (await listed()).items() if one["public"]] == ["sampler_weights"]
+    assert (await world.ask("DELETE", at(paths["weights"]))).status_code == 200
+    assert (await world.ask("DELETE", at(paths["weights"]))).status_code == 404
+    assert set(await listed()) == {"sampler_weights", "external_weights"}
+    assert world.events() == [
+        "checkpoint_created",
+        "checkpoint_created",
+        "checkpoint_exported",
+        "checkpoint_ttl_changed",
+        "checkpoint_published",
+        "checkpoint_deleted",
+    ]
+    await trainer.do(Kind.SAVE_WEIGHTS, path="x")
+
+
+async def test_scope_decides_whether_others_published_ones_are_seen(world: World) -> None:
+    owner, reader = await world.trainer(), await world.trainer(OTHER)
+    for name in ("public", "private"):
+        await owner.do(Kind.SAVE_WEIGHTS, path=name, user_metadata={"of": "owner"})
+    await reader.do(Kind.SAVE_WEIGHTS, path="mine")
+    run = f"training_runs/{owner.model_id}"
+    assert (await world.ask("GET", f"{run}/checkpoints", key=OTHER)).status_code == 404
+    public = f"tinker://{owner.model_id}/weights/public"
+    assert (await world.ask("POST", f"{at(public)}/publish")).status_code == 200
+
+    async def names(path: str, key: str = OTHER) -> list[str]:
+        return sorted(one["checkpoint_id"] for one in (await world.get(path, key))["checkpoints"])
+
+    assert await names(f"{run}/checkpoints") == ["weights/public"], "the SDK looks up a published one so"
+    assert await names(f"{run}/checkpoints", KEY) == ["weights/private", "weights/public"]
+    assert (await world.ask("GET", f"{run}/checkpoints?access_scope=owned", key=OTHER)).status_code == 404
+    assert await names("checkpoints") == ["weights/mine"]
+    assert await names("checkpoints?access_scope=accessible") == ["weights/mine", "weights/public"]
+    assert (await world.ask("GET", run, key=OTHER)).status_code == 404
+    seen = await world.get(f"{run}?access_scope=accessible", OTHER)
+    assert seen["last_checkpoint"]["tinker_path"] == public
+    assert seen["user_metadata"] is None
+    assert (await world.ask("DELETE", f"{at(public)}/publish")).status_code == 200
+    assert (await world.ask("GET", f"{run}?access_scope=accessible", key=OTHER)).status_code == 404
+
+
+# Copies
+
+
+async def test_copy_lives_on_without_its_source(either: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reclaim, "GRACE_S", 0.0)
+    monkeypatch.setattr(reclaim, "LISTING_S", 0.0)
+    trainer = await either.trainer()
+    await trainer.step(1)
+    before = await trainer.state()
+    sources, copies = [], []
+    for kind in (Kind.SAVE_WEIGHTS, Kind.SAVE_WEIGHTS_FOR_SAMPLER):
+        sources.append((await trainer.do(kind, path="kept", user_metadata={"a": "b"}, ttl_seconds=3600))["path"])
+        wanted = {"source_path": sources[-1], "destination_project_id": "archive"}
+        copies.append((await either.post("copy_weights", wanted))["tinker_path"])
+    for source, copy in zip(sources, copies, strict=True):
+        assert copy.split("/")[3:] == source.split("/")[3:], "the same kind and name"
+        assert (await either.ask("DELETE", at(source))).status_code == 200
+    await either.harness.end(trainer.session)
+    await asyncio.sleep(1.1)  # what S3 says of times is in whole seconds
+    for _ in range(2):
+        await either.harness.engine._sweep()
+    assert len(either.harness.checkpoint_store.stored()) == 2
+    listed = {one["tinker_path"]: one for one in (await either.get("checkpoints"))["checkpoints"]}
+    assert set(listed) == set(copies)
+    assert all(one["user_metadata"] == {"a": "b"} and one["expires_at"] is None for one in listed.values())
+    run_id = copies[0].removeprefix("tinker://").partition("/")[0]
+    runs = await either.get("training_runs?project_id=archive")
+    assert run_id in [run["training_run_id"] for run in runs["training_runs"]]
+    # Loaded
+    session = await either.session()
+    load = {"session_id": session, "model_seq_id": 0, "path": copies[0], "optimizer": True}
+    promise = await either.post("load_weights", load)
+    assert (await either.outcome(promise["request_id"])).error is None
+    loaded = Trainer(either.harness, trainer.session, promise["model_id"])
+    assert await loaded.state() == before
+    # Sampled from
+    wanted = {"session_id": session, "sampling_session_seq_id": 0, "model_path": copies[1]}
+    await either.post("create_sampling_session", wanted)
+    (row,) = [row for row in either.harness.checkpoint_rows(copies[1].split("/")[2]) if row.kind == "sampler_weights"]
+    assert files_in(row.directory) == {name: before[name] for name in ADAPTER}
+    assert row.adapter_name == f"{row.model_id}@1"
+    # Not trained on
+    late = await either.post("optim_step", {"model_id": run_id, "seq_id": 1, "adam_params": {}})
+    failed = await either.outcome(late["request_id"])
+    assert "not there any more" in (failed.error or "")
+
+
+async def test_copy_into_a_session_and_for_a_time(world: World) -> None:
+    trainer = await world.trainer()
+    source = (await trainer.do(Kind.SAVE_WEIGHTS, path="kept"))["path"]
+    session = await world.session()
+    wanted = {"source_path": source, "session_id": session, "model_seq_id": 4, "ttl_seconds": 3600}
+    copy = (await world.post("copy_weights", wanted))["tinker_path"]
+    assert copy == f"tinker://{session}:train:4/weights/kept"
+    (listed,) = (await world.get(f"training_runs/{session}:train:4/checkpoints"))["checkpoints"]
+    assert listed["expires_at"] is not None
+    again = await world.ask("POST", "copy_weights", wanted)
+    assert again.status_code == 400
+    assert again.json()["field"] == "model_seq_id"
+    assert len(world.harness.checkpoint_store.stored()) == 2
+    assert world.checkpoints_counted() == 2
+    assert world.events()[-1] == "checkpoint_copied"
+
+
+async def test_copy_asked_for_twice_under_one_key_is_one(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = await world.trainer()
+    source = (await trainer.do(Kind.SAVE_WEIGHTS, path="kept"))["path"]
+    wanted = {"source_path": source, "destination_project_id": "archive"}
+    copy = world.services.checkpoint_store.copy
+
+    def slowly(*arguments: str) -> None:
+        time.sleep(0.2)
+        copy(*arguments)
+
+    monkeypatch.setattr(world.services.checkpoint_store, "copy", slowly)
+    key = {"X-Idempotency-Key": "3b2f"}
+    first, second = await asyncio.gather(*(world.post("copy_weights", wanted, **key) for _ in range(2)))
+    assert first == second == await world.post("copy_weights", wanted, **key)
+    assert await world.post("copy_weights", wanted, **{"X-Idempotency-Key": "other"}) != first
+    assert await world.post("copy_weights", wanted) != first
+    stranger = await world.ask("POST", "copy_weights", wanted, OTHER, **key)
+    assert stranger.status_code == 404, "another tenant's key is another key"
+    assert len(world.harness.checkpoint_store.stored()) == 4
+
+
+# Access tokens: another account's key, to read what it may read
+
+
+@pytest.mark.parametrize("how", ["field", "header", "token"])
+async def test_copy_from_another_account(world: World, how: str) -> None:
+    owner = await world.trainer(OTHER)
+    source = (await owner.do(Kind.SAVE_WEIGHTS, path="theirs"))["path"]
+    wanted: dict[str, Any] = {"source_path": source, "destination_project_id": "mine"}
+    assert (await world.ask("POST", "copy_weights", wanted)).status_code == 404
+    headers = {}
+    if how == "header":
+        headers["X-Tinker-Weights-Access-Token"] = OTHER
+    else:
+        wanted["weights_access_token"] = OTHER if how == "field" else world.services.tokens.issue(tenant_of_key(OTHER))
+    copy = (await world.post("copy_weights", wanted, **headers))["tinker_path"]
+    assert [one["tinker_path"] for one in (await world.get("checkpoints"))["checkpoints"]] == [copy]
+    assert [one["tinker_path"] for one in (await world.get("checkpoints", OTHER))["checkpoints"]] == [source]
+    assert world.events(OTHER)[-1] == world.events()[-1] == "checkpoint_copied"
+
+
+async def test_load_from_another_account(world: World) -> None:
+    owner, mine = await world.trainer(OTHER), await world.trainer()
+    await owner.step(1)
+    source = (await owner.do(Kind.SAVE_WEIGHTS, path="theirs"))["path"]
+    before = await owner.state()
+    session = await world.session()
+    into = {"model_id": mine.model_id, "path": source, "optimizer": True}
+    made = {"session_id": session, "model_seq_id": 0, "path": source, "optimizer": True}
+
+    async def outcome(body: dict[str, Any]) -> tuple[str, str | None]:
+        promise = await world.post("load_weights", body)
+        return promise["model_id"], (await world.outcome(promise["request_id"])).error
+
+    assert (await outcome(into | {"seq_id": 1}))[1] == f"path: no training checkpoint {source!r}"
+    assert (await world.ask("POST", "load_weights", made)).status_code == 404
+    forged = {"source_tenant": tenant_of_key(OTHER)}
+    assert "no training checkpoint" in str((await outcome(into | {"seq_id": 2} | forged))[1])
+    assert (await world.ask("POST", "load_weights", made | forged)).status_code == 404
+    for number, bad in enumerate(("eyJ.eyJ.bad", 7, ["x"])):
+        refused = (await outcome(into | forged | {"seq_id": 3 + number, "weights_access_token": bad}))[1]
+        assert str(refused).startswith("weights_access_token: "), "and its number counts"
+    token = {"weights_access_token": OTHER}
+    assert await outcome(into | {"seq_id": 6} | token) == (mine.model_id, None)
+    assert await mine.state() == before
+    model_id, error = await outcome(made | token)
+    assert error is None
+    assert await Trainer(world.harness, mine.session, model_id).state() == before
+    bodies = world.harness.database.read(lambda c: list(c.execute(select(futures.c.body)).scalars()))
+    assert not any(OTHER.encode() in (body or b"") for body in bodies), "a key is never stored"
+    assert world.events(OTHER).count("checkpoint_loaded") == 2

@@ -1,0 +1,202 @@
+"""Taking saved weights elsewhere: archives and exported files, through links that need no key."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import tarfile
+import time
+from email.utils import parsedate_to_datetime
+from pathlib import Path
+from typing import Any
+
+import pyrage
+import pytest
+from checkpoint_world import ADAPTER, KEY, OTHER, World, at, world_in
+from safetensors.torch import load_file, save_file
+
+from skyrl.futures.kinds import Kind
+from skyrl.storage.base import MANIFEST
+
+age: Any = pyrage
+
+
+def unpacked(archive: bytes) -> dict[str, bytes]:
+    with tarfile.open(fileobj=io.BytesIO(archive)) as opened:
+        files = {name: opened.extractfile(name) for name in opened.getnames()}
+        return {name: file.read() for name, file in files.items() if file is not None}
+
+
+@pytest.mark.parametrize("kind", [Kind.SAVE_WEIGHTS, Kind.SAVE_WEIGHTS_FOR_SAMPLER])
+async def test_archive_holds_the_adapter(either: World, kind: Kind) -> None:
+    trainer = await either.trainer()
+    await trainer.step(1)
+    path = (await trainer.do(kind, path="final.1"))["path"]
+    state = await trainer.state()
+    asked = time.time()
+    as_json = await either.ask("GET", f"{at(path)}/archive", Accept="application/json")
+    assert as_json.status_code == 200
+    old_sdk = [("X-API-Key", KEY), ("Accept", "application/json"), ("Accept", "application/gzip")]
+    as_redirect = await either.http.get(f"/api/v1/{at(path)}/archive", headers=old_sdk)
+    assert as_redirect.status_code == 302
+    expires = parsedate_to_datetime(as_redirect.headers["expires"])
+    assert as_redirect.headers["expires"].endswith(" GMT")
+    assert expires.timestamp() > asked + 600
+    urls = (as_json.json()["url"], as_redirect.headers["location"])
+    contents = []
+    for url in urls:
+        answer = await either.linked(url)
+        assert answer.status_code == 200
+        assert int(answer.headers["content-length"]) == len(answer.content)
+        files = unpacked(answer.content)
+        assert list(files) == [*sorted(ADAPTER), MANIFEST]
+        assert {name: files[name] for name in ADAPTER} == {name: state[name] for name in ADAPTER}
+        contents.append(answer.content)
+    assert gzip.decompress(contents[1]) == contents[0]
+    assert either.events()[-2:] == ["checkpoint_downloaded"] * 2
+
+
+async def test_link_is_for_one_save_of_one_path_and_ends(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = await world.trainer()
+    path = (await trainer.do(Kind.SAVE_WEIGHTS, path="final"))["path"]
+    await trainer.do(Kind.SAVE_WEIGHTS, path="other")
+    url = (await world.get(f"{at(path)}/archive", Accept="application/json"))["url"]
+    assert (await world.linked(url)).status_code == 200
+    for forged in (url.replace("/final", "/other"), url.replace("expires=1", "expires=2"), f"{url[:-1]}x", url[:-70]):
+        answer = await world.linked(forged)
+        assert answer.status_code == 403, forged
+        assert set(answer.json()) == {"detail", "field"}
+    with monkeypatch.context() as later:
+        now = time.time()
+        later.setattr("skyrl.api.signing.time.time", lambda: now + 3601)
+        assert (await world.linked(url)).json()["field"] == "expires"
+    await trainer.do(Kind.SAVE_WEIGHTS, path="final", overwrite=True)
+    assert (await world.linked(url)).status_code == 404
+    again = (await world.get(f"{at(path)}/archive", Accept="application/json"))["url"]
+    assert (await world.linked(again)).status_code == 200
+    assert (await world.ask("DELETE", at(path))).status_code == 200
+    assert (await world.linked(again)).status_code == 404
+
+
+async def test_published_archive_is_everybodys_and_the_owner_reads_of_it(world: World) -> None:
+    trainer = await world.trainer()
+    path = (await trainer.do(Kind.SAVE_WEIGHTS, path="final"))["path"]
+    assert (await world.ask("GET", f"{at(path)}/archive", key=OTHER)).status_code == 404
+    await world.post(f"{at(path)}/publish", None)
+    url = (await world.ask("GET", f"{at(path)}/archive", key=OTHER)).headers["location"]
+    assert (await world.linked(url)).status_code == 200
+    assert world.events()[-1] == "checkpoint_downloaded"
+    assert world.events(OTHER) == []
+
+
+async def test_state_in_the_first_format_loads_and_has_no_archive(world: World) -> None:
+    trainer = await world.trainer()
+    await trainer.step(1)
+    path = (await trainer.do(Kind.SAVE_WEIGHTS, path="old"))["path"]
+    (row,) = world.harness.checkpoint_rows(trainer.model_id)
+    before = await trainer.state()
+    directory = world.harness.config.checkpoints_dir / row.store_key
+    peft = load_file(directory / "adapter_model.safetensors")
+    named = {f"weights.{n.removeprefix('base_model.model.').removesuffix('.weight')}": t for n, t in peft.items()}
+    save_file(named | load_file(directory / "optimizer.safetensors"), directory / "state.safetensors")
+    about = json.loads((directory / "state.json").read_text())
+    (directory / "state.json").write_text(json.dumps(about | {"format": 1}))
+    for name in (*ADAPTER, "optimizer.safetensors", MANIFEST):
+        (directory / name).unlink()
+    await trainer.step(2)
+    await trainer.do(Kind.LOAD_WEIGHTS, path=path, optimizer=True)
+    assert await trainer.state() == before
+    answer = await world.ask("GET", f"{at(path)}/archive")
+    assert answer.status_code == 404
+    assert "older version" in answer.json()["detail"]
+
+
+@pytest.mark.parametrize("encrypted", [False, True])
+async def test_exported_files_are_fetched_one_by_one(either: World, encrypted: bool) -> None:
+    trainer = await either.trainer()
+    await trainer.step(1)
+    adapter = {name: content for name, content in (await trainer.state()).items() if name in ADAPTER}
+    reader, second = age.x25519.Identity.generate(), age.x25519.Identity.generate()
+    recipients = [str(reader.to_public()), str(second.to_public())] if encrypted else None
+    saved = await trainer.do(Kind.SAVE_WEIGHTS_EXTERNAL, path="download", age_encryption_recipients=recipients)
+    path = f"tinker://{trainer.model_id}/external_weights/download"
+    assert saved == {"type": "save_weights_external", "path": path}
+    answer = await either.get(f"{at(path)}/external_weights_urls")
+    expires = answer["expires"]
+    assert expires.endswith("+00:00")
+    assert set(answer["urls"]) == ({f"{name}.age" for name in ADAPTER} if encrypted else ADAPTER)
+    fetched = {name: await either.linked(url) for name, url in answer["urls"].items()}
+    assert all(int(one.headers["content-length"]) == len(one.content) for one in fetched.values())
+    if encrypted:
+        for identity in (reader, second):
+            opened = {name: age.decrypt(one.content, [identity]) for name, one in fetched.items()}
+            assert {name.removesuffix(".age"): content for name, content in opened.items()} == adapter
+        (row,) = either.harness.checkpoint_rows(trainer.model_id)
+        assert not any(b"lora_A" in content for content in either.harness.stored(row).values())
+    else:
+        assert {name: one.content for name, one in fetched.items()} == adapter
+    direct = either.harness.config.checkpoint_store is not None
+    assert all(url.startswith("http://api/") != direct for url in answer["urls"].values())
+    assert (await either.ask("DELETE", at(path))).status_code == 200
+    if not direct:
+        assert (await either.linked(next(iter(answer["urls"].values())))).status_code == 404
+
+
+async def test_store_that_clients_cannot_reach_is_streamed_through_us(tmp_path: Path, on_s3: dict[str, Any]) -> None:
+    flags = on_s3 | {"presigned_downloads": False, "public_url": "https://skyrl.example/prefix/"}
+    async with world_in(tmp_path / "state", **flags) as world:
+        trainer = await world.trainer()
+        path = (await trainer.do(Kind.SAVE_WEIGHTS_EXTERNAL, path="export"))["path"]
+        urls = (await world.get(f"{at(path)}/external_weights_urls"))["urls"]
+        for name, url in urls.items():
+            assert url.startswith("https://skyrl.example/prefix/api/v1/downloads/")
+            answer = await world.linked(url.replace("https://skyrl.example/prefix", "http://api"))
+            assert answer.content == (await trainer.state())[name]
+
+
+async def test_ssh_key_may_be_a_recipient(world: World) -> None:
+    trainer = await world.trainer()
+    key = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIHsKLqeplhpW+uObz5dvMgjz1OxfM/XXUB+VHtZ6isGN alice@rust"
+    await trainer.do(Kind.SAVE_WEIGHTS_EXTERNAL, path="export", age_encryption_recipients=[key])
+    (row,) = world.harness.checkpoint_rows(trainer.model_id)
+    assert all(b"-> ssh-ed25519" in content for content in world.harness.stored(row).values())
+
+
+async def test_recipient_that_is_none_fails_the_export(world: World) -> None:
+    good = str(age.x25519.Identity.generate().to_public())
+    trainer = await world.trainer()
+    for given, field in (
+        (["age1nonsense"], "age_encryption_recipients[0]"),
+        ([good, "ssh-ed25519 AAAA"], "age_encryption_recipients[1]"),
+        (["AGE-SECRET-KEY-1QQQ"], "age_encryption_recipients[0]"),
+        ([], "age_encryption_recipients"),
+        ([good] * 11, "age_encryption_recipients"),
+        (good, "age_encryption_recipients"),
+        ([7], "age_encryption_recipients[0]"),
+    ):
+        failed = await trainer.fails(Kind.SAVE_WEIGHTS_EXTERNAL, path="export", age_encryption_recipients=given)
+        assert failed.error_category == "user"
+        assert (failed.error or "").startswith(f"{field}: "), failed.error
+        assert "AGE-SECRET-KEY" not in (failed.error or "")
+    assert world.harness.checkpoint_store.stored() == []
+
+
+async def test_export_is_neither_trained_on_nor_sampled_from(world: World) -> None:
+    trainer = await world.trainer()
+    path = (await trainer.do(Kind.SAVE_WEIGHTS_EXTERNAL, path="export"))["path"]
+    failed = await trainer.fails(Kind.LOAD_WEIGHTS, path=path)
+    assert (failed.error or "").startswith("path: ")
+    assert "external_weights/export' cannot be trained on" in (failed.error or "")
+    session = await world.session()
+    for route, body, field in (
+        ("load_weights", {"session_id": session, "model_seq_id": 0, "path": path}, "path"),
+        (
+            "create_sampling_session",
+            {"session_id": session, "sampling_session_seq_id": 0, "model_path": path},
+            "model_path",
+        ),
+    ):
+        answer = await world.ask("POST", route, body)
+        assert answer.status_code == 404
+        assert answer.json()["field"] == field

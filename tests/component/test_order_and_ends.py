@@ -1,0 +1,204 @@
+"""The corners of order and of endings that no client can be made to hit on time: a session that ends while a request is
+being written or read, a model that fails with commands behind a hole, steps that failed before a crash."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from engine_harness import Harness, Trainer, harness_in, until
+from sqlalchemy import select, update
+
+import skyrl.api.futures
+from skyrl.api.app import create_app
+from skyrl.api.server import open_services
+from skyrl.api.services import Services
+from skyrl.config import ServerConfig
+from skyrl.db import futures as rows
+from skyrl.db.database import Database
+from skyrl.db.migrate import migrate
+from skyrl.engine import loop
+from skyrl.futures.kinds import Kind
+from skyrl.futures.store import NewRequest
+from skyrl.runtime import Runtime
+
+BASE = "acme/base"
+
+
+@pytest.fixture
+async def harness(tmp_path: Path) -> AsyncIterator[Harness]:
+    async with harness_in(tmp_path / "state") as harness:
+        await harness.start()
+        yield harness
+
+
+@pytest.fixture
+async def services(tmp_path: Path) -> AsyncIterator[Services]:
+    """An API process without an engine."""
+    database = Database(f"sqlite:///{tmp_path / 'skyrl.db'}")
+    migrate(database)
+    database.close()
+    config = ServerConfig(base_model=BASE, state_dir=tmp_path)  # pyright: ignore[reportCallIssue]
+    async with open_services(Runtime(config, tmp_path, None, None)) as services:
+        yield services
+
+
+@pytest.fixture
+async def http(services: Services) -> AsyncIterator[httpx.AsyncClient]:
+    transport = httpx.ASGITransport(create_app(services), raise_app_exceptions=False)
+    headers = {"X-API-Key": "tml-one"}
+    async with httpx.AsyncClient(transport=transport, base_url="http://api/api/v1", headers=headers) as http:
+        yield http
+
+
+# A number that never comes
+
+
+async def test_model_that_cannot_be_made_fails_what_waits_for_a_missing_number(harness: Harness) -> None:
+    trainer = await Trainer.create(harness, create=False)
+    waiting = await trainer.optim_step(5)
+    await harness.queued(1)
+    await trainer.outcome(await trainer.send(Kind.LOAD_WEIGHTS, 0, path="tinker://nobody/weights/nothing"))
+    assert "not there any more" in ((await trainer.outcome(waiting)).error or "")
+    assert harness.engine.scheduler.waiting == 0
+    late = await trainer.optim_step(9)
+    assert "not there any more" in ((await trainer.outcome(late)).error or "")
+    assert harness.engine.scheduler.waiting == 0
+
+
+async def test_command_that_is_read_while_its_session_ends_does_not_wait(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer, other = await Trainer.create(harness), await Trainer.create(harness)
+    await trainer.step(1)
+    here, sent = asyncio.get_running_loop(), []
+    end_sessions = loop.end_sessions
+
+    async def one_more() -> None:
+        sent.append(await trainer.optim_step(99))
+        await other.optim_step(99)  # which is queued from now on: the log is not read from the start again
+        await harness.engine._read_log()
+
+    def end_and_one_more(database: Database) -> Any:
+        ended = end_sessions(database)
+        if ended.model_ids:
+            asyncio.run_coroutine_threadsafe(one_more(), here).result()
+        return ended
+
+    monkeypatch.setattr(loop, "end_sessions", end_and_one_more)
+    await harness.end(trainer.session)
+    await until(lambda: bool(sent))
+    assert "not there any more" in ((await trainer.outcome(sent[0])).error or "")
+    assert harness.engine.scheduler.waiting == 1
+
+
+# A session that ends while a request is written
+
+
+async def test_request_whose_session_ends_while_it_is_written_is_not_left_pending(
+    services: Services, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine has settled the session's requests already: nobody else would ever settle this one."""
+    store = services.store
+    execute = store._writer.execute
+
+    async def execute_and_close(statement: Any, values: Any) -> Any:
+        if statement is rows.RECORD:
+            store.drop_session("s1")
+        return await execute(statement, values)
+
+    monkeypatch.setattr(store._writer, "execute", execute_and_close)
+    sample = NewRequest(Kind.EXTERNAL, "tenant", "s1", b"{}", sampling_session_id="s1:sample:0", sample_seq_id=1)
+    request_id, new = await store.record(sample)
+    assert not new, "it must not be started"
+    outcome = await store.wait(request_id, "tenant", 5)
+    assert outcome is not None
+    assert outcome.error == "the session has ended"
+
+
+# Sent again
+
+
+async def test_unnamed_save_that_is_sent_again_takes_a_new_session_number(http: httpx.AsyncClient) -> None:
+    async def post(route: str, **body: Any) -> httpx.Response:
+        return await http.post(route, json=body)
+
+    session = (await post("create_session")).json()["session_id"]
+    await post("create_model", session_id=session, model_seq_id=0, base_model=BASE)
+    model = f"{session}:train:0"
+    save = {"model_id": model, "seq_id": 1, "kind": "snapshot", "ttl_seconds": 60}
+    first = await post("save_weights_for_sampler", **save, sampling_session_seq_id=3)
+    again = await post("save_weights_for_sampler", **save, sampling_session_seq_id=4)
+    assert first.status_code == again.status_code == 200
+    assert first.json() == again.json()
+    for change in ({"ttl_seconds": 61}, {"path": "named"}, {"user_metadata": {"a": "b"}}):
+        other = await post("save_weights_for_sampler", **(save | change), sampling_session_seq_id=3)
+        assert (other.status_code, other.json()["field"]) == (400, "seq_id"), change
+    step = await post("optim_step", model_id=model, seq_id=1)
+    assert step.status_code == 400, "another kind of command is another command"
+
+
+async def test_poll_that_ends_with_500_is_held(
+    services: Services, http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The SDK asks again at once, without end: a database that is away must not have to bear that, too."""
+
+    async def away(*_: object) -> None:
+        raise OSError("the database is away")
+
+    monkeypatch.setattr(services.store, "wait", away)
+    monkeypatch.setattr(skyrl.api.futures, "ERROR_HOLD_S", 0.2)
+    started = time.monotonic()
+    answer = await http.post("retrieve_future", json={"request_id": "r"})
+    assert answer.status_code == 500
+    assert time.monotonic() - started >= 0.2
+
+
+# Steps that failed before a crash
+
+
+async def restart(harness: Harness) -> None:
+    await harness.stop()
+    await harness.start()
+
+
+async def test_step_that_failed_by_our_fault_is_not_repeated(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It left the model as it was, the gradient included; repeated it would succeed, and change the weights."""
+    trainer = await Trainer.create(harness)
+    await trainer.step(1)
+    await trainer.result(await trainer.forward_backward(2))
+
+    def out_of_memory(*_: object) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(harness.backend, "optim_step", out_of_memory)
+        failed = await trainer.outcome(await trainer.optim_step())
+    assert failed.error_category == "server"
+    before = await trainer.state()
+    await restart(harness)
+    assert await trainer.state() == before
+    assert (await trainer.result(await trainer.optim_step()))["metrics"]["optimizer_step"] == 2
+
+
+async def test_step_that_failed_and_now_succeeds_fails_its_model_only(
+    harness: Harness, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its client was told that it had failed: weights that say otherwise are not this model's."""
+    trainer, other = await Trainer.create(harness), await Trainer.create(harness)
+    for each in (trainer, other):
+        await each.step(1)
+    step = select(rows.futures.c.id).where(
+        rows.futures.c.model_id == trainer.model_id, rows.futures.c.kind == Kind.OPTIM_STEP
+    )
+    as_failed = update(rows.futures).values(status="failed", error="not finite", error_category="user")
+    harness.database.write(lambda c: c.execute(as_failed.where(rows.futures.c.id.in_(step))))
+    await restart(harness)
+    assert harness.model_row(trainer.model_id).status == "failed"
+    assert "failed when it was run, and now it does not" in caplog.text
+    assert (await other.step(2))["optimizer_step"] == 2

@@ -1,0 +1,287 @@
+"""One long poll for all samples of a sampling client: what it tells, how often, and what it costs."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+from api_harness import Api, Serve, asked, tokens
+from fake_upstream import FakeUpstream, after, complete, error, never
+from sqlalchemy import select
+
+import skyrl.api.futures
+from skyrl.db.database import Database
+from skyrl.db.futures import SETTLE, Outcome, futures, settlement
+from skyrl.futures import completions
+from skyrl.futures.completions import CLONE_BLOCK
+
+
+async def ask(api: Api, sampler: str, cursor: int = 0, clone: int = 0, **more: Any) -> httpx.Response:
+    target = {"type": "sampling_session", "sampling_session_id": sampler, "cloned_sampler_id": clone}
+    return await api.post(
+        "retrieve_futures", {"target": target, "prev_cursor": cursor, "retrieved_request_ids": []} | more
+    )
+
+
+async def poll(
+    api: Api, sampler: str, cursor: int = 0, clone: int = 0, **more: Any
+) -> tuple[int, list[dict[str, Any]]]:
+    answer = await ask(api, sampler, cursor, clone, **more)
+    assert answer.status_code == 200, answer.text
+    return answer.json()["cursor"], answer.json()["completions"]
+
+
+async def gather(api: Api, sampler: str, count: int, cursor: int = 0, clone: int = 0) -> tuple[int, list[str]]:
+    """Poll, each time from where the last one ended, until `count` ends were told."""
+    ids: list[str] = []
+    while len(ids) < count:
+        cursor, told = await asyncio.wait_for(poll(api, sampler, cursor, clone), 10)
+        ids += [end["request_id"] for end in told]
+    return cursor, ids
+
+
+async def test_each_end_is_told_once_with_its_size(api: Api) -> None:
+    sampler = await api.sampler()
+    wanted = [(await api.sample(sampler, seq_id, num_samples=seq_id + 1))["request_id"] for seq_id in range(5)]
+    told: list[dict[str, Any]] = []
+    cursor = 0
+    while len(told) < 5:
+        cursor, more = await poll(api, sampler, cursor)
+        told += more
+    assert sorted(end["request_id"] for end in told) == sorted(wanted)
+    for end in told:
+        assert end["state"] == "finished"
+        result = await api.result(end["request_id"])
+        assert end["response_payload_uncompressed_size"] == len(result.content)
+    assert await poll(api, sampler, cursor, timeout=0) == (cursor, [])
+
+
+async def test_poll_is_held_until_a_sample_ends(api: Api, upstream: FakeUpstream) -> None:
+    go = asyncio.Event()
+    upstream.default = after(go, complete())
+    sampler = await api.sampler()
+    request_id = (await api.sample(sampler, 1))["request_id"]
+    held = asyncio.create_task(poll(api, sampler))
+    await upstream.until(lambda server: server.busy == 1)
+    await asyncio.sleep(0.05)
+    assert not held.done()
+    go.set()
+    _, told = await asyncio.wait_for(held, 5)
+    assert [end["request_id"] for end in told] == [request_id]
+
+
+@pytest.mark.usefixtures("drain_at_once")
+async def test_timeout_zero_answers_now_and_a_long_one_is_cut(
+    api: Api, upstream: FakeUpstream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    upstream.default = never
+    sampler = await api.sampler()
+    await api.sample(sampler, 1)
+    started = time.monotonic()
+    assert await poll(api, sampler, timeout=0) == (0, [])
+    monkeypatch.setattr(skyrl.api.futures, "HOLD_S", 0.05)
+    assert await poll(api, sampler, timeout=600) == (0, [])
+    assert await poll(api, sampler, 7) == (7, [])
+    assert time.monotonic() - started < 5
+
+
+async def test_failed_and_cancelled_samples_are_told_as_failed(api: Api, upstream: FakeUpstream) -> None:
+    sampler = await api.sampler()
+    upstream.script.extend([error(400, "no"), never])
+    failed = (await api.sample(sampler, 1))["request_id"]
+    cursor, told = await poll(api, sampler)
+    assert told == [{"state": "failed", "request_id": failed}]
+    cancelled = (await api.sample(sampler, 2))["request_id"]
+    await api.post("cancel_future", {"request_id": cancelled})
+    assert (await poll(api, sampler, cursor))[1] == [{"state": "failed", "request_id": cancelled}]
+    assert "no" in (await api.result(failed)).json()["error"]
+
+
+async def test_lost_answer_is_told_again(api: Api) -> None:
+    sampler = await api.sampler()
+    wanted = {(await api.sample(sampler, seq_id))["request_id"] for seq_id in range(3)}
+    cursor, ids = await gather(api, sampler, 3)
+    assert set(ids) == wanted
+    again, more = await poll(api, sampler, 0)
+    assert {end["request_id"] for end in more} == wanted
+    assert again >= cursor
+
+
+async def test_copies_of_a_client_hear_of_their_own(api: Api) -> None:
+    sampler = await api.sampler()
+    first = (await api.sample(sampler, 0))["request_id"]
+    copy = (await api.sample(sampler, 3 * CLONE_BLOCK + 5))["request_id"]
+    last = (await api.sample(sampler, 4 * CLONE_BLOCK - 1))["request_id"]
+    unnumbered = (await api.post("asample", asked(sampler, None))).json()["request_id"]
+    assert set((await gather(api, sampler, 2))[1]) == {first, unnumbered}
+    assert set((await gather(api, sampler, 2, clone=3))[1]) == {copy, last}
+    assert (await poll(api, sampler, clone=4, timeout=0))[1] == []
+
+
+async def test_cursor_outlives_the_process(serve: Serve, upstream: FakeUpstream) -> None:
+    """What ended before the cursor need not be told again; what ended after it, or while nobody listened, is."""
+    async with serve() as api:
+        sampler = await api.sampler()
+        seen = {(await api.sample(sampler, seq_id))["request_id"] for seq_id in range(3)}
+        cursor, ids = await gather(api, sampler, 3)
+        assert set(ids) == seen
+        unheard = {(await api.sample(sampler, seq_id))["request_id"] for seq_id in range(3, 6)}
+        await api.services.sampling.drain(10)
+    async with serve() as api:
+        told, at = set(), cursor
+        while not unheard <= told:
+            at, more = await asyncio.wait_for(poll(api, sampler, at), 10)
+            told |= {end["request_id"] for end in more}
+        assert at > cursor
+        late = (await api.sample(sampler, 6))["request_id"]
+        _, ids = await gather(api, sampler, 1, at)
+        assert ids == [late]
+
+
+async def test_long_ago_is_not_told_again_after_a_restart(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(completions, "REREAD_S", 0.0)
+    async with serve() as api:
+        sampler = await api.sampler()
+        for seq_id in range(3):
+            await api.sample(sampler, seq_id)
+        await api.services.sampling.drain(10)
+        await asyncio.sleep(0.01)
+        cursor = time.time_ns() // 1000
+    async with serve() as api:
+        assert (await poll(api, sampler, cursor, timeout=0))[1] == []
+        assert len((await poll(api, sampler, 0, timeout=0))[1]) == 3
+
+
+async def test_samples_of_before_the_first_poll_and_during_it_are_all_told(
+    api: Api, upstream: FakeUpstream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some are written, some not yet, some end while the database is read: none is lost."""
+    read = api.services.store._database.read_async
+
+    async def slowly(query: Callable[[Any], Any]) -> Any:
+        found = await read(query)
+        await asyncio.sleep(0.05)
+        return found
+
+    sampler = await api.sampler()
+    wanted = {(await api.sample(sampler, seq_id))["request_id"] for seq_id in range(20)}
+    monkeypatch.setattr(api.services.store._database, "read_async", slowly)
+
+    async def more() -> None:
+        for seq_id in range(20, 60):
+            wanted.add((await api.sample(sampler, seq_id))["request_id"])
+
+    sending = asyncio.create_task(more())
+    _, ids = await gather(api, sampler, 60)
+    await sending
+    assert set(ids) == wanted
+
+
+async def test_results_stay_readable_when_the_client_says_it_has_them(api: Api) -> None:
+    sampler = await api.sampler()
+    request_id = (await api.sample(sampler, 1))["request_id"]
+    cursor, _ = await gather(api, sampler, 1)
+    first = await api.result(request_id)
+    await api.services.sampling.drain(10)
+    assert request_id in api.services.store._entries
+    await poll(api, sampler, cursor, timeout=0, retrieved_request_ids=[request_id, "unknown"])
+    assert request_id not in api.services.store._entries, "its memory is free"
+    assert (await api.result(request_id)).content == first.content
+    assert tokens(first) == [[0, 1, 2]]
+
+
+async def test_another_tenants_results_cannot_be_dropped(api: Api) -> None:
+    request_id = (await api.sample(await api.sampler(), 1))["request_id"]
+    await api.services.sampling.drain(10)
+    other = {"X-API-Key": "tml-two"}
+    target = {"sampling_session_id": await api.sampler(**other)}
+    body = {"target": target, "timeout": 0, "retrieved_request_ids": [request_id]}
+    assert (await api.post("retrieve_futures", body, **other)).status_code == 200
+    assert request_id in api.services.store._entries
+
+
+async def test_memory_is_what_the_client_has_not_seen_and_nothing_after_its_end(api: Api) -> None:
+    logs = api.services.store.completions
+    sampler, silent = await api.sampler(), await api.sampler()
+    cursor = 0
+    for seq_id in range(50):
+        await api.sample(sampler, seq_id)
+        await api.sample(silent, seq_id)
+        cursor, _ = await gather(api, sampler, 1, cursor)
+    await poll(api, sampler, cursor, timeout=0)
+    assert sum(len(log.ends) for log in logs._logs.values()) == 0
+    assert len(logs) == 1, "nothing is kept for who never asks"
+    await api.finish(sampler)
+    assert len(logs) == 0
+
+
+async def test_end_of_the_session_ends_the_poll(api: Api, upstream: FakeUpstream) -> None:
+    upstream.default = never
+    sampler = await api.sampler()
+    await api.sample(sampler, 1)
+    held = asyncio.create_task(ask(api, sampler))
+    await upstream.until(lambda server: server.busy == 1)
+    await asyncio.sleep(0.02)
+    await api.finish(sampler)
+    for answer in (await asyncio.wait_for(held, 5), await ask(api, sampler)):
+        assert answer.status_code == 404
+        assert answer.json()["field"] == "target.sampling_session_id"
+
+
+@pytest.mark.usefixtures("drain_at_once")
+async def test_end_of_the_process_ends_the_poll(api: Api, upstream: FakeUpstream) -> None:
+    upstream.default = never
+    sampler = await api.sampler()
+    await api.sample(sampler, 1)
+    held = asyncio.create_task(poll(api, sampler, 5))
+    await upstream.until(lambda server: server.busy == 1)
+    await asyncio.sleep(0.02)
+    api.services.store.release_waiters()
+    assert await asyncio.wait_for(held, 5) == (5, [])
+
+
+async def test_samples_of_the_engine_are_told_too_also_those_of_before_a_restart(
+    serve: Serve, database: Database
+) -> None:
+    """Nobody polls for them one by one, so the first poll for all makes the process wait for them."""
+    colocated: dict[str, Any] = {"backend_config": {"trainer.placement.colocate_all": True}}
+    async with serve(**colocated) as api:
+        sampler = await api.sampler()
+        before = (await api.sample(sampler, 1))["request_id"]
+    async with serve(**colocated) as api:
+        cursor, told = await poll(api, sampler, timeout=0)
+        assert told == []
+        during = (await api.sample(sampler, 2))["request_id"]
+        held = asyncio.create_task(gather(api, sampler, 2, cursor))
+        await asyncio.sleep(0.02)
+        done = [settlement(each, Outcome(b"abc", "proto:sample"), time.time()) for each in (before, during)]
+        database.write(lambda c: c.execute(SETTLE, done))
+        await api.services.store.look([before, during])
+        assert set((await asyncio.wait_for(held, 5))[1]) == {before, during}
+    assert database.read(lambda c: c.execute(select(futures.c.status)).scalars().all()) == ["done", "done"]
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+async def test_clients_poll_so_only_where_the_operator_says_so(serve: Serve, wanted: bool) -> None:
+    async with serve(sample_use_retrieve_futures=wanted) as api:
+        flags = (await api.post("client/config", {"sdk_version": "0.38.0"})).json()
+    assert flags["sample_use_retrieve_futures"] is wanted
+    assert flags["sample_join_sampling_session"] is True
+
+
+async def test_copies_are_counted_and_the_count_is_kept(serve: Serve) -> None:
+    async def join(api: Api, sampler: str) -> int:
+        answer = await api.post("join_sampling_session", {"sampling_session_id": sampler})
+        assert answer.json()["type"] == "join_sampling_session"
+        return answer.json()["client_counter"]
+
+    async with serve() as api:
+        sampler, other = await api.sampler(), await api.sampler()
+        assert sorted(await asyncio.gather(*(join(api, sampler) for _ in range(5)))) == [1, 2, 3, 4, 5]
+        assert await join(api, other) == 1
+    async with serve() as api:
+        assert await join(api, sampler) == 6

@@ -1,0 +1,86 @@
+"""Links that need no key: signed with a secret that survives restarts, for one path and a time."""
+
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import pytest
+from starlette.requests import Request
+
+from skyrl.api.signing import SignedUrls
+from skyrl.wire.errors import RequestError
+
+PATH = "/api/v1/downloads/files/s1:train:0/external_weights/a b+ä%2F/x.age"
+
+
+def request_for(url: str) -> Request:
+    """As a server hands it to a route: the path is decoded."""
+    parts = urlsplit(url)
+    scope = {
+        "type": "http",
+        "scheme": parts.scheme,
+        "server": (parts.hostname, parts.port or 80),
+        "path": unquote(parts.path),
+        "root_path": "",
+        "query_string": parts.query.encode(),
+        "headers": [(b"host", parts.netloc.encode())],
+    }
+    return Request(scope)
+
+
+ASKED = request_for("http://skyrl.local:8000/api/v1/sessions")
+
+
+def test_link_is_taken_until_its_time_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    urls = SignedUrls.open(tmp_path)
+    link = urls.sign(ASKED, PATH, 600)
+    assert link.url.startswith("http://skyrl.local:8000/api/v1/downloads/")
+    assert " " not in link.url
+    urls.verify(request_for(link.url))
+    monkeypatch.setattr("skyrl.api.signing.time.time", lambda: link.expires_at - 1)
+    urls.verify(request_for(link.url))
+    monkeypatch.setattr("skyrl.api.signing.time.time", lambda: link.expires_at)
+    with pytest.raises(RequestError, match="expired") as refused:
+        urls.verify(request_for(link.url))
+    assert refused.value.status == 403
+
+
+def test_any_change_breaks_it(tmp_path: Path) -> None:
+    urls = SignedUrls.open(tmp_path)
+    url = urls.sign(ASKED, PATH, 600).url
+    base, _, query = url.partition("?")
+    changed = [
+        url.replace("x.age", "y.age"),
+        url.replace("expires=", "expires=9"),
+        url.replace("signature=", "signature=0"),
+        f"{base}?expires=99999999999",
+        f"{base}?signature=&expires=",
+        base,
+        f"{base}/more?{query}",
+        f"{base}?{query.replace('expires', 'Expires')}",
+    ]
+    for forged in changed:
+        with pytest.raises(RequestError, match="not made by this server") as refused:
+            urls.verify(request_for(forged))
+        assert refused.value.status == 403
+
+
+def test_secret_survives_a_restart_and_is_nobody_elses(tmp_path: Path) -> None:
+    url = SignedUrls.open(tmp_path / "one").sign(ASKED, PATH, 600).url
+    SignedUrls.open(tmp_path / "one").verify(request_for(url))
+    (secret,) = (tmp_path / "one").iterdir()
+    assert stat.S_IMODE(secret.stat().st_mode) == 0o600
+    with pytest.raises(RequestError):
+        SignedUrls.open(tmp_path / "two").verify(request_for(url))
+    secret.write_bytes(b"short")
+    with pytest.raises(ValueError, match="not a secret"):
+        SignedUrls.open(tmp_path / "one")
+
+
+def test_public_url_goes_in_front(tmp_path: Path) -> None:
+    urls = SignedUrls.open(tmp_path, "https://gpu.example/skyrl/")
+    link = urls.sign(ASKED, PATH, 600)
+    assert link.url.startswith("https://gpu.example/skyrl/api/v1/downloads/")
+    urls.verify(request_for(link.url.replace("https://gpu.example/skyrl", "http://127.0.0.1:8000")))

@@ -1,0 +1,405 @@
+"""Checkpoint stores: one suite for the local directory and for S3, then what is particular to each; archives."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import os
+import tarfile
+import threading
+import time
+import urllib.request
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import obstore
+import pytest
+
+from skyrl.config import ConfigError, load_config
+from skyrl.storage import objects
+from skyrl.storage.archive import Member, gzip_size, gzip_stored, tar, tar_size
+from skyrl.storage.base import MANIFEST, CheckpointStore, NotStored, StoreError, manifest_of, sizes_in
+from skyrl.storage.directories import atomic_directory, fetch, id_of, remove, safe_name
+from skyrl.storage.local import LocalStore
+from skyrl.storage.registry import open_store
+
+KEY = f"{safe_name('s1:train:0')}/name-0123"
+LARGE = os.urandom(11 * 2**20 + 7)
+FILES = {"a.bin": b"first", "empty": b"", "large.bin": LARGE}
+
+
+def make(config_store: str | None, options: dict[str, str], state_dir: Path) -> CheckpointStore:
+    return open_store(
+        load_config({"state_dir": state_dir, "checkpoint_store": config_store, "checkpoint_store_options": options})
+    )
+
+
+@pytest.fixture(params=["default", "file", "s3"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> CheckpointStore:
+    if request.param == "default":
+        return make(None, {}, tmp_path)
+    if request.param == "file":
+        return make(f"file://{tmp_path}/a%20store", {}, tmp_path / "state")
+    bucket = request.getfixturevalue("new_bucket")()
+    return make(bucket.url, bucket.options, tmp_path)
+
+
+@pytest.fixture
+def s3(new_bucket: Callable[[], Any], tmp_path: Path) -> objects.ObjectStore:
+    bucket = new_bucket()
+    store = make(bucket.url, bucket.options, tmp_path)
+    assert isinstance(store, objects.ObjectStore)
+    return store
+
+
+def write(store: CheckpointStore, key: str = KEY, files: dict[str, bytes] = FILES) -> None:
+    with store.writing(key) as directory:
+        assert list(directory.iterdir()) == []
+        for name, content in files.items():
+            (directory / name).write_bytes(content)
+
+
+def read(store: CheckpointStore, key: str = KEY) -> dict[str, bytes]:
+    with store.reading(key) as directory:
+        return {file.name: file.read_bytes() for file in directory.iterdir() if file.name != MANIFEST}
+
+
+def keys(store: CheckpointStore) -> list[str]:
+    return sorted(found.key for found in store.stored())
+
+
+def test_what_is_written_is_read_back(store: CheckpointStore, tmp_path: Path) -> None:
+    started = time.time()
+    write(store)
+    assert read(store) == FILES
+    assert store.files(KEY) == {name: len(content) for name, content in FILES.items()}
+    for name, content in FILES.items():
+        pieces = list(store.stream(KEY, name))
+        assert b"".join(pieces) == content
+        assert all(pieces)
+        assert max(map(len, pieces), default=0) < 2**22, "no file is held in memory whole"
+    (found,) = store.stored()
+    assert found.key == KEY
+    assert started - 2 < found.stored_at < time.time() + 2
+    fetch(store, KEY, tmp_path / "here" / "adapter")
+    assert {file.name for file in (tmp_path / "here" / "adapter").iterdir()} == set(FILES)
+
+
+def test_nothing_is_there_before_all_is(store: CheckpointStore) -> None:
+    def write_half() -> None:
+        with store.writing(KEY) as directory:
+            (directory / "a.bin").write_bytes(b"half")
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        write_half()
+    assert store.stored() == []
+    with store.writing(KEY) as directory:
+        (directory / "a.bin").write_bytes(b"x")
+        assert store.stored() == []
+        with pytest.raises(NotStored):
+            store.files(KEY)
+    assert keys(store) == [KEY]
+
+
+def test_another_try_replaces_what_the_first_left(store: CheckpointStore) -> None:
+    write(store)
+    write(store, files={"b.bin": b"second"})
+    assert read(store) == {"b.bin": b"second"}
+
+
+def test_what_is_not_there(store: CheckpointStore, tmp_path: Path) -> None:
+    for act in (
+        lambda: read(store),
+        lambda: store.files(KEY),
+        lambda: store.stream(KEY, "a.bin"),
+        lambda: store.copy(KEY, "x/y"),
+        lambda: fetch(store, KEY, tmp_path / "fetched"),
+    ):
+        with pytest.raises(NotStored):
+            act()
+    assert not (tmp_path / "fetched").exists()
+    assert store.stored() == []
+    store.delete(KEY)
+    write(store)
+    with pytest.raises(NotStored):
+        store.stream(KEY, "c.bin")
+
+
+def test_copy_and_source_die_alone(store: CheckpointStore) -> None:
+    write(store)
+    for number in range(2):
+        store.copy(KEY, f"other/{number}")
+    assert keys(store) == sorted([KEY, "other/0", "other/1"])
+    store.delete(KEY)
+    assert keys(store) == ["other/0", "other/1"]
+    store.delete("other/0")
+    assert read(store, "other/1") == FILES
+    store.delete("other/1")
+    assert store.stored() == []
+
+
+def test_keys_that_begin_alike_are_different(store: CheckpointStore) -> None:
+    for key in ("m/a", "m/a-1", "mm/a"):
+        write(store, key, {"f": key.encode()})
+    store.delete("m/a")
+    assert keys(store) == ["m/a-1", "mm/a"]
+    assert read(store, "m/a-1") == {"f": b"m/a-1"}
+
+
+def test_names_of_any_kind(store: CheckpointStore) -> None:
+    key = f"{safe_name('s/1:train:0 ä%')}/{safe_name('n' * 180)}"
+    write(store, key, {"adapter_model.safetensors.age": b"x"})
+    assert keys(store) == [key]
+    assert read(store, key) == {"adapter_model.safetensors.age": b"x"}
+
+
+def test_store_belongs_to_who_claimed_it_first(store: CheckpointStore) -> None:
+    assert store.claim("one") == "one"
+    assert store.claim("two") == "one"
+    assert store.claim("one") == "one"
+    assert store.stored() == []
+
+
+def test_leftovers_go_and_whole_ones_stay(store: CheckpointStore) -> None:
+    write(store)
+    writing = store.writing("left/behind")
+    directory = writing.__enter__()
+    (directory / "a.bin").write_bytes(b"half")
+    store.remove_leftovers(time.time() - 60)
+    assert (directory / "a.bin").exists(), "it may still be written to"
+    store.remove_leftovers(time.time() + 60)
+    assert not directory.exists()
+    assert keys(store) == [KEY]
+    with suppress(Exception):
+        writing.__exit__(None, None, None)
+
+
+def test_several_fetch_the_same_at_once(store: CheckpointStore, tmp_path: Path) -> None:
+    write(store)
+    failures: list[Exception] = []
+
+    def run() -> None:
+        try:
+            fetch(store, KEY, tmp_path / "fetched")
+        except Exception as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=run) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    assert {file.name: file.read_bytes() for file in (tmp_path / "fetched").iterdir()} == FILES
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".tmp-")] == []
+
+
+def test_manifest_says_what_is_there() -> None:
+    assert sizes_in(manifest_of({"b": 2, "a": 0})) == {"a": 0, "b": 2}
+    for other in (b"", b"[]", b'{"files": ["a"]}', b'{"files": {"a": "1"}}'):
+        with pytest.raises((ValueError, TypeError)):
+            sizes_in(other)
+
+
+# The local directory
+
+
+def test_local_copies_share_their_bytes(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    write(store)
+    store.copy(KEY, "other/1")
+    assert (tmp_path / "other" / "1" / "large.bin").stat().st_nlink == 2
+    assert store.sign(KEY, 60) is None
+
+
+def test_local_directories_of_the_version_before_are_read(tmp_path: Path) -> None:
+    (tmp_path / KEY).mkdir(parents=True)
+    (tmp_path / KEY / "state.json").write_text("{}")
+    store = LocalStore(tmp_path)
+    assert read(store) == {"state.json": b"{}"}
+    assert keys(store) == [KEY]
+
+
+def test_directory_is_whole_or_not_there(tmp_path: Path) -> None:
+    target = tmp_path / "parent" / "target"
+
+    def write_half() -> None:
+        with atomic_directory(target) as scratch:
+            (scratch / "half").write_text("x")
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        write_half()
+    assert list(target.parent.iterdir()) == []
+    with atomic_directory(target) as scratch:
+        (scratch / "file").write_text("x")
+        assert not target.exists()
+        os.utime(scratch, (0, 0))  # as if the files had taken long to write
+    assert {file.name: file.read_bytes() for file in target.iterdir()} == {"file": b"x"}
+    assert target.stat().st_mtime > time.time() - 60, "the sweep counts its age from here"
+    assert [path.name for path in target.parent.iterdir()] == ["target"]
+    remove(target)
+    remove(target)
+    assert list(target.parent.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["s1:train:0", "a/../b", "100%=1", "ä\n", "x@2"])
+def test_any_id_becomes_a_file_name_and_back(name: str) -> None:
+    assert id_of(safe_name(name)) == name
+    assert not set(safe_name(name)) & set("/%\n: ")
+
+
+# The object store
+
+
+def objects_in(store: objects.ObjectStore) -> list[str]:
+    return sorted(str(item["path"]) for batch in obstore.list(store._store) for item in batch)
+
+
+def test_manifest_is_written_last_and_deleted_first(s3: objects.ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed between any two requests, an upload or a deletion leaves nothing that looks whole."""
+    put, delete, died = obstore.put, obstore.delete, ConnectionError("killed")
+    for allowed in range(len(FILES) + 1):
+        left = iter(range(allowed))
+
+        def put_some(*arguments: Any, left: Any = left, **options: Any) -> Any:
+            if next(left, None) is None:
+                raise died
+            return put(*arguments, **options)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(obstore, "put", put_some)
+            with pytest.raises(StoreError, match="killed"):
+                write(s3)
+        assert len(objects_in(s3)) == allowed
+        assert s3.stored() == []
+        with pytest.raises(NotStored):
+            s3.files(KEY)
+    write(s3)
+
+    def delete_once(*arguments: Any) -> None:
+        delete(*arguments)
+        raise died
+
+    with monkeypatch.context() as patch:
+        patch.setattr(obstore, "delete", delete_once)
+        with pytest.raises(StoreError):
+            s3.delete(KEY)
+    assert s3.stored() == []
+    s3.delete(KEY)
+    assert objects_in(s3) == []
+
+
+def test_crashed_upload_is_swept_and_a_slow_one_is_not(
+    s3: objects.ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(s3)
+    obstore.put(s3._store, "crashed/upload/a.bin", b"x")
+    s3.remove_leftovers(time.time() + 60)
+    assert "crashed/upload/a.bin" in objects_in(s3), "it may still be running"
+    monkeypatch.setattr(objects, "UPLOAD_S", -60.0)
+    s3.remove_leftovers(time.time() + 60)
+    assert not any(path.startswith("crashed/") for path in objects_in(s3))
+    assert read(s3) == FILES
+
+
+def test_damaged_download_is_noticed(s3: objects.ObjectStore) -> None:
+    write(s3)
+    obstore.put(s3._store, f"{KEY}/large.bin", LARGE[:-1])
+    with pytest.raises(StoreError, match=r"large\.bin has .* bytes, not"):
+        read(s3)
+
+
+def test_signed_urls_need_no_credentials_and_end(s3: objects.ObjectStore) -> None:
+    write(s3)
+    urls = s3.sign(KEY, 60)
+    assert urls is not None
+    assert urls.keys() == FILES.keys()
+    for name, url in urls.items():
+        assert "X-Amz-Expires=60" in url
+        with urllib.request.urlopen(url) as answer:
+            assert answer.read() == FILES[name]
+    with pytest.raises(NotStored):
+        s3.sign("no/thing", 60)
+
+
+def test_store_that_is_away_says_so(new_bucket: Callable[[], Any], tmp_path: Path) -> None:
+    bucket = new_bucket()
+    store = make("s3://no-such-bucket/x", bucket.options, tmp_path)
+    with pytest.raises(StoreError, match=r"(?i)NoSuchBucket|not found") as raised:
+        write(store)
+    assert "\n" not in str(raised.value)
+    assert list((tmp_path / "scratch").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"checkpoint_store": "/a/directory"}, "checkpoint_store: '/a/directory' is not file:///directory or one of"),
+        ({"checkpoint_store": "ftp://host/x"}, "checkpoint_store: 'ftp://host/x' is not"),
+        ({"checkpoint_store": "s3://"}, "checkpoint_store: 's3://' is not"),
+        ({"checkpoint_store": "file://relative"}, "checkpoint_store: 'file://relative' is not"),
+        (
+            {"checkpoint_store": "s3://bucket/x", "checkpoint_store_options": {"regoin": "x"}},
+            "checkpoint_store: Configuration key: 'regoin' is not valid",
+        ),
+    ],
+)
+def test_stores_that_cannot_be(tmp_path: Path, given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        open_store(load_config({"state_dir": tmp_path, **given}))
+    assert str(raised.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("url", "options"),
+    [
+        ("gs://bucket/prefix", {}),
+        ("az://container/prefix", {"account_name": "account", "account_key": "a2V5"}),
+    ],
+)
+def test_other_object_stores_are_configuration(tmp_path: Path, url: str, options: dict[str, str]) -> None:
+    assert isinstance(make(url, options, tmp_path), objects.ObjectStore)
+
+
+# Archives
+
+
+def archived(files: dict[str, bytes], cut: int = 1000) -> list[bytes]:
+    def pieces(content: bytes) -> list[bytes]:
+        return [content[start : start + cut] for start in range(0, len(content), cut)]
+
+    return list(tar([Member(name, len(content), pieces(content)) for name, content in files.items()], 1_700_000_000.9))
+
+
+def unpacked(archive: bytes) -> dict[str, bytes]:
+    with tarfile.open(fileobj=io.BytesIO(archive)) as opened:
+        assert all(member.isfile() and member.mtime == 1_700_000_000 for member in opened.getmembers())
+        files = {name: opened.extractfile(name) for name in opened.getnames()}
+        return {name: file.read() for name, file in files.items() if file is not None}
+
+
+@pytest.mark.parametrize("sizes", [[], [0], [1], [511, 512, 513], [65_535], [65_536, 3], [2**20 + 1]])
+def test_archives_hold_the_files_and_have_the_size_that_was_said(sizes: list[int]) -> None:
+    files = {f"file-{number}": os.urandom(size) for number, size in enumerate(sizes)}
+    archive = b"".join(archived(files))
+    assert len(archive) == tar_size(sizes)
+    assert unpacked(archive) == files
+    compressed = b"".join(gzip_stored(archived(files)))
+    assert len(compressed) == gzip_size(len(archive))
+    assert gzip.decompress(compressed) == archive
+    assert unpacked(compressed) == files
+
+
+def test_stored_blocks_do_not_depend_on_how_the_pieces_are_cut() -> None:
+    files = {"file": os.urandom(300_000)}
+    assert len({b"".join(gzip_stored(archived(files, cut))) for cut in (7_000, 65_535, 200_000)}) == 1
+
+
+@pytest.mark.parametrize("content", [b"short", b"longer than said"])
+def test_archive_of_a_file_that_has_changed_breaks_off(content: bytes) -> None:
+    with pytest.raises(ValueError, match="file has .* bytes, not 10"):
+        list(tar([Member("file", 10, [content])], 0.0))
