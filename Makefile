@@ -62,6 +62,10 @@ bench: setup
 lock: $(VENV)/bin/uv
 	$(UV) pip compile --quiet --universal --python-version 3.11 $(TORCH) --override requirements/overrides.txt \
 	  --no-emit-package skyrl --no-header requirements/cpu.in -o requirements/cpu.txt
+	$(UV) pip compile --quiet --universal --python-version 3.11 $(TORCH) --override requirements/cookbook-overrides.txt \
+	  --no-header requirements/cookbook.in -o requirements/cookbook.txt
+	for file in requirements/sdk/*.txt; do name=$${file##*/tinker-}; echo "tinker==$${name%.txt}" \
+	  | $(UV) pip compile --quiet --universal --python-version 3.11 --no-header - -o $$file; done
 
 proto: setup
 	$(PY) -m grpc_tools.protoc -I skyrl/wire --python_out=skyrl/wire --pyi_out=skyrl/wire skyrl/wire/tinker.proto

@@ -1,0 +1,59 @@
+"""The cookbook's environment and workspace, made once, and the outcomes that every recipe shares."""
+
+from __future__ import annotations
+
+import pytest
+import tinker
+
+from skyrl.demo.server import DemoServer
+from tests.environments import ROOT, environment
+
+from .workspace import KEY, Run, Workspace
+
+
+@pytest.fixture(scope="session")
+def workspace(server: DemoServer, tmp_path_factory: pytest.TempPathFactory) -> Workspace:
+    python = environment(ROOT / "requirements" / "cookbook.txt")
+    return Workspace(tmp_path_factory.mktemp("cookbook"), python, server.url)
+
+
+@pytest.fixture(scope="session")
+def rolling(workspace: Workspace) -> Run:
+    """Four steps of supervised training with periodic (at 2), rolling (at 1 and 3) and final checkpoints."""
+    cadence = ("save_every=2", "rolling_save_every=1", "rolling_ttl_seconds=3600", "max_steps=4")
+    return workspace.run("chat_sl.train", "rolling", *CHATS, *cadence)
+
+
+@pytest.fixture
+def stored(server: DemoServer) -> Stored:
+    return Stored(server)
+
+
+class Stored:
+    """What the server says it keeps."""
+
+    def __init__(self, server: DemoServer) -> None:
+        self._client = tinker.RestClient(base_url=server.url, api_key=KEY)
+
+    def paths(self, run: Run) -> set[str]:
+        """The checkpoints of the run's last model."""
+        return {checkpoint.tinker_path for checkpoint in self.of(run.training_run)}
+
+    def of(self, training_run: str) -> list[tinker.Checkpoint]:
+        return self._client.list_checkpoints(training_run).result().checkpoints
+
+    def everything(self) -> list[tinker.Checkpoint]:
+        """All checkpoints of the recipes' key."""
+        return self._client.list_user_checkpoints(limit=1000).result().checkpoints
+
+
+CHATS = ("dataset=chats.jsonl", "batch_size=4", "max_length=256", "learning_rate=1e-2")
+
+
+def assert_final_is_kept(run: Run, stored: Stored) -> None:
+    """The run's last row is its final checkpoint; the server has its state and its sampler's weights, for good."""
+    final = run.checkpoints[-1]
+    assert final["name"] == "final"
+    kept = {checkpoint.tinker_path: checkpoint.expires_at for checkpoint in stored.of(run.training_run)}
+    assert kept[final["state_path"]] is None
+    assert kept[final["sampler_path"]] is None

@@ -1,0 +1,135 @@
+"""A directory in which tinker-cookbook's recipes run without network, and what a run leaves behind.
+
+The recipes are the cookbook's own, unmodified, each in a process of its own. This file does not know what any of them
+is expected to do.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from skyrl.supervision import dies_with_parent
+from skyrl.tiny import model_path
+
+from ..conftest import ALIAS
+
+KEY = "tml-cookbook"
+TIME_BOUND_S = 150.0
+QUESTIONS = ["How are you?", "Where is the fox?", "What does the owl do?", "Is it cold today?"]
+PLACES = ["river", "mill", "bridge", "garden"]
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a recipe wrote. `path` is its log directory."""
+
+    path: Path
+
+    @property
+    def log(self) -> str:
+        return self.path.with_suffix(".log").read_text()
+
+    def column(self, metric: str) -> list[Any]:
+        """The metric's values in the order they were written, from the rows that have it."""
+        return [row[metric] for row in _rows(self.path / "metrics.jsonl") if metric in row]
+
+    @property
+    def checkpoints(self) -> list[dict[str, Any]]:
+        """The recipe's own record of its checkpoints, oldest first; empty before the first."""
+        return list(_rows(self.path / "checkpoints.jsonl"))
+
+    @property
+    def training_run(self) -> str:
+        """The server's id of the last model that the recipe trained."""
+        return str(self.checkpoints[-1]["state_path"]).split("/")[2]
+
+
+class Workspace:
+    """Model and data sets in relative directories named like their hub ids: the cookbook looks there first."""
+
+    def __init__(self, root: Path, python: Path, url: str) -> None:
+        self.root = root
+        self._python = python
+        self._env = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"} | {
+            "TINKER_BASE_URL": url,
+            "TINKER_API_KEY": KEY,
+            "HF_HOME": str(root / "huggingface"),
+            "HF_HUB_OFFLINE": "1",
+            "HF_DATASETS_OFFLINE": "1",
+            "WANDB_MODE": "disabled",
+            "OMP_NUM_THREADS": "1",
+        }
+        shutil.copytree(model_path(), root / ALIAS)
+        chats, preferences = [], []
+        for question in QUESTIONS:
+            for place in PLACES:
+                good, bad = f"The old fox watches the {place}.", f"I will not talk about the {place}."
+                turns = [{"role": "user", "content": question}, {"role": "assistant", "content": good}]
+                chats.append({"messages": turns})
+                asked = f"\n\nHuman: {question}\n\nAssistant: "
+                preferences.append({"chosen": asked + good, "rejected": asked + bad})
+        _write(root / "chats.jsonl", chats * 16)
+        for split in ("train", "test"):
+            _write(root / "Anthropic" / "hh-rlhf" / f"{split}.jsonl", preferences)
+
+    def start(self, recipe: str, name: str, *options: str) -> tuple[Run, subprocess.Popen[bytes]]:
+        """The recipe's process; it logs to `runs/<name>`, and what it says goes to `runs/<name>.log`."""
+        run = Run(self.root / "runs" / name)
+        run.path.parent.mkdir(exist_ok=True)
+        fixed = (f"model_name={ALIAS}", f"log_path={run.path}")
+        command = [str(self._python), "-m", f"tinker_cookbook.recipes.{recipe}", *fixed, *options]
+        with run.path.with_suffix(".log").open("ab") as log:
+            process = subprocess.Popen(
+                dies_with_parent(command), cwd=self.root, env=self._env, stdout=log, stderr=subprocess.STDOUT
+            )
+        return run, process
+
+    def run(self, recipe: str, name: str, *options: str, fails: bool = False) -> Run:
+        """The recipe from beginning to end. AssertionError unless it ended well (or, with `fails`, badly), in time."""
+        run, process = self.start(recipe, name, *options)
+        try:
+            code = process.wait(TIME_BOUND_S)
+        finally:
+            process.kill()
+        assert (code != 0) == fails, run.log[-3000:]
+        return run
+
+    def script(self, code: str, *arguments: str) -> None:
+        """Python in the cookbook's environment. AssertionError unless it ended well."""
+        command = dies_with_parent([str(self._python), "-c", code, *arguments])
+        done = subprocess.run(
+            command, cwd=self.root, env=self._env, capture_output=True, text=True, timeout=TIME_BOUND_S, check=False
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+
+
+def kill_after_checkpoint(run: Run, process: subprocess.Popen[bytes]) -> None:
+    """SIGKILL as soon as the run has saved a checkpoint."""
+    deadline = time.monotonic() + TIME_BOUND_S
+    try:
+        while not run.checkpoints:
+            assert process.poll() is None, run.log[-3000:]
+            assert time.monotonic() < deadline, run.log[-3000:]
+            time.sleep(0.02)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _rows(path: Path) -> Iterator[dict[str, Any]]:
+    """The file's whole lines: the writer may be in the middle of one."""
+    text = path.read_text() if path.is_file() else ""
+    return (json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines())
+
+
+def _write(path: Path, rows: list[dict[str, Any]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
