@@ -1,0 +1,251 @@
+"""A reverse proxy on loopback that misbehaves as told, between an unmodified client and a real server.
+
+Knows paths, statuses and bytes; deliberately nothing of what they mean. A fault is planned for the next request of a
+path, is used up by it, and every request is recorded, with what the server said and what the client heard.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import Any, Self, TypeVar
+
+import aiohttp
+from aiohttp import web
+from multidict import CIMultiDict
+from yarl import URL
+
+WAIT_S = 60.0
+_HOP_BY_HOP = {"host", "connection", "keep-alive", "transfer-encoding", "content-length", "content-encoding"}
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a server said, or what the client shall hear."""
+
+    status: int
+    body: bytes = b""
+    headers: CIMultiDict[str] = field(default_factory=CIMultiDict)
+
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+
+@dataclass
+class Call:
+    """One request of the client. `answers` are the server's, in order; `told` is the status the client heard, None
+    when it heard nothing (yet)."""
+
+    method: str
+    target: str
+    """Path and query as they were sent."""
+    body: bytes
+    headers: CIMultiDict[str]
+    _send: Callable[[Call], Awaitable[Answer]]
+    answers: list[Answer] = field(default_factory=list)
+    told: int | None = None
+
+    @property
+    def path(self) -> str:
+        return self.target.partition("?")[0]
+
+    @property
+    def digest(self) -> str:
+        return hashlib.sha256(self.body).hexdigest()
+
+    async def forward(self) -> Answer:
+        """Send it to the server (again)."""
+        answer = await self._send(self)
+        self.answers.append(answer)
+        return answer
+
+
+Fault = Callable[[Call], Awaitable[Answer | None]]
+"""Does something with a call; None closes the client's connection without a word."""
+
+
+async def lost_response(call: Call) -> None:
+    """The server does it, the client never hears of it."""
+    await call.forward()
+
+
+async def lost_request(_: Call) -> None:
+    """The connection breaks before the server has heard anything."""
+
+
+async def twice(call: Call) -> Answer:
+    """The network sends it twice at the same moment; the client hears the second answer."""
+    return (await asyncio.gather(call.forward(), call.forward()))[1]
+
+
+def answer(status: int, body: Any = None, **headers: str) -> Fault:
+    """The server never hears of it, the client is told this. Underscores in header names are dashes."""
+    text = b"" if body is None else json.dumps(body).encode()
+    named = {name.replace("_", "-"): value for name, value in headers.items()}
+
+    async def fault(_: Call) -> Answer:
+        return Answer(status, text, CIMultiDict({"Content-Type": "application/json"} | named))
+
+    return fault
+
+
+def busy(status: int, **headers: str) -> Fault:
+    """`answer` with a body like the server's own."""
+    return answer(status, {"detail": f"{status} on purpose", "field": None}, **headers)
+
+
+def edited(change: Callable[[Any], Any]) -> Fault:
+    """The server's JSON answer, changed on its way."""
+
+    async def fault(call: Call) -> Answer:
+        original = await call.forward()
+        return Answer(original.status, json.dumps(change(original.json())).encode(), original.headers)
+
+    return fault
+
+
+def late(seconds: float) -> Fault:
+    async def fault(call: Call) -> Answer:
+        await asyncio.sleep(seconds)
+        return await call.forward()
+
+    return fault
+
+
+class Gate:
+    """Holds calls until the test opens it, from its own thread."""
+
+    def __init__(self) -> None:
+        self._open = threading.Event()
+        self._reached = threading.Event()
+
+    async def hold(self, call: Call) -> Answer:
+        await self.swallow(call)
+        return await call.forward()
+
+    async def swallow(self, _: Call) -> None:
+        """Held like the others, and then never sent."""
+        self._reached.set()
+        await asyncio.to_thread(self._open.wait, WAIT_S)
+
+    def open(self) -> None:
+        self._open.set()
+
+    def wait_reached(self) -> None:
+        assert self._reached.wait(WAIT_S), "no call came to the gate"
+
+
+def _travels(header: str) -> bool:
+    return header.lower() not in _HOP_BY_HOP
+
+
+class FaultProxy:
+    """Runs in a thread of its own while it is entered. Slow drips: `drip_bytes` of a body at a time, 2 ms apart."""
+
+    def __init__(self, upstream: str) -> None:
+        self.drip_bytes = 0
+        self.calls: list[Call] = []
+        self.url = ""
+        self._upstream = upstream
+        self._plans: dict[str, deque[Fault]] = defaultdict(deque)
+        self._standing: dict[str, Fault] = {}
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="fault-proxy", daemon=True)
+
+    def plan(self, path: str, *faults: Fault) -> None:
+        """The next requests whose path ends with `path` get these, in order, one each."""
+        self._plans[path].extend(faults)
+
+    def always(self, path: str, fault: Fault) -> None:
+        """Every request whose path ends with `path` and for which nothing else is planned."""
+        self._standing[path] = fault
+
+    def seen(self, path: str) -> list[Call]:
+        """Requests so far whose path ends with `path`, in order of arrival."""
+        return [call for call in self.calls if call.path.endswith(path)]
+
+    def unused(self) -> list[str]:
+        """Paths whose planned faults have not all happened: a test that left some tested nothing."""
+        return [path for path, faults in self._plans.items() if faults]
+
+    def wait_for(self, condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + WAIT_S
+        while not condition():
+            assert time.monotonic() < deadline, "the client did not send it in time"
+            time.sleep(0.005)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        self._run(self._start())
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._run(self._stop())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(WAIT_S)
+
+    async def _start(self) -> None:
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(), auto_decompress=False
+        )
+        app = web.Application(client_max_size=2**30)
+        app.router.add_route("*", "/{path:.*}", self._handle)
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.2)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", 0)
+        await site.start()
+        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+
+    async def _stop(self) -> None:
+        await self._runner.cleanup()
+        await self._session.close()
+
+    async def _handle(self, request: web.Request) -> web.StreamResponse:
+        headers = CIMultiDict((name, value) for name, value in request.headers.items() if _travels(name))
+        call = Call(request.method, request.raw_path, await request.read(), headers, self._send)
+        self.calls.append(call)
+        try:
+            told = await self._fault_for(call.path)(call)
+        except aiohttp.ClientConnectionError:
+            told = None  # the server has hung up, and so do we
+        if told is None:
+            if request.transport is not None:
+                request.transport.abort()
+            return web.Response()
+        call.told = told.status
+        response = web.StreamResponse(status=told.status, headers=told.headers)
+        response.content_length = len(told.body)
+        await response.prepare(request)
+        step = self.drip_bytes or max(len(told.body), 1)
+        for start in range(0, len(told.body), step):
+            await response.write(told.body[start : start + step])
+            if self.drip_bytes:
+                await asyncio.sleep(0.002)
+        await response.write_eof()
+        return response
+
+    def _fault_for(self, path: str) -> Fault:
+        for suffix, faults in self._plans.items():
+            if faults and path.endswith(suffix):
+                return faults.popleft()
+        for suffix, fault in self._standing.items():
+            if path.endswith(suffix):
+                return fault
+        return Call.forward
+
+    async def _send(self, call: Call) -> Answer:
+        url = URL(self._upstream + call.target, encoded=True)
+        async with self._session.request(call.method, url, data=call.body, headers=call.headers) as response:
+            kept = CIMultiDict((name, value) for name, value in response.headers.items() if _travels(name))
+            return Answer(response.status, await response.read(), kept)

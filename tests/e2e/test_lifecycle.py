@@ -1,0 +1,309 @@
+"""How clients leave: by finishing, by falling silent, by SIGKILL between two chunks. What they held is taken back, from
+the database, the trainer and vLLM, and whoever stays notices nothing.
+
+A server of its own, whose sessions expire after 20 s of silence (the SDK beats every 10 s) and which holds 24 samples
+at most. All clients come at the start, so that the tests wait for their ends together; they run in the order of this
+file.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+import tinker
+from tinker import types
+
+from skyrl.demo.server import DemoServer
+
+from .conftest import cross_entropy, database, greedy, train
+from .fault_proxy import Call, FaultProxy, Gate, busy, edited
+
+pytestmark = pytest.mark.vllm
+
+TIMEOUT_S = 20
+MAX_PENDING = 24
+ENDED_S = TIMEOUT_S + 15.0
+"""Until a silent session is over: looked for every 5 s, and the engine takes back what it held."""
+KEY, OTHER_KEY = "tml-leaving", "tml-staying"
+PROMPT = [5, 6, 7, 8]
+DATA = [cross_entropy([20 + step for step in range(9)])]
+
+
+def until(condition: Callable[[], bool], within_s: float) -> None:
+    deadline = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline, "did not come true in time"
+        time.sleep(0.1)
+
+
+@dataclass
+class Holder:
+    """A client's session with one model, trained a little, and one unnamed save for sampling."""
+
+    session: str
+    model: str
+
+    @property
+    def adapter(self) -> str:
+        """The name vLLM knows the save by."""
+        return f"{self.model}@1"
+
+    def files(self, server: DemoServer) -> list[Path]:
+        """The directory of the save, while there is one."""
+        return list((server.state_dir / "adapters").glob(f"{self.model.replace(':', '*')}/v000001"))
+
+
+class Somebody(Holder):
+    """A client in this process."""
+
+    def __init__(self, url: str, key: str) -> None:
+        self.client = tinker.ServiceClient(base_url=url, api_key=key)
+        self.trainer = self.client.create_lora_training_client(base_model="tiny", rank=4, seed=7).result()
+        train(self.trainer, DATA, 1, 1e-3)
+        self.sampler = self.trainer.save_weights_and_get_sampling_client().result()
+        self.said = greedy(self.sampler, PROMPT, 4)
+        super().__init__(self.client.holder.get_session_id(), self.trainer.model_id)
+
+
+def victim(url: str, told: Connection) -> None:
+    """A client in a process of its own, which is killed in its second pass."""
+    client = tinker.ServiceClient(base_url=url, api_key=KEY)
+    trainer = client.create_lora_training_client(base_model="tiny", rank=4, seed=7).result()
+    train(trainer, DATA, 1, 1e-3)
+    greedy(trainer.save_weights_and_get_sampling_client().result(), PROMPT, 4)
+    told.send((client.holder.get_session_id(), trainer.model_id))
+    passed = trainer.forward_backward(DATA * 6, "cross_entropy")
+    trainer.optim_step(types.AdamParams()).result()
+    passed.result()
+
+
+class Steady:
+    """Another tenant, who trains from the first moment to the last."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._stop = threading.Event()
+        self._pool = ThreadPoolExecutor(1)
+        self._losses: Future[list[float]] = self._pool.submit(self._train)
+
+    def _train(self) -> list[float]:
+        losses: list[float] = []
+        with tinker.ServiceClient(base_url=self._url, api_key=OTHER_KEY) as client:
+            trainer = client.create_lora_training_client(base_model="tiny", rank=4, seed=9).result()
+            while not self._stop.is_set():
+                losses += train(trainer, DATA, 2, 1e-3)
+                time.sleep(0.4)
+        return losses
+
+    def stop(self) -> list[float]:
+        """The losses of all its steps."""
+        self._stop.set()
+        return self._losses.result()
+
+    def twin(self, steps: int) -> list[float]:
+        """The losses of one who does the same alone."""
+        with tinker.ServiceClient(base_url=self._url, api_key=OTHER_KEY) as client:
+            trainer = client.create_lora_training_client(base_model="tiny", rank=4, seed=9).result()
+            return train(trainer, DATA, steps, 1e-3)
+
+
+@dataclass
+class World:
+    server: DemoServer
+    http: httpx.Client
+    steady: Steady
+    idle: Somebody
+    finished: Somebody
+    waiting: str
+    """A command of the finished one, which waited for a number that never came."""
+    silent: Somebody
+    killed: Holder
+
+    def ask(self, query: str, *values: Any) -> list[Any]:
+        """Rows of the database; a row of one column is its value."""
+        with sqlite3.connect(database(self.server)) as connection:
+            found = connection.execute(query, values).fetchall()
+        return [row[0] if len(row) == 1 else row for row in found]
+
+    def status(self, who: Holder) -> str:
+        return self.ask("select status from sessions where id = ?", who.session)[0]
+
+    def in_vllm(self) -> set[str]:
+        """Names of the adapters that vLLM has loaded."""
+        family = psutil.Process(self.server.pid).children(recursive=True)
+        vllm = next(process for process in family if "vllm.entrypoints.openai.api_server" in process.cmdline())
+        port = vllm.cmdline()[vllm.cmdline().index("--port") + 1]
+        headers = {"Authorization": f"Bearer {vllm.environ()['VLLM_API_KEY']}"}
+        models = httpx.get(f"http://127.0.0.1:{port}/v1/models", headers=headers, trust_env=False).json()
+        return {model["id"] for model in models["data"]}
+
+    def post(self, path: str, **body: Any) -> httpx.Response:
+        return self.http.post(path, json=body)
+
+    def result(self, request_id: str) -> dict[str, Any]:
+        answer = self.post("retrieve_future", request_id=request_id)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+
+def make_old(server: DemoServer, who: Holder) -> None:
+    """The sweeper leaves young directories alone."""
+    (directory,) = who.files(server)
+    os.utime(directory, (time.time() - 60, time.time() - 60))
+
+
+def kill_between_chunks(server: DemoServer) -> Holder:
+    """The later chunks of a pass are with the server, the first one never comes."""
+    gate = Gate()
+    with FaultProxy(server.url) as proxy:
+        proxy.always("/client/config", edited(lambda config: config | {"fwdbwd_max_chunk_len": 2}))
+        proxy.plan("/forward_backward", Call.forward, Call.forward, Call.forward, gate.swallow)
+        ours, theirs = multiprocessing.Pipe()
+        process = multiprocessing.get_context("spawn").Process(target=victim, args=(proxy.url, theirs))
+        process.start()
+        try:
+            assert ours.poll(60), "the client does not come up"
+            holder = Holder(*ours.recv())
+            gate.wait_reached()
+        finally:
+            process.kill()
+            process.join()
+            process.close()
+            ours.close()
+            theirs.close()
+        gate.open()
+    return holder
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    directory = tmp_path_factory.mktemp("lifecycle")
+    config = directory / "skyrl.toml"
+    config.write_text(f"max_pending_samples = {MAX_PENDING}\n")
+    server = DemoServer(directory, "--config", str(config), "--session-timeout-s", str(TIMEOUT_S))
+    with ExitStack() as stack:
+        stack.callback(server.stop)
+        server.start()
+        server.wait_ready()
+        http = stack.enter_context(
+            httpx.Client(base_url=f"{server.url}/api/v1/", headers={"X-API-Key": KEY}, timeout=60, trust_env=False)
+        )
+        mute = stack.enter_context(FaultProxy(server.url))
+        mute.always("/session_heartbeat", busy(503))
+        steady = Steady(server.url)
+        stack.callback(steady.stop)
+        silent, idle, finished = (Somebody(url, KEY) for url in (mute.url, server.url, server.url))
+        for who in (silent, idle):
+            stack.callback(lambda who=who: who.client.close("success").result())
+        make_old(server, finished)
+        body = {"model_id": finished.model, "seq_id": 99}
+        waiting = http.post("optim_step", json=body).json()["request_id"]
+        finished.client.close("success", "all done").result()
+        killed = kill_between_chunks(server)
+        make_old(server, killed)
+        yield World(server, http, steady, idle, finished, waiting, silent, killed)
+
+
+def test_a_finished_session_is_over_at_once(world: World) -> None:
+    gone = world.finished
+    beat = world.post("session_heartbeat", session_id=gone.session)
+    assert (beat.status_code, beat.json()["field"]) == (410, "session_id"), "the SDK stops beating"
+    for path, more in (
+        ("create_model", {"model_seq_id": 1, "base_model": "tiny"}),
+        ("create_sampling_session", {"sampling_session_seq_id": 5, "base_model": "tiny"}),
+    ):
+        assert world.post(path, session_id=gone.session, **more).status_code == 410
+    sample = {"prompt": {"chunks": [{"tokens": PROMPT}]}, "sampling_params": {"max_tokens": 1}, "seq_id": 9}
+    sampler = world.ask("select id from sampling_sessions where session_id = ?", gone.session)[0]
+    assert world.post("asample", sampling_session_id=sampler, **sample).status_code == 404
+    until(lambda: world.ask("select status from models where id = ?", gone.model) == ["closed"], 10)
+    assert world.result(world.waiting) == {"error": "the session has ended", "category": "user"}
+    late = world.post("optim_step", model_id=gone.model, seq_id=4)
+    assert "not there any more" in world.result(late.json()["request_id"])["error"]
+
+
+def test_the_first_reason_wins(world: World) -> None:
+    again = world.post(f"sessions/{world.finished.session}/finish", reason={"type": "errored"}, detail="no, badly")
+    assert again.status_code == 200
+    query = "select status, finish_reason, finish_detail from sessions where id = ?"
+    assert world.ask(query, world.finished.session) == [("finished", "success", "all done")]
+
+
+def test_samples_beyond_the_bound_are_told_to_wait_and_all_finish(world: World) -> None:
+    """The SDK meets a server that is really full: a 429 has recorded nothing, and every sample is there once."""
+    params = types.SamplingParams(max_tokens=2, stop=[])
+    with FaultProxy(world.server.url) as proxy, tinker.ServiceClient(base_url=proxy.url, api_key=KEY) as client:
+        sampler = client.create_sampling_client(base_model="tiny").result()
+        samples = [sampler.sample(types.ModelInput.from_ints(PROMPT), 1, params) for _ in range(200)]
+        assert all(len(sample.result().sequences[0].tokens) == 2 for sample in samples)
+        refused = [call.answers[0] for call in proxy.seen("/asample") if call.told == 429]
+        numbers = world.ask(
+            "select sample_seq_id from futures where session_id = ? order by 1", client.holder.get_session_id()
+        )
+    assert numbers == list(range(200))
+    assert refused, "the bound was not met"
+    assert all(answer.headers["Retry-After"] and answer.json()["detail"] for answer in refused)
+
+
+def test_a_silent_session_expires_and_one_that_beats_does_not(world: World) -> None:
+    until(lambda: world.status(world.silent) == world.status(world.killed) == "expired", ENDED_S)
+    (age,) = world.ask("select ? - created_at from sessions where id = ?", time.time(), world.idle.session)
+    assert age > TIMEOUT_S
+    assert world.status(world.idle) == "active"
+    beat = world.post("session_heartbeat", session_id=world.silent.session)
+    assert beat.status_code == 410
+    # Its owner comes back and is told, whatever it tries.
+    gone = world.silent
+    until(lambda: world.ask("select status from models where id = ?", gone.model) == ["closed"], 10)
+    with pytest.raises(tinker.RequestFailedError, match="not there any more"):
+        gone.trainer.optim_step(types.AdamParams()).result()
+    with pytest.raises(tinker.NotFoundError, match="sampling_session_id"):
+        greedy(gone.sampler, PROMPT, 1)
+    with pytest.raises(tinker.APIStatusError, match="expired") as refused:
+        gone.client.create_lora_training_client(base_model="tiny", rank=4).result()
+    assert refused.value.status_code == 410
+
+
+def test_a_client_killed_between_chunks_leaves_nothing_in_the_queue(world: World) -> None:
+    model = world.killed.model
+    until(lambda: world.ask("select status from models where id = ?", model) == ["closed"], ENDED_S)
+    sent = world.ask("select seq_id, status, error from futures where model_id = ? and seq_id > 2 order by 1", model)
+    ended = "the session has ended"
+    assert sent == [(3, "done", None), (5, "failed", ended), (6, "failed", ended)], "the first chunk, 4, never came"
+    assert world.ask(
+        "select count(*) from futures where status = 'pending' and session_id = ?", world.killed.session
+    ) == [0]
+
+
+def test_adapters_of_the_gone_leave_vllm_and_those_of_the_others_stay(world: World) -> None:
+    left = {world.finished.adapter, world.killed.adapter}
+    until(lambda: not left & world.in_vllm(), 30)
+    assert world.idle.adapter in world.in_vllm()
+    assert greedy(world.idle.sampler, PROMPT, 4) == world.idle.said
+    assert train(world.idle.trainer, DATA, 1, 1e-3)[0] > 0
+
+
+def test_their_files_go_last(world: World) -> None:
+    assert world.killed.files(world.server), "just unloaded: vLLM may still read it"
+    until(lambda: not world.finished.files(world.server), 60)
+    assert world.idle.files(world.server)
+
+
+def test_who_trained_all_the_while_got_what_it_gets_alone(world: World) -> None:
+    losses = world.steady.stop()
+    assert len(losses) > 30
+    assert world.steady.twin(len(losses)) == losses

@@ -1,0 +1,384 @@
+"""A network and a server that fail, under the unmodified SDK: whatever is lost, refused, sent twice or late, the client
+ends where it would have ended without, to the last bit, and nothing is done twice.
+
+Every fault is made by a proxy between the two (fault_proxy.py); the server is the real one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sqlite3
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+import tinker
+from tinker import types
+
+from skyrl.demo.server import DemoServer
+from skyrl.wire import tinker_pb2 as pb
+
+from .conftest import ClientFactory, cross_entropy, database, greedy
+from .fault_proxy import Call, Fault, FaultProxy, Gate, busy, edited, late, lost_request, lost_response, twice
+
+pytestmark = pytest.mark.vllm
+
+PROMPT = [5, 6, 7, 8]
+ADAM = types.AdamParams(learning_rate=1e-2)
+CHANGES = (
+    "create_session",
+    "create_model",
+    "forward_backward",
+    "optim_step",
+    "save_weights",
+    "save_weights_for_sampler",
+    "save_weights_external",
+    "create_sampling_session",
+    "asample",
+    "load_weights",
+    "finish",
+)
+"""Everything the program below sends that changes something."""
+
+
+def data(first: int, count: int = 5) -> list[types.Datum]:
+    return [cross_entropy([first + datum + step for step in range(9)]) for datum in range(count)]
+
+
+def connect_through(proxy: FaultProxy, key: str = "tml-unlucky") -> tinker.ServiceClient:
+    proxy.always("/client/config", edited(lambda config: config | {"fwdbwd_max_chunk_len": 2}))
+    return tinker.ServiceClient(base_url=proxy.url, api_key=key)
+
+
+@pytest.fixture
+def proxy(server: DemoServer) -> Iterator[FaultProxy]:
+    with FaultProxy(server.url) as proxy:
+        yield proxy
+        assert proxy.unused() == []
+
+
+@pytest.fixture
+def client(proxy: FaultProxy) -> Iterator[tinker.ServiceClient]:
+    with connect_through(proxy) as client:
+        yield client
+
+
+def saved_files(server: DemoServer, path: str) -> dict[str, bytes]:
+    """What a checkpoint holds, its name being used once: the adapter and both moments of every weight."""
+    model, _, name = path.removeprefix("tinker://").split("/")
+    (directory,) = (server.state_dir / "checkpoints").glob(f"{model.replace(':', '*')}/{name}-*")
+    return {file.name: file.read_bytes() for file in directory.iterdir()}
+
+
+def rows(server: DemoServer, session: str) -> list[tuple[str, int]]:
+    """(kind, seq_id) of every request of a session, in their order."""
+    with sqlite3.connect(database(server)) as connection:
+        query = "select kind, coalesce(seq_id, sample_seq_id) as number from futures where session_id = ?"
+        return sorted(connection.execute(query, (session,)).fetchall(), key=lambda row: (row[0], row[1]))
+
+
+@dataclass
+class Outcome:
+    """What a program has to show: the numbers it was told, what it sampled, its weights, and what was recorded."""
+
+    told: list[dict[str, float]]
+    sampled: list[list[int]]
+    weights: list[dict[str, bytes]]
+    recorded: list[tuple[str, int]]
+
+
+def run_program(server: DemoServer, proxy: FaultProxy) -> Outcome:
+    """A short life: train in chunks, save in all ways, sample, resume, train on."""
+    with connect_through(proxy) as client:
+        trainer = client.create_lora_training_client(base_model="tiny", rank=4, seed=7).result()
+        told = []
+        for step in range(2):
+            passed, stepped = trainer.forward_backward(data(20 + step), "cross_entropy"), trainer.optim_step(ADAM)
+            told += [passed.result().metrics, stepped.result().metrics or {}]
+        saved = trainer.save_state("half").result().path
+        named = trainer.save_weights_for_sampler("sampler").result().path
+        samplers = [
+            trainer.save_weights_and_get_sampling_client().result(),
+            client.create_sampling_client(model_path=named).result(),
+        ]
+        sampled = [greedy(sampler, PROMPT, 6) for sampler in samplers]
+        resumed = client.create_training_client_from_state_with_optimizer(saved).result()
+        for each in (trainer, resumed):
+            passed, stepped = each.forward_backward(data(30), "cross_entropy"), each.optim_step(ADAM)
+            told += [passed.result().metrics, stepped.result().metrics or {}]
+        trainer.save_weights_external("outside").result()
+        ends = [each.save_state("end").result().path for each in (trainer, resumed)]
+        session = client.holder.get_session_id()
+    weights = [saved_files(server, path) for path in (saved, *ends)]
+    return Outcome(told, sampled, weights, rows(server, session))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(server: DemoServer) -> Outcome:
+    with FaultProxy(server.url) as proxy:
+        outcome = run_program(server, proxy)
+    assert outcome.weights[1] == outcome.weights[2], "resuming is exact"
+    assert outcome.weights[0] != outcome.weights[1], "training changes the weights"
+    assert outcome.told[1]["optimizer_step"] == 1
+    return outcome
+
+
+def each_once(fault: Fault) -> Callable[[FaultProxy], None]:
+    """The fault for the first request of every kind."""
+
+    def plan(proxy: FaultProxy) -> None:
+        for path in CHANGES:
+            proxy.plan(f"/{path}", fault)
+
+    return plan
+
+
+def lose_answers(proxy: FaultProxy) -> None:
+    each_once(lost_response)(proxy)
+    proxy.plan("/save_weights_for_sampler", Call.forward, lost_response)  # the one without a name
+    proxy.plan("/retrieve_future", lost_response)
+    proxy.plan("/get_info", lost_response)
+
+
+def refuse(proxy: FaultProxy) -> None:
+    """Each kind of "not now", once per kind of request; all of them leave the server untouched."""
+    statuses = (503, 500, 429, 408, 502, 409, 500, 503, 503, 500, 429)
+    for path, status in zip(CHANGES, statuses, strict=True):
+        proxy.plan(f"/{path}", busy(status, Retry_After="0.1"))
+    proxy.plan("/forward_backward", busy(503, Retry_After="0.1"), busy(429, Retry_After="0.1"))
+    proxy.plan("/retrieve_future", busy(503), busy(500), busy(408), busy(400), busy(400))
+
+
+def delay(proxy: FaultProxy) -> None:
+    """Slow answers, in drips; the first of two chunks that are sent together comes after the other."""
+    proxy.drip_bytes = 40
+    proxy.plan("/forward_backward", late(0.2))
+    proxy.plan("/optim_step", late(0.2))
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [lose_answers, each_once(lost_request), each_once(twice), refuse, delay],
+    ids=["answers-lost", "requests-lost", "sent-twice", "refused-for-now", "late-and-slow"],
+)
+def test_a_program_ends_where_it_would_have_ended(
+    server: DemoServer, proxy: FaultProxy, undisturbed: Outcome, plan: Callable[[FaultProxy], None]
+) -> None:
+    plan(proxy)
+    outcome = run_program(server, proxy)
+    assert outcome.told == undisturbed.told
+    assert outcome.sampled == undisturbed.sampled
+    assert outcome.weights == undisturbed.weights
+    assert outcome.recorded == undisturbed.recorded, "nothing is there twice"
+
+
+def test_a_killed_api_process_is_a_pause(server: DemoServer, proxy: FaultProxy, undisturbed: Outcome) -> None:
+    """What was promised before is kept after: promises, results, samplers, the session itself."""
+    family = psutil.Process(server.pid).children(recursive=True)
+    api = next(process for process in family if "skyrl.api.server" in process.cmdline())
+
+    async def kill_then_forward(call: Call) -> Any:
+        promise = await call.forward()
+        api.kill()
+        return promise
+
+    proxy.plan("/forward_backward", Call.forward, Call.forward, kill_then_forward)
+    outcome = run_program(server, proxy)
+    assert (outcome.told, outcome.sampled) == (undisturbed.told, undisturbed.sampled)
+    assert outcome.weights == undisturbed.weights
+    assert outcome.recorded == undisturbed.recorded
+    server.wait_ready()
+
+
+def test_a_client_that_must_pay_first_waits(proxy: FaultProxy, client: tinker.ServiceClient) -> None:
+    """402 is a pause of five seconds for the SDK, on every kind of request."""
+    trainer = client.create_lora_training_client(base_model="tiny", rank=4).result()
+    sampler = client.create_sampling_client(base_model="tiny").result()
+    for path in ("/forward_backward", "/asample"):
+        proxy.plan(path, busy(402))
+    passed = trainer.forward_backward(data(20, 1), "cross_entropy")
+    sampled = sampler.sample(types.ModelInput.from_ints(PROMPT), 1, types.SamplingParams(max_tokens=2))
+    started = time.monotonic()
+    assert passed.result().metrics["loss:sum"] > 0
+    assert len(sampled.result().sequences) == 1
+    assert 4 < time.monotonic() - started < 9
+
+
+def test_repeated_requests_get_the_same_promise(proxy: FaultProxy, client: tinker.ServiceClient) -> None:
+    proxy.plan("/asample", twice, lost_response)
+    proxy.plan("/optim_step", twice)
+    trainer = client.create_lora_training_client(base_model="tiny", rank=4).result()
+    sampler = client.create_sampling_client(base_model="tiny").result()
+    params = types.SamplingParams(max_tokens=4)
+    answers = [sampler.sample(types.ModelInput.from_ints(PROMPT), 3, params).result() for _ in range(2)]
+    stepped = trainer.optim_step(ADAM).result()
+    doubled, lost, again = proxy.seen("/asample")
+    assert doubled.answers[0].body == doubled.answers[1].body
+    assert lost.digest == again.digest
+    assert lost.answers[0].body == again.answers[0].body
+    for promised, answer in zip((doubled, again), answers, strict=True):
+        ids = promised.answers[0].json()["sample_sequence_ids"]
+        assert [sequence.sequence_id for sequence in answer.sequences] == ids
+    (step,) = proxy.seen("/optim_step")
+    assert len({answer.json()["request_id"] for answer in step.answers}) == 1
+    assert stepped.metrics == {}, "there was no gradient"
+
+
+def test_200_samples_under_back_pressure_all_finish(
+    server: DemoServer, proxy: FaultProxy, client: tinker.ServiceClient
+) -> None:
+    """A 429 records nothing: each sample is there once, under the number it was first sent with."""
+    sampler = client.create_sampling_client(base_model="tiny").result()
+    proxy.plan("/asample", *[Call.forward, busy(429, Retry_After="30")] * 10)
+    params = types.SamplingParams(max_tokens=3, stop=[])
+    started = time.monotonic()
+    samples = [sampler.sample(types.ModelInput.from_ints(PROMPT), 1, params) for _ in range(200)]
+    assert all(len(sample.result().sequences[0].tokens) == 3 for sample in samples)
+    assert time.monotonic() - started < 20, "Retry-After is not for samples"
+    assert len(proxy.seen("/asample")) == 210
+    numbers = [json.loads(call.body)["seq_id"] for call in proxy.seen("/asample") if call.told == 200]
+    assert sorted(numbers) == list(range(200))
+    assert rows(server, client.holder.get_session_id()) == [("EXTERNAL", number) for number in range(200)]
+
+
+def test_a_sample_whose_promise_is_gone_is_sent_again_under_a_new_number(
+    proxy: FaultProxy, client: tinker.ServiceClient
+) -> None:
+    sampler = client.create_sampling_client(base_model="tiny").result()
+    proxy.plan("/retrieve_future", busy(410))
+    params = types.SamplingParams(max_tokens=4)
+    answer = sampler.sample(types.ModelInput.from_ints(PROMPT), 1, params).result()
+    first, second = proxy.seen("/asample")
+    assert json.loads(first.body)["seq_id"] != json.loads(second.body)["seq_id"]
+    assert answer.sequences[0].sequence_id == second.answers[0].json()["sample_sequence_ids"][0]
+    assert first.answers[0].json()["sample_sequence_ids"] != second.answers[0].json()["sample_sequence_ids"]
+
+
+def test_a_training_call_whose_promise_is_gone_fails_alone(proxy: FaultProxy, client: tinker.ServiceClient) -> None:
+    trainer = client.create_lora_training_client(base_model="tiny", rank=4, seed=7).result()
+    proxy.plan("/retrieve_future", busy(410))
+    with pytest.raises(Exception, match="Promise expired"):
+        trainer.forward_backward(data(20, 1), "cross_entropy").result()
+    assert (trainer.optim_step(ADAM).result().metrics or {})["optimizer_step"] == 1, "the pass itself was run"
+
+
+def test_all_later_chunks_before_the_first(
+    proxy: FaultProxy, client: tinker.ServiceClient, connect: ClientFactory
+) -> None:
+    """The first chunk is held for as long as it takes all others to arrive; meanwhile none of them runs."""
+    gate = Gate()
+
+    async def hold_the_first(call: Call) -> Any:
+        first = pb.ForwardBackwardHeader.FromString(call.body).seq_id == 1
+        return await (gate.hold(call) if first else call.forward())
+
+    proxy.always("/forward_backward", hold_the_first)
+    trainer = client.create_lora_training_client(base_model="tiny", rank=4, seed=7).result()
+    passed, stepped = trainer.forward_backward(data(20, 8), "cross_entropy"), trainer.optim_step(ADAM)
+    gate.wait_reached()
+    waiting = [call.answers[0].json()["request_id"] for call in proxy.seen("/forward_backward") if call.answers]
+    assert len(waiting) == 3
+    time.sleep(0.3)
+    polls = [call for call in proxy.seen("/retrieve_future") if json.loads(call.body)["request_id"] in waiting]
+    assert [call for call in polls if call.told is not None] == []
+    gate.open()
+    alone = connect().create_lora_training_client(base_model="tiny", rank=4, seed=7).result()
+    expected = alone.forward_backward(data(20, 8), "cross_entropy").result().metrics["loss:sum"]
+    assert passed.result().metrics["loss:sum"] == pytest.approx(expected, rel=1e-6)
+    assert stepped.result().metrics == alone.optim_step(ADAM).result().metrics, "the gradient is the same to the bit"
+
+
+def test_a_pass_that_fails_between_others_leaves_them_alone(
+    server: DemoServer, client: tinker.ServiceClient, connect: ClientFactory
+) -> None:
+    wrong = [cross_entropy([1, 2, 99_999])]
+    trainers = [
+        each.create_lora_training_client(base_model="tiny", rank=4, seed=7).result() for each in (client, connect())
+    ]
+    ends = []
+    for trainer, passes in zip(trainers, ([data(20), wrong, data(30)], [data(20), data(30)]), strict=True):
+        sent = [trainer.forward_backward(each, "cross_entropy") for each in passes]
+        stepped, saved = trainer.optim_step(ADAM), trainer.save_state("end")
+        for each, future in zip(passes, sent, strict=True):
+            if each is wrong:
+                with pytest.raises(tinker.RequestFailedError, match="99999"):
+                    future.result()
+            else:
+                assert future.result().metrics["loss:sum"] > 0
+        ends.append(((stepped.result().metrics or {})["grad_norm"], saved_files(server, saved.result().path)))
+    assert ends[0][0] == pytest.approx(ends[1][0], rel=1e-5)
+    assert ends[0][1].keys() == ends[1][1].keys()
+
+
+def test_another_body_under_a_used_number_is_refused_and_the_next_number_runs(
+    server: DemoServer, proxy: FaultProxy, client: tinker.ServiceClient
+) -> None:
+    """The SDK never sends a refused number again: the ones after it must not wait for it."""
+    trainer = client.create_lora_training_client(base_model="tiny", rank=4).result()
+    trainer.forward_backward(data(20, 1), "cross_entropy").result()
+    used = trainer.model_id, 2
+    stolen = {"model_id": used[0], "seq_id": used[1], "adam_params": {"learning_rate": 0.5}}
+    headers = {"X-API-Key": "tml-unlucky"}
+    taken = httpx.post(f"{server.url}/api/v1/optim_step", json=stolen, headers=headers, trust_env=False)
+    assert taken.status_code == 200
+    with pytest.raises(tinker.BadRequestError, match="seq_id: 2 was used before"):
+        trainer.optim_step(ADAM).result()
+    assert (refused := proxy.seen("/optim_step")[0].answers[0]).status == 400
+    assert refused.json()["field"] == "seq_id"
+    assert trainer.forward_backward(data(20, 1), "cross_entropy").result().metrics["loss:sum"] > 0
+    assert (trainer.optim_step(ADAM).result().metrics or {})["optimizer_step"] == 2
+
+
+async def test_many_wait_for_one_result_and_read_it_again(
+    server: DemoServer, proxy: FaultProxy, client: tinker.ServiceClient
+) -> None:
+    created = await asyncio.to_thread(client.create_lora_training_client, base_model="tiny", rank=4)
+    trainer = await created.result_async()
+    gate = Gate()
+    proxy.plan("/forward_backward", Call.forward, gate.hold)
+    passed = trainer.forward_backward(data(20, 4), "cross_entropy")
+    await asyncio.to_thread(gate.wait_reached)
+    request_id = proxy.seen("/forward_backward")[0].answers[0].json()["request_id"]
+    headers = {"X-API-Key": "tml-unlucky", "Accept": "application/x-protobuf"}
+    async with httpx.AsyncClient(base_url=f"{server.url}/api/v1/", headers=headers, trust_env=False) as http:
+
+        def poll() -> asyncio.Task[httpx.Response]:
+            return asyncio.create_task(http.post("retrieve_future", json={"request_id": request_id}, timeout=60))
+
+        waiting = [poll() for _ in range(8)]
+        abandoned = poll()
+        await asyncio.sleep(0.2)
+        assert not any(task.done() for task in waiting)
+        abandoned.cancel()
+        gate.open()
+        answers = [*await asyncio.gather(*waiting), await poll(), await poll()]
+    assert {answer.status_code for answer in answers} == {200}
+    assert len({answer.content for answer in answers}) == 1
+    assert (await passed.result_async()).metrics["loss:sum"] > 0
+
+
+def test_a_custom_loss_that_raises_poisons_its_own_client_only(proxy: FaultProxy, client: tinker.ServiceClient) -> None:
+    """The numbers reserved for its second half never come; the session's other models do not wait for them."""
+    broken, other = (client.create_lora_training_client(base_model="tiny", rank=4, seed=n).result() for n in (1, 2))
+
+    def loss(_: list[types.Datum], __: list[Any]) -> tuple[Any, dict[str, float]]:
+        raise ZeroDivisionError("in the user's loss")
+
+    with ThreadPoolExecutor(1) as pool:
+        beside = pool.submit(lambda: other.forward_backward(data(20), "cross_entropy").result())
+        custom, queued = broken.forward_backward_custom(data(20, 3), loss), broken.optim_step(ADAM)
+        with pytest.raises(ZeroDivisionError, match="in the user's loss"):
+            custom.result()
+        with pytest.raises(RuntimeError, match="poisoned"):
+            queued.result()
+        assert beside.result().metrics["loss:sum"] > 0
+    assert (other.optim_step(ADAM).result().metrics or {})["optimizer_step"] == 1
+    assert [call.answers[0].status for call in proxy.seen("/optim_step")] == [200]
+    third = client.create_lora_training_client(base_model="tiny", rank=4).result()
+    assert third.forward_backward(data(20), "cross_entropy").result().metrics["loss:sum"] > 0
