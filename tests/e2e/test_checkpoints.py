@@ -1,0 +1,193 @@
+"""Checkpoints of the real server, taken elsewhere: stock PEFT and stock vLLM compute what skyrl computes with them."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shutil
+import tarfile
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import numpy as np
+import psutil
+import pytest
+import tinker
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
+
+from skyrl.demo.server import DemoServer
+from skyrl.runtime import RUNTIME_ENV
+from skyrl.tiny import model_path
+
+from .conftest import ClientFactory, cross_entropy, greedy, train
+
+pytestmark = pytest.mark.vllm
+
+TEXT = "The old fox watches the river at dawn."
+OTHERS = "Bright lamps hum softly over the stairs."
+
+
+def rest_client(server: DemoServer, key: str = "tml-test") -> tinker.RestClient:
+    return tinker.RestClient(base_url=server.url, api_key=key)
+
+
+def archive_of(server: DemoServer, path: str, directory: Path, key: str = "tml-test") -> Path:
+    """A checkpoint's archive, as SDKs up to 0.30 fetch it, unpacked."""
+    model_id, kind, name = path.removeprefix("tinker://").split("/")
+    route = f"{server.url}/api/v1/training_runs/{model_id}/checkpoints/{kind}/{name}/archive"
+    answer = httpx.get(route, headers={"X-API-Key": key, "Accept": "application/json"}, trust_env=False)
+    assert answer.status_code == 200, answer.text
+    with urllib.request.urlopen(answer.json()["url"]) as download:  # the SDK's command line sends no headers
+        archive = download.read()
+    with tarfile.open(fileobj=io.BytesIO(archive)) as opened:
+        opened.extractall(directory, filter="data")
+    assert (directory / "checkpoint_complete").exists()
+    return directory
+
+
+def vllm_of(server: DemoServer) -> httpx.Client:
+    """The server's own vLLM, past the server."""
+    for process in psutil.Process(server.pid).children(recursive=True):
+        if (file := process.environ().get(RUNTIME_ENV)) is not None:
+            runtime = json.loads(Path(file).read_text())
+            headers = {"Authorization": f"Bearer {runtime['inference_api_key']}"}
+            return httpx.Client(base_url=runtime["inference_url"], headers=headers, timeout=60, trust_env=False)
+    raise AssertionError("no process of the server knows where vLLM is")
+
+
+def logprobs_in_peft(adapter: Path, tokens: list[int]) -> np.ndarray:
+    """Of each token after the first."""
+    base = AutoModelForCausalLM.from_pretrained(model_path(), dtype=torch.float32)
+    model = PeftModel.from_pretrained(base, str(adapter)).eval()
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([tokens[:-1]])).logits[0]
+    return torch.log_softmax(logits, -1).gather(1, torch.tensor(tokens[1:])[:, None])[:, 0].numpy()
+
+
+def logprobs_in_vllm(server: DemoServer, adapter: Path, tokens: list[int]) -> np.ndarray:
+    """Of each token after the first."""
+    name = "taken-elsewhere"
+    with vllm_of(server) as vllm:
+        loaded = vllm.post("/v1/load_lora_adapter", json={"lora_name": name, "lora_path": str(adapter)})
+        assert loaded.status_code == 200, loaded.text
+        asked = {"model": name, "prompt": tokens, "max_tokens": 1, "prompt_logprobs": 0, "temperature": 0}
+        answer = vllm.post("/v1/completions", json=asked).json()
+        vllm.post("/v1/unload_lora_adapter", json={"lora_name": name})
+    rows = answer["choices"][0]["prompt_logprobs"][1:]
+    return np.asarray([row[str(token)]["logprob"] for row, token in zip(rows, tokens[1:], strict=True)])
+
+
+@pytest.fixture(scope="module")
+def trained(server: DemoServer, tokenizer: PreTrainedTokenizerBase) -> Iterator[tinker.TrainingClient]:
+    with tinker.ServiceClient(base_url=server.url, api_key="tml-test") as client:
+        trainer = client.create_lora_training_client(base_model="tiny", rank=8, seed=3).result()
+        train(trainer, [cross_entropy(tokenizer.encode(TEXT))], 6, 1e-2)
+        yield trainer
+
+
+@pytest.mark.parametrize("kind", ["weights", "sampler_weights"])
+def test_archive_loads_in_stock_peft_and_stock_vllm(
+    server: DemoServer,
+    trained: tinker.TrainingClient,
+    tokenizer: PreTrainedTokenizerBase,
+    tmp_path: Path,
+    kind: str,
+) -> None:
+    if kind == "weights":
+        path = trained.save_state("taken").result().path
+    else:
+        path = trained.save_weights_for_sampler("taken").result().path
+    adapter = archive_of(server, path, tmp_path / "adapter")
+    for text in (TEXT, OTHERS):
+        tokens = tokenizer.encode(text)
+        passed = trained.forward([cross_entropy(tokens)], "cross_entropy").result()
+        ours = np.asarray(passed.loss_fn_outputs[0]["logprobs"].data)
+        np.testing.assert_allclose(logprobs_in_peft(adapter, tokens), ours, atol=1e-4)
+        np.testing.assert_allclose(logprobs_in_vllm(server, adapter, tokens), ours, atol=1e-3)
+        if text == TEXT:
+            assert ours.mean() > -1.0, "it has learned the text: without the adapter it would be far less likely"
+
+
+def test_copies_sample_and_train_like_their_sources(
+    server: DemoServer,
+    connect: ClientFactory,
+    trained: tinker.TrainingClient,
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    prompt, data = tokenizer.encode(TEXT)[:4], [cross_entropy(tokenizer.encode(TEXT))]
+    rest = rest_client(server)
+    state = trained.save_state("to-copy", user_metadata={"step": "6"}).result().path
+    sampler = trained.save_weights_for_sampler("to-copy").result().path
+    client = connect()
+    expected = greedy(client.create_sampling_client(model_path=sampler).result(), prompt)
+    loss = trained.forward(data, "cross_entropy").result().metrics["loss:sum"]
+    copies = [rest.copy_weights(path, "archive", ttl_seconds=7200).result() for path in (state, sampler)]
+    for path in (state, sampler):
+        rest.delete_checkpoint_from_tinker_path(path).result()
+    assert greedy(client.create_sampling_client(model_path=copies[1]).result(), prompt) == expected
+    resumed = client.create_training_client_from_state_with_optimizer(copies[0]).result()
+    assert train(resumed, data, 1, 1e-2)[0] == loss
+    run = rest.get_training_run_by_tinker_path(copies[0]).result()
+    assert run.last_checkpoint is not None
+    assert run.last_checkpoint.user_metadata == {"step": "6"}
+    assert run.last_checkpoint.expires_at is not None
+    with pytest.raises(tinker.NotFoundError, match="path"):
+        client.create_training_client_from_state(state).result()
+
+
+def test_another_account_reads_with_this_ones_key(
+    server: DemoServer, connect: ClientFactory, trained: tinker.TrainingClient, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    data = [cross_entropy(tokenizer.encode(TEXT))]
+    path = trained.save_state("lent").result().path
+    loss = trained.forward(data, "cross_entropy").result().metrics["loss:sum"]
+    stranger = connect("tml-stranger")
+    with pytest.raises(tinker.NotFoundError):
+        stranger.create_training_client_from_state(path).result()
+    made = stranger.create_training_client_from_state(path, weights_access_token="tml-test").result()
+    assert made.forward(data, "cross_entropy").result().metrics["loss:sum"] == loss
+    into = stranger.create_lora_training_client(base_model="tiny", rank=8).result()
+    with pytest.warns(FutureWarning, match="load_state"):
+        into.load_state(path, weights_access_token="tml-test").result()
+    assert into.forward(data, "cross_entropy").result().metrics["loss:sum"] == loss
+    copy = rest_client(server, "tml-stranger").copy_weights(path, "taken", weights_access_token="tml-test").result()
+    assert stranger.create_training_client_from_state(copy).result().model_id != made.model_id
+
+
+def test_adapter_whose_local_files_are_gone_is_sampled_from(
+    server: DemoServer, connect: ClientFactory, trained: tinker.TrainingClient, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    prompt = tokenizer.encode(TEXT)[:4]
+    path = trained.save_weights_for_sampler("lost-and-found").result().path
+    expected = greedy(connect().create_sampling_client(model_path=path).result(), prompt)
+    newest = max((server.state_dir / "adapters").glob("*/v*"), key=os.path.getmtime)
+    shutil.rmtree(newest)
+    again = connect().create_sampling_client(model_path=path).result()
+    assert (newest / "adapter_model.safetensors").exists()
+    assert greedy(again, prompt) == expected
+
+
+def test_export_through_the_sdk(
+    server: DemoServer, trained: tinker.TrainingClient, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    rest = rest_client(server)
+    path = trained.save_weights_external("elsewhere", ttl_seconds=3600).result().path
+    listed = rest.list_checkpoints(trained.get_info().model_id).result().checkpoints
+    assert [one.checkpoint_type for one in listed if one.tinker_path == path] == ["external"]
+    answer = rest.get_external_weights_urls(path).result()
+    for name, url in answer.urls.items():
+        urllib.request.urlretrieve(url, tmp_path / name)
+    tokens = tokenizer.encode(TEXT)
+    passed = trained.forward([cross_entropy(tokens)], "cross_entropy").result()
+    ours = np.asarray(passed.loss_fn_outputs[0]["logprobs"].data)
+    np.testing.assert_allclose(logprobs_in_peft(tmp_path, tokens), ours, atol=1e-4)
+    rest.set_checkpoint_ttl_from_tinker_path(path, 7200).result()
+    rest.delete_checkpoint_from_tinker_path(path).result()
+    assert path not in [one.tinker_path for one in rest.list_user_checkpoints().result().checkpoints]
+    with pytest.raises(tinker.RequestFailedError, match=r"age_encryption_recipients\[0\]"):
+        trained.save_weights_external("bad", age_encryption_recipients=["age1nobody"]).result()
