@@ -11,7 +11,7 @@ TORCH := --torch-backend cpu
 endif
 export UV_LINK_MODE ?= copy
 
-.PHONY: setup demo serve test test-fast check lint format types imports docs bench lock proto clean
+.PHONY: setup demo serve test test-fast check lint format types imports docs compat bench lock proto clean
 
 setup: $(VENV)/.done
 
@@ -55,6 +55,9 @@ imports: setup
 
 docs: setup
 	$(VENV)/bin/mkdocs build --strict --quiet
+
+compat: setup
+	$(PY) -m tests.e2e.sdk.table
 
 bench: setup
 	$(PY) benchmarks/run.py

@@ -1,0 +1,63 @@
+"""The catalogue: what a user can do with the SDK, one function per feature.
+
+A feature asserts outcomes with nothing but `tinker` and NumPy, through whatever version is installed. It does not know
+which versions exist: what it needs is looked up in the SDK at run time, see presence.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .user import User
+
+ANNOUNCEMENT = "/__feature__/"
+"""Path under which a run names the feature it begins, to the recorder in front of the server."""
+
+Check = Callable[["User"], None]
+
+
+class BrokenSDK(Exception):
+    """A check found a known mistake of the SDK itself, which no server can make good; the message says which."""
+
+
+@dataclass(frozen=True)
+class Feature:
+    """One row of the compatibility table."""
+
+    name: str
+    group: str
+    sentence: str
+    """What a user gets, and what the check asserts."""
+    check: Check
+    needs: tuple[str, ...] = ()
+    """What an SDK must have to have the feature, in the notation of presence.py."""
+    refusal: str | None = None
+    """Part of the message with which this is refused; None: it works."""
+    statuses: frozenset[int] = frozenset()
+    """HTTP statuses from 400 that the check provokes on purpose."""
+
+
+CATALOGUE: dict[str, Feature] = {}
+"""All features by name, in the order of the table."""
+
+
+def feature(
+    group: str,
+    sentence: str,
+    *,
+    needs: tuple[str, ...] = (),
+    refusal: str | None = None,
+    statuses: tuple[int, ...] = (),
+) -> Callable[[Check], Check]:
+    """Enter a check; its function name, with spaces, is the feature's name."""
+
+    def enter(check: Check) -> Check:
+        name = check.__name__.replace("_", " ").strip()
+        assert name not in CATALOGUE, f"two features are named {name!r}"
+        CATALOGUE[name] = Feature(name, group, sentence, check, needs, refusal, frozenset(statuses))
+        return check
+
+    return enter

@@ -1,0 +1,84 @@
+"""A user who learns one sentence by heart, round after round, and samples it: what two users do at the same time.
+
+Run in an isolated environment like run.py, as `python -m tests.e2e.sdk.learner`. It says when it is ready to begin and
+waits for the word, so that several begin together.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+from tinker import types
+
+from .user import MODEL, User, datum, wait
+
+STEPS = 4
+PROMPT_TOKENS = 2
+POLL_S = 0.02
+
+
+def continuation(sampler: Any, tokens: list[int]) -> list[int]:
+    """What a sampler makes of the beginning of `tokens`, as long as they are."""
+    prompt = types.ModelInput.from_ints(tokens[:PROMPT_TOKENS])
+    params = types.SamplingParams(max_tokens=len(tokens) - PROMPT_TOKENS, temperature=0.0, stop=[])
+    return list(wait(sampler.sample(prompt, 1, params)).sequences[0].tokens)
+
+
+def learn(user: User, text: str, rounds: int, load: str | None) -> dict[str, Any]:
+    """Rounds of STEPS steps and a sample each; when each ran, what was sampled first and last, what was saved."""
+    if load is None:
+        trainer = user.train(rank=8)
+    else:
+        trainer = wait(user.service.create_training_client_from_state_with_optimizer(load))
+    tokens = list(trainer.get_tokenizer().encode(text))
+    losses, spans, samples = [], [], []
+    for number in range(rounds):
+        began = time.time()
+        for _ in range(STEPS if number or load is None else 0):
+            passed = trainer.forward_backward([datum(tokens)], "cross_entropy")
+            stepped = trainer.optim_step(types.AdamParams(learning_rate=5e-3))
+            losses.append(wait(passed).metrics["loss:sum"])
+            wait(stepped)
+        samples.append(continuation(wait(trainer.save_weights_and_get_sampling_client()), tokens))
+        spans.append((began, time.time()))
+    saved = wait(trainer.save_state("learnt")).path
+    wait(user.rest.publish_checkpoint_from_tinker_path(saved))
+    runs = [run.training_run_id for run in wait(user.rest.list_training_runs()).training_runs]
+    return {
+        "run": user.model_id(trainer),
+        "runs": runs,
+        "losses": losses,
+        "spans": spans,
+        "samples": samples,
+        "expected": tokens[PROMPT_TOKENS:],
+        "base": continuation(wait(user.service.create_sampling_client(base_model=MODEL)), tokens),
+        "saved": saved,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    for name in ("url", "key", "text"):
+        parser.add_argument(f"--{name}", required=True)
+    parser.add_argument("--rounds", type=int, required=True)
+    parser.add_argument("--load", help="a published state to go on from")
+    parser.add_argument("--begin", type=Path, required=True, help="wait for this file")
+    parser.add_argument("--out", type=Path, required=True)
+    given = parser.parse_args()
+    warnings.simplefilter("ignore")
+    user = User(given.url, given.key, Path.cwd())
+    given.out.with_suffix(".ready").touch()
+    while not given.begin.exists():
+        time.sleep(POLL_S)
+    given.out.write_text(json.dumps(learn(user, given.text, given.rounds, given.load)))
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,140 @@
+"""One run of the catalogue per released SDK, each in an isolated environment, all against one server.
+
+Knows where the environments come from and what counts as a surprise; knows nothing of pytest or of the table.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from skyrl.tiny import model_path
+from tests.environments import ROOT, environment
+
+from .features import CATALOGUE
+from .recorder import Answer, Recorder
+from .user import MODEL
+
+REQUIREMENTS = ROOT / "requirements" / "sdk"
+RUN_S = 240
+AT_ONCE = 2
+"""Versions that run at the same time: more gain nothing on two cores."""
+TORCH = ("torch", "torchgen", "functorch", "sympy", "mpmath", "networkx", "jinja2", "markupsafe")
+"""What custom losses need besides the SDK; lent from this environment, for its size."""
+
+LOG = 4000
+"""Characters shown of the log of a run that broke."""
+
+UNCALLED = {
+    "SamplingClient.on_queue_state_change": "the SDK calls it itself",
+}
+"""Public methods that no check calls, and why."""
+
+UNTRIED_COMMANDS = {
+    "tinker checkpoint push-hf": "uploads to the Hugging Face hub",
+}
+
+
+def versions() -> list[str]:
+    """The released SDKs of the matrix, newest first."""
+    found = [path.stem.removeprefix("tinker-") for path in REQUIREMENTS.glob("tinker-*.txt")]
+    return sorted(found, key=lambda version: tuple(map(int, version.split("."))), reverse=True)
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came of one version."""
+
+    version: str
+    features: dict[str, dict[str, Any]]
+    """By name: status (ok, absent, broken, refused or FAILED), what was said, seconds."""
+    methods: dict[str, list[str]]
+    """Public methods by client class."""
+    commands: list[str]
+    called: dict[str, list[str]]
+    """Public methods that a feature's check called itself, by feature."""
+    answers: list[Answer]
+
+    @property
+    def failures(self) -> dict[str, str]:
+        """Tracebacks of the checks that failed, by feature."""
+        return {name: found["said"] for name, found in self.features.items() if found["status"] == "FAILED"}
+
+    @property
+    def tried(self) -> set[str]:
+        return {method for called in self.called.values() for method in called}
+
+    @property
+    def public(self) -> set[str]:
+        return {f"{owner}.{method}" for owner, methods in self.methods.items() for method in methods}
+
+    @property
+    def tried_commands(self) -> set[str]:
+        present = (name for name, found in self.features.items() if found["status"] != "absent")
+        return {need for name in present for need in CATALOGUE[name].needs if need.startswith("tinker ")}
+
+    @property
+    def routes(self) -> set[str]:
+        return {answer.route for answer in self.answers}
+
+    @property
+    def surprises(self) -> list[str]:
+        """Answers from status 400 that no check asked for. 408 is how a long poll ends without news."""
+        return sorted(
+            {
+                f"{answer.feature}: {answer.route} -> {answer.status} {answer.said}"
+                for answer in self.answers
+                if answer.status >= 400 and answer.status != 408 and answer.status not in expected(answer.feature)
+            }
+        )
+
+
+def expected(feature: str) -> frozenset[int]:
+    return CATALOGUE[feature].statuses if feature in CATALOGUE else frozenset()
+
+
+def isolated(version: str, directory: Path) -> tuple[Path, dict[str, str]]:
+    """Python of a version's environment and what to set for it.
+
+    `directory` becomes the working and home directory. It holds the model's tokenizer under the model's name, which is
+    where the SDK finds it without the network.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    tokenizer = directory / MODEL
+    tokenizer.parent.mkdir(parents=True, exist_ok=True)
+    if not tokenizer.exists():
+        tokenizer.symlink_to(model_path())
+    lent = directory / "lent"
+    lent.mkdir(exist_ok=True)
+    for name in TORCH:
+        spec = find_spec(name)
+        assert spec is not None
+        assert spec.submodule_search_locations
+        if not (lent / name).exists():
+            (lent / name).symlink_to(spec.submodule_search_locations[0])
+    kept = {name: os.environ[name] for name in ("PATH", "LANG", "TMPDIR", "OMP_NUM_THREADS") if name in os.environ}
+    set_here = {"HOME": str(directory), "HF_HUB_OFFLINE": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{lent}"}
+    return environment(REQUIREMENTS / f"tinker-{version}.txt"), kept | set_here
+
+
+def run_version(version: str, server: str, directory: Path) -> Result:
+    """The whole catalogue through one SDK; `server` is its URL. Raises RuntimeError if the run itself broke."""
+    python, env = isolated(version, directory)
+    out = directory / "result.json"
+    with Recorder(server) as recorder:
+        key = f"tml-matrix-{version}-{os.getpid()}"
+        command = [python, "-m", "tests.e2e.sdk.run", "--url", recorder.url, "--key", key, "--out", out]
+        log = directory / "run.log"
+        try:
+            with log.open("wb") as said:
+                subprocess.run(command, cwd=directory, env=env, check=True, timeout=RUN_S, stdout=said, stderr=said)
+        except subprocess.SubprocessError as error:
+            raise RuntimeError(f"the run with {version} broke: {error}\n{log.read_text()[-LOG:]}") from error
+    told = json.loads(out.read_text())
+    assert told["sdk"] == version
+    return Result(version, told["features"], told["methods"], told["commands"], told["called"], recorder.answers)

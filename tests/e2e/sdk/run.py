@@ -1,0 +1,108 @@
+"""Runs the catalogue through the SDK that is installed here, and writes what came of it.
+
+Started as a program in an isolated environment, with a working directory of its own and the repository on the path:
+`python -m tests.e2e.sdk.run --url URL --key KEY --out FILE`. Before each feature it names it to the recorder, the
+proxy in front of the server (recorder.py), so that every HTTP status belongs to a feature.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+import urllib.request
+import warnings
+from importlib.metadata import version
+from pathlib import Path
+from types import FrameType
+from typing import Any
+from urllib.parse import quote
+
+from .calls import Calls
+from .catalogue import ANNOUNCEMENT, BrokenSDK, Feature
+from .features import CATALOGUE
+from .presence import clients, commands, present, public_methods
+from .user import User
+
+HERE = Path(__file__).parent
+FEATURE_S = 60
+
+
+def overdue(signum: int, frame: FrameType | None) -> None:
+    raise TimeoutError(f"not done after {FEATURE_S} s")
+
+
+def told(error: BaseException) -> str:
+    """The traceback, with the variables of the catalogue's own frames."""
+    trace = traceback.TracebackException.from_exception(error, capture_locals=True)
+    for frame in trace.stack:
+        if not frame.filename.startswith(str(HERE)):
+            frame.locals = None
+    return "".join(trace.format())
+
+
+def attempt(feature: Feature, user: User) -> dict[str, Any]:
+    """Status of one feature: ok, absent, broken, refused or FAILED; what was said, for the last three."""
+    if not all(present(need) for need in feature.needs):
+        return {"status": "absent", "said": ""}
+    signal.alarm(FEATURE_S)
+    try:
+        feature.check(user)
+    except BrokenSDK as error:
+        return {"status": "broken", "said": str(error)}
+    except (Exception, SystemExit) as error:
+        if feature.refusal is not None and feature.refusal in str(error):
+            return {"status": "refused", "said": str(error)}
+        return {"status": "FAILED", "said": told(error)}
+    finally:
+        signal.alarm(0)
+    if feature.refusal is not None:
+        return {"status": "FAILED", "said": f"should have been refused ({feature.refusal}), but worked"}
+    return {"status": "ok", "said": ""}
+
+
+def announce(url: str, name: str) -> None:
+    with urllib.request.urlopen(f"{url}{ANNOUNCEMENT}{quote(name)}", timeout=10):
+        pass
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--url", required=True)
+    parser.add_argument("--key", required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--only", nargs="*", help="names of features; default: all")
+    given = parser.parse_args()
+    warnings.simplefilter("ignore")
+    signal.signal(signal.SIGALRM, overdue)
+
+    calls = Calls()
+    calls.watch()
+    user = User(given.url, given.key, Path.cwd())
+    outcomes: dict[str, Any] = {}
+    for feature in CATALOGUE.values():
+        if given.only and feature.name not in given.only:
+            continue
+        calls.feature = feature.name
+        announce(given.url, feature.name)
+        began = time.monotonic()
+        outcomes[feature.name] = attempt(feature, user) | {"seconds": round(time.monotonic() - began, 2)}
+    result = {
+        "sdk": version("tinker"),
+        "features": outcomes,
+        "methods": {name: public_methods(client) for name, client in clients().items()},
+        "commands": sorted(commands()),
+        "called": calls.by_feature,
+    }
+    given.out.write_text(json.dumps(result))
+    sys.stdout.flush()
+    # Threads of the SDK poll for what was abandoned; nothing of them is wanted any more.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""Every released SDK through the whole catalogue on one server, two at a time; and what the pages say of it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from skyrl.demo.server import DemoServer
+
+from .matrix import AT_ONCE, UNCALLED, UNTRIED_COMMANDS, Result, isolated, run_version, versions
+from .table import COMMAND, PAGE, render
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
+
+NEWEST, OLDEST = versions()[0], versions()[-1]
+LEARNER_S = 120
+TEXTS = ("The old fox watches the river at dawn.", "A quiet owl remembers the small horse near the mill.")
+
+
+@pytest.fixture(scope="module")
+def runs(server: DemoServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future[Result]]]:
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        yield {
+            version: pool.submit(run_version, version, server.url, tmp_path_factory.mktemp(version))
+            for version in versions()
+        }
+
+
+@pytest.mark.parametrize("version", versions())
+def test_every_feature_does_what_it_should(version: str, runs: dict[str, Future[Result]]) -> None:
+    failures = runs[version].result().failures
+    assert not failures, "\n".join(f"{name}:\n{said}" for name, said in failures.items())
+
+
+@pytest.mark.parametrize("version", versions())
+def test_no_endpoint_surprises_the_sdk(version: str, runs: dict[str, Future[Result]]) -> None:
+    result = runs[version].result()
+    assert not result.surprises
+    assert "POST /api/v1/session_heartbeat" in result.routes
+    assert "POST /api/v1/telemetry" in result.routes
+
+
+@pytest.mark.parametrize("version", versions())
+def test_every_public_method_and_command_is_tried(version: str, runs: dict[str, Future[Result]]) -> None:
+    result = runs[version].result()
+    assert sorted(result.public - result.tried) == sorted(result.public & UNCALLED.keys())
+    assert sorted(set(result.commands) - result.tried_commands) == sorted(
+        set(result.commands) & UNTRIED_COMMANDS.keys()
+    )
+
+
+def test_the_page_says_what_the_run_saw(runs: dict[str, Future[Result]], tmp_path: Path) -> None:
+    seen = render([runs[version].result() for version in versions()])
+    (tmp_path / PAGE.name).write_text(seen)
+    assert PAGE.read_text() == seen, f"{PAGE} is out of date; `{COMMAND}` writes it anew (seen: {tmp_path / PAGE.name})"
+
+
+class Learner:
+    """A program that learns a sentence with one SDK; see learner.py."""
+
+    def __init__(self, version: str, server: DemoServer, place: Path, text: str, rounds: int, *more: str) -> None:
+        place.mkdir()
+        self._begin, self._out = place / "begin", place / "out.json"
+        python, env = isolated(version, place)
+        command = [python, "-m", "tests.e2e.sdk.learner", "--url", server.url, "--key", f"tml-learner-{version}"]
+        command += ["--text", text, "--rounds", str(rounds), "--begin", self._begin, "--out", self._out, *more]
+        self._process = subprocess.Popen(command, cwd=place, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+
+    def ready(self) -> None:
+        while self._process.poll() is None and not self._out.with_suffix(".ready").exists():
+            time.sleep(0.02)
+
+    def begin(self) -> None:
+        self._begin.touch()
+
+    def done(self) -> dict:  # type: ignore[type-arg]
+        _, said = self._process.communicate(timeout=LEARNER_S)
+        assert self._process.returncode == 0, said.decode()
+        return json.loads(self._out.read_text())
+
+
+def test_the_newest_and_the_oldest_sdk_work_at_the_same_time(server: DemoServer, tmp_path: Path) -> None:
+    learners = [
+        Learner(version, server, tmp_path / version, text, 6)
+        for version, text in zip((NEWEST, OLDEST), TEXTS, strict=True)
+    ]
+    for learner in learners:
+        learner.ready()
+    for learner in learners:
+        learner.begin()
+    newest, oldest = (learner.done() for learner in learners)
+    for own, other in ((newest, oldest), (oldest, newest)):
+        assert own["losses"][-1] < own["losses"][0] / 3
+        assert own["samples"][-1] == own["expected"] != own["base"]
+        assert own["run"] in own["runs"]
+        assert other["run"] not in own["runs"]
+        together = [span for span in own["spans"] if any(b < span[1] and span[0] < e for b, e in other["spans"])]
+        assert len(together) >= 3, (own["spans"], other["spans"])
+
+
+@pytest.mark.parametrize(("first", "second"), [(NEWEST, OLDEST), (OLDEST, NEWEST)])
+def test_what_one_sdk_saved_another_continues(first: str, second: str, server: DemoServer, tmp_path: Path) -> None:
+    saving = Learner(first, server, tmp_path / "saving", TEXTS[0], 4)
+    saving.begin()
+    saved = saving.done()
+    loading = Learner(second, server, tmp_path / "loading", TEXTS[0], 2, "--load", saved["saved"])
+    loading.begin()
+    loaded = loading.done()
+    assert loaded["samples"] == [saved["expected"]] * 2
+    assert loaded["losses"][0] < saved["losses"][0] / 10

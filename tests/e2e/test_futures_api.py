@@ -1,0 +1,186 @@
+"""Samples taken back, awaited all at once, and sent by copies of a client: the unmodified SDK on real vLLM."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+import httpx
+import psutil
+import pytest
+import tinker
+from tinker import types
+
+from skyrl.demo.server import DemoServer
+
+from .conftest import ClientFactory, database
+from .fault_proxy import FaultProxy, edited
+
+pytestmark = pytest.mark.vllm
+
+PROMPT = types.ModelInput.from_ints([5, 6, 7, 8])
+SHORT = types.SamplingParams(max_tokens=4, stop=[])
+ENDLESS = types.SamplingParams(max_tokens=4_000, stop=[])
+BUSY_S = 3.0
+"""How long a machine with other work may take for what needs well under a second; sampling to the end takes longer."""
+
+
+@pytest.fixture(scope="module")
+def running(server: DemoServer) -> Iterator[Callable[[], int]]:
+    """How many sequences vLLM says it is working on."""
+    family = psutil.Process(server.pid).children(recursive=True)
+    vllm = next(process for process in family if "vllm.entrypoints.openai.api_server" in process.cmdline())
+    port = vllm.cmdline()[vllm.cmdline().index("--port") + 1]
+    headers = {"Authorization": f"Bearer {vllm.environ()['VLLM_API_KEY']}"}
+
+    with httpx.Client(base_url=f"http://127.0.0.1:{port}", headers=headers, trust_env=False) as http:
+
+        def ask() -> int:
+            lines = http.get("/metrics").text.splitlines()
+            names = ("vllm:num_requests_running{", "vllm:num_requests_waiting{")
+            return sum(int(float(line.rpartition(" ")[2])) for line in lines if line.startswith(names))
+
+        yield ask
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float) -> float:
+    """Seconds until it was true."""
+    started = time.monotonic()
+    while not condition():
+        assert time.monotonic() - started < timeout_s, "not in time"
+        time.sleep(0.01)
+    return time.monotonic() - started
+
+
+def outcomes(server: DemoServer, session: str) -> list[tuple[str, str | None]]:
+    """(status, error) of a sampling session's samples, in order of arrival."""
+    query = "select status, error from futures where sampling_session_id = ? order by n"
+    with sqlite3.connect(database(server)) as connection:
+        return list(connection.execute(query, (session,)))
+
+
+CANCELLED = ("failed", "cancelled by the client")
+
+
+def test_abandoned_task_frees_vllm_within_a_second(
+    server: DemoServer, connect: ClientFactory, running: Callable[[], int]
+) -> None:
+    sampler = connect().create_sampling_client(base_model="tiny").result()
+
+    async def ask() -> types.SampleResponse:
+        return await sampler.sample(PROMPT, 4, ENDLESS)
+
+    async def abandon() -> float:
+        task = asyncio.create_task(ask())
+        await asyncio.to_thread(wait_until, lambda: running() == 4, 30)
+        task.cancel()
+        freed_s = await asyncio.to_thread(wait_until, lambda: running() == 0, BUSY_S)
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        return freed_s
+
+    assert running() == 0
+    freed = [asyncio.run(abandon()) for _ in range(3)]
+    assert min(freed) < 1.0, "some 0.05 s where nothing else runs"
+    assert outcomes(server, sampler._sampling_session_id) == [CANCELLED] * 3
+    assert len(sampler.sample(PROMPT, 1, SHORT).result().sequences[0].tokens) == 4, "the client goes on"
+
+
+def test_cancelled_futures_are_stopped_and_the_others_are_not(
+    server: DemoServer, connect: ClientFactory, running: Callable[[], int]
+) -> None:
+    sampler = connect().create_sampling_client(base_model="tiny").result()
+    pending = [sampler.sample(PROMPT, 1, ENDLESS) for _ in range(6)]
+    kept = sampler.sample(PROMPT, 1, types.SamplingParams(max_tokens=600, stop=[]))
+    wait_until(lambda: running() == 7, 30)
+    for future in pending:
+        assert future.future().cancel()
+    wait_until(lambda: running() <= 1, BUSY_S)
+    assert len(kept.result().sequences[0].tokens) == 600
+    wait_until(lambda: outcomes(server, sampler._sampling_session_id).count(CANCELLED) == 6, 5)
+
+
+def poll_for_all(proxy: FaultProxy) -> None:
+    proxy.always("/client/config", edited(lambda config: config | {"sample_use_retrieve_futures": True}))
+
+
+@pytest.fixture
+def proxy(server: DemoServer) -> Iterator[FaultProxy]:
+    with FaultProxy(server.url) as proxy:
+        yield proxy
+
+
+def test_one_poll_serves_all_samples(proxy: FaultProxy) -> None:
+    poll_for_all(proxy)
+    with tinker.ServiceClient(base_url=proxy.url, api_key="tml-test") as client:
+        sampler = client.create_sampling_client(base_model="tiny").result()
+        answers = [sampler.sample(PROMPT, 2, SHORT) for _ in range(100)]
+        for answer in answers:
+            assert [len(sequence.tokens) for sequence in answer.result().sequences] == [4, 4]
+        with pytest.raises(tinker.BadRequestError):
+            sampler.sample(types.ModelInput.from_ints([9999]), 1, SHORT).result()
+    fetched = proxy.seen("/retrieve_future")
+    assert len(fetched) == 100, "one for each result, none in vain"
+    assert {call.told for call in fetched} == {200}
+    assert all(b'"allow_metadata_only":false' in call.body.replace(b" ", b"") for call in fetched)
+    polls = proxy.seen("/retrieve_futures")
+    assert 0 < len(polls) < 100 + 100
+    ends = [end for call in polls for end in (call.answers[0].json()["completions"] if call.told == 200 else [])]
+    assert len(ends) == len({end["request_id"] for end in ends}) == 100, "each is told once"
+
+
+def test_abandoned_samples_are_stopped_in_that_mode_too(
+    proxy: FaultProxy, server: DemoServer, running: Callable[[], int]
+) -> None:
+    poll_for_all(proxy)
+    with tinker.ServiceClient(base_url=proxy.url, api_key="tml-test") as client:
+        sampler = client.create_sampling_client(base_model="tiny").result()
+        abandoned, kept = sampler.sample(PROMPT, 3, ENDLESS), sampler.sample(PROMPT, 1, SHORT)
+        assert len(kept.result().sequences) == 1
+        wait_until(lambda: running() == 3, 30)
+        abandoned.future().cancel()
+        wait_until(lambda: running() == 0, BUSY_S)
+        wait_until(lambda: outcomes(server, sampler._sampling_session_id)[0] == CANCELLED, 5)
+        assert len(sampler.sample(PROMPT, 1, SHORT).result().sequences) == 1
+
+
+COPY = """
+import sys, tinker
+from tinker import types
+sampler = tinker.SamplingClient.from_sampler_handle(sys.argv[1], api_key="tml-test")
+answer = sampler.sample(types.ModelInput.from_ints([5, 6]), 1, types.SamplingParams(max_tokens=4, stop=[])).result()
+print(len(answer.sequences[0].tokens))
+"""
+
+
+@pytest.mark.parametrize("for_all", [True, False])
+def test_copies_of_a_client_number_their_samples_apart(server: DemoServer, proxy: FaultProxy, for_all: bool) -> None:
+    if for_all:
+        poll_for_all(proxy)
+    with tinker.ServiceClient(base_url=proxy.url, api_key="tml-test") as client:
+        sampler = client.create_sampling_client(base_model="tiny").result()
+        copies = [pickle.loads(pickle.dumps(sampler)) for _ in range(2)]
+        for each in (sampler, *copies, *copies):
+            assert len(each.sample(PROMPT, 1, SHORT).result().sequences[0].tokens) == 4
+        elsewhere = subprocess.run(
+            [sys.executable, "-c", COPY, sampler.get_sampler_handle()], capture_output=True, text=True, timeout=120
+        )
+        assert elsewhere.stdout == "4\n", elsewhere.stderr
+        session = sampler._sampling_session_id
+    with sqlite3.connect(database(server)) as connection:
+        numbers = connection.execute("select sample_seq_id from futures where sampling_session_id = ?", (session,))
+        billion = 1_000_000_000
+        assert sorted(number for (number,) in numbers) == [
+            0,
+            billion,
+            billion + 1,
+            2 * billion,
+            2 * billion + 1,
+            3 * billion,
+        ]
+    assert len(proxy.seen("/join_sampling_session")) == 3
