@@ -63,7 +63,8 @@ class DemoServer:
     def _wait(self, path: str, timeout_s: float) -> float:
         assert self._process is not None
         reasons: list[str] = []
-        while time.monotonic() < self._started + timeout_s:
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
             if self._process.poll() is not None:
                 raise ServerFailed(f"the server ended with {self._process.returncode}: {self._said()}")
             try:
