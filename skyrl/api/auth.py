@@ -13,7 +13,7 @@ from skyrl.api.body import key_of, tenant_of
 from skyrl.api.reply import reply
 from skyrl.api.services import Services
 from skyrl.api.tokens import is_token
-from skyrl.wire.errors import NotFound
+from skyrl.wire.errors import RequestError
 
 _KEY_ID_BITS = 53
 """What every reader of JSON takes as a whole number."""
@@ -46,8 +46,9 @@ def router(services: Services) -> APIRouter:
     @routes.delete("/apikey/me")
     async def delete_own_key(request: Request) -> Response:
         tenant_of(request)
-        raise NotFound(
-            "this server keeps no list of keys, so that there is none to delete: any key is taken, this one too"
+        raise RequestError(
+            "this server keeps no list of keys, so that there is none to delete: any key is taken, this one too",
+            status=403,
         )
 
     return routes
