@@ -339,7 +339,8 @@ def _one_line(error: ValidationError) -> str:
     first = error.errors()[0]
     where = ".".join(str(part) for part in first["loc"]) or "configuration"
     if first["type"] == "extra_forbidden":
-        return f"configuration: {_nearest(where, ServerConfig.model_fields)}"
+        nested = [f"losses.{name}" for name in LossesConfig.model_fields]
+        return f"configuration: {_nearest(where, [*ServerConfig.model_fields, *nested])}"
     return f"{where}: {first['msg'].removeprefix('Value error, ').removeprefix('backend-config: ')}"
 
 

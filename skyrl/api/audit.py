@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from datetime import UTC, date, datetime, timedelta
+from datetime import UTC, date, datetime
 from datetime import time as clock
 from typing import Literal
 
@@ -19,6 +19,9 @@ EventType = Literal["all", "checkpoints", "projects", "teams", "organizations"]
 """There are no events on teams and organizations: a key is a tenant, and there is nothing above it."""
 
 
+DAY_S = 86_400
+
+
 def router(services: Services) -> APIRouter:
     routes = APIRouter(prefix="/api/v1", tags=["audit"])
 
@@ -29,9 +32,7 @@ def router(services: Services) -> APIRouter:
         day = day or datetime.fromtimestamp(time.time(), UTC).date()
         start = datetime.combine(day, clock(), UTC)
         resource = None if event_type == "all" else event_type.removesuffix("s")
-        rows = await services.audit.between(
-            tenant, start.timestamp(), (start + timedelta(days=1)).timestamp(), resource
-        )
+        rows = await services.audit.between(tenant, start.timestamp(), start.timestamp() + DAY_S, resource)
         return reply(
             {
                 "entries": [

@@ -24,7 +24,10 @@ def _hour(field: str, value: datetime | None) -> datetime:
     """In UTC, where a time without an offset is taken to be. Raises RequestError if it is none or within an hour."""
     if value is None:
         raise RequestError("is missing", field=field)
-    value = value.replace(tzinfo=UTC) if value.tzinfo is None else value.astimezone(UTC)
+    try:
+        value = value.replace(tzinfo=UTC) if value.tzinfo is None else value.astimezone(UTC)
+    except OverflowError as error:
+        raise RequestError("is outside the years 1 to 9999 in UTC", field=field) from error
     if value.minute or value.second or value.microsecond:
         raise RequestError(f"must be a full hour in UTC, got {value.isoformat()}", field=field)
     return value

@@ -29,7 +29,7 @@ _BEFORE_EXTERNAL: tuple[CheckpointKind, ...] = ("weights", "sampler_weights")
 def seen_by_client(request: Request, scope: str) -> Seen:
     """What a list shows to the client that asks: no kinds that its version of the SDK cannot read."""
     version = request.headers.get("x-stainless-package-version", "")
-    numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdecimal())
+    numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdecimal() and len(part) < 10)
     old = len(numbers) == 2 and numbers < _KNOWS_EXTERNAL
     return Seen(published=scope == "accessible", kinds=_BEFORE_EXTERNAL if old else KINDS)
 

@@ -26,6 +26,8 @@ from skyrl.wire.requests import (
 )
 
 MAX_LIMIT = 200
+MAX_LISTED = 100
+"""Projects or statuses in one search."""
 MAX_OWNERS = 10
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _STATUSES = {"active": "active", "client_finished": "finished"}
@@ -111,6 +113,9 @@ def router(services: Services) -> APIRouter:
         wanted = decode_json(SessionSearchRequest, await read_body(request, services.config.max_body_bytes))
         if not 1 <= wanted.limit <= MAX_LIMIT:
             raise RequestError(f"must be in [1, {MAX_LIMIT}], got {wanted.limit}", field="limit")
+        for field in ("project_ids", "statuses"):
+            if len(getattr(wanted, field) or ()) > MAX_LISTED:
+                raise RequestError(f"must hold at most {MAX_LISTED}", field=field)
         if wanted.display_name == "":
             raise RequestError("must hold at least one character, or be left out", field="display_name")
         query = Query(

@@ -39,10 +39,10 @@ def _resolved(body: bytes, services: Services) -> tuple[bytes, str | None]:
         fields.pop(name, None)
     token = msgspec.json.decode(fields.pop("weights_access_token", b"null"))
     reader = None
-    if isinstance(token, str):
+    if isinstance(token, str) and token:
         reader = tenant_of_access_token(services.tokens, token)
         fields["source_tenant"] = msgspec.Raw(msgspec.json.encode(reader))
-    elif token is not None:
+    elif token not in (None, ""):
         raise RequestError("must be a string", field="weights_access_token")
     return msgspec.json.encode(fields, order="deterministic"), reader
 

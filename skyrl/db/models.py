@@ -97,7 +97,9 @@ class Models:
             )
             if row is None:
                 return None
-            model = self._known[model_id] = _model(row)
+            model = _model(row)
+            if row.status in ("creating", "ready"):  # one that is closed is not forgotten again
+                self._known[model_id] = model
         return model if model.tenant == tenant else None
 
     async def next_seq(self, model_id: str) -> int:

@@ -10,11 +10,12 @@ from sqlalchemy import Connection, insert, select, update
 
 from skyrl.db import audit
 from skyrl.db.database import Database
-from skyrl.db.tables import FutureRow, SamplingSessionRow
+from skyrl.db.tables import FutureRow, SamplingSessionRow, SessionRow
 from skyrl.db.writer import GroupCommitWriter
 
 samplers = SamplingSessionRow.__table__  # type: ignore[attr-defined]
 futures = FutureRow.__table__  # type: ignore[attr-defined]
+sessions = SessionRow.__table__  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +91,15 @@ def _record_use(connection: Connection, sampler: Sampler, saved: Any) -> None:
     audit.record(connection, saved.tenant, "checkpoint_sampled", **details)
 
 
+def _found(connection: Connection, sampling_session_id: str) -> tuple[Sampler | None, bool]:
+    """An open sampling session, and whether the session it is in is active."""
+    sampler = find_sampler(connection, sampling_session_id)
+    if sampler is None:
+        return None, False
+    status = connection.execute(select(sessions.c.status).where(sessions.c.id == sampler.session_id)).scalar()
+    return sampler, status == "active"
+
+
 class Samplers:
     """Sampling sessions, cached in memory: resolving one on the way of a sample reads no database."""
 
@@ -127,12 +137,12 @@ class Samplers:
 
     async def find(self, sampling_session_id: str, tenant: str) -> Sampler | None:
         """The tenant's open sampling session."""
-        if sampling_session_id not in self._known:
-            stored = await self._database.read_async(lambda c: find_sampler(c, sampling_session_id))
-            if stored is None:
-                return None
-            self._known[sampling_session_id] = stored
-        return self.cached(sampling_session_id, tenant)
+        stored = self._known.get(sampling_session_id)
+        if stored is None:
+            stored, living = await self._database.read_async(lambda c: _found(c, sampling_session_id))
+            if stored is not None and living:  # one whose session has ended is not forgotten again
+                self._known[sampling_session_id] = stored
+        return stored if stored is not None and stored.tenant == tenant else None
 
     def forget_session(self, session_id: str) -> None:
         for sampler in [s for s in self._known.values() if s.session_id == session_id]:

@@ -100,7 +100,10 @@ def _candidates(connection: Connection, tenant: str, query: Query) -> Iterator[A
 
 def _has(status: Status) -> Any:
     same = sessions.c.status == status.status
-    return same if status.reasons is None else and_(same, sessions.c.finish_reason.in_(status.reasons))
+    if status.reasons is not None:
+        return and_(same, sessions.c.finish_reason.in_(status.reasons))
+    # A session that ended without its client saying how has no status to tell.
+    return same if status.status == "active" else and_(same, sessions.c.finish_reason.is_not(None))
 
 
 def _matches(row: Any, query: Query) -> bool:

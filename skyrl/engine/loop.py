@@ -326,7 +326,7 @@ class Engine:
         await self.on_backend(forget)
 
     async def _sweep(self) -> None:
-        for name, path in await asyncio.to_thread(self._sweeper.unused_adapters):
+        for name, path in await asyncio.to_thread(self._sweeper.unused_adapters, self.scheduler.saving):
             if self._group is not None:
                 try:
                     await self._group.retire_adapter(name)
@@ -334,4 +334,4 @@ class Engine:
                     logger.warning("adapter %s could not be unloaded yet: %s", name, error)
                     continue
             self._sweeper.unloaded(path)
-        await asyncio.to_thread(self._sweeper.delete_files)
+        await asyncio.to_thread(self._sweeper.delete_files, self.scheduler.saving)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from skyrl.db.models import models
 from skyrl.db.samplers import adapter_in_use, samplers
 from skyrl.db.sessions import sessions
 from skyrl.storage.base import CheckpointStore, StoreError
-from skyrl.storage.directories import id_of, is_scratch, remove
+from skyrl.storage.directories import id_of, is_scratch, remove, safe_name
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +71,11 @@ def end_sessions(database: Database) -> Ended:
 
 
 class FileSweeper:
-    """Finds files that no row refers to. For adapters in two steps: `unused_adapters`, unload, `delete_files`."""
+    """Finds files that no row refers to. For adapters in two steps: `unused_adapters`, unload, `delete_files`.
+
+    `saving`: models with a save that is running, asked for before. Its files are there long before its row is: they
+    go to the store and to vLLM first.
+    """
 
     def __init__(self, config: ServerConfig, database: Database, store: CheckpointStore) -> None:
         self._config = config
@@ -82,32 +87,32 @@ class FileSweeper:
         self._remote = config.checkpoint_store is not None and not config.checkpoint_store.startswith("file:")
         self._listing_due = 0.0
 
-    def unused_adapters(self) -> list[tuple[str, Path]]:
+    def unused_adapters(self, saving: Collection[str]) -> list[tuple[str, Path]]:
         """(name, directory) of adapter versions that no sampling session and no checkpoint holds."""
         self._expired |= {row.store_key for row in self._database.write(lambda c: pop_expired(c, time.time()))}
         found = [path for model in _directories(self._config.adapters_dir) for path in _directories(model)]
-
-        def unused(connection: Connection) -> list[tuple[str, Path]]:
-            saved = {row.directory for row in connection.execute(select(checkpoints.c.directory))}
-            rest = [path for path in found if str(path) not in saved and path not in self._doomed and _is_left(path)]
-            named = [(adapter_name_in(path), path) for path in rest]
-            return [(name, path) for name, path in named if not adapter_in_use(connection, name)]
-
-        return self._database.read(unused)
+        left = [path for path in found if path not in self._doomed and _is_left(path)]
+        unused = self._database.read(lambda c: _unused(c, left, saving))
+        return [(adapter_name_in(path), path) for path in unused]
 
     def unloaded(self, path: Path) -> None:
         """No inference server knows this adapter any more; its files may go after the grace time."""
         self._doomed[path] = time.time() + GRACE_S
 
-    def delete_files(self) -> None:
+    def delete_files(self, saving: Collection[str]) -> None:
         """Delete unloaded adapters whose time has come, stored checkpoints without a row, and what the dead left."""
-        for path in [path for path, due in self._doomed.items() if due <= time.time()]:
-            remove(path)
+        due = [path for path, at in self._doomed.items() if at <= time.time()]
+        unused = self._database.read(
+            lambda c: _unused(c, due, saving)
+        )  # a save that was repeated may have taken its place
+        for path in due:
+            if path in unused:
+                remove(path)
             del self._doomed[path]
         self._delete_leftovers()
-        self._sweep_store()
+        self._sweep_store(saving)
 
-    def _sweep_store(self) -> None:
+    def _sweep_store(self, saving: Collection[str]) -> None:
         """What has expired at once; what else has no row when the store is listed again."""
         doomed = {key for key in self._expired if key is not None}
         self._expired.clear()
@@ -116,8 +121,7 @@ class FileSweeper:
             self._store.remove_leftovers(self._started_at)
             grace_s = LISTING_S if self._remote else GRACE_S
             old = {found.key for found in self._store.stored() if found.stored_at < now - grace_s}
-            kept = self._database.read(lambda c: {row.store_key for row in c.execute(select(checkpoints.c.store_key))})
-            doomed |= old - kept
+            doomed |= self._database.read(lambda c: _without_row(c, old, saving))
             self._listing_due = now + (LISTING_S if self._remote else 0.0)
         for key in sorted(doomed):
             try:
@@ -137,6 +141,21 @@ class FileSweeper:
         closed = select(models.c.id).where(models.c.id.in_(by_id), models.c.status == "closed")
         for row in self._database.read(lambda c: list(c.execute(closed))):
             remove(by_id[row.id])
+
+
+def _unused(connection: Connection, paths: Sequence[Path], saving: Collection[str]) -> list[Path]:
+    """Those adapter directories that no checkpoint, no sampling session and no running save holds."""
+    groups = {safe_name(model_id) for model_id in saving}
+    saved = {row.directory for row in connection.execute(select(checkpoints.c.directory))}
+    rest = [path for path in paths if str(path) not in saved and path.parent.name not in groups]
+    return [path for path in rest if not adapter_in_use(connection, adapter_name_in(path))]
+
+
+def _without_row(connection: Connection, keys: set[str], saving: Collection[str]) -> set[str]:
+    """Those keys of the store that no checkpoint and no running save holds."""
+    groups = {safe_name(model_id) for model_id in saving}
+    kept = {row.store_key for row in connection.execute(select(checkpoints.c.store_key))}
+    return {key for key in keys - kept if key.partition("/")[0] not in groups}
 
 
 def _directories(parent: Path) -> list[Path]:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from skyrl.engine.commands import Command
-from skyrl.futures.kinds import BESIDE, PASSES, Kind
+from skyrl.futures.kinds import BESIDE, PASSES, SAVES, Kind
 
 
 @dataclass(slots=True)
@@ -149,6 +149,12 @@ class Scheduler:
 
     def __contains__(self, model_id: str) -> bool:
         return model_id in self._queues
+
+    @property
+    def saving(self) -> frozenset[str]:
+        """Models with a save that is running."""
+        running = self._running.values()
+        return frozenset(c.model_id for c in running if c.kind in SAVES and c.model_id is not None)
 
     @property
     def last_row(self) -> int:

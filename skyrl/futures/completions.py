@@ -22,6 +22,8 @@ MAX_COMPLETIONS = 1_000
 """Ends told in one answer."""
 MAX_LOG = 20_000
 """Ends kept for a client that does not ask; then its log is forgotten."""
+MAX_LOGS = 100
+"""Logs kept of one session's clients."""
 IDLE_S = 600.0
 """A log that nobody asked for in this time is forgotten."""
 
@@ -60,11 +62,17 @@ class _Log:
         self.polls = 0
         self.asked_at = time.monotonic()
         self.gone = False
+        self.replaced = False
         self._changed = asyncio.Event()
 
     def append(self, completion: Completion) -> None:
         self.last = max(self.last + 1, int(completion.at * 1e6))
         self.ends.append((self.last, completion))
+        self.wake()
+
+    def replace(self) -> None:
+        """Another log tells this client's ends from now on; who waits here is to read on there."""
+        self.replaced = True
         self.wake()
 
     def wake(self) -> None:
@@ -74,6 +82,10 @@ class _Log:
     def trim(self, cursor: int) -> None:
         while self.ends and self.ends[0][0] <= cursor:
             self.trimmed_to = self.ends.popleft()[0]
+
+    def reads_on_at(self, cursor: int) -> bool:
+        """Whether everything after `cursor` is told here: not when the log has been replaced, or trimmed beyond it."""
+        return not self.replaced and self.trimmed_to <= cursor
 
     def after(self, cursor: int) -> list[tuple[int, Completion]]:
         found: list[tuple[int, Completion]] = []
@@ -114,32 +126,41 @@ class CompletionLogs:
 
         Raises TargetGone when the session ends meanwhile.
         """
-        log = self._logs.get(target)
-        if log is None or cursor < log.trimmed_to:
-            log = await self._read(target, cursor)
-        log.polls += 1
-        try:
-            log.trim(cursor)
-            ends = await self._next(log, cursor, asyncio.get_running_loop().time() + timeout_s)
-        finally:
-            log.polls -= 1
-            log.asked_at = time.monotonic()
-        if log.gone:
-            raise TargetGone(target.sampling_session_id)
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        ends = None
+        while ends is None:
+            log = self._logs.get(target)
+            if log is None or not log.reads_on_at(cursor):
+                log = await self._read(target, cursor)
+            log.polls += 1
+            try:
+                log.trim(cursor)
+                ends = await self._next(log, cursor, deadline)
+            finally:
+                log.polls -= 1
+                log.asked_at = time.monotonic()
+            if log.gone:
+                raise TargetGone(target.sampling_session_id)
         return (ends[-1][0] if ends else cursor), [completion for _, completion in ends]
 
-    async def _next(self, log: _Log, cursor: int, deadline: float) -> list[tuple[int, Completion]]:
-        while not (ends := log.after(cursor)) and not log.gone and not self._closing:
+    async def _next(self, log: _Log, cursor: int, deadline: float) -> list[tuple[int, Completion]] | None:
+        """None when the log does not tell what comes after `cursor` any more, because somebody else asked."""
+        while log.reads_on_at(cursor):
+            ends = log.after(cursor)
+            if ends or log.gone or self._closing:
+                return ends
             try:
                 async with asyncio.timeout_at(deadline):
                     await log.changed()
             except TimeoutError:
-                break
-        return ends
+                return []
+        return None
 
     async def _read(self, target: Target, cursor: int) -> _Log:
         """A log from the database. It is known before it is read, so that what ends meanwhile comes in as well."""
-        self._forget_idle()
+        self._make_room(target.session_id)
+        if (old := self._logs.get(target)) is not None:
+            old.replace()
         log = self._logs[target] = _Log(cursor)
         try:
             stored = await self._load(target, cursor / 1e6 - REREAD_S)
@@ -150,12 +171,19 @@ class CompletionLogs:
         except BaseException:
             if self._logs.get(target) is log:  # what is not whole must not be taken for a log
                 del self._logs[target]
+            log.replace()
             raise
         return log
 
-    def _forget_idle(self) -> None:
+    def _make_room(self, session_id: str) -> None:
+        """Forget logs that nobody asked for lately, and of a session with many the one asked for least lately."""
+        idle = [target for target, log in self._logs.items() if log.polls == 0]
         before = time.monotonic() - IDLE_S
-        for target in [t for t, log in self._logs.items() if log.polls == 0 and log.asked_at < before]:
+        doomed = {target for target in idle if self._logs[target].asked_at < before}
+        if sum(target.session_id == session_id for target in self._logs) >= MAX_LOGS:
+            own = [target for target in idle if target.session_id == session_id]
+            doomed |= set(sorted(own, key=lambda target: self._logs[target].asked_at)[:1])
+        for target in doomed:
             del self._logs[target]
 
     def drop_session(self, session_id: str) -> None:

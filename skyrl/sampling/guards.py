@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from functools import lru_cache
 from pathlib import Path
 
 from skyrl.db.samplers import Sampler
 from skyrl.inference.features import InferenceFeatures
-from skyrl.wire.errors import RequestError
+from skyrl.wire.errors import NotFound, RequestError
 from skyrl.wire.requests import SampleRequest
 
 VLLM_MAX_TEMPERATURE = 2.0
@@ -18,10 +19,9 @@ class FeatureGuard:
 
     def __init__(self, features: InferenceFeatures) -> None:
         self._features = features
-        self._trains_unembed: dict[str, bool] = {}
 
     def check(self, request: SampleRequest, sampler: Sampler) -> None:
-        """Raises RequestError naming the field. Reads an adapter's configuration once."""
+        """Raises RequestError naming the field. Reads an adapter's configuration where that decides."""
         if not self._features.prompt_scores:
             for field in ("target_prompt_logprobs", "prompt_alt_tokens_k"):
                 if getattr(request, field):
@@ -35,7 +35,7 @@ class FeatureGuard:
                 field="sampling_params.temperature",
             )
         wants_prompt_logprobs = request.prompt_logprobs or request.topk_prompt_logprobs
-        if wants_prompt_logprobs and not self._features.unembed_prompt_logprobs and self._has_unembed(sampler):
+        if wants_prompt_logprobs and not self._features.unembed_prompt_logprobs and _has_unembed(sampler):
             # vLLM's LoRA kernels on GPUs are prepared for one row of logits per request, not for the prompt's rows,
             # and leave lm_head out of most. Sampled logprobs are right; on a CPU the plugin mends the same fault.
             raise RequestError(
@@ -44,11 +44,18 @@ class FeatureGuard:
                 field="prompt_logprobs",
             )
 
-    def _has_unembed(self, sampler: Sampler) -> bool:
-        if sampler.adapter_path is None:
-            return False
-        trains = self._trains_unembed.get(sampler.adapter_path)
-        if trains is None:
-            adapter = json.loads((Path(sampler.adapter_path) / "adapter_config.json").read_text())
-            trains = self._trains_unembed[sampler.adapter_path] = "lm_head" in adapter["target_modules"]
-        return trains
+
+def _has_unembed(sampler: Sampler) -> bool:
+    """Raises NotFound when the adapter's files are gone."""
+    if sampler.adapter_path is None:
+        return False
+    try:
+        return _trains_unembed(sampler.adapter_path)
+    except FileNotFoundError as error:
+        raise NotFound(f"the weights of {sampler.id!r} are gone", field="sampling_session_id") from error
+
+
+@lru_cache(maxsize=10_000)
+def _trains_unembed(adapter_path: str) -> bool:
+    adapter = json.loads((Path(adapter_path) / "adapter_config.json").read_text())
+    return "lm_head" in adapter["target_modules"]

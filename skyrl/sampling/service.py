@@ -108,8 +108,8 @@ class SampleService:
         limits = self._limits()
         check_request(request, limits)
         self._guard.check(request, sampler)
-        if request.seq_id is not None and not -(2**63) <= request.seq_id < 2**63:
-            raise RequestError("must fit signed 64 bits", field="seq_id")
+        if request.seq_id is not None and not 0 <= request.seq_id < 2**63:
+            raise RequestError("must be in [0, 2**63)", field="seq_id")
         self._admission.enter(len(body))
         started = False
         try:

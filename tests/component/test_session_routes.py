@@ -98,6 +98,14 @@ async def test_search_by_metadata_needs_every_pair(api: Api) -> None:
     assert await search(api, user_metadata={"walk": "7"}) == []
 
 
+async def test_session_that_ended_without_a_reason_has_no_status_and_is_found_by_none(api: Api) -> None:
+    told, untold = await create(api), await create(api)
+    await finish(api, told, "success")
+    assert (await api.post(f"sessions/{untold}/finish", {})).status_code == 200
+    assert await search(api) == [untold, told]
+    assert await search(api, statuses=[{"type": "client_finished"}]) == [told]
+
+
 async def test_search_by_project_owner_and_status(api: Api, database: Database) -> None:
     free, placed = await create(api), await create(api, project_id="blue")
     won, lost = await create(api, project_id="red"), await create(api)

@@ -234,6 +234,8 @@ CASES: list[tuple[str, Any, int, str | None]] = [
     ("sessions/search", {"owner": {"type": "user"}}, 400, "owner.owner_urns"),
     ("sessions/search", {"owner": {"type": "user", "owner_urns": ["u"] * 11}}, 400, "owner.owner_urns"),
     ("sessions/search", {"statuses": []}, 400, "statuses"),
+    ("sessions/search", {"statuses": [{"type": "active"}] * 101}, 400, "statuses"),
+    ("sessions/search", {"project_ids": ["p"] * 101}, 400, "project_ids"),
     ("sessions/search", {"statuses": [{"type": "active"}, {"type": "asleep"}]}, 400, "statuses[1].type"),
     ("sessions/search", {"statuses": [{"type": "client_finished", "reasons": []}]}, 400, "statuses[0].reasons"),
     ("sessions/search", {"statuses": [{"type": "client_finished", "reasons": ["x"]}]}, 400, "statuses[0].reasons"),
@@ -465,6 +467,7 @@ async def test_bad_bodies(
         ("GET", "audit?event_type=secrets", None, 400, "event_type"),
         ("GET", "audit?day=yesterday", None, 400, "day"),
         ("GET", "billing/usage/events", None, 400, "starting_on"),
+        ("GET", "billing/usage/events?starting_on=0001-01-01T00:00:00%2B14:00", None, 400, "starting_on"),
         ("GET", "billing/usage/events?starting_on=2026-01-01T00:00:00Z", None, 400, "ending_before"),
         *(
             ("GET", f"billing/usage/events?starting_on={start}&ending_before={end}", None, 400, field)
@@ -751,3 +754,9 @@ async def test_routes_are_these(world: World) -> None:
         ("PUT", "/api/v1/sessions/{session_id}/project"),
         ("PUT", "/api/v1/training_runs/{model_id}/checkpoints/{kind}/{name}/ttl"),
     }
+
+
+async def test_what_is_odd_but_no_mistake_is_answered(world: World) -> None:
+    assert (await world.http.get("/api/v1/audit?day=9999-12-31", headers=KEY)).json() == {"entries": []}
+    odd = KEY | {"X-Stainless-Package-Version": "9" * 5000 + ".1"}
+    assert (await world.http.get("/api/v1/checkpoints", headers=odd)).status_code == 200

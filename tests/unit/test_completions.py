@@ -129,3 +129,27 @@ def test_blocks_and_numbers_agree(clone: int) -> None:
     assert clone_of(first) == clone_of(end - 1) == clone
     assert clone_of(end) == clone + 1
     assert end - (first or 0) == CLONE_BLOCK
+
+
+async def test_one_who_waits_hears_of_an_end_although_another_asked_from_the_beginning(
+    logs: CompletionLogs, stored: Stored
+) -> None:
+    stored.add(logs, "first")
+    cursor, _ = await everything(logs)
+    waiting = asyncio.create_task(logs.poll(TARGET, cursor, 10.0))
+    await asyncio.sleep(0)
+    again = await logs.poll(TARGET, 0, 0.0)
+    assert [end.request_id for end in again[1]] == ["first"]
+    await asyncio.sleep(0)
+    stored.add(logs, "second")
+    told = await asyncio.wait_for(waiting, 2.0)
+    assert "second" in [end.request_id for end in told[1]]
+
+
+async def test_one_session_keeps_a_bounded_number_of_logs(
+    logs: CompletionLogs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(completions, "MAX_LOGS", 3)
+    for clone in range(10):
+        await logs.poll(Target(TARGET.session_id, TARGET.sampling_session_id, clone), 0, 0.0)
+    assert len(logs) <= 3

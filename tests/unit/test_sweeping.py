@@ -1,0 +1,92 @@
+"""What the sweeper leaves alone: files of saves that are running, and what has been taken into use again."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from skyrl.adapters import adapter_directory
+from skyrl.config import ServerConfig, load_config
+from skyrl.db.database import Database
+from skyrl.db.migrate import migrate
+from skyrl.db.samplers import Sampler, add_sampler
+from skyrl.db.tables import SessionRow
+from skyrl.engine import reclaim
+from skyrl.engine.reclaim import FileSweeper
+from skyrl.storage.directories import safe_name
+from skyrl.storage.registry import open_store
+
+MODEL = "s1:train:0"
+LONG_AGO = time.time() - 3600
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> ServerConfig:
+    return load_config({"state_dir": tmp_path})
+
+
+@pytest.fixture
+def database(config: ServerConfig) -> Database:
+    database = Database(config.database)
+    migrate(database)
+    return database
+
+
+@pytest.fixture
+def sweeper(config: ServerConfig, database: Database) -> FileSweeper:
+    return FileSweeper(config, database, open_store(config))
+
+
+def written(config: ServerConfig) -> Path:
+    """An adapter version that was written long ago, and no row is of."""
+    directory = adapter_directory(config.adapters_dir, MODEL, 1)
+    directory.mkdir(parents=True)
+    (directory / "adapter_model.safetensors").write_bytes(b"weights")
+    os.utime(directory, (LONG_AGO, LONG_AGO))
+    return directory
+
+
+def test_files_of_a_running_save_are_kept_however_long_it_takes(config: ServerConfig, sweeper: FileSweeper) -> None:
+    directory = written(config)
+    store = open_store(config)
+    key = f"{safe_name(MODEL)}/saved-1"
+    with store.writing(key) as scratch:
+        (scratch / "adapter_model.safetensors").write_bytes(b"weights")
+    os.utime(config.checkpoints_dir / key, (LONG_AGO, LONG_AGO))
+    assert sweeper.unused_adapters({MODEL}) == []
+    sweeper.delete_files({MODEL})
+    assert (config.checkpoints_dir / key).is_dir()
+    assert sweeper.unused_adapters(set()) == [(f"{MODEL}@1", directory)]
+    sweeper.delete_files(set())
+    assert not (config.checkpoints_dir / key).exists()
+
+
+def test_an_unloaded_adapter_that_a_repeated_save_uses_again_is_kept(
+    config: ServerConfig, database: Database, sweeper: FileSweeper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reclaim, "GRACE_S", 0.0)
+    directory = written(config)
+    sweeper.unloaded(directory)
+    sessions = SessionRow.__table__  # type: ignore[attr-defined]
+    session = {"id": "s1", "tenant": "t", "status": "active", "created_at": 0.0, "heartbeat_at": 0.0}
+    database.write(lambda c: c.execute(sessions.insert(), session | {"sdk_version": "", "tags": []}))
+    sampler = Sampler("s1:sample:0", "s1", "t", "base", None, f"{MODEL}@1", str(directory))
+    database.write(lambda c: add_sampler(c, sampler, 0))
+    sweeper.delete_files(set())
+    assert directory.is_dir()
+
+
+def test_an_unloaded_adapter_goes_after_its_time(
+    config: ServerConfig, sweeper: FileSweeper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = written(config)
+    sweeper.unloaded(directory)
+    sweeper.delete_files(set())
+    assert directory.is_dir()
+    monkeypatch.setattr(reclaim, "GRACE_S", 0.0)
+    sweeper.unloaded(directory)
+    sweeper.delete_files(set())
+    assert not directory.exists()
