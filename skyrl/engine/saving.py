@@ -35,7 +35,6 @@ from skyrl.wire.requests import (
 )
 
 MAX_TTL_S = 10 * 365 * 86_400
-SaveRequest = SaveWeightsRequest | SaveWeightsForSamplerRequest | SaveWeightsExternalRequest
 
 
 class Saves:
@@ -116,7 +115,7 @@ class Saves:
         self,
         command: Command,
         model: Any,
-        request: SaveRequest,
+        request: SaveWeightsRequest,
         path: TinkerPath,
         write: Callable[[Path], None],
         more: dict[str, Any] | None = None,
@@ -150,7 +149,7 @@ class Saves:
 
         return Done({"type": command.kind.lower(), "path": str(path)}, keep)
 
-    def _path(self, kind: CheckpointKind, model: Any, request: SaveRequest) -> TinkerPath:
+    def _path(self, kind: CheckpointKind, model: Any, request: SaveWeightsRequest) -> TinkerPath:
         """Where a save goes. Raises unless its name, its TTL and the place are good."""
         if request.path is None:
             raise RequestError("is missing: name the checkpoint", field="path")
@@ -168,7 +167,7 @@ class Saves:
             raise FailedRequest(f"sampling_session_seq_id: sampling session {sampling_session_id} exists already")
 
 
-def _check_ttl(request: SaveRequest) -> None:
+def _check_ttl(request: SaveWeightsRequest) -> None:
     ttl_seconds = request.ttl_seconds
     if ttl_seconds is not None and not 1 <= ttl_seconds <= MAX_TTL_S:
         raise RequestError(f"must be in [1, {MAX_TTL_S}] or null, got {ttl_seconds}", field="ttl_seconds")

@@ -104,23 +104,11 @@ class SaveWeightsRequest(msgspec.Struct):
     user_metadata: dict[str, str] | None = None
 
 
-class SaveWeightsForSamplerRequest(msgspec.Struct):
-    model_id: str
-    seq_id: int | None = None
-    path: str | None = None
+class SaveWeightsForSamplerRequest(SaveWeightsRequest):
     sampling_session_seq_id: int | None = None
-    ttl_seconds: int | None = None
-    overwrite: bool = False
-    user_metadata: dict[str, str] | None = None
 
 
-class SaveWeightsExternalRequest(msgspec.Struct):
-    model_id: str
-    seq_id: int | None = None
-    path: str | None = None
-    ttl_seconds: int | None = None
-    overwrite: bool = False
-    user_metadata: dict[str, str] | None = None
+class SaveWeightsExternalRequest(SaveWeightsRequest):
     age_encryption_recipients: list[str] | None = None
 
 
