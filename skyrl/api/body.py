@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 
 import zstandard
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 
 from skyrl.api.tokens import Tokens, is_token, tenant_of_key
 from skyrl.wire.errors import RequestError
+
+INLINE_BYTES = 16 * 2**10
+"""Compressed bodies up to here are decompressed on the event loop; megabytes would hold it up for some 5 ms each."""
 
 
 def key_of(request: Request) -> str:
@@ -36,21 +40,25 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
         raise RequestError(f"the body has {declared} bytes; at most {max_bytes} are taken", status=413)
     parts: list[bytes] = []
     size = 0
-    try:
-        async for part in request.stream():
-            size += len(part)
-            if size > max_bytes:
-                raise RequestError(f"the body has more than the {max_bytes} bytes that are taken", status=413)
-            parts.append(part)
-    except ClientDisconnect as error:
-        raise RequestError("the client went away before the body was complete") from error
-    body = b"".join(parts)
+    more = True
+    while more:
+        message = await request.receive()
+        if message["type"] == "http.disconnect":
+            raise RequestError("the client went away before the body was complete")
+        part, more = message.get("body", b""), message.get("more_body", False)
+        size += len(part)
+        if size > max_bytes:
+            raise RequestError(f"the body has more than the {max_bytes} bytes that are taken", status=413)
+        parts.append(part)
+    body = parts[0] if len(parts) == 1 else b"".join(parts)
     encoding = request.headers.get("content-encoding", "identity")
     if encoding == "identity":
         return body
     if encoding != "zstd":
         raise RequestError(f"content-encoding {encoding!r} is not taken; send zstd or none", status=415)
-    return _decompress(body, max_bytes)
+    if len(body) <= INLINE_BYTES:
+        return _decompress(body, max_bytes)
+    return await asyncio.to_thread(_decompress, body, max_bytes)
 
 
 def _decompress(body: bytes, max_bytes: int) -> bytes:

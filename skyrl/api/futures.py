@@ -82,7 +82,6 @@ def router(services: Services) -> APIRouter:
         sampler = await services.sampling.open_sampler(
             wanted.target.sampling_session_id, tenant, "target.sampling_session_id"
         )
-        services.store.forget_retrieved(wanted.retrieved_request_ids or (), tenant)
         target = Target(sampler.session_id, sampler.id, wanted.target.cloned_sampler_id)
         hold_s = HOLD_S if wanted.timeout is None else min(wanted.timeout, HOLD_S)
         try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import time
+from functools import lru_cache
 from pathlib import Path
 
 import jwt
@@ -22,6 +23,7 @@ _ISSUER = "passport-skyrl"
 _USER_URN = "tml:user:"
 
 
+@lru_cache(maxsize=4096)
 def tenant_of_key(key: str) -> str:
     """The tenant an API key stands for: a digest, so that no key is ever stored."""
     return hashlib.blake2b(key.encode(), digest_size=16).hexdigest()

@@ -6,21 +6,48 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, and_, bindparam, delete, func, insert, or_, select, update
+from sqlalchemy import (
+    ColumnElement,
+    Connection,
+    and_,
+    bindparam,
+    func,
+    insert,
+    literal_column,
+    null,
+    or_,
+    select,
+    update,
+)
 
-from skyrl.db.tables import FutureRow, ModelRow
+from skyrl.db.tables import FutureRow
+from skyrl.db.writer import RowStatement
 from skyrl.futures.kinds import Kind
 from skyrl.wire.errors import ErrorCategory
 
 futures = FutureRow.__table__  # type: ignore[attr-defined]
-_models = ModelRow.__table__  # type: ignore[attr-defined]
 
-RECORD = insert(futures)
-"""Parameters: the columns of one new row, `n` left out."""
+_RECORDED = (
+    futures.c.id,
+    futures.c.kind,
+    futures.c.tenant,
+    futures.c.session_id,
+    futures.c.model_id,
+    futures.c.seq_id,
+    futures.c.sampling_session_id,
+    futures.c.sample_seq_id,
+    futures.c.digest,
+    futures.c.body,
+    futures.c.body_format,
+    futures.c.status,
+    futures.c.created_at,
+)
+RECORD = RowStatement(insert(futures).values({column: bindparam(column.key) for column in _RECORDED}))
+"""Parameters: the columns of one new row that are known then."""
 
 SETTLE = (
     update(futures)
-    .where(futures.c.id == bindparam("request_id"), futures.c.status == "pending")
+    .where(futures.c.id == bindparam("request_id"), futures.c.status == literal_column("'pending'"))
     .values(
         status=bindparam("new_status"),
         result=bindparam("new_result"),
@@ -33,8 +60,11 @@ SETTLE = (
 """Parameters: see `settlement`. A row that is gone or settled already is left alone."""
 
 
-SETTLE_SAMPLE = SETTLE.values(body=None)
+SETTLE_SAMPLE = RowStatement(SETTLE.values(body=null()))
 """SETTLE for a forwarded sample, whose body nobody reads again."""
+
+MAX_NAMED = 500
+"""Ids in one query."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +153,17 @@ def find_settled(connection: Connection, request_ids: Sequence[str]) -> list[Sto
     return _find(connection, and_(futures.c.id.in_(request_ids), futures.c.status != "pending"))
 
 
+def ended_among(connection: Connection, request_ids: Sequence[str]) -> list[str]:
+    """Those of `request_ids` that are not pending. Looks at indexes only: a row with a body of megabytes is long, and
+    its status comes after the body."""
+    pending = select(futures.c.n).where(futures.c.status == "pending")
+    ended: list[str] = []
+    for start in range(0, len(request_ids), MAX_NAMED):
+        named = futures.c.id.in_(request_ids[start : start + MAX_NAMED])
+        ended += connection.execute(select(futures.c.id).where(named, futures.c.n.not_in(pending))).scalars()
+    return ended
+
+
 def find_command(connection: Connection, model_id: str, seq_id: int) -> StoredFuture | None:
     where = and_(futures.c.model_id == model_id, futures.c.seq_id == seq_id)
     return next(iter(_find(connection, where)), None)
@@ -202,19 +243,24 @@ _HEADER = (
 )
 
 
+_PENDING = (
+    select(*_HEADER)
+    .where(
+        futures.c.status == "pending",
+        futures.c.n > bindparam("after"),
+        futures.c.kind.in_(bindparam("kinds", expanding=True)),
+    )
+    .order_by(futures.c.n)
+)
+
+
 def pending(connection: Connection, kinds: Sequence[str], after: int = 0) -> list[Any]:
     """Pending rows of these kinds that arrived after row number `after`, in order of arrival: all but the bodies, which
     may be megabytes each, and their `size` in bytes.
 
     SQLite gives the number of a deleted last row again, so `after` must be a row that is still there, or 0.
     """
-    return list(
-        connection.execute(
-            select(*_HEADER)
-            .where(futures.c.status == "pending", futures.c.n > after, futures.c.kind.in_(kinds))
-            .order_by(futures.c.n)
-        )
-    )
+    return list(connection.execute(_PENDING, {"kinds": kinds, "after": after}))
 
 
 def pending_with_body(connection: Connection, kinds: Sequence[str]) -> list[Any]:
@@ -255,12 +301,14 @@ def highest_settled_seq(connection: Connection, model_id: str) -> int:
     return -1 if row is None or row[0] is None else int(row[0])
 
 
+_BODIES = select(futures.c.id, futures.c.body).where(futures.c.id.in_(bindparam("ids", expanding=True)))
+_PENDING_BODIES = _BODIES.where(futures.c.status == "pending")
+
+
 def bodies(connection: Connection, request_ids: Sequence[str], *, pending: bool = False) -> dict[str, bytes]:
     """Bodies by request id; rows that are gone are left out, and with `pending` those that have ended."""
-    query = select(futures.c.id, futures.c.body).where(futures.c.id.in_(request_ids))
-    if pending:
-        query = query.where(futures.c.status == "pending")
-    return {row.id: row.body for row in connection.execute(query)}
+    query = _PENDING_BODIES if pending else _BODIES
+    return {row.id: row.body for row in connection.execute(query, {"ids": request_ids})}
 
 
 def settle_where(connection: Connection, where: ColumnElement[bool], outcome: Outcome, now: float) -> list[str]:
@@ -269,18 +317,3 @@ def settle_where(connection: Connection, where: ColumnElement[bool], outcome: Ou
     if ids:
         connection.execute(SETTLE, [settlement(request_id, outcome, now) for request_id in ids])
     return ids
-
-
-def forget(connection: Connection, completed_before: float) -> int:
-    """Delete finished requests that ended before then, except what recovery replays: commands of living models that
-    are in no snapshot yet."""
-    replayable = select(futures.c.id).join(_models, _models.c.id == futures.c.model_id)
-    replayable = replayable.where(_models.c.status.in_(("ready", "creating")), futures.c.seq_id >= _models.c.next_seq)
-    done = connection.execute(
-        delete(futures).where(
-            futures.c.completed_at < completed_before,
-            futures.c.status != "pending",
-            futures.c.id.not_in(replayable),
-        )
-    )
-    return done.rowcount

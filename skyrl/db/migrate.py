@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import sqlite3
 from pathlib import Path
 
 from alembic.config import Config
@@ -13,6 +15,8 @@ from sqlalchemy.exc import DBAPIError
 
 from alembic import command
 from skyrl.db.database import Database
+
+logger = logging.getLogger(__name__)
 
 
 class SchemaError(RuntimeError):
@@ -59,6 +63,13 @@ def revision_of(database: Database) -> str | None:
 
 
 def migrate(database: Database) -> None:
-    """Upgrade to the newest revision. Raises SchemaError as `revision_of` does."""
+    """Upgrade to the newest revision. Raises SchemaError as `revision_of` does.
+
+    A SQLite file from before files gave space back is rewritten once; if it cannot be, it only does not shrink.
+    """
     if revision_of(database) != newest_revision():
         command.upgrade(_config(database.url), "head")
+    try:
+        database.make_reclaimable()
+    except sqlite3.Error as error:
+        logger.warning("the database's file cannot be made to shrink; tried again at the next start: %s", error)

@@ -9,11 +9,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import queue
+import sqlite3
 import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 from sqlalchemy import Connection, Executable
+from sqlalchemy.dialects import sqlite
+from sqlalchemy.exc import DBAPIError
 
 from skyrl.db.database import Database
 
@@ -24,84 +27,124 @@ MAX_BATCH = 1_000
 """Writes per transaction; keeps the lock's hold time, and so the engine's wait for it, short."""
 
 
+class RowStatement:
+    """A statement that is run very often, on one row each time. On SQLite it goes straight to the driver: SQLAlchemy's
+    way there costs more than the row. Every parameter is a bindparam, of a type that the driver takes as it is."""
+
+    def __init__(self, statement: Any) -> None:
+        self.statement: Executable = statement
+        compiled = statement.compile(dialect=sqlite.dialect())
+        self.sql = str(compiled)
+        self.parameters: tuple[str, ...] = tuple(compiled.positiontup)
+
+    def row(self, values: dict[str, Any]) -> list[Any]:
+        return [values[name] for name in self.parameters]
+
+
 class _Write:
-    __slots__ = ("change", "loop", "parameters", "result", "statement", "waiter")
+    __slots__ = ("change", "parameters", "result", "statement", "waiter")
 
     def __init__(
         self,
-        loop: asyncio.AbstractEventLoop,
-        statement: Executable | None,
+        waiter: asyncio.Future[Any],
+        statement: Executable | RowStatement | None,
         parameters: dict[str, Any] | None,
         change: Callable[[Connection], Any] | None,
     ) -> None:
-        self.loop = loop
         self.statement = statement
         self.parameters = parameters
         self.change = change
         self.result: Any = None
-        self.waiter: asyncio.Future[Any] = loop.create_future()
+        self.waiter = waiter
 
 
 class GroupCommitWriter:
     """Writes from one event loop, committed in groups by one thread.
 
-    Statements of one group that are the same object run as one executemany, in order of their first appearance; so a
-    write that depends on another must wait for it.
+    What one turn of the loop asks for goes to the thread together: to wake it costs more than a row. Statements of one
+    group that are the same object run as one executemany, in order of their first appearance; so a write that depends
+    on another must wait for it.
     """
 
     def __init__(self, database: Database) -> None:
         self._database = database
-        self._queue: queue.SimpleQueue[_Write | None] = queue.SimpleQueue()
+        self._turn: list[_Write] = []
+        self._queue: queue.SimpleQueue[list[_Write] | None] = queue.SimpleQueue()
+        self._driver: sqlite3.Connection | None = None
         self._thread = threading.Thread(target=self._run, name="group-commit", daemon=True)
         self._closed = False
         self.commits = 0
         self._thread.start()
 
-    async def execute(self, statement: Executable, parameters: dict[str, Any]) -> None:
+    async def execute(self, statement: Executable | RowStatement, parameters: dict[str, Any]) -> None:
         """Run one prepared statement; returns when it is committed. Raises what the database raised."""
-        await self._put(_Write(asyncio.get_running_loop(), statement, parameters, None))
+        await self._put(statement, parameters, None)
 
     async def transact(self, change: Callable[[Connection], T]) -> T:
         """Run `change(connection)` inside a transaction of its own group; returns its value once committed."""
-        return await self._put(_Write(asyncio.get_running_loop(), None, None, change))
+        return await self._put(None, None, change)
 
-    async def _put(self, write: _Write) -> Any:
+    def _put(
+        self,
+        statement: Executable | RowStatement | None,
+        parameters: dict[str, Any] | None,
+        change: Callable[[Connection], Any] | None,
+    ) -> asyncio.Future[Any]:
         if self._closed:
             raise RuntimeError("the writer is closed; nothing would commit this write")
-        self._queue.put(write)
-        return await write.waiter
+        loop = asyncio.get_running_loop()
+        waiter = loop.create_future()
+        if not self._turn:
+            loop.call_soon(self._hand_over)
+        self._turn.append(_Write(waiter, statement, parameters, change))
+        return waiter
+
+    def _hand_over(self) -> None:
+        if self._turn:
+            turn, self._turn = self._turn, []
+            self._queue.put(turn)
 
     async def close(self) -> None:
         """Commit what is waiting, then end the thread. Later writes raise RuntimeError."""
         self._closed = True
+        self._hand_over()
         self._queue.put(None)
         await asyncio.to_thread(self._thread.join)
 
     def _run(self) -> None:
-        while (first := self._queue.get()) is not None:
-            batch, last = [first], False
-            while len(batch) < MAX_BATCH:
+        last = False
+        while not last and (waiting := self._queue.get()) is not None:
+            while len(waiting) < MAX_BATCH:
                 try:
-                    item = self._queue.get_nowait()
+                    more = self._queue.get_nowait()
                 except queue.Empty:
                     break
-                if item is None:
+                if more is None:
                     last = True
                     break
-                batch.append(item)
-            self._commit(batch)
-            if last:
-                return
+                waiting += more
+            for start in range(0, len(waiting), MAX_BATCH):
+                self._commit(waiting[start : start + MAX_BATCH])
+        if self._driver is not None:
+            self._driver.close()
 
     def _commit(self, batch: list[_Write]) -> None:
         begun = False
         try:
-            with self._database.writer.begin() as connection:
+            if self._database.is_sqlite and all(isinstance(write.statement, RowStatement) for write in batch):
+                self._driver = self._driver or self._database.connect_driver()
+                self._driver.execute("BEGIN IMMEDIATE")
                 begun = True
-                self._apply(connection, batch)
+                self._apply_rows(self._driver, batch)
+            else:
+                with self._database.writer.begin() as connection:
+                    begun = True
+                    self._apply(connection, batch)
         except Exception as error:
+            if self._driver is not None and self._driver.in_transaction:
+                self._driver.rollback()
             if len(batch) == 1 or not begun:  # without the lock, each alone would only wait for it again
-                self._resolve(batch, error)
+                self._resolve(batch, _as_sqlalchemy(error))
                 return
             # One bad write must not fail its neighbours: the group was rolled back, so run each alone.
             for write in batch:
@@ -109,6 +152,16 @@ class GroupCommitWriter:
             return
         self.commits += 1
         self._resolve(batch, None)
+
+    @staticmethod
+    def _apply_rows(driver: sqlite3.Connection, batch: list[_Write]) -> None:
+        grouped: dict[RowStatement, list[list[Any]]] = {}
+        for write in batch:
+            assert isinstance(write.statement, RowStatement)
+            grouped.setdefault(write.statement, []).append(write.statement.row(write.parameters or {}))
+        for statement, rows in grouped.items():
+            driver.executemany(statement.sql, rows)
+        driver.execute("COMMIT")
 
     @staticmethod
     def _apply(connection: Connection, batch: list[_Write]) -> None:
@@ -121,7 +174,8 @@ class GroupCommitWriter:
             if head.change is not None:
                 head.result = head.change(connection)
             elif head.statement is not None:
-                connection.execute(head.statement, [write.parameters or {} for write in writes])
+                statement = head.statement.statement if isinstance(head.statement, RowStatement) else head.statement
+                connection.execute(statement, [write.parameters or {} for write in writes])
 
     @staticmethod
     def _resolve(batch: list[_Write], error: Exception | None) -> None:
@@ -135,6 +189,13 @@ class GroupCommitWriter:
                     write.waiter.set_result(write.result)
 
         try:
-            batch[0].loop.call_soon_threadsafe(settle, batch)
+            batch[0].waiter.get_loop().call_soon_threadsafe(settle, batch)
         except RuntimeError:
             logger.warning("%d writes were committed after their event loop had closed", len(batch))
+
+
+def _as_sqlalchemy(error: Exception) -> Exception:
+    """The driver's own error as SQLAlchemy raises it; others as they are."""
+    if not isinstance(error, sqlite3.Error):
+        return error
+    return DBAPIError.instance(None, None, error, sqlite3.Error, dialect=sqlite.dialect())  # type: ignore[return-value]

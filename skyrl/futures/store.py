@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sqlalchemy import Connection
-from sqlalchemy.exc import IntegrityError
+from sqlalchemy.exc import DBAPIError, IntegrityError
 
 from skyrl.db import futures as rows
 from skyrl.db.database import Database
@@ -32,8 +32,15 @@ Key = tuple[str, str, int]
 """("command", model_id, seq_id) or ("sample", sampling_session_id, seq_id): who repeats it gets the same request."""
 
 KEPT_OUTCOMES = 20_000
-KEPT_BYTES = 256 * 2**20
-"""Outcomes kept in memory after they were settled; older ones are read from the database."""
+KEPT_BYTES = 64 * 2**20
+"""Outcomes that nobody has read yet are kept in memory up to here; older ones are read from the database."""
+
+LARGE_BODY_BYTES = 256 * 2**10
+"""Bodies beyond are hashed and written beside the event loop and the group commit, not by them."""
+
+FIRST_RETRY_S = 0.1
+MAX_RETRY_S = 5.0
+"""How long a result waits between two tries to store it."""
 
 SAFETY_POLL_S = 1.0
 """How often pending engine requests are looked up in case a ring was lost; not at all while none is pending."""
@@ -42,7 +49,7 @@ SAFETY_POLL_S = 1.0
 @dataclass(frozen=True, slots=True)
 class NewRequest:
     """A request to record. `body` is stored as the bytes that arrived. `identity` is what a repeat has in common with
-    the first, the body when None."""
+    the first, the body when None. `id` is made when it is None; a repeat gets the first one's in any case."""
 
     kind: Kind
     tenant: str
@@ -54,10 +61,12 @@ class NewRequest:
     sampling_session_id: str | None = None
     sample_seq_id: int | None = None
     identity: bytes | None = None
+    id: str | None = None
 
     @property
-    def target(self) -> Target | None:
-        return _target(self.session_id, self.sampling_session_id, self.sample_seq_id)
+    def sampler(self) -> tuple[str, int | None] | None:
+        """The sampling session it is from, and its number there."""
+        return None if self.sampling_session_id is None else (self.sampling_session_id, self.sample_seq_id)
 
     @property
     def key(self) -> Key | None:
@@ -72,16 +81,27 @@ class NewRequest:
         return hashlib.blake2b(same, digest_size=16, person=self.kind.encode()[:16]).digest()
 
 
-def _completion(request_id: str, outcome: Outcome) -> Completion:
-    return Completion(request_id, None if outcome.error is not None else len(outcome.result), time.time())
-
-
-def _target(session_id: str, sampling_session_id: str | None, seq_id: int | None) -> Target | None:
-    return None if sampling_session_id is None else Target(session_id, sampling_session_id, clone_of(seq_id))
+def _completion(request_id: str, outcome: Outcome, at: float) -> Completion:
+    return Completion(request_id, None if outcome.error is not None else len(outcome.result), at)
 
 
 class _Entry:
-    __slots__ = ("digest", "id", "key", "kind", "outcome", "recorded", "session_id", "settled", "target", "tenant")
+    """A request in memory. `settling` says that it has ended and is being stored; `outcome` is there once it is."""
+
+    __slots__ = (
+        "digest",
+        "id",
+        "key",
+        "kind",
+        "outcome",
+        "recorded",
+        "recording",
+        "sampler",
+        "session_id",
+        "settling",
+        "tenant",
+        "waiters",
+    )
 
     def __init__(
         self,
@@ -91,7 +111,7 @@ class _Entry:
         session_id: str,
         digest: bytes,
         key: Key | None,
-        target: Target | None = None,
+        sampler: tuple[str, int | None] | None = None,
     ) -> None:
         self.id = request_id
         self.kind = kind
@@ -99,10 +119,26 @@ class _Entry:
         self.session_id = session_id
         self.digest = digest
         self.key = key
-        self.target = target
+        self.sampler = sampler
         self.outcome: Outcome | None = None
-        self.settled = asyncio.Event()
-        self.recorded: asyncio.Event | None = None
+        self.settling = False
+        self.recording = False
+        self.recorded: asyncio.Future[None] | None = None
+        self.waiters: list[asyncio.Future[None]] = []
+
+    @property
+    def target(self) -> Target | None:
+        """The sampling client that asked."""
+        return None if self.sampler is None else Target(self.session_id, self.sampler[0], clone_of(self.sampler[1]))
+
+    def wake(self) -> None:
+        for waiter in self.waiters:
+            _wake(waiter)
+
+
+def _wake(waiter: asyncio.Future[None]) -> None:
+    if not waiter.done():
+        waiter.set_result(None)
 
 
 class FutureStore:
@@ -116,6 +152,7 @@ class FutureStore:
         self._settled: OrderedDict[str, int] = OrderedDict()
         self._settled_bytes = 0
         self._closing = False
+        self._large = asyncio.Lock()
         self._awaited: set[str] = set()
         """Pending requests that another process settles."""
         self.completions = CompletionLogs(self._ends_of)
@@ -125,16 +162,30 @@ class FutureStore:
 
         Raises RequestError when the key was used before with another body.
         """
-        key, digest = request.key, request.digest()
+        key, large = request.key, len(request.body) > LARGE_BODY_BYTES
+        digest = await asyncio.to_thread(request.digest) if large else request.digest()
         while key is not None and (known := self._by_key.get(key)) is not None:
-            if known.recorded is None:
+            if not known.recording:
                 return self._same(known.id, known.digest, digest, key), False
-            await known.recorded.wait()  # and look again: it may have failed, and it is then for us to try
-        entry = _Entry(new_request_id(), request.kind, request.tenant, request.session_id, digest, key, request.target)
-        recorded = entry.recorded = asyncio.Event()
+            if known.recorded is None:
+                known.recorded = asyncio.get_running_loop().create_future()
+            await asyncio.shield(known.recorded)  # and look again: it may have failed, and it is then for us to try
+        entry = _Entry(
+            request.id or new_request_id(),
+            request.kind,
+            request.tenant,
+            request.session_id,
+            digest,
+            key,
+            request.sampler,
+        )
+        entry.recording = True
         self._add(entry, awaited=request.kind != Kind.EXTERNAL)
         try:
-            await self._writer.execute(rows.RECORD, self._parameters(entry, request))
+            if large:
+                await self._record_large(self._parameters(entry, request))
+            else:
+                await self._writer.execute(rows.RECORD, self._parameters(entry, request))
         except BaseException as error:
             self._drop(entry)
             if not isinstance(error, IntegrityError) or key is None:
@@ -144,19 +195,25 @@ class FutureStore:
                 raise
             return self._same(stored.id, stored.digest, digest, key), False
         finally:
-            entry.recorded = None
-            recorded.set()
+            entry.recording = False
+            if entry.recorded is not None:
+                entry.recorded.set_result(None)
         if entry.id not in self._entries:
             # Its session was closed while it was written, so that it may have missed the settling of all the others.
             await self._writer.execute(rows.SETTLE, rows.settlement(entry.id, rows.SESSION_ENDED, time.time()))
             return entry.id, False
         return entry.id, True
 
+    async def _record_large(self, parameters: dict[str, object]) -> None:
+        """In a transaction of its own, one at a time: small writes, in their groups, go in between."""
+        async with self._large:
+            await asyncio.to_thread(self._database.write, lambda c: c.execute(rows.RECORD.statement, parameters))
+
     @staticmethod
     def _same(request_id: str, recorded: bytes, repeated: bytes, key: Key) -> str:
         if recorded != repeated:
-            field = "model_seq_id" if key[0] == "command" and key[2] == 0 else "seq_id"
-            raise RequestError(f"{key[2]} was used before for {key[1]} with another body", field=field)
+            name = "model_seq_id" if key[0] == "command" and key[2] == 0 else "seq_id"
+            raise RequestError(f"{key[2]} was used before for {key[1]} with another body", field=name)
         return request_id
 
     @staticmethod
@@ -192,12 +249,13 @@ class FutureStore:
 
     def adopt(self, request_id: str, kind: Kind, tenant: str, session_id: str, digest: bytes, key: Key | None) -> None:
         """Take over a pending request found in the database at start."""
-        target = _target(session_id, key[1], key[2]) if key is not None and key[0] == "sample" else None
-        entry = _Entry(request_id, kind, tenant, session_id, digest, key, target)
+        sampler = (key[1], key[2]) if key is not None and key[0] == "sample" else None
+        entry = _Entry(request_id, kind, tenant, session_id, digest, key, sampler)
         self._add(entry, awaited=kind != Kind.EXTERNAL)
 
     async def wait(self, request_id: str, tenant: str, timeout_s: float) -> Outcome | None:
-        """The outcome, or None when there is none after `timeout_s`.
+        """The outcome, or None when there is none after `timeout_s`. It is stored by then, so that whoever asks again
+        gets the same, and need not be kept in memory any more.
 
         Raises KeyError when no such request is stored, or it is another tenant's.
         """
@@ -213,24 +271,32 @@ class FutureStore:
                 entry = self._await_stored(stored)
         if entry.tenant != tenant:
             raise KeyError(request_id)
-        if entry.outcome is None:
-            if self._closing:
-                return None
-            try:
-                async with asyncio.timeout(timeout_s):
-                    await entry.settled.wait()
-            except TimeoutError:
-                return None
-        if entry.outcome is None:
-            if self._closing:
-                return None
+        if entry.outcome is None and not self._closing:
+            await self._next_change(entry, timeout_s)
+        if entry.outcome is not None:
+            self._forget_settled(entry)
+            return entry.outcome
+        if request_id not in self._entries and not self._closing:
             raise KeyError(request_id)
-        return entry.outcome
+        return None
+
+    @staticmethod
+    async def _next_change(entry: _Entry, timeout_s: float) -> None:
+        loop = asyncio.get_running_loop()
+        waiter = loop.create_future()
+        timer = loop.call_later(timeout_s, _wake, waiter)
+        entry.waiters.append(waiter)
+        try:
+            await waiter
+        finally:
+            timer.cancel()
+            entry.waiters.remove(waiter)
 
     def _await_stored(self, stored: Any) -> _Entry:
         """Wait for a pending row, whatever its kind: a sample that is not forwarded here is the engine's to settle."""
-        target = _target(stored.session_id, stored.sampling_session_id, stored.sample_seq_id)
-        entry = _Entry(stored.id, stored.kind, stored.tenant, stored.session_id, stored.digest, None, target)
+        sampling = stored.sampling_session_id
+        sampler = None if sampling is None else (sampling, stored.sample_seq_id)
+        entry = _Entry(stored.id, stored.kind, stored.tenant, stored.session_id, stored.digest, None, sampler)
         self._add(entry, awaited=True)
         return entry
 
@@ -243,16 +309,16 @@ class FutureStore:
         return Kind(known.kind)
 
     def is_pending(self, request_id: str) -> bool:
-        """Whether it is known in memory and has no outcome."""
+        """Whether it is known in memory and has not ended."""
         entry = self._entries.get(request_id)
-        return entry is not None and entry.outcome is None
+        return entry is not None and entry.outcome is None and not entry.settling
 
     async def end(self, request_id: str, outcome: Outcome) -> bool:
         """Settle a pending request that is nobody's in this process, or is not to be waited for. False if it had ended:
         the first outcome stays."""
         entry = self._entries.get(request_id)
         if entry is not None and entry.kind == Kind.EXTERNAL:
-            if entry.outcome is not None:
+            if entry.outcome is not None or entry.settling:
                 return False
             await self.settle(request_id, outcome)
             return True
@@ -263,80 +329,80 @@ class FutureStore:
 
     async def _ends_of(self, target: Target, since: float) -> list[Completion]:
         """A sampling client's ends since then, in their order; what it still waits for is waited for from now on."""
-        unwritten = [
-            entry for entry in self._entries.values() if entry.target == target and entry.id not in self._settled
-        ]
-        ended = {entry.id: _completion(entry.id, entry.outcome) for entry in unwritten if entry.outcome is not None}
         stored = await self._database.read_async(
             lambda c: rows.of_sampler(c, target.sampling_session_id, *block_of(target.clone), since)
         )
+        ended: list[Completion] = []
         for row in stored:
             if row.status != "pending":
                 size = None if row.status == "failed" else row.size or 0
-                ended[row.id] = Completion(row.id, size, row.completed_at)
-            elif (entry := self._entries.get(row.id)) is None:
+                ended.append(Completion(row.id, size, row.completed_at))
+            elif row.id not in self._entries:
                 self._await_stored(row)
-            elif entry.outcome is not None:  # and could not be written
-                ended[row.id] = _completion(row.id, entry.outcome)
-        return sorted(ended.values(), key=lambda end: end.at)
-
-    def forget_retrieved(self, request_ids: Iterable[str], tenant: str) -> None:
-        """The client has these results: they need not be kept in memory. It may still read them again."""
-        for request_id in request_ids:
-            entry = self._entries.get(request_id)
-            if (
-                entry is not None
-                and entry.tenant == tenant
-                and (size := self._settled.pop(request_id, None)) is not None
-            ):
-                self._settled_bytes -= size
-                self._drop(entry)
+        return sorted(ended, key=lambda end: end.at)
 
     async def settle(self, request_id: str, outcome: Outcome) -> None:
-        """Resolve a forwarded sample: whoever waits hears at once, the row follows; returns when the row is durable.
+        """End a forwarded sample: store its outcome, then tell whoever waits; returns when the row is durable.
 
-        A request that was dropped meanwhile is logged and ignored.
+        Tries again for as long as the database does not take it: a result told before it is stored could be another
+        one after a crash. A request that was dropped meanwhile is logged and ignored.
         """
         entry = self._entries.get(request_id)
-        if entry is None or entry.outcome is not None:
+        if entry is None or entry.outcome is not None or entry.settling:
             logger.info("request %s ended after it was dropped; its result is discarded", request_id)
             return
-        self._resolve(entry, outcome)
+        entry.settling, now = True, time.time()
         try:
-            await self._writer.execute(rows.SETTLE_SAMPLE, rows.settlement(request_id, outcome, time.time()))
+            await self._store(rows.settlement(request_id, outcome, now))
+            self._resolve(entry, outcome, now)
         finally:
-            self._make_evictable(entry, outcome)  # not before: whoever asks meanwhile would find a pending row
+            entry.settling = False
 
-    def _resolve(self, entry: _Entry, outcome: Outcome) -> None:
+    async def _store(self, settlement: dict[str, Any]) -> None:
+        retry_s = FIRST_RETRY_S
+        while True:
+            try:
+                return await self._writer.execute(rows.SETTLE_SAMPLE, settlement)
+            except DBAPIError as error:
+                logger.error("a result cannot be stored, tried again in %g s: %s", retry_s, error)
+                await asyncio.sleep(retry_s)
+                retry_s = min(2 * retry_s, MAX_RETRY_S)
+
+    def _resolve(self, entry: _Entry, outcome: Outcome, now: float) -> None:
+        """Its outcome is stored."""
         entry.outcome = outcome
-        entry.settled.set()
-        if entry.target is not None:
-            self.completions.note(entry.target, _completion(entry.id, outcome))
+        if len(self.completions) and (target := entry.target) is not None:
+            self.completions.note(target, _completion(entry.id, outcome, now))
         self._awaited.discard(entry.id)
+        entry.wake()
+        if entry.id in self._entries:
+            self._keep(entry, len(outcome.result))
 
-    def _make_evictable(self, entry: _Entry, outcome: Outcome) -> None:
-        self._settled[entry.id] = len(outcome.result)
-        self._settled_bytes += len(outcome.result)
+    def _keep(self, entry: _Entry, size: int) -> None:
+        self._settled[entry.id] = size
+        self._settled_bytes += size
         while len(self._settled) > KEPT_OUTCOMES or (self._settled_bytes > KEPT_BYTES and len(self._settled) > 1):
-            old, size = self._settled.popitem(last=False)
+            self._forget_settled(self._entries[next(iter(self._settled))])
+
+    def _forget_settled(self, entry: _Entry) -> None:
+        size = self._settled.pop(entry.id, None)
+        if size is not None:
             self._settled_bytes -= size
-            if (evicted := self._entries.get(old)) is not None:
-                self._drop(evicted)
+            self._drop(entry)
 
     def release_waiters(self) -> None:
         """The process is about to end: whoever waits hears now that there is no result yet, and so does who comes."""
         self._closing = True
         self.completions.release()
         for entry in self._entries.values():
-            if entry.outcome is None:
-                entry.settled.set()
+            entry.wake()
 
     def drop_session(self, session_id: str) -> list[str]:
         """Forget a closed session's pending requests in memory; waiters hear that they are gone. Returns their ids."""
         dropped = [e for e in self._entries.values() if e.session_id == session_id and e.outcome is None]
         for entry in dropped:
             self._drop(entry)
-            entry.settled.set()
+            entry.wake()
         self.completions.drop_session(session_id)
         return [entry.id for entry in dropped]
 
@@ -353,13 +419,13 @@ class FutureStore:
             for stored in await self._database.read_async(lambda c, ids=part: rows.find_settled(c, ids)):
                 entry = self._entries.get(stored.id)
                 if entry is not None and entry.outcome is None and stored.outcome is not None:
-                    self._resolve(entry, stored.outcome)
-                    self._make_evictable(entry, stored.outcome)
+                    self._resolve(entry, stored.outcome, time.time())
 
     async def look_for_lost_rings(self) -> None:
         """Look for outcomes of everything that the engine still owes."""
         if self._awaited:
-            await self.look(list(self._awaited))
+            owed = list(self._awaited)
+            await self.look(await self._database.read_async(lambda c: rows.ended_among(c, owed)))
 
     @property
     def pending(self) -> int:

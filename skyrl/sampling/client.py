@@ -113,6 +113,9 @@ class ForwardingClient:
                 await self._back_off(attempts, deadline, trouble)
                 continue
             except Interrupted as error:
+                if failed is not None and asyncio.get_running_loop().time() >= deadline:
+                    # The last try was cut short; what was wrong before says more.
+                    raise _server_failure(f"gave up after {self._deadline_s:g} s: {trouble}") from error
                 self._count_interruption(attempts, str(error))
                 failed, trouble = endpoint, f"no answer from {endpoint.url} ({error})"
                 await self._outlive(endpoint, attempts, deadline, trouble)

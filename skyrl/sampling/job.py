@@ -66,11 +66,8 @@ class SampleJob:
         return self.temperature == 0.0
 
 
-def check_request(request: SampleRequest, limits: Limits) -> tuple[list[int], Stored | None]:
-    """The prompt's token ids and the target's tensor. Raises RequestError naming the field, for all that can be known
-    before sampling."""
+def _check(request: SampleRequest, prompt: list[int], limits: Limits) -> None:
     params = request.sampling_params
-    prompt = tokens_of(request.prompt)
     if limits.vocab_size is not None and (min(prompt) < 0 or max(prompt) >= limits.vocab_size):
         bad = next(t for t in prompt if not 0 <= t < limits.vocab_size)
         raise RequestError(f"token id {bad} is not in [0, {limits.vocab_size})", field="prompt")
@@ -95,10 +92,6 @@ def check_request(request: SampleRequest, limits: Limits) -> tuple[list[int], St
     _bounded("topk_sample_logprobs", request.topk_sample_logprobs, 0, MAX_TOPK)
     _bounded("topk_prompt_logprobs", request.topk_prompt_logprobs, 0, MAX_TOPK)
     _check_last_n(request, len(prompt))
-    target = _target(request, len(prompt), limits)
-    _check_scores(request, len(prompt), target)
-    _stop_lists(params.stop, limits)
-    return prompt, target
 
 
 def _bounded(field: str, value: int, low: int, high: int) -> None:
@@ -175,9 +168,12 @@ def make_job(
     adapter_path: str | None,
     limits: Limits,
 ) -> SampleJob:
-    """The job for a request that `check_request` has passed (it is checked again, which costs little)."""
-    prompt, target = check_request(request, limits)
+    """The job for a request. Raises RequestError naming the field, for all that can be known before sampling."""
     params = request.sampling_params
+    prompt = tokens_of(request.prompt)
+    _check(request, prompt, limits)
+    target = _target(request, len(prompt), limits)
+    _check_scores(request, len(prompt), target)
     strings, ids = _stop_lists(params.stop, limits)
     max_tokens = params.max_tokens
     if limits.max_context is not None:

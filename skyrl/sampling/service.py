@@ -16,13 +16,13 @@ from skyrl.db.samplers import Sampler, Samplers
 from skyrl.db.sessions import Sessions
 from skyrl.db.usage import UsageCounter, UsageKey, sample_amounts
 from skyrl.futures.doorbell import Doorbell
-from skyrl.futures.ids import sample_sequence_ids
+from skyrl.futures.ids import new_request_id, sample_sequence_ids
 from skyrl.futures.kinds import SAMPLES, Kind
 from skyrl.futures.store import FutureStore, NewRequest
 from skyrl.sampling.client import ForwardingClient
 from skyrl.sampling.completion import SampleAnswer
 from skyrl.sampling.guards import FeatureGuard
-from skyrl.sampling.job import Limits, SampleJob, check_request, make_job
+from skyrl.sampling.job import Limits, SampleJob, make_job
 from skyrl.wire.errors import ErrorCategory, FailedRequest, NotFound, RequestError
 from skyrl.wire.requests import SampleRequest, decode_json
 
@@ -105,8 +105,8 @@ class SampleService:
             raise RequestError("the server is stopping; send the sample again", status=503, retry_after_s=1)
         request = decode_json(SampleRequest, body)
         sampler = await self._resolve(request, tenant)
-        limits = self._limits()
-        check_request(request, limits)
+        request_id = new_request_id()
+        job = job_for(request, request_id, sampler, self._limits(), self._base_name)
         self._guard.check(request, sampler)
         if request.seq_id is not None and not 0 <= request.seq_id < 2**63:
             raise RequestError("must be in [0, 2**63)", field="seq_id")
@@ -121,10 +121,10 @@ class SampleService:
                     body=body,
                     sampling_session_id=sampler.id,
                     sample_seq_id=request.seq_id,
+                    id=request_id,
                 )
             )
             if new:
-                job = job_for(request, request_id, sampler, limits, self._base_name)
                 if self._client is not None:
                     self._start(job, sampler, len(body))
                     started = True
@@ -155,7 +155,7 @@ class SampleService:
         return sampler
 
     def _start(self, job: SampleJob, sampler: Sampler, size: int) -> None:
-        task = asyncio.create_task(self._forward(job, sampler), name=f"forward-{job.request_id}")
+        task = asyncio.create_task(self._forward(job, sampler))
         self._tasks[job.request_id] = task
 
         def done(_: asyncio.Task[None]) -> None:
@@ -176,11 +176,7 @@ class SampleService:
         except Exception as error:
             logger.exception("forwarding request %s failed", job.request_id)
             outcome = Outcome(error=f"internal error: {error}", error_category=ErrorCategory.SERVER)
-        try:
-            await self._store.settle(job.request_id, outcome)
-        except Exception:
-            # Whoever waits has the result; only a later re-read is lost, and a restart forwards the request again.
-            logger.exception("the result of request %s could not be stored", job.request_id)
+        await self._store.settle(job.request_id, outcome)
 
     async def adopt(self, row: Any) -> None:
         """Forward again a request that an earlier API process left behind."""

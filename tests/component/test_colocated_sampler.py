@@ -20,13 +20,13 @@ from skyrl.futures.kinds import Kind
 from skyrl.futures.store import NewRequest
 from skyrl.sampling.client import ForwardingClient
 from skyrl.sampling.endpoint import FixedEndpoint
+from skyrl.sampling.http import HttpTransport
 from skyrl.sampling.service import CANCELLED
-from skyrl.sampling.transport import AiohttpTransport
 from skyrl.wire.results import encode_json
 
 
 def sampler_of(harness: Harness, upstream: FakeUpstream) -> ColocatedSampler:
-    client = ForwardingClient(AiohttpTransport(), FixedEndpoint(upstream.url), api_key=None, deadline_s=10)
+    client = ForwardingClient(HttpTransport(), FixedEndpoint(upstream.url), api_key=None, deadline_s=10)
     group: Any = None  # only asked to wake and sleep, where that frees memory
     return ColocatedSampler(harness.database, client, group, ModelLimits(1000, 100), "tiny", sleeps=False)
 

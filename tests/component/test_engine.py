@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import json
 import os
+import threading
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -17,11 +18,13 @@ from sqlalchemy import delete, update
 
 from skyrl.backends.base import TrainingPass
 from skyrl.db import futures as rows
+from skyrl.db import retention
 from skyrl.db.checkpoints import checkpoints
 from skyrl.db.models import models
 from skyrl.db.samplers import find_sampler, samplers
 from skyrl.db.sessions import sessions
-from skyrl.engine import loop, reclaim
+from skyrl.engine import reclaim
+from skyrl.futures.doorbell import SESSIONS
 from skyrl.futures.kinds import SAVES, Kind
 from skyrl.storage.directories import safe_name
 
@@ -162,13 +165,17 @@ async def test_tenants_side_by_side_get_what_each_gets_alone(harness: Harness) -
         alone.append(await trainer.state())
     batches: list[list[str]] = []
     note_batches(harness, batches)
+    harness.engine.scheduler.budget = 1  # a share is one pass
+    both_are_queued = threading.Event()
+    holding = asyncio.create_task(harness.engine.on_backend(both_are_queued.wait))
     pair = [await Trainer.create(harness, tenant=f"t{seed}", seed=seed, rank=2 * seed) for seed in (1, 2)]
-
-    async def train(trainer: Trainer, seed: int) -> None:
-        for number in range(3):
-            await trainer.step(10 * seed + number)
-
-    await asyncio.gather(train(pair[0], 1), train(pair[1], 2))
+    lasts: list[str] = []
+    for trainer, seed in zip(pair, (1, 2), strict=True):
+        sent = [await trainer.send_step(10 * seed + number) for number in range(3)]
+        lasts.append(sent[-1])
+    await harness.queued(2 * (1 + 3 * 3) - 1)  # all but the one that waits for the backend
+    both_are_queued.set()
+    await asyncio.gather(holding, *(trainer.result(last) for trainer, last in zip(pair, lasts, strict=True)))
     order = [model_id for batch in batches for model_id in batch]
     switches = sum(before != after for before, after in itertools.pairwise(order))
     assert switches >= 3, "they did take turns"
@@ -337,8 +344,9 @@ async def test_adapter_files_wait_for_samples_that_still_run(harness: Harness, m
     sampler = harness.database.read(lambda c: find_sampler(c, saved["sampling_session_id"]))
     assert sampler is not None
     row = {"id": "r", "kind": "EXTERNAL", "tenant": "tenant", "session_id": "elsewhere", "digest": b"", "created_at": 0}
+    row |= {"model_id": None, "seq_id": None, "body": None}
     row |= {"sampling_session_id": sampler.id, "sample_seq_id": 0, "body_format": "json", "status": "pending"}
-    harness.database.write(lambda c: c.execute(rows.RECORD, row))
+    harness.database.write(lambda c: c.execute(rows.RECORD.statement, row))
     harness.database.write(lambda c: c.execute(update(samplers).values(status="closed")))
     await harness.engine._sweep()
     await harness.engine._sweep()
@@ -393,8 +401,8 @@ async def test_sweep_spares_what_is_being_written_and_deletes_what_the_dead_left
     assert [path.exists() for path in dead] == [False] * 4
 
 
-async def test_sessions_end_on_a_server_that_is_never_idle(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop, "SAFETY_POLL_S", 0.0)
+async def test_sessions_end_on_a_server_that_is_never_idle(harness: Harness) -> None:
+    running = asyncio.get_running_loop()
     busy, ending = await Trainer.create(harness), await Trainer.create(harness)
     await ending.step(1)
     seen: list[str] = []
@@ -404,6 +412,7 @@ async def test_sessions_end_on_a_server_that_is_never_idle(harness: Harness, mon
         if not seen:
             end = update(sessions).where(sessions.c.id == ending.session.id).values(status="finished")
             harness.database.write(lambda c: c.execute(end))
+            running.call_soon_threadsafe(harness.engine.ring, [SESSIONS])
         seen.append(harness.model_row(ending.model_id).status)
         return step(*args)
 
@@ -434,7 +443,7 @@ async def test_commands_are_seen_after_everything_before_was_forgotten(harness: 
     await first.step(1)
     await harness.end(first.session)
     await first.fails(Kind.OPTIM_STEP)
-    assert harness.database.write(lambda c: rows.forget(c, time.time() + 1)) == 5
+    assert harness.database.write(lambda c: retention.forget(c, time.time() + 1)) == 5
     second = await Trainer.create(harness)
     assert (await second.step(1))["optimizer_step"] == 1
 

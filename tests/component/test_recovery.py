@@ -13,6 +13,7 @@ from engine_harness import NEVER_S, Harness, Trainer, data, files_in, harness_in
 from sqlalchemy import delete, select, update
 
 from skyrl.db import futures as rows
+from skyrl.db import retention
 from skyrl.db.checkpoints import checkpoints
 from skyrl.db.models import Models
 from skyrl.engine.recovery import Snapshots
@@ -289,8 +290,8 @@ async def test_forget_keeps_what_recovery_needs(harness: Harness) -> None:
     await closed.fails(Kind.OPTIM_STEP)
     states = [await trainer.state() for trainer in (snapshotted, living)]
     later = time.time() + 1
-    assert harness.database.write(lambda c: rows.forget(c, 0.0)) == 0, "nothing is that old"
-    harness.database.write(lambda c: rows.forget(c, later))
+    assert harness.database.write(lambda c: retention.forget(c, 0.0)) == 0, "nothing is that old"
+    harness.database.write(lambda c: retention.forget(c, later))
     assert numbers(harness, snapshotted.model_id) == [4, 5, 6, 100]
     assert numbers(harness, living.model_id) == [0, 1, 2, 3]
     assert numbers(harness, failed.model_id) == []
@@ -306,7 +307,7 @@ async def test_numbers_given_by_the_server_go_on_after_forgotten_ones(harness: H
     await trainer.step(1)
     assert await harness.models.next_seq(trainer.model_id) == 4
     await harness.engine.on_backend(lambda: harness.snapshots.take(trainer.model_id, 4))
-    harness.database.write(lambda c: rows.forget(c, time.time() + 1))
+    harness.database.write(lambda c: retention.forget(c, time.time() + 1))
     assert numbers(harness, trainer.model_id) == []
     restarted = Models(harness.database, harness.writer)
     assert await restarted.next_seq(trainer.model_id) == 4

@@ -7,11 +7,14 @@ import dataclasses
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from sqlalchemy import Connection, func, select
+from sqlalchemy.exc import OperationalError
 
 from skyrl.db import futures as rows
+from skyrl.db import retention
 from skyrl.db.database import Database
 from skyrl.db.futures import Outcome
 from skyrl.db.migrate import migrate
@@ -143,21 +146,58 @@ async def test_failed_write_is_told_and_forgotten(database: Database, store: Fut
     assert (await store.record(COMMAND))[1]
 
 
-async def test_settle_wakes_the_waiter_before_the_row_is_written(
+async def test_result_is_told_once_it_is_stored(
     database: Database, store: FutureStore, writer: GroupCommitWriter
 ) -> None:
+    """Told before, it could be another one after a crash."""
     request_id, _ = await store.record(SAMPLE)
     waiter = await waiting(store, request_id)
-    with Database(database.url).writer.begin():  # nobody can commit
+    other = Database(database.url)
+    with other.writer.begin():  # nobody can commit
         settling = asyncio.create_task(store.settle(request_id, OK))
-        assert await asyncio.wait_for(waiter, 5) == OK
-        assert not settling.done(), "settle returns when the row is durable"
+        assert await store.wait(request_id, "tenant", 0.05) is None
+        assert not store.is_pending(request_id), "and cannot be cancelled any more"
+        assert not await store.end(request_id, Outcome(error="cancelled"))
+        assert not waiter.done()
+    other.close()
+    assert await waiter == OK
     await settling
     stored = database.read(lambda c: rows.find(c, request_id))
     assert stored is not None
     assert stored.outcome == OK
     body = database.read(lambda c: rows.bodies(c, [request_id]))[request_id]
     assert body is None, "nobody reads a sample's body again"
+
+
+async def test_result_waits_for_a_database_that_fails(
+    store: FutureStore, writer: GroupCommitWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_module, "FIRST_RETRY_S", 0.001)
+    request_id, _ = await store.record(SAMPLE)
+    failures = 3
+    execute = writer.execute
+
+    async def fail(statement: Any, values: dict[str, Any]) -> None:
+        nonlocal failures
+        if failures:
+            failures -= 1
+            raise OperationalError(None, None, Exception("disk I/O error"))
+        await execute(statement, values)
+
+    monkeypatch.setattr(writer, "execute", fail)
+    waiter = await waiting(store, request_id)
+    await store.settle(request_id, OK)
+    assert failures == 0
+    assert await waiter == OK
+
+
+async def test_result_that_was_read_leaves_memory_and_stays_readable(store: FutureStore) -> None:
+    request_id, _ = await store.record(SAMPLE)
+    await store.settle(request_id, OK)
+    assert request_id in store._entries, "for whoever asks first"
+    assert await store.wait(request_id, "tenant", 1) == OK
+    assert not store._entries
+    assert await store.wait(request_id, "tenant", 1) == OK
 
 
 async def test_look_wakes_who_waits_for_the_engine(database: Database, store: FutureStore) -> None:
@@ -256,22 +296,6 @@ async def test_old_outcomes_leave_memory_and_stay_readable(
     assert await store.record(requests[0]) == (ids[0], False)
 
 
-async def test_outcome_stays_in_memory_until_it_is_durable(
-    database: Database, store: FutureStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Evicted before, its row would say pending, and whoever asks would wait for ever."""
-    monkeypatch.setattr(store_module, "KEPT_OUTCOMES", 1)
-    ids = [(await store.record(dataclasses.replace(SAMPLE, sample_seq_id=n)))[0] for n in range(3)]
-    other = Database(database.url)
-    with other.writer.begin():  # nobody can commit
-        settling = [asyncio.create_task(store.settle(request_id, OK)) for request_id in ids]
-        await asyncio.sleep(0)
-        assert [await store.wait(request_id, "tenant", 5) for request_id in ids] == [OK] * 3
-    await asyncio.gather(*settling)
-    other.close()
-    assert len(store._entries) == 1
-
-
 async def test_closed_session_wakes_its_waiters(database: Database, store: FutureStore) -> None:
     gone, _ = await store.record(SAMPLE)
     other, _ = await store.record(dataclasses.replace(COMMAND, session_id="s2", seq_id=9))
@@ -307,7 +331,7 @@ async def test_forget_deletes_old_outcomes_only(database: Database, store: Futur
     await store.settle(ids[1], OK)
 
     def forget(connection: Connection) -> int:
-        return rows.forget(connection, middle)
+        return retention.forget(connection, middle)
 
     assert database.write(forget) == 1
     assert database.read(lambda c: rows.find(c, ids[0])) is None

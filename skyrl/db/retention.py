@@ -1,0 +1,102 @@
+"""What is needed no longer leaves the database: finished requests after their time, then the space that they took.
+
+Works in steps that each hold the write lock for some milliseconds, and lets other writers in between. Knows the tables
+and SQLite's file; does not know what a request asked for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+from sqlalchemy import Connection, delete, select
+
+from skyrl.db.database import Database
+from skyrl.db.futures import futures
+from skyrl.db.tables import ModelRow
+from skyrl.db.writer import GroupCommitWriter
+
+FORGET_ROWS = 250
+VACUUM_PAGES = 250
+"""What one step deletes, or gives back."""
+
+PAUSE_S = 0.01
+"""Between two steps: who waits for the lock in another process asks for it every few milliseconds."""
+
+SPARE_PAGES = 512
+SPARE_SHARE = 4
+"""Free pages that stay for what comes next: so many, or this part of the used ones if that is more."""
+
+LONGEST_LOG_BYTES = 64 * 2**20
+"""A write-ahead log that has grown beyond is emptied: readers that overlap all the time keep it from starting over."""
+
+_models: Any = ModelRow.__table__  # type: ignore[attr-defined]
+
+
+def forget(connection: Connection, completed_before: float, limit: int = FORGET_ROWS) -> int:
+    """Delete finished requests that ended before then, oldest first and at most `limit`; returns how many.
+
+    Stays: what recovery replays, which are commands of living models that are in no snapshot yet.
+    """
+    replayable = select(_models.c.id).where(
+        _models.c.id == futures.c.model_id,
+        _models.c.status.in_(("ready", "creating")),
+        _models.c.next_seq <= futures.c.seq_id,
+    )
+    old = select(futures.c.n).where(
+        futures.c.completed_at < completed_before, futures.c.status != "pending", ~replayable.exists()
+    )
+    old = old.order_by(futures.c.completed_at).limit(limit)
+    return connection.execute(delete(futures).where(futures.c.n.in_(old))).rowcount
+
+
+def spare_pages(connection: Connection) -> int:
+    """Free pages of a SQLite file that it should give back."""
+    pages, free = (
+        connection.exec_driver_sql(f"PRAGMA {name}").scalar_one() for name in ("page_count", "freelist_count")
+    )
+    return max(0, free - max(SPARE_PAGES, (pages - free) // SPARE_SHARE))
+
+
+def give_back(connection: Connection, pages: int) -> None:
+    """Move so many free pages of a SQLite file to its end and cut them off; the file is shorter after a checkpoint."""
+    driver: Any = connection.connection.driver_connection
+    for _ in range(pages):  # Python's driver takes one step of this statement, which is one page, whatever the number
+        driver.execute("PRAGMA incremental_vacuum(1)")
+
+
+class Retention:
+    """Keeps one database's size in proportion to what it has to remember. `retention_s` counts from a request's end."""
+
+    def __init__(self, database: Database, writer: GroupCommitWriter, retention_s: float) -> None:
+        self._database = database
+        self._writer = writer
+        self._retention_s = retention_s
+
+    async def sweep(self) -> None:
+        """Forget what is old, then give back what is free, then shorten the log, as far as each is due."""
+        await self._forget()
+        if not self._database.is_sqlite:
+            return
+        shrunk = await self._give_back()
+        if shrunk or self._database.log_bytes() > LONGEST_LOG_BYTES:
+            await asyncio.to_thread(self._database.empty_log)
+
+    async def _forget(self) -> None:
+        before = time.time() - self._retention_s
+        while True:
+            gone = await self._writer.transact(lambda c: forget(c, before, FORGET_ROWS))
+            if gone < FORGET_ROWS:
+                return
+            await asyncio.sleep(PAUSE_S)
+
+    async def _give_back(self) -> bool:
+        """Whether there was something to give back."""
+        shrunk = False
+        while (spare := await self._database.read_async(spare_pages)) > 0:
+            step = min(spare, VACUUM_PAGES)
+            await self._writer.transact(lambda c, pages=step: give_back(c, pages))
+            shrunk = True
+            await asyncio.sleep(PAUSE_S)
+        return shrunk

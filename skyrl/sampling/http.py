@@ -1,0 +1,262 @@
+"""HTTP/1.1 for the forwarding path alone: one request at a time on a kept connection, the answer whole, no more.
+
+No redirects, cookies, proxies or content codings: what the path does not use, no sample pays for. Parsing is httptools'
+(llhttp). benchmarks/transports.py measures it beside general clients; docs/decisions/upstream-client.md has the reasons.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import cast
+from urllib.parse import urlsplit
+
+import httptools
+
+from skyrl.sampling.transport import Answer, Interrupted, NotAccepted
+
+CONNECT_TIMEOUT_S = 10.0
+MAX_IDLE_S = 4.0
+"""How long an unused connection is kept: uvicorn, in front of vLLM, closes its own after 5 s, and a request that crosses
+such a closing is lost."""
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where to connect. `tls` None is plain HTTP."""
+
+    host: str
+    port: int
+    tls: ssl.SSLContext | None
+
+
+@lru_cache(maxsize=1)
+def _tls() -> ssl.SSLContext:
+    return ssl.create_default_context()
+
+
+@lru_cache(maxsize=256)
+def _address(url: str) -> tuple[Origin, bytes, bytes]:
+    """The origin, the request target and the Host header. Raises NotAccepted for what is no http(s) URL."""
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError as error:
+        raise NotAccepted(f"invalid URL {url!r}: {error}") from error
+    if parts.scheme not in ("http", "https") or not parts.hostname or not url.isascii() or " " in url:
+        raise NotAccepted(f"invalid URL {url!r}")
+    tls = _tls() if parts.scheme == "https" else None
+    origin = Origin(parts.hostname, port or (80 if tls is None else 443), tls)
+    target = f"{parts.path or '/'}{'?' if parts.query else ''}{parts.query}"
+    return origin, target.encode(), parts.netloc.rpartition("@")[2].encode()
+
+
+class _Connection(asyncio.Protocol):
+    """One connection; `exchange` may be called again once its answer is there and `reusable` says so."""
+
+    def __init__(self) -> None:
+        self.transport: asyncio.Transport | None = None
+        self.idle_since = 0.0
+        self.reusable = True
+        self._parser = httptools.HttpResponseParser(self)
+        self._waiter: asyncio.Future[Answer] | None = None
+        self._body: list[bytes] = []
+        self._content_type = ""
+        self._retry_after: float | None = None
+        self._framed = False
+        self._begun = False
+
+    async def exchange(self, request: bytes, deadline: float) -> Answer:
+        """`deadline` in the loop's time. Raises Interrupted when the connection breaks or no whole answer comes."""
+        loop = asyncio.get_running_loop()
+        if self.transport is None or not self.reusable:
+            raise Interrupted("the server closed the connection")
+        waiter = self._waiter = loop.create_future()
+        self.transport.write(request)
+        timer = loop.call_at(deadline, self._fail, "no whole answer in time")
+        try:
+            return await waiter
+        except asyncio.CancelledError:
+            self.abort()
+            raise
+        finally:
+            timer.cancel()
+            self._waiter = None
+
+    def abort(self) -> None:
+        self.reusable = False
+        if self.transport is not None:
+            self.transport.abort()
+
+    def _fail(self, why: str) -> None:
+        self.abort()
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_exception(Interrupted(why))
+
+    # What asyncio calls
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.Transport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        if self._waiter is None:  # it speaks unasked: whatever it says would be taken for the next answer
+            self.abort()
+            return
+        try:
+            self._parser.feed_data(data)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
+            self._fail(f"not HTTP: {error}")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.reusable = False
+        if self._begun and not self._framed and exc is None:
+            self._complete()  # an answer without a length ends with its connection
+        self._fail(f"{type(exc).__name__}: {exc}" if exc is not None else "the server closed the connection")
+
+    # What the parser calls
+
+    def on_message_begin(self) -> None:
+        if self._waiter is None or self._waiter.done():
+            self.reusable = False  # a second answer to one request
+        self._body = []
+        self._content_type, self._retry_after = "", None
+        self._framed = self._begun = False
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        name = name.lower()
+        if name == b"content-type":
+            self._content_type = value.decode("latin-1").partition(";")[0].strip()
+        elif name in (b"content-length", b"transfer-encoding"):
+            self._framed = True
+        elif name == b"retry-after":
+            self._retry_after = _seconds(value)
+
+    def on_headers_complete(self) -> None:
+        self._begun = True
+
+    def on_body(self, body: bytes) -> None:
+        self._body.append(body)
+
+    def on_message_complete(self) -> None:
+        if self._parser.get_status_code() < 200:  # 100 Continue and the like: the answer is still to come
+            return
+        if not self._parser.should_keep_alive():
+            self.reusable = False
+        self._complete()
+
+    def _complete(self) -> None:
+        self._begun = False
+        if self._waiter is not None and not self._waiter.done():
+            body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
+            answer = Answer(self._parser.get_status_code(), self._content_type, body, self._retry_after)
+            self._waiter.set_result(answer)
+
+
+class HttpTransport:
+    """Kept connections by origin, the one used last first. `max_connections` None is unlimited."""
+
+    def __init__(self, max_connections: int | None = None) -> None:
+        self._idle: dict[Origin, list[_Connection]] = {}
+        self._slots = None if max_connections is None else asyncio.Semaphore(max_connections)
+        self._sweeper: asyncio.TimerHandle | None = None
+        self._closed = False
+
+    async def post(self, url: str, body: bytes, headers: Mapping[str, str], timeout_s: float) -> Answer:
+        return await self._send("POST", url, body, headers, timeout_s)
+
+    async def get(self, url: str, headers: Mapping[str, str], timeout_s: float) -> Answer:
+        return await self._send("GET", url, b"", headers, timeout_s)
+
+    async def _send(self, method: str, url: str, body: bytes, headers: Mapping[str, str], timeout_s: float) -> Answer:
+        origin, target, host = _address(url)
+        lines = "".join([f"{name}: {value}\r\n" for name, value in headers.items()])
+        head = b"%s %s HTTP/1.1\r\nHost: %s\r\n%sContent-Length: %d\r\n\r\n" % (
+            method.encode(),
+            target,
+            host,
+            lines.encode("latin-1"),
+            len(body),
+        )
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        if self._slots is None:
+            return await self._exchange(origin, head + body, deadline)
+        try:
+            async with asyncio.timeout_at(deadline):
+                await self._slots.acquire()
+        except TimeoutError as error:
+            raise NotAccepted("no connection was free in time") from error
+        try:
+            return await self._exchange(origin, head + body, deadline)
+        finally:
+            self._slots.release()
+
+    async def _exchange(self, origin: Origin, request: bytes, deadline: float) -> Answer:
+        connection = self._kept(origin) or await self._connect(origin, deadline)
+        answer = await connection.exchange(request, deadline)
+        if connection.reusable and not self._closed:
+            self._keep(origin, connection)
+        else:
+            connection.abort()
+        return answer
+
+    async def _connect(self, origin: Origin, deadline: float) -> _Connection:
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout_at(min(deadline, loop.time() + CONNECT_TIMEOUT_S)):
+                _, connection = await loop.create_connection(_Connection, origin.host, origin.port, ssl=origin.tls)
+        except TimeoutError as error:
+            raise NotAccepted("no connection in time") from error
+        except (OSError, OverflowError, UnicodeError) as error:
+            raise NotAccepted(f"{type(error).__name__}: {error}") from error
+        return connection
+
+    def _kept(self, origin: Origin) -> _Connection | None:
+        idle = self._idle.get(origin)
+        oldest = asyncio.get_running_loop().time() - MAX_IDLE_S
+        while idle:
+            connection = idle.pop()
+            if connection.reusable and connection.idle_since > oldest:
+                return connection
+            connection.abort()
+        return None
+
+    def _keep(self, origin: Origin, connection: _Connection) -> None:
+        loop = asyncio.get_running_loop()
+        connection.idle_since = loop.time()
+        self._idle.setdefault(origin, []).append(connection)
+        if self._sweeper is None:
+            self._sweeper = loop.call_later(MAX_IDLE_S, self._sweep)
+
+    def _sweep(self) -> None:
+        """Close what has been idle for too long; comes again while anything is kept."""
+        loop = asyncio.get_running_loop()
+        oldest = loop.time() - MAX_IDLE_S
+        for origin, idle in list(self._idle.items()):
+            kept = [connection for connection in idle if connection.reusable and connection.idle_since > oldest]
+            for connection in set(idle).difference(kept):
+                connection.abort()
+            if kept:
+                self._idle[origin] = kept
+            else:
+                del self._idle[origin]
+        self._sweeper = loop.call_later(MAX_IDLE_S, self._sweep) if self._idle else None
+
+    async def close(self) -> None:
+        self._closed = True
+        if self._sweeper is not None:
+            self._sweeper.cancel()
+            self._sweeper = None
+        for idle in self._idle.values():
+            for connection in idle:
+                connection.abort()
+        self._idle.clear()
+
+
+def _seconds(header: bytes) -> float | None:
+    try:
+        return max(0.0, float(header))
+    except ValueError:
+        return None

@@ -1,0 +1,237 @@
+"""The database's size: what is finished is forgotten after its time, in small steps, and its space is given back."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+import time
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from sqlalchemy import Connection, func, select
+from sqlalchemy.dialects import postgresql
+
+from skyrl.db import database as database_module
+from skyrl.db import futures as rows
+from skyrl.db import retention
+from skyrl.db.database import Database
+from skyrl.db.futures import Outcome
+from skyrl.db.migrate import migrate
+from skyrl.db.retention import Retention
+from skyrl.db.writer import GroupCommitWriter
+
+RETENTION_S = 100.0
+LONG_AGO, JUST_NOW = 1_000.0, 0.0
+"""Seconds since a sample ended: its time is over, or it is not."""
+ROUND = 1_000
+PAGE = 4096
+BODY, RESULT = b"b" * 2900, Outcome(b"r" * 600, "protobuf")
+"""A sample of 512 tokens that generated 64."""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "skyrl.db"
+
+
+@pytest.fixture
+async def writer(database: Database) -> AsyncIterator[GroupCommitWriter]:
+    writer = GroupCommitWriter(database)
+    yield writer
+    await writer.close()
+
+
+@pytest.fixture
+def database(file: Path):
+    database = Database(f"sqlite:///{file}")
+    migrate(database)
+    database.empty_log()
+    yield database
+    database.close()
+
+
+def record(database: Database, count: int, ended_s_ago: float | None) -> None:
+    """Forwarded samples; with None they have not ended."""
+    now = time.time()
+    ids = [str(uuid.uuid4()) for _ in range(count)]
+    new = {
+        "kind": "EXTERNAL",
+        "tenant": "t" * 32,
+        "session_id": "s" * 36,
+        "model_id": None,
+        "seq_id": None,
+        "sampling_session_id": None,
+        "sample_seq_id": None,
+        "digest": b"d" * 16,
+        "body": BODY,
+        "body_format": "json",
+        "status": "pending",
+        "created_at": now,
+    }
+
+    def change(connection: Connection) -> None:
+        connection.execute(rows.RECORD.statement, [new | {"id": request_id} for request_id in ids])
+        if ended_s_ago is not None:
+            ended = [rows.settlement(request_id, RESULT, now - ended_s_ago) for request_id in ids]
+            connection.execute(rows.SETTLE_SAMPLE.statement, ended)
+
+    database.write(change)
+
+
+def count(connection: Connection) -> int:
+    return connection.execute(select(func.count()).select_from(rows.futures)).scalar_one()
+
+
+def size(database: Database, file: Path) -> int:
+    """Bytes on disk, once all that is committed is in the file."""
+    assert database.empty_log()
+    return file.stat().st_size
+
+
+def shrunk(database: Database, file: Path) -> int:
+    """Bytes on disk after a sweep, which has left no log."""
+    assert database.log_bytes() == 0
+    return file.stat().st_size
+
+
+async def test_a_round_of_samples_leaves_the_file_as_small_as_it_was(
+    database: Database, writer: GroupCommitWriter, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(retention, "SPARE_PAGES", 16)
+    sweeper = Retention(database, writer, RETENTION_S)
+    start = size(database, file)
+    peaks = []
+    for _ in range(4):
+        record(database, ROUND, LONG_AGO)
+        peaks.append(size(database, file))
+        await sweeper.sweep()
+        assert database.read(count) == 0
+        assert shrunk(database, file) <= start * 2 + 16 * PAGE
+    assert peaks[0] > start + ROUND * len(RESULT.result)
+    assert max(peaks) <= peaks[0] + 32 * PAGE
+
+
+async def test_space_of_what_was_forgotten_is_used_again(
+    database: Database, writer: GroupCommitWriter, file: Path
+) -> None:
+    sweeper = Retention(database, writer, RETENTION_S)
+    sizes = []
+    for _ in range(6):
+        record(database, ROUND // 4, LONG_AGO)
+        sizes.append(size(database, file))
+        await sweeper.sweep()
+    assert max(sizes) <= sizes[0] + 32 * PAGE
+
+
+async def test_growth_of_a_sample_is_bounded(database: Database, file: Path) -> None:
+    start = size(database, file)
+    record(database, ROUND, JUST_NOW)
+    assert (size(database, file) - start) / ROUND <= 6_000
+
+
+async def test_what_is_young_or_has_not_ended_stays(database: Database, writer: GroupCommitWriter) -> None:
+    record(database, 3, LONG_AGO)
+    record(database, 5, JUST_NOW)
+    record(database, 7, None)
+    await Retention(database, writer, RETENTION_S).sweep()
+    assert database.read(count) == 5 + 7
+
+
+async def test_free_pages_stay_for_what_comes_next(database: Database, writer: GroupCommitWriter, file: Path) -> None:
+    """A sweep under load gives back nothing that the next minute would ask for again."""
+    record(database, 4 * ROUND, JUST_NOW)
+    record(database, ROUND // 2, LONG_AGO)
+    before = size(database, file)
+    await Retention(database, writer, RETENTION_S).sweep()
+    assert size(database, file) == before
+
+
+async def test_others_write_between_two_steps(
+    database: Database, writer: GroupCommitWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(retention, "FORGET_ROWS", 10)
+    record(database, ROUND, LONG_AGO)
+    sweep = asyncio.create_task(Retention(database, writer, RETENTION_S).sweep())
+    seen = [ROUND]
+    while seen[-1] == ROUND:
+        seen.append(await writer.transact(count))
+    assert 0 < seen[-1] <= ROUND - 10
+    await sweep
+    assert await writer.transact(count) == 0
+
+
+async def test_a_grown_log_is_emptied_once_no_reader_holds_it(
+    database: Database, writer: GroupCommitWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(retention, "LONGEST_LOG_BYTES", PAGE)
+    sweeper = Retention(database, writer, RETENTION_S)
+    with database.reader.connect() as reader:
+        count(reader)
+        record(database, 100, JUST_NOW)
+        grown = database.log_bytes()
+        await sweeper.sweep()
+        assert database.log_bytes() >= grown > PAGE, "the reader still reads from it"
+    await sweeper.sweep()
+    assert database.log_bytes() == 0
+    assert database.read(count) == 100
+
+
+def made_before(file: Path) -> None:
+    """A file of a version that gave nothing back."""
+    with closing(sqlite3.connect(file)) as connection:
+        connection.execute("PRAGMA journal_mode=WAL")
+        connection.execute("CREATE TABLE kept (thing INTEGER)")
+        connection.execute("INSERT INTO kept VALUES (7)")
+        connection.commit()
+        assert connection.execute("PRAGMA auto_vacuum").fetchone() == (0,)
+
+
+async def test_an_older_file_gives_space_back_from_its_next_start_on(file: Path) -> None:
+    made_before(file)
+    database = Database(f"sqlite:///{file}")
+    migrate(database)
+    assert database.read(lambda c: c.exec_driver_sql("SELECT thing FROM kept").scalar()) == 7
+    record(database, ROUND, LONG_AGO)
+    peak = size(database, file)
+    writer = GroupCommitWriter(database)
+    await Retention(database, writer, RETENTION_S).sweep()
+    await writer.close()
+    assert shrunk(database, file) < peak - ROUND * len(RESULT.result)
+    database.close()
+
+
+def test_an_older_file_that_cannot_be_rewritten_now_is_used_all_the_same(
+    file: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    made_before(file)
+    database = Database(f"sqlite:///{file}")
+    rewrite = database.make_reclaimable
+    monkeypatch.setattr(database, "make_reclaimable", lambda: None)
+    migrate(database)
+    monkeypatch.setattr(database, "make_reclaimable", rewrite)
+    monkeypatch.setattr(database_module, "BUSY_TIMEOUT_MS", 50)
+    with database.writer.begin():
+        migrate(database)
+    assert "cannot be made to shrink" in caplog.text
+    record(database, 1, JUST_NOW)
+    assert database.read(count) == 1
+    database.close()
+
+
+def test_postgresql_understands_what_forgets(database: Database) -> None:
+    said: list[str] = []
+
+    class Recording:
+        rowcount = 0
+
+        def execute(self, statement: object) -> Recording:
+            said.append(str(statement.compile(dialect=postgresql.dialect())))  # type: ignore[attr-defined]
+            return self
+
+    retention.forget(Recording(), 0.0, 5)  # type: ignore[arg-type]
+    (statement,) = said
+    assert statement.startswith("DELETE FROM futures WHERE futures.n IN (SELECT")
+    assert "LIMIT" in statement
