@@ -11,7 +11,7 @@ TORCH := --torch-backend cpu
 endif
 export UV_LINK_MODE ?= copy
 
-.PHONY: setup demo serve test test-fast check lint format types imports docs compat bench lock proto clean
+.PHONY: setup demo serve test test-fast check lint format types imports docs compat bench soak lock proto clean
 
 setup: $(VENV)/.done
 
@@ -60,7 +60,10 @@ compat: setup
 	$(PY) -m tests.e2e.sdk.table
 
 bench: setup
-	$(PY) benchmarks/run.py
+	$(PY) -m benchmarks $(BENCH)
+
+soak: setup
+	$(PY) -m benchmarks.soak $(SOAK)
 
 lock: $(VENV)/bin/uv
 	$(UV) pip compile --quiet --universal --python-version 3.11 $(TORCH) --override requirements/overrides.txt \

@@ -1,141 +1,132 @@
-"""A closed-loop load over raw HTTP/1.1: C connections, each with one sample in flight, until so many are done."""
+"""A closed-loop load in a process of its own: so many samples in flight, over so many connections, for some seconds.
+
+`direct` posts to the upstream's /v1/completions; `tinker` posts asample and then retrieve_future until there is a
+result. 429 is heard (back-off), 408 is asked again, and every answer is checked to be whole. What is in flight when the
+time is over is waited for: accepted and never delivered is `lost`.
+Usage: python -m benchmarks.load '{"url": "http://127.0.0.1:8000", ...}' (the fields of LoadSpec); prints JSON.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
+import sys
 import time
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
-from pathlib import Path
+from collections import Counter
+from dataclasses import asdict, astuple, dataclass
+from typing import Any
 
-import numpy as np
+import uvloop
 
-HEADERS = b"Host: bench\r\nX-API-Key: tml-bench\r\nContent-Type: application/json\r\nAccept: application/x-protobuf\r\n"
+from benchmarks.processes import busy_seconds, cpu_seconds
+from benchmarks.samples import DirectSamples, LoadSpec, TinkerSamples
+from benchmarks.series import curve, quantile
 
-
-class Connection:
-    """One keep-alive connection."""
-
-    def __init__(self, port: int) -> None:
-        self._port = port
-        self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
-
-    async def post(self, path: str, body: bytes) -> tuple[int, bytes]:
-        if self._streams is None:
-            self._streams = await asyncio.open_connection("127.0.0.1", self._port, limit=2**24)
-        reader, writer = self._streams
-        writer.write(b"POST %s HTTP/1.1\r\n%sContent-Length: %d\r\n\r\n" % (path.encode(), HEADERS, len(body)) + body)
-        head = (await reader.readuntil(b"\r\n\r\n")).lower()
-        length = int(head.split(b"content-length:", 1)[1].split(b"\r\n", 1)[0])
-        return int(head[9:12]), await reader.readexactly(length)
-
-    def close(self) -> None:
-        if self._streams is not None:
-            self._streams[1].close()
+WARM_UP_AT_MOST_S = 15.0
+DRAIN_S = 30.0
+PAUSE_AFTER_ERROR_S = 0.1
 
 
 @dataclass(frozen=True)
-class Load:
-    """What a run showed. Seconds; `cpu_s` is the server's, user and system."""
+class Cpu:
+    """CPU seconds so far, of the processes of a load and of the whole machine."""
 
-    concurrency: int
-    samples: int
-    wall_s: float
-    latencies: list[float]
-    cpu_s: float
+    server_s: float
+    generator_s: float
+    upstream_s: float
+    machine_s: float
 
-    def row(self) -> dict[str, float]:
-        return {
-            "concurrency": self.concurrency,
-            "samples": self.samples,
-            "samples_per_s": round(self.samples / self.wall_s, 1),
-            "p50_ms": round(float(np.quantile(self.latencies, 0.5)) * 1e3, 2),
-            "p99_ms": round(float(np.quantile(self.latencies, 0.99)) * 1e3, 2),
-            "server_cpu_s_per_1000": round(self.cpu_s / self.samples * 1e3, 3),
-        }
+    def since(self, before: Cpu) -> Cpu:
+        return Cpu(*(now - then for now, then in zip(astuple(self), astuple(before), strict=True)))
+
+    @property
+    def foreign_s(self) -> float:
+        """What others took of the machine meanwhile; much of it means a disturbed measurement."""
+        return max(0.0, self.machine_s - self.server_s - self.generator_s - self.upstream_s)
 
 
-def cpu_seconds(pid: int) -> float:
-    """User and system CPU time of one process (Linux)."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-    return (int(fields[11]) + int(fields[12])) / 100
+class ClosedLoop:
+    """Workers that each keep one sample in flight; only what ends within the window counts as measured."""
 
+    def __init__(self, spec: LoadSpec) -> None:
+        self._spec = spec
+        self._kind = (DirectSamples if spec.path == "direct" else TinkerSamples)(spec)
+        self._numbers = itertools.count()
+        self._measuring = self._stopping = False
+        self._finished = 0
+        self._latencies: list[float] = []
+        self._errors: Counter[str] = Counter()
 
-async def run_load(
-    port: int, concurrency: int, samples: int, pid: int, one: Callable[[Connection, int], Awaitable[None]]
-) -> Load:
-    """`one(connection, index)` does one sample; `samples` of them are timed after a tenth as many to warm up."""
-    connections = [Connection(port) for _ in range(concurrency)]
-    latencies: list[float] = []
-
-    async def work(indices: range, keep: bool) -> None:
-        todo = iter(indices)
-
-        async def worker(connection: Connection) -> None:
-            for index in todo:
-                began = time.perf_counter()
-                await one(connection, index)
-                if keep:
-                    latencies.append(time.perf_counter() - began)
-
-        await asyncio.gather(*(worker(connection) for connection in connections))
-
-    warm_up = max(concurrency, samples // 10)
-    await work(range(warm_up), keep=False)
-    cpu, began = cpu_seconds(pid), time.perf_counter()
-    await work(range(warm_up, warm_up + samples), keep=True)
-    load = Load(concurrency, samples, time.perf_counter() - began, latencies, cpu_seconds(pid) - cpu)
-    for connection in connections:
+    async def _worker(self) -> None:
+        connection = self._kind.connect()
+        while not self._stopping:
+            began = time.perf_counter()
+            try:
+                problem = await self._kind.sample(connection, next(self._numbers))
+            except OSError as error:
+                problem = type(error).__name__
+                connection.close()
+            self._finished += 1
+            if problem is not None:
+                self._errors[problem] += 1
+                await asyncio.sleep(PAUSE_AFTER_ERROR_S)
+            elif self._measuring:
+                self._latencies.append(time.perf_counter() - began)
         connection.close()
-    return load
 
+    async def _warm_up(self) -> None:
+        """Until the time has passed and as many samples as there are workers have ended."""
+        began = time.perf_counter()
+        while (spent := time.perf_counter() - began) < WARM_UP_AT_MOST_S:
+            if spent >= self._spec.warm_up_s and self._finished >= self._spec.in_flight:
+                return
+            await asyncio.sleep(0.05)
 
-def prompt(index: int, tokens: int) -> list[int]:
-    return [3 + (index * 31 + position) % 400 for position in range(tokens)]
+    def _cpu(self) -> Cpu:
+        pid, upstream = self._spec.pid, self._spec.upstream_pid
+        server_s = cpu_seconds(pid) if pid is not None else 0.0
+        return Cpu(
+            server_s, time.process_time(), cpu_seconds(upstream) if upstream is not None else 0.0, busy_seconds()
+        )
 
+    async def run(self) -> dict[str, Any]:
+        await self._kind.open()
+        workers = [asyncio.create_task(self._worker()) for _ in range(self._spec.in_flight)]
+        await self._warm_up()
+        cpu, began = self._cpu(), time.perf_counter()
+        self._measuring = True
+        await asyncio.sleep(self._spec.seconds)
+        self._measuring = False
+        wall_s, cpu_after = time.perf_counter() - began, self._cpu()
+        self._stopping = True
+        _, hanging = await asyncio.wait(workers, timeout=DRAIN_S)
+        if hanging:
+            self._errors[f"no answer within {DRAIN_S:.0f} s of the end"] += len(hanging)
+        for worker in hanging:
+            worker.cancel()
+        return self._result(wall_s, cpu_after.since(cpu))
 
-async def direct_sample(connection: Connection, index: int) -> None:
-    body = {"model": "tiny", "prompt": prompt(index, 512), "n": 1, "max_tokens": 64, "logprobs": 0}
-    status, _ = await connection.post("/v1/completions", json.dumps(body).encode())
-    assert status == 200
-
-
-class TinkerSamples:
-    """asample and retrieve_future on one sampling session."""
-
-    def __init__(self, port: int) -> None:
-        self._port = port
-        self._session = ""
-        self._base = 0
-
-    async def open(self, base_model: str) -> None:
-        setup = Connection(self._port)
-        _, answer = await setup.post("/api/v1/create_session", b"{}")
-        wanted = {
-            "session_id": json.loads(answer)["session_id"],
-            "sampling_session_seq_id": 0,
-            "base_model": base_model,
+    def _result(self, wall_s: float, cpu: Cpu) -> dict[str, Any]:
+        done = len(self._latencies)
+        per_1000 = 1000 / done if done else float("nan")
+        return {
+            "spec": asdict(self._spec),
+            "samples": done,
+            "wall_s": wall_s,
+            "samples_per_s": done / wall_s,
+            "p50_ms": quantile(self._latencies, 0.5) * 1e3,
+            "p99_ms": quantile(self._latencies, 0.99) * 1e3,
+            "server_cpu_s_per_1000": cpu.server_s * per_1000,
+            "server_cores": cpu.server_s / wall_s,
+            "generator_cpu_s_per_1000": cpu.generator_s * per_1000,
+            "generator_cores": cpu.generator_s / wall_s,
+            "foreign_cores": cpu.foreign_s / wall_s,
+            "errors": dict(self._errors),
+            **self._kind.counts(),
+            "latency_curve_ms": [value * 1e3 for value in curve(self._latencies)],
         }
-        _, answer = await setup.post("/api/v1/create_sampling_session", json.dumps(wanted).encode())
-        self._session = json.loads(answer)["sampling_session_id"]
-        setup.close()
 
-    def next_run(self) -> None:
-        """A fresh range of sequence numbers: a repeated one would be answered from memory."""
-        self._base += 1_000_000
 
-    async def sample(self, connection: Connection, index: int) -> None:
-        body = {
-            "sampling_session_id": self._session,
-            "seq_id": self._base + index,
-            "prompt": {"chunks": [{"type": "encoded_text", "tokens": prompt(index, 512)}]},
-            "sampling_params": {"max_tokens": 64},
-        }
-        status, answer = await connection.post("/api/v1/asample", json.dumps(body).encode())
-        assert status == 200, answer
-        wait = json.dumps({"request_id": json.loads(answer)["request_id"]}).encode()
-        status = 408
-        while status == 408:
-            status, answer = await connection.post("/api/v1/retrieve_future", wait)
-        assert status == 200, answer
+if __name__ == "__main__":
+    print(json.dumps(uvloop.run(ClosedLoop(LoadSpec(**json.loads(sys.argv[1]))).run())))

@@ -1,6 +1,8 @@
 """A vLLM-shaped completions server that does no work: what is measured in front of it is the forwarding alone.
 
-Answers POST /v1/completions with `max_tokens` tokens and logprobs for each of `n` choices, built once per shape.
+POST /v1/completions answers `max_tokens` tokens with logprobs for each of `n` choices, in vLLM's full shape; bodies are
+built once per shape. POST /control?delay_ms=200 sets the delay of later answers, POST /control?release answers at once
+what is waiting; both say how many requests there were. Every other path answers {}.
 Usage: python benchmarks/null_upstream.py PORT [DELAY_MS]
 """
 
@@ -10,60 +12,138 @@ import asyncio
 import json
 import re
 import sys
-from typing import cast
+from typing import Any, cast
 
 import uvloop
 
+from benchmarks import prompts
+
 _LENGTH = re.compile(rb"content-length: *(\d+)", re.IGNORECASE)
-_FIELD = {name: re.compile(rb'"%s": *(\d+)' % name.encode()) for name in ("n", "max_tokens")}
+_CHOICES = re.compile(rb'"n": *(\d+)')
+_MAX_TOKENS = re.compile(rb'"max_tokens": *(\d+)')
+_PROMPT = re.compile(rb'"prompt": *\[(\d+)')
+_DELAY = re.compile(rb"delay_ms=([0-9.]+)")
+MOST_TOKENS = 1_000_000
 
 
-def completion(n: int, max_tokens: int) -> bytes:
-    """A whole HTTP answer."""
-    tokens = [3 + i % 400 for i in range(max_tokens)]
-    logprobs = [-0.1 - (i % 17) / 7 for i in range(max_tokens)]
-    choices = [
-        {
-            "index": index,
-            "text": "word " * max_tokens,
-            "finish_reason": "length",
-            "token_ids": tokens,
-            "logprobs": {"tokens": ["word "] * max_tokens, "token_logprobs": logprobs, "top_logprobs": None},
-        }
-        for index in range(n)
-    ]
-    body = json.dumps({"id": "cmpl-0", "choices": choices, "usage": {"prompt_tokens": 1}}).encode()
+def _http(body: bytes) -> bytes:
     head = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body)
     return head + body
 
 
-class Upstream(asyncio.Protocol):
-    answers: dict[tuple[int, int], bytes] = {}
-    delay_s = 0.0
+def _choice(index: int, tokens: list[int]) -> dict[str, Any]:
+    texts = [f" w{token}" for token in tokens]
+    logprobs = [-(0.1 + (position % 17) / 7) for position in range(len(tokens))]
+    return {
+        "index": index,
+        "text": "".join(texts),
+        "logprobs": {
+            "text_offset": list(range(0, 5 * len(tokens), 5)),
+            "token_logprobs": logprobs,
+            "tokens": texts,
+            "top_logprobs": [{text: logprob} for text, logprob in zip(texts, logprobs, strict=True)],
+        },
+        "finish_reason": "length",
+        "stop_reason": None,
+        "token_ids": tokens,
+        "prompt_logprobs": None,
+        "prompt_token_ids": None,
+    }
+
+
+def completion(choices: int, max_tokens: int, variant: int) -> bytes:
+    """A whole HTTP answer."""
+    tokens = prompts.answer(variant, max_tokens)
+    sampled = choices * max_tokens
+    body = {
+        "id": "cmpl-0",
+        "object": "text_completion",
+        "created": 1,
+        "model": "null",
+        "choices": [_choice(index, tokens) for index in range(choices)],
+        "usage": {"prompt_tokens": 512, "total_tokens": 512 + sampled, "completion_tokens": sampled},
+    }
+    return _http(json.dumps(body, separators=(",", ":")).encode())
+
+
+class Upstream:
+    """What all connections share. `waiting` are answers whose delay has not passed."""
+
+    def __init__(self, delay_s: float) -> None:
+        self.delay_s = delay_s
+        self.requests = 0
+        self.waiting: dict[int, tuple[asyncio.TimerHandle, asyncio.Transport, bytes]] = {}
+        self._answers: dict[tuple[int, int, int], bytes] = {}
+
+    def answer(self, body: bytes) -> bytes:
+        choices, max_tokens, first = _CHOICES.search(body), _MAX_TOKENS.search(body), _PROMPT.search(body)
+        shape = (
+            int(choices[1]) if choices else 1,
+            int(max_tokens[1]) if max_tokens else 16,
+            prompts.variant(int(first[1])) if first else 0,
+        )
+        found = self._answers.get(shape)
+        if found is None:
+            if shape[0] * shape[1] > MOST_TOKENS:
+                return _http(b'{"error":{"message":"too many tokens"}}').replace(b"200 OK", b"400 Bad Request", 1)
+            found = self._answers[shape] = completion(*shape)
+        return found
+
+    def control(self, path: bytes) -> bytes:
+        if delay := _DELAY.search(path):
+            self.delay_s = float(delay[1]) / 1e3
+        if b"release" in path:
+            for handle, transport, answer in self.waiting.values():
+                handle.cancel()
+                transport.write(answer)
+            self.waiting.clear()
+        return _http(b'{"requests":%d,"waiting":%d}' % (self.requests, len(self.waiting)))
+
+    def reply(self, transport: asyncio.Transport, path: bytes, body: bytes) -> None:
+        if not path.startswith(b"/v1/completions"):
+            transport.write(self.control(path) if path.startswith(b"/control") else _http(b"{}"))
+            return
+        self.requests += 1
+        answer = self.answer(body)
+        if self.delay_s <= 0:
+            transport.write(answer)
+            return
+        timer = asyncio.get_running_loop().call_later(self.delay_s, self._late, self.requests)
+        self.waiting[self.requests] = (timer, transport, answer)
+
+    def _late(self, request: int) -> None:
+        _, transport, answer = self.waiting.pop(request)
+        transport.write(answer)
+
+
+class Requests(asyncio.Protocol):
+    """One connection."""
+
+    def __init__(self, upstream: Upstream) -> None:
+        self._upstream = upstream
+        self._buffer = b""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
-        self._buffer = b""
 
     def data_received(self, data: bytes) -> None:
-        self._buffer += data
+        self._buffer = self._buffer + data if self._buffer else data
         while (head := self._buffer.find(b"\r\n\r\n")) >= 0:
-            match = _LENGTH.search(self._buffer, 0, head)
-            end = head + 4 + (int(match[1]) if match else 0)
+            length = _LENGTH.search(self._buffer, 0, head)
+            end = head + 4 + (int(length[1]) if length else 0)
             if len(self._buffer) < end:
                 return
+            path = self._buffer[: self._buffer.find(b"\r\n")].split(b" ", 2)[1]
             body, self._buffer = self._buffer[head + 4 : end], self._buffer[end:]
-            shape = tuple(int(m[1]) if (m := _FIELD[name].search(body)) else 1 for name in ("n", "max_tokens"))
-            answer = self.answers.setdefault(shape, completion(*shape))  # type: ignore[arg-type]
-            asyncio.get_running_loop().call_later(self.delay_s, self._transport.write, answer)
+            self._upstream.reply(self._transport, path, body)
 
 
-async def main() -> None:
-    Upstream.delay_s = float(sys.argv[2]) / 1e3 if len(sys.argv) > 2 else 0.0
+async def serve(port: int, delay_s: float) -> None:
+    upstream = Upstream(delay_s)
     loop = asyncio.get_running_loop()
-    server = await loop.create_server(Upstream, "127.0.0.1", int(sys.argv[1]), backlog=4096)
+    server = await loop.create_server(lambda: Requests(upstream), "127.0.0.1", port, backlog=4096)
     await server.serve_forever()
 
 
 if __name__ == "__main__":
-    uvloop.run(main())
+    uvloop.run(serve(int(sys.argv[1]), float(sys.argv[2]) / 1e3 if len(sys.argv) > 2 else 0.0))

@@ -1,83 +1,71 @@
-"""Round trips of training commands through the real server and SDK: submit to result, tiny model, one CPU core.
+"""Rows about training commands: submit to result through the real server and SDK, tiny model, one CPU core.
 
-Usage: python benchmarks/training.py [--out FILE]
+The server forwards samples to the null upstream, so that no vLLM runs beside it.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
-import numpy as np
 import tinker
 from tinker import types
 
+from benchmarks.series import quantile
+from benchmarks.stage import Stage, trainer
+from benchmarks.table import Row, Target
 from skyrl.demo.latency import stream_data
-from skyrl.demo.server import DemoServer
 
 ADAM = types.AdamParams(learning_rate=1e-4)
+SIZES = ((1, 8, 40), (8, 128, 20), (32, 256, 8))
+"""Sequences, tokens of each, repeats."""
+BOTH_MS = 20
 
 
-def timed(what: str, repeats: int, action: Callable[[], object]) -> dict[str, Any]:
+def timed(repeats: int, action: Callable[[], object]) -> list[float]:
+    """Milliseconds of each repeat, after one that is not counted."""
     action()
-    seconds = []
+    spent: list[float] = []
     for _ in range(repeats):
         began = time.perf_counter()
         action()
-        seconds.append(time.perf_counter() - began)
-    p50, p95 = np.quantile(seconds, [0.5, 0.95]) * 1e3
-    row = {"what": what, "p50_ms": round(float(p50), 1), "p95_ms": round(float(p95), 1)}
-    print(json.dumps(row), flush=True)
-    return row
+        spent.append((time.perf_counter() - began) * 1e3)
+    return spent
 
 
-def measure(base_url: str) -> list[dict[str, Any]]:
+def _row(stage: Stage, what: str, spent: list[float], target: Target | None = None) -> Row:
+    stage.raw.append({"row": "training", "path": what, "milliseconds": spent})
+    note = f"p95 {quantile(spent, 0.95):.1f} ms"
+    return Row("training", f"{what}, p50", "ms", quantile(spent, 0.5), target, note=note)
+
+
+def _measure(stage: Stage, base_url: str) -> list[Row]:
+    share = 2 if stage.quick else 1
     with tinker.ServiceClient(base_url=base_url, api_key="tml-bench") as client:
-        trainer = client.create_lora_training_client(base_model="tiny", rank=8).result()
+        model = client.create_lora_training_client(base_model="tiny", rank=8).result()
 
         def both(data: list[types.Datum]) -> None:
-            passed, stepped = trainer.forward_backward(data, "cross_entropy"), trainer.optim_step(ADAM)
+            passed, stepped = model.forward_backward(data, "cross_entropy"), model.optim_step(ADAM)
             passed.result()
             stepped.result()
 
         small = stream_data(1, 8)
         rows = [
-            timed("forward_backward, 1 x 8", 40, lambda: trainer.forward_backward(small, "cross_entropy").result()),
-            timed("optim_step", 40, lambda: trainer.optim_step(ADAM).result()),
+            _row(
+                stage,
+                "forward_backward, 1 × 8",
+                timed(40 // share, lambda: model.forward_backward(small, "cross_entropy").result()),
+            ),
+            _row(stage, "optim_step", timed(40 // share, lambda: model.optim_step(ADAM).result())),
         ]
-        for sequences, length, repeats in ((1, 8, 40), (8, 128, 20), (32, 256, 8)):
+        for sequences, length, repeats in SIZES:
             data = stream_data(sequences, length)
-            rows.append(timed(f"both, {sequences} x {length}", repeats, lambda data=data: both(data)))
-        rows.append(
-            timed(
-                "save_weights_and_get_sampling_client",
-                20,
-                lambda: trainer.save_weights_and_get_sampling_client().result(),
-            )
-        )
-        return rows
+            target = Target(BOTH_MS) if sequences == 1 else None
+            spent = timed(repeats // share, lambda data=data: both(data))
+            rows.append(_row(stage, f"both pipelined, {sequences} × {length}", spent, target))
+    return rows
 
 
-def run() -> list[dict[str, Any]]:
-    with tempfile.TemporaryDirectory() as state:
-        server = DemoServer(Path(state))
-        server.start()
-        try:
-            server.wait_ready()
-            return measure(server.url)
-        finally:
-            server.stop()
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--out", type=Path)
-    out = parser.parse_args().out
-    found = run()
-    if out is not None:
-        out.write_text(json.dumps(found, indent=1) + "\n")
+def training(stage: Stage) -> list[Row]:
+    with trainer(stage.upstream) as server:
+        return _measure(stage, server.url)

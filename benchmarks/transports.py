@@ -1,4 +1,6 @@
-"""Which HTTP client forwards: aiohttp (what skyrl uses) and plain httpx, same requests, same null upstream.
+"""Which HTTP client forwards: skyrl's own, aiohttp and plain httpx; same requests, same null upstream.
+
+Side by side: requests per second, and CPU seconds of the client's process per 1,000 requests.
 
 Usage: python benchmarks/transports.py [--out FILE]
 """
@@ -8,24 +10,34 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import resource
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+import aiohttp
 import httpx
 import uvloop
-from load import prompt
 
+from benchmarks.prompts import prompt
 from skyrl.inference.placement import free_port
-from skyrl.sampling.transport import AiohttpTransport, Answer
+from skyrl.sampling.http import HttpTransport
+from skyrl.sampling.transport import Answer
 
 HEADERS = {"Content-Type": "application/json"}
 
 
-class HttpxTransport:
-    """The same calls on plain httpx, with an unlimited pool."""
+class Client(Protocol):
+    async def post(self, url: str, body: bytes, headers: dict[str, str], timeout_s: float) -> Answer: ...
+
+    async def close(self) -> None: ...
+
+
+class HttpxClient:
+    """The same call on plain httpx, with an unlimited pool."""
 
     def __init__(self) -> None:
         self._client = httpx.AsyncClient(limits=httpx.Limits(), timeout=60, trust_env=False)
@@ -38,31 +50,57 @@ class HttpxTransport:
         await self._client.aclose()
 
 
-async def measure(transport: AiohttpTransport | HttpxTransport, url: str, concurrency: int, samples: int) -> float:
-    """Requests per second."""
+class AiohttpClient:
+    """The same call on aiohttp, with an unlimited pool."""
+
+    def __init__(self) -> None:
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0), cookie_jar=aiohttp.DummyCookieJar(), read_bufsize=2**20
+        )
+
+    async def post(self, url: str, body: bytes, headers: dict[str, str], timeout_s: float) -> Answer:
+        timeout = aiohttp.ClientTimeout(total=timeout_s)
+        async with self._session.post(url, data=body, headers=headers, timeout=timeout) as response:
+            return Answer(response.status, response.content_type, await response.read())
+
+    async def close(self) -> None:
+        await self._session.close()
+
+
+CLIENTS: dict[str, Callable[[], Client]] = {"httpx": HttpxClient, "aiohttp": AiohttpClient, "skyrl": HttpTransport}
+RUNS = ((1, 500), (16, 1500), (64, 1500), (256, 1500))
+
+
+def cpu_s() -> float:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
+async def measure(client: Client, url: str, concurrency: int, samples: int) -> tuple[float, float]:
+    """Requests per second, and CPU seconds per 1,000 requests."""
     body = json.dumps({"model": "tiny", "prompt": prompt(0, 512), "n": 1, "max_tokens": 64}).encode()
     todo = iter(range(samples))
 
     async def worker() -> None:
         for _ in todo:
-            answer = await transport.post(url, body, HEADERS, 60.0)
+            answer = await client.post(url, body, HEADERS, 60.0)
             assert answer.status == 200
 
-    began = time.perf_counter()
+    began, used = time.perf_counter(), cpu_s()
     await asyncio.gather(*(worker() for _ in range(concurrency)))
-    return samples / (time.perf_counter() - began)
+    return samples / (time.perf_counter() - began), (cpu_s() - used) / samples * 1e3
 
 
 async def compare(url: str) -> list[dict[str, Any]]:
     rows = []
-    for concurrency, samples in ((1, 300), (16, 1000), (64, 1000), (256, 1000)):
+    for concurrency, samples in RUNS:
         row: dict[str, Any] = {"concurrency": concurrency}
-        for name, make in (("httpx", HttpxTransport), ("aiohttp", AiohttpTransport)):
-            transport = make()
-            await measure(transport, url, concurrency, max(concurrency, samples // 5))
-            row[name] = round(await measure(transport, url, concurrency, samples), 1)
-            await transport.close()
-        row["ratio"] = round(row["aiohttp"] / row["httpx"], 1)
+        for name, make in CLIENTS.items():
+            client = make()
+            await measure(client, url, concurrency, max(concurrency, samples // 5))
+            rate, cost = await measure(client, url, concurrency, samples)
+            row |= {f"{name}_per_s": round(rate, 1), f"{name}_cpu_s_per_1000": round(cost, 3)}
+            await client.close()
         print(json.dumps(row), flush=True)
         rows.append(row)
     return rows

@@ -1,0 +1,112 @@
+"""Every benchmark in one run: prints the table, writes JSON with the raw results and an HTML report with plots.
+
+Usage: python -m benchmarks [--quick] [--only ROW ...] [--compare URL] [--out DIRECTORY]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+import tinker
+
+from benchmarks import machine, rows_forwarding, rows_server, training
+from benchmarks.calibration import calibrate
+from benchmarks.report import bench_page
+from benchmarks.series import without_nan
+from benchmarks.stage import MODEL, NullUpstream, Other, Stage
+from benchmarks.table import Row, text_table
+from skyrl.demo.server import ServerFailed
+
+STEPS: dict[str, Callable[[Stage], list[Row]]] = {
+    "latency": rows_forwarding.latency,
+    "throughput-64": rows_forwarding.throughput_64,
+    "throughput-512": rows_forwarding.throughput_512,
+    "throughput-2048": rows_forwarding.throughput_2048,
+    "delayed": rows_forwarding.delayed,
+    "sequences": rows_forwarding.sequences,
+    "sdk": rows_forwarding.sdk,
+    "memory": rows_server.memory,
+    "heartbeats": rows_server.heartbeats,
+    "training": training.training,
+    "idle": rows_server.idle,
+    "growth": rows_server.growth,
+}
+DISTURBED_CORES = 0.3
+RESULTS = Path("out/bench")
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="short windows: two to three minutes, rougher")
+    parser.add_argument("--only", nargs="+", choices=STEPS, metavar="ROW", help=f"of: {', '.join(STEPS)}")
+    parser.add_argument("--compare", metavar="URL", help="the same load on another Tinker-compatible server")
+    parser.add_argument("--api-key", default="tml-bench", help="for that server")
+    parser.add_argument("--base-model", default=MODEL, help="what that server calls its model")
+    parser.add_argument(
+        "--upstream-port",
+        type=int,
+        help="where the null upstream listens, so that the other server can forward to the same one",
+    )
+    parser.add_argument(
+        "--out", type=Path, default=RESULTS, help="directory for bench.json and bench.html (default: out/bench)"
+    )
+    return parser.parse_args()
+
+
+def run(stage: Stage, names: list[str]) -> list[Row]:
+    """A step that fails takes no other with it."""
+    rows: list[Row] = []
+    try:
+        for name in names:
+            print(f"{name}...", end=" ", flush=True)
+            began = time.perf_counter()
+            try:
+                rows += STEPS[name](stage)
+            except (OSError, ServerFailed, subprocess.SubprocessError, tinker.TinkerError) as error:
+                rows.append(Row(name, name, "", float("nan"), errors=1, note=str(error)[-300:]))
+            print(f"{time.perf_counter() - began:.0f} s", flush=True)
+    finally:
+        stage.close()
+    return rows
+
+
+def main() -> None:
+    asked = _arguments()
+    began = time.perf_counter()
+    facts = machine.facts()
+    with NullUpstream(asked.upstream_port) as upstream:
+        other = Other(asked.compare, asked.api_key, asked.base_model) if asked.compare else None
+        stage = Stage(
+            upstream, asked.quick, facts["calibration_cpu_s"], other, exact_other=asked.upstream_port is not None
+        )
+        rows = run(stage, asked.only or list(STEPS))
+    facts |= {
+        "calibration_after_cpu_s": calibrate(),
+        "wall_s": round(time.perf_counter() - began),
+        "quick": asked.quick,
+    }
+    foreign = max((load.get("foreign_cores", 0.0) for load in stage.raw), default=0.0)
+    facts["foreign_cores"] = round(foreign, 2)
+    print("\n" + text_table(rows) + "\n")
+    if foreign > DISTURBED_CORES:
+        print(f"Disturbed: something else took up to {foreign:.1f} cores; the figures are worse than this server's.")
+    asked.out.mkdir(parents=True, exist_ok=True)
+    table = [asdict(row) | {"met": row.met, "ratio": row.ratio} for row in rows]
+    (asked.out / "bench.json").write_text(
+        json.dumps(without_nan({"facts": facts, "rows": table, "raw": stage.raw}), indent=1) + "\n"
+    )
+    (asked.out / "bench.html").write_text(bench_page(facts, rows, stage.raw))
+    print(", ".join(f"{key} {value}" for key, value in facts.items()))
+    print(f"written: {asked.out / 'bench.json'}, {asked.out / 'bench.html'}")
+    if any(row.errors for row in rows):
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""HTTP/1.1 requests at little cost: one keep-alive connection with one request at a time."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import cast
+
+_LENGTH = b"\r\ncontent-length:"
+
+
+class Connection(asyncio.Protocol):
+    """To one server; connects at the first request, and again at the next one after it was lost.
+
+    Answers without Content-Length are not read: `post` raises ConnectionError.
+    """
+
+    def __init__(self, host: str, port: int, headers: bytes) -> None:
+        """`headers`: whole lines, each with its line end; they are sent with every request."""
+        self._host, self._port = host, port
+        self._rest = b" HTTP/1.1\r\nHost: bench\r\n" + headers + b"Content-Length: "
+        self._transport: asyncio.Transport | None = None
+        self._answer: asyncio.Future[tuple[int, bytes]] | None = None
+        self._buffer = b""
+        self._head, self._end = -1, 0
+        self._closed = 0
+
+    async def post(self, path: bytes, body: bytes) -> tuple[int, bytes]:
+        """Status and body. Raises ConnectionError, OSError."""
+        return await self.request(b"POST", path, body)
+
+    async def request(self, method: bytes, path: bytes, body: bytes) -> tuple[int, bytes]:
+        loop = asyncio.get_running_loop()
+        if self._transport is None:
+            self._buffer, self._head = b"", -1
+            await loop.create_connection(lambda: self, self._host, self._port)
+        assert self._transport is not None
+        self._answer = answer = loop.create_future()
+        self._transport.write(b"%s %s%s%d\r\n\r\n%s" % (method, path, self._rest, len(body), body))
+        return await answer
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.close()
+            self._transport = None
+            self._closed += 1
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._closed:  # the end of one that `close` gave up: there may be a new one already
+            self._closed -= 1
+            return
+        self._transport = None
+        if self._answer is not None and not self._answer.done():
+            self._answer.set_exception(ConnectionError("the connection was lost before the answer was whole"))
+
+    def data_received(self, data: bytes) -> None:
+        self._buffer = self._buffer + data if self._buffer else data
+        if self._head < 0 and not self._read_head():
+            return
+        if len(self._buffer) < self._end:
+            return
+        status, body = int(self._buffer[9:12]), self._buffer[self._head + 4 : self._end]
+        self._buffer, self._head = self._buffer[self._end :], -1
+        if self._answer is not None and not self._answer.done():
+            self._answer.set_result((status, body))
+
+    def _read_head(self) -> bool:
+        """Whether the head is whole; sets where it and the body end."""
+        head = self._buffer.find(b"\r\n\r\n")
+        if head < 0:
+            return False
+        lines = self._buffer[: head + 2].lower()
+        at = lines.find(_LENGTH)
+        if at < 0:
+            if self._transport is not None:
+                self._transport.abort()
+            return False
+        begin = at + len(_LENGTH)
+        self._head = head
+        self._end = head + 4 + int(lines[begin : lines.find(b"\r\n", begin)])
+        return True

@@ -1,0 +1,72 @@
+"""What Linux knows of a process, and which processes a server consists of."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+PARTS = {"api": "skyrl.api.server", "engine": "skyrl.engine.main"}
+"""Modules whose processes make up a server, beside its launcher."""
+
+
+def cpu_seconds(pid: int) -> float:
+    """User and system CPU time of one process, all its threads."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) / TICKS_PER_S
+
+
+def busy_seconds() -> float:
+    """CPU time that the whole machine has spent on anything since it started."""
+    fields = [int(field) for field in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
+    idle, waiting = fields[3:5]
+    return (sum(fields) - idle - waiting) / TICKS_PER_S
+
+
+def _status(pid: int, key: str) -> int:
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith(f"{key}:"):
+            return int(line.split()[1])
+    raise KeyError(key)
+
+
+def resident_mb(pid: int) -> float:
+    return _status(pid, "VmRSS") / 1024
+
+
+def peak_resident_mb(pid: int) -> float:
+    """The largest it ever was."""
+    return _status(pid, "VmHWM") / 1024
+
+
+def threads(pid: int) -> int:
+    return _status(pid, "Threads")
+
+
+def open_files(pid: int) -> int:
+    return len(list(Path(f"/proc/{pid}/fd").iterdir()))
+
+
+def parts_of(launcher: int) -> dict[str, int]:
+    """Process ids of a server's API and, where it has one, its engine."""
+    import psutil
+
+    found: dict[str, int] = {}
+    for child in psutil.Process(launcher).children(recursive=True):
+        command = child.cmdline()
+        for name, module in PARTS.items():
+            if module in command:
+                found[name] = child.pid
+    return found
+
+
+def disk_bytes(directory: Path) -> int:
+    """What a state directory takes on disk, logs left out."""
+    total = 0
+    for file in directory.rglob("*"):
+        try:
+            if file.is_file() and file.suffix != ".log":
+                total += file.stat().st_blocks * 512
+        except FileNotFoundError:
+            continue
+    return total

@@ -1,0 +1,116 @@
+"""Rows about the server itself: memory, other routes under load, what it does when idle, how its database grows."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict
+
+from benchmarks.processes import cpu_seconds, disk_bytes, parts_of, peak_resident_mb, resident_mb
+from benchmarks.rows_forwarding import errors
+from benchmarks.samples import LoadSpec
+from benchmarks.stage import Stage, gateway, trainer
+from benchmarks.table import Row, Target
+from skyrl.demo.server import DemoServer
+
+IN_FLIGHT = 2048
+HELD_BACK_MS = 90_000
+LONGER_THAN_A_POLL_S = 35.0
+RETENTION_S, QUICK_RETENTION_S = 15, 8
+RECLAIM_AT_MOST_S = 100.0
+BETWEEN_SWEEPS_S = 15.0
+SETTLE_S = 3.0
+
+
+def memory(stage: Stage) -> list[Row]:
+    with gateway(stage.upstream) as server:
+        api = parts_of(server.pid)["api"]
+        idle_mb = resident_mb(api)
+        load = stage.forwarded("memory", server, IN_FLIGHT)
+        peak_mb = peak_resident_mb(api)
+    sent = load["accepted"]
+    note = f"fresh server: {idle_mb:.0f} MB before, then {sent:,} samples in all"
+    return [
+        Row(
+            "memory", "peak RSS of the API, 2,048 in flight", "MB", peak_mb, Target(250), None, None, errors(load), note
+        )
+    ]
+
+
+def heartbeats(stage: Stage) -> list[Row]:
+    """ "direct" is the same route with nothing waiting. Unless it must be quick, every poll is renewed meanwhile."""
+    spec = LoadSpec(stage.server.url, "tinker", IN_FLIGHT, 4.0 if stage.quick else LONGER_THAN_A_POLL_S)
+    with stage.upstream.delayed(HELD_BACK_MS):
+        found = stage.generate(
+            "heartbeats", "forwarded", "benchmarks.waiting", json.dumps(asdict(spec)), stage.upstream.url
+        )
+    failed = errors(found) + (IN_FLIGHT - found["waiting"])
+    note = (
+        f"{found['waiting']:,} polls waiting, all answered in the end" if not failed else f"errors: {found['errors']}"
+    )
+    what = f"heartbeat {{}} while {IN_FLIGHT:,} long polls wait"
+    return [
+        Row("heartbeats", what.format("p50"), "ms", found["p50_ms"], None, found["idle_p50_ms"], None, failed),
+        Row(
+            "heartbeats",
+            what.format("p99"),
+            "ms",
+            found["p99_ms"],
+            Target(20),
+            found["idle_p99_ms"],
+            None,
+            failed,
+            note,
+        ),
+    ]
+
+
+def idle(stage: Stage) -> list[Row]:
+    """CPU of a server that nobody asks anything, in percent of a core, one row for each of its parts."""
+    seconds = 10.0 if stage.quick else 15.0
+    with trainer(stage.upstream) as server:
+        percent = _idle_percent(parts_of(server.pid), seconds)
+    stage.raw.append({"row": "idle", "path": "idle", "seconds": seconds, "percent": percent})
+    what = "idle {}, CPU over {:.0f} s"
+    return [Row("idle", what.format(name, seconds), "%", share, Target(1)) for name, share in percent.items()]
+
+
+def _idle_percent(parts: dict[str, int], seconds: float) -> dict[str, float]:
+    time.sleep(SETTLE_S)
+    before = {name: cpu_seconds(pid) for name, pid in parts.items()}
+    began = time.perf_counter()
+    time.sleep(seconds)
+    wall_s = time.perf_counter() - began
+    return {name: (cpu_seconds(pid) - before[name]) / wall_s * 100 for name, pid in parts.items()}
+
+
+def growth(stage: Stage) -> list[Row]:
+    """Bytes on disk per sample, and what is left of them when the retention is over (waits for a sweep)."""
+    retention_s = QUICK_RETENTION_S if stage.quick else RETENTION_S
+    with gateway(stage.upstream, result_retention_s=retention_s) as server:
+        before = disk_bytes(server.state_dir)
+        load = stage.forwarded("growth", server, 64)
+        grown = disk_bytes(server.state_dir)
+        kept = _after_retention(server, grown)
+    stage.raw.append({"row": "growth", "path": "disk", "bytes": {"before": before, "grown": grown, "kept": kept}})
+    per_sample = (grown - before) / max(1, load["accepted"]) / 1e3
+    left = (kept - before) / max(1, grown - before) * 100
+    sizes = ", ".join(f"{size / 1e6:.1f}" for size in (before, grown, kept))
+    note = f"{load['accepted']:,} samples; MB on disk before, after and when retention is over: {sizes}"
+    return [
+        Row("growth", "growth on disk per sample", "kB", per_sample, Target(6), errors=errors(load), note=note),
+        Row("growth", "of that left after retention", "%", left),
+    ]
+
+
+def _after_retention(server: DemoServer, grown: int) -> int:
+    """Bytes on disk once they have shrunk and shrink no more, or when a sweep is long over."""
+    began, smallest, since = time.monotonic(), grown, time.monotonic()
+    while time.monotonic() - began < RECLAIM_AT_MOST_S:
+        time.sleep(1)
+        size = disk_bytes(server.state_dir)
+        if size < smallest:
+            smallest, since = size, time.monotonic()
+        if smallest < grown and time.monotonic() - since > BETWEEN_SWEEPS_S:
+            break
+    return smallest

@@ -1,0 +1,45 @@
+"""Arithmetic on what was measured."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+CURVE = (*(step / 50 for step in range(50)), 0.99, 0.995, 0.999, 1.0)
+"""The quantiles that a latency curve holds."""
+
+
+def quantile(values: Sequence[float], q: float) -> float:
+    """NaN for no values: a run without one finished request has no latency."""
+    return float(np.quantile(values, q)) if len(values) else float("nan")
+
+
+def curve(values: Sequence[float]) -> list[float]:
+    return [quantile(values, q) for q in CURVE]
+
+
+def slope(times: Sequence[float], values: Sequence[float]) -> float:
+    """Change of `values` per unit of `times`, by least squares; 0 for fewer than two points."""
+    if len(times) < 2:
+        return 0.0
+    return float(np.polyfit(np.asarray(times, float), np.asarray(values, float), 1)[0])
+
+
+def drift(times: Sequence[float], values: Sequence[float]) -> float:
+    """How much a series changed from its first to its last time along its slope, as a part of its median."""
+    if len(times) < 2:
+        return 0.0
+    median = quantile(values, 0.5)
+    return slope(times, values) * (times[-1] - times[0]) / median if median else 0.0
+
+
+def without_nan(value: Any) -> Any:
+    """The same lists and dictionaries with None where there is no number, which JSON has a word for."""
+    if isinstance(value, dict):
+        return {key: without_nan(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [without_nan(item) for item in value]
+    return None if isinstance(value, float) and math.isnan(value) else value

@@ -1,0 +1,155 @@
+"""A long steady load: does anything grow, slow down or get lost? Prints the verdicts; writes soak.json and soak.html.
+
+Usage: python -m benchmarks.soak [--minutes 30] [--rate 500] [--delay-ms 200] [--retention-s 120] [--out DIRECTORY]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import uvloop
+from matplotlib import pyplot
+
+from benchmarks import machine
+from benchmarks.open_loop import OpenLoop
+from benchmarks.processes import cpu_seconds, disk_bytes, open_files, parts_of, resident_mb, threads
+from benchmarks.report import facts_list, inline_svg, page, rows_table
+from benchmarks.samples import LoadSpec
+from benchmarks.series import drift, quantile, without_nan
+from benchmarks.stage import NullUpstream, gateway
+from benchmarks.table import Row, Target, text_table
+from skyrl.demo.server import DemoServer
+
+EVERY_S = 10.0
+SAFE = 0.8
+"""Results are read again after this part of their retention."""
+SETTLED = 1 / 3
+"""Drift is told from what comes after this part of the run: caches and pools are filled, old results are swept."""
+PLOTTED = {
+    "samples_per_s": "samples/s",
+    "p50_ms": "p50, ms",
+    "p99_ms": "p99, ms",
+    "rss_mb": "RSS of the API, MB",
+    "cores": "CPU of the API, cores",
+    "disk_mb": "state on disk, MB",
+    "open_files": "open files",
+    "threads": "threads",
+}
+FLAT = {"rss_mb": 10, "p50_ms": 10, "p99_ms": 50, "open_files": 10, "threads": 25, "disk_mb": 25}
+"""Percent by which each may drift."""
+
+Point = dict[str, float]
+
+
+class Watch:
+    """One point every ten seconds: the API process, the disk, and the samples that ended meanwhile."""
+
+    def __init__(self, server: DemoServer, loop: OpenLoop) -> None:
+        self._pid = parts_of(server.pid)["api"]
+        self._state, self._loop = server.state_dir, loop
+        self._began = self._last = time.perf_counter()
+        self._cpu_s, self._own_s = cpu_seconds(self._pid), time.process_time()
+        self.points: list[Point] = []
+
+    async def run(self, seconds: float) -> None:
+        """Points for so long; prints each."""
+        while time.perf_counter() - self._began < seconds:
+            await asyncio.sleep(EVERY_S)
+            self.points.append(self._point())
+            said = ", ".join(f"{key} {value:.4g}" for key, value in self.points[-1].items())
+            print(said, flush=True)
+
+    def _point(self) -> Point:
+        now, latencies = time.perf_counter(), self._loop.take_latencies()
+        cpu_s, own_s = cpu_seconds(self._pid), time.process_time()
+        passed, used, own = now - self._last, cpu_s - self._cpu_s, own_s - self._own_s
+        self._last, self._cpu_s, self._own_s = now, cpu_s, own_s
+        return {
+            "second": now - self._began,
+            "samples_per_s": len(latencies) / passed,
+            "in_flight": self._loop.in_flight,
+            "p50_ms": quantile(latencies, 0.5) * 1e3,
+            "p99_ms": quantile(latencies, 0.99) * 1e3,
+            "rss_mb": resident_mb(self._pid),
+            "cores": used / passed,
+            "generator_cores": own / passed,
+            "disk_mb": disk_bytes(self._state) / 1e6,
+            "open_files": open_files(self._pid),
+            "threads": threads(self._pid),
+        }
+
+
+def verdicts(points: Sequence[Point], totals: dict[str, Any]) -> list[Row]:
+    """What must be nothing, and what must be flat: drift in percent of the median over the settled part of the run."""
+    failed = sum(totals["errors"].values())
+    rows = [
+        Row("soak", f"lost, of {totals['accepted']:,} accepted", "", totals["lost"], Target(0)),
+        Row("soak", "errors", "", failed, Target(0), note=str(totals["errors"] or "")),
+        Row("soak", f"other bytes when read again, of {totals['read_again']:,}", "", totals["differing"], Target(0)),
+    ]
+    settled = list(points)[int(len(points) * SETTLED) :]
+    times = [point["second"] for point in settled]
+    for key, bound in FLAT.items():
+        values = [point[key] for point in settled]
+        note = f"{quantile(values, 0):.4g} to {quantile(values, 1):.4g}, median {quantile(values, 0.5):.4g}"
+        percent = drift(times, values) * 100
+        rows.append(Row("soak", f"drift of {PLOTTED[key]}", "%", percent, Target(bound), note=note))
+    return rows
+
+
+def plots(points: Sequence[Point]) -> str:
+    figure, axes = pyplot.subplots(4, 2, figsize=(10, 10), layout="constrained", sharex=True)
+    minutes = [point["second"] / 60 for point in points]
+    for axis, (key, label) in zip(axes.flat, PLOTTED.items(), strict=True):
+        values = [point[key] for point in points]
+        axis.plot(minutes, values, color="#2364aa")
+        axis.set(title=label, ylim=(0, 1.15 * max([1e-9, *values])))
+        axis.grid(alpha=0.3)
+    for axis in axes[-1]:
+        axis.set_xlabel("minutes")
+    return inline_svg(figure)
+
+
+async def soak(
+    server: DemoServer, rate: float, seconds: float, retention_s: float
+) -> tuple[list[Point], dict[str, Any]]:
+    loop = OpenLoop(LoadSpec(server.url, "tinker", 0, seconds), rate, SAFE * retention_s)
+    watch = Watch(server, loop)
+    async with asyncio.TaskGroup() as group:
+        group.create_task(loop.run())
+        group.create_task(watch.run(seconds))
+    return watch.points, loop.totals()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.soak", description=__doc__)
+    parser.add_argument("--minutes", type=float, default=30)
+    parser.add_argument("--rate", type=float, default=500, help="samples per second")
+    parser.add_argument("--delay-ms", type=float, default=200, help="of the null upstream")
+    parser.add_argument("--retention-s", type=float, default=120, help="how long the server keeps results")
+    parser.add_argument("--out", type=Path, default=Path("out/soak"))
+    asked = parser.parse_args()
+    facts = machine.facts() | {"minutes": asked.minutes, "rate": asked.rate, "delay_ms": asked.delay_ms}
+    with NullUpstream() as upstream, gateway(upstream, result_retention_s=asked.retention_s) as server:
+        upstream.control(f"delay_ms={asked.delay_ms}")
+        points, totals = uvloop.run(soak(server, asked.rate, asked.minutes * 60, asked.retention_s))
+    rows = verdicts(points, totals)
+    print("\n" + text_table(rows))
+    asked.out.mkdir(parents=True, exist_ok=True)
+    table = [asdict(row) | {"met": row.met} for row in rows]
+    results = {"facts": facts, "rows": table, "totals": totals, "points": points}
+    (asked.out / "soak.json").write_text(json.dumps(without_nan(results), indent=1) + "\n")
+    (asked.out / "soak.html").write_text(page("Soak", [facts_list(facts), rows_table(rows), plots(points)]))
+    if not all(row.met for row in rows):
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,156 @@
+"""The processes of a run: null upstream, servers, load generators. Sequential; nothing is left behind."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Generator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from benchmarks.processes import parts_of
+from benchmarks.samples import LoadSpec
+from skyrl.demo.server import DemoServer
+from skyrl.inference.placement import free_port
+from skyrl.supervision import dies_with_parent
+
+MODEL = "tiny"
+
+
+class NullUpstream:
+    """The process; `with` starts and ends it."""
+
+    def __init__(self, port: int | None = None) -> None:
+        self.port = port or free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+
+    def __enter__(self) -> NullUpstream:
+        command = [sys.executable, "-m", "benchmarks.null_upstream", str(self.port)]
+        self._process = subprocess.Popen(dies_with_parent(command))
+        self.pid = self._process.pid
+        deadline = time.monotonic() + 20
+        while True:
+            try:
+                self.control("")
+                return self
+            except httpx.TransportError:
+                if self._process.poll() is not None or time.monotonic() > deadline:
+                    raise
+                time.sleep(0.05)
+
+    def control(self, query: str) -> dict[str, int]:
+        """`delay_ms=200` or `release`; answers how many requests there were, and how many wait."""
+        return httpx.post(f"{self.url}/control?{query}", timeout=30, trust_env=False).json()
+
+    @contextmanager
+    def delayed(self, delay_ms: float) -> Generator[None]:
+        self.control(f"delay_ms={delay_ms}")
+        try:
+            yield
+        finally:
+            self.control("delay_ms=0&release")
+
+    def __exit__(self, *_: object) -> None:
+        self._process.terminate()
+        self._process.wait()
+
+
+@contextmanager
+def _server(*flags: str, **settings: float) -> Generator[DemoServer]:
+    """Started, with an empty database of its own; nothing is waited for. `settings` are those that have no flag."""
+    with tempfile.TemporaryDirectory() as state:
+        config = Path(state) / "config.toml"
+        config.write_text("".join(f"{key} = {value}\n" for key, value in settings.items()))
+        server = DemoServer(Path(state), "--config", str(config), *flags)
+        server.start()
+        try:
+            yield server
+        finally:
+            server.stop()
+
+
+@contextmanager
+def gateway(upstream: NullUpstream, **settings: float) -> Generator[DemoServer]:
+    """A sampling-only server in front of the upstream."""
+    flags = ("--backend", "none", "--base-model", MODEL, "--external-inference-url", upstream.url)
+    with _server(*flags, **settings) as server:
+        server.wait_api()
+        yield server
+
+
+@contextmanager
+def trainer(upstream: NullUpstream) -> Generator[DemoServer]:
+    """A server with an engine; it would forward samples to the upstream, so that no vLLM runs beside it."""
+    with _server("--external-inference-url", upstream.url) as server:
+        server.wait_ready()
+        yield server
+
+
+@dataclass(frozen=True)
+class Other:
+    """A server to compare with."""
+
+    url: str
+    api_key: str
+    base_model: str
+
+
+@dataclass
+class Stage:
+    """`quick`: short windows. `calibration_s`: of this machine, now. `exact_other`: the other server forwards to the
+    same upstream. `raw` collects every load's result under the name of the row that asked for it."""
+
+    upstream: NullUpstream
+    quick: bool
+    calibration_s: float
+    other: Other | None = None
+    exact_other: bool = False
+    raw: list[dict[str, Any]] = field(default_factory=list)
+    _open: ExitStack = field(default_factory=ExitStack)
+
+    @cached_property
+    def server(self) -> DemoServer:
+        """The gateway that rows share; started when first asked for."""
+        return self._open.enter_context(gateway(self.upstream))
+
+    @property
+    def window_s(self) -> float:
+        return 2.0 if self.quick else 5.0
+
+    def close(self) -> None:
+        self._open.close()
+
+    def direct(self, row: str, in_flight: int, **changes: Any) -> dict[str, Any]:
+        """Half as long as a forwarded load: there are two of them."""
+        half_s, upstream = self.window_s / 2, self.upstream
+        spec = LoadSpec(upstream.url, "direct", in_flight, half_s, warm_up_s=0.5, pid=upstream.pid, **changes)
+        return self.load(row, "direct", spec)
+
+    def forwarded(self, row: str, server: DemoServer, in_flight: int, **changes: Any) -> dict[str, Any]:
+        pids = {"pid": parts_of(server.pid)["api"], "upstream_pid": self.upstream.pid}
+        return self.load(row, "forwarded", LoadSpec(server.url, "tinker", in_flight, self.window_s, **pids, **changes))
+
+    def compared(self, row: str, in_flight: int, **changes: Any) -> dict[str, Any] | None:
+        if self.other is None:
+            return None
+        spec = LoadSpec(self.other.url, "tinker", in_flight, self.window_s, exact=self.exact_other, **changes)
+        return self.load(row, "other", replace(spec, api_key=self.other.api_key, base_model=self.other.base_model))
+
+    def load(self, row: str, name: str, spec: LoadSpec) -> dict[str, Any]:
+        return self.generate(row, name, "benchmarks.load", json.dumps(asdict(spec)))
+
+    def generate(self, row: str, name: str, module: str, *arguments: str) -> dict[str, Any]:
+        """What a generator process prints. Raises CalledProcessError."""
+        command = [sys.executable, "-m", module, *arguments]
+        said = subprocess.run(command, check=True, stdout=subprocess.PIPE, timeout=180).stdout
+        result = {"row": row, "path": name} | json.loads(said.splitlines()[-1])
+        self.raw.append(result)
+        return result

@@ -1,0 +1,99 @@
+"""How long another route takes while many long polls wait, and whether all of those are answered in the end.
+
+Usage: python -m benchmarks.waiting '{"url": ..., "in_flight": 2048, ...}' CONTROL_URL (the upstream's, which holds its
+answers back until it is told to release them); prints JSON.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from collections import Counter
+from typing import Any
+from urllib.parse import urlsplit
+
+import uvloop
+
+from benchmarks.connection import Connection
+from benchmarks.samples import LoadSpec, TinkerSamples
+from benchmarks.series import curve, quantile
+
+BEATS_PER_S = 100
+IDLE_S = 4.0
+SUBMIT_S = 30.0
+
+
+class Waiting:
+    """All samples are submitted first; their polls then wait while heartbeats are timed."""
+
+    def __init__(self, spec: LoadSpec, upstream: str) -> None:
+        self._spec = spec
+        self._samples = TinkerSamples(spec)
+        address = urlsplit(upstream)
+        self._upstream = Connection(address.hostname or "127.0.0.1", address.port or 80, b"")
+        self._errors: Counter[str] = Counter()
+        self._unsubmitted = spec.in_flight
+        self._all_submitted = asyncio.Event()
+
+    async def _one(self, number: int) -> None:
+        connection = self._samples.connect()
+        try:
+            wanted, problem = await self._submit(connection, number)
+            if wanted is not None:
+                problem = self._samples.problem(number, *await self._samples.retrieve(connection, wanted))
+        except OSError as error:
+            problem = type(error).__name__
+        if problem is not None:
+            self._errors[problem] += 1
+        connection.close()
+
+    async def _submit(self, connection: Connection, number: int) -> tuple[bytes | None, str | None]:
+        try:
+            return await self._samples.submit(connection, number)
+        finally:
+            self._unsubmitted -= 1
+            if not self._unsubmitted:
+                self._all_submitted.set()
+
+    async def _beats(self, for_s: float) -> list[float]:
+        """Seconds of each heartbeat, one after the other at a steady pace."""
+        connection, seconds = self._samples.connect(), []
+        end = time.perf_counter() + for_s
+        while (began := time.perf_counter()) < end:
+            status = await self._samples.heartbeat(connection)
+            seconds.append(time.perf_counter() - began)
+            if status != 200:
+                self._errors[f"heartbeat {status}"] += 1
+            await asyncio.sleep(max(0.0, 1 / BEATS_PER_S - seconds[-1]))
+        connection.close()
+        return seconds
+
+    async def run(self) -> dict[str, Any]:
+        await self._samples.open()
+        idle = await self._beats(IDLE_S)
+        tasks = [asyncio.create_task(self._one(number)) for number in range(self._spec.in_flight)]
+        await asyncio.wait_for(self._all_submitted.wait(), SUBMIT_S)
+        await asyncio.sleep(1.0)
+        waiting = sum(not task.done() for task in tasks)
+        seconds = await self._beats(self._spec.seconds)
+        await self._upstream.post(b"/control?release", b"")
+        _, hanging = await asyncio.wait(tasks, timeout=60)
+        if hanging:
+            self._errors["no result"] += len(hanging)
+        return {
+            "waiting": waiting,
+            "beats": len(seconds),
+            "p50_ms": quantile(seconds, 0.5) * 1e3,
+            "p99_ms": quantile(seconds, 0.99) * 1e3,
+            "idle_p50_ms": quantile(idle, 0.5) * 1e3,
+            "idle_p99_ms": quantile(idle, 0.99) * 1e3,
+            "errors": dict(self._errors),
+            **self._samples.counts(),
+            "latency_curve_ms": [value * 1e3 for value in curve(seconds)],
+        }
+
+
+if __name__ == "__main__":
+    print(json.dumps(uvloop.run(Waiting(LoadSpec(**json.loads(sys.argv[1])), sys.argv[2]).run())))

@@ -1,0 +1,174 @@
+"""The benchmarks' arithmetic, their judgement of answers, and their reports; no process is started."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+
+import pytest
+
+from benchmarks import null_upstream, prompts, series, soak
+from benchmarks.calibration import calibrate
+from benchmarks.checks import AnswerCheck
+from benchmarks.connection import Connection
+from benchmarks.report import bench_page
+from benchmarks.table import Row, Target, number, text_table
+from skyrl.wire.results import SampledSequence, SampleResult, encode_sample
+
+
+def result_of(*token_lists: list[int]) -> bytes:
+    sequences = [SampledSequence("length", tokens, [-0.5] * len(tokens)) for tokens in token_lists]
+    return encode_sample(SampleResult(sequences))
+
+
+def test_calibration_is_cpu_of_a_fixed_amount_of_work() -> None:
+    assert 0 < calibrate() < 60
+
+
+def test_quantiles() -> None:
+    values = [float(value) for value in range(101)]
+    assert series.quantile(values, 0.5) == 50
+    assert series.quantile(values, 0.99) == 99
+    assert math.isnan(series.quantile([], 0.5))
+    assert series.curve(values) == sorted(series.curve(values))
+
+
+def test_no_number_is_null_in_json() -> None:
+    assert json.dumps(series.without_nan({"a": [1.5, math.nan], "b": "x"})) == '{"a": [1.5, null], "b": "x"}'
+
+
+def test_slope_and_drift() -> None:
+    times = [0.0, 10.0, 20.0, 30.0]
+    assert series.slope(times, [1.0, 2.0, 3.0, 4.0]) == pytest.approx(0.1)
+    assert series.drift(times, [90.0, 100.0, 100.0, 110.0]) == pytest.approx(0.18)
+    assert series.drift(times, [5.0] * 4) == pytest.approx(0, abs=1e-9)
+    assert series.drift([1.0], [7.0]) == 0
+
+
+def test_the_upstream_answers_what_the_check_expects() -> None:
+    tokens = prompts.prompt(77, 512)
+    asked = {"model": "tiny", "prompt": tokens, "n": 2, "max_tokens": 16}
+    upstream = null_upstream.Upstream(0.0)
+    body = upstream.answer(json.dumps(asked).encode()).split(b"\r\n\r\n", 1)[1]
+    check = AnswerCheck(sequences=2, max_tokens=16, exact=True)
+    assert len(tokens) == 512
+    assert check.problem(prompts.variant(tokens[0]), body) is None
+    assert check.problem(prompts.variant(tokens[0]) + 1, body) == "tokens of another request"
+
+
+def test_every_variant_has_its_own_prompt_and_answer() -> None:
+    assert [prompts.variant(prompts.prompt(index, 1)[0]) for index in range(prompts.VARIANTS)] == list(range(64))
+    assert len({tuple(prompts.answer(index, 8)) for index in range(prompts.VARIANTS)}) == prompts.VARIANTS
+
+
+@pytest.mark.parametrize(
+    ("answer", "problem"),
+    [
+        (result_of(prompts.answer(3, 8)), None),
+        (result_of(prompts.answer(4, 8)), "tokens of another request"),
+        (result_of(prompts.answer(3, 7)), "7 tokens"),
+        (result_of(prompts.answer(3, 8), prompts.answer(3, 8)), "2 sequences"),
+        (result_of([]), "0 tokens with 0 logprobs"),
+        (result_of(prompts.answer(3, 8))[:-9], "undecodable (DecodeError)"),
+        (b'{"error": "no server", "category": "server"}', "failed: no server"),
+        (b'{"type": "sample"}', "undecodable (KeyError)"),
+    ],
+)
+def test_an_answer_is_whole_or_it_is_said_what_is_wrong(answer: bytes, problem: str | None) -> None:
+    check = AnswerCheck(sequences=1, max_tokens=8, exact=True)
+    assert check.problem(3, answer) == problem
+    assert check.problem(3, answer) == problem
+
+
+def test_unknown_tokens_count_where_the_upstream_is_not_known() -> None:
+    check = AnswerCheck(sequences=1, max_tokens=8, exact=False)
+    assert check.problem(3, result_of([9, 9])) is None
+    assert check.problem(3, b'{"sequences": [{"tokens": [1, 2], "logprobs": [-1.0]}]}') == "2 tokens with 1 logprobs"
+
+
+def test_a_target_is_missed_by_a_bad_figure_by_errors_and_by_no_figure() -> None:
+    assert Row("a", "a", "ms", 1.0, Target(1.2)).met
+    assert not Row("a", "a", "ms", 1.3, Target(1.2)).met
+    assert not Row("a", "a", "ms", 1.0, Target(1.2), errors=1).met
+    assert not Row("a", "a", "ms", float("nan"), Target(1.2)).met
+    assert not Row("a", "a", "/s", 1.0, Target(1.2, at_most=False)).met
+    assert Row("a", "a", "/s", 1.0).met is None
+
+
+def test_the_table_shows_every_row_and_a_column_for_another_server() -> None:
+    rows = [
+        Row("a", "samples/s", "/s", 1234.5, Target(2000, at_most=False), direct=24690.0, note="why"),
+        Row("b", "latency", "ms", 0.8349),
+    ]
+    lines = text_table(rows).splitlines()
+    assert [lines[2].split(), lines[3].split(), lines[4].split()] == [
+        ["samples/s", "≥", "2,000", "/s", "1,234", "/s", "24,690", "0.05", "NO"],
+        ["why"],
+        ["latency", "0.835", "ms"],
+    ]
+    assert "other" not in lines[0]
+    assert "other" in text_table([*rows, Row("c", "c", "ms", 1.0, other=2.0)]).splitlines()[0]
+
+
+def test_numbers_have_three_digits() -> None:
+    assert [number(value) for value in (None, 0.01234, 12.345, 123.4, 12345.6)] == [
+        "",
+        "0.0123",
+        "12.3",
+        "123",
+        "12,346",
+    ]
+
+
+def test_the_report_is_one_page_with_plots_that_needs_nothing_else() -> None:
+    load = {"samples_per_s": 10.0, "server_cpu_s_per_1000": 0.3, "latency_curve_ms": [1.0 + q for q in series.CURVE]}
+    raw = [{"row": "latency", "path": path, **load} for path in ("direct", "forwarded", "direct")]
+    page = bench_page({"cores": 2}, [Row("latency", "added <p50>", "ms", 1.0, Target(1.2))], raw)
+    assert page.count("<svg") == 3
+    assert "added &lt;p50&gt;" in page
+    assert "<script" not in page
+    assert not [word for word in ('src="', "@import", "<link") if word in page]
+
+
+def test_a_soak_that_grows_or_loses_is_told() -> None:
+    flat = {"samples_per_s": 500.0, "in_flight": 100, "p50_ms": 205.0, "p99_ms": 230.0, "rss_mb": 120.0, "cores": 0.2}
+    flat |= {"disk_mb": 90.0, "open_files": 150, "threads": 8}
+    totals = {"accepted": 900, "lost": 0, "read_again": 9, "differing": 0, "errors": {}}
+    steady = [{"second": 10.0 * index, **flat} for index in range(30)]
+    growing = [point | {"rss_mb": 120.0 + index} for index, point in enumerate(steady)]
+    assert all(row.met for row in soak.verdicts(steady, totals))
+    assert [row.what for row in soak.verdicts(growing, totals) if not row.met] == ["drift of RSS of the API, MB"]
+    assert [row.what for row in soak.verdicts(steady, totals | {"lost": 1}) if not row.met] == ["lost, of 900 accepted"]
+
+
+async def test_a_connection_reads_answers_in_pieces_and_connects_again() -> None:
+    heard: list[bytes] = []
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        heard.append(await reader.readuntil(b"hello"))
+        for piece in (b"HTTP/1.1 200 OK\r\ncontent-", b"length: 4\r\n", b"\r\nab", b"cd"):
+            writer.write(piece)
+            await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    async with server:
+        connection = Connection("127.0.0.1", server.sockets[0].getsockname()[1], b"X-Key: 1\r\n")
+        for _ in range(2):
+            assert await connection.post(b"/path", b"hello") == (200, b"abcd")
+            connection.close()
+    assert all(request.startswith(b"POST /path HTTP/1.1\r\n") and b"X-Key: 1\r\n" in request for request in heard)
+
+
+async def test_a_connection_that_breaks_within_an_answer_raises() -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"hello")
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\nab")
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    async with server:
+        connection = Connection("127.0.0.1", server.sockets[0].getsockname()[1], b"")
+        with pytest.raises(ConnectionError):
+            await connection.post(b"/path", b"hello")
