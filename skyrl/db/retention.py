@@ -10,14 +10,14 @@ import asyncio
 import time
 from typing import Any
 
-from sqlalchemy import Connection, delete, select
+from sqlalchemy import Connection, delete, func, select
 
 from skyrl.db.database import Database
 from skyrl.db.futures import futures
 from skyrl.db.tables import ModelRow
 from skyrl.db.writer import GroupCommitWriter
 
-FORGET_ROWS = 250
+FORGET_ROWS, FORGET_BYTES = 250, 4 * 2**20
 VACUUM_PAGES = 250
 """What one step deletes, or gives back."""
 
@@ -35,7 +35,8 @@ _models: Any = ModelRow.__table__  # type: ignore[attr-defined]
 
 
 def forget(connection: Connection, completed_before: float, limit: int = FORGET_ROWS) -> int:
-    """Delete finished requests that ended before then, oldest first and at most `limit`; returns how many.
+    """Delete finished requests that ended before then, oldest first: at most `limit`, and about FORGET_BYTES of what
+    they hold. Returns how many; 0 when none is left.
 
     Stays: what recovery replays, which are commands of living models that are in no snapshot yet.
     """
@@ -44,11 +45,20 @@ def forget(connection: Connection, completed_before: float, limit: int = FORGET_
         _models.c.status.in_(("ready", "creating")),
         _models.c.next_seq <= futures.c.seq_id,
     )
-    old = select(futures.c.n).where(
-        futures.c.completed_at < completed_before, futures.c.status != "pending", ~replayable.exists()
-    )
+    # Lengths are known without reading what is long; the columns behind it are not, `status` is one of them.
+    size = func.coalesce(func.length(futures.c.body), func.length(futures.c.result), 0)
+    old = select(futures.c.n, size).where(futures.c.completed_at < completed_before, ~replayable.exists())
     old = old.order_by(futures.c.completed_at).limit(limit)
-    return connection.execute(delete(futures).where(futures.c.n.in_(old))).rowcount
+    numbers: list[int] = []
+    held = 0
+    for number, held_by_it in connection.execute(old).all():
+        numbers.append(number)
+        held += held_by_it
+        if held >= FORGET_BYTES:
+            break
+    if numbers:
+        connection.execute(delete(futures).where(futures.c.n.in_(numbers)))
+    return len(numbers)
 
 
 def spare_pages(connection: Connection) -> int:
@@ -87,7 +97,7 @@ class Retention:
         before = time.time() - self._retention_s
         while True:
             gone = await self._writer.transact(lambda c: forget(c, before, FORGET_ROWS))
-            if gone < FORGET_ROWS:
+            if gone == 0:
                 return
             await asyncio.sleep(PAUSE_S)
 

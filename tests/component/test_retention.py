@@ -9,9 +9,10 @@ import uuid
 from collections.abc import AsyncIterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
-from sqlalchemy import Connection, func, select
+from sqlalchemy import Connection, func, select, update
 from sqlalchemy.dialects import postgresql
 
 from skyrl.db import database as database_module
@@ -163,6 +164,17 @@ async def test_others_write_between_two_steps(
     assert await writer.transact(count) == 0
 
 
+async def test_a_step_deletes_few_rows_that_hold_much(database: Database, writer: GroupCommitWriter) -> None:
+    """Training commands keep their bodies; to take a long one out of the file takes long."""
+    commands, bytes_each = 10, retention.FORGET_BYTES // 4
+    record(database, commands, None)
+    ended = {"status": "done", "completed_at": time.time() - LONG_AGO, "body": b"b" * bytes_each}
+    database.write(lambda c: c.execute(update(rows.futures).values(ended)))
+    assert database.write(lambda c: retention.forget(c, time.time())) == 4
+    await Retention(database, writer, RETENTION_S).sweep()
+    assert database.read(count) == 0
+
+
 async def test_a_grown_log_is_emptied_once_no_reader_holds_it(
     database: Database, writer: GroupCommitWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -221,17 +233,17 @@ def test_an_older_file_that_cannot_be_rewritten_now_is_used_all_the_same(
     database.close()
 
 
-def test_postgresql_understands_what_forgets(database: Database) -> None:
-    said: list[str] = []
-
-    class Recording:
-        rowcount = 0
-
-        def execute(self, statement: object) -> Recording:
-            said.append(str(statement.compile(dialect=postgresql.dialect())))  # type: ignore[attr-defined]
+def test_postgresql_understands_what_forgets() -> None:
+    class Spoken(list[str]):
+        def execute(self, statement: Any) -> Spoken:
+            self.append(str(statement.compile(dialect=postgresql.dialect())))
             return self
 
-    retention.forget(Recording(), 0.0, 5)  # type: ignore[arg-type]
-    (statement,) = said
-    assert statement.startswith("DELETE FROM futures WHERE futures.n IN (SELECT")
-    assert "LIMIT" in statement
+        def all(self) -> list[tuple[int, int]]:
+            return [(1, 2_900)]
+
+    spoken = Spoken()
+    assert retention.forget(spoken, 0.0, 5) == 1  # type: ignore[arg-type]
+    found, deleted = spoken
+    assert "LIMIT" in found
+    assert deleted.startswith("DELETE FROM futures WHERE futures.n IN")

@@ -1,0 +1,184 @@
+"""A server whose API process is killed by tests, an upstream that never gives the same answer twice, and a client that
+insists. No vLLM.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+import httpx
+import psutil
+from aiohttp import web
+
+from skyrl.demo.server import DemoServer
+
+WAIT_S = 300.0
+VOCABULARY = 500
+PROTOBUF, JSON = "application/x-protobuf", "application/json"
+T = TypeVar("T")
+
+
+def insist(action: Callable[[], T]) -> T:
+    """Repeat what the server's death interrupts."""
+    deadline = time.monotonic() + WAIT_S
+    while True:
+        try:
+            return action()
+        except httpx.TransportError:
+            assert time.monotonic() < deadline, "the server does not come back"
+            time.sleep(0.02)
+
+
+class MortalServer(DemoServer):
+    """The launcher starts the API process again, 0.5 s after the first death, later after the second."""
+
+    def api(self) -> psutil.Process:
+        """The API process; waits for one while there is none."""
+        deadline = time.monotonic() + WAIT_S
+        while time.monotonic() < deadline:
+            for process in psutil.Process(self.pid).children(recursive=True):
+                with suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
+                    if process.cmdline()[-1:] == ["skyrl.api.server"]:
+                        return process
+            time.sleep(0.01)
+        raise AssertionError("there is no API process")
+
+    def kill_api(self) -> None:
+        """SIGKILL; returns when it is dead."""
+        victim = self.api()
+        victim.kill()
+        victim.wait(WAIT_S)
+
+    @contextmanager
+    def commits_held(self) -> Iterator[None]:
+        """Nothing is committed meanwhile: somebody else has the write lock."""
+        with closing(sqlite3.connect(self.database, isolation_level=None, timeout=WAIT_S)) as connection:
+            connection.execute("BEGIN IMMEDIATE")
+            yield
+            connection.execute("ROLLBACK")
+
+    def ask(self, query: str) -> list[tuple[Any, ...]]:
+        with closing(sqlite3.connect(self.database, timeout=WAIT_S)) as connection:
+            return connection.execute(query).fetchall()
+
+    @property
+    def database(self) -> Path:
+        return self.state_dir / "skyrl.db"
+
+
+class Client:
+    """Bare requests of one session; threads may share it."""
+
+    def __init__(self, url: str) -> None:
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+        headers = {"X-API-Key": "tml-insistent"}
+        self.http = httpx.Client(
+            base_url=f"{url}/api/v1/", headers=headers, timeout=WAIT_S, trust_env=False, limits=limits
+        )
+        self.session = self.ok("create_session", {})["session_id"]
+
+    def ok(self, path: str, body: Any) -> dict[str, Any]:
+        """The answer, which must be 200; raises httpx.TransportError when the server dies."""
+        answer = self.http.post(path, json=body)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    def sampler(self) -> str:
+        wanted = {"session_id": self.session, "sampling_session_seq_id": 0, "base_model": "tiny"}
+        return self.ok("create_sampling_session", wanted)["sampling_session_id"]
+
+    def sample(self, sampler: str, seq_id: int) -> dict[str, Any]:
+        """Ask for a sample; returns the promise."""
+        prompt = {"chunks": [{"type": "encoded_text", "tokens": [5, 6, 7, seq_id % VOCABULARY]}]}
+        params = {"max_tokens": 4}
+        body = {"sampling_session_id": sampler, "seq_id": seq_id, "prompt": prompt, "sampling_params": params}
+        return self.ok("asample", body)
+
+    def result(
+        self, request_id: str, on_first_bytes: Callable[[], object] = lambda: None, *, accept: str = PROTOBUF
+    ) -> bytes:
+        """The whole result, however many polls it takes. Raises httpx.TransportError when the server dies."""
+        headers = {"X-Tinker-Request-Type": "Sample", "Accept": accept}
+        deadline = time.monotonic() + WAIT_S
+        while time.monotonic() < deadline:
+            asked = {"request_id": request_id}
+            with self.http.stream("POST", "retrieve_future", json=asked, headers=headers) as answer:
+                if answer.status_code != 408:
+                    on_first_bytes()
+                    content = answer.read()
+                    assert answer.status_code == 200, content
+                    return content
+        raise AssertionError("no result in time")
+
+    def close(self) -> None:
+        self.http.close()
+
+
+class Upstream:
+    """Speaks vLLM's completions. Answers wait while it is `hold`ing; no two of them are alike."""
+
+    def __init__(self) -> None:
+        self.url = ""
+        self.answered = 0
+        self._numbers = itertools.count()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="upstream", daemon=True)
+        self._open = asyncio.Event()
+        self._open.set()
+
+    def hold(self) -> None:
+        self._loop.call_soon_threadsafe(self._open.clear)
+
+    def release(self) -> None:
+        self._loop.call_soon_threadsafe(self._open.set)
+
+    def await_answers(self, count: int) -> None:
+        """Wait until so many requests have been answered."""
+        deadline = time.monotonic() + WAIT_S
+        while self.answered < count:
+            assert time.monotonic() < deadline, f"{self.answered} of {count} requests were answered"
+            time.sleep(0.01)
+
+    async def _complete(self, request: web.Request) -> web.Response:
+        await request.read()
+        await self._open.wait()
+        number = next(self._numbers)
+        tokens = [number // VOCABULARY % VOCABULARY, number % VOCABULARY, 3, 4]
+        logprobs = {"token_logprobs": [-1.0] * len(tokens)}
+        choice = {"index": 0, "text": "", "finish_reason": "length", "token_ids": tokens, "logprobs": logprobs}
+        self.answered += 1
+        return web.json_response({"choices": [choice], "usage": None})
+
+    async def _well(self, _: web.Request) -> web.Response:
+        return web.Response()
+
+    async def _start(self) -> None:
+        app = web.Application()
+        app.router.add_post("/v1/completions", self._complete)
+        app.router.add_get("/{probe:.*}", self._well)
+        self._runner = web.AppRunner(app, shutdown_timeout=0)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", 0)
+        await site.start()
+        host, port = self._runner.addresses[0]
+        self.url = f"http://{host}:{port}"
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        asyncio.run_coroutine_threadsafe(self._start(), self._loop).result(WAIT_S)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+        asyncio.run_coroutine_threadsafe(self._runner.cleanup(), self._loop).result(WAIT_S)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()

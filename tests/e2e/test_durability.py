@@ -1,0 +1,197 @@
+"""What the server has answered survives SIGKILL of its API process, at whatever moment: an acknowledged request ends, a
+delivered result is delivered again, an acknowledged command runs once.
+
+Two kinds of moment: some at random (seeded), and the worst one, made on purpose by holding all commits back.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from contextlib import closing, suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from psutil import Process
+
+from .conftest import SLOW_START_S
+from .mortal_server import JSON, WAIT_S, Client, MortalServer, Upstream, insist
+
+SAMPLES = 160
+CLIENTS = 4
+WAITING = 40
+COMMANDS = 8
+STEP = {"adam_params": {"learning_rate": 0.01}}
+STATUSES = "SELECT status, count(*) FROM futures GROUP BY status"
+TOO_EARLY_S = 1.0
+"""Within it, an answer that does not wait for its commit would have come."""
+
+
+@pytest.fixture
+def upstream() -> Iterator[Upstream]:
+    with Upstream() as running:
+        yield running
+
+
+@pytest.fixture
+def server(upstream: Upstream, tmp_path: Path) -> Iterator[MortalServer]:
+    gateway = ("--backend", "none", "--base-model", "tiny", "--external-inference-url", upstream.url)
+    running = MortalServer(tmp_path / "state", *gateway)
+    running.start()
+    try:
+        running.wait_ready(SLOW_START_S)
+        yield running
+    finally:
+        running.stop()
+
+
+@pytest.fixture
+def client(server: MortalServer) -> Iterator[Client]:
+    with closing(Client(server.url)) as connected:
+        yield connected
+
+
+def read_all(client: Client, ids: list[str]) -> dict[str, bytes]:
+    with ThreadPoolExecutor(16) as pool:
+        return dict(zip(ids, pool.map(lambda each: insist(lambda: client.result(each)), ids), strict=True))
+
+
+def test_acknowledged_samples_end_however_often_the_api_is_killed(
+    server: MortalServer, client: Client, upstream: Upstream
+) -> None:
+    """Four clients ask as fast as they can; who gets no acknowledgement asks again, with the same number."""
+    sampler = client.sampler()
+    upstream.hold()
+    promises: dict[int, dict[str, Any]] = {}
+    deaths = random.Random(4).sample(range(1, SAMPLES), 3)
+    lock = threading.Lock()
+
+    def ask(number: int) -> None:
+        promise = insist(lambda: client.sample(sampler, number))
+        with lock:
+            promises[number] = promise
+            deadly = len(promises) in deaths
+        if deadly:
+            server.api().kill()
+
+    with ThreadPoolExecutor(CLIENTS) as pool:
+        list(pool.map(ask, range(SAMPLES)))
+    repeated = {number: insist(lambda n=number: client.sample(sampler, n)) for number in promises}
+    assert repeated == promises
+    assert server.ask(STATUSES) == [("pending", SAMPLES)]
+    upstream.release()
+    results = read_all(client, [promise["request_id"] for promise in promises.values()])
+    assert len(set(results.values())) == SAMPLES
+    assert server.ask(STATUSES) == [("done", SAMPLES)]
+
+
+def test_delivered_results_stay_the_same_when_the_api_is_killed_on_delivery(
+    server: MortalServer, client: Client, upstream: Upstream
+) -> None:
+    """Forty clients wait; the API dies at the first bytes of one of their results. What others had got by then counts,
+    and what was delivered in earlier rounds still does."""
+    sampler = client.sampler()
+    chance = random.Random(5)
+    delivered: dict[str, bytes] = {}
+    for first in range(0, 3 * WAITING, WAITING):
+        upstream.hold()
+        ids = [client.sample(sampler, number)["request_id"] for number in range(first, first + WAITING)]
+        victim, left = server.api(), itertools.count(chance.randrange(1, WAITING // 2), -1)
+
+        def hear(request_id: str, victim: Process = victim, left: Iterator[int] = left) -> None:
+            with suppress(httpx.TransportError):
+                delivered[request_id] = client.result(request_id, lambda: next(left) == 0 and victim.kill())
+
+        with ThreadPoolExecutor(WAITING) as pool:
+            heard = [pool.submit(hear, request_id) for request_id in ids]
+            upstream.release()
+            for each in heard:
+                each.result()
+        victim.wait(WAIT_S)
+        again = read_all(client, list(delivered))
+        assert again == delivered
+        read_all(client, ids)
+    assert len(delivered) > 3, "the server died before it had delivered anything"
+
+
+def test_nothing_is_acknowledged_before_its_commit(server: MortalServer, client: Client) -> None:
+    sampler = client.sampler()
+    with ThreadPoolExecutor(CLIENTS) as pool:
+        with server.commits_held():
+            asking = [pool.submit(client.sample, sampler, number) for number in range(CLIENTS)]
+            early, _ = wait(asking, TOO_EARLY_S, FIRST_COMPLETED)
+            assert not early
+            server.kill_api()
+        assert all(isinstance(asked.exception(), httpx.TransportError) for asked in asking)
+    assert server.ask(STATUSES) == []
+    promises = [insist(lambda n=number: client.sample(sampler, n)) for number in range(CLIENTS)]
+    assert [client.sample(sampler, number) for number in range(CLIENTS)] == promises
+    read_all(client, [promise["request_id"] for promise in promises])
+    assert server.ask(STATUSES) == [("done", CLIENTS)]
+
+
+def test_nothing_is_delivered_before_its_commit(server: MortalServer, client: Client, upstream: Upstream) -> None:
+    """The upstream has answered, the row is not written, the API dies: nobody may have heard the answer, since another
+    one takes its place."""
+    sampler = client.sampler()
+    upstream.hold()
+    ids = [client.sample(sampler, number)["request_id"] for number in range(CLIENTS)]
+    with ThreadPoolExecutor(CLIENTS) as pool:
+        hearing = [pool.submit(client.result, request_id) for request_id in ids]
+        with server.commits_held():
+            upstream.release()
+            upstream.await_answers(CLIENTS)
+            early, _ = wait(hearing, TOO_EARLY_S, FIRST_COMPLETED)
+            assert not early
+            server.kill_api()
+        assert all(isinstance(heard.exception(), httpx.TransportError) for heard in hearing)
+    results = read_all(client, ids)
+    assert upstream.answered == 2 * CLIENTS
+    server.kill_api()
+    assert read_all(client, ids) == results
+    assert upstream.answered == 2 * CLIENTS
+
+
+def learn(client: Client, number: int, *, between: Callable[[int], object] = lambda _: None) -> list[dict[str, Any]]:
+    """Passes and steps of a new model, sent as a stream; their metrics. `between(n)` is called after the n-th
+    acknowledgement."""
+    wanted = {"session_id": client.session, "model_seq_id": number, "base_model": "tiny"}
+    wanted |= {"lora_config": {"rank": 4, "seed": 1}}
+    created = json.loads(client.result(client.ok("create_model", wanted)["request_id"], accept=JSON))
+    model = created["model_id"]
+    promised = []
+    for seq_id in range(1, COMMANDS + 1):
+        path, body = ("optim_step", STEP) if seq_id % 2 == 0 else ("forward_backward", some_pass(seq_id))
+        command = {"model_id": model, "seq_id": seq_id} | body
+        promised.append(insist(lambda p=path, c=command: client.ok(p, c))["request_id"])
+        between(seq_id)
+    results = [json.loads(insist(lambda r=request_id: client.result(r, accept=JSON))) for request_id in promised]
+    return [result["metrics"] for result in results]
+
+
+def some_pass(seed: int) -> dict[str, Any]:
+    tokens = [20 + seed + step for step in range(9)]
+    inputs = {"target_tokens": {"data": tokens[1:], "dtype": "int64", "shape": [len(tokens) - 1]}}
+    datum = {"model_input": {"chunks": [{"tokens": tokens[:-1]}]}, "loss_fn_inputs": inputs}
+    return {"forward_backward_input": {"data": [datum], "loss_fn": "cross_entropy"}}
+
+
+def test_acknowledged_commands_run_once_however_often_the_api_is_killed(upstream: Upstream, tmp_path: Path) -> None:
+    server = MortalServer(tmp_path / "state", "--served-model-name", "tiny", "--external-inference-url", upstream.url)
+    deaths = random.Random(6).sample(range(1, COMMANDS), 2)
+    try:
+        server.start()
+        server.wait_ready(SLOW_START_S)
+        with closing(Client(server.url)) as client:
+            undisturbed = learn(client, 0)
+            disturbed = learn(client, 1, between=lambda count: count in deaths and server.api().kill())
+    finally:
+        server.stop()
+    assert disturbed == undisturbed
+    assert [step["optimizer_step"] for step in disturbed[1::2]] == list(range(1, COMMANDS // 2 + 1))
