@@ -6,6 +6,7 @@ Result bytes go out as they were stored.
 from __future__ import annotations
 
 import asyncio
+import random
 from typing import Any
 
 from fastapi import APIRouter
@@ -22,13 +23,20 @@ from skyrl.wire.results import to_json
 from skyrl.wire.training import PROTOBUF
 
 HOLD_S = 30.0
-"""How long a poll is held: the SDK gives up reading at 45 s."""
+"""How long a poll is held at most: the SDK gives up reading at 45 s."""
+
+SHORTEST_HOLD = 0.8
+"""A poll is held for this part of HOLD_S or more: thousands that came together do not come again together."""
 
 ERROR_HOLD_S = 1.0
 """How long a poll that ends with 500 is held: the SDK asks again at once, whatever the reason was."""
 
 MAX_CLONE = 2**33
 """Far above the highest number that a copy of a sampling client gives itself, and its samples' numbers fit 64 bits."""
+
+
+def _hold_s() -> float:
+    return HOLD_S * random.uniform(SHORTEST_HOLD, 1.0)
 
 
 def _completion(ended: Completion) -> dict[str, Any]:
@@ -57,7 +65,7 @@ def router(services: Services) -> APIRouter:
         tenant = tenant_of(request)
         wanted = decode_json(RetrieveFutureRequest, await read_body(request, max_bytes))
         try:
-            outcome = await services.store.wait(wanted.request_id, tenant, HOLD_S)
+            outcome = await services.store.wait(wanted.request_id, tenant, _hold_s())
         except KeyError:
             # 410 makes the SDK send a lost sample again; it cannot do so for a training command.
             status = 410 if request.headers.get("x-tinker-request-type") == "Sample" else 404

@@ -1,7 +1,7 @@
 """HTTP/1.1 for the forwarding path alone: one request at a time on a kept connection, the answer whole, no more.
 
-No redirects, cookies, proxies or content codings: what the path does not use, no sample pays for. Parsing is httptools'
-(llhttp). benchmarks/transports.py measures it beside general clients; docs/decisions/upstream-client.md has the reasons.
+No redirects, cookies, proxies or content codings: what the path does not use, no sample pays for. The parser is
+httptools. benchmarks/transports.py measures it beside general clients; docs/decisions/transport.md says why.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from skyrl.sampling.transport import Answer, Interrupted, NotAccepted
 
 CONNECT_TIMEOUT_S = 10.0
 MAX_IDLE_S = 4.0
-"""How long an unused connection is kept: uvicorn, in front of vLLM, closes its own after 5 s, and a request that crosses
-such a closing is lost."""
+"""How long an unused connection is kept: uvicorn, in front of vLLM, closes its own after 5 s, and a request that meets
+such a closing on its way is lost."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,16 +8,18 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from sqlalchemy import Column, Connection, Integer, MetaData, String, Table, func, insert, select
+from sqlalchemy import Column, Connection, Integer, MetaData, String, Table, bindparam, func, insert, select
 from sqlalchemy.exc import IntegrityError, OperationalError
 
 from skyrl.db import database as database_module
 from skyrl.db import writer as writer_module
 from skyrl.db.database import Database
-from skyrl.db.writer import GroupCommitWriter
+from skyrl.db.writer import GroupCommitWriter, RowStatement
 
 things = Table("things", MetaData(), Column("id", Integer, primary_key=True), Column("name", String, nullable=False))
 ADD = insert(things)
+ROW = RowStatement(insert(things).values(id=bindparam("id"), name=bindparam("name")))
+"""The same statement, for the driver itself."""
 
 
 @pytest.fixture
@@ -48,11 +50,11 @@ class Held:
 
     def _hold(self, _: Connection) -> str:
         self.entered.set()
-        assert self._release.wait(10)
+        assert self._release.wait(60)
         return "held"
 
     async def wait_until_held(self) -> None:
-        await asyncio.to_thread(self.entered.wait, 10)
+        await asyncio.to_thread(self.entered.wait, 60)
 
     def release(self) -> None:
         self._release.set()
@@ -168,7 +170,60 @@ async def test_close_commits_what_waits_and_refuses_more(database: Database) -> 
     closing = asyncio.ensure_future(writer.close())
     await asyncio.sleep(0)
     with pytest.raises(RuntimeError, match="closed"):
-        await asyncio.wait_for(writer.execute(ADD, {"id": 100, "name": "late"}), 5)
+        await asyncio.wait_for(writer.execute(ADD, {"id": 100, "name": "late"}), 60)
     held.release()
     await asyncio.gather(held.write, closing, *writes)
     assert database.read(lambda c: c.execute(select(func.count()).select_from(things)).scalar()) == 50
+
+
+async def test_rows_of_one_turn_are_one_commit_of_the_driver(
+    database: Database, writer: GroupCommitWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(GroupCommitWriter, "_apply", None)  # SQLAlchemy's way is not taken
+    await asyncio.gather(*(writer.execute(ROW, {"id": i, "name": "x"}) for i in range(500)))
+    assert ids(database) == list(range(500))
+    assert writer.commits == 1
+
+
+async def test_bad_row_fails_alone(database: Database, writer: GroupCommitWriter) -> None:
+    first, again, null, last = await asyncio.gather(
+        writer.execute(ROW, {"id": 1, "name": "x"}),
+        writer.execute(ROW, {"id": 1, "name": "again"}),
+        writer.execute(ROW, {"id": 2, "name": None}),
+        writer.execute(ROW, {"id": 3, "name": "x"}),
+        return_exceptions=True,
+    )
+    assert first is last is None
+    assert isinstance(again, IntegrityError), "as SQLAlchemy raises it"
+    assert isinstance(null, IntegrityError)
+    assert ids(database) == [1, 3]
+
+
+async def test_rows_and_other_writes_share_a_group(database: Database, writer: GroupCommitWriter) -> None:
+    await asyncio.gather(
+        writer.execute(ROW, {"id": 1, "name": "x"}),
+        writer.execute(ADD, {"id": 2, "name": "x"}),
+        writer.transact(lambda c: c.execute(ADD, {"id": 3, "name": "x"}) and None),
+        writer.execute(ROW, {"id": 4, "name": "x"}),
+    )
+    assert ids(database) == [1, 2, 3, 4]
+    assert writer.commits == 1
+
+
+async def test_lock_that_never_comes_fails_rows_and_the_next_ones_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(database_module, "BUSY_TIMEOUT_MS", 50)
+    database = Database(f"sqlite:///{tmp_path / 'locked.db'}")
+    database.write(lambda c: things.create(c))
+    writer, other = GroupCommitWriter(database), Database(database.url)
+    with other.writer.begin():
+        errors = await asyncio.gather(
+            *(writer.execute(ROW, {"id": i, "name": "x"}) for i in range(20)), return_exceptions=True
+        )
+    assert all(isinstance(error, OperationalError) for error in errors)
+    await writer.execute(ROW, {"id": 1, "name": "x"})
+    await writer.close()
+    assert ids(database) == [1]
+    database.close()
+    other.close()
