@@ -60,6 +60,8 @@ class _Attempts:
         self.aborts = 0
         self.reloads = 0
         self.backoff_s = FIRST_BACKOFF_S
+        self.trouble = "no inference server has been published"
+        """What is told when the deadline passes."""
 
 
 class ForwardingClient:
@@ -95,30 +97,29 @@ class ForwardingClient:
         headers = {**self._headers, "X-Session-ID": job.session_key}
         attempts = _Attempts()
         failed: Endpoint | None = None
-        trouble = "no inference server has been published"
         while True:
             endpoint = await self._endpoint.resolve(failed)
             if endpoint is None:
-                await self._back_off(attempts, deadline, trouble)
+                await self._back_off(attempts, deadline)
                 continue
             remaining = deadline - asyncio.get_running_loop().time()
             if remaining <= 0:
-                raise _server_failure(f"gave up after {self._deadline_s:g} s: {trouble}")
+                raise self._gave_up(attempts)
             try:
                 asked = body or completion.encode_request(await self._fitting(job, endpoint, remaining))
                 answer = await self._transport.post(endpoint.url + completion.PATH, asked, headers, remaining)
             except NotAccepted as error:
                 self.counts["not_accepted"] += 1
-                failed, trouble = endpoint, f"{endpoint.url} cannot be reached ({error})"
-                await self._back_off(attempts, deadline, trouble)
+                failed, attempts.trouble = endpoint, f"{endpoint.url} cannot be reached ({error})"
+                await self._back_off(attempts, deadline)
                 continue
             except Interrupted as error:
-                if failed is not None and asyncio.get_running_loop().time() >= deadline:
+                if attempts.backoff_s > FIRST_BACKOFF_S and asyncio.get_running_loop().time() >= deadline:
                     # The last try was cut short; what was wrong before says more.
-                    raise _server_failure(f"gave up after {self._deadline_s:g} s: {trouble}") from error
+                    raise self._gave_up(attempts) from error
                 self._count_interruption(attempts, str(error))
-                failed, trouble = endpoint, f"no answer from {endpoint.url} ({error})"
-                await self._outlive(endpoint, attempts, deadline, trouble)
+                failed, attempts.trouble = endpoint, f"no answer from {endpoint.url} ({error})"
+                await self._outlive(endpoint, attempts, deadline)
                 continue
             failed = None
             result = await self._take(answer, job, endpoint, attempts, deadline)
@@ -136,12 +137,15 @@ class ForwardingClient:
         if attempts.interruptions > MAX_INTERRUPTIONS:
             raise _server_failure(f"the way to the inference server broke {attempts.interruptions} times ({what})")
 
-    async def _back_off(self, attempts: _Attempts, deadline: float, trouble: str, at_least_s: float = 0.0) -> None:
+    async def _back_off(self, attempts: _Attempts, deadline: float, at_least_s: float = 0.0) -> None:
         wait_s = max(attempts.backoff_s * random.uniform(0.75, 1.25), at_least_s * random.uniform(1.0, 1.25))
         if asyncio.get_running_loop().time() + wait_s > deadline:
-            raise _server_failure(f"gave up after {self._deadline_s:g} s: {trouble}")
+            raise self._gave_up(attempts)
         await asyncio.sleep(wait_s)
         attempts.backoff_s = min(attempts.backoff_s * 2, MAX_BACKOFF_S)
+
+    def _gave_up(self, attempts: _Attempts) -> FailedRequest:
+        return _server_failure(f"gave up after {self._deadline_s:g} s: {attempts.trouble}")
 
     async def _take(
         self, answer: Answer, job: SampleJob, endpoint: Endpoint, attempts: _Attempts, deadline: float
@@ -161,8 +165,8 @@ class ForwardingClient:
         if answer.status == 429:
             self.counts["upstream_busy"] += 1
             asked_s = min(answer.retry_after_s or 0.0, MAX_RETRY_AFTER_S)
-            trouble = "the inference server answers 429, too many requests"
-            await self._back_off(attempts, deadline, trouble, asked_s)
+            attempts.trouble = "the inference server answers 429, too many requests"
+            await self._back_off(attempts, deadline, asked_s)
             return None
         if answer.status == 404 and job.adapter_path is not None:
             attempts.reloads += 1
@@ -178,18 +182,19 @@ class ForwardingClient:
         self.counts["upstream_error"] += 1
         if answer.status >= 500 and await self._life(endpoint) is not _Life.ALIVE:
             self._count_interruption(attempts, _describe(answer))
-            await self._outlive(endpoint, attempts, deadline, "the inference server is dying")
+            attempts.trouble = "the inference server is dying"
+            await self._outlive(endpoint, attempts, deadline)
             return None
         raise _server_failure(_describe(answer))
 
-    async def _outlive(self, endpoint: Endpoint, attempts: _Attempts, deadline: float, trouble: str) -> None:
+    async def _outlive(self, endpoint: Endpoint, attempts: _Attempts, deadline: float) -> None:
         """Wait while a server is dying: what is sent to it now only dies with it.
 
         vLLM then fails everything in flight with 500 or a reset, turns unhealthy and is gone within about a second.
         """
-        await self._back_off(attempts, deadline, trouble)
+        await self._back_off(attempts, deadline)
         while await self._life(endpoint) is _Life.DYING:
-            await self._back_off(attempts, deadline, trouble)
+            await self._back_off(attempts, deadline)
 
     async def _life(self, endpoint: Endpoint) -> _Life:
         try:
