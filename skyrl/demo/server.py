@@ -56,7 +56,7 @@ class DemoServer:
         """Seconds from start until it can train and sample. Raises ServerFailed."""
         return self._wait("/readyz", timeout_s)
 
-    def wait_api(self, timeout_s: float = 30.0) -> float:
+    def wait_api(self, timeout_s: float = 120.0) -> float:
         """Seconds from start until the API answers, whatever else is missing. Raises ServerFailed."""
         return self._wait("/api/v1/healthz", timeout_s)
 

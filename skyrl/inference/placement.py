@@ -7,6 +7,8 @@ a server is healthy (that is `engine_group`): a started server may still be load
 from __future__ import annotations
 
 import asyncio
+import errno
+import secrets
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,6 +16,8 @@ from pathlib import Path
 from typing import Protocol
 
 from skyrl.supervision import SupervisedProcess
+
+FIRST_PORT, PORTS = 12_000, 20_000
 
 
 @dataclass(frozen=True)
@@ -95,7 +99,18 @@ class LocalPlacement:
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A port nobody listens on now; somebody may still take it before it is used."""
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return probe.getsockname()[1]
+    """A port nobody listens on now; another server may still take it before it is used.
+
+    It is none of those that systems give to outgoing connections (32768 and up on Linux): one of them, of whatever
+    process, would take it while the server starts, or between its end and its restart. Raises OSError.
+    """
+    while True:
+        port = FIRST_PORT + secrets.randbelow(PORTS)
+        with socket.socket() as probe:
+            try:
+                probe.bind((host, port))
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    raise
+                continue
+            return port

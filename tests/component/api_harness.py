@@ -15,7 +15,7 @@ from skyrl.wire import tinker_pb2 as pb
 
 BASE = "acme/base"
 SAMPLE = {"X-Tinker-Request-Type": "Sample", "Accept": "application/x-protobuf"}
-LONG_S = 10.0
+LONG_S = 60.0
 
 
 @dataclass

@@ -44,7 +44,7 @@ async def test_token_stands_for_its_key_for_an_hour_also_after_a_restart(serve: 
             "org_id": tenant,
             "email": "",
         }
-        assert abs(int(str(said["iat"])) - time.time()) < 5
+        assert abs(int(str(said["iat"])) - time.time()) < 60
         assert int(str(said["exp"])) - int(str(said["iat"])) == 3600
         assert (await my_sessions(api, token)).json() == {"sessions": [session]}
         assert (await my_sessions(api, await token_of(api, "tml-two"))).json() == {"sessions": []}
@@ -58,7 +58,7 @@ async def test_token_does_not_outlive_itself(api: Api) -> None:
 
 
 def signed(secret: bytes, **changes: object) -> str:
-    good = {"iss": "passport-skyrl", "sub": user_urn("someone"), "iat": int(time.time()), "exp": int(time.time()) + 60}
+    good = {"iss": "passport-skyrl", "sub": user_urn("someone"), "iat": int(time.time()), "exp": int(time.time()) + 600}
     return jwt.encode({name: value for name, value in (good | changes).items() if value is not None}, secret, "HS256")
 
 

@@ -75,7 +75,8 @@ async def test_command_that_is_read_while_its_session_ends_does_not_wait(
     harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer, other = await Trainer.create(harness), await Trainer.create(harness)
-    await trainer.step(1)
+    for each in (trainer, other):
+        await each.step(1)
     here, sent = asyncio.get_running_loop(), []
     end_sessions = loop.end_sessions
 

@@ -52,7 +52,7 @@ async def test_unload_comes_after_what_was_sent_before_it(harness: Harness) -> N
     assert "unloaded" in outcome.error
     assert outcome.error_category == "user"
     assert harness.model_row(trainer.model_id).status == "closed"
-    await until(lambda: trainer.model_id not in harness.engine.scheduler)
+    await until(lambda: trainer.model_id not in harness.backend._adapters)
     with pytest.raises(InvalidRequest):
         await trainer.state()
     await other.step(1)  # who goes on as if nothing had been

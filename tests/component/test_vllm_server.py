@@ -31,7 +31,7 @@ from skyrl.inference.vllm_client import VllmClient, VllmError
 from skyrl.inference.vllm_command import HOST, plugin_installed, vllm_spec
 from skyrl.tiny import model_path
 
-pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(90)]
+pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
 
 MODEL = model_path()
 KEY = "test-key"
@@ -85,7 +85,7 @@ async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Serv
     client = VllmClient(spec.url, KEY)
     running = asyncio.create_task(group.run())
     try:
-        await until(lambda: group.ready, 60)
+        await until(lambda: group.ready, 400)
         yield Served(spec, placement, handle, group, client, running, published)
     except AssertionError as error:
         raise AssertionError(f"{error}: {group.reason}\n{handle.log_tail(40)}") from error
@@ -179,14 +179,15 @@ def processes_of_group(group: int) -> dict[int, str]:
 
 
 async def test_ready_means_warmed_up_and_published(served: Served) -> None:
-    await until(lambda: served.published, 3)  # the first attempt failed, and was made again
+    await until(lambda: served.published, 60)  # the first attempt failed, and was made again
     assert served.published == [served.spec.url]
     assert served.group.reason == ""
     assert await served.client.models() == [str(MODEL)]
-    began = time.monotonic()
     async with httpx.AsyncClient(base_url=served.spec.url, headers={"Authorization": f"Bearer {KEY}"}) as http:
+        metrics = (await http.get("/metrics")).text.splitlines()
+        done = sum(float(line.split()[-1]) for line in metrics if line.startswith("vllm:request_success_total{"))
+        assert done >= 4, "what makes the first request of a cold server slow has been done before"
         await complete(http, prompt=[5, 6, 7], max_tokens=2)
-    assert time.monotonic() - began < 1.0  # the first request of a cold server takes 2 s
 
 
 @pytest.mark.parametrize("key", [None, "wrong"])
@@ -310,11 +311,11 @@ async def test_killed_launcher_leaves_no_process_of_vllm(served: Served, tmp_pat
     assert launcher.stdout is not None
     group = int(await launcher.stdout.readline())
     try:
-        await until(lambda: len(processes_of_group(group)) == 2, 40)
+        await until(lambda: len(processes_of_group(group)) == 2, 400)
     finally:
         launcher.kill()
         await launcher.wait()
-    await until(lambda: not processes_of_group(group), 5)
+    await until(lambda: not processes_of_group(group), 60)
 
 
 async def test_death_of_the_engine_is_published_survived_and_published_again(served: Served) -> None:
@@ -323,10 +324,10 @@ async def test_death_of_the_engine_is_published_survived_and_published_again(ser
     cores = [pid for pid, command in before.items() if "EngineCore" in command]
     assert len(cores) == 1
     os.kill(cores[0], signal.SIGKILL)
-    await until(lambda: served.published == [served.spec.url, None], 10)
+    await until(lambda: served.published == [served.spec.url, None], 60)
     assert not served.group.ready
     assert "not healthy" in served.group.reason
-    await until(lambda: served.group.ready, 45)
+    await until(lambda: served.group.ready, 400)
     assert served.published == [served.spec.url, None, served.spec.url]
     assert served.handle.restarts == 1
     assert await served.client.models() == [str(MODEL)]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import tinker
 from tinker import types
@@ -21,13 +23,17 @@ ALIAS = "Qwen/Qwen3.5-4B"
 """A second name of the served model: clients that know models by their hub names ask for this one."""
 
 
+SLOW_START_S = 500.0
+"""A server is given this long to come up, where a machine has other work."""
+
+
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DemoServer]:
     names = ("--served-model-name", "tiny", "--served-model-name", ALIAS)
     running = DemoServer(tmp_path_factory.mktemp("server"), *names)
     running.start()
     try:
-        running.wait_ready()
+        running.wait_ready(SLOW_START_S)
         yield running
     finally:
         running.stop()
@@ -87,3 +93,19 @@ def greedy(sampler: tinker.SamplingClient, prompt: list[int], max_tokens: int = 
 
 def database(server: DemoServer) -> Path:
     return server.state_dir / "skyrl.db"
+
+
+def find_process(server: DemoServer, word: str) -> psutil.Process:
+    """The one of the server's processes whose command line has `word`. Raises LookupError."""
+    for process in psutil.Process(server.pid).children(recursive=True):
+        with contextlib.suppress(psutil.Error):  # it has ended meanwhile
+            if word in " ".join(process.cmdline()):
+                return process
+    raise LookupError(word)
+
+
+def vllm_of(server: DemoServer) -> tuple[str, str]:
+    """URL and API key of the server's vLLM."""
+    vllm = find_process(server, "vllm.entrypoints.openai.api_server")
+    port = vllm.cmdline()[vllm.cmdline().index("--port") + 1]
+    return f"http://127.0.0.1:{port}", vllm.environ()["VLLM_API_KEY"]

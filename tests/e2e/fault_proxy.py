@@ -21,7 +21,7 @@ from aiohttp import web
 from multidict import CIMultiDict
 from yarl import URL
 
-WAIT_S = 60.0
+WAIT_S = 300.0
 _HOP_BY_HOP = {"host", "connection", "keep-alive", "transfer-encoding", "content-length", "content-encoding"}
 T = TypeVar("T")
 

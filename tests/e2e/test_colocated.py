@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from skyrl.demo.server import DemoServer
 
-from .conftest import cross_entropy, database, greedy, train
+from .conftest import SLOW_START_S, cross_entropy, database, greedy, train
 from .reference import Reference
 
 pytestmark = pytest.mark.vllm
@@ -27,7 +27,7 @@ def colocated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DemoServer]:
     )
     running.start()
     try:
-        running.wait_ready()
+        running.wait_ready(SLOW_START_S)
         yield running
     finally:
         running.stop()

@@ -5,22 +5,16 @@ from __future__ import annotations
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-import psutil
 import pytest
 from transformers import PreTrainedTokenizerBase
 
 from skyrl.demo.server import DemoServer
 
-from .conftest import ClientFactory, cross_entropy, greedy, train
+from .conftest import SLOW_START_S, ClientFactory, cross_entropy, find_process, greedy, train
 
 pytestmark = pytest.mark.vllm
 
 TEXT = "The old fox watches the river at dawn."
-
-
-def find_process(server: DemoServer, word: str) -> psutil.Process:
-    family = psutil.Process(server.pid).children(recursive=True)
-    return next(process for process in family if word in " ".join(process.cmdline()))
 
 
 def test_a_killed_engine_costs_no_training_and_no_samples(
@@ -51,10 +45,10 @@ def test_a_killed_vllm_costs_no_samples(
     sampler = trainer.save_weights_and_get_sampling_client().result()
     expected = greedy(sampler, prompt)
     with ThreadPoolExecutor(8) as pool:
-        in_flight = [pool.submit(greedy, sampler, prompt, 300) for _ in range(4)]
+        in_flight = [pool.submit(greedy, sampler, prompt, 1500) for _ in range(4)]
         while server.status()["samples"]["in_flight"] < 4:
             time.sleep(0.01)
         find_process(server, victim).kill()
         assert greedy(sampler, prompt) == expected
         assert len({tuple(sample.result()) for sample in in_flight}) == 1
-    server.wait_ready()
+    server.wait_ready(SLOW_START_S)

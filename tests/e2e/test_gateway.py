@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import psutil
 import pytest
 import tinker
 from tinker import types
@@ -12,25 +11,23 @@ from transformers import PreTrainedTokenizerBase
 
 from skyrl.demo.server import DemoServer
 
-from .conftest import greedy
+from .conftest import SLOW_START_S, greedy, vllm_of
 
 pytestmark = pytest.mark.vllm
 
 
 @pytest.fixture
 def gateway(server: DemoServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DemoServer]:
-    family = psutil.Process(server.pid).children(recursive=True)
-    vllm = next(process for process in family if "vllm.entrypoints.openai.api_server" in process.cmdline())
-    port = vllm.cmdline()[vllm.cmdline().index("--port") + 1]
+    url, key = vllm_of(server)
     running = DemoServer(
         tmp_path_factory.mktemp("gateway"),
         *("--backend", "none", "--base-model", "tiny"),
-        *("--external-inference-url", f"http://127.0.0.1:{port}"),
-        *("--external-inference-api-key", vllm.environ()["VLLM_API_KEY"]),
+        *("--external-inference-url", url),
+        *("--external-inference-api-key", key),
     )
     running.start()
     try:
-        running.wait_ready()
+        running.wait_ready(SLOW_START_S)
         yield running
     finally:
         running.stop()

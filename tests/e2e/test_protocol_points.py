@@ -36,7 +36,7 @@ PROTO = "application/x-protobuf"
 TEXT = list(range(20, 32))
 REDUCTIONS = {"sum", "min", "max", "mean", "slack", "hash2", "unique"}
 """What the SDK can combine the chunks of a pass by; a metric with another reduction disappears."""
-LIMIT_S = 60.0
+LIMIT_S = 300.0
 
 
 class Raw:
@@ -253,7 +253,7 @@ def test_point_06_chunks_out_of_order_run_in_order_and_none_waits_for_its_promis
                 promises[seq_id] = raw.ok("optim_step", body)
             else:
                 promises[seq_id] = raw.ok("forward_backward", json_pass(model, seq_id, bodies[seq_id % 3]))
-            assert time.monotonic() - started < 5, "a promise waited for an earlier command"
+            assert time.monotonic() - started < 20, "a promise waited for an earlier command"
         results.append([raw.result(promises[seq_id]) for seq_id in (1, 2, 3, 4)])
     assert results[0] == results[1]
 
@@ -476,8 +476,11 @@ async def test_point_19_two_thousand_idle_polls_and_four_hundred_samples_at_once
     async with aiohttp.ClientSession(f"{server.url}/api/v1/", connector=connector, headers=headers) as http:
 
         async def poll() -> tuple[int, bytes]:
-            async with http.post("retrieve_future", json={"request_id": held}) as answer:
-                return answer.status, await answer.read()
+            """As the SDK does it: told to come again, it comes again."""
+            while True:
+                async with http.post("retrieve_future", json={"request_id": held}) as answer:
+                    if answer.status != httpx.codes.REQUEST_TIMEOUT:
+                        return answer.status, await answer.read()
 
         polls = [asyncio.create_task(poll()) for _ in range(2000)]
         await asyncio.sleep(1)
@@ -488,7 +491,7 @@ async def test_point_19_two_thousand_idle_polls_and_four_hundred_samples_at_once
         started = time.monotonic()
         async with http.get("healthz") as health:
             assert health.status == 200
-        assert time.monotonic() - started < 5
+        assert time.monotonic() - started < 20, "it waited for the polls"
         assert not any(poll.done() for poll in polls)
         async with http.post("optim_step", json={"model_id": model, "seq_id": 1}) as released:
             assert released.status == 200
@@ -518,7 +521,7 @@ def test_point_08_a_poll_is_held_and_then_told_to_come_again(
 ) -> None:
     """Last in this file: the poll has been held while the others ran."""
     held_s, answer = held_poll.result(timeout=LIMIT_S)
-    assert 25 < held_s < 40, "the SDK polls again at once, and gives up reading after 45 s"
+    assert 25 < held_s < 45, "the SDK polls again at once, and gives up reading after 45 s"
     assert answer.status_code == 408
     assert answer.json()["type"] == "try_again"
     assert answer.json()["queue_state"] == "active"

@@ -80,7 +80,7 @@ def test_usage_is_what_was_sent_and_received(
         "sampling_sample": received,
     } | ({"cached": cached} if cached else {})
     admin = tinker.AdminClient(base_url=server.url, api_key="tml-usage")
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while used(admin, session_of(client)) != expected:
         assert time.monotonic() < deadline, (used(admin, session_of(client)), expected)
         time.sleep(0.2)

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import httpx
-import psutil
 import pytest
 import tinker
 from tinker import types
@@ -24,7 +23,7 @@ from tinker import types
 from skyrl.demo.server import DemoServer
 from skyrl.wire import tinker_pb2 as pb
 
-from .conftest import ClientFactory, cross_entropy, database, greedy
+from .conftest import SLOW_START_S, ClientFactory, cross_entropy, database, find_process, greedy
 from .fault_proxy import Call, Fault, FaultProxy, Gate, busy, edited, late, lost_request, lost_response, twice
 
 pytestmark = pytest.mark.vllm
@@ -180,8 +179,7 @@ def test_a_program_ends_where_it_would_have_ended(
 
 def test_a_killed_api_process_is_a_pause(server: DemoServer, proxy: FaultProxy, undisturbed: Outcome) -> None:
     """What was promised before is kept after: promises, results, samplers, the session itself."""
-    family = psutil.Process(server.pid).children(recursive=True)
-    api = next(process for process in family if "skyrl.api.server" in process.cmdline())
+    api = find_process(server, "skyrl.api.server")
 
     async def kill_then_forward(call: Call) -> Any:
         promise = await call.forward()
@@ -193,7 +191,7 @@ def test_a_killed_api_process_is_a_pause(server: DemoServer, proxy: FaultProxy, 
     assert (outcome.told, outcome.sampled) == (undisturbed.told, undisturbed.sampled)
     assert outcome.weights == undisturbed.weights
     assert outcome.recorded == undisturbed.recorded
-    server.wait_ready()
+    server.wait_ready(SLOW_START_S)
 
 
 def test_a_client_that_must_pay_first_waits(proxy: FaultProxy, client: tinker.ServiceClient) -> None:
@@ -202,12 +200,12 @@ def test_a_client_that_must_pay_first_waits(proxy: FaultProxy, client: tinker.Se
     sampler = client.create_sampling_client(base_model="tiny").result()
     for path in ("/forward_backward", "/asample"):
         proxy.plan(path, busy(402))
+    started = time.monotonic()
     passed = trainer.forward_backward(data(20, 1), "cross_entropy")
     sampled = sampler.sample(types.ModelInput.from_ints(PROMPT), 1, types.SamplingParams(max_tokens=2))
-    started = time.monotonic()
     assert passed.result().metrics["loss:sum"] > 0
     assert len(sampled.result().sequences) == 1
-    assert 4 < time.monotonic() - started < 9
+    assert time.monotonic() - started > 4
 
 
 def test_repeated_requests_get_the_same_promise(proxy: FaultProxy, client: tinker.ServiceClient) -> None:
@@ -233,14 +231,13 @@ def test_repeated_requests_get_the_same_promise(proxy: FaultProxy, client: tinke
 def test_200_samples_under_back_pressure_all_finish(
     server: DemoServer, proxy: FaultProxy, client: tinker.ServiceClient
 ) -> None:
-    """A 429 records nothing: each sample is there once, under the number it was first sent with."""
+    """A 429 records nothing: each sample is there once, under the number it was first sent with. Its Retry-After is not
+    for samples, or this would take an hour."""
     sampler = client.create_sampling_client(base_model="tiny").result()
-    proxy.plan("/asample", *[Call.forward, busy(429, Retry_After="30")] * 10)
+    proxy.plan("/asample", *[Call.forward, busy(429, Retry_After="3600")] * 10)
     params = types.SamplingParams(max_tokens=3, stop=[])
-    started = time.monotonic()
     samples = [sampler.sample(types.ModelInput.from_ints(PROMPT), 1, params) for _ in range(200)]
     assert all(len(sample.result().sequences[0].tokens) == 3 for sample in samples)
-    assert time.monotonic() - started < 20, "Retry-After is not for samples"
     assert len(proxy.seen("/asample")) == 210
     numbers = [json.loads(call.body)["seq_id"] for call in proxy.seen("/asample") if call.told == 200]
     assert sorted(numbers) == list(range(200))
@@ -349,7 +346,7 @@ async def test_many_wait_for_one_result_and_read_it_again(
     async with httpx.AsyncClient(base_url=f"{server.url}/api/v1/", headers=headers, trust_env=False) as http:
 
         def poll() -> asyncio.Task[httpx.Response]:
-            return asyncio.create_task(http.post("retrieve_future", json={"request_id": request_id}, timeout=60))
+            return asyncio.create_task(http.post("retrieve_future", json={"request_id": request_id}, timeout=300))
 
         waiting = [poll() for _ in range(8)]
         abandoned = poll()

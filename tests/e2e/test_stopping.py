@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from skyrl.demo.server import DemoServer
 
-from .conftest import database, greedy
+from .conftest import SLOW_START_S, database, greedy
 
 pytestmark = pytest.mark.vllm
 
@@ -25,7 +25,7 @@ def test_drain(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTo
     server = DemoServer(tmp_path_factory.mktemp("stopping"))
     server.start()
     try:
-        server.wait_ready()
+        server.wait_ready(SLOW_START_S)
         family = [psutil.Process(server.pid), *psutil.Process(server.pid).children(recursive=True)]
         client = tinker.ServiceClient(base_url=server.url, api_key="tml-test")
         sampler = client.create_sampling_client(base_model="tiny").result()
@@ -33,6 +33,8 @@ def test_drain(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTo
         with ThreadPoolExecutor(1) as pool:
             sample = pool.submit(greedy, sampler, prompt, 500)
             while not server.status()["samples"]["in_flight"]:
+                if sample.done():  # before anybody saw it
+                    sample = pool.submit(greedy, sampler, prompt, 500)
                 time.sleep(0.01)
             os.kill(server.pid, signal.SIGTERM)
             assert len(sample.result()) == 500
@@ -47,5 +49,5 @@ def test_drain(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTo
 
 
 def _ended(family: list[psutil.Process]) -> bool:
-    _, alive = psutil.wait_procs(family, timeout=40)
+    _, alive = psutil.wait_procs(family, timeout=300)
     return not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]

@@ -17,6 +17,7 @@ from skyrl import __version__
 from skyrl.cli.main import app
 from skyrl.db.database import Database
 from skyrl.db.migrate import migrate
+from skyrl.inference.placement import free_port
 
 HEAVY = ("torch", "transformers", "vllm", "sqlalchemy", "fastapi", "numpy")
 
@@ -25,7 +26,7 @@ def skyrl(*arguments: str, **environment: str) -> subprocess.CompletedProcess[st
     clean = {name: value for name, value in os.environ.items() if not name.startswith("SKYRL_")}
     command = [sys.executable, "-X", "importtime", "-m", "skyrl.cli.main", *arguments]
     done = subprocess.run(
-        command, env=clean | {"COLUMNS": "200"} | environment, capture_output=True, text=True, timeout=60, check=False
+        command, env=clean | {"COLUMNS": "200"} | environment, capture_output=True, text=True, timeout=150, check=False
     )
     lines = done.stderr.splitlines()
     done.imported = {line.split("|")[-1].strip() for line in lines if line.startswith("import time:")}  # type: ignore[attr-defined]
@@ -89,12 +90,6 @@ def test_flag_that_cannot_be_read_names_itself(arguments: list[str]) -> None:
     assert arguments[0] in done.stderr
     assert "Traceback" not in done.stderr
     assert heavy_imports(done) == []
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def test_serve_refuses_a_port_in_use(tmp_path: Path) -> None:

@@ -136,13 +136,13 @@ async def test_one_who_waits_hears_of_an_end_although_another_asked_from_the_beg
 ) -> None:
     stored.add(logs, "first")
     cursor, _ = await everything(logs)
-    waiting = asyncio.create_task(logs.poll(TARGET, cursor, 10.0))
+    waiting = asyncio.create_task(logs.poll(TARGET, cursor, 60.0))
     await asyncio.sleep(0)
     again = await logs.poll(TARGET, 0, 0.0)
     assert [end.request_id for end in again[1]] == ["first"]
     await asyncio.sleep(0)
     stored.add(logs, "second")
-    told = await asyncio.wait_for(waiting, 2.0)
+    told = await asyncio.wait_for(waiting, 60.0)
     assert "second" in [end.request_id for end in told[1]]
 
 

@@ -108,6 +108,32 @@ async def test_same_number_for_something_else_is_refused(
     assert count(database) == 1
 
 
+async def test_large_body_is_recorded_once_whoever_repeats_it_meanwhile(database: Database, store: FutureStore) -> None:
+    large = dataclasses.replace(COMMAND, body=b"x" * (store_module.LARGE_BODY_BYTES + 1))
+    repeats = [dataclasses.replace(large, id=f"r{number}") for number in range(3)]
+    small = dataclasses.replace(COMMAND, id="small", seq_id=4)
+    recorded = await asyncio.gather(*(store.record(request) for request in (*repeats, small)))
+    ids = [request_id for request_id, _ in recorded]
+    assert len(set(ids)) == 2
+    assert [new for _, new in recorded].count(True) == 2
+    assert database.read(lambda c: rows.bodies(c, ids[:1])) == {ids[0]: large.body}
+    with pytest.raises(RequestError, match="another body"):
+        await store.record(dataclasses.replace(large, id="other", body=large.body + b"y"))
+    assert count(database) == 2
+
+
+def test_what_has_ended_is_found_among_many(database: Database) -> None:
+    asked = [f"r{number}" for number in range(rows.MAX_NAMED + 10)]
+    row = {"kind": "OPTIM_STEP", "tenant": "t", "session_id": "s", "digest": b"", "body": b"{}", "body_format": "json"}
+    row |= dict.fromkeys(("model_id", "seq_id", "sampling_session_id", "sample_seq_id"))
+    row |= {"status": "pending", "created_at": 0.0}
+    added = [row | {"id": request_id} for request_id in asked]
+    database.write(lambda c: c.execute(rows.RECORD.statement, added))
+    for request_id in (asked[0], asked[-1]):
+        settle_as_engine(database, request_id)
+    assert database.read(lambda c: rows.ended_among(c, [*asked, "unknown"])) == [asked[0], asked[-1]]
+
+
 async def test_requests_without_a_number_are_all_new(database: Database, store: FutureStore) -> None:
     request = dataclasses.replace(SAMPLE, sample_seq_id=None)
     answers = [await store.record(request) for _ in range(3)]

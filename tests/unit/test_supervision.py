@@ -43,7 +43,7 @@ def alive(pid: int) -> bool:
     return state != "Z"
 
 
-async def until(condition: Callable[[], object], within_s: float = 10.0) -> None:
+async def until(condition: Callable[[], object], within_s: float = 60.0) -> None:
     end = time.monotonic() + within_s
     while not condition():
         assert time.monotonic() < end, "did not come true in time"
@@ -53,7 +53,7 @@ async def until(condition: Callable[[], object], within_s: float = 10.0) -> None
 async def test_output_and_environment_reach_child_and_log(tmp_path: Path) -> None:
     process = child(
         tmp_path,
-        "import os, sys; print(os.environ['GIVEN']); sys.stderr.write('bad'); import time; time.sleep(9)",
+        "import os, sys; print(os.environ['GIVEN']); sys.stderr.write('bad'); import time; time.sleep(600)",
     )
     running = asyncio.create_task(process.run())
     await until(lambda: process.log_path.exists() and "yes" in process.log_path.read_text() or None)
@@ -63,7 +63,14 @@ async def test_output_and_environment_reach_child_and_log(tmp_path: Path) -> Non
     assert process.pid is None
 
 
-async def test_crash_is_reported_and_restarted_with_growing_delay(tmp_path: Path) -> None:
+def delays(caplog: pytest.LogCaptureFixture) -> list[float]:
+    """Seconds before each restart, as the supervisor announced them."""
+    return [record.args[2] for record in caplog.records if "again in" in record.msg and isinstance(record.args, tuple)]  # type: ignore[misc]
+
+
+async def test_crash_is_reported_and_restarted_with_growing_delay(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     codes: list[tuple[int, float]] = []
     process = child(
         tmp_path,
@@ -77,27 +84,27 @@ async def test_crash_is_reported_and_restarted_with_growing_delay(tmp_path: Path
     await running
     assert [code for code, _ in codes] == [7] * 4
     assert process.restarts == 3
+    assert delays(caplog) == [0.2, 0.4, 0.8, 1.6]
     first, second, third = (b - a for (_, a), (_, b) in zip(codes, codes[1:], strict=False))
-    assert 0.2 <= first < 0.4 + 0.5
+    assert first > 0.2
     assert second > 0.4
     assert third > 0.8
 
 
-async def test_backoff_starts_anew_after_a_stable_run(tmp_path: Path) -> None:
-    exits: list[float] = []
+async def test_backoff_starts_anew_after_a_stable_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    codes: list[int] = []
     process = child(
         tmp_path,
-        "import time; time.sleep(0.3); raise SystemExit(1)",
-        on_exit=lambda _: exits.append(time.monotonic()),
+        "import time; time.sleep(0.1); raise SystemExit(1)",
+        on_exit=codes.append,
         first_delay_s=0.05,
-        stable_after_s=0.2,
+        stable_after_s=0.1,
     )
     running = asyncio.create_task(process.run())
-    await until(lambda: len(exits) == 6)
+    await until(lambda: len(codes) == 4)
     await process.stop()
     await running
-    # With backoff the last pause alone would be 0.8 s.
-    assert exits[5] - exits[4] < 0.3 + 0.05 + 0.4
+    assert delays(caplog) == [0.05] * 4
 
 
 async def test_program_that_does_not_exist_is_in_the_log(tmp_path: Path) -> None:
@@ -116,10 +123,10 @@ async def test_stop_is_graceful(tmp_path: Path) -> None:
     running = asyncio.create_task(process.run())
     await until(lambda: process.pid and "up" in process.log_tail())
     began = time.monotonic()
-    await process.stop(grace_s=20)
+    await process.stop(grace_s=1000)
     await running
     assert "bye" in process.log_tail()
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 60
     assert process.restarts == 0
 
 
@@ -170,10 +177,10 @@ async def test_stop_before_run_and_during_backoff_returns(tmp_path: Path) -> Non
     await never.run()
     assert never.pid is None
     codes: list[int] = []
-    waiting = child(tmp_path, "raise SystemExit(1)", on_exit=codes.append, first_delay_s=30)
+    waiting = child(tmp_path, "raise SystemExit(1)", on_exit=codes.append, first_delay_s=1000)
     running = asyncio.create_task(waiting.run())
     await until(lambda: codes)
-    await asyncio.wait_for(waiting.stop(), 2)
+    await asyncio.wait_for(waiting.stop(), 60)
     await running
 
 
@@ -207,4 +214,4 @@ async def test_killed_supervisor_leaves_no_child_or_grandchild(tmp_path: Path) -
     finally:
         supervisor.kill()
         await supervisor.wait()
-    await until(lambda: not any(alive(pid) for pid in pids), within_s=3)
+    await until(lambda: not any(alive(pid) for pid in pids))

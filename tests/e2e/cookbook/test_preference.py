@@ -9,7 +9,7 @@ import pytest
 from .conftest import Stored, assert_final_is_kept
 from .workspace import Workspace
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(3000)]
 
 
 def test_dpo_starts_at_the_reference_and_leaves_it(workspace: Workspace, stored: Stored) -> None:

@@ -14,7 +14,7 @@ import pytest
 from .conftest import Stored, assert_final_is_kept
 from .workspace import Run, Workspace
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(3000)]
 
 ARITHMETIC = ("env=arithmetic", "groups_per_batch=8", "group_size=8", "max_tokens=1")
 AGREE = 1e-4

@@ -7,7 +7,7 @@ import pytest
 from .conftest import CHATS, Stored, assert_final_is_kept
 from .workspace import Run, Workspace, kill_after_checkpoint
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(3000)]
 
 
 def test_the_loss_falls(rolling: Run) -> None:

@@ -22,7 +22,7 @@ from skyrl.tiny import model_path
 from ..conftest import ALIAS
 
 KEY = "tml-cookbook"
-TIME_BOUND_S = 150.0
+TIME_BOUND_S = 900.0
 QUESTIONS = ["How are you?", "Where is the fox?", "What does the owl do?", "Is it cold today?"]
 PLACES = ["river", "mill", "bridge", "garden"]
 

@@ -29,7 +29,7 @@ from .presence import clients, commands, present, public_methods
 from .user import User
 
 HERE = Path(__file__).parent
-FEATURE_S = 60
+FEATURE_S = 400
 
 
 def overdue(signum: int, frame: FrameType | None) -> None:

@@ -14,8 +14,8 @@ from ..catalogue import feature
 from ..user import MODEL, User, both, wait
 
 GROUP = "Account"
-COUNTED_S = 5.0
-"""Until when a sample must be counted."""
+COUNTED_S = 60.0
+"""Until when a sample must be counted, on a machine with other work."""
 
 
 def this_hour() -> tuple[datetime, datetime]:
@@ -27,7 +27,7 @@ def this_hour() -> tuple[datetime, datetime]:
 @feature(GROUP, "With a token of the server for a key, `whoami` reads it.", needs=("RestClient.whoami",))
 def whoami_with_a_token(user: User) -> None:
     asked = Request(f"{user.url}/api/v1/auth/token", data=b"{}", headers={"X-API-Key": user.key})
-    with urlopen(asked, timeout=10) as answer:
+    with urlopen(asked, timeout=60) as answer:
         token = json.load(answer)["jwt"]
     service = user.open(api_key=token)
     assert user.session_of(user.train(service)) in wait(user.rest.list_sessions(limit=5)).sessions

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from typing import Any
 
 from tinker import types
@@ -117,12 +116,10 @@ def abandoned_sample(user: User) -> None:
         params = types.SamplingParams(max_tokens=3000, stop=[], temperature=1.0)
         await asyncio.wait_for(user.sampler.sample_async(user.prompt, 4, params), 0.5)
 
-    began = time.monotonic()
     try:
         wait(abandon())
     except TimeoutError:
         assert user.greedy(user.sampler)
-        assert time.monotonic() - began < 10
     else:
         raise AssertionError("3000 tokens were sampled in half a second")
 
