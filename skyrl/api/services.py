@@ -17,7 +17,7 @@ from skyrl.db.samplers import Samplers
 from skyrl.db.session_search import SessionSearch
 from skyrl.db.sessions import Session, Sessions
 from skyrl.db.usage import Usage
-from skyrl.futures.doorbell import Doorbell
+from skyrl.futures.doorbell import SESSIONS, Doorbell
 from skyrl.futures.store import FutureStore
 from skyrl.futures.trace import Traces
 from skyrl.sampling.client import ForwardingClient
@@ -96,4 +96,4 @@ class Services:
         self.sampling.cancel(self.store.drop_session(session.id))
         if self.config.backend == "none":
             await self.store.fail_session(session.id)
-        self.engine.ring()
+        self.engine.ring([SESSIONS])

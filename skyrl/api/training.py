@@ -13,6 +13,7 @@ from starlette.responses import Response
 
 from skyrl.api.body import body_format, read_body, tenant_of
 from skyrl.api.reply import reply
+from skyrl.api.room import Room
 from skyrl.api.services import Services
 from skyrl.db.models import Model
 from skyrl.futures.kinds import Kind
@@ -70,11 +71,13 @@ async def submit_sequenced(
 def router(services: Services) -> APIRouter:
     routes = APIRouter(prefix="/api/v1", tags=["training"])
     max_bytes = services.config.max_body_bytes
+    room = Room(services.config.state_dir)
 
     async def training_pass(request: Request, kind: Kind) -> Response:
         tenant = tenant_of(request)
-        body, encoding = await read_body(request, max_bytes), body_format(request)
-        return await submit_sequenced(services, kind, tenant, decode_header(body, encoding), body, encoding)
+        async with room.of(request):
+            body, encoding = await read_body(request, max_bytes), body_format(request)
+            return await submit_sequenced(services, kind, tenant, decode_header(body, encoding), body, encoding)
 
     @routes.post("/forward_backward")
     async def forward_backward(request: Request) -> Response:

@@ -26,7 +26,7 @@ from skyrl.inference.vllm_command import context_length, cuda_devices
 from skyrl.runtime import Runtime, set_up_process
 from skyrl.sampling.client import ForwardingClient
 from skyrl.sampling.endpoint import FixedEndpoint
-from skyrl.sampling.transport import AiohttpTransport
+from skyrl.sampling.http import HttpTransport
 from skyrl.storage.registry import open_store
 
 logger = logging.getLogger(__name__)
@@ -65,7 +65,7 @@ def _colocated(
     import torch
 
     client = ForwardingClient(
-        AiohttpTransport(),
+        HttpTransport(),
         FixedEndpoint(runtime.inference_url),
         api_key=runtime.inference_api_key,
         deadline_s=runtime.config.forwarding_deadline_s,

@@ -151,6 +151,10 @@ class Scheduler:
         return model_id in self._queues
 
     @property
+    def model_ids(self) -> frozenset[str]:
+        return frozenset(self._queues)
+
+    @property
     def saving(self) -> frozenset[str]:
         """Models with a save that is running."""
         running = self._running.values()

@@ -17,6 +17,9 @@ logger = logging.getLogger(__name__)
 
 MAX_DATAGRAM = 60_000
 
+SESSIONS = "sessions"
+"""The word that tells the engine that a session has ended; for new commands it needs none."""
+
 
 class Doorbell:
     """The ringing end. Never blocks and never fails the caller."""

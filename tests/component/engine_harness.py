@@ -27,7 +27,7 @@ from skyrl.db.sessions import Session, Sessions
 from skyrl.db.writer import GroupCommitWriter
 from skyrl.engine.loop import Engine
 from skyrl.engine.recovery import Snapshots, recover
-from skyrl.futures.doorbell import Doorbell, DoorbellListener
+from skyrl.futures.doorbell import SESSIONS, Doorbell, DoorbellListener
 from skyrl.futures.kinds import Kind
 from skyrl.futures.store import FutureStore, NewRequest
 from skyrl.storage.base import MANIFEST, NotStored
@@ -36,7 +36,7 @@ from skyrl.tiny import model_path
 from skyrl.wire.paths import model_id_of
 from skyrl.wire.results import to_json
 
-WAIT_S = 30.0
+WAIT_S = 100.0
 NEVER_S = 1e9
 
 
@@ -127,14 +127,14 @@ class Harness:
 
     def kill_before_commit_of(self, wanted: Callable[[str], bool]) -> None:
         """Arm: the engine executes the command whose request id is `wanted`, and dies before its outcome is stored."""
-        settle = self.engine._settle
+        settle = self.engine.execution.settle
 
-        async def settle_or_die(outcomes: Any, *rest: Any, **options: Any) -> None:
+        def settle_or_die(outcomes: Any, *rest: Any, **options: Any) -> None:
             if any(wanted(request_id) for request_id, _ in outcomes):
                 raise Killed
-            await settle(outcomes, *rest, **options)
+            settle(outcomes, *rest, **options)
 
-        self.engine._settle = settle_or_die  # type: ignore[method-assign]
+        self.engine.execution.settle = settle_or_die  # type: ignore[method-assign]
 
     async def killed(self) -> None:
         """Wait until the armed death has happened."""
@@ -185,7 +185,7 @@ class Harness:
         """What the API does when a client finishes; returns when the engine has closed the session's models."""
         assert await self.sessions.end(session, "finished", None, None)
         self.store.drop_session(session.id)
-        self.engine.ring()
+        self.engine.ring([SESSIONS])
         mine = select(models.c.status).where(models.c.session_id == session.id)
         await until(lambda: set(self.database.read(lambda c: c.execute(mine).scalars().all())) <= {"closed", "failed"})
 
@@ -261,9 +261,13 @@ class Trainer:
 
     async def step(self, seed: int) -> dict[str, Any]:
         """Two chunks and a step; returns the step's metrics."""
+        return (await self.result(await self.send_step(seed)))["metrics"]
+
+    async def send_step(self, seed: int) -> str:
+        """`step` without waiting; returns the request id of its optim_step."""
         await self.forward_backward(seed, None, 9, 14)
         await self.forward_backward(seed + 1000)
-        return (await self.result(await self.optim_step()))["metrics"]
+        return await self.optim_step()
 
     async def state(self) -> dict[str, bytes]:
         """Everything that the backend holds of this model, to the last bit."""

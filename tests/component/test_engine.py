@@ -401,6 +401,14 @@ async def test_sweep_spares_what_is_being_written_and_deletes_what_the_dead_left
     assert [path.exists() for path in dead] == [False] * 4
 
 
+async def test_what_no_ring_tells_is_found(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = await Trainer.create(harness)
+    await trainer.step(1)
+    monkeypatch.setattr(harness.engine, "ring", lambda *_: None)
+    assert (await trainer.step(2))["optimizer_step"] == 2
+    await harness.end(trainer.session)
+
+
 async def test_sessions_end_on_a_server_that_is_never_idle(harness: Harness) -> None:
     running = asyncio.get_running_loop()
     busy, ending = await Trainer.create(harness), await Trainer.create(harness)

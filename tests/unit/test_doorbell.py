@@ -28,7 +28,7 @@ class Heard:
         return [word for ring in self.rings for word in ring]
 
     async def wait_for(self, rings: int = 0, words: int = 0) -> None:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while len(self.rings) < rings or len(self.words) < words:
                 self._changed.clear()
                 await self._changed.wait()

@@ -1,0 +1,72 @@
+"""Room for large bodies: how many of their bytes may be on the way from the socket to the database at once.
+
+What finds no room is not read: its connection waits, and its bytes stay with the client. Small bodies need none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections import deque
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from starlette.requests import Request
+
+from skyrl.wire.errors import RequestError
+
+SMALL_BYTES = 64 * 2**10
+ROOM_BYTES = 32 * 2**20
+SPARE_DISK_BYTES = 512 * 2**20
+"""What stays free on the disk: results and checkpoints need some, too."""
+RETRY_S = 5.0
+
+
+class Room:
+    """First come, first served. A body that is larger than the whole room has it alone."""
+
+    def __init__(self, directory: Path, size: int = ROOM_BYTES) -> None:
+        self._directory = directory
+        self._size = size
+        self._taken = 0
+        self._queue: deque[tuple[int, asyncio.Future[None]]] = deque()
+
+    @asynccontextmanager
+    async def of(self, request: Request) -> AsyncIterator[None]:
+        """Room for this request's body, by its size on the wire; held until its command is recorded.
+
+        Raises RequestError 503, with nothing read, when the disk has no space for it.
+        """
+        declared = request.headers.get("content-length", "")
+        size = min(int(declared), self._size) if declared.isdigit() else self._size
+        if size <= SMALL_BYTES:
+            yield
+            return
+        if shutil.disk_usage(self._directory).free < SPARE_DISK_BYTES + size:
+            raise RequestError("the server's disk is full", status=503, retry_after_s=RETRY_S)
+        await self._take(size)
+        try:
+            yield
+        finally:
+            self._taken -= size
+            self._admit()
+
+    async def _take(self, size: int) -> None:
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._queue.append((size, turn))
+        self._admit()
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():
+                self._taken -= size
+                self._admit()
+            raise
+
+    def _admit(self) -> None:
+        while self._queue and (self._queue[0][1].cancelled() or self._taken + self._queue[0][0] <= self._size):
+            size, turn = self._queue.popleft()
+            if not turn.cancelled():
+                self._taken += size
+                turn.set_result(None)

@@ -1,0 +1,132 @@
+"""Running what was taken, from its body to the ring: read, run, write the outcome, tell the API, all on one thread.
+
+In one go, because for a small command each hop to another thread costs more than the reading or the writing. Does not
+know what runs next.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from sqlalchemy import Connection
+
+from skyrl.backends.base import Backend
+from skyrl.db import futures as rows
+from skyrl.db import usage
+from skyrl.db.database import Database
+from skyrl.db.futures import Outcome
+from skyrl.db.models import set_model
+from skyrl.engine.commands import Change, Command
+from skyrl.engine.handlers import Barriers, OnBackend, model_is_gone, unloaded
+from skyrl.engine.passes import failed, run_passes
+from skyrl.engine.recovery import Snapshots
+from skyrl.futures.doorbell import Doorbell
+from skyrl.futures.kinds import SAVES, Kind
+from skyrl.wire.results import encode_json
+
+logger = logging.getLogger(__name__)
+
+PublishAdapter = Callable[[str, Path], None]
+"""Tells the inference servers of a new adapter, from the thread that saved it."""
+
+
+class Execution:
+    """Every method runs to its end on the calling thread; raises what the database raises."""
+
+    def __init__(
+        self,
+        database: Database,
+        backend: Backend,
+        barriers: Barriers,
+        snapshots: Snapshots,
+        api: Doorbell,
+        on_backend: OnBackend,
+        publish_adapter: PublishAdapter,
+    ) -> None:
+        self._database = database
+        self._backend = backend
+        self._barriers = barriers
+        self._snapshots = snapshots
+        self._api = api
+        self._on_backend = on_backend
+        self._publish_adapter = publish_adapter
+
+    def passes(self, commands: Sequence[Command]) -> None:
+        """Run passes on the backend's thread; those whose rows are gone are skipped."""
+        bodies = self._bodies(commands)
+        here = [command for command in commands if command.request_id in bodies]
+        started = time.perf_counter()
+        ran = run_passes(here, bodies, self._backend)
+        logger.debug("%d passes in %.1f ms", len(here), (time.perf_counter() - started) * 1e3)
+        outcomes = [(command.request_id, outcome) for command, outcome in ran.outcomes]
+        self.settle(outcomes, lambda connection: usage.count_training(connection, ran.tokens))
+
+    def barrier(self, command: Command) -> Outcome | None:
+        """Run one on the backend's thread, or a save or a load on another; None when its row is gone."""
+        body = self._bodies([command]).get(command.request_id)
+        if body is None:
+            return None
+        change: Change | None = None
+        try:
+            done = self._barriers.run(command, body)
+            outcome = Outcome(encode_json(done.result))
+            change = done.change
+            if done.adapter is not None:
+                self._publish_adapter(*done.adapter)
+        except Exception as error:
+            outcome, change = failed(error, command), None
+            if command.seq_id == 0 and command.model_id is not None:
+                change = set_model(command.model_id, status="failed")
+        self.settle([(command.request_id, outcome)], change, power_safe=command.kind in SAVES)
+        if outcome.error is None:
+            self._snapshot(command)
+        return outcome
+
+    def refuse(self, commands: Sequence[Command]) -> None:
+        """Commands of a model that is gone fail, but for those that wanted just that."""
+
+        def outcome(command: Command) -> Outcome:
+            if command.kind is Kind.UNLOAD_MODEL:
+                return Outcome(encode_json(unloaded(command.model_id)))
+            return failed(model_is_gone(command), command)
+
+        self.settle([(command.request_id, outcome(command)) for command in commands])
+
+    def settle(
+        self,
+        outcomes: Sequence[tuple[str, Outcome]],
+        change: Change | None = None,
+        *,
+        power_safe: bool = False,
+    ) -> None:
+        """Write outcomes (and what belongs with them) in one transaction, then tell the API."""
+        now = time.time()
+
+        def write(connection: Connection) -> None:
+            if change is not None:
+                change(connection)
+            if outcomes:
+                connection.execute(rows.SETTLE, [rows.settlement(request_id, o, now) for request_id, o in outcomes])
+
+        self._database.write(write, power_safe=power_safe)
+        self._api.ring([request_id for request_id, _ in outcomes])
+
+    def _bodies(self, commands: Sequence[Command]) -> dict[str, bytes]:
+        ids = [command.request_id for command in commands]
+        return self._database.read(lambda c: rows.bodies(c, ids))
+
+    def _snapshot(self, command: Command) -> None:
+        """After a step or a load. One that fails costs time after a crash, and nothing now."""
+        if command.model_id is None or command.seq_id is None:
+            return
+        model_id, next_seq = command.model_id, command.seq_id + 1
+        try:
+            if command.kind is Kind.OPTIM_STEP:
+                self._snapshots.after_step(model_id, next_seq)
+            elif command.kind is Kind.LOAD_WEIGHTS:
+                self._on_backend(lambda: self._snapshots.take(model_id, next_seq))
+        except Exception:
+            logger.exception("model %s has no snapshot at command %d", model_id, next_seq)

@@ -1,0 +1,122 @@
+"""Room for large bodies: bounded, in order, given back whatever happens; small ones pass."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+from starlette.requests import Request
+
+from skyrl.api.room import ROOM_BYTES, SMALL_BYTES, SPARE_DISK_BYTES, Room
+from skyrl.wire.errors import RequestError
+
+HALF = ROOM_BYTES // 2
+DiskUsage = namedtuple("DiskUsage", "total used free")
+
+
+def request_of(size: int | None) -> Request:
+    headers = [] if size is None else [(b"content-length", str(size).encode())]
+    return Request({"type": "http", "method": "POST", "path": "/", "headers": headers})
+
+
+class Body:
+    """One body on its way: `enter` asks for room, `leave` gives it back."""
+
+    def __init__(self, room: Room, size: int | None) -> None:
+        self.inside = False
+        self._leaving = asyncio.Event()
+        self.task = asyncio.create_task(self._pass(room, size))
+
+    async def _pass(self, room: Room, size: int | None) -> None:
+        async with room.of(request_of(size)):
+            self.inside = True
+            await self._leaving.wait()
+        self.inside = False
+
+    async def leave(self) -> None:
+        self._leaving.set()
+        await self.task
+        await settle()
+
+
+async def settle() -> None:
+    """Let every task run until it waits for another."""
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+async def bodies(room: Room, *sizes: int | None) -> list[Body]:
+    made = [Body(room, size) for size in sizes]
+    await settle()
+    return made
+
+
+async def test_what_finds_no_room_waits_its_turn(tmp_path: Path) -> None:
+    room = Room(tmp_path)
+    first, second, third, fourth = await bodies(room, HALF, HALF, HALF, SMALL_BYTES + 1)
+    assert [body.inside for body in (first, second, third, fourth)] == [True, True, False, False], "the last one, too"
+    await first.leave()
+    assert third.inside
+    assert not fourth.inside
+    await second.leave()
+    assert fourth.inside
+    await third.leave()
+    await fourth.leave()
+    assert [body.inside for body in await bodies(room, HALF, HALF)] == [True, True], "all was given back"
+
+
+async def test_small_bodies_need_no_room(tmp_path: Path) -> None:
+    room = Room(tmp_path)
+    large, waiting, small = await bodies(room, ROOM_BYTES, ROOM_BYTES, SMALL_BYTES)
+    assert large.inside
+    assert not waiting.inside
+    assert small.inside
+
+
+@pytest.mark.parametrize("size", [10 * ROOM_BYTES, None])
+async def test_body_beyond_the_room_and_one_of_unknown_size_have_it_alone(tmp_path: Path, size: int | None) -> None:
+    room = Room(tmp_path)
+    before, large, after = await bodies(room, HALF, size, HALF)
+    assert not large.inside
+    await before.leave()
+    assert large.inside
+    assert not after.inside
+    await large.leave()
+    assert after.inside
+
+
+async def test_one_that_fails_or_gives_up_gives_its_room_back(tmp_path: Path) -> None:
+    room = Room(tmp_path)
+    with pytest.raises(RuntimeError):
+        async with room.of(request_of(ROOM_BYTES)):
+            raise RuntimeError
+    first, impatient, last = await bodies(room, ROOM_BYTES, ROOM_BYTES, HALF)
+    assert first.inside
+    impatient.task.cancel()
+    await settle()
+    await first.leave()
+    assert last.inside
+
+
+async def test_one_that_gives_up_at_the_moment_of_its_turn_gives_its_room_back(tmp_path: Path) -> None:
+    room = Room(tmp_path)
+    async with room.of(request_of(ROOM_BYTES)):
+        [impatient] = await bodies(room, ROOM_BYTES)
+    impatient.task.cancel()  # it has its turn, and has not gone on yet
+    await settle()
+    assert [body.inside for body in await bodies(room, ROOM_BYTES)] == [True]
+
+
+async def test_nothing_large_is_read_while_the_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    room = Room(tmp_path)
+    free = DiskUsage(0, 0, SPARE_DISK_BYTES + SMALL_BYTES)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: free)
+    with pytest.raises(RequestError, match="disk") as refused:
+        async with room.of(request_of(SMALL_BYTES + 1)):
+            raise AssertionError("it is not let in")
+    assert refused.value.status == 503
+    assert refused.value.retry_after_s
+    assert [body.inside for body in await bodies(room, SMALL_BYTES)] == [True]
