@@ -52,6 +52,7 @@ logger = logging.getLogger(__name__)
 DRAIN_S = 10.0
 SESSION_CHECK_S = 5.0
 SWEEP_S = 10.0
+LOG_S = 0.5
 USAGE_S = 1.0
 YOUNG_OBJECTS = 50_000
 """Allocations between two looks for garbage cycles: a sample makes next to none, and 700, Python's own number, is a
@@ -156,13 +157,13 @@ async def open_services(runtime: Runtime) -> AsyncIterator[Services]:
     if client is not None:
         for row in await database.read_async(lambda c: future_rows.pending_with_body(c, [Kind.EXTERNAL])):
             await sampling.adopt(row)
+    retention = Retention(database, writer, config.result_retention_s)
     background = [
         asyncio.create_task(repeat("looking for results", SAFETY_POLL_S, store.look_for_lost_rings)),
         asyncio.create_task(repeat("reading the engine's state", POLL_S, watch.refresh)),
         asyncio.create_task(repeat("closing sessions", SESSION_CHECK_S, partial(_close_silent_sessions, services))),
-        asyncio.create_task(
-            repeat("forgetting results", SWEEP_S, Retention(database, writer, config.result_retention_s).sweep)
-        ),
+        asyncio.create_task(repeat("forgetting results", SWEEP_S, retention.sweep)),
+        asyncio.create_task(repeat("shortening the database's log", LOG_S, retention.shorten_log)),
         asyncio.create_task(repeat("counting usage", USAGE_S, counter.flush)),
         asyncio.create_task(repeat("metering storage", STORAGE_S, partial(_meter_storage, writer))),
     ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
+import time
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -21,6 +22,14 @@ BUSY_TIMEOUT_MS = 30_000
 
 EMPTY_LOG_WAIT_S = 0.25
 """How long emptying the log may wait for readers, and writers for it."""
+
+QUICK_COPY_S = 0.05
+COPY_ROUNDS = 5
+"""Copying the log is repeated, so often at most, until it takes no longer than this: what is left is copied with the
+write lock held."""
+
+LOG_PAGES = 2**15
+"""At 128 MiB of log a commit copies it itself. It should not come to that: who commits would wait for the disk."""
 
 
 class Database:
@@ -60,6 +69,7 @@ class Database:
             for pragma in (
                 f"busy_timeout={BUSY_TIMEOUT_MS}",
                 "journal_mode=WAL",
+                f"wal_autocheckpoint={LOG_PAGES}",
                 f"synchronous={synchronous}",
                 "secure_delete=FAST",  # free pages need not be overwritten: that would write each of them once more
                 "foreign_keys=ON",
@@ -105,7 +115,11 @@ class Database:
             return True
         with closing(sqlite3.connect(self._file, EMPTY_LOG_WAIT_S, isolation_level=None)) as connection:
             try:
-                connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()  # nearly all of it, while nobody waits
+                for _ in range(COPY_ROUNDS):  # nearly all of it, while nobody waits
+                    began = time.monotonic()
+                    connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
+                    if time.monotonic() - began < QUICK_COPY_S:
+                        break
                 busy, _, _ = connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
             except sqlite3.OperationalError:  # another one is at it
                 return False

@@ -28,8 +28,8 @@ SPARE_PAGES = 512
 SPARE_SHARE = 4
 """Free pages that stay for what comes next: so many, or this part of the used ones if that is more."""
 
-LONGEST_LOG_BYTES = 64 * 2**20
-"""A write-ahead log that has grown beyond is emptied: readers that overlap all the time keep it from starting over."""
+LONG_LOG_BYTES = 64 * 2**20
+"""A write-ahead log that has grown beyond is copied into the file and emptied."""
 
 _models: Any = ModelRow.__table__  # type: ignore[attr-defined]
 
@@ -83,15 +83,21 @@ class Retention:
         self._database = database
         self._writer = writer
         self._retention_s = retention_s
+        self._log_limit = LONG_LOG_BYTES
 
     async def sweep(self) -> None:
-        """Forget what is old, then give back what is free, then shorten the log, as far as each is due."""
+        """Forget what is old, then give back what is free."""
         await self._forget()
-        if not self._database.is_sqlite:
-            return
-        shrunk = await self._give_back()
-        if shrunk or self._database.log_bytes() > LONGEST_LOG_BYTES:
+        if self._database.is_sqlite and await self._give_back():
             await asyncio.to_thread(self._database.empty_log)
+
+    async def shorten_log(self) -> None:
+        """Empty SQLite's log when it is long. Commits do not, for copying it waits for the disk: on a busy one they
+        would come to a stand. With a reader in the way for long, tried again when it is as much longer."""
+        length = self._database.log_bytes()
+        if length > self._log_limit:
+            emptied = await asyncio.to_thread(self._database.empty_log)
+            self._log_limit = LONG_LOG_BYTES + (0 if emptied else length)
 
     async def _forget(self) -> None:
         before = time.time() - self._retention_s

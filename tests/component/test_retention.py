@@ -92,6 +92,11 @@ def size(database: Database, file: Path) -> int:
     return file.stat().st_size
 
 
+def at_rest(file: Path) -> int:
+    """Bytes of the file alone."""
+    return file.stat().st_size
+
+
 def shrunk(database: Database, file: Path) -> int:
     """Bytes on disk after a sweep, which has left no log."""
     assert database.log_bytes() == 0
@@ -178,17 +183,37 @@ async def test_a_step_deletes_few_rows_that_hold_much(database: Database, writer
 async def test_a_grown_log_is_emptied_once_no_reader_holds_it(
     database: Database, writer: GroupCommitWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(retention, "LONGEST_LOG_BYTES", PAGE)
-    sweeper = Retention(database, writer, RETENTION_S)
+    monkeypatch.setattr(retention, "LONG_LOG_BYTES", PAGE)
+    keeper = Retention(database, writer, RETENTION_S)
     with database.reader.connect() as reader:
         count(reader)
         record(database, 100, JUST_NOW)
         grown = database.log_bytes()
-        await sweeper.sweep()
+        await keeper.shorten_log()
         assert database.log_bytes() >= grown > PAGE, "the reader still reads from it"
-    await sweeper.sweep()
+    await keeper.shorten_log()
+    assert database.log_bytes() == grown, "not tried again and again, for who writes waits meanwhile"
+    while database.log_bytes() <= 2 * grown:
+        record(database, 100, JUST_NOW)
+    await keeper.shorten_log()
     assert database.log_bytes() == 0
-    assert database.read(count) == 100
+    record(database, 100, JUST_NOW)
+    await keeper.shorten_log()
+    assert database.log_bytes() == 0, "and from then on at its usual length"
+
+
+async def test_commits_do_not_copy_the_log(database: Database, writer: GroupCommitWriter, file: Path) -> None:
+    """Who commits would wait for the disk."""
+    copied = at_rest(file)
+    for _ in range(10):
+        record(database, ROUND // 4, JUST_NOW)
+        sample = {"tenant": "t", "session_id": "s", "model_id": None, "seq_id": None, "digest": b"", "created_at": 0.0}
+        sample |= {"sampling_session_id": None, "sample_seq_id": None, "kind": "EXTERNAL", "body_format": "json"}
+        sample |= {"id": str(uuid.uuid4()), "body": BODY, "status": "pending"}
+        await writer.execute(rows.RECORD, sample)
+    assert database.log_bytes() > 4 * 2**20, "more than SQLite would let it grow"
+    assert at_rest(file) == copied
+    assert size(database, file) > copied
 
 
 def made_before(file: Path) -> None:
