@@ -31,6 +31,9 @@ SPARE_SHARE = 4
 LONG_LOG_BYTES = 64 * 2**20
 """A write-ahead log that has grown beyond is copied into the file and emptied."""
 
+INCREMENTAL = 2
+"""What `PRAGMA auto_vacuum` says of a file that gives pages back."""
+
 _models: Any = ModelRow.__table__  # type: ignore[attr-defined]
 
 
@@ -62,11 +65,12 @@ def forget(connection: Connection, completed_before: float, limit: int = FORGET_
 
 
 def spare_pages(connection: Connection) -> int:
-    """Free pages of a SQLite file that it should give back."""
-    pages, free = (
-        connection.exec_driver_sql(f"PRAGMA {name}").scalar_one() for name in ("page_count", "freelist_count")
+    """Free pages of a SQLite file that it should give back; 0 for one that cannot."""
+    pages, free, mode = (
+        connection.exec_driver_sql(f"PRAGMA {name}").scalar_one()
+        for name in ("page_count", "freelist_count", "auto_vacuum")
     )
-    return max(0, free - max(SPARE_PAGES, (pages - free) // SPARE_SHARE))
+    return 0 if mode != INCREMENTAL else max(0, free - max(SPARE_PAGES, (pages - free) // SPARE_SHARE))
 
 
 def give_back(connection: Connection, pages: int) -> None:

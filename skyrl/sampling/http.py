@@ -142,6 +142,7 @@ class _Connection(asyncio.Protocol):
 
     def on_message_complete(self) -> None:
         if self._parser.get_status_code() < 200:  # 100 Continue and the like: the answer is still to come
+            self._begun = False
             return
         if not self._parser.should_keep_alive():
             self.reusable = False
@@ -156,7 +157,9 @@ class _Connection(asyncio.Protocol):
 
 
 class HttpTransport:
-    """Kept connections by origin, the one used last first. `max_connections` None is unlimited."""
+    """Kept connections by origin, the one used last first. `max_connections` bounds posts at once; None is unlimited.
+
+    Header values are the caller's to check: they come from the configuration, and from ids that the server made."""
 
     def __init__(self, max_connections: int | None = None) -> None:
         self._idle: dict[Origin, list[_Connection]] = {}
@@ -165,12 +168,27 @@ class HttpTransport:
         self._closed = False
 
     async def post(self, url: str, body: bytes, headers: Mapping[str, str], timeout_s: float) -> Answer:
-        return await self._send("POST", url, body, headers, timeout_s)
+        origin, request = self._request("POST", url, body, headers)
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        if self._slots is None:
+            return await self._exchange(origin, request, deadline)
+        try:
+            async with asyncio.timeout_at(deadline):
+                await self._slots.acquire()
+        except TimeoutError as error:
+            raise NotAccepted("no connection was free in time") from error
+        try:
+            return await self._exchange(origin, request, deadline)
+        finally:
+            self._slots.release()
 
     async def get(self, url: str, headers: Mapping[str, str], timeout_s: float) -> Answer:
-        return await self._send("GET", url, b"", headers, timeout_s)
+        """On a connection beside `max_connections`: whether a server is well is asked when it has all it can take."""
+        origin, request = self._request("GET", url, b"", headers)
+        return await self._exchange(origin, request, asyncio.get_running_loop().time() + timeout_s)
 
-    async def _send(self, method: str, url: str, body: bytes, headers: Mapping[str, str], timeout_s: float) -> Answer:
+    @staticmethod
+    def _request(method: str, url: str, body: bytes, headers: Mapping[str, str]) -> tuple[Origin, bytes]:
         origin, target, host = _address(url)
         lines = "".join([f"{name}: {value}\r\n" for name, value in headers.items()])
         head = b"%s %s HTTP/1.1\r\nHost: %s\r\n%sContent-Length: %d\r\n\r\n" % (
@@ -180,18 +198,7 @@ class HttpTransport:
             lines.encode("latin-1"),
             len(body),
         )
-        deadline = asyncio.get_running_loop().time() + timeout_s
-        if self._slots is None:
-            return await self._exchange(origin, head + body, deadline)
-        try:
-            async with asyncio.timeout_at(deadline):
-                await self._slots.acquire()
-        except TimeoutError as error:
-            raise NotAccepted("no connection was free in time") from error
-        try:
-            return await self._exchange(origin, head + body, deadline)
-        finally:
-            self._slots.release()
+        return origin, head + body
 
     async def _exchange(self, origin: Origin, request: bytes, deadline: float) -> Answer:
         connection = self._kept(origin) or await self._connect(origin, deadline)

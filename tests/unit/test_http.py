@@ -123,6 +123,12 @@ async def test_body_without_a_length_ends_with_its_connection(transport: HttpTra
     assert server.connections == 2
 
 
+async def test_promise_of_an_answer_is_none(transport: HttpTransport) -> None:
+    async with serving(Server(b"HTTP/1.1 103 Early Hints\r\nLink: x\r\n\r\n", close=True)) as server:
+        with pytest.raises(Interrupted):
+            await post(transport, server)
+
+
 async def test_retry_after_is_told_when_it_is_a_number(transport: HttpTransport) -> None:
     said = [b"HTTP/1.1 429 No\r\nRetry-After: %s\r\nContent-Length: 0\r\n\r\n" % value for value in (b"1.5", b"Mon")]
     async with serving(Server(*said)) as server:
@@ -212,10 +218,11 @@ async def test_limit_of_connections_makes_requests_wait() -> None:
         await server.received(22)
         with pytest.raises(NotAccepted, match="no connection was free"):
             await post(transport, server, 0.1)
+        server.answers = [OK]
+        assert (await transport.get(server.url, {}, LONG_S)).status == 200, "health is asked beside the limit"
         for task in held:
             task.cancel()
         await asyncio.gather(*held, return_exceptions=True)
-        server.answers = [OK]
         assert (await post(transport, server)).status == 200, "cancelled requests give their places back"
     await transport.close()
 
