@@ -111,6 +111,17 @@ def sampling_client_in_another_process(user: User) -> None:
     assert same(scores[1:], wait(sampler.compute_logprobs(user.prompt))[1:], 1e-5)
 
 
+def _with_its_process(trainer: tinker.TrainingClient) -> tinker.SamplingClient:
+    """The SDK gives its process 30 s to start, importing torch and all, which is little on a machine that is busy."""
+    late: Any = getattr(tinker, "SidecarStartupError", ())
+    for _ in range(4):
+        try:
+            return wait(trainer.save_weights_and_get_sampling_client())
+        except late:
+            continue
+    return wait(trainer.save_weights_and_get_sampling_client())
+
+
 @feature(
     GROUP,
     "Sampling in a process of its own, with `TINKER_SUBPROCESS_SAMPLING`.",
@@ -120,7 +131,7 @@ def sampling_in_a_subprocess(user: User) -> None:
     trainer, learnt, _ = trained(user)
     os.environ["TINKER_SUBPROCESS_SAMPLING"] = "1"
     try:
-        sampler = wait(trainer.save_weights_and_get_sampling_client())
+        sampler = _with_its_process(trainer)
     finally:
         del os.environ["TINKER_SUBPROCESS_SAMPLING"]
     assert user.greedy(sampler, len(learnt)) == learnt
