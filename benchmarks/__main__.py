@@ -15,7 +15,7 @@ from pathlib import Path
 
 import tinker
 
-from benchmarks import machine, rows_forwarding, rows_server, training
+from benchmarks import machine, rows_forwarding, rows_server, snapshots, training
 from benchmarks.calibration import calibrate
 from benchmarks.report import bench_page
 from benchmarks.series import without_nan
@@ -34,6 +34,7 @@ STEPS: dict[str, Callable[[Stage], list[Row]]] = {
     "memory": rows_server.memory,
     "heartbeats": rows_server.heartbeats,
     "training": training.training,
+    "snapshots": snapshots.snapshots,
     "idle": rows_server.idle,
     "growth": rows_server.growth,
 }

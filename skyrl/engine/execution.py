@@ -20,11 +20,13 @@ from skyrl.db.database import Database
 from skyrl.db.futures import Outcome
 from skyrl.db.models import set_model
 from skyrl.engine.commands import Change, Command
+from skyrl.engine.deaths import Deaths
 from skyrl.engine.handlers import Barriers, OnBackend, model_is_gone, unloaded
 from skyrl.engine.passes import failed, run_passes
 from skyrl.engine.recovery import Snapshots
 from skyrl.futures.doorbell import Doorbell
 from skyrl.futures.kinds import SAVES, Kind
+from skyrl.wire.errors import ErrorCategory
 from skyrl.wire.results import encode_json
 
 logger = logging.getLogger(__name__)
@@ -42,6 +44,7 @@ class Execution:
         backend: Backend,
         barriers: Barriers,
         snapshots: Snapshots,
+        deaths: Deaths,
         api: Doorbell,
         on_backend: OnBackend,
         publish_adapter: PublishAdapter,
@@ -50,12 +53,17 @@ class Execution:
         self._backend = backend
         self._barriers = barriers
         self._snapshots = snapshots
+        self._deaths = deaths
         self._api = api
         self._on_backend = on_backend
         self._publish_adapter = publish_adapter
 
     def passes(self, commands: Sequence[Command]) -> None:
         """Run passes on the backend's thread; those whose rows are gone are skipped."""
+        with self._deaths.watching([command.request_id for command in commands]):
+            self._run_passes(commands)
+
+    def _run_passes(self, commands: Sequence[Command]) -> None:
         bodies = self._bodies(commands)
         here = [command for command in commands if command.request_id in bodies]
         started = time.perf_counter()
@@ -66,6 +74,13 @@ class Execution:
 
     def barrier(self, command: Command) -> Outcome | None:
         """Run one on the backend's thread, or a save or a load on another; None when its row is gone."""
+        with self._deaths.watching([command.request_id]):
+            outcome = self._run_barrier(command)
+        if outcome is not None and outcome.error is None:
+            self._snapshot(command)
+        return outcome
+
+    def _run_barrier(self, command: Command) -> Outcome | None:
         body = self._bodies([command]).get(command.request_id)
         if body is None:
             return None
@@ -77,13 +92,14 @@ class Execution:
             if done.adapter is not None:
                 self._publish_adapter(*done.adapter)
         except Exception as error:
-            outcome, change = failed(error, command), None
-            if command.seq_id == 0 and command.model_id is not None:
-                change = set_model(command.model_id, status="failed")
+            outcome, change = failed(error, command), _fails_model(command)
         self.settle([(command.request_id, outcome)], change, power_safe=command.kind in SAVES)
-        if outcome.error is None:
-            self._snapshot(command)
         return outcome
+
+    def skip(self, command: Command, why: str) -> None:
+        """A command fails without being run. Nothing was done to its model, and what follows it runs."""
+        outcome = Outcome(error=why, error_category=ErrorCategory.SERVER)
+        self.settle([(command.request_id, outcome)], _fails_model(command))
 
     def refuse(self, commands: Sequence[Command]) -> None:
         """Commands of a model that is gone fail, but for those that wanted just that."""
@@ -130,3 +146,10 @@ class Execution:
                 self._on_backend(lambda: self._snapshots.take(model_id, next_seq))
         except Exception:
             logger.exception("model %s has no snapshot at command %d", model_id, next_seq)
+
+
+def _fails_model(command: Command) -> Change | None:
+    """What else a failure changes: without its first command there is no model."""
+    if command.seq_id == 0 and command.model_id is not None:
+        return set_model(command.model_id, status="failed")
+    return None

@@ -43,7 +43,7 @@ def lora_spec(adapter: Adapter) -> LoraSpec:
 def model_is_gone(command: Command) -> FailedRequest:
     return FailedRequest(
         f"model_id: model {command.model_id!r} is not there any more: it was unloaded, its session has ended, or it "
-        "could not be made"
+        "could not be made or restored"
     )
 
 

@@ -27,6 +27,7 @@ from skyrl.db.database import Database
 from skyrl.db.futures import Outcome
 from skyrl.db.models import living_among
 from skyrl.engine.commands import Command, command_of
+from skyrl.engine.deaths import Deaths
 from skyrl.engine.execution import Execution
 from skyrl.engine.handlers import Barriers
 from skyrl.engine.reclaim import FileSweeper, end_sessions
@@ -67,6 +68,7 @@ class Engine:
         sampler: ColocatedSampler | None,
         snapshots: Snapshots,
         store: CheckpointStore,
+        deaths: Deaths,
     ) -> None:
         self._database = database
         self._backend = backend
@@ -79,10 +81,11 @@ class Engine:
         self.execution = Execution(
             database,
             backend,
-            Barriers(config, database, backend, store, self._wait_for_backend),
+            Barriers(config, database, backend, store, self.wait_for_backend),
             snapshots,
+            deaths,
             api,
-            self._wait_for_backend,
+            self.wait_for_backend,
             self._publish_adapter,
         )
         self._sweeper = FileSweeper(config, database, store)
@@ -146,7 +149,7 @@ class Engine:
         """Beside other models' training: an RL loop's next samples wait for its save."""
         return await self._loop.run_in_executor(self._files, work)
 
-    def _wait_for_backend(self, work: Callable[[], None]) -> None:
+    def wait_for_backend(self, work: Callable[[], None]) -> None:
         """`on_backend` for the threads of saves and loads."""
         self._thread.submit(work).result()
 
@@ -184,7 +187,6 @@ class Engine:
 
     async def _queue_new(self) -> None:
         """Queue what has arrived. Commands of a model that is closed or has failed fail at once."""
-
         last_row, known = self.scheduler.last_row, self.scheduler.model_ids
 
         def read(connection: Connection) -> tuple[list[Command], set[str]]:
@@ -238,18 +240,17 @@ class Engine:
             if outcome.error is None and command.kind is Kind.UNLOAD_MODEL:
                 await self._forget_model(command.model_id)
             elif outcome.error is not None and command.seq_id == 0:
-                await self._close_queue(command.model_id)
+                await self.close_queue(command.model_id)
         self.scheduler.finish([command])
 
-    async def _close_queue(self, model_id: str) -> None:
+    async def close_queue(self, model_id: str) -> None:
         """Of a model that has failed or is closed: what is queued fails, also what waits for a missing number."""
         async with self._reading:  # what is just being read may be this model's
             left = self.scheduler.close_model(model_id)
         await self._refuse(left)
 
     def _publish_adapter(self, name: str, directory: Path) -> None:
-        """Tell the inference servers of a new adapter, from a save's thread. If one is away, a sample that needs the
-        adapter loads it later."""
+        """From a save's thread. If an inference server is away, a sample that needs the adapter loads it later."""
         if self._group is None:
             return
         try:
@@ -283,7 +284,7 @@ class Engine:
             self._backend.delete_model(model_id)
             self._snapshots.forget(model_id)
 
-        await self._close_queue(model_id)
+        await self.close_queue(model_id)
         await self.on_backend(forget)
 
     async def _sweep(self) -> None:

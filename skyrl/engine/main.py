@@ -13,11 +13,14 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from skyrl.backends.base import Backend, ModelLimits, SamplingMode
 from skyrl.backends.registry import create_backend
+from skyrl.background import repeat
 from skyrl.config import ServerConfig
 from skyrl.db.database import Database
+from skyrl.db.patience import PatientDatabase
 from skyrl.engine.adoption import adopt_adapters
+from skyrl.engine.deaths import Deaths
 from skyrl.engine.loop import Engine
-from skyrl.engine.recovery import Snapshots, recover
+from skyrl.engine.recovery import Recovery, Snapshots
 from skyrl.engine.sampling import ColocatedSampler
 from skyrl.engine.state import EngineStatePublisher
 from skyrl.futures.doorbell import Doorbell, DoorbellListener
@@ -32,6 +35,8 @@ from skyrl.storage.registry import open_store
 logger = logging.getLogger(__name__)
 
 BEAT_S = 3.0
+RETRY_S = 10.0
+"""How often a model that could not be restored, because the checkpoint store was away, is tried again."""
 
 
 class Heartbeat:
@@ -84,13 +89,20 @@ def _sampling_limits(config: ServerConfig, limits: ModelLimits) -> ModelLimits:
 
 async def run(runtime: Runtime) -> None:
     config = runtime.config
-    database = Database(config.database)
+    database = PatientDatabase(config.database)
+    notices = Database(config.database)
     api = Doorbell(runtime.api_doorbell)
-    state = EngineStatePublisher(database, api)
+    state = EngineStatePublisher(notices, api)
     state.training(ready=False, reason="loading the base model")
     stop = asyncio.Event()
+    deaths = Deaths(config.running_file)
+
+    def stop_soon() -> None:
+        deaths.disregard()  # a long command may outlast the launcher's patience
+        stop.set()
+
     for name in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(name, stop.set)
+        asyncio.get_running_loop().add_signal_handler(name, stop_soon)
     group = watching = None
     if runtime.inference_url is not None:
         group = EngineGroup([runtime.inference_url], runtime.inference_api_key or "", state.publish_url)
@@ -103,19 +115,23 @@ async def run(runtime: Runtime) -> None:
         snapshots = Snapshots(config, database, backend)
         store = open_store(config)
         await asyncio.to_thread(adopt_adapters, database, store)
-        engine = Engine(config, database, backend, group, api, sampler, snapshots, store)
+        engine = Engine(config, database, backend, group, api, sampler, snapshots, store, deaths)
         listener = DoorbellListener(runtime.engine_doorbell, engine.ring)
         listener.start()
-        await recover(engine, database, backend, snapshots, store)
+        recovery = Recovery(engine, database, backend, snapshots, store, deaths)
+        await recovery.run()
         state.training(ready=True, reason="", limits=_sampling_limits(config, backend.limits))
         running = asyncio.create_task(engine.run())
         stopping = asyncio.create_task(stop.wait())
+        retrying = asyncio.create_task(repeat("restoring models", RETRY_S, recovery.retry))
         try:
             await asyncio.wait({running, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            database.hurry()
             engine.stop()
             await running
         finally:
             stopping.cancel()
+            retrying.cancel()
             listener.close()
             if sampler is not None:
                 await sampler.close()
@@ -129,6 +145,8 @@ async def run(runtime: Runtime) -> None:
             backend.close()
         state.clear("the engine has stopped")
         api.close()
+        deaths.close()
+        notices.close()
         database.close()
 
 

@@ -7,10 +7,16 @@ after every load, because the checkpoint may be replaced or deleted later.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
 import time
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from sqlalchemy import Connection
 
 from skyrl.backends.base import Backend, InvalidRequest
 from skyrl.config import ServerConfig
@@ -19,11 +25,12 @@ from skyrl.db import models as model_rows
 from skyrl.db.checkpoints import find_checkpoint
 from skyrl.db.database import Database
 from skyrl.db.models import adapter_of
-from skyrl.engine.commands import command_of
+from skyrl.engine.commands import Command, command_of
+from skyrl.engine.deaths import POISON, Deaths
 from skyrl.engine.handlers import adam_params, lora_spec
 from skyrl.engine.passes import decode_pass
-from skyrl.futures.kinds import Kind
-from skyrl.storage.base import CheckpointStore
+from skyrl.futures.kinds import ENGINE_KINDS, Kind
+from skyrl.storage.base import CheckpointStore, NotStored, StoreError
 from skyrl.storage.directories import atomic_directory, remove, safe_name
 from skyrl.wire.errors import RequestError
 from skyrl.wire.paths import parse_path
@@ -33,6 +40,11 @@ if TYPE_CHECKING:
     from skyrl.engine.loop import Engine
 
 logger = logging.getLogger(__name__)
+
+SKIPPED = (
+    f"skipped: the engine died {POISON} times while it ran this command, so it is not tried again; its model is as the "
+    "commands before left it"
+)
 
 
 class Snapshots:
@@ -84,8 +96,9 @@ def _repeat_step(row: Any, body: bytes, model_id: str, backend: Backend) -> None
         raise RuntimeError(f"command {row.seq_id} failed when it was run, and now it does not: the state is another")
 
 
-def _repeat(row: Any, body: bytes, model: Any, database: Database, backend: Backend, store: CheckpointStore) -> None:
-    """Do again what a finished command did to its model; saves and forward passes did nothing to it."""
+def _repeat(row: Any, body: bytes, model: Any, backend: Backend, loaded: Mapping[str, Path]) -> None:
+    """Do again what a finished command did to its model; saves and forward passes did nothing to it. `loaded`: the
+    files of each load, by request id."""
     command = command_of(row)
     if command.kind is Kind.CREATE_MODEL:
         backend.create_model(model.id, lora_spec(adapter_of(model)))
@@ -98,40 +111,133 @@ def _repeat(row: Any, body: bytes, model: Any, database: Database, backend: Back
     elif command.kind is Kind.OPTIM_STEP:
         _repeat_step(row, body, model.id, backend)
     elif command.kind is Kind.LOAD_WEIGHTS:
-        load = decode_json(LoadWeightsCommand, body)
+        if command.seq_id == 0:
+            backend.create_model(model.id, lora_spec(adapter_of(model)))
+        optimizer = decode_json(LoadWeightsCommand, body).optimizer
+        backend.load_state(model.id, loaded[command.request_id], optimizer=optimizer)
+
+
+class Recovery:
+    """Once, when an engine starts: `run`. After that `retry`, now and then, for models whose store was away."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        database: Database,
+        backend: Backend,
+        snapshots: Snapshots,
+        store: CheckpointStore,
+        deaths: Deaths,
+    ) -> None:
+        self._engine = engine
+        self._database = database
+        self._backend = backend
+        self._snapshots = snapshots
+        self._store = store
+        self._deaths = deaths
+        self._counts = deaths.counts
+        self._held: set[str] = set()
+
+    async def run(self) -> None:
+        """Skip what kills the engine, and restore all living models. One that cannot be restored is failed, with its
+        reason in the log; one whose store is away is held: its commands wait. Others go on."""
+        suspects = await asyncio.to_thread(self._skip_poison)
+        scheduler = self._engine.scheduler
+        for model in self._database.read(model_rows.living):
+            scheduler.open_model(model.id, self._database.read(lambda c, model=model: _next_seq(c, model)))
+            scheduler.hold(model.id)
+            await self._restore(model)
+        suspected = {command.request_id for command in suspects if command.model_id in scheduler.model_ids}
+        scheduler.suspect(suspected)
+        self._deaths.forget_all_but(suspected)
+
+    async def retry(self) -> None:
+        """Try again to restore the models that are held."""
+        for gone in self._held - self._engine.scheduler.model_ids:
+            self._let_go(gone)
+        if self._held:
+            for model in self._database.read(model_rows.living):
+                if model.id in self._held:
+                    await self._restore(model)
+
+    async def _restore(self, model: Any) -> None:
+        """Bring one model back, and let its commands run."""
+        try:
+            await asyncio.to_thread(self._bring_back, model)
+        except Exception as error:
+            if isinstance(error, StoreError) and not isinstance(error, NotStored):
+                logger.warning("model %s waits for a checkpoint that it has loaded: %s", model.id, error)
+                self._held.add(model.id)
+                return
+            logger.exception("model %s cannot be restored", model.id)
+            self._database.write(model_rows.set_model(model.id, status="failed"))
+            await self._engine.close_queue(model.id)
+        if model.id not in self._engine.scheduler:  # failed, or its session has ended meanwhile
+            await self._engine.on_backend(lambda: self._backend.delete_model(model.id))
+        self._let_go(model.id)
+
+    def _let_go(self, model_id: str) -> None:
+        self._held.discard(model_id)
+        self._engine.scheduler.release(model_id)
+        self._engine.ring()
+
+    def _bring_back(self, model: Any) -> None:
+        """The files come first, so that the backend's thread waits for no network."""
+        commands = self._database.read(lambda c: rows.executed(c, model.id, model.next_seq))
+        with contextlib.ExitStack() as files:
+            loaded = {
+                row.id: files.enter_context(self._store.reading(self._loaded_from(row, model)))
+                for row in commands
+                if row.kind == Kind.LOAD_WEIGHTS
+            }
+            self._engine.wait_for_backend(lambda: self._repeat_all(model, commands, loaded))
+
+    def _loaded_from(self, row: Any, model: Any) -> str:
+        """The store's key of the checkpoint that a command has loaded."""
+        load = decode_json(LoadWeightsCommand, self._body(row))
         reader = load.source_tenant or model.tenant
-        saved = database.read(lambda c: find_checkpoint(c, parse_path(load.path), reader))
+        saved = self._database.read(lambda c: find_checkpoint(c, parse_path(load.path), reader))
         if saved is None or saved.created_at > row.completed_at:
             raise FileNotFoundError(f"checkpoint {load.path} has been deleted or replaced since it was loaded")
-        with store.reading(saved.store_key) as directory:
-            if command.seq_id == 0:
-                backend.create_model(model.id, lora_spec(adapter_of(model)))
-            backend.load_state(model.id, directory, optimizer=load.optimizer)
+        return saved.store_key
+
+    def _repeat_all(self, model: Any, commands: Sequence[Any], loaded: Mapping[str, Path]) -> None:
+        """On the backend's thread. Leaves marks of what it is at: the engine may die of that, too."""
+        if model.next_seq > 0:
+            with self._watching(f"snapshot {model.id}", "its snapshot was loaded"):
+                self._backend.create_model(model.id, lora_spec(adapter_of(model)))
+                self._backend.load_state(model.id, self._snapshots.path(model.id, model.next_seq), optimizer=True)
+        for row in commands:
+            with self._watching(f"again {row.id}", f"command {row.seq_id} was repeated"):
+                _repeat(row, self._body(row), model, self._backend, loaded)
+        logger.info("model %s: %d commands repeated", model.id, len(commands))
+
+    def _body(self, row: Any) -> bytes:
+        return self._database.read(lambda c: rows.bodies(c, [row.id]))[row.id]
+
+    def _watching(self, key: str, what: str) -> AbstractContextManager[None]:
+        if self._counts.get(key, 0) >= POISON:
+            raise RuntimeError(f"the engine died {POISON} times while {what}")
+        return self._deaths.watching([key], innocent=(Exception,))
+
+    def _skip_poison(self) -> list[Command]:
+        """Fail what has killed the engine too often; returns what else was running when it died."""
+        if not self._counts:
+            return []
+        pending = [command_of(row) for row in self._database.read(lambda c: rows.pending(c, sorted(ENGINE_KINDS)))]
+        left = []
+        for command in pending:
+            if (died := self._counts.get(command.request_id, 0)) == 0:
+                continue
+            what = f"{command.kind} {command.request_id} (model {command.model_id}, command {command.seq_id})"
+            logger.warning("the engine died while it ran %s; deaths so far: %d", what, died)
+            if died >= POISON:
+                self._engine.execution.skip(command, SKIPPED)
+            else:
+                left.append(command)
+        return left
 
 
-def _restore(model: Any, snapshots: Snapshots, database: Database, backend: Backend, store: CheckpointStore) -> int:
-    """Bring one model back; returns the next command's number."""
-    if model.next_seq > 0:
-        backend.create_model(model.id, lora_spec(adapter_of(model)))
-        backend.load_state(model.id, snapshots.path(model.id, model.next_seq), optimizer=True)
-    commands = database.read(lambda c: rows.executed(c, model.id, model.next_seq))
-    for row in commands:
-        body = database.read(lambda c, ids=[row.id]: rows.bodies(c, ids))[row.id]
-        _repeat(row, body, model, database, backend, store)
-    logger.info("model %s: %d commands repeated", model.id, len(commands))
-    return max(model.next_seq, database.read(lambda c: rows.highest_settled_seq(c, model.id)) + 1)
-
-
-async def recover(
-    engine: Engine, database: Database, backend: Backend, snapshots: Snapshots, store: CheckpointStore
-) -> None:
-    """Restore all living models. One that cannot be restored is failed, with its reason in the log; others go on."""
-    for model in database.read(model_rows.living):
-        try:
-            next_seq = await engine.on_backend(lambda model=model: _restore(model, snapshots, database, backend, store))
-        except Exception:
-            logger.exception("model %s cannot be restored", model.id)
-            backend.delete_model(model.id)
-            database.write(model_rows.set_model(model.id, status="failed"))
-            continue
-        engine.scheduler.open_model(model.id, next_seq)
+def _next_seq(connection: Connection, model: Any) -> int:
+    """The number of a model's next command."""
+    return max(model.next_seq, rows.highest_settled_seq(connection, model.id) + 1)

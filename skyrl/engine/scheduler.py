@@ -6,7 +6,7 @@ Pure bookkeeping. Does not know what a command does, nor the database.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from skyrl.engine.commands import Command
@@ -65,6 +65,12 @@ class Scheduler:
         self._samples: list[Command] = []
         self._running: dict[int, Command] = {}
         self._busy: set[str] = set()
+        self._suspects: set[str] = set()
+
+    def suspect(self, request_ids: Collection[str]) -> None:
+        """Requests that were running when the engine died: each runs before all others, and while nothing else does,
+        so that if it dies again it is known by whom."""
+        self._suspects |= set(request_ids)
 
     def open_model(self, model_id: str, next_seq: int = 0) -> None:
         if model_id not in self._queues:
@@ -77,7 +83,15 @@ class Scheduler:
         if queue is None:
             return []
         self._order.remove(model_id)
+        self._suspects.difference_update(command.request_id for command in queue.commands())
         return queue.commands()
+
+    def hold(self, model_id: str) -> None:
+        """Its commands wait until `release`."""
+        self._busy.add(model_id)
+
+    def release(self, model_id: str) -> None:
+        self._busy.discard(model_id)
 
     def add(self, command: Command) -> None:
         """Queue a command; its model is opened if it is not."""
@@ -100,8 +114,30 @@ class Scheduler:
         return ready
 
     def _next(self, model_id: str) -> Command | None:
+        head = self._head(model_id)
+        return None if head is None or (self._suspects and not self._may_run(head)) else head
+
+    def _head(self, model_id: str) -> Command | None:
         queue = self._queues.get(model_id)
         return None if queue is None or model_id in self._busy else queue.head()
+
+    def _may_run(self, head: Command) -> bool:
+        """What goes before all others, and what waits for it."""
+        if head.request_id in self._suspects:
+            return not self._running
+        heads = (self._head(model_id) for model_id in self._order)
+        due = any(other is not None and other.request_id in self._suspects for other in heads)
+        return not due and not any(command.request_id in self._suspects for command in self._running.values())
+
+    def _of_kinds(self, model_ids: Iterable[str], wanted: Callable[[Command], bool]) -> list[str]:
+        """Those whose next command is `wanted`; one alone if that is a suspect."""
+        ready = [m for m in model_ids if (head := self._next(m)) is not None and wanted(head)]
+        alone = ready and (head := self._head(ready[0])) is not None and head.request_id in self._suspects
+        return ready[:1] if alone else ready
+
+    def _together(self, taken: Command, head: Command) -> bool:
+        """Whether a pass may join the one before it."""
+        return self._suspects.isdisjoint((taken.request_id, head.request_id))
 
     def _run(self, commands: list[Command]) -> list[Command]:
         for command in commands:
@@ -114,12 +150,13 @@ class Scheduler:
         """These commands have been settled."""
         for command in commands:
             self._running.pop(command.n, None)
+            self._suspects.discard(command.request_id)
             if command.model_id is not None:
                 self._busy.discard(command.model_id)
 
     def take_passes(self, model_ids: Sequence[str]) -> list[Command]:
         """The next batch of passes of these models, each model's in order, up to its next barrier and its share."""
-        ready = [m for m in model_ids if (head := self._next(m)) is not None and head.is_pass]
+        ready = self._of_kinds(model_ids, lambda head: head.is_pass)
         if not ready:
             return []
         share = self.budget // len(ready)
@@ -127,7 +164,9 @@ class Scheduler:
         for model_id in ready:
             queue = self._queues[model_id]
             used = 0
-            while (head := queue.head()) is not None and head.is_pass and (used == 0 or used + head.size <= share):
+            while (head := queue.head()) is not None and head.is_pass:
+                if used and (used + head.size > share or not self._together(batch[-1], head)):
+                    break
                 used += head.size
                 batch.append(queue.take())
         return self._run(batch)
@@ -135,12 +174,12 @@ class Scheduler:
     def take_barriers(self, model_ids: Sequence[str]) -> list[Command]:
         """One command of each of these models whose next one is neither a pass nor a save nor a load."""
         kinds = PASSES | BESIDE
-        ready = [m for m in model_ids if (head := self._next(m)) is not None and head.kind not in kinds]
+        ready = self._of_kinds(model_ids, lambda head: head.kind not in kinds)
         return self._run([self._queues[model_id].take() for model_id in ready])
 
     def take_beside(self) -> list[Command]:
         """One command of each model whose next one is a save or a load."""
-        ready = [m for m in self._order if (head := self._next(m)) is not None and head.kind in BESIDE]
+        ready = self._of_kinds(self._order, lambda head: head.kind in BESIDE)
         return self._run([self._queues[model_id].take() for model_id in ready])
 
     def take_samples(self) -> list[Command]:

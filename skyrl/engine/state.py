@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 from sqlalchemy.exc import SQLAlchemyError
 
@@ -20,13 +21,16 @@ class EngineStatePublisher:
     def __init__(self, database: Database, api: Doorbell) -> None:
         self._database = database
         self._api = api
+        self._unpublished: Callable[[], None] | None = None
 
     def publish_url(self, url: str | None) -> None:
-        """A failed write is logged and never breaks the controller."""
+        """A failed write is logged and never breaks the controller; the next heartbeat tries again."""
+        self._unpublished = None
         try:
             self._database.write(lambda c: engine_state.publish_url(c, url))
-        except SQLAlchemyError:
-            logger.exception("the inference endpoint %s could not be published", url)
+        except SQLAlchemyError as error:
+            logger.error("the inference endpoint %s could not be published yet: %s", url, error)
+            self._unpublished = lambda: self.publish_url(url)
             return
         logger.info("inference endpoint: %s", url)
         self._api.ring(["state"])
@@ -45,6 +49,8 @@ class EngineStatePublisher:
 
     def beat(self) -> None:
         self._database.write(engine_state.beat)
+        if (again := self._unpublished) is not None:
+            again()
 
     def clear(self, reason: str) -> None:
         self._database.write(lambda c: engine_state.clear(c, reason))

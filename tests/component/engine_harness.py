@@ -25,8 +25,9 @@ from skyrl.db.migrate import migrate
 from skyrl.db.models import Adapter, Model, Models, models
 from skyrl.db.sessions import Session, Sessions
 from skyrl.db.writer import GroupCommitWriter
+from skyrl.engine.deaths import Deaths
 from skyrl.engine.loop import Engine
-from skyrl.engine.recovery import Snapshots, recover
+from skyrl.engine.recovery import Recovery, Snapshots
 from skyrl.futures.doorbell import SESSIONS, Doorbell, DoorbellListener
 from skyrl.futures.kinds import Kind
 from skyrl.futures.store import FutureStore, NewRequest
@@ -95,6 +96,7 @@ class Harness:
         self._engine: Engine | None = None
         self._running: asyncio.Task[None] | None = None
         self._api: Doorbell | None = None
+        self._deaths: Deaths | None = None
 
     def _on_ring(self, words: list[str]) -> None:
         task = asyncio.create_task(self.store.look(words))
@@ -111,11 +113,14 @@ class Harness:
         self.backend = FsdpBackend(self.config)
         self._api = Doorbell(self._doorbell)
         self.snapshots = Snapshots(self.config, self.database, self.backend)
+        deaths = self._deaths = Deaths(self.config.running_file)
+        store = self.checkpoint_store
         self._engine = Engine(
-            self.config, self.database, self.backend, None, self._api, None, self.snapshots, self.checkpoint_store
+            self.config, self.database, self.backend, None, self._api, None, self.snapshots, store, deaths
         )
         prepare(self)
-        await recover(self._engine, self.database, self.backend, self.snapshots, self.checkpoint_store)
+        self.recovery = Recovery(self._engine, self.database, self.backend, self.snapshots, store, deaths)
+        await self.recovery.run()
         self._running = asyncio.create_task(self._engine.run())
 
     async def stop(self) -> None:
@@ -146,7 +151,9 @@ class Harness:
 
     def _gone(self) -> None:
         assert self._api is not None
+        assert self._deaths is not None
         self._api.close()
+        self._deaths.close()
         self._running = self._engine = None
 
     async def close(self) -> None:

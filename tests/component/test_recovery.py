@@ -18,6 +18,7 @@ from skyrl.db.checkpoints import checkpoints
 from skyrl.db.models import Models
 from skyrl.engine.recovery import Snapshots
 from skyrl.futures.kinds import SAVES, Kind
+from skyrl.storage.base import StoreError
 from skyrl.storage.directories import safe_name
 
 AT_ONCE_S = 1e-9
@@ -311,3 +312,39 @@ async def test_numbers_given_by_the_server_go_on_after_forgotten_ones(harness: H
     assert numbers(harness, trainer.model_id) == []
     restarted = Models(harness.database, harness.writer)
     assert await restarted.next_seq(trainer.model_id) == 4
+
+
+async def test_model_waits_for_a_store_that_is_away_and_others_train(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine died between a load and its snapshot, and the checkpoint cannot be read for a while."""
+    with monkeypatch.context() as patched:
+        patched.setattr(Snapshots, "take", lambda *_: None)
+        saver, loader, ended = [await Trainer.create(harness) for _ in range(3)]
+        await saver.step(1)
+        path = (await saver.do(Kind.SAVE_WEIGHTS, path="start"))["path"]
+        for trainer in (loader, ended):
+            await trainer.do(Kind.LOAD_WEIGHTS, path=path, optimizer=True)
+        await loader.step(2)
+        before = await loader.state()
+        await harness.stop()
+    waiting = await loader.forward_backward(3)
+
+    def away(_: str) -> Any:
+        raise StoreError("no route to host")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(harness.checkpoint_store, "reading", away)
+        await harness.start()
+        assert (await saver.step(2))["optimizer_step"] == 2
+        await harness.recovery.retry()
+        await harness.end(ended.session)
+        assert harness.database.read(lambda c: rows.find_settled(c, [waiting])) == []
+        assert harness.model_row(loader.model_id).status == "ready"
+    await harness.recovery.retry()
+    await loader.result(waiting)
+    await loader.result(await loader.optim_step())
+    after = await loader.state()
+    await restart(harness)
+    assert await loader.state() == after != before
+    assert "not there any more" in ((await ended.fails(Kind.OPTIM_STEP)).error or "")

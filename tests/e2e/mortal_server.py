@@ -1,4 +1,4 @@
-"""A server whose API process is killed by tests, an upstream that never gives the same answer twice, and a client that
+"""A server whose processes are killed by tests, an upstream that never gives the same answer twice, and a client that
 insists. No vLLM.
 """
 
@@ -38,18 +38,25 @@ def insist(action: Callable[[], T]) -> T:
 
 
 class MortalServer(DemoServer):
-    """The launcher starts the API process again, 0.5 s after the first death, later after the second."""
+    """The launcher starts a process again, 0.5 s after its first death, later after the second."""
 
     def api(self) -> psutil.Process:
         """The API process; waits for one while there is none."""
+        return self._running("skyrl.api.server")
+
+    def engine(self) -> psutil.Process:
+        """The engine process; waits for one while there is none."""
+        return self._running("skyrl.engine.main")
+
+    def _running(self, module: str) -> psutil.Process:
         deadline = time.monotonic() + WAIT_S
         while time.monotonic() < deadline:
             for process in psutil.Process(self.pid).children(recursive=True):
                 with suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
-                    if process.cmdline()[-1:] == ["skyrl.api.server"]:
+                    if process.cmdline()[-1:] == [module]:
                         return process
             time.sleep(0.01)
-        raise AssertionError("there is no API process")
+        raise AssertionError(f"there is no process of {module}")
 
     def kill_api(self) -> None:
         """SIGKILL; returns when it is dead."""

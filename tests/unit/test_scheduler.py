@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections import defaultdict
+from collections import Counter, defaultdict
 
 import pytest
 
@@ -256,3 +256,45 @@ def test_unload_does_not_wait_for_a_missing_number() -> None:
     assert queue.last_row == last.n
     assert barriers_of(queue) == [last]
     assert queue.close_model("m") == [stuck]
+
+
+def test_suspects_run_alone_and_before_all_others() -> None:
+    commands = [command("a", 0), command("a", 1), command("a", 2), command("b", 0), barrier("b", 1), command("c", 0)]
+    queue = scheduler(*commands)
+    queue.suspect([commands[1].request_id, commands[3].request_id, commands[4].request_id])
+    batches: list[list[tuple[str | None, int | None]]] = []
+    while queue.has_work:
+        models = queue.ready_models()
+        for batch in (queue.take_passes(models), queue.take_barriers(models)):
+            if batch:
+                batches.append(places(batch))
+            queue.finish(batch)
+    assert batches[0] == [("b", 0)], "due at once, so nothing of other models runs before it"
+    assert Counter(itertools.chain(*batches)) == Counter(places(commands))
+    alone = {("a", 1), ("b", 0), ("b", 1)}
+    assert all(len(batch) == 1 for batch in batches if alone & set(batch)), batches
+
+
+def test_a_suspect_waits_for_what_runs_and_others_wait_for_it() -> None:
+    save, step, other = command("a", 0, Kind.SAVE_WEIGHTS), barrier("b", 0), command("c", 0, Kind.SAVE_WEIGHTS)
+    queue = scheduler(save)
+    assert queue.take_beside() == [save]
+    for each in (step, other):
+        queue.add(each)
+    queue.suspect([step.request_id])
+    assert not queue.has_work
+    assert queue.take_beside() == []
+    queue.finish([save])
+    assert queue.take_barriers(queue.ready_models()) == [step]
+    assert queue.take_beside() == []
+    queue.finish([step])
+    assert queue.take_beside() == [other]
+
+
+def test_a_suspect_of_a_closed_model_holds_nobody_up() -> None:
+    poison, other = command("a", 0), command("b", 0)
+    queue = scheduler(poison, other)
+    queue.suspect([poison.request_id])
+    assert queue.take_passes(["b"]) == []
+    queue.close_model("a")
+    assert queue.take_passes(["b"]) == [other]

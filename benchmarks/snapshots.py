@@ -1,0 +1,66 @@
+"""Rows about snapshots: how long one keeps the backend's thread from training, and how many bytes it writes.
+
+In this process, without a server: the real backend, database and disk.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.series import quantile
+from benchmarks.stage import Stage
+from benchmarks.table import Row
+from skyrl.backends.base import AdamParams, Datum, LoraSpec, TrainingPass
+from skyrl.backends.fsdp.backend import FsdpBackend
+from skyrl.config import load_config
+from skyrl.db.database import Database
+from skyrl.db.migrate import migrate
+from skyrl.engine.recovery import Snapshots
+from skyrl.tiny import model_path
+
+RANKS = (8, 32)
+REPEATS = 20
+MEGABYTE = 1e6
+
+
+def snapshots(stage: Stage) -> list[Row]:
+    rows = []
+    for rank, spent, size in run(REPEATS // 4 if stage.quick else REPEATS):
+        stage.raw.append({"row": "snapshots", "rank": rank, "milliseconds": spent, "bytes": size})
+        note = f"p95 {quantile(spent, 0.95):.1f} ms, {size / MEGABYTE:.2f} MB"
+        rows.append(Row("snapshots", f"one snapshot, rank {rank}, p50", "ms", quantile(spent, 0.5), note=note))
+    return rows
+
+
+def run(repeats: int) -> list[tuple[int, list[float], int]]:
+    """Ranks of the tiny model's adapters, with the milliseconds of each snapshot and the bytes of one: weights,
+    moments and a pending gradient."""
+    with tempfile.TemporaryDirectory(prefix="skyrl-snapshots-") as state_dir:
+        config = load_config({"state_dir": Path(state_dir), "base_model": str(model_path())})
+        database = Database(config.database)
+        try:
+            migrate(database)
+            backend = FsdpBackend(config)
+            taking = Snapshots(config, database, backend)
+            return [(rank, *_take(f"rank-{rank}", rank, repeats, backend, taking)) for rank in RANKS]
+        finally:
+            database.close()
+
+
+def _take(model_id: str, rank: int, repeats: int, backend: FsdpBackend, taking: Snapshots) -> tuple[list[float], int]:
+    tokens = np.arange(9)
+    some_pass = TrainingPass(model_id, [Datum(tokens[:-1], {"target_tokens": tokens[1:]})], "cross_entropy")
+    backend.create_model(model_id, LoraSpec(rank, 32.0, seed=1))
+    backend.run([some_pass])
+    backend.optim_step(model_id, AdamParams())
+    backend.run([some_pass])
+    spent: list[float] = []
+    for next_seq in range(1, repeats + 1):
+        began = time.perf_counter()
+        taking.take(model_id, next_seq)
+        spent.append((time.perf_counter() - began) * 1e3)
+    return spent, sum(file.stat().st_size for file in taking.path(model_id, repeats).iterdir())

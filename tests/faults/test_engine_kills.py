@@ -1,0 +1,193 @@
+"""The engine of a real server is killed (SIGKILL) at every stage of its work; its clients notice a wait, at most.
+
+The moment is no luck: the engine is stopped while a command is acknowledged, and its commit is held back until it dies.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from skyrl.storage.base import MANIFEST
+from tests.e2e.conftest import SLOW_START_S
+from tests.e2e.mortal_server import JSON, WAIT_S, Client, MortalServer, Upstream
+
+AFTER_EVERY_STEP_S = 0.000_001
+STEP = {"adam_params": {"learning_rate": 0.01}}
+
+
+Send = Callable[[], str]
+"""Sends a command; returns its request id."""
+Death = Callable[[MortalServer, Send], str]
+LONG_PASS = 60
+"""Sequences of 500 tokens: seconds, however fast the machine."""
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[MortalServer]:
+    """Snapshots after every step, and no vLLM: samples go to a stand-in."""
+    with Upstream() as upstream:
+        flags = ("--served-model-name", "tiny", "--external-inference-url", upstream.url)
+        running = MortalServer(tmp_path / "state", *flags, "--snapshot-interval-s", f"{AFTER_EVERY_STEP_S:f}")
+        running.start()
+        try:
+            running.wait_ready(SLOW_START_S)
+            yield running
+        finally:
+            running.stop()
+
+
+@pytest.fixture
+def client(server: MortalServer) -> Iterator[Client]:
+    with closing(Client(server.url)) as connected:
+        yield connected
+
+
+def datums(seed: int, count: int = 1, length: int = 9) -> dict[str, Any]:
+    """A forward_backward's body."""
+    data = []
+    for number in range(count):
+        tokens = [(20 + seed + 7 * number + step) % 500 for step in range(length + 1)]
+        inputs = {"target_tokens": {"data": tokens[1:], "dtype": "int64", "shape": [length]}}
+        data.append({"model_input": {"chunks": [{"tokens": tokens[:-1]}]}, "loss_fn_inputs": inputs})
+    return {"forward_backward_input": {"data": data, "loss_fn": "cross_entropy"}}
+
+
+@dataclass
+class Model:
+    """One in training; models of the same seed are the same. Sends commands in their order."""
+
+    client: Client
+    number: int
+    seq_id: int = 0
+    id: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        wanted = {"session_id": self.client.session, "model_seq_id": self.number, "base_model": "tiny"}
+        wanted |= {"lora_config": {"rank": 4, "seed": 1}}
+        self.id = self.outcome(self.client.ok("create_model", wanted)["request_id"])["model_id"]
+
+    def send(self, route: str, body: dict[str, Any]) -> str:
+        self.seq_id += 1
+        return self.client.ok(route, {"model_id": self.id, "seq_id": self.seq_id} | body)["request_id"]
+
+    def outcome(self, request_id: str) -> dict[str, Any]:
+        return json.loads(self.client.result(request_id, accept=JSON))
+
+
+def is_run(server: MortalServer, request_id: str, deaths: int) -> bool:
+    """Whether the engine runs the command now, and that many engines have died of it before."""
+    try:
+        noted = json.loads((server.state_dir / "running.json").read_text().partition("\n")[0])
+    except ValueError:  # it is just being written
+        return False
+    return request_id in noted["running"] and noted["deaths"].get(request_id, 0) == deaths
+
+
+def kill(engine: psutil.Process) -> None:
+    engine.kill()
+    engine.wait(WAIT_S)
+
+
+def kill_when_running(server: MortalServer, engine: psutil.Process, request_id: str, deaths: int = 0) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not is_run(server, request_id, deaths):
+        assert time.monotonic() < deadline, "the command does not run"
+        time.sleep(0.001)
+    kill(engine)
+
+
+def kill_while_queueing(server: MortalServer, send: Send) -> str:
+    """The command was acknowledged, and the engine has not read it."""
+    engine = server.engine()
+    engine.suspend()
+    request_id = send()
+    kill(engine)
+    return request_id
+
+
+def kill_while_running(server: MortalServer, send: Send) -> str:
+    """The engine is at the command, or done with it and waiting for its commit."""
+    engine = server.engine()
+    engine.suspend()
+    request_id = send()
+    with server.commits_held():
+        engine.resume()
+        kill_when_running(server, engine, request_id)
+    return request_id
+
+
+def weights(server: MortalServer, model: Model, name: str) -> dict[str, bytes]:
+    """A saved checkpoint's files."""
+    query = f"SELECT store_key FROM checkpoints WHERE model_id = '{model.id}' AND name = '{name}'"
+    ((key,),) = server.ask(query)
+    files = (server.state_dir / "checkpoints" / key).iterdir()
+    return {file.name: file.read_bytes() for file in files if file.name != MANIFEST}
+
+
+ROUTES = ("forward_backward", "forward_backward", "optim_step", "save_weights") * 3
+DEATHS = {0: kill_while_queueing, 5: kill_while_running, 6: kill_while_running, 7: kill_while_running}
+"""By index in ROUTES: of a command that waits, of the second pass of a step, of a step, of a save."""
+
+
+def learn(server: MortalServer, model: Model, deaths: Mapping[int, Death], between: Callable[[], object]) -> Any:
+    """Run ROUTES; returns what passes and steps answered, and what was saved. Calls `between` after each death."""
+    answers = []
+    for index, route in enumerate(ROUTES):
+        bodies = {"optim_step": STEP, "save_weights": {"path": f"at-{index}"}, "forward_backward": datums(index)}
+
+        def send(route: str = route, body: dict[str, Any] = bodies[route]) -> str:
+            return model.send(route, body)
+
+        if index in deaths:
+            request_id = deaths[index](server, send)
+            between()
+        else:
+            request_id = send()
+        answers.append(model.outcome(request_id))
+    assert not [answer for answer in answers if "error" in answer]
+    saves = [index for index, route in enumerate(ROUTES) if route == "save_weights"]
+    computed = [answer for index, answer in enumerate(answers) if index not in saves]
+    return computed, [weights(server, model, f"at-{index}") for index in saves]
+
+
+def test_an_engine_killed_at_every_stage_changes_no_bit_and_stops_no_sample(
+    server: MortalServer, client: Client
+) -> None:
+    sampler, numbers = client.sampler(), itertools.count()
+
+    def sample() -> None:
+        client.result(client.sample(sampler, next(numbers))["request_id"])
+
+    undisturbed = learn(server, Model(client, 0), {}, sample)
+    assert learn(server, Model(client, 1), DEATHS, sample) == undisturbed
+    assert next(numbers) == len(DEATHS)
+
+
+def test_a_command_that_kills_the_engine_twice_is_skipped_and_the_only_one(
+    server: MortalServer, client: Client
+) -> None:
+    """A pass that takes long enough to be seen, between others of its model."""
+    poisoned, clean = Model(client, 0), Model(client, 1)
+    engine = server.engine()
+    engine.suspend()
+    before = poisoned.send("forward_backward", datums(1))
+    poison = poisoned.send("forward_backward", datums(2, count=LONG_PASS, length=500))
+    after = [poisoned.send("forward_backward", datums(3)), poisoned.send("optim_step", STEP)]
+    engine.resume()
+    kill_when_running(server, engine, poison)
+    kill_when_running(server, server.engine(), poison, deaths=1)
+    failed = poisoned.outcome(poison)
+    assert failed["category"] == "server"
+    assert "the engine died 2 times while it ran this command" in failed["error"]
+    without = [clean.send("forward_backward", datums(seed)) for seed in (1, 3)] + [clean.send("optim_step", STEP)]
+    assert [poisoned.outcome(each) for each in (before, *after)] == [clean.outcome(each) for each in without]
