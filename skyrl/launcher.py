@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import logging
+import os
 import secrets
 import shutil
 import signal
@@ -15,7 +16,8 @@ import socket
 import sys
 import tempfile
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
@@ -27,7 +29,9 @@ from skyrl.db.database import Database
 from skyrl.db.migrate import migrate
 from skyrl.db.stores import claim_store
 from skyrl.inference.placement import LocalPlacement, Placement, ServerHandle, free_port
+from skyrl.inference.vllm_client import VllmClient
 from skyrl.inference.vllm_command import cuda_devices, plugin_installed, vllm_spec
+from skyrl.inference.watchdog import Watchdog
 from skyrl.runtime import RUNTIME_ENV, Runtime, set_up_process
 from skyrl.supervision import SupervisedProcess
 
@@ -36,17 +40,54 @@ logger = logging.getLogger(__name__)
 API_GRACE_S = 15.0
 ENGINE_GRACE_S = 20.0
 INFERENCE_GRACE_S = 5.0
+LONGEST_TMPDIR = 50
+"""A socket's path has 107 characters at most, and vLLM names its own by UUIDs."""
 
 
-def _lock(state_dir: Path) -> IO[str]:
+def lock_state_dir(state_dir: Path) -> IO[str]:
     """One server per state directory. Raises ConfigError when another one holds it."""
     state_dir.mkdir(parents=True, exist_ok=True)
     lock = (state_dir / "lock").open("w")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
+        lock.close()
         raise ConfigError(f"state-dir: another skyrl server is running in {state_dir}") from error
     return lock
+
+
+@contextmanager
+def private_directory(state_dir: Path) -> Iterator[Path]:
+    """A directory for sockets and secrets that only this user may enter; `state_dir/run` leads to it. Gone at exit.
+
+    It is locked, which keeps those who tidy temporary directories (systemd-tmpfiles) off a server that runs for weeks.
+    """
+    run = state_dir / "run"
+    if run.is_symlink():
+        _remove_unlocked(run.readlink())
+        run.unlink()
+    parent = None if len(tempfile.gettempdir()) <= LONGEST_TMPDIR else "/tmp"
+    directory = Path(tempfile.mkdtemp(prefix="skyrl-", dir=parent))
+    run.symlink_to(directory)
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield directory
+    finally:
+        os.close(descriptor)
+        shutil.rmtree(directory, ignore_errors=True)
+        run.unlink()
+
+
+def _remove_unlocked(directory: Path) -> None:
+    """Remove what a killed launcher left, unless a server lives there: `state_dir` may be a copy of that one's."""
+    with suppress(OSError):
+        descriptor = os.open(directory, os.O_RDONLY)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(directory)
+        finally:
+            os.close(descriptor)
 
 
 def _check_port(config: ServerConfig) -> None:
@@ -82,11 +123,10 @@ class Launcher:
             if config.backend != "none":
                 await asyncio.to_thread(claim_store, config, database)
             database.write(lambda c: engine_state.clear(c, "the engine is starting"))
-            directory = Path(tempfile.mkdtemp(prefix="skyrl-"))
             try:
-                await self._run_processes(stop, directory)
+                with private_directory(config.state_dir) as directory:
+                    await self._run_processes(stop, directory)
             finally:
-                shutil.rmtree(directory, ignore_errors=True)
                 database.write(lambda c: engine_state.clear(c, "the server has stopped"))
         finally:
             database.close()
@@ -94,6 +134,7 @@ class Launcher:
     async def _run_processes(self, stop: asyncio.Event, directory: Path) -> None:
         config = self._config
         inference: ServerHandle | None = None
+        watching: list[asyncio.Task[None]] = []
         key = config.external_inference_api_key
         if config.manages_inference:
             if not plugin_installed():
@@ -104,7 +145,9 @@ class Launcher:
             key = secrets.token_urlsafe(32)
             port = config.backend_config.inference.port or free_port()
             devices = cuda_devices()
-            inference = await self._placement.start(vllm_spec(config, port, key, cuda=bool(devices), devices=devices))
+            spec = vllm_spec(config, port, key, cuda=bool(devices), devices=devices, directory=directory)
+            inference = await self._placement.start(spec)
+            watching.append(asyncio.create_task(self._watch(inference, key)))
         runtime = Runtime(config, directory, inference.url if inference is not None else None, key)
         environment = {
             RUNTIME_ENV: str(runtime.write()),
@@ -116,22 +159,38 @@ class Launcher:
         if config.backend != "none":
             processes.append(self._process("engine", environment))
         running = [asyncio.create_task(process.run()) for process in processes]
-        announcing = asyncio.create_task(self._announce())
+        watching.append(asyncio.create_task(self._announce()))
         try:
             await stop.wait()
         finally:
-            announcing.cancel()
+            for task in watching:
+                task.cancel()
             logger.info("stopping")
             await api.stop(API_GRACE_S)
             for process in processes[1:]:
                 await process.stop(ENGINE_GRACE_S)
             if inference is not None:
                 await self._placement.stop(inference, INFERENCE_GRACE_S)
-            await asyncio.gather(*running, announcing, return_exceptions=True)
+            await asyncio.gather(*running, *watching, return_exceptions=True)
 
     def _process(self, name: str, environment: dict[str, str]) -> SupervisedProcess:
         module = {"api": "skyrl.api.server", "engine": "skyrl.engine.main"}[name]
         return SupervisedProcess(name, _python(module), environment, self._logs / f"{name}.log")
+
+    async def _watch(self, server: ServerHandle, key: str) -> None:
+        options = self._config.backend_config.inference
+        client = VllmClient(server.url, key)
+        watchdog = Watchdog(
+            client,
+            server,
+            interval_s=options.probe_interval_s,
+            health_timeout_s=options.health_timeout_s,
+            step_timeout_s=options.step_timeout_s,
+        )
+        try:
+            await watchdog.run()
+        finally:
+            await client.close()
 
     async def _announce(self) -> None:
         """Say once when the server is ready, and every 30 s before that what is missing."""
@@ -166,7 +225,7 @@ def serve(config: ServerConfig) -> None:
     Raises ConfigError (port, state directory, options of vLLM) and SchemaError (a database from a newer version).
     """
     set_up_process(config)
-    with _lock(config.state_dir):
+    with lock_state_dir(config.state_dir):
         logger.info(
             "serving %s on %s:%d, state in %s",
             config.served_names[0],

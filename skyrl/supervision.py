@@ -111,6 +111,16 @@ class SupervisedProcess:
             _kill_group(self._child.pid)
         await self._ended.wait()
 
+    def kill(self, pid: int) -> bool:
+        """SIGKILL to the child's group if the child is still the process `pid`: `run` then starts it again.
+
+        Says whether it was. Also ends a child that is stopped (SIGSTOP), which hears no other signal.
+        """
+        if self.pid != pid:
+            return False
+        _kill_group(pid)
+        return True
+
     def log_tail(self, lines: int = 20) -> str:
         """The last lines of the log, for a message to the user."""
         with self.log_path.open("rb") as log:

@@ -49,6 +49,10 @@ class ServerHandle(Protocol):
 
     def log_tail(self, lines: int = 20) -> str: ...
 
+    def kill(self, pid: int) -> bool:
+        """End the server at once if it is still the process `pid`; says whether it was."""
+        ...
+
 
 class Placement(Protocol):
     """Starts servers somewhere. `stop` returns once nothing of the server is left running."""
@@ -80,6 +84,9 @@ class LocalServer:
 
     def log_tail(self, lines: int = 20) -> str:
         return self.process.log_tail(lines)
+
+    def kill(self, pid: int) -> bool:
+        return self.process.kill(pid)
 
 
 class LocalPlacement:

@@ -13,6 +13,9 @@ import httpx
 
 WARM_UP_ADAPTER = "skyrl-warm-up"
 
+Probe = Literal["/health", "/is_sleeping"]
+"""The API server answers the first by itself; for the second it asks the engine core, which answers between steps."""
+
 
 class VllmError(RuntimeError):
     """vLLM answered with an error; `status` is the HTTP status, the message is vLLM's."""
@@ -45,6 +48,19 @@ class VllmClient:
         except httpx.TransportError:
             return False
         return response.status_code == httpx.codes.OK
+
+    async def hangs(self, probe: Probe, within_s: float) -> bool:
+        """Whether a server that takes connections gives no answer in time, or none but that its engine is dead.
+
+        One that takes none (not yet, not any more) or breaks off does not hang: it starts, or it ends.
+        """
+        try:
+            response = await self._http.get(probe, timeout=within_s)
+        except httpx.TimeoutException:
+            return True
+        except httpx.TransportError:
+            return False
+        return response.status_code == httpx.codes.SERVICE_UNAVAILABLE
 
     async def models(self) -> list[str]:
         """Names of the base model and of every registered adapter."""

@@ -12,6 +12,7 @@ import math
 import os
 import re
 import sys
+import tempfile
 from collections.abc import Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -36,6 +37,10 @@ _ENV = {
     "VLLM_MAX_STOP_STRINGS": "64",  # default 4; Tinker has no limit
     # uvicorn's default closes idle connections after 5 s, just as a pool sends the next request on one.
     "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "120",
+    # What its processes say to each other stays on this machine; the defaults are whatever its name resolves to.
+    "VLLM_HOST_IP": HOST,
+    "GLOO_SOCKET_IFNAME": "lo",
+    "NCCL_SOCKET_IFNAME": "lo",
     "TOKENIZERS_PARALLELISM": "false",
     # vLLM imports 5,000 modules: ready after 27 s without byte code, 16 s with. Empty means "do write it".
     "PYTHONDONTWRITEBYTECODE": "",
@@ -51,8 +56,17 @@ _CPU_ENV = {
 }
 
 
-def vllm_spec(config: ServerConfig, port: int, api_key: str, *, cuda: bool, devices: Sequence[str] = ()) -> ServerSpec:
-    """The server for this configuration. `devices`: CUDA devices of this machine, the trainer's first.
+def vllm_spec(
+    config: ServerConfig,
+    port: int,
+    api_key: str,
+    *,
+    cuda: bool,
+    devices: Sequence[str] = (),
+    directory: Path | None = None,
+) -> ServerSpec:
+    """The server for this configuration. `devices`: CUDA devices of this machine, the trainer's first. `directory`
+    takes the sockets between its processes and its temporary files, which vLLM leaves behind however it ends.
 
     Raises ConfigError for options of vLLM that skyrl sets itself, and for tensor parallelism without GPUs.
     """
@@ -62,6 +76,11 @@ def vllm_spec(config: ServerConfig, port: int, api_key: str, *, cuda: bool, devi
         raise ConfigError(f"engine_init_kwargs: '{taken[0]}' is set by skyrl and cannot be passed through")
     local = Path(config.base_model_path).is_dir()
     env = _ENV | {"VLLM_API_KEY": api_key}
+    if directory is not None:
+        env["TMPDIR"] = str(directory)
+        if cuda:  # what is compiled is for the next start too; torch's own default is in TMPDIR
+            cache = f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}"
+            env["TORCHINDUCTOR_CACHE_DIR"] = os.environ.get("TORCHINDUCTOR_CACHE_DIR", cache)
     if local:
         env |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
     options = _common_options(config, port, api_key)

@@ -159,6 +159,22 @@ async def test_group_of_a_crashed_child_is_gone_before_the_restart(tmp_path: Pat
     await running
 
 
+async def test_killed_child_is_started_again_also_when_it_was_stopped(tmp_path: Path) -> None:
+    process = child(tmp_path, "import os, time; print(os.getpid(), flush=True); time.sleep(600)", first_delay_s=0.05)
+    running = asyncio.create_task(process.run())
+    await until(lambda: process.pid and process.log_tail() == str(process.pid))
+    pid = process.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    assert process.kill(pid)
+    await until(lambda: process.pid not in (None, pid) and process.log_tail().endswith(f"\n{process.pid}"))
+    assert not alive(pid)
+    assert not process.kill(pid), "that one is not there any more"
+    assert process.restarts == 1
+    await process.stop()
+    await running
+
+
 async def test_cancelling_run_kills_at_once(tmp_path: Path) -> None:
     process = child(tmp_path, SLEEP)
     running = asyncio.create_task(process.run())

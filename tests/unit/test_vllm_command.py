@@ -71,6 +71,8 @@ def test_it_listens_on_loopback_with_a_key_that_is_not_in_the_arguments(model: P
     assert server.url == "http://127.0.0.1:9123"
     assert server.env["VLLM_API_KEY"] == "secret"
     assert not any("secret" in word for word in server.argv)
+    assert server.env["VLLM_HOST_IP"] == "127.0.0.1"
+    assert server.env["GLOO_SOCKET_IFNAME"] == server.env["NCCL_SOCKET_IFNAME"] == "lo"
 
 
 def test_it_is_a_pure_function_and_servers_draw_different_samples(model: Path) -> None:
@@ -215,3 +217,15 @@ def test_cuda_devices_are_counted_without_torch(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(vllm_command.os, "listdir", lambda _: ["nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"])
     assert cuda_devices() == ["0", "1"]
+
+
+def test_temporary_files_go_to_the_given_directory_and_what_is_compiled_stays(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    config, directory = config_of(model), tmp_path / "private"
+    assert vllm_spec(config, 1, "k", cuda=False, directory=directory).env["TMPDIR"] == str(directory)
+    on_gpu = vllm_spec(config, 1, "k", cuda=True, directory=directory).env
+    assert directory not in Path(on_gpu["TORCHINDUCTOR_CACHE_DIR"]).parents
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/chosen")
+    assert vllm_spec(config, 1, "k", cuda=True, directory=directory).env["TORCHINDUCTOR_CACHE_DIR"] == "/chosen"

@@ -1,0 +1,77 @@
+"""What a server leaves behind, however it ends: nothing. The whole tree of processes, sockets, files, shared memory."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+
+from skyrl.demo.server import DemoServer
+from tests.e2e.conftest import SLOW_START_S, find_process
+
+pytestmark = pytest.mark.vllm
+
+ENDED_S = 300.0
+
+
+@dataclass
+class Tree:
+    """All processes of a running server, and the shared memory that they have names for."""
+
+    processes: list[psutil.Process]
+    shared: set[str]
+
+    def assert_gone(self) -> None:
+        _, alive = psutil.wait_procs(self.processes, timeout=ENDED_S)
+        assert [p for p in alive if p.status() != psutil.STATUS_ZOMBIE] == []
+        assert [path for path in self.shared if os.path.exists(path)] == []
+
+
+def tree_of(server: DemoServer) -> Tree:
+    processes = [psutil.Process(server.pid), *psutil.Process(server.pid).children(recursive=True)]
+    shared = {region.path for process in processes for region in process.memory_maps() if "/dev/shm/" in region.path}
+    assert any("EngineCore" in " ".join(process.cmdline()) for process in processes), "grandchildren are in it"
+    return Tree(processes, shared)
+
+
+@pytest.fixture
+def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The server's directory for temporary files; one with a short path, as sockets need."""
+    directory = Path(tempfile.mkdtemp(prefix="t-", dir="/tmp"))
+    monkeypatch.setenv("TMPDIR", str(directory))
+    yield directory
+    shutil.rmtree(directory)
+
+
+def test_nothing_is_left_of_a_killed_launcher_nor_of_a_server_that_was_stopped_while_vllm_hangs(
+    temporary: Path, tmp_path: Path
+) -> None:
+    server = DemoServer(tmp_path)
+    server.start()
+    try:
+        server.wait_ready(SLOW_START_S)
+        tree, left = tree_of(server), (tmp_path / "run").resolve()
+        os.kill(server.pid, signal.SIGKILL)
+        server.stop()
+        tree.assert_gone()
+        assert list(temporary.iterdir()) == [left], "nobody is there to remove it before the next start"
+
+        server.start()
+        server.wait_ready(SLOW_START_S)
+        assert not left.exists()
+        assert list(temporary.iterdir()) == [(tmp_path / "run").resolve()]
+        tree = tree_of(server)
+        find_process(server, "EngineCore").suspend()
+        server.stop()
+        tree.assert_gone()
+        assert list(temporary.iterdir()) == []
+        assert not (tmp_path / "run").is_symlink()
+    finally:
+        server.stop()

@@ -1,0 +1,157 @@
+"""vLLM hangs or dies under two tenants' hands: it is replaced, and each gets what its own weights say.
+
+One server whose bounds for a hang are short.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import httpx
+import psutil
+import pytest
+import tinker
+from tinker import types
+
+from skyrl.demo.server import DemoServer
+from tests.e2e.conftest import SLOW_START_S, cross_entropy, find_process, train, vllm_of
+
+pytestmark = pytest.mark.vllm
+
+HANG_S = 20.0
+"""Long enough for the slowest step of the tiny model (the first ones) on a slow machine."""
+PROMPT = [5, 6, 7, 8]
+SHORT, LONG = 12, 1500
+API_SERVER, ENGINE = "vllm.entrypoints.openai.api_server", "EngineCore"
+
+
+@dataclass
+class Tenant:
+    """A client with weights of its own, and what they say."""
+
+    sampler: tinker.SamplingClient
+    tokens: list[int]
+    logprobs: list[float]
+
+    def sample(self, length: int) -> types.SampledSequence:
+        return _sample(self.sampler, length)
+
+    def assert_own_weights(self, sample: types.SampledSequence) -> None:
+        assert sample.tokens[:SHORT] == self.tokens
+        assert sample.logprobs is not None
+        assert sample.logprobs[:SHORT] == pytest.approx(self.logprobs, abs=1e-4)
+
+
+def _sample(sampler: tinker.SamplingClient, length: int) -> types.SampledSequence:
+    params = types.SamplingParams(max_tokens=length, temperature=0.0, stop=[])
+    return sampler.sample(types.ModelInput.from_ints(PROMPT), 1, params).result().sequences[0]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DemoServer]:
+    bounds = {"probe_interval_s": 0.5, "health_timeout_s": HANG_S, "step_timeout_s": HANG_S}
+    running = DemoServer(tmp_path_factory.mktemp("hangs"), backend_config={"generator": {"inference_engine": bounds}})
+    running.start()
+    try:
+        running.wait_ready(SLOW_START_S)
+        yield running
+    finally:
+        running.stop()
+
+
+@pytest.fixture(scope="module")
+def tenants(server: DemoServer) -> Iterator[list[Tenant]]:
+    """Two, who have trained different things."""
+    clients, found = [], []
+    for name, first in (("tml-one", 20), ("tml-two", 90)):
+        client = tinker.ServiceClient(base_url=server.url, api_key=name)
+        clients.append(client)
+        trainer = client.create_lora_training_client(base_model="tiny", rank=8, seed=first).result()
+        train(trainer, [cross_entropy(PROMPT + list(range(first, first + 20)))], 6, 2e-2)
+        sampler = trainer.save_weights_and_get_sampling_client().result()
+        said = _sample(sampler, SHORT)
+        assert said.logprobs is not None
+        found.append(Tenant(sampler, list(said.tokens), list(said.logprobs)))
+    assert found[0].logprobs != pytest.approx(found[1].logprobs, abs=0.1)
+    yield found
+    for client in clients:
+        client.close("success").result()
+
+
+@pytest.mark.parametrize(
+    ("victim", "how"),
+    [(ENGINE, signal.SIGSTOP), (API_SERVER, signal.SIGSTOP), (API_SERVER, signal.SIGKILL)],
+    ids=["the engine hangs", "the API server hangs", "killed"],
+)
+def test_each_tenant_gets_its_own_weights_from_the_next_vllm(
+    server: DemoServer, tenants: list[Tenant], victim: str, how: signal.Signals
+) -> None:
+    leader = find_process(server, API_SERVER)
+    old = [leader, *leader.children(recursive=True)]
+    generation = server.status()["inference_generation"]
+    with ThreadPoolExecutor(8) as pool:
+        in_flight = [pool.submit(tenant.sample, LONG) for tenant in tenants for _ in range(2)]
+        while server.status()["samples"]["in_flight"] < len(in_flight):
+            time.sleep(0.01)
+        os.kill(find_process(server, victim).pid, how)
+        later = [pool.submit(tenant.sample, SHORT) for tenant in tenants for _ in range(2)]
+        for who, (before, after) in enumerate(zip(in_flight, later, strict=True)):
+            assert len(before.result().tokens) == LONG
+            tenants[who // 2].assert_own_weights(before.result())
+            tenants[who // 2].assert_own_weights(after.result())
+    assert not [process for process in old if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+    assert server.status()["inference_generation"] > generation, "the URL was withdrawn and published again"
+
+
+def test_a_killed_api_costs_no_sample_and_no_command(server: DemoServer, tenants: list[Tenant]) -> None:
+    """With the SDK, the trainer and vLLM at work; the losses are those of commands that ran once each, in order."""
+    data = [cross_entropy(PROMPT + list(range(40, 60)))]
+    steps = 12
+    with tinker.ServiceClient(base_url=server.url, api_key="tml-trains") as client, ThreadPoolExecutor(8) as pool:
+        twin = client.create_lora_training_client(base_model="tiny", rank=8, seed=3).result()
+        undisturbed = train(twin, data, steps, 1e-2)
+        trainer = client.create_lora_training_client(base_model="tiny", rank=8, seed=3).result()
+        samples = [pool.submit(tenant.sample, LONG) for tenant in tenants]
+        while server.status()["samples"]["in_flight"] < len(samples):
+            time.sleep(0.01)
+        training = pool.submit(train, trainer, data, steps, 1e-2)
+        while server.status()["requests_pending"] <= len(samples) and not training.done():
+            time.sleep(0.01)
+        find_process(server, "skyrl.api.server").kill()
+        assert training.result() == undisturbed
+        for tenant, sample in zip(tenants, samples, strict=True):
+            assert len(sample.result().tokens) == LONG
+            tenant.assert_own_weights(sample.result())
+
+
+def test_nothing_of_the_server_listens_for_other_machines(server: DemoServer) -> None:
+    """Sockets with a path are in the private directory."""
+    private = (server.state_dir / "run").resolve()
+    assert private.stat().st_mode & 0o777 == 0o700
+    paths, addresses = set(), set()
+    for process in [psutil.Process(server.pid), *psutil.Process(server.pid).children(recursive=True)]:
+        for connection in process.net_connections("all"):
+            if isinstance(connection.laddr, str):
+                paths.add(connection.laddr)
+            elif connection.status == psutil.CONN_LISTEN or connection.type != 1:
+                addresses.add(connection.laddr.ip)
+    assert addresses == {"127.0.0.1"}
+    assert {os.path.dirname(path) for path in paths if path} == {str(private)}
+
+
+def test_every_route_of_vllm_asks_for_the_key(server: DemoServer) -> None:
+    """The key is in the memory of the server's own processes and in the private directory, nowhere else."""
+    url, key = vllm_of(server)
+    assert key not in " ".join(find_process(server, API_SERVER).cmdline())
+    with httpx.Client(base_url=url, timeout=60, trust_env=False) as anybody:
+        document = anybody.get("/openapi.json", headers={"Authorization": f"Bearer {key}"}).json()
+        routes = [(method, path) for path, methods in document["paths"].items() for method in methods]
+        assert {("post", "/pause"), ("post", "/sleep"), ("post", "/collective_rpc")} <= set(routes)
+        for method, path in routes:
+            for wrong in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": f"Bearer {key[:-1]}"}):
+                assert anybody.request(method, path, headers=wrong).status_code == 401, (method, path)

@@ -1,0 +1,146 @@
+"""What counts as a hang of vLLM and what does not: a scripted server on a real socket, and a process in name only."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+
+from skyrl.inference.placement import free_port
+from skyrl.inference.vllm_client import VllmClient
+from skyrl.inference.watchdog import Watchdog
+
+INTERVAL_S = 0.05
+LONG_S = 1000.0
+SILENCE = None
+WELL, DEAD = 200, 503
+
+Answer = Callable[[int], int | None]
+"""The status for the n-th question (from 0); `SILENCE` takes it and never answers."""
+
+
+class Upstream:
+    """Answers by path; counts the questions."""
+
+    def __init__(self, **answers: Answer) -> None:
+        self.url = ""
+        self.asked: Counter[str] = Counter()
+        self._answers = answers
+        self._connections: set[asyncio.Task[None]] = set()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while head := await reader.read(65_536):
+                path = head.split()[1].decode().removeprefix("/")
+                status = self._answers[path](self.asked[path])
+                self.asked[path] += 1
+                if status is not SILENCE:
+                    writer.write(f"HTTP/1.1 {status} x\r\ncontent-length: 0\r\n\r\n".encode())
+        finally:
+            writer.close()
+
+    def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._connections.add(asyncio.create_task(self._serve(reader, writer)))
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        server = await asyncio.start_server(self._connected, "127.0.0.1", 0)
+        host, port = server.sockets[0].getsockname()
+        self.url = f"http://{host}:{port}"
+        try:
+            yield
+        finally:
+            server.close()
+            for connection in self._connections:
+                connection.cancel()
+            await asyncio.gather(*self._connections, return_exceptions=True)
+
+
+class Process:
+    """A server's process as the watchdog sees it."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.restarts = 0
+        self.looked = 0
+        self.killed = asyncio.Event()
+
+    @property
+    def pid(self) -> int:
+        self.looked += 1
+        return 7 + self.restarts
+
+    def kill(self, pid: int) -> bool:
+        if pid != 7 + self.restarts:
+            return False
+        self.killed.set()
+        return True
+
+    def log_tail(self, lines: int = 20) -> str:
+        return ""
+
+
+@asynccontextmanager
+async def watched(url: str, *, health_s: float = LONG_S, step_s: float = LONG_S) -> AsyncIterator[Process]:
+    process, client = Process(url), VllmClient(url, "key")
+    watchdog = Watchdog(client, process, interval_s=INTERVAL_S, health_timeout_s=health_s, step_timeout_s=step_s)
+    watching = asyncio.create_task(watchdog.run())
+    try:
+        yield process
+        assert not watching.done(), "the watchdog goes on"
+    finally:
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
+        await client.close()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():  # noqa: ASYNC110 - the test's own time limit ends it
+        await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("health", [SILENCE, DEAD], ids=["takes questions and never answers", "stays 503"])
+async def test_an_api_server_that_hangs_is_killed(health: int | None) -> None:
+    upstream = Upstream(health=lambda _: health, is_sleeping=lambda _: WELL)
+    async with upstream.running(), watched(upstream.url, health_s=0.3) as process:
+        await process.killed.wait()
+
+
+async def test_an_engine_that_hangs_behind_a_living_api_server_is_killed() -> None:
+    upstream = Upstream(health=lambda _: WELL, is_sleeping=lambda _: SILENCE)
+    async with upstream.running(), watched(upstream.url, step_s=0.3) as process:
+        await process.killed.wait()
+
+
+async def test_a_long_step_is_not_measured_by_the_bound_for_health() -> None:
+    upstream = Upstream(health=lambda _: WELL, is_sleeping=lambda _: SILENCE)
+    bound_s = 2.0
+    async with upstream.running(), watched(upstream.url, health_s=bound_s) as process:
+        await until(lambda: upstream.asked["health"] > 1.5 * bound_s / INTERVAL_S)
+        assert upstream.asked["is_sleeping"] == 1, "it still waits for the first answer"
+        assert not process.killed.is_set()
+
+
+async def test_one_question_lost_while_the_machine_was_frozen_is_no_hang() -> None:
+    upstream = Upstream(health=lambda n: WELL if n else SILENCE, is_sleeping=lambda _: WELL)
+    async with upstream.running(), watched(upstream.url, health_s=4.0) as process:
+        await until(lambda: upstream.asked["health"] > 5)
+        assert not process.killed.is_set()
+
+
+async def test_a_server_that_does_not_listen_is_left_to_start() -> None:
+    async with watched(f"http://127.0.0.1:{free_port()}", health_s=0.01, step_s=0.01) as process:
+        await until(lambda: process.looked > 10)
+        assert not process.killed.is_set()
+
+
+async def test_the_successor_of_a_server_that_hung_is_not_killed_in_its_place() -> None:
+    upstream = Upstream(health=lambda n: SILENCE if n < 2 else WELL, is_sleeping=lambda _: WELL)
+    async with upstream.running(), watched(upstream.url, health_s=4.0) as process:
+        await until(lambda: upstream.asked["health"] == 1)
+        process.restarts = 1
+        await until(lambda: upstream.asked["health"] > 5)
+        assert not process.killed.is_set()
