@@ -74,7 +74,9 @@ class TrainerConfig(_Strict):
 
 
 class InferenceEngineConfig(_Strict):
-    """Engine-managed vLLM; `engine_init_kwargs` passes vLLM's own options through under vLLM's own names."""
+    """Engine-managed vLLM; `engine_init_kwargs` passes vLLM's own options through under vLLM's own names. It is asked
+    every `probe_interval_s` whether it lives, and killed and started again when its API server gives no answer for
+    `health_timeout_s`, or its engine ends no step for `step_timeout_s`."""
 
     num_engines: Literal[1] = 1
     tensor_parallel_size: int = Field(1, ge=1)
@@ -82,6 +84,9 @@ class InferenceEngineConfig(_Strict):
     max_model_len: int | None = Field(None, ge=16)
     max_num_seqs: int = Field(256, ge=1)
     port: int | None = Field(None, ge=1, le=65535)
+    probe_interval_s: float = Field(5.0, gt=0)
+    health_timeout_s: float = Field(60.0, gt=0)
+    step_timeout_s: float = Field(300.0, gt=0)
     engine_init_kwargs: dict[str, Any] = Field(default_factory=dict)
 
 
@@ -183,8 +188,10 @@ class ServerConfig(BaseSettings):
     backend_config: BackendConfig = Field(default_factory=BackendConfig)
     host: str = "127.0.0.1"
     port: int = Field(8000, ge=1, le=65535)
+    api_keys: Literal["open", "managed"] = "open"
+    """`open`: any API key is accepted, and is a tenant of its own. `managed`: only those of `skyrl keys create` are."""
     allow_remote: bool = False
-    """Listen on an address that others can reach, although any API key is accepted there (each is its own tenant)."""
+    """Listen on an address that others can reach, although any API key is accepted there (`api_keys` is `open`)."""
     jwt_auth: bool = False
     """Tell clients to exchange their API key for tokens that expire, instead of sending the key every time."""
     state_dir: Path = Path("~/.local/share/skyrl")
@@ -271,10 +278,10 @@ class ServerConfig(BaseSettings):
 
     @model_validator(mode="after")
     def _remote_by_name(self) -> ServerConfig:
-        if not self.allow_remote and self.host not in LOOPBACK:
+        if self.api_keys == "open" and not self.allow_remote and self.host not in LOOPBACK:
             raise ValueError(
-                f"host {self.host!r} can be reached from elsewhere, and any API key is accepted: "
-                f"give --allow-remote if that is meant, or one of {', '.join(LOOPBACK)}"
+                f"host {self.host!r} can be reached from elsewhere, and any API key is accepted: give --api-keys "
+                f"managed, or --allow-remote if that is meant, or one of {', '.join(LOOPBACK)}"
             )
         return self
 
@@ -305,6 +312,11 @@ class ServerConfig(BaseSettings):
     def snapshots_dir(self) -> Path:
         """What the engine continues from after a crash: the newest state of every model in training."""
         return self.state_dir / "snapshots"
+
+    @property
+    def running_file(self) -> Path:
+        """What the engine is running now, and how often it died of what: see `skyrl.engine.deaths`."""
+        return self.state_dir / "running.json"
 
     @property
     def base_model_path(self) -> str:

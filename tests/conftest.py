@@ -1,13 +1,19 @@
-"""What tests of several folders share: an S3-compatible server on loopback."""
+"""What tests of several folders share: an S3-compatible server and a PostgreSQL server on loopback; databases."""
 
 from __future__ import annotations
 
 import logging
 import secrets
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
+
+from skyrl.db.database import Database
+from skyrl.db.migrate import migrate
+from tests.postgres_server import PostgresServer
 
 
 @dataclass(frozen=True)
@@ -46,3 +52,62 @@ def new_bucket(s3_server: str) -> Callable[[], Bucket]:
         return Bucket(f"s3://{name}/some/prefix", {"endpoint": s3_server, "region": "us-east-1", **keys})
 
     return make
+
+
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[PostgresServer]:
+    server = PostgresServer()
+    server.start()
+    yield server
+    server.remove()
+
+
+@pytest.fixture
+def database_kind(request: pytest.FixtureRequest) -> str:
+    """`ON_BOTH` runs a test with each."""
+    return getattr(request, "param", "sqlite")
+
+
+@pytest.fixture
+def empty_url(database_kind: str, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[str]:
+    """A database of this kind with nothing in it; SQLite's is where a server with this state directory has it."""
+    if database_kind == "sqlite":
+        yield f"sqlite:///{tmp_path / 'skyrl.db'}"
+        return
+    server: PostgresServer = request.getfixturevalue("postgres")
+    name = server.new_database()
+    yield server.url(name)
+    server.drop_database(name)
+
+
+@pytest.fixture(scope="session")
+def migrated_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("database") / "skyrl.db"
+    _migrate(f"sqlite:///{path}")
+    return path
+
+
+@pytest.fixture(scope="session")
+def migrated_name(postgres: PostgresServer) -> str:
+    name = postgres.new_database()
+    _migrate(postgres.url(name))
+    return name
+
+
+def _migrate(url: str) -> None:
+    database = Database(url)
+    migrate(database)
+    database.close()
+
+
+@pytest.fixture
+def migrated_url(database_kind: str, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[str]:
+    """As `empty_url`, with the tables in it."""
+    if database_kind == "sqlite":
+        shutil.copy(request.getfixturevalue("migrated_file"), tmp_path / "skyrl.db")
+        yield f"sqlite:///{tmp_path / 'skyrl.db'}"
+        return
+    server: PostgresServer = request.getfixturevalue("postgres")
+    name = server.new_database(request.getfixturevalue("migrated_name"))
+    yield server.url(name)
+    server.drop_database(name)

@@ -1,22 +1,35 @@
-"""Keys and tokens: a key's token, and what there is to say of a key.
-
-Any key is taken and is a tenant of its own, so there is no list of keys: none can be looked up, and none revoked.
-"""
+"""Keys and tokens: a key's token, what there is to say of a key, and a key that ends itself."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from skyrl.api.body import key_of, tenant_of
-from skyrl.api.reply import reply
+from skyrl.api.access import Caller
+from skyrl.api.body import caller_of, key_of
+from skyrl.api.reply import reply, timestamp
 from skyrl.api.services import Services
 from skyrl.api.tokens import is_token
+from skyrl.db.keys import SCOPES
 from skyrl.wire.errors import RequestError
 
 _KEY_ID_BITS = 53
 """What every reader of JSON takes as a whole number."""
+_UNLISTED = "This server keeps no list of keys: any key is taken, and is a tenant of its own."
+
+
+def _said_of(caller: Caller) -> dict[str, Any]:
+    """A key's number, name and note."""
+    key = caller.key
+    if key is None:
+        number = int(caller.tenant, 16) >> (128 - _KEY_ID_BITS)
+        return {"key_id": number, "name": f"key of tenant {caller.tenant[:8]}", "note": _UNLISTED}
+    may = ", ".join(scope for scope in SCOPES if scope in key.scopes)
+    until = "does not expire" if key.expires_at is None else f"expires {timestamp(key.expires_at)}"
+    return {"key_id": int(key.id, 16), "name": key.name or key.id, "note": f"Key {key.id}; scopes: {may}; {until}."}
 
 
 def router(services: Services) -> APIRouter:
@@ -25,30 +38,30 @@ def router(services: Services) -> APIRouter:
     @routes.post("/token")
     async def token(request: Request) -> Response:
         """A token for a key. A token is answered with itself: it ends when it ends, whoever holds it."""
-        tenant, key = tenant_of(request), key_of(request)
-        return reply({"jwt": key if is_token(key) else services.tokens.issue(tenant)})
+        caller, given = caller_of(request), key_of(request)
+        if is_token(given):
+            return reply({"jwt": given})
+        return reply({"jwt": services.tokens.issue(caller.tenant, caller.key.id if caller.key is not None else None)})
 
     @routes.get("/apikey/me")
     async def own_key(request: Request) -> Response:
-        tenant = tenant_of(request)
-        return reply(
-            {
-                "key_id": int(tenant, 16) >> (128 - _KEY_ID_BITS),
-                "name": f"key of tenant {tenant[:8]}",
-                "note": "This server keeps no list of keys: any key is taken, and is a tenant of its own.",
-                "details": {
-                    "org_details": {"name": f"skyrl at {request.url.netloc}"},
-                    "user_details": {"email": f"tenant {tenant[:8]}"},
-                },
-            }
-        )
+        caller = caller_of(request)
+        details = {
+            "org_details": {"name": f"skyrl at {request.url.netloc}"},
+            "user_details": {"email": f"tenant {caller.tenant[:8]}"},
+        }
+        return reply(_said_of(caller) | {"details": details})
 
     @routes.delete("/apikey/me")
     async def delete_own_key(request: Request) -> Response:
-        tenant_of(request)
-        raise RequestError(
-            "this server keeps no list of keys, so that there is none to delete: any key is taken, this one too",
-            status=403,
-        )
+        """The key, and every token that was made for it, is refused from now on."""
+        caller = caller_of(request)
+        if caller.key is None:
+            raise RequestError(
+                "this server keeps no list of keys, so that there is none to delete: any key is taken, this one too",
+                status=403,
+            )
+        await services.access.keys.revoke(caller.key.id)
+        return reply({})
 
     return routes

@@ -14,6 +14,7 @@ from functools import partial
 import uvicorn
 import uvloop
 
+from skyrl.api.access import Access
 from skyrl.api.app import create_app
 from skyrl.api.readiness import POLL_S, EngineWatch
 from skyrl.api.services import Services
@@ -26,6 +27,7 @@ from skyrl.db.checkpoints import Checkpoints
 from skyrl.db.copies import Copies
 from skyrl.db.database import Database
 from skyrl.db.engine_state import EngineState, read_state
+from skyrl.db.keys import Keys
 from skyrl.db.models import Models
 from skyrl.db.retention import Retention
 from skyrl.db.samplers import Samplers
@@ -58,6 +60,9 @@ YOUNG_OBJECTS = 50_000
 """Allocations between two looks for garbage cycles: a sample makes next to none, and 700, Python's own number, is a
 tenth of its cost."""
 STORAGE_S = 60.0
+KEYS_S = 2.0
+"""A key that was made or revoked by another process is known as such after this long."""
+KEY_USES_S = 60.0
 
 
 def _client(runtime: Runtime, database: Database) -> ForwardingClient | None:
@@ -106,6 +111,7 @@ async def open_services(runtime: Runtime) -> AsyncIterator[Services]:
     samplers = Samplers(database, writer)
     sessions = Sessions(database, writer)
     counter = UsageCounter(writer)
+    keys, tokens = Keys(database, writer), Tokens.open(config.state_dir)
     sampling = SampleService(
         store,
         samplers,
@@ -131,7 +137,8 @@ async def open_services(runtime: Runtime) -> AsyncIterator[Services]:
         client=client,
         engine=engine,
         watch=watch,
-        tokens=Tokens.open(config.state_dir),
+        tokens=tokens,
+        access=Access(keys, tokens, managed=config.api_keys == "managed"),
         urls=SignedUrls.open(config.state_dir, config.public_url),
         search=SessionSearch(database),
         audit=Audit(database, writer),
@@ -139,6 +146,9 @@ async def open_services(runtime: Runtime) -> AsyncIterator[Services]:
         traces=Traces(database),
     )
     await services.sessions.load()
+    await keys.refresh()
+    if config.api_keys == "managed" and not len(keys):
+        logger.warning("there is no API key: every request is refused until `skyrl keys create` has made one")
     await watch.refresh()
     rings: set[asyncio.Task[None]] = set()
 
@@ -165,6 +175,8 @@ async def open_services(runtime: Runtime) -> AsyncIterator[Services]:
         asyncio.create_task(repeat("forgetting results", SWEEP_S, retention.sweep)),
         asyncio.create_task(repeat("shortening the database's log", LOG_S, retention.shorten_log)),
         asyncio.create_task(repeat("counting usage", USAGE_S, counter.flush)),
+        asyncio.create_task(repeat("reading the keys", KEYS_S, keys.refresh)),
+        asyncio.create_task(repeat("noting when keys were used", KEY_USES_S, keys.note_uses)),
         asyncio.create_task(repeat("metering storage", STORAGE_S, partial(_meter_storage, writer))),
     ]
     try:
@@ -178,6 +190,7 @@ async def open_services(runtime: Runtime) -> AsyncIterator[Services]:
         if client is not None:
             await client.close()
         await counter.flush()
+        await asyncio.gather(keys.note_uses(), return_exceptions=True)  # what is queued is committed all the same
         await writer.close()
         engine.close()
         database.close()

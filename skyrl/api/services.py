@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from skyrl.api.access import Access
 from skyrl.api.readiness import EngineWatch
 from skyrl.api.signing import SignedUrls
 from skyrl.api.tokens import Tokens
@@ -41,6 +42,7 @@ class Services:
     engine: Doorbell
     watch: EngineWatch
     tokens: Tokens
+    access: Access
     urls: SignedUrls
     search: SessionSearch
     audit: Audit

@@ -1,7 +1,7 @@
-"""Who a request comes from: an API key's digest, or what a token says that was made for such a key.
+"""Tokens, which stand for an API key for a while, and the tenant that a key stands for which nobody made.
 
-Knows keys and tokens, not what a tenant owns. A token is a JWT signed with a secret that only this server has; it says
-what the SDK reads from it (`whoami` asks nobody) and stands for its key until it expires.
+Knows signatures, not which keys hold. A token is a JWT signed with a secret that only this server has; it says what the
+SDK reads from it (`whoami` asks nobody).
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ import hashlib
 import time
 from functools import lru_cache
 from pathlib import Path
+from typing import NamedTuple
 
 import jwt
 
 from skyrl.api.signing import stored_secret
-from skyrl.wire.errors import InvalidToken, RequestError
+from skyrl.wire.errors import InvalidToken
 
 LIFETIME_S = 3600
 _ALGORITHM = "HS256"
@@ -39,6 +40,13 @@ def is_token(key: str) -> bool:
     return key.startswith("eyJ") and key.count(".") == 2
 
 
+class Said(NamedTuple):
+    """Whose a token is, and which key it was made for (None: one that the operator did not make)."""
+
+    tenant: str
+    key_id: str | None
+
+
 class Tokens:
     """Makes and reads tokens. The secret lies in the state directory, so tokens survive a restart."""
 
@@ -50,8 +58,9 @@ class Tokens:
         """With the secret in `state_dir`, made at first use."""
         return cls(stored_secret(state_dir / "token-secret"))
 
-    def issue(self, tenant: str) -> str:
-        """A token that stands for a tenant's key for an hour. There is no e-mail address to tell."""
+    def issue(self, tenant: str, key_id: str | None = None) -> str:
+        """A token that stands for a tenant's key for an hour; `key_id` is of one that the operator made. There is no
+        e-mail address to tell."""
         now = int(time.time())
         claims = {
             "iss": _ISSUER,
@@ -61,10 +70,12 @@ class Tokens:
             "iat": now,
             "exp": now + LIFETIME_S,
         }
+        if key_id is not None:
+            claims["key_id"] = key_id
         return jwt.encode(claims, self._secret, algorithm=_ALGORITHM)
 
-    def tenant(self, token: str) -> str:
-        """The tenant a token stands for. Raises InvalidToken."""
+    def read(self, token: str) -> Said:
+        """What a token says. Raises InvalidToken."""
         try:
             claims = jwt.decode(
                 token,
@@ -77,17 +88,4 @@ class Tokens:
             raise InvalidToken("the token in X-API-Key has expired; get a new one") from error
         except jwt.InvalidTokenError as error:
             raise InvalidToken(f"the token in X-API-Key was not made by this server: {error}") from error
-        return str(claims["sub"]).removeprefix(_USER_URN)
-
-
-def tenant_of_access_token(tokens: Tokens, given: str, field: str = "weights_access_token") -> str:
-    """The tenant that a key or token stands for which somebody else uses, to read what is that tenant's.
-
-    Raises RequestError 403 naming the field: its user is to get another, not to sign in again.
-    """
-    if not is_token(given):
-        return tenant_of_key(given)
-    try:
-        return tokens.tenant(given)
-    except InvalidToken as error:
-        raise RequestError("has expired, or was not made by this server", field=field, status=403) from error
+        return Said(str(claims["sub"]).removeprefix(_USER_URN), claims.get("key_id"))

@@ -1,4 +1,4 @@
-"""The `skyrl` command: serve, demo, doctor, version."""
+"""The `skyrl` command: serve, keys, db, demo, doctor, version."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from skyrl import __version__
+from skyrl.cli import db, keys
 
 app = typer.Typer(
     name="skyrl",
@@ -16,6 +17,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.add_typer(keys.app, name="keys")
+app.add_typer(db.app, name="db")
 
 
 @app.command()
@@ -37,9 +40,13 @@ def serve(
     ] = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on. Default: 127.0.0.1.")] = None,
     port: Annotated[int | None, typer.Option(help="Port to listen on. Default: 8000.")] = None,
+    api_keys: Annotated[
+        str | None,
+        typer.Option(help="open (default): any key is accepted. managed: only those of `skyrl keys create`."),
+    ] = None,
     allow_remote: Annotated[
         bool | None,
-        typer.Option("--allow-remote", help="Let others reach the server; any key is accepted."),
+        typer.Option("--allow-remote", help="Let others reach the server although any key is accepted."),
     ] = None,
     state_dir: Annotated[
         Path | None, typer.Option(help="Database, checkpoints, logs. Default: ~/.local/share/skyrl.")
@@ -75,6 +82,7 @@ def serve(
         "database_url": database_url,
         "host": host,
         "port": port,
+        "api_keys": api_keys,
         "allow_remote": allow_remote,
         "state_dir": state_dir,
         "external_inference_url": external_inference_url,

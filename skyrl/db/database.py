@@ -1,4 +1,4 @@
-"""Connections: one engine for reads, one for writes, with SQLite set up for several processes on one file."""
+"""Connections: one engine for reads, one for writes; both databases are set up to serve several processes alike."""
 
 from __future__ import annotations
 
@@ -11,14 +11,21 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from sqlalchemy import Connection, Engine, create_engine, event
-from sqlalchemy.engine import make_url
+from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import ArgumentError, NoSuchModuleError
+from sqlalchemy.pool import ConnectionPoolEntry
 
 from skyrl.config import ConfigError
 
 T = TypeVar("T")
 
 BUSY_TIMEOUT_MS = 30_000
+
+CONNECT_TIMEOUT_S = 10
+"""PostgreSQL: how long one that does not answer is tried, by a new connection and by one that is there."""
+
+WRITE_LOCK = 0x736B79726C
+"""PostgreSQL: the number of the advisory lock that a write transaction holds; the five letters of skyrl."""
 
 EMPTY_LOG_WAIT_S = 0.25
 """How long emptying the log may wait for readers, and writers for it."""
@@ -33,7 +40,8 @@ LOG_PAGES = 2**15
 
 
 class Database:
-    """Engines on one database. Writes take the lock at BEGIN, so that two processes queue instead of failing.
+    """Engines on one database. Writes take the lock at BEGIN, so that two processes queue instead of failing, and one
+    that first looks and then writes finds nothing changed in between. Reads see one moment of the database.
 
     On SQLite a commit survives the death of any process. A `power_safe` one also syncs the log to disk (about 5 ms),
     which makes everything committed before, by any process, survive a loss of power too.
@@ -43,23 +51,29 @@ class Database:
 
     def __init__(self, url: str) -> None:
         self.url = url
+        self._closed = False
         try:
-            parsed = make_url(url)
+            parsed = _supported(make_url(url))
             self.is_sqlite = parsed.get_backend_name() == "sqlite"
-            self.reader = self._engine("BEGIN")
-            self.writer = self._engine("BEGIN IMMEDIATE")
-            self._syncing_writer = self._engine("BEGIN IMMEDIATE", "FULL") if self.is_sqlite else self.writer
+            if self.is_sqlite:
+                self.reader = self._sqlite("BEGIN")
+                self.writer = self._sqlite("BEGIN IMMEDIATE")
+                self._syncing_writer = self._sqlite("BEGIN IMMEDIATE", "FULL")
+            else:
+                self.reader = _server(parsed, "REPEATABLE READ")
+                self.writer = self._syncing_writer = _server(parsed, "READ COMMITTED")
+                event.listen(self.writer, "begin", _lock_writes)
+                for engine in (self.reader, self.writer):
+                    event.listen(engine, "checkin", self._come_back)
         except (ArgumentError, NoSuchModuleError, ImportError) as error:
             raise ConfigError(f"database_url: {error}") from error
-        self._file: Path | None = None
+        self.file: Path | None = None
         if self.is_sqlite and parsed.database and parsed.database != ":memory:":
-            self._file = Path(parsed.database)
-            self._file.parent.mkdir(parents=True, exist_ok=True)
+            self.file = Path(parsed.database)
+            self.file.parent.mkdir(parents=True, exist_ok=True)
 
-    def _engine(self, begin: str, synchronous: str = "NORMAL") -> Engine:
-        if not self.is_sqlite:
-            return create_engine(self.url, pool_pre_ping=True)
-        engine = create_engine(self.url, connect_args={"check_same_thread": False})
+    def _sqlite(self, begin: str, synchronous: str = "NORMAL") -> Engine:
+        engine = create_engine(self.url, hide_parameters=True, connect_args={"check_same_thread": False})
 
         @event.listens_for(engine, "connect")
         def _connect(connection: Any, _record: object) -> None:
@@ -106,14 +120,20 @@ class Database:
 
     def log_bytes(self) -> int:
         """Size of SQLite's write-ahead log; 0 without one."""
-        log = None if self._file is None else self._file.with_name(f"{self._file.name}-wal")
+        log = None if self.file is None else self.file.with_name(f"{self.file.name}-wal")
         return log.stat().st_size if log is not None and log.exists() else 0
+
+    def size(self) -> int:
+        """Bytes that the database takes on its disk, SQLite's log included."""
+        if self.file is not None:
+            return self.file.stat().st_size + self.log_bytes()
+        return self.read(lambda c: c.exec_driver_sql("SELECT pg_database_size(current_database())").scalar_one())
 
     def empty_log(self) -> bool:
         """Copy SQLite's log into the file and cut both to what they hold. False if a reader is in the way for long."""
-        if self._file is None:
+        if self.file is None:
             return True
-        with closing(sqlite3.connect(self._file, EMPTY_LOG_WAIT_S, isolation_level=None)) as connection:
+        with closing(sqlite3.connect(self.file, EMPTY_LOG_WAIT_S, isolation_level=None)) as connection:
             try:
                 for _ in range(COPY_ROUNDS):  # nearly all of it, while nobody waits
                     began = time.monotonic()
@@ -130,15 +150,46 @@ class Database:
 
         Raises sqlite3.Error when that fails, and leaves it as it was.
         """
-        if self._file is None:
+        if self.file is None:
             return
-        with closing(sqlite3.connect(self._file, BUSY_TIMEOUT_MS / 1000, isolation_level=None)) as connection:
+        with closing(sqlite3.connect(self.file, BUSY_TIMEOUT_MS / 1000, isolation_level=None)) as connection:
             if connection.execute("PRAGMA auto_vacuum").fetchone() == (0,):
                 connection.execute("PRAGMA auto_vacuum=INCREMENTAL")
                 connection.execute("VACUUM")
                 connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
 
+    def _come_back(self, _: object, connection: ConnectionPoolEntry) -> None:
+        """A thread that nobody waits for any more may have read until after `close`."""
+        if self._closed:
+            connection.invalidate()
+
     def close(self) -> None:
+        self._closed = True
         self.reader.dispose()
         self.writer.dispose()
         self._syncing_writer.dispose()
+
+
+def _supported(url: URL) -> URL:
+    """The URL with its driver; raises ArgumentError for a kind of database that skyrl does not know."""
+    kind = url.get_backend_name()
+    if kind not in ("sqlite", "postgresql"):
+        raise ArgumentError(f"must begin with sqlite:/// or postgresql://, got {kind!r}")
+    return url.set(drivername="postgresql+psycopg") if url.drivername == "postgresql" else url
+
+
+def _server(url: URL, isolation_level: Any) -> Engine:
+    """An engine on PostgreSQL. A connection that broke while nobody used it is made anew before it is used."""
+    options = f"{url.query.get('options', '')} -c lock_timeout={BUSY_TIMEOUT_MS}".strip()
+    arguments = {
+        "options": options,
+        "connect_timeout": CONNECT_TIMEOUT_S,
+        "tcp_user_timeout": 1000 * CONNECT_TIMEOUT_S,
+    }
+    return create_engine(
+        url, isolation_level=isolation_level, pool_pre_ping=True, hide_parameters=True, connect_args=arguments
+    )
+
+
+def _lock_writes(connection: Connection) -> None:
+    connection.exec_driver_sql(f"SELECT pg_advisory_xact_lock({WRITE_LOCK})")

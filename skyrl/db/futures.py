@@ -69,12 +69,16 @@ MAX_NAMED = 500
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a request ended: result bytes with their format, or an error with its category."""
+    """How a request ended: result bytes with their format, or an error with its category. NUL is spelled out."""
 
     result: bytes = b""
     result_format: str = "json"
     error: str | None = None
     error_category: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.error is not None and "\0" in self.error:  # PostgreSQL would not store it, now or ever
+            object.__setattr__(self, "error", self.error.replace("\0", "\\0"))
 
 
 SESSION_ENDED = Outcome(error="the session has ended", error_category=ErrorCategory.USER)

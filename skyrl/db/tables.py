@@ -206,3 +206,20 @@ class AuditEventRow(SQLModel, table=True):
     tenant: str
     event: str
     details: dict[str, Any] = Field(default_factory=dict, sa_column=Column(JSON, nullable=False))
+
+
+class ApiKeyRow(SQLModel, table=True):
+    """An API key that the operator made; `digest` is SHA-256 of it, and `id` the part of it that is no secret.
+
+    `last_used_at` is a minute's start, and written a while after it."""
+
+    __tablename__ = "api_keys"  # pyright: ignore[reportAssignmentType]
+    id: str = Field(primary_key=True)
+    digest: bytes = Field(sa_column=Column(LargeBinary, nullable=False))
+    tenant: str = Field(index=True)
+    name: str
+    scopes: list[str] = Field(sa_column=Column(JSON, nullable=False))
+    created_at: float
+    expires_at: float | None = None
+    revoked_at: float | None = None
+    last_used_at: float | None = None

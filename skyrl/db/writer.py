@@ -19,6 +19,7 @@ from sqlalchemy.dialects import sqlite
 from sqlalchemy.exc import DBAPIError
 
 from skyrl.db.database import Database
+from skyrl.db.faults import passes
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -59,7 +60,8 @@ class _Write:
 
 
 class GroupCommitWriter:
-    """Writes from one event loop, committed in groups by one thread.
+    """Writes from one event loop, committed in groups by one thread. When the database is away or full, a group fails
+    as a whole: none of it is committed, or, where a connection broke at the commit, all of it may be.
 
     What one turn of the loop asks for goes to the thread together: to wake it costs more than a row. Statements of one
     group that are the same object run as one executemany, in order of their first appearance; so a write that depends
@@ -143,8 +145,9 @@ class GroupCommitWriter:
         except Exception as error:
             if self._driver is not None and self._driver.in_transaction:
                 self._driver.rollback()
-            if len(batch) == 1 or not begun:  # without the lock, each alone would only wait for it again
-                self._resolve(batch, _as_sqlalchemy(error))
+            error = _as_sqlalchemy(error)
+            if len(batch) == 1 or not begun or passes(error):  # each alone would only wait, and fail, like all
+                self._resolve(batch, error)
                 return
             # One bad write must not fail its neighbours: the group was rolled back, so run each alone.
             for write in batch:

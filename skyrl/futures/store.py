@@ -19,6 +19,7 @@ from sqlalchemy.exc import DBAPIError, IntegrityError
 
 from skyrl.db import futures as rows
 from skyrl.db.database import Database
+from skyrl.db.faults import reason
 from skyrl.db.futures import Outcome, StoredFuture
 from skyrl.db.writer import GroupCommitWriter
 from skyrl.futures.completions import Completion, CompletionLogs, Target, block_of, clone_of
@@ -158,7 +159,8 @@ class FutureStore:
         self.completions = CompletionLogs(self._ends_of)
 
     async def record(self, request: NewRequest) -> tuple[str, bool]:
-        """Store a request durably; returns its id and whether it is new. A repeat returns the first one's id.
+        """Store a request durably; returns its id and whether it is new, and so for the caller to start. A repeat
+        returns the first one's id.
 
         Raises RequestError when the key was used before with another body.
         """
@@ -193,7 +195,7 @@ class FutureStore:
             stored = await self._database.read_async(_finder(key))
             if stored is None:
                 raise
-            return self._same(stored.id, stored.digest, digest, key), False
+            return self._same(stored.id, stored.digest, digest, key), self._take_over(stored, entry)
         finally:
             entry.recording = False
             if entry.recorded is not None:
@@ -203,6 +205,20 @@ class FutureStore:
             await self._writer.execute(rows.SETTLE, rows.settlement(entry.id, rows.SESSION_ENDED, time.time()))
             return entry.id, False
         return entry.id, True
+
+    def _take_over(self, stored: StoredFuture, entry: _Entry) -> bool:
+        """Whether a stored sample is to be forwarded now. Nobody may do it: if the connection broke at its commit, its
+        client was told that it is not recorded, and it is."""
+        known = self._entries.get(stored.id)
+        forwarded = known is not None and stored.id not in self._awaited
+        if stored.outcome is not None or forwarded or stored.kind != entry.kind or entry.kind != Kind.EXTERNAL:
+            return False
+        if known is None:
+            entry.id, known = stored.id, entry
+        known.key = entry.key
+        self._awaited.discard(stored.id)
+        self._add(known, awaited=False)
+        return True
 
     async def _record_large(self, parameters: dict[str, object]) -> None:
         """In a transaction of its own, one at a time: small writes, in their groups, go in between."""
@@ -364,7 +380,7 @@ class FutureStore:
             try:
                 return await self._writer.execute(rows.SETTLE_SAMPLE, settlement)
             except DBAPIError as error:
-                logger.error("a result cannot be stored, tried again in %g s: %s", retry_s, error)
+                logger.error("a result cannot be stored, tried again in %g s: %s", retry_s, reason(error))
                 await asyncio.sleep(retry_s)
                 retry_s = min(2 * retry_s, MAX_RETRY_S)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -20,7 +19,6 @@ from skyrl.api.server import open_services
 from skyrl.config import ServerConfig
 from skyrl.db.database import Database
 from skyrl.db.engine_state import publish_training, publish_url
-from skyrl.db.migrate import migrate
 from skyrl.runtime import Runtime
 
 
@@ -44,15 +42,6 @@ async def either(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterato
         yield world
 
 
-@pytest.fixture(scope="session")
-def empty_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("database") / "skyrl.db"
-    database = Database(f"sqlite:///{path}")
-    migrate(database)
-    database.close()
-    return path
-
-
 @pytest.fixture
 async def upstream() -> AsyncIterator[FakeUpstream]:
     async with fake_upstream() as server:
@@ -60,10 +49,9 @@ async def upstream() -> AsyncIterator[FakeUpstream]:
 
 
 @pytest.fixture
-def database(tmp_path: Path, empty_database: Path, upstream: FakeUpstream) -> Iterator[Database]:
-    """The state directory's database, with the upstream published, as the engine does it."""
-    shutil.copy(empty_database, tmp_path / "skyrl.db")
-    database = Database(f"sqlite:///{tmp_path / 'skyrl.db'}")
+def database(migrated_url: str, upstream: FakeUpstream) -> Iterator[Database]:
+    """The API process's database, with the upstream published, as the engine does it."""
+    database = Database(migrated_url)
     database.write(lambda c: publish_url(c, upstream.url))
     database.write(lambda c: publish_training(c, ready=True, reason="", vocab_size=1000, max_context=100))
     yield database
@@ -76,7 +64,7 @@ def serve(tmp_path: Path, database: Database) -> Serve:
 
     @asynccontextmanager
     async def start(**options: Any) -> AsyncIterator[Api]:
-        config = ServerConfig(base_model=BASE, state_dir=tmp_path, **options)
+        config = ServerConfig(base_model=BASE, state_dir=tmp_path, database_url=database.url, **options)
         async with open_services(Runtime(config, tmp_path, None, "key")) as services:
             transport = httpx.ASGITransport(create_app(services), raise_app_exceptions=False)
             headers = {"X-API-Key": "tml-one"}

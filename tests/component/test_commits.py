@@ -14,6 +14,9 @@ from sqlalchemy import func, select
 from skyrl.db import database as database_module
 from skyrl.db.database import Database
 from skyrl.db.futures import futures
+from tests.postgres_server import ON_BOTH
+
+pytestmark = ON_BOTH
 
 TOO_EARLY_S = 0.5
 """Within it, an answer that does not wait for its commit would have come."""

@@ -19,6 +19,9 @@ from skyrl.db.database import Database
 from skyrl.db.futures import SETTLE, Outcome, futures, settlement
 from skyrl.futures import completions
 from skyrl.futures.completions import CLONE_BLOCK
+from tests.postgres_server import ON_BOTH
+
+pytestmark = ON_BOTH
 
 T = TypeVar("T")
 

@@ -17,6 +17,9 @@ from skyrl.db.checkpoints import checkpoints
 from skyrl.db.database import Database
 from skyrl.db.models import Adapter, models
 from skyrl.db.sessions import sessions
+from tests.postgres_server import ON_BOTH
+
+pytestmark = ON_BOTH
 
 TENANT, OTHER = tenant_of_key("tml-one"), {"X-API-Key": "tml-two"}
 

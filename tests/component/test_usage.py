@@ -22,6 +22,7 @@ from skyrl.db.database import Database
 from skyrl.db.models import Adapter
 from skyrl.db.usage import HOUR_S, UsageKey, UsageKind, add, bucket_of, meter_storage, usage
 from skyrl.futures.kinds import Kind
+from tests.postgres_server import ON_BOTH
 
 TENANT, OTHER = tenant_of_key("tml-one"), {"X-API-Key": "tml-two"}
 
@@ -55,6 +56,7 @@ def cached(count: int) -> Any:
 # Sampling
 
 
+@ON_BOTH
 async def test_samples_count_what_was_sent_and_received(api: Api, upstream: FakeUpstream) -> None:
     sampler, other = await api.sampler(), await api.sampler()
     theirs = await api.sampler(**OTHER)
@@ -78,6 +80,7 @@ async def test_samples_count_what_was_sent_and_received(api: Api, upstream: Fake
     assert session_of(theirs) not in said["sessions"]
 
 
+@ON_BOTH
 async def test_envelope_says_whose_and_when_and_no_price(api: Api) -> None:
     made = await api.post("create_session", {"user_metadata": {"run": 7}, "project_id": "blue"})
     session = made.json()["session_id"]
@@ -100,6 +103,7 @@ async def test_envelope_says_whose_and_when_and_no_price(api: Api) -> None:
     assert counts == sorted(counts, reverse=True)
 
 
+@ON_BOTH
 async def test_counts_survive_a_restart_and_are_added_to(serve: Serve) -> None:
     async with serve() as api:
         sampler = await api.sampler()
@@ -111,6 +115,7 @@ async def test_counts_survive_a_restart_and_are_added_to(serve: Serve) -> None:
         assert tokens_by_kind(await events(api), session_of(sampler))[("sampling_sample", None)] == 9
 
 
+@ON_BOTH
 async def test_failed_write_is_tried_again_and_counts_once(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
     sampler = await api.sampler()
     await api.result((await api.sample(sampler, 0))["request_id"])
@@ -127,6 +132,7 @@ async def test_failed_write_is_tried_again_and_counts_once(api: Api, monkeypatch
         assert tokens_by_kind(await events(api), session_of(sampler))[("sampling_sample", None)] == 3
 
 
+@ON_BOTH
 async def test_window_is_whole_hours_in_utc(api: Api, database: Database) -> None:
     now = bucket_of(time.time())
     for ago in (0, 1, 2, 14 * 24):
@@ -155,6 +161,7 @@ def saved(name: str, size: int, created_at: float, **more: Any) -> dict[str, Any
     return row | {"store_key": name, "size_bytes": size, "public": False, "created_at": created_at} | more
 
 
+@ON_BOTH
 def test_storage_is_size_times_time_split_by_the_hour(database: Database) -> None:
     start = bucket_of(time.time()) - 10 * HOUR_S + 1800.0
     rows = [
@@ -178,6 +185,7 @@ def test_storage_is_size_times_time_split_by_the_hour(database: Database) -> Non
     assert [row.amount for row in found] == pytest.approx([0.5 + 1.0 + 0.5, 5.0])
 
 
+@ON_BOTH
 async def test_storage_is_told_without_a_session(api: Api, database: Database) -> None:
     now = float(bucket_of(time.time()))
     database.write(lambda c: c.execute(insert(checkpoints), saved("a", 3 * 10**9, now - 100)))
@@ -189,6 +197,7 @@ async def test_storage_is_told_without_a_session(api: Api, database: Database) -
     assert event["project_id"] is None
 
 
+@ON_BOTH
 async def test_current_storage_by_project(api: Api, database: Database) -> None:
     model_ids = []
     for project in ("blue", None):
@@ -281,6 +290,7 @@ async def test_recovery_repeats_commands_and_counts_none_again(harness: Harness)
 # The audit log
 
 
+@ON_BOTH
 async def test_log_is_by_day_and_kind_and_tenant(api: Api, database: Database) -> None:
     noon = datetime(2026, 3, 1, 12, tzinfo=UTC).timestamp()
     at = [noon - 12 * HOUR_S - 0.001, noon - 12 * HOUR_S, noon, noon + 12 * HOUR_S - 0.001, noon + 12 * HOUR_S]
@@ -314,6 +324,7 @@ async def test_log_is_by_day_and_kind_and_tenant(api: Api, database: Database) -
     }
 
 
+@ON_BOTH
 async def test_sampling_from_a_checkpoint_is_in_its_owners_log(api: Api, database: Database) -> None:
     adapter = {
         "kind": "sampler_weights",

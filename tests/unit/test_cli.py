@@ -79,7 +79,7 @@ def test_bad_database_url_is_one_clear_line(tmp_path: Path) -> None:
     done = skyrl("serve", "--database-url", "nosuch://host/db", *options)
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
-    assert line.startswith("skyrl serve: database_url: Can't load plugin")
+    assert line.startswith("skyrl serve: database_url: must begin with sqlite:/// or postgresql://, got 'nosuch'")
     assert not (tmp_path / "logs").exists(), "no child was started"
 
 

@@ -23,6 +23,7 @@ from skyrl.config import (
 # A key that disappears or is renamed breaks somebody's server: change this list knowingly.
 SERVER_KEYS = {
     "allow_remote",
+    "api_keys",
     "backend",
     "backend_config",
     "base_model",
@@ -56,10 +57,13 @@ SERVER_KEYS = {
 BACKEND_KEYS = {
     "generator.inference_engine.engine_init_kwargs",
     "generator.inference_engine.gpu_memory_utilization",
+    "generator.inference_engine.health_timeout_s",
     "generator.inference_engine.max_model_len",
     "generator.inference_engine.max_num_seqs",
     "generator.inference_engine.num_engines",
     "generator.inference_engine.port",
+    "generator.inference_engine.probe_interval_s",
+    "generator.inference_engine.step_timeout_s",
     "generator.inference_engine.tensor_parallel_size",
     "trainer.gradient_checkpointing",
     "trainer.merge_passes",
@@ -189,6 +193,8 @@ def test_bad_backend_config_names_the_key(given: dict[str, Any], message: str) -
         ({"port": "http"}, "port: Input should be a valid integer"),
         ({"log_level": "loud"}, "log_level: Input should be 'debug', 'info', 'warning' or 'error'"),
         ({"session_timeout_s": -1}, "session_timeout_s: Input should be greater than 0"),
+        ({"api_keys": "closed"}, "api_keys: Input should be 'open' or 'managed'"),
+        ({"host": "0.0.0.0"}, "configuration: host '0.0.0.0' can be reached from elsewhere, and any API key is"),
         ({"backend_config": "{bad"}, "backend_config: not JSON: "),
         ({"backend_config": "[1]"}, "backend_config: Input should be a valid dictionary"),
         (
@@ -204,6 +210,11 @@ def test_bad_option_is_named_in_one_line(flags: dict[str, Any], message: str) ->
         load_config(flags)
     assert str(raised.value).startswith(message)
     assert "\n" not in str(raised.value)
+
+
+def test_who_can_be_reached_by_others_says_which_keys_are_taken() -> None:
+    assert load_config({"host": "0.0.0.0", "api_keys": "managed"}).host == "0.0.0.0"
+    assert load_config({"host": "0.0.0.0", "allow_remote": True}).api_keys == "open"
 
 
 def test_gateway_without_a_trainer() -> None:

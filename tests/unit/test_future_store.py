@@ -6,7 +6,6 @@ import asyncio
 import dataclasses
 import time
 from collections.abc import AsyncIterator, Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,12 +16,14 @@ from skyrl.db import futures as rows
 from skyrl.db import retention
 from skyrl.db.database import Database
 from skyrl.db.futures import Outcome
-from skyrl.db.migrate import migrate
 from skyrl.db.writer import GroupCommitWriter
 from skyrl.futures import store as store_module
 from skyrl.futures.kinds import Kind
 from skyrl.futures.store import FutureStore, NewRequest
 from skyrl.wire.errors import RequestError
+from tests.postgres_server import ON_BOTH
+
+pytestmark = ON_BOTH
 
 OK = Outcome(b'{"ok":1}')
 COMMAND = NewRequest(Kind.OPTIM_STEP, "tenant", "s1", b"{}", model_id="m", seq_id=3)
@@ -30,9 +31,8 @@ SAMPLE = NewRequest(Kind.EXTERNAL, "tenant", "s1", b"{}", sampling_session_id="s
 
 
 @pytest.fixture
-def database(tmp_path: Path):
-    database = Database(f"sqlite:///{tmp_path / 'f.db'}")
-    migrate(database)
+def database(migrated_url: str):
+    database = Database(migrated_url)
     yield database
     database.close()
 
@@ -166,7 +166,7 @@ async def test_repeat_survives_the_cancellation_of_the_first(database: Database,
 
 async def test_failed_write_is_told_and_forgotten(database: Database, store: FutureStore) -> None:
     broken = dataclasses.replace(COMMAND, tenant=None)  # type: ignore[arg-type]
-    with pytest.raises(Exception, match="NOT NULL"):
+    with pytest.raises(Exception, match=r"(?i)not.null"):
         await store.record(broken)
     assert store.pending == 0
     assert (await store.record(COMMAND))[1]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 import pytest
 from sqlalchemy import Column, Connection, Integer, MetaData, String, Table, bindparam, func, insert, select
@@ -15,6 +14,9 @@ from skyrl.db import database as database_module
 from skyrl.db import writer as writer_module
 from skyrl.db.database import Database
 from skyrl.db.writer import GroupCommitWriter, RowStatement
+from tests.postgres_server import ON_BOTH
+
+pytestmark = ON_BOTH
 
 things = Table("things", MetaData(), Column("id", Integer, primary_key=True), Column("name", String, nullable=False))
 ADD = insert(things)
@@ -23,8 +25,8 @@ ROW = RowStatement(insert(things).values(id=bindparam("id"), name=bindparam("nam
 
 
 @pytest.fixture
-def database(tmp_path: Path):
-    database = Database(f"sqlite:///{tmp_path / 'w.db'}")
+def database(empty_url: str):
+    database = Database(empty_url)
     database.write(lambda c: things.create(c))
     yield database
     database.close()
@@ -142,10 +144,10 @@ async def test_cancelled_caller_does_not_disturb_its_group(database: Database, w
 
 
 async def test_lock_that_never_comes_fails_the_whole_group_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    empty_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(database_module, "BUSY_TIMEOUT_MS", 50)
-    database = Database(f"sqlite:///{tmp_path / 'locked.db'}")
+    database = Database(empty_url)
     database.write(lambda c: things.create(c))
     writer = GroupCommitWriter(database)
     other = Database(database.url)
@@ -176,10 +178,11 @@ async def test_close_commits_what_waits_and_refuses_more(database: Database) -> 
     assert database.read(lambda c: c.execute(select(func.count()).select_from(things)).scalar()) == 50
 
 
-async def test_rows_of_one_turn_are_one_commit_of_the_driver(
+async def test_rows_of_one_turn_are_one_commit(
     database: Database, writer: GroupCommitWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(GroupCommitWriter, "_apply", None)  # SQLAlchemy's way is not taken
+    if database.is_sqlite:
+        monkeypatch.setattr(GroupCommitWriter, "_apply", None)  # SQLAlchemy's way is not taken
     await asyncio.gather(*(writer.execute(ROW, {"id": i, "name": "x"}) for i in range(500)))
     assert ids(database) == list(range(500))
     assert writer.commits == 1
@@ -211,10 +214,10 @@ async def test_rows_and_other_writes_share_a_group(database: Database, writer: G
 
 
 async def test_lock_that_never_comes_fails_rows_and_the_next_ones_are_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    empty_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(database_module, "BUSY_TIMEOUT_MS", 50)
-    database = Database(f"sqlite:///{tmp_path / 'locked.db'}")
+    database = Database(empty_url)
     database.write(lambda c: things.create(c))
     writer, other = GroupCommitWriter(database), Database(database.url)
     with other.writer.begin():

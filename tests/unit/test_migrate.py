@@ -16,11 +16,12 @@ from skyrl.config import ConfigError
 from skyrl.db import tables  # noqa: F401  (registers the tables)
 from skyrl.db.database import Database
 from skyrl.db.migrate import SchemaError, _config, migrate
+from tests.postgres_server import ON_BOTH, PostgresServer
 
 
 @pytest.fixture
-def database(tmp_path: Path):
-    database = Database(f"sqlite:///{tmp_path / 'state' / 'skyrl.db'}")
+def database(empty_url: str):
+    database = Database(empty_url)
     yield database
     database.close()
 
@@ -34,6 +35,7 @@ def names(database: Database) -> set[str]:
     return set(inspect(database.reader).get_table_names())
 
 
+@ON_BOTH
 def test_empty_database_gets_the_newest_schema(database: Database) -> None:
     migrate(database)
     assert revision(database) == ScriptDirectory.from_config(_config(database.url)).get_current_head()
@@ -43,6 +45,7 @@ def test_empty_database_gets_the_newest_schema(database: Database) -> None:
 REVISIONS = [script.revision for script in ScriptDirectory.from_config(_config("sqlite://")).walk_revisions()]
 
 
+@ON_BOTH
 @pytest.mark.parametrize("older", REVISIONS)
 def test_every_older_revision_is_brought_to_the_newest(database: Database, older: str) -> None:
     command.upgrade(_config(database.url), older)
@@ -96,6 +99,7 @@ def test_second_start_changes_nothing(database: Database) -> None:
     assert database.read(lambda c: c.execute(text("SELECT generation FROM engine_state")).scalar()) == 3
 
 
+@ON_BOTH
 @pytest.mark.parametrize("made", ["by a newer skyrl", "by another program"])
 def test_unknown_revision_is_refused_untouched(database: Database, made: str) -> None:
     if made == "by a newer skyrl":
@@ -119,13 +123,25 @@ def test_file_that_is_no_database_is_refused(tmp_path: Path) -> None:
     database.close()
 
 
-@pytest.mark.parametrize("url", ["skyrl.db", "nosuch://host/name", "oracle://user:secret@host/name"])
+def test_server_that_is_not_there_is_told_without_its_password(postgres: PostgresServer) -> None:
+    database = Database(postgres.url("no_such_database"))
+    with pytest.raises(SchemaError, match="no_such_database.*does not exist") as raised:
+        migrate(database)
+    assert "skyrl:***@127.0.0.1" in str(raised.value)
+    database.close()
+
+
+URLS = ["skyrl.db", "nosuch://host/name", "oracle://user:secret@host/name", "mysql://user:secret@host/name"]
+
+
+@pytest.mark.parametrize("url", URLS)
 def test_url_that_cannot_be_used_names_the_option(url: str) -> None:
     with pytest.raises(ConfigError, match="^database_url: ") as raised:
         Database(url)
     assert "secret" not in str(raised.value)
 
 
+@ON_BOTH
 def test_downgrade_removes_every_table_and_upgrade_brings_them_back(database: Database) -> None:
     migrate(database)
     command.downgrade(_config(database.url), "base")
@@ -135,6 +151,7 @@ def test_downgrade_removes_every_table_and_upgrade_brings_them_back(database: Da
     assert names(database) == {*SQLModel.metadata.tables, "alembic_version"}
 
 
+@ON_BOTH
 def test_migration_that_fails_leaves_the_schema_as_it_was(database: Database) -> None:
     database.write(lambda c: c.execute(text("CREATE TABLE models (id INTEGER)")))
     with pytest.raises(Exception, match="already exists"):

@@ -1,0 +1,97 @@
+"""`skyrl db`: a server's database copied, checked, made small, brought to this version's schema."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+app = typer.Typer(help="Back up, check, vacuum and upgrade the database.", no_args_is_help=True)
+
+StateDir = Annotated[Path | None, typer.Option(help="The server's state directory. Default: ~/.local/share/skyrl.")]
+DatabaseUrl = Annotated[str | None, typer.Option(help="The server's database, if it is not in the state directory.")]
+ConfigFile = Annotated[Path | None, typer.Option("--config", help="The server's TOML file.")]
+
+
+@contextmanager
+def _database(
+    state_dir: Path | None, database_url: str | None, config: Path | None, *, alone: bool = False
+) -> Iterator[Any]:
+    """The server's database, which must be there; `alone`, no server may run. What is wrong ends the command with a
+    line."""
+    import sqlite3
+
+    from skyrl.config import ConfigError, load_config
+    from skyrl.db.database import Database
+    from skyrl.db.faults import DatabaseError, reason
+    from skyrl.db.migrate import SchemaError, revision_of
+    from skyrl.launcher import lock_state_dir
+
+    try:
+        with ExitStack() as held:
+            loaded = load_config({"state_dir": state_dir, "database_url": database_url}, config)
+            database = Database(loaded.database)
+            held.callback(database.close)
+            if database.file is not None and not database.file.is_file():
+                raise ConfigError(f"there is no database {database.file}")
+            if alone:
+                held.enter_context(lock_state_dir(loaded.state_dir))
+            revision_of(database)  # raises for one that this version cannot use
+            yield database
+    except (ConfigError, SchemaError, OSError, sqlite3.Error, DatabaseError) as error:
+        typer.echo(f"skyrl db: {reason(error)}", err=True)
+        raise typer.Exit(2) from error
+
+
+@app.command()
+def backup(
+    file: Annotated[Path, typer.Argument(help="A file that is not there yet.")],
+    state_dir: StateDir = None,
+    database_url: DatabaseUrl = None,
+    config: ConfigFile = None,
+) -> None:
+    """Copy a SQLite database, as it is at one moment, into FILE. A server may run meanwhile."""
+    from skyrl.db import care
+
+    with _database(state_dir, database_url, config) as database:
+        size = care.backup(database, file)
+    typer.echo(f"{file}: {size} bytes")
+
+
+@app.command()
+def check(state_dir: StateDir = None, database_url: DatabaseUrl = None, config: ConfigFile = None) -> None:
+    """Say what is wrong with the file, the rows and the schema; exit with 1 if something is."""
+    from skyrl.db import care
+
+    with _database(state_dir, database_url, config) as database:
+        found = care.problems(database)
+    for line in found or ["the database is sound"]:
+        typer.echo(line)
+    raise typer.Exit(1 if found else 0)
+
+
+@app.command()
+def vacuum(state_dir: StateDir = None, database_url: DatabaseUrl = None, config: ConfigFile = None) -> None:
+    """Give back all free space. Requests that are to be recorded wait meanwhile; best done when the server is down."""
+    from skyrl.db import care
+
+    with _database(state_dir, database_url, config) as database:
+        before = database.size()
+        care.vacuum(database)
+        after = database.size()
+    typer.echo(f"{before} bytes before, {after} bytes now")
+
+
+@app.command()
+def upgrade(state_dir: StateDir = None, database_url: DatabaseUrl = None, config: ConfigFile = None) -> None:
+    """Bring the database to this version's schema, as the next start of the server would. The server must be down."""
+    from skyrl.db.migrate import migrate, revision_of
+
+    with _database(state_dir, database_url, config, alone=True) as database:
+        before = revision_of(database)
+        migrate(database)
+        after = revision_of(database)
+    typer.echo(f"the schema is at revision {after}; it was at {before or 'none'}")

@@ -1,0 +1,189 @@
+"""`skyrl keys`: the API keys of a server, made, listed and revoked in its database, whether it runs or not."""
+
+from __future__ import annotations
+
+import getpass
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+import typer
+
+if TYPE_CHECKING:
+    from sqlalchemy import Connection
+
+T = TypeVar("T")
+
+app = typer.Typer(help="Make, list and revoke API keys.", no_args_is_help=True)
+
+_UNITS = {"m": 60, "h": 3600, "d": 86_400}
+_MAX_DAYS = 36_500
+_TENANT = re.compile(r"[0-9a-f]{32}")
+MAX_NAME = 100
+
+StateDir = Annotated[Path | None, typer.Option(help="The server's state directory. Default: ~/.local/share/skyrl.")]
+DatabaseUrl = Annotated[str | None, typer.Option(help="The server's database, if it is not in the state directory.")]
+ConfigFile = Annotated[Path | None, typer.Option("--config", help="The server's TOML file.")]
+
+
+def _refuse(message: str) -> typer.Exit:
+    typer.echo(f"skyrl keys: {message}", err=True)
+    return typer.Exit(2)
+
+
+@contextmanager
+def _database(
+    state_dir: Path | None, database_url: str | None, config: Path | None, *, make: bool = False
+) -> Iterator[Any]:
+    """The server's database. One that is empty is brought to this version's schema if it may be made; an older one is
+    left to `skyrl serve`. What is wrong ends the command with a line."""
+    from skyrl.config import ConfigError, load_config
+    from skyrl.db.database import Database
+    from skyrl.db.faults import DatabaseError, reason
+    from skyrl.db.keys import KeyRefused
+    from skyrl.db.migrate import SchemaError, migrate, newest_revision, revision_of
+
+    try:
+        loaded = load_config({"state_dir": state_dir, "database_url": database_url}, config)
+        if not make and loaded.database_url is None and not (loaded.state_dir / "skyrl.db").is_file():
+            raise ConfigError(f"there is no database in {loaded.state_dir}")
+        database = Database(loaded.database)
+        try:
+            revision = revision_of(database)
+            if revision is None and make:
+                migrate(database)
+            elif revision != newest_revision():
+                raise SchemaError("the database is an older version's: start the server once, which brings it up")
+            yield database
+        finally:
+            database.close()
+    except (ConfigError, SchemaError, KeyRefused, OSError, DatabaseError) as error:
+        raise _refuse(reason(error)) from error
+
+
+def _expires_at(given: str | None) -> float | None:
+    if given is None:
+        return None
+    number, unit = given[:-1], given[-1:]
+    if unit not in _UNITS or not number.isdecimal() or not 0 < int(number) * _UNITS[unit] <= _MAX_DAYS * 86_400:
+        raise _refuse(f"--expires: {given!r} is not a time such as 90d, 12h or 30m, of at most {_MAX_DAYS} days")
+    return time.time() + int(number) * _UNITS[unit]
+
+
+def _scopes(given: list[str] | None) -> list[Any]:
+    from skyrl.db.keys import SCOPES
+
+    for scope in given or ():
+        if scope not in SCOPES:
+            raise _refuse(f"--scope: {scope!r} is not one of: {', '.join(SCOPES)}")
+    return list(given or ("train", "sample"))
+
+
+def _adopted() -> str:
+    """The tenant of a key that was used when any was accepted: read where no list of processes shows it."""
+    from skyrl.api.tokens import tenant_of_key
+
+    prompt = "The key whose tenant the new one is to stand for: "
+    key = getpass.getpass(prompt) if sys.stdin.isatty() else sys.stdin.readline().strip()
+    if not key:
+        raise _refuse("--adopt: give the key on standard input")
+    return tenant_of_key(key)
+
+
+def _owner(tenant: str | None, *, adopt: bool) -> Callable[[Connection], str | None]:
+    """Finds whose the new key is to be, in the transaction that makes it; None: a new tenant."""
+    from skyrl.db.keys import KeyRefused, known_tenant
+
+    if tenant is not None and adopt:
+        raise _refuse("give --tenant or --adopt, not both")
+    if tenant is not None and not _TENANT.fullmatch(tenant):
+        raise _refuse(f"--tenant: {tenant!r} is not a tenant as `skyrl keys list` shows them (32 hexadecimal digits)")
+    wanted = _adopted() if adopt else tenant
+
+    def find(connection: Connection) -> str | None:
+        if wanted is not None and not known_tenant(connection, wanted):
+            name = "--adopt: the given key" if adopt else f"--tenant: {wanted}"
+            raise KeyRefused(f"{name} has no key, session or checkpoint here; leave it out for a new tenant")
+        return wanted
+
+    return find
+
+
+@app.command()
+def create(
+    name: Annotated[str, typer.Option(help="What the key is for; shown by list.")] = "",
+    tenant: Annotated[str | None, typer.Option(help="A tenant that is there. Default: a new one.")] = None,
+    adopt: Annotated[
+        bool,
+        typer.Option("--adopt", help="For the tenant of a key used before keys were managed: read from stdin."),
+    ] = False,
+    scope: Annotated[
+        list[str] | None, typer.Option(help="train, sample, admin; several times. Default: train and sample.")
+    ] = None,
+    expires: Annotated[str | None, typer.Option(help="90d, 12h, 30m. Default: never.")] = None,
+    state_dir: StateDir = None,
+    database_url: DatabaseUrl = None,
+    config: ConfigFile = None,
+) -> None:
+    """Make a key and print it, this once. A server that runs takes it two seconds later."""
+    from skyrl.db import keys
+
+    if len(name) > MAX_NAME or not (name.isprintable()):
+        raise _refuse(f"--name: must be at most {MAX_NAME} printable characters")
+    owner, scopes, end = _owner(tenant, adopt=adopt), _scopes(scope), _expires_at(expires)
+
+    def made(connection: Connection) -> tuple[str, keys.Key]:
+        return keys.create(connection, tenant=owner(connection), name=name, scopes=scopes, expires_at=end)
+
+    with _database(state_dir, database_url, config, make=True) as database:
+        text, key = database.write(made, power_safe=True)
+    typer.echo(f"key {key.id} of tenant {key.tenant}; it is not shown again:", err=True)
+    typer.echo(text)
+
+
+@app.command("list")
+def list_keys(
+    tenant: Annotated[str | None, typer.Option(help="Only this tenant's.")] = None,
+    state_dir: StateDir = None,
+    database_url: DatabaseUrl = None,
+    config: ConfigFile = None,
+) -> None:
+    """Print all keys, those that are revoked or have expired too, one in a line; never their secrets."""
+    from skyrl.db import keys
+
+    with _database(state_dir, database_url, config) as database:
+        rows = database.read(lambda connection: keys.listed(connection, tenant))
+    lines = [("KEY", "TENANT", "SCOPES", "CREATED", "EXPIRES", "LAST USED", "STATE", "NAME")]
+    lines += [_line(row) for row in rows]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for line in lines:
+        typer.echo("  ".join(word.ljust(width) for word, width in zip(line, widths, strict=True)).rstrip())
+
+
+def _line(row: Any) -> tuple[str, ...]:
+    def at(seconds: float | None) -> str:
+        return "-" if seconds is None else time.strftime("%Y-%m-%dT%H:%MZ", time.gmtime(seconds))
+
+    expired = row.expires_at is not None and row.expires_at <= time.time()
+    state = "revoked" if row.revoked_at is not None else "expired" if expired else "good"
+    times = at(row.created_at), at(row.expires_at), at(row.last_used_at)
+    return row.id, row.tenant, ",".join(row.scopes), *times, state, row.name
+
+
+@app.command()
+def revoke(
+    key: Annotated[str, typer.Argument(help="The key's id, as list shows it.")],
+    state_dir: StateDir = None,
+    database_url: DatabaseUrl = None,
+    config: ConfigFile = None,
+) -> None:
+    """End a key, and every token made for it. A server that runs refuses them two seconds later."""
+    from skyrl.db import keys
+
+    with _database(state_dir, database_url, config) as database:
+        database.write(lambda connection: keys.revoke(connection, key), power_safe=True)
+    typer.echo(f"key {key} is revoked", err=True)

@@ -1,0 +1,328 @@
+"""A database that is locked, full, read-only or away: nothing is told that is not so, and all goes on afterwards."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psycopg
+import pytest
+from api_harness import Api, Serve, asked, tokens
+from fake_upstream import FakeUpstream, after, complete
+from sqlalchemy import Engine, event, func, make_url, select
+from sqlalchemy.dialects.postgresql.psycopg import PGDialect_psycopg
+
+from skyrl.db import database as database_module
+from skyrl.db import futures as rows
+from skyrl.db.database import Database
+from skyrl.db.engine_state import read_state
+from skyrl.db.futures import Outcome
+from skyrl.db.patience import PatientDatabase
+from skyrl.db.sessions import sessions
+from skyrl.engine.state import EngineStatePublisher
+from skyrl.futures.doorbell import Doorbell
+from tests.postgres_server import ON_BOTH, PostgresServer
+
+ON_POSTGRES = pytest.mark.parametrize("database_kind", ["postgres"], indirect=True)
+LARGE = {"what": "x" * 200_000}
+"""Metadata that the free pages of a small file have no room for."""
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who waits for the write lock gives up soon."""
+    monkeypatch.setattr(database_module, "BUSY_TIMEOUT_MS", 50)
+
+
+@contextmanager
+def locked(database: Database) -> Iterator[None]:
+    with database.writer.begin():
+        yield
+
+
+class Connections:
+    """SQLite's connections of this process: a fault is given to all that are there or come, as a disk gives it."""
+
+    def __init__(self) -> None:
+        self._all: list[sqlite3.Connection] = []
+        self._fault: str | None = None
+
+    def note(self, connection: sqlite3.Connection, _: object) -> None:
+        self._all.append(connection)
+        if self._fault is not None:
+            connection.execute(f"PRAGMA {self._fault}").fetchall()
+
+    @contextmanager
+    def faulty(self, fault: str, cured: str) -> Iterator[None]:
+        self._fault = fault
+        self._tell(fault)
+        yield
+        self._fault = None
+        self._tell(cured)
+
+    def _tell(self, pragma: str) -> None:
+        for connection in self._all:
+            connection.execute(f"PRAGMA {pragma}").fetchall()
+
+    def full(self) -> AbstractContextManager[None]:
+        """No page more than there is now."""
+        return self.faulty("max_page_count=1", "max_page_count=1000000")
+
+    def read_only(self) -> AbstractContextManager[None]:
+        return self.faulty("query_only=1", "query_only=0")
+
+
+@pytest.fixture
+def connections(database: Database) -> Iterator[Connections]:
+    """Of all that is opened after the fixtures."""
+    noted = Connections()
+    event.listen(Engine, "connect", noted.note)
+    yield noted
+    event.remove(Engine, "connect", noted.note)
+
+
+@contextmanager
+def read_only_server(server: PostgresServer, database: Database) -> Iterator[None]:
+    name = make_url(database.url).database
+    assert name is not None
+
+    def set_to(value: str) -> None:
+        server.execute(f"ALTER DATABASE {name} SET default_transaction_read_only = {value}")
+        server.execute(f"SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = '{name}'")
+
+    set_to("on")
+    yield
+    set_to("off")
+
+
+def count(database: Database, table: Any) -> int:
+    return database.read(lambda c: c.execute(select(func.count()).select_from(table)).scalar_one())
+
+
+def assert_asked_to_come_again(answer: httpx.Response, caplog: pytest.LogCaptureFixture) -> None:
+    assert answer.status_code == 503, answer.text
+    assert answer.json() == {"detail": "the database cannot be used now; send the request again", "field": None}
+    assert float(answer.headers["Retry-After"]) > 0
+    assert "Traceback" not in caplog.text
+
+
+async def retried(send: Callable[[], Any]) -> httpx.Response:
+    """Sent again for as long as the answer is 503, as a client does."""
+    deadline = time.monotonic() + 120
+    while (answer := await send()).status_code == 503:
+        assert time.monotonic() < deadline, "the database does not come back"
+        await asyncio.sleep(0.05)
+    return answer
+
+
+@ON_BOTH
+@pytest.mark.usefixtures("impatient")
+async def test_a_lock_that_does_not_come_is_503_for_each_kind_of_request(
+    serve: Serve, database: Database, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with serve() as api:
+        sampler = await api.sampler()
+        model = {"session_id": sampler.partition(":")[0], "model_seq_id": 0, "base_model": "acme/base"}
+        sent = {"create_session": {}, "asample": asked(sampler, 1), "create_model": model}
+        with locked(database):
+            for path, body in sent.items():
+                assert_asked_to_come_again(await api.post(path, body), caplog)
+            assert (await api.http.get("/api/v1/sessions")).status_code == 200, "what only reads is answered"
+        assert count(database, sessions) == 1
+        assert count(database, rows.futures) == 0
+        for path, body in sent.items():
+            assert (await api.post(path, body)).status_code == 200
+
+
+async def test_a_full_disk_is_503_and_nothing_of_the_request_is_kept(
+    serve: Serve, database: Database, connections: Connections, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with serve() as api:
+        sampler = await api.sampler()
+        assert (await api.sample(sampler, 0))["request_id"]
+        with connections.full():
+            answer = await api.post("create_session", {"user_metadata": LARGE})
+            assert_asked_to_come_again(answer, caplog)
+            seq_id, refused = 1, None
+            while refused is None and seq_id < 2_000:  # until the free pages are used up
+                answer = await api.post("asample", asked(sampler, seq_id))
+                refused = answer if answer.status_code != 200 else None
+                seq_id += 1
+            assert refused is not None
+            assert_asked_to_come_again(refused, caplog)
+            stored = count(database, rows.futures)
+        assert stored == seq_id - 1, "what was acknowledged is there, what was refused is not"
+        assert (await api.post("create_session", {"user_metadata": LARGE})).status_code == 200
+        promise = await api.sample(sampler, seq_id - 1)
+        assert tokens(await api.result(promise["request_id"])) == [[0, 1, 2]]
+
+
+@ON_BOTH
+async def test_a_database_that_turns_read_only_is_503_until_it_is_not(
+    serve: Serve,
+    database: Database,
+    connections: Connections,
+    request: pytest.FixtureRequest,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    if database.is_sqlite:
+        read_only = connections.read_only()
+    else:
+        read_only = read_only_server(request.getfixturevalue("postgres"), database)
+    async with serve() as api:
+        sampler = await api.sampler()
+        assert (await api.sample(sampler, 0))["request_id"]
+        with read_only:
+            assert_asked_to_come_again(await api.post("asample", asked(sampler, 1)), caplog)
+            assert_asked_to_come_again(await api.post("create_session", {}), caplog)
+        answer = await retried(lambda: api.post("asample", asked(sampler, 1)))
+        assert tokens(await api.result(answer.json()["request_id"])) == [[0, 1, 2]]
+
+
+@ON_POSTGRES
+async def test_postgresql_that_goes_and_comes_back_loses_nothing_that_was_acknowledged(
+    serve: Serve, upstream: FakeUpstream, postgres: PostgresServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    go = asyncio.Event()
+    upstream.default = after(go, complete())
+    async with serve() as api:
+        sampler = await api.sampler()
+        early = [await api.sample(sampler, seq_id) for seq_id in range(20)]
+        postgres.stop()
+        assert_asked_to_come_again(await api.post("asample", asked(sampler, 20)), caplog)
+        hearing = [asyncio.create_task(api.result(promise["request_id"])) for promise in early]
+        go.set()
+        sending = [
+            asyncio.create_task(retried(lambda seq_id=seq_id: api.post("asample", asked(sampler, seq_id))))
+            for seq_id in range(20, 40)
+        ]
+        await asyncio.sleep(0)
+        assert not any(task.done() for task in hearing)
+        await asyncio.to_thread(postgres.start)
+        late = [answer.json() for answer in await asyncio.gather(*sending)]
+        assert len({promise["request_id"] for promise in early + late}) == 40
+        for task in hearing:
+            assert tokens(await task) == [[0, 1, 2]]
+        for promise in early + late:
+            assert tokens(await api.result(promise["request_id"])) == [[0, 1, 2]]
+
+
+@ON_POSTGRES
+async def test_a_sample_that_was_stored_though_its_commit_seemed_lost_is_forwarded_when_it_is_sent_again(
+    serve: Serve, upstream: FakeUpstream, database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = PGDialect_psycopg.do_commit
+    lost = 0
+
+    def committed_unheard(dialect: PGDialect_psycopg, connection: Any) -> None:
+        nonlocal lost
+        real(dialect, connection)
+        lost += 1
+        connection.dbapi_connection.close()
+        raise psycopg.OperationalError("server closed the connection unexpectedly")
+
+    async with serve() as api:
+        sampler = await api.sampler()
+        with monkeypatch.context() as broken:
+            broken.setattr(PGDialect_psycopg, "do_commit", committed_unheard)
+            assert (await api.post("asample", asked(sampler, 1))).status_code == 503
+        assert lost >= 1
+        assert not upstream.completions
+        assert count(database, rows.futures) == 1
+        promise, again = await asyncio.gather(api.sample(sampler, 1), api.sample(sampler, 1))
+        assert promise["request_id"] == again["request_id"]
+        assert tokens(await api.result(promise["request_id"])) == [[0, 1, 2]]
+        assert len(upstream.completions) == 1, "by one of the two"
+        assert count(database, rows.futures) == 1
+
+
+@ON_BOTH
+async def test_nul_in_text_is_kept_or_refused_by_name(api: Api, database: Database) -> None:
+    answer = await api.post("create_session", {"display_name": "a\0b"})
+    if database.is_sqlite:
+        assert answer.status_code == 200
+        return
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["field"] == "display_name"
+    assert "U+0000" in answer.json()["detail"]
+    unknown = await api.http.get("/api/v1/sessions/a%00b")
+    assert unknown.status_code in (400, 404), unknown.text
+
+
+@ON_BOTH
+def test_an_error_with_a_nul_can_be_stored(database: Database) -> None:
+    outcome = Outcome(error="stop: 'a\0b' is too long", error_category="user")
+    new = dict.fromkeys(rows.RECORD.parameters) | {
+        "id": "r1",
+        "kind": "EXTERNAL",
+        "tenant": "t",
+        "session_id": "s",
+        "digest": b"d",
+        "body_format": "json",
+        "status": "pending",
+        "created_at": 0.0,
+    }
+    database.write(lambda c: c.execute(rows.RECORD.statement, new))
+    database.write(lambda c: c.execute(rows.SETTLE, rows.settlement("r1", outcome, 1.0)))
+    stored = database.read(lambda c: rows.find(c, "r1"))
+    assert stored is not None
+    assert stored.outcome == outcome
+
+
+@ON_BOTH
+@pytest.mark.usefixtures("impatient")
+def test_the_engine_waits_for_a_database_that_is_away(
+    database: Database, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    patient = PatientDatabase(database.url)
+    holding = database.writer.begin()
+    holding.__enter__()
+    waited: list[float] = []
+
+    def free(seconds: float) -> bool:
+        waited.append(seconds)
+        if len(waited) == 3:
+            holding.__exit__(None, None, None)
+        return False
+
+    monkeypatch.setattr(patient._hurried, "wait", free)
+    assert patient.write(lambda c: c.execute(select(1)).scalar()) == 1
+    assert len(waited) == 3
+    assert waited == sorted(waited)
+    assert "tried again" in caplog.text
+    with locked(database):
+        patient.hurry()
+        with pytest.raises(Exception, match="lock"):
+            patient.write(lambda c: c.execute(select(1)))
+    patient.close()
+
+
+def test_a_mistake_of_ours_is_not_waited_for(database: Database) -> None:
+    patient = PatientDatabase(database.url)
+    with pytest.raises(Exception, match="no such table"):
+        patient.read(lambda c: c.exec_driver_sql("SELECT 1 FROM nowhere"))
+    patient.close()
+
+
+@pytest.mark.usefixtures("impatient")
+def test_an_endpoint_that_could_not_be_published_is_published_by_the_next_heartbeat(
+    database: Database, tmp_path: Path
+) -> None:
+    own, api = Database(database.url), Doorbell(tmp_path / "nobody.sock")
+    state = EngineStatePublisher(own, api)
+    with locked(database):
+        state.publish_url("http://127.0.0.1:1")
+    assert database.read(read_state).inference_proxy_url != "http://127.0.0.1:1"
+    state.beat()
+    assert database.read(read_state).inference_proxy_url == "http://127.0.0.1:1"
+    generation = database.read(read_state).generation
+    state.beat()
+    assert database.read(read_state).generation == generation, "once"
+    api.close()
+    own.close()

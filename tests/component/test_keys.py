@@ -1,0 +1,272 @@
+"""Managed keys over HTTP: which are taken, what each may do, whose tenant they stand for, and how they end."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import httpx
+import pytest
+from api_harness import BASE, Api, Serve, asked
+from fake_upstream import FakeUpstream
+from fastapi.routing import APIRoute
+from sqlalchemy import event, select
+
+import skyrl.api.server
+from skyrl.api.access import SCOPE_OF
+from skyrl.api.app import create_app
+from skyrl.api.tokens import tenant_of_key, user_urn
+from skyrl.db import keys as key_rows
+from skyrl.db.database import Database
+from skyrl.db.keys import SCOPES, Key, Keys, Scope, api_keys
+
+CHECKPOINT = "training_runs/s:train:0/checkpoints/weights/n"
+
+
+def make(database: Database, *scopes: Scope, tenant: str | None = None, expires_at: float | None = None):
+    """A key, as the operator makes it in another process."""
+    return database.write(
+        lambda c: key_rows.create(c, tenant=tenant, name="k", scopes=scopes or SCOPES, expires_at=expires_at)
+    )
+
+
+def end(database: Database, key: Key) -> None:
+    database.write(lambda c: key_rows.revoke(c, key.id))
+
+
+async def get(api: Api, path: str, key: str) -> httpx.Response:
+    return await api.http.get(f"/api/v1/{path}", headers={"X-API-Key": key})
+
+
+async def token_of(api: Api, key: str) -> str:
+    return (await api.post("auth/token", {}, **{"X-API-Key": key})).json()["jwt"]
+
+
+def refused(answer: httpx.Response, status: int) -> str:
+    """The sentence of a refusal that is no reason to get a new token."""
+    assert answer.status_code == status, answer.text
+    assert "WWW-Authenticate" not in answer.headers
+    assert answer.json()["field"] is None
+    return answer.json()["detail"]
+
+
+async def test_only_keys_that_were_made_are_taken(serve: Serve, database: Database) -> None:
+    text, key = make(database)
+    async with serve(api_keys="managed") as api:
+        assert (await get(api, "sessions", text)).status_code == 200
+        forged = [f"tml-{key.id}-{'x' * 43}", text[:-1], f"{text}x", text.replace("tml-", "tmx-"), key.id]
+        for other in ["tml-one", "k\xfcche", *forged]:
+            headers = {"X-API-Key": other.encode("latin-1")}
+            answer = await api.http.get("/api/v1/sessions", headers=headers)  # pyright: ignore[reportArgumentType]
+            assert "unknown here" in refused(answer, 401), other
+        for path in ("client/config", "client/dynamic_config", "telemetry"):
+            assert (await api.post(path, {})).status_code == 200, path
+
+
+async def test_keys_of_a_tenant_share_what_is_theirs(serve: Serve, database: Database) -> None:
+    one, key = make(database)
+    two, _ = make(database, "sample", tenant=key.tenant)
+    other, _ = make(database)
+    async with serve(api_keys="managed") as api:
+        session = (await api.post("create_session", {}, **{"X-API-Key": one})).json()["session_id"]
+        assert (await get(api, "sessions", two)).json() == {"sessions": [session]}
+        assert (await get(api, "sessions", other)).json() == {"sessions": []}
+        assert (await get(api, f"sessions/{session}", other)).status_code == 404
+
+
+async def test_key_made_and_revoked_beside_a_running_server_counts_soon(
+    serve: Serve, database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(skyrl.api.server, "KEYS_S", 0.01)
+    read, refresh = asyncio.Event(), Keys.refresh
+
+    async def told(keys: Keys) -> None:
+        await refresh(keys)
+        read.set()
+
+    async def next_reading() -> None:
+        for _ in range(2):  # one may be under way already
+            read.clear()
+            await read.wait()
+
+    monkeypatch.setattr(Keys, "refresh", told)
+    async with serve(api_keys="managed") as api:
+        text, key = make(database)
+        await next_reading()
+        assert (await get(api, "sessions", text)).status_code == 200
+        end(database, key)
+        await next_reading()
+        assert "was revoked" in refused(await get(api, "sessions", text), 401)
+
+
+async def test_expired_key_is_refused_without_a_look_into_the_database(
+    serve: Serve, database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text, key = make(database, expires_at=time.time() + 3600)
+    async with serve(api_keys="managed") as api:
+        assert (await get(api, "sessions", text)).status_code == 200
+        later = time.time() + 3601
+        with monkeypatch.context() as clock:
+            clock.setattr(key_rows.time, "time", lambda: later)
+            assert refused(await get(api, "sessions", text), 401) == "this API key has expired"
+
+
+async def test_token_ends_with_its_key(serve: Serve, database: Database) -> None:
+    text, key = make(database, "sample")
+    async with serve(api_keys="managed") as api:
+        token = await token_of(api, text)
+        assert (await get(api, "sessions", token)).status_code == 200
+        assert "'admin'" in refused(await get(api, "audit", token), 403), "it may do what its key may"
+        end(database, key)
+        await api.services.access.keys.refresh()
+        answer = await get(api, "sessions", token)
+        assert answer.status_code == 401
+        assert answer.headers["WWW-Authenticate"] == 'Bearer error="invalid_token"', "get another, which fails for good"
+        refused(await api.post("auth/token", {}, **{"X-API-Key": text}), 401)
+
+
+async def test_token_from_before_keys_were_managed_is_refused_after(serve: Serve, database: Database) -> None:
+    async with serve() as api:
+        token = await token_of(api, "tml-one")
+    async with serve(api_keys="managed") as api:
+        assert (await get(api, "sessions", token)).headers["WWW-Authenticate"] == 'Bearer error="invalid_token"'
+
+
+async def test_while_any_key_is_accepted_those_that_were_made_stand_for_their_tenants(
+    serve: Serve, database: Database
+) -> None:
+    text, key = make(database, "sample", tenant=tenant_of_key("tml-one"))
+    async with serve() as api:
+        session = (await api.post("create_session", {})).json()["session_id"]
+        assert (await get(api, "sessions", text)).json() == {"sessions": [session]}
+        assert "'train'" in refused(await api.post("optim_step", {}, **{"X-API-Key": text}), 403)
+        assert (await get(api, "sessions", "tml-anything")).status_code == 200
+
+
+# What a key may do
+
+ASKED: dict[Scope | None, list[tuple[str, str]]] = {
+    "train": [
+        ("POST", "create_model"),
+        ("POST", "forward_backward"),
+        ("POST", "copy_weights"),
+        ("DELETE", CHECKPOINT),
+        ("DELETE", f"{CHECKPOINT}/publish"),
+        ("PUT", f"{CHECKPOINT}/ttl"),
+        ("GET", f"{CHECKPOINT}/archive"),
+    ],
+    "sample": [("POST", "create_sampling_session"), ("POST", "asample"), ("POST", "retrieve_futures")],
+    "admin": [("GET", "audit"), ("GET", "billing/usage/checkpoints/current")],
+    None: [("POST", "retrieve_future"), ("GET", "sessions"), ("GET", "checkpoints"), ("GET", "auth/apikey/me")],
+}
+
+
+@pytest.mark.parametrize("held", SCOPES)
+async def test_key_does_what_its_scope_says_and_nothing_else(serve: Serve, database: Database, held: Scope) -> None:
+    text, _ = make(database, held)
+    async with serve(api_keys="managed") as api:
+        for needed, routes in ASKED.items():
+            for method, path in routes:
+                answer = await api.http.request(method, f"/api/v1/{path}", json={}, headers={"X-API-Key": text})
+                if needed in (held, None):
+                    assert answer.status_code in (200, 400, 404), path
+                else:
+                    told = refused(answer, 403)
+                    assert repr(needed) in told, path
+                    assert told.endswith(f"has: {held}"), path
+
+
+async def test_every_route_that_wants_a_key_says_what_for(api: Api) -> None:
+    keyless = {"client/config", "client/dynamic_config", "telemetry", "healthz"}
+    paths = {route.path for route in create_app(api.services).routes if isinstance(route, APIRoute)}
+    wanted = {path for path in paths if path.startswith("/api/v1/") and not path.startswith("/api/v1/downloads/")}
+    assert set(SCOPE_OF) == wanted - {f"/api/v1/{path}" for path in keyless}
+
+
+async def test_weights_of_another_tenant_are_given_by_keys_that_may_train(serve: Serve, database: Database) -> None:
+    mine, _ = make(database)
+    source = {"source_path": "tinker://s:train:0/weights/n", "destination_project_id": "p"}
+    theirs, _ = make(database, "train")
+    samples, _ = make(database, "sample")
+    past, _ = make(database, expires_at=1.0)
+    async with serve(api_keys="managed") as api:
+        token = await token_of(api, theirs)
+        for given, status, told in (
+            (theirs, 404, "no checkpoint"),
+            (token, 404, "no checkpoint"),
+            (samples, 403, "weights_access_token: this needs an API key with the scope 'train'"),
+            (past, 403, "weights_access_token: this API key has expired"),
+            ("tml-unknown", 403, "weights_access_token: this API key is unknown"),
+            (token[:-4], 403, "weights_access_token: has expired, does not hold any more, or was not made by"),
+        ):
+            body = source | {"weights_access_token": given}
+            answer = await api.post("copy_weights", body, **{"X-API-Key": mine})
+            assert (answer.status_code, told in answer.json()["detail"]) == (status, True), answer.text
+
+
+# What is said of a key, and its end
+
+
+async def test_key_is_told_its_name_scopes_and_end(serve: Serve, database: Database) -> None:
+    text, key = make(database, "train", "sample", expires_at=time.time() + 3600)
+    async with serve(api_keys="managed") as api:
+        said = (await get(api, "auth/apikey/me", text)).json()
+        assert (said["key_id"], said["name"]) == (int(key.id, 16), "k")
+        assert "train, sample" in said["note"]
+        assert text[-43:] not in str(said)
+        assert user_urn(key.tenant) == f"tml:user:{key.tenant}"
+
+
+async def test_key_that_deletes_itself_is_refused_at_once(serve: Serve, database: Database) -> None:
+    text, key = make(database, "sample")
+    async with serve(api_keys="managed") as api:
+        answer = await api.http.delete("/api/v1/auth/apikey/me", headers={"X-API-Key": text})
+        assert answer.status_code == 200
+        refused(await get(api, "sessions", text), 401)
+    assert database.read(lambda c: c.execute(select(api_keys.c.revoked_at)).scalar_one()) is not None
+
+
+async def test_last_use_is_noted_to_the_minute(serve: Serve, database: Database) -> None:
+    used, key = make(database)
+    make(database)
+    before = time.time()
+    async with serve(api_keys="managed") as api:
+        await get(api, "sessions", used)
+    noted = dict(database.read(lambda c: list(c.execute(select(api_keys.c.id, api_keys.c.last_used_at)))))
+    at = noted.pop(key.id)
+    assert at % 60 == 0
+    assert before - 60 < at <= time.time()
+    assert list(noted.values()) == [None]
+
+
+# What it costs
+
+
+async def test_who_asks_is_known_without_the_database(
+    serve: Serve, database: Database, upstream: FakeUpstream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also when it cannot be read: what was read last holds."""
+    text, key = make(database)
+    async with serve(api_keys="managed") as api:
+        access = api.services.access
+        token = await token_of(api, text)
+        statements: list[str] = []
+        for engine in (access.keys._database.reader, access.keys._database.writer):
+            event.listen(engine, "before_cursor_execute", lambda *said: statements.append(said[2]))
+        for given in (text, token):
+            assert access.caller(given).tenant == key.tenant
+        assert statements == []
+        headers = {"X-API-Key": text}
+        sampler = await api.sampler(**headers)
+
+        async def unreadable(*_: Any) -> None:
+            raise OSError("the disk is gone")
+
+        monkeypatch.setattr(access.keys._database, "read_async", unreadable)
+        with pytest.raises(OSError, match="disk"):
+            await access.keys.refresh()
+        promise = await api.post("asample", asked(sampler, 1, base_model=BASE), **headers)
+        assert promise.status_code == 200
+        assert (await api.result(promise.json()["request_id"], **headers)).status_code == 200
+        assert not [statement for statement in statements if "FROM api_keys" in statement]

@@ -1,0 +1,159 @@
+"""A week of load with a clock that runs ahead: the database and the directories of adapters and checkpoints stay small.
+
+The steps are those of the server's processes, called in their order; the rows and files are those that they make.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import func, insert, select, update
+
+from skyrl.adapters import adapter_directory
+from skyrl.config import ServerConfig, load_config
+from skyrl.db import checkpoints as checkpoint_rows
+from skyrl.db import futures as rows
+from skyrl.db.database import Database
+from skyrl.db.models import models
+from skyrl.db.retention import Retention
+from skyrl.db.samplers import Sampler, add_sampler
+from skyrl.db.sessions import sessions
+from skyrl.db.writer import GroupCommitWriter
+from skyrl.engine.reclaim import FileSweeper, end_sessions
+from skyrl.storage.directories import safe_name
+from skyrl.storage.registry import open_store
+from skyrl.wire.paths import adapter_name_of
+
+HOUR_S = 3600.0
+EVERY_S = 3 * HOUR_S
+DAY = 8
+"""Sessions a day: one every EVERY_S."""
+SAMPLES, VERSIONS = 20, 2
+"""What each session asks for, and the adapter versions that it samples from."""
+TTL_S = 6 * HOUR_S
+KEPT_BYTES = 4_000
+"""Of a session, of its model and of its sampling sessions: rows that stay."""
+BODY, RESULT = b"b" * 2900, rows.Outcome(b"r" * 600, "protobuf")
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = time.time()
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Server:
+    """One state directory, and a session of its life at a time."""
+
+    def __init__(self, config: ServerConfig, clock: Clock) -> None:
+        self.config, self.clock = config, clock
+        self.database = Database(config.database)
+        self.writer = GroupCommitWriter(self.database)
+        self.retention = Retention(self.database, self.writer, config.result_retention_s)
+        self.store = open_store(config)
+        self.files = FileSweeper(config, self.database, self.store)
+
+    def work(self, session_id: str) -> None:
+        """A session that trains, saves for sampling, samples, saves a checkpoint for some hours, and ends."""
+        model_id, now = f"{session_id}:train:0", self.clock()
+        session = {"id": session_id, "tenant": "t", "status": "active", "created_at": now, "heartbeat_at": now}
+        shape = {"lora_rank": 8, "lora_alpha": 32, "seed": 1}
+        shape |= dict.fromkeys(("train_attn", "train_mlp", "train_unembed"), True)
+        model = {"id": model_id, "session_id": session_id, "tenant": "t", "model_seq_id": 0, "base_model": "tiny"}
+        model |= {"status": "ready", "sampler_version": 0, "next_seq": 0, "created_at": now, "last_request_at": now}
+        self.database.write(lambda c: c.execute(insert(sessions), session | {"sdk_version": "", "tags": []}))
+        self.database.write(lambda c: c.execute(insert(models), model | shape))
+        for version in range(1, VERSIONS + 1):
+            directory = adapter_directory(self.config.adapters_dir, model_id, version)
+            self._write(directory)
+            name = f"{session_id}:sample:{version}"
+            sampler = Sampler(name, session_id, "t", "tiny", None, adapter_name_of(model_id, version), str(directory))
+            self.database.write(lambda c, sampler=sampler, version=version: add_sampler(c, sampler, version))
+        self.database.write(lambda c: self._ask(c, session_id))
+        key = f"{safe_name(model_id)}/saved-1"
+        with self.store.writing(key) as scratch:
+            (scratch / "adapter_model.safetensors").write_bytes(b"w" * 10_000)
+        os.utime(self.config.checkpoints_dir / key, (now, now))
+        saved = {"tenant": "t", "model_id": model_id, "kind": "weights", "name": "saved", "store_key": key}
+        saved |= {"base_model": "tiny", "size_bytes": 10_000, "public": False, "created_at": now}
+        saved |= shape | {"expires_at": now + TTL_S}
+        self.database.write(lambda c: checkpoint_rows.put(c, saved))
+        ended = update(sessions).where(sessions.c.id == session_id).values(status="finished")
+        self.database.write(lambda c: c.execute(ended))
+
+    def _write(self, directory: Path) -> None:
+        directory.mkdir(parents=True)
+        (directory / "adapter_model.safetensors").write_bytes(b"w" * 10_000)
+        os.utime(directory, (self.clock(), self.clock()))
+
+    def _ask(self, connection: Any, session_id: str) -> None:
+        new = dict.fromkeys(rows.RECORD.parameters) | {"kind": "EXTERNAL", "tenant": "t", "session_id": session_id}
+        new |= {"digest": b"d" * 16, "body": BODY, "body_format": "json", "status": "pending", "created_at": 0.0}
+        ids = [f"{session_id}-{n}" for n in range(SAMPLES)]
+        connection.execute(rows.RECORD.statement, [new | {"id": request_id} for request_id in ids])
+        settled = [rows.settlement(request_id, RESULT, self.clock()) for request_id in ids]
+        connection.execute(rows.SETTLE_SAMPLE.statement, settled)
+
+    async def sweep(self) -> None:
+        """What the API process and the engine do every few seconds."""
+        end_sessions(self.database)
+        for _, path in self.files.unused_adapters(set()):
+            self.files.unloaded(path)
+        self.files.delete_files(set())
+        await self.retention.sweep()
+        await self.retention.shorten_log()
+
+    def requests(self) -> int:
+        return self.database.read(lambda c: c.execute(select(func.count()).select_from(rows.futures)).scalar_one())
+
+    @staticmethod
+    def files_under(directory: Path) -> int:
+        return sum(path.is_file() for path in directory.rglob("*"))
+
+
+def file_bytes(database: Database) -> int:
+    """What SQLite's file takes without its log, which has a bound of its own."""
+    assert database.file is not None
+    assert database.empty_log()
+    return database.file.stat().st_size
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(time, "time", clock)
+    return clock
+
+
+@pytest.fixture
+async def server(tmp_path: Path, migrated_url: str, clock: Clock) -> AsyncIterator[Server]:
+    server = Server(load_config({"state_dir": tmp_path, "database_url": migrated_url}), clock)
+    yield server
+    await server.writer.close()
+    server.database.close()
+
+
+async def test_a_week_keeps_the_database_and_the_directories_small(server: Server, clock: Clock) -> None:
+    day_one = 0
+    for number in range(7 * DAY):
+        server.work(f"s{number}")
+        assert server.requests() <= SAMPLES
+        for _ in range(2):
+            clock.now += EVERY_S / 2
+            await server.sweep()
+        assert server.files_under(server.config.adapters_dir) == 0
+        assert len(list(server.store.stored())) <= TTL_S / EVERY_S
+        if number == DAY - 1:
+            day_one = file_bytes(server.database)
+    assert file_bytes(server.database) <= day_one + 6 * DAY * KEPT_BYTES
+    clock.now += TTL_S
+    await server.sweep()
+    assert server.requests() == 0
+    assert server.files_under(server.config.adapters_dir) == server.files_under(server.config.checkpoints_dir) == 0

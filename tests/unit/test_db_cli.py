@@ -1,0 +1,181 @@
+"""`skyrl db`: copies, checks, vacuums and upgrades of a database, and what they refuse."""
+
+from __future__ import annotations
+
+import sqlite3
+import stat
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from sqlalchemy import text
+from typer.testing import CliRunner, Result
+
+from alembic import command
+from skyrl.cli.main import app
+from skyrl.db.database import Database
+from skyrl.db.migrate import _config, newest_revision, revision_of
+from skyrl.launcher import lock_state_dir
+from tests.postgres_server import ON_BOTH
+
+PREVIOUS = "0003"
+"""The schema of the release before this one."""
+
+
+@pytest.fixture
+def database(migrated_url: str):
+    database = Database(migrated_url)
+    yield database
+    database.close()
+
+
+def run(database: Database, name: str, *arguments: str) -> Result:
+    """On the state directory that the file is in, as an operator gives it, or on the server's URL."""
+    if database.file is not None:
+        where = ["--state-dir", str(database.file.parent)]
+    else:
+        where = ["--database-url", database.url]
+    return CliRunner().invoke(app, ["db", name, *arguments, *where])
+
+
+def add_session(database: Database, name: str) -> None:
+    columns = "id, tenant, status, created_at, heartbeat_at, sdk_version, tags"
+    statement = text(f"INSERT INTO sessions ({columns}) VALUES ('{name}', 't', 'active', 1, 1, '', '[]')")
+    database.write(lambda c: c.execute(statement))
+
+
+def sessions_in(file: Path) -> list[str]:
+    with closing(sqlite3.connect(file)) as connection:
+        return [name for (name,) in connection.execute("SELECT id FROM sessions ORDER BY id")]
+
+
+def test_backup_is_the_last_commit_also_while_another_is_under_way(database: Database, tmp_path: Path) -> None:
+    add_session(database, "committed")
+    copy = tmp_path / "copy.db"
+    with database.writer.begin() as connection:
+        connection.execute(text("UPDATE sessions SET id = 'not yet'"))
+        done = run(database, "backup", str(copy))
+    assert done.exit_code == 0, done.output
+    assert done.output == f"{copy}: {copy.stat().st_size} bytes\n"
+    assert sessions_in(copy) == ["committed"]
+    assert stat.S_IMODE(copy.stat().st_mode) == 0o600
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith("copy")] == ["copy.db"]
+    restored = Database(f"sqlite:///{copy}")
+    assert revision_of(restored) == newest_revision()
+    restored.close()
+
+
+def test_backup_replaces_nothing_and_leaves_nothing_when_it_fails(database: Database, tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("mine")
+    done = run(database, "backup", str(tmp_path / "mine"))
+    assert (done.exit_code, done.stderr) == (2, f"skyrl db: {tmp_path / 'mine'} exists\n")
+    assert (tmp_path / "mine").read_text() == "mine"
+    done = run(database, "backup", str(tmp_path / "nowhere" / "copy"))
+    assert done.exit_code == 2
+    assert "No such file or directory" in done.stderr
+    assert database.file is not None
+    database.file.write_bytes(b"torn" * 1000)
+    done = run(database, "backup", str(tmp_path / "copy"))
+    assert done.exit_code == 2
+    assert not (tmp_path / "copy").exists()
+    assert not (tmp_path / "copy.partial").exists()
+
+
+@pytest.mark.parametrize("database_kind", ["postgres"], indirect=True)
+def test_backup_of_postgresql_is_its_own_tools(database: Database, tmp_path: Path) -> None:
+    done = run(database, "backup", str(tmp_path / "copy"))
+    assert done.exit_code == 2
+    assert "use pg_dump" in done.stderr
+    assert not (tmp_path / "copy").exists()
+
+
+@ON_BOTH
+def test_check_of_a_sound_database(database: Database) -> None:
+    add_session(database, "s1")
+    done = run(database, "check")
+    assert (done.exit_code, done.output) == (0, "the database is sound\n")
+
+
+@ON_BOTH
+def test_check_tells_what_the_schema_lacks(database: Database) -> None:
+    database.write(lambda c: c.execute(text("DROP TABLE meters")))
+    done = run(database, "check")
+    assert done.exit_code == 1
+    assert "schema: differs from this version's" in done.output
+    assert "meters" in done.output
+
+
+def test_check_tells_of_rows_that_refer_to_nothing(database: Database) -> None:
+    values = "'m', 'gone', 't', 0, 'tiny', 'ready', 8, 32, 1, 1, 1, 1, NULL, 2, 3, 1, 2"
+    assert database.file is not None
+    with closing(sqlite3.connect(database.file)) as connection:  # foreign keys are off here
+        connection.execute(f"INSERT INTO models VALUES ({values})")
+        connection.commit()
+    done = run(database, "check")
+    assert (done.exit_code, done.output) == (1, "rows: models row 1 refers to a row of sessions that is gone\n")
+
+
+def test_check_tells_of_a_damaged_file(database: Database) -> None:
+    add_session(database, "s1")
+    assert database.file is not None
+    with closing(sqlite3.connect(database.file)) as connection:
+        (page,) = connection.execute("SELECT rootpage FROM sqlite_schema WHERE name = 'ix_sessions_tenant'").fetchone()
+        connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+    with database.file.open("r+b") as file:
+        file.seek((page - 1) * 4096)
+        file.write(bytes(4096))
+    done = run(database, "check")
+    assert done.exit_code == 1
+    assert all(line.startswith("file: ") for line in done.output.splitlines())
+
+
+@ON_BOTH
+def test_vacuum_gives_the_space_back_and_keeps_the_rows(database: Database) -> None:
+    add_session(database, "kept")
+    filled = [{"name": f"{n}" + "x" * 2_000} for n in range(1_000)]
+    database.write(lambda c: c.execute(text("INSERT INTO meters VALUES (:name, 0)"), filled))
+    database.write(lambda c: c.execute(text("DELETE FROM meters")))
+    full = database.size()
+    done = run(database, "vacuum")
+    assert done.exit_code == 0, done.output
+    if database.is_sqlite:
+        assert database.size() < full - 1_000_000
+    assert database.read(lambda c: c.execute(text("SELECT id FROM sessions")).scalars().all()) == ["kept"]
+
+
+def test_a_database_of_the_release_before_is_told_of_and_upgraded(tmp_path: Path) -> None:
+    database = Database(f"sqlite:///{tmp_path / 'skyrl.db'}")
+    command.upgrade(_config(database.url), PREVIOUS)
+    add_session(database, "kept")
+    done = run(database, "check")
+    assert done.exit_code == 1
+    assert f"at revision {PREVIOUS}" in done.output
+    assert "skyrl db upgrade" in done.output
+    with lock_state_dir(tmp_path):
+        refused = run(database, "upgrade")
+        assert refused.exit_code == 2
+        assert "another skyrl server is running" in refused.stderr
+        assert revision_of(database) == PREVIOUS
+    done = run(database, "upgrade")
+    newest = newest_revision()
+    assert (done.exit_code, done.output) == (0, f"the schema is at revision {newest}; it was at {PREVIOUS}\n")
+    assert run(database, "check").exit_code == 0
+    assert sessions_in(tmp_path / "skyrl.db") == ["kept"]
+    database.close()
+
+
+@pytest.mark.parametrize("name", ["check", "vacuum", "upgrade", "backup"])
+def test_a_newer_database_is_refused_and_one_that_is_not_there_is_not_made(
+    database: Database, tmp_path: Path, name: str
+) -> None:
+    arguments = [str(tmp_path / "copy")] if name == "backup" else []
+    database.write(lambda c: c.execute(text("UPDATE alembic_version SET version_num = '9999'")))
+    done = run(database, name, *arguments)
+    assert done.exit_code == 2
+    assert "revision 9999" in done.stderr
+    assert "newer" in done.stderr
+    empty = tmp_path / "empty"
+    done = CliRunner().invoke(app, ["db", name, *arguments, "--state-dir", str(empty)])
+    assert done.exit_code == 2
+    assert "there is no database" in done.stderr
+    assert not (empty / "skyrl.db").exists()

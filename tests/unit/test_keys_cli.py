@@ -1,0 +1,182 @@
+"""`skyrl keys`: what an operator makes, sees and ends; what is refused, and that no secret is kept."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import insert, select, text
+from typer.testing import CliRunner, Result
+
+from skyrl.api.tokens import tenant_of_key
+from skyrl.cli.main import app
+from skyrl.db import keys as key_rows
+from skyrl.db.audit import audit_events
+from skyrl.db.database import Database
+from skyrl.db.keys import api_keys
+from skyrl.db.migrate import migrate
+from skyrl.db.sessions import sessions
+
+
+class Operator:
+    """Runs `skyrl keys` against one state directory."""
+
+    def __init__(self, state_dir: Path) -> None:
+        self.state_dir = state_dir
+
+    def run(self, *arguments: str, stdin: str | None = None) -> Result:
+        command, *rest = arguments
+        return CliRunner().invoke(app, ["keys", command, "--state-dir", str(self.state_dir), *rest], input=stdin)
+
+    def create(self, *arguments: str, stdin: str | None = None) -> str:
+        done = self.run("create", *arguments, stdin=stdin)
+        assert done.exit_code == 0, done.output
+        return done.stdout.removesuffix("\n")
+
+    def lines(self, *arguments: str) -> list[list[str]]:
+        """The list's cells, without the head."""
+        done = self.run("list", *arguments)
+        assert done.exit_code == 0, done.output
+        head, *lines = done.stdout.splitlines()
+        assert head.split("  ")[0] == "KEY"
+        return [re.split(r" {2,}", line) for line in lines]
+
+    def read(self, query: Any) -> list[Any]:
+        database = Database(f"sqlite:///{self.state_dir / 'skyrl.db'}")
+        try:
+            return database.read(lambda connection: list(connection.execute(query)))
+        finally:
+            database.close()
+
+
+@pytest.fixture
+def operator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Operator:
+    monkeypatch.delenv("SKYRL_STATE_DIR", raising=False)
+    monkeypatch.delenv("SKYRL_DATABASE_URL", raising=False)
+    return Operator(tmp_path / "state")
+
+
+def refusal(done: Result) -> str:
+    """The one line that says why."""
+    assert done.exit_code == 2, done.output
+    assert done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    return line.removeprefix("skyrl keys: ")
+
+
+def test_key_is_shown_once_and_kept_nowhere(operator: Operator) -> None:
+    key = operator.create("--name", "laptop of a")
+    assert re.fullmatch(r"tml-[0-9a-f]{12}-[\w-]{43}", key)
+    secret = key[-43:]
+    (line,) = operator.lines()
+    assert (line[0], line[2], line[4:]) == (key[4:16], "train,sample", ["-", "-", "good", "laptop of a"])
+    assert secret not in "".join(line)
+    for file in operator.state_dir.iterdir():
+        assert secret.encode() not in file.read_bytes()
+    (row,) = operator.read(select(api_keys))
+    assert row.digest not in key.encode()
+    (event,) = operator.read(select(audit_events))
+    assert (event.tenant, event.event, event.details["key_id"]) == (line[1], "key_created", line[0])
+    assert secret not in str(event)
+
+
+def test_keys_of_a_tenant_and_of_new_ones(operator: Operator) -> None:
+    operator.create("--name", "one")
+    (first,) = operator.lines()
+    operator.create("--tenant", first[1], "--scope", "sample", "--scope", "admin", "--expires", "12h", "--name", "two")
+    operator.create("--name", "three")
+    lines = operator.lines()
+    assert [line[-1] for line in lines] == ["one", "two", "three"]
+    assert lines[1][1] == first[1] != lines[2][1]
+    assert lines[1][2] == "sample,admin"
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\dZ", lines[1][4])
+    assert [line[-1] for line in operator.lines("--tenant", first[1])] == ["one", "two"]
+    created, expires = operator.read(select(api_keys.c.created_at, api_keys.c.expires_at))[1]
+    assert expires - created == pytest.approx(12 * 3600, abs=60)
+
+
+def test_revoked_key_stays_in_the_list(operator: Operator) -> None:
+    key_id = operator.create()[4:16]
+    for _ in range(2):
+        assert operator.run("revoke", key_id).exit_code == 0
+    assert operator.lines()[0][-1] == "revoked"
+    events = [row.event for row in operator.read(select(audit_events.c.event).order_by(audit_events.c.id))]
+    assert events == ["key_created", "key_revoked"], "the second time changed nothing"
+
+
+def test_tenant_of_a_key_from_before_is_adopted(operator: Operator) -> None:
+    tenant = tenant_of_key("tml-old")
+    database = Database(f"sqlite:///{operator.state_dir / 'skyrl.db'}")
+    migrate(database)
+    session = {"id": "s", "tenant": tenant, "status": "active", "created_at": 1, "heartbeat_at": 1, "tags": []}
+    database.write(lambda c: c.execute(insert(sessions), session | {"sdk_version": ""}))
+    database.close()
+    operator.create("--adopt", stdin="tml-old\n")
+    assert operator.lines()[0][1] == tenant
+    assert refusal(operator.run("create", "--adopt", stdin="tml-typo\n")).startswith(
+        "--adopt: the given key has no key"
+    )
+    assert refusal(operator.run("create", "--adopt", stdin="")) == "--adopt: give the key on standard input"
+    assert len(operator.lines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--scope", "write"], "--scope: 'write' is not one of: train, sample, admin"),
+        (["--expires", "soon"], "--expires: 'soon' is not a time such as 90d, 12h or 30m"),
+        (["--expires", "0d"], "--expires: '0d' is not"),
+        (["--expires", "99999d"], "--expires: '99999d' is not"),
+        (["--expires", ""], "--expires: '' is not"),
+        (["--tenant", "team-a"], "--tenant: 'team-a' is not a tenant"),
+        (["--tenant", "0" * 32], f"--tenant: {'0' * 32} has no key, session or checkpoint here"),
+        (["--tenant", "0" * 32, "--adopt"], "give --tenant or --adopt, not both"),
+        (["--name", "a\nb"], "--name: must be at most 100 printable characters"),
+        (["--name", "a" * 101], "--name: must be at most 100 printable characters"),
+        (["--database-url", "nosuch://x/y"], "database_url: "),
+    ],
+)
+def test_bad_options_of_create_are_one_line_and_make_nothing(
+    operator: Operator, arguments: list[str], message: str
+) -> None:
+    operator.create()
+    assert refusal(operator.run("create", *arguments)).startswith(message)
+    assert len(operator.lines()) == 1
+
+
+def test_no_more_keys_are_made_than_are_held(operator: Operator, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(key_rows, "MAX_KEYS", 1)
+    key_id = operator.create()[4:16]
+    assert refusal(operator.run("create")) == "there are 1 keys, and at most 1 are held: revoke some"
+    operator.run("revoke", key_id)
+    operator.create()
+
+
+def test_where_there_is_no_database_there_is_nothing_to_list(operator: Operator) -> None:
+    assert "there is no database in" in refusal(operator.run("list"))
+    assert not operator.state_dir.exists()
+    operator.create()
+    assert "no key 'nobody'" in refusal(operator.run("revoke", "nobody"))
+
+
+def test_other_versions_databases_are_left_alone(operator: Operator) -> None:
+    operator.create()
+    database = Database(f"sqlite:///{operator.state_dir / 'skyrl.db'}")
+    for revision, told in (("0001", "start the server once"), ("9999_later", "made by a newer one")):
+        database.write(
+            lambda c, to=revision: c.execute(text("UPDATE alembic_version SET version_num = :to"), {"to": to})
+        )
+        assert told in refusal(operator.run("create"))
+    database.close()
+
+
+def test_database_that_takes_no_writes_is_one_line(operator: Operator, monkeypatch: pytest.MonkeyPatch) -> None:
+    operator.create()
+    monkeypatch.setattr("skyrl.db.database.BUSY_TIMEOUT_MS", 1)
+    database = Database(f"sqlite:///{operator.state_dir / 'skyrl.db'}")
+    with database.writer.begin():
+        assert refusal(operator.run("create")) == "database is locked"
+    database.close()
+    assert len(operator.lines()) == 1
