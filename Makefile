@@ -11,7 +11,7 @@ TORCH := --torch-backend cpu
 endif
 export UV_LINK_MODE ?= copy
 
-.PHONY: setup demo serve test test-fast check lint format types imports docs compat bench soak lock proto clean
+.PHONY: setup demo serve test test-fast check lint format types imports docs compat bench soak fuzz audit lock proto clean
 
 setup: $(VENV)/.done
 
@@ -64,6 +64,20 @@ bench: setup
 
 soak: setup
 	$(PY) -m benchmarks.soak $(SOAK)
+
+# Seconds that other inputs than in the tests are tried for: make fuzz FUZZ=3600
+FUZZ ?= 300
+fuzz: setup
+	FUZZ_S=$(FUZZ) $(PY) -m pytest -q --timeout 0 tests/fuzz/test_fuzz.py
+
+# Known holes in what requirements/cpu.txt pins; AUDIT="--ignore-vuln ID" leaves out one that is no danger here.
+# Whether the advisories are there is asked with a version that is known to have some: a mirror may have none of them.
+HOLED := https://pypi.org/pypi/jinja2/2.4.1/json
+audit: $(VENV)/bin/uv
+	@if $(PY) -c 'import json, urllib.request as r; json.load(r.urlopen("$(HOLED)", timeout=10))["vulnerabilities"][0]' \
+	  2>/dev/null; \
+	then $(UV) tool run pip-audit==2.10.1 --disable-pip --no-deps $(AUDIT) -r requirements/cpu.txt; \
+	else echo 'skipped: no advisory data reachable'; fi
 
 lock: $(VENV)/bin/uv
 	$(UV) pip compile --quiet --universal --python-version 3.11 $(TORCH) --override requirements/overrides.txt \

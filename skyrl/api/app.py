@@ -34,8 +34,10 @@ from skyrl.api import (
     training,
     weights,
 )
+from skyrl.api.openapi import describe
 from skyrl.api.reply import reply
 from skyrl.api.services import Services
+from skyrl.db.faults import DatabaseError, column_with_nul, passes, reason
 from skyrl.storage.base import NotStored, StoreError
 from skyrl.wire.errors import InvalidToken, RequestError
 
@@ -61,6 +63,9 @@ RESOURCES = (
 )
 
 
+DATABASE_RETRY_S = 2.0
+"""When a client whose request the database did not take is to send it again."""
+
 Endpoint = Callable[[Request], Awaitable[Response]]
 
 
@@ -75,6 +80,12 @@ class Application(FastAPI):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self._direct: dict[str, Endpoint] = {}
+
+    def openapi(self) -> dict[str, Any]:
+        """The document behind `/openapi.json`, made at the first call."""
+        if self.openapi_schema is None:
+            self.openapi_schema = describe(self.title, self.version, self.description, self.routes)
+        return self.openapi_schema
 
     def route_directly(self) -> None:
         """To be called when all routes are there."""
@@ -112,7 +123,7 @@ def create_app(services: Services) -> Application:
         docs_url=None,  # those pages load scripts from elsewhere; /openapi.json is there
         redoc_url=None,
     )
-    app.state.tokens = services.tokens
+    app.state.access = services.access
     for resource in RESOURCES:
         app.include_router(resource.router(services))
 
@@ -142,6 +153,16 @@ def create_app(services: Services) -> Application:
     async def store_away(request: Request, error: StoreError) -> Response:
         logger.error("%s %s: %s", request.method, request.url.path, error)
         return reply({"detail": "the checkpoint store cannot be used now; try again", "field": None}, 503)
+
+    @app.exception_handler(DatabaseError)
+    async def database_away(request: Request, error: DatabaseError) -> Response:
+        if passes(error):
+            logger.error("%s %s: the database cannot be used: %s", request.method, request.url.path, reason(error))
+            detail = "the database cannot be used now; send the request again"
+            return reply({"detail": detail, "field": None}, 503, {"Retry-After": f"{DATABASE_RETRY_S:g}"})
+        if (column := column_with_nul(error)) is not None:
+            return reply({"detail": f"{column}: must not hold the character U+0000", "field": column}, 400)
+        return await internal(request, error)
 
     @app.exception_handler(Exception)
     async def internal(request: Request, error: Exception) -> Response:

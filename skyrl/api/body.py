@@ -1,4 +1,4 @@
-"""Reading requests: the caller's tenant, and the body within bounds, before and after decompression."""
+"""Reading requests: the caller, and the body within bounds, before and after decompression."""
 
 from __future__ import annotations
 
@@ -8,11 +8,16 @@ import io
 import zstandard
 from starlette.requests import Request
 
-from skyrl.api.tokens import Tokens, is_token, tenant_of_key
+from skyrl.api.access import Access, Caller, check_route
+from skyrl.db.keys import ALL_SCOPES
 from skyrl.wire.errors import RequestError
 
-INLINE_BYTES = 16 * 2**10
-"""Compressed bodies up to here are decompressed on the event loop; megabytes would hold it up for some 5 ms each."""
+INLINE_BYTES = 256 * 2**10
+"""What is no larger decompressed is decompressed on the event loop; megabytes would hold it up for some 5 ms each."""
+CONTROL_BYTES = 2**20
+"""Bodies of everything but samples and training passes: the least that `max_body_bytes` may be."""
+SAMPLE_BYTES = 32 * 2**20
+"""A body of asample: a prompt of millions of tokens, which becomes a Python list."""
 
 
 def key_of(request: Request) -> str:
@@ -23,18 +28,32 @@ def key_of(request: Request) -> str:
     return key
 
 
-def tenant_of(request: Request) -> str:
-    """Who owns what this request makes: a digest of its API key, or what its token says.
+def caller_of(request: Request) -> Caller:
+    """Whom a request comes from, if its key may ask for that route.
 
-    Raises RequestError 401 without a key, InvalidToken for a token that is not one of ours or has expired.
+    Raises RequestError 401 without a key that is taken, InvalidToken for a token that is not, RequestError 403 for a
+    scope that the key lacks.
     """
-    key = key_of(request)
-    tokens: Tokens = request.app.state.tokens
-    return tokens.tenant(key) if is_token(key) else tenant_of_key(key)
+    access: Access = request.app.state.access
+    caller = access.caller(key_of(request))
+    if caller.scopes != ALL_SCOPES:
+        route = request.scope.get("route")  # there is none on the short way of `Application`, whose paths are whole
+        check_route(caller, request.scope["path"] if route is None else route.path)
+    return caller
 
 
-async def read_body(request: Request, max_bytes: int) -> bytes:
+def tenant_of(request: Request) -> str:
+    """Who owns what this request makes. Raises as `caller_of` does."""
+    return caller_of(request).tenant
+
+
+async def read_body(request: Request, max_bytes: int = CONTROL_BYTES) -> bytes:
     """The decompressed body. Raises RequestError 413 when it is larger than `max_bytes`, 415 for other encodings."""
+    return await expand(request, await receive(request, max_bytes), max_bytes)
+
+
+async def receive(request: Request, max_bytes: int) -> bytes:
+    """The body as it comes. Raises RequestError 413 when it is larger than `max_bytes`."""
     declared = request.headers.get("content-length", "")
     if declared.isdigit() and int(declared) > max_bytes:
         raise RequestError(f"the body has {declared} bytes; at most {max_bytes} are taken", status=413)
@@ -50,26 +69,49 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
         if size > max_bytes:
             raise RequestError(f"the body has more than the {max_bytes} bytes that are taken", status=413)
         parts.append(part)
-    body = parts[0] if len(parts) == 1 else b"".join(parts)
+    return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def expanded_size(request: Request, body: bytes, max_bytes: int) -> int:
+    """Bytes that `expand` may take for this body: what its frame promises, or all that it may; 0 if it is no zstd."""
+    if request.headers.get("content-encoding") != "zstd":
+        return 0
+    try:
+        promised = zstandard.frame_content_size(body)
+    except zstandard.ZstdError:
+        return 0
+    return min(promised, max_bytes) if promised >= 0 else max_bytes
+
+
+async def expand(request: Request, body: bytes, max_bytes: int) -> bytes:
+    """The body decompressed, if it was compressed. Raises RequestError 413 when it is larger than `max_bytes`, 415 for
+    other encodings than zstd."""
     encoding = request.headers.get("content-encoding", "identity")
     if encoding == "identity":
         return body
     if encoding != "zstd":
         raise RequestError(f"content-encoding {encoding!r} is not taken; send zstd or none", status=415)
-    if len(body) <= INLINE_BYTES:
+    if expanded_size(request, body, max_bytes) <= INLINE_BYTES:
         return _decompress(body, max_bytes)
     return await asyncio.to_thread(_decompress, body, max_bytes)
+
+
+def _too_large(bound: int) -> RequestError:
+    return RequestError(f"the body decompresses to more than {bound} bytes", status=413)
 
 
 def _decompress(body: bytes, max_bytes: int) -> bytes:
     output = io.BytesIO()
     try:
         promised = zstandard.frame_content_size(body)  # -1: the frame does not say
+        bound = min(max_bytes, promised) if promised >= 0 else max_bytes
+        if promised > max_bytes:
+            raise _too_large(max_bytes)
         with zstandard.ZstdDecompressor(max_window_size=2**27).stream_reader(body) as reader:
             while chunk := reader.read(2**20):
                 output.write(chunk)
-                if output.tell() > max_bytes:
-                    raise RequestError(f"the body decompresses to more than {max_bytes} bytes", status=413)
+                if output.tell() > bound:
+                    raise _too_large(bound)
     except zstandard.ZstdError as error:
         raise RequestError(f"the body is not zstd: {error}") from error
     if output.tell() < promised:

@@ -166,7 +166,8 @@ def router(services: Services) -> APIRouter:
 
     @routes.put(f"{one}/ttl")
     async def set_ttl(model_id: str, kind: str, name: str, request: Request) -> Response:
-        wanted = decode_json(TtlRequest, await read_body(request, services.config.max_body_bytes))
+        tenant_of(request)  # nobody's body is read
+        wanted = decode_json(TtlRequest, await read_body(request))
         path, details = at(model_id, kind, name), {"ttl_seconds": wanted.ttl_seconds}
         end = ttl_end(wanted.ttl_seconds)
         return await change(request, path, "checkpoint_ttl_changed", details, expires_at=end)

@@ -18,7 +18,6 @@ from skyrl.api.checkpoints import ttl_end
 from skyrl.api.reply import reply
 from skyrl.api.services import Services
 from skyrl.api.sessions import check_length
-from skyrl.api.tokens import tenant_of_access_token
 from skyrl.db.copies import Copy
 from skyrl.futures.ids import new_session_id
 from skyrl.storage.directories import safe_name
@@ -35,7 +34,7 @@ def router(services: Services) -> APIRouter:
     async def copy_weights(request: Request) -> Response:
         """Synchronous. A request that comes again under its X-Idempotency-Key gets the copy that it has made."""
         tenant = tenant_of(request)
-        wanted = decode_json(CopyWeightsRequest, await read_body(request, services.config.max_body_bytes))
+        wanted = decode_json(CopyWeightsRequest, await read_body(request))
         given = request.headers.get("x-idempotency-key")
         if given is None:
             return reply({"tinker_path": str(await copy(request, wanted, tenant, None))})
@@ -72,7 +71,7 @@ def router(services: Services) -> APIRouter:
     async def readable(request: Request, wanted: CopyWeightsRequest, tenant: str) -> Any:
         """The source's row, as whoever the access token stands for may see it."""
         token = wanted.weights_access_token or request.headers.get("x-tinker-weights-access-token")
-        reader = tenant if token is None else tenant_of_access_token(services.tokens, token)
+        reader = tenant if token is None else services.access.reader(token)
         path = parse_path(wanted.source_path, "source_path")
         if path.kind == "external_weights":
             raise RequestError("exports are not copied; copy what they were made from", field="source_path")

@@ -58,12 +58,11 @@ def _check(wanted: RetrieveFuturesRequest) -> None:
 
 def router(services: Services) -> APIRouter:
     routes = APIRouter(prefix="/api/v1", tags=["futures"])
-    max_bytes = services.config.max_body_bytes
 
     @routes.post("/retrieve_future")
     async def retrieve_future(request: Request) -> Response:
         tenant = tenant_of(request)
-        wanted = decode_json(RetrieveFutureRequest, await read_body(request, max_bytes))
+        wanted = decode_json(RetrieveFutureRequest, await read_body(request))
         try:
             outcome = await services.store.wait(wanted.request_id, tenant, _hold_s())
         except KeyError:
@@ -85,7 +84,7 @@ def router(services: Services) -> APIRouter:
     async def retrieve_futures(request: Request) -> Response:
         """Which samples of one sampling client have ended since a cursor; their results are fetched one by one."""
         tenant = tenant_of(request)
-        wanted = decode_json(RetrieveFuturesRequest, await read_body(request, max_bytes))
+        wanted = decode_json(RetrieveFuturesRequest, await read_body(request))
         _check(wanted)
         sampler = await services.sampling.open_sampler(
             wanted.target.sampling_session_id, tenant, "target.sampling_session_id"
@@ -101,7 +100,7 @@ def router(services: Services) -> APIRouter:
     @routes.post("/cancel_future")
     async def cancel_future(request: Request) -> Response:
         tenant = tenant_of(request)
-        wanted = decode_json(CancelFutureRequest, await read_body(request, max_bytes))
+        wanted = decode_json(CancelFutureRequest, await read_body(request))
         await services.sampling.cancel_future(wanted.request_id, tenant)
         return reply({})
 

@@ -50,12 +50,11 @@ def _adapter(wanted: LoraConfig, services: Services) -> Adapter:
 
 def router(services: Services) -> APIRouter:
     routes = APIRouter(prefix="/api/v1", tags=["models"])
-    max_bytes = services.config.max_body_bytes
 
     @routes.post("/create_model")
     async def create_model(request: Request) -> Response:
         tenant = tenant_of(request)
-        body = await read_body(request, max_bytes)
+        body = await read_body(request)
         wanted = decode_json(CreateModelRequest, body)
         services.check_trainable()
         session = await services.active_session(wanted.session_id, tenant)
@@ -78,7 +77,7 @@ def router(services: Services) -> APIRouter:
     async def unload_model(request: Request) -> Response:
         """After everything that was sent for the model so far; it has no number in the client's order."""
         tenant = tenant_of(request)
-        body = await read_body(request, max_bytes)
+        body = await read_body(request)
         wanted = decode_json(ModelRequest, body)
         services.check_trainable()
         model = await services.models.find(wanted.model_id, tenant)
@@ -93,7 +92,7 @@ def router(services: Services) -> APIRouter:
     @routes.post("/get_info")
     async def get_info(request: Request) -> Response:
         tenant = tenant_of(request)
-        wanted = decode_json(ModelRequest, await read_body(request, max_bytes))
+        wanted = decode_json(ModelRequest, await read_body(request))
         model = await services.models.find(wanted.model_id, tenant)
         if model is None:
             raise NotFound(f"no model {wanted.model_id!r}", field="model_id")

@@ -1,4 +1,5 @@
-"""Room for large bodies: how many of their bytes may be on the way from the socket to the database at once.
+"""Room for large bodies: how many of their bytes may be on the way from the socket to the database at once, and how
+many more they may become when they are decompressed.
 
 What finds no room is not read: its connection waits, and its bytes stay with the client. Small bodies need none.
 """
@@ -14,6 +15,7 @@ from pathlib import Path
 
 from starlette.requests import Request
 
+from skyrl.api.body import expand, expanded_size, receive
 from skyrl.wire.errors import RequestError
 
 SMALL_BYTES = 64 * 2**10
@@ -39,7 +41,13 @@ class Room:
         Raises RequestError 503, with nothing read, when the disk has no space for it.
         """
         declared = request.headers.get("content-length", "")
-        size = min(int(declared), self._size) if declared.isdigit() else self._size
+        async with self.of_bytes(int(declared) if declared.isdigit() else self._size):
+            yield
+
+    @asynccontextmanager
+    async def of_bytes(self, size: int) -> AsyncIterator[None]:
+        """Room for so many bytes. Raises as `of` does."""
+        size = min(size, self._size)
         if size <= SMALL_BYTES:
             yield
             return
@@ -70,3 +78,24 @@ class Room:
             if not turn.cancelled():
                 self._taken += size
                 turn.set_result(None)
+
+
+class Bodies:
+    """Bodies of up to `max_bytes`, with room for them: as they come, and once more as they are decompressed.
+
+    Who waits for the second holds some of the first, and never the other way round. Few bytes that would become many
+    wait like many.
+    """
+
+    def __init__(self, directory: Path, max_bytes: int) -> None:
+        self._received = Room(directory)
+        self._expanded = Room(directory)
+        self._max_bytes = max_bytes
+
+    @asynccontextmanager
+    async def of(self, request: Request) -> AsyncIterator[bytes]:
+        """The decompressed body. Raises as `read_body` and `Room.of` do."""
+        async with self._received.of(request):
+            content = await receive(request, self._max_bytes)
+            async with self._expanded.of_bytes(expanded_size(request, content, self._max_bytes)):
+                yield await expand(request, content, self._max_bytes)

@@ -10,8 +10,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from skyrl.adapters import bring_adapter
-from skyrl.api.body import read_body, tenant_of
+from skyrl.api.body import SAMPLE_BYTES, read_body, tenant_of
 from skyrl.api.reply import reply
+from skyrl.api.room import Bodies
 from skyrl.api.services import Services
 from skyrl.db.samplers import Sampler
 from skyrl.wire.errors import NotFound, RequestError
@@ -21,12 +22,12 @@ from skyrl.wire.requests import CreateSamplingSessionRequest, JoinSamplingSessio
 
 def router(services: Services) -> APIRouter:
     routes = APIRouter(prefix="/api/v1", tags=["sampling"])
-    max_bytes = services.config.max_body_bytes
+    bodies = Bodies(services.config.state_dir, min(services.config.max_body_bytes, SAMPLE_BYTES))
 
     @routes.post("/create_sampling_session")
     async def create_sampling_session(request: Request) -> Response:
         tenant = tenant_of(request)
-        wanted = decode_json(CreateSamplingSessionRequest, await read_body(request, max_bytes))
+        wanted = decode_json(CreateSamplingSessionRequest, await read_body(request))
         session = await services.active_session(wanted.session_id, tenant)
         if not 0 <= wanted.sampling_session_seq_id < 2**31:
             raise RequestError("must be in [0, 2**31)", field="sampling_session_seq_id")
@@ -61,7 +62,7 @@ def router(services: Services) -> APIRouter:
     async def join_sampling_session(request: Request) -> Response:
         """For a copy of a sampling client in another process, which numbers its samples apart from all others'."""
         tenant = tenant_of(request)
-        wanted = decode_json(JoinSamplingSessionRequest, await read_body(request, max_bytes))
+        wanted = decode_json(JoinSamplingSessionRequest, await read_body(request))
         sampler = await services.sampling.open_sampler(wanted.sampling_session_id, tenant)
         return reply({"type": "join_sampling_session", "client_counter": await services.samplers.join(sampler)})
 
@@ -77,7 +78,8 @@ def router(services: Services) -> APIRouter:
     @routes.post("/asample")
     async def asample(request: Request) -> Response:
         tenant = tenant_of(request)
-        promise = await services.sampling.submit(await read_body(request, max_bytes), tenant)
+        async with bodies.of(request) as body:
+            promise = await services.sampling.submit(body, tenant)
         return reply({"request_id": promise.request_id, "sample_sequence_ids": promise.sample_sequence_ids})
 
     return routes

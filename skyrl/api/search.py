@@ -110,7 +110,7 @@ def router(services: Services) -> APIRouter:
     @routes.post("/sessions/search")
     async def search_sessions(request: Request) -> Response:
         tenant = tenant_of(request)
-        wanted = decode_json(SessionSearchRequest, await read_body(request, services.config.max_body_bytes))
+        wanted = decode_json(SessionSearchRequest, await read_body(request))
         if not 1 <= wanted.limit <= MAX_LIMIT:
             raise RequestError(f"must be in [1, {MAX_LIMIT}], got {wanted.limit}", field="limit")
         for field in ("project_ids", "statuses"):

@@ -31,12 +31,11 @@ def check_length(field: str, value: str | None) -> None:
 
 def router(services: Services) -> APIRouter:
     routes = APIRouter(prefix="/api/v1", tags=["sessions"])
-    max_bytes = services.config.max_body_bytes
 
     @routes.post("/create_session")
     async def create_session(request: Request) -> Response:
         tenant = tenant_of(request)
-        wanted = decode_json(CreateSessionRequest, await read_body(request, max_bytes))
+        wanted = decode_json(CreateSessionRequest, await read_body(request))
         check_length("project_id", wanted.project_id)
         check_length("display_name", wanted.display_name)
         session = await services.sessions.create(
@@ -54,14 +53,14 @@ def router(services: Services) -> APIRouter:
     @routes.post("/session_heartbeat")
     async def heartbeat(request: Request) -> Response:
         tenant = tenant_of(request)
-        wanted = decode_json(SessionRequest, await read_body(request, max_bytes))
+        wanted = decode_json(SessionRequest, await read_body(request))
         await services.sessions.beat(await services.active_session(wanted.session_id, tenant))
         return reply({"type": "session_heartbeat"})
 
     @routes.post("/sessions/{session_id}/finish")
     async def finish(session_id: str, request: Request) -> Response:
         tenant = tenant_of(request)
-        wanted = decode_json(FinishSessionRequest, await read_body(request, max_bytes) or b"{}")
+        wanted = decode_json(FinishSessionRequest, await read_body(request) or b"{}")
         session = await services.sessions.find(session_id, tenant)
         if session is None:
             raise NotFound(f"no session {session_id!r}", field="session_id")
@@ -99,7 +98,7 @@ def router(services: Services) -> APIRouter:
     async def assign_project(session_id: str, request: Request) -> Response:
         """A project is whatever name a tenant gives; it needs no making."""
         tenant = tenant_of(request)
-        wanted = decode_json(AssignProjectRequest, await read_body(request, max_bytes))
+        wanted = decode_json(AssignProjectRequest, await read_body(request))
         if not wanted.project_id:
             raise RequestError("must not be empty: a session cannot be taken out of its project", field="project_id")
         check_length("project_id", wanted.project_id)

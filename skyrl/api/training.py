@@ -13,22 +13,26 @@ from starlette.responses import Response
 
 from skyrl.api.body import body_format, read_body, tenant_of
 from skyrl.api.reply import reply
-from skyrl.api.room import Room
+from skyrl.api.room import Bodies
 from skyrl.api.services import Services
 from skyrl.db.models import Model
 from skyrl.futures.kinds import Kind
 from skyrl.futures.store import NewRequest
 from skyrl.wire.errors import NotFound, RequestError
+from skyrl.wire.raw import raw_fields
 from skyrl.wire.requests import SequencedRequest, decode_json
 from skyrl.wire.training import decode_header
 
 
 def _identity(kind: Kind, body: bytes) -> bytes | None:
     """An unnamed save for sampling without the number of its sampling session: the SDK takes a new one each time it
-    sends the save again, and uses whichever session it is told."""
+    sends the save again, and uses whichever session it is told. A body that cannot be read is the same byte by byte."""
     if kind is not Kind.SAVE_WEIGHTS_FOR_SAMPLER:
         return None
-    fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+    try:
+        fields = raw_fields(body)
+    except RequestError:
+        return None
     fields.pop("sampling_session_seq_id", None)
     return msgspec.json.encode(fields, order="deterministic")
 
@@ -70,13 +74,12 @@ async def submit_sequenced(
 
 def router(services: Services) -> APIRouter:
     routes = APIRouter(prefix="/api/v1", tags=["training"])
-    max_bytes = services.config.max_body_bytes
-    room = Room(services.config.state_dir)
+    bodies = Bodies(services.config.state_dir, services.config.max_body_bytes)
 
     async def training_pass(request: Request, kind: Kind) -> Response:
         tenant = tenant_of(request)
-        async with room.of(request):
-            body, encoding = await read_body(request, max_bytes), body_format(request)
+        encoding = body_format(request)
+        async with bodies.of(request) as body:
             return await submit_sequenced(services, kind, tenant, decode_header(body, encoding), body, encoding)
 
     @routes.post("/forward_backward")
@@ -98,7 +101,7 @@ def router(services: Services) -> APIRouter:
     @routes.post("/optim_step")
     async def optim_step(request: Request) -> Response:
         tenant = tenant_of(request)
-        body = await read_body(request, max_bytes)
+        body = await read_body(request)
         return await submit_sequenced(services, Kind.OPTIM_STEP, tenant, decode_json(SequencedRequest, body), body)
 
     return routes

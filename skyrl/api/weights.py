@@ -11,12 +11,12 @@ from skyrl.api.body import read_body, tenant_of
 from skyrl.api.models import check_optimizer
 from skyrl.api.reply import reply
 from skyrl.api.services import Services
-from skyrl.api.tokens import tenant_of_access_token
 from skyrl.api.training import submit, submit_sequenced
 from skyrl.db.models import Model, adapter_of
 from skyrl.futures.kinds import Kind
 from skyrl.wire.errors import NotFound, RequestError
 from skyrl.wire.paths import model_id_of, parse_path
+from skyrl.wire.raw import raw_fields, raw_value
 from skyrl.wire.requests import (
     RESOLVED,
     LoadTarget,
@@ -32,15 +32,15 @@ def _resolved(body: bytes, services: Services) -> tuple[bytes, str | None]:
 
     The token itself is not kept; and what the log says in its place is never taken from a client. Raises RequestError
     for a token that is not taken."""
-    fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+    fields = raw_fields(body)
     if fields.keys().isdisjoint(("weights_access_token", *RESOLVED)):
         return body, None
     for name in RESOLVED:
         fields.pop(name, None)
-    token = msgspec.json.decode(fields.pop("weights_access_token", b"null"))
+    token = raw_value(fields.pop("weights_access_token", msgspec.Raw(b"null")), "weights_access_token")
     reader = None
     if isinstance(token, str) and token:
-        reader = tenant_of_access_token(services.tokens, token)
+        reader = services.access.reader(token)
         fields["source_tenant"] = msgspec.Raw(msgspec.json.encode(reader))
     elif token not in (None, ""):
         raise RequestError("must be a string", field="weights_access_token")
@@ -54,25 +54,24 @@ def _refused(model_id: str, error: RequestError) -> bytes:
 
 def router(services: Services) -> APIRouter:
     routes = APIRouter(prefix="/api/v1", tags=["weights"])
-    max_bytes = services.config.max_body_bytes
 
     @routes.post("/save_weights")
     async def save_weights(request: Request) -> Response:
         tenant = tenant_of(request)
-        body = await read_body(request, max_bytes)
+        body = await read_body(request)
         return await submit_sequenced(services, Kind.SAVE_WEIGHTS, tenant, decode_json(SequencedRequest, body), body)
 
     @routes.post("/save_weights_for_sampler")
     async def save_weights_for_sampler(request: Request) -> Response:
         tenant = tenant_of(request)
-        body = await read_body(request, max_bytes)
+        body = await read_body(request)
         header = decode_json(SequencedRequest, body)
         return await submit_sequenced(services, Kind.SAVE_WEIGHTS_FOR_SAMPLER, tenant, header, body)
 
     @routes.post("/save_weights_external")
     async def save_weights_external(request: Request) -> Response:
         tenant = tenant_of(request)
-        body = await read_body(request, max_bytes)
+        body = await read_body(request)
         header = decode_json(SequencedRequest, body)
         return await submit_sequenced(services, Kind.SAVE_WEIGHTS_EXTERNAL, tenant, header, body)
 
@@ -80,7 +79,7 @@ def router(services: Services) -> APIRouter:
     async def load_weights(request: Request) -> Response:
         """Into a model that is there (model_id, seq_id), or making one (session_id, model_seq_id)."""
         tenant = tenant_of(request)
-        body = await read_body(request, max_bytes)
+        body = await read_body(request)
         target = decode_json(LoadTarget, body)
         if target.model_id is not None:
             header = SequencedRequest(target.model_id, target.seq_id)
@@ -118,7 +117,7 @@ def router(services: Services) -> APIRouter:
     @routes.post("/weights_info")
     async def weights_info(request: Request) -> Response:
         tenant = tenant_of(request)
-        wanted = decode_json(WeightsInfoRequest, await read_body(request, max_bytes))
+        wanted = decode_json(WeightsInfoRequest, await read_body(request))
         saved = await services.checkpoints.find(parse_path(wanted.tinker_path, "tinker_path"), tenant)
         if saved is None:
             raise NotFound(f"no checkpoint {wanted.tinker_path!r}", field="tinker_path")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from skyrl.db.futures import Outcome
@@ -126,6 +126,8 @@ class SampleService:
             )
             if new:
                 if self._client is not None:
+                    if request_id != job.request_id:  # an earlier try was stored under another id
+                        job = replace(job, request_id=request_id)
                     self._start(job, sampler, len(body))
                     started = True
                 elif self._engine is not None:

@@ -21,6 +21,8 @@ Array = npt.NDArray[np.int64] | npt.NDArray[np.float32]
 _PROTO_DTYPES: dict[int, Any] = {pb.FLOAT32: np.float32, pb.INT64: np.int64, pb.INT32: np.int32}
 MAX_DENSE_ELEMENTS = 2**28
 """A CSR tensor names its dense size in a few bytes; larger ones are refused before memory is taken for them."""
+MAX_FILLED_ELEMENTS = 2**27
+"""Cells of all CSR tensors of one body, whose memory is taken: 1 GiB at most."""
 
 
 class JsonTensor(msgspec.Struct):
@@ -104,8 +106,25 @@ def _widen(array: npt.NDArray[Any]) -> Array:
     return array.astype(np.int64) if array.dtype == np.int32 else array
 
 
-def from_proto(tensor: pb.Tensor, field: str) -> Array:
-    """int64 or float32, the tensor's shape. Raises RequestError naming `field`."""
+def dense(stored: dict[str, Stored], filled: int, field: str) -> tuple[dict[str, Array], int]:
+    """Tensors by name, dense, and how many cells are filled in now; `filled` were before, for the same body.
+
+    Raises RequestError naming `field` and the tensor."""
+    arrays: dict[str, Array] = {}
+    for name, tensor in stored.items():
+        if tensor.crow is not None:
+            filled += math.prod(tensor.shape)
+        if filled > MAX_FILLED_ELEMENTS:
+            raise RequestError(
+                f"the sparse tensors of one request may have {MAX_FILLED_ELEMENTS} cells together, listed or not",
+                field=f"{field}.{name}",
+            )
+        arrays[name] = tensor.dense(f"{field}.{name}")
+    return arrays, filled
+
+
+def stored_from_proto(tensor: pb.Tensor, field: str) -> Stored:
+    """The tensor in the layout it came in, int64 or float32. Raises RequestError naming `field`."""
     dtype = _PROTO_DTYPES.get(tensor.dtype)
     if dtype is None:
         raise RequestError("dtype must be float32 or int64", field=field)
@@ -120,13 +139,8 @@ def from_proto(tensor: pb.Tensor, field: str) -> Array:
         if len(csr.crow_indices) % 8 or len(csr.col_indices) % 8 or not csr.crow_indices:
             raise RequestError("CSR indices must be int64", field=field)
         crow, col = np.frombuffer(csr.crow_indices, np.int64), np.frombuffer(csr.col_indices, np.int64)
-        return _stored_csr(values, crow, col, shape, field).dense(field)
-    return _stored_dense(values, shape, field).dense(field)
-
-
-def from_json(tensor: JsonTensor, field: str) -> Array:
-    """int64 or float32, the tensor's shape. Raises RequestError naming `field`."""
-    return stored_from_json(tensor, field).dense(field)
+        return _stored_csr(values, crow, col, shape, field)
+    return _stored_dense(values, shape, field)
 
 
 def stored_from_json(tensor: JsonTensor, field: str) -> Stored:

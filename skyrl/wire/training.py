@@ -80,7 +80,7 @@ def _from_proto(body: bytes, forward_only: bool) -> ForwardBackward:
             raise RequestError("must be a number", field=f"loss_fn_config.{name}")
         config[name] = value.number
     tokens: list[npt.NDArray[np.int64]] = []
-    inputs: list[dict[str, tensors.Array]] = []
+    inputs: list[dict[str, tensors.Stored]] = []
     for index, datum in enumerate(message.data):
         parts: list[npt.NDArray[np.int32]] = []
         for chunk in datum.model_input:
@@ -92,7 +92,7 @@ def _from_proto(body: bytes, forward_only: bool) -> ForwardBackward:
         tokens.append(np.concatenate(parts).astype(np.int64) if parts else np.zeros(0, np.int64))
         inputs.append(
             {
-                name: tensors.from_proto(tensor, f"data[{index}].loss_fn_inputs.{name}")
+                name: tensors.stored_from_proto(tensor, f"data[{index}].loss_fn_inputs.{name}")
                 for name, tensor in datum.loss_fn_inputs.items()
             }
         )
@@ -101,7 +101,7 @@ def _from_proto(body: bytes, forward_only: bool) -> ForwardBackward:
         message.seq_id,
         forward_only or message.forward_only,
         tokens,
-        inputs,
+        _dense(inputs),
         message.loss_fn,
         config,
     )
@@ -116,17 +116,32 @@ def _from_json(body: bytes, forward_only: bool) -> ForwardBackward:
         request.model_id,
         request.seq_id,
         forward_only,
-        [
-            np.asarray(tokens_of(datum.model_input, f"data[{index}].model_input"), dtype=np.int64)
-            for index, datum in enumerate(given.data)
-        ],
-        [
-            {
-                name: tensors.from_json(tensor, f"data[{index}].loss_fn_inputs.{name}")
-                for name, tensor in datum.loss_fn_inputs.items()
-            }
-            for index, datum in enumerate(given.data)
-        ],
+        [_tokens(datum, f"data[{index}].model_input") for index, datum in enumerate(given.data)],
+        _dense(
+            [
+                {
+                    name: tensors.stored_from_json(tensor, f"data[{index}].loss_fn_inputs.{name}")
+                    for name, tensor in datum.loss_fn_inputs.items()
+                }
+                for index, datum in enumerate(given.data)
+            ]
+        ),
         given.loss_fn,
         given.loss_fn_config or {},
     )
+
+
+def _tokens(datum: JsonDatum, field: str) -> npt.NDArray[np.int64]:
+    try:
+        return np.asarray(tokens_of(datum.model_input, field), dtype=np.int64)
+    except OverflowError as error:
+        raise RequestError("token ids must fit 64 bits", field=field) from error
+
+
+def _dense(inputs: list[dict[str, tensors.Stored]]) -> list[dict[str, tensors.Array]]:
+    dense: list[dict[str, tensors.Array]] = []
+    filled = 0
+    for index, stored in enumerate(inputs):
+        arrays, filled = tensors.dense(stored, filled, f"data[{index}].loss_fn_inputs")
+        dense.append(arrays)
+    return dense

@@ -1,0 +1,63 @@
+"""One server for all of it, and how long each property is tried: a fixed number of inputs, or FUZZ_S seconds."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import pytest
+from hypothesis import seed, settings
+
+from tests.e2e.mortal_server import MortalServer, Upstream
+from tests.fuzz.target import QUICK, Target
+
+
+class Run(Protocol):
+    def __call__(self, prop: Any, examples: int, share: float = 1.0) -> None: ...
+
+
+_tried: Counter[str] = Counter()
+
+
+@pytest.fixture(scope="session")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
+    with Upstream() as upstream:
+        server = MortalServer(tmp_path_factory.mktemp("fuzz"), "--external-inference-url", upstream.url)
+        server.start()
+        try:
+            server.wait_ready()
+            yield Target(server)
+        finally:
+            server.stop()
+
+
+@pytest.fixture
+def run(request: pytest.FixtureRequest, target: Target) -> Iterator[Run]:
+    """Tries a property with so many examples, the same each time; where FUZZ_S is set, with others, for this test's
+    part of that many seconds, or the given share of it."""
+    tests = sum("run" in item.fixturenames for item in request.session.items if isinstance(item, pytest.Function))
+    seconds = float(os.environ.get("FUZZ_S", "0")) / tests
+    before, processes = target.statuses.copy(), target.pids()
+
+    def attempt(prop: Any, examples: int, share: float = 1.0) -> None:
+        if not seconds:
+            settings(QUICK, max_examples=examples)(prop)()
+            return
+        deadline = time.monotonic() + seconds * share
+        tried = settings(QUICK, derandomize=False, max_examples=10)(prop)
+        while time.monotonic() < deadline:
+            seed(random.getrandbits(64))(tried)()
+
+    yield attempt
+    assert target.pids() == processes, "a process of the server died"
+    _tried[request.node.name.partition("[")[0]] += (target.statuses - before).total()
+
+
+@pytest.hookimpl
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    for name, count in _tried.items():
+        terminalreporter.write_line(f"{count} inputs: {name}")

@@ -1,0 +1,89 @@
+"""What fuzzing found, once each; and few bytes that ask for much memory."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import zstandard
+
+from skyrl.wire import tinker_pb2 as pb
+from skyrl.wire.training import PROTOBUF
+from tests.fuzz.inputs import NESTED
+from tests.fuzz.target import Target
+
+API, ENGINE = "skyrl.api.server", "skyrl.engine.main"
+NOT_UTF8 = b'"\xff":1,"x":1'
+
+
+def test_fields_that_no_struct_has_are_read_again_by_name(target: Target) -> None:
+    """A 500 each, for what decoding into a struct had skipped."""
+    path = f'"path":"{target.ids["path"]}"'.encode()
+    for wrong in (NOT_UTF8, b'"weights_access_token":"\xff"', b'"weights_access_token":1e400'):
+        ended = target.command("load_weights", target.numbered(path + b"," + wrong))
+        assert ended is not None
+        assert "JSON" in ended["error"], wrong
+    deep = b'"weights_access_token":' + b"[" * NESTED + b"]" * NESTED
+    assert target.command("load_weights", target.numbered(path + b"," + deep)) is None
+    ended = target.command("save_weights_for_sampler", target.numbered(NOT_UTF8 + b',"path":"odd"'))
+    assert ended is not None
+    assert "path" in ended
+
+
+@pytest.mark.parametrize("token", [2**63, -(2**63) - 1, 10**30])
+def test_token_ids_beyond_64_bits_fail_as_their_users_fault(target: Target, token: int) -> None:
+    chunk = f'{{"model_input":{{"chunks":[{{"tokens":[{token}]}}]}},"loss_fn_inputs":{{}}}}'
+    given = f'"forward_backward_input":{{"data":[{chunk}],"loss_fn":"cross_entropy"}}'
+    ended = target.command("forward_backward", target.numbered(given.encode()))
+    assert ended is not None
+    assert ended["error"].startswith("data[0].model_input: ")
+
+
+def test_many_sparse_tensors_of_a_few_bytes(target: Target) -> None:
+    """Each may be large; a body of some hundreds would have taken all memory."""
+    datum = pb.Datum()
+    for index in range(200):
+        tensor = datum.loss_fn_inputs[str(index)]
+        tensor.dtype = pb.FLOAT32
+        tensor.shape.extend([1, 2**26])
+        tensor.sparse_csr.crow_indices = np.zeros(2, np.int64).tobytes()
+    body = pb.ForwardBackwardRequest(data=[datum], loss_fn="cross_entropy").SerializeToString()
+    before = target.peak_mib(ENGINE)
+    ended = target.command("forward_backward", target.numbered_proto(body), PROTOBUF)
+    assert ended is not None
+    assert "cells together" in ended["error"]
+    assert target.peak_mib(ENGINE) - before < 1100
+
+
+@pytest.mark.parametrize("promises", [True, False])
+@pytest.mark.parametrize("route", ["forward_backward", "asample", "create_session"])
+def test_bombs_at_once(target: Target, route: str, promises: bool) -> None:
+    """Of some kilobytes that become 255 MiB each: they wait like 255 MiB each."""
+    text = b'{"x":"' + b" " * (255 * 2**20) + b'"}'
+    bomb = zstandard.ZstdCompressor(write_content_size=promises).compress(text)
+    del text
+    assert len(bomb) < 50_000
+    before = target.peak_mib(API)
+
+    def send(_: int) -> int:
+        headers = {"Content-Encoding": "zstd"}
+        return target.send("POST", f"/api/v1/{route}", content=bomb, headers=headers).status_code
+
+    with ThreadPoolExecutor(5) as pool:
+        statuses = set(pool.map(send, range(5)))
+    assert statuses == {400 if route == "forward_backward" else 413}
+    assert target.peak_mib(API) - before < 700
+
+
+def test_prompts_of_millions_of_tokens(target: Target) -> None:
+    """Ten million are read and refused; of a hundred million the size is enough."""
+    before = target.peak_mib(API)
+    for count, status, field in ((10**7, 400, "prompt"), (10**8, 413, None)):
+        tokens = b"1," * count + b"1"
+        body = b'{"sampling_session_id":"%s","prompt":{"chunks":[{"tokens":[%s]}]}}'
+        content = zstandard.compress(body % (target.ids["sampler"].encode(), tokens))
+        answer = target.send("POST", "/api/v1/asample", content=content, headers={"Content-Encoding": "zstd"})
+        assert answer.status_code == status
+        assert answer.json()["field"] == field
+    assert target.peak_mib(API) - before < 500
