@@ -256,6 +256,20 @@ class ServerConfig(BaseSettings):
             raise ValueError(f"{value!r} is not file:///directory or one of s3://, gs://, az:// with a bucket's name")
         return value
 
+    @field_validator("external_inference_url")
+    @classmethod
+    def _no_password(cls, value: str | None) -> str | None:
+        if value is not None and "@" in value.partition("://")[2].partition("/")[0]:
+            raise ValueError("holds a user or a password; a key goes into external_inference_api_key")
+        return value
+
+    @field_validator("external_inference_api_key")
+    @classmethod
+    def _fits_a_header(cls, value: str | None) -> str | None:
+        if value is not None and not (value.isascii() and value.isprintable()):
+            raise ValueError("must be printable ASCII, without a line's end")
+        return value
+
     @field_validator("public_url")
     @classmethod
     def _absolute_url(cls, value: str | None) -> str | None:

@@ -23,6 +23,10 @@ ROOM_BYTES = 32 * 2**20
 SPARE_DISK_BYTES = 512 * 2**20
 """What stays free on the disk: results and checkpoints need some, too."""
 RETRY_S = 5.0
+ARRIVE_S = 20.0
+LEAST_BYTES_PER_S = 64 * 2**10
+"""A large body that has room must arrive in ARRIVE_S, and in what it would take at this rate more: a client that has
+fallen asleep in the middle of one would keep its room, and the others waiting."""
 
 
 class Room:
@@ -94,8 +98,17 @@ class Bodies:
 
     @asynccontextmanager
     async def of(self, request: Request) -> AsyncIterator[bytes]:
-        """The decompressed body. Raises as `read_body` and `Room.of` do."""
+        """The decompressed body. Raises as `read_body` and `Room.of` do, and RequestError 408 when it does not come."""
         async with self._received.of(request):
-            content = await receive(request, self._max_bytes)
+            content = await self._receive(request)
             async with self._expanded.of_bytes(expanded_size(request, content, self._max_bytes)):
                 yield await expand(request, content, self._max_bytes)
+
+    async def _receive(self, request: Request) -> bytes:
+        declared = request.headers.get("content-length", "")
+        wait_s = ARRIVE_S + (int(declared) / LEAST_BYTES_PER_S if declared.isdigit() else 0.0)
+        try:
+            async with asyncio.timeout(wait_s):
+                return await receive(request, self._max_bytes)
+        except TimeoutError as error:
+            raise RequestError(f"the body did not arrive in {wait_s:.0f} s", status=408) from error

@@ -7,6 +7,7 @@ resolves) only after the commit that holds it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import queue
 import sqlite3
@@ -78,9 +79,10 @@ class GroupCommitWriter:
         self.commits = 0
         self._thread.start()
 
-    async def execute(self, statement: Executable | RowStatement, parameters: dict[str, Any]) -> None:
-        """Run one prepared statement; returns when it is committed. Raises what the database raised."""
-        await self._put(statement, parameters, None)
+    async def execute(self, statement: Executable | RowStatement, parameters: dict[str, Any]) -> bool:
+        """Run one prepared statement; returns when it is committed, with whether it is known to have changed its row:
+        a group tells of all its rows together. Raises what the database raised."""
+        return await self._put(statement, parameters, None)
 
     async def transact(self, change: Callable[[Connection], T]) -> T:
         """Run `change(connection)` inside a transaction of its own group; returns its value once committed."""
@@ -126,7 +128,12 @@ class GroupCommitWriter:
                     break
                 waiting += more
             for start in range(0, len(waiting), MAX_BATCH):
-                self._commit(waiting[start : start + MAX_BATCH])
+                group = waiting[start : start + MAX_BATCH]
+                try:
+                    self._commit(group)
+                except Exception as error:  # without this thread every write would wait for ever
+                    logger.exception("%d writes failed in an unforeseen way", len(group))
+                    self._resolve(group, error)
         if self._driver is not None:
             self._driver.close()
 
@@ -143,8 +150,7 @@ class GroupCommitWriter:
                     begun = True
                     self._apply(connection, batch)
         except Exception as error:
-            if self._driver is not None and self._driver.in_transaction:
-                self._driver.rollback()
+            self._roll_back()
             error = _as_sqlalchemy(error)
             if len(batch) == 1 or not begun or passes(error):  # each alone would only wait, and fail, like all
                 self._resolve(batch, error)
@@ -156,14 +162,28 @@ class GroupCommitWriter:
         self.commits += 1
         self._resolve(batch, None)
 
+    def _roll_back(self) -> None:
+        """Leaves no transaction of the driver's connection open, if need be without that connection."""
+        if self._driver is None or not self._driver.in_transaction:
+            return
+        try:
+            self._driver.rollback()
+        except sqlite3.Error:
+            logger.exception("a failed transaction cannot be rolled back; its connection is given up")
+            with contextlib.suppress(sqlite3.Error):
+                self._driver.close()
+            self._driver = None
+
     @staticmethod
     def _apply_rows(driver: sqlite3.Connection, batch: list[_Write]) -> None:
-        grouped: dict[RowStatement, list[list[Any]]] = {}
+        grouped: dict[RowStatement, list[_Write]] = {}
         for write in batch:
             assert isinstance(write.statement, RowStatement)
-            grouped.setdefault(write.statement, []).append(write.statement.row(write.parameters or {}))
-        for statement, rows in grouped.items():
-            driver.executemany(statement.sql, rows)
+            grouped.setdefault(write.statement, []).append(write)
+        for statement, writes in grouped.items():
+            changed = driver.executemany(statement.sql, [statement.row(w.parameters or {}) for w in writes]).rowcount
+            for write in writes:
+                write.result = changed == len(writes)
         driver.execute("COMMIT")
 
     @staticmethod
@@ -178,7 +198,9 @@ class GroupCommitWriter:
                 head.result = head.change(connection)
             elif head.statement is not None:
                 statement = head.statement.statement if isinstance(head.statement, RowStatement) else head.statement
-                connection.execute(statement, [write.parameters or {} for write in writes])
+                changed = connection.execute(statement, [write.parameters or {} for write in writes]).rowcount
+                for write in writes:
+                    write.result = changed == len(writes)
 
     @staticmethod
     def _resolve(batch: list[_Write], error: Exception | None) -> None:

@@ -195,10 +195,10 @@ class Engine:
             return new, unknown - living_among(connection, unknown)
 
         new, gone = await self._database.read_async(read)
-        for command in new:
+        await self._refuse([command for command in new if command.model_id in gone])
+        for command in new:  # not before: what is queued says up to where the log has been read
             if command.model_id not in gone:
                 self.scheduler.add(command)
-        await self._refuse([command for command in new if command.model_id in gone])
 
     async def _refuse(self, commands: Sequence[Command]) -> None:
         if commands:

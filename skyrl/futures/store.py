@@ -19,13 +19,13 @@ from sqlalchemy.exc import DBAPIError, IntegrityError
 
 from skyrl.db import futures as rows
 from skyrl.db.database import Database
-from skyrl.db.faults import reason
+from skyrl.db.faults import passes, reason
 from skyrl.db.futures import Outcome, StoredFuture
 from skyrl.db.writer import GroupCommitWriter
 from skyrl.futures.completions import Completion, CompletionLogs, Target, block_of, clone_of
 from skyrl.futures.ids import new_request_id
 from skyrl.futures.kinds import Kind
-from skyrl.wire.errors import RequestError
+from skyrl.wire.errors import ErrorCategory, RequestError
 
 logger = logging.getLogger(__name__)
 
@@ -369,17 +369,28 @@ class FutureStore:
             return
         entry.settling, now = True, time.time()
         try:
-            await self._store(rows.settlement(request_id, outcome, now))
-            self._resolve(entry, outcome, now)
+            self._resolve(entry, await self._store(request_id, outcome, now), now)
         finally:
             entry.settling = False
 
-    async def _store(self, settlement: dict[str, Any]) -> None:
+    async def _store(self, request_id: str, outcome: Outcome, now: float) -> Outcome:
+        """What is stored in the end: the row's own outcome if it has ended otherwise meanwhile, with its session; a
+        failure in place of what the database will never take."""
         retry_s = FIRST_RETRY_S
         while True:
             try:
-                return await self._writer.execute(rows.SETTLE_SAMPLE, settlement)
+                changed = await self._writer.execute(rows.SETTLE_SAMPLE, rows.settlement(request_id, outcome, now))
+                if changed:
+                    return outcome
+                stored = await self._database.read_async(lambda connection: rows.find(connection, request_id))
+                return outcome if stored is None or stored.outcome is None else stored.outcome
             except DBAPIError as error:
+                if not passes(error):
+                    if outcome.error is not None:
+                        raise
+                    logger.error("the result of request %s cannot be stored: %s", request_id, reason(error))
+                    outcome = Outcome(error="the result cannot be stored", error_category=ErrorCategory.SERVER)
+                    continue
                 logger.error("a result cannot be stored, tried again in %g s: %s", retry_s, reason(error))
                 await asyncio.sleep(retry_s)
                 retry_s = min(2 * retry_s, MAX_RETRY_S)

@@ -11,8 +11,9 @@ from typing import Any
 
 import httpx
 import pytest
-from engine_harness import Harness, Trainer, harness_in, until
+from engine_harness import WAIT_S, Harness, Trainer, harness_in, until
 from sqlalchemy import select, update
+from sqlalchemy.exc import OperationalError
 
 import skyrl.api.futures
 from skyrl.api.app import create_app
@@ -22,6 +23,7 @@ from skyrl.config import ServerConfig
 from skyrl.db import futures as rows
 from skyrl.db.database import Database
 from skyrl.db.migrate import migrate
+from skyrl.db.models import models
 from skyrl.engine import loop
 from skyrl.futures.kinds import Kind
 from skyrl.futures.store import NewRequest
@@ -203,3 +205,32 @@ async def test_step_that_failed_and_now_succeeds_fails_its_model_only(
     assert harness.model_row(trainer.model_id).status == "failed"
     assert "failed when it was run, and now it does not" in caplog.text
     assert (await other.step(2))["optimizer_step"] == 2
+
+
+async def test_refusal_that_could_not_be_written_is_written_later(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was read with it, and is queued, must not hide it."""
+    gone, other = await Trainer.create(harness), await Trainer.create(harness)
+    await other.step(1)
+    harness.database.write(
+        lambda c: c.execute(update(models).where(models.c.id == gone.model_id).values(status="closed"))
+    )
+    harness.engine.scheduler.close_model(gone.model_id)
+    refuse, failures = harness.engine.execution.refuse, 1
+
+    def fail_once(commands: Any) -> None:
+        nonlocal failures
+        if commands and failures:
+            failures -= 1
+            raise OperationalError(None, None, Exception("database is locked"))
+        refuse(commands)
+
+    monkeypatch.setattr(harness.engine.execution, "refuse", fail_once)
+    refused = await gone.optim_step(1)
+    waiting = await other.optim_step(9)  # for a number that does not come
+    outcome = await harness.store.wait(refused, "tenant", WAIT_S)
+    assert outcome is not None
+    assert outcome.error is not None
+    assert failures == 0
+    assert harness.store.is_pending(waiting)

@@ -287,6 +287,17 @@ def test_store_is_configured_from_a_file_and_the_environment(tmp_path: Path, mon
         load_config({"public_url": "gpu.example"})
 
 
+@pytest.mark.parametrize("key", ["line\r\nend", "schlüssel", "tab\t"])
+def test_key_that_fits_no_header_is_refused(key: str) -> None:
+    with pytest.raises(ConfigError, match="^external_inference_api_key: must be printable ASCII"):
+        load_config({"external_inference_api_key": key})
+
+
+def test_password_in_an_address_is_refused() -> None:
+    with pytest.raises(ConfigError, match="^external_inference_url: holds a user or a password"):
+        load_config({"external_inference_url": "http://me:secret@gpu.example/v1"})
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from sqlalchemy import Connection, func, select
-from sqlalchemy.exc import OperationalError
+from sqlalchemy.exc import DataError, OperationalError
 
 from skyrl.db import futures as rows
 from skyrl.db import retention
@@ -362,3 +362,32 @@ async def test_forget_deletes_old_outcomes_only(database: Database, store: Futur
     assert database.write(forget) == 1
     assert database.read(lambda c: rows.find(c, ids[0])) is None
     assert count(database) == 2
+
+
+async def test_result_of_a_row_that_has_ended_otherwise_is_not_told(database: Database, store: FutureStore) -> None:
+    """The engine has ended the session's requests, and this process does not know yet."""
+    ids = [(await store.record(dataclasses.replace(SAMPLE, sample_seq_id=n)))[0] for n in range(3)]
+    settle_as_engine(database, ids[1], rows.SESSION_ENDED)
+    await asyncio.gather(*(store.settle(request_id, OK) for request_id in ids))
+    told = [await store.wait(request_id, "tenant", 5) for request_id in ids]
+    again = [await store.wait(request_id, "tenant", 5) for request_id in ids]
+    assert told == again == [OK, rows.SESSION_ENDED, OK]
+
+
+async def test_result_that_the_database_will_never_take_is_a_failure(
+    store: FutureStore, writer: GroupCommitWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request_id, _ = await store.record(SAMPLE)
+    execute = writer.execute
+
+    async def refuse(statement: Any, values: dict[str, Any]) -> bool:
+        if values["new_result"] is not None:
+            raise DataError(None, None, Exception("value too long"))
+        return await execute(statement, values)
+
+    monkeypatch.setattr(writer, "execute", refuse)
+    await store.settle(request_id, OK)
+    outcome = await store.wait(request_id, "tenant", 5)
+    assert outcome is not None
+    assert outcome.error == "the result cannot be stored"
+    assert outcome.error_category == "server"

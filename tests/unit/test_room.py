@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 from starlette.requests import Request
+from starlette.types import Message
 
-from skyrl.api.room import ROOM_BYTES, SMALL_BYTES, SPARE_DISK_BYTES, Room
+from skyrl.api import room as room_module
+from skyrl.api.room import ROOM_BYTES, SMALL_BYTES, SPARE_DISK_BYTES, Bodies, Room
 from skyrl.wire.errors import RequestError
 
 HALF = ROOM_BYTES // 2
@@ -120,3 +122,32 @@ async def test_nothing_large_is_read_while_the_disk_is_full(tmp_path: Path, monk
     assert refused.value.status == 503
     assert refused.value.retry_after_s
     assert [body.inside for body in await bodies(room, SMALL_BYTES)] == [True]
+
+
+async def test_body_that_does_not_arrive_gives_its_room_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that fell asleep in the middle of one must not keep the others waiting."""
+    monkeypatch.setattr(room_module, "ARRIVE_S", 0.05)
+    monkeypatch.setattr(room_module, "LEAST_BYTES_PER_S", 2**40)
+    room = Bodies(tmp_path, ROOM_BYTES)
+
+    async def sleeps() -> Message:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def arrives() -> Message:
+        return {"type": "http.request", "body": b"x" * HALF, "more_body": False}
+
+    asleep = Request(request_of(None).scope, sleeps)
+    awake = Request(request_of(HALF).scope, arrives)
+
+    async def read(request: Request) -> bytes:
+        async with room.of(request) as body:
+            return body
+
+    first = asyncio.create_task(read(asleep))
+    await settle()
+    async with asyncio.timeout(60):
+        assert len(await read(awake)) == HALF
+    with pytest.raises(RequestError, match="did not arrive") as refused:
+        await first
+    assert refused.value.status == 408

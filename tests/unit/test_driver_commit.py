@@ -1,0 +1,52 @@
+"""What only SQLite's driver can do to the group commit's thread."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from pathlib import Path
+
+import pytest
+from sqlalchemy import Column, Integer, MetaData, String, Table, bindparam, insert, select
+from sqlalchemy.exc import OperationalError
+
+from skyrl.db.database import Database
+from skyrl.db.writer import GroupCommitWriter, RowStatement
+
+things = Table("things", MetaData(), Column("id", Integer, primary_key=True), Column("name", String, nullable=False))
+ROW = RowStatement(insert(things).values(id=bindparam("id"), name=bindparam("name")))
+
+
+async def test_rollback_that_fails_costs_a_connection_and_not_the_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    database = Database(f"sqlite:///{tmp_path / 'w.db'}")
+    database.write(lambda c: things.create(c))
+    writer = GroupCommitWriter(database)
+    await writer.execute(ROW, {"id": 1, "name": "x"})
+    broken = writer._driver
+    assert broken is not None
+
+    class Broken:
+        in_transaction = True
+
+        def execute(self, sql: str) -> None:
+            broken.execute(sql)
+
+        def executemany(self, sql: str, rows: object) -> None:
+            raise sqlite3.OperationalError("disk I/O error")
+
+        def rollback(self) -> None:
+            raise sqlite3.OperationalError("disk I/O error")
+
+        def close(self) -> None:
+            broken.close()
+
+    monkeypatch.setattr(writer, "_driver", Broken())
+    with pytest.raises(OperationalError, match="disk I/O error"):
+        await writer.execute(ROW, {"id": 2, "name": "x"})
+    async with asyncio.timeout(60):
+        await writer.execute(ROW, {"id": 3, "name": "x"})
+    await writer.close()
+    assert database.read(lambda c: list(c.execute(select(things.c.id)).scalars())) == [1, 3]
+    database.close()
