@@ -197,7 +197,7 @@ class RetrieveFuturesRequest(msgspec.Struct):
     target: FuturesTarget
     prev_cursor: int = 0
     timeout: float | None = None
-    retrieved_request_ids: list[str] | None = None
+    retrieved_request_ids: list[str] | None = None  # checked only: what was read is not kept in memory anyhow
 
 
 class AssignProjectRequest(msgspec.Struct):
