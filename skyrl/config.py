@@ -6,15 +6,15 @@ bounds; does not know whether a model directory holds a usable model (the backen
 
 from __future__ import annotations
 
-import difflib
 import json
 import tomllib
-from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
+
+from skyrl.backend_config import BackendConfig, ConfigError, Strict, flatten, known_keys, parse_backend_config, unknown
 
 BackendName = Literal["fsdp", "none"]
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
@@ -22,150 +22,7 @@ BACKENDS: tuple[str, ...] = ("fsdp", "none")
 STORE_SCHEMES = ("file", "s3", "gs", "az")
 
 
-class ConfigError(ValueError):
-    """A configuration value that cannot be used; the message names the key and what is allowed."""
-
-
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class PlacementConfig(_Strict):
-    """Where training runs. More than one policy rank needs FSDP ranks, which this version does not have."""
-
-    colocate_all: bool = False
-    policy_num_gpus_per_node: Literal[1] = 1
-    policy_num_nodes: Literal[1] = 1
-
-
-class LoraConfig(_Strict):
-    """Limits on adapters, of trainer and sampler alike (vLLM's `--max-loras`, `--max-cpu-loras`, `--max-lora-rank`)."""
-
-    max_loras: int = Field(8, ge=1)
-    max_cpu_loras: int = Field(64, ge=1)
-    max_lora_rank: Literal[1, 8, 16, 32, 64, 128, 256, 320, 512] = 32
-    alpha: float = Field(32.0, gt=0)
-
-    @model_validator(mode="after")
-    def _cpu_at_least_gpu(self) -> LoraConfig:
-        if self.max_cpu_loras < self.max_loras:
-            raise ValueError("max_cpu_loras must be at least max_loras")
-        return self
-
-
-class PolicyModelConfig(_Strict):
-    lora: LoraConfig = Field(default_factory=LoraConfig)  # pyright: ignore[reportArgumentType]
-
-
-class PolicyConfig(_Strict):
-    model: PolicyModelConfig = Field(default_factory=PolicyModelConfig)
-
-
-class TrainerConfig(_Strict):
-    """Training. `micro_batch_tokens` bounds one forward/backward pass over the base model. `merge_passes` lets passes
-    of several tenants share one (None: on CUDA only); without it a tenant's weights are the same bits whoever else
-    trains, and with it they agree up to rounding."""
-
-    placement: PlacementConfig = Field(default_factory=PlacementConfig)
-    policy: PolicyConfig = Field(default_factory=PolicyConfig)
-    micro_batch_tokens: int = Field(4096, ge=16)
-    merge_passes: bool | None = None
-    gradient_checkpointing: bool = False
-
-
-class InferenceEngineConfig(_Strict):
-    """Engine-managed vLLM; `engine_init_kwargs` passes vLLM's own options through under vLLM's own names. It is asked
-    every `probe_interval_s` whether it lives, and killed and started again when its API server gives no answer for
-    `health_timeout_s`, or its engine ends no step for `step_timeout_s`."""
-
-    num_engines: Literal[1] = 1
-    tensor_parallel_size: int = Field(1, ge=1)
-    gpu_memory_utilization: float = Field(0.5, gt=0, le=1)
-    max_model_len: int | None = Field(None, ge=16)
-    max_num_seqs: int = Field(256, ge=1)
-    port: int | None = Field(None, ge=1, le=65535)
-    probe_interval_s: float = Field(5.0, gt=0)
-    health_timeout_s: float = Field(60.0, gt=0)
-    step_timeout_s: float = Field(300.0, gt=0)
-    engine_init_kwargs: dict[str, Any] = Field(default_factory=dict)
-
-
-class GeneratorConfig(_Strict):
-    inference_engine: InferenceEngineConfig = Field(
-        default_factory=InferenceEngineConfig  # pyright: ignore[reportArgumentType]
-    )
-
-
-class BackendConfig(_Strict):
-    """What `--backend-config` takes, as nested objects or as dotted keys (`trainer.placement.colocate_all`)."""
-
-    trainer: TrainerConfig = Field(default_factory=TrainerConfig)  # pyright: ignore[reportArgumentType]
-    generator: GeneratorConfig = Field(default_factory=GeneratorConfig)
-
-    @property
-    def lora(self) -> LoraConfig:
-        return self.trainer.policy.model.lora
-
-    @property
-    def inference(self) -> InferenceEngineConfig:
-        return self.generator.inference_engine
-
-
-def _known_keys(model: type[BaseModel], prefix: str = "") -> list[str]:
-    keys: list[str] = []
-    for name, field in model.model_fields.items():
-        dotted = f"{prefix}{name}"
-        kind = field.annotation
-        if isinstance(kind, type) and issubclass(kind, BaseModel):
-            keys += _known_keys(kind, f"{dotted}.")
-        else:
-            keys.append(dotted)
-    return keys
-
-
-def _nearest(key: str, known: Iterable[str]) -> str:
-    nearest = difflib.get_close_matches(key, known, n=1, cutoff=0.0)[0]
-    return f"unknown key '{key}'; the nearest known one is '{nearest}'"
-
-
-def _flatten(value: dict[str, Any], known: Sequence[str], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, item in value.items():
-        dotted = f"{prefix}{key}"
-        if isinstance(item, dict) and dotted not in known:
-            flat |= _flatten(item, known, f"{dotted}.")
-        else:
-            flat[dotted] = item
-    return flat
-
-
-def parse_backend_config(value: dict[str, Any]) -> BackendConfig:
-    """Backend configuration from nested or dotted keys.
-
-    Raises ConfigError: an unknown key (naming the nearest known one) or a value of the wrong type or range.
-    """
-    known = _known_keys(BackendConfig)
-    nested: dict[str, Any] = {}
-    for dotted, item in _flatten(value, known).items():
-        if any(key.startswith(f"{dotted}.") for key in known):
-            raise ConfigError(f"backend-config: '{dotted}' must be an object (got {item!r})")
-        if dotted not in known:
-            raise ConfigError(f"backend-config: {_nearest(dotted, known)}")
-        *parents, leaf = dotted.split(".")
-        node = nested
-        for parent in parents:
-            node = node.setdefault(parent, {})
-        node[leaf] = item
-    try:
-        return BackendConfig.model_validate(nested)
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        what = first["msg"].removeprefix("Value error, ")
-        raise ConfigError(f"backend-config: '{where}': {what} (got {first['input']!r})") from error
-
-
-class LossesConfig(_Strict):
+class LossesConfig(Strict):
     """`stable_reinforce` has no published formula: refused, or served as cispo, which sessions and metrics then say."""
 
     stable_reinforce: Literal["refuse", "cispo"] = "refuse"
@@ -358,7 +215,7 @@ def _with_flat_backend_config(values: dict[str, Any]) -> dict[str, Any]:
             raise ConfigError(f"backend_config: not JSON: {error}") from error
     if not isinstance(given, dict):
         return values
-    return values | {"backend_config": _flatten(given, _known_keys(BackendConfig))}
+    return values | {"backend_config": flatten(given, known_keys(BackendConfig))}
 
 
 def _one_line(error: ValidationError) -> str:
@@ -366,7 +223,7 @@ def _one_line(error: ValidationError) -> str:
     where = ".".join(str(part) for part in first["loc"]) or "configuration"
     if first["type"] == "extra_forbidden":
         nested = [f"losses.{name}" for name in LossesConfig.model_fields]
-        return f"configuration: {_nearest(where, [*ServerConfig.model_fields, *nested])}"
+        return f"configuration: {unknown(where, [*ServerConfig.model_fields, *nested])}"
     return f"{where}: {first['msg'].removeprefix('Value error, ').removeprefix('backend-config: ')}"
 
 

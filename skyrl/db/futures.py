@@ -41,6 +41,8 @@ _RECORDED = (
     futures.c.body_format,
     futures.c.status,
     futures.c.created_at,
+    futures.c.owner,
+    futures.c.not_before,
 )
 RECORD = RowStatement(insert(futures).values({column: bindparam(column.key) for column in _RECORDED}))
 """Parameters: the columns of one new row that are known then."""
@@ -244,6 +246,7 @@ _HEADER = (
     futures.c.sample_seq_id,
     futures.c.body_format,
     func.length(futures.c.body).label("size"),
+    futures.c.not_before,
 )
 
 

@@ -85,7 +85,10 @@ class SamplingSessionRow(SQLModel, table=True):
 
 
 class FutureRow(SQLModel, table=True):
-    """One request and its result. `n` orders rows by arrival; `status` is pending, done or failed."""
+    """One request and its result. `n` orders rows by arrival; `status` is pending, done or failed.
+
+    `owner` is the API process that forwards it; it is not to start before `not_before`, when its tenant's quota has
+    room for it."""
 
     __tablename__ = "futures"  # pyright: ignore[reportAssignmentType]
     __table_args__ = (
@@ -112,6 +115,8 @@ class FutureRow(SQLModel, table=True):
     error_category: str | None = None
     created_at: float
     completed_at: float | None = Field(default=None, index=True)
+    owner: str | None = None
+    not_before: float | None = None
 
 
 class CheckpointRow(SQLModel, table=True):
@@ -156,7 +161,8 @@ class StoreRow(SQLModel, table=True):
 
 
 class EngineStateRow(SQLModel, table=True):
-    """The singleton through which the engine tells the API where samples go and whether it can train."""
+    """The singleton through which the engine tells the API where samples go and whether it can train; `owner` is the
+    server whose engine that is."""
 
     __tablename__ = "engine_state"  # pyright: ignore[reportAssignmentType]
     id: int = Field(default=1, primary_key=True)
@@ -168,6 +174,28 @@ class EngineStateRow(SQLModel, table=True):
     max_context: int | None = None
     heartbeat_at: float = 0.0
     updated_at: float = 0.0
+    owner: str | None = None
+
+
+class ApiProcessRow(SQLModel, table=True):
+    """An API process that serves this database: whose heartbeat is old is dead, and others forward what it left."""
+
+    __tablename__ = "api_processes"  # pyright: ignore[reportAssignmentType]
+    id: str = Field(primary_key=True)
+    started_at: float
+    heartbeat_at: float
+
+
+class QuotaRow(SQLModel, table=True):
+    """What a tenant may use, where that is not what the configuration says for all: None is the configuration's."""
+
+    __tablename__ = "quotas"  # pyright: ignore[reportAssignmentType]
+    tenant: str = Field(primary_key=True)
+    requests_in_flight: int | None = None
+    tokens_per_minute: int | None = Field(default=None, sa_column=Column(BigInteger))
+    models: int | None = None
+    stored_bytes: int | None = Field(default=None, sa_column=Column(BigInteger))
+    updated_at: float
 
 
 class UsageRow(SQLModel, table=True):

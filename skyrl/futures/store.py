@@ -50,7 +50,8 @@ SAFETY_POLL_S = 1.0
 @dataclass(frozen=True, slots=True)
 class NewRequest:
     """A request to record. `body` is stored as the bytes that arrived. `identity` is what a repeat has in common with
-    the first, the body when None. `id` is made when it is None; a repeat gets the first one's in any case."""
+    the first, the body when None. `id` is made when it is None; a repeat gets the first one's in any case. `not_before`
+    is when it may start, in seconds since the epoch."""
 
     kind: Kind
     tenant: str
@@ -63,6 +64,7 @@ class NewRequest:
     sample_seq_id: int | None = None
     identity: bytes | None = None
     id: str | None = None
+    not_before: float | None = None
 
     @property
     def sampler(self) -> tuple[str, int | None] | None:
@@ -143,11 +145,12 @@ def _wake(waiter: asyncio.Future[None]) -> None:
 
 
 class FutureStore:
-    """All requests of one API process."""
+    """All requests of one API process, which is the `owner` of what it forwards."""
 
-    def __init__(self, database: Database, writer: GroupCommitWriter) -> None:
+    def __init__(self, database: Database, writer: GroupCommitWriter, owner: str | None = None) -> None:
         self._database = database
         self._writer = writer
+        self._owner = owner
         self._entries: dict[str, _Entry] = {}
         self._by_key: dict[Key, _Entry] = {}
         self._settled: OrderedDict[str, int] = OrderedDict()
@@ -232,8 +235,7 @@ class FutureStore:
             raise RequestError(f"{key[2]} was used before for {key[1]} with another body", field=name)
         return request_id
 
-    @staticmethod
-    def _parameters(entry: _Entry, request: NewRequest) -> dict[str, object]:
+    def _parameters(self, entry: _Entry, request: NewRequest) -> dict[str, object]:
         return {
             "id": entry.id,
             "kind": request.kind,
@@ -248,6 +250,8 @@ class FutureStore:
             "body_format": request.body_format,
             "status": "pending",
             "created_at": time.time(),
+            "owner": self._owner,
+            "not_before": request.not_before,
         }
 
     def _add(self, entry: _Entry, *, awaited: bool) -> None:

@@ -343,8 +343,8 @@ async def test_adapter_files_wait_for_samples_that_still_run(harness: Harness, m
     saved = await trainer.do(Kind.SAVE_WEIGHTS_FOR_SAMPLER, sampling_session_seq_id=0)
     sampler = harness.database.read(lambda c: find_sampler(c, saved["sampling_session_id"]))
     assert sampler is not None
-    row = {"id": "r", "kind": "EXTERNAL", "tenant": "tenant", "session_id": "elsewhere", "digest": b"", "created_at": 0}
-    row |= {"model_id": None, "seq_id": None, "body": None}
+    row = dict.fromkeys(rows.RECORD.parameters) | {"id": "r", "kind": "EXTERNAL", "tenant": "tenant"}
+    row |= {"session_id": "elsewhere", "digest": b"", "created_at": 0}
     row |= {"sampling_session_id": sampler.id, "sample_seq_id": 0, "body_format": "json", "status": "pending"}
     harness.database.write(lambda c: c.execute(rows.RECORD.statement, row))
     harness.database.write(lambda c: c.execute(update(samplers).values(status="closed")))

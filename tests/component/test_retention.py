@@ -58,14 +58,10 @@ def record(database: Database, count: int, ended_s_ago: float | None) -> None:
     """Forwarded samples; with None they have not ended."""
     now = time.time()
     ids = [str(uuid.uuid4()) for _ in range(count)]
-    new = {
+    new = dict.fromkeys(rows.RECORD.parameters) | {
         "kind": "EXTERNAL",
         "tenant": "t" * 32,
         "session_id": "s" * 36,
-        "model_id": None,
-        "seq_id": None,
-        "sampling_session_id": None,
-        "sample_seq_id": None,
         "digest": b"d" * 16,
         "body": BODY,
         "body_format": "json",
@@ -207,8 +203,8 @@ async def test_commits_do_not_copy_the_log(database: Database, writer: GroupComm
     copied = at_rest(file)
     for _ in range(10):
         record(database, ROUND // 4, JUST_NOW)
-        sample = {"tenant": "t", "session_id": "s", "model_id": None, "seq_id": None, "digest": b"", "created_at": 0.0}
-        sample |= {"sampling_session_id": None, "sample_seq_id": None, "kind": "EXTERNAL", "body_format": "json"}
+        sample = dict.fromkeys(rows.RECORD.parameters) | {"tenant": "t", "session_id": "s", "digest": b""}
+        sample |= {"created_at": 0.0, "kind": "EXTERNAL", "body_format": "json"}
         sample |= {"id": str(uuid.uuid4()), "body": BODY, "status": "pending"}
         await writer.execute(rows.RECORD, sample)
     assert database.log_bytes() > 4 * 2**20, "more than SQLite would let it grow"

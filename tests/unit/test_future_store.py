@@ -124,9 +124,8 @@ async def test_large_body_is_recorded_once_whoever_repeats_it_meanwhile(database
 
 def test_what_has_ended_is_found_among_many(database: Database) -> None:
     asked = [f"r{number}" for number in range(rows.MAX_NAMED + 10)]
-    row = {"kind": "OPTIM_STEP", "tenant": "t", "session_id": "s", "digest": b"", "body": b"{}", "body_format": "json"}
-    row |= dict.fromkeys(("model_id", "seq_id", "sampling_session_id", "sample_seq_id"))
-    row |= {"status": "pending", "created_at": 0.0}
+    row = dict.fromkeys(rows.RECORD.parameters) | {"kind": "OPTIM_STEP", "tenant": "t", "session_id": "s"}
+    row |= {"digest": b"", "body": b"{}", "body_format": "json", "status": "pending", "created_at": 0.0}
     added = [row | {"id": request_id} for request_id in asked]
     database.write(lambda c: c.execute(rows.RECORD.statement, added))
     for request_id in (asked[0], asked[-1]):

@@ -1,0 +1,160 @@
+"""What `--backend-config` takes: typed, strict keys under the names that operators of SkyRL know.
+
+Knows names, types and bounds; a key that is not known is an error that names the nearest known one.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+
+class ConfigError(ValueError):
+    """A configuration value that cannot be used; the message names the key and what is allowed."""
+
+
+class Strict(BaseModel):
+    """Refuses what it does not know."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class PlacementConfig(Strict):
+    """Where training runs. More than one policy rank needs FSDP ranks, which this version does not have."""
+
+    colocate_all: bool = False
+    policy_num_gpus_per_node: Literal[1] = 1
+    policy_num_nodes: Literal[1] = 1
+
+
+class LoraConfig(Strict):
+    """Limits on adapters, of trainer and sampler alike (vLLM's `--max-loras`, `--max-cpu-loras`, `--max-lora-rank`)."""
+
+    max_loras: int = Field(8, ge=1)
+    max_cpu_loras: int = Field(64, ge=1)
+    max_lora_rank: Literal[1, 8, 16, 32, 64, 128, 256, 320, 512] = 32
+    alpha: float = Field(32.0, gt=0)
+
+    @model_validator(mode="after")
+    def _cpu_at_least_gpu(self) -> LoraConfig:
+        if self.max_cpu_loras < self.max_loras:
+            raise ValueError("max_cpu_loras must be at least max_loras")
+        return self
+
+
+class PolicyModelConfig(Strict):
+    lora: LoraConfig = Field(default_factory=LoraConfig)  # pyright: ignore[reportArgumentType]
+
+
+class PolicyConfig(Strict):
+    model: PolicyModelConfig = Field(default_factory=PolicyModelConfig)
+
+
+class TrainerConfig(Strict):
+    """Training. `micro_batch_tokens` bounds one forward/backward pass over the base model. `merge_passes` lets passes
+    of several tenants share one (None: on CUDA only); without it a tenant's weights are the same bits whoever else
+    trains, and with it they agree up to rounding."""
+
+    placement: PlacementConfig = Field(default_factory=PlacementConfig)
+    policy: PolicyConfig = Field(default_factory=PolicyConfig)
+    micro_batch_tokens: int = Field(4096, ge=16)
+    merge_passes: bool | None = None
+    gradient_checkpointing: bool = False
+
+
+class InferenceEngineConfig(Strict):
+    """Engine-managed vLLM; `engine_init_kwargs` passes vLLM's own options through under vLLM's own names. It is asked
+    every `probe_interval_s` whether it lives, and killed and started again when its API server gives no answer for
+    `health_timeout_s`, or its engine ends no step for `step_timeout_s`."""
+
+    num_engines: Literal[1] = 1
+    tensor_parallel_size: int = Field(1, ge=1)
+    gpu_memory_utilization: float = Field(0.5, gt=0, le=1)
+    max_model_len: int | None = Field(None, ge=16)
+    max_num_seqs: int = Field(256, ge=1)
+    port: int | None = Field(None, ge=1, le=65535)
+    probe_interval_s: float = Field(5.0, gt=0)
+    health_timeout_s: float = Field(60.0, gt=0)
+    step_timeout_s: float = Field(300.0, gt=0)
+    engine_init_kwargs: dict[str, Any] = Field(default_factory=dict)
+
+
+class GeneratorConfig(Strict):
+    inference_engine: InferenceEngineConfig = Field(
+        default_factory=InferenceEngineConfig  # pyright: ignore[reportArgumentType]
+    )
+
+
+class BackendConfig(Strict):
+    """What `--backend-config` takes, as nested objects or as dotted keys (`trainer.placement.colocate_all`)."""
+
+    trainer: TrainerConfig = Field(default_factory=TrainerConfig)  # pyright: ignore[reportArgumentType]
+    generator: GeneratorConfig = Field(default_factory=GeneratorConfig)
+
+    @property
+    def lora(self) -> LoraConfig:
+        return self.trainer.policy.model.lora
+
+    @property
+    def inference(self) -> InferenceEngineConfig:
+        return self.generator.inference_engine
+
+
+def known_keys(model: type[BaseModel], prefix: str = "") -> list[str]:
+    """The dotted names of all leaves."""
+    keys: list[str] = []
+    for name, field in model.model_fields.items():
+        dotted = f"{prefix}{name}"
+        kind = field.annotation
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            keys += known_keys(kind, f"{dotted}.")
+        else:
+            keys.append(dotted)
+    return keys
+
+
+def unknown(key: str, known: Iterable[str]) -> str:
+    """What to say of a key that is not among the known ones."""
+    nearest = difflib.get_close_matches(key, known, n=1, cutoff=0.0)[0]
+    return f"unknown key '{key}'; the nearest known one is '{nearest}'"
+
+
+def flatten(value: dict[str, Any], known: Sequence[str], prefix: str = "") -> dict[str, Any]:
+    """Nested or dotted keys as dotted ones."""
+    flat: dict[str, Any] = {}
+    for key, item in value.items():
+        dotted = f"{prefix}{key}"
+        if isinstance(item, dict) and dotted not in known:
+            flat |= flatten(item, known, f"{dotted}.")
+        else:
+            flat[dotted] = item
+    return flat
+
+
+def parse_backend_config(value: dict[str, Any]) -> BackendConfig:
+    """Backend configuration from nested or dotted keys.
+
+    Raises ConfigError: an unknown key (naming the nearest known one) or a value of the wrong type or range.
+    """
+    known = known_keys(BackendConfig)
+    nested: dict[str, Any] = {}
+    for dotted, item in flatten(value, known).items():
+        if any(key.startswith(f"{dotted}.") for key in known):
+            raise ConfigError(f"backend-config: '{dotted}' must be an object (got {item!r})")
+        if dotted not in known:
+            raise ConfigError(f"backend-config: {unknown(dotted, known)}")
+        *parents, leaf = dotted.split(".")
+        node = nested
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[leaf] = item
+    try:
+        return BackendConfig.model_validate(nested)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        what = first["msg"].removeprefix("Value error, ")
+        raise ConfigError(f"backend-config: '{where}': {what} (got {first['input']!r})") from error
