@@ -10,15 +10,17 @@ import asyncio
 import logging
 import random
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
-from enum import Enum
-
-import msgspec
 
 from skyrl.sampling import completion
+from skyrl.sampling.adapter_loads import AdapterLoads
 from skyrl.sampling.endpoint import Endpoint, EndpointResolver
-from skyrl.sampling.job import SampleJob
+from skyrl.sampling.job import MAX_SAMPLED, SampleJob
+from skyrl.sampling.life import HEALTH_TIMEOUT_S, Life, life_of
 from skyrl.sampling.served_context import ServedContext
+from skyrl.sampling.suspects import Suspects
+from skyrl.sampling.telling import describe, message_of, server_failure
 from skyrl.sampling.transport import Answer, CompletionTransport, Interrupted, NotAccepted
 from skyrl.wire.errors import ErrorCategory, FailedRequest
 
@@ -27,41 +29,41 @@ logger = logging.getLogger(__name__)
 FIRST_BACKOFF_S = 0.05
 MAX_BACKOFF_S = 1.0
 MAX_RETRY_AFTER_S = 30.0
-MAX_INTERRUPTIONS = 1
+FREE_INTERRUPTIONS = 1
+"""A sample that has been interrupted more often is a suspect, and waits for its turn to be sent again."""
+MAX_INTERRUPTIONS = 3
+"""One more fails a sample that was sent without other suspects beside it."""
 MAX_ABORTS = 1
+MAX_ERRORS = 1
+"""Of a server that is well when it is asked: it may be the successor of the one that answered."""
 MAX_RELOADS = 2
-BODY_EXCERPT = 200
-HEALTH_TIMEOUT_S = 5.0
-
-
-class _ErrorDetail(msgspec.Struct):
-    message: str = ""
-    type: str | None = None
-    param: str | None = None
-
-
-class _ErrorBody(msgspec.Struct):
-    error: _ErrorDetail | str
-
-
-class _Life(Enum):
-    """What a server's /health says of it. Servers without one are alive as long as they answer."""
-
-    ALIVE = "alive"
-    DYING = "dying"
-    GONE = "gone"
 
 
 class _Attempts:
-    """What one sample has been through."""
+    """One sample: what is sent, until when (in the loop's time), and what it has been through."""
 
-    def __init__(self) -> None:
+    def __init__(self, job: SampleJob, priority: int | None, headers: Mapping[str, str], deadline: float) -> None:
+        self.job = job
+        self.priority = priority
+        self.body = None if job.max_tokens is None else completion.encode_request(job, priority)
+        """None: what fits has to be asked of the server first."""
+        self.headers = headers
+        self.deadline = deadline
+        self.failed: Endpoint | None = None
+        """The endpoint that did not work, to be looked up again."""
         self.interruptions = 0
+        self.alone = False
+        """Whether it was the only suspect when it was sent last."""
         self.aborts = 0
+        self.errors = 0
         self.reloads = 0
         self.backoff_s = FIRST_BACKOFF_S
         self.trouble = "no inference server has been published"
         """What is told when the deadline passes."""
+
+    @property
+    def suspect(self) -> bool:
+        return self.interruptions > FREE_INTERRUPTIONS
 
 
 class ForwardingClient:
@@ -83,74 +85,106 @@ class ForwardingClient:
         self._headers = {"Content-Type": "application/json"}
         if api_key is not None:
             self._headers["Authorization"] = f"Bearer {api_key}"
-        self._loading: dict[tuple[str, int, str], asyncio.Task[None]] = {}
-        self._context = ServedContext(transport, self._headers)
         self.counts: Counter[str] = Counter()
+        self._loads = AdapterLoads(transport, self._headers, self.counts)
+        self._context = ServedContext(transport, self._headers)
+        self._suspects = Suspects()
 
-    async def sample(self, job: SampleJob) -> completion.SampleAnswer:
-        """The encoded SampleResponse, with its token counts.
+    async def sample(self, job: SampleJob, priority: int | None = None) -> completion.SampleAnswer:
+        """The encoded SampleResponse, with its token counts. `priority` is for the server, which runs the lowest first.
 
         Raises FailedRequest with vLLM's message (user) or what went wrong (server).
         """
         deadline = asyncio.get_running_loop().time() + self._deadline_s
-        body = None if job.max_tokens is None else completion.encode_request(job)
-        headers = {**self._headers, "X-Session-ID": job.session_key}
-        attempts = _Attempts()
-        failed: Endpoint | None = None
-        while True:
-            endpoint = await self._endpoint.resolve(failed)
-            if endpoint is None:
-                await self._back_off(attempts, deadline)
-                continue
-            remaining = deadline - asyncio.get_running_loop().time()
-            if remaining <= 0:
-                raise self._gave_up(attempts)
-            try:
-                asked = body or completion.encode_request(await self._fitting(job, endpoint, remaining))
-                answer = await self._transport.post(endpoint.url + completion.PATH, asked, headers, remaining)
-            except NotAccepted as error:
-                self.counts["not_accepted"] += 1
-                failed, attempts.trouble = endpoint, f"{endpoint.url} cannot be reached ({error})"
-                await self._back_off(attempts, deadline)
-                continue
-            except Interrupted as error:
-                if attempts.backoff_s > FIRST_BACKOFF_S and asyncio.get_running_loop().time() >= deadline:
-                    # The last try was cut short; what was wrong before says more.
-                    raise self._gave_up(attempts) from error
-                self._count_interruption(attempts, str(error))
-                failed, attempts.trouble = endpoint, f"no answer from {endpoint.url} ({error})"
-                await self._outlive(endpoint, attempts, deadline)
-                continue
-            failed = None
-            result = await self._take(answer, job, endpoint, attempts, deadline)
-            if result is not None:
-                return result
+        attempts = _Attempts(job, priority, {**self._headers, "X-Session-ID": job.session_key}, deadline)
+        try:
+            while True:
+                endpoint = await self._endpoint.resolve(attempts.failed)
+                if endpoint is None:
+                    await self._back_off(attempts)
+                    continue
+                attempt = self._try_in_turn if attempts.suspect else self._try
+                if (result := await attempt(attempts, endpoint)) is not None:
+                    return result
+        finally:
+            if attempts.suspect:
+                self._suspects.remove(attempts.interruptions)
+
+    async def _try_in_turn(self, attempts: _Attempts, endpoint: Endpoint) -> completion.SampleAnswer | None:
+        """`_try`, when it is this suspect's turn, and not while the server is dying of the one before."""
+        try:
+            async with asyncio.timeout_at(attempts.deadline):
+                attempts.alone = await self._suspects.wait_turn(attempts.interruptions)
+        except TimeoutError as error:
+            raise self._gave_up(attempts) from error
+        try:
+            await self._while_dying(endpoint, attempts)
+            return await self._try(attempts, endpoint)
+        finally:
+            self._suspects.end_turn()
+
+    async def _try(self, attempts: _Attempts, endpoint: Endpoint) -> completion.SampleAnswer | None:
+        """Send it once. The result, or None when it is to be sent again."""
+        now = asyncio.get_running_loop().time
+        remaining = attempts.deadline - now()
+        if remaining <= 0:
+            raise self._gave_up(attempts)
+        try:
+            asked = attempts.body
+            if asked is None:
+                fitting = await self._fitting(attempts.job, endpoint, remaining)
+                asked = completion.encode_request(fitting, attempts.priority)
+            answer = await self._transport.post(endpoint.url + completion.PATH, asked, attempts.headers, remaining)
+        except NotAccepted as error:
+            self.counts["not_accepted"] += 1
+            attempts.reloads = 0  # whoever listens next may be another server
+            attempts.failed, attempts.trouble = endpoint, f"{endpoint.url} cannot be reached ({error})"
+            await self._back_off(attempts)
+            return None
+        except Interrupted as error:
+            if attempts.backoff_s > FIRST_BACKOFF_S and now() >= attempts.deadline:
+                # The last try was cut short; what was wrong before says more.
+                raise self._gave_up(attempts) from error
+            self._count_interruption(attempts, str(error))
+            attempts.failed, attempts.trouble = endpoint, f"no answer from {endpoint.url} ({error})"
+            await self._outlive(endpoint, attempts)
+            return None
+        attempts.failed = None
+        return await self._take(answer, endpoint, attempts)
 
     async def _fitting(self, job: SampleJob, endpoint: Endpoint, timeout_s: float) -> SampleJob:
-        """A job without `max_tokens`, with what fits this server."""
+        """A job without `max_tokens`, with what fits this server, and its result the bound of one request."""
         room = await self._context.length(endpoint, timeout_s) - len(job.prompt)
+        room = min(room, MAX_SAMPLED // (job.num_samples * (1 + job.topk_sample)))
         return replace(job, max_tokens=max(1, room))
 
     def _count_interruption(self, attempts: _Attempts, what: str) -> None:
         self.counts["interrupted"] += 1
+        if attempts.alone and attempts.interruptions >= MAX_INTERRUPTIONS:
+            raise server_failure(
+                f"the way to the inference server broke {attempts.interruptions + 1} times under this sample, at last "
+                f"when it was sent apart from others like it ({what})"
+            )
+        if attempts.suspect:
+            self._suspects.remove(attempts.interruptions)
         attempts.interruptions += 1
-        if attempts.interruptions > MAX_INTERRUPTIONS:
-            raise _server_failure(f"the way to the inference server broke {attempts.interruptions} times ({what})")
+        if attempts.suspect:
+            self._suspects.add(attempts.interruptions)
+        attempts.reloads = 0
 
-    async def _back_off(self, attempts: _Attempts, deadline: float, at_least_s: float = 0.0) -> None:
+    async def _back_off(self, attempts: _Attempts, at_least_s: float = 0.0) -> None:
         wait_s = max(attempts.backoff_s * random.uniform(0.75, 1.25), at_least_s * random.uniform(1.0, 1.25))
-        if asyncio.get_running_loop().time() + wait_s > deadline:
+        if asyncio.get_running_loop().time() + wait_s > attempts.deadline:
             raise self._gave_up(attempts)
         await asyncio.sleep(wait_s)
         attempts.backoff_s = min(attempts.backoff_s * 2, MAX_BACKOFF_S)
 
     def _gave_up(self, attempts: _Attempts) -> FailedRequest:
-        return _server_failure(f"gave up after {self._deadline_s:g} s: {attempts.trouble}")
+        return server_failure(f"gave up after {self._deadline_s:g} s: {attempts.trouble}")
 
-    async def _take(
-        self, answer: Answer, job: SampleJob, endpoint: Endpoint, attempts: _Attempts, deadline: float
-    ) -> completion.SampleAnswer | None:
+    async def _take(self, answer: Answer, endpoint: Endpoint, attempts: _Attempts) -> completion.SampleAnswer | None:
         """The result, or None when the request is to be sent again."""
+        job = attempts.job
         if 200 <= answer.status < 300:
             try:
                 return self._decode(answer, job)
@@ -158,7 +192,7 @@ class ForwardingClient:
                 self.counts["aborted"] += 1
                 attempts.aborts += 1
                 if attempts.aborts > MAX_ABORTS:
-                    raise _server_failure(
+                    raise server_failure(
                         f"the inference server gave the sample up {attempts.aborts} times ({error})"
                     ) from error
                 return None
@@ -166,44 +200,49 @@ class ForwardingClient:
             self.counts["upstream_busy"] += 1
             asked_s = min(answer.retry_after_s or 0.0, MAX_RETRY_AFTER_S)
             attempts.trouble = "the inference server answers 429, too many requests"
-            await self._back_off(attempts, deadline, asked_s)
+            await self._back_off(attempts, asked_s)
             return None
         if answer.status == 404 and job.adapter_path is not None:
             attempts.reloads += 1
             if attempts.reloads > MAX_RELOADS:
-                raise _server_failure(
-                    f"the inference server loses adapter {job.model} again and again: {_describe(answer)}"
+                raise server_failure(
+                    f"the inference server loses adapter {job.model} again and again: {describe(answer)}"
                 )
-            await self._reload(job.model, job.adapter_path, endpoint, deadline)
+            try:
+                async with asyncio.timeout_at(attempts.deadline):
+                    await self._loads.load(job.model, job.adapter_path, endpoint)
+            except TimeoutError as error:
+                attempts.trouble = f"adapter {job.model} is being loaded again"
+                raise self._gave_up(attempts) from error
             return None
         if 400 <= answer.status < 500 and answer.status not in (401, 403, 405, 408):
             self.counts["refused"] += 1
-            raise FailedRequest(_message(answer), ErrorCategory.USER)
+            raise FailedRequest(message_of(answer), ErrorCategory.USER)
         self.counts["upstream_error"] += 1
-        if answer.status >= 500 and await self._life(endpoint) is not _Life.ALIVE:
-            self._count_interruption(attempts, _describe(answer))
+        if answer.status < 500:
+            raise server_failure(describe(answer))
+        if await life_of(self._transport, endpoint, self._headers) is not Life.ALIVE:
+            self._count_interruption(attempts, describe(answer))
             attempts.trouble = "the inference server is dying"
-            await self._outlive(endpoint, attempts, deadline)
+            await self._outlive(endpoint, attempts)
             return None
-        raise _server_failure(_describe(answer))
+        attempts.errors += 1
+        if attempts.errors > MAX_ERRORS:
+            raise server_failure(describe(answer))
+        await self._back_off(attempts)
+        return None
 
-    async def _outlive(self, endpoint: Endpoint, attempts: _Attempts, deadline: float) -> None:
+    async def _outlive(self, endpoint: Endpoint, attempts: _Attempts) -> None:
         """Wait while a server is dying: what is sent to it now only dies with it.
 
         vLLM then fails everything in flight with 500 or a reset, turns unhealthy and is gone within about a second.
         """
-        await self._back_off(attempts, deadline)
-        while await self._life(endpoint) is _Life.DYING:
-            await self._back_off(attempts, deadline)
+        await self._back_off(attempts)
+        await self._while_dying(endpoint, attempts)
 
-    async def _life(self, endpoint: Endpoint) -> _Life:
-        try:
-            answer = await self._transport.get(f"{endpoint.url}/health", self._headers, HEALTH_TIMEOUT_S)
-        except NotAccepted:
-            return _Life.GONE
-        except Interrupted:
-            return _Life.DYING
-        return _Life.DYING if answer.status == 503 else _Life.ALIVE
+    async def _while_dying(self, endpoint: Endpoint, attempts: _Attempts) -> None:
+        while await life_of(self._transport, endpoint, self._headers) is Life.DYING:
+            await self._back_off(attempts)
 
     def _decode(self, answer: Answer, job: SampleJob) -> completion.SampleAnswer:
         try:
@@ -217,36 +256,7 @@ class ForwardingClient:
                 return completion.decode_answer(answer.body, job, zero_fill=True)
         except completion.MalformedAnswer as error:
             self.counts["malformed"] += 1
-            raise _server_failure(f"{error}; {_describe(answer)}") from error
-
-    async def _reload(self, name: str, path: str, endpoint: Endpoint, deadline: float) -> None:
-        """Tell a replica of an adapter it does not know; one load at a time per adapter, whoever needs it."""
-        key = (endpoint.url, endpoint.generation, name)
-        task = self._loading.get(key)
-        if task is None:
-            task = self._loading[key] = asyncio.create_task(self._load(name, path, endpoint))
-            task.add_done_callback(lambda _: self._loading.pop(key, None))
-        try:
-            async with asyncio.timeout_at(deadline):
-                await asyncio.shield(task)
-        except TimeoutError as error:
-            raise _server_failure(
-                f"gave up after {self._deadline_s:g} s: adapter {name} is being loaded again"
-            ) from error
-
-    async def _load(self, name: str, path: str, endpoint: Endpoint) -> None:
-        self.counts["adapter_reloads"] += 1
-        body = msgspec.json.encode({"lora_name": name, "lora_path": path})
-        try:
-            answer = await self._transport.post(f"{endpoint.url}/v1/load_lora_adapter", body, self._headers, 60.0)
-        except (NotAccepted, Interrupted) as error:
-            logger.warning("adapter %s could not be loaded again: %s", name, error)
-            return  # the sample is sent again, and finds out whether the server is back
-        if answer.status == 200 or (answer.status == 400 and b"already been loaded" in answer.body):
-            return
-        if answer.status >= 500 and await self._life(endpoint) is not _Life.ALIVE:
-            return
-        raise _server_failure(f"the inference server lost adapter {name} and cannot load it again: {_describe(answer)}")
+            raise server_failure(f"{error}; {describe(answer)}") from error
 
     async def probe(self) -> str | None:
         """Why the server cannot sample now; None when its /health answers 200."""
@@ -257,31 +267,8 @@ class ForwardingClient:
             answer = await self._transport.get(f"{endpoint.url}/health", self._headers, HEALTH_TIMEOUT_S)
         except (NotAccepted, Interrupted) as error:
             return f"{endpoint.url} cannot be reached ({error})"
-        return None if answer.status == 200 else _describe(answer)
+        return None if answer.status == 200 else describe(answer)
 
     async def close(self) -> None:
-        loads = list(self._loading.values())
-        for load in loads:
-            load.cancel()
-        await asyncio.gather(*loads, return_exceptions=True)
+        await self._loads.close()
         await self._transport.close()
-
-
-def _server_failure(message: str) -> FailedRequest:
-    return FailedRequest(message, ErrorCategory.SERVER)
-
-
-def _message(answer: Answer) -> str:
-    """vLLM's own sentence, with the parameter it names."""
-    try:
-        detail = msgspec.json.decode(answer.body, type=_ErrorBody).error
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        return _describe(answer)
-    if isinstance(detail, str):
-        return detail
-    return f"{detail.param}: {detail.message}" if detail.param else detail.message or _describe(answer)
-
-
-def _describe(answer: Answer) -> str:
-    excerpt = answer.body[:BODY_EXCERPT].decode(errors="replace")
-    return f"the inference server answered status {answer.status}, {answer.content_type}: {excerpt!r}"

@@ -146,7 +146,8 @@ def _write(writer: asyncio.StreamWriter, status: int, body: bytes, content_type:
 class FakeUpstream:
     """Replies to completions come from `script`, one each, then from `default`; `on_load` answers adapter loads.
 
-    With `adapters` set, a completion for another model is a 404, and a load that succeeds adds one.
+    With `adapters` set, a completion for another model is a 404, and a load that succeeds adds one. `controls` are
+    replies by path (without its query), before all others.
     """
 
     script: deque[Reply] = field(default_factory=deque)
@@ -154,6 +155,7 @@ class FakeUpstream:
     on_load: Reply = field(default_factory=lambda: reply(200, "Success: added", "text/plain"))
     on_get: Reply = field(default_factory=lambda: reply(200, b""))
     adapters: set[str] | None = None
+    controls: dict[str, Reply] = field(default_factory=dict)
     requests: list[Received] = field(default_factory=list)
     disconnects: int = 0
     """Requests whose client left before the answer."""
@@ -255,6 +257,8 @@ class FakeUpstream:
             await asyncio.gather(answering, return_exceptions=True)
 
     def _choose(self, request: Received) -> Reply:
+        if (control := self.controls.get(request.path.partition("?")[0])) is not None:
+            return control
         if request.method == "GET":
             return self.on_get
         if request.path == LOAD:

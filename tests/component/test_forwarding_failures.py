@@ -33,11 +33,11 @@ from loop_clock import LoopClock
 
 from skyrl.db.engine_state import EngineState
 from skyrl.sampling import client as client_module
-from skyrl.sampling.client import MAX_RELOADS, ForwardingClient
+from skyrl.sampling.client import MAX_INTERRUPTIONS, MAX_RELOADS, ForwardingClient
 from skyrl.sampling.completion import SampleAnswer
 from skyrl.sampling.endpoint import EngineEndpoint, FixedEndpoint
 from skyrl.sampling.http import HttpTransport
-from skyrl.sampling.job import SampleJob
+from skyrl.sampling.job import MAX_SAMPLED, SampleJob
 from skyrl.wire import tinker_pb2 as pb
 from skyrl.wire.errors import ErrorCategory, FailedRequest
 
@@ -283,31 +283,32 @@ async def test_address_that_cannot_be(client: ForwardingClient, row: Row, url: s
     assert "cannot be reached" in failed.message
 
 
-# The connection broke after the request was sent: once more, then it is an error
+# The connection broke after the request was sent: once more and, at last apart from others, twice more
 
 
 BROKEN = pytest.mark.parametrize("broken", [reset_after_headers, close_mid_body, hang_up])
 
 
 @BROKEN
-async def test_broken_connection_is_tried_once_more(
-    client: ForwardingClient, upstream: FakeUpstream, broken: Reply
+@pytest.mark.parametrize("times", range(1, MAX_INTERRUPTIONS + 1))
+async def test_broken_connection_is_tried_again(
+    client: ForwardingClient, upstream: FakeUpstream, broken: Reply, times: int
 ) -> None:
-    upstream.script.append(broken)
+    upstream.script += [broken] * times
     assert decoded(await client.sample(JOB)) == WHOLE
-    assert len(upstream.completions) == 2
-    assert client.counts == {"interrupted": 1}
+    assert len(upstream.completions) == times + 1
+    assert client.counts == {"interrupted": times}
 
 
 @BROKEN
-async def test_connection_that_breaks_twice_fails_the_sample(
+async def test_connection_that_breaks_every_time_fails_the_sample(
     client: ForwardingClient, upstream: FakeUpstream, broken: Reply
 ) -> None:
-    upstream.script += [broken, broken]
+    upstream.default = broken
     failed = await failure(client)
     assert failed.category is ErrorCategory.SERVER
-    assert "broke 2 times" in failed.message
-    assert len(upstream.completions) == 2
+    assert "broke 4 times under this sample, at last when it was sent apart from others like it" in failed.message
+    assert len(upstream.completions) == 4
 
 
 async def test_broken_connection_then_restart_elsewhere(
@@ -563,8 +564,17 @@ async def test_5xx_says_what_came(client: ForwardingClient, upstream: FakeUpstre
     assert failed.category is ErrorCategory.SERVER
     assert f"status {status}, text/plain: 'EngineCore encountered an issue." in failed.message
     assert len(failed.message) < 400
+    assert client.counts == {"upstream_error": 2}
+    assert len(upstream.completions) == 2
+
+
+async def test_5xx_of_a_server_that_has_been_replaced_meanwhile(
+    client: ForwardingClient, upstream: FakeUpstream
+) -> None:
+    """Its last words are read late, and its successor at the same address is well."""
+    upstream.script.append(DEAD_ENGINE)
+    assert decoded(await client.sample(JOB)) == WHOLE
     assert client.counts == {"upstream_error": 1}
-    assert len(upstream.completions) == 1
 
 
 class Health:
@@ -605,8 +615,11 @@ async def test_dying_server_comes_back_elsewhere(client: ForwardingClient, upstr
     assert len(dying.completions) == 1
 
 
-async def test_sample_that_kills_the_server_twice(client: ForwardingClient, upstream: FakeUpstream) -> None:
+async def test_sample_that_kills_the_server_every_time(
+    client: ForwardingClient, upstream: FakeUpstream, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """After each completion it is dying for some probes, then well again."""
+    monkeypatch.setattr(client_module, "MAX_BACKOFF_S", client_module.FIRST_BACKOFF_S)
     probes: Counter[int] = Counter()
 
     async def dies_and_returns(request: Received, writer: asyncio.StreamWriter) -> None:
@@ -618,9 +631,9 @@ async def test_sample_that_kills_the_server_twice(client: ForwardingClient, upst
     upstream.default = DEAD_ENGINE
     failed = await failure(client)
     assert failed.category is ErrorCategory.SERVER
-    assert "broke 2 times" in failed.message
+    assert "broke 4 times" in failed.message
     assert "EngineCore encountered an issue" in failed.message
-    assert len(upstream.completions) == 2
+    assert len(upstream.completions) == 4
 
 
 async def test_server_that_stays_unwell_until_the_deadline(
@@ -744,6 +757,15 @@ async def test_adapter_that_is_lost_whenever_it_was_loaded(client: ForwardingCli
     assert len(upstream.loads) == MAX_RELOADS
 
 
+async def test_adapter_that_is_lost_with_every_server_that_dies(
+    client: ForwardingClient, upstream: FakeUpstream
+) -> None:
+    """Each successor has to be told of it."""
+    upstream.script += [error(404, "The model `m1@1` does not exist.", "model"), hang_up] * MAX_INTERRUPTIONS
+    assert decoded(await client.sample(ADAPTER)) == WHOLE
+    assert len(upstream.loads) == MAX_INTERRUPTIONS > MAX_RELOADS
+
+
 async def test_server_that_dies_while_it_loads(client: ForwardingClient, upstream: FakeUpstream) -> None:
     upstream.script.append(error(404, "The model `m1@1` does not exist.", "model"))
     upstream.on_load = hang_up
@@ -801,6 +823,12 @@ async def test_as_much_as_fits_is_asked_of_the_server_once(client: ForwardingCli
     await client.sample(dataclasses.replace(OPEN, prompt=list(range(25))))
     assert [request.json["max_tokens"] for request in upstream.completions] == [17, 17, 1]
     assert [request.path for request in upstream.requests if request.method == "GET"] == ["/v1/models"]
+
+
+async def test_as_much_is_asked_as_one_answer_may_hold(client: ForwardingClient, upstream: FakeUpstream) -> None:
+    upstream.on_get = models(10**6)
+    await client.sample(dataclasses.replace(OPEN, num_samples=64))
+    assert [request.json["max_tokens"] for request in upstream.completions] == [MAX_SAMPLED // 64]
 
 
 async def test_another_server_may_have_another_context(

@@ -1,0 +1,29 @@
+"""Whether an inference server lives, by its /health."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import Enum
+
+from skyrl.sampling.endpoint import Endpoint
+from skyrl.sampling.transport import CompletionTransport, Interrupted, NotAccepted
+
+HEALTH_TIMEOUT_S = 5.0
+
+
+class Life(Enum):
+    """What a server's /health says of it. Servers without one are alive as long as they answer."""
+
+    ALIVE = "alive"
+    DYING = "dying"
+    GONE = "gone"
+
+
+async def life_of(transport: CompletionTransport, endpoint: Endpoint, headers: Mapping[str, str]) -> Life:
+    try:
+        answer = await transport.get(f"{endpoint.url}/health", headers, HEALTH_TIMEOUT_S)
+    except NotAccepted:
+        return Life.GONE
+    except Interrupted:
+        return Life.DYING
+    return Life.DYING if answer.status == 503 else Life.ALIVE

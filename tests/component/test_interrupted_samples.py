@@ -1,0 +1,167 @@
+"""An inference server that dies again and again: nobody loses a sample by it but the one that it dies of."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import itertools
+import random
+from collections.abc import AsyncIterator, Callable, Sequence
+
+import pytest
+from fake_upstream import FakeUpstream, Received, complete, fake_upstream, hang_up, never, reply
+from loop_clock import LoopClock
+from test_forwarding_failures import JOB, WHOLE, decoded
+
+from skyrl.sampling import client as client_module
+from skyrl.sampling.client import ForwardingClient
+from skyrl.sampling.completion import SampleAnswer
+from skyrl.sampling.endpoint import FixedEndpoint
+from skyrl.sampling.http import HttpTransport
+from skyrl.wire.errors import ErrorCategory, FailedRequest
+
+POISON = 499
+"""The first token of a prompt that the server dies of."""
+DEADLINE_S = 300.0
+OVERLAP = 20
+"""Rounds of the loop that a sample takes: others arrive meanwhile."""
+
+
+class Mortal:
+    """An upstream that dies with all that is in flight, is dying for some probes, and is well again.
+
+    Each arrival asks `fatal()` whether it dies now. Nothing is answered before the second death, when `hold`.
+    """
+
+    def __init__(self, upstream: FakeUpstream) -> None:
+        self.deaths: list[set[int]] = []
+        """Which samples were in flight at each, by the first token of their prompts."""
+        self.in_flight: set[int] = set()
+        self.hold = False
+        self.fatal: Callable[[], bool] = lambda: False
+        self._changed = asyncio.Condition()
+        self._probes_left = 0
+        upstream.default, upstream.on_get = self.complete, self.health
+
+    async def health(self, request: Received, writer: asyncio.StreamWriter) -> None:
+        self._probes_left = max(0, self._probes_left - 1)
+        await reply(503 if self._probes_left else 200, "")(request, writer)
+
+    async def complete(self, request: Received, writer: asyncio.StreamWriter) -> None:
+        sample, lives = request.json["prompt"][0], len(self.deaths)
+        self.in_flight.add(sample)
+        for _ in range(OVERLAP):
+            await asyncio.sleep(0)
+        async with self._changed:
+            if len(self.deaths) == lives and (self._probes_left or self.fatal()):
+                self._probes_left = 3
+                self.deaths.append(self.in_flight)
+                self.in_flight = set()
+                self._changed.notify_all()
+            await self._changed.wait_for(
+                lambda: len(self.deaths) > lives or (sample != POISON and not (self.hold and lives < 2))
+            )
+            self.in_flight.discard(sample)
+        await (complete() if len(self.deaths) == lives else hang_up)(request, writer)
+
+
+@pytest.fixture
+async def upstream() -> AsyncIterator[FakeUpstream]:
+    async with fake_upstream() as server:
+        yield server
+
+
+@pytest.fixture
+async def mortal(upstream: FakeUpstream) -> Mortal:
+    return Mortal(upstream)
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_module, "MAX_BACKOFF_S", client_module.FIRST_BACKOFF_S)
+
+
+@pytest.fixture
+async def client(upstream: FakeUpstream) -> AsyncIterator[ForwardingClient]:
+    client = ForwardingClient(HttpTransport(), FixedEndpoint(upstream.url), api_key=None, deadline_s=DEADLINE_S)
+    yield client
+    await client.close()
+
+
+async def sample_all(client: ForwardingClient, samples: Sequence[int]) -> dict[int, FailedRequest]:
+    """All at once, each with a prompt that begins with its number. Those that failed; all others must be right."""
+    jobs = [dataclasses.replace(JOB, request_id=f"r{sample}", prompt=[sample, 6, 7]) for sample in samples]
+    answers = await asyncio.gather(*(client.sample(job) for job in jobs), return_exceptions=True)
+    failed: dict[int, FailedRequest] = {}
+    for sample, answer in zip(samples, answers, strict=True):
+        if isinstance(answer, FailedRequest):
+            failed[sample] = answer
+        else:
+            assert isinstance(answer, SampleAnswer), answer
+            assert decoded(answer) == WHOLE
+    return failed
+
+
+@pytest.mark.parametrize(
+    ("innocents", "groups"),
+    [(0, [1, 1, 1, 1]), (5, [6, 6, 1, 1]), (20, [21, 21, 8, 1]), (100, [101, 101, 64, 8, 1])],
+)
+async def test_a_sample_that_the_server_dies_of_is_the_only_one_that_fails(
+    client: ForwardingClient, mortal: Mortal, innocents: int, groups: list[int]
+) -> None:
+    """It takes with it all others at first, then as many as are let through beside it, at last none."""
+    mortal.hold = True
+    mortal.fatal = lambda: (
+        POISON in mortal.in_flight and (len(mortal.deaths) >= 2 or len(mortal.in_flight) == innocents + 1)
+    )
+    failed = await sample_all(client, [*range(innocents), POISON])
+    assert list(failed) == [POISON]
+    assert failed[POISON].category is ErrorCategory.SERVER
+    its = [died for died in mortal.deaths if POISON in died]
+    assert f"broke {len(its)} times under this sample" in failed[POISON].message
+    assert 4 <= len(its) <= len(groups)
+    assert all(len(died) <= group for died, group in zip(its, groups, strict=False))
+    assert its[-1] == {POISON}
+    assert client.counts["interrupted"] == sum(len(died) for died in mortal.deaths)
+
+
+@pytest.mark.parametrize("seed", range(5))
+async def test_a_server_that_dies_at_random_costs_nobody_a_sample(
+    client: ForwardingClient, mortal: Mortal, seed: int
+) -> None:
+    chance, arrivals = random.Random(seed), itertools.count()
+    fatal = set(chance.sample(range(60), 3))
+    mortal.fatal = lambda: next(arrivals) in fatal
+    assert not await sample_all(client, range(60))
+    assert len(mortal.deaths) >= len(fatal)
+
+
+async def test_a_suspect_whose_turn_does_not_come_ends_with_its_deadline(
+    client: ForwardingClient, upstream: FakeUpstream
+) -> None:
+    clock = LoopClock()
+    upstream.script += [hang_up] * 4
+    upstream.default = never
+    failing = asyncio.create_task(sample_all(client, [1, 2]))
+    await upstream.until(lambda server: len(server.completions) == 5)
+    clock.advance(DEADLINE_S)
+    failed = await failing
+    assert all(error.message.startswith(f"gave up after {DEADLINE_S:g} s: no answer") for error in failed.values())
+    assert len(failed) == 2
+    assert len(upstream.completions) == 5
+
+
+async def test_a_suspect_that_is_cancelled_stands_in_nobodys_way(
+    client: ForwardingClient, upstream: FakeUpstream
+) -> None:
+    upstream.script += [hang_up] * 6
+    upstream.default = never
+    samples = {sample: asyncio.create_task(sample_all(client, [sample])) for sample in (1, 2, 3)}
+    await upstream.until(lambda server: len(server.completions) == 7)
+    upstream.default = complete()
+    sent = upstream.completions[-1].json["prompt"][0]
+    waiting, last = sorted(samples.keys() - {sent})
+    samples[waiting].cancel()
+    samples[sent].cancel()
+    assert await samples[last] == {}
+    assert len(upstream.completions) == 8
