@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 from starlette.requests import Request
 
-from skyrl.api.body import expand, expanded_size, receive
+from skyrl.api.body import SMALL_BYTES, expand, expanded_size, receive
 from skyrl.wire.errors import RequestError
 
-SMALL_BYTES = 64 * 2**10
 ROOM_BYTES = 32 * 2**20
 SPARE_DISK_BYTES = 512 * 2**20
 """What stays free on the disk: results and checkpoints need some, too."""
@@ -30,26 +29,29 @@ fallen asleep in the middle of one would keep its room, and the others waiting."
 
 
 class Room:
-    """First come, first served. A body that is larger than the whole room has it alone."""
+    """Who has least in it is next, and of those whoever waits longest; each tenant's bodies in order of arrival. A body
+    that is larger than the whole room has it alone."""
 
     def __init__(self, directory: Path, size: int = ROOM_BYTES) -> None:
         self._directory = directory
         self._size = size
-        self._taken = 0
-        self._queue: deque[tuple[int, asyncio.Future[None]]] = deque()
+        self._taken: Counter[str] = Counter()
+        """Bytes, by tenant."""
+        self._waiting: dict[str, deque[tuple[int, asyncio.Future[None]]]] = {}
+        """By tenant, whoever waits longest first."""
 
     @asynccontextmanager
-    async def of(self, request: Request) -> AsyncIterator[None]:
+    async def of(self, request: Request, tenant: str) -> AsyncIterator[None]:
         """Room for this request's body, by its size on the wire; held until its command is recorded.
 
         Raises RequestError 503, with nothing read, when the disk has no space for it.
         """
         declared = request.headers.get("content-length", "")
-        async with self.of_bytes(int(declared) if declared.isdigit() else self._size):
+        async with self.of_bytes(int(declared) if declared.isdigit() else self._size, tenant):
             yield
 
     @asynccontextmanager
-    async def of_bytes(self, size: int) -> AsyncIterator[None]:
+    async def of_bytes(self, size: int, tenant: str) -> AsyncIterator[None]:
         """Room for so many bytes. Raises as `of` does."""
         size = min(size, self._size)
         if size <= SMALL_BYTES:
@@ -57,30 +59,41 @@ class Room:
             return
         if shutil.disk_usage(self._directory).free < SPARE_DISK_BYTES + size:
             raise RequestError("the server's disk is full", status=503, retry_after_s=RETRY_S)
-        await self._take(size)
+        await self._take(size, tenant)
         try:
             yield
         finally:
-            self._taken -= size
-            self._admit()
+            self._give_back(size, tenant)
 
-    async def _take(self, size: int) -> None:
+    async def _take(self, size: int, tenant: str) -> None:
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._queue.append((size, turn))
+        self._waiting.setdefault(tenant, deque()).append((size, turn))
         self._admit()
         try:
             await turn
         except asyncio.CancelledError:
             if turn.done() and not turn.cancelled():
-                self._taken -= size
-                self._admit()
+                self._give_back(size, tenant)
             raise
 
+    def _give_back(self, size: int, tenant: str) -> None:
+        self._taken[tenant] -= size
+        if not self._taken[tenant]:
+            del self._taken[tenant]
+        self._admit()
+
     def _admit(self) -> None:
-        while self._queue and (self._queue[0][1].cancelled() or self._taken + self._queue[0][0] <= self._size):
-            size, turn = self._queue.popleft()
+        while self._waiting:
+            tenant = min(self._waiting, key=self._taken.__getitem__)
+            size, turn = self._waiting[tenant][0]
+            if not turn.cancelled() and self._taken.total() + size > self._size:
+                return
+            theirs = self._waiting.pop(tenant)
+            theirs.popleft()
+            if theirs:
+                self._waiting[tenant] = theirs  # behind who has waited longer
             if not turn.cancelled():
-                self._taken += size
+                self._taken[tenant] += size
                 turn.set_result(None)
 
 
@@ -97,11 +110,12 @@ class Bodies:
         self._max_bytes = max_bytes
 
     @asynccontextmanager
-    async def of(self, request: Request) -> AsyncIterator[bytes]:
+    async def of(self, request: Request, tenant: str) -> AsyncIterator[bytes]:
         """The decompressed body. Raises as `read_body` and `Room.of` do, and RequestError 408 when it does not come."""
-        async with self._received.of(request):
+        async with self._received.of(request, tenant):
             content = await self._receive(request)
-            async with self._expanded.of_bytes(expanded_size(request, content, self._max_bytes)):
+            expanded = expanded_size(request, content, self._max_bytes)
+            async with self._expanded.of_bytes(expanded, tenant):
                 yield await expand(request, content, self._max_bytes)
 
     async def _receive(self, request: Request) -> bytes:

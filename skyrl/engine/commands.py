@@ -17,7 +17,8 @@ Change = Callable[[Connection], object]
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """One row of the command log. `n` is its place by arrival, `size` its body's length in bytes."""
+    """One row of the command log. `n` is its place by arrival, `size` its body's length in bytes. It is not to start
+    `not_before`, in seconds since the epoch."""
 
     n: int
     request_id: str
@@ -30,6 +31,7 @@ class Command:
     sample_seq_id: int | None
     body_format: str
     size: int
+    not_before: float | None = None
 
     @property
     def is_pass(self) -> bool:
@@ -50,6 +52,7 @@ def command_of(row: Any) -> Command:
         row.sample_seq_id,
         row.body_format,
         row.size or 0,
+        row.not_before,
     )
 
 

@@ -33,7 +33,7 @@ from skyrl.engine.handlers import Barriers
 from skyrl.engine.reclaim import FileSweeper, end_sessions
 from skyrl.engine.recovery import Snapshots
 from skyrl.engine.sampling import ColocatedSampler
-from skyrl.engine.scheduler import Scheduler
+from skyrl.engine.scheduler import Scheduler, cost_of
 from skyrl.futures.doorbell import SESSIONS, Doorbell
 from skyrl.futures.kinds import ENGINE_KINDS, Kind
 from skyrl.inference.engine_group import EngineGroup
@@ -50,8 +50,6 @@ BYTES_PER_TOKEN = 20
 """A training token on the wire: 4 bytes of input, 8 of target, 4 each of logprob and advantage."""
 FILE_THREADS = 4
 """Saves and loads that run at once: with an object store they wait for the network."""
-BARRIER_COST = 5_000
-"""What a barrier counts for in a model's share: about what a pass over 250 tokens does."""
 OnThread = Callable[[Callable[[], Outcome | None]], Awaitable[Outcome | None]]
 
 
@@ -128,11 +126,12 @@ class Engine:
                     self._unread = True
                     await self._end_sessions()
                 await self._read_log()
+                self.scheduler.hold_samples(self._sampler is not None and not self._sampler.may_run)
                 if self.scheduler.has_work:
                     await self._turn()
                     continue
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(self._look_due - time.monotonic()):
+                    async with asyncio.timeout(self._idle_s()):
                         await self._bell.wait()
         finally:
             sweeping.cancel()
@@ -140,6 +139,12 @@ class Engine:
             await asyncio.gather(sweeping, listening, *self._beside, return_exceptions=True)
             self._thread.shutdown()
             self._files.shutdown()
+
+    def _idle_s(self) -> float:
+        """How long there is nothing to do but to listen."""
+        start = self.scheduler.next_start
+        idle_s = self._look_due - time.monotonic()
+        return idle_s if start is None else min(idle_s, max(0.0, start - time.time()))
 
     async def on_backend(self, work: Callable[[], T]) -> T:
         """Run on the one thread that touches the backend."""
@@ -173,6 +178,7 @@ class Engine:
                 except BaseException:
                     self._unread = True
                     raise
+        self.scheduler.start_due(time.time())
         for command in self.scheduler.take_beside():
             task = asyncio.create_task(self._run_barrier(command, self._on_files))
             self._beside.add(task)
@@ -205,20 +211,19 @@ class Engine:
             await asyncio.to_thread(self.execution.refuse, commands)
 
     async def _turn(self) -> None:
-        """A share of every ready model's commands, then the samples that wait.
+        """A share of the commands that are next, then of the samples that wait.
 
-        Where the backend gains nothing from running models together, a model's whole share comes before the next
-        model's: alternating command by command would finish all tenants at the same late moment, and they would march
-        in step ever after, all training and then all sampling (docs/decisions/shares.md).
+        Where the backend gains nothing from running models together, a share is of one model: alternating command by
+        command would finish all tenants at the same late moment, and they would march in step ever after, all training
+        and then all sampling (docs/decisions/shares.md).
         """
         ready = self.scheduler.ready_models()
         if self._backend.merges_passes:
             await self._run_share(ready)
         else:
-            for model_id in ready:
-                spent = 0
-                while spent < self.scheduler.budget and (cost := await self._run_share([model_id])):
-                    spent += cost
+            spent = 0
+            while spent < self.scheduler.budget and (cost := await self._run_share(ready[:1])):
+                spent += cost
         if samples := self.scheduler.take_samples():
             await self._run_samples(samples)
 
@@ -232,7 +237,7 @@ class Engine:
         barriers = self.scheduler.take_barriers(model_ids)
         for command in barriers:
             await self._run_barrier(command, self.on_backend)
-        return sum(command.size for command in passes) + BARRIER_COST * len(barriers)
+        return sum(cost_of(command) for command in (*passes, *barriers))
 
     async def _run_barrier(self, command: Command, on_thread: OnThread) -> None:
         outcome = await on_thread(lambda: self.execution.barrier(command))
@@ -269,6 +274,8 @@ class Engine:
         sampled = await self._sampler.run(commands, bodies)
         await asyncio.to_thread(self.execution.settle, sampled.outcomes, lambda c: usage.add(c, sampled.used))
         self.scheduler.finish(commands)
+        for command in sampled.left:
+            self.scheduler.add(command)
 
     async def _end_sessions(self) -> None:
         ended = await asyncio.to_thread(end_sessions, self._database)

@@ -1,68 +1,48 @@
-"""What the engine does next: each model's commands in seq_id order, models in turn, passes of all models together.
+"""What the engine does next: each model's commands in seq_id order, tenants and their models by what they have had.
 
 Pure bookkeeping. Does not know what a command does, nor the database.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from skyrl.engine.commands import Command
+from skyrl.engine.delayed import Delayed
+from skyrl.engine.queues import ModelQueue, SampleQueue
+from skyrl.engine.shares import Shares
 from skyrl.futures.kinds import BESIDE, PASSES, SAVES, Kind
 
+BARRIER_COST = 5_000
+"""What a barrier counts for in a share, in bytes: about what a pass over 250 tokens does."""
+SAMPLES_AT_ONCE = 512
+"""Samples that the engine runs between two turns of training, where it samples itself: enough to fill vLLM, and few
+enough that training, and another tenant's samples, come soon."""
 
-@dataclass(slots=True)
-class _ModelQueue:
-    """Commands that have arrived, by seq_id; `next_seq` is the first that has not been taken. `unloads` have no number:
-    they come after whatever arrived before them and can run."""
 
-    next_seq: int
-    waiting: dict[int, Command] = field(default_factory=dict)
-    unloads: list[Command] = field(default_factory=list)
-
-    def head(self) -> Command | None:
-        """The next command in order."""
-        numbered = self._numbered()
-        if self.unloads and (numbered is None or numbered.n > self.unloads[0].n):
-            return self.unloads[0]
-        return numbered
-
-    def _numbered(self) -> Command | None:
-        """A number below next_seq is a late one, whose turn has come already."""
-        if (command := self.waiting.get(self.next_seq)) is not None:
-            return command
-        late = [seq for seq in self.waiting if seq < self.next_seq]
-        return self.waiting[min(late)] if late else None
-
-    def take(self) -> Command:
-        command = self.head()
-        assert command is not None
-        if command.kind is Kind.UNLOAD_MODEL:
-            return self.unloads.pop(0)
-        assert command.seq_id is not None
-        del self.waiting[command.seq_id]
-        self.next_seq = max(self.next_seq, command.seq_id + 1)
-        return command
-
-    def commands(self) -> list[Command]:
-        return [*self.waiting.values(), *self.unloads]
+def cost_of(command: Command) -> int:
+    """What a command counts for in a share, in bytes of bodies."""
+    return command.size if command.is_pass else BARRIER_COST
 
 
 class Scheduler:
-    """Queues per model. `budget` bounds, in bytes of bodies, what one turn takes from the models it takes together.
+    """Queues per model. `budget` bounds, in bytes of bodies, what one turn takes.
 
-    In a turn every ready model has its share: no model waits for more than one share of each other. Whether models'
-    passes are taken together or one by one is the loop's. What was taken is running until `finish`, and a model with
-    a running command has no next one.
+    Next is the tenant that has had least, whatever number of models it has, and of its models the one that has had
+    least. Whether a turn is of one model or of all together is the loop's. What was taken is running until `finish`,
+    and a model with a running command has no next one.
     """
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
-        self._queues: dict[str, _ModelQueue] = {}
-        self._order: deque[str] = deque()
-        self._samples: list[Command] = []
+        self._queues: dict[str, ModelQueue] = {}
+        self._tenants = Shares()
+        self._models: defaultdict[str, Shares] = defaultdict(Shares)
+        """By tenant, what each of its models has had."""
+        self._samples = SampleQueue()
+        self._samples_held = False
+        self._delayed = Delayed()
         self._running: dict[int, Command] = {}
         self._busy: set[str] = set()
         self._suspects: set[str] = set()
@@ -74,17 +54,16 @@ class Scheduler:
 
     def open_model(self, model_id: str, next_seq: int = 0) -> None:
         if model_id not in self._queues:
-            self._queues[model_id] = _ModelQueue(next_seq)
-            self._order.append(model_id)
+            self._queues[model_id] = ModelQueue(next_seq)
 
     def close_model(self, model_id: str) -> list[Command]:
         """Forget a model; returns the commands that will never run."""
         queue = self._queues.pop(model_id, None)
         if queue is None:
             return []
-        self._order.remove(model_id)
-        self._suspects.difference_update(command.request_id for command in queue.commands())
-        return queue.commands()
+        left = [*queue.commands(), *self._delayed.pop_model(model_id)]
+        self._suspects.difference_update(command.request_id for command in left)
+        return left
 
     def hold(self, model_id: str) -> None:
         """Its commands wait until `release`."""
@@ -93,13 +72,36 @@ class Scheduler:
     def release(self, model_id: str) -> None:
         self._busy.discard(model_id)
 
+    def hold_samples(self, held: bool) -> None:
+        """While they are held, samples wait: there is nobody to run them."""
+        self._samples_held = held
+
     def add(self, command: Command) -> None:
-        """Queue a command; its model is opened if it is not."""
+        """Queue a command; its model is opened if it is not. One that has a time to start waits for `start_due`."""
+        if command.model_id is not None:
+            self.open_model(command.model_id)
+        if command.kind is Kind.UNLOAD_MODEL:
+            command = self._delayed.behind(command)
+        if command.not_before is not None:
+            self._delayed.add(command, command.not_before)
+        else:
+            self._queue(command)
+
+    def start_due(self, now: float) -> None:
+        """Queue what was to wait until now (seconds since the epoch)."""
+        for command in self._delayed.pop(now):
+            self._queue(command)
+
+    @property
+    def next_start(self) -> float | None:
+        """When `start_due` has something to do, in seconds since the epoch."""
+        return self._delayed.next_start
+
+    def _queue(self, command: Command) -> None:
         if command.kind is Kind.SAMPLE:
-            self._samples.append(command)
+            self._samples.add(command)
             return
         assert command.model_id is not None
-        self.open_model(command.model_id)
         queue = self._queues[command.model_id]
         if command.kind is Kind.UNLOAD_MODEL:
             queue.unloads.append(command)
@@ -108,10 +110,27 @@ class Scheduler:
         queue.waiting[command.seq_id] = command
 
     def ready_models(self) -> list[str]:
-        """Models that have a next command, in this turn's order; the next turn begins with the next model."""
-        ready = [m for m in self._order if (head := self._next(m)) is not None and head.kind not in BESIDE]
-        self._order.rotate(-1)
-        return ready
+        """Models that have a next command when a turn begins, the one that is next first."""
+        heads = {m: head for m in self._queues if (head := self._next(m)) is not None and head.kind not in BESIDE}
+        models: defaultdict[str, list[str]] = defaultdict(list)
+        for model_id, head in heads.items():
+            models[head.tenant].append(model_id)
+        self._tenants.compete(models)
+        for tenant in self._models.keys() - models.keys():
+            del self._models[tenant]
+        for tenant, theirs in models.items():
+            self._models[tenant].compete(theirs)
+        return sorted(heads, key=lambda model_id: self._had(heads[model_id]))
+
+    def _had(self, head: Command) -> tuple[int, int]:
+        """What its tenant and its model have had: the least of these is next."""
+        assert head.model_id is not None
+        return self._tenants.had(head.tenant), self._models[head.tenant].had(head.model_id)
+
+    def _charge(self, command: Command) -> None:
+        assert command.model_id is not None
+        self._tenants.charge(command.tenant, cost_of(command))
+        self._models[command.tenant].charge(command.model_id, cost_of(command))
 
     def _next(self, model_id: str) -> Command | None:
         head = self._head(model_id)
@@ -125,7 +144,7 @@ class Scheduler:
         """What goes before all others, and what waits for it."""
         if head.request_id in self._suspects:
             return not self._running
-        heads = (self._head(model_id) for model_id in self._order)
+        heads = (self._head(model_id) for model_id in self._queues)
         due = any(other is not None and other.request_id in self._suspects for other in heads)
         return not due and not any(command.request_id in self._suspects for command in self._running.values())
 
@@ -154,37 +173,58 @@ class Scheduler:
             if command.model_id is not None:
                 self._busy.discard(command.model_id)
 
+    def _take(self, model_id: str) -> Command:
+        command = self._queues[model_id].take()
+        self._charge(command)
+        return command
+
     def take_passes(self, model_ids: Sequence[str]) -> list[Command]:
-        """The next batch of passes of these models, each model's in order, up to its next barrier and its share."""
-        ready = self._of_kinds(model_ids, lambda head: head.is_pass)
-        if not ready:
-            return []
-        share = self.budget // len(ready)
+        """The next batch of passes of these models, each model's in order and up to its next barrier: as many as the
+        budget is for, and at least one."""
+        candidates = self._heads(self._of_kinds(model_ids, lambda head: head.is_pass))
         batch: list[Command] = []
-        for model_id in ready:
-            queue = self._queues[model_id]
-            used = 0
-            while (head := queue.head()) is not None and head.is_pass:
-                if used and (used + head.size > share or not self._together(batch[-1], head)):
-                    break
-                used += head.size
-                batch.append(queue.take())
+        used = 0
+        while candidates:
+            model_id = self._first(candidates)
+            used += candidates[model_id].size
+            if batch and used > self.budget:
+                break
+            batch.append(self._take(model_id))
+            head = self._queues[model_id].head()
+            if head is not None and head.is_pass and self._together(batch[-1], head):
+                candidates[model_id] = head
+            else:
+                del candidates[model_id]
         return self._run(batch)
 
     def take_barriers(self, model_ids: Sequence[str]) -> list[Command]:
-        """One command of each of these models whose next one is neither a pass nor a save nor a load."""
+        """One command of each of these models whose next one is neither a pass nor a save nor a load: as many as the
+        budget is for, and at least one."""
         kinds = PASSES | BESIDE
-        ready = self._of_kinds(model_ids, lambda head: head.kind not in kinds)
-        return self._run([self._queues[model_id].take() for model_id in ready])
+        candidates = self._heads(self._of_kinds(model_ids, lambda head: head.kind not in kinds))
+        batch: list[Command] = []
+        while candidates and len(batch) * BARRIER_COST <= self.budget:
+            model_id = self._first(candidates)
+            del candidates[model_id]
+            batch.append(self._take(model_id))
+        return self._run(batch)
+
+    def _first(self, candidates: Mapping[str, Command]) -> str:
+        """Of these models with their next commands, the one that is next."""
+        return min(candidates, key=lambda model_id: self._had(candidates[model_id]))
+
+    def _heads(self, model_ids: Iterable[str]) -> dict[str, Command]:
+        heads = ((model_id, self._queues[model_id].head()) for model_id in model_ids)
+        return {model_id: head for model_id, head in heads if head is not None}
 
     def take_beside(self) -> list[Command]:
         """One command of each model whose next one is a save or a load."""
-        ready = self._of_kinds(self._order, lambda head: head.kind in BESIDE)
+        ready = self._of_kinds(self._queues, lambda head: head.kind in BESIDE)
         return self._run([self._queues[model_id].take() for model_id in ready])
 
     def take_samples(self) -> list[Command]:
-        samples, self._samples = self._samples, []
-        return self._run(samples)
+        """Up to SAMPLES_AT_ONCE, as many of each tenant as there are."""
+        return [] if self._samples_held else self._run(self._samples.take(SAMPLES_AT_ONCE))
 
     def __contains__(self, model_id: str) -> bool:
         return model_id in self._queues
@@ -203,16 +243,17 @@ class Scheduler:
     def last_row(self) -> int:
         """The highest row number of what is queued or running, 0 when nothing is: new commands have higher ones."""
         queued = (command.n for queue in self._queues.values() for command in queue.commands())
-        samples = (command.n for command in self._samples)
-        return max(max(queued, default=0), max(samples, default=0), max(self._running, default=0))
+        running = max(self._running, default=0)
+        return max(max(queued, default=0), self._samples.last_row, running, self._delayed.last_row)
 
     @property
     def has_work(self) -> bool:
         """Whether a turn would do anything; saves and loads are none of a turn's business."""
-        heads = (self._next(model_id) for model_id in self._order)
-        return bool(self._samples) or any(head is not None and head.kind not in BESIDE for head in heads)
+        heads = (self._next(model_id) for model_id in self._queues)
+        samples = bool(self._samples) and not self._samples_held
+        return samples or any(head is not None and head.kind not in BESIDE for head in heads)
 
     @property
     def waiting(self) -> int:
-        """Commands queued, those that wait for an earlier number included."""
-        return len(self._samples) + sum(len(queue.commands()) for queue in self._queues.values())
+        """Commands queued, those that wait for an earlier number or for their time included."""
+        return len(self._delayed) + len(self._samples) + sum(len(queue.commands()) for queue in self._queues.values())

@@ -154,6 +154,7 @@ def _common_options(config: ServerConfig, port: int, api_key: str) -> dict[str, 
         "host": HOST,
         "port": port,
         "max_num_seqs": inference.max_num_seqs,
+        "scheduling_policy": "priority",  # which sample is next is ours to say: see skyrl.sampling.fair_order
         "enable_lora": True,
         "max_loras": lora.max_loras,
         "max_cpu_loras": lora.max_cpu_loras,

@@ -73,8 +73,9 @@ _encoder = msgspec.json.Encoder()
 _completion_decoder = msgspec.json.Decoder(_Completion)
 
 
-def encode_request(job: SampleJob) -> bytes:
-    """The body to post. Greedy asks once, whatever `num_samples` is: vLLM refuses n > 1 there, and all were equal."""
+def encode_request(job: SampleJob, priority: int | None = None) -> bytes:
+    """The body to post. Greedy asks once, whatever `num_samples` is: vLLM refuses n > 1 there, and all were equal.
+    `priority` is for a server that goes by it: the lowest runs first."""
     params: dict[str, Any] = {
         "n": 1 if job.greedy else job.num_samples,
         "max_tokens": job.max_tokens,
@@ -97,6 +98,8 @@ def encode_request(job: SampleJob) -> bytes:
         params["prompt_logprobs"] = job.topk_prompt
     if scores is not None:
         params["vllm_xargs"] = scores.to_xargs()
+    if priority is not None:
+        params["priority"] = priority
     if job.topk_sample:
         params["return_tokens_as_token_ids"] = True  # top-k keyed by text would merge tokens that look alike
     return _encoder.encode(

@@ -16,6 +16,9 @@ MAX_TOPK = 64
 """The bound that the managed vLLM is started with (`--max-logprobs`)."""
 MAX_PROMPT_SCORES = 2**17
 """Named tokens and draws of one request, times 1 + topk_prompt_logprobs (as vLLM sends them)."""
+MAX_SAMPLED = 2**24
+"""Tokens that one request may sample at most, times 1 + topk_sample_logprobs: its answer, of some 30 bytes for each as
+JSON, is in memory as a whole."""
 MAX_STOP_STRINGS = 64
 """The bound that the managed vLLM is started with (its default is 4)."""
 MAX_SEED = 2**63 - 2**15
@@ -65,6 +68,11 @@ class SampleJob:
     def greedy(self) -> bool:
         return self.temperature == 0.0
 
+    @property
+    def most_tokens(self) -> int:
+        """The prompt, and what may be sampled at most, as far as that is known."""
+        return len(self.prompt) + self.num_samples * (self.max_tokens or 0)
+
 
 def _check(request: SampleRequest, prompt: list[int], limits: Limits) -> None:
     params = request.sampling_params
@@ -106,6 +114,17 @@ def _check_last_n(request: SampleRequest, length: int) -> None:
     if not request.prompt_logprobs:
         raise RequestError("applies to prompt logprobs; set prompt_logprobs too", field=field)
     _bounded(field, request.prompt_logprobs_last_n, 1, length - 1)
+
+
+def _check_sampled(request: SampleRequest, max_tokens: int | None) -> None:
+    columns = 1 + request.topk_sample_logprobs
+    if request.num_samples * (max_tokens or 1) * columns > MAX_SAMPLED:
+        beside = "" if columns == 1 else f" with topk_sample_logprobs={request.topk_sample_logprobs}"
+        raise RequestError(
+            f"{request.num_samples} samples of up to {max_tokens} tokens are more than the {MAX_SAMPLED // columns} "
+            f"tokens that one request may sample{beside}",
+            field="num_samples",
+        )
 
 
 def _target(request: SampleRequest, length: int, limits: Limits) -> Stored | None:
@@ -179,6 +198,7 @@ def make_job(
     if limits.max_context is not None:
         room = limits.max_context - len(prompt)
         max_tokens = room if max_tokens is None else min(max_tokens, room)
+    _check_sampled(request, max_tokens)
     return SampleJob(
         request_id=request_id,
         session_key=session_key,

@@ -18,9 +18,14 @@ from skyrl.db.usage import UsageCounter, UsageKey, sample_amounts
 from skyrl.futures.doorbell import Doorbell
 from skyrl.futures.ids import new_request_id, sample_sequence_ids
 from skyrl.futures.kinds import SAMPLES, Kind
-from skyrl.futures.store import FutureStore, NewRequest
+from skyrl.futures.requests import NewRequest
+from skyrl.futures.store import FutureStore
+from skyrl.quotas.account import Ticket
+from skyrl.quotas.tenants import Quotas
+from skyrl.sampling.admission import Admission
 from skyrl.sampling.client import ForwardingClient
 from skyrl.sampling.completion import SampleAnswer
+from skyrl.sampling.fair_order import FairOrder
 from skyrl.sampling.guards import FeatureGuard
 from skyrl.sampling.job import Limits, SampleJob, make_job
 from skyrl.wire.errors import ErrorCategory, FailedRequest, NotFound, RequestError
@@ -39,31 +44,6 @@ class Promise:
     sample_sequence_ids: list[str]
 
 
-class Admission:
-    """A bound on what waits in this process, in requests and bytes. What is above it is refused and not recorded."""
-
-    def __init__(self, max_requests: int, max_bytes: int) -> None:
-        self._max_requests = max_requests
-        self._max_bytes = max_bytes
-        self.requests = 0
-        self.bytes = 0
-
-    def enter(self, size: int) -> None:
-        """Raises RequestError 429 when the bound is reached."""
-        if self.requests >= self._max_requests or self.bytes + size > max(self._max_bytes, size):
-            raise RequestError(
-                f"{self.requests} samples ({self.bytes} bytes) are waiting; try again later",
-                status=429,
-                retry_after_s=1,
-            )
-        self.requests += 1
-        self.bytes += size
-
-    def leave(self, size: int) -> None:
-        self.requests -= 1
-        self.bytes -= size
-
-
 class SampleService:
     """Takes `asample` bodies. With a client it forwards; without one the engine samples, in its own loop."""
 
@@ -77,9 +57,11 @@ class SampleService:
         engine: Doorbell | None,
         limits: Callable[[], Limits],
         admission: Admission,
+        order: FairOrder | None,
         base_name: str,
         guard: FeatureGuard,
         usage: UsageCounter,
+        quotas: Quotas,
     ) -> None:
         self._store = store
         self._samplers = samplers
@@ -88,9 +70,12 @@ class SampleService:
         self._engine = engine
         self._limits = limits
         self._admission = admission
+        self.order = order
+        """None where the server that samples does not go by priorities."""
         self._base_name = base_name
         self._guard = guard
         self._usage = usage
+        self._quotas = quotas
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._stopping = False
         self.forwarded = 0
@@ -110,9 +95,12 @@ class SampleService:
         self._guard.check(request, sampler)
         if request.seq_id is not None and not 0 <= request.seq_id < 2**63:
             raise RequestError("must be in [0, 2**63)", field="seq_id")
-        self._admission.enter(len(body))
-        started = False
+        self._admission.enter(tenant, len(body))
+        started = new = False
+        ticket: Ticket | None = None
         try:
+            if self._quotas.any:
+                ticket = self._quotas.admit(tenant, request_id, job.most_tokens)
             request_id, new = await self._store.record(
                 NewRequest(
                     kind=Kind.EXTERNAL if self._client is not None else Kind.SAMPLE,
@@ -122,20 +110,27 @@ class SampleService:
                     sampling_session_id=sampler.id,
                     sample_seq_id=request.seq_id,
                     id=request_id,
+                    not_before=None if ticket is None else ticket.not_before,
                 )
             )
             if new:
+                if ticket is not None:
+                    ticket.request_id = request_id
                 if self._client is not None:
                     if request_id != job.request_id:  # an earlier try was stored under another id
                         job = replace(job, request_id=request_id)
-                    self._start(job, sampler, len(body))
+                    self._start(job, sampler, len(body), ticket)
                     started = True
                 elif self._engine is not None:
                     self.to_engine += 1
                     self._engine.ring()
+                    if ticket is not None:
+                        ticket.hand_over()
         finally:
             if not started:
-                self._admission.leave(len(body))
+                self._admission.leave(tenant, len(body))
+            if ticket is not None and not new:
+                ticket.end()
         return Promise(request_id, sample_sequence_ids(request_id, request.num_samples))
 
     async def _resolve(self, request: SampleRequest, tenant: str) -> Sampler:
@@ -156,37 +151,56 @@ class SampleService:
             raise NotFound(f"the session of {sampling_session_id!r} has ended", field=field)
         return sampler
 
-    def _start(self, job: SampleJob, sampler: Sampler, size: int) -> None:
-        task = asyncio.create_task(self._forward(job, sampler))
+    def _start(self, job: SampleJob, sampler: Sampler, size: int, ticket: Ticket | None) -> None:
+        task = asyncio.create_task(self._forward(job, sampler, ticket))
         self._tasks[job.request_id] = task
 
         def done(_: asyncio.Task[None]) -> None:
             self._tasks.pop(job.request_id, None)
-            self._admission.leave(size)
+            self._admission.leave(sampler.tenant, size)
+            if ticket is not None:  # it was cancelled
+                ticket.end()
 
         task.add_done_callback(done)
 
-    async def _forward(self, job: SampleJob, sampler: Sampler) -> None:
+    async def _forward(self, job: SampleJob, sampler: Sampler, ticket: Ticket | None) -> None:
         assert self._client is not None
         try:
-            answer = await self._client.sample(job)
+            if ticket is not None:
+                await ticket.turn()
+            answer = await self._sample(self._client, job, sampler.tenant)
             outcome = Outcome(answer.body, "proto:sample")
             self._usage.count(usage_of(answer, sampler))
             self.forwarded += 1
+            if ticket is not None:
+                ticket.used = answer.prompt_tokens + answer.sampled_tokens
         except FailedRequest as error:
             outcome = Outcome(error=error.message, error_category=error.category)
         except Exception as error:
             logger.exception("forwarding request %s failed", job.request_id)
             outcome = Outcome(error=f"internal error: {error}", error_category=ErrorCategory.SERVER)
+        if ticket is not None:
+            ticket.end()  # before its client hears of it, and sends the next
         await self._store.settle(job.request_id, outcome)
 
+    async def _sample(self, client: ForwardingClient, job: SampleJob, tenant: str) -> SampleAnswer:
+        if self.order is None:
+            return await client.sample(job)
+        place, answer = self.order.enter(tenant, job), None
+        try:
+            answer = await client.sample(job, place.priority)
+            return answer
+        finally:
+            self.order.leave(place, job.num_samples, answer)
+
     async def adopt(self, row: Any) -> None:
-        """Forward again a request that an earlier API process left behind."""
+        """Forward a request that another API process, or an earlier one, has left behind."""
         if row.sampling_session_id is not None and row.sample_seq_id is not None:
             key = ("sample", row.sampling_session_id, row.sample_seq_id)
         else:
             key = None
-        self._store.adopt(row.id, Kind.EXTERNAL, row.tenant, row.session_id, row.digest, key)
+        if not self._store.adopt(row.id, Kind.EXTERNAL, row.tenant, row.session_id, row.digest, key):
+            return
         try:
             request = decode_json(SampleRequest, row.body)
             sampler = await self._resolve(request, row.tenant)
@@ -194,9 +208,9 @@ class SampleService:
         except RequestError as error:  # its session has ended, or the model is another one than before
             await self._store.settle(row.id, Outcome(error=error.message, error_category=ErrorCategory.USER))
             return
-        self._admission.requests += 1
-        self._admission.bytes += len(row.body)
-        self._start(job, sampler, len(row.body))
+        self._admission.add(row.tenant, len(row.body))
+        ticket = self._quotas.adopt(row.tenant, row.id, row.not_before) if self._quotas.any else None
+        self._start(job, sampler, len(row.body), ticket)
 
     def cancel(self, request_ids: list[str]) -> None:
         """Stop forwarding these; closing the connection frees vLLM."""
@@ -219,6 +233,10 @@ class SampleService:
             self.cancel([request_id])
         await self._store.end(request_id, CANCELLED)
 
+    def forwards(self, request_id: str) -> bool:
+        """Whether it is a sample on its way in this process."""
+        return request_id in self._tasks
+
     @property
     def in_flight(self) -> int:
         return len(self._tasks)
@@ -227,8 +245,13 @@ class SampleService:
         """From now on samples are answered 503: the server is stopping."""
         self._stopping = True
 
+    @property
+    def stopping(self) -> bool:
+        return self._stopping
+
     async def drain(self, grace_s: float) -> None:
         """Let samples in flight end; what is left after `grace_s` stays pending, and the next start forwards it."""
+        self.cancel(list(self._quotas.waiting))  # they are not on their way yet
         if self._tasks:
             await asyncio.wait(list(self._tasks.values()), timeout=grace_s)
         left = list(self._tasks.values())

@@ -90,6 +90,12 @@ def test_plain_request_says_everything_and_nothing_more() -> None:
     }
 
 
+def test_a_priority_is_asked_for_where_there_is_one() -> None:
+    assert json.loads(encode_request(JOB, 7)) == asked() | {"priority": 7}
+    assert json.loads(encode_request(JOB, 0))["priority"] == 0
+    assert "priority" not in asked()
+
+
 @pytest.mark.parametrize(
     ("changes", "adds"),
     [

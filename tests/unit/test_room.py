@@ -8,10 +8,12 @@ from collections import namedtuple
 from pathlib import Path
 
 import pytest
+from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.types import Message
+from starlette.types import Message, Receive
 
 from skyrl.api import room as room_module
+from skyrl.api.body import CONTROL_BYTES, read_body
 from skyrl.api.room import ROOM_BYTES, SMALL_BYTES, SPARE_DISK_BYTES, Bodies, Room
 from skyrl.wire.errors import RequestError
 
@@ -27,13 +29,13 @@ def request_of(size: int | None) -> Request:
 class Body:
     """One body on its way: `enter` asks for room, `leave` gives it back."""
 
-    def __init__(self, room: Room, size: int | None) -> None:
+    def __init__(self, room: Room, size: int | None, tenant: str = "tenant") -> None:
         self.inside = False
         self._leaving = asyncio.Event()
-        self.task = asyncio.create_task(self._pass(room, size))
+        self.task = asyncio.create_task(self._pass(room, size, tenant))
 
-    async def _pass(self, room: Room, size: int | None) -> None:
-        async with room.of(request_of(size)):
+    async def _pass(self, room: Room, size: int | None, tenant: str) -> None:
+        async with room.of(request_of(size), tenant):
             self.inside = True
             await self._leaving.wait()
         self.inside = False
@@ -50,8 +52,8 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-async def bodies(room: Room, *sizes: int | None) -> list[Body]:
-    made = [Body(room, size) for size in sizes]
+async def bodies(room: Room, *sizes: int | None, tenant: str = "tenant") -> list[Body]:
+    made = [Body(room, size, tenant) for size in sizes]
     await settle()
     return made
 
@@ -68,6 +70,19 @@ async def test_what_finds_no_room_waits_its_turn(tmp_path: Path) -> None:
     await third.leave()
     await fourth.leave()
     assert [body.inside for body in await bodies(room, HALF, HALF)] == [True, True], "all was given back"
+
+
+async def test_many_bodies_of_a_tenant_do_not_keep_anothers_out(tmp_path: Path) -> None:
+    room = Room(tmp_path)
+    many = await bodies(room, *[HALF] * 20, tenant="many")
+    few = await bodies(room, HALF, HALF, tenant="few")
+    other = await bodies(room, ROOM_BYTES, tenant="other")
+    order: list[list[str]] = []
+    while waiting := [body for body in (*many, *few, *other) if body.inside]:
+        order.append([name for name, theirs in (("m", many), ("f", few), ("o", other)) for b in theirs if b.inside])
+        await waiting[0].leave()
+    assert order[:5] == [["m", "m"], ["m", "f"], ["m", "f"], ["f"], ["o"]], "nobody waits for all that another has"
+    assert not any(not body.task.done() for body in (*many, *few, *other))
 
 
 async def test_small_bodies_need_no_room(tmp_path: Path) -> None:
@@ -93,7 +108,7 @@ async def test_body_beyond_the_room_and_one_of_unknown_size_have_it_alone(tmp_pa
 async def test_one_that_fails_or_gives_up_gives_its_room_back(tmp_path: Path) -> None:
     room = Room(tmp_path)
     with pytest.raises(RuntimeError):
-        async with room.of(request_of(ROOM_BYTES)):
+        async with room.of(request_of(ROOM_BYTES), "tenant"):
             raise RuntimeError
     first, impatient, last = await bodies(room, ROOM_BYTES, ROOM_BYTES, HALF)
     assert first.inside
@@ -105,7 +120,7 @@ async def test_one_that_fails_or_gives_up_gives_its_room_back(tmp_path: Path) ->
 
 async def test_one_that_gives_up_at_the_moment_of_its_turn_gives_its_room_back(tmp_path: Path) -> None:
     room = Room(tmp_path)
-    async with room.of(request_of(ROOM_BYTES)):
+    async with room.of(request_of(ROOM_BYTES), "tenant"):
         [impatient] = await bodies(room, ROOM_BYTES)
     impatient.task.cancel()  # it has its turn, and has not gone on yet
     await settle()
@@ -117,7 +132,7 @@ async def test_nothing_large_is_read_while_the_disk_is_full(tmp_path: Path, monk
     free = DiskUsage(0, 0, SPARE_DISK_BYTES + SMALL_BYTES)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: free)
     with pytest.raises(RequestError, match="disk") as refused:
-        async with room.of(request_of(SMALL_BYTES + 1)):
+        async with room.of(request_of(SMALL_BYTES + 1), "tenant"):
             raise AssertionError("it is not let in")
     assert refused.value.status == 503
     assert refused.value.retry_after_s
@@ -141,7 +156,7 @@ async def test_body_that_does_not_arrive_gives_its_room_back(tmp_path: Path, mon
     awake = Request(request_of(HALF).scope, arrives)
 
     async def read(request: Request) -> bytes:
-        async with room.of(request) as body:
+        async with room.of(request, "tenant") as body:
             return body
 
     first = asyncio.create_task(read(asleep))
@@ -151,3 +166,31 @@ async def test_body_that_does_not_arrive_gives_its_room_back(tmp_path: Path, mon
     with pytest.raises(RequestError, match="did not arrive") as refused:
         await first
     assert refused.value.status == 408
+
+
+async def test_other_bodies_need_room_unless_they_are_small(tmp_path: Path) -> None:
+    """Thousands of connections that each bring nearly a whole one, and no more, would fill the memory."""
+    app = Starlette()
+    app.state.bodies = Bodies(tmp_path, CONTROL_BYTES)
+    arrived = asyncio.Event()
+
+    async def receive() -> Message:
+        await arrived.wait()
+        return {"type": "http.request", "body": b"late"}
+
+    async def come() -> Message:
+        return {"type": "http.request", "body": b"here"}
+
+    def asked(receive: Receive, **headers: str) -> asyncio.Task[bytes]:
+        given = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
+        return asyncio.create_task(read_body(Request({"type": "http", "headers": given, "app": app}, receive)))
+
+    slow = asked(receive, transfer_encoding="chunked")  # of any length: it has the whole room
+    await settle()
+    large = asked(come, content_length=str(SMALL_BYTES + 1))
+    small = [asked(come, content_length=str(SMALL_BYTES)), asked(come)]
+    assert await asyncio.gather(*small) == [b"here", b"here"]
+    await settle()
+    assert not large.done()
+    arrived.set()
+    assert await asyncio.gather(slow, large) == [b"late", b"here"]

@@ -333,6 +333,30 @@ def test_scores_of_one_request_are_bounded(tokens: int, columns: int, draws: int
         assert refused(limits=UNKNOWN, **asked).field == field
 
 
+@pytest.mark.parametrize(
+    ("samples", "tokens", "topk", "context", "fits"),
+    [
+        (4096, 4096, 0, None, True),
+        (4096, 4097, 0, None, False),
+        (4096, 63, 64, None, True),
+        (4096, 64, 64, None, False),
+        (4096, 10**9, 0, 4099, True),
+        (4096, None, 0, 4100, False),
+        (4096, None, 64, None, True),
+    ],
+)
+def test_what_one_request_may_sample_is_bounded(
+    samples: int, tokens: int | None, topk: int, context: int | None, *, fits: bool
+) -> None:
+    """The answer is in memory as a whole; a greedy one costs vLLM a single sequence, whatever `num_samples` is."""
+    params, limits = {"temperature": 0, "max_tokens": tokens}, Limits(max_context=context)
+    asked = {"num_samples": samples, "topk_sample_logprobs": topk}
+    if fits:
+        assert job(params, limits, **asked).num_samples == samples
+    else:
+        assert refused(params, limits, **asked).field == "num_samples"
+
+
 def test_greedy() -> None:
     assert job({"temperature": 0}).greedy
     assert not job({"temperature": 1e-6}).greedy

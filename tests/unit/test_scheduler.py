@@ -1,32 +1,36 @@
-"""Whose command is next: order within a model, barriers, shares between models."""
+"""Whose command is next: order within a model, barriers, shares of tenants and of their models."""
 
 from __future__ import annotations
 
 import itertools
 import random
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from skyrl.engine.commands import Command
-from skyrl.engine.scheduler import Scheduler
+from skyrl.engine.scheduler import SAMPLES_AT_ONCE, Scheduler, cost_of
 from skyrl.futures.kinds import Kind
 
 _numbers = itertools.count(1)
 
 
-def command(model: str, seq: int, kind: Kind = Kind.FORWARD_BACKWARD, size: int = 10) -> Command:
+def command(
+    model: str, seq: int, kind: Kind = Kind.FORWARD_BACKWARD, size: int = 10, tenant: str = "tenant"
+) -> Command:
     n = next(_numbers)
-    return Command(n, f"r{n}", kind, "tenant", "session", model, seq, None, None, "json", size)
+    return Command(n, f"r{n}", kind, tenant, "session", model, seq, None, None, "json", size)
 
 
 def barrier(model: str, seq: int) -> Command:
     return command(model, seq, Kind.OPTIM_STEP)
 
 
-def sample() -> Command:
+def sample(tenant: str = "tenant") -> Command:
     n = next(_numbers)
-    return Command(n, f"r{n}", Kind.SAMPLE, "tenant", "session", None, None, "ss", 0, "json", 10)
+    return Command(n, f"r{n}", Kind.SAMPLE, tenant, "session", None, None, "ss", 0, "json", 10)
 
 
 def scheduler(*commands: Command, budget: int = 1_000_000) -> Scheduler:
@@ -105,24 +109,123 @@ def test_gap_holds_its_model_and_no_other() -> None:
     assert places(barriers_of(queue)) == [("a", 3)]
 
 
+def of_models(commands: list[Command]) -> Counter[str | None]:
+    return Counter(each.model_id for each in commands)
+
+
 def test_long_queue_does_not_delay_a_short_one() -> None:
     queue = scheduler(*(command("long", seq, size=100) for seq in range(1_000)), budget=1_000)
     assert len(passes_of(queue)) == 10, "alone it has the whole budget"
     queue.add(command("short", 0, size=100))
     turn = passes_of(queue)
     assert ("short", 0) in places(turn), "it runs in the very next turn"
-    assert len(turn) == 5 + 1, "the other keeps its half"
+    assert of_models(turn) == {"short": 1, "long": 9}, "and the other has what is left"
 
 
-def test_shares_are_equal_and_every_model_gets_at_least_one_pass() -> None:
+def test_shares_are_by_work_and_not_by_commands() -> None:
     queue = scheduler(
         *(command(model, seq, size=100) for model in "abcd" for seq in range(50)),
-        command("huge", 0, size=1_000_000),
+        *(command("huge", seq, size=10_000) for seq in range(2)),
         budget=1_000,
     )
-    turn = passes_of(queue)
-    assert {model: sum(1 for c in turn if c.model_id == model) for model in "abcd"} == dict.fromkeys("abcd", 2)
-    assert ("huge", 0) in places(turn)
+    assert of_models(passes_of(queue)) == dict.fromkeys("abcd", 1), "a batch is no larger than the budget"
+    assert places(passes_of(queue)) == [("huge", 0)], "but one pass there always is"
+    for _ in range(19):
+        others = of_models(passes_of(queue))
+        assert sum(others.values()) == 10
+        assert set(others) == set("abcd")
+    assert sum(of_models(passes_of(queue)).values()) == 6, "together they have had less than the huge one"
+    assert places(passes_of(queue)) == [("huge", 1)]
+
+
+def test_tenant_with_ten_models_has_one_tenants_share() -> None:
+    many = [command(f"m{model}", seq, size=100, tenant="many") for model in range(10) for seq in range(20)]
+    few = [command("one", seq, size=100, tenant="few") for seq in range(20)]
+    queue = scheduler(*many, *few, budget=1_000)
+    both = passes_of(queue) + passes_of(queue)
+    assert of_models(both) == {f"m{model}": 1 for model in range(10)} | {"one": 10}
+
+
+def test_what_a_tenant_did_while_nobody_else_asked_is_not_held_against_it() -> None:
+    alone = [command("a", seq, size=100, tenant="first") for seq in range(40)]
+    queue = scheduler(*alone, budget=1_000)
+    for _ in range(3):
+        passes_of(queue)
+    for seq in range(40):
+        queue.add(command("b", seq, size=100, tenant="second"))
+    assert of_models(passes_of(queue) + passes_of(queue)) == {"b": 15, "a": 5}, "less than one turn ahead"
+
+
+def share_of_one_model(queue: Scheduler) -> list[Command]:
+    """What the engine runs in a turn where passes are not merged."""
+    ready = queue.ready_models()[:1]
+    taken: list[Command] = []
+    while sum(map(cost_of, taken)) < queue.budget:
+        part = queue.take_passes(ready)
+        queue.finish(part)
+        barriers = queue.take_barriers(ready)
+        queue.finish(barriers)
+        if not part and not barriers:
+            break
+        taken += [*part, *barriers]
+    return taken
+
+
+def all_together(queue: Scheduler) -> list[Command]:
+    return passes_of(queue)
+
+
+ARRIVALS = st.lists(
+    st.tuples(
+        st.integers(0, 2),  # after how many turns it comes
+        st.sampled_from(["a", "b", "c"]),  # tenant
+        st.integers(0, 3),  # which of its models
+        st.booleans(),  # pass or step
+        st.integers(1, 30_000),  # size
+    ),
+    max_size=80,
+)
+
+
+@pytest.mark.parametrize("turn", [share_of_one_model, all_together])
+@settings(deadline=None, max_examples=100)
+@given(arrivals=ARRIVALS)
+def test_tenants_that_both_wait_get_the_same(turn, arrivals) -> None:
+    """Over any stretch of turns in all of which two tenants have a command that can run, the work done for them differs
+    by at most the largest share of each; and, where a turn is of all together, by what is left of one in which a tenant
+    runs out. A merged turn is of passes here: it has one step of each model, and no more of a model that has many."""
+    queue, numbers = Scheduler(20_000), Counter[str]()
+    had: list[Counter[str]] = [Counter()]
+    wanted: list[set[str]] = []
+    largest = Counter[str]()
+    pending = deque(arrivals)
+    while pending or queue.has_work:
+        for _ in range(8):
+            if not pending or (pending[0][0] > 0 and queue.has_work):
+                break
+            _, tenant, number, is_pass, size = pending.popleft()
+            model = f"{tenant}{number}"
+            kind = Kind.FORWARD if is_pass or turn is all_together else Kind.OPTIM_STEP
+            queue.add(command(model, numbers[model], kind, size, tenant))
+            numbers[model] += 1
+        if pending and pending[0][0] > 0:
+            pending[0] = (pending[0][0] - 1, *pending[0][1:])
+        wanted.append({model[0] for model in queue.ready_models()})
+        work = Counter[str]()
+        for each in turn(queue):
+            work[each.tenant] += cost_of(each)
+        had.append(had[-1] + work)
+        largest |= work
+    left = queue.budget if turn is all_together else 0
+    for one, other in itertools.combinations("abc", 2):
+        start = 0
+        for end in range(len(wanted)):
+            if not {one, other} <= wanted[end]:
+                start = end + 1
+                continue
+            for begin in range(start, end + 1):
+                difference = (had[end + 1][one] - had[begin][one]) - (had[end + 1][other] - had[begin][other])
+                assert abs(difference) <= largest[one] + largest[other] + left
 
 
 def test_models_take_turns_at_going_first() -> None:
@@ -156,6 +259,22 @@ def test_samples_are_taken_all_at_once() -> None:
     assert queue.waiting == 2
     assert queue.take_samples() == samples
     assert queue.take_samples() == []
+    assert not queue.has_work
+
+
+def test_many_samples_of_a_tenant_leave_room_for_anothers() -> None:
+    many = [sample("many") for _ in range(2 * SAMPLES_AT_ONCE)]
+    few = [sample("few") for _ in range(3)]
+    queue = scheduler(*many, *few)
+    turn = queue.take_samples()
+    assert len(turn) == SAMPLES_AT_ONCE
+    assert set(few) <= set(turn)
+    assert [each for each in turn if each.tenant == "many"] == many[: SAMPLES_AT_ONCE - 3], "in order of arrival"
+    assert queue.last_row == few[-1].n
+    assert queue.waiting == len(many) + 3 - SAMPLES_AT_ONCE
+    queue.finish(turn)
+    rest = queue.take_samples() + queue.take_samples()
+    assert [each.n for each in rest] == [each.n for each in many[SAMPLES_AT_ONCE - 3 :]]
     assert not queue.has_work
 
 

@@ -62,6 +62,7 @@ def test_cpu_server_has_every_setting_that_keeps_it_alive(model: Path) -> None:
     assert server.env["OMP_NUM_THREADS"] == "1"
     assert server.env["HF_HUB_OFFLINE"] == "1"
     assert option(server, "tensor-parallel-size") == ["absent"]
+    assert option(server, "scheduling-policy") == ["priority"]
 
 
 def test_it_listens_on_loopback_with_a_key_that_is_not_in_the_arguments(model: Path) -> None:

@@ -1,0 +1,61 @@
+"""How many samples may wait in this process, and how many of them one tenant's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from skyrl.wire.errors import RequestError
+
+SHARE = 8
+"""A tenant may have this many times what is still free: alone 8/9 of the whole, two of them 8/17 each, and so on. So
+there is always some left for who has little."""
+
+
+@dataclass(slots=True)
+class _Held:
+    requests: int = 0
+    bytes: int = 0
+
+
+class Admission:
+    """A bound on what waits in this process, in requests and bytes. What is above it is refused and not recorded."""
+
+    def __init__(self, max_requests: int, max_bytes: int) -> None:
+        self._max_requests = max_requests
+        self._max_bytes = max_bytes
+        self.requests = 0
+        self.bytes = 0
+        self._tenants: dict[str, _Held] = {}
+
+    def enter(self, tenant: str, size: int) -> None:
+        """Raises RequestError 429 when the bound is reached, or the tenant's part of it."""
+        if self.requests >= self._max_requests or self.bytes + size > max(self._max_bytes, size):
+            raise _full(f"{self.requests} samples ({self.bytes} bytes) are waiting")
+        held = self._tenants.get(tenant)
+        if held is not None and (
+            held.requests >= SHARE * (self._max_requests - self.requests)
+            or held.bytes >= SHARE * (self._max_bytes - self.bytes)
+        ):
+            raise _full(f"{held.requests} samples ({held.bytes} bytes) of yours are waiting, which is your share")
+        self.add(tenant, size)
+
+    def add(self, tenant: str, size: int) -> None:
+        """One that was let in before: it counts, and is not refused."""
+        held = self._tenants.setdefault(tenant, _Held())
+        held.requests += 1
+        held.bytes += size
+        self.requests += 1
+        self.bytes += size
+
+    def leave(self, tenant: str, size: int) -> None:
+        held = self._tenants[tenant]
+        held.requests -= 1
+        held.bytes -= size
+        if not held.requests:
+            del self._tenants[tenant]
+        self.requests -= 1
+        self.bytes -= size
+
+
+def _full(what: str) -> RequestError:
+    return RequestError(f"{what}; try again later", status=429, retry_after_s=1)

@@ -1,0 +1,119 @@
+"""What the inference server is told of whose sample is to run first."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+from api_harness import Api, Serve, asked
+from fake_upstream import FakeUpstream, after, complete, never
+from sqlalchemy import select
+
+import skyrl.api.server
+from skyrl.api.server import open_services
+from skyrl.api.tokens import tenant_of_key
+from skyrl.db.api_processes import processes
+from skyrl.db.database import Database
+from skyrl.runtime import Runtime
+from skyrl.wire.results import encode_json
+from tests.postgres_server import ON_POSTGRES
+
+FIRST, SECOND = "tml-one", "tml-two"
+
+
+async def send(api: Api, key: str, sampler: str, *seq_ids: int) -> list[str]:
+    answers = [await api.post("asample", asked(sampler, seq_id), **{"X-API-Key": key}) for seq_id in seq_ids]
+    return [answer.json()["request_id"] for answer in answers]
+
+
+def priorities(upstream: FakeUpstream) -> dict[str, list[int]]:
+    """By sampling session, in the order of its samples' numbers."""
+    sent: dict[str, list[tuple[int, int]]] = defaultdict(list)
+    for each in upstream.completions:
+        sampler, _, seq_id = each.headers["x-session-id"].rpartition(":")
+        sent[sampler].append((int(seq_id), each.json["priority"]))
+    return {sampler: [priority for _, priority in sorted(theirs)] for sampler, theirs in sent.items()}
+
+
+async def test_few_samples_go_before_what_another_tenant_has_queued(api: Api, upstream: FakeUpstream) -> None:
+    go = asyncio.Event()
+    upstream.default = after(go, complete())
+    many, few = await api.sampler(), await api.sampler(**{"X-API-Key": SECOND})
+    await send(api, FIRST, many, *range(30))
+    await upstream.until(lambda server: server.busy == 30)
+    last = (await send(api, SECOND, few, 0, 1))[-1]
+    await upstream.until(lambda server: server.busy == 32)
+    sent = priorities(upstream)
+    assert sent[many] == sorted(set(sent[many]))
+    assert sent[few] == sent[many][:2], "beside the first ones, not behind the last"
+    go.set()
+    await api.result(last, **{"X-API-Key": SECOND})
+
+
+async def test_time_goes_on_with_what_has_been_answered(api: Api, upstream: FakeUpstream) -> None:
+    many, few = await api.sampler(), await api.sampler(**{"X-API-Key": SECOND})
+    for request_id in await send(api, FIRST, many, *range(10)):
+        await api.result(request_id)
+    upstream.default = never
+    await send(api, FIRST, many, *range(10, 20))
+    await send(api, SECOND, few, 0)
+    await upstream.until(lambda server: server.busy == 11)
+    sent = priorities(upstream)
+    assert sent[many][8] < sent[few][0] <= sent[many][10]
+    await api.finish(many)
+    await api.post(f"sessions/{few.partition(':')[0]}/finish", {}, **{"X-API-Key": SECOND})
+
+
+@pytest.mark.usefixtures("drain_at_once")
+async def test_samples_of_before_a_restart_have_places_too(serve: Serve, upstream: FakeUpstream) -> None:
+    upstream.default = never
+    async with serve() as api:
+        many = await api.sampler()
+        await send(api, FIRST, many, *range(5))
+        await upstream.until(lambda server: server.busy == 5)
+    upstream.completions.clear()
+    upstream.default = complete()
+    async with serve() as api:
+        await api.services.sampling.drain(60.0)
+        assert len(set(priorities(upstream)[many])) == 5
+
+
+@pytest.mark.parametrize("goes_by_it", [False, True])
+async def test_somebody_elses_server_is_told_only_if_it_goes_by_it(
+    serve: Serve, upstream: FakeUpstream, goes_by_it: bool
+) -> None:
+    async with serve(external_inference_url=upstream.url, external_inference_priority=goes_by_it) as api:
+        (request_id,) = await send(api, FIRST, await api.sampler(), 0)
+        await api.result(request_id)
+    (sent,) = upstream.completions
+    assert ("priority" in sent.json) == goes_by_it
+
+
+@ON_POSTGRES
+async def test_a_process_that_comes_later_goes_by_the_time_of_the_others(
+    serve: Serve, upstream: FakeUpstream, database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise all its samples would go before those of the process that has been at work for longer."""
+    monkeypatch.setattr(skyrl.api.server, "BEAT_S", 0.02)
+    go = asyncio.Event()
+    upstream.default = after(go, complete())
+    async with serve(api_processes=2) as api:
+        sampler = await api.sampler()
+        promises = await send(api, FIRST, sampler, *range(10))
+        await upstream.until(lambda server: server.busy == 10)
+        go.set()
+        for request_id in promises:
+            await api.result(request_id)
+        assert api.services.sampling.order is not None
+        now = api.services.sampling.order.now
+        assert now > 0
+        async with asyncio.timeout(60):
+            while await database.read_async(lambda c: c.execute(select(processes.c.sample_clock)).scalar()) != now:
+                pass  # the next beat tells it
+        async with open_services(Runtime(api.services.config, tmp_path, None, "key", slot=1)) as later:
+            promise = await later.sampling.submit(encode_json(asked(sampler, 10)), tenant_of_key(FIRST))
+            assert await later.store.wait(promise.request_id, tenant_of_key(FIRST), 60.0)
+    sent = priorities(upstream)[sampler]
+    assert sent[10] == sent[9], "where the others' time is, and not where it begins"
