@@ -21,6 +21,7 @@ from skyrl.api.sessions import check_length
 from skyrl.db.copies import Copy
 from skyrl.futures.ids import new_session_id
 from skyrl.storage.directories import safe_name
+from skyrl.storage.threads import in_store
 from skyrl.wire.errors import NotFound, RequestError
 from skyrl.wire.paths import TinkerPath, model_id_of, parse_path
 from skyrl.wire.requests import CopyWeightsRequest, decode_json
@@ -60,8 +61,10 @@ def router(services: Services) -> APIRouter:
             expires_at=expires_at,
             copy_key=copy_key,
         )
-        await asyncio.to_thread(services.checkpoint_store.copy, source.store_key, made.store_key)
-        if not await services.copies.add(made, source):
+        check = services.quotas.stored_bytes(tenant, source.size_bytes)
+        await services.quotas.check(check)
+        await in_store(services.checkpoint_store.copy, source.store_key, made.store_key)
+        if not await services.copies.add(made, source, check):
             raise taken(model_seq_id)
         return made.path
 

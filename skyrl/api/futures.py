@@ -39,6 +39,17 @@ def _hold_s() -> float:
     return HOLD_S * random.uniform(SHORTEST_HOLD, 1.0)
 
 
+async def _queue_state(services: Services, request_id: str, tenant: str) -> dict[str, str]:
+    """What the SDK logs when a request takes long."""
+    if not services.quotas.any:
+        return {"queue_state": "active"}
+    started = services.sampling.forwards(request_id)
+    reason = await services.quotas.pause_of(request_id, tenant, started=started)
+    if reason is None:
+        return {"queue_state": "active"}
+    return {"queue_state": "paused_rate_limit", "queue_state_reason": reason}
+
+
 def _completion(ended: Completion) -> dict[str, Any]:
     if ended.size is None:
         return {"state": "failed", "request_id": ended.request_id}
@@ -73,7 +84,8 @@ def router(services: Services) -> APIRouter:
             await asyncio.sleep(ERROR_HOLD_S)
             raise
         if outcome is None:
-            return reply({"type": "try_again", "request_id": wanted.request_id, "queue_state": "active"}, 408)
+            again = {"type": "try_again", "request_id": wanted.request_id}
+            return reply(again | await _queue_state(services, wanted.request_id, tenant), 408)
         if outcome.error is not None:
             return reply({"error": outcome.error, "category": outcome.error_category or "unknown"})
         if outcome.result_format != "json" and PROTOBUF in request.headers.get("accept", ""):

@@ -14,7 +14,7 @@ from skyrl.api.services import Services
 from skyrl.api.training import submit
 from skyrl.db.models import Adapter, Model
 from skyrl.futures.kinds import Kind
-from skyrl.futures.store import NewRequest
+from skyrl.futures.requests import NewRequest
 from skyrl.wire.errors import NotFound, RequestError
 from skyrl.wire.paths import model_id_of
 from skyrl.wire.requests import CreateModelRequest, LoraConfig, ModelRequest, OptimizerConfig, decode_json
@@ -70,7 +70,7 @@ def router(services: Services) -> APIRouter:
             adapter=_adapter(wanted.lora_config or LoraConfig(), services),
             user_metadata=wanted.user_metadata,
         )
-        await services.models.create(model, wanted.model_seq_id)
+        await services.models.create(model, wanted.model_seq_id, services.quotas.models(tenant))
         return await submit(services, Kind.CREATE_MODEL, model, 0, body)
 
     @routes.post("/unload_model")

@@ -6,6 +6,8 @@ for clients never send a refused number again. What is wrong with it fails its f
 
 from __future__ import annotations
 
+import asyncio
+
 import msgspec
 from fastapi import APIRouter
 from starlette.requests import Request
@@ -16,12 +18,13 @@ from skyrl.api.reply import reply
 from skyrl.api.room import Bodies
 from skyrl.api.services import Services
 from skyrl.db.models import Model
-from skyrl.futures.kinds import Kind
-from skyrl.futures.store import NewRequest
+from skyrl.futures.kinds import PASSES, Kind
+from skyrl.futures.recording import LARGE_BODY_BYTES
+from skyrl.futures.requests import NewRequest
 from skyrl.wire.errors import NotFound, RequestError
 from skyrl.wire.raw import raw_fields
 from skyrl.wire.requests import SequencedRequest, decode_json
-from skyrl.wire.training import decode_header
+from skyrl.wire.training import count_tokens, decode_header
 
 
 def _identity(kind: Kind, body: bytes) -> bytes | None:
@@ -37,39 +40,55 @@ def _identity(kind: Kind, body: bytes) -> bytes | None:
     return msgspec.json.encode(fields, order="deterministic")
 
 
+async def _tokens(services: Services, kind: Kind, tenant: str, body: bytes, encoding: str) -> int:
+    """What a pass takes of the tenant's tokens per minute, if those are counted. One that cannot be read takes none: it
+    fails when its turn comes."""
+    if kind not in PASSES or not services.quotas.counts_tokens(tenant):
+        return 0
+    try:
+        if len(body) > LARGE_BODY_BYTES:
+            return await asyncio.to_thread(count_tokens, body, encoding)
+        return count_tokens(body, encoding)
+    except RequestError:
+        return 0
+
+
 async def submit(
-    services: Services, kind: Kind, model: Model, seq_id: int, body: bytes, encoding: str = "json"
+    services: Services, kind: Kind, model: Model, seq_id: int | None, body: bytes, encoding: str = "json"
 ) -> Response:
-    """Record one command and ring the engine; answers with the promise."""
-    if not 0 <= seq_id < 2**63:
+    """Record one command and ring the engine; answers with the promise. One without a number goes after all that came
+    before it."""
+    if seq_id is not None and not 0 <= seq_id < 2**63:
         raise RequestError("must be in [0, 2**63)", field="seq_id")
-    request_id, _ = await services.store.record(
-        NewRequest(
-            kind=kind,
-            tenant=model.tenant,
-            session_id=model.session_id,
-            body=body,
-            body_format=encoding,
-            model_id=model.id,
-            seq_id=seq_id,
-            identity=_identity(kind, body),
+    with services.quotas.charged(model.tenant, await _tokens(services, kind, model.tenant, body, encoding)) as charge:
+        request_id, charge.kept = await services.store.record(
+            NewRequest(
+                kind=kind,
+                tenant=model.tenant,
+                session_id=model.session_id,
+                body=body,
+                body_format=encoding,
+                model_id=model.id,
+                seq_id=seq_id,
+                identity=_identity(kind, body),
+                not_before=charge.not_before,
+                numbered=seq_id is None,
+            )
         )
-    )
     services.engine.ring()
-    await services.models.touch(model.id, seq_id)
+    await services.models.touch(model.id)
     return reply({"request_id": request_id, "model_id": model.id})
 
 
 async def submit_sequenced(
     services: Services, kind: Kind, tenant: str, header: SequencedRequest, body: bytes, encoding: str = "json"
 ) -> Response:
-    """`submit` for a command that names its model; one without a number goes after all that came before it."""
+    """`submit` for a command that names its model."""
     services.check_trainable()
     model = await services.models.find(header.model_id, tenant)
     if model is None:
         raise NotFound(f"no model {header.model_id!r}", field="model_id")
-    seq_id = header.seq_id if header.seq_id is not None else await services.models.next_seq(model.id)
-    return await submit(services, kind, model, seq_id, body, encoding)
+    return await submit(services, kind, model, header.seq_id, body, encoding)
 
 
 def router(services: Services) -> APIRouter:
@@ -79,7 +98,7 @@ def router(services: Services) -> APIRouter:
     async def training_pass(request: Request, kind: Kind) -> Response:
         tenant = tenant_of(request)
         encoding = body_format(request)
-        async with bodies.of(request) as body:
+        async with bodies.of(request, tenant) as body:
             return await submit_sequenced(services, kind, tenant, decode_header(body, encoding), body, encoding)
 
     @routes.post("/forward_backward")

@@ -111,7 +111,7 @@ def router(services: Services) -> APIRouter:
             adapter=adapter_of(saved),
             user_metadata=wanted.user_metadata,
         )
-        await services.models.create(model, wanted.model_seq_id)
+        await services.models.create(model, wanted.model_seq_id, services.quotas.models(tenant))
         return await submit(services, Kind.LOAD_WEIGHTS, model, 0, command)
 
     @routes.post("/weights_info")

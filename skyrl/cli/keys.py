@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
+from skyrl.cli.database import ConfigFile, DatabaseUrl, StateDir, opened, print_table, refused
+
 if TYPE_CHECKING:
     from sqlalchemy import Connection
 
@@ -25,44 +27,19 @@ _MAX_DAYS = 36_500
 _TENANT = re.compile(r"[0-9a-f]{32}")
 MAX_NAME = 100
 
-StateDir = Annotated[Path | None, typer.Option(help="The server's state directory. Default: ~/.local/share/skyrl.")]
-DatabaseUrl = Annotated[str | None, typer.Option(help="The server's database, if it is not in the state directory.")]
-ConfigFile = Annotated[Path | None, typer.Option("--config", help="The server's TOML file.")]
-
 
 def _refuse(message: str) -> typer.Exit:
-    typer.echo(f"skyrl keys: {message}", err=True)
-    return typer.Exit(2)
+    return refused("keys", message)
 
 
 @contextmanager
 def _database(
     state_dir: Path | None, database_url: str | None, config: Path | None, *, make: bool = False
 ) -> Iterator[Any]:
-    """The server's database. One that is empty is brought to this version's schema if it may be made; an older one is
-    left to `skyrl serve`. What is wrong ends the command with a line."""
-    from skyrl.config import ConfigError, load_config
-    from skyrl.db.database import Database
-    from skyrl.db.faults import DatabaseError, reason
     from skyrl.db.keys import KeyRefused
-    from skyrl.db.migrate import SchemaError, migrate, newest_revision, revision_of
 
-    try:
-        loaded = load_config({"state_dir": state_dir, "database_url": database_url}, config)
-        if not make and loaded.database_url is None and not (loaded.state_dir / "skyrl.db").is_file():
-            raise ConfigError(f"there is no database in {loaded.state_dir}")
-        database = Database(loaded.database)
-        try:
-            revision = revision_of(database)
-            if revision is None and make:
-                migrate(database)
-            elif revision != newest_revision():
-                raise SchemaError("the database is an older version's: start the server once, which brings it up")
-            yield database
-        finally:
-            database.close()
-    except (ConfigError, SchemaError, KeyRefused, OSError, DatabaseError) as error:
-        raise _refuse(reason(error)) from error
+    with opened("keys", state_dir, database_url, config, make=make, refusals=(KeyRefused,)) as (_, database):
+        yield database
 
 
 def _expires_at(given: str | None) -> float | None:
@@ -159,9 +136,7 @@ def list_keys(
         rows = database.read(lambda connection: keys.listed(connection, tenant))
     lines = [("KEY", "TENANT", "SCOPES", "CREATED", "EXPIRES", "LAST USED", "STATE", "NAME")]
     lines += [_line(row) for row in rows]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    for line in lines:
-        typer.echo("  ".join(word.ljust(width) for word, width in zip(line, widths, strict=True)).rstrip())
+    print_table(lines)
 
 
 def _line(row: Any) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""The `skyrl` command: serve, keys, db, demo, doctor, version."""
+"""The `skyrl` command: serve, keys, quotas, db, demo, doctor, version."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from skyrl import __version__
-from skyrl.cli import db, keys
+from skyrl.cli import db, keys, quotas
 
 app = typer.Typer(
     name="skyrl",
@@ -18,6 +18,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(keys.app, name="keys")
+app.add_typer(quotas.app, name="quotas")
 app.add_typer(db.app, name="db")
 
 
@@ -40,6 +41,9 @@ def serve(
     ] = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on. Default: 127.0.0.1.")] = None,
     port: Annotated[int | None, typer.Option(help="Port to listen on. Default: 8000.")] = None,
+    api_processes: Annotated[
+        int | None, typer.Option(help="API processes on that port; more than 1 needs PostgreSQL. Default: 1.")
+    ] = None,
     api_keys: Annotated[
         str | None,
         typer.Option(help="open (default): any key is accepted. managed: only those of `skyrl keys create`."),
@@ -82,6 +86,7 @@ def serve(
         "database_url": database_url,
         "host": host,
         "port": port,
+        "api_processes": api_processes,
         "api_keys": api_keys,
         "allow_remote": allow_remote,
         "state_dir": state_dir,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -47,10 +48,10 @@ class Copies:
         row = await self._database.read_async(lambda c: c.execute(query).first())
         return None if row is None else TinkerPath(row.model_id, row.kind, row.name)
 
-    async def add(self, copy: Copy, source: Any) -> bool:
+    async def add(self, copy: Copy, source: Any, check: Callable[[Connection], None] | None = None) -> bool:
         """Record that the files of `source` (a checkpoints row) are stored again, in one transaction with all it needs.
 
-        False if the model exists already; nothing is recorded then."""
+        False if the model exists already; nothing is recorded then. Raises what `check` raises."""
         now = time.time()
         path = copy.path
         model = {
@@ -101,6 +102,8 @@ class Copies:
         def add(connection: Connection) -> bool:
             if connection.execute(select(models.c.id).where(models.c.id == path.model_id)).first() is not None:
                 return False
+            if check is not None:
+                check(connection)
             if copy.project_id is not None:
                 connection.execute(insert(sessions), session)
             connection.execute(insert(models), model)

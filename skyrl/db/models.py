@@ -10,7 +10,7 @@ from typing import Any
 from sqlalchemy import Connection, bindparam, func, insert, select, update
 
 from skyrl.db.database import Database
-from skyrl.db.futures import highest_seq
+from skyrl.db.futures import RECORD, highest_seq
 from skyrl.db.sessions import in_project, sessions
 from skyrl.db.tables import ModelRow
 from skyrl.db.writer import GroupCommitWriter
@@ -54,17 +54,16 @@ def _model(row: Any) -> Model:
 
 
 class Models:
-    """Create and find models; number the commands of clients that do not."""
+    """Create and find models."""
 
     def __init__(self, database: Database, writer: GroupCommitWriter) -> None:
         self._database = database
         self._writer = writer
         self._known: dict[str, Model] = {}
-        self._last_seq: dict[str, int] = {}
         self._touched: dict[str, float] = {}
 
-    async def create(self, model: Model, model_seq_id: int) -> None:
-        """Add the row unless it is there (a repeated request)."""
+    async def create(self, model: Model, model_seq_id: int, check: Callable[[Connection], None] | None = None) -> None:
+        """Add the row unless it is there (a repeated request). Raises what `check` raises of a new one."""
         now = time.time()
         values = {
             "id": model.id,
@@ -84,6 +83,8 @@ class Models:
         def add(connection: Connection) -> None:
             known = connection.execute(select(models.c.id).where(models.c.id == model.id)).first()
             if known is None:
+                if check is not None:
+                    check(connection)
                 connection.execute(insert(models), values)
 
         await self._writer.transact(add)
@@ -102,18 +103,8 @@ class Models:
                 self._known[model_id] = model
         return model if model.tenant == tenant else None
 
-    async def next_seq(self, model_id: str) -> int:
-        """A sequence number for a command that came without one: after all that came before it."""
-        if model_id not in self._last_seq:
-            last = await self._database.read_async(lambda c: _last_seq(c, model_id))
-            self._last_seq.setdefault(model_id, last)
-        self._last_seq[model_id] += 1
-        return self._last_seq[model_id]
-
-    async def touch(self, model_id: str, seq_id: int) -> None:
-        """Remember the newest sequence number and, once a second at most, the time of the last request."""
-        if model_id in self._last_seq:
-            self._last_seq[model_id] = max(self._last_seq[model_id], seq_id)
+    async def touch(self, model_id: str) -> None:
+        """Remember, once a second at most, the time of the last request."""
         now = time.time()
         if now - self._touched.get(model_id, 0.0) >= 1.0:
             self._touched[model_id] = now
@@ -122,7 +113,6 @@ class Models:
     def forget_session(self, session_id: str) -> None:
         for model_id in [model.id for model in self._known.values() if model.session_id == session_id]:
             self._known.pop(model_id, None)
-            self._last_seq.pop(model_id, None)
             self._touched.pop(model_id, None)
 
     async def page(self, tenant: str, limit: int, offset: int, project_id: str | None = None) -> tuple[list[Any], int]:
@@ -144,10 +134,14 @@ class Models:
         return await self._database.read_async(lambda c: c.execute(query).first())
 
 
-def _last_seq(connection: Connection, model_id: str) -> int:
-    """The highest number used so far; commands that are in a snapshot may have been forgotten, but still count."""
-    row = connection.execute(select(models.c.next_seq).where(models.c.id == model_id)).first()
-    return max(highest_seq(connection, model_id), -1 if row is None else row.next_seq - 1)
+def record_numbered(connection: Connection, parameters: dict[str, Any]) -> None:
+    """Add the row of a model's command that came without a number: it gets the one after all that there are. Commands
+    that are in a snapshot may have been forgotten, but still count. Writes come one by one, whichever process it came
+    to."""
+    model_id = parameters["model_id"]
+    in_snapshot = connection.execute(select(models.c.next_seq).where(models.c.id == model_id)).scalar() or 0
+    number = max(highest_seq(connection, model_id) + 1, in_snapshot)
+    connection.execute(RECORD.statement, parameters | {"seq_id": number})
 
 
 def living(connection: Connection) -> list[Any]:

@@ -17,12 +17,13 @@ from sqlalchemy import Connection
 from skyrl.adapters import adapter_directory
 from skyrl.backends.base import Backend
 from skyrl.config import ServerConfig
-from skyrl.db import audit, checkpoints, usage
+from skyrl.db import audit, checkpoints, quotas, usage
 from skyrl.db.database import Database
 from skyrl.db.models import adapter_of, set_model
 from skyrl.db.samplers import Sampler, add_sampler, find_sampler
 from skyrl.engine.commands import Change, Command, Done
 from skyrl.engine.encryption import encrypt_files, parse_recipients
+from skyrl.quotas.limits import Limits, stored_sentence
 from skyrl.storage.base import CheckpointStore
 from skyrl.storage.directories import atomic_directory, link_files, remove, safe_name
 from skyrl.wire.errors import FailedRequest, RequestError
@@ -150,16 +151,28 @@ class Saves:
         return Done({"type": command.kind.lower(), "path": str(path)}, keep)
 
     def _path(self, kind: CheckpointKind, model: Any, request: SaveWeightsRequest) -> TinkerPath:
-        """Where a save goes. Raises unless its name, its TTL and the place are good."""
+        """Where a save goes. Raises unless its name, its TTL and the place are good, and its tenant has room left."""
         if request.path is None:
             raise RequestError("is missing: name the checkpoint", field="path")
         path = TinkerPath(model.id, kind, check_name(request.path))
         _check_ttl(request)
+        self._check_room(model.tenant, path)
         if not request.overwrite:
             taken = self._database.read(lambda c: checkpoints.exists(c, path))
             if taken is not None and (taken.expires_at is None or taken.expires_at > time.time()):
                 raise FailedRequest(f"path: {path} exists already; save with overwrite, or use another name")
         return path
+
+    def _check_room(self, tenant: str, path: TinkerPath) -> None:
+        """Refused here, when its turn comes: refused at once, a save would leave a hole in its model's order."""
+
+        def read(connection: Connection) -> tuple[int, int | None]:
+            limits = Limits.of(self._config).but(quotas.exceptions_of(connection, tenant))
+            return quotas.stored_bytes(connection, tenant, besides=path), limits.stored_bytes
+
+        stored, limit = self._database.read(read)
+        if limit is not None and stored >= limit:
+            raise FailedRequest(f"over quota: {stored_sentence(stored, limit)}")
 
     def _check_unused(self, sampling_session_id: str) -> None:
         """Numbers of sampling sessions name one adapter each: using one again would sample from the older one."""

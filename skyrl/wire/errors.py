@@ -46,6 +46,14 @@ class NotFound(RequestError):
         super().__init__(message, field=field, status=404)
 
 
+class OverQuota(RequestError):
+    """More than the tenant's quota of that name allows."""
+
+    def __init__(self, quota: str, message: str, *, retry_after_s: float) -> None:
+        super().__init__(message, status=429, retry_after_s=retry_after_s)
+        self.quota = quota
+
+
 class FailedRequest(Exception):
     """Accepted work that failed: becomes the future's `{"error", "category"}`."""
 

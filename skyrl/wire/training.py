@@ -35,6 +35,19 @@ class JsonDatum(msgspec.Struct):
     loss_fn_inputs: dict[str, tensors.JsonTensor]
 
 
+class _Tokens(msgspec.Struct):
+    model_input: ModelInput
+
+
+class _TokensOfData(msgspec.Struct):
+    data: list[_Tokens]
+
+
+class _TokensOfBody(msgspec.Struct):
+    forward_backward_input: _TokensOfData | None = None
+    forward_input: _TokensOfData | None = None
+
+
 class JsonForwardBackwardInput(msgspec.Struct):
     data: list[JsonDatum]
     loss_fn: str
@@ -59,6 +72,20 @@ def decode_header(body: bytes, body_format: str) -> SequencedRequest:
     if not header.model_id:
         raise RequestError("is missing", field="model_id")
     return SequencedRequest(header.model_id, header.seq_id)
+
+
+def count_tokens(body: bytes, body_format: str) -> int:
+    """Tokens of the data, without the rest of the command. Raises RequestError when it cannot be read."""
+    if body_format != "proto":
+        given = decode_json(_TokensOfBody, body)
+        data = [part.data for part in (given.forward_backward_input, given.forward_input) if part is not None]
+        chunks = (chunk for datums in data for datum in datums for chunk in datum.model_input.chunks)
+        return sum(len(chunk.tokens or ()) for chunk in chunks)
+    try:
+        message = pb.ForwardBackwardRequest.FromString(body)
+    except DecodeError as error:
+        raise RequestError(f"the body is not a ForwardBackwardRequest: {error}") from error
+    return sum(len(chunk.encoded_text.tokens) // 4 for datum in message.data for chunk in datum.model_input)
 
 
 def decode_forward_backward(body: bytes, body_format: str, *, forward_only: bool) -> ForwardBackward:

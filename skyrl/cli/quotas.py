@@ -1,0 +1,109 @@
+"""`skyrl quotas`: what single tenants may use, where that is not what the configuration says for all."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Annotated, Any
+
+import typer
+
+from skyrl.cli.database import ConfigFile, DatabaseUrl, StateDir, opened, print_table, refused
+
+app = typer.Typer(help="Show what tenants use, and make exceptions from the quotas of all.", no_args_is_help=True)
+
+Tenant = Annotated[str, typer.Argument(help="As `skyrl keys list` and `skyrl quotas list` show it.")]
+_HELP = "A number, unlimited, or default (what the configuration says for all)."
+Number = Annotated[str | None, typer.Option(help=_HELP)]
+_MOST = 2**31 - 1, 2**63 - 1
+_TENANT = re.compile(r"[0-9a-f]{32}")
+
+
+def _number(name: str, given: str) -> int | None:
+    from skyrl.quotas.limits import LEAST, UNLIMITED
+
+    if given in ("unlimited", "default"):
+        return UNLIMITED if given == "unlimited" else None
+    most = _MOST[name in ("tokens_per_minute", "stored_bytes")]
+    if not given.isdecimal() or not LEAST[name] <= int(given) <= most:
+        option = name.replace("_", "-")
+        raise refused(
+            "quotas", f"--{option}: {given!r} is not a number from {LEAST[name]} to {most}, unlimited, or default"
+        )
+    return int(given)
+
+
+@app.command("set")
+def set_quotas(
+    tenant: Tenant,
+    requests_in_flight: Number = None,
+    tokens_per_minute: Number = None,
+    models: Number = None,
+    stored_bytes: Number = None,
+    state_dir: StateDir = None,
+    database_url: DatabaseUrl = None,
+    config: ConfigFile = None,
+) -> None:
+    """Make exceptions for a tenant; what is not named stays. A server that runs knows two seconds later."""
+    from skyrl.db import quotas
+    from skyrl.db.keys import known_tenant
+    from skyrl.quotas.limits import NAMES
+
+    given = dict(zip(NAMES, (requests_in_flight, tokens_per_minute, models, stored_bytes), strict=True))
+    values = {name: _number(name, text) for name, text in given.items() if text is not None}
+    if not values:
+        options = ", ".join("--" + name.replace("_", "-") for name in NAMES)
+        raise refused("quotas", f"give at least one of {options}")
+    if not _TENANT.fullmatch(tenant):
+        raise refused("quotas", f"{tenant!r} is not a tenant as `skyrl keys list` shows them (32 hexadecimal digits)")
+
+    def change(connection: Any) -> bool:
+        known = known_tenant(connection, tenant)
+        if known:
+            quotas.change(connection, tenant, values)
+        return known
+
+    with opened("quotas", state_dir, database_url, config) as (_, database):
+        if not database.write(change, power_safe=True):
+            raise refused("quotas", f"{tenant} has no key, session or checkpoint here")
+
+
+@app.command()
+def clear(
+    tenant: Tenant, state_dir: StateDir = None, database_url: DatabaseUrl = None, config: ConfigFile = None
+) -> None:
+    """End a tenant's exceptions: what the configuration says for all holds for it."""
+    from skyrl.db import quotas
+
+    with opened("quotas", state_dir, database_url, config) as (_, database):
+        if not database.write(lambda connection: quotas.clear(connection, tenant), power_safe=True):
+            raise refused("quotas", f"{tenant} has no quotas of its own")
+
+
+@app.command("list")
+def list_quotas(state_dir: StateDir = None, database_url: DatabaseUrl = None, config: ConfigFile = None) -> None:
+    """Print what tenants use and may use: all that have samples in flight, models in training, checkpoints, or quotas
+    of their own. Give --config if the server has one: it says what holds for all."""
+    from skyrl.db import quotas
+    from skyrl.quotas.limits import Limits
+
+    with opened("quotas", state_dir, database_url, config) as (loaded, database):
+        held = database.read(quotas.held)
+    defaults = Limits.of(loaded)
+    lines: list[tuple[str, ...]] = [
+        ("TENANT", "REQUESTS IN FLIGHT", "TOKENS PER MINUTE", "MODELS", "STORED BYTES", "OWN QUOTAS")
+    ]
+    lines.append(("every", *_cells((None,) * 4, defaults), ""))
+    for tenant, has in sorted(held.items()):
+        used = (has.samples, None, has.models, has.stored_bytes)
+        own = "yes" if any(number is not None for number in has.exceptions) else "no"
+        lines.append((tenant, *_cells(used, defaults.but(has.exceptions)), own))
+    print_table(lines)
+
+
+def _cells(used: Iterable[int | None], limits: Any) -> list[str]:
+    """What is used, if that is known, of what may be."""
+    from skyrl.quotas.limits import NAMES
+
+    may = ("unlimited" if getattr(limits, name) is None else str(getattr(limits, name)) for name in NAMES)
+    return [limit if amount is None else f"{amount} of {limit}" for amount, limit in zip(used, may, strict=True)]

@@ -1,0 +1,193 @@
+"""One tenant's account in an API process: which of its samples are in flight, which tokens it has left, who waits.
+
+Knows numbers and turns; does not know what a request asks for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import itertools
+import time
+from collections.abc import Callable
+
+from skyrl.quotas.bucket import TokenBucket
+from skyrl.quotas.limits import Limits
+from skyrl.wire.errors import OverQuota
+
+MAX_PAUSE_S = 600.0
+"""A sample that would be paused for longer is refused."""
+RETRY_S = 5.0
+MAX_RETRY_S = 60.0
+"""What the SDK waits at most, when it is told how long."""
+SOON_S = 1e-3
+"""Nobody waits for less."""
+
+_numbers = itertools.count()
+
+
+class Ticket:
+    """A request that was admitted, and what it was charged (None: nothing that could be given back). It may start at
+    `not_before`, in seconds since the epoch; None: at once. `used` is told when that is known."""
+
+    __slots__ = ("_account", "_charged", "_turn", "not_before", "request_id", "used", "waiter")
+
+    def __init__(self, account: Account, request_id: str, charged: int | None, turn: float, left_s: float) -> None:
+        self._account = account
+        self._charged = charged
+        self._turn = turn
+        self.request_id = request_id
+        self.not_before = time.time() + left_s if left_s > SOON_S else None
+        self.used = 0
+        self.waiter: asyncio.Future[None] | None = None
+
+    @property
+    def left_s(self) -> float:
+        """How long it waits still."""
+        return self._account.left_s(self._turn)
+
+    async def turn(self) -> None:
+        """Returns when it may start: when enough tokens have come in, or were given back by those before it."""
+        if self.not_before is not None:
+            await self._account.wait(self, self._turn)
+
+    def hand_over(self) -> None:
+        """The engine samples it, and nobody tells what it has used: it is in flight until it has ended."""
+        self._account.hand_over(self)
+
+    def end(self) -> None:
+        """It has ended, or was not to be after all: it is not in flight any more, and what it did not use is back. The
+        second time changes nothing."""
+        unused = 0 if self._charged is None else self._charged - self.used
+        self._charged = None
+        self._account.leave(self, unused)
+
+
+class Account:
+    """`is_pending` tells of a request that the engine has been given whether it has not ended. Who waits is noted in
+    `waiting`, by request id."""
+
+    def __init__(
+        self,
+        limits: Limits,
+        is_pending: Callable[[str], bool],
+        clock: Callable[[], float],
+        waiting: dict[str, Ticket],
+    ) -> None:
+        self.limits = limits
+        self._waiting = waiting
+        self._is_pending = is_pending
+        self._clock = clock
+        self._in_flight: set[Ticket] = set()
+        self._with_engine: set[str] = set()
+        self._bucket: TokenBucket | None = None
+        self._line: list[tuple[float, int, Ticket]] = []
+        self._timer: asyncio.TimerHandle | None = None
+        self.apply(limits)
+
+    def apply(self, limits: Limits) -> None:
+        """New limits. Who waits for tokens waits as the new rate says."""
+        rate = limits.tokens_per_minute
+        if rate is None:
+            self._bucket = None
+        elif self._bucket is None:
+            self._bucket = TokenBucket(rate, self._clock())
+        elif rate != self.limits.tokens_per_minute:
+            self._bucket.change_rate(rate, self._clock())
+        self.limits = limits
+        self._call_up()
+
+    @property
+    def idle(self) -> bool:
+        """Whether a new account would be as good."""
+        self._forget_ended()
+        full = self._bucket is None or self._bucket.full(self._clock())
+        return full and not self._in_flight and not self._with_engine
+
+    def admit(self, request_id: str, tokens: int) -> Ticket:
+        """A sample that may use so many tokens. Raises OverQuota, and then nothing is counted."""
+        self._check_in_flight()
+        if self._bucket is not None and (wait_s := self._bucket.wait_s(tokens, self._clock())) > MAX_PAUSE_S:
+            raise OverQuota(
+                "tokens_per_minute",
+                f"this API key's tenant may use {self.limits.tokens_per_minute} tokens per minute, and has used up "
+                f"those of the next {wait_s / 60:.0f} minutes; try again later",
+                retry_after_s=min(wait_s - MAX_PAUSE_S, MAX_RETRY_S),
+            )
+        ticket = self.charge(request_id, tokens)
+        self._in_flight.add(ticket)
+        return ticket
+
+    def charge(self, request_id: str, tokens: int) -> Ticket:
+        """Something that is never refused, whatever its turn is."""
+        if self._bucket is None:
+            return Ticket(self, request_id, None, 0.0, 0.0)
+        turn = self._bucket.take(tokens, self._clock())
+        return Ticket(self, request_id, tokens, turn, self.left_s(turn))
+
+    def adopt(self, request_id: str, not_before: float | None) -> Ticket:
+        """A sample that another process has admitted, which knows what it may use."""
+        turn = self.owe(not_before)
+        ticket = Ticket(self, request_id, None, turn, self.left_s(turn))
+        self._in_flight.add(ticket)
+        return ticket
+
+    def owe(self, not_before: float | None) -> float:
+        """What was admitted before may start then (seconds since the epoch), and so nothing new may before."""
+        if self._bucket is None or not_before is None:
+            return 0.0
+        return self._bucket.owe(max(0.0, not_before - time.time()), self._clock())
+
+    def hand_over(self, ticket: Ticket) -> None:
+        self._in_flight.discard(ticket)
+        self._with_engine.add(ticket.request_id)
+
+    def leave(self, ticket: Ticket, unused: int) -> None:
+        self._in_flight.discard(ticket)
+        if self._bucket is not None and unused:
+            self._bucket.give_back(unused, self._clock())
+            self._call_up()
+
+    def left_s(self, turn: float) -> float:
+        return 0.0 if self._bucket is None else self._bucket.left_s(turn, self._clock())
+
+    async def wait(self, ticket: Ticket, turn: float) -> None:
+        """Until that turn."""
+        ticket.waiter = asyncio.get_running_loop().create_future()
+        self._waiting[ticket.request_id] = ticket
+        heapq.heappush(self._line, (turn, next(_numbers), ticket))
+        self._call_up()
+        try:
+            await ticket.waiter
+        finally:
+            del self._waiting[ticket.request_id]
+
+    def _call_up(self) -> None:
+        """Let go whose turn it is, and come back at the next one's."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        while self._line:
+            turn, _, ticket = self._line[0]
+            assert ticket.waiter is not None
+            if not ticket.waiter.done():  # one that was cancelled is
+                if (left_s := self.left_s(turn)) > SOON_S:
+                    self._timer = asyncio.get_running_loop().call_later(left_s, self._call_up)
+                    return
+                ticket.waiter.set_result(None)
+            heapq.heappop(self._line)
+
+    def _check_in_flight(self) -> None:
+        limit = self.limits.requests_in_flight
+        if limit is None or len(self._in_flight) + len(self._with_engine) < limit:
+            return
+        self._forget_ended()
+        if len(self._in_flight) + len(self._with_engine) >= limit:
+            raise OverQuota(
+                "requests_in_flight",
+                f"this API key's tenant has {limit} samples in flight, and may have no more; try again later",
+                retry_after_s=1,
+            )
+
+    def _forget_ended(self) -> None:
+        self._with_engine = {request_id for request_id in self._with_engine if self._is_pending(request_id)}

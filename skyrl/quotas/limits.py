@@ -1,0 +1,49 @@
+"""What one tenant may use. Names and numbers only: who counts, and who refuses, is others' business."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+from skyrl.config import ServerConfig
+
+UNLIMITED = -1
+"""In a tenant's exceptions: no quota, whatever the configuration says. None is what the configuration says."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """None: no quota. Tokens are a rate; of the others so many are held at once. Stored bytes are of checkpoints."""
+
+    requests_in_flight: int | None = None
+    tokens_per_minute: int | None = None
+    models: int | None = None
+    stored_bytes: int | None = None
+
+    @classmethod
+    def of(cls, config: ServerConfig) -> Limits:
+        """Those of every tenant without exceptions."""
+        return cls(*(getattr(config, f"quota_{name}") for name in NAMES))
+
+    def but(self, exceptions: Sequence[int | None]) -> Limits:
+        """With one tenant's exceptions, in the order of NAMES."""
+        defaults = (getattr(self, name) for name in NAMES)
+        return Limits(*(_meant(*pair) for pair in zip(defaults, exceptions, strict=True)))
+
+
+NAMES: tuple[str, ...] = tuple(field.name for field in fields(Limits))
+LEAST = {"requests_in_flight": 1, "tokens_per_minute": 1, "models": 0, "stored_bytes": 0}
+"""With less, what was accepted would wait for ever."""
+
+
+def _meant(default: int | None, exception: int | None) -> int | None:
+    if exception is None:
+        return default
+    return None if exception == UNLIMITED else exception
+
+
+def stored_sentence(stored: int, limit: int) -> str:
+    return (
+        f"this API key's tenant has {stored} bytes of checkpoints, and may have {limit}: delete some, or give them a "
+        "time to live"
+    )

@@ -1,0 +1,347 @@
+"""Quotas of samples and models over HTTP: what is refused, what waits and says why, and that nobody else notices."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from typing import Any
+
+import httpx
+import pytest
+from api_harness import BASE, Api, Serve, asked, session_of, tokens
+from engine_harness import data, until
+from fake_upstream import FakeUpstream, after, complete, error
+from sqlalchemy import select, update
+
+import skyrl.api.futures
+import skyrl.api.server
+from skyrl.api.tokens import tenant_of_key
+from skyrl.db import quotas as rows
+from skyrl.db.database import Database
+from skyrl.db.futures import futures
+from skyrl.db.models import models
+from skyrl.quotas import account
+from tests.postgres_server import ON_BOTH
+
+pytestmark = pytest.mark.usefixtures("drain_at_once")
+
+OTHER = {"X-API-Key": "tml-two"}
+ONE, TWO = tenant_of_key("tml-one"), tenant_of_key("tml-two")
+
+
+@pytest.fixture(autouse=True)
+def polls_end_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(skyrl.api.futures, "HOLD_S", 0.02)
+
+
+async def change(api: Api, database: Database, tenant: str = ONE, **values: int | None) -> None:
+    """What the operator does, and the API process hears of it."""
+    database.write(lambda c: rows.change(c, tenant, values))
+    await api.services.quotas.refresh()
+
+
+def recorded(database: Database) -> list[Any]:
+    columns = (futures.c.tenant, futures.c.status, futures.c.created_at, futures.c.not_before)
+    return database.read(lambda c: list(c.execute(select(*columns).order_by(futures.c.n))))
+
+
+async def ended(api: Api, request_id: str, **headers: str) -> httpx.Response:
+    while (answer := await api.result(request_id, **headers)).status_code == 408:
+        pass
+    return answer
+
+
+async def sample_of_other(api: Api, sampler: str, seq_id: int) -> list[list[int]]:
+    answer = await api.post("asample", asked(sampler, seq_id), **OTHER)
+    return tokens(await ended(api, answer.json()["request_id"], **OTHER))
+
+
+def refused(answer: httpx.Response) -> str:
+    assert answer.status_code == 429, answer.text
+    assert 0 < float(answer.headers["Retry-After"]) <= 60
+    return answer.json()["detail"]
+
+
+# Requests in flight
+
+
+async def test_samples_above_the_quota_are_refused_and_not_recorded(
+    serve: Serve, upstream: FakeUpstream, database: Database
+) -> None:
+    go = asyncio.Event()
+    upstream.default = after(go, complete())
+    async with serve(quota_requests_in_flight=2) as api:
+        mine, theirs = await api.sampler(), await api.sampler(**OTHER)
+        promises = [await api.sample(mine, seq_id) for seq_id in (1, 2)]
+        assert "has 2 samples in flight" in refused(await api.post("asample", asked(mine, 3)))
+        assert len(recorded(database)) == 2
+        other = (await api.post("asample", asked(theirs, 1), **OTHER)).json()
+        await upstream.until(lambda server: server.busy == 3)
+        go.set()
+        for promise in promises:
+            await ended(api, promise["request_id"])
+        await ended(api, other["request_id"], **OTHER)
+        assert await ended(api, (await api.sample(mine, 3))["request_id"])
+        status = (await api.http.get("/statusz")).json()["quotas"]
+        assert status == {"refused": {"requests_in_flight": 1}, "paused": 0, "waiting": 0, "exceptions": 0}
+
+
+async def test_failed_and_cancelled_samples_are_not_in_flight(serve: Serve, upstream: FakeUpstream) -> None:
+    upstream.script.append(error(400, "no"))
+    async with serve(quota_requests_in_flight=1) as api:
+        sampler = await api.sampler()
+        failed = await ended(api, (await api.sample(sampler, 1))["request_id"])
+        assert failed.json()["category"] == "user"
+        upstream.default = after(asyncio.Event(), complete())
+        waits = await api.sample(sampler, 2)
+        refused(await api.post("asample", asked(sampler, 3)))
+        await api.post("cancel_future", {"request_id": waits["request_id"]})
+        assert (await api.post("asample", asked(sampler, 3))).status_code == 200
+
+
+async def test_repeat_of_a_sample_counts_once(serve: Serve, upstream: FakeUpstream, database: Database) -> None:
+    upstream.default = after(asyncio.Event(), complete())
+    async with serve(quota_requests_in_flight=2, quota_tokens_per_minute=12) as api:
+        sampler = await api.sampler()
+        promises = [await api.sample(sampler, 1) for _ in range(5)]
+        assert len({promise["request_id"] for promise in promises}) == 1
+        assert recorded(database)[0].not_before is None
+        await api.sample(sampler, 2)
+        assert recorded(database)[1].not_before is None, "five repeats of 6 tokens took nothing"
+
+
+async def test_what_the_engine_samples_is_in_flight_until_it_has_ended(serve: Serve, database: Database) -> None:
+    colocated = {"trainer.placement.colocate_all": True}
+    async with serve(quota_requests_in_flight=1, backend_config=colocated) as api:
+        sampler = await api.sampler()
+        promise = await api.sample(sampler, 1)
+        refused(await api.post("asample", asked(sampler, 2)))
+        await api.post("cancel_future", {"request_id": promise["request_id"]})
+        assert (await api.post("asample", asked(sampler, 2))).status_code == 200
+    assert [row.status for row in recorded(database)] == ["failed", "pending"]
+
+
+# Tokens per minute
+
+
+@ON_BOTH
+async def test_what_is_beyond_the_minutes_tokens_waits_and_says_why(
+    serve: Serve, upstream: FakeUpstream, database: Database
+) -> None:
+    upstream.default = after(asyncio.Event(), complete())
+    async with serve() as api:
+        mine, theirs = await api.sampler(), await api.sampler(**OTHER)
+        await change(api, database, tokens_per_minute=6)
+        first, second = [await api.sample(mine, seq_id) for seq_id in (1, 2)]
+        assert (await api.result(first["request_id"])).json()["queue_state"] == "active", "it is on its way"
+        poll = await api.result(second["request_id"])
+        assert poll.status_code == 408
+        assert poll.json()["queue_state"] == "paused_rate_limit"
+        assert "the quota of 6 tokens per minute is used up" in poll.json()["queue_state_reason"]
+        assert len(upstream.completions) == 1
+        upstream.default = complete()
+        assert await sample_of_other(api, theirs, 1) == [[0, 1, 2]], "nobody else waits"
+        assert (await api.result(second["request_id"])).json()["queue_state"] == "paused_rate_limit"
+        assert (await api.http.get("/statusz")).json()["quotas"] == {
+            "refused": {},
+            "paused": 1,
+            "waiting": 1,
+            "exceptions": 1,
+        }
+        await change(api, database, tokens_per_minute=None)
+        assert tokens(await ended(api, second["request_id"])) == [[0, 1, 2]], "no quota, nothing to wait for"
+    paused = [row for row in recorded(database) if row.not_before is not None]
+    assert [row.tenant for row in paused] == [ONE]
+    assert 50 < paused[0].not_before - paused[0].created_at <= 60
+
+
+async def test_a_turn_comes_by_itself(serve: Serve, database: Database) -> None:
+    async with serve(quota_tokens_per_minute=600) as api:
+        sampler = await api.sampler()
+        large = {"prompt": [1] * 90, "sampling_params": {"max_tokens": 4}}
+        promises = [await api.sample(sampler, 1, num_samples=105, **large)]  # 510 tokens of 600
+        promises.append(await api.sample(sampler, 2, num_samples=2, **large))  # 98 more, and 10 come in each second
+        for promise, count in zip(promises, (105, 2), strict=True):
+            assert len(tokens(await ended(api, promise["request_id"]))) == count
+    first, second = recorded(database)
+    assert first.not_before is None
+    assert second.not_before is not None
+
+
+async def test_tokens_that_were_not_used_are_given_back(
+    serve: Serve, upstream: FakeUpstream, database: Database
+) -> None:
+    go = asyncio.Event()
+    upstream.script.append(after(go, complete()))
+    async with serve(quota_tokens_per_minute=100) as api:
+        sampler = await api.sampler()
+        long = {"sampling_params": {"max_tokens": 97}}  # 4 of them are sampled
+        first, second = [await api.sample(sampler, seq_id, **long) for seq_id in (1, 2)]
+        assert (await api.result(second["request_id"])).json()["queue_state"] == "paused_rate_limit"
+        go.set()
+        await ended(api, first["request_id"])
+        answer = await api.result(second["request_id"])
+        left = answer.json()["queue_state_reason"] if answer.status_code == 408 else "about 0 s"
+        assert int(left.partition("about ")[2].removesuffix(" s")) <= 10, "not a minute any more"
+
+
+async def test_samples_that_would_wait_too_long_are_refused(
+    serve: Serve, upstream: FakeUpstream, database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(account, "MAX_PAUSE_S", 90.0)
+    upstream.default = after(asyncio.Event(), complete())
+    async with serve(quota_tokens_per_minute=6) as api:
+        sampler = await api.sampler()
+        for seq_id in (1, 2):
+            await api.sample(sampler, seq_id)
+        assert "6 tokens per minute" in refused(await api.post("asample", asked(sampler, 3)))
+        assert len(recorded(database)) == 2
+        huge = await api.post("asample", asked(await api.sampler(**OTHER), 1, prompt=[1] * 60), **OTHER)
+        assert huge.status_code == 200, "however large, it is not refused where nothing is before it"
+        status = (await api.http.get("/statusz")).json()["quotas"]["refused"]
+        assert status == {"tokens_per_minute": 1}
+
+
+@ON_BOTH
+async def test_a_restart_gives_nobody_new_tokens(serve: Serve, database: Database) -> None:
+    async with serve() as api:
+        sampler = await api.sampler()
+        await change(api, database, tokens_per_minute=6)
+        promises = [await api.sample(sampler, seq_id) for seq_id in (1, 2)]
+        await ended(api, promises[0]["request_id"])
+        await api.services.sampling.drain(1e9)  # what waits for its turn is not waited for
+    before = recorded(database)[1].not_before
+    async with serve() as api:
+        assert (await api.result(promises[1]["request_id"])).json()["queue_state"] == "paused_rate_limit"
+        third = await api.sample(sampler, 3)
+        assert recorded(database)[1].not_before == before
+        assert recorded(database)[2].not_before > before + 30, "behind what was promised before"
+        await change(api, database, tokens_per_minute=-1)
+        for promise in (promises[1], third):
+            assert tokens(await ended(api, promise["request_id"])) == [[0, 1, 2]]
+
+
+async def test_ending_the_session_ends_what_waits(serve: Serve) -> None:
+    async with serve(quota_tokens_per_minute=60) as api:
+        sampler, again = await api.sampler(), await api.sampler()
+        for seq_id in (1, 2):
+            await api.sample(sampler, seq_id, prompt=[1] * 90)
+        await api.finish(sampler)
+        await until(lambda: not api.services.quotas.waiting)
+        assert api.services.sampling.in_flight == 0
+        assert (await api.post("asample", asked(again, 1))).status_code == 200
+
+
+async def test_default_holds_but_for_the_exceptions(serve: Serve, upstream: FakeUpstream, database: Database) -> None:
+    upstream.default = after(asyncio.Event(), complete())
+    async with serve(quota_requests_in_flight=1) as api:
+        mine, theirs = await api.sampler(), await api.sampler(**OTHER)
+        await change(api, database, requests_in_flight=-1)
+        for seq_id in range(3):
+            await api.sample(mine, seq_id)
+        answers = [await api.post("asample", asked(theirs, seq_id), **OTHER) for seq_id in range(2)]
+        assert [answer.status_code for answer in answers] == [200, 429]
+        await change(api, database, requests_in_flight=None)
+        answers = [await api.post("asample", asked(mine, seq_id)) for seq_id in (3, 4)]
+        assert [answer.status_code for answer in answers] == [200, 429], "those from before were not counted"
+
+
+async def test_change_beside_a_running_server_counts_soon(
+    serve: Serve, database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(skyrl.api.server, "QUOTAS_S", 0.01)
+    async with serve() as api:
+        database.write(lambda c: rows.change(c, ONE, {"models": 0}))
+        await until(lambda: api.services.quotas.of(ONE).models == 0)
+        database.write(lambda c: rows.clear(c, ONE))
+        await until(lambda: not api.services.quotas.any)
+
+
+# Models and training
+
+
+async def create(api: Api, session: str, number: int, **headers: str) -> httpx.Response:
+    wanted = {"session_id": session, "model_seq_id": number, "base_model": BASE, "lora_config": {"rank": 4}}
+    return await api.post("create_model", wanted, **headers)
+
+
+@ON_BOTH
+async def test_models_above_the_quota_are_refused(serve: Serve, database: Database) -> None:
+    async with serve(quota_models=2) as api:
+        session = session_of(await api.sampler())
+        made = [await create(api, session, number) for number in (0, 1)]
+        assert [answer.status_code for answer in made] == [200, 200]
+        assert "may have 2 in training, and has 2" in refused(await create(api, session, 2))
+        assert (await create(api, session, 1)).json() == made[1].json(), "a repeat is no new model"
+        other = session_of(await api.sampler(**OTHER))
+        assert (await create(api, other, 0, **OTHER)).status_code == 200
+        closed = update(models).where(models.c.id == f"{session}:train:0").values(status="closed")
+        database.write(lambda c: c.execute(closed))
+        assert (await create(api, session, 2)).status_code == 200
+
+
+@ON_BOTH
+async def test_models_that_come_at_once_are_counted_one_by_one(serve: Serve) -> None:
+    async with serve(quota_models=3) as api:
+        session = session_of(await api.sampler())
+        answers = await asyncio.gather(*(create(api, session, number) for number in range(8)))
+        assert sorted(answer.status_code for answer in answers) == [200] * 3 + [429] * 5
+
+
+async def test_passes_take_tokens_and_are_never_refused(serve: Serve, database: Database) -> None:
+    async with serve(quota_tokens_per_minute=10) as api:
+        session = session_of(await api.sampler())
+        model_id = (await create(api, session, 0)).json()["model_id"]
+
+        async def train(seq_id: int, *lengths: int, path: str = "forward_backward") -> str:
+            given = {"data": data(1, *lengths), "loss_fn": "cross_entropy"}
+            body = {"model_id": model_id, "seq_id": seq_id, "forward_backward_input": given}
+            if path == "forward":
+                body["forward_input"] = body.pop("forward_backward_input")
+            answer = await api.post(path, body)
+            assert answer.status_code == 200, answer.text
+            return answer.json()["request_id"]
+
+        await train(1, 4, 3)
+        assert await train(1, 4, 3) == await train(1, 4, 3), "repeats take nothing"
+        started = time.time()
+        await train(2, 7, path="forward")
+        await train(3, 1000)
+        step = {"model_id": model_id, "seq_id": 4, "adam_params": {}}
+        assert (await api.post("optim_step", step)).status_code == 200
+        waits = await train(5, 5)
+        unread = await api.post("forward", {"model_id": model_id, "seq_id": 6, "forward_input": {"data": "?"}})
+        assert unread.status_code == 200, "it fails its future"
+        poll = await api.post("retrieve_future", {"request_id": waits})
+        assert poll.json()["queue_state"] == "paused_rate_limit"
+        assert poll.json()["queue_state_reason"].startswith("the quota of 10 tokens per minute is used up")
+        wrong = await api.post("forward", {"model_id": model_id, "seq_id": 5, "forward_input": {"data": []}})
+        assert wrong.status_code == 400
+    created, first, second, third, optim, fifth, unreadable = [row.not_before for row in recorded(database)]
+    assert (created, first, optim, unreadable) == (None, None, None, None)
+    assert 20 < second - started <= 24 + 5, "7 of 10 were taken, 7 more are wanted"
+    assert third > second
+    assert fifth > third + 900 / 10 * 60
+
+
+async def test_protobuf_passes_are_counted(serve: Serve, database: Database) -> None:
+    from skyrl.wire import tinker_pb2 as pb
+
+    async with serve(quota_tokens_per_minute=10) as api:
+        session = session_of(await api.sampler())
+        model_id = (await create(api, session, 0)).json()["model_id"]
+        for seq_id in (1, 2):
+            body = pb.ForwardBackwardRequest(model_id=model_id, seq_id=seq_id, loss_fn="cross_entropy")
+            for _ in range(2):
+                body.data.add().model_input.add().encoded_text.tokens = bytes(4 * 4)
+            headers = {"Content-Type": "application/x-protobuf"}
+            answer = await api.http.post("/api/v1/forward_backward", content=body.SerializeToString(), headers=headers)
+            assert answer.status_code == 200, answer.text
+    assert [row.not_before is None for row in recorded(database)] == [True, True, False]
+
+
+async def test_answers_are_json_with_a_sentence(serve: Serve) -> None:
+    async with serve(quota_models=0) as api:
+        answer = await create(api, session_of(await api.sampler()), 0)
+        assert set(json.loads(answer.content)) == {"detail", "field"}
