@@ -34,12 +34,14 @@ from skyrl.api import (
     training,
     weights,
 )
+from skyrl.api.body import CONTROL_BYTES
 from skyrl.api.openapi import describe
 from skyrl.api.reply import reply
+from skyrl.api.room import Bodies
 from skyrl.api.services import Services
 from skyrl.db.faults import DatabaseError, column_with_nul, passes, reason
 from skyrl.storage.base import NotStored, StoreError
-from skyrl.wire.errors import InvalidToken, RequestError
+from skyrl.wire.errors import InvalidToken, OverQuota, RequestError
 
 logger = logging.getLogger(__name__)
 
@@ -124,11 +126,14 @@ def create_app(services: Services) -> Application:
         redoc_url=None,
     )
     app.state.access = services.access
+    app.state.bodies = Bodies(services.config.state_dir, CONTROL_BYTES)
     for resource in RESOURCES:
         app.include_router(resource.router(services))
 
     @app.exception_handler(RequestError)
     async def refused(_: Request, error: RequestError) -> Response:
+        if isinstance(error, OverQuota):
+            services.quotas.refused[error.quota] += 1
         headers = {"Retry-After": f"{error.retry_after_s:g}"} if error.retry_after_s is not None else {}
         if isinstance(error, InvalidToken):
             headers["WWW-Authenticate"] = 'Bearer error="invalid_token"'

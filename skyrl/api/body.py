@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import io
+from contextlib import AbstractAsyncContextManager
+from typing import Protocol
 
 import zstandard
 from starlette.requests import Request
@@ -14,6 +16,10 @@ from skyrl.wire.errors import RequestError
 
 INLINE_BYTES = 256 * 2**10
 """What is no larger decompressed is decompressed on the event loop; megabytes would hold it up for some 5 ms each."""
+MAX_KEY = 2_000
+"""Characters of a key or a token: tenants of the last 4,096 keys are remembered by them."""
+SMALL_BYTES = 64 * 2**10
+"""A body that needs no room of its own."""
 CONTROL_BYTES = 2**20
 """Bodies of everything but samples and training passes: the least that `max_body_bytes` may be."""
 SAMPLE_BYTES = 32 * 2**20
@@ -25,6 +31,8 @@ def key_of(request: Request) -> str:
     key = request.headers.get("x-api-key", "")
     if not key:
         raise RequestError("send an API key in X-API-Key", status=401)
+    if len(key) > MAX_KEY:
+        raise RequestError(f"the API key in X-API-Key has more than {MAX_KEY} characters", status=401)
     return key
 
 
@@ -47,9 +55,27 @@ def tenant_of(request: Request) -> str:
     return caller_of(request).tenant
 
 
-async def read_body(request: Request, max_bytes: int = CONTROL_BYTES) -> bytes:
-    """The decompressed body. Raises RequestError 413 when it is larger than `max_bytes`, 415 for other encodings."""
-    return await expand(request, await receive(request, max_bytes), max_bytes)
+class LargeBodies(Protocol):
+    """`skyrl.api.room.Bodies`."""
+
+    def of(self, request: Request, tenant: str) -> AbstractAsyncContextManager[bytes]: ...
+
+
+async def read_body(request: Request) -> bytes:
+    """The decompressed body of everything but samples and training passes: one that is not small waits until there is
+    room for it. Raises RequestError 413 when it is larger than CONTROL_BYTES, 415 for other encodings."""
+    if _is_small(request):
+        return await expand(request, await receive(request, CONTROL_BYTES), CONTROL_BYTES)
+    bodies: LargeBodies = request.app.state.bodies
+    async with bodies.of(request, request.headers.get("x-api-key", "")) as body:
+        return body
+
+
+def _is_small(request: Request) -> bool:
+    declared = request.headers.get("content-length")
+    if declared is None:
+        return "transfer-encoding" not in request.headers  # there is no body
+    return declared.isdigit() and int(declared) <= SMALL_BYTES
 
 
 async def receive(request: Request, max_bytes: int) -> bytes:

@@ -6,7 +6,6 @@ Files are streamed from the store; none is held in memory.
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Iterator
 from email.utils import formatdate
@@ -21,6 +20,7 @@ from skyrl.api.reply import reply, timestamp
 from skyrl.api.services import Services
 from skyrl.storage.archive import Member, gzip_size, gzip_stored, tar, tar_size
 from skyrl.storage.base import MANIFEST, manifest_of
+from skyrl.storage.threads import in_store
 from skyrl.wire.errors import NotFound, RequestError
 from skyrl.wire.paths import TinkerPath, parse_path
 
@@ -69,7 +69,7 @@ def router(services: Services) -> APIRouter:
                 "exported files are fetched one by one, see external_weights_urls", field="checkpoint_id"
             )
         row = await readable(path, tenant)
-        missing = set(ARCHIVED) - set(await asyncio.to_thread(store.files, row.store_key))
+        missing = set(ARCHIVED) - set(await in_store(store.files, row.store_key))
         if missing:
             raise NotFound(
                 f"{path} was saved by an older version, without {' and '.join(sorted(missing))}: load and save it",
@@ -90,7 +90,7 @@ def router(services: Services) -> APIRouter:
     async def archive(model_id: str, kind: str, name: str, save: str, file: str, request: Request) -> Response:
         path = parse_path(f"tinker://{model_id}/{kind}/{name}", "checkpoint_id")
         row = await linked(request, path, save)
-        sizes = await asyncio.to_thread(store.files, row.store_key)
+        sizes = await in_store(store.files, row.store_key)
         sizes = {member: sizes[member] for member in ARCHIVED}
         complete = manifest_of(sizes)
 
@@ -114,10 +114,10 @@ def router(services: Services) -> APIRouter:
         row = await readable(path, tenant)
         if services.config.presigned_downloads:
             expires_at = time.time() + LINK_S
-            urls = await asyncio.to_thread(store.sign, row.store_key, LINK_S)
+            urls = await in_store(store.sign, row.store_key, LINK_S)
             if urls is not None:
                 return reply({"urls": urls, "expires": timestamp(expires_at)})
-        files = await asyncio.to_thread(store.files, row.store_key)
+        files = await in_store(store.files, row.store_key)
         at = f"{_LINKS}/files/{model_id}/{kind}/{name}/{_save_of(row)}"
         links = {file: services.urls.sign(request, f"{at}/{file}", LINK_S) for file in files}
         expires_at = min(link.expires_at for link in links.values())
@@ -127,8 +127,8 @@ def router(services: Services) -> APIRouter:
     async def exported_file(model_id: str, kind: str, name: str, save: str, file: str, request: Request) -> Response:
         path = parse_path(f"tinker://{model_id}/{kind}/{name}", "checkpoint_id")
         row = await linked(request, path, save)
-        sizes = await asyncio.to_thread(store.files, row.store_key)
-        pieces = await asyncio.to_thread(store.stream, row.store_key, file)
+        sizes = await in_store(store.files, row.store_key)
+        pieces = await in_store(store.stream, row.store_key, file)
         return _attachment(pieces, sizes[file], file, "application/octet-stream")
 
     return routes

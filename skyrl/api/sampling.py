@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
 from fastapi import APIRouter
@@ -15,6 +14,7 @@ from skyrl.api.reply import reply
 from skyrl.api.room import Bodies
 from skyrl.api.services import Services
 from skyrl.db.samplers import Sampler
+from skyrl.storage.threads import in_store
 from skyrl.wire.errors import NotFound, RequestError
 from skyrl.wire.paths import parse_path, sampling_session_id_of
 from skyrl.wire.requests import CreateSamplingSessionRequest, JoinSamplingSessionRequest, decode_json
@@ -44,7 +44,7 @@ def router(services: Services) -> APIRouter:
                 services.check_base_model(wanted.base_model)  # any of its names: there is one base model
             if saved.store_key is not None and adapter_path is not None:
                 store = services.checkpoint_store
-                await asyncio.to_thread(bring_adapter, store, saved.store_key, Path(adapter_path))
+                await in_store(bring_adapter, store, saved.store_key, Path(adapter_path))
         elif wanted.base_model is not None:
             base_model = services.check_base_model(wanted.base_model)
         else:
@@ -78,7 +78,7 @@ def router(services: Services) -> APIRouter:
     @routes.post("/asample")
     async def asample(request: Request) -> Response:
         tenant = tenant_of(request)
-        async with bodies.of(request) as body:
+        async with bodies.of(request, tenant) as body:
             promise = await services.sampling.submit(body, tenant)
         return reply({"request_id": promise.request_id, "sample_sequence_ids": promise.sample_sequence_ids})
 

@@ -12,6 +12,7 @@ from starlette.responses import Response
 from skyrl.api.body import read_body, tenant_of
 from skyrl.api.reply import reply, strings
 from skyrl.api.services import Services
+from skyrl.api.sessions import check_length
 from skyrl.api.tokens import user_urn
 from skyrl.db.session_search import Found, Query, Status, microseconds
 from skyrl.db.sessions import DEFAULT_PROJECT
@@ -116,6 +117,7 @@ def router(services: Services) -> APIRouter:
         for field in ("project_ids", "statuses"):
             if len(getattr(wanted, field) or ()) > MAX_LISTED:
                 raise RequestError(f"must hold at most {MAX_LISTED}", field=field)
+        check_length("display_name", wanted.display_name)
         if wanted.display_name == "":
             raise RequestError("must hold at least one character, or be left out", field="display_name")
         query = Query(

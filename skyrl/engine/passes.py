@@ -44,10 +44,11 @@ def failed(error: Exception, command: Command) -> Outcome:
 
 def decode_pass(command: Command, body: bytes, backend: Backend) -> TrainingPass:
     """Raises RequestError or InvalidRequest naming the field and the datum."""
+    assert command.model_id is not None  # whose it is was checked; what the body says is not asked again
     forward_only = command.kind is Kind.FORWARD
     decoded = decode_forward_backward(body, command.body_format, forward_only=forward_only)
     training_pass = TrainingPass(
-        model_id=decoded.model_id,
+        model_id=command.model_id,
         data=[Datum(tokens, inputs) for tokens, inputs in zip(decoded.tokens, decoded.loss_inputs, strict=True)],
         loss_fn=decoded.loss_fn,
         loss_config=decoded.loss_config,

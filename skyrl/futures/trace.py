@@ -14,6 +14,8 @@ from skyrl.db.database import Database
 from skyrl.wire.results import encode_json
 
 _OTHER = "other requests"
+MAX_REQUESTS = 50_000
+"""What one trace holds: all of it is in memory, and viewers show no more in any useful way."""
 
 
 def trace_of(requests: Iterable[Any]) -> dict[str, Any]:
@@ -59,5 +61,6 @@ class Traces:
         self._database = database
 
     async def of_session(self, session_id: str) -> bytes:
-        """The trace of what is still recorded of a session's requests, as JSON."""
-        return await self._database.read_async(lambda c: encode_json(trace_of(rows.of_session(c, session_id))))
+        """The trace of the newest of a session's requests that are still recorded, as JSON."""
+        newest = MAX_REQUESTS
+        return await self._database.read_async(lambda c: encode_json(trace_of(rows.of_session(c, session_id, newest))))

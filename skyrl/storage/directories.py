@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Iterator
@@ -11,6 +12,9 @@ from pathlib import Path
 from urllib.parse import quote, unquote
 
 from skyrl.storage.base import MANIFEST, CheckpointStore
+
+_SCRATCH = re.compile(r"\.tmp-[0-9a-f]{16}")
+"""No checkpoint is called so, whatever its user names it: a store's key ends with a `-` and the save's own id."""
 
 
 def safe_name(name: str) -> str:
@@ -25,7 +29,7 @@ def id_of(file_name: str) -> str:
 
 def is_scratch(path: Path) -> bool:
     """Whether a directory is being written or deleted, or was when its writer died."""
-    return path.name.startswith(".tmp-")
+    return _SCRATCH.fullmatch(path.name) is not None
 
 
 def scratch_in(parent: Path) -> Path:

@@ -17,6 +17,25 @@ from skyrl.wire.tensors import JsonTensor
 
 S = TypeVar("S", bound=msgspec.Struct)
 
+MAX_NOTES_BYTES = 16 * 2**10
+"""What a client may note on one of its things, as JSON: it is kept for ever, and becomes many times as much in memory
+where lists show a thousand things."""
+MAX_NOTES_DEPTH = 32
+"""Objects and lists in each other: what can be read can still be too deep to be written again."""
+
+
+def _deeper(notes: object, levels: int) -> bool:
+    within = notes.values() if isinstance(notes, dict) else notes if isinstance(notes, list) else None
+    return within is not None and (levels == 0 or any(_deeper(value, levels - 1) for value in within))
+
+
+def _check_notes(field: str, notes: object) -> None:
+    """Raises RequestError naming the field."""
+    if _deeper(notes, MAX_NOTES_DEPTH):
+        raise RequestError(f"must not be nested more than {MAX_NOTES_DEPTH} deep", field=field)
+    if notes and (size := len(msgspec.json.encode(notes))) > MAX_NOTES_BYTES:
+        raise RequestError(f"must have at most {MAX_NOTES_BYTES} bytes as JSON, got {size}", field=field)
+
 
 class ClientConfigRequest(msgspec.Struct):
     sdk_version: str = ""
@@ -28,6 +47,10 @@ class CreateSessionRequest(msgspec.Struct):
     sdk_version: str = ""
     project_id: str | None = None
     display_name: str | None = None
+
+    def __post_init__(self) -> None:
+        for field in ("tags", "user_metadata", "sdk_version"):
+            _check_notes(field, getattr(self, field))
 
 
 class SessionRequest(msgspec.Struct):
@@ -44,6 +67,9 @@ class FinishReason(msgspec.Struct):
 class FinishSessionRequest(msgspec.Struct):
     reason: FinishReason | None = None
     detail: str | None = None
+
+    def __post_init__(self) -> None:
+        _check_notes("detail", self.detail)
 
 
 class LoraConfig(msgspec.Struct):
@@ -67,6 +93,9 @@ class CreateModelRequest(msgspec.Struct):
     lora_config: LoraConfig | None = None
     user_metadata: dict[str, Any] | None = None
     optimizer_config: OptimizerConfig | None = None
+
+    def __post_init__(self) -> None:
+        _check_notes("user_metadata", self.user_metadata)
 
 
 class ModelRequest(msgspec.Struct):
@@ -103,6 +132,9 @@ class SaveWeightsRequest(msgspec.Struct):
     overwrite: bool = False
     user_metadata: dict[str, str] | None = None
 
+    def __post_init__(self) -> None:
+        _check_notes("user_metadata", self.user_metadata)
+
 
 class SaveWeightsForSamplerRequest(SaveWeightsRequest):
     sampling_session_seq_id: int | None = None
@@ -125,6 +157,9 @@ class LoadWeightsRequest(msgspec.Struct):
     user_metadata: dict[str, Any] | None = None
     optimizer_config: OptimizerConfig | None = None
     weights_access_token: str | None = None
+
+    def __post_init__(self) -> None:
+        _check_notes("user_metadata", self.user_metadata)
 
 
 class LoadTarget(msgspec.Struct):

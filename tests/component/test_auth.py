@@ -14,6 +14,7 @@ import pytest
 from api_harness import Api, Serve
 
 from skyrl.api import tokens
+from skyrl.api.body import MAX_KEY
 from skyrl.api.tokens import Tokens, tenant_of_key, user_urn
 
 
@@ -90,6 +91,13 @@ async def test_missing_key_is_no_invalid_token(api: Api) -> None:
     answer = await my_sessions(api, "")
     assert answer.status_code == 401
     assert "WWW-Authenticate" not in answer.headers
+
+
+async def test_a_key_has_a_bound(api: Api) -> None:
+    assert (await my_sessions(api, "k" * MAX_KEY)).status_code == 200
+    answer = await my_sessions(api, "k" * (MAX_KEY + 1))
+    assert (answer.status_code, "www-authenticate" in answer.headers) == (401, False)
+    assert "kkk" not in answer.text
 
 
 async def test_key_that_only_begins_like_a_token_is_a_key(api: Api) -> None:

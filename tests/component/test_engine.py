@@ -26,7 +26,7 @@ from skyrl.db.sessions import sessions
 from skyrl.engine import reclaim
 from skyrl.futures.doorbell import SESSIONS
 from skyrl.futures.kinds import SAVES, Kind
-from skyrl.storage.directories import safe_name
+from skyrl.storage.directories import safe_name, scratch_in
 
 
 @pytest.fixture
@@ -211,6 +211,7 @@ async def test_name_is_used_once_unless_told_to_overwrite(harness: Harness) -> N
         ({"path": "x", "ttl_seconds": 10**300}, "ttl_seconds: "),
         ({"path": "x", "user_metadata": {"a": 1}}, "user_metadata[...]: Expected `str`"),
         ({"path": "x", "user_metadata": ["a"]}, "user_metadata: Expected `object"),
+        ({"path": "x", "user_metadata": {"a": "x" * 20_000}}, "user_metadata: must have at most 16384 bytes"),
     ],
 )
 async def test_save_that_makes_no_sense_is_the_callers_mistake(
@@ -384,8 +385,8 @@ async def test_sweep_spares_what_is_being_written_and_deletes_what_the_dead_left
     roots = (harness.config.adapters_dir, harness.config.checkpoints_dir, harness.config.snapshots_dir)
     ours, dead = [], []
     for root in roots:
-        for name, found in (("ours", ours), ("dead", dead)):
-            found.append(root / safe_name(trainer.model_id) / f".tmp-{name}")
+        for found in (ours, dead):
+            found.append(scratch_in(root / safe_name(trainer.model_id)))
             found[-1].mkdir(parents=True)
         os.utime(dead[-1], (time.time() - 60, time.time() - 60))
     closed = await Trainer.create(harness)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 import io
 import json
 import tarfile
+import threading
 import time
 from email.utils import parsedate_to_datetime
 from pathlib import Path
@@ -77,6 +79,23 @@ async def test_link_is_for_one_save_of_one_path_and_ends(world: World, monkeypat
     assert (await world.linked(again)).status_code == 200
     assert (await world.ask("DELETE", at(path))).status_code == 200
     assert (await world.linked(again)).status_code == 404
+
+
+async def test_store_that_hangs_keeps_nobody_from_the_database(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = await world.trainer()
+    path = (await trainer.do(Kind.SAVE_WEIGHTS, path="final"))["path"]
+    back = threading.Event()
+    files = world.services.checkpoint_store.files
+    monkeypatch.setattr(world.services.checkpoint_store, "files", lambda key: back.wait() and files(key))
+    # More than any pool has threads; what is asked after them is in a queue behind them.
+    many = [asyncio.create_task(world.ask("GET", f"{at(path)}/archive")) for _ in range(50)]
+    try:
+        async with asyncio.timeout(60):
+            for _ in range(20):
+                assert (await world.get("training_runs"))["training_runs"] != []
+    finally:
+        back.set()
+    assert {answer.status_code for answer in await asyncio.gather(*many)} == {302}
 
 
 async def test_published_archive_is_everybodys_and_the_owner_reads_of_it(world: World) -> None:

@@ -17,6 +17,7 @@ from skyrl.db.checkpoints import checkpoints
 from skyrl.db.database import Database
 from skyrl.db.models import Adapter, models
 from skyrl.db.sessions import sessions
+from skyrl.futures import trace as timelines
 from tests.postgres_server import ON_BOTH
 
 pytestmark = ON_BOTH
@@ -268,3 +269,11 @@ async def test_link_to_a_timeline_is_for_that_one_alone(api: Api) -> None:
     url = (await api.http.get(f"/api/v1/sessions/{one}/trace_export")).json()["url"]
     assert (await api.http.get(url)).status_code == 200
     assert (await api.http.get(url.replace(one, two))).status_code == 403
+
+
+async def test_a_timeline_holds_the_newest_requests(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    sampler = await api.sampler()
+    asked = [(await api.sample(sampler, seq_id))["request_id"] for seq_id in range(3)]
+    monkeypatch.setattr(timelines, "MAX_REQUESTS", 2)
+    events = (await trace(api, session_of(sampler)))["traceEvents"]
+    assert [event["id"] for event in events if event["ph"] == "b"] == asked[1:]

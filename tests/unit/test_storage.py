@@ -156,6 +156,16 @@ def test_names_of_any_kind(store: CheckpointStore) -> None:
     assert read(store, key) == {"adapter_model.safetensors.age": b"x"}
 
 
+def test_no_name_is_taken_for_a_leftover(store: CheckpointStore) -> None:
+    """A name may begin as scratch directories do; its save's id is behind it, as `skyrl.engine.saving` makes keys."""
+    names = [".tmp-best", f".tmp-{'0' * 16}", ".tmp-"]
+    wanted = sorted(f"model/{safe_name(name)}-{'0' * 12}" for name in names)
+    for key in wanted:
+        write(store, key, {"f": b"x"})
+    store.remove_leftovers(time.time() + 60)
+    assert keys(store) == wanted
+
+
 def test_store_belongs_to_who_claimed_it_first(store: CheckpointStore) -> None:
     assert store.claim("one") == "one"
     assert store.claim("two") == "one"

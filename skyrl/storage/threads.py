@@ -1,0 +1,17 @@
+"""Threads for what waits for a checkpoint store: one that hangs keeps nobody who waits for the database or a digest."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+_THREADS = ThreadPoolExecutor(8, thread_name_prefix="checkpoint-store")
+
+
+async def in_store(action: Callable[..., T], *arguments: Any) -> T:
+    """`asyncio.to_thread` for methods of a CheckpointStore, and for what calls them."""
+    return await asyncio.get_running_loop().run_in_executor(_THREADS, action, *arguments)

@@ -1,0 +1,176 @@
+"""What a connection may hold, and for how long, before anybody has shown a key. Real sockets; uvicorn's own server."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+
+import pytest
+import uvicorn
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from skyrl.api import connections
+from skyrl.api.connections import HEAD_BYTES, BoundedHttp
+
+GET = b"GET / HTTP/1.1\r\nHost: x\r\n"
+POST = b"POST /echo HTTP/1.1\r\nHost: x\r\n"
+SOON_S = 0.05
+PATIENCE_S = 60
+
+
+class Server:
+    """An application that answers with the length of the body; at /held once it is `released`."""
+
+    def __init__(self) -> None:
+        self.released = asyncio.Event()
+        self.port = 0
+        self.opened: list[Connection] = []
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = Request(scope, receive)
+        if request.url.path == "/held":
+            await self.released.wait()
+        await Response(str(len(await request.body())))(scope, receive, send)
+
+    async def open(self, sent: bytes = b"") -> Connection:
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+        writer.write(sent)
+        await writer.drain()
+        self.opened.append(Connection(reader, writer))
+        return self.opened[-1]
+
+    async def close(self) -> None:
+        self.released.set()
+        for connection in self.opened:
+            connection.writer.close()
+            with suppress(ConnectionError):
+                await connection.writer.wait_closed()
+
+
+class Connection:
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader, self.writer = reader, writer
+
+    async def send(self, data: bytes) -> None:
+        self.writer.write(data)
+        await self.writer.drain()
+
+    async def all(self) -> bytes:
+        """What the server says until it closes the connection."""
+        said = b""
+        async with asyncio.timeout(PATIENCE_S):
+            with suppress(ConnectionError):
+                while part := await self.reader.read(65536):
+                    said += part
+        return said
+
+    async def answer(self) -> bytes:
+        """The body of one answer."""
+        async with asyncio.timeout(PATIENCE_S):
+            head = await self.reader.readuntil(b"\r\n\r\n")
+            length = head.lower().split(b"content-length: ")[1].split(b"\r\n")[0]
+            return await self.reader.readexactly(int(length))
+
+
+@asynccontextmanager
+async def serving() -> AsyncIterator[Server]:
+    server = Server()
+    config = uvicorn.Config(server, port=0, http=BoundedHttp, lifespan="off", log_level="error", ws="none")
+    web = uvicorn.Server(config)
+    config.load()
+    web.lifespan = config.lifespan_class(config)
+    await web.startup()
+    server.port = web.servers[0].sockets[0].getsockname()[1]
+    try:
+        yield server
+    finally:
+        await server.close()
+        web.force_exit = True
+        await web.shutdown()
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[Server]:
+    async with serving() as server:
+        yield server
+
+
+@pytest.mark.parametrize(
+    "endless",
+    [
+        GET + b"X: ",
+        b"GET /",
+        GET + b"X-1: " + b"a" * 1000 + b"\r\n" + b"X-2: ",
+        POST + b"Transfer-Encoding: chunked\r\n\r\n0\r\nX: ",
+        POST + b"Transfer-Encoding: chunked\r\n\r\n1;",
+    ],
+    ids=["header", "url", "headers", "trailer", "chunk extension"],
+)
+async def test_what_is_beside_a_body_has_a_bound(server: Server, endless: bytes) -> None:
+    connection = await server.open(endless)
+    await connection.send(b"a" * (HEAD_BYTES - len(endless)))  # not yet too much: it is waited for
+    await connection.send(b"a")
+    said = await connection.all()
+    assert said.startswith(b"HTTP/1.1 431 "), said[:80]
+    assert b'"detail":"a request may have' in said
+
+
+@pytest.mark.parametrize("pieces", [1, 3000])
+async def test_long_bodies_pass(server: Server, pieces: int) -> None:
+    """In one chunk, and in so many that their frames are longer than a head may be."""
+    piece = b"b" * (6_000_000 // pieces)
+    head = POST + b"X-Long: " + b"a" * (HEAD_BYTES - 1000) + b"\r\nTransfer-Encoding: chunked\r\n\r\n"
+    connection = await server.open(head + (b"%x\r\n%s\r\n" % (len(piece), piece)) * pieces + b"0\r\n\r\n")
+    assert await connection.answer() == b"6000000"
+    await connection.send(POST + b"Content-Length: 2\r\n\r\nbb" + POST + b"Content-Length: 3\r\n\r\nbbb")
+    assert [await connection.answer(), await connection.answer()] == [b"2", b"3"], "the next ones are counted anew"
+
+
+async def test_what_is_no_http_is_refused_as_everything_else(server: Server) -> None:
+    said = await (await server.open(b"\x16\x03\x01\x02\x00")).all()
+    assert said.startswith(b"HTTP/1.1 400 ")
+    assert said.endswith(b'{"detail":"the request is not HTTP/1.1 as this server takes it","field":null}')
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        b"",
+        b"\r\n",
+        GET,
+        POST + b"Content-Length: 5\r\n\r\nab",
+        POST + b"Transfer-Encoding: chunked\r\n\r\n1\r\nb",
+    ],
+    ids=["nothing", "blank lines", "head", "body", "chunk"],
+)
+async def test_what_does_not_become_whole_is_closed(part: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request that is whole may take longer."""
+    async with serving() as server:
+        held = await server.open(b"GET /held HTTP/1.1\r\nHost: x\r\n\r\n")
+        monkeypatch.setattr(connections, "IDLE_S", SOON_S)
+        monkeypatch.setattr(connections, "REST_S", SOON_S)
+        await (await server.open(part)).all()
+        server.released.set()
+        assert await held.answer() == b"0"
+
+
+async def test_drops_do_not_keep_a_head_alive(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "REST_S", SOON_S)
+    connection = await server.open(GET)
+    closed = asyncio.create_task(connection.all())
+    while not closed.done():
+        connection.writer.write(b"X: y\r\n")
+        await asyncio.sleep(SOON_S / 10)
+    assert await closed == b""
+
+
+async def test_connections_leave_room_for_other_files(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "most_connections", lambda: 2)
+    first, second = await server.open(GET), await server.open()
+    assert await (await server.open(GET + b"\r\n")).all() == b""
+    second.writer.close()
+    await first.send(b"\r\n")
+    assert await first.answer() == b"0"
