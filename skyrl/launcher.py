@@ -16,15 +16,14 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
 import httpx
 
 from skyrl.config import ConfigError, ServerConfig
-from skyrl.db import engine_state
 from skyrl.db.database import Database
 from skyrl.db.migrate import migrate
 from skyrl.db.stores import claim_store
@@ -32,7 +31,9 @@ from skyrl.inference.placement import LocalPlacement, Placement, ServerHandle, f
 from skyrl.inference.vllm_client import VllmClient
 from skyrl.inference.vllm_command import cuda_devices, plugin_installed, vllm_spec
 from skyrl.inference.watchdog import Watchdog
-from skyrl.runtime import RUNTIME_ENV, Runtime, set_up_process
+from skyrl.listening import listen
+from skyrl.ownership import TrainingClaim, server_id
+from skyrl.runtime import RUNTIME_ENV, SLOT_ENV, SOCKETS_ENV, Runtime, set_up_process
 from skyrl.supervision import SupervisedProcess
 
 logger = logging.getLogger(__name__)
@@ -40,19 +41,29 @@ logger = logging.getLogger(__name__)
 API_GRACE_S = 15.0
 ENGINE_GRACE_S = 20.0
 INFERENCE_GRACE_S = 5.0
+FIRST_LOOK_S, LONGEST_LOOK_S = 0.2, 10.0
+"""Between two questions whether the server is ready: an inference server of somebody else's may be away for days."""
 LONGEST_TMPDIR = 50
 """A socket's path has 107 characters at most, and vLLM names its own by UUIDs."""
 
 
 def lock_state_dir(state_dir: Path) -> IO[str]:
-    """One server per state directory. Raises ConfigError when another one holds it."""
-    state_dir.mkdir(parents=True, exist_ok=True)
-    lock = (state_dir / "lock").open("w")
+    """One server per state directory. A new one is for this user alone: it will hold prompts, weights and secrets.
+
+    Raises ConfigError when another server holds it, or it cannot be written to.
+    """
+    try:
+        state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        lock = (state_dir / "lock").open("w")
+    except OSError as error:
+        raise ConfigError(f"state-dir: cannot write to {state_dir} ({error.strerror})") from error
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         lock.close()
         raise ConfigError(f"state-dir: another skyrl server is running in {state_dir}") from error
+    if state_dir.stat().st_mode & 0o077:
+        logger.warning("other users may enter %s; unless that is meant: chmod 700 %s", state_dir, state_dir)
     return lock
 
 
@@ -90,16 +101,6 @@ def _remove_unlocked(directory: Path) -> None:
             os.close(descriptor)
 
 
-def _check_port(config: ServerConfig) -> None:
-    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((config.host, config.port))
-        except OSError as error:
-            raise ConfigError(f"port: cannot listen on {config.host}:{config.port} ({error.strerror})") from error
-
-
 def _python(module: str) -> list[str]:
     return [sys.executable, "-m", module]
 
@@ -116,22 +117,29 @@ class Launcher:
     async def run(self, stop: asyncio.Event) -> None:
         """Serve until `stop`; returns when no process of this server is left."""
         config = self._config
-        _check_port(config)
-        database = Database(config.database)
-        try:
+        with ExitStack() as held:
+            sockets = [held.enter_context(opened) for opened in listen(config.host, config.port)]
+            database = held.enter_context(closing(Database(config.database)))
             await asyncio.to_thread(migrate, database)
+            name, holding = server_id(config.state_dir), None
             if config.backend != "none":
                 await asyncio.to_thread(claim_store, config, database)
-            database.write(lambda c: engine_state.clear(c, "the engine is starting"))
+                claim = TrainingClaim(database, name)
+                await claim.take()
+                held.callback(claim.release)
+                holding = asyncio.create_task(claim.hold())
+                holding.add_done_callback(lambda _: stop.set())
             try:
                 with private_directory(config.state_dir) as directory:
-                    await self._run_processes(stop, directory)
+                    await self._run_processes(stop, directory, name, sockets)
             finally:
-                database.write(lambda c: engine_state.clear(c, "the server has stopped"))
-        finally:
-            database.close()
+                if holding is not None:
+                    holding.cancel()
+                    await asyncio.gather(holding, return_exceptions=True)
 
-    async def _run_processes(self, stop: asyncio.Event, directory: Path) -> None:
+    async def _run_processes(
+        self, stop: asyncio.Event, directory: Path, name: str, sockets: list[socket.socket]
+    ) -> None:
         config = self._config
         inference: ServerHandle | None = None
         watching: list[asyncio.Task[None]] = []
@@ -148,17 +156,23 @@ class Launcher:
             spec = vllm_spec(config, port, key, cuda=bool(devices), devices=devices, directory=directory)
             inference = await self._placement.start(spec)
             watching.append(asyncio.create_task(self._watch(inference, key)))
-        runtime = Runtime(config, directory, inference.url if inference is not None else None, key)
+        runtime = Runtime(config, directory, inference.url if inference is not None else None, key, name)
         environment = {
             RUNTIME_ENV: str(runtime.write()),
             "OMP_NUM_THREADS": str(config.threads),
             "PYTHONDONTWRITEBYTECODE": "",  # torch and transformers take twice as long to import without byte code
         }
-        api = self._process("api", environment)
-        processes = [api]
-        if config.backend != "none":
-            processes.append(self._process("engine", environment))
-        running = [asyncio.create_task(process.run()) for process in processes]
+
+        def restore(_: int) -> None:
+            try:
+                runtime.restore()
+            except OSError as error:
+                logger.error("what a process needs to start again cannot be written: %s", error)
+
+        apis = [self._api(slot, environment, sockets, restore) for slot in range(config.api_processes)]
+        trains = config.backend != "none"
+        engines = [self._process("engine", "skyrl.engine.main", environment, restore)] if trains else []
+        running = [asyncio.create_task(process.run()) for process in (*apis, *engines)]
         watching.append(asyncio.create_task(self._announce()))
         try:
             await stop.wait()
@@ -166,16 +180,33 @@ class Launcher:
             for task in watching:
                 task.cancel()
             logger.info("stopping")
-            await api.stop(API_GRACE_S)
-            for process in processes[1:]:
-                await process.stop(ENGINE_GRACE_S)
+            await asyncio.gather(*(api.stop(API_GRACE_S) for api in apis))
+            for opened in sockets:
+                opened.close()  # nobody is to wait for an API that will not come
+            for engine in engines:
+                await engine.stop(ENGINE_GRACE_S)
             if inference is not None:
                 await self._placement.stop(inference, INFERENCE_GRACE_S)
             await asyncio.gather(*running, *watching, return_exceptions=True)
 
-    def _process(self, name: str, environment: dict[str, str]) -> SupervisedProcess:
-        module = {"api": "skyrl.api.server", "engine": "skyrl.engine.main"}[name]
-        return SupervisedProcess(name, _python(module), environment, self._logs / f"{name}.log")
+    def _api(
+        self, slot: int, environment: dict[str, str], sockets: list[socket.socket], on_exit: Callable[[int], None]
+    ) -> SupervisedProcess:
+        numbers = [opened.fileno() for opened in sockets]
+        own = {SLOT_ENV: str(slot), SOCKETS_ENV: ",".join(map(str, numbers))}
+        name = "api" if slot == 0 else f"api-{slot}"
+        return self._process(name, "skyrl.api.server", environment | own, on_exit, numbers)
+
+    def _process(
+        self,
+        name: str,
+        module: str,
+        environment: dict[str, str],
+        on_exit: Callable[[int], None],
+        pass_fds: Sequence[int] = (),
+    ) -> SupervisedProcess:
+        log = self._logs / f"{name}.log"
+        return SupervisedProcess(name, _python(module), environment, log, on_exit=on_exit, pass_fds=pass_fds)
 
     async def _watch(self, server: ServerHandle, key: str) -> None:
         options = self._config.backend_config.inference
@@ -197,6 +228,7 @@ class Launcher:
         host = "127.0.0.1" if self._config.host in ("0.0.0.0", "::") else self._config.host
         url = f"http://{f'[{host}]' if ':' in host else host}:{self._config.port}"
         said = time.monotonic()
+        pause_s = FIRST_LOOK_S
         async with httpx.AsyncClient(trust_env=False, timeout=5.0) as client:
             while True:
                 reasons = ["the API is starting"]
@@ -209,7 +241,8 @@ class Launcher:
                 if time.monotonic() - said > 30:
                     said = time.monotonic()
                     logger.info("not ready yet: %s (logs: %s)", "; ".join(reasons), self._logs)
-                await asyncio.sleep(0.2)
+                await asyncio.sleep(pause_s)
+                pause_s = min(1.05 * pause_s, LONGEST_LOOK_S)
 
 
 async def _main(config: ServerConfig) -> None:

@@ -6,26 +6,51 @@ import json
 import logging
 import os
 import resource
+import sys
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from skyrl.config import ServerConfig, dump_config, restore_config
+from skyrl.db.faults import DatabaseError, passes, reason
+
+logger = logging.getLogger(__name__)
 
 RUNTIME_ENV = "SKYRL_RUNTIME_FILE"
+SLOT_ENV = "SKYRL_API_SLOT"
+"""Which of its server's API processes one is: 0, 1, ..."""
+SOCKETS_ENV = "SKYRL_API_SOCKETS"
+"""Numbers of the descriptors that it listens on."""
 
 
 @dataclass(frozen=True)
 class Runtime:
-    """`directory` holds the sockets (short path, private); `inference_url` is the managed vLLM's, None without one."""
+    """`directory` holds the sockets (short path, private); `inference_url` is the managed vLLM's, None without one.
+
+    `slot` and `listening` (descriptors) are an API process's own."""
 
     config: ServerConfig
     directory: Path
     inference_url: str | None
     inference_api_key: str | None
+    server_id: str = "server"
+    slot: int = 0
+    listening: tuple[int, ...] = ()
+
+    @property
+    def process_id(self) -> str:
+        """An API process's name in the database, which its successor in the same slot has too."""
+        return f"{self.server_id}/{self.slot}"
 
     @property
     def api_doorbell(self) -> Path:
-        return self.directory / "api.sock"
+        return self.api_doorbells[self.slot]
+
+    @property
+    def api_doorbells(self) -> list[Path]:
+        """Of all API processes of the server."""
+        return [self.directory / f"api-{slot}.sock" for slot in range(self.config.api_processes)]
 
     @property
     def engine_doorbell(self) -> Path:
@@ -38,11 +63,23 @@ class Runtime:
             "config": json.loads(dump_config(self.config)),
             "inference_url": self.inference_url,
             "inference_api_key": self.inference_api_key,
+            "server_id": self.server_id,
         }
         descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with os.fdopen(descriptor, "w") as stream:
             json.dump(values, stream)
         return file
+
+    def restore(self) -> None:
+        """For processes that are started again: the directory may have been tidied away meanwhile, with all of /tmp.
+
+        Raises OSError, also when somebody else has made one of that name.
+        """
+        with suppress(FileExistsError):
+            self.directory.mkdir(0o700)
+        if self.directory.lstat().st_uid != os.geteuid():
+            raise PermissionError(f"{self.directory} is another user's")
+        self.write()
 
     @classmethod
     def from_environment(cls) -> Runtime:
@@ -53,7 +90,22 @@ class Runtime:
             file.parent,
             values["inference_url"],
             values["inference_api_key"],
+            values["server_id"],
+            int(os.environ.get(SLOT_ENV, "0")),
+            tuple(int(number) for number in os.environ.get(SOCKETS_ENV, "").split(",") if number),
         )
+
+
+def exit_without_database(name: str, run: Callable[[], None]) -> None:
+    """Run a process to its end. A database that cannot be used ends it with a line instead of a traceback: the process
+    is started again, or was to stop anyhow."""
+    try:
+        run()
+    except DatabaseError as error:
+        if not passes(error):
+            raise
+        logger.error("%s has ended, for the database cannot be used: %s", name, reason(error))
+        sys.exit(1)
 
 
 def set_up_process(config: ServerConfig) -> None:

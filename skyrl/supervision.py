@@ -43,7 +43,7 @@ def dies_with_parent(argv: Sequence[str], death: signal.Signals = signal.SIGKILL
 
 
 class SupervisedProcess:
-    """One child in a session of its own. `env` is added to this process's environment.
+    """One child in a session of its own. `env` is added to this process's environment; it inherits `pass_fds`.
 
     `on_exit(returncode)` is called each time the child ends without having been stopped (negative: a signal).
     """
@@ -55,6 +55,7 @@ class SupervisedProcess:
         env: Mapping[str, str],
         log_path: Path,
         *,
+        pass_fds: Sequence[int] = (),
         on_exit: Callable[[int], None] | None = None,
         first_delay_s: float = FIRST_DELAY_S,
         stable_after_s: float = STABLE_AFTER_S,
@@ -65,6 +66,7 @@ class SupervisedProcess:
         self.restarts = 0
         self._argv = tuple(argv)
         self._env = dict(env)
+        self._pass_fds = tuple(pass_fds)
         self._first_delay_s = first_delay_s
         self._stable_after_s = stable_after_s
         self._child: asyncio.subprocess.Process | None = None
@@ -137,6 +139,7 @@ class SupervisedProcess:
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
+                pass_fds=self._pass_fds,
             )
         self._child = child
         try:

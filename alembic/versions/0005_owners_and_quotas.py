@@ -20,11 +20,13 @@ def upgrade() -> None:
     op.add_column("futures", sa.Column("owner", sa.String(), nullable=True))
     op.add_column("futures", sa.Column("not_before", sa.Float(), nullable=True))
     op.add_column("engine_state", sa.Column("owner", sa.String(), nullable=True))
+    op.add_column("engine_state", sa.Column("held_at", sa.Float(), nullable=True))
     op.create_table(
         "api_processes",
         sa.Column("id", sa.String(), nullable=False),
         sa.Column("started_at", sa.Float(), nullable=False),
         sa.Column("heartbeat_at", sa.Float(), nullable=False),
+        sa.Column("sample_clock", sa.BigInteger(), nullable=True),
         sa.PrimaryKeyConstraint("id"),
     )
     op.create_table(
@@ -43,6 +45,7 @@ def downgrade() -> None:
     op.drop_table("quotas")
     op.drop_table("api_processes")
     with op.batch_alter_table("engine_state", schema=None) as batch_op:
+        batch_op.drop_column("held_at")
         batch_op.drop_column("owner")
     with op.batch_alter_table("futures", schema=None) as batch_op:
         batch_op.drop_column("not_before")

@@ -32,6 +32,7 @@ def router(services: Services) -> APIRouter:
         return reply(
             {
                 "version": __version__,
+                "api_process": services.process_id,
                 "samples": {
                     "mode": "colocated" if services.config.colocated else "forwarded",
                     "forwarded": services.sampling.forwarded,
@@ -40,6 +41,7 @@ def router(services: Services) -> APIRouter:
                 },
                 "forwarding": dict(services.client.counts) if services.client is not None else {},
                 "requests_pending": services.store.pending,
+                "quotas": services.quotas.counts(),
                 "inference_generation": state.generation,
             }
         )

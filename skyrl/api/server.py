@@ -7,6 +7,7 @@ import contextlib
 import gc
 import logging
 import signal
+import socket
 import time
 from collections.abc import AsyncIterator, Generator
 from functools import partial
@@ -16,37 +17,47 @@ import uvloop
 
 from skyrl.api.access import Access
 from skyrl.api.app import create_app
+from skyrl.api.connections import BoundedHttp
+from skyrl.api.peers import BEAT_S, Peers
 from skyrl.api.readiness import POLL_S, EngineWatch
 from skyrl.api.services import Services
 from skyrl.api.signing import SignedUrls
 from skyrl.api.tokens import Tokens
 from skyrl.background import repeat
-from skyrl.db import futures as future_rows
+from skyrl.db.api_processes import ApiProcesses
 from skyrl.db.audit import Audit
 from skyrl.db.checkpoints import Checkpoints
 from skyrl.db.copies import Copies
 from skyrl.db.database import Database
 from skyrl.db.engine_state import EngineState, read_state
+from skyrl.db.faults import DatabaseError, reason
 from skyrl.db.keys import Keys
 from skyrl.db.models import Models
+from skyrl.db.notices import Notices
 from skyrl.db.retention import Retention
+from skyrl.db.sample_clocks import SampleClocks
 from skyrl.db.samplers import Samplers
 from skyrl.db.session_search import SessionSearch
 from skyrl.db.sessions import Sessions
 from skyrl.db.usage import Usage, UsageCounter, meter_storage
 from skyrl.db.writer import GroupCommitWriter
 from skyrl.futures.doorbell import Doorbell, DoorbellListener
-from skyrl.futures.kinds import Kind
+from skyrl.futures.others import Others
 from skyrl.futures.store import SAFETY_POLL_S, FutureStore
 from skyrl.futures.trace import Traces
 from skyrl.inference.features import inference_features
 from skyrl.inference.vllm_command import cuda_devices
-from skyrl.runtime import Runtime, set_up_process
+from skyrl.listening import BACKLOG
+from skyrl.quotas.limits import Limits
+from skyrl.quotas.tenants import Quotas
+from skyrl.runtime import Runtime, exit_without_database, set_up_process
+from skyrl.sampling.admission import Admission
 from skyrl.sampling.client import ForwardingClient
 from skyrl.sampling.endpoint import EngineEndpoint, FixedEndpoint
+from skyrl.sampling.fair_order import FairOrder
 from skyrl.sampling.guards import FeatureGuard
 from skyrl.sampling.http import HttpTransport
-from skyrl.sampling.service import Admission, SampleService
+from skyrl.sampling.service import SampleService
 from skyrl.storage.registry import open_store
 
 logger = logging.getLogger(__name__)
@@ -63,6 +74,8 @@ STORAGE_S = 60.0
 KEYS_S = 2.0
 """A key that was made or revoked by another process is known as such after this long."""
 KEY_USES_S = 60.0
+QUOTAS_S = 2.0
+"""A quota that was changed by another process holds here after this long."""
 
 
 def _client(runtime: Runtime, database: Database) -> ForwardingClient | None:
@@ -83,12 +96,6 @@ def _client(runtime: Runtime, database: Database) -> ForwardingClient | None:
     )
 
 
-async def _close_silent_sessions(services: Services) -> None:
-    for session in services.sessions.silent(services.config.session_timeout_s):
-        logger.info("session %s is silent; closing it", session.id)
-        await services.close_session(session, "expired", None, None)
-
-
 async def _meter_storage(writer: GroupCommitWriter) -> None:
     now = time.time()
     await writer.transact(lambda connection: meter_storage(connection, now))
@@ -100,7 +107,8 @@ async def open_services(runtime: Runtime) -> AsyncIterator[Services]:
     config = runtime.config
     database = Database(config.database)
     writer = GroupCommitWriter(database)
-    store = FutureStore(database, writer)
+    others = Others()
+    store = FutureStore(database, writer, runtime.process_id, others)
     engine = Doorbell(runtime.engine_doorbell)
     client = _client(runtime, database)
 
@@ -109,9 +117,11 @@ async def open_services(runtime: Runtime) -> AsyncIterator[Services]:
 
     watch = EngineWatch(read, trains=config.backend != "none", manages_inference=config.manages_inference)
     samplers = Samplers(database, writer)
-    sessions = Sessions(database, writer)
+    sessions = Sessions(database, writer, others)
     counter = UsageCounter(writer)
     keys, tokens = Keys(database, writer), Tokens.open(config.state_dir)
+    quotas = Quotas(database, Limits.of(config), store.is_pending)
+    order = FairOrder() if config.manages_inference or config.external_inference_priority else None
     sampling = SampleService(
         store,
         samplers,
@@ -120,12 +130,15 @@ async def open_services(runtime: Runtime) -> AsyncIterator[Services]:
         engine=engine,
         limits=watch.limits,
         admission=Admission(config.max_pending_samples, config.max_pending_sample_bytes),
+        order=order,
         base_name=config.served_names[0],
         guard=FeatureGuard(inference_features(config, cuda=bool(cuda_devices()))),
         usage=counter,
+        quotas=quotas,
     )
     services = Services(
         config=config,
+        process_id=runtime.process_id,
         sessions=sessions,
         models=Models(database, writer),
         samplers=samplers,
@@ -144,9 +157,12 @@ async def open_services(runtime: Runtime) -> AsyncIterator[Services]:
         audit=Audit(database, writer),
         usage=Usage(database),
         traces=Traces(database),
+        quotas=quotas,
     )
-    await services.sessions.load()
+    processes = ApiProcesses(database, writer, runtime.process_id)
+    peers = Peers(processes, others, store, sampling, services.session_changed, forwards=client is not None)
     await keys.refresh()
+    await quotas.open()
     if config.api_keys == "managed" and not len(keys):
         logger.warning("there is no API key: every request is refused until `skyrl keys create` has made one")
     await watch.refresh()
@@ -164,24 +180,37 @@ async def open_services(runtime: Runtime) -> AsyncIterator[Services]:
 
     listener = DoorbellListener(runtime.api_doorbell, on_ring)
     listener.start()
-    if client is not None:
-        for row in await database.read_async(lambda c: future_rows.pending_with_body(c, [Kind.EXTERNAL])):
-            await sampling.adopt(row)
+    clocks = SampleClocks(writer, runtime.process_id)
+
+    async def agree_on_order() -> None:
+        if order is not None and not database.is_sqlite:
+            order.catch_up(await clocks.exchange(order.now))
+
+    await agree_on_order()
+    await peers.start()
+    notices = None if database.is_sqlite else Notices(database.url, runtime.process_id, peers.hear)
     retention = Retention(database, writer, config.result_retention_s)
     background = [
         asyncio.create_task(repeat("looking for results", SAFETY_POLL_S, store.look_for_lost_rings)),
         asyncio.create_task(repeat("reading the engine's state", POLL_S, watch.refresh)),
-        asyncio.create_task(repeat("closing sessions", SESSION_CHECK_S, partial(_close_silent_sessions, services))),
+        asyncio.create_task(repeat("looking at sessions", SESSION_CHECK_S, services.look_at_sessions)),
+        asyncio.create_task(repeat("looking after the other API processes", BEAT_S, peers.round)),
+        asyncio.create_task(repeat("agreeing on the order of samples", BEAT_S, agree_on_order)),
         asyncio.create_task(repeat("forgetting results", SWEEP_S, retention.sweep)),
         asyncio.create_task(repeat("shortening the database's log", LOG_S, retention.shorten_log)),
         asyncio.create_task(repeat("counting usage", USAGE_S, counter.flush)),
         asyncio.create_task(repeat("reading the keys", KEYS_S, keys.refresh)),
+        asyncio.create_task(repeat("reading the quotas", QUOTAS_S, quotas.refresh)),
         asyncio.create_task(repeat("noting when keys were used", KEY_USES_S, keys.note_uses)),
         asyncio.create_task(repeat("metering storage", STORAGE_S, partial(_meter_storage, writer))),
     ]
+    if notices is not None:
+        others.send = notices.send
+        background.append(asyncio.create_task(notices.run()))
     try:
         yield services
     finally:
+        sampling.refuse_new()
         await sampling.drain(DRAIN_S)
         listener.close()
         for task in [*background, *rings]:
@@ -189,8 +218,15 @@ async def open_services(runtime: Runtime) -> AsyncIterator[Services]:
         await asyncio.gather(*background, *rings, return_exceptions=True)
         if client is not None:
             await client.close()
-        await counter.flush()
-        await asyncio.gather(keys.note_uses(), return_exceptions=True)  # what is queued is committed all the same
+        for name, last in (
+            ("the usage since the last second", counter.flush),
+            ("when keys were used", keys.note_uses),
+            ("that this process has ended", peers.leave),
+        ):
+            try:
+                await last()
+            except DatabaseError as error:
+                logger.error("%s could not be written: %s", name, reason(error))
         await writer.close()
         engine.close()
         database.close()
@@ -220,17 +256,14 @@ def _tune_garbage_collection() -> None:
 
 
 async def serve(runtime: Runtime) -> None:
-    config = runtime.config
     async with open_services(runtime) as services:
         server = _Server(
             uvicorn.Config(
                 create_app(services),
-                host=config.host,
-                port=config.port,
-                http="httptools",
-                log_level="warning",
+                http=BoundedHttp,
+                log_level="error",  # it warns of every request that is no HTTP
                 access_log=False,
-                backlog=4096,
+                backlog=BACKLOG,
                 timeout_keep_alive=75,
                 timeout_graceful_shutdown=3,
                 server_header=False,
@@ -247,14 +280,14 @@ async def serve(runtime: Runtime) -> None:
 
         for ending in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(ending, drain_once)
-        await server.serve()
+        await server.serve([socket.socket(fileno=number) for number in runtime.listening])
         await asyncio.gather(*draining)
 
 
 def main() -> None:
     runtime = Runtime.from_environment()
     set_up_process(runtime.config)
-    uvloop.run(serve(runtime))
+    exit_without_database("the API", lambda: uvloop.run(serve(runtime)))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,15 +22,19 @@ from skyrl.db.usage import Usage
 from skyrl.futures.doorbell import SESSIONS, Doorbell
 from skyrl.futures.store import FutureStore
 from skyrl.futures.trace import Traces
+from skyrl.quotas.tenants import Quotas
 from skyrl.sampling.client import ForwardingClient
 from skyrl.sampling.service import SampleService
 from skyrl.storage.base import CheckpointStore
 from skyrl.wire.errors import NotFound, RequestError
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True)
 class Services:
     config: ServerConfig
+    process_id: str
     sessions: Sessions
     models: Models
     samplers: Samplers
@@ -48,6 +53,7 @@ class Services:
     audit: Audit
     usage: Usage
     traces: Traces
+    quotas: Quotas
 
     async def active_session(self, session_id: str, tenant: str) -> Session:
         """Raises NotFound, or RequestError 410 when the session has ended."""
@@ -89,13 +95,40 @@ class Services:
         if self.config.backend == "none":
             raise RequestError("this server only samples (backend 'none'); it has no trainer")
 
-    async def close_session(self, session: Session, to: str, reason: str | None, detail: str | None) -> None:
-        """End a session: its samples stop, its pending requests are gone, the engine reclaims what it held."""
-        if not await self.sessions.end(session, to, reason, detail):
-            return
-        self.samplers.forget_session(session.id)
-        self.models.forget_session(session.id)
-        self.sampling.cancel(self.store.drop_session(session.id))
+    async def close_session(
+        self,
+        session: Session,
+        to: str,
+        reason: str | None,
+        detail: str | None,
+        *,
+        silent_since: float | None = None,
+    ) -> None:
+        """End a session: its samples stop, its pending requests are gone, the engine reclaims what it held. With
+        `silent_since`, only if that is still its heartbeat."""
+        if await self.sessions.end(session, to, reason, detail, silent_since=silent_since):
+            await self._forget_session(session.id)
+
+    async def _forget_session(self, session_id: str) -> None:
+        """It is over; also for what came in before that was known here."""
+        self.sessions.forget(session_id)
+        self.samplers.forget_session(session_id)
+        self.models.forget_session(session_id)
+        self.sampling.cancel(self.store.drop_session(session_id))
         if self.config.backend == "none":
-            await self.store.fail_session(session.id)
+            await self.store.fail_session(session_id)
         self.engine.ring([SESSIONS])
+
+    async def session_changed(self, session_id: str) -> None:
+        """Another process has changed or ended it."""
+        if await self.sessions.reread(session_id):
+            await self._forget_session(session_id)
+
+    async def look_at_sessions(self) -> None:
+        """Close those that are silent, and forget those that another process has closed."""
+        look = await self.sessions.look(self.config.session_timeout_s)
+        for session_id in look.ended:
+            await self._forget_session(session_id)
+        for session, heartbeat_at in look.silent:
+            logger.info("session %s is silent; closing it", session.id)
+            await self.close_session(session, "expired", None, None, silent_since=heartbeat_at)

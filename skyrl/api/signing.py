@@ -11,6 +11,7 @@ import hmac
 import os
 import secrets
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
@@ -31,19 +32,20 @@ class SignedUrl:
 
 
 def stored_secret(file: Path) -> bytes:
-    """What only this server knows: the file's content, random bytes made at first use, readable by this user alone."""
-    try:
-        secret = file.read_bytes()
-    except FileNotFoundError:
+    """What only this server knows: the file's content, random bytes made at first use, readable by this user alone. If
+    several processes make it at once, one does."""
+    if not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True)
-        secret = secrets.token_bytes(_SECRET_BYTES)
         scratch = file.parent / f".tmp-{secrets.token_hex(8)}"
         descriptor = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "wb") as stream:
-            stream.write(secret)
+            stream.write(secrets.token_bytes(_SECRET_BYTES))
             stream.flush()
             os.fsync(stream.fileno())
-        scratch.rename(file)
+        with suppress(FileExistsError):
+            os.link(scratch, file)
+        scratch.unlink()
+    secret = file.read_bytes()
     if len(secret) < _SECRET_BYTES:
         raise ValueError(f"{file} holds {len(secret)} bytes, not a secret; delete it, and a new one is made")
     return secret

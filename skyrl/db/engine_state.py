@@ -72,6 +72,44 @@ def beat(connection: Connection) -> None:
     _put(connection, heartbeat_at=time.time())
 
 
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """Whose engine it is, and two signs of its life, either of which changes every few seconds."""
+
+    owner: str | None
+    held_at: float | None
+    heartbeat_at: float
+
+
+def read_claim(connection: Connection) -> Claim:
+    row = connection.execute(select(state).where(state.c.id == 1)).first()
+    return Claim(None, None, 0.0) if row is None else Claim(row.owner, row.held_at, row.heartbeat_at)
+
+
+def claim(connection: Connection, owner: str, seen: Claim) -> bool:
+    """Be the server that trains on this database, from an engine that starts on. False if that is another one by now
+    which is not the one that was `seen`, or which has given a sign of life since."""
+    now = read_claim(connection)
+    if now.owner not in (None, owner) and now != seen:
+        return False
+    clear(connection, "the engine is starting")
+    _put(connection, owner=owner, held_at=time.time())
+    return True
+
+
+def hold(connection: Connection, owner: str) -> bool:
+    """Say that the server that trains is still there. False if it is another one by now."""
+    mine = state.c.owner == owner
+    return connection.execute(update(state).where(mine).values(held_at=time.time())).rowcount == 1
+
+
+def release(connection: Connection, owner: str, reason: str) -> None:
+    """Nobody trains on this database any more, unless it is another server by now."""
+    if read_claim(connection).owner == owner:
+        clear(connection, reason)
+        _put(connection, owner=None, held_at=None)
+
+
 def clear(connection: Connection, reason: str) -> None:
     """Nothing runs: no endpoint, no training."""
     _put(connection, inference_proxy_url=None, training_ready=False, reason=reason, heartbeat_at=0.0)

@@ -9,6 +9,7 @@ from typing import Any
 from sqlalchemy import (
     ColumnElement,
     Connection,
+    Float,
     and_,
     bindparam,
     func,
@@ -19,6 +20,8 @@ from sqlalchemy import (
     select,
     update,
 )
+from sqlalchemy.ext.compiler import compiles
+from sqlalchemy.sql.functions import FunctionElement
 
 from skyrl.db.tables import FutureRow
 from skyrl.db.writer import RowStatement
@@ -47,6 +50,27 @@ _RECORDED = (
 RECORD = RowStatement(insert(futures).values({column: bindparam(column.key) for column in _RECORDED}))
 """Parameters: the columns of one new row that are known then."""
 
+
+class EndedAt(FunctionElement[float]):
+    """When a request has ended, in seconds since the epoch, from what the process's clock says. On PostgreSQL, where
+    several processes may write, later than every other end, by what cursors tell apart: writes come one by one, so
+    that what is read up to some moment has been read whole."""
+
+    inherit_cache = True
+    type = Float()
+
+
+@compiles(EndedAt)
+def _own_clock(element: EndedAt, compiler: Any, **options: Any) -> str:
+    return compiler.process(element.clauses, **options)
+
+
+@compiles(EndedAt, "postgresql")
+def _after_all_others(element: EndedAt, compiler: Any, **options: Any) -> str:
+    clock = compiler.process(element.clauses, **options)
+    return f"greatest(CAST({clock} AS double precision), (SELECT max(completed_at) FROM futures) + 2e-6)"
+
+
 SETTLE = (
     update(futures)
     .where(futures.c.id == bindparam("request_id"), futures.c.status == literal_column("'pending'"))
@@ -56,7 +80,7 @@ SETTLE = (
         result_format=bindparam("new_result_format"),
         error=bindparam("new_error"),
         error_category=bindparam("new_error_category"),
-        completed_at=bindparam("new_completed_at"),
+        completed_at=EndedAt(bindparam("new_completed_at", type_=Float())),
     )
 )
 """Parameters: see `settlement`. A row that is gone or settled already is left alone."""
@@ -98,6 +122,7 @@ class StoredFuture:
     digest: bytes
     sampling_session_id: str | None
     sample_seq_id: int | None
+    owner: str | None
     outcome: Outcome | None
 
 
@@ -122,6 +147,7 @@ _STORED = (
     futures.c.digest,
     futures.c.sampling_session_id,
     futures.c.sample_seq_id,
+    futures.c.owner,
     futures.c.status,
     futures.c.result,
     futures.c.result_format,
@@ -142,6 +168,7 @@ def _stored(row: Any) -> StoredFuture:
         row.digest,
         row.sampling_session_id,
         row.sample_seq_id,
+        row.owner,
         outcome,
     )
 
@@ -180,37 +207,8 @@ def find_sample(connection: Connection, sampling_session_id: str, seq_id: int) -
     return next(iter(_find(connection, where)), None)
 
 
-def of_sampler(
-    connection: Connection, sampling_session_id: str, first_seq: int | None, end_seq: int, since: float
-) -> list[Any]:
-    """Samples of a sampling session numbered in [first_seq, end_seq) that are pending or ended after `since`, without
-    their bodies but with the `size` of their results. `first_seq` None: from 0 on, and those without a number."""
-    number = futures.c.sample_seq_id
-    mine = number < end_seq
-    mine &= number >= first_seq if first_seq is not None else number >= 0
-    if first_seq is None:
-        mine |= number.is_(None)
-    size = func.length(futures.c.result).label("size")
-    columns = (
-        futures.c.id,
-        futures.c.kind,
-        futures.c.tenant,
-        futures.c.session_id,
-        futures.c.digest,
-        futures.c.sampling_session_id,
-        futures.c.sample_seq_id,
-        futures.c.status,
-        futures.c.completed_at,
-        size,
-    )
-    ended = or_(futures.c.status == "pending", futures.c.completed_at > since)
-    return list(
-        connection.execute(select(*columns).where(futures.c.sampling_session_id == sampling_session_id, mine, ended))
-    )
-
-
-def of_session(connection: Connection, session_id: str) -> Iterator[Any]:
-    """What is known of a session's requests, in order of arrival, without bodies and results."""
+def of_session(connection: Connection, session_id: str, newest: int) -> Iterator[Any]:
+    """What is known of a session's `newest` requests, in order of arrival, without bodies and results."""
     columns = (
         futures.c.id,
         futures.c.kind,
@@ -223,9 +221,8 @@ def of_session(connection: Connection, session_id: str) -> Iterator[Any]:
         futures.c.created_at,
         futures.c.completed_at,
     )
-    query = select(*columns).where(futures.c.session_id == session_id).order_by(futures.c.n)
-    with connection.execute(query, execution_options={"yield_per": 1_000}) as result:
-        yield from result
+    query = select(*columns).where(futures.c.session_id == session_id).order_by(futures.c.n.desc()).limit(newest)
+    yield from reversed(connection.execute(query).all())
 
 
 def highest_seq(connection: Connection, model_id: str) -> int:
@@ -316,6 +313,12 @@ def bodies(connection: Connection, request_ids: Sequence[str], *, pending: bool 
     """Bodies by request id; rows that are gone are left out, and with `pending` those that have ended."""
     query = _PENDING_BODIES if pending else _BODIES
     return {row.id: row.body for row in connection.execute(query, {"ids": request_ids})}
+
+
+def settled_at(connection: Connection, request_ids: Sequence[str], moment: float) -> bool:
+    """Whether any of these got its outcome at just this moment (seconds since the epoch)."""
+    those = futures.c.id.in_(request_ids), futures.c.completed_at == moment
+    return connection.execute(select(futures.c.id).where(*those).limit(1)).first() is not None
 
 
 def settle_where(connection: Connection, where: ColumnElement[bool], outcome: Outcome, now: float) -> list[str]:

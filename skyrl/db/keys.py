@@ -144,7 +144,10 @@ class Keys:
             return
         used, self._used = self._used, {}
         values = [{"key": key_id, "at": at} for key_id, at in used.items()]
-        change = update(api_keys).where(api_keys.c.id == bindparam("key")).values(last_used_at=bindparam("at"))
+        earlier = api_keys.c.last_used_at.is_(None) | (
+            api_keys.c.last_used_at < bindparam("at")
+        )  # another may know more
+        change = update(api_keys).where(api_keys.c.id == bindparam("key"), earlier).values(last_used_at=bindparam("at"))
         await self._writer.transact(lambda connection: connection.execute(change, values))
 
     async def revoke(self, key_id: str) -> None:

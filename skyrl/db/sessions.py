@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 from sqlalchemy import ColumnElement, Connection, bindparam, insert, select, update
 
 from skyrl.db import audit
@@ -13,6 +14,7 @@ from skyrl.db.database import Database
 from skyrl.db.tables import ModelRow, SamplingSessionRow, SessionRow
 from skyrl.db.writer import GroupCommitWriter
 from skyrl.futures.ids import new_session_id
+from skyrl.futures.others import Others
 
 sessions = SessionRow.__table__  # type: ignore[attr-defined]
 models = ModelRow.__table__  # type: ignore[attr-defined]
@@ -20,6 +22,9 @@ samplers = SamplingSessionRow.__table__  # type: ignore[attr-defined]
 
 DEFAULT_PROJECT = "default"
 """Where sessions are that were put into no project."""
+
+LONG_LOOK_S = 20.0
+"""Between two looks: some have failed, or the process was stopped. Nobody counts as silent for that time."""
 
 _INSERT = insert(sessions)
 _BEAT = (
@@ -41,19 +46,26 @@ _END = (
 
 @dataclass(slots=True)
 class Session:
-    """A session as the API process keeps it. Times: seconds since the epoch."""
+    """A session as an API process keeps it. `notes` is its user metadata as JSON: decoded it is ten times as large."""
 
     id: str
     tenant: str
     status: str
-    heartbeat_at: float
-    user_metadata: dict[str, Any] | None = None
+    notes: bytes | None = None
     project_id: str | None = None
     display_name: str | None = None
 
+    @property
+    def user_metadata(self) -> dict[str, Any] | None:
+        return None if self.notes is None else msgspec.json.decode(self.notes)
 
-def _session(row: Any, heartbeat_at: float) -> Session:
-    return Session(row.id, row.tenant, row.status, heartbeat_at, row.user_metadata, row.project_id, row.display_name)
+
+def _notes(user_metadata: dict[str, Any] | None) -> bytes | None:
+    return None if user_metadata is None else msgspec.json.encode(user_metadata)
+
+
+def _session(row: Any) -> Session:
+    return Session(row.id, row.tenant, row.status, _notes(row.user_metadata), row.project_id, row.display_name)
 
 
 def in_project(project_id: str) -> ColumnElement[bool]:
@@ -62,22 +74,28 @@ def in_project(project_id: str) -> ColumnElement[bool]:
     return here | sessions.c.project_id.is_(None) if project_id == DEFAULT_PROJECT else here
 
 
-class Sessions:
-    """Create, find, keep alive, end."""
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What there is to do: active sessions that are `silent`, with the heartbeat that they had last, and ids of those
+    that another process has `ended`."""
 
-    def __init__(self, database: Database, writer: GroupCommitWriter) -> None:
+    silent: list[tuple[Session, float]]
+    ended: list[str]
+
+
+class Sessions:
+    """Create, find, keep alive, end. Clients may send their heartbeats to any process of the database, so who is silent
+    is whose heartbeat in the database has not changed for long, by this process's own clock: neither other clocks nor
+    the time in which this process did not look count."""
+
+    def __init__(self, database: Database, writer: GroupCommitWriter, others: Others | None = None) -> None:
         self._database = database
         self._writer = writer
+        self._others = others or Others()
         self._known: dict[str, Session] = {}
-        self._started_at = time.time()
-
-    async def load(self) -> None:
-        """Read active sessions at start; the time the server was away does not count as their silence."""
-        rows = await self._database.read_async(
-            lambda c: list(c.execute(select(sessions).where(sessions.c.status == "active")))
-        )
-        for row in rows:
-            self._known[row.id] = _session(row, self._started_at)
+        self._heard: dict[str, tuple[float, float]] = {}
+        """The heartbeat of every active session as it was read last, and when it was first read so."""
+        self._looked_at = time.monotonic()
 
     async def create(
         self,
@@ -90,7 +108,7 @@ class Sessions:
         display_name: str | None = None,
     ) -> Session:
         now = time.time()
-        session = Session(new_session_id(), tenant, "active", now, user_metadata, project_id, display_name)
+        session = Session(new_session_id(), tenant, "active", _notes(user_metadata), project_id, display_name)
         await self._writer.execute(
             _INSERT,
             {
@@ -107,6 +125,7 @@ class Sessions:
             },
         )
         self._known[session.id] = session
+        self._heard[session.id] = (now, time.monotonic())
         return session
 
     async def find(self, session_id: str, tenant: str) -> Session | None:
@@ -118,24 +137,47 @@ class Sessions:
             )
             if row is None:
                 return None
-            session = _session(row, row.heartbeat_at)
+            session = _session(row)
             if session.status == "active":
                 self._known[session_id] = session
         return session if session.tenant == tenant else None
 
     async def beat(self, session: Session) -> None:
-        session.heartbeat_at = time.time()
-        await self._writer.execute(_BEAT, {"session": session.id, "now": session.heartbeat_at})
+        now = time.time()
+        self._heard[session.id] = (now, time.monotonic())
+        await self._writer.execute(_BEAT, {"session": session.id, "now": now})
 
-    async def end(self, session: Session, to: str, reason: str | None, detail: str | None) -> bool:
-        """Mark finished or expired; the first reason wins. False if it had ended before."""
+    async def end(
+        self,
+        session: Session,
+        to: str,
+        reason: str | None,
+        detail: str | None,
+        *,
+        silent_since: float | None = None,
+    ) -> bool:
+        """Mark finished or expired; the first reason wins. With `silent_since`, only if that is still its heartbeat.
+        False if it had ended before, or has been heard of since."""
         if session.status != "active":
             return False
-        session.status = to
+        session.status = to  # at once: nothing begins in it while that is written
         ending = {"session": session.id, "to": to, "reason": reason, "detail": detail, "at": time.time()}
-        await self._writer.execute(_END, ending)
-        self._known.pop(session.id, None)  # not before: a look-up in between would find it active
-        return True
+        end = _END if silent_since is None else _END.where(sessions.c.heartbeat_at == silent_since)
+        ended = False
+        try:
+            ended = await self._writer.transact(lambda c: c.execute(end, ending).rowcount == 1)
+        finally:
+            if not ended:
+                session.status = "active"  # as far as is known: the next look finds out
+        if ended:
+            self.forget(session.id)  # not before: a look-up in between would find it active
+            self._others.tell([session.id])
+        return ended
+
+    def forget(self, session_id: str) -> None:
+        """It has ended."""
+        self._known.pop(session_id, None)
+        self._heard.pop(session_id, None)
 
     async def assign_project(self, session: Session, project_id: str) -> None:
         """Move a session, running or not, with all that belongs to it, into a project; the audit log says so."""
@@ -155,11 +197,34 @@ class Sessions:
 
         await self._writer.transact(assign)
         session.project_id = project_id
+        self._others.tell([session.id])
 
-    def silent(self, timeout_s: float) -> list[Session]:
-        """Active sessions without a heartbeat for `timeout_s`."""
-        deadline = time.time() - timeout_s
-        return [s for s in self._known.values() if s.status == "active" and s.heartbeat_at < deadline]
+    async def look(self, timeout_s: float) -> Look:
+        """Read what other processes have changed, and who has had no heartbeat for `timeout_s`."""
+        known, now = set(self._known), time.monotonic()
+        query = select(sessions).where(sessions.c.status == "active")
+        rows = {row.id: row for row in await self._database.read_async(lambda c: list(c.execute(query)))}
+        if now - self._looked_at > LONG_LOOK_S:  # this process slept, or the database was away, and with it the beats
+            self._heard = {session_id: (at, now) for session_id, (at, _) in self._heard.items()}
+        self._looked_at = now
+        for row in rows.values():
+            if row.id not in self._heard or row.heartbeat_at != self._heard[row.id][0]:
+                self._heard[row.id] = (row.heartbeat_at, now)
+            if (session := self._known.get(row.id)) is not None:
+                session.project_id = row.project_id
+        ended = [session_id for session_id in known if session_id not in rows]
+        for session_id in [s for s in self._heard if s not in rows and s not in self._known]:
+            del self._heard[session_id]
+        silent = [row for row in rows.values() if now - self._heard[row.id][1] > timeout_s]
+        return Look([(self._known.get(row.id) or _session(row), row.heartbeat_at) for row in silent], ended)
+
+    async def reread(self, session_id: str) -> bool:
+        """Another process has changed it; whether it is over."""
+        one = select(sessions).where(sessions.c.id == session_id)
+        row = await self._database.read_async(lambda c: c.execute(one).first())
+        if row is not None and (session := self._known.get(session_id)) is not None:
+            session.project_id = row.project_id
+        return row is not None and row.status != "active"
 
     async def list_ids(self, tenant: str, limit: int, offset: int) -> list[str]:
         query = select(sessions.c.id).where(sessions.c.tenant == tenant).order_by(sessions.c.created_at.desc())

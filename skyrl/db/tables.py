@@ -162,7 +162,7 @@ class StoreRow(SQLModel, table=True):
 
 class EngineStateRow(SQLModel, table=True):
     """The singleton through which the engine tells the API where samples go and whether it can train; `owner` is the
-    server whose engine that is."""
+    server whose engine that is, and said so last at `held_at`."""
 
     __tablename__ = "engine_state"  # pyright: ignore[reportAssignmentType]
     id: int = Field(default=1, primary_key=True)
@@ -175,6 +175,7 @@ class EngineStateRow(SQLModel, table=True):
     heartbeat_at: float = 0.0
     updated_at: float = 0.0
     owner: str | None = None
+    held_at: float | None = None
 
 
 class ApiProcessRow(SQLModel, table=True):
@@ -184,6 +185,8 @@ class ApiProcessRow(SQLModel, table=True):
     id: str = Field(primary_key=True)
     started_at: float
     heartbeat_at: float
+    sample_clock: int | None = Field(default=None, sa_column=Column(BigInteger))
+    """See `skyrl.sampling.fair_order`."""
 
 
 class QuotaRow(SQLModel, table=True):
@@ -217,7 +220,7 @@ class UsageRow(SQLModel, table=True):
 
 
 class MeterRow(SQLModel, table=True):
-    """Up to when something that is measured over time has been counted in `usage`."""
+    """Up to when `usage` has what is measured over time, and what each process has counted of its samples."""
 
     __tablename__ = "meters"  # pyright: ignore[reportAssignmentType]
     name: str = Field(primary_key=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import signal
 import threading
 from dataclasses import replace
@@ -13,7 +12,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from skyrl.backends.base import Backend, ModelLimits, SamplingMode
 from skyrl.backends.registry import create_backend
-from skyrl.background import repeat
+from skyrl.background import Rounds, repeat
 from skyrl.config import ServerConfig
 from skyrl.db.database import Database
 from skyrl.db.patience import PatientDatabase
@@ -26,13 +25,11 @@ from skyrl.engine.state import EngineStatePublisher
 from skyrl.futures.doorbell import Doorbell, DoorbellListener
 from skyrl.inference.engine_group import EngineGroup
 from skyrl.inference.vllm_command import context_length, cuda_devices
-from skyrl.runtime import Runtime, set_up_process
+from skyrl.runtime import Runtime, exit_without_database, set_up_process
 from skyrl.sampling.client import ForwardingClient
 from skyrl.sampling.endpoint import FixedEndpoint
 from skyrl.sampling.http import HttpTransport
 from skyrl.storage.registry import open_store
-
-logger = logging.getLogger(__name__)
 
 BEAT_S = 3.0
 RETRY_S = 10.0
@@ -49,11 +46,14 @@ class Heartbeat:
         self._thread.start()
 
     def _run(self) -> None:
+        rounds = Rounds("the engine's heartbeat", BEAT_S)
         while not self._stop.wait(BEAT_S):
             try:
                 self._state.beat()
-            except SQLAlchemyError:
-                logger.exception("the engine's heartbeat could not be written")
+            except SQLAlchemyError as error:
+                rounds.failed(error)
+            else:
+                rounds.went_well()
 
     def stop(self) -> None:
         self._stop.set()
@@ -78,7 +78,15 @@ def _colocated(
     )
     base_name = runtime.config.served_names[0]
     # On a CPU vLLM's sleep gives no memory back; it would only cost two calls around every batch.
-    return ColocatedSampler(database, client, group, backend.limits, base_name, sleeps=torch.cuda.is_available())
+    return ColocatedSampler(
+        database,
+        client,
+        group,
+        backend.limits,
+        base_name,
+        sleeps=torch.cuda.is_available(),
+        patience_s=runtime.config.forwarding_deadline_s,
+    )
 
 
 def _sampling_limits(config: ServerConfig, limits: ModelLimits) -> ModelLimits:
@@ -91,7 +99,7 @@ async def run(runtime: Runtime) -> None:
     config = runtime.config
     database = PatientDatabase(config.database)
     notices = Database(config.database)
-    api = Doorbell(runtime.api_doorbell)
+    api = Doorbell(*runtime.api_doorbells)
     state = EngineStatePublisher(notices, api)
     state.training(ready=False, reason="loading the base model")
     stop = asyncio.Event()
@@ -153,7 +161,7 @@ async def run(runtime: Runtime) -> None:
 def main() -> None:
     runtime = Runtime.from_environment()
     set_up_process(runtime.config)
-    asyncio.run(run(runtime))
+    exit_without_database("the engine", lambda: asyncio.run(run(runtime)))
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from skyrl.backends.base import ModelLimits
 from skyrl.db import engine_state
 from skyrl.db.database import Database
+from skyrl.db.faults import reason
 from skyrl.futures.doorbell import Doorbell
 
 logger = logging.getLogger(__name__)
@@ -52,6 +53,10 @@ class EngineStatePublisher:
         if (again := self._unpublished) is not None:
             again()
 
-    def clear(self, reason: str) -> None:
-        self._database.write(lambda c: engine_state.clear(c, reason))
+    def clear(self, why: str) -> None:
+        """Nothing runs any more. A database that is away is not told; the launcher tries once more."""
+        try:
+            self._database.write(lambda c: engine_state.clear(c, why))
+        except SQLAlchemyError as error:
+            logger.error("the database was not told that the engine has stopped: %s", reason(error))
         self._api.ring(["state"])

@@ -101,7 +101,8 @@ class _Log:
 
 
 class CompletionLogs:
-    """Logs of the sampling clients of one API process. `load` reads a client's ends since a time, in their order."""
+    """Logs of the sampling clients of an API process that is the only one of its database. `load` reads a client's ends
+    since a time, in their order."""
 
     def __init__(self, load: Callable[[Target, float], Awaitable[Iterable[Completion]]]) -> None:
         self._load = load
@@ -110,6 +111,11 @@ class CompletionLogs:
 
     def __len__(self) -> int:
         return len(self._logs)
+
+    @property
+    def held(self) -> int:
+        """Polls that are waiting."""
+        return sum(log.polls for log in self._logs.values())
 
     def note(self, target: Target, completion: Completion) -> None:
         """A sample has ended. Nothing is kept for a client that has not asked, or has stopped asking."""

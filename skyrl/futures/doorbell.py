@@ -22,10 +22,10 @@ SESSIONS = "sessions"
 
 
 class Doorbell:
-    """The ringing end. Never blocks and never fails the caller."""
+    """The ringing end, of one listener or several. Never blocks and never fails the caller."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = str(path)
+    def __init__(self, *paths: Path) -> None:
+        self._paths = [str(path) for path in paths]
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._socket.setblocking(False)
         self.lost = 0
@@ -42,10 +42,11 @@ class Doorbell:
         self._send(buffer)
 
     def _send(self, datagram: bytes) -> None:
-        try:
-            self._socket.sendto(datagram, self._path)
-        except OSError:
-            self.lost += 1
+        for path in self._paths:
+            try:
+                self._socket.sendto(datagram, path)
+            except OSError:
+                self.lost += 1
 
     def close(self) -> None:
         self._socket.close()

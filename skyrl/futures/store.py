@@ -1,165 +1,66 @@
 """Requests as the API process sees them: recorded once, waited for in memory, read from the database when not there.
 
-Knows ids, keys and outcomes. Does not know what a request asks for, nor who computes its result.
+Knows ids, keys and outcomes. Does not know what a request asks for, nor who computes its result. Other API processes
+of the database record and settle theirs: what ends here they are told, what ends there is looked for (`look`).
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable
 from typing import Any
 
 from sqlalchemy import Connection
-from sqlalchemy.exc import DBAPIError, IntegrityError
+from sqlalchemy.exc import IntegrityError
 
 from skyrl.db import futures as rows
+from skyrl.db import sampled
 from skyrl.db.database import Database
-from skyrl.db.faults import passes, reason
 from skyrl.db.futures import Outcome, StoredFuture
 from skyrl.db.writer import GroupCommitWriter
-from skyrl.futures.completions import Completion, CompletionLogs, Target, block_of, clone_of
+from skyrl.futures.completions import Completion, CompletionLogs, Target, block_of
+from skyrl.futures.entries import Entries, Entry
 from skyrl.futures.ids import new_request_id
 from skyrl.futures.kinds import Kind
-from skyrl.wire.errors import ErrorCategory, RequestError
+from skyrl.futures.others import Others
+from skyrl.futures.recording import LARGE_BODY_BYTES, Recorder, store_outcome
+from skyrl.futures.requests import Key, NewRequest, same_request
+from skyrl.futures.stored_ends import StoredEnds
 
 logger = logging.getLogger(__name__)
 
-Key = tuple[str, str, int]
-"""("command", model_id, seq_id) or ("sample", sampling_session_id, seq_id): who repeats it gets the same request."""
-
-KEPT_OUTCOMES = 20_000
-KEPT_BYTES = 64 * 2**20
-"""Outcomes that nobody has read yet are kept in memory up to here; older ones are read from the database."""
-
-LARGE_BODY_BYTES = 256 * 2**10
-"""Bodies beyond are hashed and written beside the event loop and the group commit, not by them."""
-
-FIRST_RETRY_S = 0.1
-MAX_RETRY_S = 5.0
-"""How long a result waits between two tries to store it."""
-
 SAFETY_POLL_S = 1.0
-"""How often pending engine requests are looked up in case a ring was lost; not at all while none is pending."""
-
-
-@dataclass(frozen=True, slots=True)
-class NewRequest:
-    """A request to record. `body` is stored as the bytes that arrived. `identity` is what a repeat has in common with
-    the first, the body when None. `id` is made when it is None; a repeat gets the first one's in any case. `not_before`
-    is when it may start, in seconds since the epoch."""
-
-    kind: Kind
-    tenant: str
-    session_id: str
-    body: bytes
-    body_format: str = "json"
-    model_id: str | None = None
-    seq_id: int | None = None
-    sampling_session_id: str | None = None
-    sample_seq_id: int | None = None
-    identity: bytes | None = None
-    id: str | None = None
-    not_before: float | None = None
-
-    @property
-    def sampler(self) -> tuple[str, int | None] | None:
-        """The sampling session it is from, and its number there."""
-        return None if self.sampling_session_id is None else (self.sampling_session_id, self.sample_seq_id)
-
-    @property
-    def key(self) -> Key | None:
-        if self.model_id is not None and self.seq_id is not None:
-            return ("command", self.model_id, self.seq_id)
-        if self.sampling_session_id is not None and self.sample_seq_id is not None:
-            return ("sample", self.sampling_session_id, self.sample_seq_id)
-        return None
-
-    def digest(self) -> bytes:
-        same = self.body if self.identity is None else self.identity
-        return hashlib.blake2b(same, digest_size=16, person=self.kind.encode()[:16]).digest()
+"""How often pending requests of others are looked up in case a ring was lost; not at all while none is pending."""
 
 
 def _completion(request_id: str, outcome: Outcome, at: float) -> Completion:
     return Completion(request_id, None if outcome.error is not None else len(outcome.result), at)
 
 
-class _Entry:
-    """A request in memory. `settling` says that it has ended and is being stored; `outcome` is there once it is."""
-
-    __slots__ = (
-        "digest",
-        "id",
-        "key",
-        "kind",
-        "outcome",
-        "recorded",
-        "recording",
-        "sampler",
-        "session_id",
-        "settling",
-        "tenant",
-        "waiters",
-    )
+class FutureStore:
+    """All requests of one API process, which is the `owner` of what it forwards. `others` are told what ends here."""
 
     def __init__(
         self,
-        request_id: str,
-        kind: str,
-        tenant: str,
-        session_id: str,
-        digest: bytes,
-        key: Key | None,
-        sampler: tuple[str, int | None] | None = None,
+        database: Database,
+        writer: GroupCommitWriter,
+        owner: str | None = None,
+        others: Others | None = None,
     ) -> None:
-        self.id = request_id
-        self.kind = kind
-        self.tenant = tenant
-        self.session_id = session_id
-        self.digest = digest
-        self.key = key
-        self.sampler = sampler
-        self.outcome: Outcome | None = None
-        self.settling = False
-        self.recording = False
-        self.recorded: asyncio.Future[None] | None = None
-        self.waiters: list[asyncio.Future[None]] = []
-
-    @property
-    def target(self) -> Target | None:
-        """The sampling client that asked."""
-        return None if self.sampler is None else Target(self.session_id, self.sampler[0], clone_of(self.sampler[1]))
-
-    def wake(self) -> None:
-        for waiter in self.waiters:
-            _wake(waiter)
-
-
-def _wake(waiter: asyncio.Future[None]) -> None:
-    if not waiter.done():
-        waiter.set_result(None)
-
-
-class FutureStore:
-    """All requests of one API process, which is the `owner` of what it forwards."""
-
-    def __init__(self, database: Database, writer: GroupCommitWriter, owner: str | None = None) -> None:
         self._database = database
         self._writer = writer
         self._owner = owner
-        self._entries: dict[str, _Entry] = {}
-        self._by_key: dict[Key, _Entry] = {}
-        self._settled: OrderedDict[str, int] = OrderedDict()
-        self._settled_bytes = 0
+        self._others = others or Others()
+        self._entries = Entries()
         self._closing = False
-        self._large = asyncio.Lock()
-        self._awaited: set[str] = set()
-        """Pending requests that another process settles."""
-        self.completions = CompletionLogs(self._ends_of)
+        self._recorder = Recorder(database, writer, owner)
+        self.completions = (
+            CompletionLogs(self._all_ends_of)
+            if database.is_sqlite
+            else StoredEnds(self._ends_of, lambda: self._others.alone)
+        )
 
     async def record(self, request: NewRequest) -> tuple[str, bool]:
         """Store a request durably; returns its id and whether it is new, and so for the caller to start. A repeat
@@ -169,13 +70,13 @@ class FutureStore:
         """
         key, large = request.key, len(request.body) > LARGE_BODY_BYTES
         digest = await asyncio.to_thread(request.digest) if large else request.digest()
-        while key is not None and (known := self._by_key.get(key)) is not None:
+        while key is not None and (known := self._entries.by_key.get(key)) is not None:
             if not known.recording:
-                return self._same(known.id, known.digest, digest, key), False
+                return same_request(known.id, known.digest, digest, key), False
             if known.recorded is None:
                 known.recorded = asyncio.get_running_loop().create_future()
             await asyncio.shield(known.recorded)  # and look again: it may have failed, and it is then for us to try
-        entry = _Entry(
+        entry = Entry(
             request.id or new_request_id(),
             request.kind,
             request.tenant,
@@ -185,93 +86,69 @@ class FutureStore:
             request.sampler,
         )
         entry.recording = True
-        self._add(entry, awaited=request.kind != Kind.EXTERNAL)
+        self._entries.add(entry, awaited=request.kind != Kind.EXTERNAL)
         try:
-            if large:
-                await self._record_large(self._parameters(entry, request))
-            else:
-                await self._writer.execute(rows.RECORD, self._parameters(entry, request))
+            await self._recorder.insert(entry.id, entry.digest, request, large=large)
         except BaseException as error:
-            self._drop(entry)
+            self._entries.drop(entry)
             if not isinstance(error, IntegrityError) or key is None:
                 raise
-            stored = await self._database.read_async(_finder(key))
+            stored = await self._recorder.find(key)
             if stored is None:
                 raise
-            return self._same(stored.id, stored.digest, digest, key), self._take_over(stored, entry)
+            return same_request(stored.id, stored.digest, digest, key), self._take_over(stored, entry)
         finally:
             entry.recording = False
             if entry.recorded is not None:
                 entry.recorded.set_result(None)
-        if entry.id not in self._entries:
+        if entry.id not in self._entries.by_id:
             # Its session was closed while it was written, so that it may have missed the settling of all the others.
             await self._writer.execute(rows.SETTLE, rows.settlement(entry.id, rows.SESSION_ENDED, time.time()))
             return entry.id, False
         return entry.id, True
 
-    def _take_over(self, stored: StoredFuture, entry: _Entry) -> bool:
+    def _take_over(self, stored: StoredFuture, entry: Entry) -> bool:
         """Whether a stored sample is to be forwarded now. Nobody may do it: if the connection broke at its commit, its
-        client was told that it is not recorded, and it is."""
-        known = self._entries.get(stored.id)
-        forwarded = known is not None and stored.id not in self._awaited
+        client was told that it is not recorded, and it is. That of another process is that one's to forward."""
+        known = self._entries.by_id.get(stored.id)
+        forwarded = known is not None and stored.id not in self._entries.awaited
         if stored.outcome is not None or forwarded or stored.kind != entry.kind or entry.kind != Kind.EXTERNAL:
+            return False
+        if stored.owner is not None and stored.owner != self._owner:
             return False
         if known is None:
             entry.id, known = stored.id, entry
         known.key = entry.key
-        self._awaited.discard(stored.id)
-        self._add(known, awaited=False)
+        self._entries.awaited.discard(stored.id)
+        self._entries.add(known, awaited=False)
         return True
 
-    async def _record_large(self, parameters: dict[str, object]) -> None:
-        """In a transaction of its own, one at a time: small writes, in their groups, go in between."""
-        async with self._large:
-            await asyncio.to_thread(self._database.write, lambda c: c.execute(rows.RECORD.statement, parameters))
-
-    @staticmethod
-    def _same(request_id: str, recorded: bytes, repeated: bytes, key: Key) -> str:
-        if recorded != repeated:
-            name = "model_seq_id" if key[0] == "command" and key[2] == 0 else "seq_id"
-            raise RequestError(f"{key[2]} was used before for {key[1]} with another body", field=name)
-        return request_id
-
-    def _parameters(self, entry: _Entry, request: NewRequest) -> dict[str, object]:
-        return {
-            "id": entry.id,
-            "kind": request.kind,
-            "tenant": request.tenant,
-            "session_id": request.session_id,
-            "model_id": request.model_id,
-            "seq_id": request.seq_id,
-            "sampling_session_id": request.sampling_session_id,
-            "sample_seq_id": request.sample_seq_id,
-            "digest": entry.digest,
-            "body": request.body,
-            "body_format": request.body_format,
-            "status": "pending",
-            "created_at": time.time(),
-            "owner": self._owner,
-            "not_before": request.not_before,
-        }
-
-    def _add(self, entry: _Entry, *, awaited: bool) -> None:
-        self._entries[entry.id] = entry
-        if entry.key is not None:
-            self._by_key[entry.key] = entry
-        if awaited:
-            self._awaited.add(entry.id)
-
-    def _drop(self, entry: _Entry) -> None:
-        self._entries.pop(entry.id, None)
-        self._awaited.discard(entry.id)
-        if entry.key is not None and self._by_key.get(entry.key) is entry:
-            del self._by_key[entry.key]
-
-    def adopt(self, request_id: str, kind: Kind, tenant: str, session_id: str, digest: bytes, key: Key | None) -> None:
-        """Take over a pending request found in the database at start."""
+    def adopt(self, request_id: str, kind: Kind, tenant: str, session_id: str, digest: bytes, key: Key | None) -> bool:
+        """Take over a pending request found in the database. False if it is known already as this process's own."""
+        known = self._entries.by_id.get(request_id)
+        if known is not None and request_id not in self._entries.awaited:
+            return False
         sampler = (key[1], key[2]) if key is not None and key[0] == "sample" else None
-        entry = _Entry(request_id, kind, tenant, session_id, digest, key, sampler)
-        self._add(entry, awaited=kind != Kind.EXTERNAL)
+        entry = known or Entry(request_id, kind, tenant, session_id, digest, key, sampler)
+        entry.key = key
+        self._entries.awaited.discard(request_id)
+        self._entries.add(entry, awaited=kind != Kind.EXTERNAL)
+        return True
+
+    def leave(self, request_ids: Iterable[str]) -> list[str]:
+        """Of these, what is forwarded here and has not ended is another process's to settle from now on: who waits for
+        it here waits for that. Returns their ids."""
+        left = [request_id for request_id in request_ids if self.forwards(request_id) and self.is_pending(request_id)]
+        self._entries.awaited.update(left)
+        return left
+
+    def forwards(self, request_id: str) -> bool:
+        """Whether it is known in memory and is this process's own to settle."""
+        return request_id in self._entries.by_id and request_id not in self._entries.awaited
+
+    def forwarded(self) -> list[str]:
+        """Ids of pending requests that this process is to settle."""
+        return self._entries.forwarded()
 
     async def wait(self, request_id: str, tenant: str, timeout_s: float) -> Outcome | None:
         """The outcome, or None when there is none after `timeout_s`. It is stored by then, so that whoever asks again
@@ -279,87 +156,85 @@ class FutureStore:
 
         Raises KeyError when no such request is stored, or it is another tenant's.
         """
-        entry = self._entries.get(request_id)
+        entry = self._entries.by_id.get(request_id)
         if entry is None:
             stored = await self._database.read_async(lambda connection: rows.find(connection, request_id))
             if stored is None or stored.tenant != tenant:
                 raise KeyError(request_id)
             if stored.outcome is not None:
                 return stored.outcome
-            entry = self._entries.get(request_id)
+            entry = self._entries.by_id.get(request_id)
             if entry is None:
                 entry = self._await_stored(stored)
         if entry.tenant != tenant:
             raise KeyError(request_id)
         if entry.outcome is None and not self._closing:
-            await self._next_change(entry, timeout_s)
+            await entry.next_change(timeout_s)
         if entry.outcome is not None:
-            self._forget_settled(entry)
+            self._entries.forget(entry)
             return entry.outcome
-        if request_id not in self._entries and not self._closing:
+        if request_id not in self._entries.by_id and not self._closing:
             raise KeyError(request_id)
         return None
 
-    @staticmethod
-    async def _next_change(entry: _Entry, timeout_s: float) -> None:
-        loop = asyncio.get_running_loop()
-        waiter = loop.create_future()
-        timer = loop.call_later(timeout_s, _wake, waiter)
-        entry.waiters.append(waiter)
-        try:
-            await waiter
-        finally:
-            timer.cancel()
-            entry.waiters.remove(waiter)
-
-    def _await_stored(self, stored: Any) -> _Entry:
-        """Wait for a pending row, whatever its kind: a sample that is not forwarded here is the engine's to settle."""
+    def _await_stored(self, stored: Any) -> Entry:
+        """Wait for a pending row, whatever its kind: a sample that is not forwarded here is another's to settle."""
         sampling = stored.sampling_session_id
         sampler = None if sampling is None else (sampling, stored.sample_seq_id)
-        entry = _Entry(stored.id, stored.kind, stored.tenant, stored.session_id, stored.digest, None, sampler)
-        self._add(entry, awaited=True)
+        entry = Entry(stored.id, stored.kind, stored.tenant, stored.session_id, stored.digest, None, sampler)
+        self._entries.add(entry, awaited=True)
         return entry
 
     async def kind_of(self, request_id: str, tenant: str) -> Kind:
         """Raises KeyError when no such request is stored, or it is another tenant's."""
-        known = self._entries.get(request_id)
+        known = self._entries.by_id.get(request_id)
         known = known or await self._database.read_async(lambda connection: rows.find(connection, request_id))
         if known is None or known.tenant != tenant:
             raise KeyError(request_id)
         return Kind(known.kind)
 
+    def wake_polls(self, sampling_session_id: str) -> None:
+        """A sample of this sampling session has ended in another process."""
+        if isinstance(self.completions, StoredEnds):
+            self.completions.wake(sampling_session_id)
+
     def is_pending(self, request_id: str) -> bool:
         """Whether it is known in memory and has not ended."""
-        entry = self._entries.get(request_id)
-        return entry is not None and entry.outcome is None and not entry.settling
+        entry = self._entries.by_id.get(request_id)
+        return entry is not None and entry.pending
 
     async def end(self, request_id: str, outcome: Outcome) -> bool:
         """Settle a pending request that is nobody's in this process, or is not to be waited for. False if it had ended:
         the first outcome stays."""
-        entry = self._entries.get(request_id)
+        entry = self._entries.by_id.get(request_id)
         if entry is not None and entry.kind == Kind.EXTERNAL:
-            if entry.outcome is not None or entry.settling:
+            if not entry.pending:
                 return False
             await self.settle(request_id, outcome)
             return True
         this = rows.futures.c.id == request_id
         ended = await self._writer.transact(lambda c: rows.settle_where(c, this, outcome, time.time()))
         await self.look([request_id])
+        self._others.tell(ended)
         return bool(ended)
 
-    async def _ends_of(self, target: Target, since: float) -> list[Completion]:
-        """A sampling client's ends since then, in their order; what it still waits for is waited for from now on."""
-        stored = await self._database.read_async(
-            lambda c: rows.of_sampler(c, target.sampling_session_id, *block_of(target.clone), since)
-        )
-        ended: list[Completion] = []
-        for row in stored:
-            if row.status != "pending":
-                size = None if row.status == "failed" else row.size or 0
-                ended.append(Completion(row.id, size, row.completed_at))
-            elif row.id not in self._entries:
+    async def _all_ends_of(self, target: Target, since: float) -> list[Completion]:
+        return await self._ends_of(target, since, limit=None, pending=True)
+
+    async def _ends_of(self, target: Target, since: float, *, limit: int | None, pending: bool) -> list[Completion]:
+        """A sampling client's ends since then, in their order, at most `limit`; with `pending`, what it still waits for
+        is waited for from now on."""
+        client = target.sampling_session_id, *block_of(target.clone)
+
+        def read(connection: Connection) -> tuple[list[Any], list[Any]]:
+            waiting = sampled.pending_of_sampler(connection, *client) if pending else []
+            return sampled.ended_of_sampler(connection, *client, since, limit), waiting
+
+        ended, waiting = await self._database.read_async(read)
+        for row in waiting:
+            if row.id not in self._entries.by_id:
                 self._await_stored(row)
-        return sorted(ended, key=lambda end: end.at)
+        return [Completion(r.id, None if r.status == "failed" else r.size or 0, r.completed_at) for r in ended]
 
     async def settle(self, request_id: str, outcome: Outcome) -> None:
         """End a forwarded sample: store its outcome, then tell whoever waits; returns when the row is durable.
@@ -367,104 +242,70 @@ class FutureStore:
         Tries again for as long as the database does not take it: a result told before it is stored could be another
         one after a crash. A request that was dropped meanwhile is logged and ignored.
         """
-        entry = self._entries.get(request_id)
-        if entry is None or entry.outcome is not None or entry.settling:
+        entry = self._entries.by_id.get(request_id)
+        if entry is None or not entry.pending:
             logger.info("request %s ended after it was dropped; its result is discarded", request_id)
             return
         entry.settling, now = True, time.time()
         try:
-            self._resolve(entry, await self._store(request_id, outcome, now), now)
+            self._resolve(entry, await store_outcome(self._database, self._writer, request_id, outcome, now), now)
         finally:
             entry.settling = False
+        self._others.tell((request_id,) if entry.sampler is None else (request_id, entry.sampler[0]))
 
-    async def _store(self, request_id: str, outcome: Outcome, now: float) -> Outcome:
-        """What is stored in the end: the row's own outcome if it has ended otherwise meanwhile, with its session; a
-        failure in place of what the database will never take."""
-        retry_s = FIRST_RETRY_S
-        while True:
-            try:
-                changed = await self._writer.execute(rows.SETTLE_SAMPLE, rows.settlement(request_id, outcome, now))
-                if changed:
-                    return outcome
-                stored = await self._database.read_async(lambda connection: rows.find(connection, request_id))
-                return outcome if stored is None or stored.outcome is None else stored.outcome
-            except DBAPIError as error:
-                if not passes(error):
-                    if outcome.error is not None:
-                        raise
-                    logger.error("the result of request %s cannot be stored: %s", request_id, reason(error))
-                    outcome = Outcome(error="the result cannot be stored", error_category=ErrorCategory.SERVER)
-                    continue
-                logger.error("a result cannot be stored, tried again in %g s: %s", retry_s, reason(error))
-                await asyncio.sleep(retry_s)
-                retry_s = min(2 * retry_s, MAX_RETRY_S)
-
-    def _resolve(self, entry: _Entry, outcome: Outcome, now: float) -> None:
+    def _resolve(self, entry: Entry, outcome: Outcome, now: float) -> None:
         """Its outcome is stored."""
         entry.outcome = outcome
         if len(self.completions) and (target := entry.target) is not None:
             self.completions.note(target, _completion(entry.id, outcome, now))
-        self._awaited.discard(entry.id)
+        self._entries.awaited.discard(entry.id)
         entry.wake()
-        if entry.id in self._entries:
-            self._keep(entry, len(outcome.result))
-
-    def _keep(self, entry: _Entry, size: int) -> None:
-        self._settled[entry.id] = size
-        self._settled_bytes += size
-        while len(self._settled) > KEPT_OUTCOMES or (self._settled_bytes > KEPT_BYTES and len(self._settled) > 1):
-            self._forget_settled(self._entries[next(iter(self._settled))])
-
-    def _forget_settled(self, entry: _Entry) -> None:
-        size = self._settled.pop(entry.id, None)
-        if size is not None:
-            self._settled_bytes -= size
-            self._drop(entry)
+        if entry.id in self._entries.by_id:
+            self._entries.keep(entry, len(outcome.result))
 
     def release_waiters(self) -> None:
         """The process is about to end: whoever waits hears now that there is no result yet, and so does who comes."""
         self._closing = True
         self.completions.release()
-        for entry in self._entries.values():
+        for entry in self._entries.by_id.values():
             entry.wake()
 
     def drop_session(self, session_id: str) -> list[str]:
         """Forget a closed session's pending requests in memory; waiters hear that they are gone. Returns their ids."""
-        dropped = [e for e in self._entries.values() if e.session_id == session_id and e.outcome is None]
+        dropped = [e for e in self._entries.by_id.values() if e.session_id == session_id and e.outcome is None]
         for entry in dropped:
-            self._drop(entry)
+            self._entries.drop(entry)
             entry.wake()
         self.completions.drop_session(session_id)
         return [entry.id for entry in dropped]
 
     async def fail_session(self, session_id: str) -> None:
-        """Settle a closed session's pending requests in the database; where there is an engine, it does so."""
-        pending = rows.futures.c.session_id == session_id
+        """Settle a closed session's pending samples in the database; where there is an engine, it does so."""
+        pending = (rows.futures.c.session_id == session_id) & (rows.futures.c.kind == Kind.EXTERNAL)
         await self._writer.transact(lambda c: rows.settle_where(c, pending, rows.SESSION_ENDED, time.time()))
 
-    async def look(self, request_ids: Iterable[str]) -> None:
-        """Read outcomes that the engine has written, and resolve who waits for them."""
-        wanted = [request_id for request_id in request_ids if request_id in self._awaited]
-        for start in range(0, len(wanted), 500):
-            part = wanted[start : start + 500]
+    async def look(self, request_ids: Iterable[str]) -> list[str]:
+        """Read outcomes that another process has written, and resolve who waits for them. Returns the ids of those that
+        were forwarded here all the same."""
+        wanted = [request_id for request_id in request_ids if self.is_pending(request_id)]
+        ended: list[str] = []
+        for start in range(0, len(wanted), rows.MAX_NAMED):
+            part = wanted[start : start + rows.MAX_NAMED]
             for stored in await self._database.read_async(lambda c, ids=part: rows.find_settled(c, ids)):
-                entry = self._entries.get(stored.id)
-                if entry is not None and entry.outcome is None and stored.outcome is not None:
-                    self._resolve(entry, stored.outcome, time.time())
+                entry = self._entries.by_id.get(stored.id)
+                if entry is None or not entry.pending or stored.outcome is None:
+                    continue
+                if self.forwards(entry.id):
+                    ended.append(entry.id)
+                self._resolve(entry, stored.outcome, time.time())
+        return ended
 
     async def look_for_lost_rings(self) -> None:
-        """Look for outcomes of everything that the engine still owes."""
-        if self._awaited:
-            owed = list(self._awaited)
+        """Look for outcomes of everything that others still owe."""
+        if self._entries.awaited:
+            owed = list(self._entries.awaited)
             await self.look(await self._database.read_async(lambda c: rows.ended_among(c, owed)))
 
     @property
     def pending(self) -> int:
-        return len(self._entries) - len(self._settled)
-
-
-def _finder(key: Key) -> Callable[[Connection], StoredFuture | None]:
-    kind, owner, seq_id = key
-    if kind == "command":
-        return lambda connection: rows.find_command(connection, owner, seq_id)
-    return lambda connection: rows.find_sample(connection, owner, seq_id)
+        return self._entries.pending

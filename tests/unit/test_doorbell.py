@@ -50,6 +50,21 @@ def bell(path: Path) -> Iterator[Doorbell]:
     bell.close()
 
 
+async def test_all_listeners_hear_and_one_that_is_away_costs_the_others_nothing(path: Path, tmp_path: Path) -> None:
+    here = [Heard(), Heard()]
+    listeners = [DoorbellListener(tmp_path / f"{number}.sock", heard) for number, heard in enumerate(here)]
+    for listener in listeners:
+        listener.start()
+    bell = Doorbell(tmp_path / "0.sock", path, tmp_path / "1.sock")
+    bell.ring(["a"])
+    for heard in here:
+        await heard.wait_for(words=1)
+    assert bell.lost == 1
+    bell.close()
+    for listener in listeners:
+        listener.close()
+
+
 async def test_words_and_silence_both_ring(path: Path, bell: Doorbell) -> None:
     heard = Heard()
     listener = DoorbellListener(path, heard)

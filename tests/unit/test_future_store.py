@@ -17,9 +17,11 @@ from skyrl.db import retention
 from skyrl.db.database import Database
 from skyrl.db.futures import Outcome
 from skyrl.db.writer import GroupCommitWriter
-from skyrl.futures import store as store_module
+from skyrl.futures import entries, recording
 from skyrl.futures.kinds import Kind
-from skyrl.futures.store import FutureStore, NewRequest
+from skyrl.futures.recording import LARGE_BODY_BYTES
+from skyrl.futures.requests import NewRequest
+from skyrl.futures.store import FutureStore
 from skyrl.wire.errors import RequestError
 from tests.postgres_server import ON_BOTH
 
@@ -109,7 +111,7 @@ async def test_same_number_for_something_else_is_refused(
 
 
 async def test_large_body_is_recorded_once_whoever_repeats_it_meanwhile(database: Database, store: FutureStore) -> None:
-    large = dataclasses.replace(COMMAND, body=b"x" * (store_module.LARGE_BODY_BYTES + 1))
+    large = dataclasses.replace(COMMAND, body=b"x" * (LARGE_BODY_BYTES + 1))
     repeats = [dataclasses.replace(large, id=f"r{number}") for number in range(3)]
     small = dataclasses.replace(COMMAND, id="small", seq_id=4)
     recorded = await asyncio.gather(*(store.record(request) for request in (*repeats, small)))
@@ -197,7 +199,7 @@ async def test_result_is_told_once_it_is_stored(
 async def test_result_waits_for_a_database_that_fails(
     store: FutureStore, writer: GroupCommitWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store_module, "FIRST_RETRY_S", 0.001)
+    monkeypatch.setattr(recording, "FIRST_RETRY_S", 0.001)
     request_id, _ = await store.record(SAMPLE)
     failures = 3
     execute = writer.execute
@@ -219,9 +221,9 @@ async def test_result_waits_for_a_database_that_fails(
 async def test_result_that_was_read_leaves_memory_and_stays_readable(store: FutureStore) -> None:
     request_id, _ = await store.record(SAMPLE)
     await store.settle(request_id, OK)
-    assert request_id in store._entries, "for whoever asks first"
+    assert request_id in store._entries.by_id, "for whoever asks first"
     assert await store.wait(request_id, "tenant", 1) == OK
-    assert not store._entries
+    assert not store._entries.by_id
     assert await store.wait(request_id, "tenant", 1) == OK
 
 
@@ -310,13 +312,13 @@ async def test_another_tenant_sees_nothing(database: Database, writer: GroupComm
 async def test_old_outcomes_leave_memory_and_stay_readable(
     database: Database, store: FutureStore, monkeypatch: pytest.MonkeyPatch, limit: str
 ) -> None:
-    monkeypatch.setattr(store_module, limit, {"KEPT_OUTCOMES": 3, "KEPT_BYTES": 3 * len(OK.result)}[limit])
+    monkeypatch.setattr(entries, limit, {"KEPT_OUTCOMES": 3, "KEPT_BYTES": 3 * len(OK.result)}[limit])
     requests = [dataclasses.replace(SAMPLE, sample_seq_id=n) for n in range(10)]
     ids = [(await store.record(request))[0] for request in requests]
     for request_id in ids:
         await store.settle(request_id, OK)
-    assert set(store._entries) == set(ids[-3:])
-    assert len(store._by_key) == 3
+    assert set(store._entries.by_id) == set(ids[-3:])
+    assert len(store._entries.by_key) == 3
     assert [await store.wait(request_id, "tenant", 1) for request_id in ids] == [OK] * 10
     assert await store.record(requests[0]) == (ids[0], False)
 

@@ -56,31 +56,36 @@ def test_every_older_revision_is_brought_to_the_newest(database: Database, older
         assert compare_metadata(context, SQLModel.metadata) == []
 
 
+@ON_BOTH
 def test_rows_of_the_first_revision_are_kept_by_an_upgrade_and_by_a_downgrade(database: Database) -> None:
     command.upgrade(_config(database.url), "0001")
     statements = (
         "INSERT INTO sessions VALUES ('s1', 't', 'active', 1, 2, NULL, NULL, '0.38.0', '[]', '{\"a\": \"b\"}')",
-        "INSERT INTO models VALUES ('s1:train:0', 's1', 't', 0, 'tiny', 'ready', 8, 32, 1, 1, 1, 1, NULL, 2, 3, 1, 2)",
+        "INSERT INTO models VALUES "
+        "('s1:train:0', 's1', 't', 0, 'tiny', 'ready', 8, 32, 1, true, true, true, NULL, 2, 3, 1, 2)",
         "INSERT INTO sampling_sessions VALUES ('s1:sample:0', 's1', 't', 0, 'tiny', NULL, NULL, NULL, 'active', 1)",
     )
     for statement in statements:
         database.write(lambda c, sql=statement: c.execute(text(sql)))
-    kept = "SELECT s.user_metadata, m.sampler_version FROM sessions s JOIN models m ON m.session_id = s.id"
+    kept = (
+        "SELECT CAST(s.user_metadata AS text), m.sampler_version FROM sessions s JOIN models m ON m.session_id = s.id"
+    )
     migrate(database)
     assert database.read(lambda c: tuple(c.execute(text(kept)).one())) == ('{"a": "b"}', 2)
-    new = "SELECT s.project_id, s.display_name, s.ended_at, q.clones FROM sessions s JOIN sampling_sessions q"
+    new = "SELECT s.project_id, s.display_name, s.ended_at, q.clones FROM sessions s CROSS JOIN sampling_sessions q"
     assert database.read(lambda c: tuple(c.execute(text(new)).one())) == (None, None, None, 0)
     command.downgrade(_config(database.url), "0001")
     assert database.read(lambda c: tuple(c.execute(text(kept)).one())) == ('{"a": "b"}', 2)
     assert database.read(lambda c: c.execute(text("SELECT count(*) FROM sampling_sessions")).scalar()) == 1
 
 
+@ON_BOTH
 def test_training_checkpoints_of_the_first_revision_are_found_in_the_store(database: Database) -> None:
     command.upgrade(_config(database.url), "0001")
     columns = "tenant, model_id, kind, name, directory, base_model, lora_rank, lora_alpha, seed, train_attn, train_mlp"
     columns += ", train_unembed, size_bytes, public, created_at"
     for kind, directory in (("weights", "/state/checkpoints/s1=3Atrain=3A0/a-1"), ("sampler_weights", "/state/x/v1")):
-        values = f"'t', 's1:train:0', '{kind}', 'a', '{directory}', 'tiny', 8, 32, 1, 1, 1, 1, 5, 0, 1"
+        values = f"'t', 's1:train:0', '{kind}', 'a', '{directory}', 'tiny', 8, 32, 1, true, true, true, 5, false, 1"
         database.write(lambda c, sql=f"INSERT INTO checkpoints ({columns}) VALUES ({values})": c.execute(text(sql)))
     migrate(database)
     kept = "SELECT kind, store_key FROM checkpoints ORDER BY kind"
@@ -92,9 +97,12 @@ def test_training_checkpoints_of_the_first_revision_are_found_in_the_store(datab
     assert rows == ["/state/x/v1", "/state/checkpoints/s1=3Atrain=3A0/a-1"]
 
 
+@ON_BOTH
 def test_second_start_changes_nothing(database: Database) -> None:
     migrate(database)
-    database.write(lambda c: c.execute(text("INSERT INTO engine_state VALUES (1, 'u', 3, 0, '', 1, 1, 0, 0, NULL)")))
+    database.write(
+        lambda c: c.execute(text("INSERT INTO engine_state VALUES (1, 'u', 3, false, '', 1, 1, 0, 0, NULL, NULL)"))
+    )
     migrate(database)
     assert database.read(lambda c: c.execute(text("SELECT generation FROM engine_state")).scalar()) == 3
 

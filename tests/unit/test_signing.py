@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import stat
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import pytest
 from starlette.requests import Request
 
-from skyrl.api.signing import SignedUrls
+from skyrl.api.signing import SignedUrls, stored_secret
 from skyrl.wire.errors import RequestError
 
 PATH = "/api/v1/downloads/files/s1:train:0/external_weights/a b+ä%2F/x.age"
@@ -84,3 +87,14 @@ def test_public_url_goes_in_front(tmp_path: Path) -> None:
     link = urls.sign(ASKED, PATH, 600)
     assert link.url.startswith("https://gpu.example/skyrl/api/v1/downloads/")
     urls.verify(request_for(link.url.replace("https://gpu.example/skyrl", "http://127.0.0.1:8000")))
+
+
+def test_processes_that_make_the_secret_at_once_have_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each finds that there is none."""
+    together = threading.Barrier(4)
+    link = os.link
+    monkeypatch.setattr(os, "link", lambda *paths: (together.wait(60), link(*paths)))
+    with ThreadPoolExecutor(4) as pool:
+        secrets = {made.result() for made in [pool.submit(stored_secret, tmp_path / "secret") for _ in range(4)]}
+    assert secrets == {(tmp_path / "secret").read_bytes()}
+    assert [file.name for file in tmp_path.iterdir()] == ["secret"]

@@ -1,0 +1,131 @@
+"""This API process among the others of its database: it hears what ended there, and forwards what a dead one left.
+
+Each beats in the database. One whose heartbeat stays the same through MISSES rounds of another is dead to it, and loses
+its samples to whoever says so first; rounds are counted, not seconds, so the time in which the database was away, or in
+which the one who counts was stopped, does not count against anybody. One that was only stalled finds out at its next
+round that its samples are another's, and leaves them; whichever outcome was stored first stays.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterable
+
+from skyrl.db.api_processes import ApiProcesses
+from skyrl.db.faults import DatabaseError, passes, reason
+from skyrl.futures.others import Others
+from skyrl.futures.store import FutureStore
+from skyrl.sampling.service import SampleService
+
+logger = logging.getLogger(__name__)
+
+BEAT_S = 2.0
+MISSES = 5
+
+
+class Peers:
+    """`session_changed` is called with the id of a session that another process has changed or ended. Where the engine
+    samples, this process `forwards` nothing."""
+
+    def __init__(
+        self,
+        processes: ApiProcesses,
+        others: Others,
+        store: FutureStore,
+        sampling: SampleService,
+        session_changed: Callable[[str], Awaitable[object]],
+        *,
+        forwards: bool,
+    ) -> None:
+        self._processes = processes
+        self._others = others
+        self._store = store
+        self._sampling = sampling
+        self._session_changed = session_changed
+        self._beats: dict[str, tuple[float, int]] = {}
+        """The others' heartbeats as they were read last, and in how many rounds they were the same."""
+        self._forwards = forwards
+        self._hearing: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> None:
+        """Forward what this process's predecessor left, and what is nobody's."""
+        self._note(await self._processes.beat())
+        if self._forwards:
+            await self._processes.take_over({})
+            await self._reconcile()
+
+    async def round(self) -> None:
+        """To be called every BEAT_S: say "alive", see who is not."""
+        gone = self._note(await self._processes.beat())
+        if not self._forwards or self._sampling.stopping:
+            return
+        taken = 0
+        dead = {process: at for process, (at, same) in self._beats.items() if same >= MISSES}
+        if gone or dead:
+            taken = await self._processes.take_over(dead)
+            logger.info(
+                "API processes that are gone: %s; %d samples of theirs are forwarded here", [*gone, *dead], taken
+            )
+        if taken or not self._others.alone:
+            await self._reconcile()
+
+    def _note(self, heartbeats: dict[str, float]) -> list[str]:
+        """What the others' heartbeats are now; returns the ids of those that are not there any more."""
+        gone = [process for process in self._beats if process not in heartbeats]
+        before = self._beats
+        self._beats = {}
+        for process, at in heartbeats.items():
+            last, same = before.get(process, (None, 0))
+            self._beats[process] = (at, same + 1 if at == last else 0)
+        self._others.living = frozenset(process for process, (_, same) in self._beats.items() if same < MISSES)
+        return gone
+
+    async def _reconcile(self) -> None:
+        """Forward what is this process's by the database and not in its memory: it was taken over, or its commit was
+        not heard of. And leave what is in its memory and another's by the database."""
+        forwarded = self._store.forwarded()  # before the database is read: what is recorded meanwhile is there
+        own = await self._processes.own()
+        await self._adopt([request_id for request_id in own if not self._store.forwards(request_id)])
+        strays = [request_id for request_id in forwarded if request_id not in own]
+        if strays:
+            ended = await self._store.look(strays)
+            self._sampling.cancel(ended + self._store.leave(strays))
+
+    async def _adopt(self, request_ids: list[str]) -> None:
+        for row in await self._processes.rows(request_ids) if request_ids else []:
+            try:
+                await self._sampling.adopt(row)
+            except DatabaseError:
+                self._store.leave([row.id])  # to be found again in the next round
+                raise
+
+    def hear(self, words: list[str]) -> None:
+        """Another process has told these."""
+        task = asyncio.create_task(self._heed(words))
+        self._hearing.add(task)
+        task.add_done_callback(self._hearing.discard)
+
+    async def _heed(self, words: Iterable[str]) -> None:
+        requests: list[str] = []
+        sessions: list[str] = []
+        for word in words:
+            if ":" in word:
+                self._store.wake_polls(word)
+            else:
+                (sessions if word.startswith("s") else requests).append(word)
+        try:
+            self._sampling.cancel(await self._store.look(requests))
+            for session_id in sessions:
+                await self._session_changed(session_id)
+        except DatabaseError as error:  # it is looked for again, by and by
+            if not passes(error):
+                raise
+            logger.warning("what another API process told could not be read: %s", reason(error))
+
+    async def leave(self) -> None:
+        """What is still pending here is for the others, or for the next start."""
+        for task in self._hearing:
+            task.cancel()
+        await asyncio.gather(*self._hearing, return_exceptions=True)
+        await self._processes.leave()

@@ -1,0 +1,135 @@
+"""Requests in the memory of an API process: those that are pending, and outcomes that nobody has read yet.
+
+Knows ids, keys and who waits. Knows no database: what is not here is looked up there by the store.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+
+from skyrl.db.futures import Outcome
+from skyrl.futures.completions import Target, clone_of
+from skyrl.futures.requests import Key
+
+KEPT_OUTCOMES = 20_000
+KEPT_BYTES = 64 * 2**20
+"""Outcomes that nobody has read yet are kept in memory up to here; older ones are read from the database."""
+
+
+class Entry:
+    """A request in memory. `settling` says that it has ended and is being stored; `outcome` is there once it is."""
+
+    __slots__ = (
+        "digest",
+        "id",
+        "key",
+        "kind",
+        "outcome",
+        "recorded",
+        "recording",
+        "sampler",
+        "session_id",
+        "settling",
+        "tenant",
+        "waiters",
+    )
+
+    def __init__(
+        self,
+        request_id: str,
+        kind: str,
+        tenant: str,
+        session_id: str,
+        digest: bytes,
+        key: Key | None,
+        sampler: tuple[str, int | None] | None = None,
+    ) -> None:
+        self.id = request_id
+        self.kind = kind
+        self.tenant = tenant
+        self.session_id = session_id
+        self.digest = digest
+        self.key = key
+        self.sampler = sampler
+        self.outcome: Outcome | None = None
+        self.settling = False
+        self.recording = False
+        self.recorded: asyncio.Future[None] | None = None
+        self.waiters: list[asyncio.Future[None]] = []
+
+    @property
+    def target(self) -> Target | None:
+        """The sampling client that asked."""
+        return None if self.sampler is None else Target(self.session_id, self.sampler[0], clone_of(self.sampler[1]))
+
+    @property
+    def pending(self) -> bool:
+        return self.outcome is None and not self.settling
+
+    async def next_change(self, timeout_s: float) -> None:
+        """Returns at its end, or at that of the time."""
+        loop = asyncio.get_running_loop()
+        waiter = loop.create_future()
+        timer = loop.call_later(timeout_s, _wake, waiter)
+        self.waiters.append(waiter)
+        try:
+            await waiter
+        finally:
+            timer.cancel()
+            self.waiters.remove(waiter)
+
+    def wake(self) -> None:
+        for waiter in self.waiters:
+            _wake(waiter)
+
+
+def _wake(waiter: asyncio.Future[None]) -> None:
+    if not waiter.done():
+        waiter.set_result(None)
+
+
+class Entries:
+    """Entries by id and by key. `awaited` are the ids of pending requests that another process settles."""
+
+    def __init__(self) -> None:
+        self.by_id: dict[str, Entry] = {}
+        self.by_key: dict[Key, Entry] = {}
+        self.awaited: set[str] = set()
+        self._settled: OrderedDict[str, int] = OrderedDict()
+        self._settled_bytes = 0
+
+    @property
+    def pending(self) -> int:
+        return len(self.by_id) - len(self._settled)
+
+    def add(self, entry: Entry, *, awaited: bool) -> None:
+        self.by_id[entry.id] = entry
+        if entry.key is not None:
+            self.by_key[entry.key] = entry
+        if awaited:
+            self.awaited.add(entry.id)
+
+    def drop(self, entry: Entry) -> None:
+        self.by_id.pop(entry.id, None)
+        self.awaited.discard(entry.id)
+        if entry.key is not None and self.by_key.get(entry.key) is entry:
+            del self.by_key[entry.key]
+
+    def forwarded(self) -> list[str]:
+        """Ids of pending requests that are recorded and that this process settles."""
+        return [e.id for e in self.by_id.values() if e.pending and not e.recording and e.id not in self.awaited]
+
+    def keep(self, entry: Entry, size: int) -> None:
+        """It has an outcome of so many bytes: kept until it is read, or until newer ones need its room."""
+        self._settled[entry.id] = size
+        self._settled_bytes += size
+        while len(self._settled) > KEPT_OUTCOMES or (self._settled_bytes > KEPT_BYTES and len(self._settled) > 1):
+            self.forget(self.by_id[next(iter(self._settled))])
+
+    def forget(self, entry: Entry) -> None:
+        """Its outcome is read from the database from now on."""
+        size = self._settled.pop(entry.id, None)
+        if size is not None:
+            self._settled_bytes -= size
+            self.drop(entry)

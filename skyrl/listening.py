@@ -1,0 +1,51 @@
+"""The sockets that a server listens on. The launcher opens them, and its API processes accept from them.
+
+So a process that has died or is stopped refuses nobody: who connects is accepted by another one, or waits for the next.
+"""
+
+from __future__ import annotations
+
+import errno
+import socket
+
+from skyrl.config import ConfigError
+
+BACKLOG = 4096
+_NOT_HERE = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
+"""What a machine without IPv6 says to `::1`, which is one of the addresses of `localhost`."""
+
+
+def listen(host: str, port: int) -> list[socket.socket]:
+    """One for each address that the host's name stands for. Raises ConfigError."""
+    sockets: list[socket.socket] = []
+    missing: OSError | None = None
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        for family, _, _, _, address in dict.fromkeys(found):
+            try:
+                sockets.append(_listening(family, address))
+            except OSError as error:
+                if error.errno not in _NOT_HERE:
+                    raise
+                missing = error
+        if not sockets and missing is not None:
+            raise missing
+    except OSError as error:
+        for opened in sockets:
+            opened.close()
+        raise ConfigError(f"port: cannot listen on {host}:{port} ({error.strerror})") from error
+    return sockets
+
+
+def _listening(family: int, address: tuple[object, ...]) -> socket.socket:
+    opened = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            opened.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        opened.bind(address)
+        opened.listen(BACKLOG)
+    except OSError:
+        opened.close()
+        raise
+    return opened

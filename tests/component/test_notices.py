@@ -1,0 +1,73 @@
+"""Words between processes over a real PostgreSQL."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import suppress
+
+import pytest
+from engine_harness import until
+
+from skyrl.db.notices import MAX_PAYLOAD, Notices
+from tests.postgres_server import ON_POSTGRES, PostgresServer
+
+pytestmark = ON_POSTGRES
+
+
+class Process:
+    def __init__(self, url: str, name: str) -> None:
+        self.heard: list[str] = []
+        self.notices = Notices(url, name, self.heard.extend)
+        self.running = asyncio.create_task(self.notices.run())
+
+    async def stop(self) -> None:
+        self.running.cancel()
+        with suppress(asyncio.CancelledError):
+            await self.running
+
+
+@pytest.fixture
+async def two(migrated_url: str) -> AsyncIterator[tuple[Process, Process]]:
+    first, second = Process(migrated_url, "first/0"), Process(migrated_url, "second/0")
+    await both_hear(first, second)
+    yield first, second
+    await first.stop()
+    await second.stop()
+
+
+async def both_hear(first: Process, second: Process) -> None:
+    """Wait until each hears of the other."""
+
+    def told(sender: Process, hearer: Process) -> bool:
+        sender.notices.send(["are you there"])
+        return "are you there" in hearer.heard
+
+    for pair in ((first, second), (second, first)):
+        pair[1].heard.clear()
+        await until(lambda pair=pair: told(*pair))
+    for process in (first, second):
+        process.notices.send(["go"])
+    await until(lambda: "go" in first.heard and "go" in second.heard)
+    first.heard.clear()
+    second.heard.clear()
+
+
+async def test_all_words_are_heard_by_the_other_one_alone(two: tuple[Process, Process]) -> None:
+    first, second = two
+    words = [f"{number:036x}" for number in range(1_000)]
+    assert sum(map(len, words)) > 2 * MAX_PAYLOAD
+    first.notices.send(words)
+    await until(lambda: len(second.heard) == len(words))
+    assert second.heard == words
+    assert first.heard == []
+
+
+async def test_words_are_heard_again_after_the_connections_broke(
+    two: tuple[Process, Process], postgres: PostgresServer
+) -> None:
+    theirs = "query LIKE 'LISTEN%' OR query LIKE 'SELECT pg_notify%'"
+    postgres.execute(f"SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE {theirs}")
+    await both_hear(*two)
+    two[0].notices.send(["word"])
+    await until(lambda: two[1].heard == ["word"])

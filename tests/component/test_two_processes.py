@@ -1,0 +1,348 @@
+"""Two API processes on one database, both in this one: who forwards what, who hears of what, who is dead."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+from api_harness import BASE, LONG_S, Api, asked, session_of, tokens
+from engine_harness import until
+from fake_upstream import FakeUpstream, after, complete, never
+from sqlalchemy import insert, select, text, update
+
+import skyrl.api.server
+import skyrl.db.sessions
+from skyrl.api.app import create_app
+from skyrl.api.peers import MISSES, Peers
+from skyrl.api.server import open_services
+from skyrl.config import ServerConfig
+from skyrl.db.api_processes import processes
+from skyrl.db.database import Database
+from skyrl.db.futures import SETTLE, Outcome, futures, settlement
+from skyrl.db.sessions import LONG_LOOK_S, sessions
+from skyrl.futures.kinds import Kind
+from skyrl.futures.requests import NewRequest
+from skyrl.runtime import Runtime
+from tests.postgres_server import ON_BOTH
+
+pytestmark = [ON_BOTH, pytest.mark.usefixtures("drain_at_once")]
+
+NEVER_S = 3600.0
+TIMEOUT_S = 300.0
+
+
+@pytest.fixture(autouse=True)
+def by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests say when a process looks after the others."""
+    monkeypatch.setattr(skyrl.api.server, "BEAT_S", NEVER_S)
+    monkeypatch.setattr(skyrl.api.server, "SESSION_CHECK_S", NEVER_S)
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[Peers]:
+    """What the processes know each other by, in the order of their starts."""
+    instances: list[Peers] = []
+
+    class Kept(Peers):
+        def __init__(self, *parts: Any, **options: Any) -> None:
+            super().__init__(*parts, **options)
+            instances.append(self)
+
+    monkeypatch.setattr(skyrl.api.server, "Peers", Kept)
+    return instances
+
+
+@pytest.fixture
+def directory() -> Iterator[Path]:
+    """A short one: sockets lie in it."""
+    with TemporaryDirectory(prefix="skyrl-test-") as path:
+        yield Path(path)
+
+
+Start = Callable[[str], Any]
+
+
+@pytest.fixture
+def start(database: Database, tmp_path: Path, directory: Path) -> Start:
+    """Starts the API process of this name."""
+
+    @asynccontextmanager
+    async def named(name: str) -> AsyncIterator[Api]:
+        options: dict[str, Any] = {"base_model": BASE, "state_dir": tmp_path, "database_url": database.url}
+        config = ServerConfig(**options)
+        own = directory / name
+        own.mkdir(exist_ok=True)
+        async with open_services(Runtime(config, own, None, "key", name)) as services:
+            transport = httpx.ASGITransport(create_app(services), raise_app_exceptions=False)
+            headers = {"X-API-Key": "tml-one"}
+            async with httpx.AsyncClient(transport=transport, base_url="http://api", headers=headers) as http:
+                yield Api(services, http)
+
+    return named
+
+
+@pytest.fixture
+async def two(start: Start, made: list[Peers]) -> AsyncIterator[tuple[Api, Api]]:
+    async with AsyncExitStack() as running:
+        first, second = [await running.enter_async_context(start(name)) for name in ("first", "second")]
+        await made[0].round()  # it was there before the other one
+        yield first, second
+
+
+def owners(database: Database) -> list[str | None]:
+    return database.read(lambda c: list(c.execute(select(futures.c.owner).order_by(futures.c.n)).scalars()))
+
+
+def set_owner(database: Database, request_id: str, owner: str | None) -> None:
+    database.write(lambda c: c.execute(update(futures).where(futures.c.id == request_id).values(owner=owner)))
+
+
+def in_flight(api: Api) -> int:
+    return api.services.sampling.in_flight
+
+
+async def test_each_sample_is_forwarded_once_wherever_it_is_repeated(
+    two: tuple[Api, Api], upstream: FakeUpstream, database: Database
+) -> None:
+    first, second = two
+    sampler = await first.sampler()
+    asking = [(first, second)[turn % 2].sample(sampler, turn // 2) for turn in range(20)]
+    promises = await asyncio.gather(*asking)
+    assert promises[::2] == promises[1::2]
+    for promise in promises:
+        assert tokens(await second.result(promise["request_id"])) == [[0, 1, 2]]
+    assert len(upstream.completions) == 10
+    assert len(owners(database)) == 10
+    other = await second.post("asample", asked(sampler, 3, prompt=[9]))
+    assert other.status_code == 400
+    assert other.json()["field"] == "seq_id"
+
+
+async def test_end_is_told_to_a_process_that_does_not_look(
+    monkeypatch: pytest.MonkeyPatch, start: Start, made: list[Peers], upstream: FakeUpstream, database: Database
+) -> None:
+    if database.is_sqlite:
+        pytest.skip("SQLite tells nobody")
+    monkeypatch.setattr(skyrl.api.server, "SAFETY_POLL_S", NEVER_S)
+    go = asyncio.Event()
+    upstream.default = after(go, complete())
+    listening = text(
+        "SELECT count(*) FROM pg_stat_activity WHERE query LIKE 'LISTEN%' AND datname = current_database()"
+    )
+    async with start("first") as first, start("second") as second:
+        await made[0].round()
+        await until(lambda: database.read(lambda c: c.execute(listening).scalar_one()) == 2)
+        sampler = await first.sampler()
+        assert (await second.post("asample", asked(sampler, 0))).status_code == 200, "it knows the session"
+        request_id = (await first.sample(sampler, 1))["request_id"]
+        poll = asyncio.create_task(second.result(request_id))
+        await until(lambda: second.services.store.pending == 2)
+        go.set()
+        assert tokens(await asyncio.wait_for(poll, LONG_S)) == [[0, 1, 2]]
+        await first.finish(sampler)
+        while (answer := await second.post("asample", asked(sampler, 2))).status_code != 404:
+            assert answer.status_code == 200
+            await asyncio.sleep(0.001)  # nothing else would run: it is answered from memory
+
+
+async def test_who_gives_no_sign_of_life_loses_its_samples_to_one(
+    two: tuple[Api, Api], made: list[Peers], upstream: FakeUpstream, database: Database
+) -> None:
+    first, second = two
+    upstream.default = never
+    sampler = await first.sampler()
+    left = (await first.sample(sampler, 1))["request_id"]
+    poll = asyncio.create_task(second.result(left))
+    await until(lambda: second.services.store.pending == 1)
+    dead = {"id": "dead/0", "started_at": 1.0, "heartbeat_at": 1.0}
+    database.write(lambda c: c.execute(insert(processes), dead))
+    set_owner(database, left, "dead/0")
+    for _ in range(MISSES):
+        await made[1].round()
+        assert in_flight(second) == 0
+        await made[0].round()
+    upstream.default = complete()
+    await made[1].round()
+    assert owners(database) == ["second/0"]
+    assert tokens(await asyncio.wait_for(poll, LONG_S)) == [[0, 1, 2]]
+    await made[0].round()
+    assert in_flight(first) == 0, "it knows that it is another's"
+    assert await poll_of(first, left) == (await poll).content
+
+
+async def poll_of(api: Api, request_id: str) -> bytes:
+    return (await asyncio.wait_for(api.result(request_id), LONG_S)).content
+
+
+async def test_who_beats_or_was_not_looked_at_keeps_its_samples(
+    two: tuple[Api, Api], made: list[Peers], upstream: FakeUpstream, database: Database
+) -> None:
+    upstream.default = never
+    first, _ = two
+    await first.sample(await first.sampler(), 1)
+    for _ in range(3):
+        for _ in range(MISSES):
+            await made[1].round()
+        await made[0].round()
+    await made[1].round()
+    assert owners(database) == ["first/0"]
+    assert in_flight(first) == 1
+
+
+async def test_samples_of_one_that_has_stopped_are_taken_at_the_next_round(
+    start: Start, made: list[Peers], upstream: FakeUpstream, database: Database
+) -> None:
+    upstream.default = never
+    async with start("second") as second:
+        async with start("first") as first:
+            await made[0].round()
+            promise = await first.sample(await first.sampler(), 1)
+        assert in_flight(second) == 0
+        upstream.default = complete()
+        await made[0].round()
+        assert owners(database) == ["second/0"]
+        assert tokens(await second.result(promise["request_id"])) == [[0, 1, 2]]
+
+
+async def test_sample_that_nobody_owns_is_forwarded_at_the_next_start(
+    start: Start, upstream: FakeUpstream, database: Database
+) -> None:
+    """It is from before there were owners."""
+    upstream.default = never
+    async with start("first") as first:
+        request_id = (await first.sample(await first.sampler(), 1))["request_id"]
+    set_owner(database, request_id, None)
+    upstream.default = complete()
+    async with start("second") as second:
+        assert tokens(await second.result(request_id)) == [[0, 1, 2]]
+
+
+async def test_own_sample_that_is_not_in_memory_is_found(
+    two: tuple[Api, Api], made: list[Peers], upstream: FakeUpstream
+) -> None:
+    """The connection broke at its commit, and its client repeats it to the other process."""
+    first, second = two
+    upstream.default = never
+    sampler = await first.sampler()
+    promise = await first.sample(sampler, 1)
+    first.services.sampling.cancel(first.services.store.drop_session(session_of(sampler)))
+    assert await second.sample(sampler, 1) == promise
+    assert in_flight(second) == 0, "it is the other's"
+    await until(lambda: in_flight(first) == 0)
+    upstream.default = complete()
+    await made[0].round()
+    assert tokens(await second.result(promise["request_id"])) == [[0, 1, 2]]
+
+
+async def test_taken_back_or_ended_at_the_other_process(
+    two: tuple[Api, Api], made: list[Peers], upstream: FakeUpstream, database: Database
+) -> None:
+    first, second = two
+    upstream.default = never
+    sampler = await first.sampler()
+    cancelled, left = [(await first.sample(sampler, number))["request_id"] for number in (1, 2)]
+    waiting = asyncio.create_task(first.result(cancelled))
+    await second.post("cancel_future", {"request_id": cancelled})
+    await made[0].round()
+    assert (await asyncio.wait_for(waiting, LONG_S)).json()["error"] == "cancelled by the client"
+    await until(lambda: in_flight(first) == 1)
+
+    await second.finish(sampler)
+    await first.services.look_at_sessions()
+    await until(lambda: in_flight(first) == 0)
+    assert (await first.post("asample", asked(sampler, 3))).status_code == 404
+    ended = [settlement(left, Outcome(error="the session has ended"), time.time())]  # as the engine does it
+    database.write(lambda c: c.execute(SETTLE, ended))
+    assert (await first.result(left)).json() == (await second.result(left)).json()
+
+
+async def test_project_is_known_to_both(two: tuple[Api, Api]) -> None:
+    first, second = two
+    session = session_of(await first.sampler())
+    key = first.services.access.caller("tml-one").tenant
+    assert await second.services.sessions.find(session, key) is not None
+    await first.http.put(f"/api/v1/sessions/{session}/project", json={"project_id": "p"})
+    await second.services.look_at_sessions()
+    known = await second.services.sessions.find(session, key)
+    assert known is not None
+    assert known.project_id == "p"
+
+
+class Clock:
+    """Seconds that pass when a test says so."""
+
+    def __init__(self) -> None:
+        self.now = 1_000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(skyrl.db.sessions, "time", SimpleNamespace(monotonic=clock.monotonic, time=time.time))
+    return clock
+
+
+def status_of(database: Database, session_id: str) -> str:
+    return database.read(lambda c: c.execute(select(sessions.c.status).where(sessions.c.id == session_id)).scalar_one())
+
+
+async def pass_time(clock: Clock, seconds: float, *apis: Api) -> None:
+    for _ in range(int(seconds // 10)):
+        clock.now += 10
+        for api in apis:
+            await api.services.look_at_sessions()
+
+
+async def test_session_that_beats_at_one_process_lives_at_both(
+    clock: Clock, two: tuple[Api, Api], database: Database
+) -> None:
+    first, second = two
+    session = session_of(await first.sampler())
+    for _ in range(3):
+        await pass_time(clock, TIMEOUT_S - 50, first, second)
+        assert (await second.post("session_heartbeat", {"session_id": session})).status_code == 200
+    assert status_of(database, session) == "active"
+    await pass_time(clock, TIMEOUT_S + 20, first, second)
+    assert status_of(database, session) == "expired"
+    for api in two:
+        assert (await api.post("session_heartbeat", {"session_id": session})).status_code == 410
+
+
+async def test_nobody_is_silent_while_the_process_did_not_look(
+    clock: Clock, two: tuple[Api, Api], database: Database
+) -> None:
+    first, second = two
+    session = session_of(await first.sampler())
+    await pass_time(clock, 20, first, second)
+    clock.now += max(TIMEOUT_S, LONG_LOOK_S) + 100
+    await pass_time(clock, 20, first, second)
+    assert status_of(database, session) == "active"
+
+
+async def test_heartbeat_at_the_last_moment_counts(two: tuple[Api, Api], database: Database) -> None:
+    first, second = two
+    session = session_of(await first.sampler())
+    (silent, seen), *_ = (await first.services.sessions.look(-1.0)).silent
+    await second.post("session_heartbeat", {"session_id": session})
+    await first.services.close_session(silent, "expired", None, None, silent_since=seen)
+    assert status_of(database, session) == "active"
+    assert (await first.post("session_heartbeat", {"session_id": session})).status_code == 200
+
+
+async def test_commands_without_a_number_get_different_ones(two: tuple[Api, Api], database: Database) -> None:
+    unnumbered = NewRequest(Kind.OPTIM_STEP, "tenant", "s1", b"{}", model_id="m", numbered=True)
+    recorded = await asyncio.gather(*(two[turn % 2].services.store.record(unnumbered) for turn in range(20)))
+    assert all(new for _, new in recorded)
+    numbers = database.read(lambda c: list(c.execute(select(futures.c.seq_id).order_by(futures.c.n)).scalars()))
+    assert numbers == list(range(20))

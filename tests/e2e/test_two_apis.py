@@ -1,0 +1,245 @@
+"""Servers that share a PostgreSQL database: three gateways, whose clients may go to any of them. One is stopped and one
+killed while their samples are under way; the third ends those.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from sqlalchemy import text
+
+from skyrl.db.database import Database
+from skyrl.demo.server import ServerFailed
+from tests.postgres_server import PostgresServer
+
+from .conftest import SLOW_START_S
+from .mortal_server import WAIT_S, Client, MortalServer, Upstream, insist
+from .test_durability import learn
+
+SAMPLES = 8
+
+
+@pytest.fixture(scope="module")
+def upstream() -> Iterator[Upstream]:
+    with Upstream() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def database(postgres: PostgresServer) -> Iterator[Database]:
+    name = postgres.new_database()
+    with closing(Database(postgres.url(name))) as opened:
+        yield opened
+    postgres.drop_database(name)
+
+
+@pytest.fixture(scope="module")
+def servers(
+    upstream: Upstream, database: Database, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[list[MortalServer]]:
+    gateway = ("--backend", "none", "--base-model", "tiny", "--external-inference-url", upstream.url)
+    made = [
+        MortalServer(tmp_path_factory.mktemp(name), *gateway, "--database-url", database.url)
+        for name in ("first", "second", "third")
+    ]
+    made[0].start()
+    made[0].wait_api(SLOW_START_S)  # it makes the tables
+    try:
+        for server in made[1:]:
+            server.start()
+        for server in made:
+            server.wait_ready(SLOW_START_S)
+        yield made
+    finally:
+        for server in made:
+            server.stop()
+
+
+@pytest.fixture
+def clients(servers: list[MortalServer]) -> Iterator[list[Client]]:
+    """One of each server, all in the session that the first one made."""
+    first = Client(servers[0].url)
+    session: list[Client] = [first, *(Client(server.url, session=first.session) for server in servers[1:])]
+    yield session
+    for client in session:
+        client.close()
+
+
+def until(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.05)
+
+
+def in_flight(server: MortalServer) -> int:
+    return server.status()["samples"]["in_flight"]
+
+
+def settled(database: Database, sampler: str) -> dict[str, tuple[str, Any]]:
+    """Status and owner of a sampling session's samples, by id."""
+    query = text("SELECT id, status, owner FROM futures WHERE sampling_session_id = :sampler")
+    rows = database.read(lambda c: c.execute(query, {"sampler": sampler}).all())
+    return {row.id: (row.status, row.owner) for row in rows}
+
+
+def test_any_server_takes_what_belongs_to_a_client(
+    servers: list[MortalServer], clients: list[Client], upstream: Upstream, database: Database
+) -> None:
+    sampler = clients[0].sampler()
+    answered = upstream.answered
+    promises = [clients[number % 3].sample(sampler, number) for number in range(SAMPLES)]
+    assert [clients[(number + 1) % 3].sample(sampler, number) for number in range(SAMPLES)] == promises
+    ids = [promise["request_id"] for promise in promises]
+    results = [[client.result(each) for each in ids] for client in clients]
+    assert results[0] == results[1] == results[2]
+    assert upstream.answered == answered + SAMPLES, "each was forwarded once"
+    assert {status for status, _ in settled(database, sampler).values()} == {"done"}
+    assert len({owner for _, owner in settled(database, sampler).values()}) == 3
+
+    other = clients[1].http.post("asample", json={**clients[1].sample_body(sampler, 0), "num_samples": 2})
+    assert other.status_code == 400
+    assert "was used before" in other.json()["detail"]
+
+
+def test_long_polls_tell_each_end_once_whichever_server_they_come_to(clients: list[Client], upstream: Upstream) -> None:
+    sampler = clients[0].sampler()
+    target = {"type": "sampling_session", "sampling_session_id": sampler, "cloned_sampler_id": 0}
+    upstream.hold()
+    wanted = [clients[number % 3].sample(sampler, number)["request_id"] for number in range(SAMPLES)]
+    with ThreadPoolExecutor(1) as pool:
+        body = {"target": target, "prev_cursor": 0, "retrieved_request_ids": []}
+        held = pool.submit(clients[1].ok, "retrieve_futures", body)
+        upstream.release()
+        answer = held.result(WAIT_S)
+    told, turn = [], 0
+    while answer["completions"] or len(told) < SAMPLES:
+        told += [end["request_id"] for end in answer["completions"]]
+        turn += 1
+        body = {"target": target, "prev_cursor": answer["cursor"], "retrieved_request_ids": []}
+        answer = clients[turn % 3].ok("retrieve_futures", body | ({"timeout": 0} if len(told) == SAMPLES else {}))
+    assert sorted(told) == sorted(wanted)
+
+
+def test_a_sample_is_cancelled_and_a_session_ended_where_they_are_not(
+    servers: list[MortalServer], clients: list[Client], upstream: Upstream
+) -> None:
+    sampler = clients[0].sampler()
+    upstream.hold()
+    cancelled, left = (clients[0].sample(sampler, number)["request_id"] for number in range(2))
+    clients[1].ok("cancel_future", {"request_id": cancelled})
+    told = [client.http.post("retrieve_future", json={"request_id": cancelled}).json() for client in clients]
+    assert [answer["error"] for answer in told] == ["cancelled by the client"] * 3
+    until(lambda: in_flight(servers[0]) == 1, "its forwarding is not stopped")
+
+    clients[2].ok(f"sessions/{clients[0].session}/finish", {})
+    until(lambda: in_flight(servers[0]) == 0, "the session's samples are still forwarded")
+    until(lambda: clients[0].http.post("asample", json=clients[0].sample_body(sampler, 2)).status_code == 404, "")
+    for client in clients:
+        assert client.http.post("session_heartbeat", json={"session_id": client.session}).status_code == 410
+        answer = client.http.post("retrieve_future", json={"request_id": left})
+        assert answer.json()["error"] == "the session has ended"
+    upstream.release()
+
+
+def test_the_survivor_ends_the_samples_of_one_that_hangs_and_of_one_that_is_dead(
+    servers: list[MortalServer], clients: list[Client], upstream: Upstream, database: Database
+) -> None:
+    hanging, dead, survivor = servers
+    sampler = clients[0].sampler()
+    upstream.hold()
+    ids = [clients[number % 3].sample(sampler, number)["request_id"] for number in range(3 * SAMPLES)]
+    stopped = hanging.api()
+    stopped.suspend()
+    os.kill(dead.pid, signal.SIGKILL)
+    until(lambda: in_flight(survivor) == 3 * SAMPLES, "the others' samples are not taken over")
+    assert len({owner for _, owner in settled(database, sampler).values()}) == 1
+    assert clients[2].sample(sampler, 0)["request_id"] == ids[0]
+
+    upstream.release()
+    with ThreadPoolExecutor(8) as pool:
+        results = list(pool.map(clients[2].result, ids))
+    assert len(set(results)) == len(ids)
+    stopped.resume()
+    until(lambda: in_flight(hanging) == 0, "it still forwards what others have ended")
+    assert [clients[0].result(each) for each in ids] == results
+    assert [clients[2].result(each) for each in ids] == results
+    assert {status for status, _ in settled(database, sampler).values()} == {"done"}
+    assert clients[0].sample(sampler, 1)["request_id"] == ids[1]
+    again = clients[0].sample(sampler, 1000)["request_id"]
+    assert clients[2].result(again) == clients[0].result(again)
+
+
+class Alternating(Client):
+    """Its requests go to one connection and to the other in turn."""
+
+    def __init__(self, connections: list[httpx.Client], session: str) -> None:
+        self.session = session
+        self._turns = itertools.cycle(connections)
+
+    @property
+    def http(self) -> httpx.Client:
+        return next(self._turns)
+
+
+@contextmanager
+def connected_to_each(server: MortalServer) -> Iterator[list[Client]]:
+    """A client of each of the server's two API processes: the other one does not accept connections meanwhile."""
+    first, second = server.apis(2)
+    with ExitStack() as held:
+        clients: list[Client] = []
+        for other in (first, second):
+            other.suspend()
+            session = clients[0].session if clients else None
+            client = held.enter_context(closing(Client(server.url, session=session)))
+            client.ok("session_heartbeat", {"session_id": client.session})
+            other.resume()
+            clients.append(client)
+        answered = {client.http.get(f"{server.url}/statusz").json()["api_process"] for client in clients}
+        assert len(answered) == 2
+        yield clients
+
+
+def test_one_server_trains_through_two_processes_and_no_second_server_does(
+    upstream: Upstream, postgres: PostgresServer, tmp_path: Path
+) -> None:
+    name = postgres.new_database()
+    shared = ("--database-url", postgres.url(name), "--external-inference-url", upstream.url)
+    server = MortalServer(tmp_path / "state", "--served-model-name", "tiny", *shared, "--api-processes", "2")
+    server.start()
+    try:
+        server.wait_ready(SLOW_START_S)
+        with connected_to_each(server) as clients:
+            sampler = clients[0].sampler()
+            upstream.hold()
+            ids = [clients[number % 2].sample(sampler, number)["request_id"] for number in range(SAMPLES)]
+            for api in server.apis(2):
+                api.kill()
+            upstream.release()
+            assert len({insist(lambda each=each: clients[0].result(each)) for each in ids}) == SAMPLES
+        with connected_to_each(server) as clients:
+            undisturbed = learn(clients[0], 0)
+            both = Alternating([client.http for client in clients], clients[0].session)
+            assert learn(both, 1) == undisturbed
+            victim = server.apis(2)[0]
+            assert learn(both, 2, between=lambda count: count == 3 and victim.kill()) == undisturbed
+        assert [step["optimizer_step"] for step in undisturbed[1::2]] == list(range(1, len(undisturbed) // 2 + 1))
+
+        second = MortalServer(tmp_path / "second", "--served-model-name", "tiny", *shared)
+        second.start()
+        with pytest.raises(ServerFailed, match=r"(?s)ended with 2: .*database-url: server .* trains on this database"):
+            second.wait_api(SLOW_START_S)
+        server.wait_ready(SLOW_START_S)
+    finally:
+        server.stop()
+    postgres.drop_database(name)

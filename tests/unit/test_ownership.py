@@ -1,0 +1,103 @@
+"""Which server trains on a database: one, until it is gone."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from skyrl import ownership
+from skyrl.config import ConfigError
+from skyrl.db import engine_state
+from skyrl.db.database import Database
+from skyrl.ownership import TrainingClaim, server_id
+from tests.postgres_server import ON_BOTH
+
+WAIT_S = 60.0
+
+
+@pytest.fixture
+def database(migrated_url: str) -> Iterator[Database]:
+    database = Database(migrated_url)
+    yield database
+    database.close()
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ownership, "DEAD_AFTER_S", 0.3)
+    monkeypatch.setattr(ownership, "LOOK_S", 0.01)
+    monkeypatch.setattr(ownership, "HOLD_S", 0.01)
+
+
+def test_name_stays_and_a_copy_of_the_directory_gets_another(tmp_path: Path) -> None:
+    original = tmp_path / "state"
+    original.mkdir()
+    name = server_id(original)
+    assert server_id(original) == name
+    shutil.copytree(original, tmp_path / "copy")
+    other = server_id(tmp_path / "copy")
+    assert other != name
+    assert server_id(tmp_path / "copy") == other
+    assert server_id(original) == name
+
+
+@ON_BOTH
+async def test_second_server_is_refused_while_the_first_gives_signs_of_life(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ownership, "DEAD_AFTER_S", WAIT_S)
+    first, second = TrainingClaim(database, "first"), TrainingClaim(database, "second")
+    await first.take()
+    database.write(lambda c: engine_state.publish_training(c, ready=True, reason=""))
+    holding = asyncio.create_task(first.hold())
+    with pytest.raises(ConfigError, match="server first trains on this database"):
+        await second.take()
+    holding.cancel()
+    second.release()
+    assert database.read(engine_state.read_state).training_ready, "nothing of the first one's is touched"
+    first.release()
+    assert not database.read(engine_state.read_state).training_ready
+    await second.take()
+
+
+@ON_BOTH
+async def test_engine_that_lives_is_a_sign_of_life(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its launcher may be stopped."""
+    monkeypatch.setattr(ownership, "DEAD_AFTER_S", WAIT_S)
+    await TrainingClaim(database, "first").take()
+    taking = asyncio.create_task(TrainingClaim(database, "second").take())
+    while not taking.done():
+        await asyncio.to_thread(database.write, engine_state.beat)
+    with pytest.raises(ConfigError, match="server first trains"):
+        await taking
+
+
+@ON_BOTH
+async def test_server_that_is_gone_is_followed_and_notices_when_it_is_back(
+    database: Database, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second = TrainingClaim(database, "first"), TrainingClaim(database, "second")
+    await first.take()
+    await second.take()
+    await asyncio.wait_for(first.hold(), WAIT_S)
+    assert "another server trains on this database by now" in caplog.text
+    first.release()
+    assert database.read(engine_state.read_claim).owner == "second"
+
+
+async def test_own_claim_is_taken_again_at_once(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ownership, "DEAD_AFTER_S", WAIT_S)
+    for _ in range(2):  # the first was killed
+        await asyncio.wait_for(TrainingClaim(database, "first").take(), WAIT_S / 2)
+        database.write(engine_state.beat)
+
+
+async def test_one_of_two_that_start_at_once_is_refused(database: Database) -> None:
+    await TrainingClaim(database, "gone").take()
+    starts = [TrainingClaim(database, name).take() for name in ("first", "second")]
+    ended = await asyncio.gather(*starts, return_exceptions=True)
+    assert [type(each) for each in ended if each is not None] == [ConfigError]

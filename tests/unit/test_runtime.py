@@ -1,0 +1,48 @@
+"""What the launcher tells its processes, and how one ends whose database is away."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+from sqlalchemy.exc import IntegrityError, OperationalError
+
+from skyrl.config import ServerConfig, load_config
+from skyrl.runtime import RUNTIME_ENV, SLOT_ENV, SOCKETS_ENV, Runtime, exit_without_database
+
+
+def test_processes_of_a_server_know_each_other_and_themselves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load_config({"state_dir": tmp_path, "database_url": "postgresql://h/d", "api_processes": 3})
+    told = Runtime(config, tmp_path, None, "key", "server-1")
+    monkeypatch.setenv(RUNTIME_ENV, str(told.write()))
+    engine = Runtime.from_environment()
+    assert engine == told
+    monkeypatch.setenv(SLOT_ENV, "2")
+    monkeypatch.setenv(SOCKETS_ENV, "5,7")
+    api = Runtime.from_environment()
+    assert type(api.config) is ServerConfig
+    assert (api.process_id, api.listening) == ("server-1/2", (5, 7))
+    assert api.api_doorbell == api.api_doorbells[2]
+    assert api.api_doorbells == engine.api_doorbells
+    assert len(set(engine.api_doorbells)) == 3
+
+
+def test_process_without_its_database_ends_with_a_line(caplog: pytest.LogCaptureFixture) -> None:
+    def run() -> None:
+        raise OperationalError("SELECT 1", {}, Exception("the server\nis gone"))
+
+    with caplog.at_level(logging.ERROR), pytest.raises(SystemExit) as ended:
+        exit_without_database("the engine", run)
+    assert ended.value.code == 1
+    (record,) = caplog.records
+    assert record.getMessage() == "the engine has ended, for the database cannot be used: the server is gone"
+    assert record.exc_info is None
+
+
+def test_any_other_trouble_is_told_whole() -> None:
+    def run() -> None:
+        raise IntegrityError("INSERT", {}, Exception("there already"))
+
+    with pytest.raises(IntegrityError):
+        exit_without_database("the engine", run)
