@@ -11,7 +11,7 @@ TORCH := --torch-backend cpu
 endif
 export UV_LINK_MODE ?= copy
 
-.PHONY: setup demo serve test test-fast check lint format types imports docs compat bench soak fuzz audit lock proto clean
+.PHONY: setup demo serve test test-fast test-postgres check lint format types imports docs compat bench soak chaos fuzz audit lock proto clean
 
 setup: $(VENV)/.done
 
@@ -36,6 +36,10 @@ test: setup
 
 test-fast: setup
 	$(PY) -m pytest tests/unit tests/contract
+
+# All but what is about SQLite, on a PostgreSQL that the tests start: make test-postgres TESTS="tests/e2e -k samples"
+test-postgres: setup
+	SKYRL_TEST_DATABASE=postgres $(PY) -m pytest $(TESTS)
 
 check: lint types imports docs
 
@@ -64,6 +68,9 @@ bench: setup
 
 soak: setup
 	$(PY) -m benchmarks.soak $(SOAK)
+
+chaos: setup
+	$(PY) -m tests.chaos $(CHAOS)
 
 # Seconds that other inputs than in the tests are tried for: make fuzz FUZZ=3600
 FUZZ ?= 300

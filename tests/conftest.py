@@ -6,6 +6,7 @@ import logging
 import secrets
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +14,9 @@ import pytest
 
 from skyrl.db.database import Database
 from skyrl.db.migrate import migrate
-from tests.postgres_server import PostgresServer
+from tests import databases
+from tests.databases import StateDatabases
+from tests.postgres_server import KIND, PostgresServer
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,13 @@ def new_bucket(s3_server: str) -> Callable[[], Bucket]:
     return make
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if KIND == "postgres":
+        left = [item for item in items if item.get_closest_marker("sqlite")]
+        config.hook.pytest_deselected(items=left)
+        items[:] = [item for item in items if item not in left]
+
+
 @pytest.fixture(scope="session")
 def postgres() -> Iterator[PostgresServer]:
     server = PostgresServer()
@@ -62,10 +72,28 @@ def postgres() -> Iterator[PostgresServer]:
     server.remove()
 
 
+@pytest.fixture(scope="session")
+def state_databases(postgres: PostgresServer) -> StateDatabases:
+    return StateDatabases(postgres)
+
+
+@pytest.fixture(scope="session", autouse=KIND == "postgres")
+def everywhere(state_databases: StateDatabases) -> Iterator[None]:
+    with databases.everywhere(state_databases):
+        yield
+
+
+@pytest.fixture(autouse=KIND == "postgres")
+def none_left(state_databases: StateDatabases, tmp_path: Path) -> Iterator[None]:
+    """What a test made goes with it: a database takes megabytes of disk."""
+    yield
+    state_databases.drop_below(tmp_path)
+
+
 @pytest.fixture
 def database_kind(request: pytest.FixtureRequest) -> str:
     """`ON_BOTH` runs a test with each."""
-    return getattr(request, "param", "sqlite")
+    return getattr(request, "param", KIND)
 
 
 @pytest.fixture
@@ -83,31 +111,18 @@ def empty_url(database_kind: str, tmp_path: Path, request: pytest.FixtureRequest
 @pytest.fixture(scope="session")
 def migrated_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("database") / "skyrl.db"
-    _migrate(f"sqlite:///{path}")
+    with closing(Database(f"sqlite:///{path}")) as database:
+        migrate(database)
     return path
-
-
-@pytest.fixture(scope="session")
-def migrated_name(postgres: PostgresServer) -> str:
-    name = postgres.new_database()
-    _migrate(postgres.url(name))
-    return name
-
-
-def _migrate(url: str) -> None:
-    database = Database(url)
-    migrate(database)
-    database.close()
 
 
 @pytest.fixture
 def migrated_url(database_kind: str, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[str]:
-    """As `empty_url`, with the tables in it."""
+    """As `empty_url`, with the tables in it; of either kind, the one of a server with this state directory."""
     if database_kind == "sqlite":
         shutil.copy(request.getfixturevalue("migrated_file"), tmp_path / "skyrl.db")
         yield f"sqlite:///{tmp_path / 'skyrl.db'}"
         return
-    server: PostgresServer = request.getfixturevalue("postgres")
-    name = server.new_database(request.getfixturevalue("migrated_name"))
-    yield server.url(name)
-    server.drop_database(name)
+    of_states: StateDatabases = request.getfixturevalue("state_databases")
+    yield of_states.url_of(tmp_path)
+    of_states.drop_below(tmp_path)

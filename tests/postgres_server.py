@@ -6,7 +6,6 @@ import importlib.util
 import os
 import secrets
 import shutil
-import signal
 import socket
 import subprocess
 import tempfile
@@ -17,8 +16,16 @@ from typing import Any
 import psycopg
 import pytest
 
-ON_BOTH = pytest.mark.parametrize("database_kind", ["sqlite", "postgres"], indirect=True)
-"""Runs a test, or a module's, on each database that skyrl knows; the others run on SQLite."""
+KIND = os.environ.get("SKYRL_TEST_DATABASE", "sqlite")
+"""The database of a test that does not say which: sqlite or postgres."""
+
+ON_SQLITE = pytest.mark.sqlite
+"""About SQLite, or its file: left out where the tests run on PostgreSQL."""
+
+ON_POSTGRES = pytest.mark.parametrize("database_kind", ["postgres"], indirect=True)
+
+ON_BOTH = pytest.mark.parametrize("database_kind", [pytest.param("sqlite", marks=ON_SQLITE), "postgres"], indirect=True)
+"""Runs a test, or a module's, on each database that skyrl knows."""
 
 NOBODY = 65534
 """Who runs it where the tests run as root, whom PostgreSQL refuses."""
@@ -26,8 +33,19 @@ NOBODY = 65534
 START_S = 300.0
 """Ends what hangs."""
 
-SETTINGS = ("shared_buffers=16MB", "max_connections=60", "unix_socket_directories=", "fsync=off")
+SETTINGS = ("shared_buffers=16MB", "max_connections=200", "unix_socket_directories=", "fsync=off")
 """Without fsync nothing is lost but by the machine's death."""
+
+KEEPER = """
+exec 3<&0
+"$@" 3<&- & server=$!
+( read -r word; [ "$word" = stop ] || touch "$0/abandoned"; kill -QUIT $server ) <&3 & keeper=$!
+wait $server
+kill $keeper
+[ ! -e "$0/abandoned" ] || rm -rf "$0"
+"""
+"""Runs PostgreSQL until the tests say "stop", or are gone, however they ended; then its directory ($0) goes too. A
+shell, because whoever runs PostgreSQL may not be able to read the tests' Python."""
 
 
 class PostgresServer:
@@ -95,8 +113,11 @@ class PostgresServer:
         settings = [word for setting in SETTINGS for word in ("-c", setting)]
         address = ["-c", "listen_addresses=127.0.0.1", "-p", str(self.port)]
         command = [self._programs / "postgres", "-D", self._home / "data", *address, *settings]
+        kept = ["sh", "-c", KEEPER, self._home, *command]
         with (self._home / "log").open("ab") as log:
-            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, **self._as)
+            process = subprocess.Popen(
+                kept, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True, **self._as
+            )
         self._process = process
         deadline = time.monotonic() + START_S
         while True:
@@ -111,8 +132,7 @@ class PostgresServer:
     def stop(self) -> None:
         """As after a crash: connections break where they are, what was not committed is gone."""
         if self._process is not None:
-            self._process.send_signal(signal.SIGQUIT)
-            self._process.wait(START_S)
+            self._process.communicate(b"stop\n", START_S)
             self._process = None
 
     def remove(self) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import json
 import shutil
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from skyrl.db.samplers import samplers
 from skyrl.db.sessions import sessions
 from skyrl.runtime import Runtime
 from skyrl.wire import tinker_pb2 as pb
+from tests.databases import url_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -81,14 +83,19 @@ def rows(database: Database) -> dict[str, int]:
 
 
 @pytest.fixture(scope="module")
-def database(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     directory = tmp_path_factory.mktemp("bad")
-    database = Database(f"sqlite:///{directory / 'skyrl.db'}")
+    yield directory
+    shutil.rmtree(directory)
+
+
+@pytest.fixture(scope="module")
+def database(directory: Path) -> Iterator[Database]:
+    database = Database(url_of(directory))
     migrate(database)
     database.write(lambda c: publish_training(c, ready=True, reason="", vocab_size=VOCAB, max_context=CONTEXT))
     yield database
     database.close()
-    shutil.rmtree(directory)
 
 
 def checkpoint(tenant: str, model_id: str, kind: str, name: str, **more: Any) -> dict[str, Any]:
@@ -109,8 +116,7 @@ def checkpoint(tenant: str, model_id: str, kind: str, name: str, **more: Any) ->
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def world(database: Database) -> AsyncIterator[World]:
-    directory = Path(database.url.removeprefix("sqlite:///")).parent
+async def world(directory: Path, database: Database) -> AsyncIterator[World]:
     options: dict[str, Any] = {"base_model": BASE, "state_dir": directory, "max_body_bytes": MAX_BODY}
     config = ServerConfig(**options)
     async with open_services(Runtime(config, directory, None, None)) as services:
@@ -206,6 +212,9 @@ def lora(**values: Any) -> dict[str, Any]:
     return MODEL | {"lora_config": values}
 
 
+LONG = {"note": [[]] * 6_000}
+"""18 kB as JSON, and twenty times that in memory."""
+DEEP = {"note": functools.reduce(lambda inner, _: [inner], range(500), [])}
 NO_TRAINING = {"train_attn": False, "train_mlp": False, "train_unembed": False}
 
 CASES: list[tuple[str, Any, int, str | None]] = [
@@ -224,10 +233,16 @@ CASES: list[tuple[str, Any, int, str | None]] = [
     ("create_session", {"project_id": 7}, 400, "project_id"),
     ("create_session", {"project_id": "p" * 1001}, 400, "project_id"),
     ("create_session", {"display_name": "n" * 1001}, 400, "display_name"),
+    ("create_session", {"user_metadata": LONG}, 400, "user_metadata"),
+    ("create_session", {"user_metadata": DEEP}, 400, "user_metadata"),
+    ("create_session", {"tags": ["t"] * 10_000}, 400, "tags"),
+    ("create_session", {"sdk_version": "1" * 20_000}, 400, "sdk_version"),
+    ("sessions/{session}/finish", {"detail": "d" * 20_000}, 400, "detail"),
     # Searching them
     ("sessions/search", {"limit": 0}, 400, "limit"),
     ("sessions/search", {"limit": 201}, 400, "limit"),
     ("sessions/search", {"display_name": ""}, 400, "display_name"),
+    ("sessions/search", {"display_name": "a " * 501}, 400, "display_name"),
     ("sessions/search", {"project_ids": "p"}, 400, "project_ids"),
     ("sessions/search", {"user_metadata": {"lr": 1}}, 400, "user_metadata[...]"),
     ("sessions/search", {"owner": {"type": "all"}}, 400, "owner.type"),
@@ -260,6 +275,7 @@ CASES: list[tuple[str, Any, int, str | None]] = [
     ("create_model", MODEL | {"model_seq_id": 2**70}, 400, "model_seq_id"),
     ("create_model", MODEL | {"optimizer_config": {"type": "dimuon"}}, 400, "optimizer_config.type"),
     ("create_model", MODEL | {"user_metadata": 3}, 400, "user_metadata"),
+    ("create_model", MODEL | {"user_metadata": LONG}, 400, "user_metadata"),
     ("create_model", lora(rank=0), 400, "lora_config.rank"),
     ("create_model", lora(rank=-1), 400, "lora_config.rank"),
     ("create_model", lora(rank=33), 400, "lora_config.rank"),
@@ -303,6 +319,7 @@ CASES: list[tuple[str, Any, int, str | None]] = [
     ("load_weights", LOAD | {"model_seq_id": -1}, 400, "model_seq_id"),
     ("load_weights", LOAD | {"model_seq_id": 2**70}, 400, "model_seq_id"),
     ("load_weights", LOAD | {"path": "saved"}, 400, "path"),
+    ("load_weights", LOAD | {"user_metadata": LONG}, 400, "user_metadata"),
     ("load_weights", LOAD | {"path": "tinker://{model}/weights/lost"}, 404, "path"),
     ("load_weights", LOAD | {"path": "tinker://{model}/weights/expired"}, 404, "path"),
     ("load_weights", LOAD | {"path": "tinker://{model}/sampler_weights/saved"}, 404, "path"),

@@ -32,6 +32,7 @@ from skyrl.db.models import models
 from skyrl.db.samplers import samplers
 from skyrl.db.sessions import sessions
 from skyrl.runtime import Runtime
+from tests.databases import url_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -253,7 +254,7 @@ class World:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def running(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[World]:
     directory: Path = tmp_path_factory.mktemp("isolation")
-    database = Database(f"sqlite:///{directory / 'skyrl.db'}")
+    database = Database(url_of(directory))
     migrate(database)
     database.write(lambda c: publish_training(c, ready=True, reason="", vocab_size=100, max_context=20))
     options: dict[str, Any] = {"base_model": BASE, "state_dir": directory}
@@ -261,7 +262,7 @@ async def running(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Wor
         transport = httpx.ASGITransport(create_app(services), raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://api") as http:
             yield World(services, http, database)
-        for session in list(services.sessions.silent(-1.0)):
+        for session, _ in (await services.sessions.look(-1.0)).silent:
             await services.close_session(session, "finished", None, None)
     database.close()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from skyrl.db.migrate import migrate
 from skyrl.db.models import models
 from skyrl.runtime import Runtime
 from skyrl.tiny import model_path
+from tests.databases import url_of
 
 NAMES = ("acme/base", "acme/base-alias", "plain")
 KEY = {"X-API-Key": "tml-one"}
@@ -28,11 +29,12 @@ Api = Callable[..., AbstractAsyncContextManager[httpx.AsyncClient]]
 
 
 @pytest.fixture
-def database(tmp_path: Path) -> Database:
-    database = Database(f"sqlite:///{tmp_path / 'skyrl.db'}")
+def database(tmp_path: Path) -> Iterator[Database]:
+    database = Database(url_of(tmp_path))
     migrate(database)
     database.write(lambda c: publish_training(c, ready=True, reason="", vocab_size=512, max_context=4096))
-    return database
+    yield database
+    database.close()
 
 
 @pytest.fixture

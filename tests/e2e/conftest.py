@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -16,6 +16,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from skyrl.demo.server import DemoServer
 from skyrl.tiny import model_path
+from tests.databases import rows_in, url_of
 
 ClientFactory = Callable[..., tinker.ServiceClient]
 
@@ -91,8 +92,9 @@ def greedy(sampler: tinker.SamplingClient, prompt: list[int], max_tokens: int = 
     return list(answer.sequences[0].tokens)
 
 
-def database(server: DemoServer) -> Path:
-    return server.state_dir / "skyrl.db"
+def ask(server: DemoServer, query: str, **values: Any) -> list[tuple[Any, ...]]:
+    """Rows of the server's database; the query names its parameters as `:name`."""
+    return rows_in(url_of(server.state_dir), query, **values)
 
 
 def find_process(server: DemoServer, word: str) -> psutil.Process:

@@ -6,23 +6,26 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import sqlite3
+import json
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
-from pathlib import Path
 from typing import Any, Self, TypeVar
 
 import httpx
 import psutil
 from aiohttp import web
 
+from skyrl.db.database import Database
 from skyrl.demo.server import DemoServer
+from tests.databases import rows_in, url_of
 
 WAIT_S = 300.0
 VOCABULARY = 500
 PROTOBUF, JSON = "application/x-protobuf", "application/json"
+STEP = {"adam_params": {"learning_rate": 0.01}}
+"""An optim_step's body."""
 T = TypeVar("T")
 
 
@@ -42,21 +45,28 @@ class MortalServer(DemoServer):
 
     def api(self) -> psutil.Process:
         """The API process; waits for one while there is none."""
-        return self._running("skyrl.api.server")
+        return self._running("skyrl.api.server")[0]
 
     def engine(self) -> psutil.Process:
         """The engine process; waits for one while there is none."""
-        return self._running("skyrl.engine.main")
+        return self._running("skyrl.engine.main")[0]
 
-    def _running(self, module: str) -> psutil.Process:
+    def apis(self, count: int) -> list[psutil.Process]:
+        """The API processes, oldest first; waits until there are so many."""
+        return self._running("skyrl.api.server", count)
+
+    def _running(self, module: str, count: int = 1) -> list[psutil.Process]:
         deadline = time.monotonic() + WAIT_S
         while time.monotonic() < deadline:
+            found: list[psutil.Process] = []
             for process in psutil.Process(self.pid).children(recursive=True):
                 with suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
                     if process.cmdline()[-1:] == [module]:
-                        return process
+                        found.append(process)
+            if len(found) >= count:
+                return sorted(found, key=lambda process: process.pid)
             time.sleep(0.01)
-        raise AssertionError(f"there is no process of {module}")
+        raise AssertionError(f"there are no {count} processes of {module}")
 
     def kill_api(self) -> None:
         """SIGKILL; returns when it is dead."""
@@ -67,30 +77,23 @@ class MortalServer(DemoServer):
     @contextmanager
     def commits_held(self) -> Iterator[None]:
         """Nothing is committed meanwhile: somebody else has the write lock."""
-        with closing(sqlite3.connect(self.database, isolation_level=None, timeout=WAIT_S)) as connection:
-            connection.execute("BEGIN IMMEDIATE")
+        with closing(Database(url_of(self.state_dir))) as database, database.writer.begin():
             yield
-            connection.execute("ROLLBACK")
 
     def ask(self, query: str) -> list[tuple[Any, ...]]:
-        with closing(sqlite3.connect(self.database, timeout=WAIT_S)) as connection:
-            return connection.execute(query).fetchall()
-
-    @property
-    def database(self) -> Path:
-        return self.state_dir / "skyrl.db"
+        return rows_in(url_of(self.state_dir), query)
 
 
 class Client:
-    """Bare requests of one session; threads may share it."""
+    """Bare requests of one session, its own unless one is given; threads may share it."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, session: str | None = None) -> None:
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
         headers = {"X-API-Key": "tml-insistent"}
         self.http = httpx.Client(
             base_url=f"{url}/api/v1/", headers=headers, timeout=WAIT_S, trust_env=False, limits=limits
         )
-        self.session = self.ok("create_session", {})["session_id"]
+        self.session: str = session or self.ok("create_session", {})["session_id"]
 
     def ok(self, path: str, body: Any) -> dict[str, Any]:
         """The answer, which must be 200; raises httpx.TransportError when the server dies."""
@@ -104,10 +107,13 @@ class Client:
 
     def sample(self, sampler: str, seq_id: int) -> dict[str, Any]:
         """Ask for a sample; returns the promise."""
+        return self.ok("asample", self.sample_body(sampler, seq_id))
+
+    @staticmethod
+    def sample_body(sampler: str, seq_id: int) -> dict[str, Any]:
         prompt = {"chunks": [{"type": "encoded_text", "tokens": [5, 6, 7, seq_id % VOCABULARY]}]}
         params = {"max_tokens": 4}
-        body = {"sampling_session_id": sampler, "seq_id": seq_id, "prompt": prompt, "sampling_params": params}
-        return self.ok("asample", body)
+        return {"sampling_session_id": sampler, "seq_id": seq_id, "prompt": prompt, "sampling_params": params}
 
     def result(
         self, request_id: str, on_first_bytes: Callable[[], object] = lambda: None, *, accept: str = PROTOBUF
@@ -125,8 +131,28 @@ class Client:
                     return content
         raise AssertionError("no result in time")
 
+    def outcome(self, request_id: str) -> dict[str, Any]:
+        """The result, or the error, as JSON."""
+        return json.loads(self.result(request_id, accept=JSON))
+
+    def model(self, number: int) -> str:
+        """Make a model, and wait for it; all are the same. Returns its id."""
+        wanted = {"session_id": self.session, "model_seq_id": number, "base_model": "tiny"}
+        wanted |= {"lora_config": {"rank": 4, "seed": 1}}
+        return self.outcome(self.ok("create_model", wanted)["request_id"])["model_id"]
+
     def close(self) -> None:
         self.http.close()
+
+
+def training_pass(seed: int, count: int = 1, length: int = 9) -> dict[str, Any]:
+    """A forward_backward's body: so many sequences of so many tokens."""
+    data = []
+    for number in range(count):
+        tokens = [(20 + seed + 7 * number + step) % VOCABULARY for step in range(length + 1)]
+        inputs = {"target_tokens": {"data": tokens[1:], "dtype": "int64", "shape": [length]}}
+        data.append({"model_input": {"chunks": [{"tokens": tokens[:-1]}]}, "loss_fn_inputs": inputs})
+    return {"forward_backward_input": {"data": data, "loss_fn": "cross_entropy"}}
 
 
 class Upstream:

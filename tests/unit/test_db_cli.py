@@ -16,7 +16,7 @@ from skyrl.cli.main import app
 from skyrl.db.database import Database
 from skyrl.db.migrate import _config, newest_revision, revision_of
 from skyrl.launcher import lock_state_dir
-from tests.postgres_server import ON_BOTH
+from tests.postgres_server import ON_BOTH, ON_POSTGRES, ON_SQLITE
 
 PREVIOUS = "0003"
 """The schema of the release before this one."""
@@ -49,6 +49,7 @@ def sessions_in(file: Path) -> list[str]:
         return [name for (name,) in connection.execute("SELECT id FROM sessions ORDER BY id")]
 
 
+@ON_SQLITE
 def test_backup_is_the_last_commit_also_while_another_is_under_way(database: Database, tmp_path: Path) -> None:
     add_session(database, "committed")
     copy = tmp_path / "copy.db"
@@ -65,6 +66,7 @@ def test_backup_is_the_last_commit_also_while_another_is_under_way(database: Dat
     restored.close()
 
 
+@ON_SQLITE
 def test_backup_replaces_nothing_and_leaves_nothing_when_it_fails(database: Database, tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("mine")
     done = run(database, "backup", str(tmp_path / "mine"))
@@ -81,7 +83,7 @@ def test_backup_replaces_nothing_and_leaves_nothing_when_it_fails(database: Data
     assert not (tmp_path / "copy.partial").exists()
 
 
-@pytest.mark.parametrize("database_kind", ["postgres"], indirect=True)
+@ON_POSTGRES
 def test_backup_of_postgresql_is_its_own_tools(database: Database, tmp_path: Path) -> None:
     done = run(database, "backup", str(tmp_path / "copy"))
     assert done.exit_code == 2
@@ -105,6 +107,7 @@ def test_check_tells_what_the_schema_lacks(database: Database) -> None:
     assert "meters" in done.output
 
 
+@ON_SQLITE
 def test_check_tells_of_rows_that_refer_to_nothing(database: Database) -> None:
     values = "'m', 'gone', 't', 0, 'tiny', 'ready', 8, 32, 1, 1, 1, 1, NULL, 2, 3, 1, 2"
     assert database.file is not None
@@ -115,6 +118,7 @@ def test_check_tells_of_rows_that_refer_to_nothing(database: Database) -> None:
     assert (done.exit_code, done.output) == (1, "rows: models row 1 refers to a row of sessions that is gone\n")
 
 
+@ON_SQLITE
 def test_check_tells_of_a_damaged_file(database: Database) -> None:
     add_session(database, "s1")
     assert database.file is not None
@@ -143,6 +147,7 @@ def test_vacuum_gives_the_space_back_and_keeps_the_rows(database: Database) -> N
     assert database.read(lambda c: c.execute(text("SELECT id FROM sessions")).scalars().all()) == ["kept"]
 
 
+@ON_SQLITE
 def test_a_database_of_the_release_before_is_told_of_and_upgraded(tmp_path: Path) -> None:
     database = Database(f"sqlite:///{tmp_path / 'skyrl.db'}")
     command.upgrade(_config(database.url), PREVIOUS)
@@ -164,6 +169,7 @@ def test_a_database_of_the_release_before_is_told_of_and_upgraded(tmp_path: Path
     database.close()
 
 
+@ON_SQLITE
 @pytest.mark.parametrize("name", ["check", "vacuum", "upgrade", "backup"])
 def test_a_newer_database_is_refused_and_one_that_is_not_there_is_not_made(
     database: Database, tmp_path: Path, name: str

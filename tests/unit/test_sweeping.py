@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -29,10 +30,11 @@ def config(tmp_path: Path) -> ServerConfig:
 
 
 @pytest.fixture
-def database(config: ServerConfig) -> Database:
+def database(config: ServerConfig) -> Iterator[Database]:
     database = Database(config.database)
     migrate(database)
-    return database
+    yield database
+    database.close()
 
 
 @pytest.fixture

@@ -1,0 +1,70 @@
+"""Which database a server of the tests has: a SQLite file in its state directory, or, where SKYRL_TEST_DATABASE is
+postgres, a PostgreSQL database for each state directory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import text
+
+from skyrl.config import ServerConfig
+from skyrl.db.database import Database
+from skyrl.db.migrate import migrate
+from skyrl.demo.server import DemoServer
+from tests.postgres_server import PostgresServer
+
+
+class StateDatabases:
+    """PostgreSQL databases by state directory, each made when it is first asked for, with the tables in it."""
+
+    def __init__(self, server: PostgresServer) -> None:
+        self._server = server
+        self._names: dict[Path, str] = {}
+        self._template = server.new_database()
+        with closing(Database(server.url(self._template))) as database:
+            migrate(database)
+
+    def url_of(self, state_dir: Path) -> str:
+        if state_dir not in self._names:
+            self._names[state_dir] = self._server.new_database(self._template)
+        return self._server.url(self._names[state_dir])
+
+    def drop_below(self, directory: Path) -> None:
+        """Those of servers whose state directory is in there, or is it."""
+        for state_dir in [each for each in self._names if each.is_relative_to(directory)]:
+            self._server.drop_database(self._names.pop(state_dir))
+
+
+_databases: StateDatabases | None = None
+
+
+def url_of(state_dir: Path) -> str:
+    """The database of a server that has this state directory and was told of no other."""
+    return f"sqlite:///{state_dir / 'skyrl.db'}" if _databases is None else _databases.url_of(state_dir)
+
+
+@contextmanager
+def everywhere(databases: StateDatabases) -> Iterator[None]:
+    """Every server that is started meanwhile, in this process or in its own, has one of these."""
+    init = DemoServer.__init__
+
+    def init_with_url(self: DemoServer, state_dir: Path, *flags: str, **options: Any) -> None:
+        given = () if "--database-url" in flags else ("--database-url", url_of(state_dir))
+        init(self, state_dir, *flags, *given, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(f"{__name__}._databases", databases)
+        patch.setattr(ServerConfig, "database", property(lambda c: c.database_url or url_of(c.state_dir)))
+        patch.setattr(DemoServer, "__init__", init_with_url)
+        yield
+
+
+def rows_in(url: str, query: str, **values: Any) -> list[tuple[Any, ...]]:
+    """What a database answers; the query names its parameters as `:name`."""
+    with closing(Database(url)) as database:
+        return database.read(lambda c: [tuple(row) for row in c.execute(text(query), values)])
