@@ -55,6 +55,9 @@ class Client:
             raise RuntimeError(f"{route}: {answer.status} {said[:200]!r}")
         return said
 
+    def close(self) -> None:
+        self._connection.close()
+
     def result(self, request_id: str) -> bytes:
         while b"try_again" in (said := self.post("retrieve_future", {"request_id": request_id})):
             pass

@@ -6,14 +6,43 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
+from skyrl.db.faults import passes, reason
+
 logger = logging.getLogger(__name__)
+
+
+class Rounds:
+    """Tells of rounds that fail. While the database is away that is one line, and another when it is back: how long
+    and why is of interest, where in the code is not."""
+
+    def __init__(self, name: str, period_s: float) -> None:
+        self._name = name
+        self._period_s = period_s
+        self._away = False
+
+    def went_well(self) -> None:
+        if self._away:
+            self._away = False
+            logger.info("%s: the database can be used again", self._name)
+
+    def failed(self, error: Exception) -> None:
+        if not passes(error):
+            logger.error("%s failed; it is tried again in %g s", self._name, self._period_s, exc_info=error)
+        elif not self._away:
+            self._away = True
+            logger.error(
+                "%s: the database cannot be used, tried every %g s: %s", self._name, self._period_s, reason(error)
+            )
 
 
 async def repeat(name: str, period_s: float, action: Callable[[], Awaitable[object]]) -> None:
     """Run `action` every `period_s` seconds until cancelled. A round that fails is logged, and the next one comes."""
+    rounds = Rounds(name, period_s)
     while True:
         await asyncio.sleep(period_s)
         try:
             await action()
-        except Exception:
-            logger.exception("%s failed; it is tried again in %g s", name, period_s)
+        except Exception as error:
+            rounds.failed(error)
+        else:
+            rounds.went_well()

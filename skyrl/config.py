@@ -7,6 +7,7 @@ bounds; does not know whether a model directory holds a usable model (the backen
 from __future__ import annotations
 
 import json
+import os
 import tomllib
 from pathlib import Path
 from typing import Any, Literal
@@ -15,6 +16,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 
 from skyrl.backend_config import BackendConfig, ConfigError, Strict, flatten, known_keys, parse_backend_config, unknown
+from skyrl.environment import refuse_unknown
 
 BackendName = Literal["fsdp", "none"]
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
@@ -45,6 +47,8 @@ class ServerConfig(BaseSettings):
     backend_config: BackendConfig = Field(default_factory=BackendConfig)
     host: str = "127.0.0.1"
     port: int = Field(8000, ge=1, le=65535)
+    api_processes: int = Field(1, ge=1, le=64)
+    """Processes that answer requests and forward samples, on one address; more than one needs PostgreSQL."""
     api_keys: Literal["open", "managed"] = "open"
     """`open`: any API key is accepted, and is a tenant of its own. `managed`: only those of `skyrl keys create` are."""
     allow_remote: bool = False
@@ -66,6 +70,8 @@ class ServerConfig(BaseSettings):
     """Base URL of a vLLM-compatible server that somebody else runs (`--backend none`: sampling-only gateway)."""
     external_inference_api_key: str | None = None
     """Sent to that server as a bearer token."""
+    external_inference_priority: bool = False
+    """That server goes by priorities (vLLM's `--scheduling-policy priority`): tenants share it fairly."""
     forwarding_inference_max_connections: int | None = Field(None, ge=1)
     forwarding_deadline_s: float = Field(600.0, gt=0)
     """How long one sample may take, retries and restarts of vLLM included."""
@@ -80,6 +86,14 @@ class ServerConfig(BaseSettings):
     """A session without a heartbeat for this long is closed and what it held is reclaimed."""
     result_retention_s: float = Field(3600.0, gt=0)
     """How long a finished request stays retrievable."""
+    quota_requests_in_flight: int | None = Field(None, ge=1)
+    """Samples in flight that each tenant may have; None is no quota. `skyrl quotas` makes exceptions for tenants."""
+    quota_tokens_per_minute: int | None = Field(None, ge=1)
+    """Tokens that each tenant may sample and train on in a minute; what is beyond waits."""
+    quota_models: int | None = Field(None, ge=0)
+    """Models that each tenant may have in training."""
+    quota_stored_bytes: int | None = Field(None, ge=0)
+    """Bytes of checkpoints that each tenant may have stored."""
     snapshot_interval_s: float = Field(30.0, gt=0)
     """At most this much of a model's training is repeated after a crash of the engine."""
     threads: int = Field(1, ge=1)
@@ -145,6 +159,15 @@ class ServerConfig(BaseSettings):
             raise ValueError("backend 'none' is a sampling-only gateway: give --external-inference-url")
         if self.backend == "none" and self.base_model is None:
             raise ValueError("backend 'none' needs --base-model: the name that the upstream serves")
+        return self
+
+    @model_validator(mode="after")
+    def _processes_share_a_server(self) -> ServerConfig:
+        if self.api_processes > 1 and not self.database.startswith("postgresql"):
+            raise ValueError(
+                f"api_processes={self.api_processes} needs PostgreSQL, where processes hear of each other's results: "
+                "give --database-url postgresql://..."
+            )
         return self
 
     @model_validator(mode="after")
@@ -232,6 +255,7 @@ def load_config(flags: dict[str, Any], config_file: Path | None = None) -> Serve
 
     Raises ConfigError with one line that names the option and what is allowed.
     """
+    refuse_unknown(os.environ, ServerConfig.model_fields)
     from_file: dict[str, Any] = {}
     if config_file is not None:
         try:

@@ -70,7 +70,7 @@ class Database:
         self.file: Path | None = None
         if self.is_sqlite and parsed.database and parsed.database != ":memory:":
             self.file = Path(parsed.database)
-            self.file.parent.mkdir(parents=True, exist_ok=True)
+            self.file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def _sqlite(self, begin: str, synchronous: str = "NORMAL") -> Engine:
         engine = create_engine(self.url, hide_parameters=True, connect_args={"check_same_thread": False})

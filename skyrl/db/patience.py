@@ -23,8 +23,8 @@ MAX_RETRY_S = 5.0
 class PatientDatabase(Database):
     """For the engine, which has nothing better to do than to wait: were it to end, it would have to recover.
 
-    A write whose commit was under way when the connection broke is repeated, so it may be applied twice; what counts
-    (outcomes, rows by name) is the same then, sums of usage may not be.
+    A write whose commit was under way when the connection broke is repeated, so it may be applied twice: it must be one
+    that is the same then, or one that looks whether it is there.
     """
 
     def __init__(self, url: str) -> None:

@@ -6,14 +6,16 @@ a session belongs to is looked up when somebody asks.
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import StrEnum
+from functools import partial
 from typing import Any, NamedTuple
 
-from sqlalchemy import Connection, func, insert, or_, select, text, update
+from sqlalchemy import Connection, delete, func, insert, or_, select, text, update
 
 from skyrl.db.database import Database
 from skyrl.db.sessions import in_project, sessions
@@ -25,6 +27,8 @@ _meters = MeterRow.__table__  # type: ignore[attr-defined]
 _models = ModelRow.__table__  # type: ignore[attr-defined]
 _checkpoints = CheckpointRow.__table__  # type: ignore[attr-defined]
 
+_COUNTER = "samples "
+"""What the names of meters of samples begin with."""
 HOUR_S = 3600
 GIGABYTE = 10**9
 
@@ -128,6 +132,22 @@ def meter_storage(connection: Connection, now: float) -> None:
     connection.execute(update(_meters).where(meter).values(counted_until=now))
 
 
+def add_once(connection: Connection, counter: str, at: float, amounts: Mapping[UsageKey, float]) -> None:
+    """Add what `counter` counted until `at`, unless that is in the sums already: it is repeated when the answer to its
+    commit was lost. A counter that was silent for a day is forgotten."""
+    row = _meters.c.name == _COUNTER + counter
+    until = connection.execute(select(_meters.c.counted_until).where(row)).scalar()
+    if until == at:
+        return
+    if until is None:
+        silent = (_meters.c.name.startswith(_COUNTER), _meters.c.counted_until < at - 24 * HOUR_S)
+        connection.execute(delete(_meters).where(*silent))
+        connection.execute(insert(_meters), {"name": _COUNTER + counter, "counted_until": at})
+    else:
+        connection.execute(update(_meters).where(row).values(counted_until=at))
+    add(connection, amounts)
+
+
 class UsageCounter:
     """Counts samples in memory, so that the way of a sample has no second write; `flush` adds them to the table.
 
@@ -136,21 +156,23 @@ class UsageCounter:
 
     def __init__(self, writer: GroupCommitWriter) -> None:
         self._writer = writer
+        self._name = secrets.token_hex(8)
         self._amounts: dict[UsageKey, float] = {}
+        self._unsure: tuple[float, dict[UsageKey, float]] | None = None
+        """What a flush that failed was to add, which may be there all the same; and until when it was counted."""
 
     def count(self, amounts: Mapping[UsageKey, float]) -> None:
         for key, amount in amounts.items():
             self._amounts[key] = self._amounts.get(key, 0) + amount
 
     async def flush(self) -> None:
-        if not self._amounts:
-            return
-        amounts, self._amounts = self._amounts, {}
-        try:
-            await self._writer.transact(lambda connection: add(connection, amounts))
-        except Exception:
-            self.count(amounts)
-            raise
+        while self._unsure is not None or self._amounts:
+            if self._unsure is None:
+                self._unsure, self._amounts = (time.time(), self._amounts), {}
+            flushed = self._unsure
+            await self._writer.transact(partial(add_once, counter=self._name, at=flushed[0], amounts=flushed[1]))
+            if self._unsure is flushed:  # another flush may have been faster
+                self._unsure = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,7 +39,7 @@ class DemoServer:
 
     def start(self) -> None:
         """Start without waiting. The server does not hear the terminal's Ctrl-C; `stop` is who ends it."""
-        self.state_dir.mkdir(parents=True, exist_ok=True)
+        self.state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         command = [sys.executable, "-m", "skyrl.cli.main", "serve", "--port", str(self.port)]
         with (self.state_dir / "serve.log").open("ab") as log:
             self._process = subprocess.Popen(

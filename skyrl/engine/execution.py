@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from itertools import count
 from pathlib import Path
 
 from sqlalchemy import Connection
@@ -120,8 +121,11 @@ class Execution:
     ) -> None:
         """Write outcomes (and what belongs with them) in one transaction, then tell the API."""
         now = time.time()
+        attempts = count()
 
         def write(connection: Connection) -> None:
+            if next(attempts) and rows.settled_at(connection, [request_id for request_id, _ in outcomes], now):
+                return  # the first attempt's commit seemed lost, and was not
             if change is not None:
                 change(connection)
             if outcomes:

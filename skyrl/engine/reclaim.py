@@ -56,16 +56,19 @@ def end_sessions(database: Database) -> Ended:
     session_ids = database.read(over)
     if not session_ids:
         return Ended([], [])
+    ended = Ended([], [])
 
-    def close(connection: Connection) -> Ended:
+    def close(connection: Connection) -> None:
         mine = and_(models.c.session_id.in_(session_ids), models.c.status.in_(("creating", "ready")))
         model_ids = [row.id for row in connection.execute(select(models.c.id).where(mine))]
         connection.execute(update(models).where(mine).values(status="closed"))
         connection.execute(update(samplers).where(samplers.c.session_id.in_(session_ids)).values(status="closed"))
         failed = settle_where(connection, futures.c.session_id.in_(session_ids), SESSION_ENDED, time.time())
-        return Ended(model_ids, failed)
+        # Of all attempts: one whose commit only seemed lost leaves the next nothing to find.
+        ended.model_ids.extend(model_ids)
+        ended.request_ids.extend(failed)
 
-    ended = database.write(close)
+    database.write(close)
     logger.info("sessions over: %s; models closed: %s", session_ids, ended.model_ids)
     return ended
 

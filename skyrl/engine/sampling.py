@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+import httpx
 
 from skyrl.backends.base import ModelLimits
 from skyrl.db.database import Database
@@ -16,25 +19,35 @@ from skyrl.db.usage import UsageKey
 from skyrl.engine.commands import Command
 from skyrl.engine.passes import failed
 from skyrl.inference.engine_group import EngineGroup
+from skyrl.inference.vllm_client import VllmError
 from skyrl.sampling.client import ForwardingClient
 from skyrl.sampling.job import Limits
 from skyrl.sampling.service import job_for, usage_of
-from skyrl.wire.errors import FailedRequest
+from skyrl.wire.errors import ErrorCategory, FailedRequest
 from skyrl.wire.requests import SampleRequest, decode_json
 
 logger = logging.getLogger(__name__)
 
+RETRY_S = 1.0
+"""How soon vLLM is asked again when it did not wake up."""
+
 
 @dataclass(frozen=True)
 class Sampled:
-    """Outcomes by request id, and what these samples count as in their tenants' usage."""
+    """Outcomes by request id, and what these samples count as in their tenants' usage. `left` are commands that could
+    not be run: they are to be given again."""
 
     outcomes: list[tuple[str, Outcome]]
     used: Mapping[UsageKey, int]
+    left: Sequence[Command] = ()
 
 
 class ColocatedSampler:
-    """Runs batches of samples. With `sleeps`, vLLM holds the device's memory only while it samples."""
+    """Runs batches of samples. With `sleeps`, vLLM holds the device's memory only while it samples.
+
+    While vLLM is away (it has died, asleep or not, and starts again) samples wait and training goes on; after
+    `patience_s` of that they fail.
+    """
 
     def __init__(
         self,
@@ -45,6 +58,7 @@ class ColocatedSampler:
         base_name: str,
         *,
         sleeps: bool,
+        patience_s: float,
     ) -> None:
         self._database = database
         self._client = client
@@ -52,24 +66,78 @@ class ColocatedSampler:
         self._limits = Limits(limits.vocab_size, limits.max_context)
         self._base_name = base_name
         self._sleeps = sleeps
+        self._patience_s = patience_s
+        self._away_since: float | None = None
+        self._ask_again_at: float | None = None
+        """Of a vLLM that seemed to be there, and did not wake up."""
+
+    @property
+    def may_run(self) -> bool:
+        """Whether `run` is of use: vLLM is there, or has been away for so long that what waits for it is to fail."""
+        now = time.monotonic()
+        if not self._group.ready:
+            self._ask_again_at = None
+            self._note_away(now)
+        elif self._ask_again_at is None:
+            self._away_since = None
+            return True
+        elif now >= self._ask_again_at:
+            return True
+        return self._out_of_patience
+
+    @property
+    def _out_of_patience(self) -> bool:
+        return self._away_since is not None and time.monotonic() - self._away_since >= self._patience_s
+
+    def _note_away(self, now: float) -> None:
+        if self._away_since is None:
+            self._away_since = now
 
     async def run(self, commands: Sequence[Command], bodies: dict[str, bytes]) -> Sampled:
         """Runs the commands whose bodies are there. Wakes vLLM, samples, puts it to sleep."""
         here = [command for command in commands if command.request_id in bodies]
         if not here:
             return Sampled([], {})
-        if self._sleeps:
-            await self._group.wake()
+        if (trouble := await self._wake()) is not None:
+            if not self._out_of_patience:
+                return Sampled([], {}, here)
+            gone = FailedRequest(f"gave up after {self._patience_s:g} s: {trouble}", ErrorCategory.SERVER)
+            return Sampled([(command.request_id, failed(gone, command)) for command in here], {})
         try:
             ended = await asyncio.gather(*(self._sample(c, bodies[c.request_id]) for c in here))
         finally:
-            if self._sleeps:
-                await self._group.sleep()
+            await self._put_to_sleep()
         used: Counter[UsageKey] = Counter()
         for _, amounts in ended:
             used.update(amounts)
         outcomes = [(command.request_id, outcome) for command, (outcome, _) in zip(here, ended, strict=True)]
         return Sampled(outcomes, used)
+
+    async def _wake(self) -> str | None:
+        """Why vLLM cannot sample now; None when it is awake."""
+        if self._group.reason:
+            return self._group.reason
+        try:
+            if self._sleeps:
+                await self._group.wake()
+        except (VllmError, httpx.TransportError) as error:
+            trouble = f"vLLM does not wake up: {error or type(error).__name__}"
+            logger.warning("%s; samples wait", trouble)
+            now = time.monotonic()
+            self._ask_again_at = now + RETRY_S
+            self._note_away(now)
+            return trouble
+        self._away_since = self._ask_again_at = None
+        return None
+
+    async def _put_to_sleep(self) -> None:
+        """A vLLM that has died holds no memory, and starts again by itself."""
+        if not self._sleeps:
+            return
+        try:
+            await self._group.sleep()
+        except (VllmError, httpx.TransportError) as error:
+            logger.error("vLLM could not be put to sleep: %s", error or type(error).__name__)
 
     async def _sample(self, command: Command, body: bytes) -> tuple[Outcome, Mapping[UsageKey, int]]:
         try:

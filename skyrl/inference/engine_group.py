@@ -105,9 +105,11 @@ class EngineGroup:
         await asyncio.gather(*(unload(replica) for replica in self._replicas))
 
     async def sleep(self) -> None:
+        """Take device memory from all replicas. Raises VllmError, or httpx.TransportError where one is not there."""
         await asyncio.gather(*(replica.sleep() for replica in self._replicas))
 
     async def wake(self) -> None:
+        """Give it back to them; one that is awake stays so. Raises as `sleep` does."""
         await asyncio.gather(*(replica.wake() for replica in self._replicas))
 
     async def _watch(self, replica: VllmClient) -> None:
@@ -116,7 +118,8 @@ class EngineGroup:
                 await asyncio.sleep(self._starting_interval_s)
             self._set(replica, "warming up")
             try:
-                await replica.warm_up()
+                if not await replica.is_sleeping():  # who put it to sleep had found it warm, and wakes it
+                    await replica.warm_up()
             except (VllmError, httpx.TransportError) as error:
                 self._set(replica, f"warm-up failed: {error or type(error).__name__}")
                 await asyncio.sleep(self._watching_interval_s)

@@ -6,6 +6,7 @@ Knows vLLM's control endpoints and how they answer. Deliberately not the way sam
 
 from __future__ import annotations
 
+from enum import Enum
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,6 +16,14 @@ WARM_UP_ADAPTER = "skyrl-warm-up"
 
 Probe = Literal["/health", "/is_sleeping"]
 """The API server answers the first by itself; for the second it asks the engine core, which answers between steps."""
+
+
+class Pulse(Enum):
+    """How a server takes a probe."""
+
+    WELL = "answers"
+    SILENT = "takes connections and gives no answer in time, or none but that its engine is dead"
+    DEAF = "takes no connection (not yet, not any more), or breaks off: it starts, or it ends"
 
 
 class VllmError(RuntimeError):
@@ -49,18 +58,14 @@ class VllmClient:
             return False
         return response.status_code == httpx.codes.OK
 
-    async def hangs(self, probe: Probe, within_s: float) -> bool:
-        """Whether a server that takes connections gives no answer in time, or none but that its engine is dead.
-
-        One that takes none (not yet, not any more) or breaks off does not hang: it starts, or it ends.
-        """
+    async def pulse(self, probe: Probe, within_s: float) -> Pulse:
         try:
             response = await self._http.get(probe, timeout=within_s)
         except httpx.TimeoutException:
-            return True
+            return Pulse.SILENT
         except httpx.TransportError:
-            return False
-        return response.status_code == httpx.codes.SERVICE_UNAVAILABLE
+            return Pulse.DEAF
+        return Pulse.SILENT if response.status_code == httpx.codes.SERVICE_UNAVAILABLE else Pulse.WELL
 
     async def models(self) -> list[str]:
         """Names of the base model and of every registered adapter."""
@@ -99,6 +104,12 @@ class VllmClient:
     async def wake(self, *tags: Literal["weights", "kv_cache"]) -> None:
         """Take the memory again; everything unless `tags` names a part."""
         self._check(await self._http.post("/wake_up", params={"tags": list(tags)}), "wake up")
+
+    async def is_sleeping(self) -> bool:
+        """Whether it was put to sleep or paused, and nobody has woken it since."""
+        response = await self._http.get("/is_sleeping")
+        self._check(response, "say whether it sleeps")
+        return response.json()["is_sleeping"]
 
     async def warm_up(self, adapter: Path | None = None) -> None:
         """Touch each lazy path with 2 tokens, so that no user's first sample pays for it (2 s on a CPU)."""

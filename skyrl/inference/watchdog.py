@@ -11,7 +11,7 @@ import logging
 import time
 
 from skyrl.inference.placement import ServerHandle
-from skyrl.inference.vllm_client import Probe, VllmClient
+from skyrl.inference.vllm_client import Probe, Pulse, VllmClient
 
 logger = logging.getLogger(__name__)
 
@@ -22,6 +22,9 @@ class Watchdog:
     `/health` is answered by vLLM's API server, which never computes for long: `health_timeout_s`. `/is_sleeping` is
     answered by the engine core, between two of its steps, however many requests wait: `step_timeout_s` must be longer
     than its longest step, which is that of a full batch of prompt tokens.
+
+    A process that has answered and takes no connections any more is at its end. It hangs, too, when it does not come to
+    it: vLLM waits for what it has in flight, and a request to an engine that has died may wait for ever.
     """
 
     def __init__(
@@ -37,6 +40,8 @@ class Watchdog:
         self._server = server
         self._interval_s = interval_s
         self._bounds: dict[Probe, float] = {"/health": health_timeout_s, "/is_sleeping": step_timeout_s}
+        self._answered: int | None = None
+        """The last process that has."""
 
     async def run(self) -> None:
         """Watch until cancelled."""
@@ -48,15 +53,18 @@ class Watchdog:
         while True:
             await asyncio.sleep(self._interval_s)
             pid = self._server.pid
-            if pid is not None and await self._hangs(probe, within_s) and self._server.kill(pid):
+            if pid is not None and await self._hangs(pid, probe, within_s) and self._server.kill(pid):
                 logger.error("vLLM hangs (no good answer to %s for %.0f s): killed", probe, within_s)
 
-    async def _hangs(self, probe: Probe, within_s: float) -> bool:
+    async def _hangs(self, pid: int, probe: Probe, within_s: float) -> bool:
         """Whether no good answer came for so long. Asked at least twice: when the whole machine was frozen for a while,
         the question of that time is not answered in time, and the next one is."""
         began, asked = time.monotonic(), 0
         while asked < 2 or time.monotonic() - began < within_s:
-            if not await self._client.hangs(probe, within_s / 2):
+            pulse = await self._client.pulse(probe, within_s / 2)
+            if pulse is Pulse.WELL:
+                self._answered = pid
+            if pulse is Pulse.WELL or (pulse is Pulse.DEAF and self._answered != pid):
                 return False
             asked += 1
             await asyncio.sleep(min(self._interval_s, within_s / 2))

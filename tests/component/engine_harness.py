@@ -30,7 +30,8 @@ from skyrl.engine.loop import Engine
 from skyrl.engine.recovery import Recovery, Snapshots
 from skyrl.futures.doorbell import SESSIONS, Doorbell, DoorbellListener
 from skyrl.futures.kinds import Kind
-from skyrl.futures.store import FutureStore, NewRequest
+from skyrl.futures.requests import NewRequest
+from skyrl.futures.store import FutureStore
 from skyrl.storage.base import MANIFEST, NotStored
 from skyrl.storage.registry import open_store
 from skyrl.tiny import model_path
@@ -90,7 +91,7 @@ class Harness:
         # Sockets need a short path; pytest's may be long.
         self._sockets = tempfile.TemporaryDirectory(prefix="skyrl-test-")
         self._doorbell = Path(self._sockets.name) / "api.sock"
-        self._ringing: set[asyncio.Task[None]] = set()
+        self._ringing: set[asyncio.Task[list[str]]] = set()
         self._listener = DoorbellListener(self._doorbell, self._on_ring)
         self._listener.start()
         self._engine: Engine | None = None

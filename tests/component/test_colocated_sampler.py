@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from api_harness import asked
@@ -17,7 +18,7 @@ from skyrl.db.samplers import Sampler, Samplers
 from skyrl.db.usage import usage
 from skyrl.engine.sampling import ColocatedSampler
 from skyrl.futures.kinds import Kind
-from skyrl.futures.store import NewRequest
+from skyrl.futures.requests import NewRequest
 from skyrl.sampling.client import ForwardingClient
 from skyrl.sampling.endpoint import FixedEndpoint
 from skyrl.sampling.http import HttpTransport
@@ -27,8 +28,10 @@ from skyrl.wire.results import encode_json
 
 def sampler_of(harness: Harness, upstream: FakeUpstream) -> ColocatedSampler:
     client = ForwardingClient(HttpTransport(), FixedEndpoint(upstream.url), api_key=None, deadline_s=10)
-    group: Any = None  # only asked to wake and sleep, where that frees memory
-    return ColocatedSampler(harness.database, client, group, ModelLimits(1000, 100), "tiny", sleeps=False)
+    group: Any = SimpleNamespace(ready=True, reason="")  # asked to wake and sleep where that frees memory
+    return ColocatedSampler(
+        harness.database, client, group, ModelLimits(1000, 100), "tiny", sleeps=False, patience_s=1000
+    )
 
 
 async def test_cancelled_samples_are_not_run_and_the_others_are_counted(tmp_path: Path) -> None:

@@ -20,6 +20,9 @@ from skyrl.api.tokens import tenant_of_key, user_urn
 from skyrl.db import keys as key_rows
 from skyrl.db.database import Database
 from skyrl.db.keys import SCOPES, Key, Keys, Scope, api_keys
+from tests.postgres_server import ON_BOTH
+
+pytestmark = ON_BOTH
 
 CHECKPOINT = "training_runs/s:train:0/checkpoints/weights/n"
 

@@ -26,7 +26,7 @@ from skyrl.db.migrate import migrate
 from skyrl.db.models import models
 from skyrl.engine import loop
 from skyrl.futures.kinds import Kind
-from skyrl.futures.store import NewRequest
+from skyrl.futures.requests import NewRequest
 from skyrl.runtime import Runtime
 
 BASE = "acme/base"
@@ -42,10 +42,10 @@ async def harness(tmp_path: Path) -> AsyncIterator[Harness]:
 @pytest.fixture
 async def services(tmp_path: Path) -> AsyncIterator[Services]:
     """An API process without an engine."""
-    database = Database(f"sqlite:///{tmp_path / 'skyrl.db'}")
+    config = ServerConfig(base_model=BASE, state_dir=tmp_path)  # pyright: ignore[reportCallIssue]
+    database = Database(config.database)
     migrate(database)
     database.close()
-    config = ServerConfig(base_model=BASE, state_dir=tmp_path)  # pyright: ignore[reportCallIssue]
     async with open_services(Runtime(config, tmp_path, None, None)) as services:
         yield services
 

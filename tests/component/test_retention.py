@@ -23,6 +23,9 @@ from skyrl.db.futures import Outcome
 from skyrl.db.migrate import migrate
 from skyrl.db.retention import Retention
 from skyrl.db.writer import GroupCommitWriter
+from tests.postgres_server import ON_SQLITE
+
+pytestmark = ON_SQLITE
 
 RETENTION_S = 100.0
 LONG_AGO, JUST_NOW = 1_000.0, 0.0

@@ -13,7 +13,7 @@ from engine_harness import Harness, Trainer, harness_in, until
 
 from skyrl.backends.base import InvalidRequest
 from skyrl.futures.kinds import Kind
-from skyrl.futures.store import NewRequest
+from skyrl.futures.requests import NewRequest
 
 GONE = "is not there any more"
 

@@ -14,13 +14,16 @@ from api_harness import BASE, Api, Serve, session_of
 from engine_harness import Harness, Trainer, data, harness_in
 from fake_upstream import FakeUpstream, complete, error
 from sqlalchemy import insert, select
+from sqlalchemy.exc import OperationalError
 
 from skyrl.api.tokens import tenant_of_key, user_urn
 from skyrl.db import audit
 from skyrl.db.checkpoints import checkpoints
 from skyrl.db.database import Database
 from skyrl.db.models import Adapter
-from skyrl.db.usage import HOUR_S, UsageKey, UsageKind, add, bucket_of, meter_storage, usage
+from skyrl.db.tables import MeterRow
+from skyrl.db.usage import HOUR_S, UsageCounter, UsageKey, UsageKind, add, add_once, bucket_of, meter_storage, usage
+from skyrl.db.writer import GroupCommitWriter
 from skyrl.futures.kinds import Kind
 from tests.postgres_server import ON_BOTH
 
@@ -285,6 +288,56 @@ async def test_recovery_repeats_commands_and_counts_none_again(harness: Harness)
     await harness.start()
     await trainer.result(lost)
     assert amounts(harness, trainer.session.id) == {"training": 35 + 11 + 13}
+
+
+# Commits that seemed lost
+
+
+LOST = OperationalError("COMMIT", None, Exception("server closed the connection unexpectedly"))
+
+
+@ON_BOTH
+async def test_samples_whose_commit_seemed_lost_count_once(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer = GroupCommitWriter(database)
+    counter, neighbour = UsageCounter(writer), UsageCounter(writer)
+    key = UsageKey(TENANT, bucket_of(time.time()), "session", BASE, UsageKind.SAMPLE)
+    really = writer.transact
+
+    async def unheard(change: Any) -> None:
+        await really(change)
+        raise LOST
+
+    async def unsent(_: Any) -> None:
+        raise LOST
+
+    counted = 0
+    for number, answer in enumerate((unheard, unsent, unsent, unheard), 1):
+        for one in (counter, neighbour):
+            one.count({key: number})
+            counted += number
+            with monkeypatch.context() as broken:
+                broken.setattr(writer, "transact", answer)
+                with pytest.raises(OperationalError):
+                    await one.flush()
+    for one in (counter, neighbour):
+        await one.flush()
+        await one.flush()
+    assert database.read(lambda c: c.execute(select(usage.c.amount)).scalars().all()) == [counted]
+    await writer.close()
+
+
+@ON_BOTH
+def test_counters_of_processes_that_are_gone_leave_no_rows(database: Database) -> None:
+    noon = datetime(2026, 3, 1, 12, tzinfo=UTC).timestamp()
+    for name, at in (("gone", noon), ("there", noon + HOUR_S), ("new", noon + 25 * HOUR_S - 1)):
+        database.write(lambda c, name=name, at=at: add_once(c, name, at, {}))
+    database.write(lambda c: meter_storage(c, noon))
+    names = select(MeterRow.__table__.c.name)  # type: ignore[attr-defined]
+    assert set(database.read(lambda c: c.execute(names).scalars().all())) == {
+        "samples there",
+        "samples new",
+        UsageKind.STORAGE,
+    }
 
 
 # The audit log

@@ -1,15 +1,12 @@
-"""One real vLLM server, started, watched, told about adapters, killed and stopped through `skyrl.inference`.
+"""One real vLLM server, started, watched, told about adapters and stopped through `skyrl.inference`.
 
-The tests share the server and run in this order; the last ones kill it and take it down.
+The tests share the server and run in this order; the last one takes it down.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-import os
-import signal
-import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
@@ -28,7 +25,7 @@ from skyrl.config import load_config
 from skyrl.inference.engine_group import EngineGroup
 from skyrl.inference.placement import LocalPlacement, LocalServer, ServerSpec, free_port
 from skyrl.inference.vllm_client import VllmClient, VllmError
-from skyrl.inference.vllm_command import HOST, plugin_installed, vllm_spec
+from skyrl.inference.vllm_command import plugin_installed, vllm_spec
 from skyrl.tiny import model_path
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
@@ -284,53 +281,6 @@ async def test_sleep_and_wake(served: Served) -> None:
     await served.group.wake()
     async with httpx.AsyncClient(base_url=served.spec.url, headers={"Authorization": f"Bearer {KEY}"}) as http:
         await complete(http, prompt=[1, 2, 3])
-
-
-LAUNCHER = """
-import asyncio, json, sys
-from pathlib import Path
-from skyrl.inference.placement import LocalPlacement, ServerSpec
-
-async def main():
-    handle = await LocalPlacement(Path(sys.argv[2])).start(ServerSpec(**json.loads(sys.argv[1])))
-    while handle.pid is None:
-        await asyncio.sleep(0.01)
-    print(handle.pid, flush=True)
-    await asyncio.Event().wait()
-
-asyncio.run(main())
-"""
-
-
-async def test_killed_launcher_leaves_no_process_of_vllm(served: Served, tmp_path: Path) -> None:
-    spec = {"argv": served.spec.argv, "env": dict(served.spec.env), "host": HOST, "port": 1, "log_name": "x.log"}
-    spec["argv"] = [str(free_port()) if word == str(served.spec.port) else word for word in served.spec.argv]
-    launcher = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", LAUNCHER, json.dumps(spec), str(tmp_path), stdout=asyncio.subprocess.PIPE
-    )
-    assert launcher.stdout is not None
-    group = int(await launcher.stdout.readline())
-    try:
-        await until(lambda: len(processes_of_group(group)) == 2, 400)
-    finally:
-        launcher.kill()
-        await launcher.wait()
-    await until(lambda: not processes_of_group(group), 60)
-
-
-async def test_death_of_the_engine_is_published_survived_and_published_again(served: Served) -> None:
-    assert served.handle.pid is not None
-    before = processes_of_group(served.handle.pid)
-    cores = [pid for pid, command in before.items() if "EngineCore" in command]
-    assert len(cores) == 1
-    os.kill(cores[0], signal.SIGKILL)
-    await until(lambda: served.published == [served.spec.url, None], 60)
-    assert not served.group.ready
-    assert "not healthy" in served.group.reason
-    await until(lambda: served.group.ready, 400)
-    assert served.published == [served.spec.url, None, served.spec.url]
-    assert served.handle.restarts == 1
-    assert await served.client.models() == [str(MODEL)]
 
 
 async def test_closing_withdraws_the_url_and_stopping_leaves_no_process(served: Served) -> None:

@@ -28,6 +28,7 @@ from skyrl.engine.reclaim import FileSweeper, end_sessions
 from skyrl.storage.directories import safe_name
 from skyrl.storage.registry import open_store
 from skyrl.wire.paths import adapter_name_of
+from tests.postgres_server import ON_SQLITE
 
 HOUR_S = 3600.0
 EVERY_S = 3 * HOUR_S
@@ -140,6 +141,7 @@ async def server(tmp_path: Path, migrated_url: str, clock: Clock) -> AsyncIterat
     server.database.close()
 
 
+@ON_SQLITE
 async def test_a_week_keeps_the_database_and_the_directories_small(server: Server, clock: Clock) -> None:
     day_one = 0
     for number in range(7 * DAY):

@@ -217,7 +217,7 @@ class FaultProxy:
         self.calls.append(call)
         try:
             told = await self._fault_for(call.path)(call)
-        except aiohttp.ClientConnectionError:
+        except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError):
             told = None  # the server has hung up, and so do we
         if told is None:
             if request.transport is not None:

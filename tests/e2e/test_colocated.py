@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sqlite3
 from collections.abc import Iterator
 
 import numpy as np
@@ -14,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from skyrl.demo.server import DemoServer
 
-from .conftest import SLOW_START_S, cross_entropy, database, greedy, train
+from .conftest import SLOW_START_S, ask, cross_entropy, greedy, train
 from .reference import Reference
 
 pytestmark = pytest.mark.vllm
@@ -45,8 +44,7 @@ def test_samples_are_engine_commands(colocated: DemoServer, tokenizer: PreTraine
             sampler.sample(
                 types.ModelInput.from_ints([9999]), num_samples=1, sampling_params=types.SamplingParams(max_tokens=1)
             ).result()
-    with sqlite3.connect(database(colocated)) as connection:
-        kinds = dict(connection.execute("select kind, count(*) from futures group by kind"))
+    kinds = dict(ask(colocated, "select kind, count(*) from futures group by kind"))
     assert kinds["SAMPLE"] == 2
     assert "EXTERNAL" not in kinds
 
@@ -79,6 +77,4 @@ def test_teardown_clears_the_row_and_leaves_no_process(colocated: DemoServer) ->
     assert len(family) >= 4
     colocated.stop()
     assert not [process for process in family if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
-    with sqlite3.connect(database(colocated)) as connection:
-        rows = list(connection.execute("select inference_proxy_url, training_ready from engine_state"))
-    assert rows == [(None, 0)]
+    assert ask(colocated, "select inference_proxy_url, training_ready from engine_state") == [(None, 0)]

@@ -9,6 +9,7 @@ from benchmarks.calibration import calibrate
 from benchmarks.processes import cpu_seconds
 from benchmarks.samples import LoadSpec, TinkerSamples
 from benchmarks.stage import NullUpstream, gateway
+from tests.postgres_server import ON_SQLITE
 
 from .conftest import find_process
 
@@ -35,6 +36,7 @@ async def forward(samples: TinkerSamples, numbers: range) -> set[str]:
     return problems
 
 
+@ON_SQLITE
 async def test_forwarding_costs_no_more_cpu_than_it_did() -> None:
     with NullUpstream() as upstream, gateway(upstream) as server:
         api = find_process(server, "skyrl.api.server").pid

@@ -7,7 +7,6 @@ Two kinds of moment: some at random (seeded), and the worst one, made on purpose
 from __future__ import annotations
 
 import itertools
-import json
 import random
 import threading
 from collections.abc import Callable, Iterator
@@ -21,13 +20,12 @@ import pytest
 from psutil import Process
 
 from .conftest import SLOW_START_S
-from .mortal_server import JSON, WAIT_S, Client, MortalServer, Upstream, insist
+from .mortal_server import STEP, WAIT_S, Client, MortalServer, Upstream, insist, training_pass
 
 SAMPLES = 160
 CLIENTS = 4
 WAITING = 40
 COMMANDS = 8
-STEP = {"adam_params": {"learning_rate": 0.01}}
 STATUSES = "SELECT status, count(*) FROM futures GROUP BY status"
 TOO_EARLY_S = 1.0
 """Within it, an answer that does not wait for its commit would have come."""
@@ -161,25 +159,14 @@ def test_nothing_is_delivered_before_its_commit(server: MortalServer, client: Cl
 def learn(client: Client, number: int, *, between: Callable[[int], object] = lambda _: None) -> list[dict[str, Any]]:
     """Passes and steps of a new model, sent as a stream; their metrics. `between(n)` is called after the n-th
     acknowledgement."""
-    wanted = {"session_id": client.session, "model_seq_id": number, "base_model": "tiny"}
-    wanted |= {"lora_config": {"rank": 4, "seed": 1}}
-    created = json.loads(client.result(client.ok("create_model", wanted)["request_id"], accept=JSON))
-    model = created["model_id"]
+    model = client.model(number)
     promised = []
     for seq_id in range(1, COMMANDS + 1):
-        path, body = ("optim_step", STEP) if seq_id % 2 == 0 else ("forward_backward", some_pass(seq_id))
+        path, body = ("optim_step", STEP) if seq_id % 2 == 0 else ("forward_backward", training_pass(seq_id))
         command = {"model_id": model, "seq_id": seq_id} | body
         promised.append(insist(lambda p=path, c=command: client.ok(p, c))["request_id"])
         between(seq_id)
-    results = [json.loads(insist(lambda r=request_id: client.result(r, accept=JSON))) for request_id in promised]
-    return [result["metrics"] for result in results]
-
-
-def some_pass(seed: int) -> dict[str, Any]:
-    tokens = [20 + seed + step for step in range(9)]
-    inputs = {"target_tokens": {"data": tokens[1:], "dtype": "int64", "shape": [len(tokens) - 1]}}
-    datum = {"model_input": {"chunks": [{"tokens": tokens[:-1]}]}, "loss_fn_inputs": inputs}
-    return {"forward_backward_input": {"data": [datum], "loss_fn": "cross_entropy"}}
+    return [insist(lambda r=request_id: client.outcome(r))["metrics"] for request_id in promised]
 
 
 def test_acknowledged_commands_run_once_however_often_the_api_is_killed(upstream: Upstream, tmp_path: Path) -> None:

@@ -35,10 +35,10 @@ def test_a_killed_engine_costs_no_training_and_no_samples(
     assert before + after == uninterrupted
 
 
-@pytest.mark.parametrize("victim", ["EngineCore", "vllm.entrypoints.openai.api_server"])
-def test_a_killed_vllm_costs_no_samples(
-    server: DemoServer, connect: ClientFactory, tokenizer: PreTrainedTokenizerBase, victim: str
+def test_a_killed_engine_of_vllm_costs_no_samples(
+    server: DemoServer, connect: ClientFactory, tokenizer: PreTrainedTokenizerBase
 ) -> None:
+    """vLLM's API server outlives it for a moment. That one is killed in tests/faults/test_vllm_replaced.py."""
     trainer = connect().create_lora_training_client(base_model="tiny", rank=8).result()
     prompt = tokenizer.encode("The old")
     train(trainer, [cross_entropy(prompt + tokenizer.encode(TEXT))], 4, 2e-2)
@@ -48,7 +48,7 @@ def test_a_killed_vllm_costs_no_samples(
         in_flight = [pool.submit(greedy, sampler, prompt, 1500) for _ in range(4)]
         while server.status()["samples"]["in_flight"] < 4:
             time.sleep(0.01)
-        find_process(server, victim).kill()
+        find_process(server, "EngineCore").kill()
         assert greedy(sampler, prompt) == expected
         assert len({tuple(sample.result()) for sample in in_flight}) == 1
     server.wait_ready(SLOW_START_S)

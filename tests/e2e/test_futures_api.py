@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import pickle
-import sqlite3
 import subprocess
 import sys
 import time
@@ -17,7 +16,7 @@ from tinker import types
 
 from skyrl.demo.server import DemoServer
 
-from .conftest import ClientFactory, database, vllm_of
+from .conftest import ClientFactory, ask, vllm_of
 from .fault_proxy import FaultProxy, edited
 
 pytestmark = pytest.mark.vllm
@@ -67,9 +66,8 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 def outcomes(server: DemoServer, session: str) -> list[tuple[str, str | None]]:
     """(status, error) of a sampling session's samples, in order of arrival."""
-    query = "select status, error from futures where sampling_session_id = ? order by n"
-    with sqlite3.connect(database(server)) as connection:
-        return list(connection.execute(query, (session,)))
+    query = "select status, error from futures where sampling_session_id = :session order by n"
+    return [(status, error) for status, error in ask(server, query, session=session)]
 
 
 CANCELLED = ("failed", "cancelled by the client")
@@ -181,15 +179,8 @@ def test_copies_of_a_client_number_their_samples_apart(server: DemoServer, proxy
         )
         assert elsewhere.stdout == "4\n", elsewhere.stderr
         session = sampler._sampling_session_id
-    with sqlite3.connect(database(server)) as connection:
-        numbers = connection.execute("select sample_seq_id from futures where sampling_session_id = ?", (session,))
-        billion = 1_000_000_000
-        assert sorted(number for (number,) in numbers) == [
-            0,
-            billion,
-            billion + 1,
-            2 * billion,
-            2 * billion + 1,
-            3 * billion,
-        ]
+    query = "select sample_seq_id from futures where sampling_session_id = :session order by 1"
+    numbers = [number for (number,) in ask(server, query, session=session)]
+    billion = 1_000_000_000
+    assert numbers == [0, billion, billion + 1, 2 * billion, 2 * billion + 1, 3 * billion]
     assert len(proxy.seen("/join_sampling_session")) == 3

@@ -16,6 +16,7 @@ import pytest
 import tinker
 
 from skyrl.demo.server import DemoServer
+from tests.databases import url_of
 
 from .mortal_server import WAIT_S
 
@@ -23,7 +24,8 @@ UPSTREAM = "http://127.0.0.1:9"
 
 
 def run(server: DemoServer, *arguments: str) -> str:
-    command = [sys.executable, "-m", "skyrl.cli.main", "keys", *arguments, "--state-dir", str(server.state_dir)]
+    here = ("--state-dir", str(server.state_dir), "--database-url", url_of(server.state_dir))
+    command = [sys.executable, "-m", "skyrl.cli.main", "keys", *arguments, *here]
     return subprocess.run(command, check=True, capture_output=True, text=True, timeout=WAIT_S).stdout.strip()
 
 

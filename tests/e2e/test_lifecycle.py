@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -28,7 +27,7 @@ from tinker import types
 
 from skyrl.demo.server import DemoServer
 
-from .conftest import SLOW_START_S, cross_entropy, database, greedy, train, vllm_of
+from .conftest import SLOW_START_S, ask, cross_entropy, greedy, train, vllm_of
 from .fault_proxy import Call, FaultProxy, Gate, busy, edited
 
 pytestmark = pytest.mark.vllm
@@ -132,14 +131,13 @@ class World:
     silent: Somebody
     killed: Holder
 
-    def ask(self, query: str, *values: Any) -> list[Any]:
-        """Rows of the database; a row of one column is its value."""
-        with sqlite3.connect(database(self.server)) as connection:
-            found = connection.execute(query, values).fetchall()
+    def ask(self, query: str, whose: str) -> list[Any]:
+        """Rows of the database, of whom the query calls `:whose`; a row of one column is its value."""
+        found = ask(self.server, query, whose=whose)
         return [row[0] if len(row) == 1 else row for row in found]
 
     def status(self, who: Holder) -> str:
-        return self.ask("select status from sessions where id = ?", who.session)[0]
+        return self.ask("select status from sessions where id = :whose", who.session)[0]
 
     def in_vllm(self) -> set[str]:
         """Names of the adapters that vLLM has loaded."""
@@ -225,9 +223,9 @@ def test_a_finished_session_is_over_at_once(world: World) -> None:
     ):
         assert world.post(path, session_id=gone.session, **more).status_code == 410
     sample = {"prompt": {"chunks": [{"tokens": PROMPT}]}, "sampling_params": {"max_tokens": 1}, "seq_id": 9}
-    sampler = world.ask("select id from sampling_sessions where session_id = ?", gone.session)[0]
+    sampler = world.ask("select id from sampling_sessions where session_id = :whose", gone.session)[0]
     assert world.post("asample", sampling_session_id=sampler, **sample).status_code == 404
-    until(lambda: world.ask("select status from models where id = ?", gone.model) == ["closed"], ENDED_S)
+    until(lambda: world.ask("select status from models where id = :whose", gone.model) == ["closed"], ENDED_S)
     assert world.result(world.waiting) == {"error": "the session has ended", "category": "user"}
     late = world.post("optim_step", model_id=gone.model, seq_id=4)
     assert "not there any more" in world.result(late.json()["request_id"])["error"]
@@ -236,7 +234,7 @@ def test_a_finished_session_is_over_at_once(world: World) -> None:
 def test_the_first_reason_wins(world: World) -> None:
     again = world.post(f"sessions/{world.finished.session}/finish", reason={"type": "errored"}, detail="no, badly")
     assert again.status_code == 200
-    query = "select status, finish_reason, finish_detail from sessions where id = ?"
+    query = "select status, finish_reason, finish_detail from sessions where id = :whose"
     assert world.ask(query, world.finished.session) == [("finished", "success", "all done")]
 
 
@@ -249,7 +247,7 @@ def test_samples_beyond_the_bound_are_told_to_wait_and_all_finish(world: World) 
         assert all(len(sample.result().sequences[0].tokens) == 30 for sample in samples)
         refused = [call.answers[0] for call in proxy.seen("/asample") if call.told == 429]
         numbers = world.ask(
-            "select sample_seq_id from futures where session_id = ? order by 1", client.holder.get_session_id()
+            "select sample_seq_id from futures where session_id = :whose order by 1", client.holder.get_session_id()
         )
     assert numbers == list(range(200))
     assert refused, "the bound was not met"
@@ -258,14 +256,14 @@ def test_samples_beyond_the_bound_are_told_to_wait_and_all_finish(world: World) 
 
 def test_a_silent_session_expires_and_one_that_beats_does_not(world: World) -> None:
     until(lambda: world.status(world.silent) == world.status(world.killed) == "expired", ENDED_S)
-    (age,) = world.ask("select ? - created_at from sessions where id = ?", time.time(), world.idle.session)
-    assert age > TIMEOUT_S
+    (created_at,) = world.ask("select created_at from sessions where id = :whose", world.idle.session)
+    assert time.time() - created_at > TIMEOUT_S
     assert world.status(world.idle) == "active"
     beat = world.post("session_heartbeat", session_id=world.silent.session)
     assert beat.status_code == 410
     # Its owner comes back and is told, whatever it tries.
     gone = world.silent
-    until(lambda: world.ask("select status from models where id = ?", gone.model) == ["closed"], ENDED_S)
+    until(lambda: world.ask("select status from models where id = :whose", gone.model) == ["closed"], ENDED_S)
     with pytest.raises(tinker.RequestFailedError, match="not there any more"):
         gone.trainer.optim_step(types.AdamParams()).result()
     with pytest.raises(tinker.NotFoundError, match="sampling_session_id"):
@@ -277,12 +275,14 @@ def test_a_silent_session_expires_and_one_that_beats_does_not(world: World) -> N
 
 def test_a_client_killed_between_chunks_leaves_nothing_in_the_queue(world: World) -> None:
     model = world.killed.model
-    until(lambda: world.ask("select status from models where id = ?", model) == ["closed"], ENDED_S)
-    sent = world.ask("select seq_id, status, error from futures where model_id = ? and seq_id > 2 order by 1", model)
+    until(lambda: world.ask("select status from models where id = :whose", model) == ["closed"], ENDED_S)
+    sent = world.ask(
+        "select seq_id, status, error from futures where model_id = :whose and seq_id > 2 order by 1", model
+    )
     ended = "the session has ended"
     assert sent == [(3, "done", None), (5, "failed", ended), (6, "failed", ended)], "the first chunk, 4, never came"
     assert world.ask(
-        "select count(*) from futures where status = 'pending' and session_id = ?", world.killed.session
+        "select count(*) from futures where status = 'pending' and session_id = :whose", world.killed.session
     ) == [0]
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import sqlite3
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -29,7 +28,7 @@ from transformers import PreTrainedTokenizerBase
 from skyrl.demo.server import DemoServer
 from skyrl.wire import tinker_pb2 as pb
 
-from .conftest import ClientFactory, cross_entropy, database, greedy
+from .conftest import ClientFactory, ask, cross_entropy, greedy
 from .fault_proxy import FaultProxy, edited
 
 PROTO = "application/x-protobuf"
@@ -363,9 +362,11 @@ def test_point_13_leaving_the_with_block_finishes_the_session(proxy: FaultProxy,
     with pytest.raises(ZeroDivisionError), badly:
         _ = 1 / 0  # the user's own
     sessions = [call.answers[0].json()["session_id"] for call in proxy.seen("/create_session")]
-    with sqlite3.connect(database(server)) as connection:
-        query = "select status, finish_reason from sessions where id in (?, ?) order by created_at"
-        assert connection.execute(query, sessions).fetchall() == [("finished", "success"), ("finished", "errored")]
+    query = "select status, finish_reason from sessions where id in (:first, :second) order by created_at"
+    assert ask(server, query, first=sessions[0], second=sessions[1]) == [
+        ("finished", "success"),
+        ("finished", "errored"),
+    ]
     assert [call.told for call in proxy.seen("/finish")] == [200, 200]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sqlite3
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -14,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from skyrl.demo.server import DemoServer
 from skyrl.tiny.corpus import chat_prompt
 
-from .conftest import ClientFactory, cross_entropy, database, greedy, train
+from .conftest import ClientFactory, ask, cross_entropy, greedy, train
 
 pytestmark = pytest.mark.vllm
 
@@ -23,15 +22,13 @@ OTHER = "A quiet owl remembers the small horse near the mill."
 
 
 def kinds(server: DemoServer) -> dict[str, int]:
-    with sqlite3.connect(database(server)) as connection:
-        return dict(connection.execute("select kind, count(*) from futures group by kind"))
+    return dict(ask(server, "select kind, count(*) from futures group by kind"))
 
 
 def test_engine_state_carries_the_proxy_url_after_a_save(server: DemoServer, connect: ClientFactory) -> None:
     trainer = connect().create_lora_training_client(base_model="tiny", rank=4).result()
     trainer.save_weights_and_get_sampling_client().result()
-    with sqlite3.connect(database(server)) as connection:
-        (url, generation), *rest = connection.execute("select inference_proxy_url, generation from engine_state")
+    (url, generation), *rest = ask(server, "select inference_proxy_url, generation from engine_state")
     assert not rest
     assert url.startswith("http://127.0.0.1:")
     assert generation >= 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sqlite3
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -23,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 from skyrl.demo.server import DemoServer
 from skyrl.tiny.corpus import IM_END, chat_prompt
 
-from .conftest import cross_entropy, database, train
+from .conftest import ask, cross_entropy, train
 from .reference import Reference
 
 pytestmark = pytest.mark.vllm
@@ -89,9 +88,8 @@ def question(tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 
 def adapter_of(server: DemoServer, sampler: tinker.SamplingClient) -> Path:
-    with sqlite3.connect(database(server)) as connection:
-        query = "select adapter_path from sampling_sessions where id = ?"
-        ((path,),) = connection.execute(query, (sampler._sampling_session_id,))
+    query = "select adapter_path from sampling_sessions where id = :id"
+    ((path,),) = ask(server, query, id=sampler._sampling_session_id)
     return Path(path)
 
 
@@ -463,7 +461,7 @@ def test_64_mixed_requests_give_the_numbers_they_give_alone(models: dict[str, Mo
     for one, other in zip(alone, together, strict=True):
         assert one.keys() == other.keys()
         for key, value in one.items():
-            np.testing.assert_allclose(other[key], value, atol=2e-5, err_msg=key)
+            np.testing.assert_allclose(other[key], value, atol=1e-4, err_msg=key)
 
 
 def numbers(answer: types.SampleResponse) -> dict[str, Any]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sqlite3
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -23,7 +22,7 @@ from tinker import types
 from skyrl.demo.server import DemoServer
 from skyrl.wire import tinker_pb2 as pb
 
-from .conftest import SLOW_START_S, ClientFactory, cross_entropy, database, find_process, greedy
+from .conftest import SLOW_START_S, ClientFactory, ask, cross_entropy, find_process, greedy
 from .fault_proxy import Call, Fault, FaultProxy, Gate, busy, edited, late, lost_request, lost_response, twice
 
 pytestmark = pytest.mark.vllm
@@ -77,9 +76,8 @@ def saved_files(server: DemoServer, path: str) -> dict[str, bytes]:
 
 def rows(server: DemoServer, session: str) -> list[tuple[str, int]]:
     """(kind, seq_id) of every request of a session, in their order."""
-    with sqlite3.connect(database(server)) as connection:
-        query = "select kind, coalesce(seq_id, sample_seq_id) as number from futures where session_id = ?"
-        return sorted(connection.execute(query, (session,)).fetchall(), key=lambda row: (row[0], row[1]))
+    query = "select kind, coalesce(seq_id, sample_seq_id) from futures where session_id = :session"
+    return sorted((kind, number) for kind, number in ask(server, query, session=session))
 
 
 @dataclass

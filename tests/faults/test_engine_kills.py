@@ -19,10 +19,9 @@ import pytest
 
 from skyrl.storage.base import MANIFEST
 from tests.e2e.conftest import SLOW_START_S
-from tests.e2e.mortal_server import JSON, WAIT_S, Client, MortalServer, Upstream
+from tests.e2e.mortal_server import STEP, WAIT_S, Client, MortalServer, Upstream, training_pass
 
 AFTER_EVERY_STEP_S = 0.000_001
-STEP = {"adam_params": {"learning_rate": 0.01}}
 
 
 Send = Callable[[], str]
@@ -52,19 +51,9 @@ def client(server: MortalServer) -> Iterator[Client]:
         yield connected
 
 
-def datums(seed: int, count: int = 1, length: int = 9) -> dict[str, Any]:
-    """A forward_backward's body."""
-    data = []
-    for number in range(count):
-        tokens = [(20 + seed + 7 * number + step) % 500 for step in range(length + 1)]
-        inputs = {"target_tokens": {"data": tokens[1:], "dtype": "int64", "shape": [length]}}
-        data.append({"model_input": {"chunks": [{"tokens": tokens[:-1]}]}, "loss_fn_inputs": inputs})
-    return {"forward_backward_input": {"data": data, "loss_fn": "cross_entropy"}}
-
-
 @dataclass
 class Model:
-    """One in training; models of the same seed are the same. Sends commands in their order."""
+    """One in training. Sends commands in their order."""
 
     client: Client
     number: int
@@ -72,16 +61,14 @@ class Model:
     id: str = field(init=False)
 
     def __post_init__(self) -> None:
-        wanted = {"session_id": self.client.session, "model_seq_id": self.number, "base_model": "tiny"}
-        wanted |= {"lora_config": {"rank": 4, "seed": 1}}
-        self.id = self.outcome(self.client.ok("create_model", wanted)["request_id"])["model_id"]
+        self.id = self.client.model(self.number)
 
     def send(self, route: str, body: dict[str, Any]) -> str:
         self.seq_id += 1
         return self.client.ok(route, {"model_id": self.id, "seq_id": self.seq_id} | body)["request_id"]
 
     def outcome(self, request_id: str) -> dict[str, Any]:
-        return json.loads(self.client.result(request_id, accept=JSON))
+        return self.client.outcome(request_id)
 
 
 def is_run(server: MortalServer, request_id: str, deaths: int) -> bool:
@@ -143,7 +130,7 @@ def learn(server: MortalServer, model: Model, deaths: Mapping[int, Death], betwe
     """Run ROUTES; returns what passes and steps answered, and what was saved. Calls `between` after each death."""
     answers = []
     for index, route in enumerate(ROUTES):
-        bodies = {"optim_step": STEP, "save_weights": {"path": f"at-{index}"}, "forward_backward": datums(index)}
+        bodies = {"optim_step": STEP, "save_weights": {"path": f"at-{index}"}, "forward_backward": training_pass(index)}
 
         def send(route: str = route, body: dict[str, Any] = bodies[route]) -> str:
             return model.send(route, body)
@@ -180,14 +167,16 @@ def test_a_command_that_kills_the_engine_twice_is_skipped_and_the_only_one(
     poisoned, clean = Model(client, 0), Model(client, 1)
     engine = server.engine()
     engine.suspend()
-    before = poisoned.send("forward_backward", datums(1))
-    poison = poisoned.send("forward_backward", datums(2, count=LONG_PASS, length=500))
-    after = [poisoned.send("forward_backward", datums(3)), poisoned.send("optim_step", STEP)]
+    before = poisoned.send("forward_backward", training_pass(1))
+    poison = poisoned.send("forward_backward", training_pass(2, count=LONG_PASS, length=500))
+    after = [poisoned.send("forward_backward", training_pass(3)), poisoned.send("optim_step", STEP)]
     engine.resume()
     kill_when_running(server, engine, poison)
     kill_when_running(server, server.engine(), poison, deaths=1)
     failed = poisoned.outcome(poison)
     assert failed["category"] == "server"
     assert "the engine died 2 times while it ran this command" in failed["error"]
-    without = [clean.send("forward_backward", datums(seed)) for seed in (1, 3)] + [clean.send("optim_step", STEP)]
+    without = [clean.send("forward_backward", training_pass(seed)) for seed in (1, 3)] + [
+        clean.send("optim_step", STEP)
+    ]
     assert [poisoned.outcome(each) for each in (before, *after)] == [clean.outcome(each) for each in without]

@@ -1,6 +1,6 @@
 """vLLM hangs or dies under two tenants' hands: it is replaced, and each gets what its own weights say.
 
-One server whose bounds for a hang are short.
+One server whose bounds for a hang are short. The tests run in this order; the last one stops it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import tinker
 from tinker import types
 
 from skyrl.demo.server import DemoServer
-from tests.e2e.conftest import SLOW_START_S, cross_entropy, find_process, train, vllm_of
+from tests.e2e.conftest import SLOW_START_S, ask, cross_entropy, find_process, train, vllm_of
 
 pytestmark = pytest.mark.vllm
 
@@ -27,6 +27,8 @@ HANG_S = 20.0
 """Long enough for the slowest step of the tiny model (the first ones) on a slow machine."""
 PROMPT = [5, 6, 7, 8]
 SHORT, LONG = 12, 1500
+DRAINED = 500
+"""Tokens that end within the grace of a stop."""
 API_SERVER, ENGINE = "vllm.entrypoints.openai.api_server", "EngineCore"
 
 
@@ -65,12 +67,11 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DemoServer]:
 
 
 @pytest.fixture(scope="module")
-def tenants(server: DemoServer) -> Iterator[list[Tenant]]:
-    """Two, who have trained different things."""
-    clients, found = [], []
+def tenants(server: DemoServer) -> list[Tenant]:
+    """Two, who have trained different things. They stay until after the server's end."""
+    found = []
     for name, first in (("tml-one", 20), ("tml-two", 90)):
         client = tinker.ServiceClient(base_url=server.url, api_key=name)
-        clients.append(client)
         trainer = client.create_lora_training_client(base_model="tiny", rank=8, seed=first).result()
         train(trainer, [cross_entropy(PROMPT + list(range(first, first + 20)))], 6, 2e-2)
         sampler = trainer.save_weights_and_get_sampling_client().result()
@@ -78,9 +79,7 @@ def tenants(server: DemoServer) -> Iterator[list[Tenant]]:
         assert said.logprobs is not None
         found.append(Tenant(sampler, list(said.tokens), list(said.logprobs)))
     assert found[0].logprobs != pytest.approx(found[1].logprobs, abs=0.1)
-    yield found
-    for client in clients:
-        client.close("success").result()
+    return found
 
 
 @pytest.mark.parametrize(
@@ -155,3 +154,23 @@ def test_every_route_of_vllm_asks_for_the_key(server: DemoServer) -> None:
         for method, path in routes:
             for wrong in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": f"Bearer {key[:-1]}"}):
                 assert anybody.request(method, path, headers=wrong).status_code == 401, (method, path)
+
+
+def test_a_server_that_is_stopped_lets_a_sample_in_flight_end_and_leaves_nothing(
+    server: DemoServer, tenants: list[Tenant]
+) -> None:
+    """SIGTERM with a sample in flight: its client gets the result, and nothing is left behind."""
+    family = [psutil.Process(server.pid), *psutil.Process(server.pid).children(recursive=True)]
+    with ThreadPoolExecutor(1) as pool:
+        sample = pool.submit(tenants[0].sample, DRAINED)
+        while not server.status()["samples"]["in_flight"]:
+            if sample.done():  # before anybody saw it
+                sample = pool.submit(tenants[0].sample, DRAINED)
+            time.sleep(0.01)
+        os.kill(server.pid, signal.SIGTERM)
+        assert len(sample.result().tokens) == DRAINED
+    _, alive = psutil.wait_procs(family, timeout=300)
+    assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+    with pytest.raises(httpx.TransportError):
+        server.status()
+    assert ask(server, "select count(*) from futures where status = 'pending'") == [(0,)]

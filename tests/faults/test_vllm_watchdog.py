@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
 
@@ -135,6 +135,16 @@ async def test_a_server_that_does_not_listen_is_left_to_start() -> None:
     async with watched(f"http://127.0.0.1:{free_port()}", health_s=0.01, step_s=0.01) as process:
         await until(lambda: process.looked > 10)
         assert not process.killed.is_set()
+
+
+async def test_a_server_that_has_stopped_listening_and_does_not_end_is_killed() -> None:
+    upstream = Upstream(health=lambda _: WELL, is_sleeping=lambda _: WELL)
+    async with AsyncExitStack() as stack:
+        async with upstream.running():
+            process = await stack.enter_async_context(watched(upstream.url, health_s=0.3))
+            await until(lambda: upstream.asked["health"] > 1)
+            assert not process.killed.is_set()
+        await process.killed.wait()
 
 
 async def test_the_successor_of_a_server_that_hung_is_not_killed_in_its_place() -> None:

@@ -19,11 +19,13 @@ from skyrl.config import (
     parse_backend_config,
     restore_config,
 )
+from tests.postgres_server import ON_SQLITE
 
 # A key that disappears or is renamed breaks somebody's server: change this list knowingly.
 SERVER_KEYS = {
     "allow_remote",
     "api_keys",
+    "api_processes",
     "backend",
     "backend_config",
     "base_model",
@@ -31,6 +33,7 @@ SERVER_KEYS = {
     "checkpoint_store_options",
     "database_url",
     "external_inference_api_key",
+    "external_inference_priority",
     "external_inference_url",
     "forwarding_deadline_s",
     "forwarding_inference_max_connections",
@@ -45,6 +48,10 @@ SERVER_KEYS = {
     "port",
     "presigned_downloads",
     "public_url",
+    "quota_models",
+    "quota_requests_in_flight",
+    "quota_stored_bytes",
+    "quota_tokens_per_minute",
     "result_retention_s",
     "sample_use_retrieve_futures",
     "served_model_names",
@@ -103,6 +110,7 @@ def test_the_keys_there_are() -> None:
     assert set(leaves(BackendConfig())) == BACKEND_KEYS
 
 
+@ON_SQLITE
 def test_defaults_serve_the_tiny_model_and_forward_samples() -> None:
     config = load_config({})
     assert config.served_names == ("tiny",)
@@ -194,6 +202,8 @@ def test_bad_backend_config_names_the_key(given: dict[str, Any], message: str) -
         ({"log_level": "loud"}, "log_level: Input should be 'debug', 'info', 'warning' or 'error'"),
         ({"session_timeout_s": -1}, "session_timeout_s: Input should be greater than 0"),
         ({"api_keys": "closed"}, "api_keys: Input should be 'open' or 'managed'"),
+        ({"api_processes": 2}, "configuration: api_processes=2 needs PostgreSQL, "),
+        ({"api_processes": 0, "database_url": "postgresql://h/d"}, "api_processes: Input should be greater than or"),
         ({"host": "0.0.0.0"}, "configuration: host '0.0.0.0' can be reached from elsewhere, and any API key is"),
         ({"backend_config": "{bad"}, "backend_config: not JSON: "),
         ({"backend_config": "[1]"}, "backend_config: Input should be a valid dictionary"),

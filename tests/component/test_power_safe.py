@@ -1,0 +1,66 @@
+"""What a loss of power must not take is on the disk before anybody is told of it. No test cuts the power: these watch
+what the disk is asked for, and in which order."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine_harness import Trainer, harness_in
+
+from skyrl.db.database import Database
+from skyrl.futures.kinds import Kind
+
+AFTER_EVERY_STEP_S = 0.000_001
+COMMIT = "a synced commit"
+FULL, NORMAL = 2, 1
+"""SQLite's numbers: with FULL a commit syncs the log, and so whatever it holds."""
+
+
+@pytest.fixture
+def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Files and directories that were synced, by name, and synced commits, in their order."""
+    noted: list[str] = []
+    sync, write = os.fsync, Database.write
+
+    def noting_sync(descriptor: int) -> None:
+        sync(descriptor)
+        noted.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+
+    def noting_write(database: Database, change: Any, *, power_safe: bool = False) -> Any:
+        done = write(database, change, power_safe=power_safe)
+        if power_safe:
+            noted.append(COMMIT)
+        return done
+
+    monkeypatch.setattr(os, "fsync", noting_sync)
+    monkeypatch.setattr(Database, "write", noting_write)
+    return noted
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="reads names of open files in /proc")
+async def test_saves_and_snapshots_are_synced_before_their_commit_is(tmp_path: Path, events: list[str]) -> None:
+    async with harness_in(tmp_path / "state", snapshot_interval_s=AFTER_EVERY_STEP_S) as harness:
+        await harness.start()
+        trainer = await Trainer.create(harness)
+        await trainer.step(1)
+        assert events == [], "what can be computed again need not be"
+        await trainer.step(2)
+        await trainer.do(Kind.SAVE_WEIGHTS, path="a")  # it comes after the snapshot of the second step
+        snapshot, save = events[: events.index(COMMIT)], events[events.index(COMMIT) + 1 :]
+        for written in (snapshot, save):
+            assert [name for name in written if name.endswith(".safetensors")]
+            assert written[0] != COMMIT
+        assert save[-1] == COMMIT
+
+
+def test_a_power_safe_commit_syncs_the_log(tmp_path: Path) -> None:
+    database = Database(f"sqlite:///{tmp_path / 'skyrl.db'}")
+
+    def synchronous(**how: Any) -> int:
+        return database.write(lambda c: c.exec_driver_sql("PRAGMA synchronous").scalar_one(), **how)
+
+    assert (synchronous(power_safe=True), synchronous()) == (FULL, NORMAL)
+    database.close()

@@ -1,0 +1,43 @@
+"""What the pages say of the tests: each test, file and folder that they name is there."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks").glob("*.md")])
+NAMED = re.compile(r"\btests(?:/[\w.]*\w)+(?:::\w+)*")
+
+
+def named_in(page: Path) -> list[str]:
+    return NAMED.findall(page.read_text())
+
+
+def functions(file: Path) -> set[str]:
+    tree = ast.parse(file.read_text())
+    return {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
+
+
+def is_there(named: str) -> bool:
+    path, *names = named.split("::")
+    file = ROOT / path
+    return file.exists() and (not names or set(names) <= functions(file))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_test_that_a_page_names_exists(page: Path) -> None:
+    assert [named for named in named_in(page) if not is_there(named)] == []
+
+
+def test_names_are_found_and_wrong_ones_noticed() -> None:
+    here = "tests/unit/test_docs.py"
+    assert f"{here}::test_every_test_that_a_page_names_exists" in named_in(ROOT / "docs/operating/reliability.md")
+    assert is_there(here)
+    assert is_there("tests/unit")
+    assert is_there(f"{here}::{test_names_are_found_and_wrong_ones_noticed.__name__}")
+    assert not is_there(f"{here}::test_that_is_none")
+    assert not is_there("tests/unit/test_that_is_none.py")

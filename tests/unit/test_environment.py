@@ -1,0 +1,54 @@
+"""A misspelt `SKYRL_*` variable is told, and not silently without effect."""
+
+from __future__ import annotations
+
+import pytest
+
+from skyrl.config import ConfigError, ServerConfig, load_config
+from skyrl.environment import OWN, refuse_unknown
+from skyrl.runtime import RUNTIME_ENV, SLOT_ENV, SOCKETS_ENV
+from skyrl.vllm_plugin import FORK_ENGINE_VARIABLE
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [
+        ("SKYRL_API_KEY", "SKYRL_API_KEYS"),
+        ("SKYRL_HOSTS", "SKYRL_HOST"),
+        ("SKYRL_PROT", "SKYRL_PORT"),
+        ("skyrl_jwt_auths", "SKYRL_JWT_AUTH"),
+    ],
+)
+def test_unknown_variable_is_an_error_that_names_the_nearest(
+    monkeypatch: pytest.MonkeyPatch, name: str, nearest: str
+) -> None:
+    monkeypatch.setenv(name, "managed")
+    with pytest.raises(ConfigError) as raised:
+        load_config({})
+    assert str(raised.value) == f"environment: unknown key '{name}'; the nearest known one is '{nearest}'"
+
+
+def test_every_key_is_known_in_any_case() -> None:
+    for key in ServerConfig.model_fields:
+        refuse_unknown({f"SKYRL_{key}": "", f"SKYRL_{key.upper()}": "", f"skyrl_{key}": ""}, ServerConfig.model_fields)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        RUNTIME_ENV,
+        FORK_ENGINE_VARIABLE,
+        "SKYRL_TEST_DATABASE",
+        "SKYRL_API_SERVICE_HOST",
+        "SKYRL_API_SERVICE_PORT_HTTP",
+        "SKYRL_API_PORT_8000_TCP_ADDR",
+        "SKYRLING",
+        "PATH",
+    ],
+)
+def test_what_others_set_is_no_mistake(name: str) -> None:
+    refuse_unknown({name: "x"}, ServerConfig.model_fields)
+
+
+def test_what_a_server_tells_its_processes_is_known() -> None:
+    assert set(OWN) == {RUNTIME_ENV, SLOT_ENV, SOCKETS_ENV, FORK_ENGINE_VARIABLE}
