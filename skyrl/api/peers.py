@@ -57,29 +57,30 @@ class Peers:
 
     async def round(self) -> None:
         """To be called every BEAT_S: say "alive", see who is not."""
-        gone = self._note(await self._processes.beat())
+        self._note(await self._processes.beat())
         if not self._forwards or self._sampling.stopping:
             return
         taken = 0
         dead = {process: at for process, (at, same) in self._beats.items() if same >= MISSES}
-        if gone or dead:
+        if dead or await self._processes.left():
             taken = await self._processes.take_over(dead)
-            logger.info(
-                "API processes that are gone: %s; %d samples of theirs are forwarded here", [*gone, *dead], taken
-            )
+            logger.info("%d samples of API processes that are gone are forwarded here; dead: %s", taken, [*dead])
         if taken or not self._others.alone:
             await self._reconcile()
 
-    def _note(self, heartbeats: dict[str, float]) -> list[str]:
-        """What the others' heartbeats are now; returns the ids of those that are not there any more."""
-        gone = [process for process in self._beats if process not in heartbeats]
+    @property
+    def unknown(self) -> bool:
+        """Whether no other process is there, nor was in the last rounds."""
+        return not self._beats
+
+    def _note(self, heartbeats: dict[str, float]) -> None:
+        """What the others' heartbeats are now."""
         before = self._beats
         self._beats = {}
         for process, at in heartbeats.items():
             last, same = before.get(process, (None, 0))
             self._beats[process] = (at, same + 1 if at == last else 0)
         self._others.living = frozenset(process for process, (_, same) in self._beats.items() if same < MISSES)
-        return gone
 
     async def _reconcile(self) -> None:
         """Forward what is this process's by the database and not in its memory: it was taken over, or its commit was

@@ -186,6 +186,10 @@ async def open_services(runtime: Runtime) -> AsyncIterator[Services]:
         if order is not None and not database.is_sqlite:
             order.catch_up(await clocks.exchange(order.now))
 
+    async def look_after_others() -> None:
+        if not (database.is_sqlite and peers.unknown):  # none comes to SQLite, and an idle server writes little
+            await peers.round()
+
     await agree_on_order()
     await peers.start()
     notices = None if database.is_sqlite else Notices(database.url, runtime.process_id, peers.hear)
@@ -194,7 +198,7 @@ async def open_services(runtime: Runtime) -> AsyncIterator[Services]:
         asyncio.create_task(repeat("looking for results", SAFETY_POLL_S, store.look_for_lost_rings)),
         asyncio.create_task(repeat("reading the engine's state", POLL_S, watch.refresh)),
         asyncio.create_task(repeat("looking at sessions", SESSION_CHECK_S, services.look_at_sessions)),
-        asyncio.create_task(repeat("looking after the other API processes", BEAT_S, peers.round)),
+        asyncio.create_task(repeat("looking after the other API processes", BEAT_S, look_after_others)),
         asyncio.create_task(repeat("agreeing on the order of samples", BEAT_S, agree_on_order)),
         asyncio.create_task(repeat("forgetting results", SWEEP_S, retention.sweep)),
         asyncio.create_task(repeat("shortening the database's log", LOG_S, retention.shorten_log)),

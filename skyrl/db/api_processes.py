@@ -21,6 +21,7 @@ from skyrl.futures.kinds import Kind
 processes = ApiProcessRow.__table__  # type: ignore[attr-defined]
 
 _FORWARDED = and_(futures.c.status == "pending", futures.c.kind == Kind.EXTERNAL)
+_NOBODYS = or_(futures.c.owner.is_(None), futures.c.owner.not_in(select(processes.c.id)))
 
 
 class ApiProcesses:
@@ -53,10 +54,14 @@ class ApiProcesses:
             for process, heartbeat_at in dead.items():
                 still = and_(processes.c.id == process, processes.c.heartbeat_at == heartbeat_at)
                 connection.execute(delete(processes).where(still))
-            nobodys = or_(futures.c.owner.is_(None), futures.c.owner.not_in(select(processes.c.id)))
-            return connection.execute(update(futures).where(_FORWARDED, nobodys).values(owner=self.me)).rowcount
+            return connection.execute(update(futures).where(_FORWARDED, _NOBODYS).values(owner=self.me)).rowcount
 
         return await self._writer.transact(take)
+
+    async def left(self) -> bool:
+        """Whether pending samples are of an owner that is not there."""
+        orphan = select(futures.c.n).where(_FORWARDED, _NOBODYS).limit(1)
+        return await self._database.read_async(lambda c: c.execute(orphan).first() is not None)
 
     async def own(self) -> set[str]:
         """Ids of the pending samples that are this process's to forward."""

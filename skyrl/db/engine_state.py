@@ -103,6 +103,11 @@ def hold(connection: Connection, owner: str) -> bool:
     return connection.execute(update(state).where(mine).values(held_at=time.time())).rowcount == 1
 
 
+def taken_from(connection: Connection, owner: str) -> bool:
+    """Whether another server has claimed this database: what `owner`'s engine would say is not about that one's."""
+    return read_claim(connection).owner not in (None, owner)
+
+
 def release(connection: Connection, owner: str, reason: str) -> None:
     """Nobody trains on this database any more, unless it is another server by now."""
     if read_claim(connection).owner == owner:

@@ -27,6 +27,10 @@ LONG_LOOK_S = 20.0
 """Between two looks: some have failed, or the process was stopped. Nobody counts as silent for that time."""
 
 _INSERT = insert(sessions)
+_ACTIVE = select(sessions.c.id, sessions.c.tenant, sessions.c.heartbeat_at, sessions.c.project_id).where(
+    sessions.c.status == "active"
+)
+"""Without their metadata: there may be thousands of sessions, with 16 KiB each."""
 _BEAT = (
     update(sessions)
     .where(sessions.c.id == bindparam("session"), sessions.c.status == "active")
@@ -202,8 +206,7 @@ class Sessions:
     async def look(self, timeout_s: float) -> Look:
         """Read what other processes have changed, and who has had no heartbeat for `timeout_s`."""
         known, now = set(self._known), time.monotonic()
-        query = select(sessions).where(sessions.c.status == "active")
-        rows = {row.id: row for row in await self._database.read_async(lambda c: list(c.execute(query)))}
+        rows = {row.id: row for row in await self._database.read_async(lambda c: list(c.execute(_ACTIVE)))}
         if now - self._looked_at > LONG_LOOK_S:  # this process slept, or the database was away, and with it the beats
             self._heard = {session_id: (at, now) for session_id, (at, _) in self._heard.items()}
         self._looked_at = now
@@ -216,7 +219,8 @@ class Sessions:
         for session_id in [s for s in self._heard if s not in rows and s not in self._known]:
             del self._heard[session_id]
         silent = [row for row in rows.values() if now - self._heard[row.id][1] > timeout_s]
-        return Look([(self._known.get(row.id) or _session(row), row.heartbeat_at) for row in silent], ended)
+        found = [(await self.find(row.id, row.tenant), row.heartbeat_at) for row in silent]
+        return Look([(session, heartbeat_at) for session, heartbeat_at in found if session is not None], ended)
 
     async def reread(self, session_id: str) -> bool:
         """Another process has changed it; whether it is over."""

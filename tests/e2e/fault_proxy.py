@@ -13,6 +13,7 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Self, TypeVar
 
@@ -226,13 +227,14 @@ class FaultProxy:
         call.told = told.status
         response = web.StreamResponse(status=told.status, headers=told.headers)
         response.content_length = len(told.body)
-        await response.prepare(request)
-        step = self.drip_bytes or max(len(told.body), 1)
-        for start in range(0, len(told.body), step):
-            await response.write(told.body[start : start + step])
-            if self.drip_bytes:
-                await asyncio.sleep(0.002)
-        await response.write_eof()
+        with suppress(aiohttp.ClientConnectionResetError):  # the client has left
+            await response.prepare(request)
+            step = self.drip_bytes or max(len(told.body), 1)
+            for start in range(0, len(told.body), step):
+                await response.write(told.body[start : start + step])
+                if self.drip_bytes:
+                    await asyncio.sleep(0.002)
+            await response.write_eof()
         return response
 
     def _fault_for(self, path: str) -> Fault:

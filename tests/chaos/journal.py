@@ -1,0 +1,46 @@
+"""What a tenant has done and was told, one JSON line per step; floats come back as the bits they were."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A sequence that was sampled from the weights of step `version`, before that step's training."""
+
+    version: int
+    prompt: list[int]
+    tokens: list[int]
+    logprobs: list[float]
+
+
+@dataclass
+class Step:
+    """`data` is what was trained on, as arguments of `skyrl.demo.rl.datum`; `told` is what each pass (metrics and
+    logprobs of every datum) and each optimizer step (metrics) answered. Then the state was saved under a name, or a
+    new model went on from the one of an earlier name. All of it took `seconds`."""
+
+    samples: list[Sample] = field(default_factory=list)
+    data: list[tuple[list[int], list[int], list[float], float]] = field(default_factory=list)
+    told: list[Any] = field(default_factory=list)
+    saved: str | None = None
+    loaded: str | None = None
+    seconds: float = 0.0
+
+
+def append(file: Path, step: Step) -> None:
+    with file.open("a") as journal:
+        journal.write(json.dumps(asdict(step)) + "\n")
+
+
+def read(file: Path) -> list[Step]:
+    steps = []
+    for line in file.read_text().splitlines():
+        step = json.loads(line)
+        samples = [Sample(**sample) for sample in step.pop("samples")]
+        steps.append(Step(samples=samples, **step))
+    return steps

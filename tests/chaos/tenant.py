@@ -1,0 +1,98 @@
+"""One tenant as a process: RL with the SDK, until its time is over, with a journal of all it did.
+
+Usage: python -m tests.chaos.tenant URL KEY TASK SEED SECONDS JOURNAL. Says "ready" when it has a model, "done" and the
+path of the final state at the end, and stays until stdin ends: so its session is there for who reads its results again.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tinker
+from tinker import types
+
+from skyrl.demo.rl import advantages
+from skyrl.tiny.corpus import TASKS, Task, chat_prompt
+from tests.chaos import journal, training
+from tests.chaos.journal import Sample, Step
+
+PROMPTS, GROUP = 3, 6
+SAVE_EVERY, LOAD_EVERY = 3, 8
+"""Steps; a state is loaded that was saved before."""
+
+
+@dataclass
+class Tenant:
+    """One who trains on a task. What is asked and in which order depends on the seed alone."""
+
+    service: tinker.ServiceClient
+    trainer: tinker.TrainingClient
+    task: Task
+    seed: int
+    file: Path
+
+    def live(self, until: float) -> str:
+        """Steps until the monotonic time `until`; returns the path of the final state."""
+        trainer = self.trainer
+        tokenizer = trainer.get_tokenizer()
+        saved: dict[str, str] = {}
+        older: tinker.SamplingClient | None = None
+        index = 0
+        while (began := time.monotonic()) < until:
+            chance = random.Random(f"{self.seed}/{index}")
+            sampler = trainer.save_weights_and_get_sampling_client().result()
+            questions = [self.task.prompt(chance) for _ in range(PROMPTS)]
+            prompts = [list(tokenizer.encode(chat_prompt(text))) for text, _ in questions]
+            step = Step(saved=f"at-{index}" if index % SAVE_EVERY == 1 else None)
+            if index % LOAD_EVERY == LOAD_EVERY - 1:
+                step.loaded = chance.choice(sorted(saved))
+            pending = [self._ask(sampler, prompt, GROUP) for prompt in prompts]
+            for prompt, (_, state), answer in zip(prompts, questions, pending, strict=True):
+                group = sampled(index, prompt, answer)
+                step.samples += group
+                rewards = [self.task.reward(state, str(tokenizer.decode(sample.tokens))) for sample in group]
+                for sample, advantage in zip(group, advantages(rewards), strict=True):
+                    if advantage:
+                        step.data.append((prompt, sample.tokens, sample.logprobs, advantage))
+            beside = [] if older is None else [(prompt, self._ask(older, prompt, 1)) for prompt in prompts]
+            step.told = training.train(trainer, step)
+            for prompt, answer in beside:
+                step.samples += sampled(index - 1, prompt, answer)
+            trainer = training.save_or_load(self.service, trainer, step, saved)
+            step.seconds = time.monotonic() - began
+            journal.append(self.file, step)
+            older = sampler
+            index += 1
+        return trainer.save_state(training.FINAL).result().path
+
+    def _ask(self, sampler: tinker.SamplingClient, prompt: list[int], count: int) -> Any:
+        params = types.SamplingParams(max_tokens=32, temperature=1.0)
+        return sampler.sample(types.ModelInput.from_ints(prompt), num_samples=count, sampling_params=params)
+
+
+def sampled(version: int, prompt: list[int], answer: Any) -> list[Sample]:
+    """The sequences of an answer, once it is there."""
+    found = []
+    for sequence in answer.result().sequences:
+        assert sequence.logprobs is not None
+        found.append(Sample(version, prompt, list(sequence.tokens), list(sequence.logprobs)))
+    return found
+
+
+def main() -> None:
+    url, key, task, seed, seconds, file = sys.argv[1:]
+    with tinker.ServiceClient(base_url=url, api_key=key) as service:
+        trainer = training.new_trainer(service, int(seed))
+        print("ready", flush=True)
+        final = Tenant(service, trainer, TASKS[task], int(seed), Path(file)).live(time.monotonic() + float(seconds))
+        print("done", final, flush=True)
+        sys.stdin.read()
+
+
+if __name__ == "__main__":
+    main()

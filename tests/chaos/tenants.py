@@ -1,0 +1,78 @@
+"""The tenants' processes as the run sees them: start, wait for their word, end."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Self
+
+from skyrl.supervision import dies_with_parent
+
+
+class Tenant:
+    """One process of `tests.chaos.tenant`."""
+
+    def __init__(self, directory: Path, url: str, task: str, seed: int, seconds: float) -> None:
+        self.task = task
+        self.seed = seed
+        self.key = f"tml-chaos-{task}"
+        self.journal = directory / f"{task}.jsonl"
+        self.final = ""
+        """The path of the final state, once it has said "done"."""
+        self._log = directory / f"{task}.log"
+        self._said: dict[str, threading.Event] = {"ready": threading.Event(), "done": threading.Event()}
+        module = [sys.executable, "-m", "tests.chaos.tenant"]
+        with self._log.open("ab") as log:
+            self._process = subprocess.Popen(
+                dies_with_parent([*module, url, self.key, task, str(seed), str(seconds), str(self.journal)]),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                start_new_session=True,
+            )
+        self._reader = threading.Thread(target=self._read, name=f"tenant-{task}", daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            word, _, rest = line.strip().partition(" ")
+            self.final = rest
+            self._said[word].set()
+
+    def says(self, word: str, within_s: float) -> bool:
+        """Whether it says so in time, and before it ends."""
+        for _ in range(int(within_s * 10)):
+            if self._said[word].wait(0.1):
+                return True
+            if self._process.poll() is not None:
+                self._reader.join()
+                return self._said[word].is_set()
+        return False
+
+    @property
+    def running(self) -> bool:
+        return self._process.poll() is None
+
+    def log_tail(self) -> str:
+        return self._log.read_text()[-2000:]
+
+    def end(self) -> None:
+        """Close its stdin, on which it waits at its end; kill it if it does not end of that."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(timeout=60)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.wait()

@@ -1,0 +1,45 @@
+"""What is trained in a step, by the tenants and by the fault-free run after them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tinker
+from tinker import types
+
+from skyrl.demo.rl import datum
+from tests.chaos.journal import Step
+
+RANK = 8
+EPOCHS = 2
+ADAM = types.AdamParams(learning_rate=2e-3)
+FINAL = "final"
+
+
+def new_trainer(service: tinker.ServiceClient, seed: int) -> tinker.TrainingClient:
+    return service.create_lora_training_client(base_model="tiny", rank=RANK, seed=seed).result()
+
+
+def train(trainer: tinker.TrainingClient, step: Step) -> list[Any]:
+    """EPOCHS updates on the step's data, sent as a stream; what was answered."""
+    if not step.data:
+        return []
+    data = [datum(*each) for each in step.data]
+    pending = [(trainer.forward_backward(data, "ppo"), trainer.optim_step(ADAM)) for _ in range(EPOCHS)]
+    told: list[Any] = []
+    for passed, stepped in pending:
+        output = passed.result()
+        told.append([output.metrics, [each["logprobs"].data for each in output.loss_fn_outputs]])
+        told.append(stepped.result().metrics)
+    return told
+
+
+def save_or_load(
+    service: tinker.ServiceClient, trainer: tinker.TrainingClient, step: Step, saved: dict[str, str]
+) -> tinker.TrainingClient:
+    """The one to go on with. `saved` has the paths of states by their names, in this run."""
+    if step.saved is not None:
+        saved[step.saved] = trainer.save_state(step.saved).result().path
+    if step.loaded is None:
+        return trainer
+    return service.create_training_client_from_state_with_optimizer(saved[step.loaded]).result()
