@@ -86,13 +86,13 @@ class ServerConfig(BaseSettings):
     """A session without a heartbeat for this long is closed and what it held is reclaimed."""
     result_retention_s: float = Field(3600.0, gt=0)
     """How long a finished request stays retrievable."""
-    quota_requests_in_flight: int | None = Field(None, ge=1)
+    quota_requests_in_flight: int | None = Field(None, ge=1, lt=2**63)
     """Samples in flight that each tenant may have; None is no quota. `skyrl quotas` makes exceptions for tenants."""
-    quota_tokens_per_minute: int | None = Field(None, ge=1)
+    quota_tokens_per_minute: int | None = Field(None, ge=1, lt=2**63)
     """Tokens that each tenant may sample and train on in a minute; what is beyond waits."""
-    quota_models: int | None = Field(None, ge=0)
+    quota_models: int | None = Field(None, ge=0, lt=2**63)
     """Models that each tenant may have in training."""
-    quota_stored_bytes: int | None = Field(None, ge=0)
+    quota_stored_bytes: int | None = Field(None, ge=0, lt=2**63)
     """Bytes of checkpoints that each tenant may have stored."""
     snapshot_interval_s: float = Field(30.0, gt=0)
     """At most this much of a model's training is repeated after a crash of the engine."""

@@ -20,7 +20,7 @@ FRAMES_SHARE = 16
 IDLE_S = 75.0
 """How long a connection may bring no request: as long as one that has brought some is kept."""
 REST_S = 30.0
-"""A head must be whole after so long."""
+"""A head must be whole after so long; not while nobody reads it, behind requests that are not answered yet."""
 LEAST_BYTES = 64 * 2**10
 """What a body must bring in each REST_S, or end; not while nobody reads it."""
 SPARE_DESCRIPTORS = 1024
@@ -100,8 +100,8 @@ class BoundedHttp(HttpToolsProtocol):
     def _overdue(self) -> None:
         if self.transport.is_closing():
             return
-        comes = self._body - self._counted >= LEAST_BYTES or self._waited or self.flow.read_paused
-        if self._between or self._in_head or not comes:
+        comes = self._body - self._counted >= LEAST_BYTES or self._waited
+        if not self.flow.read_paused and (self._between or self._in_head or not comes):
             self.transport.abort()
             return
         self._counted, self._waited, self._until = self._body, self.flow.read_paused, None

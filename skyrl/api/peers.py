@@ -69,9 +69,9 @@ class Peers:
             await self._reconcile()
 
     @property
-    def unknown(self) -> bool:
-        """Whether no other process is there, nor was in the last rounds."""
-        return not self._beats
+    def sees_others(self) -> bool:
+        """Whether others are there, living or not."""
+        return bool(self._beats)
 
     def _note(self, heartbeats: dict[str, float]) -> None:
         """What the others' heartbeats are now."""

@@ -187,7 +187,7 @@ async def open_services(runtime: Runtime) -> AsyncIterator[Services]:
             order.catch_up(await clocks.exchange(order.now))
 
     async def look_after_others() -> None:
-        if not (database.is_sqlite and peers.unknown):  # none comes to SQLite, and an idle server writes little
+        if peers.sees_others or not database.is_sqlite:  # to SQLite none comes, and an idle server writes little
             await peers.round()
 
     await agree_on_order()

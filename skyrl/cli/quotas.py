@@ -25,7 +25,7 @@ def _number(name: str, given: str) -> int | None:
     if given in ("unlimited", "default"):
         return UNLIMITED if given == "unlimited" else None
     most = _MOST[name in ("tokens_per_minute", "stored_bytes")]
-    if not given.isdecimal() or not LEAST[name] <= int(given) <= most:
+    if not (given.isdecimal() and len(given) <= len(str(most)) and LEAST[name] <= int(given) <= most):
         option = name.replace("_", "-")
         raise refused(
             "quotas", f"--{option}: {given!r} is not a number from {LEAST[name]} to {most}, unlimited, or default"

@@ -267,15 +267,6 @@ def pending(connection: Connection, kinds: Sequence[str], after: int = 0) -> lis
     return list(connection.execute(_PENDING, {"kinds": kinds, "after": after}))
 
 
-def pending_with_body(connection: Connection, kinds: Sequence[str]) -> list[Any]:
-    """Whole pending rows of these kinds, in order of arrival."""
-    return list(
-        connection.execute(
-            select(futures).where(futures.c.status == "pending", futures.c.kind.in_(kinds)).order_by(futures.c.n)
-        )
-    )
-
-
 def executed(connection: Connection, model_id: str, first_seq: int) -> list[Any]:
     """A model's commands from `first_seq` on that have changed it, in their order: what recovery repeats.
 

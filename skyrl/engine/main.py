@@ -100,7 +100,7 @@ async def run(runtime: Runtime) -> None:
     database = PatientDatabase(config.database)
     notices = Database(config.database)
     api = Doorbell(*runtime.api_doorbells)
-    state = EngineStatePublisher(notices, api)
+    state = EngineStatePublisher(notices, api, runtime.server_id)
     state.training(ready=False, reason="loading the base model")
     stop = asyncio.Event()
     deaths = Deaths(config.running_file)

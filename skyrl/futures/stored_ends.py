@@ -30,6 +30,8 @@ class _Client:
     def __init__(self) -> None:
         self.polls = 0
         self.gone = False
+        self.loaded = False
+        """Whether what it waits for has been read once."""
         self.changed = asyncio.Event()
 
     def wake(self) -> None:
@@ -72,25 +74,23 @@ class StoredEnds:
         Raises TargetGone when the session ends meanwhile.
         """
         deadline = asyncio.get_running_loop().time() + timeout_s
-        new = target not in self._clients
         client = self._clients.get(target) or self._remember(target)
         client.polls += 1
         try:
-            ends = await self._next(client, target, cursor, deadline, new)
+            ends = await self._next(client, target, cursor, deadline)
         finally:
             client.polls -= 1
         if client.gone:
             raise TargetGone(target.sampling_session_id)
         return (_cursor(ends[-1]) if ends else cursor), ends
 
-    async def _next(
-        self, client: _Client, target: Target, cursor: int, deadline: float, pending: bool
-    ) -> list[Completion]:
-        after = (cursor + 0.5) / 1e6  # a moment is stored as a float, and rounded to the microsecond in its cursor
+    async def _next(self, client: _Client, target: Target, cursor: int, deadline: float) -> list[Completion]:
+        # A moment is stored as a float, a quarter of a microsecond apart from the next, and rounded in its cursor.
+        after = (cursor + 1) / 1e6
         while True:
             changed = client.changed  # before it is read: what ends meanwhile wakes
-            ends = await self._load(target, after, limit=MAX_COMPLETIONS, pending=pending)
-            pending = False
+            ends = await self._load(target, after, limit=MAX_COMPLETIONS, pending=not client.loaded)
+            client.loaded = True
             while not (ends or client.gone or self._closing or changed.is_set()):
                 left = deadline - asyncio.get_running_loop().time()
                 if left <= 0:

@@ -27,13 +27,22 @@ _numbers = itertools.count()
 
 
 class Ticket:
-    """A request that was admitted, and what it was charged (None: nothing that could be given back). It may start at
-    `not_before`, in seconds since the epoch; None: at once. `used` is told when that is known."""
+    """A request that was admitted, and what it was charged (None: nothing that could be given back), in which bucket.
+    It may start at `not_before`, in seconds since the epoch; None: at once. `used` is told when that is known."""
 
-    __slots__ = ("_account", "_charged", "_turn", "not_before", "request_id", "used", "waiter")
+    __slots__ = ("_account", "_charged", "_turn", "bucket", "not_before", "request_id", "used", "waiter")
 
-    def __init__(self, account: Account, request_id: str, charged: int | None, turn: float, left_s: float) -> None:
+    def __init__(
+        self,
+        account: Account,
+        bucket: TokenBucket | None,
+        request_id: str,
+        charged: int | None,
+        turn: float,
+        left_s: float,
+    ) -> None:
         self._account = account
+        self.bucket = bucket
         self._charged = charged
         self._turn = turn
         self.request_id = request_id
@@ -121,14 +130,14 @@ class Account:
     def charge(self, request_id: str, tokens: int) -> Ticket:
         """Something that is never refused, whatever its turn is."""
         if self._bucket is None:
-            return Ticket(self, request_id, None, 0.0, 0.0)
+            return Ticket(self, None, request_id, None, 0.0, 0.0)
         turn = self._bucket.take(tokens, self._clock())
-        return Ticket(self, request_id, tokens, turn, self.left_s(turn))
+        return Ticket(self, self._bucket, request_id, tokens, turn, self.left_s(turn))
 
     def adopt(self, request_id: str, not_before: float | None) -> Ticket:
         """A sample that another process has admitted, which knows what it may use."""
         turn = self.owe(not_before)
-        ticket = Ticket(self, request_id, None, turn, self.left_s(turn))
+        ticket = Ticket(self, self._bucket, request_id, None, turn, self.left_s(turn))
         self._in_flight.add(ticket)
         return ticket
 
@@ -144,7 +153,7 @@ class Account:
 
     def leave(self, ticket: Ticket, unused: int) -> None:
         self._in_flight.discard(ticket)
-        if self._bucket is not None and unused:
+        if self._bucket is not None and self._bucket is ticket.bucket and unused:
             self._bucket.give_back(unused, self._clock())
             self._call_up()
 
@@ -152,7 +161,9 @@ class Account:
         return 0.0 if self._bucket is None else self._bucket.left_s(turn, self._clock())
 
     async def wait(self, ticket: Ticket, turn: float) -> None:
-        """Until that turn."""
+        """Until that turn. It is over if the quota has ended since, also if there is a new one."""
+        if ticket.bucket is not self._bucket:
+            return
         ticket.waiter = asyncio.get_running_loop().create_future()
         self._waiting[ticket.request_id] = ticket
         heapq.heappush(self._line, (turn, next(_numbers), ticket))

@@ -37,10 +37,6 @@ def _check_notes(field: str, notes: object) -> None:
         raise RequestError(f"must have at most {MAX_NOTES_BYTES} bytes as JSON, got {size}", field=field)
 
 
-class ClientConfigRequest(msgspec.Struct):
-    sdk_version: str = ""
-
-
 class CreateSessionRequest(msgspec.Struct):
     tags: list[str] | None = None
     user_metadata: dict[str, Any] | None = None

@@ -315,7 +315,7 @@ def test_an_endpoint_that_could_not_be_published_is_published_by_the_next_heartb
     database: Database, tmp_path: Path
 ) -> None:
     own, api = Database(database.url), Doorbell(tmp_path / "nobody.sock")
-    state = EngineStatePublisher(own, api)
+    state = EngineStatePublisher(own, api, "server")
     with locked(database):
         state.publish_url("http://127.0.0.1:1")
     assert database.read(read_state).inference_proxy_url != "http://127.0.0.1:1"

@@ -61,7 +61,8 @@ async def test_time_goes_on_with_what_has_been_answered(api: Api, upstream: Fake
     await send(api, SECOND, few, 0)
     await upstream.until(lambda server: server.busy == 11)
     sent = priorities(upstream)
-    assert sent[many][8] < sent[few][0] <= sent[many][10]
+    theirs = sorted(sent[many])  # they may overtake each other on their way
+    assert theirs[8] < sent[few][0] <= theirs[10]
     await api.finish(many)
     await api.post(f"sessions/{few.partition(':')[0]}/finish", {}, **{"X-API-Key": SECOND})
 

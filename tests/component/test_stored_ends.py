@@ -16,7 +16,7 @@ from skyrl.db.database import Database
 from skyrl.db.futures import Outcome
 from skyrl.db.writer import GroupCommitWriter
 from skyrl.futures import stored_ends
-from skyrl.futures.completions import Target, TargetGone
+from skyrl.futures.completions import Completion, Target, TargetGone
 from skyrl.futures.kinds import Kind
 from skyrl.futures.others import Others
 from skyrl.futures.requests import NewRequest
@@ -130,3 +130,31 @@ async def test_closed_session_ends_its_polls(world: World) -> None:
     with pytest.raises(TargetGone):
         await asyncio.wait_for(held, LONG_S)
     assert len(world.here.completions) == 0
+
+
+async def test_what_is_pending_is_read_again_when_it_could_not_be(world: World) -> None:
+    asked_for: list[bool] = []
+
+    async def load(target: Target, since: float, *, limit: int, pending: bool) -> list[Completion]:
+        asked_for.append(pending)
+        if len(asked_for) == 1:
+            raise OSError("the database is away")
+        return await world.here._ends_of(target, since, limit=limit, pending=pending)
+
+    (request_id,) = await world.record(world.there, 1)
+    world.settle(request_id, 1.0)
+    ends = stored_ends.StoredEnds(load)
+    with pytest.raises(OSError, match="away"):
+        await ends.poll(TARGET, 0, LONG_S)
+    for _ in range(2):
+        _, told = await ends.poll(TARGET, 0, LONG_S)
+        assert [end.request_id for end in told] == [request_id]
+    assert asked_for == [True, True, False]
+
+
+async def test_end_is_told_once_however_its_moment_is_rounded(world: World) -> None:
+    (request_id,) = await world.record(world.here, 1)
+    world.settle(request_id, 1800000000.0000026)
+    cursor, told = await world.here.completions.poll(TARGET, 0, 0)
+    assert [end.request_id for end in told] == [request_id]
+    assert await world.there.completions.poll(TARGET, cursor, 0) == (cursor, [])

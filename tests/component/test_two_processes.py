@@ -16,7 +16,7 @@ import pytest
 from api_harness import BASE, LONG_S, Api, asked, session_of, tokens
 from engine_harness import until
 from fake_upstream import FakeUpstream, after, complete, never
-from sqlalchemy import insert, select, text, update
+from sqlalchemy import event, insert, select, text, update
 
 import skyrl.api.server
 import skyrl.db.sessions
@@ -212,6 +212,62 @@ async def test_samples_of_one_that_has_stopped_are_taken_at_the_next_round(
         assert tokens(await second.result(promise["request_id"])) == [[0, 1, 2]]
 
 
+async def test_sample_whose_owner_is_not_there_is_taken_at_the_next_round(
+    two: tuple[Api, Api], made: list[Peers], upstream: FakeUpstream, database: Database
+) -> None:
+    """Its owner was stopped, declared dead and killed after it went on; or a round failed just then."""
+    upstream.default = never
+    first, second = two
+    request_id = (await first.sample(await first.sampler(), 1))["request_id"]
+    await until(lambda: upstream.busy == 1)
+    set_owner(database, request_id, "gone/0")
+    upstream.default = complete()
+    await made[1].round()
+    assert owners(database) == ["second/0"]
+    assert tokens(await second.result(request_id)) == [[0, 1, 2]]
+
+
+@pytest.fixture
+def repeated(monkeypatch: pytest.MonkeyPatch) -> dict[str, Callable[[], Any]]:
+    """What a process does again and again, by name; it is for the test to do it."""
+    actions: dict[str, Callable[[], Any]] = {}
+
+    async def kept(name: str, _: float, action: Callable[[], Any]) -> None:
+        actions[name] = action
+
+    monkeypatch.setattr(skyrl.api.server, "repeat", kept)
+    return actions
+
+
+async def test_on_sqlite_who_is_alone_does_not_write_that_it_lives(
+    start: Start, repeated: dict[str, Callable[[], Any]], database: Database
+) -> None:
+    def beats() -> float:
+        return database.read(lambda c: c.execute(select(processes.c.heartbeat_at)).scalar_one())
+
+    async with start("first"):
+        await asyncio.sleep(0)
+        before = beats()
+        await repeated["looking after the other API processes"]()
+        assert (beats() == before) is database.is_sqlite
+
+
+async def test_on_sqlite_what_a_process_of_another_name_left_is_forwarded(
+    start: Start, repeated: dict[str, Callable[[], Any]], upstream: FakeUpstream, database: Database
+) -> None:
+    """Its state directory was copied, and it was killed."""
+    upstream.default = never
+    async with start("first") as first:
+        request_id = (await first.sample(await first.sampler(), 1))["request_id"]
+    database.write(lambda c: c.execute(insert(processes), {"id": "first/0", "started_at": 1.0, "heartbeat_at": 1.0}))
+    upstream.default = complete()
+    async with start("second") as second:
+        await asyncio.sleep(0)
+        for _ in range(MISSES):
+            await repeated["looking after the other API processes"]()
+        assert tokens(await second.result(request_id)) == [[0, 1, 2]]
+
+
 async def test_sample_that_nobody_owns_is_forwarded_at_the_next_start(
     start: Start, upstream: FakeUpstream, database: Database
 ) -> None:
@@ -328,6 +384,18 @@ async def test_nobody_is_silent_while_the_process_did_not_look(
     clock.now += max(TIMEOUT_S, LONG_LOOK_S) + 100
     await pass_time(clock, 20, first, second)
     assert status_of(database, session) == "active"
+
+
+async def test_a_look_reads_nobodys_metadata(two: tuple[Api, Api], database: Database) -> None:
+    """Thousands of sessions may be there, with 16 KiB each."""
+    first, _ = two
+    await first.sampler()
+    asked_for: list[str] = []
+    reader = first.services.sessions._database.reader
+    event.listen(reader, "before_cursor_execute", lambda *call: asked_for.append(call[2]))
+    await first.services.sessions.look(TIMEOUT_S)
+    assert "FROM sessions" in asked_for[-1]
+    assert "user_metadata" not in asked_for[-1]
 
 
 async def test_heartbeat_at_the_last_moment_counts(two: tuple[Api, Api], database: Database) -> None:

@@ -202,6 +202,7 @@ def test_bad_backend_config_names_the_key(given: dict[str, Any], message: str) -
         ({"log_level": "loud"}, "log_level: Input should be 'debug', 'info', 'warning' or 'error'"),
         ({"session_timeout_s": -1}, "session_timeout_s: Input should be greater than 0"),
         ({"api_keys": "closed"}, "api_keys: Input should be 'open' or 'managed'"),
+        ({"quota_tokens_per_minute": 2**63}, "quota_tokens_per_minute: Input should be less than"),
         ({"api_processes": 2}, "configuration: api_processes=2 needs PostgreSQL, "),
         ({"api_processes": 0, "database_url": "postgresql://h/d"}, "api_processes: Input should be greater than or"),
         ({"host": "0.0.0.0"}, "configuration: host '0.0.0.0' can be reached from elsewhere, and any API key is"),

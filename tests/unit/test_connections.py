@@ -174,3 +174,14 @@ async def test_connections_leave_room_for_other_files(server: Server, monkeypatc
     second.writer.close()
     await first.send(b"\r\n")
     assert await first.answer() == b"0"
+
+
+async def test_a_head_is_waited_for_while_nobody_reads_it(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It came behind two requests that are not answered yet, and those are not to be lost."""
+    monkeypatch.setattr(connections, "REST_S", SOON_S)
+    connection = await server.open(b"GET /held HTTP/1.1\r\nHost: x\r\n\r\n" + GET + b"\r\n" + GET)
+    assert await (await server.open(GET)).all() == b"", "one that is read is closed by then"
+    server.released.set()
+    assert [await connection.answer() for _ in range(2)] == [b"0", b"0"]
+    await connection.send(b"\r\n")
+    assert await connection.answer() == b"0"

@@ -78,7 +78,7 @@ async def test_recorded_row_holds_the_bytes_that_arrived(database: Database, sto
     body = b'{"model_id": "m",  "odd":\xff}'
     request_id, new = await store.record(dataclasses.replace(COMMAND, body=body, body_format="proto"))
     assert new
-    (row,) = database.read(lambda c: rows.pending_with_body(c, [Kind.OPTIM_STEP]))
+    (row,) = database.read(lambda c: c.execute(select(rows.futures)).all())
     assert (row.id, row.body, row.body_format, row.model_id, row.seq_id) == (request_id, body, "proto", "m", 3)
     assert (row.tenant, row.session_id, row.status) == ("tenant", "s1", "pending")
 

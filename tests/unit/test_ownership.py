@@ -13,6 +13,8 @@ from skyrl import ownership
 from skyrl.config import ConfigError
 from skyrl.db import engine_state
 from skyrl.db.database import Database
+from skyrl.engine.state import EngineStatePublisher
+from skyrl.futures.doorbell import Doorbell
 from skyrl.ownership import TrainingClaim, server_id
 from tests.postgres_server import ON_BOTH
 
@@ -87,6 +89,28 @@ async def test_server_that_is_gone_is_followed_and_notices_when_it_is_back(
     assert "another server trains on this database by now" in caplog.text
     first.release()
     assert database.read(engine_state.read_claim).owner == "second"
+
+
+@ON_BOTH
+async def test_engine_of_a_server_that_comes_back_says_nothing_about_anothers(
+    database: Database, tmp_path: Path
+) -> None:
+    """It was cut off for long; its launcher finds out and stops it."""
+    await TrainingClaim(database, "first").take()
+    api = Doorbell(tmp_path / "nobody.sock")
+    first, second = (EngineStatePublisher(database, api, server) for server in ("first", "second"))
+    first.publish_url("http://127.0.0.1:1")
+    assert database.read(engine_state.read_state).inference_proxy_url == "http://127.0.0.1:1"
+    await TrainingClaim(database, "second").take()
+    second.publish_url("http://127.0.0.1:2")
+    second.training(ready=True, reason="")
+    there = database.read(engine_state.read_state)
+    first.beat()
+    first.publish_url("http://127.0.0.1:1")
+    first.training(ready=False, reason="loading the base model")
+    first.clear("the engine has stopped")
+    assert database.read(engine_state.read_state) == there
+    api.close()
 
 
 async def test_own_claim_is_taken_again_at_once(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -134,6 +134,7 @@ def test_list_tells_what_is_used_of_what_may_be(operator: Operator) -> None:
         (["--tokens-per-minute", "0"], "--tokens-per-minute: '0' is not a number from 1 to 9223372036854775807"),
         (["--requests-in-flight", "0"], "--requests-in-flight: '0' is not a number from 1 to 2147483647"),
         (["--requests-in-flight", str(2**31)], f"--requests-in-flight: '{2**31}' is not a number"),
+        (["--stored-bytes", "9" * 5_000], f"--stored-bytes: '{'9' * 5_000}' is not a number"),
         (["--stored-bytes", "1e9"], "--stored-bytes: '1e9' is not a number from 0 to"),
     ],
 )
