@@ -53,16 +53,20 @@ async def test_few_samples_go_before_what_another_tenant_has_queued(api: Api, up
 
 
 async def test_time_goes_on_with_what_has_been_answered(api: Api, upstream: FakeUpstream) -> None:
+    go = asyncio.Event()
+    upstream.default = after(go, complete())
     many, few = await api.sampler(), await api.sampler(**{"X-API-Key": SECOND})
-    for request_id in await send(api, FIRST, many, *range(10)):
+    answered = await send(api, FIRST, many, *range(10))
+    await upstream.until(lambda server: server.busy == 10)
+    go.set()
+    for request_id in answered:
         await api.result(request_id)
     upstream.default = never
     await send(api, FIRST, many, *range(10, 20))
     await send(api, SECOND, few, 0)
-    await upstream.until(lambda server: server.busy == 11)
+    await upstream.until(lambda server: server.busy == 10 + 1)
     sent = priorities(upstream)
-    theirs = sorted(sent[many])  # they may overtake each other on their way
-    assert theirs[8] < sent[few][0] <= theirs[10]
+    assert sent[many][8] < sent[few][0] <= sent[many][10]
     await api.finish(many)
     await api.post(f"sessions/{few.partition(':')[0]}/finish", {}, **{"X-API-Key": SECOND})
 
