@@ -11,6 +11,10 @@ TORCH := --torch-backend cpu
 endif
 export UV_LINK_MODE ?= copy
 
+# Tests run in so many processes: one on the shared end-to-end server, the other beside it. WORKERS=0 runs all in one.
+WORKERS ?= 2
+PYTEST = $(PY) -m pytest -n $(WORKERS) -r s
+
 .PHONY: setup demo serve test test-fast test-postgres check lint format types imports docs compat bench soak chaos fuzz audit lock proto clean
 
 setup: $(VENV)/.done
@@ -31,15 +35,16 @@ demo: setup
 serve: setup
 	$(VENV)/bin/skyrl serve
 
+# Tells at its end which tests it left out, and why.
 test: setup
-	$(PY) -m pytest
+	$(PYTEST)
 
 test-fast: setup
-	$(PY) -m pytest tests/unit tests/contract
+	$(PYTEST) tests/unit tests/contract
 
 # All but what is about SQLite, on a PostgreSQL that the tests start: make test-postgres TESTS="tests/e2e -k samples"
 test-postgres: setup
-	SKYRL_TEST_DATABASE=postgres $(PY) -m pytest $(TESTS)
+	SKYRL_TEST_DATABASE=postgres $(PYTEST) $(TESTS)
 
 check: lint types imports docs
 

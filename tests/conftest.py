@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,6 +17,7 @@ from skyrl.db.database import Database
 from skyrl.db.migrate import migrate
 from tests import databases
 from tests.databases import StateDatabases
+from tests.grouping import group_scheduling, start_of
 from tests.postgres_server import KIND, PostgresServer
 
 
@@ -62,6 +64,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         left = [item for item in items if item.get_closest_marker("sqlite")]
         config.hook.pytest_deselected(items=left)
         items[:] = [item for item in items if item not in left]
+    if hasattr(config, "workerinput"):  # one of several processes
+        items.sort(key=lambda item: start_of(item.nodeid))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    return group_scheduling(config, log)
 
 
 @pytest.fixture(scope="session")

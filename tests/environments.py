@@ -1,11 +1,12 @@
 """Isolated Python environments for tests that run other versions of a client than this environment has.
 
 An environment is made once from a file of pinned requirements, by uv (which `make setup` installs), and made anew when
-the file changes.
+the file changes. Processes that want one at the same time wait for the first, which makes it.
 """
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import shutil
@@ -20,6 +21,13 @@ ENVIRONMENTS = ROOT / ".venv" / "environments"
 def environment(requirements: Path) -> Path:
     """The Python of an environment that holds exactly these requirements (without resolving dependencies)."""
     home = ENVIRONMENTS / requirements.stem
+    ENVIRONMENTS.mkdir(parents=True, exist_ok=True)
+    with home.with_name(f"{home.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return _made(home, requirements)
+
+
+def _made(home: Path, requirements: Path) -> Path:
     python, stamp = home / "bin" / "python", home / "made-from"
     wanted = hashlib.sha256(requirements.read_bytes()).hexdigest()
     if stamp.is_file() and stamp.read_text() == wanted:

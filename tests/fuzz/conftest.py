@@ -15,12 +15,12 @@ from hypothesis import seed, settings
 from tests.e2e.mortal_server import MortalServer, Upstream
 from tests.fuzz.target import QUICK, Target
 
+INPUTS = "inputs"
+"""The property of a test's report that counts its inputs, also when the test ran in another process."""
+
 
 class Run(Protocol):
     def __call__(self, prop: Any, examples: int, share: float = 1.0) -> None: ...
-
-
-_tried: Counter[str] = Counter()
 
 
 @pytest.fixture(scope="session")
@@ -54,10 +54,16 @@ def run(request: pytest.FixtureRequest, target: Target) -> Iterator[Run]:
 
     yield attempt
     assert target.pids() == processes, "a process of the server died"
-    _tried[request.node.name.partition("[")[0]] += (target.statuses - before).total()
+    request.node.user_properties.append((INPUTS, (target.statuses - before).total()))
 
 
 @pytest.hookimpl
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    for name, count in _tried.items():
-        terminalreporter.write_line(f"{count} inputs: {name}")
+    tried: Counter[str] = Counter()
+    for report in [report for reports in terminalreporter.stats.values() for report in reports]:
+        if isinstance(report, pytest.TestReport) and report.when == "teardown":
+            counts: dict[str, Any] = dict(report.user_properties)
+            tried[report.location[2].partition("[")[0]] += counts.get(INPUTS, 0)
+    for name, count in tried.items():
+        if count:
+            terminalreporter.write_line(f"{count} inputs: {name}")
