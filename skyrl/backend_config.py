@@ -1,15 +1,18 @@
 """What `--backend-config` takes: typed, strict keys under the names that operators of SkyRL know.
 
-Knows names, types and bounds; a key that is not known is an error that names the nearest known one.
+Knows names, types and bounds; a key that is not known is an error that names the nearest known one. What becomes of
+SkyRL's other keys is in `skyrl.skyrl_keys`.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from skyrl import skyrl_keys
 
 
 class ConfigError(ValueError):
@@ -122,26 +125,40 @@ def unknown(key: str, known: Iterable[str]) -> str:
     return f"unknown key '{key}'; the nearest known one is '{nearest}'"
 
 
-def flatten(value: dict[str, Any], known: Sequence[str], prefix: str = "") -> dict[str, Any]:
-    """Nested or dotted keys as dotted ones."""
+def _flatten(value: dict[str, Any], leaves: Collection[str], prefix: str = "") -> dict[str, Any]:
+    """Nested or dotted keys as dotted ones; what is inside one of `leaves` is its value."""
     flat: dict[str, Any] = {}
     for key, item in value.items():
         dotted = f"{prefix}{key}"
-        if isinstance(item, dict) and dotted not in known:
-            flat |= flatten(item, known, f"{dotted}.")
+        if isinstance(item, dict) and dotted not in leaves:
+            flat |= _flatten(item, leaves, f"{dotted}.")
         else:
             flat[dotted] = item
     return flat
 
 
+def dotted_keys(value: dict[str, Any]) -> dict[str, Any]:
+    """Nested or dotted keys, SkyRL's among them, as this server's dotted ones.
+
+    Raises ConfigError for keys of SkyRL's that cannot be honoured: all of them, each with the reason.
+    """
+    known = known_keys(BackendConfig)
+    flat = _flatten(value, {*known, *skyrl_keys.KEYS, *skyrl_keys.OLD_NAMES})
+    own, refused = skyrl_keys.own_keys(flat, known)
+    if refused:
+        raise ConfigError(f"backend-config: {'. '.join(refused)}")
+    return own
+
+
 def parse_backend_config(value: dict[str, Any]) -> BackendConfig:
     """Backend configuration from nested or dotted keys.
 
-    Raises ConfigError: an unknown key (naming the nearest known one) or a value of the wrong type or range.
+    Raises ConfigError: an unknown key (naming the nearest known one), a key of SkyRL's that cannot be honoured, or a
+    value of the wrong type or range.
     """
     known = known_keys(BackendConfig)
     nested: dict[str, Any] = {}
-    for dotted, item in flatten(value, known).items():
+    for dotted, item in dotted_keys(value).items():
         if any(key.startswith(f"{dotted}.") for key in known):
             raise ConfigError(f"backend-config: '{dotted}' must be an object (got {item!r})")
         if dotted not in known:

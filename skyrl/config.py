@@ -15,7 +15,8 @@ from typing import Any, Literal
 from pydantic import Field, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 
-from skyrl.backend_config import BackendConfig, ConfigError, Strict, flatten, known_keys, parse_backend_config, unknown
+from skyrl import skyrl_keys
+from skyrl.backend_config import BackendConfig, ConfigError, Strict, dotted_keys, parse_backend_config, unknown
 from skyrl.environment import refuse_unknown
 
 BackendName = Literal["fsdp", "none"]
@@ -103,9 +104,12 @@ class ServerConfig(BaseSettings):
     @field_validator("backend", mode="before")
     @classmethod
     def _known_backend(cls, value: object) -> object:
-        if value not in BACKENDS:
-            raise ValueError(f"no backend {value!r}; there are: {', '.join(BACKENDS)}")
-        return value
+        entry = skyrl_keys.BACKENDS.get(value) if isinstance(value, str) else None
+        name = entry.becomes if entry is not None and entry.becomes else value
+        if name not in BACKENDS:
+            why = f" ({entry.why})" if entry is not None else ""
+            raise ValueError(f"no backend {value!r}; there are: {', '.join(BACKENDS)}{why}")
+        return name
 
     @field_validator("backend_config", mode="before")
     @classmethod
@@ -229,7 +233,7 @@ class ServerConfig(BaseSettings):
 
 
 def _with_flat_backend_config(values: dict[str, Any]) -> dict[str, Any]:
-    """Backend configuration with dotted keys only, so that sources merge key by key however each spells them."""
+    """Backend configuration under this server's dotted keys: sources merge key by key, however each spells them."""
     given = values.get("backend_config")
     if isinstance(given, str):
         try:
@@ -238,7 +242,10 @@ def _with_flat_backend_config(values: dict[str, Any]) -> dict[str, Any]:
             raise ConfigError(f"backend_config: not JSON: {error}") from error
     if not isinstance(given, dict):
         return values
-    return values | {"backend_config": flatten(given, known_keys(BackendConfig))}
+    try:
+        return values | {"backend_config": dotted_keys(given)}
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("backend-config", "backend_config", 1)) from error
 
 
 def _one_line(error: ValidationError) -> str:

@@ -1,9 +1,10 @@
-"""This API process among the others of its database: it hears what ended there, and forwards what a dead one left.
+"""One API process among several of a database: it learns what ended in the others, and forwards what a dead one left.
 
-Each beats in the database. One whose heartbeat stays the same through MISSES rounds of another is dead to it, and loses
-its samples to whoever says so first; rounds are counted, not seconds, so the time in which the database was away, or in
-which the one who counts was stopped, does not count against anybody. One that was only stalled finds out at its next
-round that its samples are another's, and leaves them; whichever outcome was stored first stays.
+Each process writes a heartbeat into the database every BEAT_S. When a process reads the same heartbeat of another for
+MISSES rounds, it treats that one as dead and takes over its samples; the first process to do so gets them. Rounds are
+counted, not seconds: while the database is away, or the counting process is stopped, no rounds pass. A process that was
+only stalled finds at its next round that its samples have another owner, and leaves them. The outcome that is stored
+first stays.
 """
 
 from __future__ import annotations

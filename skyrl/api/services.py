@@ -110,7 +110,7 @@ class Services:
             await self._forget_session(session.id)
 
     async def _forget_session(self, session_id: str) -> None:
-        """It is over; also for what came in before that was known here."""
+        """The session has ended. Fail the requests that arrived before this process learned of it."""
         self.sessions.forget(session_id)
         self.samplers.forget_session(session_id)
         self.models.forget_session(session_id)
@@ -120,7 +120,7 @@ class Services:
         self.engine.ring([SESSIONS])
 
     async def session_changed(self, session_id: str) -> None:
-        """Another process has changed or ended it."""
+        """Another process has changed or ended this session."""
         if await self.sessions.reread(session_id):
             await self._forget_session(session_id)
 

@@ -9,6 +9,7 @@ import typer
 
 from skyrl import __version__
 from skyrl.cli import db, keys, quotas
+from skyrl.cli.skyrl_flags import SkyrlFlags
 
 app = typer.Typer(
     name="skyrl",
@@ -22,7 +23,7 @@ app.add_typer(quotas.app, name="quotas")
 app.add_typer(db.app, name="db")
 
 
-@app.command()
+@app.command(cls=SkyrlFlags)
 def serve(
     base_model: Annotated[
         str | None,
@@ -55,6 +56,12 @@ def serve(
     state_dir: Annotated[
         Path | None, typer.Option(help="Database, checkpoints, logs. Default: ~/.local/share/skyrl.")
     ] = None,
+    checkpoint_store: Annotated[
+        str | None,
+        typer.Option(
+            help="Where checkpoints lie: file:///dir, s3://, gs:// or az://. Default: in the state directory."
+        ),
+    ] = None,
     external_inference_url: Annotated[
         str | None, typer.Option(help="Sample from this vLLM-compatible server instead of starting one.")
     ] = None,
@@ -63,6 +70,9 @@ def serve(
     ] = None,
     forwarding_inference_max_connections: Annotated[
         int | None, typer.Option(help="Connections to the inference server. Default: no limit.")
+    ] = None,
+    forwarding_deadline_s: Annotated[
+        float | None, typer.Option(help="How long one sample may take, repeats included. Default: 600.")
     ] = None,
     session_timeout_s: Annotated[
         float | None,
@@ -90,9 +100,11 @@ def serve(
         "api_keys": api_keys,
         "allow_remote": allow_remote,
         "state_dir": state_dir,
+        "checkpoint_store": checkpoint_store,
         "external_inference_url": external_inference_url,
         "external_inference_api_key": external_inference_api_key,
         "forwarding_inference_max_connections": forwarding_inference_max_connections,
+        "forwarding_deadline_s": forwarding_deadline_s,
         "session_timeout_s": session_timeout_s,
         "snapshot_interval_s": snapshot_interval_s,
         "threads": threads,

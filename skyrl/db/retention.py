@@ -38,17 +38,18 @@ _models: Any = ModelRow.__table__  # type: ignore[attr-defined]
 
 
 def forget(connection: Connection, completed_before: float, limit: int = FORGET_ROWS) -> int:
-    """Delete finished requests that ended before then, oldest first: at most `limit`, and about FORGET_BYTES of what
-    they hold. Returns how many; 0 when none is left.
+    """Delete requests that ended before `completed_before` (seconds since the epoch), oldest first: at most `limit`
+    rows, holding about FORGET_BYTES. Returns the number of deleted rows; 0 when none is left.
 
-    Stays: what recovery replays, which are commands of living models that are in no snapshot yet.
+    Commands of living models that are in no snapshot yet are kept, because recovery repeats them.
     """
     replayable = select(_models.c.id).where(
         _models.c.id == futures.c.model_id,
         _models.c.status.in_(("ready", "creating")),
         _models.c.next_seq <= futures.c.seq_id,
     )
-    # Lengths are known without reading what is long; the columns behind it are not, `status` is one of them.
+    # The database knows the length of a body without reading it. Columns behind the body, `status` among them, cost
+    # reading all of it.
     size = func.coalesce(func.length(futures.c.body), func.length(futures.c.result), 0)
     old = select(futures.c.n, size).where(futures.c.completed_at < completed_before, ~replayable.exists())
     old = old.order_by(futures.c.completed_at).limit(limit)

@@ -19,8 +19,8 @@ class Shares:
         self._floor = 0
 
     def compete(self, wanting: Iterable[str]) -> None:
-        """These want something now. Who wanted nothing for a while is not owed it: it starts beside whoever of them
-        has had least."""
+        """`wanting` are the parties that have work now. A party that had none for a while gets no credit for that time:
+        its count is raised to the smallest that a party with work had at the call before."""
         had = {party: max(self.had(party), self._floor) for party in wanting}
         away = {party: amount for party, amount in self._had.items() if party not in had and amount > self._floor}
         self._floor = min(had.values(), default=self._floor)

@@ -108,8 +108,9 @@ class FutureStore:
         return entry.id, True
 
     def _take_over(self, stored: StoredFuture, entry: Entry) -> bool:
-        """Whether a stored sample is to be forwarded now. Nobody may do it: if the connection broke at its commit, its
-        client was told that it is not recorded, and it is. That of another process is that one's to forward."""
+        """Whether this process is to forward a stored sample now. The row may exist without a task that forwards it: if
+        the connection broke at its commit, the client was told that the sample was not recorded, and the row is there.
+        A sample whose owner is another process is left to that process."""
         known = self._entries.by_id.get(stored.id)
         forwarded = known is not None and stored.id not in self._entries.awaited
         if stored.outcome is not None or forwarded or stored.kind != entry.kind or entry.kind != Kind.EXTERNAL:
@@ -136,8 +137,8 @@ class FutureStore:
         return True
 
     def leave(self, request_ids: Iterable[str]) -> list[str]:
-        """Of these, what is forwarded here and has not ended is another process's to settle from now on: who waits for
-        it here waits for that. Returns their ids."""
+        """Hand over: those of these samples that are forwarded here and have not ended now belong to another process.
+        Local waiters keep waiting, and are woken when that process stores the result. Returns the ids."""
         left = [request_id for request_id in request_ids if self.forwards(request_id) and self.is_pending(request_id)]
         self._entries.awaited.update(left)
         return left

@@ -23,8 +23,8 @@ class Watchdog:
     answered by the engine core, between two of its steps, however many requests wait: `step_timeout_s` must be longer
     than its longest step, which is that of a full batch of prompt tokens.
 
-    A process that has answered and takes no connections any more is at its end. It hangs, too, when it does not come to
-    it: vLLM waits for what it has in flight, and a request to an engine that has died may wait for ever.
+    A server that used to answer and now refuses connections is shutting down. If it has not exited after the timeout,
+    it hangs: vLLM waits for its requests in flight, and a request to an engine that has died may wait for ever.
     """
 
     def __init__(

@@ -27,8 +27,9 @@ _numbers = itertools.count()
 
 
 class Ticket:
-    """A request that was admitted, and what it was charged (None: nothing that could be given back), in which bucket.
-    It may start at `not_before`, in seconds since the epoch; None: at once. `used` is told when that is known."""
+    """A request that was admitted. `charged`: the tokens taken from `bucket`; None if none can be given back.
+    `not_before`: when the request may start, in seconds since the epoch; None: at once. `used`: the tokens that the
+    request turned out to need; the owner of the ticket sets it before `end`."""
 
     __slots__ = ("_account", "_charged", "_turn", "bucket", "not_before", "request_id", "used", "waiter")
 
@@ -52,21 +53,21 @@ class Ticket:
 
     @property
     def left_s(self) -> float:
-        """How long it waits still."""
+        """Seconds until the request may start."""
         return self._account.left_s(self._turn)
 
     async def turn(self) -> None:
-        """Returns when it may start: when enough tokens have come in, or were given back by those before it."""
+        """Returns when the request may start: enough tokens have come in, or earlier requests gave some back."""
         if self.not_before is not None:
             await self._account.wait(self, self._turn)
 
     def hand_over(self) -> None:
-        """The engine samples it, and nobody tells what it has used: it is in flight until it has ended."""
+        """The engine runs this sample. Its use is never reported; it counts as in flight until it has ended."""
         self._account.hand_over(self)
 
     def end(self) -> None:
-        """It has ended, or was not to be after all: it is not in flight any more, and what it did not use is back. The
-        second time changes nothing."""
+        """The request has ended, or was not recorded: it is no longer in flight, and unused tokens go back to the
+        bucket. A second call does nothing."""
         unused = 0 if self._charged is None else self._charged - self.used
         self._charged = None
         self._account.leave(self, unused)

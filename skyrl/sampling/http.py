@@ -102,7 +102,8 @@ class _Connection(asyncio.Protocol):
         self.transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
-        if self._waiter is None:  # it speaks unasked: whatever it says would be taken for the next answer
+        if self._waiter is None:
+            # The server sent bytes without a request. Close, so that they are not read as the next answer.
             self.abort()
             return
         try:

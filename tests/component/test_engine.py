@@ -156,6 +156,16 @@ async def test_body_that_cannot_be_read_fails_its_future(harness: Harness) -> No
     assert (await trainer.step(1))["optimizer_step"] == 1
 
 
+async def test_epsilon_given_as_a_clip_bound_fails_the_pass_and_says_what_to_write(harness: Harness) -> None:
+    trainer = await Trainer.create(harness)
+    given = {"data": data(1, 12), "loss_fn": "ppo"}
+    bounds = {"clip_low_threshold": 0.2, "clip_high_threshold": 0.2}
+    refused = await trainer.fails(Kind.FORWARD_BACKWARD, forward_backward_input=given | {"loss_fn_config": bounds})
+    assert refused.error_category == "user"
+    assert (refused.error or "").startswith("loss_fn_config.clip_high_threshold: 0.2 is below 1: ")
+    assert (refused.error or "").endswith("write clip_low_threshold 0.8 and clip_high_threshold 1.2")
+
+
 async def test_tenants_side_by_side_get_what_each_gets_alone(harness: Harness) -> None:
     alone = []
     for seed in (1, 2):

@@ -6,6 +6,7 @@ A route that is not in `TRIED` or `HARMLESS` fails the test: say there what a st
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +18,7 @@ import pytest_asyncio
 from sqlalchemy import insert, select
 
 from skyrl.api import futures as polls
+from skyrl.api.access import SCOPE_OF
 from skyrl.api.app import create_app
 from skyrl.api.server import open_services
 from skyrl.api.services import Services
@@ -278,6 +280,37 @@ async def test_every_route_is_tried(world: World) -> None:
     document = (await world.http.get("/openapi.json")).json()
     routes = {(method.upper(), path) for path, methods in document["paths"].items() for method in methods}
     assert {*TRIED, *LISTS, *HARMLESS, *SIGNED} == routes
+
+
+async def test_every_route_that_wants_a_key_says_which_scope_it_needs(world: World) -> None:
+    """A route that is missing in `_SCOPES` of skyrl/api/access.py is for admins alone."""
+    keyless = {"client/config", "client/dynamic_config", "telemetry", "healthz"}
+    paths = {path for _, path in (*TRIED, *LISTS, *HARMLESS) if path.startswith("/api/v1/")}
+    assert set(SCOPE_OF) == paths - {f"/api/v1/{path}" for path in keyless}
+
+
+def rows_of_the_page() -> set[tuple[str, str]]:
+    """Method and path of what `docs/reference/endpoints.md` says is served; parameters are `{}`."""
+    page = (Path(__file__).parents[2] / "docs/reference/endpoints.md").read_text()
+    found: set[tuple[str, str]] = set()
+    for line in page.partition("## Not served")[0].splitlines():
+        methods: list[str] = []
+        for named in re.findall(r"`([^`]+)`", line.split("|")[1]) if line.startswith("| `") else []:
+            method, _, path = named.partition(" ")
+            methods.append(method)
+            if path:  # one without a path shares that of the next
+                path = path.replace("...", "training_runs/{id}/checkpoints", 1) if path.startswith("...") else path
+                whole = path if path.startswith("/") else f"/api/v1/{path}"
+                found |= {(each, re.sub(r"{\w+}", "{}", whole)) for each in methods}
+                methods = []
+    return found
+
+
+async def test_every_route_is_in_the_table_of_endpoints() -> None:
+    routes = {(method, re.sub(r"{\w+}", "{}", path)) for method, path in (*TRIED, *LISTS, *HARMLESS)}
+    routes -= {("POST", "/api/v1/create_custom_loss")}  # only says that it is not served
+    others = {("GET", "/openapi.json"), ("GET", "/api/v1/downloads/...")}  # these stand for the signed links
+    assert rows_of_the_page() == routes | others
 
 
 @pytest.mark.parametrize("route", TRIED, ids=" ".join)

@@ -193,7 +193,21 @@ RAW = st.one_of(
     ),
 )
 NAMES = st.one_of(
-    st.sampled_from(["target_tokens", "weights", "logprobs", "advantages", "mask", "", "a\0b", "../x", "t" * 10_000]),
+    st.sampled_from(
+        [
+            "target_tokens",
+            "weights",
+            "logprobs",
+            "advantages",
+            "clip_low_threshold",
+            "clip_high_threshold",
+            "mask",
+            "",
+            "a\0b",
+            "../x",
+            "t" * 10_000,
+        ]
+    ),
     st.text(st.characters(codec="utf-8"), max_size=5),
 )
 LOSSES = st.sampled_from(["cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "", "nobody's", "a\0b"])

@@ -170,7 +170,7 @@ def test_options_of_vllm_pass_through_whatever_they_look_like() -> None:
         ),
         (
             {"trainer": {"placement": {"policy_num_nodes": 2}}},
-            "'trainer.placement.policy_num_nodes': Input should",
+            "'trainer.placement.policy_num_nodes' cannot be 2: this version trains on one device",
         ),
         (
             {"trainer.policy.model.lora.max_lora_rank": 7},

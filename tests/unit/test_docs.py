@@ -1,4 +1,4 @@
-"""What the pages say of the tests: each test, file and folder that they name is there."""
+"""What the pages say is there: tests, files and folders that they name; and the losses and metrics that they list."""
 
 from __future__ import annotations
 
@@ -41,3 +41,21 @@ def test_names_are_found_and_wrong_ones_noticed() -> None:
     assert is_there(f"{here}::{test_names_are_found_and_wrong_ones_noticed.__name__}")
     assert not is_there(f"{here}::test_that_is_none")
     assert not is_there("tests/unit/test_that_is_none.py")
+
+
+def first_cells(page: str, heading: str) -> set[str]:
+    """The names in code font in the first column of a section's table."""
+    section = re.split(r"^## ", (ROOT / page).read_text(), flags=re.M)
+    (chosen,) = (part for part in section if part.startswith(f"{heading}\n"))
+    rows = [line.split("|")[1] for line in chosen.partition("\n|---")[2].splitlines() if line.startswith("| ")]
+    return {name for cell in rows for name in re.findall(r"`([^`]+)`", cell)}
+
+
+def test_losses_and_metrics_are_in_the_page_on_training() -> None:
+    backend = ROOT / "skyrl/backends/fsdp"
+    metrics = re.findall(r'"(\w+:(?:sum|min|max|mean))"', (backend / "metrics.py").read_text())
+    assert first_cells("docs/how-it-works/training.md", "Metrics") == {*metrics}
+    table = (backend / "losses.py").read_text().partition("LOSSES: dict")[2].partition("\n}\n")[0]
+    losses = re.findall(r'^    "(\w+)": Loss\(', table, flags=re.M)
+    assert len(losses) > 5
+    assert first_cells("docs/how-it-works/training.md", "Losses") == {*losses}

@@ -7,9 +7,13 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 from fsdp_support import CONTEXT, VOCAB, make_backend, ok, rl, sft, spec, train
+from hypothesis import given
+from hypothesis import strategies as st
 
 from skyrl.backends.base import AdamParams, Datum, InvalidRequest, LoraSpec, PassResult, TrainingPass
 from skyrl.backends.fsdp.backend import FsdpBackend
+from skyrl.backends.fsdp.checks import loss_config
+from skyrl.backends.fsdp.losses import LOSSES
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +56,22 @@ REFUSALS: dict[str, tuple[Callable[[], TrainingPass], list[str]]] = {
     "config order": (
         lambda: train("m", rl(0, 4), "ppo", clip_low_threshold=2.0),
         ["loss_fn_config.clip_low_threshold", "clip_high_threshold"],
+    ),
+    "epsilon for both clip bounds": (
+        lambda: train("m", rl(0, 4), "ppo", clip_low_threshold=0.2, clip_high_threshold=0.2),
+        ["loss_fn_config.clip_high_threshold: 0.2 is below 1", "clip_low_threshold 0.8 and clip_high_threshold 1.2"],
+    ),
+    "epsilon for the high bound alone": (
+        lambda: train("m", rl(0, 4), "cispo", clip_high_threshold=0.3),
+        ["loss_fn_config.clip_high_threshold: 0.3 is below 1", "clip_low_threshold 0.7 and clip_high_threshold 1.3"],
+    ),
+    "epsilons of gspo": (
+        lambda: train("m", _gspo(np.ones(N, F32)), "gspo", clip_low_threshold=3e-4, clip_high_threshold=4e-4),
+        ["loss_fn_config.clip_high_threshold: 0.0004 is below 1", "0.9996 and clip_high_threshold 1.0004"],
+    ),
+    "low clip bound above 1": (
+        lambda: train("m", rl(0, 4), "cispo", clip_low_threshold=1.2, clip_high_threshold=1.5),
+        ["loss_fn_config.clip_low_threshold: 1.2 is above 1", "from 0 to 1"],
     ),
     "empty sequence": (
         lambda: train("m", _with(sft(0, 4, N), tokens=np.zeros(0, I64))),
@@ -145,6 +165,17 @@ def test_refusals(backend: FsdpBackend, name: str) -> None:
         assert word in str(refused.value)
 
 
+@given(st.floats(0, 1e3), st.floats(0, 1e3), st.sampled_from(["ppo", "cispo", "gspo"]))
+def test_clip_bounds_are_taken_when_the_ratio_1_is_between_them(low: float, high: float, name: str) -> None:
+    bounds = {"clip_low_threshold": low, "clip_high_threshold": high}
+    if low <= 1 <= high:
+        assert loss_config(name, LOSSES[name], bounds) == bounds
+    else:
+        field = "clip_high_threshold" if high < 1 else "clip_low_threshold"
+        with pytest.raises(InvalidRequest, match=rf"^loss_fn_config\.{field}: "):
+            loss_config(name, LOSSES[name], bounds)
+
+
 def test_a_refused_pass_never_touches_its_neighbours(backend: FsdpBackend) -> None:
     good, bad = train("m", sft(1, 9)), train("m", sft(1, CONTEXT + 1))
     first, refused, second = backend.run([good, bad, good])
@@ -161,6 +192,9 @@ def test_what_is_allowed(backend: FsdpBackend) -> None:
     weightless = [Datum(d.tokens, {"target_tokens": d.loss_inputs["target_tokens"]}) for d in sft(2, 5, CONTEXT)]
     backend.check(train("m", weightless))
     backend.check(train("m", _with(rl(0, N), advantages=np.ones(N, I64)), "ppo", clip_high_threshold=2))
+    for low, high in ((0.9, 1.1), (0.8, 1.28), (0.0, 4.0), (0, 1), (1.0, 1.0), (1.0, 1e6)):
+        for loss in ("ppo", "cispo"):
+            backend.check(train("m", rl(0, 4), loss, clip_low_threshold=low, clip_high_threshold=high))
     backend.check(train("m", _with(sft(0, N), target_tokens=np.zeros((N, 2), I64), weights=np.ones((N, 2), F32))))
     padding_only = _with(rl(0, N), advantages=np.zeros(N, F32), sequence_ratio_mask=np.zeros(N, F32))
     backend.check(train("m", padding_only, "gspo"))

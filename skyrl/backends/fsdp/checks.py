@@ -47,10 +47,25 @@ def loss_config(name: str, loss: Loss, given: Mapping[str, float]) -> dict[str, 
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
             raise InvalidRequest(f"loss_fn_config.{key}: must be a finite number of at least 0, got {value!r}")
     config = {**loss.config, **given}
-    low, high = config.get("clip_low_threshold", 0.0), config.get("clip_high_threshold", math.inf)
-    if low > high:
-        raise InvalidRequest(f"loss_fn_config.clip_low_threshold: {low} is above clip_high_threshold, {high}")
+    if "clip_low_threshold" in config:
+        _check_clip_bounds(config["clip_low_threshold"], config["clip_high_threshold"])
     return config
+
+
+def _check_clip_bounds(low: float, high: float) -> None:
+    """Raise InvalidRequest unless low <= 1 <= high. The bounds are of the ratio itself, which is 1 where the policy has
+    not changed; bounds that leave 1 out are an epsilon (0.2 for 0.8 and 1.2) given in their place."""
+    meaning = "the thresholds are bounds of the ratio exp(logprob - logprobs), which is 1 before the first step"
+    if high < 1:
+        raise InvalidRequest(
+            f"loss_fn_config.clip_high_threshold: {high:g} is below 1: {meaning}; for an epsilon of {high:g} write "
+            f"clip_low_threshold {1 - high:g} and clip_high_threshold {1 + high:g}"
+        )
+    if low > 1:
+        raise InvalidRequest(
+            f"loss_fn_config.clip_low_threshold: {low:g} is above 1: {meaning}; write a number from 0 to 1, and a "
+            "clip_high_threshold of 1 or more"
+        )
 
 
 def _check_tokens(datum: Datum, limits: ModelLimits) -> None:
