@@ -1,0 +1,193 @@
+"""Endpoints that skip the framework's routing answer as they do through it: one API, with and without the short way."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import pytest
+from api_harness import BASE, Api, Serve, asked, tokens
+from fastapi.exceptions import RequestValidationError, WebSocketRequestValidationError
+from fastapi.routing import APIRoute
+from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.exc import TimeoutError as NoConnectionFree
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from skyrl.api.app import Application, create_app
+from skyrl.api.openapi import BODIES, OPEN
+from skyrl.db import keys as key_rows
+from skyrl.db.database import Database
+from skyrl.storage.base import NotStored, StoreError
+from skyrl.wire.errors import InvalidToken, NotFound, OverQuota, RequestError
+
+WHOLE_PATHS = sorted(path for path in BODIES if "{" not in path)
+"""Routes with a body and without parameters in their path."""
+
+
+class Odd(NotFound):
+    """An error without a handler of its own."""
+
+
+ERRORS = {
+    "request": (RequestError("no", field="prompt.chunks", status=418), 418),
+    "request, later": (RequestError("not now", status=429, retry_after_s=2.5), 429),
+    "quota": (OverQuota("samples", "too many", retry_after_s=7), 429),
+    "token": (InvalidToken("it has ended"), 401),
+    "subclass": (Odd("not here", field="name"), 404),
+    "validation": (RequestValidationError([{"loc": ("body", "a", 0), "msg": "is odd", "type": "odd"}]), 400),
+    "http": (HTTPException(418, "teapot", {"X-Tea": "green"}), 418),
+    "files are gone": (NotStored("gone"), 404),
+    "store is away": (StoreError("away"), 503),
+    "database is away": (NoConnectionFree("no connection is free"), 503),
+    "database is wrong": (SQLAlchemyError("no such table"), 500),
+    "any": (ZeroDivisionError("secret"), 500),
+}
+
+
+class Watch:
+    """Middleware: notes the POST requests that come through the framework."""
+
+    def __init__(self, app: ASGIApp, posts: set[str]) -> None:
+        self._app, self._posts = app, posts
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["method"] == "POST":
+            self._posts.add(scope["path"])
+        await self._app(scope, receive, send)
+
+
+class Way:
+    """An application, a client of it, and the paths of the POST requests that came through the framework."""
+
+    def __init__(self, app: Application) -> None:
+        self.app = app
+        self.posts = set[str]()
+        app.add_middleware(Watch, posts=self.posts)
+        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+        self.client = httpx.AsyncClient(transport=transport, base_url="http://api")
+
+
+@dataclass
+class Both:
+    """Two applications over the services of one API process."""
+
+    api: Api
+    short: Way
+    framework: Way
+
+    async def ask(self, method: str, path: str, **request: Any) -> httpx.Response:
+        """Send a request both ways, the short one first; the answer, which must be the same, headers included."""
+        request["headers"] = {"X-API-Key": "tml-one"} | request.get("headers", {})
+        answers = [await way.client.request(method, path, **request) for way in (self.short, self.framework)]
+        short, framework = ((answer.status_code, answer.content, dict(answer.headers)) for answer in answers)
+        assert short == framework
+        return answers[0]
+
+    async def post(self, path: str, body: Any, **headers: str) -> httpx.Response:
+        return await self.ask("POST", f"/api/v1/{path}", json=body, headers=headers)
+
+
+@pytest.fixture
+async def both(api: Api, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Both]:
+    async with both_of(api, monkeypatch) as both:
+        yield both
+
+
+@asynccontextmanager
+async def both_of(api: Api, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Both]:
+    short = create_app(api.services)
+    with monkeypatch.context() as patch:
+        patch.setattr(Application, "route_directly", lambda _: None)
+        framework = create_app(api.services)
+    both = Both(api, Way(short), Way(framework))
+    async with both.short.client, both.framework.client:
+        yield both
+
+
+async def test_posts_that_take_nothing_but_the_request_go_the_short_way(both: Both) -> None:
+    routes = [route for route in both.short.app.routes if isinstance(route, APIRoute)]
+    for path in sorted({route.path for route in routes}):
+        await both.ask("POST", path, content=b"[]")
+    paths = {route.path for route in routes if "POST" in route.methods}
+    assert set(WHOLE_PATHS) < paths < both.framework.posts
+    taken_directly = both.framework.posts - both.short.posts
+    assert taken_directly == {path for path in paths if "{" not in path and path not in OPEN}
+
+
+@pytest.mark.parametrize(
+    ("request_", "status"),
+    [
+        ({"headers": {"X-API-Key": ""}}, 401),
+        ({"headers": {"X-API-Key": "x" * 3_000}}, 401),
+        ({"content": b"{"}, 400),
+        ({"content": b"\xff"}, 400),
+        ({"content": b"[]"}, 400),
+        ({"content": b"[]", "params": {"a": "b"}}, 400),
+        ({"content": b"{}", "headers": {"Content-Encoding": "odd"}}, 415),
+        ({"content": b"{}", "headers": {"Content-Length": "99999999999"}}, 413),
+    ],
+    ids=["no key", "long key", "half", "not utf-8", "list", "list, and a query", "encoding", "too large"],
+)
+async def test_what_is_refused(both: Both, request_: dict[str, Any], status: int) -> None:
+    for path in WHOLE_PATHS:
+        assert (await both.ask("POST", path, **request_)).status_code == status, path
+
+
+async def test_other_methods_and_spellings(both: Both) -> None:
+    for path in WHOLE_PATHS:
+        other_route = path.endswith("/search")  # a session's, by the id "search"
+        assert (await both.ask("GET", path)).status_code == (404 if other_route else 405), path
+        assert (await both.ask("POST", f"{path}/", content=b"{}")).status_code == 307, path
+        assert (await both.ask("POST", f"/{path}", content=b"{}")).status_code == 404, path
+
+
+@pytest.mark.parametrize("name", ERRORS)
+async def test_errors_on_the_way_become_the_same_answers(
+    both: Both, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Raised by what every endpoint asks first: whose key it is."""
+    error, status = ERRORS[name]
+
+    def fail(_: str) -> None:
+        raise error
+
+    monkeypatch.setattr(both.api.services.access, "caller", fail)
+    for path in WHOLE_PATHS:
+        assert (await both.ask("POST", path, content=b"{}")).status_code == status, path
+
+
+def test_each_handler_has_an_error_above(both: Both) -> None:
+    handlers = both.short.app.exception_handlers
+    met = {next(kind for kind in type(error).__mro__ if kind in handlers) for error, _ in ERRORS.values()}
+    assert met == handlers.keys() - {WebSocketRequestValidationError}
+
+
+async def test_a_key_that_may_not_do_it(serve: Serve, database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The short way has no route to look up, only a path."""
+    text, _ = database.write(lambda c: key_rows.create(c, tenant=None, name="k", scopes=("sample",), expires_at=None))
+    async with serve(api_keys="managed") as api, both_of(api, monkeypatch) as both:
+        refused = [
+            path
+            for path in WHOLE_PATHS
+            if (await both.ask("POST", path, content=b"[]", headers={"X-API-Key": text})).status_code == 403
+        ]
+    assert "/api/v1/forward_backward" in refused
+    assert "/api/v1/asample" not in refused
+
+
+async def test_a_sample_that_is_sent_again_the_other_way_is_the_same_one(both: Both) -> None:
+    """Every step of it has a number, so that each way answers what the other one began."""
+    session = (await both.api.post("create_session", {})).json()["session_id"]
+    assert (await both.post("session_heartbeat", {"session_id": session})).status_code == 200
+    wanted = {"session_id": session, "sampling_session_seq_id": 0, "base_model": BASE}
+    sampler = (await both.post("create_sampling_session", wanted)).json()["sampling_session_id"]
+    promise = (await both.post("asample", asked(sampler, 1))).json()
+    sample = {"X-Tinker-Request-Type": "Sample", "Accept": "application/x-protobuf"}
+    result = await both.post("retrieve_future", {"request_id": promise["request_id"]}, **sample)
+    assert tokens(result) == [[0, 1, 2]]
+    model = await both.post("create_model", {"session_id": session, "model_seq_id": 0, "base_model": BASE})
+    assert model.json()["model_id"].startswith(session)
