@@ -126,6 +126,9 @@ def _too_large(bound: int) -> RequestError:
     return RequestError(f"the body decompresses to more than {bound} bytes", status=413)
 
 
+_PIECE = 2**20
+
+
 def _decompress(body: bytes, max_bytes: int) -> bytes:
     output = io.BytesIO()
     try:
@@ -134,7 +137,11 @@ def _decompress(body: bytes, max_bytes: int) -> bytes:
         if promised > max_bytes:
             raise _too_large(max_bytes)
         with zstandard.ZstdDecompressor(max_window_size=2**27).stream_reader(body) as reader:
-            while chunk := reader.read(2**20):
+            ended = False
+            while chunk := reader.read(_PIECE):
+                if ended or 0 <= promised == output.tell():
+                    raise RequestError("the body holds more than one zstd frame; send one")
+                ended = len(chunk) < _PIECE  # the reader stops at the end of a frame
                 output.write(chunk)
                 if output.tell() > bound:
                     raise _too_large(bound)

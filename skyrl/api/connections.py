@@ -114,9 +114,15 @@ class BoundedHttp(HttpToolsProtocol):
         self._refuse(400, "the request is not HTTP/1.1 as this server takes it")
 
     def _refuse(self, status: int, detail: str) -> None:
-        """Answer, unless an answer to an earlier request is on its way; and close."""
-        if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
+        """Close the connection; and answer first, unless the client would take it for the answer to another request."""
+        if self._may_answer():
             body = msgspec.json.encode({"detail": detail, "field": None})
             head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
             self.transport.write(STATUS_LINE[status] + head + body)
         self.transport.close()
+
+    def _may_answer(self) -> bool:
+        """Whether the request at fault is the next to be answered, and nothing was said to it."""
+        if self._between or self._in_head:  # it is a new one, after those that run
+            return self.cycle is None or self.cycle.response_complete
+        return not self.pipeline and self.cycle is not None and not self.cycle.response_started

@@ -38,6 +38,7 @@ def router(services: Services) -> APIRouter:
                     "forwarded": services.sampling.forwarded,
                     "engine": services.sampling.to_engine,
                     "in_flight": services.sampling.in_flight,
+                    "max_tokens_cut": services.sampling.cuts.count,
                 },
                 "forwarding": dict(services.client.counts) if services.client is not None else {},
                 "requests_pending": services.store.pending,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from fastapi import APIRouter
 from starlette.requests import Request
@@ -80,6 +81,13 @@ def router(services: Services) -> APIRouter:
         tenant = tenant_of(request)
         async with bodies.of(request, tenant) as body:
             promise = await services.sampling.submit(body, tenant)
-        return reply({"request_id": promise.request_id, "sample_sequence_ids": promise.sample_sequence_ids})
+        answer: dict[str, Any] = {
+            "request_id": promise.request_id,
+            "sample_sequence_ids": promise.sample_sequence_ids,
+        }
+        if promise.max_tokens is not None:
+            answer["max_tokens"] = promise.max_tokens
+        # The one header whose text the SDK writes to its user's log.
+        return reply(answer, headers=None if promise.note is None else {"x-deprecation-note": promise.note})
 
     return routes

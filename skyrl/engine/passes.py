@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from skyrl.backends.base import Backend, Datum, InvalidRequest, PassResult, TrainingPass
+from skyrl.db.faults import DatabaseError
 from skyrl.db.futures import Outcome
 from skyrl.engine.commands import Command
 from skyrl.futures.kinds import Kind
@@ -39,6 +40,9 @@ def failed(error: Exception, command: Command) -> Outcome:
         what = "the checkpoint's files are gone" if lost else "the server's checkpoint store cannot be used now"
         return Outcome(error=what, error_category=ErrorCategory.SERVER)
     logger.error("%s %s failed", command.kind, command.request_id, exc_info=error)
+    if isinstance(error, DatabaseError):  # its text names the operator's database
+        told = f"the server's database failed; its log says why, under request {command.request_id}"
+        return Outcome(error=told, error_category=ErrorCategory.SERVER)
     return Outcome(error=f"internal error: {type(error).__name__}: {error}", error_category=ErrorCategory.SERVER)
 
 

@@ -10,60 +10,39 @@ import asyncio
 import logging
 import random
 from collections import Counter
-from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 
-from skyrl.sampling import completion
+from skyrl.sampling import completion, prompt_apart
 from skyrl.sampling.adapter_loads import AdapterLoads
-from skyrl.sampling.endpoint import Endpoint, EndpointResolver
+from skyrl.sampling.answer_bound import answer_bound
+from skyrl.sampling.attempts import Attempts
+from skyrl.sampling.endpoint import Endpoint, EndpointResolver, EndpointUnknown
 from skyrl.sampling.job import MAX_SAMPLED, SampleJob
 from skyrl.sampling.life import HEALTH_TIMEOUT_S, Life, life_of
 from skyrl.sampling.served_context import ServedContext
 from skyrl.sampling.suspects import Suspects
 from skyrl.sampling.telling import describe, message_of, server_failure
 from skyrl.sampling.transport import Answer, CompletionTransport, Interrupted, NotAccepted
+from skyrl.sampling.verdict import Verdict, verdict_of
 from skyrl.wire.errors import ErrorCategory, FailedRequest
 
 logger = logging.getLogger(__name__)
 
 FIRST_BACKOFF_S = 0.05
 MAX_BACKOFF_S = 1.0
+MAX_GATEWAY_BACKOFF_S = 5.0
+"""After 502 and 504, which a proxy also answers for a sample that the server dies of: not sent every second."""
 MAX_RETRY_AFTER_S = 30.0
-FREE_INTERRUPTIONS = 1
-"""A sample that has been interrupted more often is a suspect, and waits for its turn to be sent again."""
 MAX_INTERRUPTIONS = 3
 """One more fails a sample that was sent without other suspects beside it."""
 MAX_ABORTS = 1
 MAX_ERRORS = 1
 """Of a server that is well when it is asked: it may be the successor of the one that answered."""
 MAX_RELOADS = 2
-
-
-class _Attempts:
-    """One sample: what is sent, until when (in the loop's time), and what it has been through."""
-
-    def __init__(self, job: SampleJob, priority: int | None, headers: Mapping[str, str], deadline: float) -> None:
-        self.job = job
-        self.priority = priority
-        self.body = None if job.max_tokens is None else completion.encode_request(job, priority)
-        """None: what fits has to be asked of the server first."""
-        self.headers = headers
-        self.deadline = deadline
-        self.failed: Endpoint | None = None
-        """The endpoint that did not work, to be looked up again."""
-        self.interruptions = 0
-        self.alone = False
-        """Whether it was the only suspect when it was sent last."""
-        self.aborts = 0
-        self.errors = 0
-        self.reloads = 0
-        self.backoff_s = FIRST_BACKOFF_S
-        self.trouble = "no inference server has been published"
-        """What is told when the deadline passes."""
-
-    @property
-    def suspect(self) -> bool:
-        return self.interruptions > FREE_INTERRUPTIONS
+INLINE_ANSWER_BYTES = 256 * 2**10
+"""A larger answer is decoded on a thread: of some 30 MB it takes 0.2 s, in which the event loop would answer nobody."""
 
 
 class ForwardingClient:
@@ -89,6 +68,8 @@ class ForwardingClient:
         self._loads = AdapterLoads(transport, self._headers, self.counts)
         self._context = ServedContext(transport, self._headers)
         self._suspects = Suspects()
+        self._decoder = ThreadPoolExecutor(1, "answers")
+        """One thread: decoding holds Python's lock most of the time, and the objects of one answer are enough."""
 
     async def sample(self, job: SampleJob, priority: int | None = None) -> completion.SampleAnswer:
         """The encoded SampleResponse, with its token counts. `priority` is for the server, which runs the lowest first.
@@ -96,10 +77,23 @@ class ForwardingClient:
         Raises FailedRequest with vLLM's message (user) or what went wrong (server).
         """
         deadline = asyncio.get_running_loop().time() + self._deadline_s
-        attempts = _Attempts(job, priority, {**self._headers, "X-Session-ID": job.session_key}, deadline)
+        if not prompt_apart.is_apart(job):
+            return await self._ask(job, priority, deadline)
+        prompt = await self._ask(prompt_apart.prompt_part(job), priority, deadline)
+        sequences = await self._ask(prompt_apart.sequences_part(job), priority, deadline)
+        return prompt_apart.joined(sequences, prompt)
+
+    async def _ask(self, job: SampleJob, priority: int | None, deadline: float) -> completion.SampleAnswer:
+        """One request to the server, sent as often as the failure rules say."""
+        headers = {**self._headers, "X-Session-ID": job.session_key}
+        attempts = Attempts(job, priority, headers, deadline, FIRST_BACKOFF_S)
         try:
             while True:
-                endpoint = await self._endpoint.resolve(attempts.failed)
+                try:
+                    endpoint = await self._endpoint.resolve(attempts.failed)
+                except EndpointUnknown as error:
+                    attempts.trouble = str(error)
+                    endpoint = None
                 if endpoint is None:
                     await self._back_off(attempts)
                     continue
@@ -110,7 +104,7 @@ class ForwardingClient:
             if attempts.suspect:
                 self._suspects.remove(attempts.interruptions)
 
-    async def _try_in_turn(self, attempts: _Attempts, endpoint: Endpoint) -> completion.SampleAnswer | None:
+    async def _try_in_turn(self, attempts: Attempts, endpoint: Endpoint) -> completion.SampleAnswer | None:
         """`_try`, when it is this suspect's turn, and not while the server is dying of the one before."""
         try:
             async with asyncio.timeout_at(attempts.deadline):
@@ -123,18 +117,19 @@ class ForwardingClient:
         finally:
             self._suspects.end_turn()
 
-    async def _try(self, attempts: _Attempts, endpoint: Endpoint) -> completion.SampleAnswer | None:
+    async def _try(self, attempts: Attempts, endpoint: Endpoint) -> completion.SampleAnswer | None:
         """Send it once. The result, or None when it is to be sent again."""
         now = asyncio.get_running_loop().time
         remaining = attempts.deadline - now()
         if remaining <= 0:
             raise self._gave_up(attempts)
         try:
-            asked = attempts.body
+            job, asked = attempts.job, attempts.body
             if asked is None:
-                fitting = await self._fitting(attempts.job, endpoint, remaining)
-                asked = completion.encode_request(fitting, attempts.priority)
-            answer = await self._transport.post(endpoint.url + completion.PATH, asked, attempts.headers, remaining)
+                job = await self._fitting(job, endpoint, remaining)
+                asked = completion.encode_request(job, attempts.priority)
+            url, bound = endpoint.url + completion.PATH, answer_bound(job)
+            answer = await self._transport.post(url, asked, attempts.headers, remaining, bound)
         except NotAccepted as error:
             self.counts["not_accepted"] += 1
             attempts.reloads = 0  # whoever listens next may be another server
@@ -150,7 +145,10 @@ class ForwardingClient:
             await self._outlive(endpoint, attempts)
             return None
         attempts.failed = None
-        return await self._take(answer, endpoint, attempts)
+        try:
+            return await self._take(answer, endpoint, attempts)
+        finally:
+            answer.release()
 
     async def _fitting(self, job: SampleJob, endpoint: Endpoint, timeout_s: float) -> SampleJob:
         """A job without `max_tokens`, with what fits this server, and its result the bound of one request."""
@@ -158,7 +156,7 @@ class ForwardingClient:
         room = min(room, MAX_SAMPLED // (job.num_samples * (1 + job.topk_sample)))
         return replace(job, max_tokens=max(1, room))
 
-    def _count_interruption(self, attempts: _Attempts, what: str) -> None:
+    def _count_interruption(self, attempts: Attempts, what: str) -> None:
         self.counts["interrupted"] += 1
         if attempts.alone and attempts.interruptions >= MAX_INTERRUPTIONS:
             raise server_failure(
@@ -172,67 +170,69 @@ class ForwardingClient:
             self._suspects.add(attempts.interruptions)
         attempts.reloads = 0
 
-    async def _back_off(self, attempts: _Attempts, at_least_s: float = 0.0) -> None:
+    async def _back_off(self, attempts: Attempts, at_least_s: float = 0.0, at_most_s: float | None = None) -> None:
+        """Wait, longer each time. Raises FailedRequest when that would end after the deadline."""
         wait_s = max(attempts.backoff_s * random.uniform(0.75, 1.25), at_least_s * random.uniform(1.0, 1.25))
         if asyncio.get_running_loop().time() + wait_s > attempts.deadline:
             raise self._gave_up(attempts)
         await asyncio.sleep(wait_s)
-        attempts.backoff_s = min(attempts.backoff_s * 2, MAX_BACKOFF_S)
+        attempts.backoff_s = min(attempts.backoff_s * 2, MAX_BACKOFF_S if at_most_s is None else at_most_s)
 
-    def _gave_up(self, attempts: _Attempts) -> FailedRequest:
+    def _gave_up(self, attempts: Attempts) -> FailedRequest:
         return server_failure(f"gave up after {self._deadline_s:g} s: {attempts.trouble}")
 
-    async def _take(self, answer: Answer, endpoint: Endpoint, attempts: _Attempts) -> completion.SampleAnswer | None:
+    async def _take(self, answer: Answer, endpoint: Endpoint, attempts: Attempts) -> completion.SampleAnswer | None:
         """The result, or None when the request is to be sent again."""
+        verdict = verdict_of(answer, has_adapter=attempts.job.adapter_path is not None)
+        match verdict:
+            case Verdict.READ:
+                return await self._read(answer, attempts)
+            case Verdict.WAIT | Verdict.WAIT_LONGER:
+                self.counts["upstream_busy" if answer.status == 429 else "upstream_away"] += 1
+                busy = "the inference server answers 429, too many requests"
+                attempts.trouble = busy if answer.status == 429 else describe(answer)
+                asked_s = min(answer.retry_after_s or 0.0, MAX_RETRY_AFTER_S)
+                at_most_s = MAX_GATEWAY_BACKOFF_S if verdict is Verdict.WAIT_LONGER else MAX_BACKOFF_S
+                await self._back_off(attempts, asked_s, at_most_s)
+            case Verdict.LOAD_ADAPTER:
+                await self._load_adapter(answer, endpoint, attempts)
+            case Verdict.REFUSE:
+                self.counts["refused"] += 1
+                raise FailedRequest(message_of(answer), ErrorCategory.USER)
+            case Verdict.FAIL:
+                self.counts["upstream_error"] += 1
+                raise server_failure(describe(answer))
+            case Verdict.ASK_HEALTH:
+                self.counts["upstream_error"] += 1
+                await self._ask_health(answer, endpoint, attempts)
+        return None
+
+    async def _load_adapter(self, answer: Answer, endpoint: Endpoint, attempts: Attempts) -> None:
         job = attempts.job
-        if 200 <= answer.status < 300:
-            try:
-                return self._decode(answer, job)
-            except completion.AbortedAnswer as error:
-                self.counts["aborted"] += 1
-                attempts.aborts += 1
-                if attempts.aborts > MAX_ABORTS:
-                    raise server_failure(
-                        f"the inference server gave the sample up {attempts.aborts} times ({error})"
-                    ) from error
-                return None
-        if answer.status == 429:
-            self.counts["upstream_busy"] += 1
-            asked_s = min(answer.retry_after_s or 0.0, MAX_RETRY_AFTER_S)
-            attempts.trouble = "the inference server answers 429, too many requests"
-            await self._back_off(attempts, asked_s)
-            return None
-        if answer.status == 404 and job.adapter_path is not None:
-            attempts.reloads += 1
-            if attempts.reloads > MAX_RELOADS:
-                raise server_failure(
-                    f"the inference server loses adapter {job.model} again and again: {describe(answer)}"
-                )
-            try:
-                async with asyncio.timeout_at(attempts.deadline):
-                    await self._loads.load(job.model, job.adapter_path, endpoint)
-            except TimeoutError as error:
-                attempts.trouble = f"adapter {job.model} is being loaded again"
-                raise self._gave_up(attempts) from error
-            return None
-        if 400 <= answer.status < 500 and answer.status not in (401, 403, 405, 408):
-            self.counts["refused"] += 1
-            raise FailedRequest(message_of(answer), ErrorCategory.USER)
-        self.counts["upstream_error"] += 1
-        if answer.status < 500:
-            raise server_failure(describe(answer))
+        assert job.adapter_path is not None
+        attempts.reloads += 1
+        if attempts.reloads > MAX_RELOADS:
+            raise server_failure(f"the inference server loses adapter {job.model} again and again: {describe(answer)}")
+        try:
+            async with asyncio.timeout_at(attempts.deadline):
+                await self._loads.load(job.model, job.adapter_path, endpoint)
+        except TimeoutError as error:
+            attempts.trouble = f"adapter {job.model} is being loaded again"
+            raise self._gave_up(attempts) from error
+
+    async def _ask_health(self, answer: Answer, endpoint: Endpoint, attempts: Attempts) -> None:
+        """A server that is dying interrupts the sample; one that is well may fail it once, not twice."""
         if await life_of(self._transport, endpoint, self._headers) is not Life.ALIVE:
             self._count_interruption(attempts, describe(answer))
             attempts.trouble = "the inference server is dying"
             await self._outlive(endpoint, attempts)
-            return None
+            return
         attempts.errors += 1
         if attempts.errors > MAX_ERRORS:
             raise server_failure(describe(answer))
         await self._back_off(attempts)
-        return None
 
-    async def _outlive(self, endpoint: Endpoint, attempts: _Attempts) -> None:
+    async def _outlive(self, endpoint: Endpoint, attempts: Attempts) -> None:
         """Wait while a server is dying: what is sent to it now only dies with it.
 
         vLLM then fails everything in flight with 500 or a reset, turns unhealthy and is gone within about a second.
@@ -240,27 +240,52 @@ class ForwardingClient:
         await self._back_off(attempts)
         await self._while_dying(endpoint, attempts)
 
-    async def _while_dying(self, endpoint: Endpoint, attempts: _Attempts) -> None:
+    async def _while_dying(self, endpoint: Endpoint, attempts: Attempts) -> None:
         while await life_of(self._transport, endpoint, self._headers) is Life.DYING:
             await self._back_off(attempts)
 
-    def _decode(self, answer: Answer, job: SampleJob) -> completion.SampleAnswer:
+    async def _read(self, answer: Answer, attempts: Attempts) -> completion.SampleAnswer | None:
+        """The result of a 2xx answer, or None when vLLM gave the sample up and it is to be sent again."""
+        job = attempts.job
+        if not answer.whole:
+            self.counts["malformed"] += 1
+            raise server_failure(
+                "the inference server's answer is longer than what was asked for can be, or than one answer may be; "
+                f"if it is a right one, ask for fewer samples in one request; {describe(answer)}"
+            )
         try:
             try:
-                return completion.decode_answer(answer.body, job)
+                return await self._decode(answer.body, job)
             except completion.MissingLogprobs as error:
                 self.counts["missing_logprobs"] += 1
                 if not self._zero_fill:
                     raise
                 logger.warning("request %s: %s; zero-filled, as configured", job.request_id, error)
-                return completion.decode_answer(answer.body, job, zero_fill=True)
+                return await self._decode(answer.body, job, zero_fill=True)
+        except completion.AbortedAnswer as error:
+            self.counts["aborted"] += 1
+            attempts.aborts += 1
+            if attempts.aborts > MAX_ABORTS:
+                raise server_failure(
+                    f"the inference server gave the sample up {attempts.aborts} times ({error})"
+                ) from error
+            return None
         except completion.MalformedAnswer as error:
             self.counts["malformed"] += 1
             raise server_failure(f"{error}; {describe(answer)}") from error
 
+    async def _decode(self, body: bytes, job: SampleJob, *, zero_fill: bool = False) -> completion.SampleAnswer:
+        if len(body) <= INLINE_ANSWER_BYTES:
+            return completion.decode_answer(body, job, zero_fill=zero_fill)
+        decode = partial(completion.decode_answer, body, job, zero_fill=zero_fill)
+        return await asyncio.get_running_loop().run_in_executor(self._decoder, decode)
+
     async def probe(self) -> str | None:
         """Why the server cannot sample now; None when its /health answers 200."""
-        endpoint = await self._endpoint.resolve()
+        try:
+            endpoint = await self._endpoint.resolve()
+        except EndpointUnknown as error:
+            return str(error)
         if endpoint is None:
             return "no inference server has been published"
         try:
@@ -272,3 +297,4 @@ class ForwardingClient:
     async def close(self) -> None:
         await self._loads.close()
         await self._transport.close()
+        self._decoder.shutdown(wait=False, cancel_futures=True)

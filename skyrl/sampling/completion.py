@@ -12,7 +12,7 @@ from typing import Any, Literal, cast
 import msgspec
 
 from skyrl.sampling.job import SampleJob
-from skyrl.sampling.prompt_answer import MalformedAnswer, PromptAnswer, PromptRow, best, prompt_scores
+from skyrl.sampling.prompt_answer import MalformedAnswer, PromptAnswer, best, prompt_scores
 from skyrl.wire.results import SampledSequence, SampleResult, TopkRow, encode_sample
 
 PATH = "/v1/completions"
@@ -53,7 +53,8 @@ class _Choice(msgspec.Struct):
     finish_reason: str | None = None
     token_ids: list[int] | None = None
     logprobs: _Logprobs | None = None
-    prompt_logprobs: list[PromptRow] | None = None
+    prompt_logprobs: list[msgspec.Raw] | None = None
+    """Rows that are decoded one by one: all at once, as objects, they would be several times as large as the body."""
 
 
 class _CachedTokens(msgspec.Struct):
@@ -65,12 +66,14 @@ class _Usage(msgspec.Struct):
 
 
 class _Completion(msgspec.Struct):
-    choices: list[_Choice]
+    choices: list[msgspec.Raw]
+    """Decoded one by one, so that other threads run in between: a decoder keeps them waiting until it is done."""
     usage: _Usage | None = None
 
 
 _encoder = msgspec.json.Encoder()
 _completion_decoder = msgspec.json.Decoder(_Completion)
+_choice_decoder = msgspec.json.Decoder(_Choice)
 
 
 def encode_request(job: SampleJob, priority: int | None = None) -> bytes:
@@ -94,7 +97,7 @@ def encode_request(job: SampleJob, priority: int | None = None) -> bytes:
     if job.ignore_eos:
         params["ignore_eos"] = True
     scores = prompt_scores(job)
-    if job.prompt_logprobs or job.topk_prompt or scores is not None:
+    if job.wants_prompt:
         params["prompt_logprobs"] = job.topk_prompt
     if scores is not None:
         params["vllm_xargs"] = scores.to_xargs()
@@ -115,17 +118,20 @@ def decode_answer(body: bytes, job: SampleJob, *, zero_fill: bool = False) -> Sa
     """
     try:
         answer = _completion_decoder.decode(body)
+        choices = [_choice_decoder.decode(choice) for choice in answer.choices]
     except (msgspec.DecodeError, ValueError) as error:
         raise MalformedAnswer(f"not a completion: {error}") from error
     expected = 1 if job.greedy else job.num_samples
-    if len(answer.choices) != expected:
-        raise MalformedAnswer(f"{len(answer.choices)} choices for {expected} samples")
-    choices = sorted(answer.choices, key=lambda choice: choice.index)
+    if len(choices) != expected:
+        raise MalformedAnswer(f"{len(choices)} choices for {expected} samples")
+    choices.sort(key=lambda choice: choice.index)
     for choice in choices:  # first of all: what else an aborted answer lacks does not matter
         if choice.finish_reason not in ("stop", "length"):
             raise AbortedAnswer(f"finish_reason {choice.finish_reason!r}")
     try:
         return _encode(choices, answer.usage, job, zero_fill)
+    except msgspec.DecodeError as error:
+        raise MalformedAnswer(f"not a completion: {error}") from error
     except (ValueError, OverflowError) as error:
         raise MalformedAnswer(f"not token ids: {error}") from error
 
@@ -138,8 +144,8 @@ def _encode(choices: list[_Choice], usage: _Usage | None, job: SampleJob, zero_f
     prompt = PromptAnswer(choices[0].prompt_logprobs, job)
     result = SampleResult(
         sequences,
-        prompt.logprobs(),
-        prompt.topk(),
+        prompt.logprobs,
+        prompt.topk,
         (details.cached_tokens or 0) if details is not None else 0,
         prompt.target_logprobs(),
         prompt.alternatives(),

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 from skyrl.db.engine_state import EngineState
+from skyrl.db.faults import DatabaseError, passes, reason
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,8 +22,12 @@ class Endpoint:
     generation: int
 
 
+class EndpointUnknown(Exception):
+    """Where completions go cannot be looked up now; the text says why, in words that a tenant may read."""
+
+
 class EndpointResolver(Protocol):
-    """`resolve()` on the hot path; `resolve(stale=endpoint)` after it failed."""
+    """`resolve()` on the hot path; `resolve(stale=endpoint)` after it failed. Raises EndpointUnknown."""
 
     async def resolve(self, stale: Endpoint | None = None) -> Endpoint | None: ...
 
@@ -42,19 +50,37 @@ class EngineEndpoint:
         self._lock = asyncio.Lock()
         self._cached: Endpoint | None = None
         self._reads = 0
+        self._away = False
+        """Whether the last read failed, because the database cannot be used for now."""
 
     async def resolve(self, stale: Endpoint | None = None) -> Endpoint | None:
         """The endpoint, None while there is none. `stale` is one that just failed: it makes the row be read again,
-        and is returned again only if the row still says so."""
+        and is returned again only if the row still says so.
+
+        Raises EndpointUnknown while the database is away.
+        """
         cached, reads = self._cached, self._reads
         if cached is not None and cached is not stale:
             return cached
         async with self._lock:
             # Somebody else read it meanwhile; also when there still is none, or everybody would read in turn.
-            if self._reads != reads and (self._cached is None or self._cached is not stale):
-                return self._cached
+            if self._reads == reads or (self._cached is not None and self._cached is stale and not self._away):
+                await self._refresh()
+            if self._away:
+                raise EndpointUnknown("the server's database cannot be used now")
+            return self._cached
+
+    async def _refresh(self) -> None:
+        try:
             state = await self._read()
-            self._reads += 1
+        except DatabaseError as error:
+            if not passes(error):
+                raise
+            if not self._away:
+                logger.error("samples wait: the inference server's address cannot be read: %s", reason(error))
+            self._away = True
+        else:
+            self._away = False
             url = state.inference_proxy_url
             self._cached = None if url is None else Endpoint(url.rstrip("/"), state.generation)
-            return self._cached
+        self._reads += 1

@@ -1,4 +1,4 @@
-"""HTTP/1.1 for the forwarding path alone: one request at a time on a kept connection, the answer whole, no more.
+"""HTTP/1.1 for the forwarding path alone: one request at a time on a kept connection, the answer up to its bound.
 
 No redirects, cookies, proxies or content codings: what the path does not use, no sample pays for. The parser is
 httptools. benchmarks/transports.py measures it beside general clients; docs/decisions/transport.md says why.
@@ -7,21 +7,31 @@ httptools. benchmarks/transports.py measures it beside general clients; docs/dec
 from __future__ import annotations
 
 import asyncio
+import math
 import ssl
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
 from functools import lru_cache
 from typing import cast
 from urllib.parse import urlsplit
 
 import httptools
 
-from skyrl.sampling.transport import Answer, Interrupted, NotAccepted
+from skyrl.sampling.answer_room import LARGE_ANSWER_BYTES, AnswerRoom, Place
+from skyrl.sampling.transport import CONTROL_ANSWER_BYTES, Answer, Interrupted, NotAccepted
 
 CONNECT_TIMEOUT_S = 10.0
 MAX_IDLE_S = 4.0
 """How long an unused connection is kept: uvicorn, in front of vLLM, closes its own after 5 s, and a request that meets
 such a closing on its way is lost."""
+MAX_HEAD_BYTES = 64 * 2**10
+"""Status line and headers of an answer."""
+EXCERPT_BYTES = 4 * 2**10
+"""What is read of an answer whose Content-Length is above its bound, for the message that tells of it."""
+FRAMES_SHARE = 4
+"""Beside head and body an answer may have this part of its body more: the frames of its chunks, and trailers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,23 +67,36 @@ def _address(url: str) -> tuple[Origin, bytes, bytes]:
 class _Connection(asyncio.Protocol):
     """One connection; `exchange` may be called again once its answer is there and `reusable` says so."""
 
-    def __init__(self) -> None:
+    def __init__(self, room: AnswerRoom) -> None:
         self.transport: asyncio.Transport | None = None
         self.idle_since = 0.0
         self.reusable = True
+        self._room = room
         self._parser = httptools.HttpResponseParser(self)
         self._waiter: asyncio.Future[Answer] | None = None
+        self._max_bytes = self._bound = CONTROL_ANSWER_BYTES
+        self._received = 0
+        """Bytes of this exchange, as they came."""
+        self._place: Place | None = None
+        self._paused = False
+        self._begin()
+
+    def _begin(self) -> None:
         self._body: list[bytes] = []
+        self._size = 0
         self._content_type = ""
+        self._content_length = 0
         self._retry_after: float | None = None
         self._framed = False
         self._begun = False
+        self._too_long = False
 
-    async def exchange(self, request: bytes, deadline: float) -> Answer:
-        """`deadline` in the loop's time. Raises Interrupted when the connection breaks or no whole answer comes."""
+    async def exchange(self, request: bytes, deadline: float, max_bytes: int) -> Answer:
+        """`deadline` in the loop's time. Raises Interrupted when the connection breaks or no answer comes in time."""
         loop = asyncio.get_running_loop()
         if self.transport is None or not self.reusable:
             raise Interrupted("the server closed the connection")
+        self._max_bytes, self._received = max_bytes, 0
         waiter = self._waiter = loop.create_future()
         self.transport.write(request)
         timer = loop.call_at(deadline, self._fail, "no whole answer in time")
@@ -81,6 +104,8 @@ class _Connection(asyncio.Protocol):
             return await waiter
         except asyncio.CancelledError:
             self.abort()
+            if waiter.done() and not waiter.cancelled() and waiter.exception() is None:
+                waiter.result().release()  # the answer came at the same moment, and nobody gets it
             raise
         finally:
             timer.cancel()
@@ -90,6 +115,9 @@ class _Connection(asyncio.Protocol):
         self.reusable = False
         if self.transport is not None:
             self.transport.abort()
+        if self._place is not None:
+            self._place.leave()
+            self._place = None
 
     def _fail(self, why: str) -> None:
         self.abort()
@@ -103,13 +131,19 @@ class _Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         if self._waiter is None:
-            # The server sent bytes without a request. Close, so that they are not read as the next answer.
+            # The server sent bytes without a request: close the connection, or they are read as the next answer.
             self.abort()
             return
+        self._received += len(data)
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             self._fail(f"not HTTP: {error}")
+            return
+        if self._waiter.done():
+            return
+        if self._too_long or self._received > MAX_HEAD_BYTES + self._size + self._size // FRAMES_SHARE:
+            self._cut()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.reusable = False
@@ -122,9 +156,7 @@ class _Connection(asyncio.Protocol):
     def on_message_begin(self) -> None:
         if self._waiter is None or self._waiter.done():
             self.reusable = False  # a second answer to one request
-        self._body = []
-        self._content_type, self._retry_after = "", None
-        self._framed = self._begun = False
+        self._begin()
 
     def on_header(self, name: bytes, value: bytes) -> None:
         name = name.lower()
@@ -132,16 +164,32 @@ class _Connection(asyncio.Protocol):
             self._content_type = value.decode("latin-1").partition(";")[0].strip()
         elif name in (b"content-length", b"transfer-encoding"):
             self._framed = True
+            if name == b"content-length" and value.isdigit():
+                self._content_length = int(value)
         elif name == b"retry-after":
             self._retry_after = _seconds(value)
 
     def on_headers_complete(self) -> None:
         self._begun = True
+        good = 200 <= self._parser.get_status_code() < 300
+        self._bound = self._max_bytes if good else min(self._max_bytes, CONTROL_ANSWER_BYTES)
+        if self._content_length > self._bound:
+            self._bound = EXCERPT_BYTES
+        elif self._content_length > LARGE_ANSWER_BYTES:
+            self._ask_for_room(self._content_length)
 
     def on_body(self, body: bytes) -> None:
+        room = self._bound - self._size
+        self._size += len(body)
+        if len(body) > room:
+            self._too_long, body = True, body[: max(0, room)]
         self._body.append(body)
+        if self._size > LARGE_ANSWER_BYTES and self._place is None and not self._too_long:
+            self._ask_for_room(self._bound)
 
     def on_message_complete(self) -> None:
+        if self._too_long:
+            return
         if self._parser.get_status_code() < 200:  # 100 Continue and the like: the answer is still to come
             self._begun = False
             return
@@ -149,12 +197,40 @@ class _Connection(asyncio.Protocol):
             self.reusable = False
         self._complete()
 
+    def _ask_for_room(self, size: int) -> None:
+        """Read no further until there is room for so many bytes."""
+        assert self.transport is not None
+        self._place = self._room.ask(size, self._read_on)
+        if not self._place.held:
+            self._paused = True
+            self.transport.pause_reading()
+
+    def _read_on(self) -> None:
+        if self._paused and self.transport is not None:
+            self._paused = False
+            self.transport.resume_reading()
+
+    def _cut(self) -> None:
+        """The answer is longer than its bound: tell its beginning, and close the connection."""
+        status = self._parser.get_status_code()
+        if self._waiter is not None and not self._waiter.done() and status:
+            body = b"".join(self._body)[:EXCERPT_BYTES]
+            self._waiter.set_result(Answer(status, self._content_type, body, self._retry_after, whole=False))
+        self._body = []
+        self._fail("not HTTP: the status line is too long")
+
     def _complete(self) -> None:
         self._begun = False
         if self._waiter is not None and not self._waiter.done():
             body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
-            answer = Answer(self._parser.get_status_code(), self._content_type, body, self._retry_after)
+            status, content_type, retry_after = self._parser.get_status_code(), self._content_type, self._retry_after
+            if self._place is None:
+                answer = Answer(status, content_type, body, retry_after)
+            else:
+                answer = Answer(status, content_type, body, retry_after, release=self._place.leave)
+                self._place = None
             self._waiter.set_result(answer)
+        self._body = []
 
 
 class HttpTransport:
@@ -167,26 +243,30 @@ class HttpTransport:
         self._slots = None if max_connections is None else asyncio.Semaphore(max_connections)
         self._sweeper: asyncio.TimerHandle | None = None
         self._closed = False
+        self._room = AnswerRoom()
 
-    async def post(self, url: str, body: bytes, headers: Mapping[str, str], timeout_s: float) -> Answer:
+    async def post(
+        self, url: str, body: bytes, headers: Mapping[str, str], timeout_s: float, max_bytes: int = CONTROL_ANSWER_BYTES
+    ) -> Answer:
         origin, request = self._request("POST", url, body, headers)
         deadline = asyncio.get_running_loop().time() + timeout_s
         if self._slots is None:
-            return await self._exchange(origin, request, deadline)
+            return await self._exchange(origin, request, deadline, max_bytes)
         try:
             async with asyncio.timeout_at(deadline):
                 await self._slots.acquire()
         except TimeoutError as error:
             raise NotAccepted("no connection was free in time") from error
         try:
-            return await self._exchange(origin, request, deadline)
+            return await self._exchange(origin, request, deadline, max_bytes)
         finally:
             self._slots.release()
 
     async def get(self, url: str, headers: Mapping[str, str], timeout_s: float) -> Answer:
         """On a connection beside `max_connections`: whether a server is well is asked when it has all it can take."""
         origin, request = self._request("GET", url, b"", headers)
-        return await self._exchange(origin, request, asyncio.get_running_loop().time() + timeout_s)
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        return await self._exchange(origin, request, deadline, CONTROL_ANSWER_BYTES)
 
     @staticmethod
     def _request(method: str, url: str, body: bytes, headers: Mapping[str, str]) -> tuple[Origin, bytes]:
@@ -201,9 +281,9 @@ class HttpTransport:
         )
         return origin, head + body
 
-    async def _exchange(self, origin: Origin, request: bytes, deadline: float) -> Answer:
+    async def _exchange(self, origin: Origin, request: bytes, deadline: float, max_bytes: int) -> Answer:
         connection = self._kept(origin) or await self._connect(origin, deadline)
-        answer = await connection.exchange(request, deadline)
+        answer = await connection.exchange(request, deadline, max_bytes)
         if connection.reusable and not self._closed:
             self._keep(origin, connection)
         else:
@@ -214,7 +294,9 @@ class HttpTransport:
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout_at(min(deadline, loop.time() + CONNECT_TIMEOUT_S)):
-                _, connection = await loop.create_connection(_Connection, origin.host, origin.port, ssl=origin.tls)
+                _, connection = await loop.create_connection(
+                    lambda: _Connection(self._room), origin.host, origin.port, ssl=origin.tls
+                )
         except TimeoutError as error:
             raise NotAccepted("no connection in time") from error
         except (OSError, OverflowError, UnicodeError) as error:
@@ -264,7 +346,13 @@ class HttpTransport:
 
 
 def _seconds(header: bytes) -> float | None:
+    """Seconds from now, of a number or a date. None when it is neither."""
+    text = header.decode("latin-1")
     try:
-        return max(0.0, float(header))
+        seconds = float(text)
     except ValueError:
-        return None
+        try:
+            seconds = parsedate_to_datetime(text).timestamp() - time.time()
+        except (ValueError, OverflowError):
+            return None
+    return max(0.0, seconds) if math.isfinite(seconds) else None

@@ -16,9 +16,14 @@ MAX_TOPK = 64
 """The bound that the managed vLLM is started with (`--max-logprobs`)."""
 MAX_PROMPT_SCORES = 2**17
 """Named tokens and draws of one request, times 1 + topk_prompt_logprobs (as vLLM sends them)."""
+MAX_PROMPT_CELLS = 2**19
+"""Prompt tokens, times 1 + topk_prompt_logprobs, of a request for prompt logprobs. vLLM's answer has some 80 bytes for
+each, and its front end is busy with nothing else while it writes them."""
+MAX_ECHOED = 2**24
+"""Prompt tokens, times `num_samples`: vLLM repeats their ids, some 7 bytes each, for every sequence."""
 MAX_SAMPLED = 2**24
-"""Tokens that one request may sample at most, times 1 + topk_sample_logprobs: its answer, of some 30 bytes for each as
-JSON, is in memory as a whole."""
+"""Tokens that one request may sample at most, times 1 + topk_sample_logprobs. What is really sampled has a bound in
+bytes, see `answer_bound`."""
 MAX_STOP_STRINGS = 64
 """The bound that the managed vLLM is started with (its default is 4)."""
 MAX_SEED = 2**63 - 2**15
@@ -69,6 +74,11 @@ class SampleJob:
         return self.temperature == 0.0
 
     @property
+    def wants_prompt(self) -> bool:
+        """Whether anything is asked of the prompt's own tokens."""
+        return self.prompt_logprobs or self.topk_prompt > 0 or self.target is not None or self.alternatives > 0
+
+    @property
     def most_tokens(self) -> int:
         """The prompt, and what may be sampled at most, as far as that is known."""
         return len(self.prompt) + self.num_samples * (self.max_tokens or 0)
@@ -114,6 +124,26 @@ def _check_last_n(request: SampleRequest, length: int) -> None:
     if not request.prompt_logprobs:
         raise RequestError("applies to prompt logprobs; set prompt_logprobs too", field=field)
     _bounded(field, request.prompt_logprobs_last_n, 1, length - 1)
+
+
+def _check_answer(request: SampleRequest, length: int, max_tokens: int | None) -> None:
+    """What vLLM would have to write for this request is bounded."""
+    _check_sampled(request, max_tokens)
+    wants_rows = request.prompt_logprobs or request.target_prompt_logprobs is not None or request.prompt_alt_tokens_k
+    columns = 1 + request.topk_prompt_logprobs
+    if (wants_rows or columns > 1) and length * columns > MAX_PROMPT_CELLS:
+        beside = "" if columns == 1 else f" with topk_prompt_logprobs={request.topk_prompt_logprobs}"
+        raise RequestError(
+            f"a prompt of {length} tokens is longer than the {MAX_PROMPT_CELLS // columns} whose logprobs one request "
+            f"may ask for{beside}",
+            field="prompt_logprobs" if columns == 1 else "topk_prompt_logprobs",
+        )
+    if request.sampling_params.temperature and length * request.num_samples > MAX_ECHOED:
+        raise RequestError(
+            f"{request.num_samples} samples of a prompt of {length} tokens are more than the {MAX_ECHOED // length} "
+            "that one request may ask for",
+            field="num_samples",
+        )
 
 
 def _check_sampled(request: SampleRequest, max_tokens: int | None) -> None:
@@ -198,7 +228,7 @@ def make_job(
     if limits.max_context is not None:
         room = limits.max_context - len(prompt)
         max_tokens = room if max_tokens is None else min(max_tokens, room)
-    _check_sampled(request, max_tokens)
+    _check_answer(request, len(prompt), max_tokens)
     return SampleJob(
         request_id=request_id,
         session_key=session_key,

@@ -20,11 +20,12 @@ class MalformedAnswer(Exception):
     """A 2xx answer that cannot be a completion, or not a whole one."""
 
 
-class PromptCell(msgspec.Struct):
+class PromptCell(msgspec.Struct, gc=False):
     logprob: float
 
 
 PromptRow = dict[str, PromptCell] | None
+_row_decoder: msgspec.json.Decoder[PromptRow] = msgspec.json.Decoder(PromptRow)
 
 
 def prompt_scores(job: SampleJob) -> PromptScores | None:
@@ -44,47 +45,39 @@ def best(cells: Iterable[tuple[int, float]]) -> TopkRow:
 
 class PromptAnswer:
     """The rows of one choice (all choices have the same), read for one job. Each part is None where the job does not
-    want it; MalformedAnswer is raised for what is wanted and not there."""
+    want it; MalformedAnswer or msgspec.DecodeError is raised for what is wanted and not there."""
 
-    def __init__(self, rows: list[PromptRow] | None, job: SampleJob) -> None:
+    def __init__(self, rows: list[msgspec.Raw] | None, job: SampleJob) -> None:
         self._job = job
-        self._own: list[PromptRow] = []
         self._appended: list[tuple[int, float]] = []
-        scores = prompt_scores(job)
-        if not (job.prompt_logprobs or job.topk_prompt or scores is not None):
+        self.logprobs: list[float | None] | None = None
+        """One value per prompt token."""
+        self.topk: list[TopkRow | None] | None = None
+        """The k best per position; the prompt's own token, always in the row, is dropped when it is not among them."""
+        if not job.wants_prompt:
             return
+        scores = prompt_scores(job)
         own, appended = len(job.prompt), 0 if scores is None else scores.appended(len(job.prompt))
         if rows is None or len(rows) != own + appended:
             more = f" and {appended} of the plugin" if appended else ""
             raise MalformedAnswer(f"{len(rows or [])} rows of prompt logprobs for {own} tokens{more}")
-        self._own = rows[:own]
-        self._appended = [_only_cell(row) for row in rows[own:]]
+        self._read_own(rows[:own])
+        self._appended = [_only_cell(_row_decoder.decode(row)) for row in rows[own:]]
 
-    def logprobs(self) -> list[float | None] | None:
-        """One value per prompt token."""
-        job = self._job
-        if not job.prompt_logprobs:
-            return None
-        values: list[float | None] = [None] * len(job.prompt)
-        for index in range(self._first_wanted(), len(job.prompt)):
-            cell = (self._own[index] or {}).get(str(job.prompt[index]))
-            if cell is None:
-                raise MalformedAnswer(f"no logprob for prompt token {index}")
-            values[index] = cell.logprob
-        return values
-
-    def topk(self) -> list[TopkRow | None] | None:
-        """The k best per position; the prompt's own token, always in the row, is dropped when it is not among them."""
-        job = self._job
-        if not job.topk_prompt:
-            return None
-        first = self._first_wanted()
-        return [
-            None
-            if row is None or index < first
-            else best((int(token), cell.logprob) for token, cell in row.items())[: job.topk_prompt]
-            for index, row in enumerate(self._own)
-        ]
+    def _read_own(self, rows: list[msgspec.Raw]) -> None:
+        """Row by row: a row is decoded, read and dropped."""
+        job, first = self._job, self._first_wanted()
+        logprobs: list[float | None] = []
+        topk: list[TopkRow | None] = []
+        for index, raw in enumerate(rows):
+            row = _row_decoder.decode(raw) if index >= first else None
+            if job.prompt_logprobs:
+                logprobs.append(None if index < first else _own_logprob(row, index, job.prompt[index]))
+            if job.topk_prompt:
+                cells = None if row is None else ((int(token), cell.logprob) for token, cell in row.items())
+                topk.append(None if cells is None else best(cells)[: job.topk_prompt])
+        self.logprobs = logprobs if job.prompt_logprobs else None
+        self.topk = topk if job.topk_prompt else None
 
     def target_logprobs(self) -> Stored | None:
         """float32 in the target's layout, 0.0 for cells without an id."""
@@ -114,6 +107,13 @@ class PromptAnswer:
         """The first prompt position whose logprobs the client wants; position 0 has none."""
         last_n = self._job.prompt_logprobs_last_n
         return 1 if last_n is None else max(1, len(self._job.prompt) - last_n)
+
+
+def _own_logprob(row: PromptRow, index: int, token: int) -> float:
+    cell = (row or {}).get(str(token))
+    if cell is None:
+        raise MalformedAnswer(f"no logprob for prompt token {index}")
+    return cell.logprob
 
 
 def _only_cell(row: PromptRow) -> tuple[int, float]:

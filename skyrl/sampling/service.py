@@ -25,6 +25,7 @@ from skyrl.quotas.tenants import Quotas
 from skyrl.sampling.admission import Admission
 from skyrl.sampling.client import ForwardingClient
 from skyrl.sampling.completion import SampleAnswer
+from skyrl.sampling.cut import CutNotes, cut_to
 from skyrl.sampling.fair_order import FairOrder
 from skyrl.sampling.guards import FeatureGuard
 from skyrl.sampling.job import Limits, SampleJob, make_job
@@ -38,10 +39,13 @@ CANCELLED = Outcome(error="cancelled by the client", error_category=ErrorCategor
 
 @dataclass(frozen=True, slots=True)
 class Promise:
-    """What asample answers at once."""
+    """What asample answers at once. `max_tokens` is what it was cut to, None when it was not; `note` says so in words,
+    to the first sample of a sampling session that was cut."""
 
     request_id: str
     sample_sequence_ids: list[str]
+    max_tokens: int | None = None
+    note: str | None = None
 
 
 class SampleService:
@@ -78,6 +82,7 @@ class SampleService:
         self._quotas = quotas
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._stopping = False
+        self.cuts = CutNotes()
         self.forwarded = 0
         self.to_engine = 0
 
@@ -131,7 +136,8 @@ class SampleService:
                 self._admission.leave(tenant, len(body))
             if ticket is not None and not new:
                 ticket.end()
-        return Promise(request_id, sample_sequence_ids(request_id, request.num_samples))
+        note = self.cuts.note(request, job, sampler.id)
+        return Promise(request_id, sample_sequence_ids(request_id, request.num_samples), cut_to(request, job), note)
 
     async def _resolve(self, request: SampleRequest, tenant: str) -> Sampler:
         if request.sampling_session_id is None:
@@ -176,9 +182,10 @@ class SampleService:
                 ticket.used = answer.prompt_tokens + answer.sampled_tokens
         except FailedRequest as error:
             outcome = Outcome(error=error.message, error_category=error.category)
-        except Exception as error:
+        except Exception:  # its text may hold addresses and names that are the operator's alone
             logger.exception("forwarding request %s failed", job.request_id)
-            outcome = Outcome(error=f"internal error: {error}", error_category=ErrorCategory.SERVER)
+            told = f"the server could not compute this sample; its log says why, under request {job.request_id}"
+            outcome = Outcome(error=told, error_category=ErrorCategory.SERVER)
         if ticket is not None:
             ticket.end()  # before its client hears of it, and sends the next
         await self._store.settle(job.request_id, outcome)

@@ -94,6 +94,15 @@ def encode_sample(result: SampleResult, *, topk_sample: int = 0, topk_prompt: in
     return message.SerializeToString()
 
 
+def add_prompt(sequences: bytes, prompt: bytes) -> bytes:
+    """A SampleResponse with the sequences of one and what the other says of the prompt."""
+    message, asked = pb.SampleResponse.FromString(sequences), pb.SampleResponse.FromString(prompt)
+    asked.ClearField("sequences")
+    asked.ClearField("prompt_cache_hit_tokens")
+    message.MergeFrom(asked)
+    return message.SerializeToString()
+
+
 def encode_forward_backward(logprobs: list[npt.NDArray[np.float32]], metrics: dict[str, float]) -> bytes:
     """A ForwardBackwardOutput: `logprobs` of each datum, [N] or [N, K]; consecutive equal widths share a record."""
     message = pb.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord", metrics=metrics)

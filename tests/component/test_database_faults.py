@@ -14,19 +14,28 @@ import httpx
 import psycopg
 import pytest
 from api_harness import Api, Serve, asked, tokens
-from fake_upstream import FakeUpstream, after, complete
+from fake_upstream import FakeUpstream, after, complete, hang_up
 from sqlalchemy import Engine, event, func, make_url, select
 from sqlalchemy.dialects.postgresql.psycopg import PGDialect_psycopg
+from sqlalchemy.exc import OperationalError, ProgrammingError
+from test_forwarding_failures import JOB
 
 from skyrl.db import database as database_module
 from skyrl.db import futures as rows
 from skyrl.db.database import Database
-from skyrl.db.engine_state import read_state
+from skyrl.db.engine_state import EngineState, read_state
 from skyrl.db.futures import Outcome
 from skyrl.db.patience import PatientDatabase
 from skyrl.db.sessions import sessions
+from skyrl.engine.commands import Command
+from skyrl.engine.passes import failed
 from skyrl.engine.state import EngineStatePublisher
 from skyrl.futures.doorbell import Doorbell
+from skyrl.futures.kinds import Kind
+from skyrl.sampling.client import ForwardingClient
+from skyrl.sampling.endpoint import EndpointUnknown, EngineEndpoint
+from skyrl.sampling.http import HttpTransport
+from skyrl.wire.errors import ErrorCategory, FailedRequest
 from tests.postgres_server import ON_BOTH, ON_POSTGRES, ON_SQLITE, PostgresServer
 
 LARGE = {"unknown": "x" * 200_000}
@@ -211,6 +220,133 @@ async def test_postgresql_that_goes_and_comes_back_loses_nothing_that_was_acknow
             assert tokens(await task) == [[0, 1, 2]]
         for promise in early + late:
             assert tokens(await api.result(promise["request_id"])) == [[0, 1, 2]]
+
+
+@ON_POSTGRES
+async def test_a_sample_that_looks_for_its_endpoint_waits_for_postgresql(
+    serve: Serve, upstream: FakeUpstream, database: Database, postgres: PostgresServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """vLLM dies and PostgreSQL is away at the same time: where vLLM is now cannot be read, and the sample waits."""
+    go = asyncio.Event()
+    upstream.default = after(go, hang_up)
+    async with serve() as api:
+        sampler = await api.sampler()
+        promises = [await api.sample(sampler, seq_id) for seq_id in range(10)]
+        await upstream.until(lambda server: server.busy == 10)
+        postgres.stop()
+        hearing = [asyncio.create_task(api.result(promise["request_id"])) for promise in promises]
+        upstream.default = complete()
+        go.set()
+        deadline = time.monotonic() + 120
+        while "the inference server's address cannot be read" not in caplog.text:
+            assert time.monotonic() < deadline, "no sample looked for its endpoint"
+            await asyncio.sleep(0.05)
+        assert not any(task.done() for task in hearing)
+        await asyncio.to_thread(postgres.start)
+        for task in hearing:
+            assert tokens(await task) == [[0, 1, 2]]
+    assert "Traceback" not in caplog.text
+
+
+class Away:
+    """A database that does not answer, as the driver tells of it."""
+
+    def __init__(self) -> None:
+        self.reads = 0
+        self.back: EngineState | None = None
+
+    async def __call__(self) -> EngineState:
+        self.reads += 1
+        await asyncio.sleep(0)
+        if self.back is None:
+            secret = "connection to 10.1.2.3 port 5544 failed: FATAL: password of skyrl"
+            raise OperationalError("SELECT secret", {}, psycopg.OperationalError(secret))
+        return self.back
+
+
+async def test_samples_share_one_look_for_the_endpoint_and_tell_nothing_of_the_database(
+    upstream: FakeUpstream,
+) -> None:
+    away = Away()
+    endpoint = EngineEndpoint(away)
+    looks = await asyncio.gather(*(endpoint.resolve() for _ in range(100)), return_exceptions=True)
+    assert away.reads == 1
+    assert {type(look) for look in looks} == {EndpointUnknown}
+    client = ForwardingClient(HttpTransport(), endpoint, api_key=None, deadline_s=0.3)
+    with pytest.raises(FailedRequest) as failed:
+        await client.sample(JOB)
+    assert failed.value.message == "gave up after 0.3 s: the server's database cannot be used now"
+    assert failed.value.category is ErrorCategory.SERVER
+    assert await client.probe() == "the server's database cannot be used now"
+    away.back = EngineState(inference_proxy_url=upstream.url)
+    assert await client.probe() is None
+    await client.close()
+
+
+async def test_what_an_internal_error_says_is_the_operators_alone(
+    serve: Serve, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fault that is not waited for, in the middle of a sample; and the same in a training command."""
+    mistake = ProgrammingError("SELECT secret", {}, Exception('relation "secret" at 10.1.2.3:5544'))
+
+    async def broken(*_: Any) -> None:
+        raise mistake
+
+    async with serve() as api:
+        sampler = await api.sampler()
+        monkeypatch.setattr(EngineEndpoint, "resolve", broken)
+        promise = await api.sample(sampler, 0)
+        told = (await api.result(promise["request_id"])).json()
+    request_id = promise["request_id"]
+    expected = f"the server could not compute this sample; its log says why, under request {request_id}"
+    assert told == {"error": expected, "category": "server"}
+    assert "10.1.2.3" in caplog.text, "the log has it"
+    command = Command(1, "r7", Kind.FORWARD, "t", "s", "m", 1, None, None, "proto", 10)
+    of_training = failed(mistake, command)
+    assert of_training.error == "the server's database failed; its log says why, under request r7"
+
+
+@ON_POSTGRES
+async def test_no_route_tells_where_the_database_is(serve: Serve, postgres: PostgresServer, database: Database) -> None:
+    """Each of these reads or writes; 503 or what is known without it, never the driver's words."""
+    url = make_url(database.url)
+    async with serve() as api:
+        sampler = await api.sampler()
+        session = sampler.partition(":")[0]
+        unknown = "0" * 32
+        postgres.stop()
+        answers = [await api.http.get(path) for path in READS]
+        answers += [
+            await api.http.get(f"/api/v1/sessions/{session}"),
+            await api.http.get(f"/api/v1/samplers/{sampler}"),
+        ]
+        for path, body in {
+            "create_session": {},
+            "asample": asked(sampler, 1),
+            "retrieve_future": {"request_id": unknown},
+            "cancel_future": {"request_id": unknown},
+            "session_heartbeat": {"session_id": session},
+            f"sessions/{session}/finish": {},
+            "weights_info": {"tinker_path": "tinker://x:train:0/weights/a"},
+        }.items():
+            answers.append(await api.post(path, body))
+        await asyncio.to_thread(postgres.start)
+    assert sum(answer.status_code == 503 for answer in answers) >= 8, [a.status_code for a in answers]
+    for answer in answers:
+        assert answer.status_code in (200, 404, 408, 410, 503), answer.text
+        said = answer.text.lower()
+        for secret in (str(url.port), "psycopg", "sqlalche", "connection failed", str(url.database)):
+            assert secret not in said, answer.request.url
+
+
+READS = (
+    "/readyz",
+    "/statusz",
+    "/api/v1/sessions",
+    "/api/v1/training_runs",
+    "/api/v1/checkpoints",
+    "/api/v1/sessions/search?q=a",
+)
 
 
 @ON_POSTGRES

@@ -545,7 +545,7 @@ async def test_4xx_is_the_users_with_the_servers_own_words(
     assert len(upstream.requests) == 1
 
 
-@pytest.mark.parametrize("status", [401, 403, 405, 408])
+@pytest.mark.parametrize("status", [401, 403, 405])
 async def test_4xx_that_no_user_can_help(client: ForwardingClient, upstream: FakeUpstream, status: int) -> None:
     upstream.default = error(status, "not like this")
     failed = await failure(client)
@@ -557,7 +557,7 @@ async def test_4xx_that_no_user_can_help(client: ForwardingClient, upstream: Fak
 # 5xx and redirects: the server's
 
 
-@pytest.mark.parametrize("status", [500, 502, 503])
+@pytest.mark.parametrize("status", [500, 501, 507])
 async def test_5xx_says_what_came(client: ForwardingClient, upstream: FakeUpstream, status: int) -> None:
     upstream.default = reply(status, "EngineCore encountered an issue. " + "x" * 1000, "text/plain")
     failed = await failure(client)
@@ -669,6 +669,47 @@ async def test_cookies_are_not_kept(client: ForwardingClient, upstream: FakeUpst
     await client.sample(JOB)
     await client.sample(JOB)
     assert "cookie" not in upstream.completions[1].headers
+
+
+# Servers and proxies that do not take it now
+
+
+@pytest.mark.parametrize("status", [408, 502, 503, 504])
+@pytest.mark.parametrize("health", [200, 404, 503])
+async def test_what_passes_is_waited_for(
+    client: ForwardingClient, upstream: FakeUpstream, monkeypatch: pytest.MonkeyPatch, status: int, health: int
+) -> None:
+    """Also where a load balancer has no /health, or says that it is not well."""
+    monkeypatch.setattr(client_module, "FIRST_BACKOFF_S", 0.001)
+    monkeypatch.setattr(client_module, "MAX_BACKOFF_S", 0.01)
+    monkeypatch.setattr(client_module, "MAX_GATEWAY_BACKOFF_S", 0.01)
+    upstream.on_get = reply(health, "")
+    upstream.script += [reply(status, "<html>restarting", "text/html")] * 12
+    assert decoded(await client.sample(JOB)) == WHOLE
+    assert len(upstream.requests) == 13, "its health is not asked"
+    assert client.counts == {"upstream_away": 12}
+
+
+@pytest.mark.parametrize("status", [408, 502, 503, 504])
+async def test_what_does_not_pass_fails_at_the_deadline(
+    client: ForwardingClient, upstream: FakeUpstream, clock: LoopClock, status: int
+) -> None:
+    upstream.default = reply(status, "<html>restarting", "text/html")
+    failing = asyncio.create_task(failure(client))
+    await upstream.until(lambda server: len(server.completions) >= 3)
+    clock.advance(DEADLINE_S)
+    failed = await failing
+    assert failed.category is ErrorCategory.SERVER
+    expected = f"gave up after 20 s: the inference server answered status {status}, text/html: '<html>restarting'"
+    assert failed.message == expected
+
+
+@pytest.mark.parametrize("status", [408, 502, 503, 504])
+async def test_retry_after_is_heeded(client: ForwardingClient, upstream: FakeUpstream, status: int) -> None:
+    upstream.script.append(reply(status, "", Retry_After="0.4"))
+    started = asyncio.get_running_loop().time()
+    assert decoded(await client.sample(JOB)) == WHOLE
+    assert asyncio.get_running_loop().time() - started >= 0.4
 
 
 # 429

@@ -19,6 +19,7 @@ import pytest
 import pytest_asyncio
 import torch
 from safetensors.torch import save_file
+from tinker.proto.response_conv import deserialize_sample_response
 from transformers import AutoModelForCausalLM
 
 from skyrl.config import load_config
@@ -26,6 +27,12 @@ from skyrl.inference.engine_group import EngineGroup
 from skyrl.inference.placement import LocalPlacement, LocalServer, ServerSpec, free_port
 from skyrl.inference.vllm_client import VllmClient, VllmError
 from skyrl.inference.vllm_command import plugin_installed, vllm_spec
+from skyrl.sampling import completion, prompt_apart
+from skyrl.sampling.answer_bound import answer_bound
+from skyrl.sampling.client import ForwardingClient
+from skyrl.sampling.endpoint import FixedEndpoint
+from skyrl.sampling.http import HttpTransport
+from skyrl.sampling.job import SampleJob
 from skyrl.tiny import model_path
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
@@ -160,6 +167,12 @@ async def complete(http: httpx.AsyncClient, **body: Any) -> dict[str, Any]:
     return response.json()
 
 
+def tokens_of(rows: Any) -> list[list[int]]:
+    """The tokens of top-k rows."""
+    assert rows
+    return [[token for token, _ in row or []] for row in rows]
+
+
 def processes_of_group(group: int) -> dict[int, str]:
     """Pid and name of every process in a group, zombies left out."""
     found = {}
@@ -253,6 +266,58 @@ async def test_mixed_batches_agree_with_hugging_face(served: Served, tmp_path_fa
                 assert given == pytest.approx(expected[: len(prompt) - 1], abs=1e-4)
                 prompts_checked += 1
     assert prompts_checked == 36
+
+
+async def test_prompt_and_sequences_asked_apart_are_those_of_one_request(served: Served, tmp_path: Path) -> None:
+    """vLLM repeats the prompt's rows in every choice; the forwarding client asks for them once."""
+    await served.client.load_adapter("apart", adapter(tmp_path / "apart", 8))
+    prompt = [Random(3).randrange(256) for _ in range(300)]
+    job = SampleJob(
+        request_id="r",
+        session_key="s",
+        model="apart",
+        adapter_path=str(tmp_path / "apart"),
+        prompt=prompt,
+        num_samples=5,
+        max_tokens=12,
+        temperature=1.0,
+        top_p=1.0,
+        top_k=-1,
+        seed=11,
+        stop_strings=[],
+        stop_token_ids=[],
+        ignore_eos=True,
+        prompt_logprobs=True,
+        prompt_logprobs_last_n=None,
+        topk_prompt=4,
+        topk_sample=2,
+    )
+    transport = HttpTransport()
+    client = ForwardingClient(transport, FixedEndpoint(served.spec.url), api_key=KEY, deadline_s=120)
+    headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
+    in_one = await transport.post(
+        served.spec.url + completion.PATH, completion.encode_request(job), headers, 120, answer_bound(job)
+    )
+    assert in_one.status == 200, in_one.body[:500]
+    rows = [choice["prompt_logprobs"] for choice in json.loads(in_one.body)["choices"]]
+    assert rows[1:] == rows[:1] * 4, "each choice repeats them"
+    expected = deserialize_sample_response(completion.decode_answer(in_one.body, job).body)
+    given = deserialize_sample_response((await client.sample(job)).body)
+    assert [sequence.tokens for sequence in given.sequences] == [sequence.tokens for sequence in expected.sequences]
+    assert [sequence.stop_reason for sequence in given.sequences] == ["length"] * 5
+    for mine, theirs in zip(given.sequences, expected.sequences, strict=True):
+        assert mine.logprobs == pytest.approx(theirs.logprobs, abs=1e-4)
+        assert tokens_of(mine.topk_logprobs) == tokens_of(theirs.topk_logprobs)
+    assert given.prompt_logprobs is not None
+    assert expected.prompt_logprobs is not None
+    assert given.prompt_logprobs[1:] == pytest.approx(expected.prompt_logprobs[1:], abs=1e-4)
+    assert tokens_of(given.topk_prompt_logprobs) == tokens_of(expected.topk_prompt_logprobs)
+    assert given.prompt_cache_hit_tokens > 0, "the sequences found the prompt in the cache"
+    parts = [prompt_apart.prompt_part(job), prompt_apart.sequences_part(job)]
+    for part in parts:
+        url, body = served.spec.url + completion.PATH, completion.encode_request(part)
+        assert (await transport.post(url, body, headers, 120, answer_bound(part))).whole
+    await client.close()
 
 
 async def test_base_model_alone_ignores_loaded_adapters(served: Served) -> None:

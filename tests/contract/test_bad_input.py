@@ -633,6 +633,9 @@ async def test_bad_encodings(world: World, database: Database) -> None:
         (b"not zstd", "zstd", 400, "not zstd"),
         (b"", "zstd", 400, "not zstd"),
         (whole[:-5], "zstd", 400, "not whole"),
+        (whole + whole, "zstd", 400, "more than one zstd frame"),
+        (_streamed(b"{}") + _streamed(b"{}"), "zstd", 400, "more than one zstd frame"),
+        (whole + b"garbage", "zstd", 400, "not zstd"),
         (whole, "gzip", 415, "gzip"),
     ):
         headers = KEY | {"Content-Encoding": encoding}

@@ -136,6 +136,38 @@ async def test_what_is_no_http_is_refused_as_everything_else(server: Server) -> 
 
 
 @pytest.mark.parametrize(
+    "behind",
+    [
+        b"\x00garbage\r\n\r\n",
+        GET + b"X: " + b"a" * 2 * HEAD_BYTES,
+        b"GET /broken HTTP/9\r\n\r\n",
+        POST + b"Transfer-Encoding: chunked\r\n\r\nno number\r\n",
+    ],
+    ids=["garbage", "endless head", "no version", "broken chunk"],
+)
+async def test_a_request_that_runs_is_not_answered_for_the_one_behind_it(server: Server, behind: bytes) -> None:
+    """Its client would take a 400 for its own answer."""
+    connection = await server.open(b"GET /held HTTP/1.1\r\nHost: x\r\n\r\n")
+    assert await answered_elsewhere(server)
+    with suppress(ConnectionError):
+        await connection.send(behind)
+    assert await connection.all() == b""
+
+
+@pytest.mark.parametrize("behind", [b"\x00garbage\r\n\r\n", b"GET /broken HTTP/9\r\n\r\n"])
+async def test_a_broken_request_behind_one_that_was_answered_is_answered(server: Server, behind: bytes) -> None:
+    connection = await server.open(GET + b"\r\n")
+    assert await connection.answer() == b"0"
+    await connection.send(behind)
+    assert (await connection.all()).startswith(b"HTTP/1.1 400 ")
+
+
+async def answered_elsewhere(server: Server) -> bool:
+    """By then the server has read what was sent on other connections before."""
+    return await (await server.open(GET + b"\r\n")).answer() == b"0"
+
+
+@pytest.mark.parametrize(
     "part",
     [
         b"",

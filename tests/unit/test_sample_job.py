@@ -357,6 +357,37 @@ def test_what_one_request_may_sample_is_bounded(
         assert refused(params, limits, **asked).field == "num_samples"
 
 
+@pytest.mark.parametrize(
+    ("tokens", "asked", "field"),
+    [
+        (2**19, {"prompt_logprobs": True}, None),
+        (2**19 + 1, {"prompt_logprobs": True}, "prompt_logprobs"),
+        (2**19 + 1, {}, None),
+        (4096, {"topk_prompt_logprobs": 64}, None),
+        (8065, {"topk_prompt_logprobs": 64}, None),
+        (8066, {"topk_prompt_logprobs": 64}, "topk_prompt_logprobs"),
+        (8066, {"topk_prompt_logprobs": 64, "prompt_logprobs": True}, "topk_prompt_logprobs"),
+        (24966, {"topk_prompt_logprobs": 20}, None),
+        (24967, {"topk_prompt_logprobs": 20}, "topk_prompt_logprobs"),
+        (4096, {"num_samples": 4096}, None),
+        (4097, {"num_samples": 4096}, "num_samples"),
+        (4097, {"num_samples": 4095}, None),
+        (4097, {"num_samples": 4096, "sampling_params": {"temperature": 0, "max_tokens": 1}}, None),
+        (4000, {"num_samples": 4096, "prompt_logprobs": True, "topk_prompt_logprobs": 64}, None),
+    ],
+)
+def test_what_vllm_says_of_a_prompt_is_bounded(tokens: int, asked: dict[str, Any], field: str | None) -> None:
+    """The prompt's rows come once, whatever `num_samples` is; its ids come with every sequence, but a greedy one."""
+    wanted = {"prompt": {"chunks": [{"tokens": [1] * tokens}]}, "sampling_params": {"max_tokens": 1}} | asked
+    if field is None:
+        assert len(job(limits=UNKNOWN, **wanted).prompt) == tokens
+        return
+    error = refused(limits=UNKNOWN, **wanted)
+    assert error.field == field
+    assert str(tokens) in error.message
+    assert re.search(r"than the \d+ ", error.message), "it says how many are allowed"
+
+
 def test_greedy() -> None:
     assert job({"temperature": 0}).greedy
     assert not job({"temperature": 1e-6}).greedy

@@ -1,0 +1,315 @@
+"""Answers of the inference server that are larger than they should be, or large by right: bounded, and nobody waits."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import re
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from api_harness import Api, Serve, asked
+from fake_upstream import FakeUpstream, Received, completion, reply
+from test_forwarding_failures import JOB, WHOLE, decoded
+
+from skyrl.db.database import Database
+from skyrl.db.engine_state import publish_training
+from skyrl.sampling import http as http_module
+from skyrl.sampling.answer_bound import answer_bound
+from skyrl.sampling.answer_room import LARGE_ANSWER_BYTES, AnswerRoom
+from skyrl.sampling.client import ForwardingClient
+from skyrl.sampling.completion import decode_answer
+from skyrl.sampling.endpoint import FixedEndpoint
+from skyrl.sampling.http import HttpTransport
+from skyrl.sampling.job import SampleJob
+from skyrl.wire import tinker_pb2 as pb
+from skyrl.wire.errors import ErrorCategory, FailedRequest
+
+GIB = 2**30
+MIB = 2**20
+HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
+
+
+@pytest.fixture
+async def client(upstream: FakeUpstream) -> AsyncIterator[ForwardingClient]:
+    client = ForwardingClient(HttpTransport(), FixedEndpoint(upstream.url), api_key=None, deadline_s=300)
+    yield client
+    await client.close()
+
+
+def resident_peak() -> int:
+    """Bytes of memory that this process had at most since `reset_peak`."""
+    return int(re.findall(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())[0]) * 1024
+
+
+def reset_peak() -> None:
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+class Endless:
+    """Sends a GiB, in the way that it is told, for as long as anybody reads."""
+
+    def __init__(self, head: bytes, piece: bytes = b"x" * MIB) -> None:
+        self._head, self._piece = head, piece
+        self.sent = 0
+
+    async def __call__(self, _: Received, writer: asyncio.StreamWriter) -> None:
+        writer.write(self._head)
+        while self.sent < GIB:
+            writer.write(self._piece)
+            self.sent += len(self._piece)
+            await writer.drain()
+
+
+WAYS = {
+    "with its length": Endless(HEAD + b"Content-Length: %d\r\n\r\n" % GIB),
+    "without a length": Endless(HEAD + b"Connection: close\r\n\r\n"),
+    "in chunks": Endless(HEAD + b"Transfer-Encoding: chunked\r\n\r\n", b"100000\r\n" + b"x" * MIB + b"\r\n"),
+    "in tiny chunks": Endless(HEAD + b"Transfer-Encoding: chunked\r\n\r\n", b"1;" + b"e" * 1000 + b"\r\nx\r\n"),
+    "as a header": Endless(HEAD + b"X-Long: "),
+    "as headers": Endless(HEAD, b"X-Long: 1234567890\r\n" * 10_000),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+async def test_an_answer_of_a_gib_costs_little_and_fails_one_sample(
+    client: ForwardingClient, upstream: FakeUpstream, way: str
+) -> None:
+    endless = WAYS[way]
+    upstream.script.append(endless)
+    reset_peak()
+    before = resident_peak()
+    with pytest.raises(FailedRequest) as failed:
+        await client.sample(JOB)
+    assert resident_peak() - before < 50 * MIB
+    assert failed.value.category is ErrorCategory.SERVER
+    assert "longer than what was asked for can be" in failed.value.message
+    assert len(failed.value.message) < 600
+    assert client.counts == {"malformed": 1}
+    assert endless.sent < 100 * MIB, "the connection was closed"
+    assert decoded(await client.sample(JOB)) == WHOLE, "the next one is not harmed"
+
+
+async def test_a_refusal_has_a_bound_too(client: ForwardingClient, upstream: FakeUpstream) -> None:
+    upstream.script.append(reply(400, b"x" * 3 * MIB, "text/plain"))
+    many = dataclasses.replace(JOB, num_samples=1000, max_tokens=1000)
+    with pytest.raises(FailedRequest) as failed:
+        await client.sample(many)
+    assert "status 400, text/plain: 'xxx" in failed.value.message
+    assert client.counts == {"refused": 1}
+
+
+def rows(prompt: list[int], columns: int) -> list[Any]:
+    """What vLLM gives for a prompt: per token itself and `columns` others, the best first."""
+    return [None] + [
+        {str(token): {"logprob": -9.0 - index % 7, "rank": 9, "decoded_token": "x" * 9}}
+        | {
+            str(1000 + index + k): {"logprob": -0.5 - k / 100, "rank": k + 1, "decoded_token": "x" * 9}
+            for k in range(columns)
+        }
+        for index, token in enumerate(prompt[1:], 1)
+    ]
+
+
+def scored(job: SampleJob) -> bytes:
+    """A whole answer, as vLLM would give it to all of this job in one request: the rows in every choice."""
+    sent = {"prompt": job.prompt, "max_tokens": job.max_tokens, "n": job.num_samples, "model": job.model}
+    body = completion(sent)
+    given = rows(job.prompt, job.topk_prompt)
+    for choice in body["choices"]:
+        choice |= {"prompt_logprobs": given, "prompt_token_ids": job.prompt}
+    return json.dumps(body).encode()
+
+
+SCORED = dataclasses.replace(
+    JOB, prompt=[7] * 2000, num_samples=16, max_tokens=4, prompt_logprobs=True, topk_prompt=20, seed=5
+)
+
+
+async def answer_scored(received: Received, writer: asyncio.StreamWriter) -> None:
+    """As vLLM: prompt rows in each choice, if they were asked for."""
+    sent = received.json
+    body = completion({key: value for key, value in sent.items() if key != "prompt_logprobs"})
+    if "prompt_logprobs" in sent:
+        given = rows(sent["prompt"], sent["prompt_logprobs"])
+        for choice in body["choices"]:
+            choice["prompt_logprobs"] = given
+    await reply(200, body)(received, writer)
+
+
+async def test_the_prompt_is_asked_once_and_the_sequences_apart(
+    client: ForwardingClient, upstream: FakeUpstream
+) -> None:
+    upstream.default = answer_scored
+    answer = await client.sample(SCORED, priority=3)
+    first, second = (request.json for request in upstream.completions)
+    assert (first["n"], first["max_tokens"], first["prompt_logprobs"], first["priority"]) == (1, 1, 20, 3)
+    assert (second["n"], second["max_tokens"], second["seed"], second["priority"]) == (16, 4, 5, 3)
+    assert "prompt_logprobs" not in second
+    assert {request.headers["x-session-id"] for request in upstream.completions} == {SCORED.session_key}
+
+    whole = pb.SampleResponse.FromString(decode_whole(SCORED))
+    given = pb.SampleResponse.FromString(answer.body)
+    assert given == whole, "the result is that of one request"
+    assert len(given.sequences) == 16
+    assert (answer.prompt_tokens, answer.sampled_tokens) == (2000, 64)
+    assert np.frombuffer(given.prompt_logprobs, np.float32)[1:4].tolist() == [-10.0, -11.0, -12.0]
+
+
+def decode_whole(job: SampleJob) -> bytes:
+    return decode_answer(scored(job), job).body
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"num_samples": 1}, {"temperature": 0.0}, {"prompt_logprobs": False, "topk_prompt": 0}],
+    ids=["one sample", "greedy", "no prompt logprobs"],
+)
+async def test_what_needs_no_second_request_has_none(
+    client: ForwardingClient, upstream: FakeUpstream, changes: dict[str, Any]
+) -> None:
+    upstream.default = answer_scored
+    await client.sample(dataclasses.replace(SCORED, **changes))
+    assert len(upstream.completions) == 1
+
+
+async def test_both_parts_are_within_one_deadline_and_one_failure_fails_the_sample(
+    client: ForwardingClient, upstream: FakeUpstream
+) -> None:
+    upstream.script += [answer_scored, reply(400, "no such seed", "text/plain")]
+    with pytest.raises(FailedRequest, match="no such seed"):
+        await client.sample(SCORED)
+    assert len(upstream.completions) == 2
+
+
+def test_right_answers_are_within_their_bound() -> None:
+    for changes in ({}, {"num_samples": 1}, {"topk_prompt": 64, "prompt": [7] * 8000, "num_samples": 1}):
+        job = dataclasses.replace(SCORED, **changes)
+        assert len(scored(job)) < answer_bound(dataclasses.replace(job, num_samples=1)) * job.num_samples
+
+
+async def test_large_answers_hold_nobody_up(serve: Serve, upstream: FakeUpstream, database: Database) -> None:
+    """While samples with 16 sequences, 2,000 prompt tokens and the 20 best of each are computed, heartbeats are quick.
+
+    Compared with decoding one answer that repeats the prompt in every choice: on the event loop, that is how long
+    heartbeats would wait. Both are measured here, on the same machine. Run with `-s`, it prints the figures.
+    """
+    whole = scored(SCORED)
+    began = time.perf_counter()
+    decode_answer(whole, SCORED)
+    whole_s = time.perf_counter() - began
+    prompt = [7] * 2000
+    chunks = {"chunks": [{"tokens": prompt}]}
+    one = {"prompt_logprobs": True, "topk_prompt_logprobs": 20, "num_samples": 16, "prompt": chunks}
+    upstream.default = ready_made()
+    database.write(lambda c: publish_training(c, ready=True, reason="", vocab_size=1000, max_context=4096))
+    async with serve() as api:
+        sampler = await api.sampler()
+        waits = await heartbeats_while(api, sampler, [asked(sampler, i) | one for i in range(12)])
+    p50, p99 = np.quantile(waits, [0.5, 0.99])
+    print(f"{len(waits)} heartbeats: p50 {p50 * 1e3:.1f} ms, p99 {p99 * 1e3:.1f} ms, max {max(waits) * 1e3:.1f} ms;")
+    print(f"one answer of {len(whole) / 1e6:.0f} MB is decoded in {whole_s * 1e3:.0f} ms")
+    assert len(upstream.completions) == 24
+    assert p99 < whole_s / 2
+
+
+def ready_made() -> Any:
+    """`answer_scored` with bodies made beforehand: the upstream shares the event loop that is watched."""
+    ready = {with_rows: make_ready(with_rows=with_rows) for with_rows in (True, False)}
+
+    async def send(received: Received, writer: asyncio.StreamWriter) -> None:
+        writer.write(ready[b'"prompt_logprobs"' in received.body])
+        await writer.drain()
+
+    return send
+
+
+def make_ready(*, with_rows: bool) -> bytes:
+    job = dataclasses.replace(SCORED, num_samples=1) if with_rows else SCORED
+    body = json.loads(scored(job))
+    if not with_rows:
+        for choice in body["choices"]:
+            choice["prompt_logprobs"] = None
+    content = json.dumps(body).encode()
+    return HEAD + b"Content-Length: %d\r\n\r\n" % len(content) + content
+
+
+async def heartbeats_while(api: Api, sampler: str, samples: list[dict[str, Any]]) -> list[float]:
+    """Seconds that each heartbeat took while the samples were sent, computed and fetched."""
+    session = sampler.partition(":")[0]
+    waits: list[float] = []
+    done = asyncio.Event()
+
+    async def beat() -> None:
+        while not done.is_set():
+            began = time.perf_counter()
+            assert (await api.post("session_heartbeat", {"session_id": session})).status_code == 200
+            waits.append(time.perf_counter() - began)
+            await asyncio.sleep(0.002)
+
+    async def run(sample: dict[str, Any]) -> None:
+        promise = await api.post("asample", sample)
+        assert promise.status_code == 200, promise.text
+        answer = await api.result(promise.json()["request_id"])
+        assert len(pb.SampleResponse.FromString(answer.content).sequences) == 16
+
+    beating = asyncio.create_task(beat())
+    await asyncio.gather(*(run(sample) for sample in samples))
+    done.set()
+    await beating
+    return waits
+
+
+# Room
+
+
+def test_room_is_given_in_turn_and_given_back_once() -> None:
+    room, came = AnswerRoom(10), list[str]()
+    first = room.ask(6, lambda: came.append("first"))
+    large = room.ask(11, lambda: came.append("large"))
+    last = room.ask(4, lambda: came.append("last"))
+    assert came == ["first"], "what is larger than all waits until it is alone, and is not overtaken"
+    first.leave()
+    first.leave()
+    assert came == ["first", "large"]
+    large.leave()
+    assert came == ["first", "large", "last"]
+    last.leave()
+    waiting = [room.ask(8, lambda: came.append("again")) for _ in range(2)]
+    waiting[1].leave()  # it gave up
+    waiting[0].leave()
+    assert came.count("again") == 1
+    assert room.ask(10, lambda: None).held
+
+
+async def test_large_answers_are_read_when_there_is_room_for_them(
+    upstream: FakeUpstream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_module, "AnswerRoom", lambda: AnswerRoom(LARGE_ANSWER_BYTES))
+    transport = HttpTransport()
+    upstream.default = reply(200, b"x" * 8 * MIB, "text/plain")
+
+    async def ask() -> Any:
+        return await transport.post(f"{upstream.url}/v1/completions", b'{"model": "m"}', {}, 300, 100 * MIB)
+
+    tasks = {asyncio.create_task(ask()) for _ in range(4)}
+    done, waiting = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    await upstream.until(lambda server: len(server.completions) == 4)
+    for _ in range(20):
+        assert (await transport.get(f"{upstream.url}/health", {}, 300)).status == 200, "small answers do not wait"
+    assert len(done) == 1, "the others wait, although they were sent"
+    assert not any(task.done() for task in waiting)
+    cancelled = waiting.pop()
+    cancelled.cancel()
+    await asyncio.gather(cancelled, return_exceptions=True)
+    while waiting:
+        done.pop().result().release()
+        done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        assert len(done) == 1
+        assert len(next(iter(done)).result().body) == 8 * MIB
+    await transport.close()

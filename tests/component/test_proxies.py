@@ -1,0 +1,184 @@
+"""Inference servers behind a load balancer: while one of them restarts, nobody loses a sample."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+from fake_upstream import COMPLETIONS, FakeUpstream, closed_port, fake_upstream, hang_up, reply
+from test_forwarding_failures import JOB, WHOLE, decoded
+
+from skyrl.sampling import client as client_module
+from skyrl.sampling.client import ForwardingClient
+from skyrl.sampling.endpoint import FixedEndpoint
+from skyrl.sampling.http import HttpTransport
+
+BAD_GATEWAY = b"HTTP/1.1 502 Bad Gateway\r\nContent-Type: text/html\r\nContent-Length: 6\r\n\r\n<html>"
+AWAY = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 0.05\r\nContent-Length: 0\r\n\r\n"
+
+
+class Balancer:
+    """A small HTTP proxy: each request goes to the next replica, whether or not that is there.
+
+    A replica that cannot be reached, or breaks off, is a 502; without any replica it is a 503. Its own /health is a
+    page that it does not have, or any replica's.
+    """
+
+    def __init__(self) -> None:
+        self.replicas: list[str] = []
+        self.answered: dict[int, int] = {502: 0, 503: 0}
+        self._changed = asyncio.Condition()
+        self.url = ""
+        self._turn = 0
+
+    async def until(self, status: int, times: int) -> None:
+        """Wait until it has answered this status so often."""
+        async with asyncio.timeout(120), self._changed:
+            await self._changed.wait_for(lambda: self.answered[status] >= times)
+
+    async def _answer(self, status: int, answer: bytes) -> bytes:
+        async with self._changed:
+            self.answered[status] += 1
+            self._changed.notify_all()
+        return answer
+
+    async def talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while True:
+                head = await reader.readuntil(b"\r\n\r\n")
+                length = int(head.lower().partition(b"content-length: ")[2].split(b"\r\n")[0])
+                writer.write(await self._pass_on(head + await reader.readexactly(length)))
+                await writer.drain()
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass
+        finally:
+            writer.close()
+
+    async def _pass_on(self, request: bytes) -> bytes:
+        if not self.replicas:
+            return await self._answer(503, AWAY)
+        self._turn += 1
+        host, port = self.replicas[self._turn % len(self.replicas)].removeprefix("http://").split(":")
+        try:
+            reader, writer = await asyncio.open_connection(host, int(port))
+            try:
+                writer.write(request)
+                head = await reader.readuntil(b"\r\n\r\n")
+                length = int(head.lower().partition(b"content-length: ")[2].split(b"\r\n")[0])
+                return head + await reader.readexactly(length)
+            finally:
+                writer.close()
+        except (OSError, asyncio.IncompleteReadError):
+            return await self._answer(502, BAD_GATEWAY)
+
+
+@asynccontextmanager
+async def balancing() -> AsyncIterator[Balancer]:
+    balancer = Balancer()
+    listening = await asyncio.start_server(balancer.talk, "127.0.0.1", 0)
+    balancer.url = "http://{}:{}".format(*listening.sockets[0].getsockname())
+    async with listening:
+        yield balancer
+
+
+@pytest.fixture
+async def client() -> AsyncIterator[tuple[Balancer, ForwardingClient]]:
+    async with balancing() as balancer:
+        client = ForwardingClient(HttpTransport(), FixedEndpoint(balancer.url), api_key=None, deadline_s=300)
+        yield balancer, client
+        await client.close()
+
+
+class Load:
+    """Samples, one after the other on each of so many ways, until it is stopped."""
+
+    def __init__(self, client: ForwardingClient, ways: int) -> None:
+        self._client = client
+        self._stopped = False
+        self.done = 0
+        self._tasks = [asyncio.create_task(self._run()) for _ in range(ways)]
+
+    async def _run(self) -> None:
+        while not self._stopped:
+            assert decoded(await self._client.sample(JOB)) == WHOLE
+            self.done += 1
+
+    async def goes_on(self, samples: int) -> None:
+        """Until so many more have ended. Raises what a sample failed with."""
+        until = self.done + samples
+        async with asyncio.timeout(120):
+            while self.done < until:
+                for task in self._tasks:
+                    if task.done():
+                        task.result()
+                await asyncio.sleep(0.01)
+
+    async def stop(self) -> None:
+        self._stopped = True
+        await asyncio.gather(*self._tasks)
+
+
+@pytest.mark.parametrize("health", [200, 404])
+async def test_a_rolling_restart_costs_no_sample(client: tuple[Balancer, ForwardingClient], health: int) -> None:
+    """Each replica is away for a while, one after the other; the balancer goes on sending to it."""
+    balancer, forwarding = client
+    servers = [FakeUpstream(on_get=reply(health, "")) for _ in range(2)]
+    for server in servers:
+        await server.start()
+    balancer.replicas = [server.url for server in servers]
+    load = Load(forwarding, 20)
+    await load.goes_on(50)
+    for index in range(2):
+        await servers[index].stop()
+        await load.goes_on(30)
+        servers[index] = FakeUpstream(on_get=reply(health, ""))
+        await servers[index].start()
+        balancer.replicas[index] = servers[index].url
+        await load.goes_on(30)
+    await load.stop()
+    assert balancer.answered[502] > 0
+    assert forwarding.counts["upstream_away"] == balancer.answered[502], "each was waited for"
+    for server in servers:
+        await server.stop()
+
+
+async def test_the_only_server_behind_a_proxy_restarts(client: tuple[Balancer, ForwardingClient]) -> None:
+    balancer, forwarding = client
+    async with fake_upstream() as server:
+        balancer.replicas = [server.url]
+        load = Load(forwarding, 20)
+        await load.goes_on(50)
+        balancer.replicas = []  # 503, with Retry-After
+        await balancer.until(503, 40)
+        balancer.replicas = [closed_port()]  # 502
+        await balancer.until(502, 40)
+        balancer.replicas = [server.url]
+        await load.goes_on(40)
+        await load.stop()
+    assert forwarding.counts["upstream_away"] >= 80
+    assert forwarding.counts["interrupted"] == 0
+
+
+async def test_a_sample_that_a_server_behind_a_proxy_dies_of_is_sent_rarely(
+    client: tuple[Balancer, ForwardingClient], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It looks like a restart, so it is repeated until the deadline; its pauses grow beyond those of a 503."""
+    balancer, forwarding = client
+    waits: list[float] = []
+
+    async def note(seconds: float) -> None:
+        waits.append(seconds)
+        if len(waits) == 12:
+            server.default = reply(400, "enough", "text/plain")
+
+    async with fake_upstream(default=hang_up) as server:
+        balancer.replicas = [server.url]
+        monkeypatch.setattr(client_module.asyncio, "sleep", note)
+        with pytest.raises(Exception, match="enough"):
+            await forwarding.sample(dataclasses.replace(JOB))
+    assert max(waits) > 3
+    assert max(waits) <= 1.25 * client_module.MAX_GATEWAY_BACKOFF_S
+    assert len([request for request in server.requests if request.path == COMPLETIONS]) == 13
