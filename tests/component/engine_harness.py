@@ -142,10 +142,10 @@ class Harness:
 
         self.engine.execution.settle = settle_or_die  # type: ignore[method-assign]
 
-    async def killed(self) -> None:
-        """Wait until the armed death has happened."""
+    async def killed(self, by: type[BaseException] = Killed) -> None:
+        """Wait until the engine has died of the armed death, or of `by`."""
         assert self._running is not None
-        with contextlib.suppress(Killed):
+        with contextlib.suppress(by):
             await asyncio.wait_for(self._running, WAIT_S)
             raise AssertionError("the engine has ended by itself")
         self._gone()
