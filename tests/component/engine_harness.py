@@ -150,6 +150,11 @@ class Harness:
             raise AssertionError("the engine has ended by itself")
         self._gone()
 
+    def died_starting(self) -> None:
+        """After a `start` that has raised: what it had opened is closed, as the end of a process does."""
+        self.engine.stop()
+        self._gone()
+
     def _gone(self) -> None:
         assert self._api is not None
         assert self._deaths is not None
