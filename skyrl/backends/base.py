@@ -31,6 +31,18 @@ class InvalidRequest(ValueError):
     """The caller's mistake. The message names the field and says what is allowed; nothing has been changed."""
 
 
+class OutOfMemory(MemoryError):
+    """The device had no memory left for this command. The model is as before; others' commands may still run."""
+
+
+class DeviceFault(BaseException):
+    """The device cannot be used any more (a CUDA error that stays), whatever runs next: the engine must end.
+
+    No Exception, so that no handler takes it for the failure of one command. A new process recovers all models from
+    their snapshots and the command log.
+    """
+
+
 @dataclass(frozen=True)
 class LoraSpec:
     """An adapter as the client asked for it. `alpha / rank` scales its update; `seed` fixes lora_A (lora_B is 0)."""
@@ -91,7 +103,10 @@ class AdamParams:
 
 
 class Backend(Protocol):
-    """A frozen base model with many LoRA adapters, each with its own gradients and optimizer."""
+    """A frozen base model with many LoRA adapters, each with its own gradients and optimizer.
+
+    Any method may raise OutOfMemory, which leaves the model as it was, or DeviceFault, which ends the engine.
+    """
 
     @property
     def limits(self) -> ModelLimits: ...
@@ -102,6 +117,12 @@ class Backend(Protocol):
     @property
     def merges_passes(self) -> bool:
         """Whether passes of several models in one `run` share the base model's work."""
+        ...
+
+    @property
+    def repeats_exactly(self) -> bool:
+        """Whether the same commands of a model give the same bits again, whatever else runs beside them and however
+        passes are grouped. If not, they give the same up to rounding."""
         ...
 
     def create_model(self, model_id: str, spec: LoraSpec) -> None:
@@ -121,17 +142,31 @@ class Backend(Protocol):
 
         Gradients add up (sums, never means) in the order of `passes` until the model's `optim_step`. A pass that
         fails leaves its model's gradients as they were and never touches its neighbours. Results and gradients of
-        one pass do not depend on which other passes run beside it.
+        one pass depend on the other passes beside it by no more than rounding; where `repeats_exactly`, not at all.
         """
         ...
 
+    def check_step(self, params: AdamParams) -> None:
+        """Raise InvalidRequest for hyper-parameters that no step can be made with."""
+        ...
+
     def optim_step(self, model_id: str, params: AdamParams) -> dict[str, float]:
-        """Clip, step, clear gradients; returns metrics. Without accumulated gradients it changes nothing."""
+        """Clip, step, clear gradients; returns metrics. Without accumulated gradients it changes nothing.
+
+        The step is whole or not at all. Raises InvalidRequest, OutOfMemory or any other exception: nothing has
+        changed, the gradient included. Raises FloatingPointError for a gradient that is not finite: the gradient
+        is cleared, and nothing else has changed.
+        """
+        ...
+
+    def clear_gradient(self, model_id: str) -> None:
+        """Drop the model's accumulated gradient, if it has one."""
         ...
 
     def save_state(self, model_id: str, directory: Path) -> None:
         """Write adapter, gradient accumulator and optimizer (moments, step count) into the existing directory; the
-        adapter in PEFT format, as `save_adapter` does."""
+        adapter in PEFT format, as `save_adapter` does. Never changes the model. If it raises, the directory may hold
+        a part of the files: its owner discards it."""
         ...
 
     def load_state(self, model_id: str, directory: Path, *, optimizer: bool) -> None:

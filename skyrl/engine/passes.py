@@ -7,8 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from skyrl.backends.base import Backend, Datum, InvalidRequest, PassResult, TrainingPass
-from skyrl.db.faults import DatabaseError
+from skyrl.backends.base import Backend, Datum, InvalidRequest, OutOfMemory, PassResult, TrainingPass
 from skyrl.db.futures import Outcome
 from skyrl.engine.commands import Command
 from skyrl.futures.kinds import Kind
@@ -18,6 +17,12 @@ from skyrl.wire.results import encode_forward_backward
 from skyrl.wire.training import decode_forward_backward
 
 logger = logging.getLogger(__name__)
+
+OUT_OF_MEMORY = (
+    "the server had too little memory for this command, which has changed nothing; send it again later, or fewer "
+    "tokens at a time"
+)
+"""What a client is told of OutOfMemory. Where memory ran out is in the log."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +34,11 @@ class Ran:
 
 
 def failed(error: Exception, command: Command) -> Outcome:
-    """The outcome of a command that raised: the caller's mistakes in their own words, ours logged with their trace."""
+    """The outcome of a command that raised.
+
+    The caller's mistakes are told in their own words. Of the server's own failures the client is told a plain sentence;
+    the error, which may hold paths or addresses, goes to the log under the request's id.
+    """
     if isinstance(error, FailedRequest):
         return Outcome(error=error.message, error_category=error.category)
     if isinstance(error, RequestError | InvalidRequest | FloatingPointError):  # the last: a gradient that is not finite
@@ -40,10 +49,10 @@ def failed(error: Exception, command: Command) -> Outcome:
         what = "the checkpoint's files are gone" if lost else "the server's checkpoint store cannot be used now"
         return Outcome(error=what, error_category=ErrorCategory.SERVER)
     logger.error("%s %s failed", command.kind, command.request_id, exc_info=error)
-    if isinstance(error, DatabaseError):  # its text names the operator's database
-        told = f"the server's database failed; its log says why, under request {command.request_id}"
-        return Outcome(error=told, error_category=ErrorCategory.SERVER)
-    return Outcome(error=f"internal error: {type(error).__name__}: {error}", error_category=ErrorCategory.SERVER)
+    if isinstance(error, OutOfMemory):
+        return Outcome(error=OUT_OF_MEMORY, error_category=ErrorCategory.SERVER)
+    what = f"the server failed while it ran this command; the server's log says why, under {command.request_id}"
+    return Outcome(error=what, error_category=ErrorCategory.SERVER)
 
 
 def decode_pass(command: Command, body: bytes, backend: Backend) -> TrainingPass:

@@ -1,6 +1,10 @@
 """After a restart: bring every living model back to where it was, from its last snapshot and the commands after it.
 
-Passes and steps are bitwise repeatable whatever they were batched with, so the model continues as if nothing had been.
+Every command that changed a model is in its new state once, in the old order. Where the backend `repeats_exactly` (on a
+CPU whose passes are not merged), the model is the same to the last bit. Elsewhere (on CUDA, or with merged passes) the
+commands since the last snapshot are repeated up to rounding: kernels may add in another order, and passes that ran
+together are repeated one by one. No model is failed for such a difference.
+
 Snapshots are taken after an optimizer step when the last one is old enough, which bounds how much is repeated; and
 after every load, because the checkpoint may be replaced or deleted later.
 """
@@ -11,14 +15,14 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import Connection
 
-from skyrl.backends.base import Backend, InvalidRequest
+from skyrl.backends.base import Backend, InvalidRequest, OutOfMemory, TrainingPass
 from skyrl.config import ServerConfig
 from skyrl.db import futures as rows
 from skyrl.db import models as model_rows
@@ -84,16 +88,38 @@ class Snapshots:
 
 
 def _repeat_step(row: Any, body: bytes, model_id: str, backend: Backend) -> None:
-    """A step that failed by the caller's fault fails again, and drops a gradient that is not finite again."""
-    try:
-        backend.optim_step(model_id, adam_params(decode_json(OptimStepRequest, body)))
-    except (FloatingPointError, InvalidRequest, RequestError) as error:
-        if row.status == "done":
-            raise
-        logger.info("model %s: the step of command %d fails again, as it did: %s", model_id, row.seq_id, error)
+    """What a step has done. A failed one is not tried again, because rounding might let it succeed now: either its
+    hyper-parameters were refused, which changed nothing, or its gradient was not finite and was dropped."""
+    if row.status == "done":
+        params = adam_params(decode_json(OptimStepRequest, body))
+        with _unless_rounding(row, model_id, backend, FloatingPointError):
+            backend.optim_step(model_id, params)
         return
-    if row.status != "done":
-        raise RuntimeError(f"command {row.seq_id} failed when it was run, and now it does not: the state is another")
+    try:
+        backend.check_step(adam_params(decode_json(OptimStepRequest, body)))
+    except (InvalidRequest, RequestError):
+        return
+    backend.clear_gradient(model_id)
+
+
+def _repeat_pass(row: Any, training_pass: TrainingPass, backend: Backend) -> None:
+    """Raises what the pass fails of, now that it is repeated."""
+    for result in backend.run([training_pass]):
+        with _unless_rounding(row, training_pass.model_id, backend, InvalidRequest):
+            if isinstance(result, Exception):
+                raise result
+
+
+@contextlib.contextmanager
+def _unless_rounding(row: Any, model_id: str, backend: Backend, error: type[Exception]) -> Iterator[None]:
+    """`error` says that a number is not finite. Where repeating is exact it was not finite before either, so the state
+    is another: raise. Elsewhere the number was at the end of float32's range; what follows is repeated all the same."""
+    try:
+        yield
+    except error as found:
+        if backend.repeats_exactly:
+            raise
+        logger.warning("model %s: command %d succeeded, and repeated it fails: %s", model_id, row.seq_id, found)
 
 
 def _repeat(row: Any, body: bytes, model: Any, backend: Backend, loaded: Mapping[str, Path]) -> None:
@@ -105,9 +131,7 @@ def _repeat(row: Any, body: bytes, model: Any, backend: Backend, loaded: Mapping
     elif command.kind is Kind.FORWARD_BACKWARD:
         training_pass = decode_pass(command, body, backend)
         if training_pass.backward:
-            for result in backend.run([training_pass]):
-                if isinstance(result, Exception):
-                    raise result
+            _repeat_pass(row, training_pass, backend)
     elif command.kind is Kind.OPTIM_STEP:
         _repeat_step(row, body, model.id, backend)
     elif command.kind is Kind.LOAD_WEIGHTS:
@@ -118,7 +142,8 @@ def _repeat(row: Any, body: bytes, model: Any, backend: Backend, loaded: Mapping
 
 
 class Recovery:
-    """Once, when an engine starts: `run`. After that `retry`, now and then, for models whose store was away."""
+    """Once, when an engine starts: `run`. After that `retry`, now and then, for models whose checkpoint store was away
+    or for which there was too little memory."""
 
     def __init__(
         self,
@@ -140,7 +165,8 @@ class Recovery:
 
     async def run(self) -> None:
         """Skip what kills the engine, and restore all living models. One that cannot be restored is failed, with its
-        reason in the log; one whose store is away is held: its commands wait. Others go on."""
+        reason in the log; one whose store is away, or for which there is too little memory, is held: its commands wait.
+        Others go on."""
         suspects = await asyncio.to_thread(self._skip_poison)
         scheduler = self._engine.scheduler
         for model in self._database.read(model_rows.living):
@@ -167,6 +193,11 @@ class Recovery:
         except Exception as error:
             if isinstance(error, StoreError) and not isinstance(error, NotStored):
                 logger.warning("model %s waits for a checkpoint that it has loaded: %s", model.id, error)
+                self._held.add(model.id)
+                return
+            if isinstance(error, OutOfMemory):
+                logger.warning("model %s waits for memory to be restored in: %s", model.id, error)
+                await self._engine.on_backend(lambda: self._backend.delete_model(model.id))
                 self._held.add(model.id)
                 return
             logger.exception("model %s cannot be restored", model.id)

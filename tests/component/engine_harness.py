@@ -142,12 +142,17 @@ class Harness:
 
         self.engine.execution.settle = settle_or_die  # type: ignore[method-assign]
 
-    async def killed(self) -> None:
-        """Wait until the armed death has happened."""
+    async def killed(self, by: type[BaseException] = Killed) -> None:
+        """Wait until the engine has died of the armed death, or of `by`."""
         assert self._running is not None
-        with contextlib.suppress(Killed):
+        with contextlib.suppress(by):
             await asyncio.wait_for(self._running, WAIT_S)
             raise AssertionError("the engine has ended by itself")
+        self._gone()
+
+    def died_starting(self) -> None:
+        """After a `start` that has raised: what it had opened is closed, as the end of a process does."""
+        self.engine.stop()
         self._gone()
 
     def _gone(self) -> None:

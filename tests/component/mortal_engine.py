@@ -78,6 +78,7 @@ class Ledger:
 
     limits = ModelLimits(vocab_size=512, max_context=16)
     sampling_mode = SamplingMode.FORWARDED
+    repeats_exactly = True
 
     def __init__(self, step: Callable[[], None], *, merges_passes: bool) -> None:
         self.merges_passes = merges_passes
@@ -108,6 +109,14 @@ class Ledger:
                 results.append(error)
         self._step()
         return results
+
+    def check_step(self, params: AdamParams) -> None:
+        pass
+
+    def clear_gradient(self, model_id: str) -> None:
+        self._step()
+        self.models[model_id]["gradient"] = []
+        self._step()
 
     def optim_step(self, model_id: str, params: AdamParams) -> dict[str, float]:
         self._step()

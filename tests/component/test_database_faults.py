@@ -303,7 +303,7 @@ async def test_what_an_internal_error_says_is_the_operators_alone(
     assert "10.1.2.3" in caplog.text, "the log has it"
     command = Command(1, "r7", Kind.FORWARD, "t", "s", "m", 1, None, None, "proto", 10)
     of_training = failed(mistake, command)
-    assert of_training.error == "the server's database failed; its log says why, under request r7"
+    assert of_training.error == "the server failed while it ran this command; the server's log says why, under r7"
 
 
 @ON_POSTGRES

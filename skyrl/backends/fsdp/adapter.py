@@ -89,8 +89,20 @@ class Adapter:
         return {t.name: (views[f"{t.name}.lora_A"], views[f"{t.name}.lora_B"]) for t in self.targets}
 
     def accumulate(self, gradient: Tensor) -> None:
-        """Add a pass's gradient (flat, float32); takes ownership of the tensor."""
+        """Add a pass's gradient (flat, float32); takes ownership of the tensor. Allocates nothing."""
         if self.gradient is None:
             self.gradient = gradient
         else:
             self.gradient.add_(gradient)
+
+    def replace(
+        self,
+        weights: Tensor,
+        exp_avg: Tensor | None,
+        exp_avg_sq: Tensor | None,
+        gradient: Tensor | None,
+        step: int,
+    ) -> None:
+        """Put new buffers (flat, float32) in the place of all old ones, in one statement that allocates nothing."""
+        new = weights, exp_avg, exp_avg_sq, gradient, step
+        self.weights, self.exp_avg, self.exp_avg_sq, self.gradient, self.step = new

@@ -5,11 +5,8 @@ Deliberately knows nothing of the command log, the wire or the sampler.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
-
-import torch
 
 from skyrl.backends.base import (
     AdamParams,
@@ -22,6 +19,7 @@ from skyrl.backends.base import (
 )
 from skyrl.backends.fsdp import checks, state
 from skyrl.backends.fsdp.adapter import Adapter
+from skyrl.backends.fsdp.device import command_on, prepare_device
 from skyrl.backends.fsdp.lora import trained_targets
 from skyrl.backends.fsdp.losses import served_losses
 from skyrl.backends.fsdp.model import BaseModel
@@ -34,10 +32,11 @@ from skyrl.config import ServerConfig
 class FsdpBackend:
     """LoRA training on one device: float32 on a CPU, bfloat16 with float32 adapters, gradients and moments on CUDA.
 
-    Each slice of a pass goes through the base model on its own: results and gradients are then the same bits
-    however passes are grouped, because no kernel sees another slice's rows. With `merge_passes` (the default on
-    CUDA), slices of several passes share a micro-batch of up to `micro_batch_tokens`, each with its own adapter,
-    and the number of rows may change a matrix product's last bits.
+    On a CPU each slice of a pass goes through the base model on its own. Results and gradients are then the same
+    bits however passes are grouped, because no kernel sees another slice's rows. With `merge_passes` (the default
+    on CUDA), slices of several passes share a micro-batch of up to `micro_batch_tokens`, each with its own adapter,
+    and the number of rows may change a matrix product's last bits. On CUDA the same bits are promised in neither
+    case.
 
     Raises ConfigError when the base model cannot be trained.
     """
@@ -46,7 +45,7 @@ class FsdpBackend:
         self._sampling_mode = SamplingMode.COLOCATED if config.colocated else SamplingMode.FORWARDED
         self._budget = config.backend_config.trainer.micro_batch_tokens
         self._max_rank = config.backend_config.lora.max_lora_rank
-        self._device = _prepare_device(config.threads)
+        self._device = prepare_device(config.threads)
         merge = config.backend_config.trainer.merge_passes
         self._merge = self._device.type == "cuda" if merge is None else merge
         self._base = BaseModel(
@@ -70,12 +69,17 @@ class FsdpBackend:
     def merges_passes(self) -> bool:
         return self._merge
 
+    @property
+    def repeats_exactly(self) -> bool:
+        return self._device.type == "cpu" and not self._merge
+
     def create_model(self, model_id: str, spec: LoraSpec) -> None:
         """Add an adapter. Raises InvalidRequest: the id exists, or the spec cannot be honoured."""
         checks.check_spec(spec, self._max_rank)
         if model_id in self._adapters:
             raise InvalidRequest(f"model_id: {model_id} exists already")
-        self._adapters[model_id] = Adapter(spec, trained_targets(self._base.linears, spec), self._device)
+        with command_on(self._device, waits=True):
+            self._adapters[model_id] = Adapter(spec, trained_targets(self._base.linears, spec), self._device)
 
     def delete_model(self, model_id: str) -> None:
         self._adapters.pop(model_id, None)
@@ -87,9 +91,14 @@ class FsdpBackend:
     def run(self, passes: Sequence[TrainingPass]) -> list[PassResult | Exception]:
         """One outcome per pass, in order; gradients are added in the order of `passes`.
 
-        A pass that `check` refuses, or whose loss is not finite, fails with InvalidRequest. An error of the
-        device (out of memory) is the outcome of the passes that still fail when their slices run alone.
+        A pass that `check` refuses, or whose loss is not finite, fails with InvalidRequest. OutOfMemory, or whatever
+        else torch raises, is the outcome of the passes that still fail when their slices run alone. Raises
+        DeviceFault when the device itself has failed.
         """
+        with command_on(self._device, waits=True):
+            return self._run(passes)
+
+    def _run(self, passes: Sequence[TrainingPass]) -> list[PassResult | Exception]:
         started = [self._start(training_pass) for training_pass in passes]
         for backward in (False, True):
             slices = [
@@ -102,19 +111,29 @@ class FsdpBackend:
                 run_micro_batch(self._base, slices[run.start : run.stop], backward=backward)
         return [running.outcome() if isinstance(running, RunningPass) else running for running in started]
 
+    def check_step(self, params: AdamParams) -> None:
+        checks.check_adam(params)
+
     def optim_step(self, model_id: str, params: AdamParams) -> dict[str, float]:
         """See `adamw_step` for metrics and errors. Raises InvalidRequest for hyper-parameters out of range."""
-        checks.check_adam(params)
-        return adamw_step(self._adapter(model_id), params)
+        self.check_step(params)
+        with command_on(self._device, waits=True):
+            return adamw_step(self._adapter(model_id), params)
+
+    def clear_gradient(self, model_id: str) -> None:
+        self._adapter(model_id).gradient = None
 
     def save_state(self, model_id: str, directory: Path) -> None:
-        state.save_state(self._adapter(model_id), self._base.path, directory)
+        with command_on(self._device, waits=False):  # a save runs beside other models' passes
+            state.save_state(self._adapter(model_id), self._base.path, directory)
 
     def load_state(self, model_id: str, directory: Path, *, optimizer: bool) -> None:
-        state.load_state(self._adapter(model_id), directory, optimizer=optimizer)
+        with command_on(self._device, waits=True):
+            state.load_state(self._adapter(model_id), directory, optimizer=optimizer)
 
     def save_adapter(self, model_id: str, directory: Path) -> None:
-        state.save_adapter(self._adapter(model_id), self._base.path, directory)
+        with command_on(self._device, waits=False):
+            state.save_adapter(self._adapter(model_id), self._base.path, directory)
 
     def close(self) -> None:
         self._adapters.clear()
@@ -130,16 +149,3 @@ class FsdpBackend:
         except InvalidRequest as error:
             return error
         return RunningPass(training_pass, self._adapter(training_pass.model_id), self._losses[training_pass.loss_fn])
-
-
-def _prepare_device(threads: int) -> torch.device:
-    """CUDA when there is one, else the CPU with a fixed number of threads.
-
-    On CUDA kernels are deterministic where torch has such a kernel; it warns where it has none.
-    """
-    if torch.cuda.is_available():
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        return torch.device("cuda")
-    torch.set_num_threads(threads)
-    return torch.device("cpu")

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from skyrl.backends.base import Datum, ModelLimits
 from skyrl.backends.fsdp import attention
+from skyrl.backends.fsdp.device import base_dtype
 from skyrl.backends.fsdp.lora import ActiveSegments, LoraSegment, MultiLoraLinear, wrap_linears
 from skyrl.backends.fsdp.packing import PackedSlice, pack
 from skyrl.config import ConfigError
@@ -33,9 +34,10 @@ class BaseModel:
         self.path = path
         self.device = device
         self.active = ActiveSegments()
-        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         try:
-            self._model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="sdpa")
+            self._model: Any = AutoModelForCausalLM.from_pretrained(
+                path, dtype=base_dtype(device), attn_implementation="sdpa"
+            )
         except (OSError, ValueError) as error:
             raise ConfigError(f"base_model: cannot load {path}: {error}") from error
         self._model.to(device).eval().requires_grad_(False)

@@ -1,8 +1,8 @@
 """Passes on their way through the model: slices, their loss and gradients, and what a pass adds up to.
 
 A pass is cut into slices by a rule that looks at that pass alone; every slice has its own leaves of the
-adapter's weights, and slices' gradients are added in order, so that a pass gives the same bits whatever runs
-beside it. Deliberately knows nothing of model ids, requests or where results go.
+adapter's weights, and slices' gradients are added in order. Where slices run one at a time on a CPU, a pass therefore
+gives the same bits whatever runs beside it. Deliberately knows nothing of model ids, requests or where results go.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from skyrl.backends.base import Datum, InvalidRequest, PassResult, TrainingPass
 from skyrl.backends.fsdp import packing
 from skyrl.backends.fsdp.adapter import Adapter
 from skyrl.backends.fsdp.checks import loss_config
+from skyrl.backends.fsdp.device import failure_of
 from skyrl.backends.fsdp.logprobs import Targets, target_logprobs
 from skyrl.backends.fsdp.lora import LoraSegment
 from skyrl.backends.fsdp.losses import Loss, LossInputs, LossValue
@@ -38,6 +39,10 @@ class RunningPass:
     logprobs: list[npt.NDArray[np.float32]] = field(default_factory=list)
     gradient: Tensor | None = None
     error: Exception | None = None
+
+    def fail(self, error: Exception) -> None:
+        """The pass has failed; what its slices have given so far is dropped."""
+        self.error, self.gradient = error, None
 
     def outcome(self) -> PassResult | Exception:
         if self.error is not None:
@@ -77,19 +82,35 @@ def slices_of(running: RunningPass, budget: int) -> Iterator[Slice]:
 
 
 def run_micro_batch(base: BaseModel, batch: Sequence[Slice], *, backward: bool) -> None:
-    """Run slices together; should that raise, run each alone, so that only the culprit's pass fails."""
+    """Run slices together; should that raise, run each alone, so that only the culprit's pass fails.
+
+    A failure is the pass's outcome (OutOfMemory for a lack of memory); DeviceFault is raised.
+    """
     batch = [piece for piece in batch if piece.running.error is None]
-    try:
-        results = _forward_backward(base, batch, backward) if batch else []
-    except Exception as error:  # the pass's outcome, whatever it is: memory, a device fault, a bug
-        if len(batch) > 1:
-            for piece in batch:
-                run_micro_batch(base, [piece], backward=backward)
-        else:
-            batch[0].running.error = error
+    if not batch:
         return
-    for piece, result in zip(batch, results, strict=True):
+    failure: Exception | None = None
+    results: list[_SliceResult] = []
+    try:
+        results = _forward_backward(base, batch, backward)
+    except Exception as error:
+        failure = failure_of(error, base.device)
+    if failure is None:
+        for piece, result in zip(batch, results, strict=True):
+            _record_or_fail(piece, result, base.device)
+    elif len(batch) > 1:  # after the handler: what the failed attempt held is free again
+        for piece in batch:
+            run_micro_batch(base, [piece], backward=backward)
+    else:
+        batch[0].running.fail(failure)
+
+
+def _record_or_fail(piece: Slice, result: _SliceResult, device: torch.device) -> None:
+    """Metrics and logprobs take memory too; a pass for which there is none leaves its model's gradient as it was."""
+    try:
         _record(piece, result)
+    except Exception as error:
+        piece.running.fail(failure_of(error, device))
 
 
 def _forward_backward(base: BaseModel, batch: Sequence[Slice], backward: bool) -> list[_SliceResult]:
@@ -142,12 +163,13 @@ def _record(piece: Slice, result: _SliceResult) -> None:
     running = piece.running
     running.tally.add(result.value, piece.tokens, result.inputs.tensors.get("advantages"))
     if not math.isfinite(running.tally.loss):
-        running.error = InvalidRequest(
-            f"loss_fn: the sum of {running.training_pass.loss_fn} is {running.tally.loss}, no gradient was "
-            "kept; check loss_fn_inputs (logprobs far from the model's own overflow the ratio) and the "
-            "learning rate of earlier steps"
+        running.fail(
+            InvalidRequest(
+                f"loss_fn: the sum of {running.training_pass.loss_fn} is {running.tally.loss}, no gradient was "
+                "kept; check loss_fn_inputs (logprobs far from the model's own overflow the ratio) and the "
+                "learning rate of earlier steps"
+            )
         )
-        running.gradient = None
         return
     shapes = [datum.loss_inputs["target_tokens"].shape for datum in piece.data]
     flat = np.split(result.logprobs.detach().cpu().numpy(), np.cumsum([math.prod(shape) for shape in shapes])[:-1])

@@ -79,10 +79,9 @@ def load_state(adapter: Adapter, directory: Path, *, optimizer: bool) -> None:
         stored = load_file(directory / OPTIMIZER_TENSORS) if optimizer and parts else {}
     packed = adapter.pack(weights)
     loaded = {part: adapter.pack(_part(stored, part)) for part in parts} if optimizer else {}
-    adapter.weights = packed
-    for part in OPTIMIZER_PARTS:
-        setattr(adapter, part, loaded.get(part))
-    adapter.step = int(about["step"]) if optimizer else 0
+    step = int(about["step"]) if optimizer else 0
+    exp_avg, exp_avg_sq, gradient = (loaded.get(part) for part in OPTIMIZER_PARTS)
+    adapter.replace(packed, exp_avg, exp_avg_sq, gradient, step)
 
 
 def save_adapter(adapter: Adapter, base_model: str, directory: Path) -> None:

@@ -1,0 +1,200 @@
+"""A device that breaks under a command: the engine ends, and the next one goes on with all models. Out of memory, which
+is no fault of the device, is in test_failed_commands."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine_harness import Harness, Trainer, harness_in
+from torch import Tensor
+
+from skyrl.backends.base import DeviceFault
+from skyrl.backends.fsdp import device, state
+from skyrl.backends.fsdp.losses import LOSSES, Loss, LossInputs, LossValue, importance_sampling
+from skyrl.futures.kinds import Kind
+
+POISON = 666.0
+
+
+class Device:
+    """Stands for a GPU: once a kernel has failed on it, nothing works any more until a new process uses it."""
+
+    def __init__(self) -> None:
+        self.broken = False
+        self.says_so_at_once = True
+
+    def synchronize(self, where: torch.device) -> None:
+        if self.broken:
+            raise RuntimeError("CUDA error: device-side assert triggered")
+
+    def fail(self) -> None:
+        self.broken = True
+        if self.says_so_at_once:
+            raise RuntimeError("CUDA error: device-side assert triggered")
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
+    """The loss importance_sampling breaks it where an advantage is 666."""
+    gpu = Device()
+    monkeypatch.setattr(device, "synchronize", gpu.synchronize)
+
+    def breaking(lp: Tensor, inputs: LossInputs, config: Any) -> LossValue:
+        if (inputs["advantages"] == POISON).any():
+            gpu.fail()
+        return importance_sampling(lp, inputs, config)
+
+    monkeypatch.setitem(LOSSES, "importance_sampling", Loss(breaking, ("logprobs", "advantages")))
+    yield gpu
+
+
+@pytest.fixture
+async def harness(tmp_path: Path, gpu: Device) -> AsyncIterator[Harness]:
+    async with harness_in(tmp_path / "state") as harness:
+        await harness.start()
+        yield harness
+
+
+def datum(advantage: float) -> dict[str, Any]:
+    def floats(value: float) -> dict[str, Any]:
+        return {"data": [value] * 3, "dtype": "float32", "shape": [3]}
+
+    inputs = {"target_tokens": {"data": [1, 2, 3], "dtype": "int64", "shape": [3]}}
+    inputs |= {"logprobs": floats(-6.0), "advantages": floats(advantage)}
+    return {"model_input": {"chunks": [{"tokens": [5, 6, 7]}]}, "loss_fn_inputs": inputs}
+
+
+async def send_pass(trainer: Trainer, advantage: float) -> str:
+    given = {"data": [datum(advantage)], "loss_fn": "importance_sampling"}
+    return await trainer.send(Kind.FORWARD_BACKWARD, forward_backward_input=given)
+
+
+def blamed(harness: Harness) -> list[str]:
+    """What ran when the engine died."""
+    return json.loads(harness.config.running_file.read_text().partition("\n")[0])["running"]
+
+
+def break_at(harness: Harness, gpu: Device, method: str) -> None:
+    """The next call of this method of the backend breaks the device."""
+    act = getattr(harness.backend, method)
+
+    def act_and_break(*arguments: Any, **options: Any) -> Any:
+        gpu.broken = True
+        return act(*arguments, **options)
+
+    setattr(harness.backend, method, act_and_break)
+
+
+@pytest.mark.parametrize("at_once", [True, False], ids=["at-once", "later"])
+async def test_a_fault_in_a_pass_ends_the_engine_and_nothing_is_lost(
+    harness: Harness, gpu: Device, at_once: bool, tmp_path: Path
+) -> None:
+    """Also one that shows after the kernel was started: it is held against the command that started it."""
+    other, culprit = await Trainer.create(harness), await Trainer.create(harness, seed=2)
+    for trainer in (other, culprit):
+        await trainer.step(1)
+    gpu.says_so_at_once = at_once
+    request_id = await send_pass(culprit, POISON)
+    await harness.killed(DeviceFault)
+    assert blamed(harness) == [request_id]
+    unharmed = await other.send_step(2)
+    gpu.broken = False
+    await harness.start()
+    await harness.killed(DeviceFault)
+    gpu.broken = False
+    await harness.start()
+    outcome = await culprit.outcome(request_id)
+    assert "the engine died 2 times while it ran this command" in (outcome.error or "")
+    assert (await other.result(unharmed))["metrics"]["optimizer_step"] == 2
+    assert (await culprit.step(2))["optimizer_step"] == 2
+    states = [await trainer.state() for trainer in (other, culprit)]
+    async with harness_in(tmp_path / "steady") as steady:
+        await steady.start()
+        for seed, state in ((1, states[0]), (2, states[1])):
+            trainer = await Trainer.create(steady, seed=seed)
+            await trainer.step(1)
+            await trainer.step(2)
+            assert await trainer.state() == state
+
+
+@pytest.mark.parametrize(
+    ("kind", "method", "body"),
+    [
+        (Kind.OPTIM_STEP, "check_step", {"adam_params": {"learning_rate": 0.01}}),
+        (Kind.SAVE_WEIGHTS_FOR_SAMPLER, "save_adapter", {"path": "name"}),
+        (Kind.SAVE_WEIGHTS, "save_state", {"path": "name"}),
+    ],
+)
+async def test_a_fault_in_a_barrier_ends_the_engine_and_it_runs_after_the_restart(
+    harness: Harness, gpu: Device, kind: Kind, method: str, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = await Trainer.create(harness)
+    await trainer.step(1)
+    await trainer.result(await send_pass(trainer, 1.0))
+
+    def fail(*arguments: Any) -> None:
+        raise RuntimeError("CUDA error: unspecified launch failure")
+
+    break_at(harness, gpu, method)
+    with monkeypatch.context() as patch:
+        patch.setattr(state, "save_file", fail)  # a step asks the device when it ends, a save only after an error
+        request_id = await trainer.send(kind, **body)
+        await harness.killed(DeviceFault)
+    assert blamed(harness) == [request_id]
+    assert await harness.store.wait(request_id, "tenant", 0.0) is None, "it is still to be run"
+    gpu.broken = False
+    await harness.start()
+    await trainer.result(request_id)
+    assert (await trainer.step(2))["optimizer_step"] == (3 if kind is Kind.OPTIM_STEP else 2)
+
+
+async def test_a_fault_while_a_model_is_restored_ends_the_engine_and_is_held_against_that_command(
+    harness: Harness, gpu: Device
+) -> None:
+    """Two such deaths fail that model; the other goes on. No model is failed by the first."""
+    poisoned, other = await Trainer.create(harness), await Trainer.create(harness)
+    for trainer in (poisoned, other):
+        await trainer.step(1)
+    before = await other.state()
+    await harness.stop()
+
+    def faulty(harness: Harness) -> None:
+        run = harness.backend.run
+
+        def run_and_break(passes: Any) -> Any:
+            gpu.broken = passes[0].model_id == poisoned.model_id
+            return run(passes)
+
+        harness.backend.run = run_and_break  # type: ignore[method-assign]
+
+    for _ in range(2):
+        gpu.broken = False
+        with pytest.raises(DeviceFault):
+            await harness.start(faulty)
+        harness.died_starting()
+        assert harness.model_row(poisoned.model_id).status == "ready"
+        assert len(blamed(harness)) == 1
+        assert blamed(harness)[0].startswith("again ")
+    gpu.broken = False
+    await harness.start(faulty)
+    assert harness.model_row(poisoned.model_id).status == "failed"
+    assert await other.state() == before
+
+
+async def test_an_error_of_a_device_that_still_answers_fails_one_command(
+    harness: Harness, gpu: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = await Trainer.create(harness)
+
+    def fail() -> None:
+        raise RuntimeError("CUDA error: invalid configuration argument")
+
+    monkeypatch.setattr(gpu, "fail", fail)
+    outcome = await trainer.outcome(await send_pass(trainer, POISON))
+    assert outcome.error_category == "server"
+    assert (await trainer.step(1))["optimizer_step"] == 1

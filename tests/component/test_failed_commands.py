@@ -1,0 +1,298 @@
+"""Commands that fail by the server's fault: the model, the files and what a restart makes of them are as if the command
+had never come; and what the client is told."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine_harness import Harness, Trainer, data, harness_in
+
+from skyrl.backends.fsdp import state as state_module
+from skyrl.db.futures import Outcome
+from skyrl.engine.passes import OUT_OF_MEMORY
+from skyrl.futures.kinds import Kind
+from tests.failures import FailingLine, FailingOperation
+
+HUGE = {"data": [3e36] * 4, "dtype": "float32", "shape": [4]}
+
+
+@pytest.fixture
+async def harness(tmp_path: Path) -> AsyncIterator[Harness]:
+    async with harness_in(tmp_path / "state") as harness:
+        await harness.start()
+        yield harness
+
+
+async def restart(harness: Harness, prepare: Callable[[Harness], None] = lambda _: None) -> None:
+    await harness.stop()
+    await harness.start(prepare)
+
+
+class Failing:
+    """The next call of one of the backend's methods fails at a point of its own; its thread may be any."""
+
+    def __init__(self, harness: Harness, method: str) -> None:
+        self.failed = False
+        self._harness = harness
+        self._method = method
+
+    def at(self, failing: FailingOperation | FailingLine) -> None:
+        act = getattr(self._harness.backend, self._method)
+
+        def act_once(*arguments: Any) -> Any:
+            setattr(self._harness.backend, self._method, act)
+            with failing:
+                try:
+                    return act(*arguments)
+                finally:
+                    self.failed = failing.failed
+
+        setattr(self._harness.backend, self._method, act_once)
+
+
+def expect_out_of_memory(outcome: Outcome) -> None:
+    assert (outcome.error, outcome.error_category) == (OUT_OF_MEMORY, "server")
+
+
+STEPS: dict[str, dict[str, float]] = {
+    "plain": {"learning_rate": 0.01},
+    "clipped-decayed": {"learning_rate": 0.01, "weight_decay": 0.2, "grad_clip_norm": 0.1},
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("steps", [0, 1], ids=["first", "later"])
+async def test_a_step_without_memory_is_not_made_and_a_restart_agrees(harness: Harness, name: str, steps: int) -> None:
+    """At each of the step's operations: the live model is as before, and the same to the last bit after a restart."""
+    trainer = await Trainer.create(harness)
+    for seed in range(steps):
+        await trainer.step(seed)
+    await trainer.result(await trainer.forward_backward(7))
+    before = await trainer.state()
+    at = 0
+    for at in itertools.count():
+        failing = Failing(harness, "optim_step")
+        failing.at(FailingOperation(at))
+        outcome = await trainer.outcome(await trainer.send(Kind.OPTIM_STEP, adam_params=STEPS[name]))
+        if outcome.error is None:
+            assert not failing.failed
+            break
+        expect_out_of_memory(outcome)
+        assert await trainer.state() == before, f"operation {at}"
+        await restart(harness)
+        assert await trainer.state() == before, f"operation {at}, after a restart"
+    assert at >= 8
+    after = await trainer.state()
+    assert after != before
+    await restart(harness)
+    assert await trainer.state() == after
+
+
+async def test_passes_without_memory_add_no_gradient_and_a_restart_agrees(harness: Harness) -> None:
+    trainer = await Trainer.create(harness)
+    await trainer.step(1)
+    await trainer.result(await trainer.forward_backward(2))
+    before = await trainer.state()
+    at = 0
+    for at in itertools.count(0, 67):
+        failing = Failing(harness, "run")
+        failing.at(FailingOperation(at))
+        outcome = await trainer.outcome(await trainer.forward_backward(3))
+        if outcome.error is None:
+            break
+        expect_out_of_memory(outcome)
+        assert await trainer.state() == before
+    assert at > 3 * 67
+    after = await trainer.state()
+    await restart(harness)
+    assert await trainer.state() == after
+
+
+@pytest.mark.parametrize("kind", [Kind.SAVE_WEIGHTS, Kind.SAVE_WEIGHTS_FOR_SAMPLER, Kind.SAVE_WEIGHTS_EXTERNAL])
+@pytest.mark.parametrize("points", ["operations", "lines"])
+async def test_a_save_that_fails_anywhere_leaves_no_file_and_no_row(harness: Harness, kind: Kind, points: str) -> None:
+    trainer = await Trainer.create(harness)
+    await trainer.step(1)
+    await trainer.result(await trainer.forward_backward(2))
+    before = await trainer.state()
+    method = "save_state" if kind is Kind.SAVE_WEIGHTS else "save_adapter"
+    places = (harness.config.adapters_dir, harness.config.state_dir / "checkpoints")
+    step = 13 if points == "operations" else 7  # each is tried in test_fsdp_memory
+    at, failing = 0, Failing(harness, method)
+    for at in itertools.count(0, step):
+        failing = Failing(harness, method)
+        failing.at(FailingOperation(at) if points == "operations" else FailingLine(at, [state_module]))
+        outcome = await trainer.outcome(await trainer.send(kind, path="name"))
+        if outcome.error is None:
+            break
+        expect_out_of_memory(outcome)
+        assert harness.checkpoint_rows(trainer.model_id) == []
+        assert [file for place in places for file in place.rglob("*") if file.is_file()] == []
+        assert await trainer.state() == before
+    assert not failing.failed
+    assert at >= 2 * step
+    (row,) = harness.checkpoint_rows(trainer.model_id)
+    saved = harness.stored(row)
+    assert set(saved) >= {"adapter_model.safetensors", "adapter_config.json"}
+    assert saved["adapter_model.safetensors"] == before["adapter_model.safetensors"]
+    await restart(harness)
+    assert await trainer.state() == before
+
+
+async def test_a_snapshot_that_fails_leaves_the_one_before_it(harness: Harness) -> None:
+    trainer = await Trainer.create(harness)
+    await trainer.step(1)
+    await harness.engine.on_backend(lambda: harness.snapshots.take(trainer.model_id, trainer.seq_id + 1))
+    await trainer.step(2)
+    after = await trainer.state()
+    at = 0
+    for at in itertools.count(0, 3):
+        failing = Failing(harness, "save_state")
+        failing.at(FailingLine(at, [state_module]))
+        try:
+            await harness.engine.on_backend(lambda: harness.snapshots.take(trainer.model_id, trainer.seq_id + 1))
+        except MemoryError:
+            (snapshot,) = (harness.config.snapshots_dir).glob("*/*")
+            assert snapshot.name == "4"
+            continue
+        break
+    assert at > 3
+    await restart(harness)
+    assert await trainer.state() == after
+
+
+async def test_what_failed_inside_is_logged_and_not_told(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*arguments: Any) -> None:
+        raise RuntimeError("cannot open /srv/skyrl/state at postgres://user:password@host")
+
+    trainer = await Trainer.create(harness)
+    await trainer.step(1)
+    commands: list[tuple[str, Kind, dict[str, Any]]] = [
+        ("run", Kind.FORWARD_BACKWARD, {"forward_backward_input": {"data": data(1), "loss_fn": "cross_entropy"}}),
+        ("optim_step", Kind.OPTIM_STEP, {}),
+        ("save_adapter", Kind.SAVE_WEIGHTS_FOR_SAMPLER, {"path": "name"}),
+    ]
+    for method, kind, body in commands:
+        with monkeypatch.context() as patch:
+            patch.setattr(harness.backend, method, broken)
+            request_id = await trainer.send(kind, **body)
+            outcome = await trainer.outcome(request_id)
+        assert outcome.error_category == "server"
+        assert outcome.error == (
+            f"the server failed while it ran this command; the server's log says why, under {request_id}"
+        )
+        (record,) = [one for one in caplog.records if request_id in one.getMessage() and one.exc_info]
+        assert "password" in str(record.exc_info)
+    refused = await trainer.fails(Kind.OPTIM_STEP, adam_params={"learning_rate": -1})
+    assert (refused.error or "").startswith("adam_params.learning_rate: must be"), "a user's mistake in its own words"
+
+
+async def overflow(trainer: Trainer) -> None:
+    """Two passes whose losses are finite, and whose gradients add up beyond float32."""
+    (datum,) = data(5, 4)
+    datum["loss_fn_inputs"]["weights"] = HUGE
+    for _ in range(2):
+        given = {"data": [datum], "loss_fn": "cross_entropy"}
+        await trainer.do(Kind.FORWARD_BACKWARD, forward_backward_input=given)
+
+
+def with_gradients(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Harness], None]:
+    """A backend that rounds otherwise: `change` of the gradient after every batch of passes."""
+
+    def prepare(harness: Harness) -> None:
+        backend = harness.backend
+        run = backend.run
+
+        def run_otherwise(passes: Any) -> Any:
+            outcomes = run(passes)
+            for adapter in backend._adapters.values():
+                if adapter.gradient is not None:
+                    adapter.gradient = change(adapter.gradient)
+            return outcomes
+
+        backend.run = run_otherwise  # type: ignore[method-assign]
+
+    return prepare
+
+
+def finite(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient.nan_to_num(0.0, 1.0, -1.0).clamp(-1, 1)
+
+
+async def test_a_step_that_was_not_finite_is_not_made_by_recovery_whatever_is_rounded(harness: Harness) -> None:
+    """Neither is one that was refused taken for it: that one keeps its gradient."""
+    trainer = await Trainer.create(harness)
+    await trainer.step(1)
+    await overflow(trainer)
+    outcome = await trainer.fails(Kind.OPTIM_STEP, adam_params={"learning_rate": 0.01})
+    assert "the accumulated gradient has norm" in (outcome.error or "")
+    await trainer.result(await trainer.forward_backward(3))
+    await trainer.fails(Kind.OPTIM_STEP, adam_params={"beta1": 7})
+    before = await trainer.state()
+    assert any("optimizer" in name for name in before)
+    await restart(harness)
+    assert await trainer.state() == before
+
+    await restart(
+        harness, with_gradients(lambda gradient: gradient if gradient.abs().max() < 1e30 else finite(gradient))
+    )
+    assert harness.model_row(trainer.model_id).status == "ready"
+    assert await trainer.state() == before
+
+
+@pytest.mark.parametrize("merged", [True, False], ids=["merged", "exact"])
+async def test_a_step_that_rounding_makes_fail_fails_its_model_only_where_repeating_is_exact(
+    tmp_path: Path, merged: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with harness_in(tmp_path / "state", backend_config={"trainer": {"merge_passes": merged}}) as harness:
+        await harness.start()
+        assert harness.backend.repeats_exactly == (not merged)
+        trainer = await Trainer.create(harness)
+        await trainer.step(1)
+        await restart(harness, with_gradients(lambda gradient: gradient * torch.inf))
+        if merged:
+            assert "command 3 succeeded, and repeated it fails" in caplog.text
+            await restart(harness)
+            assert (await trainer.step(2))["optimizer_step"] == 2
+        else:
+            assert harness.model_row(trainer.model_id).status == "failed"
+
+
+async def test_a_model_that_recovery_has_no_memory_for_waits_and_others_train(harness: Harness) -> None:
+    short = [True]
+
+    def without_memory(harness: Harness) -> None:
+        run = harness.backend.run
+
+        def run_or_fail(passes: Any) -> Any:
+            with FailingOperation(60 if short[0] and passes[0].model_id == waits.model_id else 10**9):
+                return run(passes)
+
+        harness.backend.run = run_or_fail  # type: ignore[method-assign]
+
+    waits, other = await Trainer.create(harness), await Trainer.create(harness, seed=2)
+    for trainer in (waits, other):
+        await trainer.step(1)
+    before = await waits.state()
+    await restart(harness, without_memory)
+    assert (await other.step(2))["optimizer_step"] == 2
+    queued = await waits.send_step(2)
+    await harness.recovery.retry()
+    assert harness.model_row(waits.model_id).status == "ready"
+    short[0] = False
+    await harness.recovery.retry()
+    assert (await waits.result(queued))["metrics"]["optimizer_step"] == 2
+    async with harness_in(harness.config.state_dir.parent / "steady") as steady:
+        await steady.start()
+        undisturbed = await Trainer.create(steady)
+        await undisturbed.step(1)
+        assert await undisturbed.state() == before
+        await undisturbed.step(2)
+        assert await undisturbed.state() == await waits.state()

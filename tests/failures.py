@@ -1,0 +1,68 @@
+"""Failures at a chosen point: the k-th operation of torch, or the k-th line of chosen modules, raises.
+
+Whoever counts k up until nothing fails has tried every point.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from types import FrameType, ModuleType, TracebackType
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class FailingOperation(TorchDispatchMode):
+    """In this block, torch operation number `at` (from 0) of this thread raises `error` instead of running; those
+    after it run. Every operation that allocates is counted, and so is each that works in place."""
+
+    def __init__(self, at: int, error: type[Exception] = torch.OutOfMemoryError) -> None:
+        super().__init__()
+        self._at = at
+        self._error = error
+        self._count = 0
+
+    @property
+    def failed(self) -> bool:
+        return self._count > self._at
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._count += 1
+        if self._count == self._at + 1:
+            raise self._error(f"out of memory, injected into {func}")
+        return func(*args, **(kwargs or {}))
+
+
+class FailingLine:
+    """In this block, the `at`-th line (from 0) that this thread runs in `modules` raises MemoryError."""
+
+    def __init__(self, at: int, modules: Sequence[ModuleType]) -> None:
+        self._files = {module.__file__ for module in modules}
+        self._at = at
+        self._count = 0
+
+    @property
+    def failed(self) -> bool:
+        return self._count > self._at
+
+    def __enter__(self) -> FailingLine:
+        self._before = sys.gettrace()
+        sys.settrace(self._called)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        sys.settrace(self._before)
+
+    def _called(self, frame: FrameType, event: str, argument: Any) -> Any:
+        return self._ran if frame.f_code.co_filename in self._files else None
+
+    def _ran(self, frame: FrameType, event: str, argument: Any) -> Any:
+        if event == "line":
+            self._count += 1
+            if self._count == self._at + 1:
+                raise MemoryError(f"injected at {frame.f_code.co_filename}:{frame.f_lineno}")
+        return self._ran
