@@ -7,7 +7,7 @@ passes and steps of other models run. A backend with several ranks hides them be
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -16,7 +16,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-InferenceStatePublisher = Callable[[str | None], None]
+InferenceStatePublisher = Callable[[str | None], Awaitable[None]]
 """Called with the inference proxy URL on every new endpoint and with None on teardown."""
 
 

@@ -103,9 +103,9 @@ def hold(connection: Connection, owner: str) -> bool:
     return connection.execute(update(state).where(mine).values(held_at=time.time())).rowcount == 1
 
 
-def taken_from(connection: Connection, owner: str) -> bool:
-    """Whether another server has claimed this database: what `owner`'s engine would say is not about that one's."""
-    return read_claim(connection).owner not in (None, owner)
+def owner(connection: Connection) -> str | None:
+    """The server that has claimed this database; None when nobody has."""
+    return connection.execute(select(state.c.owner).where(state.c.id == 1)).scalar()
 
 
 def release(connection: Connection, owner: str, reason: str) -> None:

@@ -18,12 +18,15 @@ from pathlib import Path
 
 from sqlalchemy.exc import InterfaceError, OperationalError
 
+from skyrl.db.fence import Displaced
+
 logger = logging.getLogger(__name__)
 
 POISON = 2
 """So many deaths of the engine while one command ran are that command's fault."""
-DATABASE_TROUBLE = (OperationalError, InterfaceError)
-"""A full disk, a lost connection: the engine may die of it, but not through what it was running."""
+DATABASE_TROUBLE = (OperationalError, InterfaceError, Displaced)
+"""A full disk, a lost connection, a claim that another server has taken: the engine may die of it, but not through what
+it was running."""
 
 
 class Deaths:

@@ -18,6 +18,7 @@ from skyrl.backends.base import Backend
 from skyrl.db import futures as rows
 from skyrl.db import usage
 from skyrl.db.database import Database
+from skyrl.db.fence import Displaced
 from skyrl.db.futures import Outcome
 from skyrl.db.models import set_model
 from skyrl.engine.commands import Change, Command
@@ -36,6 +37,11 @@ PublishAdapter = Callable[[str, Path], None]
 """Tells the inference servers of a new adapter, from the thread that saved it."""
 
 
+NextSeq = Callable[[str], int | None]
+"""The number of a model's next command, while none of its commands waits to run or runs but the caller's; None for a
+model that is closed."""
+
+
 class Execution:
     """Every method runs to its end on the calling thread; raises what the database raises."""
 
@@ -49,6 +55,7 @@ class Execution:
         api: Doorbell,
         on_backend: OnBackend,
         publish_adapter: PublishAdapter,
+        next_seq: NextSeq,
     ) -> None:
         self._database = database
         self._backend = backend
@@ -58,6 +65,7 @@ class Execution:
         self._api = api
         self._on_backend = on_backend
         self._publish_adapter = publish_adapter
+        self._next_seq = next_seq
 
     def passes(self, commands: Sequence[Command]) -> None:
         """Run passes on the backend's thread; those whose rows are gone are skipped."""
@@ -72,13 +80,18 @@ class Execution:
         logger.debug("%d passes in %.1f ms", len(here), (time.perf_counter() - started) * 1e3)
         outcomes = [(command.request_id, outcome) for command, outcome in ran.outcomes]
         self.settle(outcomes, lambda connection: usage.count_training(connection, ran.tokens))
+        for command in here:
+            assert command.model_id is not None
+            self._snapshots.ran(command.model_id, command.kind)
 
     def barrier(self, command: Command) -> Outcome | None:
         """Run one on the backend's thread, or a save or a load on another; None when its row is gone."""
         with self._deaths.watching([command.request_id]):
             outcome = self._run_barrier(command)
-        if outcome is not None and outcome.error is None:
-            self._snapshot(command)
+        if outcome is not None and command.model_id is not None and command.seq_id is not None:
+            self._snapshots.ran(command.model_id, command.kind)
+            if outcome.error is None:
+                self._snapshot_after(command.kind, command.model_id)
         return outcome
 
     def _run_barrier(self, command: Command) -> Outcome | None:
@@ -138,18 +151,31 @@ class Execution:
         ids = [command.request_id for command in commands]
         return self._database.read(lambda c: rows.bodies(c, ids))
 
-    def _snapshot(self, command: Command) -> None:
-        """After a step or a load. One that fails costs time after a crash, and nothing now."""
-        if command.model_id is None or command.seq_id is None:
-            return
-        model_id, next_seq = command.model_id, command.seq_id + 1
+    def snapshot_overdue(self, model_id: str) -> None:
+        """Of a model that has not stepped for long, on the backend's thread; none of its commands may run."""
+        if not self._snapshot(model_id, self._snapshots.take):
+            self._snapshots.put_off(model_id)
+
+    def _snapshot_after(self, kind: Kind, model_id: str) -> None:
+        """After a step if it is time, and after every load."""
+        if kind is Kind.OPTIM_STEP:
+            self._snapshot(model_id, self._snapshots.after_step)
+        elif kind is Kind.LOAD_WEIGHTS:
+            self._on_backend(lambda: self._snapshot(model_id, self._snapshots.take))
+
+    def _snapshot(self, model_id: str, take: Callable[[str, int], None]) -> bool:
+        """One that fails costs time after a crash, and nothing now."""
+        next_seq = self._next_seq(model_id)
+        if next_seq is None:
+            return True
         try:
-            if command.kind is Kind.OPTIM_STEP:
-                self._snapshots.after_step(model_id, next_seq)
-            elif command.kind is Kind.LOAD_WEIGHTS:
-                self._on_backend(lambda: self._snapshots.take(model_id, next_seq))
+            take(model_id, next_seq)
+        except Displaced:
+            raise
         except Exception:
             logger.exception("model %s has no snapshot at command %d", model_id, next_seq)
+            return False
+        return True
 
 
 def _fails_model(command: Command) -> Change | None:

@@ -25,7 +25,7 @@ from skyrl.wire.errors import FailedRequest
 from skyrl.wire.paths import parse_path
 from skyrl.wire.requests import LoadWeightsCommand, OptimStepRequest, decode_json
 
-OnBackend = Callable[[Callable[[], None]], None]
+OnBackend = Callable[[Callable[[], object]], None]
 """Runs something on the backend's thread and waits for it."""
 
 

@@ -23,7 +23,7 @@ from skyrl.background import repeat
 from skyrl.config import ServerConfig
 from skyrl.db import futures as rows
 from skyrl.db import usage
-from skyrl.db.database import Database
+from skyrl.db.fence import Displaced, FencedDatabase
 from skyrl.db.futures import Outcome
 from skyrl.db.models import living_among
 from skyrl.engine.commands import Command, command_of
@@ -33,7 +33,7 @@ from skyrl.engine.handlers import Barriers
 from skyrl.engine.reclaim import FileSweeper, end_sessions
 from skyrl.engine.recovery import Snapshots
 from skyrl.engine.sampling import ColocatedSampler
-from skyrl.engine.scheduler import Scheduler, cost_of
+from skyrl.engine.scheduler import FILES_AT_ONCE, Scheduler, cost_of
 from skyrl.futures.doorbell import SESSIONS, Doorbell
 from skyrl.futures.kinds import ENGINE_KINDS, Kind
 from skyrl.inference.engine_group import EngineGroup
@@ -48,8 +48,6 @@ SAFETY_POLL_S = 2.0
 SWEEP_S = 10.0
 BYTES_PER_TOKEN = 20
 """A training token on the wire: 4 bytes of input, 8 of target, 4 each of logprob and advantage."""
-FILE_THREADS = 4
-"""Saves and loads that run at once: with an object store they wait for the network."""
 OnThread = Callable[[Callable[[], Outcome | None]], Awaitable[Outcome | None]]
 
 
@@ -59,7 +57,7 @@ class Engine:
     def __init__(
         self,
         config: ServerConfig,
-        database: Database,
+        database: FencedDatabase,
         backend: Backend,
         group: EngineGroup | None,
         api: Doorbell,
@@ -75,7 +73,9 @@ class Engine:
         self._snapshots = snapshots
         self._sampler = sampler
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="backend")
-        self._files = ThreadPoolExecutor(FILE_THREADS, thread_name_prefix="files")
+        self._files = ThreadPoolExecutor(FILES_AT_ONCE, thread_name_prefix="files")
+        # Twice the micro-batch: enough to fill it, and short enough that every model's turn comes soon.
+        self.scheduler = Scheduler(2 * config.backend_config.trainer.micro_batch_tokens * BYTES_PER_TOKEN)
         self.execution = Execution(
             database,
             backend,
@@ -85,10 +85,9 @@ class Engine:
             api,
             self.wait_for_backend,
             self._publish_adapter,
+            self.scheduler.next_seq,
         )
-        self._sweeper = FileSweeper(config, database, store)
-        # Twice the micro-batch: enough to fill it, and short enough that every model's turn comes soon.
-        self.scheduler = Scheduler(2 * config.backend_config.trainer.micro_batch_tokens * BYTES_PER_TOKEN)
+        self._sweeper = FileSweeper(config, database, store, database.confirm_claim)
         self._bell = asyncio.Event()
         self._arrived = asyncio.Event()
         self._unread = True
@@ -126,6 +125,7 @@ class Engine:
                     self._unread = True
                     await self._end_sessions()
                 await self._read_log()
+                await self._snapshot_overdue()
                 self.scheduler.hold_samples(self._sampler is not None and not self._sampler.may_run)
                 if self.scheduler.has_work:
                     await self._turn()
@@ -137,8 +137,8 @@ class Engine:
             sweeping.cancel()
             listening.cancel()
             await asyncio.gather(sweeping, listening, *self._beside, return_exceptions=True)
-            self._thread.shutdown()
-            self._files.shutdown()
+            for threads in (self._thread, self._files):  # what they run may take long
+                await asyncio.to_thread(threads.shutdown)
 
     def _idle_s(self) -> float:
         """How long there is nothing to do but to listen."""
@@ -154,7 +154,7 @@ class Engine:
         """Beside other models' training: an RL loop's next samples wait for its save."""
         return await self._loop.run_in_executor(self._files, work)
 
-    def wait_for_backend(self, work: Callable[[], None]) -> None:
+    def wait_for_backend(self, work: Callable[[], object]) -> None:
         """`on_backend` for the threads of saves and loads."""
         self._thread.submit(work).result()
 
@@ -277,6 +277,16 @@ class Engine:
         for command in sampled.left:
             self.scheduler.add(command)
 
+    async def _snapshot_overdue(self) -> None:
+        """Between two turns, of models that do not step."""
+        for model_id in self._snapshots.overdue():
+            if model_id not in self.scheduler:
+                self._snapshots.disregard(model_id)
+            elif not self.scheduler.is_busy(model_id):
+                self.scheduler.hold(model_id)
+                await self.on_backend(lambda model_id=model_id: self.execution.snapshot_overdue(model_id))
+                self.scheduler.release(model_id)
+
     async def _end_sessions(self) -> None:
         ended = await asyncio.to_thread(end_sessions, self._database)
         for model_id in ended.model_ids:
@@ -295,6 +305,13 @@ class Engine:
         await self.on_backend(forget)
 
     async def _sweep(self) -> None:
+        try:
+            await self._sweep_files()
+        except Displaced as error:
+            self._failure = self._failure or error
+            self._bell.set()
+
+    async def _sweep_files(self) -> None:
         for name, path in await asyncio.to_thread(self._sweeper.unused_adapters, self.scheduler.saving):
             if self._group is not None:
                 try:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import signal
+import sys
 import threading
 from dataclasses import replace
 
@@ -15,7 +17,7 @@ from skyrl.backends.registry import create_backend
 from skyrl.background import Rounds, repeat
 from skyrl.config import ServerConfig
 from skyrl.db.database import Database
-from skyrl.db.patience import PatientDatabase
+from skyrl.db.fence import Displaced, Fence, FencedDatabase
 from skyrl.engine.adoption import adopt_adapters
 from skyrl.engine.deaths import Deaths
 from skyrl.engine.loop import Engine
@@ -30,6 +32,8 @@ from skyrl.sampling.client import ForwardingClient
 from skyrl.sampling.endpoint import FixedEndpoint
 from skyrl.sampling.http import HttpTransport
 from skyrl.storage.registry import open_store
+
+logger = logging.getLogger(__name__)
 
 BEAT_S = 3.0
 RETRY_S = 10.0
@@ -96,28 +100,36 @@ def _sampling_limits(config: ServerConfig, limits: ModelLimits) -> ModelLimits:
 
 
 async def run(runtime: Runtime) -> None:
-    config = runtime.config
-    database = PatientDatabase(config.database)
-    notices = Database(config.database)
-    api = Doorbell(*runtime.api_doorbells)
-    state = EngineStatePublisher(notices, api, runtime.server_id)
-    state.training(ready=False, reason="loading the base model")
+    """Until SIGTERM or SIGINT; both are heard at any time, also while the database is away.
+
+    Raises Displaced when another server trains on the database by now, and what the database raises when the engine is
+    to end while it cannot be used.
+    """
+    config, loop = runtime.config, asyncio.get_running_loop()
     stop = asyncio.Event()
     deaths = Deaths(config.running_file)
+    fence = Fence(runtime.server_id, lambda: loop.call_soon_threadsafe(end_soon))
+    database = FencedDatabase(config.database, fence)
 
-    def stop_soon() -> None:
+    def end_soon() -> None:
         deaths.disregard()  # a long command may outlast the launcher's patience
+        database.hurry()
         stop.set()
 
     for name in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(name, stop_soon)
-    group = watching = None
-    if runtime.inference_url is not None:
-        group = EngineGroup([runtime.inference_url], runtime.inference_api_key or "", state.publish_url)
-        watching = asyncio.create_task(group.run())
-    heartbeat = Heartbeat(state)
+        loop.add_signal_handler(name, end_soon)
+    notices = Database(config.database)
+    api = Doorbell(*runtime.api_doorbells)
+    state = EngineStatePublisher(notices, api, fence)
+    group = watching = heartbeat = None
     backend: Backend | None = None
     try:
+        await asyncio.to_thread(database.confirm_claim)
+        await asyncio.to_thread(state.training, ready=False, reason="loading the base model")
+        if runtime.inference_url is not None:
+            group = EngineGroup([runtime.inference_url], runtime.inference_api_key or "", state.publish_url)
+            watching = asyncio.create_task(group.run())
+        heartbeat = Heartbeat(state)
         backend = await asyncio.to_thread(create_backend, config.backend, config)
         sampler = _colocated(runtime, database, backend, group)
         snapshots = Snapshots(config, database, backend)
@@ -126,42 +138,64 @@ async def run(runtime: Runtime) -> None:
         engine = Engine(config, database, backend, group, api, sampler, snapshots, store, deaths)
         listener = DoorbellListener(runtime.engine_doorbell, engine.ring)
         listener.start()
-        recovery = Recovery(engine, database, backend, snapshots, store, deaths)
-        await recovery.run()
-        state.training(ready=True, reason="", limits=_sampling_limits(config, backend.limits))
-        running = asyncio.create_task(engine.run())
-        stopping = asyncio.create_task(stop.wait())
-        retrying = asyncio.create_task(repeat("restoring models", RETRY_S, recovery.retry))
+        recovery = Recovery(engine, database, backend, snapshots, store, deaths, stop.is_set)
         try:
-            await asyncio.wait({running, stopping}, return_when=asyncio.FIRST_COMPLETED)
-            database.hurry()
-            engine.stop()
-            await running
+            await recovery.run()
+            if not stop.is_set():
+                limits = _sampling_limits(config, backend.limits)
+                await asyncio.to_thread(state.training, ready=True, reason="", limits=limits)
+            await _run_until(stop, engine, recovery)
         finally:
-            stopping.cancel()
-            retrying.cancel()
             listener.close()
             if sampler is not None:
                 await sampler.close()
     finally:
-        heartbeat.stop()
+        if heartbeat is not None:
+            await asyncio.to_thread(heartbeat.stop)
         if group is not None and watching is not None:
             await group.close()
             with contextlib.suppress(asyncio.CancelledError):
                 await watching
         if backend is not None:
             backend.close()
-        state.clear("the engine has stopped")
+        await asyncio.to_thread(state.clear, "the engine has stopped")
         api.close()
         deaths.close()
         notices.close()
         database.close()
+    if fence.lost:
+        raise Displaced("the claim to the database was lost while nothing ran")
+
+
+async def _run_until(stop: asyncio.Event, engine: Engine, recovery: Recovery) -> None:
+    """The loop, and beside it new tries to restore what could not be; ends by itself, or after the running turn."""
+    if stop.is_set():
+        engine.stop()  # recovery may not have come to its end: nothing is to run
+    running = asyncio.create_task(engine.run())
+    stopping = asyncio.create_task(stop.wait())
+    retrying = asyncio.create_task(repeat("restoring models", RETRY_S, recovery.retry))
+    try:
+        await asyncio.wait({running, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        engine.stop()
+        await running
+    finally:
+        stopping.cancel()
+        retrying.cancel()
+        await asyncio.gather(stopping, retrying, return_exceptions=True)
 
 
 def main() -> None:
     runtime = Runtime.from_environment()
     set_up_process(runtime.config)
-    exit_without_database("the engine", lambda: asyncio.run(run(runtime)))
+    try:
+        exit_without_database("the engine", lambda: asyncio.run(run(runtime)))
+    except Displaced:
+        logger.error(
+            "the engine has ended: server %s does not hold the claim to this database any more, so another server "
+            "trains on it. Nothing was written since",
+            runtime.server_id,
+        )
+        sys.exit(1)
 
 
 if __name__ == "__main__":

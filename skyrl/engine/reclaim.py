@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -80,10 +80,19 @@ class FileSweeper:
     go to the store and to vLLM first.
     """
 
-    def __init__(self, config: ServerConfig, database: Database, store: CheckpointStore) -> None:
+    def __init__(
+        self,
+        config: ServerConfig,
+        database: Database,
+        store: CheckpointStore,
+        confirm: Callable[[], object] = lambda: None,
+    ) -> None:
+        """`confirm` is called before each deletion, and raises when this server does not train any more: the files may
+        then be another server's."""
         self._config = config
         self._database = database
         self._store = store
+        self._confirm = confirm
         self._doomed: dict[Path, float] = {}
         self._expired: set[str] = set()
         self._started_at = time.time()
@@ -110,7 +119,7 @@ class FileSweeper:
         )  # a save that was repeated may have taken its place
         for path in due:
             if path in unused:
-                remove(path)
+                self._remove(path)
             del self._doomed[path]
         self._delete_leftovers()
         self._sweep_store(saving)
@@ -121,12 +130,14 @@ class FileSweeper:
         self._expired.clear()
         now = time.time()
         if now >= self._listing_due:
+            self._confirm()
             self._store.remove_leftovers(self._started_at)
             grace_s = LISTING_S if self._remote else GRACE_S
             old = {found.key for found in self._store.stored() if found.stored_at < now - grace_s}
             doomed |= self._database.read(lambda c: _without_row(c, old, saving))
             self._listing_due = now + (LISTING_S if self._remote else 0.0)
         for key in sorted(doomed):
+            self._confirm()
             try:
                 self._store.delete(key)
             except StoreError as error:
@@ -139,11 +150,15 @@ class FileSweeper:
             for parent in (root, *_directories(root)):
                 for path in _directories(parent):
                     if is_scratch(path) and _changed_at(path) < self._started_at:
-                        remove(path)
+                        self._remove(path)
         by_id = {id_of(path.name): path for path in _directories(snapshots) if not is_scratch(path)}
         closed = select(models.c.id).where(models.c.id.in_(by_id), models.c.status == "closed")
         for row in self._database.read(lambda c: list(c.execute(closed))):
-            remove(by_id[row.id])
+            self._remove(by_id[row.id])
+
+    def _remove(self, path: Path) -> None:
+        self._confirm()
+        remove(path)
 
 
 def _unused(connection: Connection, paths: Sequence[Path], saving: Collection[str]) -> list[Path]:

@@ -5,8 +5,9 @@ CPU whose passes are not merged), the model is the same to the last bit. Elsewhe
 commands since the last snapshot are repeated up to rounding: kernels may add in another order, and passes that ran
 together are repeated one by one. No model is failed for such a difference.
 
-Snapshots are taken after an optimizer step when the last one is old enough, which bounds how much is repeated; and
-after every load, because the checkpoint may be replaced or deleted later.
+Snapshots are taken after an optimizer step when the last one is old enough, which bounds how much is repeated; after
+every load, because the checkpoint may be replaced or deleted later; and of models that do not step, because the log
+could forget nothing of theirs.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,14 +30,16 @@ from skyrl.db import futures as rows
 from skyrl.db import models as model_rows
 from skyrl.db.checkpoints import find_checkpoint
 from skyrl.db.database import Database
+from skyrl.db.faults import passes
+from skyrl.db.fence import Displaced
 from skyrl.db.models import adapter_of
 from skyrl.engine.commands import Command, command_of
 from skyrl.engine.deaths import POISON, Deaths
 from skyrl.engine.handlers import adam_params, lora_spec
 from skyrl.engine.passes import decode_pass
-from skyrl.futures.kinds import ENGINE_KINDS, Kind
+from skyrl.futures.kinds import ENGINE_KINDS, SAVES, Kind
 from skyrl.storage.base import CheckpointStore, NotStored, StoreError
-from skyrl.storage.directories import atomic_directory, remove, safe_name
+from skyrl.storage.directories import atomic_directory, link_files, remove, safe_name
 from skyrl.wire.errors import RequestError
 from skyrl.wire.paths import parse_path
 from skyrl.wire.requests import LoadWeightsCommand, OptimStepRequest, decode_json
@@ -45,14 +49,31 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+OVERDUE_S = 60.0
+"""How much later than the interval a model is snapshotted that does not step, in seconds."""
+_ONLY_READ = SAVES | {Kind.FORWARD}
+"""What leaves a model as it was."""
 SKIPPED = (
     f"skipped: the engine died {POISON} times while it ran this command, so it is not tried again; its model is as the "
     "commands before left it"
 )
 
 
+@dataclass
+class _Behind:
+    """Commands have run that a model's newest snapshot does not hold: since when (monotonic seconds), and whether any
+    of them may have changed the model."""
+
+    since: float
+    changed: bool = False
+
+
 class Snapshots:
-    """The newest state of each model on disk: `snapshots/<model>/<first command that is not in it>`."""
+    """The newest state of each model on disk: `snapshots/<model>/<first command that is not in it>`.
+
+    Taken after an optimizer step when the last one is old, which leaves out the gradient; and, of a model that does not
+    step, OVERDUE_S later than that. Until a snapshot holds a command, the database keeps its body.
+    """
 
     def __init__(self, config: ServerConfig, database: Database, backend: Backend) -> None:
         self._root = config.snapshots_dir
@@ -60,6 +81,21 @@ class Snapshots:
         self._database = database
         self._backend = backend
         self._taken_at: dict[str, float] = {}
+        self._newest: dict[str, int] = {}
+        """By model, the number of its snapshot on disk."""
+        self._behind: dict[str, _Behind] = {}
+
+    def restored(self, model_id: str, next_seq: int, commands: Sequence[Any]) -> None:
+        """A model is as its snapshot `next_seq` (0: it has none) and the commands after that have left it."""
+        if next_seq > 0:
+            self._newest[model_id] = next_seq
+        for row in commands:
+            self.ran(model_id, row.kind)
+
+    def ran(self, model_id: str, kind: str) -> None:
+        """A command of this model has run, whatever came of it."""
+        behind = self._behind.setdefault(model_id, _Behind(time.monotonic()))
+        behind.changed |= kind not in _ONLY_READ
 
     def after_step(self, model_id: str, next_seq: int) -> None:
         """Snapshot a model that has just stepped, if its last snapshot is old. Runs on the backend's thread."""
@@ -67,23 +103,52 @@ class Snapshots:
         if now - self._taken_at.setdefault(model_id, now) >= self._interval_s:
             self.take(model_id, next_seq)
 
+    def overdue(self) -> list[str]:
+        """Models that have run commands for OVERDUE_S beyond the interval without a snapshot."""
+        latest = time.monotonic() - self._interval_s - OVERDUE_S
+        return [model_id for model_id, behind in list(self._behind.items()) if behind.since <= latest]
+
+    def put_off(self, model_id: str) -> None:
+        """A snapshot could not be taken: it is overdue again after as long a time."""
+        self._behind[model_id].since = time.monotonic()
+
     def take(self, model_id: str, next_seq: int) -> None:
-        """Snapshot a model in which all commands before `next_seq` are done. Runs on the backend's thread."""
+        """Snapshot a model in which all commands before `next_seq` are done. Runs on the backend's thread.
+
+        Of a model that has not changed since its last snapshot only the name is new.
+        """
+        behind, newest = self._behind.get(model_id), self._newest.get(model_id)
+        if newest != next_seq:  # else what has run came late, and is below the snapshot's number already
+            self._write(model_id, next_seq, newest if behind is not None and not behind.changed else None)
+            self._newest[model_id] = next_seq
+        self._taken_at[model_id] = time.monotonic()
+        self._behind.pop(model_id, None)
+
+    def _write(self, model_id: str, next_seq: int, same: int | None) -> None:
+        """`same`: the number of a snapshot with just this state."""
         target = self.path(model_id, next_seq)
         remove(target)
         with atomic_directory(target) as scratch:
-            self._backend.save_state(model_id, scratch)
+            if same is None:
+                self._backend.save_state(model_id, scratch)
+            else:
+                link_files(self.path(model_id, same), scratch)
         self._database.write(model_rows.set_model(model_id, next_seq=next_seq), power_safe=True)
         for old in target.parent.iterdir():
             if old != target:
                 remove(old)
-        self._taken_at[model_id] = time.monotonic()
 
     def path(self, model_id: str, next_seq: int) -> Path:
         return self._root / safe_name(model_id) / str(next_seq)
 
+    def disregard(self, model_id: str) -> None:
+        """A model that is closed or has failed: it has no next snapshot."""
+        for known in (self._taken_at, self._newest, self._behind):
+            known.pop(model_id, None)
+
     def forget(self, model_id: str) -> None:
-        self._taken_at.pop(model_id, None)
+        """Delete what there is of a closed model."""
+        self.disregard(model_id)
         remove(self._root / safe_name(model_id))
 
 
@@ -141,6 +206,10 @@ def _repeat(row: Any, body: bytes, model: Any, backend: Backend, loaded: Mapping
         backend.load_state(model.id, loaded[command.request_id], optimizer=optimizer)
 
 
+class _Ending(Exception):
+    """The engine is to end: what is not restored yet is left to the next start."""
+
+
 class Recovery:
     """Once, when an engine starts: `run`. After that `retry`, now and then, for models whose checkpoint store was away
     or for which there was too little memory."""
@@ -153,13 +222,16 @@ class Recovery:
         snapshots: Snapshots,
         store: CheckpointStore,
         deaths: Deaths,
+        ending: Callable[[], bool] = lambda: False,
     ) -> None:
+        """`ending` says whether the engine is to end: recovery then stops between two commands."""
         self._engine = engine
         self._database = database
         self._backend = backend
         self._snapshots = snapshots
         self._store = store
         self._deaths = deaths
+        self._ending = ending
         self._counts = deaths.counts
         self._held: set[str] = set()
 
@@ -169,10 +241,13 @@ class Recovery:
         Others go on."""
         suspects = await asyncio.to_thread(self._skip_poison)
         scheduler = self._engine.scheduler
-        for model in self._database.read(model_rows.living):
-            scheduler.open_model(model.id, self._database.read(lambda c, model=model: _next_seq(c, model)))
+        for model in await self._database.read_async(model_rows.living):
+            next_seq = await self._database.read_async(lambda c, model=model: _next_seq(c, model))
+            scheduler.open_model(model.id, next_seq)
             scheduler.hold(model.id)
             await self._restore(model)
+        if self._ending():
+            return
         suspected = {command.request_id for command in suspects if command.model_id in scheduler.model_ids}
         scheduler.suspect(suspected)
         self._deaths.forget_all_but(suspected)
@@ -182,15 +257,22 @@ class Recovery:
         for gone in self._held - self._engine.scheduler.model_ids:
             self._let_go(gone)
         if self._held:
-            for model in self._database.read(model_rows.living):
+            for model in await self._database.read_async(model_rows.living):
                 if model.id in self._held:
                     await self._restore(model)
 
     async def _restore(self, model: Any) -> None:
-        """Bring one model back, and let its commands run."""
+        """Bring one model back, and let its commands run. Raises, and fails no model, when the database is away and the
+        engine is to end, and when the claim is lost."""
+        if self._ending():
+            return
         try:
             await asyncio.to_thread(self._bring_back, model)
+        except _Ending:
+            return
         except Exception as error:
+            if passes(error) or isinstance(error, Displaced):
+                raise
             if isinstance(error, StoreError) and not isinstance(error, NotStored):
                 logger.warning("model %s waits for a checkpoint that it has loaded: %s", model.id, error)
                 self._held.add(model.id)
@@ -201,7 +283,8 @@ class Recovery:
                 self._held.add(model.id)
                 return
             logger.exception("model %s cannot be restored", model.id)
-            self._database.write(model_rows.set_model(model.id, status="failed"))
+            failed = model_rows.set_model(model.id, status="failed")
+            await asyncio.to_thread(self._database.write, failed)
             await self._engine.close_queue(model.id)
         if model.id not in self._engine.scheduler:  # failed, or its session has ended meanwhile
             await self._engine.on_backend(lambda: self._backend.delete_model(model.id))
@@ -222,6 +305,7 @@ class Recovery:
                 if row.kind == Kind.LOAD_WEIGHTS
             }
             self._engine.wait_for_backend(lambda: self._repeat_all(model, commands, loaded))
+        self._snapshots.restored(model.id, model.next_seq, commands)
 
     def _loaded_from(self, row: Any, model: Any) -> str:
         """The store's key of the checkpoint that a command has loaded."""
@@ -239,6 +323,8 @@ class Recovery:
                 self._backend.create_model(model.id, lora_spec(adapter_of(model)))
                 self._backend.load_state(model.id, self._snapshots.path(model.id, model.next_seq), optimizer=True)
         for row in commands:
+            if self._ending():
+                raise _Ending
             with self._watching(f"again {row.id}", f"command {row.seq_id} was repeated"):
                 _repeat(row, self._body(row), model, self._backend, loaded)
         logger.info("model %s: %d commands repeated", model.id, len(commands))

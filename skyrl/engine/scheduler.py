@@ -21,6 +21,10 @@ SAMPLES_AT_ONCE = 512
 enough that training, and another tenant's samples, come soon."""
 
 
+FILES_AT_ONCE = 4
+"""Saves and loads that run at once: with an object store they wait for the network."""
+
+
 def cost_of(command: Command) -> int:
     """What a command counts for in a share, in bytes of bodies."""
     return command.size if command.is_pass else BARRIER_COST
@@ -40,6 +44,8 @@ class Scheduler:
         self._tenants = Shares()
         self._models: defaultdict[str, Shares] = defaultdict(Shares)
         """By tenant, what each of its models has had."""
+        self._files = Shares()
+        """By tenant, the saves and loads that it has had."""
         self._samples = SampleQueue()
         self._samples_held = False
         self._delayed = Delayed()
@@ -71,6 +77,15 @@ class Scheduler:
 
     def release(self, model_id: str) -> None:
         self._busy.discard(model_id)
+
+    def next_seq(self, model_id: str) -> int | None:
+        """The number of the first command that has not been taken; None for a model that is closed."""
+        queue = self._queues.get(model_id)
+        return None if queue is None else queue.next_seq
+
+    def is_busy(self, model_id: str) -> bool:
+        """Whether a command of the model runs, or it is held."""
+        return model_id in self._busy
 
     def hold_samples(self, held: bool) -> None:
         """While they are held, samples wait: there is nobody to run them."""
@@ -218,9 +233,24 @@ class Scheduler:
         return {model_id: head for model_id, head in heads if head is not None}
 
     def take_beside(self) -> list[Command]:
-        """One command of each model whose next one is a save or a load."""
-        ready = self._of_kinds(self._queues, lambda head: head.kind in BESIDE)
-        return self._run([self._queues[model_id].take() for model_id in ready])
+        """Saves and loads that may run now: one command of a model, up to FILES_AT_ONCE with those that run.
+
+        Next is the tenant that has had fewest, and of its commands the one that came first. They count in the tenant's
+        share of training too, as a step does. That share does not order them: who trains much would wait for all saves
+        of one who only saves.
+        """
+        free = FILES_AT_ONCE - sum(command.kind in BESIDE for command in self._running.values())
+        if free <= 0:
+            return []
+        heads = self._heads(self._of_kinds(self._queues, lambda head: head.kind in BESIDE))
+        self._files.compete({head.tenant for head in heads.values()})
+        taken: list[Command] = []
+        while heads and len(taken) < free:
+            model_id = min(heads, key=lambda model: (self._files.had(heads[model].tenant), heads[model].n))
+            tenant = heads.pop(model_id).tenant
+            self._files.charge(tenant, 1)
+            taken.append(self._take(model_id))
+        return self._run(taken)
 
     def take_samples(self) -> list[Command]:
         """Up to SAMPLES_AT_ONCE, as many of each tenant as there are."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import threading
 from collections.abc import Callable
 
 from sqlalchemy import Connection
@@ -12,38 +14,51 @@ from skyrl.backends.base import ModelLimits
 from skyrl.db import engine_state
 from skyrl.db.database import Database
 from skyrl.db.faults import reason
+from skyrl.db.fence import Fence
 from skyrl.futures.doorbell import Doorbell
 
 logger = logging.getLogger(__name__)
 
 
 class EngineStatePublisher:
-    """Writes the row for the engine of `server`, until another server trains on the database: that one's state is not
-    to be overwritten by what a server that was cut off for long has to say when it comes back. `publish_url` is the
-    InferenceStatePublisher that the inference group calls."""
+    """Writes the row, and writes nothing once the server has lost its claim: the row is then another engine's.
 
-    def __init__(self, database: Database, api: Doorbell, server: str) -> None:
+    `publish_url` is the InferenceStatePublisher that the inference group calls. The other methods wait for the database
+    on the calling thread; threads may share them.
+    """
+
+    def __init__(self, database: Database, api: Doorbell, fence: Fence) -> None:
         self._database = database
         self._api = api
-        self._server = server
+        self._fence = fence
+        self._publishing = threading.Lock()
+        self._newest = 0
+        """Counts what was to be published: only the newest is."""
         self._unpublished: Callable[[], None] | None = None
 
     def _write(self, change: Callable[[Connection], object]) -> None:
-        def unless_taken(connection: Connection) -> None:
-            if not engine_state.taken_from(connection, self._server):
+        def unless_displaced(connection: Connection) -> None:
+            if self._fence.holds(connection):
                 change(connection)
 
-        self._database.write(unless_taken)
+        self._database.write(unless_displaced)
 
-    def publish_url(self, url: str | None) -> None:
+    async def publish_url(self, url: str | None) -> None:
         """A failed write is logged and never breaks the controller; the next heartbeat tries again."""
-        self._unpublished = None
-        try:
-            self._write(lambda c: engine_state.publish_url(c, url))
-        except SQLAlchemyError as error:
-            logger.error("the inference endpoint %s could not be published yet: %s", url, error)
-            self._unpublished = lambda: self.publish_url(url)
-            return
+        self._newest += 1
+        await asyncio.to_thread(self._publish, url, self._newest)
+
+    def _publish(self, url: str | None, number: int) -> None:
+        with self._publishing:
+            if number != self._newest:
+                return
+            self._unpublished = None
+            try:
+                self._write(lambda c: engine_state.publish_url(c, url))
+            except SQLAlchemyError as error:
+                logger.error("the inference endpoint %s could not be published yet: %s", url, error)
+                self._unpublished = lambda: self._publish(url, number)
+                return
         logger.info("inference endpoint: %s", url)
         self._api.ring(["state"])
 

@@ -46,6 +46,8 @@ class EngineGroup:
         self._failures = failures
         self._state = dict.fromkeys(urls, "starting")
         self._published: str | None = None
+        self._changed = asyncio.Event()
+        """Whether what is published may not be true any more."""
         self._running = False
         self._closing = asyncio.Event()
         self._ended = asyncio.Event()
@@ -65,9 +67,11 @@ class EngineGroup:
         try:
             async with asyncio.TaskGroup() as tasks:
                 watches = [tasks.create_task(self._watch(replica)) for replica in self._replicas]
+                tasks.create_task(self._publish_changes())
                 await self._closing.wait()
                 for watch in watches:
                     watch.cancel()
+                self._changed.set()
         finally:
             self._running = False
             self._ended.set()
@@ -78,7 +82,7 @@ class EngineGroup:
         if self._running:
             await self._ended.wait()
         self._state = dict.fromkeys(self._state, "closed")
-        self._publish(always=True)
+        await self._publish(always=True)
         for replica in self._replicas:
             await replica.close()
 
@@ -134,14 +138,22 @@ class EngineGroup:
             # After a failure look again soon: a dead server is known within a second, a slow one has its time.
             await asyncio.sleep(self._starting_interval_s if failed else self._watching_interval_s)
             failed = 0 if await replica.health() else failed + 1
-            self._publish()  # again, in case the publisher failed
+            self._changed.set()  # again, in case the publisher failed
 
     def _set(self, replica: VllmClient, state: str) -> None:
         self._state[replica.url] = state
         logger.info("vLLM at %s: %s", replica.url, state or "ready")
-        self._publish()
+        self._changed.set()
 
-    def _publish(self, *, always: bool = False) -> None:
+    async def _publish_changes(self) -> None:
+        """One at a time, in their order; `close` publishes the last one."""
+        while not self._closing.is_set():
+            await self._changed.wait()
+            self._changed.clear()
+            if not self._closing.is_set():
+                await self._publish()
+
+    async def _publish(self, *, always: bool = False) -> None:
         """Tell the publisher what is true now, if it was last told otherwise; a failure is logged and retried.
 
         Before the first URL nothing is withdrawn: after a restart of the engine alone, the URL that its
@@ -151,7 +163,7 @@ class EngineGroup:
         if url == self._published and not always:
             return
         try:
-            self._publisher(url)
+            await self._publisher(url)
         except Exception:  # whatever a callback raises must not end the watch over the servers
             logger.exception("the inference URL %s could not be published", url)
         else:

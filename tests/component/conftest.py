@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 from api_harness import BASE, Api, Serve
+from blocking import noted_waits
 from checkpoint_world import World, world_in
 from fake_upstream import FakeUpstream, fake_upstream
 
@@ -20,6 +21,14 @@ from skyrl.config import ServerConfig
 from skyrl.db.database import Database
 from skyrl.db.engine_state import publish_training, publish_url
 from skyrl.runtime import Runtime
+
+
+@pytest.fixture(autouse=True)
+def no_loop_waits() -> Iterator[None]:
+    """No event loop of ours waits for the database or for a thread."""
+    with noted_waits() as found:
+        yield
+    assert not found, "\n".join(found)
 
 
 @pytest.fixture

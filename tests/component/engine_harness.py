@@ -18,8 +18,10 @@ from sqlalchemy import select
 
 from skyrl.backends.fsdp.backend import FsdpBackend
 from skyrl.config import load_config
+from skyrl.db import engine_state
 from skyrl.db.checkpoints import checkpoints
 from skyrl.db.database import Database
+from skyrl.db.fence import Fence, FencedDatabase
 from skyrl.db.futures import Outcome
 from skyrl.db.migrate import migrate
 from skyrl.db.models import Adapter, Model, Models, models
@@ -28,18 +30,27 @@ from skyrl.db.writer import GroupCommitWriter
 from skyrl.engine.deaths import Deaths
 from skyrl.engine.loop import Engine
 from skyrl.engine.recovery import Recovery, Snapshots
+from skyrl.engine.sampling import ColocatedSampler
 from skyrl.futures.doorbell import SESSIONS, Doorbell, DoorbellListener
 from skyrl.futures.kinds import Kind
 from skyrl.futures.requests import NewRequest
 from skyrl.futures.store import FutureStore
+from skyrl.inference.engine_group import EngineGroup
 from skyrl.storage.base import MANIFEST, NotStored
 from skyrl.storage.registry import open_store
 from skyrl.tiny import model_path
 from skyrl.wire.paths import model_id_of
 from skyrl.wire.results import to_json
 
+SERVER = "server"
+"""The name of the server whose engine it is."""
 WAIT_S = 100.0
 NEVER_S = 1e9
+
+
+def claim_for_tests(database: Database, server: str) -> None:
+    """What a launcher does before it starts an engine, without a look at who had the claim before."""
+    assert database.write(lambda c: engine_state.claim(c, server, engine_state.read_claim(c)))
 
 
 class Killed(BaseException):
@@ -83,6 +94,7 @@ class Harness:
         self.config = load_config({"state_dir": state_dir, "base_model": str(model_path()), **flags})
         self.database = Database(self.config.database)
         migrate(self.database)
+        self.engine_database = FencedDatabase(self.config.database, Fence(SERVER))
         self.writer = GroupCommitWriter(self.database)
         self.store = FutureStore(self.database, self.writer)
         self.checkpoint_store = open_store(self.config)
@@ -109,18 +121,27 @@ class Harness:
         assert self._engine is not None
         return self._engine
 
-    async def start(self, prepare: Callable[[Harness], None] = lambda _: None) -> None:
-        """A new backend and a new engine, recovered from what is in the state directory."""
+    async def start(
+        self,
+        prepare: Callable[[Harness], None] = lambda _: None,
+        *,
+        group: EngineGroup | None = None,
+        sampler: ColocatedSampler | None = None,
+    ) -> None:
+        """A new backend and a new engine, recovered from what is in the state directory. Without a group there is no
+        vLLM; with a sampler the engine samples itself."""
+        claim_for_tests(self.database, SERVER)
+        database = self.engine_database
         self.backend = FsdpBackend(self.config)
         self._api = Doorbell(self._doorbell)
-        self.snapshots = Snapshots(self.config, self.database, self.backend)
+        self.snapshots = Snapshots(self.config, database, self.backend)
         deaths = self._deaths = Deaths(self.config.running_file)
         store = self.checkpoint_store
         self._engine = Engine(
-            self.config, self.database, self.backend, None, self._api, None, self.snapshots, store, deaths
+            self.config, database, self.backend, group, self._api, sampler, self.snapshots, store, deaths
         )
         prepare(self)
-        self.recovery = Recovery(self._engine, self.database, self.backend, self.snapshots, store, deaths)
+        self.recovery = Recovery(self._engine, database, self.backend, self.snapshots, store, deaths)
         await self.recovery.run()
         self._running = asyncio.create_task(self._engine.run())
 
@@ -167,6 +188,7 @@ class Harness:
         self._listener.close()
         await asyncio.gather(*self._ringing)
         await self.writer.close()
+        self.engine_database.close()
         self.database.close()
         self._sockets.cleanup()
 

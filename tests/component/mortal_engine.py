@@ -9,12 +9,12 @@ import asyncio
 import json
 import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, closing, suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from engine_harness import WAIT_S, Killed, until
+from engine_harness import SERVER, WAIT_S, Killed, claim_for_tests, until
 from sqlalchemy import Connection
 
 from skyrl.backends.base import (
@@ -28,6 +28,7 @@ from skyrl.backends.base import (
 )
 from skyrl.config import ServerConfig
 from skyrl.db.database import Database
+from skyrl.db.fence import Fence, FencedDatabase
 from skyrl.engine.deaths import Deaths
 from skyrl.engine.loop import Engine
 from skyrl.engine.recovery import Recovery, Snapshots
@@ -147,11 +148,11 @@ class Ledger:
         self.models.clear()
 
 
-class _DyingDatabase(Database):
+class _DyingDatabase(FencedDatabase):
     """An engine may die before it writes, with its changes made and not committed, and when they are."""
 
     def __init__(self, url: str, step: Callable[[], None]) -> None:
-        super().__init__(url)
+        super().__init__(url, Fence(SERVER))
         self._step = step
 
     def write(self, change: Callable[[Connection], Any], *, power_safe: bool = False) -> Any:
@@ -223,6 +224,11 @@ class _TurnByTurn(Engine):
         await super()._turn()
         self._in_turn = False
 
+    async def _snapshot_overdue(self) -> None:
+        self._in_turn = True
+        await super()._snapshot_overdue()
+        self._in_turn = False
+
     @property
     def idle(self) -> bool:
         """Whether it waits: to be let go, or for a ring."""
@@ -266,6 +272,8 @@ class MortalEngine:
 
     async def start(self) -> bool:
         """Recover, and wait to be let go. False: it has died of that."""
+        with closing(Database(self._config.database)) as database:
+            claim_for_tests(database, SERVER)
         self._dead = False
         self.backend = Ledger(self._step, merges_passes=self._merges)
         snapshots = Snapshots(self._config, self._database, self.backend)

@@ -23,7 +23,8 @@ from test_forwarding_failures import JOB
 from skyrl.db import database as database_module
 from skyrl.db import futures as rows
 from skyrl.db.database import Database
-from skyrl.db.engine_state import EngineState, read_state
+from skyrl.db.engine_state import EngineState, claim, read_claim, read_state
+from skyrl.db.fence import Fence
 from skyrl.db.futures import Outcome
 from skyrl.db.patience import PatientDatabase
 from skyrl.db.sessions import sessions
@@ -447,13 +448,14 @@ def test_a_mistake_of_ours_is_not_waited_for(database: Database) -> None:
 
 
 @pytest.mark.usefixtures("impatient")
-def test_an_endpoint_that_could_not_be_published_is_published_by_the_next_heartbeat(
+async def test_an_endpoint_that_could_not_be_published_is_published_by_the_next_heartbeat(
     database: Database, tmp_path: Path
 ) -> None:
     own, api = Database(database.url), Doorbell(tmp_path / "nobody.sock")
-    state = EngineStatePublisher(own, api, "server")
+    database.write(lambda c: claim(c, "server", read_claim(c)))
+    state = EngineStatePublisher(own, api, Fence("server"))
     with locked(database):
-        state.publish_url("http://127.0.0.1:1")
+        await state.publish_url("http://127.0.0.1:1")
     assert database.read(read_state).inference_proxy_url != "http://127.0.0.1:1"
     state.beat()
     assert database.read(read_state).inference_proxy_url == "http://127.0.0.1:1"

@@ -3,120 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from api_harness import asked
-from engine_harness import Harness, Trainer, harness_in, until
-from fake_upstream import COMPLETIONS, FakeUpstream, Received, Reply, complete, fake_upstream, hang_up, reply
+from colocated_world import LIMITS, NEVER_S, world
+from engine_harness import until
+from fake_upstream import COMPLETIONS
+from replicas import SOON_S, group_of
 
-from skyrl.backends.base import ModelLimits
-from skyrl.db.samplers import Sampler, Samplers
 from skyrl.engine.sampling import ColocatedSampler
-from skyrl.futures.kinds import Kind
-from skyrl.futures.requests import NewRequest
-from skyrl.inference.engine_group import EngineGroup
-from skyrl.sampling.client import ForwardingClient
-from skyrl.sampling.endpoint import FixedEndpoint
-from skyrl.sampling.http import HttpTransport
-from skyrl.wire.results import encode_json
-
-SOON_S, NEVER_S = 0.01, 1000.0
-LIMITS = ModelLimits(1000, 100)
-
-
-@dataclass
-class Vllm:
-    """One that sleeps and wakes, on a server that a test kills and starts again. Who samples from it while it sleeps
-    gets an error."""
-
-    upstream: FakeUpstream
-    asleep: bool = False
-    dead: bool = False
-    dies_of: str = ""
-    asked: set[str] = field(default_factory=set)
-
-    def __post_init__(self) -> None:
-        for path in ("/health", "/is_sleeping", "/sleep", "/wake_up", COMPLETIONS):
-            self.upstream.controls[path] = self._answer
-
-    async def _answer(self, request: Received, writer: asyncio.StreamWriter) -> None:
-        path = request.path.partition("?")[0]
-        self.asked.add(path)
-        self.dead = self.dead or path == self.dies_of
-        await (hang_up if self.dead else self._reply(path, request))(request, writer)
-
-    def _reply(self, path: str, request: Received) -> Reply:
-        if path in ("/sleep", "/wake_up"):
-            self.asleep = path == "/sleep"
-        if path == "/is_sleeping":
-            return reply(200, {"is_sleeping": self.asleep})
-        if path == COMPLETIONS:
-            if self.asleep:
-                return reply(500, "asleep")
-            return complete() if "model" in request.json else reply(200, b"")  # a warm-up, whose answer nobody reads
-        return reply(200, b"")
-
-    def start_again(self) -> None:
-        self.asleep = self.dead = False
-        self.dies_of = ""
-
-
-@dataclass
-class World:
-    """An engine whose samples take turns with training, one model in training, and a sampling session."""
-
-    harness: Harness
-    vllm: Vllm
-    group: EngineGroup
-    trainer: Trainer
-    sampler: Sampler
-    sent: int = 0
-
-    async def sample(self) -> str:
-        body = encode_json(asked(self.sampler.id, self.sent))
-        ids = (self.sampler.tenant, self.sampler.session_id)
-        request = NewRequest(Kind.SAMPLE, *ids, body, "json", None, None, self.sampler.id, self.sent)
-        self.sent += 1
-        request_id, _ = await self.harness.store.record(request)
-        self.harness.engine.ring()
-        return request_id
-
-    async def error_of(self, request_id: str) -> str | None:
-        return (await self.harness.outcome(request_id)).error
-
-    async def pending(self, request_id: str) -> bool:
-        query = f"SELECT status FROM futures WHERE id = '{request_id}'"
-        return await self.harness.database.read_async(lambda c: c.exec_driver_sql(query).scalar_one()) == "pending"
-
-
-@asynccontextmanager
-async def world(state_dir: Path, *, watching_s: float = SOON_S, patience_s: float = NEVER_S) -> AsyncIterator[World]:
-    async with fake_upstream() as upstream, harness_in(state_dir) as harness:
-        vllm = Vllm(upstream)
-        group = EngineGroup(
-            [upstream.url], "key", lambda _: None, starting_interval_s=SOON_S, watching_interval_s=watching_s
-        )
-        watching = asyncio.create_task(group.run())
-        client = ForwardingClient(HttpTransport(), FixedEndpoint(upstream.url), api_key=None, deadline_s=NEVER_S)
-        colocated = ColocatedSampler(
-            harness.database, client, group, LIMITS, "tiny", sleeps=True, patience_s=patience_s
-        )
-        await until(lambda: group.ready)
-        await harness.start(lambda h: setattr(h.engine, "_sampler", colocated))
-        trainer = await Trainer.create(harness)
-        sampler = Sampler(f"{trainer.session.id}:sample:0", trainer.session.id, "tenant", "tiny", None, None, None)
-        await Samplers(harness.database, harness.writer).create(sampler, 0)
-        yield World(harness, vllm, group, trainer, sampler)
-        await harness.stop()
-        await colocated.close()
-        await group.close()
-        await watching
 
 
 @pytest.mark.parametrize("watching_s", [SOON_S, NEVER_S], ids=["noticed by the watch", "noticed by who wakes it"])
@@ -184,10 +81,10 @@ async def test_an_engine_that_finds_vllm_asleep_neither_asks_it_for_a_sample_nor
         assert await here.error_of(await here.sample()) is None
         await until(lambda: here.vllm.asleep)
         here.vllm.asked.clear()
-        group = EngineGroup([here.vllm.upstream.url], "key", lambda _: None, starting_interval_s=SOON_S)
+        group, _ = group_of(here.vllm.upstream.url, watching_s=1.0)
         watching = asyncio.create_task(group.run())
         await until(lambda: group.ready)
         assert here.vllm.asleep
-        assert not here.vllm.asked & {COMPLETIONS, "/wake_up"}
+        assert not set(here.vllm.asked) & {COMPLETIONS, "/wake_up"}
         await group.close()
         await watching

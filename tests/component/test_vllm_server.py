@@ -80,7 +80,7 @@ async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Serv
     published: list[str | None] = []
     locked = iter([True])
 
-    def publish(url: str | None) -> None:
+    async def publish(url: str | None) -> None:
         if next(locked, False):
             raise OSError("the first write fails: database is locked")
         published.append(url)

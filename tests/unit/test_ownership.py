@@ -13,6 +13,7 @@ from skyrl import ownership
 from skyrl.config import ConfigError
 from skyrl.db import engine_state
 from skyrl.db.database import Database
+from skyrl.db.fence import Fence
 from skyrl.engine.state import EngineStatePublisher
 from skyrl.futures.doorbell import Doorbell
 from skyrl.ownership import TrainingClaim, server_id
@@ -98,15 +99,15 @@ async def test_engine_of_a_server_that_comes_back_says_nothing_about_anothers(
     """It was cut off for long; its launcher finds out and stops it."""
     await TrainingClaim(database, "first").take()
     api = Doorbell(tmp_path / "nobody.sock")
-    first, second = (EngineStatePublisher(database, api, server) for server in ("first", "second"))
-    first.publish_url("http://127.0.0.1:1")
+    first, second = (EngineStatePublisher(database, api, Fence(server)) for server in ("first", "second"))
+    await first.publish_url("http://127.0.0.1:1")
     assert database.read(engine_state.read_state).inference_proxy_url == "http://127.0.0.1:1"
     await TrainingClaim(database, "second").take()
-    second.publish_url("http://127.0.0.1:2")
+    await second.publish_url("http://127.0.0.1:2")
     second.training(ready=True, reason="")
     there = database.read(engine_state.read_state)
     first.beat()
-    first.publish_url("http://127.0.0.1:1")
+    await first.publish_url("http://127.0.0.1:1")
     first.training(ready=False, reason="loading the base model")
     first.clear("the engine has stopped")
     assert database.read(engine_state.read_state) == there

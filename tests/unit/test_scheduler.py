@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skyrl.engine.commands import Command
-from skyrl.engine.scheduler import SAMPLES_AT_ONCE, Scheduler, cost_of
+from skyrl.engine.scheduler import BARRIER_COST, FILES_AT_ONCE, SAMPLES_AT_ONCE, Scheduler, cost_of
 from skyrl.futures.kinds import Kind
 
 _numbers = itertools.count(1)
@@ -351,6 +351,83 @@ def test_saves_are_no_part_of_a_turn() -> None:
     assert queue.ready_models() == ["n"], "what comes after the save waits for it"
     queue.finish(saves)
     assert set(queue.ready_models()) == {"m", "n"}
+
+
+def saves_of(tenant: str, count: int) -> list[Command]:
+    """One save of each of so many models."""
+    return [command(f"{tenant}{number}", 0, Kind.SAVE_WEIGHTS, tenant=tenant) for number in range(count)]
+
+
+def test_many_saves_of_a_tenant_do_not_go_before_anothers_one() -> None:
+    queue = scheduler(*saves_of("many", 500), *saves_of("few", 1))
+    taken = queue.take_beside()
+    assert len(taken) == FILES_AT_ONCE
+    assert [each.tenant for each in taken].index("few") <= 1
+    assert queue.take_beside() == [], "no thread is free"
+
+
+def test_a_save_that_comes_while_another_tenants_run_is_next() -> None:
+    queue = scheduler(*saves_of("many", 500))
+    running = queue.take_beside()
+    for _ in range(20):
+        queue.finish(running[:1])
+        running = running[1:] + queue.take_beside()
+        assert len(running) == FILES_AT_ONCE
+    for each in saves_of("few", 1):
+        queue.add(each)
+    queue.finish(running[:2])
+    assert "few" in [each.tenant for each in queue.take_beside()]
+
+
+def test_a_tenant_that_trains_much_does_not_wait_for_all_saves_of_one_that_only_saves() -> None:
+    queue = scheduler(
+        *(command("trains", seq, size=1_000_000, tenant="trainer") for seq in range(10)),
+        command("trains", 10, Kind.SAVE_WEIGHTS_FOR_SAMPLER, tenant="trainer"),
+        *saves_of("saver", 500),
+        budget=1_000_000,
+    )
+    running = queue.take_beside()
+    while "trains" in queue.ready_models():
+        passes_of(queue)
+        queue.finish(running)
+        running = queue.take_beside()
+    assert "trainer" in [each.tenant for each in running]
+
+
+def test_tenants_that_both_save_get_as_many_threads() -> None:
+    queue = scheduler(*saves_of("many", 300), *saves_of("few", 30))
+    taken: list[Command] = []
+    while len(taken) < 60:
+        batch = queue.take_beside()
+        queue.finish(batch)
+        taken += batch
+    assert Counter(each.tenant for each in taken) == {"many": 30, "few": 30}
+
+
+def test_saves_of_a_tenant_run_in_order_of_arrival() -> None:
+    saves = saves_of("one", 20)
+    queue, taken = scheduler(*saves), []
+    while batch := queue.take_beside():
+        queue.finish(batch)
+        taken += batch
+    assert taken == saves
+
+
+def test_saves_count_in_their_tenants_share_of_training() -> None:
+    queue = scheduler(
+        *(command(f"{tenant}-trains", seq, size=1_000, tenant=tenant) for tenant in ("a", "b") for seq in range(40)),
+        budget=2_000,
+    )
+    assert of_models(passes_of(queue)) == {"a-trains": 1, "b-trains": 1}
+    for each in saves_of("a", 2):
+        queue.add(each)
+    saves = queue.take_beside()
+    queue.finish(saves)
+    assert len(saves) == 2
+    ahead = 2 * BARRIER_COST // 1_000
+    taken = [each.tenant for _ in range(ahead // 2) for each in passes_of(queue)]
+    assert Counter(taken) == {"b": ahead}, "the other one has what the saves were worth"
+    assert of_models(passes_of(queue)) == {"a-trains": 1, "b-trains": 1}
 
 
 def unload(model: str) -> Command:

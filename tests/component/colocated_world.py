@@ -1,0 +1,121 @@
+"""An engine that samples itself, between turns of training, from a vLLM that sleeps meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from api_harness import asked
+from engine_harness import Harness, Trainer, harness_in, until
+from fake_upstream import COMPLETIONS, FakeUpstream, Received, Reply, after, complete, fake_upstream, hang_up, reply
+from replicas import SOON_S, group_of
+
+from skyrl.backends.base import ModelLimits
+from skyrl.db.samplers import Sampler, Samplers
+from skyrl.engine.sampling import ColocatedSampler
+from skyrl.futures.kinds import Kind
+from skyrl.futures.requests import NewRequest
+from skyrl.inference.engine_group import EngineGroup
+from skyrl.sampling.client import ForwardingClient
+from skyrl.sampling.endpoint import FixedEndpoint
+from skyrl.sampling.http import HttpTransport
+from skyrl.wire.results import encode_json
+
+NEVER_S = 1000.0
+LIMITS = ModelLimits(1000, 100)
+
+
+@dataclass
+class Vllm:
+    """One that sleeps and wakes, on a server that a test kills and starts again. Who samples from it while it sleeps
+    gets an error."""
+
+    upstream: FakeUpstream
+    asleep: bool = False
+    dead: bool = False
+    dies_of: str = ""
+    asked: list[str] = field(default_factory=list)
+    turns: list[str] = field(default_factory=list)
+    """Wake-ups, samples and times that it was put to sleep, in their order."""
+    may_answer: asyncio.Event = field(default_factory=asyncio.Event)
+    """Samples wait for it; it is set."""
+
+    def __post_init__(self) -> None:
+        self.may_answer.set()
+        for path in ("/health", "/is_sleeping", "/sleep", "/wake_up", COMPLETIONS):
+            self.upstream.controls[path] = self._answer
+
+    async def _answer(self, request: Received, writer: asyncio.StreamWriter) -> None:
+        path = request.path.partition("?")[0]
+        self.asked.append(path)
+        self.dead = self.dead or path == self.dies_of
+        await (hang_up if self.dead else self._reply(path, request))(request, writer)
+
+    def _reply(self, path: str, request: Received) -> Reply:
+        if path in ("/sleep", "/wake_up"):
+            self.turns.append(path)
+            self.asleep = path == "/sleep"
+        if path == "/is_sleeping":
+            return reply(200, {"is_sleeping": self.asleep})
+        if path == COMPLETIONS and "model" in request.json:  # else it is a warm-up, whose answer nobody reads
+            self.turns.append("sample")
+            return reply(500, "asleep") if self.asleep else after(self.may_answer, complete())
+        return reply(200, b"")
+
+    def start_again(self) -> None:
+        self.asleep = self.dead = False
+        self.dies_of = ""
+
+
+@dataclass
+class World:
+    """An engine whose samples take turns with training, one model in training, and a sampling session."""
+
+    harness: Harness
+    vllm: Vllm
+    group: EngineGroup
+    trainer: Trainer
+    sampler: Sampler
+    sent: int = 0
+
+    async def sample(self, **fields: Any) -> str:
+        body = encode_json(asked(self.sampler.id, self.sent, **fields))
+        ids = (self.sampler.tenant, self.sampler.session_id)
+        request = NewRequest(Kind.SAMPLE, *ids, body, "json", None, None, self.sampler.id, self.sent)
+        self.sent += 1
+        request_id, _ = await self.harness.store.record(request)
+        self.harness.engine.ring()
+        return request_id
+
+    async def error_of(self, request_id: str) -> str | None:
+        return (await self.harness.outcome(request_id)).error
+
+    async def pending(self, request_id: str) -> bool:
+        query = f"SELECT status FROM futures WHERE id = '{request_id}'"
+        return await self.harness.database.read_async(lambda c: c.exec_driver_sql(query).scalar_one()) == "pending"
+
+
+@asynccontextmanager
+async def world(state_dir: Path, *, watching_s: float = SOON_S, patience_s: float = NEVER_S) -> AsyncIterator[World]:
+    async with fake_upstream() as upstream, harness_in(state_dir) as harness:
+        vllm = Vllm(upstream)
+        group, published = group_of(upstream.url, watching_s=watching_s)
+        watching = asyncio.create_task(group.run())
+        client = ForwardingClient(HttpTransport(), FixedEndpoint(upstream.url), api_key=None, deadline_s=NEVER_S)
+        colocated = ColocatedSampler(
+            harness.database, client, group, LIMITS, "tiny", sleeps=True, patience_s=patience_s
+        )
+        await until(lambda: published == [upstream.url])
+        await harness.start(group=group, sampler=colocated)
+        trainer = await Trainer.create(harness)
+        sampler = Sampler(f"{trainer.session.id}:sample:0", trainer.session.id, "tenant", "tiny", None, None, None)
+        await Samplers(harness.database, harness.writer).create(sampler, 0)
+        yield World(harness, vllm, group, trainer, sampler)
+        await harness.stop()
+        await colocated.close()
+        await group.close()
+        await watching

@@ -1,0 +1,126 @@
+"""A save for sampling, and an adapter that nobody needs any more: what the engine asks of vLLM, and in which order."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from engine_harness import Harness, Trainer, files_in, harness_in, until
+from fake_upstream import LOAD, FakeUpstream, Received, Reply, after, error, fake_upstream, hang_up
+from replicas import GONE, UNLOAD, WELL, group_of, set_up
+
+from skyrl.db.samplers import find_sampler
+from skyrl.engine import reclaim
+from skyrl.futures.kinds import Kind
+from skyrl.inference.engine_group import EngineGroup
+
+
+@dataclass
+class World:
+    harness: Harness
+    upstream: FakeUpstream
+    group: EngineGroup
+    trainer: Trainer
+
+    def version(self) -> int:
+        return self.harness.model_row(self.trainer.model_id).sampler_version
+
+    def asked_for(self, path: str) -> list[str]:
+        return [request.json["lora_name"] for request in self.upstream.requests if request.path == path]
+
+
+@asynccontextmanager
+async def world_in(state_dir: Path) -> AsyncIterator[World]:
+    """An engine, the group of its one inference server, and a model."""
+    async with fake_upstream() as upstream, harness_in(state_dir) as harness:
+        set_up(upstream)
+        group, published = group_of(upstream.url)
+        watching = asyncio.create_task(group.run())
+        await until(lambda: published == [upstream.url])
+        await harness.start(group=group)
+        trainer = await Trainer.create(harness)
+        await trainer.step(1)
+        yield World(harness, upstream, group, trainer)
+        await harness.stop()
+        await group.close()
+        await watching
+
+
+async def test_an_adapter_is_loaded_from_whole_files_before_its_save_is_committed(tmp_path: Path) -> None:
+    """Who reads the result samples at once: the version must be there for it."""
+    go = asyncio.Event()
+    seen: list[set[str]] = []
+
+    async def look(request: Received, writer: asyncio.StreamWriter) -> None:
+        seen.append(set(files_in(request.json["lora_path"])))
+        await after(go, WELL)(request, writer)
+
+    async with world_in(tmp_path / "state") as here:
+        here.upstream.controls[LOAD] = look
+        save = await here.trainer.send(Kind.SAVE_WEIGHTS_FOR_SAMPLER, path="first")
+        await until(lambda: bool(seen))
+        assert seen == [{"adapter_config.json", "adapter_model.safetensors"}]
+        assert here.version() == 0
+        assert here.harness.checkpoint_rows(here.trainer.model_id) == []
+        other = await Trainer.create(here.harness)
+        await other.step(1)  # others train while vLLM loads
+        assert here.version() == 0
+        go.set()
+        await here.trainer.result(save)
+        assert here.version() == 1
+        (row,) = here.harness.checkpoint_rows(here.trainer.model_id)
+        assert here.asked_for(LOAD) == [row.adapter_name]
+
+
+@pytest.mark.parametrize("load", [error(400, "no slot is free"), error(500, "broken"), hang_up])
+async def test_a_save_whose_adapter_cannot_be_loaded_now_succeeds_and_says_so(
+    tmp_path: Path, load: Reply, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with world_in(tmp_path / "state") as here:
+        here.upstream.controls[LOAD] = load
+        await here.trainer.do(Kind.SAVE_WEIGHTS_FOR_SAMPLER, path="first")
+        (row,) = here.harness.checkpoint_rows(here.trainer.model_id)
+        assert f"adapter {row.adapter_name} was saved but not loaded yet" in caplog.text
+        assert here.version() == 1
+
+
+async def test_a_server_that_is_not_ready_is_not_asked(tmp_path: Path) -> None:
+    async with world_in(tmp_path / "state") as here:
+        set_up(here.upstream, GONE)
+        await until(lambda: not here.group.ready)
+        await here.trainer.do(Kind.SAVE_WEIGHTS_FOR_SAMPLER, path="first")
+        assert here.asked_for(LOAD) == []
+
+
+async def test_an_adapter_is_unloaded_before_its_files_are_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM reads the directory of an adapter that it has evicted again, and dies if it is gone."""
+    monkeypatch.setattr(reclaim, "GRACE_S", -60.0)  # nothing is too young
+    async with world_in(tmp_path / "state") as here:
+        saved = await here.trainer.do(Kind.SAVE_WEIGHTS_FOR_SAMPLER, sampling_session_seq_id=0)
+        sampler = here.harness.database.read(lambda c: find_sampler(c, saved["sampling_session_id"]))
+        assert sampler is not None
+        there: list[tuple[str, bool]] = []
+
+        def noting(answer: Reply) -> Reply:
+            async def note(request: Received, writer: asyncio.StreamWriter) -> None:
+                there.append((json.loads(request.body)["lora_name"], bool(files_in(sampler.adapter_path))))
+                await answer(request, writer)
+
+            return note
+
+        here.upstream.controls[UNLOAD] = noting(error(500, "not now"))
+        await here.harness.end(here.trainer.session)
+        await here.harness.engine._sweep()
+        assert there == [(sampler.adapter_name, True)]
+        assert files_in(sampler.adapter_path), "it could not be unloaded"
+        here.upstream.controls[UNLOAD] = noting(WELL)
+        await here.harness.engine._sweep()
+        assert there == [(sampler.adapter_name, True)] * 2
+        assert not files_in(sampler.adapter_path)

@@ -1,0 +1,301 @@
+"""A server that was stopped for long finds another one training on its database: from then on its engine writes
+nothing, deletes nothing, and ends."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine_harness import SERVER, WAIT_S, Harness, Trainer, claim_for_tests, files_in, harness_in, until
+from sqlalchemy import Table, select, update
+from sqlmodel import SQLModel
+
+from skyrl.db import engine_state
+from skyrl.db.checkpoints import checkpoints
+from skyrl.db.database import Database
+from skyrl.db.fence import Displaced, Fence, FencedDatabase
+from skyrl.db.futures import Outcome
+from skyrl.db.models import set_model
+from skyrl.db.sessions import sessions
+from skyrl.engine.adoption import adopt_adapters
+from skyrl.engine.state import EngineStatePublisher
+from skyrl.futures.doorbell import SESSIONS, Doorbell
+from skyrl.futures.kinds import Kind
+from tests.postgres_server import ON_BOTH
+
+LONG_AGO_S = 10 * 86_400.0
+
+
+@pytest.fixture
+async def harness(tmp_path: Path, migrated_url: str) -> AsyncIterator[Harness]:
+    async with harness_in(tmp_path / "state", database_url=migrated_url) as harness:
+        await harness.start()
+        yield harness
+
+
+def take_over(harness: Harness) -> None:
+    """Another server claims the database, as it may when this one has given no sign of life for long."""
+    claim_for_tests(harness.database, "another")
+
+
+def rows_of(database: Database) -> dict[str, list[Any]]:
+    """All that the database holds."""
+    tables: list[Table] = SQLModel.metadata.sorted_tables
+    return database.read(lambda c: {t.name: sorted(map(repr, c.execute(select(t)))) for t in tables})
+
+
+async def displaced(harness: Harness) -> None:
+    """The engine ends by itself, because the claim is lost."""
+    assert harness._running is not None
+    with pytest.raises(Displaced, match="does not train on this database any more"):
+        await asyncio.wait_for(harness._running, WAIT_S)
+    harness._gone()
+
+
+async def saved(trainer: Trainer) -> str:
+    return (await trainer.do(Kind.SAVE_WEIGHTS, path="saved"))["path"]
+
+
+async def by_pass(trainer: Trainer, path: str) -> None:
+    await trainer.forward_backward(2)
+
+
+async def by_step(trainer: Trainer, path: str) -> None:
+    await trainer.optim_step()
+
+
+async def by_bad_request(trainer: Trainer, path: str) -> None:
+    await trainer.send(Kind.OPTIM_STEP, adam_params={"beta1": 2.0})
+
+
+async def by_load(trainer: Trainer, path: str) -> None:
+    await trainer.send(Kind.LOAD_WEIGHTS, path=path)
+
+
+async def by_save(trainer: Trainer, path: str) -> None:
+    await trainer.send(Kind.SAVE_WEIGHTS, path="again")
+
+
+async def by_export(trainer: Trainer, path: str) -> None:
+    await trainer.send(Kind.SAVE_WEIGHTS_EXTERNAL, path="again")
+
+
+async def by_named_adapter(trainer: Trainer, path: str) -> None:
+    await trainer.send(Kind.SAVE_WEIGHTS_FOR_SAMPLER, path="again")
+
+
+async def by_unnamed_adapter(trainer: Trainer, path: str) -> None:
+    await trainer.send(Kind.SAVE_WEIGHTS_FOR_SAMPLER, sampling_session_seq_id=0)
+
+
+async def by_new_model(trainer: Trainer, path: str) -> None:
+    await Trainer.create(trainer.harness, session=trainer.session, model_seq_id=1)
+
+
+async def by_command_of_a_closed_model(trainer: Trainer, path: str) -> None:
+    harness = trainer.harness
+    other = await Trainer.create(harness, session=trainer.session, model_seq_id=1, create=False)
+    harness.database.write(set_model(other.model_id, status="closed"))
+    await other.send(Kind.CREATE_MODEL, 0)
+
+
+async def by_ended_session(trainer: Trainer, path: str) -> None:
+    assert await trainer.harness.sessions.end(trainer.session, "finished", None, None)
+    trainer.harness.engine.ring([SESSIONS])
+
+
+COMMANDS: list[Callable[[Trainer, str], Awaitable[None]]] = [
+    by_pass,
+    by_step,
+    by_bad_request,
+    by_load,
+    by_save,
+    by_export,
+    by_named_adapter,
+    by_unnamed_adapter,
+    by_new_model,
+    by_command_of_a_closed_model,
+    by_ended_session,
+]
+
+
+@pytest.mark.parametrize("ask", COMMANDS, ids=lambda ask: ask.__name__)
+async def test_no_command_is_settled_after_the_claim_is_lost(
+    harness: Harness, ask: Callable[[Trainer, str], Awaitable[None]]
+) -> None:
+    trainer = await Trainer.create(harness)
+    await trainer.step(1)
+    path = await saved(trainer)
+    take_over(harness)
+    ring, harness.engine.ring = harness.engine.ring, lambda words=(): None  # type: ignore[method-assign]
+    await ask(trainer, path)  # recorded by the API, whichever server trains
+    before = rows_of(harness.database)
+    harness.engine.ring = ring  # type: ignore[method-assign]
+    harness.engine.ring([SESSIONS])
+    await displaced(harness)
+    assert rows_of(harness.database) == before
+
+
+async def test_a_command_that_runs_when_the_claim_is_lost_may_end_and_its_result_is_refused(harness: Harness) -> None:
+    trainer = await Trainer.create(harness)
+    await trainer.step(1)
+    begun, go, run = threading.Event(), threading.Event(), harness.backend.run
+
+    def slow(passes: Any) -> Any:
+        begun.set()
+        assert go.wait(WAIT_S)
+        return run(passes)
+
+    harness.backend.run = slow  # type: ignore[method-assign]
+    request_id = await trainer.forward_backward(2)
+    await until(begun.is_set)
+    take_over(harness)
+    before = rows_of(harness.database)
+    go.set()
+    await displaced(harness)
+    assert rows_of(harness.database) == before
+    take_back(harness)
+    await harness.start()  # the server that has the claim runs the command, once
+    await trainer.result(request_id)
+    assert (await trainer.result(await trainer.optim_step()))["metrics"]["optimizer_step"] == 2
+
+
+def take_back(harness: Harness) -> None:
+    """A new start of this server, with another engine: the claim was given up meanwhile."""
+    harness.engine_database.close()
+    harness.engine_database = FencedDatabase(harness.config.database, Fence(SERVER))
+
+
+async def test_a_claim_that_was_taken_and_given_up_is_lost_all_the_same(harness: Harness) -> None:
+    """The other server has trained in between, so what this engine has in memory is old."""
+    trainer = await Trainer.create(harness)
+    await trainer.step(1)
+    take_over(harness)
+    harness.database.write(lambda c: engine_state.release(c, "another", "the server has stopped"))
+    await trainer.forward_backward(2)
+    await displaced(harness)
+
+
+def old(path: Path) -> Path:
+    """A directory as it was left long ago."""
+    path.mkdir(parents=True)
+    (path / "file").write_bytes(b"x")
+    then = time.time() - LONG_AGO_S
+    os.utime(path, (then, then))
+    return path
+
+
+async def test_no_file_is_deleted_after_the_claim_is_lost(harness: Harness) -> None:
+    """What this server takes for unused may be its successor's."""
+    trainer = await Trainer.create(harness)
+    await trainer.step(1)
+    await saved(trainer)
+    engine, root = harness.engine, harness.config
+    left = [
+        old(root.adapters_dir / "model" / "v000001"),
+        old(root.adapters_dir / ".tmp-0123456789abcdef"),
+        old(root.snapshots_dir / ".tmp-0123456789abcdef"),
+        old(root.checkpoints_dir / "model" / "nobodys-1"),
+    ]
+    closed = await Trainer.create(harness)
+    harness.snapshots.take(trainer.model_id, trainer.seq_id + 1)
+    left.append(old(harness.snapshots.path(closed.model_id, 7)))
+    await closed.outcome(await closed.send(Kind.FORWARD))
+    expired = update(checkpoints).values(expires_at=time.time() - 1)
+    harness.database.write(lambda c: c.execute(expired))
+    harness.database.write(set_model(closed.model_id, status="closed"))
+    engine._sweeper._doomed[left[0]] = 0.0  # unloaded, and its time has come
+    take_over(harness)
+    before = rows_of(harness.database)
+    kept = [files_in(path) for path in left]
+    for delete in (engine._sweeper._delete_leftovers, lambda: engine._sweeper._sweep_store(())):
+        with pytest.raises(Displaced):
+            delete()
+    with pytest.raises(Displaced):
+        engine._sweeper.delete_files(())
+    with pytest.raises(Displaced):
+        engine._sweeper.unused_adapters(())
+    await engine._sweep()
+    await displaced(harness)
+    assert [files_in(path) for path in left] == kept
+    assert all(kept)
+    assert len(list(harness.checkpoint_store.stored())) == 2
+    assert rows_of(harness.database) == before
+
+
+async def test_no_snapshot_replaces_another_after_the_claim_is_lost(harness: Harness) -> None:
+    trainer = await Trainer.create(harness)
+    await trainer.step(1)
+    harness.snapshots.take(trainer.model_id, 4)
+    await trainer.step(2)
+    take_over(harness)
+    before, snapshot = rows_of(harness.database), harness.snapshots.path(trainer.model_id, 4)
+    kept = files_in(snapshot)
+    with pytest.raises(Displaced):
+        harness.snapshots.take(trainer.model_id, 7)
+    assert files_in(snapshot) == kept != {}
+    assert rows_of(harness.database) == before
+
+
+async def test_recovery_and_what_is_published_write_nothing_after_the_claim_is_lost(
+    harness: Harness, tmp_path: Path
+) -> None:
+    trainer = await Trainer.create(harness)
+    await trainer.step(1)
+    await saved(trainer)
+    await harness.engine.on_backend(lambda: harness.snapshots.take(trainer.model_id, 5))
+    await harness.stop()
+    await harness.start()
+    homeless = update(checkpoints).values(store_key=None, directory=str(old(tmp_path / "earlier" / "v000001")))
+    harness.database.write(lambda c: c.execute(homeless))
+    take_over(harness)
+    before = rows_of(harness.database)
+    with pytest.raises(Displaced):
+        adopt_adapters(harness.engine_database, harness.checkpoint_store)
+    for path in harness.snapshots.path(trainer.model_id, 0).parent.iterdir():
+        path.rename(tmp_path / path.name)  # its successor has another snapshot of it
+    harness.recovery._held.add(trainer.model_id)
+    with pytest.raises(Displaced):
+        await harness.recovery.retry()
+    with pytest.raises(Displaced):
+        harness.engine.execution.settle([("anything", Outcome(b"{}"))])
+    api, lost = Doorbell(tmp_path / "nobody.sock"), []
+    state = EngineStatePublisher(harness.database, api, Fence(SERVER, lambda: lost.append(True)))
+    await state.publish_url("http://127.0.0.1:1")
+    state.training(ready=True, reason="")
+    state.beat()
+    state.clear("the engine has stopped")
+    assert len(lost) == 4, "each of them tells the engine that it is to end"
+    assert rows_of(harness.database) == before
+    api.close()
+
+
+@ON_BOTH
+def test_nobody_takes_the_claim_between_the_look_at_it_and_the_commit(migrated_url: str) -> None:
+    """A write that saw its own claim is committed before anybody else has it; one that comes after is refused."""
+    other, engine = Database(migrated_url), FencedDatabase(migrated_url, Fence(SERVER))
+    claim_for_tests(other, SERVER)
+    seen: list[str | None] = []
+    taking = threading.Thread(target=claim_for_tests, args=(other, "another"))
+
+    def write(connection: Any) -> None:
+        taking.start()
+        taking.join(0.5)  # it waits for this transaction, however long that is
+        seen.append(other.read(engine_state.owner))
+        connection.execute(update(sessions).values(status="active"))
+
+    engine.write(write)
+    taking.join(WAIT_S)
+    assert not taking.is_alive()
+    assert seen == [SERVER]
+    assert other.read(engine_state.owner) == "another"
+    with pytest.raises(Displaced):
+        engine.write(lambda c: c.execute(update(sessions).values(status="active")))
+    engine.close()
+    other.close()

@@ -1,0 +1,207 @@
+"""Snapshots of models that do not step: without them the log could forget nothing of theirs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine_harness import NEVER_S, Harness, Trainer, data, files_in, harness_in, until
+from sqlalchemy import select
+
+from skyrl.db import futures as rows
+from skyrl.db import retention
+from skyrl.engine import recovery
+from skyrl.futures.kinds import Kind
+from skyrl.futures.requests import NewRequest
+from skyrl.storage.directories import safe_name
+from tests.postgres_server import ON_BOTH
+
+AT_ONCE_S = 1e-9
+
+
+@pytest.fixture
+async def harness(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Harness]:
+    """Every model is overdue as soon as a command of it has run."""
+    monkeypatch.setattr(recovery, "OVERDUE_S", 0.0)
+    async with harness_in(tmp_path / "state", snapshot_interval_s=AT_ONCE_S) as harness:
+        await harness.start()
+        yield harness
+
+
+async def forward(trainer: Trainer, seed: int, seq_id: int | None = None) -> dict[str, Any]:
+    given = {"data": data(seed), "loss_fn": "cross_entropy"}
+    return await trainer.result(await trainer.send(Kind.FORWARD, seq_id, forward_input=given))
+
+
+def forget_all(harness: Harness) -> None:
+    """Retention's time is over for everything that has ended."""
+    harness.database.write(lambda c: retention.forget(c, time.time() + 1))
+
+
+def numbers(harness: Harness, model_id: str) -> list[int]:
+    query = select(rows.futures.c.seq_id).where(rows.futures.c.model_id == model_id)
+    return sorted(harness.database.read(lambda c: c.execute(query).scalars()))
+
+
+def snapshots(harness: Harness, model_id: str) -> list[Path]:
+    group = harness.config.snapshots_dir / safe_name(model_id)
+    return sorted(group.iterdir()) if group.is_dir() else []
+
+
+async def snapshotted(harness: Harness, trainer: Trainer) -> None:
+    """Wait until a snapshot holds all that the model has run, and the one before is gone."""
+    await until(lambda: harness.model_row(trainer.model_id).next_seq == trainer.seq_id + 1)
+    await until(lambda: [path.name for path in snapshots(harness, trainer.model_id)] == [str(trainer.seq_id + 1)])
+
+
+@ON_BOTH
+async def test_forward_passes_alone_leave_no_bodies(
+    tmp_path: Path, migrated_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recovery, "OVERDUE_S", 0.0)
+    flags = {"snapshot_interval_s": AT_ONCE_S, "database_url": migrated_url}
+    async with harness_in(tmp_path / "state", **flags) as harness:
+        await harness.start()
+        trainer = await Trainer.create(harness)
+        before = [await forward(trainer, seed) for seed in range(3)]
+        await snapshotted(harness, trainer)
+        forget_all(harness)
+        assert numbers(harness, trainer.model_id) == []
+        await harness.stop()
+        await harness.start()
+        assert [await forward(trainer, seed) for seed in range(3)] == before
+        await snapshotted(harness, trainer)
+        request = NewRequest(
+            Kind.FORWARD, "tenant", trainer.session.id, b"{}", model_id=trainer.model_id, numbered=True
+        )
+        await harness.store.record(request)
+        assert numbers(harness, trainer.model_id)[-1] == trainer.seq_id + 1, "numbers go on, too"
+
+
+async def test_a_model_that_did_not_change_is_not_written_again(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = await Trainer.create(harness)
+    await trainer.step(1)
+    await snapshotted(harness, trainer)
+    (first,) = snapshots(harness, trainer.model_id)
+    contents, inodes = files_in(first), {file.name: file.stat().st_ino for file in first.iterdir()}
+    state = await trainer.state()
+    written: list[str] = []
+    save_state = harness.backend.save_state
+
+    def noting(model_id: str, directory: Path) -> None:
+        written.append(model_id)
+        save_state(model_id, directory)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(harness.backend, "save_state", noting)
+        await forward(trainer, 1)
+        await snapshotted(harness, trainer)
+        assert written == []
+    (second,) = snapshots(harness, trainer.model_id)
+    assert files_in(second) == contents
+    assert {file.name: file.stat().st_ino for file in second.iterdir()} == inodes
+    await harness.stop()
+    await harness.start()
+    assert await trainer.state() == state
+    await forward(trainer, 2)  # also of a snapshot that the engine before has taken
+    await snapshotted(harness, trainer)
+    assert files_in(snapshots(harness, trainer.model_id)[0]) == contents
+    await trainer.step(2)
+    await snapshotted(harness, trainer)
+    assert files_in(snapshots(harness, trainer.model_id)[0]) != contents
+
+
+async def test_a_gradient_that_no_step_has_used_is_in_the_snapshot(harness: Harness, tmp_path: Path) -> None:
+    async with harness_in(tmp_path / "undisturbed") as steady:
+        await steady.start()
+        alone = await Trainer.create(steady)
+        for seed in (1, 2, 3):
+            await alone.result(await alone.forward_backward(seed))
+        await alone.result(await alone.optim_step())
+        expected = await alone.state()
+    trainer = await Trainer.create(harness)
+    for seed in (1, 2, 3):
+        await trainer.result(await trainer.forward_backward(seed))
+        await snapshotted(harness, trainer)
+        forget_all(harness)
+        assert numbers(harness, trainer.model_id) == [], "the gradient is in the files"
+        await harness.stop()
+        await harness.start()
+    await trainer.result(await trainer.optim_step())
+    assert await trainer.state() == expected
+
+
+async def test_a_gradient_that_is_in_no_snapshot_keeps_its_bodies(tmp_path: Path) -> None:
+    async with harness_in(tmp_path / "state", snapshot_interval_s=NEVER_S) as harness:
+        await harness.start()
+        trainer = await Trainer.create(harness)
+        await trainer.result(await trainer.forward_backward(1))
+        await forward(trainer, 2)
+        before = await trainer.state()
+        forget_all(harness)
+        assert numbers(harness, trainer.model_id) == [0, 1, 2]
+        await harness.stop()
+        await harness.start()
+        assert await trainer.state() == before
+
+
+async def test_a_snapshot_that_fails_is_put_off_and_stops_nothing(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = await Trainer.create(harness)
+    await snapshotted(harness, trainer)
+    tries = 0
+
+    def full(*_: object) -> None:
+        nonlocal tries
+        tries += 1
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(harness.backend, "save_state", full)
+        await trainer.result(await trainer.forward_backward(1))
+        await until(lambda: tries > 1)
+        assert "has no snapshot at command 2" in caplog.text
+        await trainer.result(await trainer.forward_backward(2))
+    await snapshotted(harness, trainer)
+
+
+async def test_a_number_that_comes_late_takes_no_snapshot_back(harness: Harness) -> None:
+    """One was cancelled while it waited for numbers before it; after a restart these come late."""
+    trainer = await Trainer.create(harness)
+    await trainer.result(await trainer.forward_backward(1))
+    ahead = await trainer.forward_backward(2, 5)
+    await harness.queued(1)
+    gone = rows.settlement(ahead, rows.Outcome(error="cancelled", error_category="user"), time.time())
+    harness.database.write(lambda c: c.execute(rows.SETTLE, gone))
+    await harness.stop()
+    await harness.start()
+    trainer.seq_id = 5
+    await forward(trainer, 3)
+    await snapshotted(harness, trainer)
+    late = await trainer.forward_backward(4, 3)
+    await trainer.result(late)
+    await until(lambda: not harness.snapshots.overdue())
+    assert harness.model_row(trainer.model_id).next_seq == 7
+    assert [path.name for path in snapshots(harness, trainer.model_id)] == ["7"]
+    await trainer.result(await trainer.optim_step())
+    await snapshotted(harness, trainer)
+    before = await trainer.state()
+    await harness.stop()
+    await harness.start()
+    assert await trainer.state() == before
+
+
+async def test_a_closed_or_failed_model_has_no_snapshot(harness: Harness, caplog: pytest.LogCaptureFixture) -> None:
+    failed, closed = await Trainer.create(harness, rank=1000), await Trainer.create(harness)
+    await failed.fails(Kind.OPTIM_STEP)
+    await snapshotted(harness, closed)
+    await harness.end(closed.session)
+    await until(lambda: not harness.snapshots.overdue())
+    await until(lambda: snapshots(harness, closed.model_id) == snapshots(harness, failed.model_id) == [])
+    assert "has no snapshot" not in caplog.text
