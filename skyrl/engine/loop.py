@@ -295,6 +295,7 @@ class Engine:
         await self.on_backend(forget)
 
     async def _sweep(self) -> None:
+        await asyncio.to_thread(self._sweeper.drop_idle)
         for name, path in await asyncio.to_thread(self._sweeper.unused_adapters, self.scheduler.saving):
             if self._group is not None:
                 try:

@@ -30,7 +30,14 @@ def sampler_of(harness: Harness, upstream: FakeUpstream) -> ColocatedSampler:
     client = ForwardingClient(HttpTransport(), FixedEndpoint(upstream.url), api_key=None, deadline_s=10)
     group: Any = SimpleNamespace(ready=True, reason="")  # asked to wake and sleep where that frees memory
     return ColocatedSampler(
-        harness.database, client, group, ModelLimits(1000, 100), "tiny", sleeps=False, patience_s=1000
+        harness.database,
+        client,
+        group,
+        ModelLimits(1000, 100),
+        "tiny",
+        state_dir=harness.config.state_dir,
+        sleeps=False,
+        patience_s=1000,
     )
 
 

@@ -105,7 +105,14 @@ async def world(state_dir: Path, *, watching_s: float = SOON_S, patience_s: floa
         watching = asyncio.create_task(group.run())
         client = ForwardingClient(HttpTransport(), FixedEndpoint(upstream.url), api_key=None, deadline_s=NEVER_S)
         colocated = ColocatedSampler(
-            harness.database, client, group, LIMITS, "tiny", sleeps=True, patience_s=patience_s
+            harness.database,
+            client,
+            group,
+            LIMITS,
+            "tiny",
+            state_dir=harness.config.state_dir,
+            sleeps=True,
+            patience_s=patience_s,
         )
         await until(lambda: group.ready)
         await harness.start(lambda h: setattr(h.engine, "_sampler", colocated))
@@ -166,7 +173,8 @@ def test_an_absence_is_counted_from_its_own_beginning(monkeypatch: pytest.Monkey
     now, group = 0.0, SimpleNamespace(ready=False, reason="gone")
     monkeypatch.setattr("skyrl.engine.sampling.time", SimpleNamespace(monotonic=lambda: now))
     nobody: Any = None
-    sampler = ColocatedSampler(nobody, nobody, cast(Any, group), LIMITS, "tiny", sleeps=True, patience_s=10.0)
+    options: Any = {"state_dir": Path("/nowhere"), "sleeps": True, "patience_s": 10.0}
+    sampler = ColocatedSampler(nobody, nobody, cast(Any, group), LIMITS, "tiny", **options)
     assert not sampler.may_run
     now, group.ready = 5.0, True
     assert sampler.may_run

@@ -100,9 +100,8 @@ def test_training_checkpoints_of_the_first_revision_are_found_in_the_store(datab
 @ON_BOTH
 def test_second_start_changes_nothing(database: Database) -> None:
     migrate(database)
-    database.write(
-        lambda c: c.execute(text("INSERT INTO engine_state VALUES (1, 'u', 3, false, '', 1, 1, 0, 0, NULL, NULL)"))
-    )
+    row = "INSERT INTO engine_state VALUES (1, 'u', 3, false, '', 1, 1, 0, 0, NULL, NULL, NULL)"
+    database.write(lambda c: c.execute(text(row)))
     migrate(database)
     assert database.read(lambda c: c.execute(text("SELECT generation FROM engine_state")).scalar()) == 3
 

@@ -13,6 +13,7 @@ import torch
 
 from skyrl.backends.base import (
     AdamParams,
+    AdapterDtype,
     InvalidRequest,
     LoraSpec,
     ModelLimits,
@@ -113,8 +114,8 @@ class FsdpBackend:
     def load_state(self, model_id: str, directory: Path, *, optimizer: bool) -> None:
         state.load_state(self._adapter(model_id), directory, optimizer=optimizer)
 
-    def save_adapter(self, model_id: str, directory: Path) -> None:
-        state.save_adapter(self._adapter(model_id), self._base.path, directory)
+    def save_adapter(self, model_id: str, directory: Path, *, dtype: AdapterDtype = "float32") -> None:
+        state.save_adapter(self._adapter(model_id), self._base.path, directory, getattr(torch, dtype))
 
     def close(self) -> None:
         self._adapters.clear()
