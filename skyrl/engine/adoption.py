@@ -69,9 +69,9 @@ def _tell_of_outside(database: Database) -> None:
         number, example = database.read(lambda c, outside=outside: c.execute(outside).one())
         if number:
             logger.warning(
-                "%d rows of %s name adapters outside the state directory, such as %s: they are read there, and a copy "
+                "%s has paths outside the state directory (%d, such as %s): these adapters are read there, and a copy "
                 "of the state directory does not hold them",
-                number,
                 path.table.name,
+                number,
                 example,
             )
