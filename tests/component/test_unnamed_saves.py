@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from engine_harness import Harness, Trainer, files_in, harness_in
+from safetensors.torch import load
 from sqlalchemy import select, update
 
 from skyrl.adapters import adapter_directory
@@ -295,6 +297,30 @@ async def test_saves_are_refused_before_the_disk_is_full(harness: Harness, monke
     assert not harness.config.adapters_dir.exists()
     assert shutil.disk_usage(harness.config.state_dir).free >= bound, "this test needs some disk"
     await save(trainer, 0)
+
+
+async def test_only_saves_for_sampling_are_stored_in_bfloat16(tmp_path: Path) -> None:
+    async with harness_in(tmp_path / "state", adapter_dtype="bfloat16") as harness:
+        await harness.start()
+        trainer = await Trainer.create(harness)
+        await trainer.step(1)
+        unnamed = sampler_of(harness, await save(trainer, 0))
+        for kind in (Kind.SAVE_WEIGHTS_FOR_SAMPLER, Kind.SAVE_WEIGHTS, Kind.SAVE_WEIGHTS_EXTERNAL):
+            await trainer.do(kind, path="named")
+        stored = {row.kind: harness.stored(row) for row in harness.checkpoint_rows(trainer.model_id)}
+        stored["unnamed"] = files_in(harness.adapter(unnamed.adapter_path))
+        kinds = {
+            kind: {tensor.dtype for tensor in load(files["adapter_model.safetensors"]).values()}
+            for kind, files in stored.items()
+        }
+        halves, exact = {torch.bfloat16}, {torch.float32}
+        assert kinds == {
+            "unnamed": halves,
+            "sampler_weights": halves,
+            "weights": exact,
+            "external_weights": exact,
+        }
+        await trainer.do(Kind.LOAD_WEIGHTS, path=f"tinker://{trainer.model_id}/weights/named")
 
 
 async def test_number_of_dropped_weights_is_not_used_again(harness: Harness, clock: Clock) -> None:
