@@ -94,7 +94,14 @@ class ServerConfig(BaseSettings):
     quota_models: int | None = Field(None, ge=0, lt=2**63)
     """Models that each tenant may have in training."""
     quota_stored_bytes: int | None = Field(None, ge=0, lt=2**63)
-    """Bytes of checkpoints that each tenant may have stored."""
+    """Bytes of checkpoints, and of weights saved for sampling without a name, that each tenant may have stored."""
+    unnamed_saves_idle_s: float = Field(6 * 3600.0, ge=300)
+    """Weights saved for sampling without a name are deleted when nobody has sampled from them for this long, but for
+    the four newest versions of a model. API processes write once a minute what was sampled from."""
+    min_free_disk_bytes: int = Field(2**30, ge=0, lt=2**63)
+    """Saves are refused while less than this is free on a disk that they are written to."""
+    adapter_dtype: Literal["float32", "bfloat16"] = "float32"
+    """What saves for sampling store adapters in, and so what is sampled from; training state is always float32."""
     snapshot_interval_s: float = Field(30.0, gt=0)
     """At most this much of a model's training is repeated after a crash of the engine."""
     threads: int = Field(1, ge=1)

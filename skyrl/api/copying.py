@@ -12,7 +12,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from skyrl.adapters import adapter_directory
+from skyrl.adapters import adapter_location
 from skyrl.api.body import read_body, tenant_of
 from skyrl.api.checkpoints import ttl_end
 from skyrl.api.reply import reply
@@ -56,7 +56,7 @@ def router(services: Services) -> APIRouter:
             session_id=session_id,
             model_seq_id=model_seq_id,
             store_key=f"{safe_name(model_id)}/{safe_name(source.name)[:180]}-{secrets.token_hex(6)}",
-            adapter_directory=adapter_directory(services.config.adapters_dir, model_id, 1),
+            adapter_directory=adapter_location(model_id, 1),
             project_id=wanted.destination_project_id,
             expires_at=expires_at,
             copy_key=copy_key,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 
 from skyrl.db.engine_state import EngineState
 from skyrl.sampling.job import Limits
@@ -28,6 +29,11 @@ class EngineWatch:
 
     def limits(self) -> Limits:
         return Limits(self.state.vocab_size, self.state.max_context)
+
+    def adapters_in(self, own: Path) -> Path:
+        """The state directory that adapters lie in: this server's `own`, or, for a gateway, that of the server that
+        trains on the same database."""
+        return own if self._trains or self.state.state_dir is None else Path(self.state.state_dir)
 
     def reasons(self) -> list[str]:
         """Why the server cannot train or sample right now; empty when it can."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter
@@ -45,7 +44,7 @@ def router(services: Services) -> APIRouter:
                 services.check_base_model(wanted.base_model)  # any of its names: there is one base model
             if saved.store_key is not None and adapter_path is not None:
                 store = services.checkpoint_store
-                await in_store(bring_adapter, store, saved.store_key, Path(adapter_path))
+                await in_store(bring_adapter, store, saved.store_key, services.state_dir / adapter_path)
         elif wanted.base_model is not None:
             base_model = services.check_base_model(wanted.base_model)
         else:

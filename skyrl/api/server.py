@@ -74,6 +74,9 @@ STORAGE_S = 60.0
 KEYS_S = 2.0
 """A key that was made or revoked by another process is known as such after this long."""
 KEY_USES_S = 60.0
+SAMPLER_USES_S = 60.0
+DROPPED_S = 5.0
+"""How often adapters are looked for that have been dropped: several times in `adapter_versions.NOTICE_S`."""
 QUOTAS_S = 2.0
 """A quota that was changed by another process holds here after this long."""
 
@@ -135,6 +138,7 @@ async def open_services(runtime: Runtime) -> AsyncIterator[Services]:
         guard=FeatureGuard(inference_features(config, cuda=bool(cuda_devices()))),
         usage=counter,
         quotas=quotas,
+        state_dir=partial(watch.adapters_in, config.state_dir),
     )
     services = Services(
         config=config,
@@ -206,6 +210,8 @@ async def open_services(runtime: Runtime) -> AsyncIterator[Services]:
         asyncio.create_task(repeat("reading the keys", KEYS_S, keys.refresh)),
         asyncio.create_task(repeat("reading the quotas", QUOTAS_S, quotas.refresh)),
         asyncio.create_task(repeat("noting when keys were used", KEY_USES_S, keys.note_uses)),
+        asyncio.create_task(repeat("noting what was sampled from", SAMPLER_USES_S, samplers.write_uses)),
+        asyncio.create_task(repeat("looking for dropped adapters", DROPPED_S, samplers.forget_dropped)),
         asyncio.create_task(repeat("metering storage", STORAGE_S, partial(_meter_storage, writer))),
     ]
     if notices is not None:
@@ -225,6 +231,7 @@ async def open_services(runtime: Runtime) -> AsyncIterator[Services]:
         for name, last in (
             ("the usage since the last second", counter.flush),
             ("when keys were used", keys.note_uses),
+            ("what was sampled from", samplers.write_uses),
             ("that this process has ended", peers.leave),
         ):
             try:

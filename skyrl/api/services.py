@@ -55,6 +55,12 @@ class Services:
     traces: Traces
     quotas: Quotas
 
+    @property
+    def state_dir(self) -> Path:
+        """Where paths of adapters begin: in this server's state directory, or for a gateway in that of the server that
+        trains."""
+        return self.watch.adapters_in(self.config.state_dir)
+
     async def active_session(self, session_id: str, tenant: str) -> Session:
         """Raises NotFound, or RequestError 410 when the session has ended."""
         session = await self.sessions.find(session_id, tenant)

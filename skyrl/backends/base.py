@@ -11,10 +11,13 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
+
+AdapterDtype = Literal["float32", "bfloat16"]
+"""What the tensors of a saved adapter are stored in."""
 
 InferenceStatePublisher = Callable[[str | None], Awaitable[None]]
 """Called with the inference proxy URL on every new endpoint and with None on teardown."""
@@ -176,8 +179,9 @@ class Backend(Protocol):
         """
         ...
 
-    def save_adapter(self, model_id: str, directory: Path) -> None:
-        """Write the adapter in PEFT format (adapter_model.safetensors, adapter_config.json) into the directory."""
+    def save_adapter(self, model_id: str, directory: Path, *, dtype: AdapterDtype = "float32") -> None:
+        """Write the adapter in PEFT format (adapter_model.safetensors, adapter_config.json) into the directory; with
+        `dtype` bfloat16, rounded to the nearest."""
         ...
 
     def close(self) -> None: ...

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from sqlalchemy import Connection, insert, select
@@ -22,14 +21,15 @@ from skyrl.wire.paths import TinkerPath, adapter_name_of
 @dataclass(frozen=True)
 class Copy:
     """Where a copy goes. With `project_id`, its session is made too, as one that has ended. `adapter_directory` is
-    where vLLM will read it; `copy_key` is the request's, None for one that cannot be repeated."""
+    where vLLM will read it, relative to the state directory; `copy_key` is the request's, None for one that cannot be
+    repeated."""
 
     path: TinkerPath
     tenant: str
     session_id: str
     model_seq_id: int
     store_key: str
-    adapter_directory: Path
+    adapter_directory: str
     project_id: str | None = None
     expires_at: float | None = None
     copy_key: str | None = None
@@ -75,7 +75,7 @@ class Copies:
             "kind": path.kind,
             "name": path.name,
             "store_key": copy.store_key,
-            "directory": str(copy.adapter_directory) if samples else None,
+            "directory": copy.adapter_directory if samples else None,
             "adapter_name": adapter_name_of(path.model_id, 1) if samples else None,
             "copy_key": copy.copy_key,
             "base_model": source.base_model,

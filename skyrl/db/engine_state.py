@@ -24,6 +24,7 @@ class EngineState:
     vocab_size: int | None = None
     max_context: int | None = None
     heartbeat_at: float = 0.0
+    state_dir: str | None = None
 
 
 def read_state(connection: Connection) -> EngineState:
@@ -38,6 +39,7 @@ def read_state(connection: Connection) -> EngineState:
         row.vocab_size,
         row.max_context,
         row.heartbeat_at,
+        row.state_dir,
     )
 
 
@@ -66,6 +68,11 @@ def publish_training(
     if vocab_size is not None:
         values |= {"vocab_size": vocab_size, "max_context": max_context}
     _put(connection, **values)
+
+
+def publish_state_dir(connection: Connection, state_dir: str) -> None:
+    """Say where the adapters of the server that trains lie: gateways tell their inference server."""
+    _put(connection, state_dir=state_dir)
 
 
 def beat(connection: Connection) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 from sqlalchemy import Connection, delete, func, insert, or_, select, update
 
+from skyrl.db.adapter_versions import unsaved_bytes
 from skyrl.db.checkpoints import checkpoints
 from skyrl.db.models import models
 from skyrl.db.tables import FutureRow, QuotaRow
@@ -62,7 +63,8 @@ def _live(now: float) -> Any:
 
 
 def stored_bytes(connection: Connection, tenant: str, besides: TinkerPath | None = None) -> int:
-    """Of a tenant's checkpoints that have not expired, all or all but one."""
+    """Of a tenant's checkpoints that have not expired, all or all but one, and of adapters that its sampling sessions
+    hold and no checkpoint does."""
     query = select(func.sum(checkpoints.c.size_bytes)).where(checkpoints.c.tenant == tenant, _live(time.time()))
     if besides is not None:
         query = query.where(
@@ -72,7 +74,8 @@ def stored_bytes(connection: Connection, tenant: str, besides: TinkerPath | None
                 checkpoints.c.name != besides.name,
             )
         )
-    return int(connection.execute(query).scalar() or 0)
+    saved = int(connection.execute(query).scalar() or 0)
+    return saved + unsaved_bytes(connection, tenant).get(tenant, 0)
 
 
 def paused(connection: Connection, now: float) -> dict[str, float]:
@@ -109,6 +112,8 @@ def held(connection: Connection) -> dict[str, Held]:
     size = func.sum(checkpoints.c.size_bytes)
     for tenant, total in _by_tenant(connection, checkpoints, size, _live(time.time())).items():
         found.setdefault(tenant, Held()).stored_bytes = int(total)
+    for tenant, total in unsaved_bytes(connection).items():
+        found.setdefault(tenant, Held()).stored_bytes += total
     for tenant, numbers in exceptions(connection).items():
         found.setdefault(tenant, Held()).exceptions = numbers
     return found

@@ -1,4 +1,5 @@
-"""What is needed no longer leaves the database: finished requests after their time, then the space that they took.
+"""What is needed no longer leaves the database: finished requests and closed sampling sessions after their time, then
+the space that they took.
 
 Works in steps that each hold the write lock for some milliseconds, and lets other writers in between. Knows the tables
 and SQLite's file; does not know what a request asked for.
@@ -12,6 +13,7 @@ from typing import Any
 
 from sqlalchemy import Connection, delete, func, select
 
+from skyrl.db.adapter_versions import forget_closed
 from skyrl.db.database import Database
 from skyrl.db.futures import futures
 from skyrl.db.tables import ModelRow
@@ -23,6 +25,9 @@ VACUUM_PAGES = 250
 
 PAUSE_S = 0.01
 """Between two steps: who waits for the lock in another process asks for it every few milliseconds."""
+
+SAMPLING_SESSIONS_S = 24 * 3600.0
+"""How long a sampling session is listed after its session has ended. It can be asked for nothing any more."""
 
 SPARE_PAGES = 512
 SPARE_SHARE = 4
@@ -109,6 +114,12 @@ class Retention:
         while True:
             gone = await self._writer.transact(lambda c: forget(c, before, FORGET_ROWS))
             if gone == 0:
+                break
+            await asyncio.sleep(PAUSE_S)
+        closed_before = time.time() - SAMPLING_SESSIONS_S
+        while True:
+            gone = await self._writer.transact(lambda c: forget_closed(c, closed_before, FORGET_ROWS))
+            if gone < FORGET_ROWS:
                 return
             await asyncio.sleep(PAUSE_S)
 

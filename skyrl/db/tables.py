@@ -14,11 +14,17 @@ from sqlalchemy import (
     PrimaryKeyConstraint,
     Text,
     UniqueConstraint,
+    text,
 )
 from sqlmodel import Field, SQLModel
 
 # SQLite only counts rows up in a column of type INTEGER; PostgreSQL needs 64 bits by name.
 _ROW_NUMBER = BigInteger().with_variant(Integer, "sqlite")
+
+
+_OPEN, _OPEN_ADAPTER = text("status = 'active'"), text("status = 'active' AND adapter_name IS NOT NULL")
+_CLOSED = text("closed_at IS NOT NULL")
+"""Rows of closed sampling sessions are many; these indexes hold only the rows that are looked for."""
 
 
 class SessionRow(SQLModel, table=True):
@@ -67,10 +73,25 @@ class ModelRow(SQLModel, table=True):
 class SamplingSessionRow(SQLModel, table=True):
     """What a sampling client samples from: the base model (adapter_name None) or one immutable adapter version.
 
-    `clones` counts the copies of the client that have asked for a number of their own."""
+    `status` is active, closed (its session has ended) or dropped (its adapter's files are deleted, see
+    `skyrl.db.adapter_versions`); `closed_at` is when it stopped being active. `adapter_path` is relative to the state
+    directory; `size_bytes` is what the adapter's files take, and `last_used_at`, written about once a minute, when it
+    was last sampled from: all three are None for the base model. `clones` counts the copies of the client that have
+    asked for a number of their own."""
 
     __tablename__ = "sampling_sessions"  # pyright: ignore[reportAssignmentType]
-    __table_args__ = (UniqueConstraint("session_id", "seq_id"),)
+    __table_args__ = (
+        UniqueConstraint("session_id", "seq_id"),
+        Index("ix_sampling_sessions_open", "session_id", sqlite_where=_OPEN, postgresql_where=_OPEN),
+        Index(
+            "ix_sampling_sessions_idle",
+            "last_used_at",
+            "adapter_name",
+            sqlite_where=_OPEN_ADAPTER,
+            postgresql_where=_OPEN_ADAPTER,
+        ),
+        Index("ix_sampling_sessions_closed_at", "closed_at", sqlite_where=_CLOSED, postgresql_where=_CLOSED),
+    )
     id: str = Field(primary_key=True)
     session_id: str = Field(index=True, foreign_key="sessions.id")
     tenant: str
@@ -82,6 +103,9 @@ class SamplingSessionRow(SQLModel, table=True):
     status: str
     created_at: float
     clones: int = Field(default=0, sa_column_kwargs={"server_default": "0"})
+    size_bytes: int | None = Field(default=None, sa_column=Column(BigInteger))
+    last_used_at: float | None = None
+    closed_at: float | None = None
 
 
 class FutureRow(SQLModel, table=True):
@@ -124,8 +148,8 @@ class CheckpointRow(SQLModel, table=True):
     external_weights (an adapter for download).
 
     Its files are in the checkpoint store under `store_key`; None are sampler weights from before there was one, until
-    the engine puts them there. `directory` is where vLLM reads sampler weights. `copy_key` is of the request that made
-    it as a copy."""
+    the engine puts them there. `directory` is where vLLM reads sampler weights, relative to the state directory.
+    `copy_key` is of the request that made it as a copy."""
 
     __tablename__ = "checkpoints"  # pyright: ignore[reportAssignmentType]
     __table_args__ = (UniqueConstraint("model_id", "kind", "name"),)
@@ -162,7 +186,8 @@ class StoreRow(SQLModel, table=True):
 
 class EngineStateRow(SQLModel, table=True):
     """The singleton through which the engine tells the API where samples go and whether it can train; `owner` is the
-    server whose engine that is, and said so last at `held_at`."""
+    server whose engine that is, and said so last at `held_at`. `state_dir` is that server's, for gateways: paths of
+    adapters are relative to it."""
 
     __tablename__ = "engine_state"  # pyright: ignore[reportAssignmentType]
     id: int = Field(default=1, primary_key=True)
@@ -176,6 +201,7 @@ class EngineStateRow(SQLModel, table=True):
     updated_at: float = 0.0
     owner: str | None = None
     held_at: float | None = None
+    state_dir: str | None = None
 
 
 class ApiProcessRow(SQLModel, table=True):

@@ -312,6 +312,7 @@ class Engine:
             self._bell.set()
 
     async def _sweep_files(self) -> None:
+        await asyncio.to_thread(self._sweeper.drop_idle)
         for name, path in await asyncio.to_thread(self._sweeper.unused_adapters, self.scheduler.saving):
             if self._group is not None:
                 try:

@@ -88,6 +88,7 @@ def _colocated(
         group,
         backend.limits,
         base_name,
+        state_dir=runtime.config.state_dir,
         sleeps=torch.cuda.is_available(),
         patience_s=runtime.config.forwarding_deadline_s,
     )
@@ -134,7 +135,7 @@ async def run(runtime: Runtime) -> None:
         sampler = _colocated(runtime, database, backend, group)
         snapshots = Snapshots(config, database, backend)
         store = open_store(config)
-        await asyncio.to_thread(adopt_adapters, database, store)
+        await asyncio.to_thread(adopt_adapters, config, database, store)
         engine = Engine(config, database, backend, group, api, sampler, snapshots, store, deaths)
         listener = DoorbellListener(runtime.engine_doorbell, engine.ring)
         listener.start()

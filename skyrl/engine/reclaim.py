@@ -1,27 +1,31 @@
 """Taking back what nobody can use: models and queues of ended sessions, stored checkpoints without a row, adapters.
 
-Files go last. An adapter is unloaded from every inference server first, and its directory stays for a while after that:
-vLLM reads an evicted adapter again for a request that is still running, and dies if the directory is gone.
+Files go last. Of an adapter that nobody has sampled from for long, the row is marked first, so that API processes
+refuse new samples from it. Every adapter is unloaded from all inference servers before its files go, and its directory
+stays for a while after that: vLLM reads an evicted adapter again for a request that is still running, and dies if the
+directory is gone.
 """
 
 from __future__ import annotations
 
 import logging
 import math
+import os
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from sqlalchemy import Connection, and_, select, update
+from sqlalchemy import ColumnElement, Connection, and_, select, union, update
 
 from skyrl.adapters import adapter_name_in
 from skyrl.config import ServerConfig
+from skyrl.db import adapter_versions
+from skyrl.db.adapter_versions import OPEN, samplers
 from skyrl.db.checkpoints import checkpoints, pop_expired
 from skyrl.db.database import Database
-from skyrl.db.futures import SESSION_ENDED, futures, settle_where
+from skyrl.db.futures import MAX_NAMED, SESSION_ENDED, futures, settle_where
 from skyrl.db.models import models
-from skyrl.db.samplers import adapter_in_use, samplers
 from skyrl.db.sessions import sessions
 from skyrl.storage.base import CheckpointStore, StoreError
 from skyrl.storage.directories import id_of, is_scratch, remove, safe_name
@@ -42,18 +46,24 @@ class Ended:
     request_ids: list[str]
 
 
+def over_sessions(connection: Connection) -> list[str]:
+    """Ids of sessions that are over and still have open models or sampling sessions, at most MAX_NAMED.
+
+    Starts from what is open: sessions, models and sampling sessions that were closed long ago are not read."""
+
+    def over(session_id: ColumnElement[str]) -> ColumnElement[bool]:
+        return ~select(sessions.c.id).where(sessions.c.id == session_id, sessions.c.status == "active").exists()
+
+    queries = (
+        select(models.c.session_id).where(models.c.status.in_(("creating", "ready")), over(models.c.session_id)),
+        select(samplers.c.session_id).where(OPEN, over(samplers.c.session_id)),
+    )
+    return list(connection.execute(union(*queries).limit(MAX_NAMED)).scalars())
+
+
 def end_sessions(database: Database) -> Ended:
     """Close models, sampling sessions and pending requests of sessions that are over."""
-
-    def over(connection: Connection) -> list[str]:
-        open_models = select(models.c.session_id).where(models.c.status.in_(("creating", "ready")))
-        open_samplers = select(samplers.c.session_id).where(samplers.c.status == "active")
-        query = select(sessions.c.id).where(
-            sessions.c.status != "active", sessions.c.id.in_(open_models) | sessions.c.id.in_(open_samplers)
-        )
-        return [row.id for row in connection.execute(query)]
-
-    session_ids = database.read(over)
+    session_ids = database.read(over_sessions)
     if not session_ids:
         return Ended([], [])
     ended = Ended([], [])
@@ -62,7 +72,8 @@ def end_sessions(database: Database) -> Ended:
         mine = and_(models.c.session_id.in_(session_ids), models.c.status.in_(("creating", "ready")))
         model_ids = [row.id for row in connection.execute(select(models.c.id).where(mine))]
         connection.execute(update(models).where(mine).values(status="closed"))
-        connection.execute(update(samplers).where(samplers.c.session_id.in_(session_ids)).values(status="closed"))
+        open_samplers = update(samplers).where(samplers.c.session_id.in_(session_ids), OPEN)
+        connection.execute(open_samplers.values(status="closed", closed_at=time.time()))
         failed = settle_where(connection, futures.c.session_id.in_(session_ids), SESSION_ENDED, time.time())
         # Of all attempts: one whose commit only seemed lost leaves the next nothing to find.
         ended.model_ids.extend(model_ids)
@@ -74,7 +85,7 @@ def end_sessions(database: Database) -> Ended:
 
 
 class FileSweeper:
-    """Finds files that no row refers to. For adapters in two steps: `unused_adapters`, unload, `delete_files`.
+    """Finds files that no row refers to. For adapters in steps: `drop_idle`, `unused_adapters`, unload, `delete_files`.
 
     `saving`: models with a save that is running, asked for before. Its files are there long before its row is: they
     go to the store and to vLLM first.
@@ -99,11 +110,20 @@ class FileSweeper:
         self._remote = config.checkpoint_store is not None and not config.checkpoint_store.startswith("file:")
         self._listing_due = 0.0
 
+    def drop_idle(self) -> None:
+        """Mark adapter versions that no checkpoint has and that nobody has sampled from for `unnamed_saves_idle_s`.
+        Their files follow, after NOTICE_S and when samples that still run have ended."""
+        used_before = time.time() - self._config.unnamed_saves_idle_s
+        if idle := self._database.read(lambda c: adapter_versions.idle(c, used_before)):
+            dropped = self._database.write(lambda c: adapter_versions.drop(c, idle, used_before))
+            logger.info("adapters that nobody sampled from for long are dropped: %s", dropped)
+
     def unused_adapters(self, saving: Collection[str]) -> list[tuple[str, Path]]:
-        """(name, directory) of adapter versions that no sampling session and no checkpoint holds."""
+        """(name, directory) of adapter versions that no sampling session and no checkpoint holds, at most MAX_NAMED:
+        the next call finds the rest."""
         self._expired |= {row.store_key for row in self._database.write(lambda c: pop_expired(c, time.time()))}
         found = [path for model in _directories(self._config.adapters_dir) for path in _directories(model)]
-        left = [path for path in found if path not in self._doomed and _is_left(path)]
+        left = [path for path in found if path not in self._doomed and not is_scratch(path)]
         unused = self._database.read(lambda c: _unused(c, left, saving))
         return [(adapter_name_in(path), path) for path in unused]
 
@@ -113,14 +133,13 @@ class FileSweeper:
 
     def delete_files(self, saving: Collection[str]) -> None:
         """Delete unloaded adapters whose time has come, stored checkpoints without a row, and what the dead left."""
-        due = [path for path, at in self._doomed.items() if at <= time.time()]
-        unused = self._database.read(
-            lambda c: _unused(c, due, saving)
-        )  # a save that was repeated may have taken its place
-        for path in due:
-            if path in unused:
-                self._remove(path)
-            del self._doomed[path]
+        due = [path for path, at in self._doomed.items() if at <= time.time()][:MAX_NAMED]
+        if due:  # a save that was repeated may have taken the place of one
+            unused = self._database.read(lambda c: _unused(c, due, saving))
+            for path in due:
+                if path in unused:
+                    self._remove(path)
+                del self._doomed[path]
         self._delete_leftovers()
         self._sweep_store(saving)
 
@@ -162,11 +181,15 @@ class FileSweeper:
 
 
 def _unused(connection: Connection, paths: Sequence[Path], saving: Collection[str]) -> list[Path]:
-    """Those adapter directories that no checkpoint, no sampling session and no running save holds."""
+    """Those adapter directories that no checkpoint, no sampling session, no sample and no running save needs, and that
+    are old enough; at most MAX_NAMED. Two queries, however many directories there are."""
     groups = {safe_name(model_id) for model_id in saving}
-    saved = {row.directory for row in connection.execute(select(checkpoints.c.directory))}
-    rest = [path for path in paths if str(path) not in saved and path.parent.name not in groups]
-    return [path for path in rest if not adapter_in_use(connection, adapter_name_in(path))]
+    held = adapter_versions.held(connection, time.time()) if paths else set()
+    named = ((adapter_name_in(path), path) for path in paths if path.parent.name not in groups)
+    free = {name: path for name, path in named if name not in held and _is_old(path)}
+    few = dict(list(free.items())[:MAX_NAMED])
+    running = adapter_versions.sampled_now(connection, few.keys())
+    return [path for name, path in few.items() if name not in running]
 
 
 def _without_row(connection: Connection, keys: set[str], saving: Collection[str]) -> set[str]:
@@ -177,12 +200,17 @@ def _without_row(connection: Connection, keys: set[str], saving: Collection[str]
 
 
 def _directories(parent: Path) -> list[Path]:
-    return sorted(path for path in parent.iterdir() if path.is_dir()) if parent.is_dir() else []
+    """Sub-directories in order of their names, without asking the file system about each of them."""
+    try:
+        with os.scandir(parent) as entries:
+            return [parent / name for name in sorted(entry.name for entry in entries if entry.is_dir())]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
 
 
-def _is_left(path: Path) -> bool:
-    """Whole, and old enough that it is no save whose row is just being written."""
-    return not is_scratch(path) and _changed_at(path) < time.time() - GRACE_S
+def _is_old(path: Path) -> bool:
+    """Old enough that it is no save whose row is just being written."""
+    return _changed_at(path) < time.time() - GRACE_S
 
 
 def _changed_at(path: Path) -> float:

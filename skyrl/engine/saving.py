@@ -14,18 +14,18 @@ from typing import Any
 
 from sqlalchemy import Connection
 
-from skyrl.adapters import adapter_directory
+from skyrl.adapters import adapter_location
 from skyrl.backends.base import Backend
 from skyrl.config import ServerConfig
-from skyrl.db import audit, checkpoints, quotas, usage
+from skyrl.db import audit, checkpoints, usage
 from skyrl.db.database import Database
 from skyrl.db.models import adapter_of, set_model
-from skyrl.db.samplers import Sampler, add_sampler, find_sampler
+from skyrl.db.samplers import Sampler, add_sampler, check_room, sampler_exists
 from skyrl.engine.commands import Change, Command, Done
 from skyrl.engine.encryption import encrypt_files, parse_recipients
-from skyrl.quotas.limits import Limits, stored_sentence
+from skyrl.engine.save_limits import SaveLimits
 from skyrl.storage.base import CheckpointStore
-from skyrl.storage.directories import atomic_directory, link_files, remove, safe_name
+from skyrl.storage.directories import atomic_directory, link_files, remove, safe_name, sizes_of
 from skyrl.wire.errors import FailedRequest, RequestError
 from skyrl.wire.paths import CheckpointKind, TinkerPath, adapter_name_of, check_name, sampling_session_id_of
 from skyrl.wire.requests import (
@@ -47,6 +47,7 @@ class Saves:
         self._database = database
         self._backend = backend
         self._store = store
+        self._limits = SaveLimits(config, database)
 
     def weights(self, command: Command, body: bytes, model: Any) -> Done:
         request = decode_json(SaveWeightsRequest, body)
@@ -74,14 +75,17 @@ class Saves:
         elif request.sampling_session_seq_id is None:
             raise RequestError("give a name, or sampling_session_seq_id for an unnamed save", field="path")
         else:
-            self._check_unused(sampling_session_id_of(model.session_id, request.sampling_session_seq_id))
+            self._check_number(model.session_id, request.sampling_session_seq_id)
             _check_ttl(request)
+            self._limits.check_disk()
+            self._limits.check_stored(model.tenant)
         version = model.sampler_version + 1
         name = adapter_name_of(model.id, version)
-        directory = adapter_directory(self._config.adapters_dir, model.id, version)
+        location = adapter_location(model.id, version)
+        directory = self._config.state_dir / location
         remove(directory)  # left by an engine that died between the rename and the commit
         with atomic_directory(directory) as scratch:
-            self._backend.save_adapter(model.id, scratch)
+            self._backend.save_adapter(model.id, scratch, dtype=self._config.adapter_dtype)
         bump = set_model(model.id, sampler_version=version)
         if path is not None:
             done = self._store_named(
@@ -90,7 +94,7 @@ class Saves:
                 request,
                 path,
                 lambda scratch: link_files(directory, scratch),
-                {"adapter_name": name, "directory": str(directory)},
+                {"adapter_name": name, "directory": location},
             )
             return Done(done.result, _both(bump, done.change), adapter=(name, directory))
         assert request.sampling_session_seq_id is not None
@@ -101,13 +105,13 @@ class Saves:
             base_model=model.base_model,
             model_path=None,
             adapter_name=name,
-            adapter_path=str(directory),
+            adapter_path=location,
         )
-        seq_id = request.sampling_session_seq_id
+        seq_id, size_bytes = request.sampling_session_seq_id, sum(sizes_of(directory).values())
 
         def open_session(connection: Connection) -> None:
             bump(connection)
-            add_sampler(connection, sampler, seq_id)
+            add_sampler(connection, sampler, seq_id, size_bytes)
 
         result = {"type": "save_weights_for_sampler", "sampling_session_id": sampler.id}
         return Done(result, open_session, adapter=(name, directory))
@@ -151,33 +155,25 @@ class Saves:
         return Done({"type": command.kind.lower(), "path": str(path)}, keep)
 
     def _path(self, kind: CheckpointKind, model: Any, request: SaveWeightsRequest) -> TinkerPath:
-        """Where a save goes. Raises unless its name, its TTL and the place are good, and its tenant has room left."""
+        """Where a save goes. Raises unless its name, its TTL and the place are good, and there is room for it."""
         if request.path is None:
             raise RequestError("is missing: name the checkpoint", field="path")
         path = TinkerPath(model.id, kind, check_name(request.path))
         _check_ttl(request)
-        self._check_room(model.tenant, path)
+        self._limits.check_disk()
+        self._limits.check_stored(model.tenant, besides=path)
         if not request.overwrite:
             taken = self._database.read(lambda c: checkpoints.exists(c, path))
             if taken is not None and (taken.expires_at is None or taken.expires_at > time.time()):
                 raise FailedRequest(f"path: {path} exists already; save with overwrite, or use another name")
         return path
 
-    def _check_room(self, tenant: str, path: TinkerPath) -> None:
-        """Refused here, when its turn comes: refused at once, a save would leave a hole in its model's order."""
-
-        def read(connection: Connection) -> tuple[int, int | None]:
-            limits = Limits.of(self._config).but(quotas.exceptions_of(connection, tenant))
-            return quotas.stored_bytes(connection, tenant, besides=path), limits.stored_bytes
-
-        stored, limit = self._database.read(read)
-        if limit is not None and stored >= limit:
-            raise FailedRequest(f"over quota: {stored_sentence(stored, limit)}")
-
-    def _check_unused(self, sampling_session_id: str) -> None:
+    def _check_number(self, session_id: str, seq_id: int) -> None:
         """Numbers of sampling sessions name one adapter each: using one again would sample from the older one."""
-        if self._database.read(lambda c: find_sampler(c, sampling_session_id)) is not None:
-            raise FailedRequest(f"sampling_session_seq_id: sampling session {sampling_session_id} exists already")
+        sampler_id = sampling_session_id_of(session_id, seq_id)
+        if self._database.read(lambda c: sampler_exists(c, sampler_id)):
+            raise FailedRequest(f"sampling_session_seq_id: sampling session {sampler_id} exists already")
+        self._database.read(lambda c: check_room(c, session_id, "sampling_session_seq_id"))
 
 
 def _check_ttl(request: SaveWeightsRequest) -> None:

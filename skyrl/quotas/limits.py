@@ -13,7 +13,8 @@ UNLIMITED = -1
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """None: no quota. Tokens are a rate; of the others so many are held at once. Stored bytes are of checkpoints."""
+    """None: no quota. Tokens are a rate; of the others so many are held at once. Stored bytes are of checkpoints and of
+    weights that were saved for sampling without a name."""
 
     requests_in_flight: int | None = None
     tokens_per_minute: int | None = None
@@ -44,6 +45,7 @@ def _meant(default: int | None, exception: int | None) -> int | None:
 
 def stored_sentence(stored: int, limit: int) -> str:
     return (
-        f"this API key's tenant has {stored} bytes of checkpoints, and may have {limit}: delete some, or give them a "
-        "time to live"
+        f"this API key's tenant has {stored} bytes of checkpoints and of weights saved for sampling, and may have "
+        f"{limit}: delete checkpoints or give them a time to live, finish sessions that are done, or wait until "
+        "weights that were saved without a name, and that nobody samples from, are deleted"
     )

@@ -20,8 +20,9 @@ class FeatureGuard:
     def __init__(self, features: InferenceFeatures) -> None:
         self._features = features
 
-    def check(self, request: SampleRequest, sampler: Sampler) -> None:
-        """Raises RequestError naming the field. Reads an adapter's configuration where that decides."""
+    def check(self, request: SampleRequest, sampler: Sampler, state_dir: Path) -> None:
+        """Raises RequestError naming the field. Reads an adapter's configuration, in the state directory, where that
+        decides."""
         if not self._features.prompt_scores:
             for field in ("target_prompt_logprobs", "prompt_alt_tokens_k"):
                 if getattr(request, field):
@@ -35,7 +36,7 @@ class FeatureGuard:
                 field="sampling_params.temperature",
             )
         wants_prompt_logprobs = request.prompt_logprobs or request.topk_prompt_logprobs
-        if wants_prompt_logprobs and not self._features.unembed_prompt_logprobs and _has_unembed(sampler):
+        if wants_prompt_logprobs and not self._features.unembed_prompt_logprobs and _has_unembed(sampler, state_dir):
             # vLLM's LoRA kernels on GPUs are prepared for one row of logits per request, not for the prompt's rows,
             # and leave lm_head out of most. Sampled logprobs are right; on a CPU the plugin mends the same fault.
             raise RequestError(
@@ -45,17 +46,17 @@ class FeatureGuard:
             )
 
 
-def _has_unembed(sampler: Sampler) -> bool:
+def _has_unembed(sampler: Sampler, state_dir: Path) -> bool:
     """Raises NotFound when the adapter's files are gone."""
     if sampler.adapter_path is None:
         return False
     try:
-        return _trains_unembed(sampler.adapter_path)
+        return _trains_unembed(state_dir / sampler.adapter_path)
     except FileNotFoundError as error:
         raise NotFound(f"the weights of {sampler.id!r} are gone", field="sampling_session_id") from error
 
 
 @lru_cache(maxsize=10_000)
-def _trains_unembed(adapter_path: str) -> bool:
-    adapter = json.loads((Path(adapter_path) / "adapter_config.json").read_text())
+def _trains_unembed(adapter_path: Path) -> bool:
+    adapter = json.loads((adapter_path / "adapter_config.json").read_text())
     return "lm_head" in adapter["target_modules"]

@@ -6,11 +6,15 @@ Forwarded samples become EXTERNAL futures and tasks owned here; colocated ones b
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
+from skyrl.db.adapter_versions import dropped_sentence
+from skyrl.db.faults import DatabaseError
 from skyrl.db.futures import Outcome
 from skyrl.db.samplers import Sampler, Samplers
 from skyrl.db.sessions import Sessions
@@ -66,6 +70,7 @@ class SampleService:
         guard: FeatureGuard,
         usage: UsageCounter,
         quotas: Quotas,
+        state_dir: Callable[[], Path],
     ) -> None:
         self._store = store
         self._samplers = samplers
@@ -80,6 +85,8 @@ class SampleService:
         self._guard = guard
         self._usage = usage
         self._quotas = quotas
+        self._state_dir = state_dir
+        """Where paths of adapters begin."""
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._stopping = False
         self.cuts = CutNotes()
@@ -96,8 +103,8 @@ class SampleService:
         request = decode_json(SampleRequest, body)
         sampler = await self._resolve(request, tenant)
         request_id = new_request_id()
-        job = job_for(request, request_id, sampler, self._limits(), self._base_name)
-        self._guard.check(request, sampler)
+        job = job_for(request, request_id, sampler, self._limits(), self._base_name, self._state_dir())
+        self._guard.check(request, sampler, self._state_dir())
         if request.seq_id is not None and not 0 <= request.seq_id < 2**63:
             raise RequestError("must be in [0, 2**63)", field="seq_id")
         self._admission.enter(tenant, len(body))
@@ -118,6 +125,7 @@ class SampleService:
                     not_before=None if ticket is None else ticket.not_before,
                 )
             )
+            self._samplers.note_use(sampler)
             if new:
                 if ticket is not None:
                     ticket.request_id = request_id
@@ -164,6 +172,7 @@ class SampleService:
         def done(_: asyncio.Task[None]) -> None:
             self._tasks.pop(job.request_id, None)
             self._admission.leave(sampler.tenant, size)
+            self._samplers.note_use(sampler)  # until now: the sample may have taken hours
             if ticket is not None:  # it was cancelled
                 ticket.end()
 
@@ -181,7 +190,7 @@ class SampleService:
             if ticket is not None:
                 ticket.used = answer.prompt_tokens + answer.sampled_tokens
         except FailedRequest as error:
-            outcome = Outcome(error=error.message, error_category=error.category)
+            outcome = await self._failed(error, sampler)
         except Exception:  # its text may hold addresses and names that are the operator's alone
             logger.exception("forwarding request %s failed", job.request_id)
             told = f"the server could not compute this sample; its log says why, under request {job.request_id}"
@@ -189,6 +198,15 @@ class SampleService:
         if ticket is not None:
             ticket.end()  # before its client hears of it, and sends the next
         await self._store.settle(job.request_id, outcome)
+
+    async def _failed(self, error: FailedRequest, sampler: Sampler) -> Outcome:
+        """The outcome of a sample that failed. An inference server that misses an adapter is not to blame when that
+        has been dropped: this process may have been stopped meanwhile, and may not have heard of it."""
+        if error.category is ErrorCategory.SERVER and sampler.adapter_name is not None:
+            with contextlib.suppress(DatabaseError):  # then nobody can tell
+                if await self._samplers.is_dropped(sampler):
+                    return Outcome(error=dropped_sentence(sampler.id), error_category=ErrorCategory.USER)
+        return Outcome(error=error.message, error_category=error.category)
 
     async def _sample(self, client: ForwardingClient, job: SampleJob, tenant: str) -> SampleAnswer:
         if self.order is None:
@@ -211,7 +229,7 @@ class SampleService:
         try:
             request = decode_json(SampleRequest, row.body)
             sampler = await self._resolve(request, row.tenant)
-            job = job_for(request, row.id, sampler, self._limits(), self._base_name)
+            job = job_for(request, row.id, sampler, self._limits(), self._base_name, self._state_dir())
         except RequestError as error:  # its session has ended, or the model is another one than before
             await self._store.settle(row.id, Outcome(error=error.message, error_category=ErrorCategory.USER))
             return
@@ -281,13 +299,16 @@ def usage_of(answer: SampleAnswer, sampler: Sampler) -> dict[UsageKey, int]:
     )
 
 
-def job_for(request: SampleRequest, request_id: str, sampler: Sampler, limits: Limits, base_name: str) -> SampleJob:
-    """The job that samples from what the sampling session was created from; `base_name` is the base model upstream."""
+def job_for(
+    request: SampleRequest, request_id: str, sampler: Sampler, limits: Limits, base_name: str, state_dir: Path
+) -> SampleJob:
+    """The job that samples from what the sampling session was created from; `base_name` is the base model upstream.
+    Adapters lie in `state_dir`."""
     return make_job(
         request,
         request_id=request_id,
         session_key=f"{sampler.id}:{request.seq_id}",
         model=sampler.adapter_name or base_name,
-        adapter_path=sampler.adapter_path,
+        adapter_path=None if sampler.adapter_path is None else str(state_dir / sampler.adapter_path),
         limits=limits,
     )

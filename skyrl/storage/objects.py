@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
+from urllib.parse import urlsplit
 
 import obstore
 from obstore.exceptions import BaseError
@@ -21,6 +22,7 @@ from obstore.store import from_url
 from skyrl.storage.base import MANIFEST, OWNER, NotStored, StoredKey, StoreError, manifest_of, sizes_in
 from skyrl.storage.directories import scratch_in, sizes_of
 from skyrl.storage.local import LocalStore
+from skyrl.storage.object_errors import in_words, names_no_bucket
 
 CHUNK_BYTES = 2**20
 UPLOAD_S = 86_400.0
@@ -29,17 +31,6 @@ CLIENT_OPTIONS = frozenset(
     {"allow_http", "allow_invalid_certificates", "connect_timeout", "proxy_url", "root_certificate", "timeout"}
 )
 """Options that are the HTTP client's; all others are the store's own (`endpoint`, `region`, `access_key_id`...)."""
-
-
-@contextlib.contextmanager
-def _explained() -> Iterator[None]:
-    """What obstore raises, as ours, without its pages of debugging."""
-    try:
-        yield
-    except FileNotFoundError as error:
-        raise NotStored(str(error).partition("\n")[0]) from error
-    except (BaseError, OSError) as error:
-        raise StoreError(str(error).partition("\n")[0]) from error
 
 
 class ObjectStore:
@@ -61,7 +52,19 @@ class ObjectStore:
         except (BaseError, ValueError) as error:
             raise StoreError(str(error).partition("\n")[0]) from error
         self._url = url
+        self._bucket = urlsplit(url).netloc
         self._scratch = scratch
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Raises what obstore raises as ours, in words. Without its bucket a store is away: nothing is known of what it
+        holds."""
+        try:
+            yield
+        except (BaseError, OSError) as error:
+            text = str(error)
+            missing = isinstance(error, FileNotFoundError) and not names_no_bucket(text)
+            raise (NotStored if missing else StoreError)(in_words(text, self._bucket)) from error
 
     @contextlib.contextmanager
     def writing(self, key: str) -> Iterator[Path]:
@@ -69,7 +72,7 @@ class ObjectStore:
             yield directory
             sizes = sizes_of(directory)
             self.delete(key)
-            with _explained():
+            with self._explained():
                 for name in sizes:
                     obstore.put(self._store, f"{key}/{name}", directory / name)
                 obstore.put(self._store, f"{key}/{MANIFEST}", manifest_of(sizes))
@@ -89,22 +92,22 @@ class ObjectStore:
     def copy(self, source: str, key: str) -> None:
         sizes = self.files(source)
         self.delete(key)
-        with _explained():
+        with self._explained():
             for name in sizes:
                 obstore.copy(self._store, f"{source}/{name}", f"{key}/{name}")
             obstore.put(self._store, f"{key}/{MANIFEST}", manifest_of(sizes))
 
     def files(self, key: str) -> dict[str, int]:
-        with _explained():
+        with self._explained():
             manifest = bytes(obstore.get(self._store, f"{key}/{MANIFEST}").bytes())
         return sizes_in(manifest)
 
     def stream(self, key: str, file: str) -> Iterator[bytes]:
-        with _explained():
+        with self._explained():
             found = obstore.get(self._store, f"{key}/{file}")
 
         def pieces() -> Iterator[bytes]:
-            with _explained():
+            with self._explained():
                 for piece in found.stream(min_chunk_size=CHUNK_BYTES):
                     yield bytes(piece)
 
@@ -112,14 +115,14 @@ class ObjectStore:
 
     def sign(self, key: str, expires_in_s: float) -> dict[str, str] | None:
         names = list(self.files(key))
-        with _explained():
+        with self._explained():
             paths = [f"{key}/{name}" for name in names]
             # from_url also makes stores that cannot sign; those of our schemes all can.
             urls = obstore.sign(cast(Any, self._store), "GET", paths, timedelta(seconds=expires_in_s))
         return dict(zip(names, urls, strict=True))
 
     def delete(self, key: str) -> None:
-        with _explained():
+        with self._explained():
             paths = [str(found["path"]) for batch in obstore.list(self._store, f"{key}/") for found in batch]
             manifest = [path for path in paths if path.endswith(f"/{MANIFEST}")]
             for doomed in (manifest, [path for path in paths if path not in manifest]):
@@ -137,7 +140,7 @@ class ObjectStore:
                 self.delete(key)
 
     def claim(self, owner: str) -> str:
-        with _explained():
+        with self._explained():
             try:
                 return bytes(obstore.get(self._store, OWNER).bytes()).decode()
             except FileNotFoundError:
@@ -147,7 +150,7 @@ class ObjectStore:
     def _listed(self) -> dict[str, tuple[float, bool]]:
         """By key, when its newest object was stored, and whether its manifest is there."""
         found: dict[str, tuple[float, bool]] = {}
-        with _explained():
+        with self._explained():
             for batch in obstore.list(self._store):
                 for item in batch:
                     key, _, name = str(item["path"]).rpartition("/")

@@ -10,13 +10,20 @@ from skyrl.storage.base import CheckpointStore, StoreError
 from skyrl.storage.local import LocalStore
 
 
-def open_store(config: ServerConfig) -> CheckpointStore:
-    """Raises ConfigError for options that the store does not know. Nothing is read or written yet."""
+def local_directory(config: ServerConfig) -> Path | None:
+    """Where the store lies on a disk of this machine; None for an object store."""
     url = config.checkpoint_store
     if url is None:
-        return LocalStore(config.checkpoints_dir)
-    if url.startswith("file:"):
-        return LocalStore(Path(unquote(urlsplit(url).path)))
+        return config.checkpoints_dir
+    return Path(unquote(urlsplit(url).path)) if url.startswith("file:") else None
+
+
+def open_store(config: ServerConfig) -> CheckpointStore:
+    """Raises ConfigError for options that the store does not know. Nothing is read or written yet."""
+    directory, url = local_directory(config), config.checkpoint_store
+    if directory is not None:
+        return LocalStore(directory)
+    assert url is not None
     from skyrl.storage.objects import ObjectStore
 
     try:

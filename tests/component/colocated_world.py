@@ -107,7 +107,14 @@ async def world(state_dir: Path, *, watching_s: float = SOON_S, patience_s: floa
         watching = asyncio.create_task(group.run())
         client = ForwardingClient(HttpTransport(), FixedEndpoint(upstream.url), api_key=None, deadline_s=NEVER_S)
         colocated = ColocatedSampler(
-            harness.database, client, group, LIMITS, "tiny", sleeps=True, patience_s=patience_s
+            harness.database,
+            client,
+            group,
+            LIMITS,
+            "tiny",
+            state_dir=harness.config.state_dir,
+            sleeps=True,
+            patience_s=patience_s,
         )
         await until(lambda: published == [upstream.url])
         await harness.start(group=group, sampler=colocated)

@@ -204,6 +204,12 @@ class Harness:
     def model_row(self, model_id: str) -> Any:
         return self.database.read(lambda c: c.execute(select(models).where(models.c.id == model_id)).one())
 
+    def adapter(self, location: str | None) -> Path:
+        """Where an adapter lies that a row names."""
+        assert location is not None
+        assert not Path(location).is_absolute()
+        return self.config.state_dir / location
+
     def checkpoint_rows(self, model_id: str) -> list[Any]:
         query = select(checkpoints).where(checkpoints.c.model_id == model_id).order_by(checkpoints.c.name)
         return self.database.read(lambda c: list(c.execute(query)))

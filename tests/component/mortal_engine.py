@@ -141,7 +141,7 @@ class Ledger:
         self.models[model_id] = json.loads((directory / "state.json").read_text())
         self._step()
 
-    def save_adapter(self, model_id: str, directory: Path) -> None:
+    def save_adapter(self, model_id: str, directory: Path, *, dtype: str = "float32") -> None:
         self.save_state(model_id, directory)
 
     def close(self) -> None:

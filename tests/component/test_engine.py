@@ -271,7 +271,7 @@ async def test_every_sampler_save_is_a_version_of_its_own(harness: Harness) -> N
     assert harness.model_row(trainer.model_id).sampler_version == 2
     contents = []
     for directory in (row.directory, sampler.adapter_path):
-        files = files_in(directory)
+        files = files_in(harness.adapter(directory))
         assert files.keys() == {"adapter_config.json", "adapter_model.safetensors"}
         assert json.loads(files["adapter_config.json"])["r"] == 4
         contents.append(files["adapter_model.safetensors"])
@@ -361,11 +361,11 @@ async def test_adapter_files_wait_for_samples_that_still_run(harness: Harness, m
     harness.database.write(lambda c: c.execute(update(samplers).values(status="closed")))
     await harness.engine._sweep()
     await harness.engine._sweep()
-    assert files_in(sampler.adapter_path)
+    assert files_in(harness.adapter(sampler.adapter_path))
     harness.database.write(lambda c: c.execute(delete(rows.futures).where(rows.futures.c.id == "r")))
     await harness.engine._sweep()
     await harness.engine._sweep()
-    assert not files_in(sampler.adapter_path)
+    assert not files_in(harness.adapter(sampler.adapter_path))
 
 
 async def test_replaced_and_expired_checkpoints_lose_their_files(

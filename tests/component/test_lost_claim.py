@@ -257,7 +257,7 @@ async def test_recovery_and_what_is_published_write_nothing_after_the_claim_is_l
     take_over(harness)
     before = rows_of(harness.database)
     with pytest.raises(Displaced):
-        adopt_adapters(harness.engine_database, harness.checkpoint_store)
+        adopt_adapters(harness.config, harness.engine_database, harness.checkpoint_store)
     for path in harness.snapshots.path(trainer.model_id, 0).parent.iterdir():
         path.rename(tmp_path / path.name)  # its successor has another snapshot of it
     harness.recovery._held.add(trainer.model_id)

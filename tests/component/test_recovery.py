@@ -263,8 +263,9 @@ async def test_save_that_was_written_but_not_recorded_is_repeated(harness: Harne
     assert harness.stored(row)
     assert [found.key for found in harness.checkpoint_store.stored()] == [row.store_key]
     if kind is Kind.SAVE_WEIGHTS_FOR_SAMPLER:
-        assert files_in(row.directory) == harness.stored(row)
-        assert [path.name for path in Path(row.directory).parent.iterdir()] == [Path(row.directory).name]
+        assert files_in(harness.adapter(row.directory)) == harness.stored(row)
+        directory = harness.adapter(row.directory)
+        assert [path.name for path in directory.parent.iterdir()] == [directory.name]
 
 
 async def test_snapshot_without_its_row_is_ignored_and_then_replaced(harness: Harness) -> None:

@@ -18,7 +18,7 @@ import httpx
 import pytest
 import pytest_asyncio
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tinker.proto.response_conv import deserialize_sample_response
 from transformers import AutoModelForCausalLM
 
@@ -135,11 +135,10 @@ class Reference:
     """Hugging Face in float32, adapters merged into the weights."""
 
     def __init__(self, adapters: dict[str, Path]) -> None:
-        from safetensors.torch import load_file
-
         self.models = {"base": self._base()}
         for name, path in adapters.items():
-            model, tensors = self._base(), load_file(path / "adapter_model.safetensors")
+            model, stored = self._base(), load_file(path / "adapter_model.safetensors")
+            tensors = {key: tensor.float() for key, tensor in stored.items()}
             scale = 16 / RANKS[name]
             for key, a in tensors.items():
                 if key.endswith("lora_A.weight"):
@@ -230,6 +229,25 @@ async def test_bad_adapter_is_an_error_and_harms_nobody(served: Served, tmp_path
     with pytest.raises(VllmError, match="rank"):
         await served.client.load_adapter("large", adapter(tmp_path / "large", 64))
     assert await served.client.health()
+
+
+async def test_adapter_stored_in_bfloat16_is_sampled_from_as_it_is_stored(served: Served, tmp_path: Path) -> None:
+    exact, rounded = adapter(tmp_path / "exact", 8), adapter(tmp_path / "rounded", 8)
+    tensors = load_file(exact / "adapter_model.safetensors")
+    halves = {key: tensor.to(torch.bfloat16) for key, tensor in tensors.items()}
+    save_file(halves, rounded / "adapter_model.safetensors")
+    await served.client.load_adapter("rounded@1", rounded)
+    async with httpx.AsyncClient(base_url=served.spec.url, headers={"Authorization": f"Bearer {KEY}"}) as http:
+        answer = await complete(http, prompt=[9, 8, 7], model="rounded@1")
+    await served.client.unload_adapter("rounded@1")
+    (choice,) = answer["choices"]
+    given = choice["logprobs"]["token_logprobs"]
+
+    def expected(directory: Path) -> list[float]:
+        return Reference({"rank8": directory}).logprobs("rank8", [9, 8, 7, *choice["token_ids"]])[2:]
+
+    assert given == pytest.approx(expected(rounded), abs=1e-4)
+    assert given != pytest.approx(expected(exact), abs=1e-4), "the rounding shows, so the test can tell them apart"
 
 
 async def test_mixed_batches_agree_with_hugging_face(served: Served, tmp_path_factory: pytest.TempPathFactory) -> None:

@@ -90,7 +90,7 @@ def question(tokenizer: PreTrainedTokenizerBase) -> list[int]:
 def adapter_of(server: DemoServer, sampler: tinker.SamplingClient) -> Path:
     query = "select adapter_path from sampling_sessions where id = :id"
     ((path,),) = ask(server, query, id=sampler._sampling_session_id)
-    return Path(path)
+    return server.state_dir / path
 
 
 def close(given: Any, expected: Any) -> None:

@@ -24,6 +24,7 @@ from tests.postgres_server import ON_SQLITE
 # A key that disappears or is renamed breaks somebody's server: change this list knowingly.
 SERVER_KEYS = {
     "allow_remote",
+    "adapter_dtype",
     "api_keys",
     "api_processes",
     "backend",
@@ -56,6 +57,8 @@ SERVER_KEYS = {
     "sample_use_retrieve_futures",
     "served_model_names",
     "session_timeout_s",
+    "min_free_disk_bytes",
+    "unnamed_saves_idle_s",
     "snapshot_interval_s",
     "state_dir",
     "threads",

@@ -6,8 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from fsdp_support import assert_same, make_backend, ok, rl, saved, sft, spec, train
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from skyrl.backends.base import AdamParams, InvalidRequest, LoraSpec
 from skyrl.backends.fsdp.backend import FsdpBackend
@@ -137,6 +138,25 @@ def test_only_safetensors_and_json_are_written(tmp_path: Path) -> None:
     assert {path.name for path in (tmp_path / "a").iterdir()} == adapter
     for name in adapter:
         assert (tmp_path / "a" / name).read_bytes() == (trained / name).read_bytes(), "state holds the same adapter"
+
+
+def test_adapter_in_bfloat16_is_the_rounded_one_and_training_state_stays_float32(tmp_path: Path) -> None:
+    backend = _backend()
+    _train(backend, range(1))
+    before = _save(backend, tmp_path / "before")
+    (tmp_path / "halves").mkdir()
+    backend.save_adapter("m", tmp_path / "halves", dtype="bfloat16")
+    exact = load_file(before / "adapter_model.safetensors")
+    halves = load_file(tmp_path / "halves" / "adapter_model.safetensors")
+    assert halves.keys() == exact.keys()
+    for name, tensor in exact.items():
+        assert tensor.dtype == torch.float32
+        assert halves[name].dtype == torch.bfloat16
+        assert torch.equal(halves[name], tensor.to(torch.bfloat16)), name
+    assert any(not torch.equal(halves[name].float(), tensor) for name, tensor in exact.items())
+    after = _save(backend, tmp_path / "after")
+    for file in before.iterdir():
+        assert (after / file.name).read_bytes() == file.read_bytes(), "the model itself is not rounded"
 
 
 def test_weights_are_stored_once(tmp_path: Path) -> None:

@@ -15,6 +15,8 @@ from skyrl.wire.errors import RequestError
 from skyrl.wire.requests import Chunk, ModelInput, SampleRequest, SamplingParams
 from skyrl.wire.tensors import JsonTensor
 
+ROOT = Path("/")
+"""Where paths of adapters begin."""
 PROMPT = ModelInput([Chunk(tokens=[1, 2])])
 ALL = InferenceFeatures(prompt_scores=True, any_temperature=True, unembed_prompt_logprobs=True)
 PLAIN = SampleRequest(prompt=PROMPT)
@@ -27,13 +29,13 @@ HOT = SampleRequest(prompt=PROMPT, sampling_params=SamplingParams(temperature=2.
 def sampler(directory: Path | None, *targets: str) -> Sampler:
     if directory is not None:
         (directory / "adapter_config.json").write_text(json.dumps({"target_modules": list(targets)}))
-    name = None if directory is None else "m@1"
-    return Sampler("s:sample:0", "s", "tenant", "tiny", None, name, None if directory is None else str(directory))
+    adapter = (None, None) if directory is None else ("m@1", str(directory.relative_to(ROOT)))
+    return Sampler("s:sample:0", "s", "tenant", "tiny", None, *adapter)
 
 
 def refused(features: InferenceFeatures, request: SampleRequest, of: Sampler) -> RequestError:
     with pytest.raises(RequestError) as caught:
-        FeatureGuard(features).check(request, of)
+        FeatureGuard(features).check(request, of, ROOT)
     assert caught.value.status == 400
     return caught.value
 
@@ -48,26 +50,26 @@ def test_prompt_logprobs_of_an_unembedding_adapter_are_refused_where_they_are_wr
 
 def test_prompt_logprobs_of_everything_else_pass(tmp_path: Path) -> None:
     trained = sampler(tmp_path, "q_proj", "lm_head")
-    FeatureGuard(ALL).check(SCORED, trained)
+    FeatureGuard(ALL).check(SCORED, trained, ROOT)
     guard = FeatureGuard(replace(ALL, unembed_prompt_logprobs=False))
-    guard.check(PLAIN, trained)
-    guard.check(SCORED, sampler(None))
+    guard.check(PLAIN, trained, ROOT)
+    guard.check(SCORED, sampler(None), ROOT)
     (tmp_path / "other").mkdir()
-    guard.check(SCORED, sampler(tmp_path / "other", "q_proj", "down_proj"))
+    guard.check(SCORED, sampler(tmp_path / "other", "q_proj", "down_proj"), ROOT)
 
 
 @pytest.mark.parametrize(("request_", "field"), [(TARGET, "target_prompt_logprobs"), (DRAWN, "prompt_alt_tokens_k")])
 def test_what_the_plugin_scores_needs_the_plugin(request_: SampleRequest, field: str) -> None:
     without = replace(ALL, prompt_scores=False)
     assert refused(without, request_, sampler(None)).field == field
-    FeatureGuard(ALL).check(request_, sampler(None))
-    FeatureGuard(without).check(SCORED, sampler(None))
+    FeatureGuard(ALL).check(request_, sampler(None), ROOT)
+    FeatureGuard(without).check(SCORED, sampler(None), ROOT)
 
 
 def test_vllm_alone_ends_at_a_temperature_of_two() -> None:
     without = replace(ALL, any_temperature=False)
     assert refused(without, HOT, sampler(None)).field == "sampling_params.temperature"
-    FeatureGuard(ALL).check(HOT, sampler(None))
+    FeatureGuard(ALL).check(HOT, sampler(None), ROOT)
     FeatureGuard(without).check(
-        SampleRequest(prompt=PROMPT, sampling_params=SamplingParams(temperature=2.0)), sampler(None)
+        SampleRequest(prompt=PROMPT, sampling_params=SamplingParams(temperature=2.0)), sampler(None), ROOT
     )

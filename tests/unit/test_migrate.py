@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from alembic.autogenerate import compare_metadata
@@ -98,11 +100,59 @@ def test_training_checkpoints_of_the_first_revision_are_found_in_the_store(datab
 
 
 @ON_BOTH
+def test_paths_of_adapters_become_relative_and_open_sampling_sessions_begin_to_be_idle(database: Database) -> None:
+    command.upgrade(_config(database.url), "0005")
+    session = "INSERT INTO sessions (id, tenant, status, created_at, heartbeat_at, sdk_version, tags) VALUES "
+    session += "('s1', 't', 'active', 1, 2, '', '[]')"
+    database.write(lambda c: c.execute(text(session)))
+    inside = "adapters/s1=3Atrain=3A0/v000002"
+    paths = [
+        (f"/var/lib/a state/{inside}", "active"),
+        (f"/adapters/x/v000001/{inside}", "closed"),
+        (f"/{inside}", "active"),
+        ("/opt/adapters/mine/final", "active"),
+        (None, "active"),
+    ]
+    insert = text(
+        "INSERT INTO sampling_sessions (id, session_id, tenant, seq_id, base_model, adapter_name, adapter_path, status,"
+        " created_at) VALUES (:id, 's1', 't', :number, 'tiny', :name, :path, :status, 1)"
+    )
+    for number, (path, status) in enumerate(paths):
+        row = {"id": str(number), "number": number, "path": path, "status": status}
+        row["name"] = None if path is None else f"s1:train:0@{number}"
+        database.write(lambda c, row=row: c.execute(insert, row))
+    columns = "tenant, model_id, kind, name, directory, base_model, lora_rank, lora_alpha, seed, train_attn, train_mlp"
+    columns += ", train_unembed, size_bytes, public, created_at"
+    values = f"'t', 'm', 'sampler_weights', 'a', '/state/{inside}', 'tiny', 8, 32, 1, true, true, true, 5, false, 1"
+    database.write(lambda c: c.execute(text(f"INSERT INTO checkpoints ({columns}) VALUES ({values})")))
+    began = time.time()
+    migrate(database)
+
+    def ask(query: str) -> list[Any]:
+        return database.read(lambda c: list(c.execute(text(query)).scalars()))
+
+    def times(column: str) -> list[bool | None]:
+        """Whether each is the time of the migration; None where there is none."""
+        found = ask(f"SELECT {column} FROM sampling_sessions ORDER BY id")
+        return [None if at is None else began <= at <= time.time() for at in found]
+
+    kept = [inside, inside, inside, "/opt/adapters/mine/final", None]
+    assert ask("SELECT adapter_path FROM sampling_sessions ORDER BY id") == kept
+    assert ask("SELECT directory FROM checkpoints") == [inside]
+    assert times("last_used_at") == [True, None, True, True, None]
+    assert times("closed_at") == [None, True, None, None, None]
+    assert times("size_bytes") == [None] * 5, "the engine measures them"
+    database.write(lambda c: c.execute(text("UPDATE sampling_sessions SET status = 'dropped' WHERE id = '0'")))
+    command.downgrade(_config(database.url), "0005")
+    assert ask("SELECT status FROM sampling_sessions ORDER BY id")[:3] == ["closed", "closed", "active"]
+    assert ask("SELECT adapter_path FROM sampling_sessions ORDER BY id") == kept
+
+
+@ON_BOTH
 def test_second_start_changes_nothing(database: Database) -> None:
     migrate(database)
-    database.write(
-        lambda c: c.execute(text("INSERT INTO engine_state VALUES (1, 'u', 3, false, '', 1, 1, 0, 0, NULL, NULL)"))
-    )
+    row = "INSERT INTO engine_state VALUES (1, 'u', 3, false, '', 1, 1, 0, 0, NULL, NULL, NULL)"
+    database.write(lambda c: c.execute(text(row)))
     migrate(database)
     assert database.read(lambda c: c.execute(text("SELECT generation FROM engine_state")).scalar()) == 3
 

@@ -23,6 +23,7 @@ from skyrl.storage.archive import Member, gzip_size, gzip_stored, tar, tar_size
 from skyrl.storage.base import MANIFEST, CheckpointStore, NotStored, StoreError, manifest_of, sizes_in
 from skyrl.storage.directories import atomic_directory, fetch, id_of, remove, safe_name
 from skyrl.storage.local import LocalStore
+from skyrl.storage.object_errors import in_words
 from skyrl.storage.registry import open_store
 
 KEY = f"{safe_name('s1:train:0')}/name-0123"
@@ -339,10 +340,49 @@ def test_signed_urls_need_no_credentials_and_end(s3: objects.ObjectStore) -> Non
 def test_store_that_is_away_says_so(new_bucket: Callable[[], Any], tmp_path: Path) -> None:
     bucket = new_bucket()
     store = make("s3://no-such-bucket/x", bucket.options, tmp_path)
-    with pytest.raises(StoreError, match=r"(?i)NoSuchBucket|not found") as raised:
-        write(store)
-    assert "\n" not in str(raised.value)
+    sentence = f"there is no bucket 'no-such-bucket' at {bucket.options['endpoint']}"
+    actions = (
+        lambda: write(store),
+        lambda: read(store),
+        lambda: store.claim("me"),
+        lambda: store.stored(),
+        lambda: store.copy(KEY, "other/key"),
+        lambda: store.delete(KEY),
+    )
+    for action in actions:
+        with pytest.raises(StoreError) as raised:
+            action()
+        assert str(raised.value) == sentence
+        assert not isinstance(raised.value, NotStored), "what it holds is not known"
     assert list((tmp_path / "scratch").iterdir()) == []
+
+
+S3_REFUSAL = (
+    "Generic S3 error: Error performing PUT https://s3.local:9000/models/a/b in 8.2ms - Server returned non-2xx status "
+    'code: 403 Forbidden: <?xml version="1.0" encoding="utf-8"?>\n<Error>\n<Code>AccessDenied</Code><Message>Access '
+    "Denied</Message>\n<RequestId>f</RequestId></Error>\n\nDebug source:\nGeneric {\n"
+)
+AZURE = (
+    "Object at location x/k not found: Error performing GET https://a.blob.core.windows.net/models/x/k in 9ms - Server "
+    "returned non-2xx status code: 404 The specified container does not exist.: <Error><Code>ContainerNotFound</Code>"
+)
+AWAY = (
+    "Generic S3 error: Error performing GET http://127.0.0.1:1/modelz/x/k in 8.4s, after 10 retries, max_retries: 10, "
+    "retry_timeout: 180s  - HTTP error: error sending request"
+)
+
+
+@pytest.mark.parametrize(
+    ("said", "sentence"),
+    [
+        (S3_REFUSAL, "the store at https://s3.local:9000 answers PUT with 403 Forbidden: AccessDenied, Access Denied"),
+        (AZURE, "there is no bucket 'models' at https://a.blob.core.windows.net"),
+        (f"{AWAY}\n\nDebug source:\nGeneric {{", AWAY),
+        ("Generic error: 502 Bad Gateway: <html><body>\nno</body></html>", "Generic error: 502 Bad Gateway"),
+    ],
+)
+def test_errors_of_object_stores_in_words(said: str, sentence: str) -> None:
+    assert in_words(said, "models") == sentence
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
+
 from skyrl.backends.base import (
     AdamParams,
+    AdapterDtype,
     InvalidRequest,
     LoraSpec,
     ModelLimits,
@@ -131,9 +134,9 @@ class FsdpBackend:
         with command_on(self._device, waits=True):
             state.load_state(self._adapter(model_id), directory, optimizer=optimizer)
 
-    def save_adapter(self, model_id: str, directory: Path) -> None:
+    def save_adapter(self, model_id: str, directory: Path, *, dtype: AdapterDtype = "float32") -> None:
         with command_on(self._device, waits=False):
-            state.save_adapter(self._adapter(model_id), self._base.path, directory)
+            state.save_adapter(self._adapter(model_id), self._base.path, directory, getattr(torch, dtype))
 
     def close(self) -> None:
         self._adapters.clear()

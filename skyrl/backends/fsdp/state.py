@@ -11,6 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -84,10 +85,11 @@ def load_state(adapter: Adapter, directory: Path, *, optimizer: bool) -> None:
     adapter.replace(packed, exp_avg, exp_avg_sq, gradient, step)
 
 
-def save_adapter(adapter: Adapter, base_model: str, directory: Path) -> None:
-    """Write the adapter as PEFT does: names `base_model.model.<module>.lora_A.weight`, float32."""
+def save_adapter(adapter: Adapter, base_model: str, directory: Path, dtype: torch.dtype = torch.float32) -> None:
+    """Write the adapter as PEFT does: names `base_model.model.<module>.lora_A.weight`, in `dtype`, rounded to the
+    nearest."""
     tensors = {
-        f"{_PEFT_PREFIX}{name}{_PEFT_SUFFIX}": view.detach().cpu().contiguous()
+        f"{_PEFT_PREFIX}{name}{_PEFT_SUFFIX}": view.detach().to("cpu", dtype).contiguous()
         for name, view in adapter.views(adapter.weights).items()
     }
     save_file(tensors, directory / PEFT_TENSORS, metadata={"format": "pt"})

@@ -1,0 +1,61 @@
+"""Whether a save may be made: the tenant's quota of stored bytes, and free space on the server's disks.
+
+Asked when a save's turn comes: refused when it arrives, a save would leave a hole in its model's order. Knows sizes and
+limits; does not know what a save writes.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from sqlalchemy import Connection
+
+from skyrl.config import ServerConfig
+from skyrl.db import quotas
+from skyrl.db.database import Database
+from skyrl.quotas.limits import Limits, stored_sentence
+from skyrl.storage.registry import local_directory
+from skyrl.wire.errors import ErrorCategory, FailedRequest
+from skyrl.wire.paths import TinkerPath
+
+
+class SaveLimits:
+    """Both checks raise FailedRequest."""
+
+    def __init__(self, config: ServerConfig, database: Database) -> None:
+        self._config = config
+        self._database = database
+
+    def check_disk(self) -> None:
+        """Refuse when a disk that saves are written to has less than `min_free_disk_bytes` left."""
+        bound = self._config.min_free_disk_bytes
+        for directory in self._directories():
+            free = shutil.disk_usage(directory).free
+            if free < bound:
+                raise FailedRequest(
+                    f"the server's disk is nearly full: {free} bytes are free in {directory.name!r}, and saves leave "
+                    f"{bound} free (min_free_disk_bytes). Nothing was saved; save again when the operator has made "
+                    "room",
+                    ErrorCategory.SERVER,
+                )
+
+    def check_stored(self, tenant: str, besides: TinkerPath | None = None) -> None:
+        """Refuse when the tenant has as many stored bytes as it may have, not counting what a save replaces."""
+
+        def read(connection: Connection) -> tuple[int, int | None]:
+            limits = Limits.of(self._config).but(quotas.exceptions_of(connection, tenant))
+            if limits.stored_bytes is None:
+                return 0, None
+            return quotas.stored_bytes(connection, tenant, besides=besides), limits.stored_bytes
+
+        stored, limit = self._database.read(read)
+        if limit is not None and stored >= limit:
+            raise FailedRequest(f"over quota: {stored_sentence(stored, limit)}")
+
+    def _directories(self) -> Iterator[Path]:
+        """The nearest that exist, of the state directory and of a checkpoint store on a disk."""
+        for directory in (self._config.state_dir, local_directory(self._config)):
+            if directory is not None:
+                yield next(path for path in (directory, *directory.parents) if path.is_dir())

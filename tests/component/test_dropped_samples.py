@@ -1,0 +1,124 @@
+"""Samples from weights that are dropped, through the whole API process: each runs, or fails saying what happened."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from api_harness import BASE, LONG_S, Api, Serve, asked, session_of, tokens
+from fake_upstream import FakeUpstream, error
+from sqlalchemy import select, update
+
+from skyrl.adapters import adapter_location
+from skyrl.db.adapter_versions import samplers
+from skyrl.db.database import Database
+from skyrl.db.engine_state import publish_state_dir
+from skyrl.db.samplers import Sampler, add_sampler
+
+MODEL, NAME = "m1", "m1@3"
+LOCATION = adapter_location(MODEL, 3)
+SAYS = "have been deleted: no checkpoint holds them"
+
+
+async def sampler_on_adapter(api: Api, database: Database) -> str:
+    """A sampling session on an unnamed save, made as the engine makes it."""
+    session_id = session_of(await api.sampler())
+    row = database.read(lambda c: c.execute(select(samplers.c.tenant)).scalar_one())
+    sampler = Sampler(f"{session_id}:sample:7", session_id, row, BASE, None, NAME, LOCATION)
+    database.write(lambda c: add_sampler(c, sampler, 7, 1000))
+    return sampler.id
+
+
+def drop(database: Database, sampler_id: str, at: float | None = None) -> None:
+    mine = update(samplers).where(samplers.c.id == sampler_id)
+    closed_at = samplers.c.last_used_at if at is None else at
+    database.write(lambda c: c.execute(mine.values(status="dropped", closed_at=closed_at)))
+
+
+@pytest.fixture
+def losing(upstream: FakeUpstream) -> FakeUpstream:
+    """An inference server that knows the adapter once, and cannot load it again: its files are gone."""
+    upstream.adapters = {NAME}
+    upstream.on_load = error(404, f"No adapter found for {LOCATION}")
+    return upstream
+
+
+async def test_path_of_an_adapter_is_sent_whole(api: Api, upstream: FakeUpstream, database: Database) -> None:
+    upstream.adapters = set()
+    sampler = await sampler_on_adapter(api, database)
+    promise = await api.sample(sampler, 1)
+    assert tokens(await api.result(promise["request_id"])) == [[0, 1, 2]]
+    (load,) = upstream.loads
+    assert load.json == {"lora_name": NAME, "lora_path": str(api.services.config.state_dir / LOCATION)}
+
+
+async def test_gateway_sends_the_path_in_the_state_directory_of_the_server_that_trains(
+    serve: Serve, upstream: FakeUpstream, database: Database
+) -> None:
+    upstream.adapters = set()
+    database.write(lambda c: publish_state_dir(c, "/the/trainer"))
+    async with serve(backend="none", external_inference_url=upstream.url) as gateway:
+        promise = await gateway.sample(await sampler_on_adapter(gateway, database), 1)
+        assert tokens(await gateway.result(promise["request_id"])) == [[0, 1, 2]]
+    assert [load.json["lora_path"] for load in upstream.loads] == [f"/the/trainer/{LOCATION}"]
+
+
+async def test_sample_after_the_drop_is_refused_saying_so(api: Api, losing: FakeUpstream, database: Database) -> None:
+    sampler = await sampler_on_adapter(api, database)
+    await api.sample(sampler, 1)
+    drop(database, sampler)
+    await api.services.samplers.forget_dropped()
+    for route, body in (("asample", asked(sampler, 2)), ("join_sampling_session", {"sampling_session_id": sampler})):
+        refused = await api.post(route, body)
+        assert refused.status_code == 404
+        assert refused.json()["field"] == "sampling_session_id"
+        assert SAYS in refused.json()["detail"]
+        assert repr(sampler) in refused.json()["detail"]
+    assert len(losing.completions) == 1
+
+
+async def test_process_that_has_not_heard_of_the_drop_says_the_same(
+    api: Api, losing: FakeUpstream, database: Database
+) -> None:
+    """It was stopped for longer than the notice: the adapter is unloaded by now, and its files are gone."""
+    sampler = await sampler_on_adapter(api, database)
+    await api.sample(sampler, 1)
+    drop(database, sampler)
+    losing.adapters = set()
+    failed = (await api.result((await api.sample(sampler, 2))["request_id"])).json()
+    assert failed["category"] == "user"
+    assert SAYS in failed["error"]
+
+
+async def test_adapter_that_is_lost_without_having_been_dropped_is_the_servers_fault(
+    api: Api, losing: FakeUpstream, database: Database
+) -> None:
+    sampler = await sampler_on_adapter(api, database)
+    losing.adapters = set()
+    failed = (await api.result((await api.sample(sampler, 2))["request_id"])).json()
+    assert failed["category"] == "server"
+    assert "lost adapter" in failed["error"]
+
+
+async def test_a_process_writes_once_what_was_sampled_from_also_when_it_ends(
+    serve: Serve, upstream: FakeUpstream, database: Database
+) -> None:
+    query = select(samplers.c.last_used_at).where(samplers.c.adapter_name == NAME)
+
+    def used() -> Any:
+        return database.read(lambda c: c.execute(query).scalar_one())
+
+    async with serve() as api:
+        sampler = await sampler_on_adapter(api, database)
+        database.write(lambda c: c.execute(update(samplers).values(last_used_at=1.0)))
+        for number in range(3):
+            await api.sample(sampler, number)
+        await api.services.sampling.drain(LONG_S)
+        assert used() == 1.0, "no sample writes it"
+        await api.services.samplers.write_uses()
+        assert used() > 1.0
+        database.write(lambda c: c.execute(update(samplers).values(last_used_at=1.0)))
+        await api.services.samplers.write_uses()
+        assert used() == 1.0, "nobody has sampled since"
+        await api.sample(sampler, 9)
+    assert used() > 1.0

@@ -1,0 +1,346 @@
+"""Weights saved for sampling without a name: counted, bounded by time and by free disk, and gone in the right order.
+
+Real saves by the real engine, with a clock that runs ahead.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections import namedtuple
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine_harness import Harness, Trainer, files_in, harness_in
+from safetensors.torch import load
+from sqlalchemy import select, update
+
+from skyrl.adapters import adapter_directory
+from skyrl.db import adapter_versions, quotas
+from skyrl.db import futures as rows
+from skyrl.db.adapter_versions import NEWEST, NOTICE_S, SamplerDropped, samplers
+from skyrl.db.checkpoints import checkpoints
+from skyrl.db.samplers import Sampler, Samplers, find_sampler
+from skyrl.engine import save_limits
+from skyrl.engine.reclaim import GRACE_S
+from skyrl.futures.kinds import Kind
+from skyrl.storage import directories
+from skyrl.storage.directories import safe_name
+from skyrl.wire.paths import adapter_name_of
+
+HOUR_S = 3600.0
+IDLE_S = 6 * HOUR_S
+"""The default of unnamed_saves_idle_s."""
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = time.time()
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(time, "time", clock)
+    return clock
+
+
+@pytest.fixture
+async def harness(tmp_path: Path) -> AsyncIterator[Harness]:
+    async with harness_in(tmp_path / "state") as harness:
+        await harness.start()
+        yield harness
+
+
+async def save(trainer: Trainer, number: int) -> str:
+    saved = await trainer.do(Kind.SAVE_WEIGHTS_FOR_SAMPLER, sampling_session_seq_id=number)
+    return saved["sampling_session_id"]
+
+
+def sampler_of(harness: Harness, sampler_id: str) -> Sampler:
+    sampler = harness.database.read(lambda c: find_sampler(c, sampler_id))
+    assert sampler is not None
+    return sampler
+
+
+def status_of(harness: Harness, *sampler_ids: str) -> list[str]:
+    query = select(samplers.c.id, samplers.c.status).where(samplers.c.id.in_(sampler_ids))
+    found = {row.id: row.status for row in harness.database.read(lambda c: list(c.execute(query)))}
+    return [found[sampler_id] for sampler_id in sampler_ids]
+
+
+async def use(harness: Harness, *sampler_ids: str) -> None:
+    """What an API process does when somebody samples from these, and a minute later."""
+    api = Samplers(harness.database, harness.writer)
+    for sampler_id in sampler_ids:
+        api.note_use(sampler_of(harness, sampler_id))
+    await api.write_uses()
+
+
+async def sweep(harness: Harness, clock: Clock) -> None:
+    """As often as it takes to mark what is idle, to unload it and to delete its files."""
+    for wait_s in (0.0, NOTICE_S + 1, GRACE_S + 1):
+        clock.now += wait_s
+        await harness.engine._sweep()
+
+
+def versions(harness: Harness, model_id: str) -> list[int]:
+    """Versions of a model whose files are on the disk."""
+    directory = harness.config.adapters_dir / safe_name(model_id)
+    return sorted(int(path.name.removeprefix("v")) for path in directory.iterdir())
+
+
+def pending(harness: Harness, sampler_id: str) -> None:
+    """A sample that is on its way."""
+    row = dict.fromkeys(rows.RECORD.parameters) | {"id": "r", "kind": "EXTERNAL", "tenant": "tenant"}
+    row |= {"session_id": "elsewhere", "digest": b"", "created_at": 0, "body_format": "json", "status": "pending"}
+    row |= {"sampling_session_id": sampler_id, "sample_seq_id": 0}
+    harness.database.write(lambda c: c.execute(rows.RECORD.statement, row))
+
+
+async def test_a_thousand_steps_of_one_model_stay_flat_on_disk(
+    harness: Harness, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step every ten minutes for a week; each version is sampled from until the next one is there."""
+    # Thousands of waits for the disk, on which nothing here depends.
+    monkeypatch.setattr(directories, "_sync", lambda _: None)
+    monkeypatch.setattr(harness.database, "_syncing_writer", harness.database.writer)
+    step_s, group, steps = 600.0, 20, 1000
+    trainer = await Trainer.create(harness, rank=1)
+    most = []
+    for first in range(0, steps, group):
+        sent = [
+            await trainer.send(Kind.SAVE_WEIGHTS_FOR_SAMPLER, sampling_session_seq_id=first + number)
+            for number in range(group)
+        ]
+        saved = [(await trainer.result(request_id))["sampling_session_id"] for request_id in sent]
+        await use(harness, *saved)
+        clock.now += group * step_s
+        await sweep(harness, clock)
+        most.append(len(versions(harness, trainer.model_id)))
+    assert max(most) <= IDLE_S / step_s + group, "what was used within the idle time, and the last group"
+    assert max(most[25:]) <= max(most[:25]), "no more at the end of the week than at its beginning"
+    assert versions(harness, trainer.model_id)[-NEWEST:] == list(range(steps - NEWEST + 1, steps + 1))
+
+
+async def test_only_what_is_idle_and_not_among_the_newest_goes(harness: Harness, clock: Clock) -> None:
+    trainer = await Trainer.create(harness)
+    saved = [await save(trainer, number) for number in range(4)]
+    await trainer.do(Kind.SAVE_WEIGHTS_FOR_SAMPLER, path="named")
+    saved += [await save(trainer, number) for number in range(4, 4 + NEWEST)]
+    clock.now += IDLE_S - 300
+    await use(harness, saved[1])
+    pending(harness, saved[2])
+    await sweep(harness, clock)
+    assert status_of(harness, *saved) == ["active"] * len(saved), "their time is not over"
+    clock.now += 300
+    await sweep(harness, clock)
+    assert status_of(harness, *saved) == ["dropped", "active", "active", "dropped", *["active"] * NEWEST]
+    assert versions(harness, trainer.model_id) == [2, 3, 5, 6, 7, 8, 9]
+    clock.now += 2 * IDLE_S
+    await sweep(harness, clock)
+    assert versions(harness, trainer.model_id) == [3, 5, 6, 7, 8, 9], "the sample still runs"
+    api = Samplers(harness.database, harness.writer)
+    with pytest.raises(SamplerDropped, match=r"^sampling_session_id: the weights of sampling session 's.*:sample:0' "):
+        await api.find(saved[0], "tenant")
+    assert await api.find(saved[0], "somebody else") is None
+
+
+async def test_weights_of_a_deleted_checkpoint_are_like_unnamed_ones(harness: Harness, clock: Clock) -> None:
+    trainer = await Trainer.create(harness)
+    await trainer.do(Kind.SAVE_WEIGHTS_FOR_SAMPLER, path="named")
+    (row,) = harness.checkpoint_rows(trainer.model_id)
+    for number in range(NEWEST):
+        await save(trainer, number)
+    sampler = Sampler(
+        f"{trainer.session.id}:sample:99", trainer.session.id, "tenant", "tiny", "p", row.adapter_name, row.directory
+    )
+    await Samplers(harness.database, harness.writer).create(sampler, 99, row)
+    unnamed = harness.database.read(lambda c: quotas.stored_bytes(c, "tenant")) - row.size_bytes
+    clock.now += 2 * IDLE_S
+    await sweep(harness, clock)
+    assert status_of(harness, sampler.id) == ["active"], "a checkpoint holds them"
+    harness.database.write(lambda c: c.execute(checkpoints.delete()))
+    assert harness.database.read(lambda c: quotas.stored_bytes(c, "tenant")) == unnamed + row.size_bytes
+    await sweep(harness, clock)
+    assert status_of(harness, sampler.id) == ["dropped"]
+    assert versions(harness, trainer.model_id) == [2, 3, 4, 5]
+
+
+async def test_a_use_that_is_not_written_yet_is_not_lost_by_a_fault(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = await Trainer.create(harness)
+    sampler = sampler_of(harness, await save(trainer, 0))
+    api = Samplers(harness.database, harness.writer)
+    harness.database.write(lambda c: c.execute(update(samplers).values(last_used_at=1.0)))
+    api.note_use(sampler)
+    with monkeypatch.context() as patch:
+        patch.setattr(adapter_versions, "note_uses", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            await api.write_uses()
+    await api.write_uses()
+    query = select(samplers.c.last_used_at).where(samplers.c.id == sampler.id)
+    assert harness.database.read(lambda c: c.execute(query).scalar_one()) > 1.0
+
+
+async def test_a_sample_that_was_recorded_first_keeps_its_weights(harness: Harness, clock: Clock) -> None:
+    """The engine looks for idle versions, then a sample comes, and only then the engine would drop the version."""
+    trainer = await Trainer.create(harness)
+    saved = [await save(trainer, number) for number in range(NEWEST + 1)]
+    clock.now += 2 * IDLE_S
+    used_before = clock.now - IDLE_S
+    assert harness.database.read(lambda c: adapter_versions.idle(c, used_before)) == saved[:1]
+    pending(harness, saved[0])
+    assert harness.database.write(lambda c: adapter_versions.drop(c, saved[:1], used_before)) == []
+    assert status_of(harness, saved[0]) == ["active"]
+
+
+class Group:
+    """Stands for the inference servers: notes what still lies on the disk when an adapter is unloaded."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self.unloaded: list[tuple[str, bool]] = []
+
+    async def publish_adapter(self, name: str, path: Path) -> None:
+        pass
+
+    async def retire_adapter(self, name: str) -> None:
+        self.unloaded.append((name, bool(files_in(self._directory))))
+
+
+async def test_the_row_goes_first_then_the_api_knows_then_vllm_unloads_then_the_files_go(
+    harness: Harness, clock: Clock
+) -> None:
+    trainer = await Trainer.create(harness)
+    saved = [await save(trainer, number) for number in range(NEWEST + 1)]
+    directory = adapter_directory(harness.config.adapters_dir, trainer.model_id, 1)
+    harness.engine._group = group = Group(directory)  # type: ignore[assignment]
+    api = Samplers(harness.database, harness.writer)
+    assert await api.find(saved[0], "tenant") is not None
+    clock.now += 2 * IDLE_S
+    await harness.engine._sweep()
+    assert status_of(harness, saved[0]) == ["dropped"]
+    assert group.unloaded == []
+    assert api.cached(saved[0], "tenant") is not None
+    await api.forget_dropped()
+    assert api.cached(saved[0], "tenant") is None
+    clock.now += NOTICE_S - 1
+    await harness.engine._sweep()
+    assert group.unloaded == [], "an API process may not know yet"
+    pending(harness, saved[0])
+    clock.now += 2
+    await harness.engine._sweep()
+    assert group.unloaded == [], "a sample that came before that runs to its end"
+    harness.database.write(lambda c: c.execute(rows.futures.delete().where(rows.futures.c.id == "r")))
+    await harness.engine._sweep()
+    assert group.unloaded == [(adapter_name_of(trainer.model_id, 1), True)]
+    clock.now += GRACE_S - 1
+    await harness.engine._sweep()
+    assert files_in(directory), "vLLM may read them again for a request that still runs"
+    clock.now += 2
+    await harness.engine._sweep()
+    assert not directory.exists()
+    assert len(group.unloaded) == 1
+
+
+async def test_unnamed_saves_count_as_stored_bytes_and_end_at_the_quota(tmp_path: Path) -> None:
+    async with harness_in(tmp_path / "state", quota_stored_bytes=1000) as harness:
+        await harness.start()
+        trainer = await Trainer.create(harness)
+        first = await save(trainer, 0)
+        (directory,) = (harness.config.adapters_dir / safe_name(trainer.model_id)).iterdir()
+        size = sum(map(len, files_in(directory).values()))
+        assert size > 1000
+        assert harness.database.read(lambda c: quotas.stored_bytes(c, "tenant")) == size
+        assert harness.database.read(quotas.held)["tenant"].stored_bytes == size
+        for body in ({"sampling_session_seq_id": 1}, {"path": "named"}):
+            refused = await trainer.fails(Kind.SAVE_WEIGHTS_FOR_SAMPLER, **body)
+            assert refused.error_category == "user"
+            assert f"has {size} bytes of checkpoints and of weights saved for sampling" in (refused.error or "")
+        assert versions(harness, trainer.model_id) == [1]
+        harness.database.write(lambda c: c.execute(update(samplers).values(status="closed")))
+        assert harness.database.read(lambda c: quotas.stored_bytes(c, "tenant")) == 0
+        await save(trainer, 1)
+        assert status_of(harness, first) == ["closed"]
+
+
+async def test_saves_are_refused_before_the_disk_is_full(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = await Trainer.create(harness)
+    usage = namedtuple("usage", "total used free")
+    bound = harness.config.min_free_disk_bytes
+    asked: list[Path] = []
+
+    def almost_full(directory: Path) -> Any:
+        asked.append(Path(directory))
+        return usage(2 * bound, bound + 1, bound - 1)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(save_limits.shutil, "disk_usage", almost_full)
+        for kind, body in (
+            (Kind.SAVE_WEIGHTS_FOR_SAMPLER, {"sampling_session_seq_id": 0}),
+            (Kind.SAVE_WEIGHTS_FOR_SAMPLER, {"path": "a"}),
+            (Kind.SAVE_WEIGHTS, {"path": "a"}),
+            (Kind.SAVE_WEIGHTS_EXTERNAL, {"path": "a"}),
+        ):
+            refused = await trainer.fails(kind, **body)
+            assert refused.error_category == "server"
+            assert (refused.error or "").startswith(f"the server's disk is nearly full: {bound - 1} bytes are free")
+    assert set(asked) == {harness.config.state_dir}
+    assert not harness.config.adapters_dir.exists()
+    assert shutil.disk_usage(harness.config.state_dir).free >= bound, "this test needs some disk"
+    await save(trainer, 0)
+
+
+async def test_only_saves_for_sampling_are_stored_in_bfloat16(tmp_path: Path) -> None:
+    async with harness_in(tmp_path / "state", adapter_dtype="bfloat16") as harness:
+        await harness.start()
+        trainer = await Trainer.create(harness)
+        await trainer.step(1)
+        unnamed = sampler_of(harness, await save(trainer, 0))
+        for kind in (Kind.SAVE_WEIGHTS_FOR_SAMPLER, Kind.SAVE_WEIGHTS, Kind.SAVE_WEIGHTS_EXTERNAL):
+            await trainer.do(kind, path="named")
+        stored = {row.kind: harness.stored(row) for row in harness.checkpoint_rows(trainer.model_id)}
+        stored["unnamed"] = files_in(harness.adapter(unnamed.adapter_path))
+        kinds = {
+            kind: {tensor.dtype for tensor in load(files["adapter_model.safetensors"]).values()}
+            for kind, files in stored.items()
+        }
+        halves, exact = {torch.bfloat16}, {torch.float32}
+        assert kinds == {
+            "unnamed": halves,
+            "sampler_weights": halves,
+            "weights": exact,
+            "external_weights": exact,
+        }
+        await trainer.do(Kind.LOAD_WEIGHTS, path=f"tinker://{trainer.model_id}/weights/named")
+
+
+async def test_number_of_dropped_weights_is_not_used_again(harness: Harness, clock: Clock) -> None:
+    trainer = await Trainer.create(harness)
+    saved = [await save(trainer, number) for number in range(NEWEST + 1)]
+    clock.now += 2 * IDLE_S
+    await sweep(harness, clock)
+    assert status_of(harness, saved[0]) == ["dropped"]
+    refused = await trainer.fails(Kind.SAVE_WEIGHTS_FOR_SAMPLER, sampling_session_seq_id=0)
+    assert "exists already" in (refused.error or "")
+
+
+async def test_a_session_has_a_bounded_number_of_sampling_sessions(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(adapter_versions, "MOST_OPEN", 2)
+    trainer = await Trainer.create(harness)
+    for number in range(2):
+        await save(trainer, number)
+    refused = await trainer.fails(Kind.SAVE_WEIGHTS_FOR_SAMPLER, sampling_session_seq_id=2)
+    assert refused.error_category == "user"
+    assert (refused.error or "").startswith("sampling_session_seq_id: session ")
+    await trainer.do(Kind.SAVE_WEIGHTS_FOR_SAMPLER, path="named")
