@@ -84,6 +84,7 @@ class SupervisedProcess:
         self._child: subprocess.Popen[bytes] | None = None
         self._log_begins = 0
         """Where in the log the output of the newest child begins."""
+        self._began = 0.0
         self._started = False
         self._stopping = asyncio.Event()
         self._ended = asyncio.Event()
@@ -93,17 +94,22 @@ class SupervisedProcess:
         """Process id (and process group id) of the running child."""
         return self._child.pid if self._child is not None and self._child.returncode is None else None
 
+    @property
+    def running_s(self) -> float | None:
+        """Seconds since the running child was started; None while there is none."""
+        return None if self.pid is None else time.monotonic() - self._began
+
     async def run(self) -> None:
         """Keep the child running until `stop`. When cancelled, kill it and its group at once."""
         delay = self._first_delay_s
         self._started = True
         try:
             while not self._stopping.is_set():
-                began = time.monotonic()
+                self._began = time.monotonic()
                 ended = await self._run_once()
                 if self._stopping.is_set():
                     return
-                if time.monotonic() - began >= self._stable_after_s:
+                if time.monotonic() - self._began >= self._stable_after_s:
                     delay = self._first_delay_s
                 logger.warning("%s %s; again in %.1f s (%s)", self.name, ended, delay, self.log_path)
                 if await _set_within(self._stopping, delay):

@@ -16,11 +16,10 @@ from pathlib import Path
 from starlette.requests import Request
 
 from skyrl.api.body import SMALL_BYTES, expand, expanded_size, receive
+from skyrl.storage.space import SPARE_DISK_BYTES
 from skyrl.wire.errors import RequestError
 
 ROOM_BYTES = 32 * 2**20
-SPARE_DISK_BYTES = 512 * 2**20
-"""What stays free on the disk: results and checkpoints need some, too."""
 RETRY_S = 5.0
 ARRIVE_S = 20.0
 LEAST_BYTES_PER_S = 64 * 2**10

@@ -26,7 +26,7 @@ app.add_typer(db.app, name="db")
 def serve(
     base_model: Annotated[
         str | None,
-        typer.Option(help="Directory or hub name of the base model. Default: the tiny model, served as 'tiny'."),
+        typer.Option(help="Directory or hub name of the base model. Default: tiny, the built-in model."),
     ] = None,
     served_model_name: Annotated[
         list[str] | None,
@@ -99,13 +99,21 @@ def serve(
         "log_level": log_level,
     }
     from skyrl.db.migrate import SchemaError
+    from skyrl.launcher import ServerFailed
     from skyrl.launcher import serve as launch
+    from skyrl.startup import StartupError
 
     try:
         launch(load_config(flags, config))
     except (ConfigError, SchemaError) as error:
         typer.echo(f"skyrl serve: {error}", err=True)
         raise typer.Exit(2) from error
+    except StartupError as error:
+        typer.echo(f"skyrl serve: {error}\n\nthe end of {error.log}:\n{error.log_end}", err=True)
+        raise typer.Exit(2) from error
+    except ServerFailed as error:
+        typer.echo(f"skyrl serve: {error}", err=True)
+        raise typer.Exit(1) from error
 
 
 @app.command()

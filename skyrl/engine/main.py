@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import logging
+import os
 import signal
 import threading
 from dataclasses import replace
@@ -13,7 +14,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from skyrl.backends.base import Backend, ModelLimits, SamplingMode
 from skyrl.backends.registry import create_backend
 from skyrl.background import Rounds, repeat
-from skyrl.config import ServerConfig
+from skyrl.config import ConfigError, ServerConfig
 from skyrl.db.database import Database
 from skyrl.db.patience import PatientDatabase
 from skyrl.engine.adoption import adopt_adapters
@@ -25,11 +26,14 @@ from skyrl.engine.state import EngineStatePublisher
 from skyrl.futures.doorbell import Doorbell, DoorbellListener
 from skyrl.inference.engine_group import EngineGroup
 from skyrl.inference.vllm_command import context_length, cuda_devices
-from skyrl.runtime import Runtime, exit_without_database, set_up_process
+from skyrl.runtime import Runtime, run_process, set_up_process
 from skyrl.sampling.client import ForwardingClient
 from skyrl.sampling.endpoint import FixedEndpoint
 from skyrl.sampling.http import HttpTransport
+from skyrl.startup import NotLoaded
 from skyrl.storage.registry import open_store
+
+logger = logging.getLogger(__name__)
 
 BEAT_S = 3.0
 RETRY_S = 10.0
@@ -95,6 +99,19 @@ def _sampling_limits(config: ServerConfig, limits: ModelLimits) -> ModelLimits:
     return limits if served is None else replace(limits, max_context=min(served, limits.max_context))
 
 
+def _load(config: ServerConfig) -> Backend:
+    """The backend with its base model. Raises ConfigError when it can never be loaded, NotLoaded for another cause:
+    memory that is used by others, a file system that is away."""
+    try:
+        return create_backend(config.backend, config)
+    except ConfigError:
+        raise
+    except Exception as error:
+        logger.exception("loading the base model failed")
+        said = f"{type(error).__name__}: {error}"
+        raise NotLoaded(f"base_model: cannot load {config.base_model_path}: {said}") from error
+
+
 async def run(runtime: Runtime) -> None:
     config = runtime.config
     database = PatientDatabase(config.database)
@@ -105,8 +122,13 @@ async def run(runtime: Runtime) -> None:
     stop = asyncio.Event()
     deaths = Deaths(config.running_file)
 
+    loading = False
+
     def stop_soon() -> None:
         deaths.disregard()  # a long command may outlast the launcher's patience
+        if loading:  # on a thread that cannot be interrupted, perhaps for minutes; nothing else runs yet
+            logger.info("told to stop while the base model was being loaded")
+            os._exit(0)
         stop.set()
 
     for name in (signal.SIGTERM, signal.SIGINT):
@@ -118,7 +140,9 @@ async def run(runtime: Runtime) -> None:
     heartbeat = Heartbeat(state)
     backend: Backend | None = None
     try:
-        backend = await asyncio.to_thread(create_backend, config.backend, config)
+        loading = True
+        backend = await asyncio.to_thread(_load, config)
+        loading = False
         sampler = _colocated(runtime, database, backend, group)
         snapshots = Snapshots(config, database, backend)
         store = open_store(config)
@@ -127,16 +151,20 @@ async def run(runtime: Runtime) -> None:
         listener = DoorbellListener(runtime.engine_doorbell, engine.ring)
         listener.start()
         recovery = Recovery(engine, database, backend, snapshots, store, deaths)
+        state.training(ready=False, reason="restoring the models in training")
         await recovery.run()
         state.training(ready=True, reason="", limits=_sampling_limits(config, backend.limits))
         running = asyncio.create_task(engine.run())
         stopping = asyncio.create_task(stop.wait())
         retrying = asyncio.create_task(repeat("restoring models", RETRY_S, recovery.retry))
         try:
-            await asyncio.wait({running, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            needed = {running, stopping} if watching is None else {running, stopping, watching}
+            await asyncio.wait(needed, return_when=asyncio.FIRST_COMPLETED)
             database.hurry()
             engine.stop()
             await running
+            if watching is not None and watching.done():  # it ends by an error only, before it is told to
+                await watching
         finally:
             stopping.cancel()
             retrying.cancel()
@@ -147,8 +175,7 @@ async def run(runtime: Runtime) -> None:
         heartbeat.stop()
         if group is not None and watching is not None:
             await group.close()
-            with contextlib.suppress(asyncio.CancelledError):
-                await watching
+            await asyncio.gather(watching, return_exceptions=True)
         if backend is not None:
             backend.close()
         state.clear("the engine has stopped")
@@ -161,7 +188,7 @@ async def run(runtime: Runtime) -> None:
 def main() -> None:
     runtime = Runtime.from_environment()
     set_up_process(runtime.config)
-    exit_without_database("the engine", lambda: asyncio.run(run(runtime)))
+    run_process("the engine", lambda: asyncio.run(run(runtime)))
 
 
 if __name__ == "__main__":

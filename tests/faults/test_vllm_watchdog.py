@@ -65,6 +65,7 @@ class Process:
     def __init__(self, url: str) -> None:
         self.url = url
         self.restarts = 0
+        self.running_s = 0.0
         self.looked = 0
         self.killed = asyncio.Event()
 
@@ -81,6 +82,9 @@ class Process:
 
     def log_tail(self, lines: int = 20) -> str:
         return ""
+
+    async def supervised(self) -> None:
+        await asyncio.Event().wait()
 
 
 @asynccontextmanager

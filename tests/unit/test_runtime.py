@@ -9,7 +9,7 @@ import pytest
 from sqlalchemy.exc import IntegrityError, OperationalError
 
 from skyrl.config import ServerConfig, load_config
-from skyrl.runtime import RUNTIME_ENV, SLOT_ENV, SOCKETS_ENV, Runtime, exit_without_database
+from skyrl.runtime import RUNTIME_ENV, SLOT_ENV, SOCKETS_ENV, Runtime, run_process
 
 
 def test_processes_of_a_server_know_each_other_and_themselves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -33,7 +33,7 @@ def test_process_without_its_database_ends_with_a_line(caplog: pytest.LogCapture
         raise OperationalError("SELECT 1", {}, Exception("the server\nis gone"))
 
     with caplog.at_level(logging.ERROR), pytest.raises(SystemExit) as ended:
-        exit_without_database("the engine", run)
+        run_process("the engine", run)
     assert ended.value.code == 1
     (record,) = caplog.records
     assert record.getMessage() == "the engine has ended, for the database cannot be used: the server is gone"
@@ -45,4 +45,4 @@ def test_any_other_trouble_is_told_whole() -> None:
         raise IntegrityError("INSERT", {}, Exception("there already"))
 
     with pytest.raises(IntegrityError):
-        exit_without_database("the engine", run)
+        run_process("the engine", run)
