@@ -119,7 +119,7 @@ def serve(
 @app.command()
 def demo(
     out: Annotated[Path, typer.Option(help="Where the plot and the figures go.")] = Path("out/demo"),
-    steps: Annotated[int, typer.Option(min=2, help="Training steps of each run.")] = 26,
+    steps: Annotated[int, typer.Option(min=2, help="Training steps of each run; rewards are judged from 26 on.")] = 26,
     compare: Annotated[bool, typer.Option(help="Also measure colocate_all: true, all in the engine loop.")] = True,
 ) -> None:
     """Two tenants train and sample side by side on a server of their own; what that gains is measured."""

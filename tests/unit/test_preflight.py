@@ -34,7 +34,7 @@ class Hub(BaseHTTPRequestHandler):
             self.send_header("X-Error-Code", code)
         self.end_headers()
 
-    def log_message(self, *_: object) -> None:
+    def log_message(self, format: str, *args: object) -> None:
         pass
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
@@ -36,7 +37,7 @@ class BaseModel:
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         try:
             self._model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="sdpa")
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
             raise ConfigError(f"base_model: cannot load {path}: {error}") from error
         self._model.to(device).eval().requires_grad_(False)
         text_config = self._model.config.get_text_config()
