@@ -44,6 +44,8 @@ class Quick:
 
 
 class Server:
+    url = "http://127.0.0.1:1"
+
     @staticmethod
     def status() -> dict[str, object]:
         return {}
