@@ -20,6 +20,8 @@ from skyrl.backend_config import BackendConfig, ConfigError, Strict, dotted_keys
 from skyrl.environment import refuse_unknown
 
 BackendName = Literal["fsdp", "none"]
+TINY = "tiny"
+"""The built-in model's name. A directory of that name is `./tiny`."""
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 BACKENDS: tuple[str, ...] = ("fsdp", "none")
 STORE_SCHEMES = ("file", "s3", "gs", "az")
@@ -37,7 +39,7 @@ class ServerConfig(BaseSettings):
     model_config = SettingsConfigDict(env_prefix="SKYRL_", extra="forbid", frozen=True)
 
     base_model: str | None = None
-    """Directory or hub name of the base model; None serves the tiny model that ships with skyrl."""
+    """Directory or hub name of the base model; None or "tiny" serves the tiny model that ships with skyrl."""
     served_model_names: tuple[str, ...] = ()
     """Names clients may use for the base model; empty means `base_model` itself (`tiny` for the tiny model)."""
     tokenizer_id: str | None = None
@@ -225,18 +227,19 @@ class ServerConfig(BaseSettings):
 
     @property
     def base_model_path(self) -> str:
-        """Directory or hub name to load; the tiny model when none was given."""
-        if self.base_model is not None:
-            return str(Path(self.base_model).absolute()) if Path(self.base_model).is_dir() else self.base_model
-        from skyrl.tiny import model_path
+        """Directory or hub name to load; the tiny model when none was given, or its name."""
+        if self.base_model in (None, TINY):
+            from skyrl.tiny import model_path
 
-        return str(model_path())
+            return str(model_path())
+        directory = Path(self.base_model).expanduser()
+        return str(directory.absolute()) if directory.is_dir() else self.base_model
 
     @property
     def served_names(self) -> tuple[str, ...]:
         if self.served_model_names:
             return self.served_model_names
-        return (self.base_model,) if self.base_model is not None else ("tiny",)
+        return (TINY if self.base_model is None else self.base_model,)
 
 
 def _with_flat_backend_config(values: dict[str, Any]) -> dict[str, Any]:

@@ -12,8 +12,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from skyrl.config import ServerConfig, dump_config, restore_config
+from skyrl.config import ConfigError, ServerConfig, dump_config, restore_config
 from skyrl.db.faults import DatabaseError, passes, reason
+from skyrl.startup import CANNOT_START, MARK, MAY_START, NotLoaded
 
 logger = logging.getLogger(__name__)
 
@@ -96,11 +97,18 @@ class Runtime:
         )
 
 
-def exit_without_database(name: str, run: Callable[[], None]) -> None:
-    """Run a process to its end. A database that cannot be used ends it with a line instead of a traceback: the process
-    is started again, or was to stop anyhow."""
+def run_process(name: str, run: Callable[[], None]) -> None:
+    """Run a process to its end. What is not its own fault ends it with a line instead of a traceback, and with an exit
+    code that tells the launcher whether another start could help (`skyrl.startup`). A database that cannot be used is
+    expected back."""
     try:
         run()
+    except ConfigError as error:
+        logger.critical("%s%s", MARK, " ".join(str(error).split()))
+        sys.exit(CANNOT_START)
+    except NotLoaded as error:
+        logger.critical("%s%s", MARK, " ".join(str(error).split()))
+        sys.exit(MAY_START)
     except DatabaseError as error:
         if not passes(error):
             raise

@@ -3,6 +3,9 @@
 Knows processes, signals and time. Deliberately knows nothing of what the children do or whether they are
 healthy. A killed supervisor leaves no child behind: the kernel kills the child with it (Linux; a child that starts
 processes of its own must ask for the same, as `skyrl.vllm_plugin` does for vLLM).
+
+A child that cannot be started (no memory, no process id, no file descriptor, no log) is a child that ended: the
+supervisor logs it, waits and tries again.
 """
 
 from __future__ import annotations
@@ -11,14 +14,21 @@ import asyncio
 import logging
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from io import FileIO
 from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
 FIRST_DELAY_S, LONGEST_DELAY_S, STABLE_AFTER_S = 0.5, 30.0, 60.0
+POLL_S = 0.1
+"""How often a child is looked at where the system cannot tell that it has ended."""
+KILL_AGAIN_S = 1.0
+"""A child that was being started while `stop` waited is killed after this long."""
 
 # Runs in the child before the real program, for 20 ms: a preexec_fn would be unsafe in a process with threads. The
 # kernel's signal follows the thread that forked. A parent that died before the call is seen by its pid.
@@ -45,7 +55,8 @@ def dies_with_parent(argv: Sequence[str], death: signal.Signals = signal.SIGKILL
 class SupervisedProcess:
     """One child in a session of its own. `env` is added to this process's environment; it inherits `pass_fds`.
 
-    `on_exit(returncode)` is called each time the child ends without having been stopped (negative: a signal).
+    `on_exit(returncode)` is called each time the child ends without having been stopped (negative: a signal). It is
+    not called for a start that failed. `starts` counts the attempts, `restarts` those after the first.
     """
 
     def __init__(
@@ -64,12 +75,16 @@ class SupervisedProcess:
         self.log_path = log_path
         self.on_exit = on_exit
         self.restarts = 0
+        self.starts = 0
         self._argv = tuple(argv)
         self._env = dict(env)
         self._pass_fds = tuple(pass_fds)
         self._first_delay_s = first_delay_s
         self._stable_after_s = stable_after_s
-        self._child: asyncio.subprocess.Process | None = None
+        self._child: subprocess.Popen[bytes] | None = None
+        self._log_begins = 0
+        """Where in the log the output of the newest child begins."""
+        self._began = 0.0
         self._started = False
         self._stopping = asyncio.Event()
         self._ended = asyncio.Event()
@@ -79,21 +94,24 @@ class SupervisedProcess:
         """Process id (and process group id) of the running child."""
         return self._child.pid if self._child is not None and self._child.returncode is None else None
 
+    @property
+    def running_s(self) -> float | None:
+        """Seconds since the running child was started; None while there is none."""
+        return None if self.pid is None else time.monotonic() - self._began
+
     async def run(self) -> None:
         """Keep the child running until `stop`. When cancelled, kill it and its group at once."""
         delay = self._first_delay_s
         self._started = True
         try:
             while not self._stopping.is_set():
-                began = time.monotonic()
-                code = await self._run_once()
+                self._began = time.monotonic()
+                ended = await self._run_once()
                 if self._stopping.is_set():
                     return
-                if self.on_exit is not None:
-                    self.on_exit(code)
-                if time.monotonic() - began >= self._stable_after_s:
+                if time.monotonic() - self._began >= self._stable_after_s:
                     delay = self._first_delay_s
-                logger.warning("%s ended with %s; again in %.1f s (%s)", self.name, code, delay, self.log_path)
+                logger.warning("%s %s; again in %.1f s (%s)", self.name, ended, delay, self.log_path)
                 if await _set_within(self._stopping, delay):
                     return
                 delay = min(2 * delay, LONGEST_DELAY_S)
@@ -102,16 +120,19 @@ class SupervisedProcess:
             self._ended.set()
 
     async def stop(self, grace_s: float = 10.0) -> None:
-        """SIGTERM to the child, after `grace_s` SIGKILL to its group. Returns when `run` is over."""
+        """SIGTERM to the child, after `grace_s` seconds SIGKILL to its group. Returns when `run` is over.
+
+        A child that has ended by itself, and is just being reaped, is no error.
+        """
         self._stopping.set()
         if not self._started:
             return
-        if self.pid is not None:
-            os.kill(self.pid, signal.SIGTERM)
-        if not await _set_within(self._ended, grace_s) and self._child is not None:
-            logger.warning("%s did not end within %.0f s of SIGTERM: killed", self.name, grace_s)
-            _kill_group(self._child.pid)
-        await self._ended.wait()
+        self._terminate()
+        while not await _set_within(self._ended, grace_s):
+            if self.pid is not None:
+                logger.warning("%s did not end within %.0f s of SIGTERM: killed", self.name, grace_s)
+                _kill_group(self.pid)
+            grace_s = KILL_AGAIN_S
 
     def kill(self, pid: int) -> bool:
         """SIGKILL to the child's group if the child is still the process `pid`: `run` then starts it again.
@@ -124,32 +145,82 @@ class SupervisedProcess:
         return True
 
     def log_tail(self, lines: int = 20) -> str:
-        """The last lines of the log, for a message to the user."""
-        with self.log_path.open("rb") as log:
-            log.seek(max(0, log.seek(0, os.SEEK_END) - 200 * lines))
+        """The last lines that the newest child wrote; empty when it wrote none, or the log is gone."""
+        with suppress(FileNotFoundError), self.log_path.open("rb") as log:
+            size = log.seek(0, os.SEEK_END)
+            begins = self._log_begins if self._log_begins <= size else 0  # somebody has shortened the log
+            log.seek(max(begins, size - 200 * lines))
             return "\n".join(log.read().decode(errors="replace").splitlines()[-lines:])
+        return ""
 
-    async def _run_once(self) -> int:
+    async def _run_once(self) -> str:
+        """One child from start to end; how it ended, for people."""
+        try:
+            child = self._start()
+        except OSError as error:
+            return f"could not be started: {error}"
+        self._child = child
+        try:
+            if self._stopping.is_set():
+                self._terminate()
+            code = await _reaped(child)
+        finally:
+            _kill_group(child.pid)
+            await _reaped(child)
+            await _group_gone(child.pid)
+        if self.on_exit is not None and not self._stopping.is_set():
+            self.on_exit(code)
+        return f"ended with {code}"
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        """Raises OSError; there is no child then."""
+        self.starts += 1
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
-        with self.log_path.open("ab") as log:
-            child = await asyncio.create_subprocess_exec(
-                *dies_with_parent(self._argv),
+        with self.log_path.open("ab", buffering=0) as log:
+            self._log_begins = self._divide(log)
+            return subprocess.Popen(
+                dies_with_parent(self._argv),
                 env=os.environ | self._env,
-                stdin=asyncio.subprocess.DEVNULL,
+                stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
                 pass_fds=self._pass_fds,
             )
-        self._child = child
-        try:
-            if self._stopping.is_set():
-                child.terminate()
-            return await child.wait()
-        finally:
-            _kill_group(child.pid)
-            await child.wait()
-            await _group_gone(child.pid)
+
+    def _divide(self, log: FileIO) -> int:
+        """Write the line that divides this start from the one before; return where the child's output begins."""
+        line = f"===== {self.name}: start {self.starts}, {time.strftime('%Y-%m-%d %H:%M:%S')} =====\n"
+        with suppress(OSError):  # a full disk is no reason not to start
+            log.write(line.encode())
+        return log.seek(0, os.SEEK_END)
+
+    def _terminate(self) -> None:
+        """SIGTERM to the child, if there is one. One that has ended is not reaped before the loop runs again, so its
+        process id is still its own."""
+        if self.pid is not None:
+            os.kill(self.pid, signal.SIGTERM)
+
+
+async def _reaped(child: subprocess.Popen[bytes]) -> int:
+    """The child's exit code, once it has ended. Needs no thread, unlike asyncio's own subprocesses: where none can be
+    started, those leave a child running that nobody knows."""
+    if (code := child.poll()) is not None:
+        return code
+    try:
+        descriptor = os.pidfd_open(child.pid)
+    except (AttributeError, OSError):  # not Linux, or no file descriptor is free
+        while (code := child.poll()) is None:  # noqa: ASYNC110 - there is no event to wait for
+            await asyncio.sleep(POLL_S)
+        return code
+    loop, ended = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(descriptor, ended.set)
+    try:
+        await ended.wait()
+    finally:
+        loop.remove_reader(descriptor)
+        os.close(descriptor)
+    return child.wait()
 
 
 def _kill_group(group: int) -> None:

@@ -41,7 +41,7 @@ from skyrl.api.room import Bodies
 from skyrl.api.services import Services
 from skyrl.db.faults import DatabaseError, column_with_nul, passes, reason
 from skyrl.storage.base import NotStored, StoreError
-from skyrl.wire.errors import InvalidToken, OverQuota, RequestError
+from skyrl.wire.errors import InvalidToken, NoSpace, OverQuota, RequestError
 
 logger = logging.getLogger(__name__)
 
@@ -135,6 +135,8 @@ def create_app(services: Services) -> Application:
         if isinstance(error, OverQuota):
             services.quotas.refused[error.quota] += 1
         headers = {"Retry-After": f"{error.retry_after_s:g}"} if error.retry_after_s is not None else {}
+        if isinstance(error, NoSpace):
+            headers |= error.headers
         if isinstance(error, InvalidToken):
             headers["WWW-Authenticate"] = 'Bearer error="invalid_token"'
         return reply({"detail": error.message, "field": error.field}, error.status, headers)

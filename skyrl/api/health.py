@@ -8,6 +8,7 @@ from starlette.responses import Response
 from skyrl import __version__
 from skyrl.api.reply import reply
 from skyrl.api.services import Services
+from skyrl.storage.space import shortage
 
 
 def router(services: Services) -> APIRouter:
@@ -24,7 +25,9 @@ def router(services: Services) -> APIRouter:
         if not reasons and services.config.external_inference_url is not None and services.client is not None:
             trouble = await services.client.probe()
             reasons = [f"sampling: {trouble}"] if trouble is not None else []
-        return reply({"ready": not reasons, "reasons": reasons}, 503 if reasons else 200)
+        low = shortage(services.config.state_dir)  # said, and no reason to be taken out of service: samples go on
+        told = [*reasons, f"disk: {low}"] if low is not None else reasons
+        return reply({"ready": not reasons, "reasons": told}, 503 if reasons else 200)
 
     @routes.get("/statusz")
     async def statusz() -> Response:

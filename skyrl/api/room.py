@@ -16,11 +16,10 @@ from pathlib import Path
 from starlette.requests import Request
 
 from skyrl.api.body import SMALL_BYTES, expand, expanded_size, receive
-from skyrl.wire.errors import RequestError
+from skyrl.storage.space import SPARE_DISK_BYTES
+from skyrl.wire.errors import NoSpace, RequestError
 
 ROOM_BYTES = 32 * 2**20
-SPARE_DISK_BYTES = 512 * 2**20
-"""What stays free on the disk: results and checkpoints need some, too."""
 RETRY_S = 5.0
 ARRIVE_S = 20.0
 LEAST_BYTES_PER_S = 64 * 2**10
@@ -58,7 +57,11 @@ class Room:
             yield
             return
         if shutil.disk_usage(self._directory).free < SPARE_DISK_BYTES + size:
-            raise RequestError("the server's disk is full", status=503, retry_after_s=RETRY_S)
+            raise NoSpace(
+                f"the server's disk is full: this request of {size} bytes is taken when there is space for it, and is "
+                "sent again until then; tell the server's operator",
+                retry_after_s=RETRY_S,
+            )
         await self._take(size, tenant)
         try:
             yield

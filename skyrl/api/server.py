@@ -50,7 +50,7 @@ from skyrl.inference.vllm_command import cuda_devices
 from skyrl.listening import BACKLOG
 from skyrl.quotas.limits import Limits
 from skyrl.quotas.tenants import Quotas
-from skyrl.runtime import Runtime, exit_without_database, set_up_process
+from skyrl.runtime import Runtime, run_process, set_up_process
 from skyrl.sampling.admission import Admission
 from skyrl.sampling.client import ForwardingClient
 from skyrl.sampling.endpoint import EngineEndpoint, FixedEndpoint
@@ -298,7 +298,7 @@ async def serve(runtime: Runtime) -> None:
 def main() -> None:
     runtime = Runtime.from_environment()
     set_up_process(runtime.config)
-    exit_without_database("the API", lambda: uvloop.run(serve(runtime)))
+    run_process("the API", lambda: uvloop.run(serve(runtime)))
 
 
 if __name__ == "__main__":

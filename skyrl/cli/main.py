@@ -27,7 +27,7 @@ app.add_typer(db.app, name="db")
 def serve(
     base_model: Annotated[
         str | None,
-        typer.Option(help="Directory or hub name of the base model. Default: the tiny model, served as 'tiny'."),
+        typer.Option(help="Directory or hub name of the base model. Default: tiny, the built-in model."),
     ] = None,
     served_model_name: Annotated[
         list[str] | None,
@@ -111,19 +111,27 @@ def serve(
         "log_level": log_level,
     }
     from skyrl.db.migrate import SchemaError
+    from skyrl.launcher import ServerFailed
     from skyrl.launcher import serve as launch
+    from skyrl.startup import StartupError
 
     try:
         launch(load_config(flags, config))
     except (ConfigError, SchemaError) as error:
         typer.echo(f"skyrl serve: {error}", err=True)
         raise typer.Exit(2) from error
+    except StartupError as error:
+        typer.echo(f"skyrl serve: {error}\n\nthe end of {error.log}:\n{error.log_end}", err=True)
+        raise typer.Exit(2) from error
+    except ServerFailed as error:
+        typer.echo(f"skyrl serve: {error}", err=True)
+        raise typer.Exit(1) from error
 
 
 @app.command()
 def demo(
     out: Annotated[Path, typer.Option(help="Where the plot and the figures go.")] = Path("out/demo"),
-    steps: Annotated[int, typer.Option(min=2, help="Training steps of each run.")] = 26,
+    steps: Annotated[int, typer.Option(min=2, help="Training steps of each run; rewards are judged from 26 on.")] = 26,
     compare: Annotated[bool, typer.Option(help="Also measure colocate_all: true, all in the engine loop.")] = True,
 ) -> None:
     """Two tenants train and sample side by side on a server of their own; what that gains is measured."""

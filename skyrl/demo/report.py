@@ -11,11 +11,14 @@ from rich.console import Console
 from rich.table import Table
 
 from skyrl.demo.latency import Latency
+from skyrl.demo.rl import Settings
 from skyrl.demo.tenants import Run
 
 GAIN_WINDOW = 5
 MIN_GAIN = 0.15
 """How much a tenant's reward must rise (mean of the last 5 steps over the first 5), out of 1."""
+JUDGED_STEPS = Settings().steps
+"""A shorter run has not the time for that: its rewards are shown and not judged."""
 
 
 @dataclass
@@ -48,11 +51,18 @@ class Findings:
         failures = [
             f"tenant {name}: reward rose by {run.gain(GAIN_WINDOW):.2f}, less than {MIN_GAIN}"
             for name, run in self.runs.items()
-            if run.gain(GAIN_WINDOW) < MIN_GAIN
+            if len(run.rewards) >= JUDGED_STEPS and run.gain(GAIN_WINDOW) < MIN_GAIN
         ]
         if self.engine_served:
             failures.append(f"{self.engine_served} samples went through the engine loop")
         return failures
+
+    def notes(self) -> list[str]:
+        """What was not judged, and why."""
+        short = [len(run.rewards) for run in self.runs.values() if len(run.rewards) < JUDGED_STEPS]
+        if not short:
+            return []
+        return [f"rewards were not judged: {min(short)} steps are too few, {JUDGED_STEPS} (the default) are enough"]
 
     def figures(self) -> dict[str, Any]:
         """Plain numbers, seconds and ratios."""

@@ -49,7 +49,7 @@ class Demo:
         self.findings.phases[name] = time.monotonic() - started
 
     def run(self) -> int:
-        """0 when both rewards rose and no sample went through the engine."""
+        """0 when no sample went through the engine, and both rewards rose or the runs were too short for that."""
         self._out.mkdir(parents=True, exist_ok=True)
         with contextlib.ExitStack() as stack:
             directory = Path(tempfile.mkdtemp(prefix="skyrl-demo-"))
@@ -147,6 +147,8 @@ class Demo:
                 raise
             for future in following:
                 future.result()
+        if not self._console.is_terminal:
+            self._console.print()  # a live view ends without a line's end in a file
 
     def _report(self) -> int:
         findings = self.findings
@@ -154,6 +156,8 @@ class Demo:
         write_figures(findings, self._out / "figures.json")
         print_report(self._console, findings)
         self._console.print(f"reward curves: {self._plot}, figures: {self._out / 'figures.json'}", soft_wrap=True)
+        for note in findings.notes():
+            self._console.print(note)
         for failure in findings.failures():
             self._console.print(f"[bold red]failed:[/] {failure}")
         return 1 if findings.failures() else 0

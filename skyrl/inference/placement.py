@@ -10,7 +10,7 @@ import asyncio
 import errno
 import secrets
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -18,6 +18,7 @@ from typing import Protocol
 from skyrl.supervision import SupervisedProcess
 
 FIRST_PORT, PORTS = 12_000, 20_000
+OnExit = Callable[[int], None]
 
 
 @dataclass(frozen=True)
@@ -47,17 +48,27 @@ class ServerHandle(Protocol):
     @property
     def restarts(self) -> int: ...
 
+    @property
+    def running_s(self) -> float | None:
+        """Seconds since the running process was started; None while there is none."""
+        ...
+
     def log_tail(self, lines: int = 20) -> str: ...
 
     def kill(self, pid: int) -> bool:
         """End the server at once if it is still the process `pid`; says whether it was."""
         ...
 
+    async def supervised(self) -> None:
+        """Return, or raise, when nobody would start the server again any more."""
+        ...
+
 
 class Placement(Protocol):
-    """Starts servers somewhere. `stop` returns once nothing of the server is left running."""
+    """Starts servers somewhere. `on_exit(returncode)` hears of each end of the server that nobody asked for. `stop`
+    returns once nothing of the server is left running."""
 
-    async def start(self, spec: ServerSpec) -> ServerHandle: ...
+    async def start(self, spec: ServerSpec, on_exit: OnExit | None = None) -> ServerHandle: ...
 
     async def stop(self, handle: ServerHandle, grace_s: float = 10.0) -> None: ...
 
@@ -82,11 +93,18 @@ class LocalServer:
     def restarts(self) -> int:
         return self.process.restarts
 
+    @property
+    def running_s(self) -> float | None:
+        return self.process.running_s
+
     def log_tail(self, lines: int = 20) -> str:
         return self.process.log_tail(lines)
 
     def kill(self, pid: int) -> bool:
         return self.process.kill(pid)
+
+    async def supervised(self) -> None:
+        await asyncio.shield(self.supervision)
 
 
 class LocalPlacement:
@@ -95,9 +113,9 @@ class LocalPlacement:
     def __init__(self, log_dir: Path) -> None:
         self._log_dir = log_dir
 
-    async def start(self, spec: ServerSpec) -> LocalServer:
-        name = spec.log_name.removesuffix(".log")
-        return LocalServer(spec, SupervisedProcess(name, spec.argv, spec.env, self._log_dir / spec.log_name))
+    async def start(self, spec: ServerSpec, on_exit: OnExit | None = None) -> LocalServer:
+        name, log = spec.log_name.removesuffix(".log"), self._log_dir / spec.log_name
+        return LocalServer(spec, SupervisedProcess(name, spec.argv, spec.env, log, on_exit=on_exit))
 
     async def stop(self, handle: ServerHandle, grace_s: float = 10.0) -> None:
         assert isinstance(handle, LocalServer)

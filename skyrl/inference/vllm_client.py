@@ -22,7 +22,7 @@ class Pulse(Enum):
     """How a server takes a probe."""
 
     WELL = "answers"
-    SILENT = "takes connections and gives no answer in time, or none but that its engine is dead"
+    SILENT = "takes connections and gives no good answer in time: none, one that its engine is dead, or garbage"
     DEAF = "takes no connection (not yet, not any more), or breaks off: it starts, or it ends"
 
 
@@ -54,7 +54,7 @@ class VllmClient:
         """Whether the server and its engine are alive; False also when nothing answers in time."""
         try:
             response = await self._http.get("/health", timeout=self._health_timeout_s)
-        except httpx.TransportError:
+        except httpx.RequestError:  # also an answer that cannot be decoded
             return False
         return response.status_code == httpx.codes.OK
 
@@ -65,6 +65,8 @@ class VllmClient:
             return Pulse.SILENT
         except httpx.TransportError:
             return Pulse.DEAF
+        except httpx.RequestError:  # an answer that cannot be decoded, or that sends in circles
+            return Pulse.SILENT
         return Pulse.SILENT if response.status_code == httpx.codes.SERVICE_UNAVAILABLE else Pulse.WELL
 
     async def models(self) -> list[str]:
@@ -106,8 +108,11 @@ class VllmClient:
         self._check(await self._http.post("/wake_up", params={"tags": list(tags)}), "wake up")
 
     async def is_sleeping(self) -> bool:
-        """Whether it was put to sleep or paused, and nobody has woken it since."""
+        """Whether it was put to sleep or paused, and nobody has woken it since. A server without development endpoints
+        cannot be."""
         response = await self._http.get("/is_sleeping")
+        if response.status_code == httpx.codes.NOT_FOUND:
+            return False
         self._check(response, "say whether it sleeps")
         return response.json()["is_sleeping"]
 

@@ -29,6 +29,11 @@ CPU_KV_BYTES = 256 * 2**20
 MAX_LOGPROBS = 64
 OURS = frozenset({"api_key", "host", "model", "port", "served_model_name"})
 
+OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+"""For processes that find the model on this machine: the hub is not asked, and its absence costs no time."""
+NO_PROGRESS_BARS = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "TQDM_DISABLE": "1"}
+"""For processes whose output goes to a log: a bar is one line of many kilobytes there."""
+
 _ENV = {
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True",
     # /pause, /resume, /sleep, /wake_up; the plugin puts them behind the key, which vLLM does not.
@@ -42,6 +47,7 @@ _ENV = {
     "GLOO_SOCKET_IFNAME": "lo",
     "NCCL_SOCKET_IFNAME": "lo",
     "TOKENIZERS_PARALLELISM": "false",
+    **NO_PROGRESS_BARS,
     # vLLM imports 5,000 modules: ready after 27 s without byte code, 16 s with. Empty means "do write it".
     "PYTHONDONTWRITEBYTECODE": "",
 }
@@ -64,9 +70,13 @@ def vllm_spec(
     cuda: bool,
     devices: Sequence[str] = (),
     directory: Path | None = None,
+    offline: bool = False,
+    tested: bool = True,
 ) -> ServerSpec:
     """The server for this configuration. `devices`: CUDA devices of this machine, the trainer's first. `directory`
     takes the sockets between its processes and its temporary files, which vLLM leaves behind however it ends.
+    `offline`: it does not ask the model hub. A version of vLLM that is not `tested` gets no development endpoints,
+    because the plugin does not put them behind the key there.
 
     Raises ConfigError for options of vLLM that skyrl sets itself, and for tensor parallelism without GPUs.
     """
@@ -74,15 +84,16 @@ def vllm_spec(
     passed = {name.replace("-", "_"): value for name, value in inference.engine_init_kwargs.items()}
     if taken := sorted(OURS & passed.keys()):
         raise ConfigError(f"engine_init_kwargs: '{taken[0]}' is set by skyrl and cannot be passed through")
-    local = Path(config.base_model_path).is_dir()
     env = _ENV | {"VLLM_API_KEY": api_key}
     if directory is not None:
         env["TMPDIR"] = str(directory)
         if cuda:  # what is compiled is for the next start too; torch's own default is in TMPDIR
             cache = f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}"
             env["TORCHINDUCTOR_CACHE_DIR"] = os.environ.get("TORCHINDUCTOR_CACHE_DIR", cache)
-    if local:
-        env |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+    if not tested:
+        del env["VLLM_SERVER_DEV_MODE"]
+    if offline or Path(config.base_model_path).is_dir():
+        env |= OFFLINE
     options = _common_options(config, port, api_key)
     if cuda:
         options |= _gpu_options(config)
@@ -146,6 +157,26 @@ def plugin_installed() -> bool:
     return any(point.name == "skyrl" for point in entry_points(group="vllm.general_plugins"))
 
 
+def options_named(config: ServerConfig, sentence: str) -> str:
+    """The options of vLLM in the configuration that a sentence of vLLM's names, with their values; empty for none."""
+    inference = config.backend_config.inference
+    prefix = "generator.inference_engine"
+    given = {f"{prefix}.engine_init_kwargs.{name}": value for name, value in inference.engine_init_kwargs.items()}
+    own = ("gpu_memory_utilization", "max_model_len", "max_num_seqs", "tensor_parallel_size")
+    given |= {f"{prefix}.{name}": getattr(inference, name) for name in own}
+    lora = config.backend_config.lora
+    given |= {f"trainer.policy.model.lora.{name}": getattr(lora, name) for name in ("max_loras", "max_cpu_loras")}
+    given["base_model"] = config.base_model_path
+    words = set(re.findall(r"[\w/.-]+", sentence.replace("--", " ")))
+
+    def is_named(key: str) -> bool:
+        name = key.rpartition(".")[2].replace("-", "_")
+        return bool({name, name.replace("_", "-")} & words)
+
+    named = [f"{key}={json.dumps(value)}" for key, value in given.items() if value is not None and is_named(key)]
+    return ", ".join(named)
+
+
 def _common_options(config: ServerConfig, port: int, api_key: str) -> dict[str, Any]:
     lora, inference = config.backend_config.lora, config.backend_config.inference
     return {
@@ -168,6 +199,7 @@ def _common_options(config: ServerConfig, port: int, api_key: str) -> dict[str, 
         "logprobs_mode": "processed_logprobs",
         "max_logprobs": MAX_LOGPROBS,
         "disable_uvicorn_access_log": True,
+        "use_tqdm_on_load": False,
     }
 
 

@@ -46,6 +46,19 @@ class NotFound(RequestError):
         super().__init__(message, field=field, status=404)
 
 
+class NoSpace(RequestError):
+    """The server's disk has no room for a request; the same request is taken when there is."""
+
+    def __init__(self, message: str, *, retry_after_s: float) -> None:
+        super().__init__(message, status=503, retry_after_s=retry_after_s)
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """The SDK repeats a 503 up to ten times without a word. These make it end that loop, print the sentence, and
+        repeat the request from its outer loop, for five minutes."""
+        return {"x-should-retry": "false", "x-deprecation-level": "error", "x-deprecation-note": self.message}
+
+
 class OverQuota(RequestError):
     """More than the tenant's quota of that name allows."""
 

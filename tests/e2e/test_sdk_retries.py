@@ -21,7 +21,9 @@ from tinker import types
 
 from skyrl.demo.server import DemoServer
 from skyrl.wire import tinker_pb2 as pb
+from skyrl.wire.errors import NoSpace
 
+from . import fault_proxy
 from .conftest import SLOW_START_S, ClientFactory, ask, cross_entropy, find_process, greedy
 from .fault_proxy import Call, Fault, FaultProxy, Gate, busy, edited, late, lost_request, lost_response, twice
 
@@ -377,3 +379,20 @@ def test_a_custom_loss_that_raises_poisons_its_own_client_only(proxy: FaultProxy
     assert [call.answers[0].status for call in proxy.seen("/optim_step")] == [200]
     third = client.create_lora_training_client(base_model="tiny", rank=4).result()
     assert third.forward_backward(data(20), "cross_entropy").result().metrics["loss:sum"] > 0
+
+
+def test_a_pass_that_finds_no_space_is_told_and_taken_when_there_is(
+    proxy: FaultProxy, client: tinker.ServiceClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The SDK repeats most refusals without a word."""
+    full = NoSpace("the server's disk is full", retry_after_s=5.0)
+    refused = fault_proxy.answer(full.status, {"detail": full.message, "field": None}, **full.headers)
+    trainer = client.create_lora_training_client(base_model="tiny", rank=4).result()
+    proxy.plan("/forward_backward", refused, refused)
+    passed = trainer.forward_backward(data(5, 2), "cross_entropy")
+    stepped = trainer.optim_step(ADAM)
+    assert passed.result().metrics["loss:sum"] > 0
+    stepped.result()
+    assert [record.getMessage() for record in caplog.records if "disk" in record.getMessage()] == [
+        "Deprecation notice: the server's disk is full"
+    ] * 2

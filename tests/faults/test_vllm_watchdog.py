@@ -17,6 +17,8 @@ INTERVAL_S = 0.05
 LONG_S = 1000.0
 SILENCE = None
 WELL, DEAD = 200, 503
+GARBAGE = -1
+"""An answer that cannot be decoded."""
 
 Answer = Callable[[int], int | None]
 """The status for the n-th question (from 0); `SILENCE` takes it and never answers."""
@@ -37,7 +39,10 @@ class Upstream:
                 path = head.split()[1].decode().removeprefix("/")
                 status = self._answers[path](self.asked[path])
                 self.asked[path] += 1
-                if status is not SILENCE:
+                if status == GARBAGE:
+                    head = b"HTTP/1.1 200 x\r\ncontent-encoding: gzip\r\ncontent-length: 7\r\n\r\n"
+                    writer.write(head + b"no gzip")
+                elif status is not SILENCE:
                     writer.write(f"HTTP/1.1 {status} x\r\ncontent-length: 0\r\n\r\n".encode())
         finally:
             writer.close()
@@ -65,6 +70,7 @@ class Process:
     def __init__(self, url: str) -> None:
         self.url = url
         self.restarts = 0
+        self.running_s = 0.0
         self.looked = 0
         self.killed = asyncio.Event()
 
@@ -81,6 +87,9 @@ class Process:
 
     def log_tail(self, lines: int = 20) -> str:
         return ""
+
+    async def supervised(self) -> None:
+        await asyncio.Event().wait()
 
 
 @asynccontextmanager
@@ -105,6 +114,16 @@ async def until(condition: Callable[[], bool]) -> None:
 @pytest.mark.parametrize("health", [SILENCE, DEAD], ids=["takes questions and never answers", "stays 503"])
 async def test_an_api_server_that_hangs_is_killed(health: int | None) -> None:
     upstream = Upstream(health=lambda _: health, is_sleeping=lambda _: WELL)
+    async with upstream.running(), watched(upstream.url, health_s=0.3) as process:
+        await process.killed.wait()
+
+
+async def test_an_answer_that_cannot_be_decoded_does_not_end_the_watchdog() -> None:
+    upstream = Upstream(health=lambda n: GARBAGE if n < 3 else WELL, is_sleeping=lambda _: WELL)
+    async with upstream.running(), watched(upstream.url) as process:
+        await until(lambda: upstream.asked["health"] > 5)
+        assert not process.killed.is_set()
+    upstream = Upstream(health=lambda _: GARBAGE, is_sleeping=lambda _: WELL)
     async with upstream.running(), watched(upstream.url, health_s=0.3) as process:
         await process.killed.wait()
 

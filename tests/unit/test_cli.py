@@ -103,6 +103,26 @@ def test_serve_refuses_a_port_in_use(tmp_path: Path) -> None:
     assert not (tmp_path / "logs").exists(), "no child was started"
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("./nope", "skyrl serve: base_model: there is no directory './nope'"),
+        (".", "skyrl serve: base_model: the directory {} is empty"),
+    ],
+)
+def test_serve_refuses_a_base_model_that_is_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str, said: str
+) -> None:
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+    options = ["--port", str(free_port()), "--state-dir", str(tmp_path / "state")]
+    done = skyrl("serve", "--base-model", given, *options)
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(said.format(tmp_path / "empty"))
+    assert not (tmp_path / "state").exists(), "nothing was made"
+
+
 def test_serve_refuses_a_state_directory_in_use(tmp_path: Path) -> None:
     with (tmp_path / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -363,3 +363,15 @@ def test_relative_and_home_directories_become_absolute(monkeypatch: pytest.Monke
     (tmp_path / "model").mkdir()
     assert load_config({"base_model": "model"}).base_model_path == str(tmp_path / "model")
     assert load_config({"base_model": "org/model"}).base_model_path == "org/model"
+
+
+def test_tiny_is_the_built_in_model_wherever_it_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tiny").mkdir()
+    (tmp_path / "skyrl.toml").write_text('base_model = "tiny"')
+    built_in = load_config({}).base_model_path
+    named = [load_config({"base_model": "tiny"}), load_config({}, tmp_path / "skyrl.toml")]
+    monkeypatch.setenv("SKYRL_BASE_MODEL", "tiny")
+    for config in (*named, load_config({})):
+        assert (config.base_model_path, config.served_names) == (built_in, ("tiny",))
+    assert load_config({"base_model": "./tiny"}).base_model_path == str(tmp_path / "tiny")

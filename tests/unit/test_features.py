@@ -30,7 +30,7 @@ def test_by_configuration_and_device(options: dict[str, Any], cuda: bool, expect
     assert inference_features(load_config(options), cuda=cuda) == expected
 
 
-@pytest.mark.parametrize("change", [{"plugin_installed": lambda: False}, {"_vllm_version": lambda: "0.33.0"}])
+@pytest.mark.parametrize("change", [{"plugin_installed": lambda: False}, {"vllm_version": lambda: "0.33.0"}])
 def test_without_the_plugin_or_with_a_vllm_it_does_not_know(
     monkeypatch: pytest.MonkeyPatch, change: dict[str, Any]
 ) -> None:

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from sqlalchemy.exc import IntegrityError, OperationalError
 
-from skyrl.config import ServerConfig, load_config
-from skyrl.runtime import RUNTIME_ENV, SLOT_ENV, SOCKETS_ENV, Runtime, exit_without_database
+from skyrl.config import ConfigError, ServerConfig, load_config
+from skyrl.runtime import RUNTIME_ENV, SLOT_ENV, SOCKETS_ENV, Runtime, run_process
+from skyrl.startup import CANNOT_START, MAY_START, NotLoaded, cause_of_own
 
 
 def test_processes_of_a_server_know_each_other_and_themselves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -33,11 +34,29 @@ def test_process_without_its_database_ends_with_a_line(caplog: pytest.LogCapture
         raise OperationalError("SELECT 1", {}, Exception("the server\nis gone"))
 
     with caplog.at_level(logging.ERROR), pytest.raises(SystemExit) as ended:
-        exit_without_database("the engine", run)
+        run_process("the engine", run)
     assert ended.value.code == 1
     (record,) = caplog.records
     assert record.getMessage() == "the engine has ended, for the database cannot be used: the server is gone"
     assert record.exc_info is None
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(ConfigError("base_model: x\n holds  no model"), CANNOT_START), (NotLoaded("base_model: x"), MAY_START)],
+)
+def test_a_process_that_cannot_start_says_why_in_the_last_line_and_by_its_code(
+    error: Exception, code: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    def run() -> None:
+        raise error
+
+    with pytest.raises(SystemExit) as ended:
+        run_process("the engine", run)
+    assert ended.value.code == code
+    cause = cause_of_own(code, "\n".join(caplog.messages))
+    assert cause is not None
+    assert cause.sentence == " ".join(str(error).split())
 
 
 def test_any_other_trouble_is_told_whole() -> None:
@@ -45,4 +64,4 @@ def test_any_other_trouble_is_told_whole() -> None:
         raise IntegrityError("INSERT", {}, Exception("there already"))
 
     with pytest.raises(IntegrityError):
-        exit_without_database("the engine", run)
+        run_process("the engine", run)

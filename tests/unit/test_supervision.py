@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import _posixsubprocess
 import asyncio
+import errno
 import os
+import resource
 import signal
+import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -167,7 +174,7 @@ async def test_killed_child_is_started_again_also_when_it_was_stopped(tmp_path: 
     assert pid is not None
     os.kill(pid, signal.SIGSTOP)
     assert process.kill(pid)
-    await until(lambda: process.pid not in (None, pid) and process.log_tail().endswith(f"\n{process.pid}"))
+    await until(lambda: process.pid not in (None, pid) and process.log_tail() == str(process.pid))
     assert not alive(pid)
     assert not process.kill(pid), "that one is not there any more"
     assert process.restarts == 1
@@ -200,6 +207,148 @@ async def test_stop_before_run_and_during_backoff_returns(tmp_path: Path) -> Non
     await running
 
 
+def started(process: SupervisedProcess, caplog: pytest.LogCaptureFixture) -> list[str]:
+    """What the supervisor said of starts that failed."""
+    return [record.getMessage() for record in caplog.records if "could not be started" in record.getMessage()]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable"),
+        OSError(errno.ENOMEM, "Cannot allocate memory"),
+    ],
+    ids=["no process id", "no memory"],
+)
+async def test_a_fork_that_fails_is_logged_and_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: OSError
+) -> None:
+    fork, tried = _posixsubprocess.fork_exec, 0
+
+    def flaky(*arguments: Any) -> int:
+        nonlocal tried
+        tried += 1
+        if tried in (2, 3):
+            raise error
+        return fork(*arguments)
+
+    monkeypatch.setattr(subprocess, "_fork_exec", flaky)
+    codes: list[int] = []
+    process = child(tmp_path, "raise SystemExit(7)", on_exit=codes.append, first_delay_s=0.05)
+    running = asyncio.create_task(process.run())
+    await until(lambda: len(codes) == 2)
+    assert not running.done()
+    await process.stop()
+    await running
+    assert tried >= 4
+    assert codes[:2] == [7, 7]
+    failed = started(process, caplog)
+    assert len(failed) == 2
+    assert f"child could not be started: {error}; again in 0.1 s" in failed[0]
+
+
+@contextmanager
+def no_descriptors_left() -> Iterator[None]:
+    """This process may open no further file."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest = os.open(os.devnull, os.O_RDONLY)
+    os.close(lowest)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+async def test_without_a_free_file_descriptor_it_is_tried_until_there_is_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    process = child(tmp_path, SLEEP, first_delay_s=0.05)
+    with no_descriptors_left():
+        running = asyncio.create_task(process.run())
+        await until(lambda: len(started(process, caplog)) == 2)
+    await until(lambda: process.pid and process.log_tail() == "up")
+    await process.stop()
+    await running
+    assert "Too many open files" in started(process, caplog)[0]
+
+
+async def test_a_log_directory_that_cannot_be_written_is_tried_until_it_can(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "logs").write_text("a file where the directory should be")
+    process = child(tmp_path, SLEEP, first_delay_s=0.05)
+    running = asyncio.create_task(process.run())
+    await until(lambda: len(started(process, caplog)) == 2)
+    (tmp_path / "logs").unlink()
+    await until(lambda: process.pid and process.log_tail() == "up")
+    await process.stop()
+    await running
+
+
+async def test_no_thread_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine without a free process id has no free thread either."""
+
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    codes: list[int] = []
+    process = child(tmp_path, "raise SystemExit(7)", on_exit=codes.append, first_delay_s=0.05)
+    running = asyncio.create_task(process.run())
+    await until(lambda: len(codes) == 2)
+    await process.stop()
+    await running
+    assert codes[:2] == [7, 7]
+
+
+async def test_the_end_of_a_child_is_seen_without_a_descriptor_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: int) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(os, "pidfd_open", refuse)
+    codes: list[int] = []
+    process = child(tmp_path, "raise SystemExit(7)", on_exit=codes.append, first_delay_s=0.05)
+    running = asyncio.create_task(process.run())
+    await until(lambda: len(codes) == 2)
+    await process.stop()
+    await running
+    assert codes[:2] == [7, 7]
+
+
+async def test_stopping_a_child_that_is_just_being_reaped_raises_nothing(tmp_path: Path) -> None:
+    process = child(tmp_path, "import time; time.sleep(0.2)")
+    running = asyncio.create_task(process.run())
+    await until(lambda: process.pid)
+    pid = process.pid
+    assert pid is not None
+    while alive(pid):
+        time.sleep(0.01)  # noqa: ASYNC251 - the loop is busy, so it has not heard that the child has ended
+    time.sleep(0.2)  # noqa: ASYNC251 - time for whoever else might reap it
+    assert process.pid == pid
+    await process.stop()
+    await running
+
+
+async def test_each_start_begins_with_a_divider_and_the_tail_is_the_newest_ones(tmp_path: Path) -> None:
+    codes: list[int] = []
+    process = child(tmp_path, "import os; print(os.getpid())", on_exit=codes.append, first_delay_s=0.05)
+    running = asyncio.create_task(process.run())
+    await until(lambda: len(codes) == 2)
+    await process.stop()
+    await running
+    lines = process.log_path.read_text().splitlines()
+    assert [line.split(",")[0] for line in lines[:3:2]] == ["===== child: start 1", "===== child: start 2"]
+    assert lines[1] != lines[3]
+    assert "=====" not in process.log_tail()
+    process.log_path.write_text("")  # somebody rotates logs
+    assert process.log_tail() == ""
+    process.log_path.unlink()
+    assert process.log_tail() == ""
+
+
 SUPERVISOR = """
 import asyncio, sys
 from pathlib import Path
@@ -224,8 +373,8 @@ async def test_killed_supervisor_leaves_no_child_or_grandchild(tmp_path: Path) -
     log = tmp_path / "c.log"
     supervisor = await asyncio.create_subprocess_exec(sys.executable, "-c", SUPERVISOR, str(log))
     try:
-        await until(lambda: log.exists() and len(log.read_text().split()) == 2)
-        pids = [int(word) for word in log.read_text().split()]
+        await until(lambda: log.exists() and len(log.read_text().splitlines()) == 2)
+        pids = [int(word) for word in log.read_text().splitlines()[1].split()]
         assert all(alive(pid) for pid in pids)
     finally:
         supervisor.kill()

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
@@ -38,7 +39,7 @@ class BaseModel:
             self._model: Any = AutoModelForCausalLM.from_pretrained(
                 path, dtype=base_dtype(device), attn_implementation="sdpa"
             )
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
             raise ConfigError(f"base_model: cannot load {path}: {error}") from error
         self._model.to(device).eval().requires_grad_(False)
         text_config = self._model.config.get_text_config()

@@ -1,0 +1,209 @@
+"""What `skyrl serve` looks at before it starts anything: the base model, vLLM, the GPUs, and vLLM's port.
+
+Each check raises ConfigError with one sentence that names the option, its value and what would do. Knows files, package
+metadata and the model hub's answers; imports neither torch nor vLLM. Whether a model that is there can be trained or
+served is found out by the engine and by vLLM, when they load it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import socket
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+
+from skyrl.config import ConfigError, ServerConfig
+from skyrl.inference.features import vllm_version
+from skyrl.inference.vllm_command import HOST, cuda_devices, plugin_installed
+from skyrl.vllm_plugin.versions import TESTED_VERSIONS
+
+logger = logging.getLogger(__name__)
+
+HUB_TIMEOUT_S = 10.0
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+_YES = ("1", "on", "yes", "true")
+_WEIGHTS = ("*.safetensors", "*.bin")
+
+
+def check_base_model(config: ServerConfig) -> bool:
+    """Whether the model's files are taken from this machine, so that no process is to ask the hub for them.
+
+    Raises ConfigError: no such directory or hub name, or a directory without a model.
+    """
+    given = config.base_model_path
+    if Path(given).exists():
+        _check_directory(Path(given))
+        return True
+    if _HUB_NAME.fullmatch(given) is None:
+        raise ConfigError(
+            f"base_model: there is no directory {given!r} (looked in {Path.cwd()}), and it is no hub name"
+        )
+    return _check_hub(given)
+
+
+def _check_directory(directory: Path) -> None:
+    if not directory.is_dir():
+        raise ConfigError(f"base_model: {directory} is a file; give the directory that holds the model's config.json")
+    if not any(directory.iterdir()):
+        raise ConfigError(f"base_model: the directory {directory} is empty; a model's has a config.json and weights")
+    description = directory / "config.json"
+    if not description.is_file():
+        raise ConfigError(f"base_model: the directory {directory} holds no model: it has no config.json")
+    try:
+        read = json.loads(description.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"base_model: {description} cannot be read: {error}") from error
+    if not isinstance(read, dict):
+        raise ConfigError(f"base_model: {description} does not describe a model: it is no JSON object")
+    if not any(True for pattern in _WEIGHTS for _ in directory.glob(pattern)):
+        raise ConfigError(f"base_model: the directory {directory} holds no weights ({' or '.join(_WEIGHTS)})")
+
+
+def _check_hub(name: str) -> bool:
+    """Whether the hub cannot be reached and the model is in the local cache. Raises ConfigError when it is nowhere."""
+    from huggingface_hub import try_to_load_from_cache
+
+    cached = isinstance(try_to_load_from_cache(name, "config.json"), str)
+    trouble = _ask_hub(name)
+    if trouble is None:
+        return False
+    if cached:
+        logger.warning("base_model: %s is taken from the local cache: %s", name, trouble)
+        return True
+    where = f"there is no directory {name!r} in {Path.cwd()}, and {trouble}"
+    raise ConfigError(f"base_model: {where}; give a directory that holds the model, or a name that the hub knows")
+
+
+def _ask_hub(name: str) -> str | None:
+    """Why the hub does not give the model `name`; None when it does, or cannot be asked well now."""
+    from huggingface_hub import constants, get_token
+
+    for variable in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
+        if os.environ.get(variable, "").lower() in _YES:
+            return f"{variable} is set, so that the model hub is not asked"
+    url = f"{constants.ENDPOINT}/{name}/resolve/main/config.json"
+    token = get_token()
+    answers: list[httpx.Response | httpx.HTTPError] = []
+
+    def ask() -> None:
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        try:
+            answers.append(httpx.head(url, headers=headers, timeout=HUB_TIMEOUT_S, follow_redirects=True))
+        except httpx.HTTPError as error:
+            answers.append(error)
+
+    # On a thread: looking up a name has no timeout of its own.
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    asking.join(HUB_TIMEOUT_S)
+    if not answers:
+        return f"the model hub {constants.ENDPOINT} gave no answer in {HUB_TIMEOUT_S:.0f} s"
+    answer = answers[0]
+    if isinstance(answer, httpx.HTTPError):
+        return f"the model hub {constants.ENDPOINT} cannot be reached ({answer})"
+    return _meaning(answer)
+
+
+def _meaning(answer: httpx.Response) -> str | None:
+    code = answer.headers.get("x-error-code")
+    if code == "GatedRepo":
+        return "the hub gives that model only to those who accepted its terms: do so, and set HF_TOKEN"
+    if code == "EntryNotFound":
+        return "the hub's repository of that name has no config.json"
+    if code == "RepoNotFound" or answer.status_code in (401, 404):
+        return "the hub has no model of that name (or it is private, and HF_TOKEN does not open it)"
+    return None
+
+
+def check_vllm(*, cuda: bool, colocated: bool) -> bool:
+    """Whether the installed vLLM is a tested one; without its development endpoints another one is safe on a GPU.
+
+    Raises ConfigError: vLLM or skyrl's plugin is not installed, or another version would give wrong results.
+    """
+    installed = vllm_version()
+    if not installed:
+        raise ConfigError(
+            "vLLM is not installed: pip install -e '.[cpu]' (or '.[gpu]'), or sample elsewhere with "
+            "--external-inference-url"
+        )
+    if not plugin_installed():
+        raise ConfigError(
+            "vLLM would not find skyrl's plugin, without which adapters are mixed up on a CPU: install skyrl "
+            "(`pip install -e .`), do not just put it on PYTHONPATH"
+        )
+    if installed.startswith(TESTED_VERSIONS):
+        return True
+    tested = f"skyrl was tested with vLLM {' or '.join(f'{prefix}*' for prefix in TESTED_VERSIONS)}, and {installed} is"
+    if not cuda:
+        raise ConfigError(f"{tested} installed: on a CPU it may compute samples with another tenant's adapter")
+    if colocated:
+        raise ConfigError(
+            f"{tested} installed: its endpoints for sleeping, which trainer.placement.colocate_all needs, would be "
+            "open to every user of this machine"
+        )
+    logger.warning("%s installed: it runs without skyrl's changes, and without its development endpoints", tested)
+    return False
+
+
+def check_gpus(config: ServerConfig, devices: Sequence[str]) -> None:
+    """Raises ConfigError when CUDA_VISIBLE_DEVICES names a GPU that is not there, or too few are."""
+    there = [entry for entry in os.listdir("/dev") if re.fullmatch(r"nvidia\d+", entry)]
+    missing = [device for device in devices if device.strip().isdigit() and int(device) >= len(there)]
+    if missing and not Path("/dev/dxg").exists():  # WSL has GPUs without such files
+        raise ConfigError(
+            f"CUDA_VISIBLE_DEVICES: names GPU {missing[0].strip()}, and this machine has {len(there)}, counted "
+            "from 0; leave it unset for all of them, or set it to -1 for none"
+        )
+    wanted = config.backend_config.inference.tensor_parallel_size
+    if devices and wanted > len(devices):
+        raise ConfigError(
+            f"generator.inference_engine.tensor_parallel_size: {wanted} needs as many GPUs, and there are "
+            f"{len(devices)}"
+        )
+
+
+def check_inference_port(config: ServerConfig) -> None:
+    """Raises ConfigError when vLLM's port is fixed and taken."""
+    port = config.backend_config.inference.port
+    if port is None:
+        return
+    if port == config.port:
+        raise ConfigError(f"generator.inference_engine.port: {port} is this server's own port; vLLM needs another one")
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((HOST, port))
+        except OSError as error:
+            raise ConfigError(
+                f"generator.inference_engine.port: vLLM cannot listen on {HOST}:{port} ({error.strerror})"
+            ) from error
+
+
+@dataclass(frozen=True)
+class Findings:
+    """CUDA devices, whether the model hub is to be left alone, and whether vLLM is of a tested version."""
+
+    devices: list[str]
+    offline: bool = False
+    vllm_tested: bool = True
+
+
+def check(config: ServerConfig) -> Findings:
+    """All checks that this configuration needs. Raises ConfigError."""
+    devices = cuda_devices()
+    if config.backend == "none":
+        return Findings(devices)
+    check_gpus(config, devices)
+    offline = check_base_model(config)
+    if not config.manages_inference:
+        return Findings(devices, offline)
+    tested = check_vllm(cuda=bool(devices), colocated=config.colocated)
+    check_inference_port(config)
+    return Findings(devices, offline, tested)

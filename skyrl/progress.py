@@ -1,0 +1,141 @@
+"""What the console shows while a server starts: a live line on a terminal, log lines elsewhere.
+
+Knows terminals, and `/readyz` with its reasons. Does not know processes: it is told how long each has run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TextIO
+
+import httpx
+
+logger = logging.getLogger(__name__)
+
+FIRST_LOOK_S, LONGEST_LOOK_S = 0.2, 10.0
+"""Between two questions whether the server is ready: an inference server of somebody else's may be away for days."""
+LIVE_LOOK_S = 1.0
+"""The longest pause while a line on a terminal shows how long it takes."""
+SAY_S = 30.0
+"""How often the log says what is missing."""
+_CLEAR = "\r\x1b[2K"
+_PARTS = {"training": "engine", "sampling": "vllm"}
+"""Which process a reason of `/readyz` is about, by the reason's first word."""
+_UNPUBLISHED = "no inference server has been published"
+"""What `/readyz` says of a vLLM that starts."""
+
+
+def stages(names: Sequence[str], reasons: Sequence[str] | None, running_s: Mapping[str, float]) -> dict[str, str]:
+    """What each process does, by name. `reasons`: those of `/readyz`, None while the API does not answer; `running_s`:
+    how long a process has run, of those that do."""
+    told = {word: rest for word, _, rest in (reason.partition(": ") for reason in reasons or ())}
+    doing: dict[str, str] = {}
+    for name in names:
+        reason = next((told[word] for word, part in _PARTS.items() if part == name and word in told), None)
+        waits = reason is not None or reasons is None
+        if not waits:
+            doing[name] = "ready"
+        elif name not in running_s:
+            doing[name] = "ended, starts again"
+        elif reason is None or reason == _UNPUBLISHED:
+            doing[name] = f"starting ({running_s[name]:.0f} s)"
+        else:
+            doing[name] = f"{reason} ({running_s[name]:.0f} s)"
+    return doing
+
+
+class _AboveTheLine:
+    """Stands in for a stream that has a live line at its end: what is written goes above that line."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self.line = ""
+
+    def write(self, text: str) -> None:
+        self._stream.write(f"{_CLEAR}{text}{self.line}")
+
+    def flush(self) -> None:
+        self._stream.flush()
+
+
+class Progress:
+    """Shows stages until `close`. While a live line is on the terminal, the log goes above it."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self.live = stream.isatty() and os.environ.get("TERM") != "dumb"
+        self._above = _AboveTheLine(stream)
+        self._before: dict[str, str] = {}
+        self._handlers: list[logging.StreamHandler[Any]] = []
+        if self.live:
+            for handler in logging.getLogger().handlers:
+                if isinstance(handler, logging.StreamHandler) and handler.stream is stream:
+                    handler.setStream(self._above)
+                    self._handlers.append(handler)
+        self._stream = stream
+
+    def show(self, doing: Mapping[str, str]) -> None:
+        """On a terminal all of it in one line, elsewhere a log line for each stage that is new."""
+        if self.live:
+            columns = shutil.get_terminal_size().columns
+            self._above.line = "  ".join(f"{name}: {stage}" for name, stage in doing.items())[: columns - 1]
+            self._above.write("")
+            self._above.flush()
+            return
+        for name, stage in doing.items():
+            without_time = stage.partition(" (")[0]
+            if self._before.get(name) != without_time:
+                self._before[name] = without_time
+                logger.info("%s: %s", name, without_time)
+
+    def close(self) -> None:
+        """Take the line away, and give the log its stream back."""
+        if not self.live:
+            return
+        self._above.line = ""
+        self._above.write("")
+        self._above.flush()
+        for handler in self._handlers:
+            handler.setStream(self._stream)
+        self._handlers.clear()
+
+
+async def until_ready(
+    url: str,
+    doing: Callable[[list[str] | None], Mapping[str, str]],
+    missing: Callable[[list[str] | None], str],
+) -> None:
+    """Return when the server at `url` is ready. Until then show what its processes are `doing`, and log every SAY_S
+    what is `missing`; both are told the reasons of `/readyz`, None while the API does not answer."""
+    said = time.monotonic()
+    pause_s = FIRST_LOOK_S
+    progress = Progress(sys.stderr)
+    try:
+        async with httpx.AsyncClient(trust_env=False, timeout=5.0) as client:
+            while (reasons := await _reasons(client, url)) != []:
+                progress.show(doing(reasons))
+                if time.monotonic() - said > SAY_S:
+                    said = time.monotonic()
+                    logger.info("not ready yet: %s", missing(reasons))
+                await asyncio.sleep(pause_s)
+                pause_s = min(1.05 * pause_s, LIVE_LOOK_S if progress.live else LONGEST_LOOK_S)
+    finally:
+        progress.close()
+
+
+async def _reasons(client: httpx.AsyncClient, url: str) -> list[str] | None:
+    """Why the server is not ready: empty when it is, None while the API does not answer."""
+    try:
+        answer = await client.get(f"{url}/readyz")
+    except httpx.RequestError:
+        return None
+    if answer.status_code == httpx.codes.OK:
+        return []
+    if answer.status_code == httpx.codes.SERVICE_UNAVAILABLE:
+        return answer.json().get("reasons") or ["the API cannot say what is missing"]
+    return [f"the API answers /readyz with {answer.status_code}"]

@@ -1,0 +1,49 @@
+"""A server whose disk has little space left: what its clients and its operator are told."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from types import SimpleNamespace
+
+import pytest
+from api_harness import Api
+
+from skyrl.api.body import SMALL_BYTES
+from skyrl.storage.space import SPARE_DISK_BYTES
+
+
+@pytest.fixture
+def full(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Less is free than the server keeps."""
+    usage = SimpleNamespace(free=60 * 2**20)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    return usage
+
+
+async def test_readyz_says_it_and_the_server_stays_ready(api: Api, full: SimpleNamespace) -> None:
+    deadline = time.monotonic() + 60
+    while True:  # an answer of before may be told for a while
+        answer = await api.http.get("/readyz")
+        (reason,) = answer.json()["reasons"] or [""]
+        if reason or time.monotonic() > deadline:
+            break
+    assert answer.status_code == 200
+    assert answer.json()["ready"] is True
+    assert reason.startswith("disk: the server's disk has 60 MiB free, less than the 512 MiB")
+
+
+async def test_a_large_pass_is_refused_with_what_makes_the_sdk_print_the_reason(
+    api: Api, full: SimpleNamespace
+) -> None:
+    body = b"x" * (SMALL_BYTES + 1)
+    answer = await api.http.post("/api/v1/forward_backward", content=body)
+    assert answer.status_code == 503
+    assert answer.json()["detail"].startswith("the server's disk is full")
+    assert answer.headers["x-should-retry"] == "false"
+    assert answer.headers["x-deprecation-level"] == "error"
+    assert answer.headers["x-deprecation-note"] == answer.json()["detail"]
+    assert float(answer.headers["retry-after"]) > 0
+    full.free = SPARE_DISK_BYTES + 2 * len(body)
+    answer = await api.http.post("/api/v1/forward_backward", content=body)
+    assert answer.status_code == 400, "it is read now, and is nonsense"

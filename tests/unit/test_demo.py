@@ -1,0 +1,61 @@
+"""What the demo makes of its figures."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+from rich.console import Console
+
+from skyrl.demo.report import JUDGED_STEPS, Findings, print_report
+from skyrl.demo.rl import Settings
+from skyrl.demo.run import Demo
+from skyrl.demo.tenants import Run
+
+
+def run_of(steps: int, last: float) -> Run:
+    return Run(rewards=[0.2] * (steps - steps // 2) + [last] * (steps // 2))
+
+
+def test_a_reward_that_does_not_rise_in_a_whole_run_is_a_failure() -> None:
+    findings = Findings(runs={"A": run_of(JUDGED_STEPS, 0.9), "B": run_of(JUDGED_STEPS, 0.25)})
+    assert findings.failures() == ["tenant B: reward rose by 0.05, less than 0.15"]
+    assert findings.notes() == []
+
+
+def test_a_run_that_is_too_short_is_not_judged_and_says_so() -> None:
+    findings = Findings(runs={"A": run_of(2, 0.0), "B": run_of(2, 0.0)})
+    assert findings.failures() == []
+    assert findings.notes() == ["rewards were not judged: 2 steps are too few, 26 (the default) are enough"]
+    findings.engine_served = 3
+    assert findings.failures() == ["3 samples went through the engine loop"]
+    print_report(Console(file=io.StringIO()), findings)
+
+
+class Quick:
+    """A tenant whose run is over at once."""
+
+    name = "A"
+
+    def start(self, *_: object) -> None: ...
+
+    def follow(self, run: Run, _: object) -> None:
+        run.seconds = 0.0
+
+
+class Server:
+    url = "http://127.0.0.1:1"
+
+    @staticmethod
+    def status() -> dict[str, object]:
+        return {}
+
+
+def test_views_of_a_demo_whose_output_is_piped_do_not_run_together(tmp_path: Path) -> None:
+    output = io.StringIO()
+    demo = Demo(Console(file=output, width=60), tmp_path, Settings(), compare=False)
+    for title in ("first", "second"):
+        demo._follow(Server(), [Quick()], {"A": Run()}, title)  # type: ignore[arg-type]
+    lines = output.getvalue().splitlines()
+    assert [line for line in lines if line.startswith("╭")], output.getvalue()
+    assert not [line for line in lines if "╯╭" in line]

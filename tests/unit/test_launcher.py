@@ -1,0 +1,184 @@
+"""The launcher over real processes that are cheap: in the place of the engine and the API run a few lines of Python."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from skyrl import launcher
+from skyrl.config import ServerConfig, load_config
+from skyrl.inference.placement import free_port
+from skyrl.launcher import Launcher, ServerFailed
+from skyrl.preflight import Findings
+from skyrl.startup import CANNOT_START, MARK, MAY_START, StartupError
+from skyrl.supervision import SupervisedProcess
+
+WAIT_S = 120.0
+SLEEP = "import time; time.sleep(600)"
+ENGINE = """
+import signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: (print('told to stop', flush=True), sys.exit(0)))
+print('up', flush=True)
+time.sleep(600)
+"""
+API = """
+import os, socket
+listening = socket.socket(fileno=int(os.environ['SKYRL_API_SOCKETS']))
+while True:
+    connection, _ = listening.accept()
+    connection.recv(65536)
+    connection.sendall(b'HTTP/1.1 200 OK\\r\\ncontent-length: 2\\r\\nconnection: close\\r\\n\\r\\n{}')
+    connection.close()
+"""
+
+
+def ends(code: int, sentence: str) -> str:
+    return f"import sys; print('loading'); print({MARK + sentence!r}, flush=True); sys.exit({code})"
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> ServerConfig:
+    return load_config(
+        {
+            "state_dir": tmp_path,
+            "port": free_port(),
+            "external_inference_url": "http://127.0.0.1:1",
+            "log_level": "info",
+        }
+    )
+
+
+@pytest.fixture
+def run(config: ServerConfig, monkeypatch: pytest.MonkeyPatch) -> Callable[..., asyncio.Task[None]]:
+    """Starts a launcher whose engine and API are these programs; `stop` ends it."""
+
+    def start(engine: str, stop: asyncio.Event, api: str = SLEEP) -> asyncio.Task[None]:
+        programs = {"skyrl.engine.main": engine, "skyrl.api.server": api}
+        monkeypatch.setattr(launcher, "_python", lambda module: [sys.executable, "-S", "-c", programs[module]])
+        return asyncio.create_task(Launcher(config, Findings([])).run(stop))
+
+    return start
+
+
+def log_of(config: ServerConfig, name: str) -> str:
+    file = config.state_dir / "logs" / f"{name}.log"
+    return file.read_text() if file.exists() else ""
+
+
+async def until(condition: Callable[[], object], running: asyncio.Task[None]) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert not running.done(), running
+        assert time.monotonic() < deadline, "did not come true in time"
+        await asyncio.sleep(0.02)
+
+
+async def test_an_engine_that_can_never_start_ends_the_server_with_its_sentence(
+    config: ServerConfig, run: Callable[..., asyncio.Task[None]]
+) -> None:
+    running = run(ends(CANNOT_START, "base_model: no weights"), asyncio.Event())
+    with pytest.raises(StartupError, match="^base_model: no weights$") as failed:
+        await asyncio.wait_for(running, WAIT_S)
+    assert failed.value.log == str(config.state_dir / "logs" / "engine.log")
+    assert failed.value.log_end == f"loading\n{MARK}base_model: no weights"
+    assert log_of(config, "engine").count("=====") == 2, "one start, no second"
+
+
+async def test_a_cause_that_may_pass_gets_a_second_start(
+    config: ServerConfig, run: Callable[..., asyncio.Task[None]]
+) -> None:
+    running = run(ends(MAY_START, "out of memory"), asyncio.Event())
+    with pytest.raises(StartupError, match="^out of memory$"):
+        await asyncio.wait_for(running, WAIT_S)
+    assert log_of(config, "engine").count("engine: start") == 2
+
+
+async def test_once_it_was_ready_the_engine_is_started_again_whatever_it_says(
+    config: ServerConfig, run: Callable[..., asyncio.Task[None]], caplog: pytest.LogCaptureFixture
+) -> None:
+    waits = "import os, sys, time\nwhile not os.path.exists('{}'): time.sleep(0.02)\n".format(config.state_dir / "go")
+    stop = asyncio.Event()
+    with caplog.at_level(logging.INFO):
+        running = run(waits + ends(CANNOT_START, "base_model: the directory is gone"), stop, API)
+        await until(lambda: "ready at" in caplog.text, running)
+        (config.state_dir / "go").touch()
+        await until(lambda: log_of(config, "engine").count("engine: start") == 3, running)
+        stop.set()
+        await asyncio.wait_for(running, WAIT_S)
+
+
+@pytest.mark.parametrize("code", [0, 1])
+async def test_an_engine_that_crashes_before_it_is_ready_is_started_again(
+    config: ServerConfig, run: Callable[..., asyncio.Task[None]], code: int
+) -> None:
+    """It may replay a command that kills it: after two deaths that command is skipped."""
+    stop = asyncio.Event()
+    running = run(f"raise SystemExit({code})", stop)
+    await until(lambda: log_of(config, "engine").count("engine: start") == 4, running)
+    stop.set()
+    await asyncio.wait_for(running, WAIT_S)
+
+
+async def test_a_supervisor_that_ends_by_itself_ends_the_server_in_order(
+    config: ServerConfig, run: Callable[..., asyncio.Task[None]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    supervise = SupervisedProcess.run
+
+    async def broken(self: SupervisedProcess) -> None:
+        if self.name == "engine":
+            await supervise(self)
+            return
+        while "up" not in log_of(config, "engine"):  # noqa: ASYNC110 - another process
+            await asyncio.sleep(0.02)
+        raise ValueError("a bug")
+
+    monkeypatch.setattr(SupervisedProcess, "run", broken)
+    with pytest.raises(ServerFailed, match="^supervising api has ended, .*: a bug"):
+        await asyncio.wait_for(run(ENGINE, asyncio.Event()), WAIT_S)
+    assert "told to stop" in log_of(config, "engine")
+
+
+async def test_the_engine_is_told_to_stop_although_stopping_the_api_fails(
+    config: ServerConfig,
+    run: Callable[..., asyncio.Task[None]],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    halt = SupervisedProcess.stop
+
+    async def broken(self: SupervisedProcess, grace_s: float = 10.0) -> None:
+        await halt(self, grace_s)
+        if self.name == "api":
+            raise ProcessLookupError
+
+    monkeypatch.setattr(SupervisedProcess, "stop", broken)
+    stop = asyncio.Event()
+    running = run(ENGINE, stop)
+    await until(lambda: "up" in log_of(config, "engine"), running)
+    stop.set()
+    await asyncio.wait_for(running, WAIT_S)
+    assert "told to stop" in log_of(config, "engine")
+    assert "stopping api failed" in caplog.text
+    assert not (config.state_dir / "run").is_symlink()
+
+
+async def test_what_is_missing_is_told_with_the_last_words_of_what_ended(
+    config: ServerConfig,
+    run: Callable[..., asyncio.Task[None]],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr("skyrl.progress.SAY_S", 0.0)
+    stop = asyncio.Event()
+    with caplog.at_level(logging.INFO):
+        running = run("print('Segmentation fault', flush=True); raise SystemExit(1)", stop)
+        await until(lambda: "engine last ended with: Segmentation fault" in caplog.text, running)
+        assert "not ready yet: the API is starting" in caplog.text
+        stop.set()
+        await asyncio.wait_for(running, WAIT_S)

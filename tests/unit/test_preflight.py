@@ -1,0 +1,210 @@
+"""What `skyrl serve` refuses before it starts anything. The model hub is a server on this machine."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from huggingface_hub import constants
+
+from skyrl import preflight
+from skyrl.config import ConfigError, ServerConfig, load_config
+from skyrl.preflight import check, check_base_model, check_gpus, check_inference_port, check_vllm
+from skyrl.tiny import model_path
+from skyrl.vllm_plugin.versions import TESTED_VERSIONS
+
+
+class Hub(BaseHTTPRequestHandler):
+    """Knows one model; says of others what the real one says."""
+
+    def do_HEAD(self) -> None:
+        codes = {"/good/": (200, ""), "/gated/": (401, "GatedRepo"), "/data/": (404, "EntryNotFound")}
+        codes |= {"/unknown/": (401, "RepoNotFound"), "/ill/": (503, "")}
+        status, code = next(answer for start, answer in codes.items() if self.path.startswith(start))
+        assert self.path.endswith("/model/resolve/main/config.json")
+        self.send_response(status)
+        if code:
+            self.send_header("X-Error-Code", code)
+        self.end_headers()
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[str]:
+    """An address that the libraries take for the hub's; the local cache is empty."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    url = f"http://127.0.0.1:{server.server_port}"
+    for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setattr(constants, "ENDPOINT", url)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    yield url
+    server.shutdown()
+    server.server_close()
+
+
+def config_of(model: Path | str, **inference: Any) -> ServerConfig:
+    return load_config({"base_model": str(model), "backend_config": {"generator.inference_engine": inference}})
+
+
+def cached(cache: Path, name: str) -> None:
+    """As the hub's library keeps a model that it has downloaded."""
+    repository = cache / f"models--{name.replace('/', '--')}"
+    (repository / "snapshots" / "abc").mkdir(parents=True)
+    (repository / "snapshots" / "abc" / "config.json").write_text("{}")
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("abc")
+
+
+def test_a_directory_with_a_model_is_taken_and_so_is_the_built_in_one(tmp_path: Path) -> None:
+    assert check_base_model(config_of(model_path()))
+    assert check_base_model(config_of("tiny"))
+    assert check_base_model(load_config({}))
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("./models/Qwen3", "there is no directory './models/Qwen3'"),
+        ("/no/such/model", "there is no directory '/no/such/model'"),
+        ("~/no/such/model", "there is no directory '~/no/such/model'"),
+        ("a/b/c", "there is no directory 'a/b/c'"),
+    ],
+)
+def test_a_path_that_leads_nowhere_is_no_hub_name(given: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=f"^base_model: {said}.*it is no hub name$"):
+        check_base_model(config_of(given))
+
+
+@pytest.mark.parametrize(
+    ("files", "said"),
+    [
+        ({}, "is empty"),
+        ({"README.md": "x"}, "it has no config.json"),
+        ({"config.json": "{"}, "config.json cannot be read"),
+        ({"config.json": "[]"}, "it is no JSON object"),
+        ({"config.json": "{}", "tokenizer.json": "{}"}, "holds no weights"),
+    ],
+    ids=["empty", "no config", "no JSON", "no object", "no weights"],
+)
+def test_a_directory_without_a_model(tmp_path: Path, files: dict[str, str], said: str) -> None:
+    directory = tmp_path / "model"
+    directory.mkdir()
+    for name, text in files.items():
+        (directory / name).write_text(text)
+    with pytest.raises(ConfigError, match=f"^base_model: .*{said}"):
+        check_base_model(config_of(directory))
+
+
+def test_a_file_is_no_model(tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").touch()
+    with pytest.raises(ConfigError, match="is a file; give the directory"):
+        check_base_model(config_of(tmp_path / "model.gguf"))
+
+
+def test_a_model_that_the_hub_has_is_left_to_the_libraries(hub: str) -> None:
+    assert not check_base_model(config_of("good/model"))
+    assert not check_base_model(config_of("ill/model")), "the hub has trouble: what it is shows later"
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("unknown/model", "the hub has no model of that name"),
+        ("gated/model", "accepted its terms"),
+        ("data/model", "no config.json"),
+    ],
+)
+def test_a_model_that_the_hub_does_not_give_out(hub: str, given: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=f"^base_model: there is no directory '{given}' in .*{said}"):
+        check_base_model(config_of(given))
+
+
+def test_without_the_hub_only_the_cache_is_left(hub: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))  # and does not listen
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{nobody.getsockname()[1]}")
+        with pytest.raises(ConfigError, match="the model hub http://127.0.0.1:.* cannot be reached"):
+            check_base_model(config_of("good/model"))
+        cached(tmp_path / "cache", "good/model")
+        assert check_base_model(config_of("good/model")), "its processes are not to ask the hub again"
+
+
+def test_a_hub_that_does_not_answer_is_given_up_soon(hub: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "HUB_TIMEOUT_S", 0.3)
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        with pytest.raises(ConfigError, match="the model hub"):
+            check_base_model(config_of("good/model"))
+
+
+def test_offline_by_the_environment(hub: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(ConfigError, match="HF_HUB_OFFLINE is set"):
+        check_base_model(config_of("good/model"))
+
+
+@pytest.mark.parametrize("name", ["vllm_version", "plugin_installed"])
+def test_vllm_or_the_plugin_is_missing(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(preflight, name, lambda: "" if name == "vllm_version" else False)
+    with pytest.raises(ConfigError, match="install"):
+        check_vllm(cuda=False, colocated=False)
+
+
+def test_a_vllm_of_another_version_is_refused_where_it_would_be_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert check_vllm(cuda=False, colocated=False), "the installed one is a tested one"
+    monkeypatch.setattr(preflight, "vllm_version", lambda: "0.99.0")
+    with pytest.raises(ConfigError, match=rf"tested with vLLM {TESTED_VERSIONS[0]}\*, and 0.99.0 is .*another tenant"):
+        check_vllm(cuda=False, colocated=False)
+    with pytest.raises(ConfigError, match="colocate_all"):
+        check_vllm(cuda=True, colocated=True)
+    assert not check_vllm(cuda=True, colocated=False), "it runs, without development endpoints"
+
+
+def test_gpus_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight.os, "listdir", lambda _: ["nvidia0", "nvidia1", "nvidiactl"])
+    check_gpus(load_config({}), ["0", "1"])
+    check_gpus(load_config({}), ["GPU-ab12"])
+    with pytest.raises(ConfigError, match="^CUDA_VISIBLE_DEVICES: names GPU 2, and this machine has 2"):
+        check_gpus(load_config({}), ["0", "2"])
+    with pytest.raises(ConfigError, match="tensor_parallel_size: 4 needs as many GPUs, and there are 2"):
+        check_gpus(config_of("tiny", tensor_parallel_size=4), ["0", "1"])
+
+
+def test_vllms_own_port(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"inference_engine.port: vLLM cannot listen on 127.0.0.1:{port}"):
+            check_inference_port(config_of("tiny", port=port))
+    check_inference_port(config_of("tiny", port=port))
+    with pytest.raises(ConfigError, match="8000 is this server's own port"):
+        check_inference_port(config_of("tiny", port=8000))
+
+
+def test_a_gateway_needs_no_model_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    gateway = {"backend": "none", "base_model": "./nope", "external_inference_url": "http://127.0.0.1:1"}
+    assert not check(load_config(gateway)).offline
+    with pytest.raises(ConfigError, match="base_model"):
+        check(load_config({"base_model": "./nope", "external_inference_url": "http://127.0.0.1:1"}))
+
+
+def test_nothing_is_left_to_check_of_a_good_configuration(tmp_path: Path) -> None:
+    shutil.copytree(model_path(), tmp_path / "model")
+    found = check(config_of(tmp_path / "model"))
+    assert (found.offline, found.vllm_tested) == (True, True)
+    assert json.loads((tmp_path / "model" / "config.json").read_text())

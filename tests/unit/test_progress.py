@@ -1,0 +1,87 @@
+"""What the console shows while a server starts."""
+
+from __future__ import annotations
+
+import io
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from skyrl.progress import Progress, stages
+
+NAMES = ["api", "engine", "vllm"]
+RUNNING = {"api": 1.0, "engine": 2.0, "vllm": 12.3}
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@contextmanager
+def logging_to(stream: io.StringIO) -> Iterator[None]:
+    root, handler = logging.getLogger(), logging.StreamHandler(stream)
+    before = root.level
+    root.addHandler(handler)
+    root.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        root.removeHandler(handler)
+        root.setLevel(before)
+
+
+def test_each_process_is_told_by_what_it_does() -> None:
+    assert stages(NAMES, None, RUNNING) == {
+        "api": "starting (1 s)",
+        "engine": "starting (2 s)",
+        "vllm": "starting (12 s)",
+    }
+    reasons = ["training: loading the base model", "sampling: no inference server has been published"]
+    assert stages(NAMES, reasons, RUNNING) == {
+        "api": "ready",
+        "engine": "loading the base model (2 s)",
+        "vllm": "starting (12 s)",
+    }
+    reasons = ["sampling: no inference server has been published", "disk: 3 MiB free"]
+    assert stages(NAMES, reasons, {"api": 1.0, "engine": 2.0}) == {
+        "api": "ready",
+        "engine": "ready",
+        "vllm": "ended, starts again",
+    }
+
+
+def test_elsewhere_than_on_a_terminal_a_stage_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    stream = io.StringIO()
+    with caplog.at_level(logging.INFO):
+        progress = Progress(stream)
+        for seconds in (1, 2, 3):
+            progress.show({"api": "ready", "vllm": f"starting ({seconds} s)"})
+        progress.show({"api": "ready", "vllm": "ready"})
+        progress.close()
+    assert [record.getMessage() for record in caplog.records] == ["api: ready", "vllm: starting", "vllm: ready"]
+    assert stream.getvalue() == ""
+
+
+def test_on_a_terminal_the_log_goes_above_a_line_that_is_gone_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "30")
+    stream = Terminal()
+    with logging_to(stream):
+        progress = Progress(stream)
+        progress.show({"vllm": "starting (1 s)"})
+        logging.getLogger("x").info("a warning")
+        progress.show({"vllm": "starting (2 s)", "engine": "loading the base model"})
+        progress.close()
+        logging.getLogger("x").info("ready")
+    clear = "\r\x1b[2K"
+    parts = stream.getvalue().split(clear)
+    assert parts == [
+        "",
+        "vllm: starting (1 s)",
+        "a warning\nvllm: starting (1 s)",
+        "vllm: starting (2 s)  engine:",
+        "ready\n",
+    ]

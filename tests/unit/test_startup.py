@@ -1,0 +1,80 @@
+"""Why a process ended before the server was ready: what is read from exit codes and logs, and when it is for good."""
+
+from __future__ import annotations
+
+import pytest
+
+from skyrl.config import load_config
+from skyrl.inference.vllm_command import options_named
+from skyrl.startup import CANNOT_START, MARK, MAY_START, Cause, FirstStarts, cause_of_own, cause_of_vllm
+
+REFUSED = """usage: api_server.py [-h] [--headless]
+                     [model_tag]
+api_server.py: error: unrecognized arguments: --bogus-flag
+"""
+TOO_LONG = """Traceback (most recent call last):
+  File "pydantic/_internal/_dataclasses.py", line 121, in __init__
+    s.__pydantic_validator__.validate_python(ArgsKwargs(args, kwargs), self_instance=s)
+pydantic_core._pydantic_core.ValidationError: 1 validation error for ModelConfig
+  Value error, User-specified max_model_len (900000) is greater than the derived one [type=value_error, input_value=A]
+    For further information visit https://errors.pydantic.dev/2.14/v/value_error
+"""
+NO_MEMORY = """(EngineCore pid=17) ERROR 11-22 04:53:11 [core.py:1100] Traceback (most recent call last):
+(EngineCore pid=17) ERROR 11-22 04:53:11 [core.py:1100] ValueError: Free memory on device (3.2/79 GiB) is too small.
+Traceback (most recent call last):
+  File "vllm/v1/engine/utils.py", line 1431, in wait_for_engine_startup
+RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {'EngineCore': 1}
+"""
+
+
+def test_own_processes_say_it_themselves() -> None:
+    log = f"loading\nERROR {MARK}base_model: cannot load x: no weights\n"
+    sentence = "base_model: cannot load x: no weights"
+    assert cause_of_own(CANNOT_START, log) == Cause(sentence, final=True)
+    assert cause_of_own(MAY_START, log) == Cause(sentence, final=False)
+    assert cause_of_own(1, log) is None, "it ended of something else"
+    assert cause_of_own(-9, log) is None
+    assert cause_of_own(CANNOT_START, "a log that somebody has emptied") is None
+
+
+@pytest.mark.parametrize(
+    ("code", "log", "expected"),
+    [
+        (2, REFUSED, Cause("unrecognized arguments: --bogus-flag", final=True)),
+        (1, TOO_LONG, Cause("User-specified max_model_len (900000) is greater than the derived one", final=True)),
+        (1, NO_MEMORY, Cause("ValueError: Free memory on device (3.2/79 GiB) is too small.", final=False)),
+        (1, "python: No module named vllm\n", Cause("python: No module named vllm", final=True)),
+        (1, "all is well\n", None),
+        (-9, NO_MEMORY, None),
+    ],
+    ids=["unknown option", "value", "memory", "not installed", "nothing said", "killed"],
+)
+def test_vllm_is_understood_by_the_end_of_its_log(code: int, log: str, expected: Cause | None) -> None:
+    assert cause_of_vllm(code, log) == expected
+
+
+def test_a_cause_that_may_pass_is_final_when_it_comes_twice_in_a_row() -> None:
+    starts = FirstStarts()
+    assert starts.hopeless("engine", Cause("no weights", final=True))
+    little, less = Cause("Free memory 3.2 GiB", final=False), Cause("Free memory 3.1 GiB", final=False)
+    assert not starts.hopeless("vllm", little)
+    assert starts.hopeless("vllm", less), "only the numbers differ"
+    assert not starts.hopeless("vllm", Cause("a socket was taken", final=False))
+    assert not starts.hopeless("vllm", None), "killed"
+    assert not starts.hopeless("vllm", Cause("a socket was taken", final=False)), "not in a row"
+    assert not starts.hopeless("engine", Cause("a socket was taken", final=False)), "another process"
+
+
+def test_the_option_that_vllm_names_is_told_under_its_key_and_with_its_value() -> None:
+    inference = {
+        "engine_init_kwargs": {"bogus_flag": 1, "kv-cache-dtype": "banana", "block_size": 16},
+        "max_model_len": 900000,
+    }
+    config = load_config({"backend_config": {"generator.inference_engine": inference}})
+    prefix = "generator.inference_engine"
+    told = options_named(config, "unrecognized arguments: --bogus-flag")
+    assert told == f"{prefix}.engine_init_kwargs.bogus_flag=1"
+    told = options_named(config, "argument --kv-cache-dtype: invalid choice: 'banana'")
+    assert told == f'{prefix}.engine_init_kwargs.kv-cache-dtype="banana"'
+    assert options_named(config, "User-specified max_model_len (900000) is") == f"{prefix}.max_model_len=900000"
+    assert options_named(config, "Free memory on device") == ""
