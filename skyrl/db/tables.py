@@ -124,8 +124,8 @@ class CheckpointRow(SQLModel, table=True):
     external_weights (an adapter for download).
 
     Its files are in the checkpoint store under `store_key`; None are sampler weights from before there was one, until
-    the engine puts them there. `directory` is where vLLM reads sampler weights. `copy_key` is of the request that made
-    it as a copy."""
+    the engine puts them there. `directory` is where vLLM reads sampler weights. `copy_key` stands for the
+    idempotency key of the request that made this checkpoint as a copy."""
 
     __tablename__ = "checkpoints"  # pyright: ignore[reportAssignmentType]
     __table_args__ = (UniqueConstraint("model_id", "kind", "name"),)
@@ -137,7 +137,7 @@ class CheckpointRow(SQLModel, table=True):
     store_key: str | None = None
     directory: str | None = None
     adapter_name: str | None = Field(default=None, index=True)
-    copy_key: str | None = Field(default=None, index=True)
+    copy_key: str | None = Field(default=None, index=True, unique=True)
     base_model: str
     lora_rank: int
     lora_alpha: float
