@@ -94,6 +94,12 @@ class ServerConfig(BaseSettings):
     """Models that each tenant may have in training."""
     quota_stored_bytes: int | None = Field(None, ge=0, lt=2**63)
     """Bytes of checkpoints that each tenant may have stored."""
+    max_sessions_per_tenant: int = Field(10_000, ge=1, lt=2**63)
+    """Active sessions of one tenant. A quota cannot raise this bound, nor the next two."""
+    max_sampling_sessions_per_tenant: int = Field(100_000, ge=1, lt=2**63)
+    """Sampling sessions in one tenant's active sessions: one for each sampling client, and for each unnamed save."""
+    max_models_per_tenant: int = Field(1_000, ge=1, lt=2**63)
+    """Models of one tenant in training."""
     snapshot_interval_s: float = Field(30.0, gt=0)
     """At most this much of a model's training is repeated after a crash of the engine."""
     threads: int = Field(1, ge=1)

@@ -50,7 +50,8 @@ def router(services: Services) -> APIRouter:
         else:
             raise RequestError("give base_model or model_path", field="model_path")
         sampler = Sampler(sampler_id, session.id, tenant, base_model, wanted.model_path, adapter_name, adapter_path)
-        stored = await services.samplers.create(sampler, wanted.sampling_session_seq_id, saved)
+        check = services.quotas.sampling_sessions(tenant)
+        stored = await services.samplers.create(sampler, wanted.sampling_session_seq_id, saved, check)
         if stored != sampler:
             raise RequestError(
                 f"{wanted.sampling_session_seq_id} was used before for another sampler",

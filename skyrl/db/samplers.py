@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,10 +109,19 @@ class Samplers:
         self._writer = writer
         self._known: dict[str, Sampler] = {}
 
-    async def create(self, sampler: Sampler, seq_id: int, saved: Any | None = None) -> Sampler:
-        """Add it, or return what was added under this id before. `saved` is the checkpoint's row it samples from."""
+    async def create(
+        self,
+        sampler: Sampler,
+        seq_id: int,
+        saved: Any | None = None,
+        check: Callable[[Connection], None] | None = None,
+    ) -> Sampler:
+        """Add it, or return what was added under this id before. `saved` is the checkpoint's row it samples from.
+        Raises what `check` raises of a new one."""
 
         def add(connection: Connection) -> Sampler:
+            if check is not None and find_sampler(connection, sampler.id) is None:
+                check(connection)
             if add_sampler(connection, sampler, seq_id) and saved is not None:
                 _record_use(connection, sampler, saved)
             stored = find_sampler(connection, sampler.id)

@@ -14,17 +14,21 @@ from sqlalchemy import (
     PrimaryKeyConstraint,
     Text,
     UniqueConstraint,
+    text,
 )
 from sqlmodel import Field, SQLModel
 
 # SQLite only counts rows up in a column of type INTEGER; PostgreSQL needs 64 bits by name.
 _ROW_NUMBER = BigInteger().with_variant(Integer, "sqlite")
 
+_ACTIVE = text("status = 'active'")
+
 
 class SessionRow(SQLModel, table=True):
     """One client process's session; `status` is active, finished or expired. `project_id` is the tenant's own word."""
 
     __tablename__ = "sessions"  # pyright: ignore[reportAssignmentType]
+    __table_args__ = (Index("ix_sessions_active_tenant", "tenant", sqlite_where=_ACTIVE, postgresql_where=_ACTIVE),)
     id: str = Field(primary_key=True)
     tenant: str = Field(index=True)
     status: str = Field(index=True)

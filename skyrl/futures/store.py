@@ -66,7 +66,7 @@ class FutureStore:
         """Store a request durably; returns its id and whether it is new, and so for the caller to start. A repeat
         returns the first one's id.
 
-        Raises RequestError when the key was used before with another body.
+        Raises RequestError when the key was used before with another body, and what the request's `first` raises.
         """
         key, large = request.key, len(request.body) > LARGE_BODY_BYTES
         digest = await asyncio.to_thread(request.digest) if large else request.digest()

@@ -22,7 +22,7 @@ from skyrl.db.checkpoints import checkpoints
 from skyrl.db.database import Database
 from skyrl.db.futures import Outcome
 from skyrl.db.migrate import migrate
-from skyrl.db.models import Adapter, Model, Models, models
+from skyrl.db.models import Adapter, Model, add_model, models
 from skyrl.db.sessions import Session, Sessions
 from skyrl.db.writer import GroupCommitWriter
 from skyrl.engine.deaths import Deaths
@@ -87,7 +87,6 @@ class Harness:
         self.store = FutureStore(self.database, self.writer)
         self.checkpoint_store = open_store(self.config)
         self.sessions = Sessions(self.database, self.writer)
-        self.models = Models(self.database, self.writer)
         # Sockets need a short path; pytest's may be long.
         self._sockets = tempfile.TemporaryDirectory(prefix="skyrl-test-")
         self._doorbell = Path(self._sockets.name) / "api.sock"
@@ -224,7 +223,7 @@ class Trainer:
         model_id = model_id_of(session.id, model_seq_id)
         adapter = Adapter(rank, 32.0, seed, True, True, True)
         model = Model(model_id, session.id, tenant, "tiny", adapter, None)
-        await harness.models.create(model, model_seq_id)
+        await harness.writer.transact(add_model(model, model_seq_id))
         trainer = cls(harness, session, model_id)
         if create:
             await trainer.send(Kind.CREATE_MODEL, 0)

@@ -1,4 +1,4 @@
-"""one copy for each idempotency key
+"""one copy for each idempotency key; active sessions by tenant
 
 Revision: 0007
 Revises: 0005
@@ -26,8 +26,11 @@ def upgrade() -> None:
     op.get_bind().execute(sa.update(checkpoints).where(later).values(copy_key=None))
     op.drop_index(op.f("ix_checkpoints_copy_key"), "checkpoints")
     op.create_index(op.f("ix_checkpoints_copy_key"), "checkpoints", ["copy_key"], unique=True)
+    active = sa.text("status = 'active'")
+    op.create_index("ix_sessions_active_tenant", "sessions", ["tenant"], sqlite_where=active, postgresql_where=active)
 
 
 def downgrade() -> None:
+    op.drop_index("ix_sessions_active_tenant", "sessions")
     op.drop_index(op.f("ix_checkpoints_copy_key"), "checkpoints")
     op.create_index(op.f("ix_checkpoints_copy_key"), "checkpoints", ["copy_key"], unique=False)
