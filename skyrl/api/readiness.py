@@ -1,7 +1,10 @@
-"""What the API process knows of the engine: the state row, read again at every ring and every few seconds."""
+"""What the API process knows of the engine: the state row, read again at every ring and every few seconds.
+
+Also whether the server is ready, for probes that anybody may send."""
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Awaitable, Callable
 
@@ -11,6 +14,15 @@ from skyrl.sampling.job import Limits
 POLL_S = 2.0
 STALE_S = 15.0
 """The engine beats every 3 s from a thread of its own, so 15 s without a beat is an engine that is gone."""
+
+FRESH_S = 1.0
+"""For so long an answer about readiness is given again."""
+
+
+def _heard(task: asyncio.Task[list[str]]) -> None:
+    """If all who waited have gone, nobody else asks a failed task why it failed, and asyncio would complain."""
+    if not task.cancelled():
+        task.exception()
 
 
 class EngineWatch:
@@ -41,3 +53,32 @@ class EngineWatch:
         if self._manages_inference and state.inference_proxy_url is None:
             reasons.append("sampling: no inference server has been published")
         return reasons
+
+
+class Readiness:
+    """The reasons why the server is not ready, found by `find` at most once a second and never twice at a time, however
+    many ask: `/readyz` needs no key, and finding them reads the database and may ask another server."""
+
+    def __init__(self, find: Callable[[], Awaitable[list[str]]], clock: Callable[[], float] = time.monotonic) -> None:
+        self._find = find
+        self._clock = clock
+        self._finding: asyncio.Task[list[str]] | None = None
+        self._found: list[str] = []
+        self._found_at: float | None = None
+
+    async def reasons(self) -> list[str]:
+        """Empty when the server is ready. Raises what `find` raises; the next call tries again."""
+        if self._found_at is not None and self._clock() - self._found_at < FRESH_S:
+            return self._found
+        if self._finding is None:
+            self._finding = asyncio.create_task(self._refresh())
+            self._finding.add_done_callback(_heard)
+        return await asyncio.shield(self._finding)  # the caller may go away; others wait for the same
+
+    async def _refresh(self) -> list[str]:
+        try:
+            self._found = await self._find()
+            self._found_at = self._clock()
+            return self._found
+        finally:
+            self._finding = None
