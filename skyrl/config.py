@@ -16,6 +16,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 
 from skyrl.backend_config import BackendConfig, ConfigError, Strict, flatten, known_keys, parse_backend_config, unknown
+from skyrl.database_url import readable_url
 from skyrl.environment import refuse_unknown
 
 BackendName = Literal["fsdp", "none"]
@@ -132,6 +133,11 @@ class ServerConfig(BaseSettings):
         if scheme not in STORE_SCHEMES or not rest.strip("/") or (scheme == "file" and not rest.startswith("/")):
             raise ValueError(f"{value!r} is not file:///directory or one of s3://, gs://, az:// with a bucket's name")
         return value
+
+    @field_validator("database_url")
+    @classmethod
+    def _readable_database_url(cls, value: str | None) -> str | None:
+        return None if value is None else readable_url(value)
 
     @field_validator("external_inference_url")
     @classmethod
