@@ -69,6 +69,16 @@ async def until(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0.002)
 
 
+class Models:
+    """Adds models' rows alone, for tests that send the command that makes the model themselves, late or never."""
+
+    def __init__(self, _: Database, writer: GroupCommitWriter) -> None:
+        self._writer = writer
+
+    async def create(self, model: Model, model_seq_id: int) -> None:
+        await self._writer.transact(add_model(model, model_seq_id))
+
+
 def files_in(directory: Path | str | None) -> dict[str, bytes]:
     """Names and contents; empty when the directory is not there."""
     path = Path(directory or "/nowhere")
@@ -87,6 +97,7 @@ class Harness:
         self.store = FutureStore(self.database, self.writer)
         self.checkpoint_store = open_store(self.config)
         self.sessions = Sessions(self.database, self.writer)
+        self.models = Models(self.database, self.writer)
         # Sockets need a short path; pytest's may be long.
         self._sockets = tempfile.TemporaryDirectory(prefix="skyrl-test-")
         self._doorbell = Path(self._sockets.name) / "api.sock"
@@ -223,7 +234,7 @@ class Trainer:
         model_id = model_id_of(session.id, model_seq_id)
         adapter = Adapter(rank, 32.0, seed, True, True, True)
         model = Model(model_id, session.id, tenant, "tiny", adapter, None)
-        await harness.writer.transact(add_model(model, model_seq_id))
+        await harness.models.create(model, model_seq_id)
         trainer = cls(harness, session, model_id)
         if create:
             await trainer.send(Kind.CREATE_MODEL, 0)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
-from engine_harness import until
+from engine_harness import Models, until
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -38,7 +38,7 @@ from skyrl.config import ServerConfig
 from skyrl.db import futures as rows
 from skyrl.db.database import Database
 from skyrl.db.futures import SESSION_ENDED, Outcome
-from skyrl.db.models import Adapter, Model, add_model, models
+from skyrl.db.models import Adapter, Model, models
 from skyrl.db.sessions import Session, Sessions
 from skyrl.db.writer import GroupCommitWriter
 from skyrl.engine import loop as engine_loop
@@ -187,12 +187,12 @@ class CommandLog(RuleBasedStateMachine):
 
     async def start(self, count: int, merges: bool) -> None:
         self.open_api()
+        known = Models(self.database, self.writer)
         for number in range(count):
             session = await self.sessions.create(TENANT, [], None, "")
             model_id = model_id_of(session.id, 0)
             adapter = Adapter(4, 32.0, number, True, True, True)
-            row = add_model(Model(model_id, session.id, TENANT, "tiny", adapter, None), 0)
-            await self.writer.transact(row)
+            await known.create(Model(model_id, session.id, TENANT, "tiny", adapter, None), 0)
             self.clients.append(Client(session, model_id))
         self.engine = MortalEngine(self.config, self.heard, merges_passes=merges)
         assert await self.engine.start()
