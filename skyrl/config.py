@@ -17,6 +17,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 
 from skyrl import skyrl_keys
 from skyrl.backend_config import BackendConfig, ConfigError, Strict, dotted_keys, parse_backend_config, unknown
+from skyrl.database_url import readable_url
 from skyrl.environment import refuse_unknown
 
 BackendName = Literal["fsdp", "none"]
@@ -97,6 +98,12 @@ class ServerConfig(BaseSettings):
     """Models that each tenant may have in training."""
     quota_stored_bytes: int | None = Field(None, ge=0, lt=2**63)
     """Bytes of checkpoints, and of weights saved for sampling without a name, that each tenant may have stored."""
+    max_sessions_per_tenant: int = Field(10_000, ge=1, lt=2**63)
+    """Active sessions of one tenant. A quota cannot raise this bound, nor the next two."""
+    max_sampling_sessions_per_tenant: int = Field(100_000, ge=1, lt=2**63)
+    """Sampling sessions in one tenant's active sessions: one for each sampling client, and for each unnamed save."""
+    max_models_per_tenant: int = Field(1_000, ge=1, lt=2**63)
+    """Models of one tenant in training."""
     unnamed_saves_idle_s: float = Field(6 * 3600.0, ge=300)
     """Weights saved for sampling without a name are deleted when nobody has sampled from them for this long, but for
     the four newest versions of a model. API processes write once a minute what was sampled from."""
@@ -139,6 +146,11 @@ class ServerConfig(BaseSettings):
         if scheme not in STORE_SCHEMES or not rest.strip("/") or (scheme == "file" and not rest.startswith("/")):
             raise ValueError(f"{value!r} is not file:///directory or one of s3://, gs://, az:// with a bucket's name")
         return value
+
+    @field_validator("database_url")
+    @classmethod
+    def _readable_database_url(cls, value: str | None) -> str | None:
+        return None if value is None else readable_url(value)
 
     @field_validator("external_inference_url")
     @classmethod

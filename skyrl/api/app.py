@@ -36,6 +36,7 @@ from skyrl.api import (
 )
 from skyrl.api.body import CONTROL_BYTES
 from skyrl.api.openapi import describe
+from skyrl.api.refusals import Refusals
 from skyrl.api.reply import reply
 from skyrl.api.room import Bodies
 from skyrl.api.services import Services
@@ -67,6 +68,10 @@ RESOURCES = (
 
 DATABASE_RETRY_S = 2.0
 """When a client whose request the database did not take is to send it again."""
+
+API = "/api/v1"
+MAX_PATH = 200
+"""Characters of an unknown path that its answer repeats."""
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 
@@ -116,6 +121,14 @@ class Application(FastAPI):
         return await handler(request, error)
 
 
+def _no_such_path(path: str) -> str:
+    """What a path is told that no route has. An SDK puts `/api/v1` behind its base URL."""
+    asked = path if len(path) <= MAX_PATH else f"{path[:MAX_PATH]}..."
+    if path.startswith(f"{API}{API}"):
+        return f"no such path {asked!r}; the base URL ends before {API}"
+    return f"no such path {asked!r}"
+
+
 def create_app(services: Services) -> Application:
     """All routes over these services. Every error answer is `{"detail": sentence, "field": name or null}`."""
     app = Application(
@@ -129,9 +142,11 @@ def create_app(services: Services) -> Application:
     app.state.bodies = Bodies(services.config.state_dir, CONTROL_BYTES)
     for resource in RESOURCES:
         app.include_router(resource.router(services))
+    refusals = Refusals(services.access)
 
     @app.exception_handler(RequestError)
-    async def refused(_: Request, error: RequestError) -> Response:
+    async def refused(request: Request, error: RequestError) -> Response:
+        refusals.note(request, error.status, error.message, error)
         if isinstance(error, OverQuota):
             services.quotas.refused[error.quota] += 1
         headers = {"Retry-After": f"{error.retry_after_s:g}"} if error.retry_after_s is not None else {}
@@ -142,14 +157,16 @@ def create_app(services: Services) -> Application:
         return reply({"detail": error.message, "field": error.field}, error.status, headers)
 
     @app.exception_handler(RequestValidationError)
-    async def invalid(_: Request, error: RequestValidationError) -> Response:
+    async def invalid(request: Request, error: RequestValidationError) -> Response:
         first = error.errors()[0]
         field = ".".join(str(part) for part in first["loc"][1:])
-        return reply({"detail": f"{field}: {first['msg']}", "field": field}, 400)
+        return await refused(request, RequestError(first["msg"], field=field))
 
     @app.exception_handler(HTTPException)
-    async def http_error(_: Request, error: HTTPException) -> Response:
-        return reply({"detail": str(error.detail), "field": None}, error.status_code, dict(error.headers or {}))
+    async def http_error(request: Request, error: HTTPException) -> Response:
+        detail = _no_such_path(request.url.path) if error.status_code == 404 else str(error.detail)
+        refusals.note(request, error.status_code, detail)
+        return reply({"detail": detail, "field": None}, error.status_code, dict(error.headers or {}))
 
     @app.exception_handler(NotStored)
     async def lost(request: Request, error: NotStored) -> Response:

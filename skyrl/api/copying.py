@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
 import secrets
 from typing import Any
 from weakref import WeakValueDictionary
@@ -20,11 +21,14 @@ from skyrl.api.services import Services
 from skyrl.api.sessions import check_length
 from skyrl.db.copies import Copy
 from skyrl.futures.ids import new_session_id
+from skyrl.storage.base import StoreError
 from skyrl.storage.directories import safe_name
 from skyrl.storage.threads import in_store
 from skyrl.wire.errors import NotFound, RequestError
 from skyrl.wire.paths import TinkerPath, model_id_of, parse_path
 from skyrl.wire.requests import CopyWeightsRequest, decode_json
+
+logger = logging.getLogger(__name__)
 
 
 def router(services: Services) -> APIRouter:
@@ -42,8 +46,18 @@ def router(services: Services) -> APIRouter:
         copy_key = hashlib.blake2b(f"{tenant}\n{given}".encode(), digest_size=16).hexdigest()
         # The first try may still be copying when its client has lost patience and sends the second.
         async with copying.setdefault(copy_key, asyncio.Lock()):
-            path = await services.copies.made_by(copy_key) or await copy(request, wanted, tenant, copy_key)
+            path = await services.copies.made_by(copy_key) or await copy_once(request, wanted, tenant, copy_key)
         return reply({"tinker_path": str(path)})
+
+    async def copy_once(request: Request, wanted: CopyWeightsRequest, tenant: str, copy_key: str) -> TinkerPath:
+        """The lock holds in this process only. Another one may record the copy at any moment, and then this try may be
+        refused because of it: its number is taken, its bytes are over the quota. The copy is the answer then."""
+        try:
+            return await copy(request, wanted, tenant, copy_key)
+        except RequestError:
+            if (made := await services.copies.made_by(copy_key)) is None:
+                raise
+            return made
 
     async def copy(request: Request, wanted: CopyWeightsRequest, tenant: str, copy_key: str | None) -> TinkerPath:
         source = await readable(request, wanted, tenant)
@@ -64,9 +78,23 @@ def router(services: Services) -> APIRouter:
         check = services.quotas.stored_bytes(tenant, source.size_bytes)
         await services.quotas.check(check)
         await in_store(services.checkpoint_store.copy, source.store_key, made.store_key)
-        if not await services.copies.add(made, source, check):
+        try:
+            recorded = await services.copies.add(made, source, check)
+        except RequestError:
+            await discard(made.store_key)
+            raise
+        if not recorded.new:
+            await discard(made.store_key)
+        if recorded.path is None:
             raise taken(model_seq_id)
-        return made.path
+        return recorded.path
+
+    async def discard(store_key: str) -> None:
+        """Remove the files of a copy that is not recorded. What cannot be removed now the engine removes later."""
+        try:
+            await in_store(services.checkpoint_store.delete, store_key)
+        except StoreError as error:
+            logger.warning("the files of a copy that was not recorded stay for now (%s): %s", store_key, error)
 
     def taken(model_seq_id: int) -> RequestError:
         return RequestError(f"{model_seq_id} is another model's already", field="model_seq_id")

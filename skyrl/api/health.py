@@ -1,4 +1,5 @@
-"""Probes: the SDK's healthz (the process answers), readyz (it can train and sample), statusz (what it has done)."""
+"""Probes: the SDK's healthz (the process answers), readyz (it can train and sample), statusz (what it has done); and
+what this server is."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ from fastapi import APIRouter
 from starlette.responses import Response
 
 from skyrl import __version__
+from skyrl.api.readiness import Readiness
 from skyrl.api.reply import reply
 from skyrl.api.services import Services
 from skyrl.storage.space import shortage
@@ -14,20 +16,39 @@ from skyrl.storage.space import shortage
 def router(services: Services) -> APIRouter:
     routes = APIRouter(tags=["health"])
 
+    async def look() -> tuple[bool, list[str]]:
+        """Whether the server is ready, and what is said of it. Little disk is said, and takes no server out of service:
+        samples go on."""
+        await services.watch.refresh()
+        reasons = services.watch.reasons()
+        if not reasons and services.config.external_inference_url is not None and services.client is not None:
+            trouble = await services.client.probe()
+            reasons = [f"sampling: {trouble}"] if trouble is not None else []
+        low = shortage(services.config.state_dir)
+        return not reasons, [*reasons, f"disk: {low}"] if low is not None else reasons
+
+    readiness = Readiness(look)
+
+    @routes.get("/")
+    async def about() -> Response:
+        """What somebody sees who opens the base URL."""
+        return reply(
+            {
+                "name": "skyrl",
+                "version": __version__,
+                "description": "A self-hosted server for the Tinker API: give an SDK this address as its base URL",
+                "paths": {"openapi": "/openapi.json", "ready": "/readyz", "status": "/statusz"},
+            }
+        )
+
     @routes.get("/api/v1/healthz")
     async def healthz() -> Response:
         return reply({"status": "ok"})
 
     @routes.get("/readyz")
     async def readyz() -> Response:
-        await services.watch.refresh()
-        reasons = services.watch.reasons()
-        if not reasons and services.config.external_inference_url is not None and services.client is not None:
-            trouble = await services.client.probe()
-            reasons = [f"sampling: {trouble}"] if trouble is not None else []
-        low = shortage(services.config.state_dir)  # said, and no reason to be taken out of service: samples go on
-        told = [*reasons, f"disk: {low}"] if low is not None else reasons
-        return reply({"ready": not reasons, "reasons": told}, 503 if reasons else 200)
+        ready, told = await readiness.now()
+        return reply({"ready": ready, "reasons": told}, 200 if ready else 503)
 
     @routes.get("/statusz")
     async def statusz() -> Response:

@@ -12,7 +12,7 @@ from skyrl.api.body import read_body, tenant_of
 from skyrl.api.reply import reply
 from skyrl.api.services import Services
 from skyrl.api.training import submit
-from skyrl.db.models import Adapter, Model
+from skyrl.db.models import Adapter, Model, add_model
 from skyrl.futures.kinds import Kind
 from skyrl.futures.requests import NewRequest
 from skyrl.wire.errors import NotFound, RequestError
@@ -70,8 +70,8 @@ def router(services: Services) -> APIRouter:
             adapter=_adapter(wanted.lora_config or LoraConfig(), services),
             user_metadata=wanted.user_metadata,
         )
-        await services.models.create(model, wanted.model_seq_id, services.quotas.models(tenant))
-        return await submit(services, Kind.CREATE_MODEL, model, 0, body)
+        row = add_model(model, wanted.model_seq_id, services.quotas.models(tenant))
+        return await submit(services, Kind.CREATE_MODEL, model, 0, body, first=row)
 
     @routes.post("/unload_model")
     async def unload_model(request: Request) -> Response:

@@ -67,6 +67,7 @@ OPTIONAL = (f"{_V1}/sessions/{{session_id}}/finish",)
 AS_PROTOBUF = (f"{_V1}/forward", f"{_V1}/forward_backward")
 """Routes that also take the same as protobuf."""
 OPEN = (
+    "/",
     f"{_V1}/healthz",
     "/readyz",
     "/statusz",

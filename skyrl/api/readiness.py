@@ -1,17 +1,32 @@
-"""What the API process knows of the engine: the state row, read again at every ring and every few seconds."""
+"""What the API process knows of the engine: the state row, read again at every ring and every few seconds.
+
+Also whether the server is ready, for probes that anybody may send."""
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any, Generic, TypeVar
 
 from skyrl.db.engine_state import EngineState
 from skyrl.sampling.job import Limits
 
+T = TypeVar("T")
+
 POLL_S = 2.0
 STALE_S = 15.0
 """The engine beats every 3 s from a thread of its own, so 15 s without a beat is an engine that is gone."""
+
+FRESH_S = 1.0
+"""For so long an answer about readiness is given again."""
+
+
+def _heard(task: asyncio.Task[Any]) -> None:
+    """If all who waited have gone, nobody else asks a failed task why it failed, and asyncio would complain."""
+    if not task.cancelled():
+        task.exception()
 
 
 class EngineWatch:
@@ -47,3 +62,31 @@ class EngineWatch:
         if self._manages_inference and state.inference_proxy_url is None:
             reasons.append("sampling: no inference server has been published")
         return reasons
+
+
+class Readiness(Generic[T]):
+    """What `find` says of the server, asked at most once a second and never twice at a time, however many ask:
+    `/readyz` needs no key, and finding out reads the database and may ask another server."""
+
+    def __init__(self, find: Callable[[], Awaitable[T]], clock: Callable[[], float] = time.monotonic) -> None:
+        self._find = find
+        self._clock = clock
+        self._finding: asyncio.Task[T] | None = None
+        self._found: tuple[float, T] | None = None
+
+    async def now(self) -> T:
+        """Raises what `find` raises; the next call tries again."""
+        if self._found is not None and self._clock() - self._found[0] < FRESH_S:
+            return self._found[1]
+        if self._finding is None:
+            self._finding = asyncio.create_task(self._refresh())
+            self._finding.add_done_callback(_heard)
+        return await asyncio.shield(self._finding)  # the caller may go away; others wait for the same
+
+    async def _refresh(self) -> T:
+        try:
+            found = await self._find()
+            self._found = (self._clock(), found)
+            return found
+        finally:
+            self._finding = None

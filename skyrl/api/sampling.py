@@ -16,8 +16,13 @@ from skyrl.api.services import Services
 from skyrl.db.samplers import Sampler
 from skyrl.storage.threads import in_store
 from skyrl.wire.errors import NotFound, RequestError
-from skyrl.wire.paths import parse_path, sampling_session_id_of
+from skyrl.wire.paths import CheckpointKind, parse_path, sampling_session_id_of
 from skyrl.wire.requests import CreateSamplingSessionRequest, JoinSamplingSessionRequest, decode_json
+
+
+def _not_for_sampling(path: str, kind: CheckpointKind) -> str:
+    what = "training state, saved by save_weights" if kind == "weights" else "an export, made by save_weights_external"
+    return f"{path!r} is {what}; sample from what save_weights_for_sampler saved"
 
 
 def router(services: Services) -> APIRouter:
@@ -36,8 +41,10 @@ def router(services: Services) -> APIRouter:
         if wanted.model_path is not None:
             path = parse_path(wanted.model_path, "model_path")
             saved = await services.checkpoints.find(path, tenant)
-            if saved is None or saved.adapter_name is None:
+            if saved is None:
                 raise NotFound(f"no sampler weights {wanted.model_path!r}", field="model_path")
+            if saved.adapter_name is None:
+                raise NotFound(_not_for_sampling(wanted.model_path, path.kind), field="model_path")
             services.check_base_model(saved.base_model, "model_path")
             base_model, adapter_name, adapter_path = saved.base_model, saved.adapter_name, saved.directory
             if wanted.base_model is not None:
@@ -50,7 +57,8 @@ def router(services: Services) -> APIRouter:
         else:
             raise RequestError("give base_model or model_path", field="model_path")
         sampler = Sampler(sampler_id, session.id, tenant, base_model, wanted.model_path, adapter_name, adapter_path)
-        stored = await services.samplers.create(sampler, wanted.sampling_session_seq_id, saved)
+        check = services.quotas.sampling_sessions(tenant)
+        stored = await services.samplers.create(sampler, wanted.sampling_session_seq_id, saved, check)
         if stored != sampler:
             raise RequestError(
                 f"{wanted.sampling_session_seq_id} was used before for another sampler",

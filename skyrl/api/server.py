@@ -48,7 +48,7 @@ from skyrl.futures.trace import Traces
 from skyrl.inference.features import inference_features
 from skyrl.inference.vllm_command import cuda_devices
 from skyrl.listening import BACKLOG
-from skyrl.quotas.limits import Limits
+from skyrl.quotas.limits import Bounds, Limits
 from skyrl.quotas.tenants import Quotas
 from skyrl.runtime import Runtime, run_process, set_up_process
 from skyrl.sampling.admission import Admission
@@ -123,7 +123,7 @@ async def open_services(runtime: Runtime) -> AsyncIterator[Services]:
     sessions = Sessions(database, writer, others)
     counter = UsageCounter(writer)
     keys, tokens = Keys(database, writer), Tokens.open(config.state_dir)
-    quotas = Quotas(database, Limits.of(config), store.is_pending)
+    quotas = Quotas(database, Limits.of(config), Bounds.of(config), store.is_pending)
     order = FairOrder() if config.manages_inference or config.external_inference_priority else None
     sampling = SampleService(
         store,

@@ -45,6 +45,7 @@ def router(services: Services) -> APIRouter:
             wanted.sdk_version,
             project_id=wanted.project_id or None,
             display_name=wanted.display_name,
+            check=services.quotas.sessions(tenant),
         )
         warning = services.session_warning()
         notice = {} if warning is None else {"warning_message": warning}

@@ -20,7 +20,7 @@ from skyrl.api.services import Services
 from skyrl.db.models import Model
 from skyrl.futures.kinds import PASSES, Kind
 from skyrl.futures.recording import LARGE_BODY_BYTES
-from skyrl.futures.requests import NewRequest
+from skyrl.futures.requests import Change, NewRequest
 from skyrl.wire.errors import NotFound, RequestError
 from skyrl.wire.raw import raw_fields
 from skyrl.wire.requests import SequencedRequest, decode_json
@@ -54,10 +54,16 @@ async def _tokens(services: Services, kind: Kind, tenant: str, body: bytes, enco
 
 
 async def submit(
-    services: Services, kind: Kind, model: Model, seq_id: int | None, body: bytes, encoding: str = "json"
+    services: Services,
+    kind: Kind,
+    model: Model,
+    seq_id: int | None,
+    body: bytes,
+    encoding: str = "json",
+    first: Change | None = None,
 ) -> Response:
     """Record one command and ring the engine; answers with the promise. One without a number goes after all that came
-    before it."""
+    before it. `first` belongs in the same transaction (see `NewRequest`)."""
     if seq_id is not None and not 0 <= seq_id < 2**63:
         raise RequestError("must be in [0, 2**63)", field="seq_id")
     with services.quotas.charged(model.tenant, await _tokens(services, kind, model.tenant, body, encoding)) as charge:
@@ -73,6 +79,7 @@ async def submit(
                 identity=_identity(kind, body),
                 not_before=charge.not_before,
                 numbered=seq_id is None,
+                first=first,
             )
         )
     services.engine.ring()

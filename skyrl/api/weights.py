@@ -12,7 +12,7 @@ from skyrl.api.models import check_optimizer
 from skyrl.api.reply import reply
 from skyrl.api.services import Services
 from skyrl.api.training import submit, submit_sequenced
-from skyrl.db.models import Model, adapter_of
+from skyrl.db.models import Model, adapter_of, add_model
 from skyrl.futures.kinds import Kind
 from skyrl.wire.errors import NotFound, RequestError
 from skyrl.wire.paths import model_id_of, parse_path
@@ -111,8 +111,8 @@ def router(services: Services) -> APIRouter:
             adapter=adapter_of(saved),
             user_metadata=wanted.user_metadata,
         )
-        await services.models.create(model, wanted.model_seq_id, services.quotas.models(tenant))
-        return await submit(services, Kind.LOAD_WEIGHTS, model, 0, command)
+        row = add_model(model, wanted.model_seq_id, services.quotas.models(tenant))
+        return await submit(services, Kind.LOAD_WEIGHTS, model, 0, command, first=row)
 
     @routes.post("/weights_info")
     async def weights_info(request: Request) -> Response:

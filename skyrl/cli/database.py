@@ -13,6 +13,18 @@ StateDir = Annotated[Path | None, typer.Option(help="The server's state director
 DatabaseUrl = Annotated[str | None, typer.Option(help="The server's database, if it is not in the state directory.")]
 ConfigFile = Annotated[Path | None, typer.Option("--config", help="The server's TOML file.")]
 
+_NAME_IT = (
+    "name the server's with --config, --state-dir or --database-url (before the server's first start, "
+    "`skyrl keys create --make-database` makes it)"
+)
+
+
+def where(database: Any) -> str:
+    """The database in words, without a password: what a command has written to."""
+    from skyrl.database_url import shown_url
+
+    return f"in the database {database.file or shown_url(database.url)}"
+
 
 def refused(command: str, message: str) -> typer.Exit:
     """To be raised: ends `command` with a line that says why."""
@@ -30,22 +42,25 @@ def opened(
     make: bool = False,
     refusals: tuple[type[Exception], ...] = (),
 ) -> Iterator[tuple[Any, Any]]:
-    """The configuration and the server's database. One that is empty is brought to this version's schema if it may be
-    made; an older one is left to `skyrl serve`. What is wrong, `refusals` too, ends `command` with a line."""
+    """The configuration and the server's database, which must be there unless `make` says that it may be made. An older
+    version's is left to `skyrl serve`. What is wrong, `refusals` too, ends `command` with a line."""
     from skyrl.config import ConfigError, load_config
+    from skyrl.database_url import shown_url, sqlite_file
     from skyrl.db.database import Database
     from skyrl.db.faults import DatabaseError, reason
     from skyrl.db.migrate import SchemaError, migrate, newest_revision, revision_of
 
     try:
         loaded = load_config({"state_dir": state_dir, "database_url": database_url}, config)
-        if not make and loaded.database_url is None and not (loaded.state_dir / "skyrl.db").is_file():
-            raise ConfigError(f"there is no database in {loaded.state_dir}")
+        if not make and (file := sqlite_file(loaded.database)) is not None and not file.is_file():
+            raise ConfigError(f"there is no database {file}: {_NAME_IT}")
         database = Database(loaded.database)
         try:
             revision = revision_of(database)
             if revision is None and make:
                 migrate(database)
+            elif revision is None:
+                raise ConfigError(f"the database {shown_url(database.url)} is empty: {_NAME_IT}")
             elif revision != newest_revision():
                 raise SchemaError("the database is an older version's: start the server once, which brings it up")
             yield loaded, database

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from skyrl.cli.database import ConfigFile, DatabaseUrl, StateDir, opened, print_table, refused
+from skyrl.cli.database import ConfigFile, DatabaseUrl, StateDir, opened, print_table, refused, where
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection
@@ -102,6 +102,9 @@ def create(
         list[str] | None, typer.Option(help="train, sample, admin; several times. Default: train and sample.")
     ] = None,
     expires: Annotated[str | None, typer.Option(help="90d, 12h, 30m. Default: never.")] = None,
+    make_database: Annotated[
+        bool, typer.Option("--make-database", help="Make the database if there is none: before the first start.")
+    ] = False,
     state_dir: StateDir = None,
     database_url: DatabaseUrl = None,
     config: ConfigFile = None,
@@ -116,9 +119,9 @@ def create(
     def made(connection: Connection) -> tuple[str, keys.Key]:
         return keys.create(connection, tenant=owner(connection), name=name, scopes=scopes, expires_at=end)
 
-    with _database(state_dir, database_url, config, make=True) as database:
+    with _database(state_dir, database_url, config, make=make_database) as database:
         text, key = database.write(made, power_safe=True)
-    typer.echo(f"key {key.id} of tenant {key.tenant}; it is not shown again:", err=True)
+    typer.echo(f"key {key.id} of tenant {key.tenant}, {where(database)}; it is not shown again:", err=True)
     typer.echo(text)
 
 
@@ -161,4 +164,4 @@ def revoke(
 
     with _database(state_dir, database_url, config) as database:
         database.write(lambda connection: keys.revoke(connection, key), power_safe=True)
-    typer.echo(f"key {key} is revoked", err=True)
+    typer.echo(f"key {key} is revoked {where(database)}", err=True)

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from skyrl.cli.database import ConfigFile, DatabaseUrl, StateDir, opened, print_table, refused
+from skyrl.cli.database import ConfigFile, DatabaseUrl, StateDir, opened, print_table, refused, where
 
 app = typer.Typer(help="Show what tenants use, and make exceptions from the quotas of all.", no_args_is_help=True)
 
@@ -65,7 +65,8 @@ def set_quotas(
 
     with opened("quotas", state_dir, database_url, config) as (_, database):
         if not database.write(change, power_safe=True):
-            raise refused("quotas", f"{tenant} has no key, session or checkpoint here")
+            raise refused("quotas", f"{tenant} has no key, session or checkpoint {where(database)}")
+    typer.echo(f"tenant {tenant} has quotas of its own {where(database)}", err=True)
 
 
 @app.command()
@@ -77,7 +78,8 @@ def clear(
 
     with opened("quotas", state_dir, database_url, config) as (_, database):
         if not database.write(lambda connection: quotas.clear(connection, tenant), power_safe=True):
-            raise refused("quotas", f"{tenant} has no quotas of its own")
+            raise refused("quotas", f"{tenant} has no quotas of its own {where(database)}")
+    typer.echo(f"tenant {tenant} has no quotas of its own any more {where(database)}", err=True)
 
 
 @app.command("list")

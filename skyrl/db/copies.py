@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from sqlalchemy import Connection, insert, select
 
@@ -35,6 +35,14 @@ class Copy:
     copy_key: str | None = None
 
 
+class Recorded(NamedTuple):
+    """What became of a copy. `path` is the recorded copy, this one or the one that was there; None: the model's number
+    is another's. `new` says that this one was recorded; otherwise nobody needs its files."""
+
+    path: TinkerPath | None
+    new: bool
+
+
 class Copies:
     """Finds what a request has copied before; records what has been copied."""
 
@@ -44,14 +52,13 @@ class Copies:
 
     async def made_by(self, copy_key: str) -> TinkerPath | None:
         """The copy that a request with this key has made, unless it is gone."""
-        query = select(checkpoints).where(checkpoints.c.copy_key == copy_key)
-        row = await self._database.read_async(lambda c: c.execute(query).first())
-        return None if row is None else TinkerPath(row.model_id, row.kind, row.name)
+        return await self._database.read_async(lambda connection: _made_by(connection, copy_key))
 
-    async def add(self, copy: Copy, source: Any, check: Callable[[Connection], None] | None = None) -> bool:
+    async def add(self, copy: Copy, source: Any, check: Callable[[Connection], None] | None = None) -> Recorded:
         """Record that the files of `source` (a checkpoints row) are stored again, in one transaction with all it needs.
 
-        False if the model exists already; nothing is recorded then. Raises what `check` raises."""
+        Nothing is recorded if a request with the same key has made a copy already, in whichever API process, or if the
+        model exists. Raises what `check` raises."""
         now = time.time()
         path = copy.path
         model = {
@@ -99,9 +106,12 @@ class Copies:
         }
         source_path = str(TinkerPath(source.model_id, source.kind, source.name))
 
-        def add(connection: Connection) -> bool:
+        def add(connection: Connection) -> Recorded:
+            # Write transactions run one by one, so no other process can add a copy between this look-up and the insert.
+            if copy.copy_key is not None and (made := _made_by(connection, copy.copy_key)) is not None:
+                return Recorded(made, new=False)
             if connection.execute(select(models.c.id).where(models.c.id == path.model_id)).first() is not None:
-                return False
+                return Recorded(None, new=False)
             if check is not None:
                 check(connection)
             if copy.project_id is not None:
@@ -118,6 +128,11 @@ class Copies:
                     model_id=path.model_id,
                     source_path=source_path,
                 )
-            return True
+            return Recorded(path, new=True)
 
         return await self._writer.transact(add)
+
+
+def _made_by(connection: Connection, copy_key: str) -> TinkerPath | None:
+    row = connection.execute(select(checkpoints).where(checkpoints.c.copy_key == copy_key)).first()
+    return None if row is None else TinkerPath(row.model_id, row.kind, row.name)

@@ -16,6 +16,7 @@ from sqlalchemy.exc import ArgumentError, NoSuchModuleError
 from sqlalchemy.pool import ConnectionPoolEntry
 
 from skyrl.config import ConfigError
+from skyrl.database_url import readable_url
 
 T = TypeVar("T")
 
@@ -46,14 +47,14 @@ class Database:
     On SQLite a commit survives the death of any process. A `power_safe` one also syncs the log to disk (about 5 ms),
     which makes everything committed before, by any process, survive a loss of power too.
 
-    Raises ConfigError for a URL that cannot be read, or whose driver is not installed.
+    Raises ConfigError for a URL that cannot be read, or whose driver is not installed; it does not repeat the URL.
     """
 
     def __init__(self, url: str) -> None:
-        self.url = url
         self._closed = False
         try:
-            parsed = _supported(make_url(url))
+            self.url = readable_url(url)
+            parsed = _supported(make_url(self.url))
             self.is_sqlite = parsed.get_backend_name() == "sqlite"
             if self.is_sqlite:
                 self.reader = self._sqlite("BEGIN")
@@ -65,7 +66,7 @@ class Database:
                 event.listen(self.writer, "begin", _lock_writes)
                 for engine in (self.reader, self.writer):
                     event.listen(engine, "checkin", self._come_back)
-        except (ArgumentError, NoSuchModuleError, ImportError) as error:
+        except (ArgumentError, NoSuchModuleError, ImportError, ValueError) as error:
             raise ConfigError(f"database_url: {error}") from error
         self.file: Path | None = None
         if self.is_sqlite and parsed.database and parsed.database != ":memory:":

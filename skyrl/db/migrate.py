@@ -10,10 +10,10 @@ from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from alembic.util.exc import CommandError
-from sqlalchemy.engine import make_url
 from sqlalchemy.exc import DBAPIError
 
 from alembic import command
+from skyrl.database_url import shown_url
 from skyrl.db.database import Database
 
 logger = logging.getLogger(__name__)
@@ -49,8 +49,7 @@ def revision_of(database: Database) -> str | None:
     try:
         current = database.read(lambda c: MigrationContext.configure(c).get_current_revision())
     except DBAPIError as error:
-        where = make_url(database.url).render_as_string(hide_password=True)
-        raise SchemaError(f"the database {where} cannot be used: {error.orig}") from error
+        raise SchemaError(f"the database {shown_url(database.url)} cannot be used: {error.orig}") from error
     if current is not None:
         try:
             ScriptDirectory.from_config(_config(database.url)).get_revision(current)

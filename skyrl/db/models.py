@@ -19,6 +19,9 @@ models = ModelRow.__table__  # type: ignore[attr-defined]
 
 _TOUCH = update(models).where(models.c.id == bindparam("model")).values(last_request_at=bindparam("now"))
 
+TOUCH_S = 1.0
+"""The time of a model's last request is written at most so often."""
+
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
@@ -53,41 +56,52 @@ def _model(row: Any) -> Model:
     return Model(row.id, row.session_id, row.tenant, row.base_model, adapter_of(row), row.user_metadata)
 
 
+def add_model(
+    model: Model, model_seq_id: int, check: Callable[[Connection], None] | None = None
+) -> Callable[[Connection], None]:
+    """A change that adds a model's row, for the transaction that records the command which makes the model. Nothing is
+    added when the row is there: the request is repeated. Raises what `check` raises of a new model.
+
+    Versions before this one stored the row first and the command after it. A crash in between left a row without a
+    command; such a row gets the values of the request that comes now."""
+    now = time.time()
+    values = {
+        "id": model.id,
+        "session_id": model.session_id,
+        "tenant": model.tenant,
+        "model_seq_id": model_seq_id,
+        "base_model": model.base_model,
+        "status": "creating",
+        **asdict(model.adapter),
+        "user_metadata": model.user_metadata,
+        "sampler_version": 0,
+        "next_seq": 0,
+        "created_at": now,
+        "last_request_at": now,
+    }
+
+    def add(connection: Connection) -> None:
+        mine = models.c.id == model.id
+        known = connection.execute(select(models.c.status).where(mine)).first()
+        if known is None:
+            if check is not None:
+                check(connection)
+            connection.execute(insert(models), values)
+        elif known.status == "creating" and highest_seq(connection, model.id) < 0:
+            connection.execute(update(models).where(mine).values(values))
+
+    return add
+
+
 class Models:
-    """Create and find models."""
+    """Find models, and note when each had its last request."""
 
     def __init__(self, database: Database, writer: GroupCommitWriter) -> None:
         self._database = database
         self._writer = writer
         self._known: dict[str, Model] = {}
         self._touched: dict[str, float] = {}
-
-    async def create(self, model: Model, model_seq_id: int, check: Callable[[Connection], None] | None = None) -> None:
-        """Add the row unless it is there (a repeated request). Raises what `check` raises of a new one."""
-        now = time.time()
-        values = {
-            "id": model.id,
-            "session_id": model.session_id,
-            "tenant": model.tenant,
-            "model_seq_id": model_seq_id,
-            "base_model": model.base_model,
-            "status": "creating",
-            **asdict(model.adapter),
-            "user_metadata": model.user_metadata,
-            "sampler_version": 0,
-            "next_seq": 0,
-            "created_at": now,
-            "last_request_at": now,
-        }
-
-        def add(connection: Connection) -> None:
-            known = connection.execute(select(models.c.id).where(models.c.id == model.id)).first()
-            if known is None:
-                if check is not None:
-                    check(connection)
-                connection.execute(insert(models), values)
-
-        await self._writer.transact(add)
+        """Models that had a request in the last second, closed ones too, with its time; the oldest first."""
 
     async def find(self, model_id: str, tenant: str) -> Model | None:
         """The tenant's model, whatever its status."""
@@ -106,14 +120,16 @@ class Models:
     async def touch(self, model_id: str) -> None:
         """Remember, once a second at most, the time of the last request."""
         now = time.time()
-        if now - self._touched.get(model_id, 0.0) >= 1.0:
-            self._touched[model_id] = now
+        touched = self._touched
+        while touched and now - touched[oldest := next(iter(touched))] >= TOUCH_S:  # oldest first, as they were added
+            del touched[oldest]
+        if model_id not in touched:
+            touched[model_id] = now
             await self._writer.execute(_TOUCH, {"model": model_id, "now": now})
 
     def forget_session(self, session_id: str) -> None:
         for model_id in [model.id for model in self._known.values() if model.session_id == session_id]:
             self._known.pop(model_id, None)
-            self._touched.pop(model_id, None)
 
     async def page(self, tenant: str, limit: int, offset: int, project_id: str | None = None) -> tuple[list[Any], int]:
         """Rows of a tenant's models, newest first, and how many there are: all, or those of a project's sessions."""

@@ -10,11 +10,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from sqlalchemy import Connection, delete, func, insert, or_, select, update
+from sqlalchemy import Connection, delete, func, insert, literal_column, or_, select, update
 
 from skyrl.db.adapter_versions import unsaved_bytes
 from skyrl.db.checkpoints import checkpoints
 from skyrl.db.models import models
+from skyrl.db.samplers import samplers
+from skyrl.db.sessions import sessions
 from skyrl.db.tables import FutureRow, QuotaRow
 from skyrl.futures.kinds import SAMPLES
 from skyrl.wire.paths import TinkerPath
@@ -56,6 +58,22 @@ def living_models(connection: Connection, tenant: str) -> int:
     mine = models.c.tenant == tenant
     living = models.c.status.in_(("creating", "ready"))
     return connection.execute(select(func.count()).select_from(models).where(mine, living)).scalar_one()
+
+
+def _active_sessions(tenant: str) -> Any:
+    """A condition that the index of active sessions answers: SQLite uses it only where the status is no parameter."""
+    return (sessions.c.tenant == tenant) & (sessions.c.status == literal_column("'active'"))
+
+
+def active_sessions(connection: Connection, tenant: str) -> int:
+    return connection.execute(select(func.count()).select_from(sessions).where(_active_sessions(tenant))).scalar_one()
+
+
+def living_samplers(connection: Connection, tenant: str) -> int:
+    """Sampling sessions in a tenant's active sessions."""
+    active = select(sessions.c.id).where(_active_sessions(tenant))
+    query = select(func.count()).select_from(samplers).where(samplers.c.session_id.in_(active))
+    return connection.execute(query).scalar_one()
 
 
 def _live(now: float) -> Any:

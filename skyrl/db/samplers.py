@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -121,13 +122,21 @@ class Samplers:
         self._used: set[str] = set()
         """Ids of those that were sampled from since this was last written."""
 
-    async def create(self, sampler: Sampler, seq_id: int, saved: Any | None = None) -> Sampler:
+    async def create(
+        self,
+        sampler: Sampler,
+        seq_id: int,
+        saved: Any | None = None,
+        check: Callable[[Connection], None] | None = None,
+    ) -> Sampler:
         """Add it, or return what was added under this id before. `saved` is the checkpoint's row it samples from.
-        Raises RequestError when the session has too many."""
+        Raises RequestError when the session has too many, and what `check` raises of a new one."""
 
         def add(connection: Connection) -> Sampler:
             if not sampler_exists(connection, sampler.id):
                 check_room(connection, sampler.session_id, "sampling_session_seq_id")
+                if check is not None:
+                    check(connection)
                 add_sampler(connection, sampler, seq_id, None if saved is None else saved.size_bytes)
                 if saved is not None:
                     _record_use(connection, sampler, saved)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,24 +111,30 @@ class Sessions:
         *,
         project_id: str | None = None,
         display_name: str | None = None,
+        check: Callable[[Connection], None] | None = None,
     ) -> Session:
+        """Raises what `check` raises, and then there is no session."""
         now = time.time()
         session = Session(new_session_id(), tenant, "active", _notes(user_metadata), project_id, display_name)
-        await self._writer.execute(
-            _INSERT,
-            {
-                "id": session.id,
-                "tenant": tenant,
-                "status": "active",
-                "created_at": now,
-                "heartbeat_at": now,
-                "sdk_version": sdk_version,
-                "tags": tags,
-                "user_metadata": user_metadata,
-                "project_id": project_id,
-                "display_name": display_name,
-            },
-        )
+        values = {
+            "id": session.id,
+            "tenant": tenant,
+            "status": "active",
+            "created_at": now,
+            "heartbeat_at": now,
+            "sdk_version": sdk_version,
+            "tags": tags,
+            "user_metadata": user_metadata,
+            "project_id": project_id,
+            "display_name": display_name,
+        }
+
+        def add(connection: Connection) -> None:
+            if check is not None:
+                check(connection)
+            connection.execute(_INSERT, values)
+
+        await self._writer.transact(add)
         self._known[session.id] = session
         self._heard[session.id] = (now, time.monotonic())
         return session

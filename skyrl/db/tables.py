@@ -21,8 +21,7 @@ from sqlmodel import Field, SQLModel
 # SQLite only counts rows up in a column of type INTEGER; PostgreSQL needs 64 bits by name.
 _ROW_NUMBER = BigInteger().with_variant(Integer, "sqlite")
 
-
-_OPEN, _OPEN_ADAPTER = text("status = 'active'"), text("status = 'active' AND adapter_name IS NOT NULL")
+_ACTIVE, _OPEN_ADAPTER = text("status = 'active'"), text("status = 'active' AND adapter_name IS NOT NULL")
 _CLOSED = text("closed_at IS NOT NULL")
 """Rows of closed sampling sessions are many; these indexes hold only the rows that are looked for."""
 
@@ -31,6 +30,7 @@ class SessionRow(SQLModel, table=True):
     """One client process's session; `status` is active, finished or expired. `project_id` is the tenant's own word."""
 
     __tablename__ = "sessions"  # pyright: ignore[reportAssignmentType]
+    __table_args__ = (Index("ix_sessions_active_tenant", "tenant", sqlite_where=_ACTIVE, postgresql_where=_ACTIVE),)
     id: str = Field(primary_key=True)
     tenant: str = Field(index=True)
     status: str = Field(index=True)
@@ -82,7 +82,7 @@ class SamplingSessionRow(SQLModel, table=True):
     __tablename__ = "sampling_sessions"  # pyright: ignore[reportAssignmentType]
     __table_args__ = (
         UniqueConstraint("session_id", "seq_id"),
-        Index("ix_sampling_sessions_open", "session_id", sqlite_where=_OPEN, postgresql_where=_OPEN),
+        Index("ix_sampling_sessions_open", "session_id", sqlite_where=_ACTIVE, postgresql_where=_ACTIVE),
         Index(
             "ix_sampling_sessions_idle",
             "last_used_at",
@@ -149,7 +149,7 @@ class CheckpointRow(SQLModel, table=True):
 
     Its files are in the checkpoint store under `store_key`; None are sampler weights from before there was one, until
     the engine puts them there. `directory` is where vLLM reads sampler weights, relative to the state directory.
-    `copy_key` is of the request that made it as a copy."""
+    `copy_key` stands for the idempotency key of the request that made this checkpoint as a copy."""
 
     __tablename__ = "checkpoints"  # pyright: ignore[reportAssignmentType]
     __table_args__ = (UniqueConstraint("model_id", "kind", "name"),)
@@ -161,7 +161,7 @@ class CheckpointRow(SQLModel, table=True):
     store_key: str | None = None
     directory: str | None = None
     adapter_name: str | None = Field(default=None, index=True)
-    copy_key: str | None = Field(default=None, index=True)
+    copy_key: str | None = Field(default=None, index=True, unique=True)
     base_model: str
     lora_rank: int
     lora_alpha: float

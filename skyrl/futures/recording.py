@@ -42,13 +42,16 @@ class Recorder:
         self._large = asyncio.Lock()
 
     async def insert(self, request_id: str, digest: bytes, request: NewRequest, *, large: bool) -> None:
-        """Returns when the row is durable. Raises IntegrityError when there is one with this key."""
+        """Returns when the row is durable. Raises IntegrityError when there is one with this key, and what
+        `request.first` raises."""
         parameters = self._parameters(request_id, digest, request)
-        if not large and not request.numbered:
+        if not large and not request.numbered and request.first is None:
             await self._writer.execute(rows.RECORD, parameters)
             return
 
         def insert(connection: Connection) -> None:
+            if request.first is not None:
+                request.first(connection)
             if request.numbered:
                 record_numbered(connection, parameters)
             else:

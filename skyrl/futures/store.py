@@ -28,6 +28,8 @@ from skyrl.futures.others import Others
 from skyrl.futures.recording import LARGE_BODY_BYTES, Recorder, store_outcome
 from skyrl.futures.requests import Key, NewRequest, same_request
 from skyrl.futures.stored_ends import StoredEnds
+from skyrl.log_limits import LimitedLog, plain
+from skyrl.wire.errors import ErrorCategory
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +57,7 @@ class FutureStore:
         self._others = others or Others()
         self._entries = Entries()
         self._closing = False
+        self._failures = LimitedLog(logger)
         self._recorder = Recorder(database, writer, owner)
         self.completions = (
             CompletionLogs(self._all_ends_of)
@@ -66,7 +69,7 @@ class FutureStore:
         """Store a request durably; returns its id and whether it is new, and so for the caller to start. A repeat
         returns the first one's id.
 
-        Raises RequestError when the key was used before with another body.
+        Raises RequestError when the key was used before with another body, and what the request's `first` raises.
         """
         key, large = request.key, len(request.body) > LARGE_BODY_BYTES
         digest = await asyncio.to_thread(request.digest) if large else request.digest()
@@ -257,12 +260,24 @@ class FutureStore:
     def _resolve(self, entry: Entry, outcome: Outcome, now: float) -> None:
         """Its outcome is stored."""
         entry.outcome = outcome
+        if outcome.error is not None:
+            self._log_failure(entry, outcome)
         if len(self.completions) and (target := entry.target) is not None:
             self.completions.note(target, _completion(entry.id, outcome, now))
         self._entries.awaited.discard(entry.id)
         entry.wake()
         if entry.id in self._entries.by_id:
             self._entries.keep(entry, len(outcome.result))
+
+    def _log_failure(self, entry: Entry, outcome: Outcome) -> None:
+        """Not for each one: a client may have thousands of requests that fail alike."""
+        ours = outcome.error_category != ErrorCategory.USER
+        self._failures.say(
+            logging.WARNING if ours else logging.INFO,
+            (entry.tenant, entry.kind, outcome.error_category),
+            f"failed {entry.kind} {entry.id} (tenant {entry.tenant}, category {outcome.error_category}): "
+            f"{plain(outcome.error or '')}",
+        )
 
     def release_waiters(self) -> None:
         """The process is about to end: whoever waits hears now that there is no result yet, and so does who comes."""

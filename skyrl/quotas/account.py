@@ -17,7 +17,6 @@ from skyrl.wire.errors import OverQuota
 
 MAX_PAUSE_S = 600.0
 """A sample that would be paused for longer is refused."""
-RETRY_S = 5.0
 MAX_RETRY_S = 60.0
 """What the SDK waits at most, when it is told how long."""
 SOON_S = 1e-3

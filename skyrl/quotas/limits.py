@@ -32,6 +32,23 @@ class Limits:
         return Limits(*(_meant(*pair) for pair in zip(defaults, exceptions, strict=True)))
 
 
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """What no tenant may exceed, whatever its quotas are: each of these costs memory and rows of the database."""
+
+    sessions: int = 10_000
+    sampling_sessions: int = 100_000
+    models: int = 1_000
+
+    @classmethod
+    def of(cls, config: ServerConfig) -> Bounds:
+        return cls(
+            config.max_sessions_per_tenant,
+            config.max_sampling_sessions_per_tenant,
+            config.max_models_per_tenant,
+        )
+
+
 NAMES: tuple[str, ...] = tuple(field.name for field in fields(Limits))
 LEAST = {"requests_in_flight": 1, "tokens_per_minute": 1, "models": 0, "stored_bytes": 0}
 """With less, what was accepted would wait for ever."""

@@ -16,12 +16,18 @@ from sqlalchemy import Connection
 
 from skyrl.db import quotas as rows
 from skyrl.db.database import Database
-from skyrl.quotas.account import RETRY_S, SOON_S, Account, Ticket
-from skyrl.quotas.limits import Limits, stored_sentence
+from skyrl.quotas.account import SOON_S, Account, Ticket
+from skyrl.quotas.limits import Bounds, Limits, stored_sentence
 from skyrl.wire.errors import OverQuota
 
 Check = Callable[[Connection], None]
 """Belongs into the transaction of what it checks. Raises OverQuota."""
+
+
+def _beyond(what: str, bound: int, held: int, held_what: str, remedy: str) -> str:
+    """Names the configuration key, which bounds all tenants."""
+    key = f"max_{what.replace(' ', '_')}_per_tenant"
+    return f"{key}: a tenant may have at most {bound}, and this API key's tenant has {held} {held_what}: {remedy}"
 
 
 class Charge:
@@ -40,6 +46,7 @@ class Quotas:
         self,
         database: Database,
         defaults: Limits,
+        bounds: Bounds,
         is_pending: Callable[[str], bool],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -47,6 +54,7 @@ class Quotas:
         self._defaults = defaults
         self._is_pending = is_pending
         self._clock = clock
+        self._bounds = bounds
         self._exceptions: dict[str, Limits] = {}
         self._accounts: dict[str, Account] = {}
         self.waiting: dict[str, Ticket] = {}
@@ -146,20 +154,42 @@ class Quotas:
         rate = self.of(tenant).tokens_per_minute
         return f"the quota of {rate} tokens per minute is used up; this request starts in about {left_s:.0f} s"
 
-    def models(self, tenant: str) -> Check | None:
+    def models(self, tenant: str) -> Check:
         """For the transaction that adds a model."""
-        limit = self.of(tenant).models if self.any else None
-        if limit is None:
-            return None
+        quota, bound = self.of(tenant).models, self._bounds.models
 
         def check(connection: Connection) -> None:
-            if (living := rows.living_models(connection, tenant)) >= limit:
+            living = rows.living_models(connection, tenant)
+            if quota is not None and living >= quota:
                 raise OverQuota(
                     "models",
-                    f"models: this API key's tenant may have {limit} in training, and has {living}: unload one, or "
+                    f"models: this API key's tenant may have {quota} in training, and has {living}: unload one, or "
                     "finish a session that is done",
-                    retry_after_s=RETRY_S,
                 )
+            if living >= bound:
+                raise OverQuota("models", _beyond("models", bound, living, "models in training", "unload one"))
+
+        return check
+
+    def sessions(self, tenant: str) -> Check:
+        """For the transaction that adds a session."""
+        bound = self._bounds.sessions
+
+        def check(connection: Connection) -> None:
+            if (active := rows.active_sessions(connection, tenant)) >= bound:
+                done = "finish those that are done"
+                raise OverQuota("sessions", _beyond("sessions", bound, active, "active sessions", done))
+
+        return check
+
+    def sampling_sessions(self, tenant: str) -> Check:
+        """For the transaction that adds a sampling session."""
+        bound = self._bounds.sampling_sessions
+
+        def check(connection: Connection) -> None:
+            if (living := rows.living_samplers(connection, tenant)) >= bound:
+                words = "sampling sessions", bound, living, "sampling sessions in active sessions"
+                raise OverQuota("sampling_sessions", _beyond(*words, "finish a session that is done"))
 
         return check
 
@@ -171,7 +201,7 @@ class Quotas:
 
         def check(connection: Connection) -> None:
             if (stored := rows.stored_bytes(connection, tenant)) + size > limit:
-                raise OverQuota("stored_bytes", stored_sentence(stored, limit), retry_after_s=RETRY_S)
+                raise OverQuota("stored_bytes", stored_sentence(stored, limit))
 
         return check
 

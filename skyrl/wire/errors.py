@@ -60,10 +60,11 @@ class NoSpace(RequestError):
 
 
 class OverQuota(RequestError):
-    """More than the tenant's quota of that name allows."""
+    """More than the tenant's quota of that name allows. 429 with `retry_after_s` if waiting helps. 403 if it does not,
+    because only the tenant can make room: clients raise a 403 at once, and repeat a 429 for minutes."""
 
-    def __init__(self, quota: str, message: str, *, retry_after_s: float) -> None:
-        super().__init__(message, status=429, retry_after_s=retry_after_s)
+    def __init__(self, quota: str, message: str, *, retry_after_s: float | None = None) -> None:
+        super().__init__(message, status=403 if retry_after_s is None else 429, retry_after_s=retry_after_s)
         self.quota = quota
 
 

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 from unittest import mock
 
 import pytest
-from engine_harness import until
+from engine_harness import Models, until
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -40,7 +40,7 @@ from skyrl.config import ServerConfig
 from skyrl.db import futures as rows
 from skyrl.db.database import Database
 from skyrl.db.futures import SESSION_ENDED, Outcome
-from skyrl.db.models import Adapter, Model, Models, models
+from skyrl.db.models import Adapter, Model, models
 from skyrl.db.sessions import Session, Sessions
 from skyrl.db.writer import GroupCommitWriter
 from skyrl.engine import loop as engine_loop

@@ -12,7 +12,7 @@ import pytest
 from api_harness import BASE, Api, Serve, asked, session_of, tokens
 from engine_harness import data, until
 from fake_upstream import FakeUpstream, after, complete, error
-from sqlalchemy import select, update
+from sqlalchemy import Connection, event, select, update
 
 import skyrl.api.futures
 import skyrl.api.server
@@ -60,6 +60,13 @@ async def sample_of_other(api: Api, sampler: str, seq_id: int) -> list[list[int]
 def refused(answer: httpx.Response) -> str:
     assert answer.status_code == 429, answer.text
     assert 0 < float(answer.headers["Retry-After"]) <= 60
+    return answer.json()["detail"]
+
+
+def refused_until_the_tenant_acts(answer: httpx.Response) -> str:
+    """Waiting does not help, so nothing asks the client to: SDKs raise a 403 at once."""
+    assert answer.status_code == 403, answer.text
+    assert "Retry-After" not in answer.headers
     return answer.json()["detail"]
 
 
@@ -258,7 +265,7 @@ async def test_change_beside_a_running_server_counts_soon(
         await until(lambda: not api.services.quotas.any)
 
 
-# Models and training
+# Models
 
 
 async def create(api: Api, session: str, number: int, **headers: str) -> httpx.Response:
@@ -272,7 +279,8 @@ async def test_models_above_the_quota_are_refused(serve: Serve, database: Databa
         session = session_of(await api.sampler())
         made = [await create(api, session, number) for number in (0, 1)]
         assert [answer.status_code for answer in made] == [200, 200]
-        assert "may have 2 in training, and has 2" in refused(await create(api, session, 2))
+        sentence = refused_until_the_tenant_acts(await create(api, session, 2))
+        assert sentence.startswith("models: this API key's tenant may have 2 in training, and has 2: unload one")
         assert (await create(api, session, 1)).json() == made[1].json(), "a repeat is no new model"
         other = session_of(await api.sampler(**OTHER))
         assert (await create(api, other, 0, **OTHER)).status_code == 200
@@ -286,7 +294,88 @@ async def test_models_that_come_at_once_are_counted_one_by_one(serve: Serve) -> 
     async with serve(quota_models=3) as api:
         session = session_of(await api.sampler())
         answers = await asyncio.gather(*(create(api, session, number) for number in range(8)))
-        assert sorted(answer.status_code for answer in answers) == [200] * 3 + [429] * 5
+        assert sorted(answer.status_code for answer in answers) == [200] * 3 + [403] * 5
+
+
+@ON_BOTH
+async def test_refused_model_leaves_nothing_behind(serve: Serve, database: Database) -> None:
+    async with serve(quota_models=0) as api:
+        session = session_of(await api.sampler())
+        refused_until_the_tenant_acts(await create(api, session, 0))
+    assert database.read(lambda c: c.execute(select(models.c.id)).all()) == []
+    assert recorded(database) == []
+
+
+# Bounds of every tenant
+
+
+@ON_BOTH
+async def test_sessions_of_a_tenant_are_bounded(serve: Serve) -> None:
+    async with serve(max_sessions_per_tenant=2) as api:
+        made = [(await api.post("create_session", {})).json()["session_id"] for _ in range(2)]
+        sentence = refused_until_the_tenant_acts(await api.post("create_session", {}))
+        assert sentence == (
+            "max_sessions_per_tenant: a tenant may have at most 2, and this API key's tenant has 2 active sessions: "
+            "finish those that are done"
+        )
+        assert (await api.post("create_session", {}, **OTHER)).status_code == 200
+        await api.post(f"sessions/{made[0]}/finish", {})
+        assert (await api.post("create_session", {})).status_code == 200
+        answers = await asyncio.gather(*(api.post("create_session", {}, **OTHER) for _ in range(5)))
+        assert sorted(answer.status_code for answer in answers) == [200, *[403] * 4], "counted one by one"
+        assert (await api.http.get("/statusz")).json()["quotas"]["refused"] == {"sessions": 5}
+
+
+@ON_BOTH
+async def test_sampling_sessions_of_a_tenant_are_bounded(serve: Serve) -> None:
+    async def add(api: Api, session: str, number: int, **headers: str) -> httpx.Response:
+        wanted = {"session_id": session, "sampling_session_seq_id": number, "base_model": BASE}
+        return await api.post("create_sampling_session", wanted, **headers)
+
+    async with serve(max_sampling_sessions_per_tenant=3) as api:
+        one, two = session_of(await api.sampler()), session_of(await api.sampler())
+        assert (await add(api, one, 1)).status_code == 200
+        for session in (one, two):
+            sentence = refused_until_the_tenant_acts(await add(api, session, 2))
+            assert sentence.startswith("max_sampling_sessions_per_tenant: a tenant may have at most 3, and")
+        assert (await add(api, one, 1)).status_code == 200, "a repeat is no new one"
+        other = session_of(await api.sampler(**OTHER))
+        assert (await add(api, other, 1, **OTHER)).status_code == 200
+        await api.post(f"sessions/{one}/finish", {})
+        assert (await add(api, two, 2)).status_code == 200
+
+
+async def test_models_of_a_tenant_are_bounded_whatever_its_quota_says(serve: Serve, database: Database) -> None:
+    async with serve(max_models_per_tenant=1) as api:
+        await change(api, database, models=-1)
+        session = session_of(await api.sampler())
+        assert (await create(api, session, 0)).status_code == 200
+        sentence = refused_until_the_tenant_acts(await create(api, session, 1))
+        assert sentence == (
+            "max_models_per_tenant: a tenant may have at most 1, and this API key's tenant has 1 models in training: "
+            "unload one"
+        )
+
+
+@pytest.mark.sqlite
+def test_counting_active_sessions_does_not_look_at_those_that_ended(database: Database) -> None:
+    """Both bounds are counted at every new session and sampling session: their cost must not grow with history."""
+    plans: list[str] = []
+
+    def explain(connection: Connection) -> None:
+        for count in (rows.active_sessions, rows.living_samplers):
+            count(connection, "t")
+            plan = connection.exec_driver_sql(f"EXPLAIN QUERY PLAN {statements[-1]}", ("t",))
+            plans.append(" | ".join(row.detail for row in plan))
+
+    statements: list[str] = []
+    event.listen(database.reader, "before_cursor_execute", lambda *call: statements.append(call[2]))
+    database.read(explain)
+    assert all("ix_sessions_active_tenant" in plan for plan in plans), plans
+    assert "SCAN sampling_sessions" not in plans[1]
+
+
+# Training
 
 
 async def test_passes_take_tokens_and_are_never_refused(serve: Serve, database: Database) -> None:

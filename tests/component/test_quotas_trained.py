@@ -129,7 +129,7 @@ async def test_saves_beyond_the_stored_bytes_fail_and_harm_nothing(tmp_path: Pat
         await trainer.do(Kind.SAVE_WEIGHTS, path="first", overwrite=True)
         copy = {"source_path": first, "destination_project_id": "archive"}
         refused = await world.ask("POST", "copy_weights", copy)
-        assert refused.status_code == 429
+        assert refused.status_code == 403
         assert "bytes of checkpoints" in refused.json()["detail"]
         other = await world.trainer(OTHER)
         await other.do(Kind.SAVE_WEIGHTS, path="theirs")
@@ -145,7 +145,7 @@ async def test_a_copy_must_fit_whole(world: World) -> None:
     size = world.harness.checkpoint_rows(trainer.model_id)[0].size_bytes
     copy = {"source_path": source, "destination_project_id": "archive"}
     await change(world, stored_bytes=2 * size - 1)
-    assert (await world.ask("POST", "copy_weights", copy)).status_code == 429
+    assert (await world.ask("POST", "copy_weights", copy)).status_code == 403
     assert len(world.harness.checkpoint_store.stored()) == 1, "nothing was copied"
     await change(world, stored_bytes=2 * size)
     await world.post("copy_weights", copy)
@@ -161,7 +161,7 @@ async def test_models_are_counted_however_they_are_made(world: World, made_by: s
     if made_by == "load_weights":
         wanted |= {"path": source, "optimizer": True}
     answer = await world.ask("POST", made_by, wanted)
-    assert answer.status_code == 429
+    assert answer.status_code == 403
     assert "may have 1 in training, and has 1" in answer.json()["detail"]
     await world.harness.end(trainer.session)
     promise = await world.post(made_by, wanted)

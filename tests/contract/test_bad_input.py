@@ -650,6 +650,7 @@ async def test_bad_encodings(world: World, database: Database) -> None:
 
 
 OPEN = {
+    "/",
     "/api/v1/healthz",
     "/readyz",
     "/statusz",
@@ -722,6 +723,7 @@ async def test_routes_are_these(world: World) -> None:
         ("DELETE", "/api/v1/auth/apikey/me"),
         ("DELETE", "/api/v1/training_runs/{model_id}/checkpoints/{kind}/{name}"),
         ("DELETE", "/api/v1/training_runs/{model_id}/checkpoints/{kind}/{name}/publish"),
+        ("GET", "/"),
         ("GET", "/api/v1/audit"),
         ("GET", "/api/v1/auth/apikey/me"),
         ("GET", "/api/v1/billing/usage/checkpoints/current"),

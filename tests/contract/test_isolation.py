@@ -144,6 +144,7 @@ LISTS: dict[tuple[str, str], list[Try]] = {
 }
 """Answer everybody, with what is the caller's own."""
 HARMLESS = {
+    ("GET", "/"),
     ("GET", "/api/v1/auth/apikey/me"),
     ("DELETE", "/api/v1/auth/apikey/me"),
     ("POST", "/api/v1/auth/token"),

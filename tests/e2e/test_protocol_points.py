@@ -516,6 +516,11 @@ def test_point_20_a_new_model_and_a_new_sampler_say_at_once_what_they_are(
     info = trainer.get_info()
     assert (info.is_lora, info.lora_rank) == (True, 4)
     assert len(trainer.get_tokenizer()) == len(sampler.get_tokenizer()) == 512
+    # The SDK loads a base model's tokenizer by the name that the client gave: the directory is one, and needs no hub.
+    directory = trainer.get_info().model_data.tokenizer_id
+    assert directory is not None
+    base = client.create_sampling_client(base_model=directory).result()
+    assert len(base.get_tokenizer()) == 512
 
 
 def test_point_08_a_poll_is_held_and_then_told_to_come_again(

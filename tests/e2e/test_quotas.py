@@ -1,5 +1,5 @@
 """Quotas under the unmodified SDK: a training loop over its tokens per minute ends as without a quota, only later, and
-the tenant beside it does not wait."""
+the tenant beside it does not wait. A quota that only the tenant can make room in is an error at once."""
 
 from __future__ import annotations
 
@@ -89,3 +89,23 @@ def test_an_unchanged_loop_ends_right_and_the_tenant_beside_it_does_not_wait(
     assert again == expected[:1]
     assert not waits.future().done()
     assert server.status()["quotas"]["paused"] > 0
+
+
+def test_quota_that_only_the_tenant_can_lift_is_raised_at_once(server: DemoServer, connect: ClientFactory) -> None:
+    """The SDK repeats a 429 in silence, for 50 s here; what it does not repeat it asks for once."""
+    client = connect("tml-over-models")
+    client.holder.get_session_id()
+    quotas(server, "set", tenant_of_key("tml-over-models"), "--models", "1", "--stored-bytes", "1")
+    try:
+        first = client.create_lora_training_client(base_model="tiny", rank=4, seed=11).result()
+        before = server.status()["quotas"]["refused"].get("models", 0)
+        with pytest.raises(tinker.PermissionDeniedError, match="may have 1 in training, and has 1: unload one"):
+            client.create_lora_training_client(base_model="tiny", rank=4, seed=11).result()
+        assert server.status()["quotas"]["refused"]["models"] == before + 1
+        saved = first.save_state("kept").result().path
+        with pytest.raises(tinker.PermissionDeniedError, match="may have 1 in training"):
+            client.create_training_client_from_state_with_optimizer(saved).result()
+        with pytest.raises(tinker.RequestFailedError, match="bytes of checkpoints, and may have 1: delete some"):
+            first.save_state("second").result()
+    finally:
+        quotas(server, "clear", tenant_of_key("tml-over-models"))

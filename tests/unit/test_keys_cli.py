@@ -35,7 +35,7 @@ class Operator:
         return CliRunner().invoke(app, ["keys", command, *where, *rest], input=stdin)
 
     def create(self, *arguments: str, stdin: str | None = None) -> str:
-        done = self.run("create", *arguments, stdin=stdin)
+        done = self.run("create", "--make-database", *arguments, stdin=stdin)
         assert done.exit_code == 0, done.output
         return done.stdout.removesuffix("\n")
 
@@ -160,10 +160,42 @@ def test_no_more_keys_are_made_than_are_held(operator: Operator, monkeypatch: py
 
 @ON_SQLITE
 def test_where_there_is_no_database_there_is_nothing_to_list(operator: Operator) -> None:
-    assert "there is no database in" in refusal(operator.run("list"))
+    assert f"there is no database {operator.state_dir}/skyrl.db: name the server's with" in refusal(
+        operator.run("list")
+    )
     assert not operator.state_dir.exists()
     operator.create()
     assert "no key 'nobody'" in refusal(operator.run("revoke", "nobody"))
+
+
+@ON_SQLITE
+@pytest.mark.parametrize("named", ["state directory", "URL", "nothing"])
+def test_no_database_is_made_by_accident(
+    operator: Operator, named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A key in a database that no server uses is refused by the server, and nobody would know why."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    elsewhere = tmp_path / "elsewhere"
+    where = {
+        "state directory": ["--state-dir", str(elsewhere)],
+        "URL": ["--database-url", f"sqlite:///{elsewhere}/skyrl.db"],
+        "nothing": [],
+    }[named]
+    done = CliRunner().invoke(app, ["keys", "create", *where])
+    told = refusal(done)
+    assert told.startswith("there is no database ")
+    assert "--config, --state-dir or --database-url" in told
+    assert "--make-database" in told
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_commands_say_which_database_they_have_written_to(operator: Operator) -> None:
+    made = operator.run("create", "--make-database")
+    place = str(operator.state_dir / "skyrl.db") if KIND == "sqlite" else "postgresql"
+    assert f"in the database {place}" in made.stderr
+    assert "skyrl:skyrl@" not in made.stderr
+    key_id = made.stdout[4:16]
+    assert f"key {key_id} is revoked in the database {place}" in operator.run("revoke", key_id).stderr
 
 
 def test_other_versions_databases_are_left_alone(operator: Operator) -> None:

@@ -11,6 +11,7 @@ from alembic.autogenerate import compare_metadata
 from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from sqlalchemy import inspect, text
+from sqlalchemy.exc import IntegrityError
 from sqlmodel import SQLModel
 
 from alembic import command
@@ -146,6 +147,25 @@ def test_paths_of_adapters_become_relative_and_open_sampling_sessions_begin_to_b
     command.downgrade(_config(database.url), "0005")
     assert ask("SELECT status FROM sampling_sessions ORDER BY id")[:3] == ["closed", "closed", "active"]
     assert ask("SELECT adapter_path FROM sampling_sessions ORDER BY id") == kept
+
+
+def test_second_copy_under_one_key_stays_but_the_first_one_has_the_key(database: Database) -> None:
+    command.upgrade(_config(database.url), "0005")
+    columns = "tenant, model_id, kind, name, copy_key, base_model, lora_rank, lora_alpha, seed, train_attn, train_mlp"
+    columns += ", train_unembed, size_bytes, public, created_at"
+    for name, key in (("a", "'k'"), ("b", "NULL"), ("c", "'k'"), ("d", "'other'"), ("e", "NULL"), ("f", "'k'")):
+        values = f"'t', 's1:train:0', 'weights', '{name}', {key}, 'tiny', 8, 32, 1, true, true, true, 5, false, 1"
+        database.write(lambda c, sql=f"INSERT INTO checkpoints ({columns}) VALUES ({values})": c.execute(text(sql)))
+    migrate(database)
+    kept = "SELECT name, copy_key FROM checkpoints ORDER BY name"
+    expected = [("a", "k"), ("b", None), ("c", None), ("d", "other"), ("e", None), ("f", None)]
+    assert database.read(lambda c: [tuple(row) for row in c.execute(text(kept))]) == expected
+    copied = columns.replace("name", "'z'")
+    again = f"INSERT INTO checkpoints ({columns}) SELECT {copied} FROM checkpoints WHERE name = 'a'"
+    with pytest.raises(IntegrityError):
+        database.write(lambda c: c.execute(text(again)))
+    command.downgrade(_config(database.url), "0005")
+    assert database.read(lambda c: [tuple(row) for row in c.execute(text(kept))]) == expected
 
 
 @ON_BOTH

@@ -12,6 +12,7 @@ from sqlalchemy import insert
 from typer.testing import CliRunner, Result
 
 from skyrl.cli.main import app
+from skyrl.database_url import shown_url
 from skyrl.db import keys, quotas
 from skyrl.db.checkpoints import checkpoints
 from skyrl.db.database import Database
@@ -54,6 +55,11 @@ class Operator:
         return {line[0]: line[1:] for line in lines}
 
     @property
+    def place(self) -> str:
+        """The database, as commands name it."""
+        return str(self.database.file or shown_url(self.database.url))
+
+    @property
     def exceptions(self) -> Any:
         return self.database.read(quotas.exceptions).get(self.tenant)
 
@@ -85,7 +91,11 @@ def test_exceptions_are_made_changed_and_ended(operator: Operator) -> None:
     assert operator.exceptions == (None, -1, None, 2**40)
     operator.done("clear", operator.tenant)
     assert operator.exceptions is None
-    assert refusal(operator.run("clear", operator.tenant)) == f"{operator.tenant} has no quotas of its own"
+    told = refusal(operator.run("clear", operator.tenant))
+    assert told.startswith(f"{operator.tenant} has no quotas of its own in the database ")
+    assert told.endswith(operator.place)
+    done = operator.run("set", operator.tenant, "--models", "3")
+    assert done.stderr.endswith(f"{operator.place}\n"), "which database was written to"
 
 
 def test_list_tells_what_is_used_of_what_may_be(operator: Operator) -> None:
@@ -145,6 +155,6 @@ def test_bad_numbers_are_one_line_and_change_nothing(operator: Operator, argumen
 
 def test_tenants_that_are_not_there_are_refused(operator: Operator) -> None:
     assert "is not a tenant as" in refusal(operator.run("set", "team-a", "--models", "1"))
-    assert (
-        refusal(operator.run("set", "0" * 32, "--models", "1")) == f"{'0' * 32} has no key, session or checkpoint here"
-    )
+    told = refusal(operator.run("set", "0" * 32, "--models", "1"))
+    assert told.startswith(f"{'0' * 32} has no key, session or checkpoint in the database ")
+    assert told.endswith(operator.place)

@@ -1,0 +1,62 @@
+"""Log lines that clients cause: a few for each cause, however often it comes.
+
+Knows causes and lines; does not know what they are about.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+
+INTERVAL_S = 10.0
+"""One line for each cause in this time; what is left out is counted in that cause's next line."""
+MAX_LINES = 100
+"""Lines of all causes in INTERVAL_S."""
+MAX_CAUSES = 2_000
+"""Causes that are remembered; beyond, the one that was heard of longest ago is forgotten."""
+MAX_TEXT = 300
+"""Characters of a text that a client may have written parts of."""
+
+
+def plain(text: str) -> str:
+    """One printable line of bounded length, whatever a client has sent."""
+    cut = text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]}... ({len(text)} characters)"
+    return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in cut)
+
+
+class LimitedLog:
+    """Writes to `logger`. `clock` tells seconds."""
+
+    def __init__(self, logger: logging.Logger, clock: Callable[[], float] = time.monotonic) -> None:
+        self._logger = logger
+        self._clock = clock
+        self._causes: OrderedDict[Hashable, tuple[float, int]] = OrderedDict()
+        """When each cause had its last line, and how often it came since without one."""
+        self._window = (clock(), 0)
+        """When the current INTERVAL_S began, and its lines."""
+        self._left_out = 0
+
+    def say(self, level: int, cause: Hashable, line: str) -> None:
+        """Log `line`, unless its cause had a line a moment ago or there were too many lines of all causes."""
+        now = self._clock()
+        last, missed = self._causes.pop(cause, (None, 0))
+        if last is not None and now - last < INTERVAL_S:
+            self._causes[cause] = (last, missed + 1)
+            return
+        self._causes[cause] = (now, 0)
+        while len(self._causes) > MAX_CAUSES:
+            self._causes.popitem(last=False)
+        if now - self._window[0] >= INTERVAL_S:
+            self._window = (now, 0)
+            if self._left_out:
+                self._logger.warning("%d lines about other requests were left out", self._left_out)
+                self._left_out = 0
+        began, lines = self._window
+        if lines >= MAX_LINES:
+            self._left_out += 1 + missed
+            return
+        self._window = (began, lines + 1)
+        more = f" (and {missed} more like it since the last line)" if missed else ""
+        self._logger.log(level, "%s%s", line, more)

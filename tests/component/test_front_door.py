@@ -1,0 +1,179 @@
+"""What somebody finds who does not know the server yet: its root, paths that do not exist, and whether it is ready."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import httpx
+import pytest
+from api_harness import BASE, Api, Serve, session_of
+from fake_upstream import FakeUpstream
+from sqlalchemy import insert, select
+
+from skyrl import __version__
+from skyrl.api import readiness
+from skyrl.api.readiness import Readiness
+from skyrl.db.checkpoints import checkpoints
+from skyrl.db.database import Database
+from skyrl.db.models import models
+
+
+async def test_root_says_what_this_is_and_each_path_it_names_is_there(api: Api) -> None:
+    answer = await api.http.get("/", headers={"X-API-Key": ""})
+    assert answer.status_code == 200
+    about = answer.json()
+    assert (about["name"], about["version"]) == ("skyrl", __version__)
+    assert str(api.services.config.state_dir) not in answer.text
+    for path in about["paths"].values():
+        assert (await api.http.get(path)).status_code == 200, path
+
+
+@pytest.mark.parametrize("method", ["GET", "POST"])
+async def test_base_url_that_ends_in_the_prefix_is_told_so(api: Api, method: str) -> None:
+    answer = await api.http.request(method, "/api/v1/api/v1/create_session", json={})
+    assert answer.status_code == 404
+    expected = "no such path '/api/v1/api/v1/create_session'; the base URL ends before /api/v1"
+    assert answer.json() == {"detail": expected, "field": None}
+
+
+async def test_unknown_path_is_named(api: Api) -> None:
+    for path, told in (("/healthz", "'/healthz'"), ("/v1/models", "'/v1/models'"), ("/" + "x" * 5_000, "...'")):
+        answer = await api.http.get(path)
+        assert answer.status_code == 404
+        assert answer.json()["detail"].startswith("no such path ")
+        assert answer.json()["detail"].endswith(told)
+        assert len(answer.text) < 300
+
+
+# Weights of another kind
+
+
+@pytest.mark.parametrize(
+    ("kind", "what"),
+    [
+        ("weights", "training state, saved by save_weights"),
+        ("external_weights", "an export, made by save_weights_external"),
+    ],
+)
+async def test_weights_that_cannot_be_sampled_from_are_told_from_those_that_are_not_there(
+    api: Api, database: Database, kind: str, what: str
+) -> None:
+    session = session_of(await api.sampler())
+    made = (await api.post("create_model", {"session_id": session, "model_seq_id": 0, "base_model": BASE})).json()
+    shape = database.read(lambda c: c.execute(select(models).where(models.c.id == made["model_id"])).one())
+    copied = ("tenant", "base_model", "lora_rank", "lora_alpha", "seed", "train_attn", "train_mlp", "train_unembed")
+    row: dict[str, Any] = {name: getattr(shape, name) for name in copied}
+    row |= {"model_id": shape.id, "kind": kind, "name": "a", "store_key": "g/a", "size_bytes": 1, "created_at": 1.0}
+    database.write(lambda c: c.execute(insert(checkpoints), row | {"public": False}))
+    path = f"tinker://{shape.id}/{kind}/a"
+    wanted = {"session_id": session, "sampling_session_seq_id": 5, "model_path": path}
+    answer = await api.post("create_sampling_session", wanted)
+    assert answer.status_code == 404
+    told = f"model_path: {path!r} is {what}; sample from what save_weights_for_sampler saved"
+    assert answer.json() == {"detail": told, "field": "model_path"}
+    stranger = {"session_id": session_of(await api.sampler(**{"X-API-Key": "tml-two"}))} | {
+        name: wanted[name] for name in ("sampling_session_seq_id", "model_path")
+    }
+    answer = await api.post("create_sampling_session", stranger, **{"X-API-Key": "tml-two"})
+    assert answer.json()["detail"] == f"model_path: no sampler weights {path!r}", "nobody else learns that it is there"
+
+
+async def test_directory_of_the_model_is_a_name_of_it(serve: Serve, tmp_path: Any) -> None:
+    """An SDK loads a sampling client's tokenizer by the name that it was made with: this one needs no model hub."""
+    async with serve(served_model_names=("tiny",)) as api:
+        session = session_of(await _named(api, "tiny"))
+        made = await api.post("create_model", {"session_id": session, "model_seq_id": 0, "base_model": "tiny"})
+        info = await api.post("get_info", {"model_id": made.json()["model_id"]})
+        name = api.services.config.base_model_path
+        wanted = {"session_id": session, "sampling_session_seq_id": 8, "base_model": name}
+        assert (await api.post("create_sampling_session", wanted)).status_code == 200
+        assert info.status_code == 200
+
+
+async def _named(api: Api, name: str) -> str:
+    session = (await api.post("create_session", {})).json()["session_id"]
+    wanted = {"session_id": session, "sampling_session_seq_id": 0, "base_model": name}
+    return (await api.post("create_sampling_session", wanted)).json()["sampling_session_id"]
+
+
+# Readiness
+
+
+async def flood(api: Api, count: int) -> list[httpx.Response]:
+    return await asyncio.gather(*(api.http.get("/readyz", headers={"X-API-Key": ""}) for _ in range(count)))
+
+
+async def test_flood_of_probes_reads_the_database_once(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    reads = 0
+    read, reading, go = api.services.watch._read, asyncio.Event(), asyncio.Event()
+
+    async def slow() -> Any:
+        nonlocal reads
+        reads += 1
+        reading.set()
+        await go.wait()
+        return await read()
+
+    monkeypatch.setattr(api.services.watch, "_read", slow)
+    monkeypatch.setattr(readiness, "FRESH_S", 3600.0)
+    answers = asyncio.create_task(flood(api, 500))
+    await reading.wait()
+    background = reads
+    go.set()
+    assert {answer.status_code for answer in await answers} == {200}
+    await flood(api, 100)
+    assert reads <= background + 1, "500 at once and 100 later: one reading, and at most one of the background's"
+
+
+async def test_flood_of_probes_asks_another_server_once(
+    serve: Serve, upstream: FakeUpstream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(readiness, "FRESH_S", 3600.0)
+    async with serve(external_inference_url=upstream.url) as api:
+        probe = api.services.client.probe if api.services.client is not None else None
+        assert probe is not None
+        asked = 0
+
+        async def counted() -> str | None:
+            nonlocal asked
+            asked += 1
+            return await probe()
+
+        monkeypatch.setattr(api.services.client, "probe", counted)
+        assert len({answer.text for answer in await flood(api, 200)}) == 1
+        await flood(api, 50)
+        assert asked == 1
+
+
+async def test_readiness_is_found_again_after_a_second_and_after_a_failure() -> None:
+    now, found = 0.0, [["starting"], OSError("away"), []]
+
+    async def find() -> list[str]:
+        one = found.pop(0)
+        if isinstance(one, Exception):
+            raise one
+        return one
+
+    watched = Readiness(find, lambda: now)
+    assert await watched.now() == await watched.now() == ["starting"]
+    now = 1.0
+    waiting = await asyncio.gather(*(watched.now() for _ in range(3)), return_exceptions=True)
+    assert [str(one) for one in waiting] == ["away"] * 3
+    assert await watched.now() == []
+
+
+async def test_caller_that_goes_away_stops_nobody_elses_look() -> None:
+    go = asyncio.Event()
+
+    async def find() -> list[str]:
+        await go.wait()
+        return ["found"]
+
+    watched = Readiness(find)
+    first, second = asyncio.create_task(watched.now()), asyncio.create_task(watched.now())
+    await asyncio.sleep(0)
+    first.cancel()
+    await asyncio.sleep(0)
+    go.set()
+    assert await second == ["found"]
