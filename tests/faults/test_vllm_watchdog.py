@@ -88,6 +88,8 @@ class Process:
     def log_tail(self, lines: int = 20) -> str:
         return ""
 
+    def give_up(self) -> None: ...
+
     async def supervised(self) -> None:
         await asyncio.Event().wait()
 
