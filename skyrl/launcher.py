@@ -107,7 +107,7 @@ def _python(module: str) -> list[str]:
     return [sys.executable, "-m", module]
 
 
-class ServerFailed(RuntimeError):
+class ServerEnded(RuntimeError):
     """Something that must run as long as the server has ended by itself. The server was stopped in order."""
 
 
@@ -131,7 +131,7 @@ class Launcher:
         """Serve until `stop`; returns when no process of this server is left.
 
         Raises ConfigError (port, database, options of vLLM), StartupError when the server can never become ready, and
-        ServerFailed; also then no process is left.
+        ServerEnded; also then no process is left.
         """
         config = self._config
         with ExitStack() as held:
@@ -195,6 +195,8 @@ class Launcher:
         finally:
             announcing.cancel()
             await asyncio.gather(announcing, return_exceptions=True)
+            if not self._hopeless.cancel():  # from now on nobody asks why a process ends
+                self._hopeless.exception()
             logger.info("stopping; this takes at most %.0f s", API_GRACE_S + ENGINE_GRACE_S + INFERENCE_GRACE_S)
             await asyncio.gather(*(_in_order(api.name, api.stop(API_GRACE_S)) for api in apis))
             for opened in sockets:
@@ -221,14 +223,14 @@ class Launcher:
     async def _until_over(
         self, stop: asyncio.Event, announcing: asyncio.Task[None], watching: dict[asyncio.Task[None], str]
     ) -> None:
-        """Return when `stop` is set. Raises StartupError, and ServerFailed when one of `watching` ends by itself."""
+        """Return when `stop` is set. Raises StartupError, and ServerEnded when one of `watching` ends by itself."""
         stopping = asyncio.create_task(stop.wait())
         ends: set[asyncio.Future[Any]] = {stopping, self._hopeless, *watching}
         try:
             done, _ = await asyncio.wait({*ends, announcing}, return_when=asyncio.FIRST_COMPLETED)
             if done == {announcing}:
                 if (failure := announcing.exception()) is not None:
-                    raise ServerFailed(f"waiting until the server is ready has failed: {failure}") from failure
+                    raise ServerEnded(f"waiting until the server is ready has failed: {failure}") from failure
                 done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         finally:
             stopping.cancel()
@@ -238,7 +240,7 @@ class Launcher:
             await self._hopeless
         ended = next(task for task in watching if task in done)
         failure = ended.exception()
-        raise ServerFailed(f"{watching[ended]} has ended, without which no server is to run: {failure or 'see above'}")
+        raise ServerEnded(f"{watching[ended]} has ended, without which no server is to run: {failure or 'see above'}")
 
     def _inference_ended(self, code: int) -> None:
         assert self._inference is not None
@@ -247,16 +249,17 @@ class Launcher:
             named = options_named(self._config, cause.sentence)
             said = f"{named}: vLLM refuses it: {cause.sentence}" if named else f"vLLM cannot start: {cause.sentence}"
             cause = Cause(said, cause.final)
-        self._ended("vllm", code, cause, self._inference.log_tail)
+        self._ended("vllm", code, cause, self._inference)
 
-    def _ended(self, name: str, code: int, cause: Cause | None, log_tail: Callable[[int], str]) -> None:
+    def _ended(self, name: str, code: int, cause: Cause | None, process: SupervisedProcess | ServerHandle) -> None:
         """A process has ended by itself. One that can never start ends the server, unless it was ready before."""
         if self._ready:
             return
-        last_line = log_tail(1) or f"it ended with {code}"
+        last_line = process.log_tail(1) or f"it ended with {code}"
         self._last_words[name] = cause.sentence if cause is not None else last_line[:LONGEST_WORDS]
         if self._starts.hopeless(name, cause) and not self._hopeless.done():
-            end = "\n".join(line[:LONGEST_WORDS] for line in log_tail(SHOWN_LINES).splitlines())
+            process.give_up()
+            end = "\n".join(line[:LONGEST_WORDS] for line in process.log_tail(SHOWN_LINES).splitlines())
             log = self._logs / f"{name}.log"
             self._hopeless.set_exception(StartupError(self._last_words[name], str(log), end))
 
@@ -278,7 +281,7 @@ class Launcher:
     ) -> SupervisedProcess:
         def ended(code: int) -> None:
             restore()
-            self._ended(name, code, cause_of_own(code, process.log_tail(TAIL_LINES)), process.log_tail)
+            self._ended(name, code, cause_of_own(code, process.log_tail(TAIL_LINES)), process)
 
         log = self._logs / f"{name}.log"
         process = SupervisedProcess(name, _python(module), environment, log, on_exit=ended, pass_fds=pass_fds)
@@ -353,7 +356,7 @@ def serve(config: ServerConfig) -> None:
     """Run a server in the foreground until SIGTERM, SIGINT or SIGHUP.
 
     Raises ConfigError (base model, port, state directory, options of vLLM), SchemaError (a database from a newer
-    version), StartupError (a process can never start) and ServerFailed.
+    version), StartupError (a process can never start) and ServerEnded.
     """
     set_up_process(config)
     found = check(config)

@@ -47,6 +47,8 @@ def stages(names: Sequence[str], reasons: Sequence[str] | None, running_s: Mappi
             doing[name] = f"starting ({running_s[name]:.0f} s)"
         else:
             doing[name] = f"{reason} ({running_s[name]:.0f} s)"
+    if "vllm" not in names and "sampling" in told:  # somebody else's inference server
+        doing["inference server"] = told["sampling"]
     return doing
 
 

@@ -134,6 +134,10 @@ class SupervisedProcess:
                 _kill_group(self.pid)
             grace_s = KILL_AGAIN_S
 
+    def give_up(self) -> None:
+        """Do not start the child again; one that runs goes on. `stop` is still to be called."""
+        self._stopping.set()
+
     def kill(self, pid: int) -> bool:
         """SIGKILL to the child's group if the child is still the process `pid`: `run` then starts it again.
 

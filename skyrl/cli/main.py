@@ -111,7 +111,7 @@ def serve(
         "log_level": log_level,
     }
     from skyrl.db.migrate import SchemaError
-    from skyrl.launcher import ServerFailed
+    from skyrl.launcher import ServerEnded
     from skyrl.launcher import serve as launch
     from skyrl.startup import StartupError
 
@@ -123,7 +123,7 @@ def serve(
     except StartupError as error:
         typer.echo(f"skyrl serve: {error}\n\nthe end of {error.log}:\n{error.log_end}", err=True)
         raise typer.Exit(2) from error
-    except ServerFailed as error:
+    except ServerEnded as error:
         typer.echo(f"skyrl serve: {error}", err=True)
         raise typer.Exit(1) from error
 

@@ -59,6 +59,10 @@ class ServerHandle(Protocol):
         """End the server at once if it is still the process `pid`; says whether it was."""
         ...
 
+    def give_up(self) -> None:
+        """Do not start the server again when it ends."""
+        ...
+
     async def supervised(self) -> None:
         """Return, or raise, when nobody would start the server again any more."""
         ...
@@ -102,6 +106,9 @@ class LocalServer:
 
     def kill(self, pid: int) -> bool:
         return self.process.kill(pid)
+
+    def give_up(self) -> None:
+        self.process.give_up()
 
     async def supervised(self) -> None:
         await asyncio.shield(self.supervision)

@@ -43,8 +43,7 @@ def test_a_model_that_the_engine_cannot_train(tmp_path: Path) -> None:
     assert f"\nthe end of {tmp_path}/state/logs/engine.log:\n" in done.stderr
     assert "Traceback" not in done.stderr
     assert " stopped\n" in done.stderr
-    log = (tmp_path / "state" / "logs" / "engine.log").read_text()
-    assert log.count("engine: start") <= 2
+    assert (tmp_path / "state" / "logs" / "engine.log").read_text().count("engine: start") == 1
 
 
 @pytest.mark.vllm

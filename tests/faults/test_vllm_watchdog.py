@@ -88,6 +88,8 @@ class Process:
     def log_tail(self, lines: int = 20) -> str:
         return ""
 
+    def give_up(self) -> None: ...
+
     async def supervised(self) -> None:
         await asyncio.Event().wait()
 
@@ -173,3 +175,11 @@ async def test_the_successor_of_a_server_that_hung_is_not_killed_in_its_place() 
         process.restarts = 1
         await until(lambda: upstream.asked["health"] > 5)
         assert not process.killed.is_set()
+
+
+async def test_a_server_without_development_endpoints_does_not_sleep() -> None:
+    upstream = Upstream(is_sleeping=lambda _: 404)
+    async with upstream.running():
+        client = VllmClient(upstream.url, "key")
+        assert not await client.is_sleeping()
+        await client.close()

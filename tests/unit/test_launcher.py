@@ -14,7 +14,7 @@ import pytest
 from skyrl import launcher
 from skyrl.config import ServerConfig, load_config
 from skyrl.inference.placement import free_port
-from skyrl.launcher import Launcher, ServerFailed
+from skyrl.launcher import Launcher, ServerEnded
 from skyrl.preflight import Findings
 from skyrl.startup import CANNOT_START, MARK, MAY_START, StartupError
 from skyrl.supervision import SupervisedProcess
@@ -139,7 +139,7 @@ async def test_a_supervisor_that_ends_by_itself_ends_the_server_in_order(
         raise ValueError("a bug")
 
     monkeypatch.setattr(SupervisedProcess, "run", broken)
-    with pytest.raises(ServerFailed, match="^supervising api has ended, .*: a bug"):
+    with pytest.raises(ServerEnded, match="^supervising api has ended, .*: a bug"):
         await asyncio.wait_for(run(ENGINE, asyncio.Event()), WAIT_S)
     assert "told to stop" in log_of(config, "engine")
 

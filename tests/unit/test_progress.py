@@ -53,6 +53,14 @@ def test_each_process_is_told_by_what_it_does() -> None:
     }
 
 
+def test_somebody_elses_inference_server_is_told_as_such() -> None:
+    reasons = ["sampling: the inference server cannot be reached"]
+    assert stages(["api"], reasons, {"api": 1.0}) == {
+        "api": "ready",
+        "inference server": "the inference server cannot be reached",
+    }
+
+
 def test_elsewhere_than_on_a_terminal_a_stage_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     stream = io.StringIO()
     with caplog.at_level(logging.INFO):

@@ -230,3 +230,20 @@ def test_temporary_files_go_to_the_given_directory_and_what_is_compiled_stays(
     assert directory not in Path(on_gpu["TORCHINDUCTOR_CACHE_DIR"]).parents
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/chosen")
     assert vllm_spec(config, 1, "k", cuda=True, directory=directory).env["TORCHINDUCTOR_CACHE_DIR"] == "/chosen"
+
+
+def test_a_version_that_is_not_tested_gets_no_development_endpoints(model: Path) -> None:
+    config = config_of(model)
+    assert vllm_spec(config, 1, "k", cuda=True).env["VLLM_SERVER_DEV_MODE"] == "1"
+    assert "VLLM_SERVER_DEV_MODE" not in vllm_spec(config, 1, "k", cuda=True, tested=False).env
+
+
+def test_a_hub_model_from_the_cache_is_not_looked_up_again() -> None:
+    server = vllm_spec(config_of("some/hub-model"), 1, "k", cuda=False, offline=True)
+    assert server.env["HF_HUB_OFFLINE"] == server.env["TRANSFORMERS_OFFLINE"] == "1"
+
+
+def test_progress_bars_stay_out_of_the_log(model: Path) -> None:
+    server = spec(model)
+    assert option(server, "no-use-tqdm-on-load") == []
+    assert server.env["TQDM_DISABLE"] == server.env["HF_HUB_DISABLE_PROGRESS_BARS"] == "1"
