@@ -224,11 +224,6 @@ class _TurnByTurn(Engine):
         await super()._turn()
         self._in_turn = False
 
-    async def _snapshot_overdue(self) -> None:
-        self._in_turn = True
-        await super()._snapshot_overdue()
-        self._in_turn = False
-
     @property
     def idle(self) -> bool:
         """Whether it waits: to be let go, or for a ring."""

@@ -14,11 +14,9 @@ import shutil
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
-from unittest import mock
 
 import pytest
 from engine_harness import Models, until
@@ -44,7 +42,6 @@ from skyrl.db.models import Adapter, Model, models
 from skyrl.db.sessions import Session, Sessions
 from skyrl.db.writer import GroupCommitWriter
 from skyrl.engine import loop as engine_loop
-from skyrl.engine import recovery
 from skyrl.engine.deaths import POISON
 from skyrl.engine.recovery import SKIPPED
 from skyrl.futures.doorbell import SESSIONS
@@ -166,7 +163,6 @@ class CommandLog(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.home = tempfile.TemporaryDirectory(prefix="skyrl-log-")
-        self.patches = ExitStack()
         self.loop = asyncio.new_event_loop()
         self.looking: set[asyncio.Task[Any]] = set()
         self.read: dict[str, Outcome] = {}
@@ -180,15 +176,8 @@ class CommandLog(RuleBasedStateMachine):
 
     # Beginning and end
 
-    @initialize(
-        count=st.integers(1, 3),
-        merges=st.booleans(),
-        snapshots=st.sampled_from([NEVER_S, ALWAYS_S]),
-        overdue=st.sampled_from([recovery.OVERDUE_S, 0.0]),
-    )
-    def begin(self, count: int, merges: bool, snapshots: float, overdue: float) -> None:
-        """Snapshots: none but of loads, after every step, or after every step and between all turns."""
-        self.patches.enter_context(mock.patch.object(recovery, "OVERDUE_S", overdue))
+    @initialize(count=st.integers(1, 3), merges=st.booleans(), snapshots=st.sampled_from([NEVER_S, ALWAYS_S]))
+    def begin(self, count: int, merges: bool, snapshots: float) -> None:
         state_dir = Path(self.home.name)
         self.config = ServerConfig(  # pyright: ignore[reportCallIssue]
             state_dir=state_dir, database_url=self.new_url(state_dir), snapshot_interval_s=snapshots
@@ -226,7 +215,6 @@ class CommandLog(RuleBasedStateMachine):
             self.loop.run_until_complete(self.loop.shutdown_default_executor())
             self.loop.close()
             self.home.cleanup()
-            self.patches.close()
 
     async def end(self) -> None:
         try:

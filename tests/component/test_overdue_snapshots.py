@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_harness import NEVER_S, Harness, Trainer, data, files_in, harness_in, until
+from engine_harness import NEVER_S, Harness, Killed, Trainer, data, files_in, harness_in, until
 from sqlalchemy import select
 
 from skyrl.db import futures as rows
@@ -205,3 +205,41 @@ async def test_a_closed_or_failed_model_has_no_snapshot(harness: Harness, caplog
     await until(lambda: not harness.snapshots.overdue())
     await until(lambda: snapshots(harness, closed.model_id) == snapshots(harness, failed.model_id) == [])
     assert "has no snapshot" not in caplog.text
+
+
+@pytest.mark.parametrize("changed", [True, False], ids=["written", "linked"])
+@pytest.mark.parametrize("point", ["in the files", "before the commit", "after the commit"])
+async def test_a_death_in_the_middle_of_a_snapshot_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: str, changed: bool
+) -> None:
+    async with harness_in(tmp_path / "state", snapshot_interval_s=NEVER_S) as harness:
+        await harness.start()
+        trainer = await Trainer.create(harness)
+        await trainer.step(1)
+        await harness.engine.on_backend(lambda: harness.snapshots.take(trainer.model_id, trainer.seq_id + 1))
+        if changed:
+            await trainer.result(await trainer.forward_backward(2))
+        await forward(trainer, 3)
+        before = await trainer.state()
+        write = harness.engine_database.write
+
+        def die(*_: Any, **__: Any) -> None:
+            raise Killed
+
+        def write_and_die(*given: Any, **options: Any) -> None:
+            write(*given, **options)
+            raise Killed
+
+        with monkeypatch.context() as patched:
+            if point == "in the files":
+                patched.setattr(harness.backend, "save_state", die)
+                patched.setattr(recovery, "link_files", die)
+            else:
+                patched.setattr(harness.engine_database, "write", die if "before" in point else write_and_die)
+            with pytest.raises(Killed):
+                await harness.engine.on_backend(lambda: harness.snapshots.take(trainer.model_id, trainer.seq_id + 1))
+        forget_all(harness)
+        await harness.stop()
+        await harness.start()
+        assert await trainer.state() == before
+        assert (await trainer.step(4))["optimizer_step"] == 2

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from engine_harness import Trainer, data, harness_in, until
 from sqlalchemy import func, insert, select, update
 
 from skyrl.adapters import adapter_directory
@@ -25,6 +26,7 @@ from skyrl.db.samplers import Sampler, add_sampler
 from skyrl.db.sessions import sessions
 from skyrl.db.writer import GroupCommitWriter
 from skyrl.engine.reclaim import FileSweeper, end_sessions
+from skyrl.futures.kinds import Kind
 from skyrl.storage.directories import safe_name
 from skyrl.storage.registry import open_store
 from skyrl.wire.paths import adapter_name_of
@@ -159,3 +161,44 @@ async def test_a_week_keeps_the_database_and_the_directories_small(server: Serve
     await server.sweep()
     assert server.requests() == 0
     assert server.files_under(server.config.adapters_dir) == server.files_under(server.config.checkpoints_dir) == 0
+
+
+PASSES, ROUND_S = 3, 12 * HOUR_S
+"""Forward passes in a round of a living model, and how often there is one."""
+
+
+@ON_SQLITE
+async def test_a_model_that_only_runs_forward_passes_for_a_week_stays_small(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A teacher or a reference model: it never steps and never ends. Engine, loop and backend are the real ones."""
+    clock, ahead = Clock(), 0.0
+    monotonic = time.monotonic
+    async with harness_in(tmp_path / "state", snapshot_interval_s=30.0) as harness:
+        await harness.start()
+        teacher = await Trainer.create(harness)
+        await teacher.step(1)
+        retention = Retention(harness.database, harness.writer, harness.config.result_retention_s)
+        count = select(func.count()).select_from(rows.futures)
+        small, asked = 0, {"data": data(0, 100), "loss_fn": "cross_entropy"}
+        with monkeypatch.context() as patched:
+            patched.setattr(time, "monotonic", lambda: monotonic() + ahead)
+            patched.setattr(time, "time", clock)
+            for _ in range(14):
+                for request_id in [await teacher.send(Kind.FORWARD, forward_input=asked) for _ in range(PASSES)]:
+                    await teacher.result(request_id)
+                ahead += ROUND_S
+                clock.now += ROUND_S
+                harness.engine.ring()
+                await until(lambda: harness.model_row(teacher.model_id).next_seq == teacher.seq_id + 1)
+                await retention.sweep()
+                await retention.shorten_log()
+                assert harness.database.read(lambda c: c.execute(count).scalar_one()) <= 2 * PASSES, "the last day's"
+                small = small or file_bytes(harness.database)
+        files = [path.name for path in harness.snapshots.path(teacher.model_id, 0).parent.iterdir()]
+        assert files == [str(teacher.seq_id + 1)]
+        assert file_bytes(harness.database) <= 1.5 * small
+        before = await teacher.result(await teacher.send(Kind.FORWARD, forward_input=asked))
+        await harness.stop()
+        await harness.start()
+        assert await teacher.result(await teacher.send(Kind.FORWARD, forward_input=asked)) == before
