@@ -140,7 +140,7 @@ class Launcher:
             await asyncio.to_thread(migrate, database)
             name, watching = server_id(config.state_dir), dict[asyncio.Task[None], str]()
             if config.backend != "none":
-                await asyncio.to_thread(claim_store, config, database)
+                await asyncio.to_thread(claim_store, config, database, name)
                 claim = TrainingClaim(database, name)
                 await claim.take()
                 held.callback(claim.release)

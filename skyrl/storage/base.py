@@ -76,8 +76,8 @@ class CheckpointStore(Protocol):
         """Remove what writers and deleters left that died before that time (seconds since the epoch)."""
         ...
 
-    def claim(self, owner: str) -> str:
-        """Who this store belongs to: `owner`, if it had none."""
+    def claim(self, owner: str, instead_of: str | None = None) -> str:
+        """Who this store belongs to: `owner`, if it had none, or was `instead_of`'s."""
         ...
 
 

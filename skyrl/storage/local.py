@@ -72,10 +72,12 @@ class LocalStore:
                     if is_scratch(path) and path.stat().st_mtime < before:
                         remove(path)
 
-    def claim(self, owner: str) -> str:
-        self._root.mkdir(parents=True, exist_ok=True)
+    def claim(self, owner: str, instead_of: str | None = None) -> str:
         file = self._root / OWNER
         try:
+            self._root.mkdir(parents=True, exist_ok=True)
+            if instead_of is not None and file.exists() and file.read_text() == instead_of:
+                file.unlink()
             with file.open("x") as stream:
                 stream.write(owner)
                 stream.flush()

@@ -139,12 +139,15 @@ class ObjectStore:
             if not whole and newest < end:
                 self.delete(key)
 
-    def claim(self, owner: str) -> str:
+    def claim(self, owner: str, instead_of: str | None = None) -> str:
         with self._explained():
             try:
-                return bytes(obstore.get(self._store, OWNER).bytes()).decode()
+                there = bytes(obstore.get(self._store, OWNER).bytes()).decode()
             except FileNotFoundError:
-                obstore.put(self._store, OWNER, owner.encode())
+                there = None
+            if there is not None and there != instead_of:
+                return there
+            obstore.put(self._store, OWNER, owner.encode())
         return owner
 
     def _listed(self) -> dict[str, tuple[float, bool]]:

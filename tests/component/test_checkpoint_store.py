@@ -7,23 +7,25 @@ import contextlib
 import shutil
 import threading
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 from checkpoint_world import ADAPTER, World, at, world_in
 from engine_harness import Trainer, files_in, harness_in, until
-from sqlalchemy import update
+from sqlalchemy import select, update
 
 from skyrl.config import ConfigError, load_config
 from skyrl.db.checkpoints import checkpoints
 from skyrl.db.database import Database
 from skyrl.db.migrate import migrate
-from skyrl.db.stores import claim_store
+from skyrl.db.stores import claim_store, stores
 from skyrl.engine import reclaim
 from skyrl.engine.adoption import adopt_adapters
 from skyrl.futures.kinds import Kind
-from skyrl.storage.base import StoreError
+from skyrl.storage.base import OWNER, StoreError
+from tests.postgres_server import ON_SQLITE, PostgresServer
 
 
 async def test_checkpoint_on_s3_outlives_the_state_directory_to_the_last_bit(
@@ -236,19 +238,65 @@ def test_store_belongs_to_one_database(tmp_path: Path, on_s3: dict[str, Any]) ->
             migrate(database)
             databases.append((config, database))
         (one, first), (two, second) = databases
-        claim_store(one, first)
-        claim_store(one, first)
+        claim_store(one, first, "server-1")
+        claim_store(one, first, "server-1")
         with pytest.raises(ConfigError, match="checkpoint_store: .* belongs to another server's database"):
-            claim_store(two, second)
-        claim_store(load_config({"state_dir": tmp_path / "2"}), second)
+            claim_store(two, second, "server-2")
+        claim_store(load_config({"state_dir": tmp_path / "2"}), second, "server-2")
         for _, database in databases:
             database.close()
     gone = load_config({"state_dir": tmp_path / "3", **on_s3, "checkpoint_store": "s3://no-such-bucket"})
     database = Database(gone.database)
     migrate(database)
     with pytest.raises(ConfigError, match="^checkpoint_store: there is no bucket 'no-such-bucket' at http://[^ ]*$"):
-        claim_store(gone, database)
+        claim_store(gone, database, "server-3")
     database.close()
+
+
+@ON_SQLITE
+@pytest.mark.parametrize("kind", ["s3", "file"])
+def test_store_is_not_served_to_a_copy_of_its_database(tmp_path: Path, on_s3: dict[str, Any], kind: str) -> None:
+    """The copy would delete what the original has stored since as nobody's."""
+    store = on_s3 if kind == "s3" else {"checkpoint_store": f"file://{tmp_path}/shared"}
+    config = load_config({"state_dir": tmp_path / "live", "database_url": f"sqlite:///{tmp_path}/live.db", **store})
+    with closing(Database(config.database)) as database:
+        migrate(database)
+        claim_store(config, database, "live")
+    shutil.copy(tmp_path / "live.db", tmp_path / "copy.db")
+    with closing(Database(f"sqlite:///{tmp_path}/copy.db")) as copy:
+        with pytest.raises(ConfigError, match=r"checkpoint_store: .* another copy of this database \(live; this"):
+            claim_store(config, copy, "restored")
+        claim_store(config, copy, "live")
+        claim_store(load_config({"state_dir": tmp_path / "other"}), copy, "restored")
+
+
+@ON_SQLITE
+def test_store_marked_by_an_earlier_version_is_marked_anew(tmp_path: Path) -> None:
+    config = load_config({"state_dir": tmp_path / "live", "checkpoint_store": f"file://{tmp_path}/shared"})
+    with closing(Database(f"sqlite:///{tmp_path}/live.db")) as database:
+        migrate(database)
+        claim_store(config, database, "live")
+        mark = tmp_path / "shared" / OWNER
+        now = mark.read_text()
+        mark.write_text(now.partition(" ")[0])
+        claim_store(config, database, "live")
+        assert mark.read_text() == now
+
+
+def test_servers_on_one_postgresql_database_share_its_store(tmp_path: Path, postgres: PostgresServer) -> None:
+    names = [postgres.new_database() for _ in range(2)]
+    config = load_config({"state_dir": tmp_path, "checkpoint_store": f"file://{tmp_path}/shared"})
+    with closing(Database(postgres.url(names[0]))) as one, closing(Database(postgres.url(names[1]))) as restored:
+        for database in (one, restored):
+            migrate(database)
+        for server in ("first", "second"):
+            claim_store(config, one, server)
+        row = one.read(lambda c: c.execute(select(stores)).one())
+        restored.write(lambda c: c.execute(stores.insert().values(url=row.url, owner=row.owner)))
+        with pytest.raises(ConfigError, match=r"another copy of this database \(postgresql-\d+-\d+; this one is postg"):
+            claim_store(config, restored, "first")
+    for name in names:
+        postgres.drop_database(name)
 
 
 async def test_sampler_weights_from_before_the_store_are_put_there(

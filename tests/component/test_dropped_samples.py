@@ -65,7 +65,7 @@ async def test_gateway_sends_the_path_in_the_state_directory_of_the_server_that_
 
 async def test_sample_after_the_drop_is_refused_saying_so(api: Api, losing: FakeUpstream, database: Database) -> None:
     sampler = await sampler_on_adapter(api, database)
-    await api.sample(sampler, 1)
+    assert tokens(await api.result((await api.sample(sampler, 1))["request_id"])) == [[0, 1, 2]]
     drop(database, sampler)
     await api.services.samplers.forget_dropped()
     for route, body in (("asample", asked(sampler, 2)), ("join_sampling_session", {"sampling_session_id": sampler})):
@@ -82,7 +82,7 @@ async def test_process_that_has_not_heard_of_the_drop_says_the_same(
 ) -> None:
     """It was stopped for longer than the notice: the adapter is unloaded by now, and its files are gone."""
     sampler = await sampler_on_adapter(api, database)
-    await api.sample(sampler, 1)
+    assert tokens(await api.result((await api.sample(sampler, 1))["request_id"])) == [[0, 1, 2]]
     drop(database, sampler)
     losing.adapters = set()
     failed = (await api.result((await api.sample(sampler, 2))["request_id"])).json()

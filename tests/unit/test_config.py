@@ -207,6 +207,8 @@ def test_bad_backend_config_names_the_key(given: dict[str, Any], message: str) -
         ({"port": "http"}, "port: Input should be a valid integer"),
         ({"log_level": "loud"}, "log_level: Input should be 'debug', 'info', 'warning' or 'error'"),
         ({"session_timeout_s": -1}, "session_timeout_s: Input should be greater than 0"),
+        ({"unnamed_saves_idle_s": 60}, "unnamed_saves_idle_s: Input should be greater than or equal to 300"),
+        ({"adapter_dtype": "float16"}, "adapter_dtype: Input should be 'float32' or 'bfloat16'"),
         ({"api_keys": "closed"}, "api_keys: Input should be 'open' or 'managed'"),
         ({"quota_tokens_per_minute": 2**63}, "quota_tokens_per_minute: Input should be less than"),
         ({"api_processes": 2}, "configuration: api_processes=2 needs PostgreSQL, "),

@@ -171,6 +171,9 @@ def test_store_belongs_to_who_claimed_it_first(store: CheckpointStore) -> None:
     assert store.claim("one") == "one"
     assert store.claim("two") == "one"
     assert store.claim("one") == "one"
+    assert store.claim("two", instead_of="three") == "one"
+    assert store.claim("two", instead_of="one") == "two"
+    assert store.claim("one") == "two"
     assert store.stored() == []
 
 
