@@ -41,8 +41,6 @@ MAX_ABORTS = 1
 MAX_ERRORS = 1
 """Of a server that is well when it is asked: it may be the successor of the one that answered."""
 MAX_RELOADS = 2
-INLINE_ANSWER_BYTES = 256 * 2**10
-"""A larger answer is decoded on a thread: of some 30 MB it takes 0.2 s, in which the event loop would answer nobody."""
 
 
 class ForwardingClient:
@@ -275,7 +273,7 @@ class ForwardingClient:
             raise server_failure(f"{error}; {describe(answer)}") from error
 
     async def _decode(self, body: bytes, job: SampleJob, *, zero_fill: bool = False) -> completion.SampleAnswer:
-        if len(body) <= INLINE_ANSWER_BYTES:
+        if len(body) <= completion.LARGE_BYTES:
             return completion.decode_answer(body, job, zero_fill=zero_fill)
         decode = partial(completion.decode_answer, body, job, zero_fill=zero_fill)
         return await asyncio.get_running_loop().run_in_executor(self._decoder, decode)

@@ -17,6 +17,9 @@ from skyrl.wire.results import SampledSequence, SampleResult, TopkRow, encode_sa
 
 PATH = "/v1/completions"
 TOKEN_ID_PREFIX = "token_id:"
+LARGE_BYTES = 256 * 2**10
+"""An answer that is larger is decoded in pieces, and on a thread: all at once, one of 30 MB would keep the event loop
+from everything else for 0.2 s."""
 MINUS_INFINITY = -9999.0
 """What vLLM writes for it, since JSON has none."""
 
@@ -66,13 +69,21 @@ class _Usage(msgspec.Struct):
 
 
 class _Completion(msgspec.Struct):
+    choices: list[_Choice]
+    usage: _Usage | None = None
+
+
+class _InPieces(msgspec.Struct):
+    """A large completion, whose choices are decoded one by one: a decoder keeps all other threads waiting until it is
+    done."""
+
     choices: list[msgspec.Raw]
-    """Decoded one by one, so that other threads run in between: a decoder keeps them waiting until it is done."""
     usage: _Usage | None = None
 
 
 _encoder = msgspec.json.Encoder()
 _completion_decoder = msgspec.json.Decoder(_Completion)
+_pieces_decoder = msgspec.json.Decoder(_InPieces)
 _choice_decoder = msgspec.json.Decoder(_Choice)
 
 
@@ -117,8 +128,10 @@ def decode_answer(body: bytes, job: SampleJob, *, zero_fill: bool = False) -> Sa
     AbortedAnswer.
     """
     try:
-        answer = _completion_decoder.decode(body)
-        choices = [_choice_decoder.decode(choice) for choice in answer.choices]
+        answer = (_completion_decoder if len(body) <= LARGE_BYTES else _pieces_decoder).decode(body)
+        choices = [
+            _choice_decoder.decode(choice) if isinstance(choice, msgspec.Raw) else choice for choice in answer.choices
+        ]
     except (msgspec.DecodeError, ValueError) as error:
         raise MalformedAnswer(f"not a completion: {error}") from error
     expected = 1 if job.greedy else job.num_samples

@@ -7,6 +7,7 @@ import contextlib
 import ssl
 from collections.abc import AsyncIterator
 from datetime import UTC, datetime, timedelta
+from email.utils import format_datetime
 from ipaddress import ip_address
 from pathlib import Path
 
@@ -133,6 +134,23 @@ async def test_retry_after_is_told_when_it_is_a_number(transport: HttpTransport)
     said = [b"HTTP/1.1 429 No\r\nRetry-After: %s\r\nContent-Length: 0\r\n\r\n" % value for value in (b"1.5", b"Mon")]
     async with serving(Server(*said)) as server:
         assert [(await post(transport, server)).retry_after_s for _ in range(2)] == [1.5, None]
+
+
+async def test_retry_after_may_be_a_date(transport: HttpTransport) -> None:
+    dates = [format_datetime(datetime.now(UTC) + timedelta(hours=hours)).encode() for hours in (1, -1)]
+    said = [b"HTTP/1.1 503 No\r\nRetry-After: %s\r\nContent-Length: 0\r\n\r\n" % date for date in dates]
+    async with serving(Server(*said)) as server:
+        later, earlier = [(await post(transport, server)).retry_after_s for _ in range(2)]
+    assert later is not None
+    assert 3000 < later <= 3600
+    assert earlier == 0.0
+
+
+@pytest.mark.parametrize("said", [b"nan", b"inf", b"", b"-1", b"31 Feb 2020 99:99:99 GMT"])
+async def test_retry_after_that_says_nothing(transport: HttpTransport, said: bytes) -> None:
+    answer = b"HTTP/1.1 503 No\r\nRetry-After: %s\r\nContent-Length: 0\r\n\r\n" % said
+    async with serving(Server(answer)) as server:
+        assert not (await post(transport, server)).retry_after_s
 
 
 async def test_requests_at_the_same_time_have_connections_of_their_own_and_share_them_later(
