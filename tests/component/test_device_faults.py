@@ -4,7 +4,7 @@ is no fault of the device, is in test_failed_commands."""
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,7 @@ class Device:
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Device:
     """The loss importance_sampling breaks it where an advantage is 666."""
     gpu = Device()
     monkeypatch.setattr(device, "synchronize", gpu.synchronize)
@@ -50,7 +50,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
         return importance_sampling(lp, inputs, config)
 
     monkeypatch.setitem(LOSSES, "importance_sampling", Loss(breaking, ("logprobs", "advantages")))
-    yield gpu
+    return gpu
 
 
 @pytest.fixture
