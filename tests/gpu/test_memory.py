@@ -118,7 +118,7 @@ def test_a_pass_without_memory_fails_alone_and_gives_its_memory_back(bases: Path
     ok(backend.run([_train("small", 0, 16), _train("large", 0, 16)]))  # what is allocated once is there
     before = _held(backend, "large")
     wait()
-    shortage = _NoLargeTensors(40 * SEQUENCE * 256) if REHEARSAL else _memory_left(1024 * MIB)
+    shortage = _NoLargeTensors(5_000_000) if REHEARSAL else _memory_left(1024 * MIB)
     with shortage:
         small, large = backend.run([_train("small", 1, 16), _train("large", 1, *[SEQUENCE] * 48)])
     assert isinstance(small, PassResult)
