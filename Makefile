@@ -15,7 +15,7 @@ export UV_LINK_MODE ?= copy
 WORKERS ?= 2
 PYTEST = $(PY) -m pytest -n $(WORKERS) -r s
 
-.PHONY: setup demo serve test test-fast test-postgres check lint format types imports docs compat bench soak chaos fuzz audit lock proto clean
+.PHONY: setup demo serve test test-fast test-gpu gpu-wheels test-postgres check lint format types imports docs compat bench soak chaos fuzz audit lock proto clean
 
 setup: $(VENV)/.done
 
@@ -41,6 +41,19 @@ test: setup
 
 test-fast: setup
 	$(PYTEST) tests/unit tests/contract
+
+# What only a GPU can show (docs/gpu.md), with whatever Python holds a torch for that GPU: make test-gpu GPU_PY=python3
+# SKYRL_TEST_DEVICE=cpu rehearses it on a CPU.
+GPU_PY ?= $(PY)
+test-gpu:
+	$(GPU_PY) -m pytest tests/gpu
+
+# The small packages that the GPU tests need beside torch, transformers and peft, as wheels for another machine
+GPU_PYTHON ?= 3.12
+gpu-wheels:
+	python3 -m pip download --quiet --no-deps --only-binary=:all: --python-version $(GPU_PYTHON) --implementation cp \
+	  $(foreach n,28 27 17 12 5,--platform manylinux_2_$(n)_x86_64) --platform manylinux2014_x86_64 \
+	  --platform manylinux1_x86_64 -d build/gpu-wheels -r requirements/gpu-tests.txt
 
 # All but what is about SQLite, on a PostgreSQL that the tests start: make test-postgres TESTS="tests/e2e -k samples"
 test-postgres: setup

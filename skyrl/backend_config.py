@@ -58,8 +58,8 @@ class PolicyConfig(Strict):
 
 class TrainerConfig(Strict):
     """Training. `micro_batch_tokens` bounds one forward/backward pass over the base model. `merge_passes` lets passes
-    of several tenants share one (None: on CUDA only); without it a tenant's weights are the same bits whoever else
-    trains, and with it they agree up to rounding."""
+    of several tenants share one (None: on CUDA only); without it, on a CPU, a tenant's weights are the same bits
+    whoever else trains. With it, and on CUDA, they agree up to rounding."""
 
     placement: PlacementConfig = Field(default_factory=PlacementConfig)
     policy: PolicyConfig = Field(default_factory=PolicyConfig)

@@ -1,0 +1,169 @@
+"""What the GPU tests share: where they run, base models built from their configuration, backends, errors, figures."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from skyrl.backends.base import Datum, PassResult
+from skyrl.backends.fsdp import model as model_module
+from skyrl.backends.fsdp.backend import FsdpBackend
+from skyrl.config import load_config
+
+DEVICE = os.environ.get("SKYRL_TEST_DEVICE") or "cuda"
+REHEARSAL = DEVICE == "cpu"
+FIGURES: dict[str, Any] = {}
+"""What was measured, by name; the run prints it at its end, and writes it to $SKYRL_TEST_FIGURES as JSON."""
+
+_COMMON: dict[str, Any] = {
+    "model_type": "qwen3",
+    "initializer_range": 0.06,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+NUMERICS: dict[str, Any] = _COMMON | {
+    "vocab_size": 1000,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 1024,
+    "tie_word_embeddings": False,
+}
+"""Large enough for bfloat16 to round, small enough for many comparisons."""
+WINDOW: dict[str, Any] = {
+    "model_type": "qwen2",
+    "use_sliding_window": True,
+    "sliding_window": 16,
+    "layer_types": ["full_attention", "sliding_attention"] * 2,
+}
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "qwen3": NUMERICS,
+    "qwen2-window": NUMERICS | WINDOW,
+    "llama": NUMERICS | {"model_type": "llama"},
+}
+QWEN3_600M: dict[str, Any] = _COMMON | {
+    "vocab_size": 151_936,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 40_960,
+    "tie_word_embeddings": True,
+    "initializer_range": 0.02,
+}
+"""Qwen3-0.6B's shape, with random weights."""
+LARGE = QWEN3_600M if not REHEARSAL else NUMERICS | {"vocab_size": 4000, "max_position_embeddings": 40_960}
+
+
+def build(settings: dict[str, Any], directory: Path) -> str:
+    """A base model with random weights, drawn on the device; returns its directory."""
+    path = directory / f"{settings['model_type']}-{settings['hidden_size']}-{settings['vocab_size']}"
+    if not path.exists():
+        given = dict(settings)
+        config = AutoConfig.for_model(given.pop("model_type"), **given)
+        torch.manual_seed(7)
+        with torch.device(DEVICE):
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        model.save_pretrained(path)
+    return str(path)
+
+
+def backend_on(
+    path: str, *, dtype: torch.dtype = torch.bfloat16, merge: bool = False, budget: int = 4096
+) -> FsdpBackend:
+    """A backend whose base model has this dtype; on CUDA bfloat16 is what it has by itself."""
+    settings = {
+        "trainer.micro_batch_tokens": budget,
+        "trainer.merge_passes": merge,
+        "trainer.policy.model.lora.max_lora_rank": 64,
+    }
+    config = load_config({"base_model": path, "backend_config": settings})
+    if DEVICE == "cuda" and dtype is torch.bfloat16:
+        return FsdpBackend(config)
+    with patch.object(model_module, "base_dtype", lambda device: dtype):
+        return FsdpBackend(config)
+
+
+def stock(path: str, dtype: torch.dtype) -> Any:
+    """transformers' own model, with the attention that is written out in plain torch."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="eager")
+    return model.to(DEVICE).eval()
+
+
+def texts(seed: int, vocab: int, *lengths: int) -> list[Datum]:
+    """Next-token data whose every token is trained on."""
+    rng = np.random.default_rng(seed)
+    data = []
+    for length in lengths:
+        text = rng.integers(0, vocab, length + 1)
+        weights = rng.choice([1.0, 0.5], length).astype(np.float32)
+        data.append(Datum(text[:-1], {"target_tokens": text[1:], "weights": weights}))
+    return data
+
+
+def logprobs_of(model: Any, datum: Datum) -> Tensor:
+    """Of the targets, float32 [N], one sequence at a time."""
+    logits = model(input_ids=torch.from_numpy(datum.tokens).to(DEVICE)[None], use_cache=False).logits[0].float()
+    targets = torch.from_numpy(datum.loss_inputs["target_tokens"]).to(DEVICE)
+    return logits.log_softmax(-1).gather(1, targets[:, None])[:, 0]
+
+
+def ok(outcomes: Iterable[PassResult | Exception]) -> list[PassResult]:
+    results: list[PassResult] = []
+    for outcome in outcomes:
+        if isinstance(outcome, Exception):
+            raise outcome
+        results.append(outcome)
+    return results
+
+
+def flat(result: PassResult) -> Tensor:
+    return torch.from_numpy(np.concatenate([one.reshape(-1) for one in result.logprobs]))
+
+
+def gradient_of(backend: FsdpBackend, model_id: str, directory: Path) -> dict[str, Tensor]:
+    """The pending gradient by module and matrix, float32 on the CPU."""
+    directory.mkdir(parents=True, exist_ok=True)
+    backend.save_state(model_id, directory)
+    stored = load_file(directory / "optimizer.safetensors")
+    return {name.removeprefix("gradient."): one for name, one in stored.items() if name.startswith("gradient.")}
+
+
+def distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    """||one - other|| / ||other|| over all matrices together."""
+    assert one.keys() == other.keys()
+    apart = sum(float((one[name] - other[name]).square().sum()) for name in one)
+    return (apart / sum(float(value.square().sum()) for value in other.values())) ** 0.5
+
+
+def wait() -> None:
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+
+
+def report() -> str:
+    where = torch.cuda.get_device_name() if DEVICE == "cuda" else "rehearsal on a CPU: no figures of a GPU"
+    lines = [where, f"torch {torch.__version__}, python {sys.version.split()[0]}"]
+    lines += [
+        f"{name}: {value:.4g}" if isinstance(value, float) else f"{name}: {value}" for name, value in FIGURES.items()
+    ]
+    if target := os.environ.get("SKYRL_TEST_FIGURES"):
+        Path(target).write_text(json.dumps({"where": where, "torch": torch.__version__} | FIGURES, indent=1) + "\n")
+    return "\n".join(lines)

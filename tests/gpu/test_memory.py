@@ -1,0 +1,186 @@
+"""Memory of the device that runs out: in the middle of a step, and in a pass; and what a model of 0.6 billion takes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from skyrl.backends.base import AdamParams, LoraSpec, OutOfMemory, PassResult, TrainingPass
+from skyrl.backends.fsdp.backend import FsdpBackend
+from tests.failures import FailingOperation
+from tests.gpu.support import DEVICE, FIGURES, LARGE, REHEARSAL, backend_on, build, ok, texts, wait
+
+MIB = 2**20
+STEP = AdamParams(learning_rate=1e-3, weight_decay=0.1, grad_clip_norm=1.0)
+VOCAB = LARGE["vocab_size"]
+SEQUENCE = 1024 if not REHEARSAL else 64
+
+
+@contextmanager
+def _memory_left(bytes_left: int) -> Any:
+    """The allocator gets no more than what is in use and this."""
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction(min(1.0, (torch.cuda.memory_reserved() + bytes_left) / total))
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+class _NoLargeTensors(TorchDispatchMode):
+    """The rehearsal's lack of memory: no tensor of more than `elements`."""
+
+    def __init__(self, elements: int) -> None:
+        super().__init__()
+        self._elements = elements
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if isinstance(made, Tensor) and made.numel() > self._elements:
+            raise torch.OutOfMemoryError("too large, injected")
+        return made
+
+
+def _train(model_id: str, seed: int, *lengths: int) -> TrainingPass:
+    return TrainingPass(model_id, texts(seed, VOCAB, *lengths), "cross_entropy")
+
+
+def _held(backend: FsdpBackend, model_id: str) -> list[Tensor | int | None]:
+    adapter = backend._adapters[model_id]
+    tensors = (adapter.weights, adapter.exp_avg, adapter.exp_avg_sq, adapter.gradient)
+    return [*(None if one is None else one.cpu().clone() for one in tensors), adapter.step]
+
+
+def _same(one: list[Tensor | int | None], other: list[Tensor | int | None]) -> bool:
+    return all(
+        torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else a == b
+        for a, b in zip(one, other, strict=True)
+    )
+
+
+def _shortages(buffer_bytes: int) -> list[Callable[[], AbstractContextManager[Any]]]:
+    """Ever less a lack of memory: on a GPU the allocator has room for 0 to 3.2 buffers of the adapter's size."""
+    if REHEARSAL:
+        return [lambda at=at: FailingOperation(at) for at in range(0, 8)]
+    return [lambda room=room: _memory_left(int(room * buffer_bytes)) for room in (0, 0.6, 1.2, 1.8, 2.4, 3.2)]
+
+
+def test_a_step_without_memory_changes_nothing_wherever_memory_ends(bases: Path) -> None:
+    backend = backend_on(build(LARGE, bases), merge=True)
+    for model_id in ("m", "control"):
+        backend.create_model(model_id, LoraSpec(64, 32.0, 1))
+    for seed in range(2):
+        (first,) = ok(backend.run([_train("m", seed, 40)]))
+        del first
+        adapters = backend._adapters
+        assert (gradient := adapters["m"].gradient) is not None
+        adapters["control"].gradient = gradient.clone()
+        if seed == 0:
+            for model_id in ("m", "control"):
+                backend.optim_step(model_id, STEP)
+    before = _held(backend, "m")
+    buffer_bytes = backend._adapters["m"].weights.nbytes
+    failures = 0
+    for shortage in _shortages(buffer_bytes):
+        try:
+            with shortage():
+                backend.optim_step("m", STEP)
+        except OutOfMemory:
+            failures += 1
+            assert _same(_held(backend, "m"), before)
+            continue
+        break
+    FIGURES["step: bytes of one buffer"] = buffer_bytes
+    FIGURES["step: lacks of memory survived"] = failures
+    assert failures >= 3
+    if backend._adapters["m"].step == 1:
+        backend.optim_step("m", STEP)
+    backend.optim_step("control", STEP)
+    for mine, control in zip(_held(backend, "m"), _held(backend, "control"), strict=True):
+        if isinstance(mine, Tensor):
+            torch.testing.assert_close(mine, control, rtol=1e-6, atol=0)
+
+
+def test_a_pass_without_memory_fails_alone_and_gives_its_memory_back(bases: Path) -> None:
+    """In one micro-batch with a small one of another model, which trains."""
+    backend = backend_on(build(LARGE, bases), merge=True, budget=64 * SEQUENCE)
+    for model_id in ("small", "large"):
+        backend.create_model(model_id, LoraSpec(8, 32.0, 1))
+    ok(backend.run([_train("small", 0, 16), _train("large", 0, 16)]))  # what is allocated once is there
+    before = _held(backend, "large")
+    wait()
+    shortage = _NoLargeTensors(5_000_000) if REHEARSAL else _memory_left(1024 * MIB)
+    with shortage:
+        small, large = backend.run([_train("small", 1, 16), _train("large", 1, *[SEQUENCE] * 48)])
+    assert isinstance(small, PassResult)
+    assert isinstance(large, OutOfMemory)
+    assert _same(_held(backend, "large"), before)
+    ok(backend.run([_train("large", 2, SEQUENCE)]))
+
+
+def _timed(work: Callable[[], object], times: int) -> float:
+    """Seconds of one, the median."""
+    work()
+    taken = []
+    for _ in range(times):
+        wait()
+        started = time.perf_counter()
+        work()
+        wait()
+        taken.append(time.perf_counter() - started)
+    return sorted(taken)[times // 2]
+
+
+@pytest.mark.parametrize("merge", [False, True], ids=["alone", "merged"])
+def test_memory_and_tokens_per_second(bases: Path, tmp_path: Path, merge: bool) -> None:
+    """Four models; one large pass, and many small ones. No bound on time: those are the figures."""
+    name = "merged" if merge else "alone"
+    times = 3 if REHEARSAL else 5
+    started = time.perf_counter()
+    backend = backend_on(build(LARGE, bases), merge=merge, budget=8 * SEQUENCE)
+    FIGURES[f"{name}: seconds to load"] = time.perf_counter() - started
+    for number in range(4):
+        backend.create_model(f"m{number}", LoraSpec(32, 32.0, number))
+    large = [_train("m0", 1, *[SEQUENCE] * 8)]
+    small = [_train(f"m{number % 4}", number, *[64] * 2) for number in range(16)]
+    ok(backend.run(large))
+    wait()
+    before = torch.cuda.memory_allocated() if DEVICE == "cuda" else 0
+    with nullcontext() if REHEARSAL else _peak(f"{name}: MiB at most in a pass of {8 * SEQUENCE} tokens"):
+        seconds = _timed(lambda: ok(backend.run(large)), times)
+    FIGURES[f"{name}: tokens per second, one pass of {8 * SEQUENCE}"] = 8 * SEQUENCE / seconds
+    seconds = _timed(lambda: ok(backend.run(small)), times)
+    FIGURES[f"{name}: tokens per second, 16 passes of 128 of four models"] = 16 * 128 / seconds
+    step_s = []
+    for number in range(4):
+        wait()
+        started = time.perf_counter()
+        backend.optim_step(f"m{number}", STEP)
+        step_s.append(time.perf_counter() - started)
+    FIGURES[f"{name}: seconds of a step"] = sorted(step_s)[2]
+    started = time.perf_counter()
+    backend.save_state("m0", tmp_path)
+    FIGURES[f"{name}: seconds to save a state of rank 32"] = time.perf_counter() - started
+    FIGURES[f"{name}: MiB of a state of rank 32"] = sum(file.stat().st_size for file in tmp_path.iterdir()) / MIB
+    if DEVICE == "cuda":  # three more gradients and four pairs of moments, and nothing else, are held now
+        held = sum(
+            one.nbytes for m in backend._adapters.values() for one in (m.exp_avg, m.exp_avg_sq) if one is not None
+        )
+        assert torch.cuda.memory_allocated() <= before + held + 64 * MIB
+    assert backend._adapters["m0"].step == 1
+
+
+@contextmanager
+def _peak(name: str) -> Any:
+    torch.cuda.reset_peak_memory_stats()
+    yield
+    FIGURES[name] = torch.cuda.max_memory_allocated() / MIB

@@ -1,0 +1,202 @@
+"""bfloat16 training against float32 and against PEFT; packed attention; merged passes.
+
+Bounds are not absolute: a result may be as far from float32 as a plain bfloat16 computation of the same is, times
+SLACK. What was measured is in the figures.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from torch import Tensor
+
+from skyrl.backends.base import AdamParams, Datum, LoraSpec, TrainingPass
+from skyrl.backends.fsdp.backend import FsdpBackend
+from tests.gpu.support import (
+    ARCHITECTURES,
+    DEVICE,
+    FIGURES,
+    NUMERICS,
+    backend_on,
+    build,
+    distance,
+    flat,
+    gradient_of,
+    logprobs_of,
+    ok,
+    stock,
+    texts,
+)
+
+SLACK = 1.5
+"""Two bfloat16 computations of one thing differ in luck."""
+FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
+VOCAB = NUMERICS["vocab_size"]
+LENGTHS = (200, 31, 1, 90, 128)
+STEP = AdamParams(learning_rate=2e-3, eps=1e-8)
+
+
+def _train(model_id: str, data: list[Datum]) -> TrainingPass:
+    return TrainingPass(model_id, data, "cross_entropy")
+
+
+def _start(path: str, directory: Path) -> Path:
+    """An adapter after two float32 steps, so that lora_B is not 0."""
+    backend = backend_on(path, dtype=FLOAT32)
+    backend.create_model("m", LoraSpec(8, 32.0, 3))
+    for seed in range(2):
+        ok(backend.run([_train("m", texts(seed, VOCAB, *LENGTHS))]))
+        backend.optim_step("m", STEP)
+    directory.mkdir()
+    backend.save_state("m", directory)
+    return directory
+
+
+def _ours(path: str, start: Path, dtype: torch.dtype = BFLOAT16) -> FsdpBackend:
+    backend = backend_on(path, dtype=dtype)
+    backend.create_model("m", LoraSpec(8, 32.0, 3))
+    backend.load_state("m", start, optimizer=False)
+    return backend
+
+
+def _peft(path: str, start: Path, dtype: torch.dtype) -> tuple[Any, dict[str, Tensor]]:
+    """The adapter in PEFT on transformers' model, and its trainable float32 matrices by our names."""
+    model: Any = PeftModel.from_pretrained(stock(path, dtype), str(start), is_trainable=True).eval()
+    named = {name: value for name, value in model.named_parameters() if value.requires_grad}
+    short = {
+        name.removeprefix("base_model.model.").replace(".default", "").removesuffix(".weight"): value
+        for name, value in named.items()
+    }
+    assert all(value.dtype == FLOAT32 for value in short.values())
+    return model, short
+
+
+def _peft_loss(model: Any, data: list[Datum]) -> Tensor:
+    loss = torch.zeros((), device=DEVICE)
+    for datum in data:
+        weights = torch.from_numpy(datum.loss_inputs["weights"]).to(DEVICE)
+        loss = loss - (weights * logprobs_of(model, datum)).sum()
+    return loss
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_gradients_are_as_near_to_float32_as_those_of_peft(architecture: str, bases: Path, tmp_path: Path) -> None:
+    path = build(ARCHITECTURES[architecture], bases)
+    start = _start(path, tmp_path / "start")
+    data = texts(9, VOCAB, *LENGTHS)
+    gradients: dict[torch.dtype, dict[str, Tensor]] = {}
+    for dtype in (FLOAT32, BFLOAT16):
+        model, named = _peft(path, start, dtype)
+        _peft_loss(model, data).backward()
+        gradients[dtype] = {name: value.grad.cpu() for name, value in named.items() if value.grad is not None}
+    errors = {}
+    for dtype in (FLOAT32, BFLOAT16):
+        backend = _ours(path, start, dtype)
+        ok(backend.run([_train("m", data)]))
+        errors[dtype] = distance(gradient_of(backend, "m", tmp_path / str(dtype)), gradients[FLOAT32])
+    peft = distance(gradients[BFLOAT16], gradients[FLOAT32])
+    FIGURES[f"{architecture}: gradient's distance from float32, PEFT in bfloat16"] = peft
+    FIGURES[f"{architecture}: gradient's distance from float32, ours in bfloat16"] = errors[BFLOAT16]
+    assert errors[FLOAT32] < 1e-4
+    assert 1e-4 < peft < 0.3
+    assert errors[BFLOAT16] < SLACK * peft
+
+
+def test_a_training_run_stays_beside_that_of_peft(bases: Path, tmp_path: Path) -> None:
+    """Twelve steps on one text: the loss of each, against PEFT's in float32 and in bfloat16."""
+    path = build(NUMERICS, bases)
+    start = _start(path, tmp_path / "start")
+    data = texts(5, VOCAB, *LENGTHS)
+    losses: dict[str, list[float]] = {}
+    for name, dtype in (("float32", FLOAT32), ("bfloat16", BFLOAT16)):
+        model, named = _peft(path, start, dtype)
+        optimizer = torch.optim.AdamW(list(named.values()), lr=2e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
+        losses[name] = []
+        for _ in range(12):
+            loss = _peft_loss(model, data)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[name].append(float(loss.detach()))
+    backend = _ours(path, start)
+    losses["ours"] = []
+    for _ in range(12):
+        (result,) = ok(backend.run([_train("m", data)]))
+        losses["ours"].append(result.metrics["loss:sum"])
+        backend.optim_step("m", STEP)
+    apart = {
+        name: max(abs(one - exact) / exact for one, exact in zip(losses[name], losses["float32"], strict=True))
+        for name in ("bfloat16", "ours")
+    }
+    FIGURES["12 steps: greatest relative difference of the loss from float32, PEFT in bfloat16"] = apart["bfloat16"]
+    FIGURES["12 steps: greatest relative difference of the loss from float32, ours in bfloat16"] = apart["ours"]
+    assert losses["ours"][-1] < 0.8 * losses["ours"][0]
+    assert apart["ours"] < SLACK * apart["bfloat16"] + 5e-3
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_packed_attention_agrees_with_transformers(architecture: str, bases: Path) -> None:
+    """Sequences packed into one row, some of them padded in a group, against one sequence at a time."""
+    path = build(ARCHITECTURES[architecture], bases)
+    data = texts(4, VOCAB, 300, 7, 255, 64, 60, 1)
+    with torch.no_grad():
+        exact = torch.cat([logprobs_of(stock(path, FLOAT32), datum) for datum in data]).cpu()
+        rounded = torch.cat([logprobs_of(stock(path, BFLOAT16), datum) for datum in data]).cpu()
+    found = {}
+    for dtype in (FLOAT32, BFLOAT16):
+        backend = backend_on(path, dtype=dtype)
+        backend.create_model("m", LoraSpec(8, 32.0, 0))
+        (result,) = ok(backend.run([TrainingPass("m", data, "cross_entropy", backward=False)]))
+        found[dtype] = flat(result)
+    theirs, ours = (float((one - exact).square().mean().sqrt()) for one in (rounded, found[BFLOAT16]))
+    FIGURES[f"{architecture}: logprobs' distance from float32 (RMS), transformers in bfloat16"] = theirs
+    FIGURES[f"{architecture}: logprobs' distance from float32 (RMS), packed in bfloat16"] = ours
+    torch.testing.assert_close(found[FLOAT32], exact, atol=2e-4, rtol=1e-4)
+    assert theirs > 1e-4
+    assert ours < SLACK * theirs
+
+
+def test_merged_passes_are_as_near_to_float32_as_passes_alone(bases: Path, tmp_path: Path) -> None:
+    """Models of ranks 1, 8 and 32, two passes each, in micro-batches that they share."""
+    path = build(NUMERICS, bases)
+    ranks = (1, 8, 32)
+    queue = [
+        _train(f"r{rank}", texts(10 * rank + number, VOCAB, *lengths))
+        for number, lengths in enumerate([(40, 9, 200), (17, 64)])
+        for rank in ranks
+    ]
+    logprobs: dict[str, list[Tensor]] = {}
+    gradients: dict[str, dict[int, dict[str, Tensor]]] = {}
+    kinds = {
+        "exact": (FLOAT32, False),
+        "alone": (BFLOAT16, False),
+        "again": (BFLOAT16, False),
+        "merged": (BFLOAT16, True),
+    }
+    for name, (dtype, merge) in kinds.items():
+        backend = backend_on(path, dtype=dtype, merge=merge, budget=512)
+        for rank in ranks:
+            backend.create_model(f"r{rank}", LoraSpec(rank, 32.0, rank))
+            ok(backend.run([_train(f"r{rank}", texts(rank, VOCAB, 30))]))
+            backend.optim_step(f"r{rank}", AdamParams(learning_rate=1e-3, eps=1e-3))
+        logprobs[name] = [flat(result) for result in ok(backend.run(queue))]
+        gradients[name] = {rank: gradient_of(backend, f"r{rank}", tmp_path / name / str(rank)) for rank in ranks}
+    same = all(torch.equal(one, other) for one, other in zip(logprobs["alone"], logprobs["again"], strict=True))
+    same &= all(distance(gradients["again"][rank], gradients["alone"][rank]) == 0 for rank in ranks)
+    FIGURES["passes alone, run twice: the same bits"] = same
+    assert same or DEVICE == "cuda"
+    for rank in ranks:
+        alone, merged = (distance(gradients[name][rank], gradients["exact"][rank]) for name in ("alone", "merged"))
+        FIGURES[f"rank {rank}: gradient's distance from float32, alone"] = alone
+        FIGURES[f"rank {rank}: gradient's distance from float32, merged"] = merged
+        assert 1e-4 < alone < 0.3
+        assert merged < SLACK * alone
+    pairs = [torch.cat(logprobs[name]) - torch.cat(logprobs["exact"]) for name in ("alone", "merged")]
+    alone, merged = (float(error.square().mean().sqrt()) for error in pairs)
+    FIGURES["logprobs' distance from float32 (RMS), alone"] = alone
+    FIGURES["logprobs' distance from float32 (RMS), merged"] = merged
+    assert merged < SLACK * alone
