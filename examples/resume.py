@@ -19,9 +19,8 @@ from skyrl.tiny.corpus import IM_END, SortTask, chat_prompt
 WEEK_S = 7 * 24 * 3600
 
 
-def newest_save(service: tinker.ServiceClient, name: str) -> types.Checkpoint | None:
+def newest_save(rest: tinker.RestClient, name: str) -> types.Checkpoint | None:
     """The last state that was saved for `name`; a run that was resumed is another training run of the same name."""
-    rest = service.create_rest_client()
     found: list[types.Checkpoint] = []
     offset = 0
     while True:
@@ -58,9 +57,9 @@ def main() -> None:
     options = parser.parse_args()
     api_key = os.environ.get("TINKER_API_KEY", "tml-resume-example")
     metadata = {"name": options.name}
+    saved = newest_save(tinker.RestClient(base_url=options.base_url, api_key=api_key), options.name)
 
     with tinker.ServiceClient(base_url=options.base_url, api_key=api_key) as service:
-        saved = newest_save(service, options.name)
         if saved is None:
             trainer = service.create_lora_training_client(
                 base_model=options.base_model, rank=8, seed=1, user_metadata=metadata
