@@ -24,7 +24,12 @@ def test_a_module_is_a_group_and_a_shared_server_is_one(nodeid: str, group: str)
 
 
 def test_slow_groups_start_first_and_unknown_ones_last() -> None:
-    in_order = ["tests/e2e/test_new.py", "tests/e2e/test_lifecycle.py", "tests/faults/test_a.py", "tests/unit/test_a.py"]
+    in_order = [
+        "tests/e2e/test_new.py",
+        "tests/e2e/test_lifecycle.py",
+        "tests/faults/test_a.py",
+        "tests/unit/test_a.py",
+    ]
     places = [start_of(f"{path}::test_one") for path in (*in_order, "tests/gpu/test_a.py")]
     assert places == sorted(set(places))
 
