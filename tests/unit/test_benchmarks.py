@@ -16,7 +16,6 @@ from benchmarks.report import bench_page
 from benchmarks.table import Row, Target, number, text_table
 from skyrl.wire.results import SampledSequence, SampleResult, encode_sample
 
-
 ROUND = 20_011_275
 """What a round of the calibration adds up to. Another number is other work: figures in rounds change their meaning."""
 
