@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from skyrl.demo.server import DemoServer
 
 from .conftest import SLOW_START_S, ask, cross_entropy, greedy, train
+from .long_pass import sample_ends_first
 from .reference import Reference
 
 pytestmark = pytest.mark.vllm
@@ -70,6 +71,14 @@ def test_prompts_are_scored_through_the_engine_too(colocated: DemoServer) -> Non
     np.testing.assert_allclose(answer.target_prompt_logprobs.to_numpy(), expected, atol=1e-4)
     assert answer.prompt_alt_tokens is not None
     assert (answer.prompt_alt_tokens.tokens.to_numpy() == logprobs.argmax(1)[:, None]).all()
+
+
+def test_a_sample_waits_for_the_pass_that_runs(colocated: DemoServer, tokenizer: PreTrainedTokenizerBase) -> None:
+    """The opposite of what test_sampling.py shows of a server that does not colocate, by the same measurement."""
+    with tinker.ServiceClient(base_url=colocated.url, api_key="tml-test") as client:
+        trainer = client.create_lora_training_client(base_model="tiny", rank=8).result()
+        sampler = trainer.save_weights_and_get_sampling_client().result()
+        assert not sample_ends_first(colocated, trainer, sampler, tokenizer.encode("The old"))
 
 
 def test_teardown_clears_the_row_and_leaves_no_process(colocated: DemoServer) -> None:

@@ -1,4 +1,8 @@
-"""What a forwarded sample costs the API process is bounded: CPU seconds by the speed of the machine, not time."""
+"""What a forwarded sample costs the API process is bounded: CPU seconds by the speed of the machine, not time.
+
+Coarse: the speed of a machine varies within a test. tests/component/test_call_count.py sees a tenth, but only what is
+done by calls; this one sees all, the web server and the kernel included.
+"""
 
 from __future__ import annotations
 

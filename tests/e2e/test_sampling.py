@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -14,6 +13,7 @@ from skyrl.demo.server import DemoServer
 from skyrl.tiny.corpus import chat_prompt
 
 from .conftest import ClientFactory, ask, cross_entropy, greedy, train
+from .long_pass import sample_ends_first
 
 pytestmark = pytest.mark.vllm
 
@@ -46,27 +46,13 @@ def test_a_sample_is_an_external_future_and_no_engine_command(
     assert "SAMPLE" not in after
 
 
-def test_samples_return_while_a_training_stream_runs(
-    connect: ClientFactory, tokenizer: PreTrainedTokenizerBase
+def test_a_sample_ends_while_one_pass_of_seconds_runs(
+    server: DemoServer, connect: ClientFactory, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    client = connect()
-    trainer = client.create_lora_training_client(base_model="tiny", rank=8).result()
+    """On a server where samples wait for training it does not: see test_colocated.py."""
+    trainer = connect().create_lora_training_client(base_model="tiny", rank=8).result()
     sampler = trainer.save_weights_and_get_sampling_client().result()
-    prompt = tokenizer.encode(TEXT)
-    greedy(sampler, prompt, 4)
-    data = [cross_entropy((tokenizer.encode(TEXT) * 10)[:96]) for _ in range(16)]
-    began = time.monotonic()
-    with ThreadPoolExecutor(1) as pool:
-        stream = pool.submit(train, trainer, data, 24, 1e-4)
-        latencies = []
-        while not stream.done():
-            sampled = time.monotonic()
-            greedy(sampler, prompt, 4)
-            latencies.append(time.monotonic() - sampled)
-        stream.result()
-    duration = time.monotonic() - began
-    assert len(latencies) > 3
-    assert np.median(latencies) < duration / 4
+    assert sample_ends_first(server, trainer, sampler, tokenizer.encode(TEXT))
 
 
 def test_64_concurrent_samples_each_come_from_their_own_weights(

@@ -5,16 +5,19 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 
-from benchmarks import null_upstream, prompts, series, soak
-from benchmarks.calibration import calibrate
+from benchmarks import calibration, null_upstream, prompts, series, soak
 from benchmarks.checks import AnswerCheck
 from benchmarks.connection import Connection
 from benchmarks.report import bench_page
 from benchmarks.table import Row, Target, number, text_table
 from skyrl.wire.results import SampledSequence, SampleResult, encode_sample
+
+ROUND = 20_011_275
+"""What a round of the calibration adds up to. Another number is other work: figures in rounds change their meaning."""
 
 
 def result_of(*token_lists: list[int]) -> bytes:
@@ -22,8 +25,21 @@ def result_of(*token_lists: list[int]) -> bytes:
     return encode_sample(SampleResult(sequences))
 
 
-def test_calibration_is_cpu_of_a_fixed_amount_of_work() -> None:
-    assert 0 < calibrate() < 60
+def test_calibration_is_cpu_of_a_fixed_amount_of_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sum of a round tells that all of it was done; a clock that counts rounds tells what is divided by what."""
+    assert calibration._one_round() == ROUND
+    assert calibration._one_round() == ROUND, "each round does the same"
+    took = iter([5.0, 1.0, 3.0, 2.0, 4.0])
+    clock = [0.0]
+
+    def round_of_some_seconds() -> int:
+        clock[0] += next(took)
+        return ROUND
+
+    monkeypatch.setattr(calibration, "_one_round", round_of_some_seconds)
+    monkeypatch.setattr(calibration, "time", SimpleNamespace(thread_time=lambda: clock[0]))
+    assert calibration.calibrate() == 3.0, "the median of the rounds"
+    assert next(took, None) is None
 
 
 def test_quantiles() -> None:

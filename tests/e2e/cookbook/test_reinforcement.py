@@ -26,12 +26,10 @@ def divergence(run: Run) -> list[float]:
     return run.column("optim/kl_sample_train_v1")
 
 
-@pytest.mark.parametrize("loss_fn", ["importance_sampling", "ppo", "cispo"])
-def test_each_loss_learns_and_the_sampler_is_the_trained_policy(
-    workspace: Workspace, stored: Stored, loss_fn: str
-) -> None:
-    options = (f"loss_fn={loss_fn}", "learning_rate=1e-2", "max_steps=3")
-    run = workspace.run("math_rl.train", f"loss-{loss_fn}", *ARITHMETIC, *options)
+def test_on_policy_it_learns_and_the_sampler_is_the_trained_policy(workspace: Workspace, stored: Stored) -> None:
+    """With one loss; the others are those of the next tests, and unit tests compare all of them with their formulas."""
+    options = ("loss_fn=cispo", "learning_rate=1e-2", "max_steps=3")
+    run = workspace.run("math_rl.train", "on-policy", *ARITHMETIC, *options)
     assert [abs(step) < AGREE for step in divergence(run)] == [True] * 3
     reward = run.column("env/all/reward/total")
     assert reward[0] < reward[-1] <= 0

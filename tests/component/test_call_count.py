@@ -1,0 +1,95 @@
+"""What forwarding a sample takes, in calls of functions: the same number on every machine, whatever else it does.
+
+Counted are calls of Python and of C functions on all threads of an API process, its libraries included; not what the
+web server does before and after, and not the upstream, which is another process.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from collections.abc import Iterator
+from statistics import median
+from types import FrameType
+from typing import Any
+
+import pytest
+from api_harness import Serve, asked
+from starlette.types import ASGIApp, Message
+
+from benchmarks.stage import NullUpstream
+from skyrl.db.database import Database
+from skyrl.db.engine_state import publish_url
+from tests.postgres_server import ON_SQLITE
+
+SAMPLES = 40
+MOST = 1_050
+"""Calls for a sample, asked for and retrieved: a tenth more than the 954 that are counted, on a busy machine too.
+Another version of Python or of a library may need another number."""
+KEY = [(b"x-api-key", b"tml-one")]
+
+
+class Calls:
+    """Counts calls on every thread that starts after `start`, and on its own."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def start(self) -> None:
+        threading.setprofile(self._see)
+        sys.setprofile(self._see)
+
+    def stop(self) -> None:
+        threading.setprofile(None)
+        sys.setprofile(None)
+
+    def _see(self, _: FrameType, event: str, __: Any) -> None:
+        if event in ("call", "c_call"):
+            self.count += 1
+
+
+@pytest.fixture
+def null_upstream() -> Iterator[NullUpstream]:
+    with NullUpstream() as running:
+        yield running
+
+
+async def post(app: ASGIApp, path: str, body: Any) -> bytes:
+    """The answer, which must be 200, of an application without a web server before it."""
+    content = json.dumps(body).encode()
+    headers = [*KEY, (b"content-length", str(len(content)).encode())]
+    scope = {"type": "http", "method": "POST", "path": f"/api/v1/{path}", "headers": headers, "query_string": b""}
+    answered: list[Message] = []
+
+    async def receive() -> Message:
+        return {"type": "http.request", "body": content, "more_body": False}
+
+    async def send(message: Message) -> None:
+        answered.append(message)
+
+    await app(scope, receive, send)
+    assert answered[0]["status"] == 200, answered
+    return answered[1]["body"]
+
+
+@ON_SQLITE
+async def test_forwarding_a_sample_makes_no_more_calls_than_it_did(
+    serve: Serve, database: Database, null_upstream: NullUpstream
+) -> None:
+    database.write(lambda c: publish_url(c, null_upstream.url))
+    calls = Calls()
+    calls.start()
+    try:
+        async with serve() as api:
+            app: ASGIApp = api.http._transport.app  # type: ignore[attr-defined]
+            sampler = await api.sampler()
+            counts = []
+            for number in range(SAMPLES):
+                before = calls.count
+                promise = json.loads(await post(app, "asample", asked(sampler, number)))
+                await post(app, "retrieve_future", {"request_id": promise["request_id"]})
+                counts.append(calls.count - before)
+    finally:
+        calls.stop()
+    assert median(counts) <= MOST, counts
