@@ -103,7 +103,7 @@ def backend_on(
 
 def stock(path: str, dtype: torch.dtype) -> Any:
     """transformers' own model, with the attention that is written out in plain torch."""
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="eager")
+    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="eager")
     return model.to(DEVICE).eval()
 
 
