@@ -15,7 +15,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1] / "component"))
 
 import torch
-from engine_harness import Harness, Trainer, harness_in
+from engine_harness import Harness, Trainer, harness_in  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
 from skyrl.backends.fsdp import device
