@@ -19,7 +19,7 @@ from skyrl.backends.fsdp.backend import FsdpBackend
 from skyrl.config import load_config
 from skyrl.db.database import Database
 from skyrl.db.migrate import migrate
-from skyrl.engine.recovery import Snapshots
+from skyrl.engine.snapshots import Snapshots
 from skyrl.tiny import model_path
 
 RANKS = (8, 32)

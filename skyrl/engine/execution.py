@@ -25,7 +25,7 @@ from skyrl.engine.commands import Change, Command
 from skyrl.engine.deaths import Deaths
 from skyrl.engine.handlers import Barriers, OnBackend, model_is_gone, unloaded
 from skyrl.engine.passes import failed, run_passes
-from skyrl.engine.recovery import Snapshots
+from skyrl.engine.snapshots import Snapshots
 from skyrl.futures.doorbell import Doorbell
 from skyrl.futures.kinds import SAVES, Kind
 from skyrl.wire.errors import ErrorCategory

@@ -31,9 +31,9 @@ from skyrl.engine.deaths import Deaths
 from skyrl.engine.execution import Execution
 from skyrl.engine.handlers import Barriers
 from skyrl.engine.reclaim import FileSweeper, end_sessions
-from skyrl.engine.recovery import Snapshots
 from skyrl.engine.sampling import ColocatedSampler
 from skyrl.engine.scheduler import FILES_AT_ONCE, Scheduler, cost_of
+from skyrl.engine.snapshots import Snapshots
 from skyrl.futures.doorbell import SESSIONS, Doorbell
 from skyrl.futures.kinds import ENGINE_KINDS, Kind
 from skyrl.inference.engine_group import EngineGroup

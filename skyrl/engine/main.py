@@ -21,8 +21,9 @@ from skyrl.db.fence import Displaced, Fence, FencedDatabase
 from skyrl.engine.adoption import adopt_adapters
 from skyrl.engine.deaths import Deaths
 from skyrl.engine.loop import Engine
-from skyrl.engine.recovery import Recovery, Snapshots
+from skyrl.engine.recovery import Recovery
 from skyrl.engine.sampling import ColocatedSampler
+from skyrl.engine.snapshots import Snapshots
 from skyrl.engine.state import EngineStatePublisher
 from skyrl.futures.doorbell import Doorbell, DoorbellListener
 from skyrl.inference.engine_group import EngineGroup

@@ -29,8 +29,9 @@ from skyrl.db.sessions import Session, Sessions
 from skyrl.db.writer import GroupCommitWriter
 from skyrl.engine.deaths import Deaths
 from skyrl.engine.loop import Engine
-from skyrl.engine.recovery import Recovery, Snapshots
+from skyrl.engine.recovery import Recovery
 from skyrl.engine.sampling import ColocatedSampler
+from skyrl.engine.snapshots import Snapshots
 from skyrl.futures.doorbell import SESSIONS, Doorbell, DoorbellListener
 from skyrl.futures.kinds import Kind
 from skyrl.futures.requests import NewRequest

@@ -31,7 +31,8 @@ from skyrl.db.database import Database
 from skyrl.db.fence import Fence, FencedDatabase
 from skyrl.engine.deaths import Deaths
 from skyrl.engine.loop import Engine
-from skyrl.engine.recovery import Recovery, Snapshots
+from skyrl.engine.recovery import Recovery
+from skyrl.engine.snapshots import Snapshots
 from skyrl.futures.doorbell import SESSIONS
 from skyrl.storage.registry import open_store
 

@@ -13,7 +13,7 @@ from sqlalchemy import select
 
 from skyrl.db import futures as rows
 from skyrl.db import retention
-from skyrl.engine import recovery
+from skyrl.engine import snapshots as engine_snapshots
 from skyrl.futures.kinds import Kind
 from skyrl.futures.requests import NewRequest
 from skyrl.storage.directories import safe_name
@@ -25,7 +25,7 @@ AT_ONCE_S = 1e-9
 @pytest.fixture
 async def harness(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Harness]:
     """Every model is overdue as soon as a command of it has run."""
-    monkeypatch.setattr(recovery, "OVERDUE_S", 0.0)
+    monkeypatch.setattr(engine_snapshots, "OVERDUE_S", 0.0)
     async with harness_in(tmp_path / "state", snapshot_interval_s=AT_ONCE_S) as harness:
         await harness.start()
         yield harness
@@ -61,7 +61,7 @@ async def snapshotted(harness: Harness, trainer: Trainer) -> None:
 async def test_forward_passes_alone_leave_no_bodies(
     tmp_path: Path, migrated_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(recovery, "OVERDUE_S", 0.0)
+    monkeypatch.setattr(engine_snapshots, "OVERDUE_S", 0.0)
     flags = {"snapshot_interval_s": AT_ONCE_S, "database_url": migrated_url}
     async with harness_in(tmp_path / "state", **flags) as harness:
         await harness.start()
@@ -233,7 +233,7 @@ async def test_a_death_in_the_middle_of_a_snapshot_loses_nothing(
         with monkeypatch.context() as patched:
             if point == "in the files":
                 patched.setattr(harness.backend, "save_state", die)
-                patched.setattr(recovery, "link_files", die)
+                patched.setattr(engine_snapshots, "link_files", die)
             else:
                 patched.setattr(harness.engine_database, "write", die if "before" in point else write_and_die)
             with pytest.raises(Killed):

@@ -15,7 +15,7 @@ from sqlalchemy import delete, select, update
 from skyrl.db import futures as rows
 from skyrl.db import retention
 from skyrl.db.checkpoints import checkpoints
-from skyrl.engine.recovery import Snapshots
+from skyrl.engine.snapshots import Snapshots
 from skyrl.futures.kinds import SAVES, Kind
 from skyrl.futures.requests import NewRequest
 from skyrl.storage.base import StoreError
