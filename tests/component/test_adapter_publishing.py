@@ -106,11 +106,12 @@ async def test_an_adapter_is_unloaded_before_its_files_are_deleted(
         saved = await here.trainer.do(Kind.SAVE_WEIGHTS_FOR_SAMPLER, sampling_session_seq_id=0)
         sampler = here.harness.database.read(lambda c: find_sampler(c, saved["sampling_session_id"]))
         assert sampler is not None
+        directory = here.harness.adapter(sampler.adapter_path)
         there: list[tuple[str, bool]] = []
 
         def noting(answer: Reply) -> Reply:
             async def note(request: Received, writer: asyncio.StreamWriter) -> None:
-                there.append((json.loads(request.body)["lora_name"], bool(files_in(sampler.adapter_path))))
+                there.append((json.loads(request.body)["lora_name"], bool(files_in(directory))))
                 await answer(request, writer)
 
             return note
@@ -119,8 +120,8 @@ async def test_an_adapter_is_unloaded_before_its_files_are_deleted(
         await here.harness.end(here.trainer.session)
         await here.harness.engine._sweep()
         assert there == [(sampler.adapter_name, True)]
-        assert files_in(sampler.adapter_path), "it could not be unloaded"
+        assert files_in(directory), "it could not be unloaded"
         here.upstream.controls[UNLOAD] = noting(WELL)
         await here.harness.engine._sweep()
         assert there == [(sampler.adapter_name, True)] * 2
-        assert not files_in(sampler.adapter_path)
+        assert not files_in(directory)
