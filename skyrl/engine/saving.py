@@ -6,6 +6,7 @@ there; unnamed ones lie nowhere else. Knows which rows a save writes. Deletes no
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -125,8 +126,7 @@ class Saves:
         write: Callable[[Path], None],
         more: dict[str, Any] | None = None,
     ) -> Done:
-        # Unique per save, so that replacing a checkpoint never touches the one that is there.
-        key = f"{safe_name(model.id)}/{safe_name(path.name)[:180]}-{command.request_id[-12:]}"
+        key = _new_key(command, path)
         with self._store.writing(key) as directory:
             write(directory)
         now = time.time()
@@ -174,6 +174,13 @@ class Saves:
         if self._database.read(lambda c: sampler_exists(c, sampler_id)):
             raise FailedRequest(f"sampling_session_seq_id: sampling session {sampler_id} exists already")
         self._database.read(lambda c: check_room(c, session_id, "sampling_session_seq_id"))
+
+
+def _new_key(command: Command, path: TinkerPath) -> str:
+    """A place in the store that nobody else writes to. Replacing a checkpoint so never touches the one that is there,
+    nor does a server that has lost its claim, and ends the same command late, touch what its successor has stored."""
+    save = f"{command.request_id[-12:]}-{secrets.token_hex(4)}"
+    return f"{safe_name(path.model_id)}/{safe_name(path.name)[:180]}-{save}"
 
 
 def _check_ttl(request: SaveWeightsRequest) -> None:

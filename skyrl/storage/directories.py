@@ -14,7 +14,7 @@ from urllib.parse import quote, unquote
 from skyrl.storage.base import MANIFEST, CheckpointStore
 
 _SCRATCH = re.compile(r"\.tmp-[0-9a-f]{16}")
-"""No checkpoint is called so, whatever its user names it: a store's key ends with a `-` and the save's own id."""
+"""No checkpoint is called so, whatever its user names it: a store's key ends with the save's own id."""
 
 
 def safe_name(name: str) -> str:

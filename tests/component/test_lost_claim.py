@@ -276,6 +276,49 @@ async def test_recovery_and_what_is_published_write_nothing_after_the_claim_is_l
     api.close()
 
 
+async def test_a_save_that_ends_late_leaves_alone_what_its_successor_has_stored(
+    tmp_path: Path, migrated_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both servers have run the same command, and put their files into the same checkpoint store."""
+    flags = {"database_url": migrated_url, "checkpoint_store": f"file://{tmp_path}/shared"}
+    begun, go = threading.Event(), threading.Event()
+    async with harness_in(tmp_path / "first", **flags) as first, harness_in(tmp_path / "second", **flags) as second:
+        first.engine_database.close()
+        first.engine_database = FencedDatabase(migrated_url, Fence("first"))
+        writing = first.checkpoint_store.writing
+
+        def begin(key: str) -> Any:
+            begun.set()
+            assert go.wait(WAIT_S)
+            return writing(key)
+
+        def save_with_a_mark(harness: Harness) -> None:
+            save_state = harness.backend.save_state
+
+            def save(model_id: str, directory: Path) -> None:
+                save_state(model_id, directory)
+                (directory / "late").write_bytes(b"x")
+
+            harness.backend.save_state = save  # type: ignore[method-assign]
+
+        monkeypatch.setattr(first.checkpoint_store, "writing", begin)
+        await first.start(save_with_a_mark)
+        claim_for_tests(first.database, "first")
+        trainer = await Trainer.create(first)
+        await trainer.step(1)
+        request_id = await trainer.send(Kind.SAVE_WEIGHTS, path="name")
+        await until(begun.is_set)
+        await second.start()  # which takes the claim
+        await second.outcome(request_id)
+        (row,) = second.checkpoint_rows(trainer.model_id)
+        before = second.stored(row)
+        go.set()
+        await displaced(first)
+        assert second.checkpoint_rows(trainer.model_id) == [row]
+        assert second.stored(row) == before != {}
+        assert len(second.checkpoint_store.stored()) == 2, "what the first has stored has no row, and is swept"
+
+
 @ON_BOTH
 def test_nobody_takes_the_claim_between_the_look_at_it_and_the_commit(migrated_url: str) -> None:
     """A write that saw its own claim is committed before anybody else has it; one that comes after is refused."""
