@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 BEAT_S = 3.0
 RETRY_S = 10.0
-"""How often a model that could not be restored, because the checkpoint store was away, is tried again."""
+"""How often models are tried again that could not be restored: the checkpoint store was away, or memory was short."""
 
 
 class Heartbeat:
@@ -195,7 +195,8 @@ async def _run_until(
 ) -> None:
     """The loop, and beside it new tries to restore what could not be; ends by itself, or after the running turn.
 
-    Raises what the loop raises, and what `watching` (the inference servers) ended with: it ends only by an error.
+    Raises what the loop raises, and what ended `watching` (the inference servers) or the tries to restore, which both
+    end only by an error: a device that broke while a model was restored, for one.
     """
     if stop.is_set():
         engine.stop()  # recovery may not have come to its end: nothing is to run
@@ -203,12 +204,13 @@ async def _run_until(
     stopping = asyncio.create_task(stop.wait())
     retrying = asyncio.create_task(repeat("restoring models", RETRY_S, recovery.retry))
     try:
-        needed = {running, stopping} if watching is None else {running, stopping, watching}
-        await asyncio.wait(needed, return_when=asyncio.FIRST_COMPLETED)
+        endless = [retrying] if watching is None else [retrying, watching]
+        await asyncio.wait({running, stopping, *endless}, return_when=asyncio.FIRST_COMPLETED)
         engine.stop()
         await running
-        if watching is not None and watching.done():
-            await watching
+        for task in endless:
+            if task.done():
+                await task
     finally:
         stopping.cancel()
         retrying.cancel()

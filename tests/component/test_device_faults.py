@@ -3,6 +3,7 @@ is no fault of the device, is in test_failed_commands."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -13,9 +14,10 @@ import torch
 from engine_harness import Harness, Trainer, harness_in
 from torch import Tensor
 
-from skyrl.backends.base import DeviceFault
+from skyrl.backends.base import DeviceFault, OutOfMemory
 from skyrl.backends.fsdp import device, state
 from skyrl.backends.fsdp.losses import LOSSES, Loss, LossInputs, LossValue, importance_sampling
+from skyrl.engine import main
 from skyrl.futures.kinds import Kind
 
 POISON = 666.0
@@ -184,6 +186,42 @@ async def test_a_fault_while_a_model_is_restored_ends_the_engine_and_is_held_aga
     await harness.start(faulty)
     assert harness.model_row(poisoned.model_id).status == "failed"
     assert await other.state() == before
+
+
+async def test_a_fault_while_a_held_model_is_tried_again_ends_the_engine(
+    harness: Harness, gpu: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waited for memory; the device breaks when there is some."""
+    trainer = await Trainer.create(harness)
+    await trainer.step(1)
+    before = await trainer.state()
+    await harness.stop()
+    monkeypatch.setattr(main, "RETRY_S", 0.01)
+
+    def short_of_memory(harness: Harness) -> None:
+        create_model, run = harness.backend.create_model, harness.engine.run
+
+        def create_and_break(*arguments: Any) -> None:
+            gpu.broken = True
+            create_model(*arguments)
+
+        def raise_once(*arguments: Any) -> None:
+            harness.backend.create_model = create_and_break  # type: ignore[method-assign]
+            raise OutOfMemory("out of memory")
+
+        async def run_as_the_process_does() -> None:
+            harness.engine.run = run  # type: ignore[method-assign]
+            await main._run_until(asyncio.Event(), harness.engine, harness.recovery, None)
+
+        harness.backend.create_model = raise_once  # type: ignore[method-assign]
+        harness.engine.run = run_as_the_process_does  # type: ignore[method-assign]
+
+    await harness.start(short_of_memory)
+    await harness.killed(DeviceFault)
+    assert harness.model_row(trainer.model_id).status == "ready"
+    gpu.broken = False
+    await harness.start()
+    assert await trainer.state() == before
 
 
 async def test_an_error_of_a_device_that_still_answers_fails_one_command(
