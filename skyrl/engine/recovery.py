@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -102,6 +103,11 @@ def _repeat(row: Any, body: bytes, model: Any, backend: Backend, loaded: Mapping
         backend.load_state(model.id, loaded[command.request_id], optimizer=optimizer)
 
 
+MEMORY_PAUSE = 9.0
+"""After a try to restore models that has found too little memory, others train for so many times as long: each try
+repeats commands on the backend's thread."""
+
+
 class _Ending(Exception):
     """The engine is to end: what is not restored yet is left to the next start."""
 
@@ -130,6 +136,10 @@ class Recovery:
         self._ending = ending
         self._counts = deaths.counts
         self._held: set[str] = set()
+        self._without_memory: set[str] = set()
+        """Those of the held models that wait for memory."""
+        self._memory_due = 0.0
+        """Not before this moment (monotonic seconds) are they tried again."""
 
     async def run(self) -> None:
         """Skip what kills the engine, and restore all living models. One that cannot be restored is failed, with its
@@ -152,10 +162,15 @@ class Recovery:
         """Try again to restore the models that are held."""
         for gone in self._held - self._engine.scheduler.model_ids:
             self._let_go(gone)
-        if self._held:
+        began = time.monotonic()
+        due = self._held - (self._without_memory if began < self._memory_due else set())
+        if due:
             for model in await self._database.read_async(model_rows.living):
-                if model.id in self._held:
+                if model.id in due:
                     await self._restore(model)
+        if due & self._without_memory:
+            now = time.monotonic()
+            self._memory_due = now + MEMORY_PAUSE * (now - began)
 
     async def _restore(self, model: Any) -> None:
         """Bring one model back, and let its commands run. Raises, and fails no model, when the database is away and the
@@ -172,11 +187,13 @@ class Recovery:
             if isinstance(error, StoreError) and not isinstance(error, NotStored):
                 logger.warning("model %s waits for a checkpoint that it has loaded: %s", model.id, error)
                 self._held.add(model.id)
+                self._without_memory.discard(model.id)
                 return
             if isinstance(error, OutOfMemory):
                 logger.warning("model %s waits for memory to be restored in: %s", model.id, error)
                 await self._engine.on_backend(lambda: self._backend.delete_model(model.id))
                 self._held.add(model.id)
+                self._without_memory.add(model.id)
                 return
             logger.exception("model %s cannot be restored", model.id)
             failed = model_rows.set_model(model.id, status="failed")
@@ -188,6 +205,7 @@ class Recovery:
 
     def _let_go(self, model_id: str) -> None:
         self._held.discard(model_id)
+        self._without_memory.discard(model_id)
         self._engine.scheduler.release(model_id)
         self._engine.ring()
 

@@ -6,14 +6,17 @@ from __future__ import annotations
 import itertools
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from engine_harness import Harness, Trainer, data, harness_in
 
+from skyrl.backends.base import OutOfMemory
 from skyrl.backends.fsdp import state as state_module
 from skyrl.db.futures import Outcome
+from skyrl.engine import recovery
 from skyrl.engine.passes import OUT_OF_MEMORY
 from skyrl.futures.kinds import Kind
 from tests.failures import FailingLine, FailingOperation
@@ -287,6 +290,7 @@ async def test_a_model_that_recovery_has_no_memory_for_waits_and_others_train(ha
     await harness.recovery.retry()
     assert harness.model_row(waits.model_id).status == "ready"
     short[0] = False
+    harness.recovery._memory_due = 0.0
     await harness.recovery.retry()
     assert (await waits.result(queued))["metrics"]["optimizer_step"] == 2
     async with harness_in(harness.config.state_dir.parent / "steady") as steady:
@@ -296,3 +300,34 @@ async def test_a_model_that_recovery_has_no_memory_for_waits_and_others_train(ha
         assert await undisturbed.state() == before
         await undisturbed.step(2)
         assert await undisturbed.state() == await waits.state()
+
+
+async def test_tries_to_restore_a_model_without_memory_leave_most_of_the_time_to_others(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each try takes a minute of the backend's thread until it finds no memory."""
+    trainer = await Trainer.create(harness)
+    await trainer.step(1)
+    now, tries = 1000.0, 0
+
+    def without_memory(harness: Harness) -> None:
+        def fail(*_: Any) -> None:
+            nonlocal now, tries
+            now, tries = now + 60.0, tries + 1
+            raise OutOfMemory("out of memory")
+
+        harness.backend.create_model = fail  # type: ignore[method-assign]
+
+    monkeypatch.setattr(recovery, "time", SimpleNamespace(monotonic=lambda: now))
+    await restart(harness, without_memory)
+    assert tries == 1
+    await harness.recovery.retry()
+    assert tries == 2
+    for wait_s in (0.0, 9 * 60.0 - 1):
+        now += wait_s
+        await harness.recovery.retry()
+    assert tries == 2
+    now += 2
+    await harness.recovery.retry()
+    assert tries == 3
+    assert harness.model_row(trainer.model_id).status == "ready"
