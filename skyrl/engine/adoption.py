@@ -29,9 +29,11 @@ def adopt_adapters(config: ServerConfig, database: Database, store: CheckpointSt
 
 def _store(state_dir: Path, database: Database, store: CheckpointStore) -> None:
     """Put sampler weights that were saved before there was a checkpoint store into it."""
-    homeless = select(checkpoints.c.id, checkpoints.c.directory).where(checkpoints.c.store_key.is_(None))
+    homeless = select(checkpoints.c.id, checkpoints.c.directory).where(
+        checkpoints.c.store_key.is_(None), checkpoints.c.directory.is_not(None)
+    )
     for row in database.read(lambda c: list(c.execute(homeless))):
-        directory = state_dir / (row.directory or "")
+        directory = state_dir / row.directory
         key = f"{directory.parent.name}/{directory.name}-{row.id}"
         try:
             with store.writing(key) as scratch:
@@ -46,11 +48,11 @@ def _store(state_dir: Path, database: Database, store: CheckpointStore) -> None:
 def _measure(state_dir: Path, database: Database) -> None:
     """Note the size of adapters that were saved before sizes were noted."""
     unknown = select(samplers.c.id, samplers.c.adapter_path).where(
-        OPEN, samplers.c.adapter_name.is_not(None), samplers.c.size_bytes.is_(None)
+        OPEN, samplers.c.adapter_path.is_not(None), samplers.c.size_bytes.is_(None)
     )
     sizes: dict[str, int] = {}
     for row in database.read(lambda c: list(c.execute(unknown))):
-        directory = state_dir / (row.adapter_path or "")
+        directory = state_dir / row.adapter_path
         if directory.is_dir():
             sizes[row.id] = sum(sizes_of(directory).values())
 

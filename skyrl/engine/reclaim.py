@@ -116,7 +116,8 @@ class FileSweeper:
         used_before = time.time() - self._config.unnamed_saves_idle_s
         if idle := self._database.read(lambda c: adapter_versions.idle(c, used_before)):
             dropped = self._database.write(lambda c: adapter_versions.drop(c, idle, used_before))
-            logger.info("adapters that nobody sampled from for long are dropped: %s", dropped)
+            if dropped:
+                logger.info("adapters that nobody sampled from for long are dropped: %s", dropped)
 
     def unused_adapters(self, saving: Collection[str]) -> list[tuple[str, Path]]:
         """(name, directory) of adapter versions that no sampling session and no checkpoint holds, at most MAX_NAMED:

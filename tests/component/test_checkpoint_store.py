@@ -316,3 +316,16 @@ async def test_sampler_weights_from_before_the_store_are_put_there(
     assert rows[1].store_key is None
     assert lost.directory in caplog.text
     assert len(world.harness.checkpoint_store.stored()) == 1
+
+
+async def test_a_checkpoint_without_a_directory_is_left_alone(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    """The state directory itself, where secrets lie, is not read for it."""
+    trainer = await world.trainer()
+    await trainer.do(Kind.SAVE_WEIGHTS_FOR_SAMPLER, path="a")
+    (row,) = world.harness.checkpoint_rows(trainer.model_id)
+    world.harness.checkpoint_store.delete(row.store_key)
+    nowhere = update(checkpoints).values(store_key=None, directory=None)
+    world.harness.database.write(lambda c: c.execute(nowhere))
+    adopt_adapters(world.harness.config, world.harness.database, world.harness.checkpoint_store)
+    assert world.harness.checkpoint_store.stored() == []
+    assert caplog.text == ""
