@@ -356,7 +356,7 @@ def serve(config: ServerConfig) -> None:
     """Run a server in the foreground until SIGTERM, SIGINT or SIGHUP.
 
     Raises ConfigError (base model, port, state directory, options of vLLM), SchemaError (a database from a newer
-    version), StartupError (a process can never start) and ServerEnded.
+    version), DatabaseAway, StartupError (a process can never start) and ServerEnded.
     """
     set_up_process(config)
     found = check(config)

@@ -27,6 +27,7 @@ from skyrl.vllm_plugin.versions import TESTED_VERSIONS
 logger = logging.getLogger(__name__)
 
 HUB_TIMEOUT_S = 10.0
+_REDIRECTIONS = 10
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _YES = ("1", "on", "yes", "true")
 _WEIGHTS = ("*.safetensors", "*.bin")
@@ -37,10 +38,13 @@ def check_base_model(config: ServerConfig) -> bool:
 
     Raises ConfigError: no such directory or hub name, or a directory without a model.
     """
-    given = config.base_model_path
-    if Path(given).exists():
-        _check_directory(Path(given))
-        return True
+    try:
+        given = config.base_model_path
+        if Path(given).exists():
+            _check_directory(Path(given))
+            return True
+    except (OSError, RuntimeError) as error:  # no permission, a path that is too long, the home of an unknown user
+        raise ConfigError(f"base_model: {config.base_model!r} cannot be read: {error}") from error
     if _HUB_NAME.fullmatch(given) is None:
         raise ConfigError(
             f"base_model: there is no directory {given!r} (looked in {Path.cwd()}), and it is no hub name"
@@ -69,8 +73,14 @@ def _check_directory(directory: Path) -> None:
 def _check_hub(name: str) -> bool:
     """Whether the hub cannot be reached and the model is in the local cache. Raises ConfigError when it is nowhere."""
     from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
 
-    cached = isinstance(try_to_load_from_cache(name, "config.json"), str)
+    try:
+        cached = isinstance(try_to_load_from_cache(name, "config.json"), str)
+    except HFValidationError as error:
+        raise ConfigError(
+            f"base_model: there is no directory {name!r} in {Path.cwd()}; as a hub name: {error}"
+        ) from error
     trouble = _ask_hub(name)
     if trouble is None:
         return False
@@ -90,13 +100,13 @@ def _ask_hub(name: str) -> str | None:
             return f"{variable} is set, so that the model hub is not asked"
     url = f"{constants.ENDPOINT}/{name}/resolve/main/config.json"
     token = get_token()
-    answers: list[httpx.Response | httpx.HTTPError] = []
+    answers: list[httpx.Response | Exception] = []
 
     def ask() -> None:
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         try:
-            answers.append(httpx.head(url, headers=headers, timeout=HUB_TIMEOUT_S, follow_redirects=True))
-        except httpx.HTTPError as error:
+            answers.append(_head(url, headers))
+        except (httpx.HTTPError, httpx.InvalidURL, ImportError, ValueError) as error:  # the last two: of a proxy's URL
             answers.append(error)
 
     # On a thread: looking up a name has no timeout of its own.
@@ -106,9 +116,21 @@ def _ask_hub(name: str) -> str | None:
     if not answers:
         return f"the model hub {constants.ENDPOINT} gave no answer in {HUB_TIMEOUT_S:.0f} s"
     answer = answers[0]
-    if isinstance(answer, httpx.HTTPError):
+    if isinstance(answer, Exception):
         return f"the model hub {constants.ENDPOINT} cannot be reached ({answer})"
     return _meaning(answer)
+
+
+def _head(url: str, headers: dict[str, str]) -> httpx.Response:
+    """The hub's answer. A redirection within the hub is followed; one to another host, such as a mirror's to its store,
+    is an answer: the model is there."""
+    with httpx.Client(headers=headers, timeout=HUB_TIMEOUT_S) as client:
+        answer = client.head(url)
+        for _ in range(_REDIRECTIONS):
+            if answer.next_request is None or answer.next_request.url.host != answer.request.url.host:
+                break
+            answer = client.send(answer.next_request)
+        return answer
 
 
 def _meaning(answer: httpx.Response) -> str | None:

@@ -23,7 +23,8 @@ _BAD_ARGUMENT = re.compile(r"^\S+: error: (.+)$", re.M)
 _INVALID = re.compile(r"\bvalidation errors? for \w+\n(.+?)(?: \[type=|\Z)", re.S)
 """What pydantic found in options of vLLM that argparse took."""
 _RAISED = re.compile(r"(?:^|\s)((?:\w+\.)*[A-Z]\w*(?:Error|Exception)): (.+)$", re.M)
-_MISSING = re.compile(r"^.*No module named .+$", re.M)
+_NOT_INSTALLED = re.compile(r"^.*No module named .+\Z", re.M)
+"""Python's last line about a module that it is to run. Earlier lines of vLLM's may be warnings about optional ones."""
 _NOT_THE_CAUSE = "Engine core initialization failed"
 """vLLM's API server says this of an engine core that has said why itself."""
 _LONGEST = 500
@@ -63,12 +64,12 @@ def cause_of_vllm(code: int, tail: str) -> Cause | None:
         return None
     if bad := _BAD_ARGUMENT.findall(tail):
         return Cause(_short(bad[-1]), final=True)
-    if missing := _MISSING.findall(tail):
-        return Cause(_short(missing[-1]), final=True)
+    if missing := _NOT_INSTALLED.search(tail.rstrip()):
+        return Cause(_short(missing[0]), final=True)
     if invalid := _INVALID.findall(tail):
         return Cause(_short(invalid[-1].replace("Value error, ", "").strip()), final=True)
     raised = [f"{name}: {said}" for name, said in _RAISED.findall(tail) if _NOT_THE_CAUSE not in said]
-    return Cause(_short(raised[-1]), final=False) if raised else None
+    return Cause(_short(raised[-1]), final=raised[-1].startswith("ModuleNotFoundError")) if raised else None
 
 
 def _short(text: str) -> str:

@@ -149,8 +149,9 @@ class SupervisedProcess:
         return True
 
     def log_tail(self, lines: int = 20) -> str:
-        """The last lines that the newest child wrote; empty when it wrote none, or the log is gone."""
-        with suppress(FileNotFoundError), self.log_path.open("rb") as log:
+        """The last lines that the newest child wrote; empty when it wrote none, or when the log cannot be read: it is
+        gone, or no file descriptor is free."""
+        with suppress(OSError), self.log_path.open("rb") as log:
             size = log.seek(0, os.SEEK_END)
             begins = self._log_begins if self._log_begins <= size else 0  # somebody has shortened the log
             log.seek(max(begins, size - 200 * lines))

@@ -110,22 +110,22 @@ def serve(
         "threads": threads,
         "log_level": log_level,
     }
-    from skyrl.db.migrate import SchemaError
+    from skyrl.db.migrate import DatabaseAway, SchemaError
     from skyrl.launcher import ServerEnded
     from skyrl.launcher import serve as launch
     from skyrl.startup import StartupError
 
     try:
         launch(load_config(flags, config))
+    except (ServerEnded, DatabaseAway) as error:
+        typer.echo(f"skyrl serve: {error}", err=True)
+        raise typer.Exit(1) from error
     except (ConfigError, SchemaError) as error:
         typer.echo(f"skyrl serve: {error}", err=True)
         raise typer.Exit(2) from error
     except StartupError as error:
         typer.echo(f"skyrl serve: {error}\n\nthe end of {error.log}:\n{error.log_end}", err=True)
         raise typer.Exit(2) from error
-    except ServerEnded as error:
-        typer.echo(f"skyrl serve: {error}", err=True)
-        raise typer.Exit(1) from error
 
 
 @app.command()

@@ -28,8 +28,6 @@ NEWEST = 4
 NOTICE_S = 30.0
 """Between dropping a version and unloading it: API processes look for dropped versions every few seconds, and what they
 have taken before runs to its end."""
-MOST_OPEN = 100_000
-"""Sampling sessions of one session."""
 
 # Spelled out, not bound: SQLite takes a partial index only where the query's text implies its condition.
 OPEN = samplers.c.status == literal_column("'active'")
@@ -137,12 +135,6 @@ def unsaved_bytes(connection: Connection, tenant: str | None = None) -> dict[str
     )
     query = select(versions.c.tenant, func.sum(versions.c.size).label("total")).group_by(versions.c.tenant)
     return {row.tenant: int(row.total or 0) for row in connection.execute(query)}
-
-
-def has_room(connection: Connection, session_id: str) -> bool:
-    """Whether a session may have one more sampling session."""
-    last = select(samplers.c.id).where(samplers.c.session_id == session_id).offset(MOST_OPEN - 1).limit(1)
-    return connection.execute(last).first() is None
 
 
 def forget_closed(connection: Connection, closed_before: float, limit: int) -> int:

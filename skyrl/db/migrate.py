@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import sqlite3
 from pathlib import Path
 
@@ -15,12 +16,21 @@ from sqlalchemy.exc import DBAPIError
 from alembic import command
 from skyrl.database_url import shown_url
 from skyrl.db.database import Database
+from skyrl.db.faults import passes
 
 logger = logging.getLogger(__name__)
 
 
 class SchemaError(RuntimeError):
     """The database cannot be used by this version of skyrl; the message says why and what to do."""
+
+
+class DatabaseAway(SchemaError):
+    """PostgreSQL cannot be reached now, or takes no connections yet: the same may succeed later."""
+
+
+_REFUSED = re.compile(r"FATAL:(?!.*(?:starting up|shutting down|recovery|too many|connection slots))", re.DOTALL)
+"""PostgreSQL answers, and does not take this user, password or database."""
 
 
 def _script_location() -> Path:
@@ -43,13 +53,15 @@ def newest_revision() -> str | None:
 def revision_of(database: Database) -> str | None:
     """The database's revision; None when it is empty.
 
-    Raises SchemaError when it was made by a newer skyrl (its revision is unknown here), cannot be reached, or is no
-    database at all.
+    Raises SchemaError when it was made by a newer skyrl (its revision is unknown here), refuses the user, or is no
+    database at all, and DatabaseAway when it cannot be reached now.
     """
     try:
         current = database.read(lambda c: MigrationContext.configure(c).get_current_revision())
     except DBAPIError as error:
-        raise SchemaError(f"the database {shown_url(database.url)} cannot be used: {error.orig}") from error
+        away = not database.is_sqlite and passes(error) and _REFUSED.search(str(error.orig)) is None
+        kind = DatabaseAway if away else SchemaError
+        raise kind(f"the database {shown_url(database.url)} cannot be used: {error.orig}") from error
     if current is not None:
         try:
             ScriptDirectory.from_config(_config(database.url)).get_revision(current)

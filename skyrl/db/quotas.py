@@ -54,12 +54,6 @@ def clear(connection: Connection, tenant: str) -> bool:
     return connection.execute(delete(quotas).where(quotas.c.tenant == tenant)).rowcount > 0
 
 
-def living_models(connection: Connection, tenant: str) -> int:
-    mine = models.c.tenant == tenant
-    living = models.c.status.in_(("creating", "ready"))
-    return connection.execute(select(func.count()).select_from(models).where(mine, living)).scalar_one()
-
-
 def _active_sessions(tenant: str) -> Any:
     """A condition that the index of active sessions answers: SQLite uses it only where the status is no parameter."""
     return (sessions.c.tenant == tenant) & (sessions.c.status == literal_column("'active'"))
@@ -67,6 +61,13 @@ def _active_sessions(tenant: str) -> Any:
 
 def active_sessions(connection: Connection, tenant: str) -> int:
     return connection.execute(select(func.count()).select_from(sessions).where(_active_sessions(tenant))).scalar_one()
+
+
+def living_models(connection: Connection, tenant: str) -> int:
+    """Models in training in a tenant's active sessions."""
+    active = select(sessions.c.id).where(_active_sessions(tenant))
+    living = models.c.session_id.in_(active) & models.c.status.in_(("creating", "ready"))
+    return connection.execute(select(func.count()).select_from(models).where(living)).scalar_one()
 
 
 def living_samplers(connection: Connection, tenant: str) -> int:

@@ -10,11 +10,10 @@ from typing import Any
 from sqlalchemy import Connection, insert, select, update
 
 from skyrl.db import adapter_versions, audit
-from skyrl.db.adapter_versions import MOST_OPEN, SamplerDropped, samplers
+from skyrl.db.adapter_versions import SamplerDropped, samplers
 from skyrl.db.database import Database
 from skyrl.db.tables import SessionRow
 from skyrl.db.writer import GroupCommitWriter
-from skyrl.wire.errors import RequestError
 
 sessions = SessionRow.__table__  # type: ignore[attr-defined]
 
@@ -80,16 +79,6 @@ def add_sampler(connection: Connection, sampler: Sampler, seq_id: int, size_byte
     return new
 
 
-def check_room(connection: Connection, session_id: str, field: str) -> None:
-    """Raises RequestError naming `field` when a session may have no more sampling sessions."""
-    if not adapter_versions.has_room(connection, session_id):
-        raise RequestError(
-            f"session {session_id!r} has {MOST_OPEN} sampling sessions, and may have no more: sample from those, or "
-            "begin a new session",
-            field=field,
-        )
-
-
 def _record_use(connection: Connection, sampler: Sampler, saved: Any) -> None:
     details = {
         "tinker_path": sampler.model_path,
@@ -130,11 +119,10 @@ class Samplers:
         check: Callable[[Connection], None] | None = None,
     ) -> Sampler:
         """Add it, or return what was added under this id before. `saved` is the checkpoint's row it samples from.
-        Raises RequestError when the session has too many, and what `check` raises of a new one."""
+        Raises what `check` raises of a new one."""
 
         def add(connection: Connection) -> Sampler:
             if not sampler_exists(connection, sampler.id):
-                check_room(connection, sampler.session_id, "sampling_session_seq_id")
                 if check is not None:
                     check(connection)
                 add_sampler(connection, sampler, seq_id, None if saved is None else saved.size_bytes)

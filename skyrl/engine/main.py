@@ -104,10 +104,12 @@ def _sampling_limits(config: ServerConfig, limits: ModelLimits) -> ModelLimits:
 
 def _load(config: ServerConfig) -> Backend:
     """The backend with its base model. Raises ConfigError when it can never be loaded, NotLoaded for another cause:
-    memory that is used by others, a file system that is away."""
+    memory that is used by others, a file system or a model hub that is away."""
     try:
         return create_backend(config.backend, config)
-    except ConfigError:
+    except ConfigError as error:
+        if isinstance(error.__cause__, OSError):  # of reading the files, or of getting them from the hub
+            raise NotLoaded(str(error)) from error
         raise
     except Exception as error:
         logger.exception("loading the base model failed")
@@ -151,6 +153,9 @@ async def run(runtime: Runtime) -> None:
             group = EngineGroup([runtime.inference_url], runtime.inference_api_key or "", state.publish_url)
             watching = asyncio.create_task(group.run())
         heartbeat = Heartbeat(state)
+        if stop.is_set():  # by a signal: nothing is loaded for that. A lost claim has raised above, or does here
+            await asyncio.to_thread(database.confirm_claim)
+            return
         loading = True
         backend = await asyncio.to_thread(_load, config)
         loading = False

@@ -1,4 +1,4 @@
-"""Whether a save may be made: the tenant's quota of stored bytes, and free space on the server's disks.
+"""Whether a save may be made: the tenant's stored bytes and sampling sessions, and free space on the server's disks.
 
 Asked when a save's turn comes: refused when it arrives, a save would leave a hole in its model's order. Knows sizes and
 limits; does not know what a save writes.
@@ -15,14 +15,14 @@ from sqlalchemy import Connection
 from skyrl.config import ServerConfig
 from skyrl.db import quotas
 from skyrl.db.database import Database
-from skyrl.quotas.limits import Limits, stored_sentence
+from skyrl.quotas.limits import Limits, sampling_sessions_sentence, stored_sentence
 from skyrl.storage.registry import local_directory
 from skyrl.wire.errors import ErrorCategory, FailedRequest
 from skyrl.wire.paths import TinkerPath
 
 
 class SaveLimits:
-    """Both checks raise FailedRequest."""
+    """Each check raises FailedRequest."""
 
     def __init__(self, config: ServerConfig, database: Database) -> None:
         self._config = config
@@ -53,6 +53,13 @@ class SaveLimits:
         stored, limit = self._database.read(read)
         if limit is not None and stored >= limit:
             raise FailedRequest(f"over quota: {stored_sentence(stored, limit)}")
+
+    def check_sampling_sessions(self, tenant: str) -> None:
+        """Refuse an unnamed save, which opens a sampling session, when the tenant has as many as it may have."""
+        bound = self._config.max_sampling_sessions_per_tenant
+        living = self._database.read(lambda c: quotas.living_samplers(c, tenant))
+        if living >= bound:
+            raise FailedRequest(sampling_sessions_sentence(living, bound))
 
     def _directories(self) -> Iterator[Path]:
         """The nearest that exist, of the state directory and of a checkpoint store on a disk."""

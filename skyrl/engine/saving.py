@@ -21,7 +21,7 @@ from skyrl.config import ServerConfig
 from skyrl.db import audit, checkpoints, usage
 from skyrl.db.database import Database
 from skyrl.db.models import adapter_of, set_model
-from skyrl.db.samplers import Sampler, add_sampler, check_room, sampler_exists
+from skyrl.db.samplers import Sampler, add_sampler, sampler_exists
 from skyrl.engine.commands import Change, Command, Done
 from skyrl.engine.encryption import encrypt_files, parse_recipients
 from skyrl.engine.save_limits import SaveLimits
@@ -80,6 +80,7 @@ class Saves:
             _check_ttl(request)
             self._limits.check_disk()
             self._limits.check_stored(model.tenant)
+            self._limits.check_sampling_sessions(model.tenant)
         version = model.sampler_version + 1
         name = adapter_name_of(model.id, version)
         location = adapter_location(model.id, version)
@@ -173,7 +174,6 @@ class Saves:
         sampler_id = sampling_session_id_of(session_id, seq_id)
         if self._database.read(lambda c: sampler_exists(c, sampler_id)):
             raise FailedRequest(f"sampling_session_seq_id: sampling session {sampler_id} exists already")
-        self._database.read(lambda c: check_room(c, session_id, "sampling_session_seq_id"))
 
 
 def _new_key(command: Command, path: TinkerPath) -> str:

@@ -60,6 +60,18 @@ def _meant(default: int | None, exception: int | None) -> int | None:
     return None if exception == UNLIMITED else exception
 
 
+def bound_sentence(what: str, bound: int, held: int, held_what: str, remedy: str) -> str:
+    """Says that a tenant holds as much as one of `Bounds` lets it. Names the configuration key, which bounds all
+    tenants."""
+    key = f"max_{what.replace(' ', '_')}_per_tenant"
+    return f"{key}: a tenant may have at most {bound}, and this API key's tenant has {held} {held_what}: {remedy}"
+
+
+def sampling_sessions_sentence(living: int, bound: int) -> str:
+    held = "sampling sessions in active sessions"
+    return bound_sentence("sampling sessions", bound, living, held, "finish a session that is done")
+
+
 def stored_sentence(stored: int, limit: int) -> str:
     return (
         f"this API key's tenant has {stored} bytes of checkpoints and of weights saved for sampling, and may have "

@@ -17,17 +17,11 @@ from sqlalchemy import Connection
 from skyrl.db import quotas as rows
 from skyrl.db.database import Database
 from skyrl.quotas.account import SOON_S, Account, Ticket
-from skyrl.quotas.limits import Bounds, Limits, stored_sentence
+from skyrl.quotas.limits import Bounds, Limits, bound_sentence, sampling_sessions_sentence, stored_sentence
 from skyrl.wire.errors import OverQuota
 
 Check = Callable[[Connection], None]
 """Belongs into the transaction of what it checks. Raises OverQuota."""
-
-
-def _beyond(what: str, bound: int, held: int, held_what: str, remedy: str) -> str:
-    """Names the configuration key, which bounds all tenants."""
-    key = f"max_{what.replace(' ', '_')}_per_tenant"
-    return f"{key}: a tenant may have at most {bound}, and this API key's tenant has {held} {held_what}: {remedy}"
 
 
 class Charge:
@@ -167,7 +161,8 @@ class Quotas:
                     "finish a session that is done",
                 )
             if living >= bound:
-                raise OverQuota("models", _beyond("models", bound, living, "models in training", "unload one"))
+                held = "models in training"
+                raise OverQuota("models", bound_sentence("models", bound, living, held, "unload one"))
 
         return check
 
@@ -178,7 +173,7 @@ class Quotas:
         def check(connection: Connection) -> None:
             if (active := rows.active_sessions(connection, tenant)) >= bound:
                 done = "finish those that are done"
-                raise OverQuota("sessions", _beyond("sessions", bound, active, "active sessions", done))
+                raise OverQuota("sessions", bound_sentence("sessions", bound, active, "active sessions", done))
 
         return check
 
@@ -188,8 +183,7 @@ class Quotas:
 
         def check(connection: Connection) -> None:
             if (living := rows.living_samplers(connection, tenant)) >= bound:
-                words = "sampling sessions", bound, living, "sampling sessions in active sessions"
-                raise OverQuota("sampling_sessions", _beyond(*words, "finish a session that is done"))
+                raise OverQuota("sampling_sessions", sampling_sessions_sentence(living, bound))
 
         return check
 

@@ -35,5 +35,6 @@ def sequences_part(job: SampleJob) -> SampleJob:
 
 
 def joined(sequences: SampleAnswer, prompt: SampleAnswer) -> SampleAnswer:
-    """The answer to the whole job. Its token counts are those of the sequences: the prompt counts once."""
-    return replace(sequences, body=add_prompt(sequences.body, prompt.body))
+    """The answer to the whole job. The prompt counts once, as the first request found it. That the second one finds it
+    in the cache saves the server work that nobody was to be charged for."""
+    return replace(sequences, body=add_prompt(sequences.body, prompt.body), cached_tokens=prompt.cached_tokens)

@@ -23,8 +23,11 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def shortage(directory: Path) -> str | None:
-    """What to tell people while less than SPARE_DISK_BYTES are free; None while there is enough."""
-    free = shutil.disk_usage(directory).free
+    """What to tell people while less than SPARE_DISK_BYTES are free, or nobody can say; None while there is enough."""
+    try:
+        free = shutil.disk_usage(directory).free
+    except OSError as error:
+        return f"the free space of the server's disk cannot be read: {error.strerror}"
     if free >= SPARE_DISK_BYTES:
         return None
     return (
@@ -51,7 +54,7 @@ async def watch_disk(directory: Path) -> None:
     it is cancelled; the first look is at once."""
     said_at: float | None = None
     while True:
-        trouble = await asyncio.to_thread(_shortage_or_error, directory)
+        trouble = await asyncio.to_thread(shortage, directory)
         now = time.monotonic()
         if trouble is None and said_at is not None:
             logger.info("the server's disk has enough space again")
@@ -60,10 +63,3 @@ async def watch_disk(directory: Path) -> None:
             logger.warning("%s (%s)", trouble, directory)
             said_at = now
         await asyncio.sleep(LOOK_S)
-
-
-def _shortage_or_error(directory: Path) -> str | None:
-    try:
-        return shortage(directory)
-    except OSError as error:
-        return f"the free space of the server's disk cannot be read: {error.strerror}"

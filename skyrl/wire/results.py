@@ -95,10 +95,10 @@ def encode_sample(result: SampleResult, *, topk_sample: int = 0, topk_prompt: in
 
 
 def add_prompt(sequences: bytes, prompt: bytes) -> bytes:
-    """A SampleResponse with the sequences of one and what the other says of the prompt."""
+    """A SampleResponse with the sequences of one and what the other says of the prompt, its cache hits too."""
     message, asked = pb.SampleResponse.FromString(sequences), pb.SampleResponse.FromString(prompt)
     asked.ClearField("sequences")
-    asked.ClearField("prompt_cache_hit_tokens")
+    message.ClearField("prompt_cache_hit_tokens")
     message.MergeFrom(asked)
     return message.SerializeToString()
 

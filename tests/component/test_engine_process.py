@@ -30,8 +30,9 @@ LOADING = "loading the base model"
 class EngineProcess:
     """One engine of the server SERVER on a database that `owner` has claimed, with its log."""
 
-    def __init__(self, state_dir: Path, url: str, owner: str = SERVER) -> None:
-        config = load_config({"state_dir": state_dir, "base_model": str(model_path()), "database_url": url})
+    def __init__(self, state_dir: Path, url: str, owner: str = SERVER, model: Path | None = None) -> None:
+        config = load_config({"state_dir": state_dir, "base_model": str(model or model_path()), "database_url": url})
+        self.running_file = config.running_file
         directory = state_dir / "sockets"
         directory.mkdir(parents=True)
         runtime = Runtime(config, directory, None, None, SERVER)
@@ -123,3 +124,17 @@ def test_an_engine_that_starts_without_the_claim_ends_before_it_loads_anything(
         assert engine.ended() == 1
         assert "server first does not hold the claim" in engine.log
         assert (engine.database.read(read_claim), engine.state()) == before
+
+
+def test_an_engine_that_is_told_to_end_before_it_loads_does_not_begin_to(tmp_path: Path, migrated_url: str) -> None:
+    model = tmp_path / "model"
+    model.mkdir()  # to load this fails
+    with closing(EngineProcess(tmp_path / "state", migrated_url, model=model)) as engine:
+        with engine.database.writer.begin():  # the engine waits for the write lock to say that it loads
+            engine.until(lambda: engine.running_file.exists() and engine.running_file.stat().st_size > 0)
+            time.sleep(0.5)  # from that file to the handlers of signals
+            noted = engine.running_file.stat().st_mtime_ns
+            engine.process.send_signal(signal.SIGTERM)
+            engine.until(lambda: engine.running_file.stat().st_mtime_ns != noted)
+        assert engine.ended() == 0, engine.log
+        assert engine.state().reason == "the engine has stopped"

@@ -139,6 +139,8 @@ async def answer_scored(received: Received, writer: asyncio.StreamWriter) -> Non
         given = rows(sent["prompt"], sent["prompt_logprobs"])
         for choice in body["choices"]:
             choice["prompt_logprobs"] = given
+    hits = 0 if "prompt_logprobs" in sent else len(sent["prompt"]) - 16
+    body["usage"]["prompt_tokens_details"] = {"cached_tokens": hits}
     await reply(200, body)(received, writer)
 
 
@@ -158,6 +160,7 @@ async def test_the_prompt_is_asked_once_and_the_sequences_apart(
     assert given == whole, "the result is that of one request"
     assert len(given.sequences) == 16
     assert (answer.prompt_tokens, answer.sampled_tokens) == (2000, 64)
+    assert (answer.cached_tokens, given.prompt_cache_hit_tokens) == (0, 0), "the prompt was computed, once"
     assert np.frombuffer(given.prompt_logprobs, np.float32)[1:4].tolist() == [-10.0, -11.0, -12.0]
 
 
@@ -191,6 +194,17 @@ def test_right_answers_are_within_their_bound() -> None:
     for changes in ({}, {"num_samples": 1}, {"topk_prompt": 64, "prompt": [7] * 8000, "num_samples": 1}):
         job = dataclasses.replace(SCORED, **changes)
         assert len(scored(job)) < answer_bound(dataclasses.replace(job, num_samples=1)) * job.num_samples
+
+
+def test_the_bound_of_sampled_tokens_is_a_few_times_what_they_take() -> None:
+    """16 x 2,000 tokens with the 20 best: each is named by its id, so a cell is never long."""
+    job = dataclasses.replace(JOB, num_samples=16, max_tokens=2000, topk_sample=20)
+    longest = {f"token_id:{2**31 - 1 - k}": -1234.5678901234567 for k in range(21)}
+    body = completion({"prompt": job.prompt, "max_tokens": 2000, "n": 16, "model": job.model, "logprobs": 0})
+    for choice in body["choices"]:
+        choice["logprobs"]["top_logprobs"] = [longest] * 2000
+    size = len(json.dumps(body))
+    assert 25 * MIB < size < answer_bound(job) < 4 * size
 
 
 async def test_large_answers_hold_nobody_up(serve: Serve, upstream: FakeUpstream, database: Database) -> None:

@@ -333,14 +333,16 @@ async def test_number_of_dropped_weights_is_not_used_again(harness: Harness, clo
     assert "exists already" in (refused.error or "")
 
 
-async def test_a_session_has_a_bounded_number_of_sampling_sessions(
-    harness: Harness, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(adapter_versions, "MOST_OPEN", 2)
-    trainer = await Trainer.create(harness)
-    for number in range(2):
-        await save(trainer, number)
-    refused = await trainer.fails(Kind.SAVE_WEIGHTS_FOR_SAMPLER, sampling_session_seq_id=2)
-    assert refused.error_category == "user"
-    assert (refused.error or "").startswith("sampling_session_seq_id: session ")
-    await trainer.do(Kind.SAVE_WEIGHTS_FOR_SAMPLER, path="named")
+async def test_unnamed_saves_are_among_the_sampling_sessions_a_tenant_may_have(tmp_path: Path) -> None:
+    async with harness_in(tmp_path / "state", max_sampling_sessions_per_tenant=2) as harness:
+        await harness.start()
+        trainer = await Trainer.create(harness)
+        for number in range(2):
+            await save(trainer, number)
+        refused = await trainer.fails(Kind.SAVE_WEIGHTS_FOR_SAMPLER, sampling_session_seq_id=2)
+        assert refused.error_category == "user"
+        assert refused.error == (
+            "max_sampling_sessions_per_tenant: a tenant may have at most 2, and this API key's tenant has 2 sampling "
+            "sessions in active sessions: finish a session that is done"
+        )
+        await trainer.do(Kind.SAVE_WEIGHTS_FOR_SAMPLER, path="named")

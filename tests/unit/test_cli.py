@@ -144,6 +144,16 @@ def test_serve_refuses_a_newer_database(tmp_path: Path) -> None:
     assert not (tmp_path / "logs").exists(), "no child was started"
 
 
+def test_a_postgresql_that_is_away_is_worth_another_start(tmp_path: Path) -> None:
+    url = f"postgresql://skyrl:secret@127.0.0.1:{free_port()}/skyrl"
+    done = skyrl("serve", "--port", str(free_port()), "--state-dir", str(tmp_path), SKYRL_DATABASE_URL=url)
+    assert done.returncode == 1
+    assert "skyrl serve: the database postgresql" in done.stderr
+    assert "Connection refused" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "secret" not in done.stderr
+
+
 def test_doctor_exits_with_its_verdict(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     done = skyrl("doctor", "--port", str(free_port()), "--state-dir", str(tmp_path / "file" / "state"))

@@ -30,6 +30,8 @@ from skyrl.backends.fsdp.losses import LOSSES, Loss, LossInputs, LossValue
 from skyrl.backends.fsdp.optimizer import NonFiniteGradient
 from skyrl.backends.registry import create_backend
 from skyrl.config import ConfigError, load_config
+from skyrl.engine.main import _load
+from skyrl.startup import NotLoaded
 
 
 def test_the_registry_builds_what_it_knows_and_refuses_the_rest() -> None:
@@ -65,6 +67,15 @@ def test_base_models_that_cannot_be_trained_are_refused(tmp_path: Path) -> None:
             create_backend("fsdp", load_config({"base_model": str(path)}))
     with pytest.raises(ConfigError, match="base_model: cannot load"):
         create_backend("fsdp", load_config({"base_model": str(tmp_path)}))
+
+
+def test_files_that_cannot_be_read_may_be_back_at_the_next_start(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes((Path(base_path()) / "config.json").read_bytes())
+    with pytest.raises(NotLoaded, match=f"^base_model: cannot load {tmp_path}: .*no file named model.safetensors"):
+        _load(load_config({"base_model": str(tmp_path)}))
+    (tmp_path / "config.json").write_text('{"model_type": "of no kind"}')
+    with pytest.raises(ConfigError, match=f"^base_model: cannot load {tmp_path}: .*of no kind"):
+        _load(load_config({"base_model": str(tmp_path)}))
 
 
 def test_supervised_training_lowers_the_loss() -> None:

@@ -18,7 +18,7 @@ from alembic import command
 from skyrl.config import ConfigError
 from skyrl.db import tables  # noqa: F401  (registers the tables)
 from skyrl.db.database import Database
-from skyrl.db.migrate import SchemaError, _config, migrate
+from skyrl.db.migrate import DatabaseAway, SchemaError, _config, migrate
 from tests.postgres_server import ON_BOTH, PostgresServer
 
 
@@ -206,6 +206,7 @@ def test_server_that_is_not_there_is_told_without_its_password(postgres: Postgre
     with pytest.raises(SchemaError, match="no_such_database.*does not exist") as raised:
         migrate(database)
     assert "skyrl:***@127.0.0.1" in str(raised.value)
+    assert not isinstance(raised.value, DatabaseAway), "it answers: waiting helps nobody"
     database.close()
 
 

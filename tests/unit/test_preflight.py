@@ -26,12 +26,21 @@ class Hub(BaseHTTPRequestHandler):
 
     def do_HEAD(self) -> None:
         codes = {"/good/": (200, ""), "/gated/": (401, "GatedRepo"), "/data/": (404, "EntryNotFound")}
-        codes |= {"/unknown/": (401, "RepoNotFound"), "/ill/": (503, "")}
+        codes |= {
+            "/unknown/": (401, "RepoNotFound"),
+            "/ill/": (503, ""),
+            "/elsewhere/": (302, ""),
+            "/renamed/": (307, ""),
+        }
         status, code = next(answer for start, answer in codes.items() if self.path.startswith(start))
         assert self.path.endswith("/model/resolve/main/config.json")
         self.send_response(status)
         if code:
             self.send_header("X-Error-Code", code)
+        if status == 302:
+            self.send_header("Location", "http://store.invalid/config.json")
+        if status == 307:
+            self.send_header("Location", self.path.replace("/renamed/", "/unknown/"))
         self.end_headers()
 
     def log_message(self, format: str, *args: object) -> None:
@@ -107,6 +116,30 @@ def test_a_directory_without_a_model(tmp_path: Path, files: dict[str, str], said
         check_base_model(config_of(directory))
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("x" * 300, "cannot be read: .*File name too long"),
+        ("~nobody-of-this-name/model", "cannot be read: Could not determine home directory"),
+        ("two--dashes", "there is no directory 'two--dashes' in .*; as a hub name: Cannot have -- or .. in repo_id"),
+        ("Org/Name.git", "as a hub name: Repo_id cannot end by '.git'"),
+    ],
+    ids=["too long", "no such user", "no hub name", "address of a repository"],
+)
+def test_a_path_that_cannot_be_looked_at_and_a_name_that_no_model_has(hub: str, given: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=f"^base_model: .*{said}"):
+        check_base_model(config_of(given))
+
+
+def test_a_directory_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: Path) -> Iterator[Path]:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "iterdir", refuse)
+    with pytest.raises(ConfigError, match="^base_model: '.*' cannot be read: .*Permission denied"):
+        check_base_model(config_of(tmp_path))
+
+
 def test_a_file_is_no_model(tmp_path: Path) -> None:
     (tmp_path / "model.gguf").touch()
     with pytest.raises(ConfigError, match="is a file; give the directory"):
@@ -116,6 +149,7 @@ def test_a_file_is_no_model(tmp_path: Path) -> None:
 def test_a_model_that_the_hub_has_is_left_to_the_libraries(hub: str) -> None:
     assert not check_base_model(config_of("good/model"))
     assert not check_base_model(config_of("ill/model")), "the hub has trouble: what it is shows later"
+    assert not check_base_model(config_of("elsewhere/model")), "a mirror that sends to its store"
 
 
 @pytest.mark.parametrize(
@@ -124,6 +158,7 @@ def test_a_model_that_the_hub_has_is_left_to_the_libraries(hub: str) -> None:
         ("unknown/model", "the hub has no model of that name"),
         ("gated/model", "accepted its terms"),
         ("data/model", "no config.json"),
+        ("renamed/model", "the hub has no model of that name"),
     ],
 )
 def test_a_model_that_the_hub_does_not_give_out(hub: str, given: str, said: str) -> None:
@@ -139,6 +174,13 @@ def test_without_the_hub_only_the_cache_is_left(hub: str, monkeypatch: pytest.Mo
             check_base_model(config_of("good/model"))
         cached(tmp_path / "cache", "good/model")
         assert check_base_model(config_of("good/model")), "its processes are not to ask the hub again"
+
+
+@pytest.mark.parametrize("endpoint", ["no address", "http://[", "http://host:port"])
+def test_an_endpoint_that_is_no_address(hub: str, monkeypatch: pytest.MonkeyPatch, endpoint: str) -> None:
+    monkeypatch.setattr(constants, "ENDPOINT", endpoint)
+    with pytest.raises(ConfigError, match="the model hub .* cannot be reached"):
+        check_base_model(config_of("good/model"))
 
 
 def test_a_hub_that_does_not_answer_is_given_up_soon(hub: str, monkeypatch: pytest.MonkeyPatch) -> None:

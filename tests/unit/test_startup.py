@@ -25,6 +25,13 @@ Traceback (most recent call last):
   File "vllm/v1/engine/utils.py", line 1431, in wait_for_engine_startup
 RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {'EngineCore': 1}
 """
+OPTIONAL = """WARNING [interface.py:371] Failed to import from vllm._C: ModuleNotFoundError("No module named 'vllm._C'")
+"""
+"""A line that vLLM also writes where all goes well."""
+LACKS_A_MODULE = """(EngineCore pid=17) ERROR [core.py:1100] ModuleNotFoundError: No module named 'numba'
+RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {'EngineCore': 1}
+"""
+NO_VLLM = "python: Error while finding module specification for 'vllm.x' (ModuleNotFoundError: No module named 'vllm')"
 
 
 def test_own_processes_say_it_themselves() -> None:
@@ -44,10 +51,25 @@ def test_own_processes_say_it_themselves() -> None:
         (1, TOO_LONG, Cause("User-specified max_model_len (900000) is greater than the derived one", final=True)),
         (1, NO_MEMORY, Cause("ValueError: Free memory on device (3.2/79 GiB) is too small.", final=False)),
         (1, "python: No module named vllm\n", Cause("python: No module named vllm", final=True)),
+        (1, f"{NO_VLLM}\n", Cause(NO_VLLM, final=True)),
+        (1, OPTIONAL + LACKS_A_MODULE, Cause("ModuleNotFoundError: No module named 'numba'", final=True)),
+        (1, OPTIONAL + NO_MEMORY, Cause("ValueError: Free memory on device (3.2/79 GiB) is too small.", final=False)),
+        (1, f"{OPTIONAL}all is well\n", None),
         (1, "all is well\n", None),
         (-9, NO_MEMORY, None),
     ],
-    ids=["unknown option", "value", "memory", "not installed", "nothing said", "killed"],
+    ids=[
+        "unknown option",
+        "value",
+        "memory",
+        "not installed",
+        "not found",
+        "incomplete",
+        "memory after a warning",
+        "a warning alone",
+        "nothing said",
+        "killed",
+    ],
 )
 def test_vllm_is_understood_by_the_end_of_its_log(code: int, log: str, expected: Cause | None) -> None:
     assert cause_of_vllm(code, log) == expected

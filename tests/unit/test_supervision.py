@@ -273,6 +273,21 @@ async def test_without_a_free_file_descriptor_it_is_tried_until_there_is_one(
     assert "Too many open files" in started(process, caplog)[0]
 
 
+async def test_the_log_of_a_child_that_ends_while_no_descriptor_is_free_is_empty(tmp_path: Path) -> None:
+    tails: list[str] = []
+
+    def ended(_: int) -> None:
+        with no_descriptors_left():
+            tails.append(process.log_tail())
+
+    process = child(tmp_path, "print('last words'); raise SystemExit(1)", first_delay_s=0.05, on_exit=ended)
+    running = asyncio.create_task(process.run())
+    await until(lambda: len(tails) == 2 or running.done())
+    assert tails == ["", ""]
+    await process.stop()
+    await running
+
+
 async def test_a_log_directory_that_cannot_be_written_is_tried_until_it_can(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
