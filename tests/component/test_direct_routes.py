@@ -15,6 +15,7 @@ from fastapi.routing import APIRoute
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.exc import TimeoutError as NoConnectionFree
 from starlette.exceptions import HTTPException
+from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from skyrl.api.app import Application, create_app
@@ -152,10 +153,10 @@ async def test_errors_on_the_way_become_the_same_answers(
     """Raised by what every endpoint asks first: whose key it is."""
     error, status = ERRORS[name]
 
-    def fail(_: str) -> None:
+    def fail(_: Request) -> None:
         raise error
 
-    monkeypatch.setattr(both.api.services.access, "caller", fail)
+    monkeypatch.setattr("skyrl.api.body.key_of", fail)
     for path in WHOLE_PATHS:
         assert (await both.ask("POST", path, content=b"{}")).status_code == status, path
 

@@ -121,10 +121,12 @@ async def test_saves_beyond_the_stored_bytes_fail_and_harm_nothing(tmp_path: Pat
         for kind in (Kind.SAVE_WEIGHTS, Kind.SAVE_WEIGHTS_FOR_SAMPLER, Kind.SAVE_WEIGHTS_EXTERNAL):
             failed = await trainer.fails(kind, path="second")
             assert failed.error_category == "user"
-            assert f"over quota: this API key's tenant has {size} bytes of checkpoints, and may have 1" in (
-                failed.error or ""
+            over = (
+                f"over quota: this API key's tenant has {size} bytes of checkpoints and of weights saved for sampling"
             )
-        await trainer.do(Kind.SAVE_WEIGHTS_FOR_SAMPLER, sampling_session_seq_id=0)  # without a name nothing is stored
+            assert f"{over}, and may have 1" in (failed.error or "")
+        unnamed = await trainer.fails(Kind.SAVE_WEIGHTS_FOR_SAMPLER, sampling_session_seq_id=0)
+        assert over in (unnamed.error or "")
         await trainer.step(1)
         await trainer.do(Kind.SAVE_WEIGHTS, path="first", overwrite=True)
         copy = {"source_path": first, "destination_project_id": "archive"}

@@ -171,7 +171,7 @@ async def test_order_holds_across_a_restart(harness: Harness) -> None:
     assert await trainer.state() == await alone.state()
 
 
-async def test_failed_commands_are_not_repeated_but_a_failed_step_is(harness: Harness) -> None:
+async def test_failed_commands_are_not_repeated_but_a_failed_step_drops_its_gradient_again(harness: Harness) -> None:
     """A step on a gradient that is not finite fails and drops that gradient: so must its repetition."""
     trainer = await Trainer.create(harness)
     await trainer.step(1)
