@@ -21,7 +21,7 @@ from skyrl.sampling.attempts import Attempts
 from skyrl.sampling.endpoint import Endpoint, EndpointResolver, EndpointUnknown
 from skyrl.sampling.job import MAX_SAMPLED, SampleJob
 from skyrl.sampling.life import HEALTH_TIMEOUT_S, Life, life_of
-from skyrl.sampling.served_context import ServedContext
+from skyrl.sampling.served_context import NotSaidNow, ServedContext
 from skyrl.sampling.suspects import Suspects
 from skyrl.sampling.telling import describe, message_of, server_failure
 from skyrl.sampling.transport import Answer, CompletionTransport, Interrupted, NotAccepted
@@ -128,6 +128,8 @@ class ForwardingClient:
                 asked = completion.encode_request(job, attempts.priority)
             url, bound = endpoint.url + completion.PATH, answer_bound(job)
             answer = await self._transport.post(url, asked, attempts.headers, remaining, bound)
+        except NotSaidNow as error:
+            return await self._take(error.answer, endpoint, attempts)
         except NotAccepted as error:
             self.counts["not_accepted"] += 1
             attempts.reloads = 0  # whoever listens next may be another server

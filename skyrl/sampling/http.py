@@ -262,11 +262,13 @@ class HttpTransport:
         finally:
             self._slots.release()
 
-    async def get(self, url: str, headers: Mapping[str, str], timeout_s: float) -> Answer:
+    async def get(
+        self, url: str, headers: Mapping[str, str], timeout_s: float, max_bytes: int = CONTROL_ANSWER_BYTES
+    ) -> Answer:
         """On a connection beside `max_connections`: whether a server is well is asked when it has all it can take."""
         origin, request = self._request("GET", url, b"", headers)
         deadline = asyncio.get_running_loop().time() + timeout_s
-        return await self._exchange(origin, request, deadline, CONTROL_ANSWER_BYTES)
+        return await self._exchange(origin, request, deadline, max_bytes)
 
     @staticmethod
     def _request(method: str, url: str, body: bytes, headers: Mapping[str, str]) -> tuple[Origin, bytes]:

@@ -9,8 +9,21 @@ from __future__ import annotations
 import msgspec
 
 from skyrl.sampling.endpoint import Endpoint
-from skyrl.sampling.transport import CompletionTransport, Interrupted
+from skyrl.sampling.transport import Answer, CompletionTransport
+from skyrl.sampling.verdict import Verdict, verdict_of
 from skyrl.wire.errors import ErrorCategory, FailedRequest
+
+MODELS_BYTES = 16 * 2**20
+"""The bound of the list of models: some 25,000 loaded adapters."""
+_LATER = (Verdict.WAIT, Verdict.WAIT_LONGER, Verdict.ASK_HEALTH)
+
+
+class NotSaidNow(Exception):
+    """The server, or a proxy before it, gave `answer` instead of the list of models; a sample may get the same."""
+
+    def __init__(self, answer: Answer) -> None:
+        super().__init__(f"/v1/models answered status {answer.status}")
+        self.answer = answer
 
 
 class _Model(msgspec.Struct):
@@ -30,19 +43,21 @@ class ServedContext:
         self._lengths: dict[Endpoint, int] = {}
 
     async def length(self, endpoint: Endpoint, timeout_s: float) -> int:
-        """In tokens, prompt included. Raises NotAccepted, Interrupted, FailedRequest."""
+        """In tokens, prompt included. Raises NotAccepted, Interrupted, NotSaidNow, FailedRequest."""
         if endpoint not in self._lengths:
             self._lengths[endpoint] = await self._ask(endpoint, timeout_s)
         return self._lengths[endpoint]
 
     async def _ask(self, endpoint: Endpoint, timeout_s: float) -> int:
-        answer = await self._transport.get(f"{endpoint.url}/v1/models", self._headers, timeout_s)
-        if answer.status >= 500:
-            raise Interrupted(f"/v1/models answered status {answer.status}")
+        answer = await self._transport.get(f"{endpoint.url}/v1/models", self._headers, timeout_s, MODELS_BYTES)
+        if verdict_of(answer, has_adapter=False) in _LATER:
+            raise NotSaidNow(answer)
         try:
             models = msgspec.json.decode(answer.body, type=_Models).data
         except (msgspec.DecodeError, UnicodeDecodeError):
             models = []
+        finally:
+            answer.release()
         known = [model.max_model_len for model in models if model.max_model_len is not None]
         if not known:
             raise FailedRequest(

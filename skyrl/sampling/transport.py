@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 CONTROL_ANSWER_BYTES = 2**20
-"""The bound of every answer but a completion's: health, the list of models, a load, and all that are not 2xx."""
+"""The bound of an answer where its caller gives none (health, a load), and of all that are not 2xx."""
 
 
 class NotAccepted(Exception):
@@ -50,6 +50,8 @@ class CompletionTransport(Protocol):
         self, url: str, body: bytes, headers: Mapping[str, str], timeout_s: float, max_bytes: int = CONTROL_ANSWER_BYTES
     ) -> Answer: ...
 
-    async def get(self, url: str, headers: Mapping[str, str], timeout_s: float) -> Answer: ...
+    async def get(
+        self, url: str, headers: Mapping[str, str], timeout_s: float, max_bytes: int = CONTROL_ANSWER_BYTES
+    ) -> Answer: ...
 
     async def close(self) -> None: ...

@@ -915,3 +915,34 @@ async def test_fixed_endpoint_and_probe(connect: Connect, upstream: FakeUpstream
     assert "status 503, text/plain: 'starting'" in (await client.probe() or "")
     assert "cannot be reached" in (await connect(endpoint=FixedEndpoint(closed_port())).probe() or "")
     assert [request.path for request in upstream.requests if request.method == "GET"] == ["/health"] * 2
+
+
+async def test_the_list_of_models_may_be_long(client: ForwardingClient, upstream: FakeUpstream) -> None:
+    """vLLM names each loaded adapter in some 600 bytes: 3,000 of them are more than other answers may have."""
+    upstream.on_get = models(20, *[None] * 50_000)
+    await client.sample(OPEN)
+    assert upstream.completions[0].json["max_tokens"] == 17
+
+
+@pytest.mark.parametrize("status", [408, 429, 502, 503, 504])
+async def test_what_fits_is_asked_for_until_a_server_behind_a_proxy_is_back(
+    client: ForwardingClient, upstream: FakeUpstream, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client_module, "FIRST_BACKOFF_S", 0.001)
+    upstream.controls["/v1/models"] = reply(status, "<html>", "text/html")
+    sample = asyncio.create_task(client.sample(OPEN))
+    await upstream.until(lambda server: len(server.requests) > 2 * client_module.MAX_INTERRUPTIONS)
+    upstream.controls["/v1/models"] = models(20)
+    assert decoded(await sample)
+    assert upstream.completions[0].json["max_tokens"] == 17
+    assert "interrupted" not in client.counts
+
+
+async def test_what_fits_is_asked_for_twice_of_a_server_that_answers_500(
+    client: ForwardingClient, upstream: FakeUpstream
+) -> None:
+    upstream.controls["/v1/models"] = reply(500, "no", "text/plain")
+    failed = await failure(client, OPEN)
+    assert failed.category is ErrorCategory.SERVER
+    assert "status 500" in failed.message
+    assert [request.path for request in upstream.requests].count("/v1/models") == 2
