@@ -479,7 +479,7 @@ async def test_snapshot_that_fails_stops_nothing(tmp_path: Path, monkeypatch: py
         with monkeypatch.context() as patch:
             patch.setattr(harness.backend, "save_state", full)
             assert (await trainer.step(2))["optimizer_step"] == 2
-            assert "No space left" in ((await trainer.fails(Kind.SAVE_WEIGHTS, path="x")).error or "")
+            assert "no space left" in ((await trainer.fails(Kind.SAVE_WEIGHTS, path="x")).error or "")
         assert (await trainer.step(3))["optimizer_step"] == 3
         await harness.stop()
         assert [path.name for path in harness.snapshots.path(trainer.model_id, 0).parent.iterdir()] == ["11"]

@@ -47,11 +47,11 @@ class Failing:
     def at(self, failing: FailingOperation | FailingLine) -> None:
         act = getattr(self._harness.backend, self._method)
 
-        def act_once(*arguments: Any) -> Any:
+        def act_once(*arguments: Any, **options: Any) -> Any:
             setattr(self._harness.backend, self._method, act)
             with failing:
                 try:
-                    return act(*arguments)
+                    return act(*arguments, **options)
                 finally:
                     self.failed = failing.failed
 
@@ -172,7 +172,7 @@ async def test_a_snapshot_that_fails_leaves_the_one_before_it(harness: Harness) 
 async def test_what_failed_inside_is_logged_and_not_told(
     harness: Harness, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def broken(*arguments: Any) -> None:
+    def broken(*arguments: Any, **options: Any) -> None:
         raise RuntimeError("cannot open /srv/skyrl/state at postgres://user:password@host")
 
     trainer = await Trainer.create(harness)
