@@ -32,7 +32,7 @@ from skyrl.inference.watchdog import Watchdog
 from skyrl.listening import listen
 from skyrl.ownership import TrainingClaim, server_id
 from skyrl.preflight import Findings, check
-from skyrl.progress import stages, until_ready
+from skyrl.progress import READY, stages, until_ready
 from skyrl.runtime import RUNTIME_ENV, SLOT_ENV, SOCKETS_ENV, Runtime, set_up_process
 from skyrl.startup import TAIL_LINES, Cause, FirstStarts, StartupError, cause_of_own, cause_of_vllm
 from skyrl.storage.space import watch_disk
@@ -123,6 +123,8 @@ class Launcher:
         self._processes: dict[str, SupervisedProcess] = {}
         self._started_at = time.monotonic()
         self._ready = False
+        self._were_ready: set[str] = set()
+        """Processes that have done their part, also if the server waits for another, or for somebody else's vLLM."""
         self._starts = FirstStarts()
         self._last_words: dict[str, str] = {}
         """By process: why it last ended before the server was ready."""
@@ -145,6 +147,9 @@ class Launcher:
                 await claim.take()
                 held.callback(claim.release)
                 watching[asyncio.create_task(claim.hold())] = "renewing the claim to the database"
+                if stop.is_set():  # taking it may have waited for another server's signs of life
+                    await _cancelled(watching)
+                    return
             try:
                 with private_directory(config.state_dir) as directory:
                     await self._run_processes(stop, directory, name, sockets, watching)
@@ -252,12 +257,14 @@ class Launcher:
         self._ended("vllm", code, cause, self._inference)
 
     def _ended(self, name: str, code: int, cause: Cause | None, process: SupervisedProcess | ServerHandle) -> None:
-        """A process has ended by itself. One that can never start ends the server, unless it was ready before."""
+        """A process has ended by itself. One that can never start ends the server, unless it or the server was ready
+        before."""
         if self._ready:
             return
         last_line = process.log_tail(1) or f"it ended with {code}"
         self._last_words[name] = cause.sentence if cause is not None else last_line[:LONGEST_WORDS]
-        if self._starts.hopeless(name, cause) and not self._hopeless.done():
+        hopeless = name not in self._were_ready and self._starts.hopeless(name, cause)
+        if hopeless and not self._hopeless.done():
             process.give_up()
             end = "\n".join(line[:LONGEST_WORDS] for line in process.log_tail(SHOWN_LINES).splitlines())
             log = self._logs / f"{name}.log"
@@ -316,7 +323,9 @@ class Launcher:
         if self._inference is not None:
             names.append("vllm")
             running_s["vllm"] = self._inference.running_s
-        return stages(names, reasons, {name: seconds for name, seconds in running_s.items() if seconds is not None})
+        doing = stages(names, reasons, {name: seconds for name, seconds in running_s.items() if seconds is not None})
+        self._were_ready |= {name for name, stage in doing.items() if stage == READY}
+        return doing
 
     def _missing(self, reasons: list[str] | None) -> str:
         last = [f"{name} last ended with: {words}" for name, words in self._last_words.items()]

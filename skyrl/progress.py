@@ -27,6 +27,8 @@ SAY_S = 30.0
 _CLEAR = "\r\x1b[2K"
 _PARTS = {"training": "engine", "sampling": "vllm"}
 """Which process a reason of `/readyz` is about, by the reason's first word."""
+READY = "ready"
+"""The stage of a process that does its part."""
 _UNPUBLISHED = "no inference server has been published"
 """What `/readyz` says of a vLLM that starts."""
 
@@ -40,7 +42,7 @@ def stages(names: Sequence[str], reasons: Sequence[str] | None, running_s: Mappi
         reason = next((told[word] for word, part in _PARTS.items() if part == name and word in told), None)
         waits = reason is not None or reasons is None
         if not waits:
-            doing[name] = "ready"
+            doing[name] = READY
         elif name not in running_s:
             doing[name] = "ended, starts again"
         elif reason is None or reason == _UNPUBLISHED:

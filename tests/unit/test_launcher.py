@@ -113,6 +113,32 @@ async def test_once_it_was_ready_the_engine_is_started_again_whatever_it_says(
         await asyncio.wait_for(running, WAIT_S)
 
 
+async def test_an_engine_that_was_ready_is_started_again_although_the_server_waits_for_somebody_elses_vllm(
+    config: ServerConfig, run: Callable[..., asyncio.Task[None]], caplog: pytest.LogCaptureFixture
+) -> None:
+    waits = "import os, sys, time\nwhile not os.path.exists('{}'): time.sleep(0.02)\n".format(config.state_dir / "go")
+    body = '{"reasons": ["sampling: nobody answers"]}'
+    answer = API.replace("200 OK", "503 Away").replace("length: 2", f"length: {len(body)}").replace("{}", body)
+    stop = asyncio.Event()
+    with caplog.at_level(logging.INFO):
+        running = run(waits + ends(CANNOT_START, "base_model: the directory is gone"), stop, answer)
+        await until(lambda: "engine: ready" in caplog.text, running)
+        (config.state_dir / "go").touch()
+        await until(lambda: log_of(config, "engine").count("engine: start") == 3, running)
+        assert "ready at" not in caplog.text
+        stop.set()
+        await asyncio.wait_for(running, WAIT_S)
+
+
+async def test_a_server_that_is_told_to_stop_before_it_starts_anything_starts_nothing(
+    config: ServerConfig, run: Callable[..., asyncio.Task[None]]
+) -> None:
+    stop = asyncio.Event()
+    stop.set()
+    await asyncio.wait_for(run(ENGINE, stop), WAIT_S)
+    assert not (config.state_dir / "logs").exists()
+
+
 @pytest.mark.parametrize("code", [0, 1])
 async def test_an_engine_that_crashes_before_it_is_ready_is_started_again(
     config: ServerConfig, run: Callable[..., asyncio.Task[None]], code: int

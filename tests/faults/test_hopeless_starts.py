@@ -1,0 +1,58 @@
+"""`skyrl serve` that can never become ready ends soon, with a sentence: the real engine, and the real vLLM."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skyrl.inference.placement import free_port
+from tests.e2e.conftest import SLOW_START_S
+
+BERT = {
+    "model_type": "bert",
+    "architectures": ["BertModel"],
+    "vocab_size": 99,
+    "hidden_size": 32,
+    "num_attention_heads": 2,
+    "num_hidden_layers": 1,
+}
+
+
+def serve(state_dir: Path, *options: str, **backend: Any) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "skyrl.cli.main", "serve", "--port", str(free_port())]
+    command += ["--state-dir", str(state_dir), "--backend-config", json.dumps(backend), *options]
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("SKYRL_")}
+    return subprocess.run(command, env=clean, capture_output=True, text=True, timeout=SLOW_START_S, check=False)
+
+
+def test_a_model_that_the_engine_cannot_train(tmp_path: Path) -> None:
+    model = tmp_path / "bert"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(BERT))
+    (model / "model.safetensors").touch()
+    external = ("--external-inference-url", "http://127.0.0.1:1")
+    done = serve(tmp_path / "state", "--base-model", str(model), *external)
+    assert done.returncode == 2, done.stderr
+    assert f"\nskyrl serve: base_model: cannot load {model}: " in done.stderr
+    assert f"\nthe end of {tmp_path}/state/logs/engine.log:\n" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert " stopped\n" in done.stderr
+    assert (tmp_path / "state" / "logs" / "engine.log").read_text().count("engine: start") == 1
+
+
+@pytest.mark.vllm
+def test_an_option_that_vllm_refuses(tmp_path: Path) -> None:
+    refused = {"generator.inference_engine.engine_init_kwargs": {"kv_cache_dtype": "banana"}}
+    done = serve(tmp_path, **refused)
+    assert done.returncode == 2, done.stderr
+    key = "generator.inference_engine.engine_init_kwargs.kv_cache_dtype"
+    assert f'\nskyrl serve: {key}="banana": vLLM refuses it: argument --kv-cache-dtype: invalid choice' in done.stderr
+    assert f"\nthe end of {tmp_path}/logs/vllm.log:\n" in done.stderr
+    assert (tmp_path / "logs" / "vllm.log").read_text().count("vllm: start") == 1
+    assert "\rLoading" not in (tmp_path / "logs" / "engine.log").read_text(), "no library's progress bars"
