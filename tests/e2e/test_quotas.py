@@ -105,7 +105,10 @@ def test_quota_that_only_the_tenant_can_lift_is_raised_at_once(server: DemoServe
         saved = first.save_state("kept").result().path
         with pytest.raises(tinker.PermissionDeniedError, match="may have 1 in training"):
             client.create_training_client_from_state_with_optimizer(saved).result()
-        with pytest.raises(tinker.RequestFailedError, match="saved for sampling, and may have 1: delete checkpoints"):
+        with pytest.raises(
+            tinker.RequestFailedError,
+            match="weights saved for sampling, and may have 1: delete",
+        ):
             first.save_state("second").result()
     finally:
         quotas(server, "clear", tenant_of_key("tml-over-models"))
