@@ -317,8 +317,11 @@ class Engine:
             if self._group is not None:
                 try:
                     await self._group.retire_adapter(name)
-                except (httpx.TransportError, VllmError) as error:
+                except VllmError as error:
                     logger.warning("adapter %s could not be unloaded yet: %s", name, error)
                     continue
+                except httpx.TransportError as error:  # each of the others would wait as long
+                    logger.warning("adapters could not be unloaded yet: %s", error or type(error).__name__)
+                    break
             self._sweeper.unloaded(path)
         await asyncio.to_thread(self._sweeper.delete_files, self.scheduler.saving)
