@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
+import threading
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_harness import NEVER_S, Harness, Trainer, data, files_in, harness_in
+from engine_harness import NEVER_S, WAIT_S, Harness, Trainer, data, files_in, harness_in, until
 from sqlalchemy import delete, select, update
 
 from skyrl.db import futures as rows
@@ -321,6 +323,42 @@ async def test_numbers_given_by_the_server_go_on_after_forgotten_ones(harness: H
             NewRequest(Kind.FORWARD, "tenant", session, b"{}", model_id=trainer.model_id, numbered=True)
         )
         assert numbers(harness, trainer.model_id)[-1] == number
+
+
+async def test_an_engine_that_ends_while_a_held_model_is_tried_again_leaves_it_to_the_next(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The checkpoint comes from the store when the engine's threads are gone."""
+    with monkeypatch.context() as patched:
+        patched.setattr(Snapshots, "take", lambda *_: None)
+        saver, loader = await Trainer.create(harness), await Trainer.create(harness)
+        await saver.step(1)
+        path = (await saver.do(Kind.SAVE_WEIGHTS, path="start"))["path"]
+        await loader.do(Kind.LOAD_WEIGHTS, path=path, optimizer=True)
+        before = await loader.state()
+        await harness.stop()
+    fetching, go, reading = threading.Event(), threading.Event(), harness.checkpoint_store.reading
+
+    def away(_: str) -> Any:
+        raise StoreError("no route to host")
+
+    def slow(key: str) -> Any:
+        fetching.set()
+        assert go.wait(WAIT_S)
+        return reading(key)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(harness.checkpoint_store, "reading", away)
+        await harness.start()
+        patched.setattr(harness.checkpoint_store, "reading", slow)
+        trying = asyncio.create_task(harness.recovery.retry())
+        await until(fetching.is_set)
+        await harness.stop()
+        go.set()
+        await trying
+    assert harness.model_row(loader.model_id).status == "ready"
+    await harness.start()
+    assert await loader.state() == before
 
 
 async def test_model_waits_for_a_store_that_is_away_and_others_train(
