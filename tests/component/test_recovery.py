@@ -17,6 +17,7 @@ from sqlalchemy import delete, select, update
 from skyrl.db import futures as rows
 from skyrl.db import retention
 from skyrl.db.checkpoints import checkpoints
+from skyrl.engine import reclaim
 from skyrl.engine.snapshots import Snapshots
 from skyrl.futures.kinds import SAVES, Kind
 from skyrl.futures.requests import NewRequest
@@ -254,7 +255,9 @@ async def test_lost_snapshot_fails_its_model_only(harness: Harness, caplog: pyte
 
 
 @pytest.mark.parametrize("kind", sorted(SAVES))
-async def test_save_that_was_written_but_not_recorded_is_repeated(harness: Harness, kind: Kind) -> None:
+async def test_save_that_was_written_but_not_recorded_is_repeated(
+    harness: Harness, kind: Kind, monkeypatch: pytest.MonkeyPatch
+) -> None:
     trainer = await Trainer.create(harness)
     await trainer.step(1)
     save = await die_at(trainer, kind, path="name")
@@ -263,6 +266,9 @@ async def test_save_that_was_written_but_not_recorded_is_repeated(harness: Harne
     await trainer.result(save)
     (row,) = harness.checkpoint_rows(trainer.model_id)
     assert harness.stored(row)
+    assert len(harness.checkpoint_store.stored()) == 2
+    monkeypatch.setattr(reclaim, "GRACE_S", -60.0)  # nothing is too young
+    harness.engine._sweeper._sweep_store(())
     assert [found.key for found in harness.checkpoint_store.stored()] == [row.store_key]
     if kind is Kind.SAVE_WEIGHTS_FOR_SAMPLER:
         assert files_in(harness.adapter(row.directory)) == harness.stored(row)
