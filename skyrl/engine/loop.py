@@ -112,6 +112,11 @@ class Engine:
         self._stopping = True
         self._bell.set()
 
+    @property
+    def ends(self) -> bool:
+        """Whether it begins no turn any more: it was told to stop, or has failed."""
+        return self._stopping
+
     async def run(self) -> None:
         sweeping = asyncio.create_task(repeat("sweeping unused files", SWEEP_S, self._sweep))
         listening = asyncio.create_task(self._listen())
@@ -134,6 +139,7 @@ class Engine:
                     async with asyncio.timeout(self._idle_s()):
                         await self._bell.wait()
         finally:
+            self._stopping = True
             sweeping.cancel()
             listening.cancel()
             await asyncio.gather(sweeping, listening, *self._beside, return_exceptions=True)
@@ -317,8 +323,11 @@ class Engine:
             if self._group is not None:
                 try:
                     await self._group.retire_adapter(name)
-                except (httpx.TransportError, VllmError) as error:
+                except VllmError as error:
                     logger.warning("adapter %s could not be unloaded yet: %s", name, error)
                     continue
+                except httpx.TransportError as error:  # each of the others would wait as long
+                    logger.warning("adapters could not be unloaded yet: %s", error or type(error).__name__)
+                    break
             self._sweeper.unloaded(path)
         await asyncio.to_thread(self._sweeper.delete_files, self.scheduler.saving)

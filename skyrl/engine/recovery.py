@@ -126,7 +126,8 @@ class Recovery:
         deaths: Deaths,
         ending: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`ending` says whether the engine is to end: recovery then stops between two commands."""
+        """`ending` says whether the process is to end. Then, or when the engine ends by itself, recovery stops between
+        two commands."""
         self._engine = engine
         self._database = database
         self._backend = backend
@@ -152,7 +153,7 @@ class Recovery:
             scheduler.open_model(model.id, next_seq)
             scheduler.hold(model.id)
             await self._restore(model)
-        if self._ending():
+        if self._ends():
             return
         suspected = {command.request_id for command in suspects if command.model_id in scheduler.model_ids}
         scheduler.suspect(suspected)
@@ -175,7 +176,7 @@ class Recovery:
     async def _restore(self, model: Any) -> None:
         """Bring one model back, and let its commands run. Raises, and fails no model, when the database is away and the
         engine is to end, and when the claim is lost."""
-        if self._ending():
+        if self._ends():
             return
         try:
             await asyncio.to_thread(self._bring_back, model)
@@ -184,6 +185,9 @@ class Recovery:
         except Exception as error:
             if passes(error) or isinstance(error, Displaced):
                 raise
+            if self._ends():  # its threads may be gone already, which says nothing of the model
+                logger.info("model %s is left to the next start: %s", model.id, error)
+                return
             if isinstance(error, StoreError) and not isinstance(error, NotStored):
                 logger.warning("model %s waits for a checkpoint that it has loaded: %s", model.id, error)
                 self._held.add(model.id)
@@ -202,6 +206,9 @@ class Recovery:
         if model.id not in self._engine.scheduler:  # failed, or its session has ended meanwhile
             await self._engine.on_backend(lambda: self._backend.delete_model(model.id))
         self._let_go(model.id)
+
+    def _ends(self) -> bool:
+        return self._ending() or self._engine.ends
 
     def _let_go(self, model_id: str) -> None:
         self._held.discard(model_id)
@@ -237,7 +244,7 @@ class Recovery:
                 self._backend.create_model(model.id, lora_spec(adapter_of(model)))
                 self._backend.load_state(model.id, self._snapshots.path(model.id, model.next_seq), optimizer=True)
         for row in commands:
-            if self._ending():
+            if self._ends():
                 raise _Ending
             with self._watching(f"again {row.id}", f"command {row.seq_id} was repeated"):
                 _repeat(row, self._body(row), model, self._backend, loaded)

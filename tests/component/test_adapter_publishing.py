@@ -125,3 +125,21 @@ async def test_an_adapter_is_unloaded_before_its_files_are_deleted(
         await here.harness.engine._sweep()
         assert there == [(sampler.adapter_name, True)] * 2
         assert not files_in(directory)
+
+
+async def test_a_server_that_does_not_answer_is_asked_once_in_a_sweep(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An answer is waited for for a minute: with hundreds of adapters to unload, nothing else would be swept."""
+    monkeypatch.setattr(reclaim, "GRACE_S", -60.0)
+    async with world_in(tmp_path / "state") as here:
+        for number in range(3):
+            await here.trainer.do(Kind.SAVE_WEIGHTS_FOR_SAMPLER, sampling_session_seq_id=number)
+        here.upstream.controls[UNLOAD] = hang_up
+        await here.harness.end(here.trainer.session)
+        await here.harness.engine._sweep()
+        assert len(here.asked_for(UNLOAD)) == 1
+        assert "adapters could not be unloaded yet" in caplog.text
+        here.upstream.controls[UNLOAD] = WELL
+        await here.harness.engine._sweep()
+        assert len(here.asked_for(UNLOAD)) == 4

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
+import threading
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_harness import NEVER_S, Harness, Trainer, data, files_in, harness_in
+from engine_harness import NEVER_S, WAIT_S, Harness, Trainer, data, files_in, harness_in, until
 from sqlalchemy import delete, select, update
 
 from skyrl.db import futures as rows
 from skyrl.db import retention
 from skyrl.db.checkpoints import checkpoints
+from skyrl.engine import reclaim
 from skyrl.engine.snapshots import Snapshots
 from skyrl.futures.kinds import SAVES, Kind
 from skyrl.futures.requests import NewRequest
@@ -252,7 +255,9 @@ async def test_lost_snapshot_fails_its_model_only(harness: Harness, caplog: pyte
 
 
 @pytest.mark.parametrize("kind", sorted(SAVES))
-async def test_save_that_was_written_but_not_recorded_is_repeated(harness: Harness, kind: Kind) -> None:
+async def test_save_that_was_written_but_not_recorded_is_repeated(
+    harness: Harness, kind: Kind, monkeypatch: pytest.MonkeyPatch
+) -> None:
     trainer = await Trainer.create(harness)
     await trainer.step(1)
     save = await die_at(trainer, kind, path="name")
@@ -261,6 +266,9 @@ async def test_save_that_was_written_but_not_recorded_is_repeated(harness: Harne
     await trainer.result(save)
     (row,) = harness.checkpoint_rows(trainer.model_id)
     assert harness.stored(row)
+    assert len(harness.checkpoint_store.stored()) == 2
+    monkeypatch.setattr(reclaim, "GRACE_S", -60.0)  # nothing is too young
+    harness.engine._sweeper._sweep_store(())
     assert [found.key for found in harness.checkpoint_store.stored()] == [row.store_key]
     if kind is Kind.SAVE_WEIGHTS_FOR_SAMPLER:
         assert files_in(harness.adapter(row.directory)) == harness.stored(row)
@@ -321,6 +329,42 @@ async def test_numbers_given_by_the_server_go_on_after_forgotten_ones(harness: H
             NewRequest(Kind.FORWARD, "tenant", session, b"{}", model_id=trainer.model_id, numbered=True)
         )
         assert numbers(harness, trainer.model_id)[-1] == number
+
+
+async def test_an_engine_that_ends_while_a_held_model_is_tried_again_leaves_it_to_the_next(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The checkpoint comes from the store when the engine's threads are gone."""
+    with monkeypatch.context() as patched:
+        patched.setattr(Snapshots, "take", lambda *_: None)
+        saver, loader = await Trainer.create(harness), await Trainer.create(harness)
+        await saver.step(1)
+        path = (await saver.do(Kind.SAVE_WEIGHTS, path="start"))["path"]
+        await loader.do(Kind.LOAD_WEIGHTS, path=path, optimizer=True)
+        before = await loader.state()
+        await harness.stop()
+    fetching, go, reading = threading.Event(), threading.Event(), harness.checkpoint_store.reading
+
+    def away(_: str) -> Any:
+        raise StoreError("no route to host")
+
+    def slow(key: str) -> Any:
+        fetching.set()
+        assert go.wait(WAIT_S)
+        return reading(key)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(harness.checkpoint_store, "reading", away)
+        await harness.start()
+        patched.setattr(harness.checkpoint_store, "reading", slow)
+        trying = asyncio.create_task(harness.recovery.retry())
+        await until(fetching.is_set)
+        await harness.stop()
+        go.set()
+        await trying
+    assert harness.model_row(loader.model_id).status == "ready"
+    await harness.start()
+    assert await loader.state() == before
 
 
 async def test_model_waits_for_a_store_that_is_away_and_others_train(
