@@ -216,7 +216,11 @@ async def test_refusal_that_could_not_be_written_is_written_later(
         lambda c: c.execute(update(models).where(models.c.id == gone.model_id).values(status="closed"))
     )
     harness.engine.scheduler.close_model(gone.model_id)
-    refuse, failures = harness.engine.execution.refuse, 1
+    engine = harness.engine
+    engine._look_due = float("inf")  # the loop sleeps until it is rung, and its listener reads what arrives
+    engine.ring()
+    await until(lambda: bool(engine._bell._waiters))
+    refuse, failures = engine.execution.refuse, 1
 
     def fail_once(commands: Any) -> None:
         nonlocal failures
@@ -225,7 +229,7 @@ async def test_refusal_that_could_not_be_written_is_written_later(
             raise OperationalError(None, None, Exception("database is locked"))
         refuse(commands)
 
-    monkeypatch.setattr(harness.engine.execution, "refuse", fail_once)
+    monkeypatch.setattr(engine.execution, "refuse", fail_once)
     refused = await gone.optim_step(1)
     waiting = await other.optim_step(9)  # for a number that does not come
     outcome = await harness.store.wait(refused, "tenant", WAIT_S)
