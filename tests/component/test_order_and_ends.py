@@ -219,7 +219,8 @@ async def test_refusal_that_could_not_be_written_is_written_later(
     engine = harness.engine
     engine._look_due = float("inf")  # the loop sleeps until it is rung, and its listener reads what arrives
     engine.ring()
-    await until(lambda: bool(engine._bell._waiters))
+    for bell in (engine._bell, engine._arrived):
+        await until(lambda bell=bell: not bell.is_set() and any(not waiting.done() for waiting in bell._waiters))
     refuse, failures = engine.execution.refuse, 1
 
     def fail_once(commands: Any) -> None:
