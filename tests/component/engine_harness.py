@@ -81,6 +81,12 @@ async def until(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0.002)
 
 
+async def asleep(engine: Engine) -> None:
+    """Wait until the engine's loop has ended its turn, and it and its listener wait for a ring."""
+    for bell in (engine._bell, engine._arrived):
+        await until(lambda bell=bell: not bell.is_set() and any(not waiting.done() for waiting in bell._waiters))
+
+
 class Models:
     """Adds models' rows alone, for tests that send the command that makes the model themselves, late or never."""
 

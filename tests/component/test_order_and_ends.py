@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
-from engine_harness import WAIT_S, Harness, Trainer, harness_in, until
+from engine_harness import WAIT_S, Harness, Trainer, asleep, harness_in, until
 from sqlalchemy import select, update
 from sqlalchemy.exc import OperationalError
 
@@ -219,8 +219,7 @@ async def test_refusal_that_could_not_be_written_is_written_later(
     engine = harness.engine
     engine._look_due = float("inf")  # the loop sleeps until it is rung, and its listener reads what arrives
     engine.ring()
-    for bell in (engine._bell, engine._arrived):
-        await until(lambda bell=bell: not bell.is_set() and any(not waiting.done() for waiting in bell._waiters))
+    await asleep(engine)
     refuse, failures = engine.execution.refuse, 1
 
     def fail_once(commands: Any) -> None:

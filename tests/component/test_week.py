@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_harness import Trainer, data, harness_in, until
+from engine_harness import Trainer, asleep, data, harness_in, until
 from sqlalchemy import func, insert, select, update
 
 from skyrl.adapters import adapter_directory
@@ -187,6 +187,7 @@ async def test_a_model_that_only_runs_forward_passes_for_a_week_stays_small(
             for _ in range(14):
                 for request_id in [await teacher.send(Kind.FORWARD, forward_input=asked) for _ in range(PASSES)]:
                     await teacher.result(request_id)
+                await asleep(harness.engine)  # what it has run is noted with the time of now
                 ahead += ROUND_S
                 clock.now += ROUND_S
                 harness.engine.ring()
