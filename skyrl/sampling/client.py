@@ -9,10 +9,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import sys
 from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from typing import TypeVar
 
 from skyrl.sampling import completion, prompt_apart
 from skyrl.sampling.adapter_loads import AdapterLoads
@@ -41,6 +44,23 @@ MAX_ABORTS = 1
 MAX_ERRORS = 1
 """Of a server that is well when it is asked: it may be the successor of the one that answered."""
 MAX_RELOADS = 2
+GIVE_WAY_S = 0.0002
+
+
+T = TypeVar("T")
+
+
+def _giving_way(work: Callable[[], T]) -> T:
+    """Run `work` on a thread that gives Python's lock back after GIVE_WAY_S when another one asks for it.
+
+    The event loop gives the lock up at each system call. It would wait 5 ms, Python's own interval, to get it again.
+    """
+    usual_s = sys.getswitchinterval()
+    sys.setswitchinterval(GIVE_WAY_S)
+    try:
+        return work()
+    finally:
+        sys.setswitchinterval(usual_s)
 
 
 class ForwardingClient:
@@ -278,7 +298,7 @@ class ForwardingClient:
         if len(body) <= completion.LARGE_BYTES:
             return completion.decode_answer(body, job, zero_fill=zero_fill)
         decode = partial(completion.decode_answer, body, job, zero_fill=zero_fill)
-        return await asyncio.get_running_loop().run_in_executor(self._decoder, decode)
+        return await asyncio.get_running_loop().run_in_executor(self._decoder, _giving_way, decode)
 
     async def probe(self) -> str | None:
         """Why the server cannot sample now; None when its /health answers 200."""
