@@ -44,23 +44,21 @@ MAX_ABORTS = 1
 MAX_ERRORS = 1
 """Of a server that is well when it is asked: it may be the successor of the one that answered."""
 MAX_RELOADS = 2
-GIVE_WAY_S = 0.0002
-
+GIVE_WAY_S, USUAL_S = 0.0002, sys.getswitchinterval()
+"""After how long a thread gives Python's lock back to another one that asks for it, in the whole process: while a large
+answer is decoded, and otherwise."""
 
 T = TypeVar("T")
 
 
 def _giving_way(work: Callable[[], T]) -> T:
-    """Run `work` on a thread that gives Python's lock back after GIVE_WAY_S when another one asks for it.
-
-    The event loop gives the lock up at each system call. It would wait 5 ms, Python's own interval, to get it again.
-    """
-    usual_s = sys.getswitchinterval()
+    """Run `work` with GIVE_WAY_S: the event loop gives the lock up at each system call, and would wait USUAL_S (5 ms)
+    to get it again. Of two at a time the first to end sets USUAL_S for both, so GIVE_WAY_S never stays behind."""
     sys.setswitchinterval(GIVE_WAY_S)
     try:
         return work()
     finally:
-        sys.setswitchinterval(usual_s)
+        sys.setswitchinterval(USUAL_S)
 
 
 class ForwardingClient:
