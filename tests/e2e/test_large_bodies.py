@@ -6,9 +6,11 @@ import json
 import tempfile
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import closing
+from multiprocessing import get_context
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -54,6 +56,30 @@ def _varint(number: int) -> bytes:
             return bytes(groups)
 
 
+class Senders:
+    """Threads that send one body each, in a process of their own: heartbeats are timed where nobody else runs."""
+
+    bodies: ClassVar[list[bytes]] = []
+
+    @classmethod
+    def prepare(cls, model_id: str, encoding: str) -> None:
+        """Compresses first: two hundred threads that compress would take both cores from the server."""
+        plain = [undecodable(model_id, seq_id) for seq_id in range(2, BODIES + 2)]  # number 1 is missing: none can run
+        cls.bodies = [zstandard.compress(body, 1) for body in plain] if encoding == "zstd" else plain
+
+    @classmethod
+    def send(cls, port: int, encoding: str) -> tuple[list[str], float]:
+        """Sends all bodies at the same time; returns their request ids and the seconds until all were accepted."""
+
+        def send_one(body: bytes) -> str:
+            with closing(Client(port, "tml-test")) as sender:
+                return sender.submit("forward_backward", body, content_type=PROTOBUF, content_encoding=encoding)
+
+        with ThreadPoolExecutor(BODIES) as threads:
+            began = time.perf_counter()
+            return list(threads.map(send_one, cls.bodies)), time.perf_counter() - began
+
+
 @pytest.mark.parametrize("encoding", ["identity", "zstd"])
 def test_large_bodies_that_wait_hold_nobody_up(trainer: DemoServer, encoding: str) -> None:
     with closing(Client(trainer.port, "tml-test")) as client, closing(Client(trainer.port, "tml-test")) as heart:
@@ -61,21 +87,17 @@ def test_large_bodies_that_wait_hold_nobody_up(trainer: DemoServer, encoding: st
         parts = parts_of(trainer.pid)
         before = {name: peak_resident_mb(pid) for name, pid in parts.items()}
 
-        def send(seq_id: int) -> str:
-            body = undecodable(model_id, seq_id)
-            body = zstandard.compress(body, 1) if encoding == "zstd" else body
-            with closing(Client(trainer.port, "tml-test")) as sender:
-                return sender.submit("forward_backward", body, content_type=PROTOBUF, content_encoding=encoding)
-
-        with (
-            repeated(lambda: heart.post("session_heartbeat", {"session_id": session}), PERIOD_S) as beats,
-            ThreadPoolExecutor(BODIES) as senders,
-        ):
-            began = time.perf_counter()
-            request_ids = list(senders.map(send, range(2, BODIES + 2)))  # number 1 is missing: none of them can run
-            took = time.perf_counter() - began
+        with ProcessPoolExecutor(1, get_context("spawn")) as process:
+            process.submit(Senders.prepare, model_id, encoding).result()
+            sending = process.submit(Senders.send, trainer.port, encoding)
+            with repeated(lambda: heart.post("session_heartbeat", {"session_id": session}), PERIOD_S) as beats:
+                request_ids, took = sending.result()
         assert len(set(request_ids)) == BODIES
-        assert float(np.quantile(beats, 0.99)) < 0.2 * took, "a heartbeat waits for a few of them, not for all"
+        waited = {quantile: float(np.quantile(beats, quantile)) / took for quantile in (0.5, 0.95, 1.0)}
+        bounds = {0.5: 0.02, 0.95: 0.2, 1.0: 0.5}
+        assert all(waited[quantile] < bound for quantile, bound in bounds.items()), (
+            f"a heartbeat waits for a few of them, not for all: {waited} of {took:.1f} s"
+        )
         assert parts_of(trainer.pid) == parts, "nobody died"
         grown = {name: peak_resident_mb(pid) - before[name] for name, pid in parts.items()}
         assert max(grown.values()) < BODIES * BODY_BYTES / 2**20 / 2, f"no process holds them all: {grown}"
