@@ -256,6 +256,8 @@ class Trainer:
     session: Session
     model_id: str
     seq_id: int = 0
+    creating: str | None = None
+    """The request id of its CREATE_MODEL, while nobody has waited for that."""
 
     @classmethod
     async def create(
@@ -277,7 +279,7 @@ class Trainer:
         await harness.models.create(model, model_seq_id)
         trainer = cls(harness, session, model_id)
         if create:
-            await trainer.send(Kind.CREATE_MODEL, 0)
+            trainer.creating = await trainer.send(Kind.CREATE_MODEL, 0)
         return trainer
 
     async def send(self, kind: Kind, seq_id: int | None = None, **body: Any) -> str:
@@ -328,7 +330,10 @@ class Trainer:
         return await self.optim_step()
 
     async def state(self) -> dict[str, bytes]:
-        """Everything that the backend holds of this model, to the last bit."""
+        """Everything that the backend holds of this model, to the last bit. Waits until there is such a model."""
+        if self.creating is not None:
+            await self.result(self.creating)
+            self.creating = None
 
         def save() -> dict[str, bytes]:
             with tempfile.TemporaryDirectory() as directory:

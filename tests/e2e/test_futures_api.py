@@ -16,7 +16,7 @@ from tinker import types
 
 from skyrl.demo.server import DemoServer
 
-from .conftest import ClientFactory, ask, vllm_of
+from .conftest import ask, vllm_of
 from .fault_proxy import FaultProxy, edited
 
 pytestmark = pytest.mark.vllm
@@ -57,6 +57,12 @@ def vllm(server: DemoServer) -> Iterator[Vllm]:
         yield Vllm(http)
 
 
+@pytest.fixture
+def proxy(server: DemoServer) -> Iterator[FaultProxy]:
+    with FaultProxy(server.url) as proxy:
+        yield proxy
+
+
 def wait_until(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + LIMIT_S
     while not condition():
@@ -73,53 +79,56 @@ def outcomes(server: DemoServer, session: str) -> list[tuple[str, str | None]]:
 CANCELLED = ("failed", "cancelled by the client")
 
 
-def test_abandoned_task_frees_vllm(server: DemoServer, connect: ClientFactory, vllm: Vllm) -> None:
-    sampler = connect().create_sampling_client(base_model="tiny").result()
+def wait_until_polled(proxy: FaultProxy, count: int) -> None:
+    """Until the SDK has asked for that many samples by their ids: it cannot cancel what it has no id of yet."""
+    wait_until(lambda: len({call.body for call in proxy.seen("/retrieve_future")}) == count)
 
-    async def ask() -> types.SampleResponse:
-        return await sampler.sample(PROMPT, 4, ENDLESS)
 
-    async def abandon() -> None:
-        task = asyncio.create_task(ask())
-        await asyncio.to_thread(wait_until, lambda: vllm.running == 4)
-        task.cancel()
-        await asyncio.to_thread(wait_until, lambda: vllm.running == 0)
-        with pytest.raises(asyncio.CancelledError):
-            await task
+def test_abandoned_task_frees_vllm(server: DemoServer, proxy: FaultProxy, vllm: Vllm) -> None:
+    with tinker.ServiceClient(base_url=proxy.url, api_key="tml-test") as client:
+        sampler = client.create_sampling_client(base_model="tiny").result()
 
-    wait_until(lambda: vllm.running == 0)
-    before = vllm.generated
-    for _ in range(3):
-        asyncio.run(abandon())
-    assert vllm.generated - before < 3 * 4 * ENDLESS_TOKENS, "it sampled on"
-    assert outcomes(server, sampler._sampling_session_id) == [CANCELLED] * 3
-    assert len(sampler.sample(PROMPT, 1, SHORT).result().sequences[0].tokens) == 4, "the client goes on"
+        async def ask() -> types.SampleResponse:
+            return await sampler.sample(PROMPT, 4, ENDLESS)
+
+        async def abandon(sent: int) -> None:
+            task = asyncio.create_task(ask())
+            await asyncio.to_thread(wait_until_polled, proxy, sent)
+            await asyncio.to_thread(wait_until, lambda: vllm.running == 4)
+            task.cancel()
+            await asyncio.to_thread(wait_until, lambda: vllm.running == 0)
+            with pytest.raises(asyncio.CancelledError):
+                await task
+
+        wait_until(lambda: vllm.running == 0)
+        before = vllm.generated
+        for sent in (1, 2, 3):
+            asyncio.run(abandon(sent))
+        assert vllm.generated - before < 3 * 4 * ENDLESS_TOKENS, "it sampled on"
+        assert outcomes(server, sampler._sampling_session_id) == [CANCELLED] * 3
+        assert len(sampler.sample(PROMPT, 1, SHORT).result().sequences[0].tokens) == 4, "the client goes on"
 
 
 def test_cancelled_futures_are_stopped_and_the_others_are_not(
-    server: DemoServer, connect: ClientFactory, vllm: Vllm
+    server: DemoServer, proxy: FaultProxy, vllm: Vllm
 ) -> None:
-    sampler = connect().create_sampling_client(base_model="tiny").result()
-    before = vllm.generated
-    pending = [sampler.sample(PROMPT, 1, ENDLESS) for _ in range(7)]
-    wait_until(lambda: vllm.running == 7)
-    kept = pending.pop(3)
-    for future in pending:
-        assert future.future().cancel()
-    assert len(kept.result().sequences[0].tokens) == ENDLESS_TOKENS
-    wait_until(lambda: outcomes(server, sampler._sampling_session_id).count(CANCELLED) == 6)
-    wait_until(lambda: vllm.running == 0)
-    assert vllm.generated - before < 6 * ENDLESS_TOKENS, "it sampled on"
+    with tinker.ServiceClient(base_url=proxy.url, api_key="tml-test") as client:
+        sampler = client.create_sampling_client(base_model="tiny").result()
+        before = vllm.generated
+        pending = [sampler.sample(PROMPT, 1, ENDLESS) for _ in range(7)]
+        wait_until_polled(proxy, 7)
+        wait_until(lambda: vllm.running == 7)
+        kept = pending.pop(3)
+        for future in pending:
+            assert future.future().cancel()
+        assert len(kept.result().sequences[0].tokens) == ENDLESS_TOKENS
+        wait_until(lambda: outcomes(server, sampler._sampling_session_id).count(CANCELLED) == 6)
+        wait_until(lambda: vllm.running == 0)
+        assert vllm.generated - before < 6 * ENDLESS_TOKENS, "it sampled on"
 
 
 def poll_for_all(proxy: FaultProxy) -> None:
     proxy.always("/client/config", edited(lambda config: config | {"sample_use_retrieve_futures": True}))
-
-
-@pytest.fixture
-def proxy(server: DemoServer) -> Iterator[FaultProxy]:
-    with FaultProxy(server.url) as proxy:
-        yield proxy
 
 
 def test_one_poll_serves_all_samples(proxy: FaultProxy) -> None:
@@ -148,11 +157,12 @@ def test_abandoned_samples_are_stopped_in_that_mode_too(proxy: FaultProxy, serve
         before = vllm.generated
         abandoned, kept = sampler.sample(PROMPT, 3, ENDLESS), sampler.sample(PROMPT, 1, SHORT)
         assert len(kept.result().sequences) == 1
+        wait_until(lambda: [call.told for call in proxy.seen("/asample")] == [200, 200])
         wait_until(lambda: vllm.running == 3)
         abandoned.future().cancel()
         wait_until(lambda: vllm.running == 0)
         assert vllm.generated - before < 3 * ENDLESS_TOKENS, "it sampled on"
-        wait_until(lambda: outcomes(server, sampler._sampling_session_id)[0] == CANCELLED)
+        wait_until(lambda: CANCELLED in outcomes(server, sampler._sampling_session_id))
         assert len(sampler.sample(PROMPT, 1, SHORT).result().sequences) == 1
 
 
