@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 
 from skyrl.db.database import Database
@@ -19,6 +20,9 @@ from tests import databases
 from tests.databases import StateDatabases
 from tests.grouping import group_scheduling, start_of
 from tests.postgres_server import KIND, PostgresServer
+
+# The same examples in every run, however slow the machine is; `--hypothesis-profile default` tries others.
+hypothesis.settings.load_profile("ci")
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ def colocated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DemoServer]:
 
 def test_samples_are_engine_commands(colocated: DemoServer, tokenizer: PreTrainedTokenizerBase) -> None:
     with tinker.ServiceClient(base_url=colocated.url, api_key="tml-test") as client:
-        trainer = client.create_lora_training_client(base_model="tiny", rank=4).result()
+        trainer = client.create_lora_training_client(base_model="tiny", rank=4, seed=1).result()
         prompt = tokenizer.encode("The old")
         before = greedy(trainer.save_weights_and_get_sampling_client().result(), prompt)
         train(trainer, [cross_entropy(prompt + tokenizer.encode("cat cat cat cat cat"))], 8, 2e-2)
@@ -76,7 +76,7 @@ def test_prompts_are_scored_through_the_engine_too(colocated: DemoServer) -> Non
 def test_a_sample_waits_for_the_pass_that_runs(colocated: DemoServer, tokenizer: PreTrainedTokenizerBase) -> None:
     """The opposite of what test_sampling.py shows of a server that does not colocate, by the same measurement."""
     with tinker.ServiceClient(base_url=colocated.url, api_key="tml-test") as client:
-        trainer = client.create_lora_training_client(base_model="tiny", rank=8).result()
+        trainer = client.create_lora_training_client(base_model="tiny", rank=8, seed=1).result()
         sampler = trainer.save_weights_and_get_sampling_client().result()
         assert not sample_ends_first(colocated, trainer, sampler, tokenizer.encode("The old"))
 

@@ -39,7 +39,7 @@ def test_a_killed_engine_of_vllm_costs_no_samples(
     server: DemoServer, connect: ClientFactory, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     """vLLM's API server outlives it for a moment. That one is killed in tests/faults/test_vllm_replaced.py."""
-    trainer = connect().create_lora_training_client(base_model="tiny", rank=8).result()
+    trainer = connect().create_lora_training_client(base_model="tiny", rank=8, seed=1).result()
     prompt = tokenizer.encode("The old")
     train(trainer, [cross_entropy(prompt + tokenizer.encode(TEXT))], 4, 2e-2)
     sampler = trainer.save_weights_and_get_sampling_client().result()

@@ -26,7 +26,7 @@ def kinds(server: DemoServer) -> dict[str, int]:
 
 
 def test_engine_state_carries_the_proxy_url_after_a_save(server: DemoServer, connect: ClientFactory) -> None:
-    trainer = connect().create_lora_training_client(base_model="tiny", rank=4).result()
+    trainer = connect().create_lora_training_client(base_model="tiny", rank=4, seed=1).result()
     trainer.save_weights_and_get_sampling_client().result()
     (url, generation), *rest = ask(server, "select inference_proxy_url, generation from engine_state")
     assert not rest
@@ -50,7 +50,7 @@ def test_a_sample_ends_while_one_pass_of_seconds_runs(
     server: DemoServer, connect: ClientFactory, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     """On a server where samples wait for training it does not: see test_colocated.py."""
-    trainer = connect().create_lora_training_client(base_model="tiny", rank=8).result()
+    trainer = connect().create_lora_training_client(base_model="tiny", rank=8, seed=1).result()
     sampler = trainer.save_weights_and_get_sampling_client().result()
     assert sample_ends_first(server, trainer, sampler, tokenizer.encode(TEXT))
 
@@ -74,7 +74,7 @@ def test_64_concurrent_samples_each_come_from_their_own_weights(
 
 def test_a_sampling_client_keeps_its_snapshot(connect: ClientFactory, tokenizer: PreTrainedTokenizerBase) -> None:
     client = connect()
-    trainer = client.create_lora_training_client(base_model="tiny", rank=8).result()
+    trainer = client.create_lora_training_client(base_model="tiny", rank=8, seed=1).result()
     prompt = tokenizer.encode("The old")
     old = trainer.save_weights_and_get_sampling_client().result()
     before = greedy(old, prompt)
@@ -90,7 +90,7 @@ def test_a_sampling_client_keeps_its_snapshot(connect: ClientFactory, tokenizer:
 def test_trainer_and_sampler_agree_on_logprobs(connect: ClientFactory, tokenizer: PreTrainedTokenizerBase) -> None:
     client = connect()
     tokens = tokenizer.encode(TEXT + " " + OTHER)
-    trainer = client.create_lora_training_client(base_model="tiny", rank=8).result()
+    trainer = client.create_lora_training_client(base_model="tiny", rank=8, seed=1).result()
 
     def trained_logprobs() -> np.ndarray:
         output = trainer.forward([cross_entropy(tokens)], "cross_entropy").result()
@@ -115,7 +115,7 @@ def test_sampled_logprobs_are_those_the_trainer_gives(
     connect: ClientFactory, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     client = connect()
-    trainer = client.create_lora_training_client(base_model="tiny", rank=8).result()
+    trainer = client.create_lora_training_client(base_model="tiny", rank=8, seed=1).result()
     sampler = trainer.save_weights_and_get_sampling_client().result()
     prompt = tokenizer.encode("The old")
     params = types.SamplingParams(max_tokens=16, temperature=1.0, stop=[], seed=3)

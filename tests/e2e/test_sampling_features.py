@@ -63,7 +63,7 @@ def models(server: DemoServer, client: tinker.ServiceClient, tokenizer: PreTrain
     made = {"base": Model(client.create_sampling_client(base_model="tiny").result(), Reference())}
     for name, unembed in (("unembed", True), ("attention", False)):
         trainer = client.create_lora_training_client(
-            base_model="tiny", rank=4, train_unembed=unembed, train_mlp=unembed
+            base_model="tiny", rank=4, seed=1, train_unembed=unembed, train_mlp=unembed
         ).result()
         train(trainer, [cross_entropy(tokenizer.encode(TEXT[::-1]))], 6, 2e-2)
         sampler = trainer.save_weights_and_get_sampling_client().result()

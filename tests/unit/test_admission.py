@@ -85,7 +85,7 @@ STEPS = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(max_requests=st.integers(1, 200), max_bytes=st.integers(40, 4_000), steps=STEPS)
 def test_never_above_the_bound_and_never_above_a_share(max_requests, max_bytes, steps) -> None:
     """Whoever has nothing in it is let in as long as there is room at all; who is refused while there is, has a share

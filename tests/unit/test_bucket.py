@@ -57,7 +57,7 @@ def play(people: list[Asked]) -> tuple[list[float], list[float], list[float]]:
 
 
 @given(st.lists(asked(), min_size=1, max_size=15))
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=150)
 def test_no_window_holds_more_than_its_rate_a_minutes_worth_and_one_request(people: list[Asked]) -> None:
     arrivals, told, started = play(people)
     assert started == sorted(started), "in the order of arrival"
@@ -73,7 +73,7 @@ def test_no_window_holds_more_than_its_rate_a_minutes_worth_and_one_request(peop
 
 
 @given(st.lists(asked(), min_size=1, max_size=15))
-@settings(max_examples=50, deadline=None, derandomize=True)
+@settings(max_examples=50)
 def test_whoever_comes_when_there_is_enough_starts_at_once(people: list[Asked]) -> None:
     spaced = [Asked(60.0, min(person.tokens, PER_MINUTE), 0, 0.0) for person in people]
     arrivals, _, started = play(spaced)

@@ -204,7 +204,7 @@ def run(server: Server, step: tuple[str | int, int], lengths: Mapping[str, int])
             server.end(what)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(slots=st.integers(1, 6), steps=STEPS)
 def test_tenants_that_both_wait_get_the_same(slots, steps) -> None:
     """Over any stretch in which two tenants always have samples waiting, the tokens of the samples that begin differ by
@@ -228,7 +228,7 @@ def test_tenants_that_both_wait_get_the_same(slots, steps) -> None:
             assert abs(got[one] - got[other]) <= (slots + 2) * 2 * largest
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(slots=st.integers(1, 6), steps=STEPS)
 def test_who_has_nothing_on_its_way_soon_begins(slots, steps) -> None:
     """Until its first sample begins, no other tenant begins more than twice what runs at once and two more, where all

@@ -188,7 +188,7 @@ ARRIVALS = st.lists(
 
 
 @pytest.mark.parametrize("turn", [share_of_one_model, all_together])
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(arrivals=ARRIVALS)
 def test_tenants_that_both_wait_get_the_same(turn, arrivals) -> None:
     """Over any stretch of turns in all of which two tenants have a command that can run, the work done for them differs
