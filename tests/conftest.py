@@ -21,7 +21,9 @@ from tests.databases import StateDatabases
 from tests.grouping import group_scheduling, start_of
 from tests.postgres_server import KIND, PostgresServer
 
-# The same examples in every run, however slow the machine is; `--hypothesis-profile default` tries others.
+# Hypothesis' own profile `ci` tries the same examples in every run, and `--hypothesis-profile others` new ones. Neither
+# has a deadline, which a busy machine would miss.
+hypothesis.settings.register_profile("others", deadline=None)
 hypothesis.settings.load_profile("ci")
 
 

@@ -76,7 +76,7 @@ def test_prompts_are_scored_through_the_engine_too(colocated: DemoServer) -> Non
 def test_a_sample_waits_for_the_pass_that_runs(colocated: DemoServer, tokenizer: PreTrainedTokenizerBase) -> None:
     """The opposite of what test_sampling.py shows of a server that does not colocate, by the same measurement."""
     with tinker.ServiceClient(base_url=colocated.url, api_key="tml-test") as client:
-        trainer = client.create_lora_training_client(base_model="tiny", rank=8, seed=1).result()
+        trainer = client.create_lora_training_client(base_model="tiny", rank=8).result()
         sampler = trainer.save_weights_and_get_sampling_client().result()
         assert not sample_ends_first(colocated, trainer, sampler, tokenizer.encode("The old"))
 

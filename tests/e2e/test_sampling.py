@@ -26,7 +26,7 @@ def kinds(server: DemoServer) -> dict[str, int]:
 
 
 def test_engine_state_carries_the_proxy_url_after_a_save(server: DemoServer, connect: ClientFactory) -> None:
-    trainer = connect().create_lora_training_client(base_model="tiny", rank=4, seed=1).result()
+    trainer = connect().create_lora_training_client(base_model="tiny", rank=4).result()
     trainer.save_weights_and_get_sampling_client().result()
     (url, generation), *rest = ask(server, "select inference_proxy_url, generation from engine_state")
     assert not rest
@@ -50,7 +50,7 @@ def test_a_sample_ends_while_one_pass_of_seconds_runs(
     server: DemoServer, connect: ClientFactory, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     """On a server where samples wait for training it does not: see test_colocated.py."""
-    trainer = connect().create_lora_training_client(base_model="tiny", rank=8, seed=1).result()
+    trainer = connect().create_lora_training_client(base_model="tiny", rank=8).result()
     sampler = trainer.save_weights_and_get_sampling_client().result()
     assert sample_ends_first(server, trainer, sampler, tokenizer.encode(TEXT))
 

@@ -196,7 +196,7 @@ def test_a_killed_api_process_is_a_pause(server: DemoServer, proxy: FaultProxy, 
 
 def test_a_client_that_must_pay_first_waits(proxy: FaultProxy, client: tinker.ServiceClient) -> None:
     """402 is a pause of five seconds for the SDK, on every kind of request."""
-    trainer = client.create_lora_training_client(base_model="tiny", rank=4, seed=1).result()
+    trainer = client.create_lora_training_client(base_model="tiny", rank=4).result()
     sampler = client.create_sampling_client(base_model="tiny").result()
     for path in ("/forward_backward", "/asample"):
         proxy.plan(path, busy(402))
@@ -211,7 +211,7 @@ def test_a_client_that_must_pay_first_waits(proxy: FaultProxy, client: tinker.Se
 def test_repeated_requests_get_the_same_promise(proxy: FaultProxy, client: tinker.ServiceClient) -> None:
     proxy.plan("/asample", twice, lost_response)
     proxy.plan("/optim_step", twice)
-    trainer = client.create_lora_training_client(base_model="tiny", rank=4, seed=1).result()
+    trainer = client.create_lora_training_client(base_model="tiny", rank=4).result()
     sampler = client.create_sampling_client(base_model="tiny").result()
     params = types.SamplingParams(max_tokens=4)
     answers = [sampler.sample(types.ModelInput.from_ints(PROMPT), 3, params).result() for _ in range(2)]
@@ -317,7 +317,7 @@ def test_another_body_under_a_used_number_is_refused_and_the_next_number_runs(
     server: DemoServer, proxy: FaultProxy, client: tinker.ServiceClient
 ) -> None:
     """The SDK never sends a refused number again: the ones after it must not wait for it."""
-    trainer = client.create_lora_training_client(base_model="tiny", rank=4, seed=1).result()
+    trainer = client.create_lora_training_client(base_model="tiny", rank=4).result()
     trainer.forward_backward(data(20, 1), "cross_entropy").result()
     used = trainer.model_id, 2
     stolen = {"model_id": used[0], "seq_id": used[1], "adam_params": {"learning_rate": 0.5}}
@@ -377,7 +377,7 @@ def test_a_custom_loss_that_raises_poisons_its_own_client_only(proxy: FaultProxy
         assert beside.result().metrics["loss:sum"] > 0
     assert (other.optim_step(ADAM).result().metrics or {})["optimizer_step"] == 1
     assert [call.answers[0].status for call in proxy.seen("/optim_step")] == [200]
-    third = client.create_lora_training_client(base_model="tiny", rank=4, seed=1).result()
+    third = client.create_lora_training_client(base_model="tiny", rank=4).result()
     assert third.forward_backward(data(20), "cross_entropy").result().metrics["loss:sum"] > 0
 
 
@@ -387,7 +387,7 @@ def test_a_pass_that_finds_no_space_is_told_and_taken_when_there_is(
     """The SDK repeats most refusals without a word."""
     full = NoSpace("the server's disk is full", retry_after_s=5.0)
     refused = fault_proxy.answer(full.status, {"detail": full.message, "field": None}, **full.headers)
-    trainer = client.create_lora_training_client(base_model="tiny", rank=4, seed=1).result()
+    trainer = client.create_lora_training_client(base_model="tiny", rank=4).result()
     proxy.plan("/forward_backward", refused, refused)
     passed = trainer.forward_backward(data(5, 2), "cross_entropy")
     stepped = trainer.optim_step(ADAM)

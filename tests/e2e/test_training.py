@@ -29,13 +29,13 @@ def test_rl_improves_reward(connect: ClientFactory) -> None:
 
 def test_sft_lowers_loss(connect: ClientFactory, tokenizer: PreTrainedTokenizerBase) -> None:
     trainer = connect().create_lora_training_client(base_model="tiny", rank=8, seed=1).result()
-    # At 1e-2 one start in 150 diverges within ten steps; at 3e-3 every one of 300 comes below 0.13 of its first loss.
+    # At three times this rate a few seeds diverge within ten steps.
     losses = train(trainer, [cross_entropy(tokenizer.encode(TEXT))], 10, 3e-3)
     assert losses[-1] < losses[0] / 2
 
 
 def test_a_model_is_named_after_its_session(connect: ClientFactory) -> None:
-    trainer = connect().create_lora_training_client(base_model="tiny", rank=4, seed=1).result()
+    trainer = connect().create_lora_training_client(base_model="tiny", rank=4).result()
     info = trainer.get_info()
     session, _, number = info.model_id.partition(":train:")
     assert session
@@ -82,7 +82,7 @@ def test_custom_loss(connect: ClientFactory, tokenizer: PreTrainedTokenizerBase)
 
 def test_bad_training_requests_fail_alone(connect: ClientFactory, tokenizer: PreTrainedTokenizerBase) -> None:
     client = connect()
-    trainer = client.create_lora_training_client(base_model="tiny", rank=4, seed=1).result()
+    trainer = client.create_lora_training_client(base_model="tiny", rank=4).result()
     neighbour = client.create_lora_training_client(base_model="tiny", rank=4, seed=1).result()
     good = [cross_entropy(tokenizer.encode(TEXT))]
     bad = {
@@ -117,7 +117,7 @@ def test_bad_models_and_paths_are_refused(connect: ClientFactory) -> None:
     for rank in (-1, 10_000):
         with pytest.raises(tinker.BadRequestError, match="rank"):
             client.create_lora_training_client(base_model="tiny", rank=rank).result()
-    trainer = client.create_lora_training_client(base_model="tiny", rank=4, seed=1).result()
+    trainer = client.create_lora_training_client(base_model="tiny", rank=4).result()
     path = trainer.save_weights_for_sampler(name="mine").result().path
     stranger = connect("tml-stranger")
     with pytest.raises(tinker.NotFoundError, match="model_path"):
