@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 ANNOUNCEMENT = "/__feature__/"
 """Path under which a run names the feature it begins, to the recorder in front of the server."""
 
+QUESTION = "/__asked__/"
+"""Path under which a check learns from the recorder how often a route was asked for since its feature began."""
+
 Check = Callable[["User"], None]
 
 

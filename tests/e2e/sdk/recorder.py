@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import re
 import threading
+from collections import Counter
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
@@ -16,7 +17,7 @@ from typing import Self
 from aiohttp import ClientError, ClientSession, ClientTimeout, TCPConnector, web
 from yarl import URL
 
-from .catalogue import ANNOUNCEMENT
+from .catalogue import ANNOUNCEMENT, QUESTION
 
 MAX_BODY = 256 * 2**20
 SAID = 300
@@ -55,6 +56,8 @@ class Recorder:
         self.url = ""
         self._server = server
         self._feature = ""
+        self._asked: Counter[str] = Counter()
+        """Requests that have arrived since the feature began, by route."""
         self._loop = asyncio.new_event_loop()
         self._ready = threading.Event()
         self._thread = threading.Thread(target=self._run, name="recorder")
@@ -99,7 +102,10 @@ class Recorder:
     async def _pass_on(self, request: web.Request) -> web.StreamResponse:
         if request.path.startswith(ANNOUNCEMENT):
             self._feature = request.path.removeprefix(ANNOUNCEMENT)
+            self._asked.clear()
             return web.Response()
+        if request.path.startswith(QUESTION):
+            return web.json_response(self._asked[request.path.removeprefix(QUESTION)])
         feature = self._feature
         headers = [(name, value) for name, value in request.headers.items() if name.lower() not in HOP_BY_HOP]
         # The server makes links out of the address it was asked under: they must lead here as well.
@@ -107,6 +113,7 @@ class Recorder:
         body = await request.read()
         url = URL(self._server + request.raw_path, encoded=True)
         route = route_of(request.method, request.path)
+        self._asked[route] += 1
         try:
             async with self._client.request(
                 request.method,

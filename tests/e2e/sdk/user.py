@@ -8,18 +8,24 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import json
 import math
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
+from urllib.request import urlopen
 
 import numpy as np
 import tinker
 from tinker import types
+
+from .catalogue import QUESTION
 
 MODEL = "Qwen/Qwen3.5-4B"
 """A name of the served model. In the working directory it is also a directory with the model's tokenizer."""
@@ -27,6 +33,7 @@ SECOND_NAME = "tiny"
 TEXT = "The old fox watches the river at dawn."
 PROMPT = "The old"
 WAIT_S = 300.0
+POLL_S = 0.05
 
 
 def wait(given: Any) -> Any:
@@ -124,6 +131,15 @@ class User:
         """A service client of its own, with a session of its own."""
         settings: dict[str, Any] = {"base_url": self.url, "api_key": self.key} | kwargs
         return tinker.ServiceClient(**settings)
+
+    def asked(self, route: str) -> int:
+        """How often this feature has asked the server for a route so far."""
+        with urlopen(f"{self.url}{QUESTION}{quote(route)}", timeout=10) as answer:
+            return json.load(answer)
+
+    def wait_until_asked(self, route: str, count: int) -> None:
+        while self.asked(route) < count:
+            time.sleep(POLL_S)
 
     def session_of(self, trainer: Any) -> str:
         return self.model_id(trainer).partition(":train:")[0]
