@@ -27,11 +27,16 @@ def tensor(values: list[float], dtype: type = np.float32) -> types.TensorData:
 
 
 async def group_data(
-    task: Task, question: tuple[str, object], policy: tinker.SamplingClient, base: tinker.SamplingClient, tokenizer
+    task: Task,
+    question: tuple[str, object],
+    policy: tinker.SamplingClient,
+    base: tinker.SamplingClient,
+    tokenizer,
+    seed: int,
 ) -> tuple[list[types.Datum], list[float]]:
-    """One question: its group of answers as data for the ppo loss, and their rewards."""
+    """One question: its group of answers as data for the ppo loss, and their rewards. Samples draw from `seed` on."""
     prompt = tokenizer.encode(chat_prompt(question[0]))
-    params = types.SamplingParams(max_tokens=32, temperature=1.0)
+    params = types.SamplingParams(max_tokens=32, temperature=1.0, seed=seed)
     sampled = await policy.sample(types.ModelInput.from_ints(prompt), num_samples=GROUP, sampling_params=params)
     answers = [list(sequence.tokens) for sequence in sampled.sequences]
     rewards = [task.reward(question[1], str(tokenizer.decode(answer))) for answer in answers]
@@ -88,7 +93,12 @@ async def run(service: tinker.ServiceClient, base_model: str, steps: int) -> Non
     for step in range(steps):
         policy = await trainer.save_weights_and_get_sampling_client()
         questions = [task.prompt(rng) for _ in range(QUESTIONS)]
-        groups = await asyncio.gather(*(group_data(task, question, policy, base, tokenizer) for question in questions))
+        groups = await asyncio.gather(
+            *(
+                group_data(task, question, policy, base, tokenizer, GROUP * (QUESTIONS * step + number))
+                for number, question in enumerate(questions)
+            )
+        )
         data = [datum for group, _ in groups for datum in group]
         if data:
             # All updates are sent before the first is waited for; the server keeps their order.

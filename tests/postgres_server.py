@@ -6,7 +6,6 @@ import importlib.util
 import os
 import secrets
 import shutil
-import socket
 import subprocess
 import tempfile
 import time
@@ -15,6 +14,8 @@ from typing import Any
 
 import psycopg
 import pytest
+
+from skyrl.inference.placement import free_port
 
 KIND = os.environ.get("SKYRL_TEST_DATABASE", "sqlite")
 """The database of a test that does not say which: sqlite or postgres."""
@@ -59,9 +60,7 @@ class PostgresServer:
             self._as |= {"user": NOBODY, "group": NOBODY, "extra_groups": []}
         self._programs = self._reachable_programs()
         self._password = secrets.token_hex(16)
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
+        self.port = free_port()
         self._process: subprocess.Popen[Any] | None = None
         self._make()
 

@@ -80,7 +80,7 @@ class DemoServer:
         raise ServerFailed(f"not ready after {timeout_s:.0f} s: {reasons}: {self._said()}")
 
     def status(self) -> dict[str, Any]:
-        return httpx.get(f"{self.url}/statusz", timeout=10.0, trust_env=False).json()
+        return httpx.get(f"{self.url}/statusz", timeout=60.0, trust_env=False).json()
 
     def stop(self) -> None:
         """SIGTERM, and wait until nothing of the server is left."""
@@ -88,7 +88,7 @@ class DemoServer:
             return
         self._process.send_signal(signal.SIGTERM)
         try:
-            self._process.wait(timeout=60)
+            self._process.wait(timeout=180)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()

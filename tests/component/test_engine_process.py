@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from engine_harness import claim_for_tests
+from sqlalchemy.exc import OperationalError
 
 from skyrl.config import load_config
 from skyrl.db.database import Database
@@ -76,6 +77,12 @@ def engine(tmp_path: Path, migrated_url: str) -> Iterator[EngineProcess]:
         yield engine
 
 
+def handles(pid: int, number: signal.Signals) -> bool:
+    """Whether the process has a handler for this signal."""
+    handled = Path(f"/proc/{pid}/status").read_text().partition("SigCgt:")[2].split()[0]
+    return bool(int(handled, 16) >> (number - 1) & 1)
+
+
 @contextmanager
 def away(postgres: PostgresServer) -> Iterator[None]:
     postgres.stop()
@@ -106,8 +113,14 @@ def test_an_engine_whose_database_is_away_ends_when_it_is_told_to(
 @ON_BOTH
 def test_an_engine_that_was_stopped_while_another_server_took_over_ends_and_says_why(engine: EngineProcess) -> None:
     engine.until(lambda: engine.state().training_ready)
-    engine.process.send_signal(signal.SIGSTOP)
-    engine.database.write(lambda c: claim(c, "second", read_claim(c)))
+    taken_over = False
+    while not taken_over:
+        engine.process.send_signal(signal.SIGSTOP)
+        try:
+            engine.database.write(lambda c: claim(c, "second", read_claim(c)))
+            taken_over = True
+        except OperationalError:  # the engine was stopped inside a write of its own, and holds the lock
+            engine.process.send_signal(signal.SIGCONT)
     taken = engine.state()
     engine.process.send_signal(signal.SIGCONT)
     assert engine.ended() == 1
@@ -131,10 +144,9 @@ def test_an_engine_that_is_told_to_end_before_it_loads_does_not_begin_to(tmp_pat
     model.mkdir()  # to load this fails
     with closing(EngineProcess(tmp_path / "state", migrated_url, model=model)) as engine:
         with engine.database.writer.begin():  # the engine waits for the write lock to say that it loads
-            engine.until(lambda: engine.running_file.exists() and engine.running_file.stat().st_size > 0)
-            time.sleep(0.5)  # from that file to the handlers of signals
-            noted = engine.running_file.stat().st_mtime_ns
+            engine.until(lambda: engine.running_file.exists() and handles(engine.process.pid, signal.SIGTERM))
+            os.utime(engine.running_file, (0, 0))
             engine.process.send_signal(signal.SIGTERM)
-            engine.until(lambda: engine.running_file.stat().st_mtime_ns != noted)
+            engine.until(lambda: engine.running_file.stat().st_mtime_ns > 0)
         assert engine.ended() == 0, engine.log
         assert engine.state().reason == "the engine has stopped"

@@ -214,9 +214,13 @@ async def test_large_answers_hold_nobody_up(serve: Serve, upstream: FakeUpstream
     heartbeats would wait. Both are measured here, on the same machine. Run with `-s`, it prints the figures.
     """
     whole = scored(SCORED)
-    began = time.perf_counter()
-    decode_answer(whole, SCORED)
-    whole_s = time.perf_counter() - began
+
+    def decoding_s() -> float:
+        began = time.perf_counter()
+        decode_answer(whole, SCORED)
+        return time.perf_counter() - began
+
+    before_s = decoding_s()
     prompt = [7] * 2000
     chunks = {"chunks": [{"tokens": prompt}]}
     one = {"prompt_logprobs": True, "topk_prompt_logprobs": 20, "num_samples": 16, "prompt": chunks}
@@ -225,6 +229,7 @@ async def test_large_answers_hold_nobody_up(serve: Serve, upstream: FakeUpstream
     async with serve() as api:
         sampler = await api.sampler()
         waits = await heartbeats_while(api, sampler, [asked(sampler, i) | one for i in range(12)])
+    whole_s = max(before_s, decoding_s())  # the machine may have become busy meanwhile
     p50, p99 = np.quantile(waits, [0.5, 0.99])
     print(f"{len(waits)} heartbeats: p50 {p50 * 1e3:.1f} ms, p99 {p99 * 1e3:.1f} ms, max {max(waits) * 1e3:.1f} ms;")
     print(f"one answer of {len(whole) / 1e6:.0f} MB is decoded in {whole_s * 1e3:.0f} ms")

@@ -92,7 +92,14 @@ async def test_a_future_is_waited_for_only_while_it_has_no_result(noted: list[st
     assert await ours.waits_for(done) == 7
     assert noted == []
     pending: Future[int] = Future()
+
+    def end_when_noted() -> None:
+        deadline = time.monotonic() + 60
+        while not noted and time.monotonic() < deadline:
+            time.sleep(0.005)
+        pending.set_result(8)
+
     with ThreadPoolExecutor(1) as threads:
-        threads.submit(lambda: (time.sleep(0.2), pending.set_result(8)))
+        threads.submit(end_when_noted)
         assert await ours.waits_for(pending) == 8
     assert ["Future.result" in each for each in noted] == [True]

@@ -146,6 +146,7 @@ async def test_what_is_beyond_the_minutes_tokens_waits_and_says_why(
         assert poll.status_code == 408
         assert poll.json()["queue_state"] == "paused_rate_limit"
         assert "the quota of 6 tokens per minute is used up" in poll.json()["queue_state_reason"]
+        await upstream.until(lambda server: bool(server.completions))
         assert len(upstream.completions) == 1
         upstream.default = complete()
         assert await sample_of_other(api, theirs, 1) == [[0, 1, 2]], "nobody else waits"
@@ -163,12 +164,15 @@ async def test_what_is_beyond_the_minutes_tokens_waits_and_says_why(
     assert 50 < paused[0].not_before - paused[0].created_at <= 60
 
 
-async def test_a_turn_comes_by_itself(serve: Serve, database: Database) -> None:
+async def test_a_turn_comes_by_itself(serve: Serve, database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
     async with serve(quota_tokens_per_minute=600) as api:
         sampler = await api.sampler()
+        stopped: float | None = time.monotonic()  # no token comes in until both samples have been sent
+        monkeypatch.setattr(api.services.quotas, "_clock", lambda: time.monotonic() if stopped is None else stopped)
         large = {"prompt": [1] * 90, "sampling_params": {"max_tokens": 4}}
         promises = [await api.sample(sampler, 1, num_samples=105, **large)]  # 510 tokens of 600
         promises.append(await api.sample(sampler, 2, num_samples=2, **large))  # 98 more, and 10 come in each second
+        stopped = None
         for promise, count in zip(promises, (105, 2), strict=True):
             assert len(tokens(await ended(api, promise["request_id"]))) == count
     first, second = recorded(database)
@@ -396,9 +400,9 @@ async def test_passes_take_tokens_and_are_never_refused(serve: Serve, database: 
             assert answer.status_code == 200, answer.text
             return answer.json()["request_id"]
 
+        started = time.time()
         await train(1, 4, 3)
         assert await train(1, 4, 3) == await train(1, 4, 3), "repeats take nothing"
-        started = time.time()
         await train(2, 7, path="forward")
         await train(3, 1000)
         step = {"model_id": model_id, "seq_id": 4, "adam_params": {}}

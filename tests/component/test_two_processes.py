@@ -162,6 +162,7 @@ async def test_who_gives_no_sign_of_life_loses_its_samples_to_one(
     left = (await first.sample(sampler, 1))["request_id"]
     poll = asyncio.create_task(second.result(left))
     await until(lambda: second.services.store.pending == 1)
+    await upstream.until(lambda server: server.busy == 1)
     dead = {"id": "dead/0", "started_at": 1.0, "heartbeat_at": 1.0}
     database.write(lambda c: c.execute(insert(processes), dead))
     set_owner(database, left, "dead/0")

@@ -161,6 +161,12 @@ class Reference:
         return logits.gather(1, torch.tensor(tokens[1:])[:, None])[:, 0].tolist()
 
 
+def asking(served: Served, headers: dict[str, str] | None = None) -> httpx.AsyncClient:
+    """A client with the server's key, or with these headers; the test's own limit ends what takes too long."""
+    given = {"Authorization": f"Bearer {KEY}"} if headers is None else headers
+    return httpx.AsyncClient(base_url=served.spec.url, headers=given, timeout=None)
+
+
 async def complete(http: httpx.AsyncClient, **body: Any) -> dict[str, Any]:
     defaults = {"max_tokens": 12, "logprobs": 0, "return_token_ids": True, "ignore_eos": True}
     response = await http.post("/v1/completions", json=defaults | body)
@@ -194,7 +200,7 @@ async def test_ready_means_warmed_up_and_published(served: Served) -> None:
     assert served.published == [served.spec.url]
     assert served.group.reason == ""
     assert await served.client.models() == [str(MODEL)]
-    async with httpx.AsyncClient(base_url=served.spec.url, headers={"Authorization": f"Bearer {KEY}"}) as http:
+    async with asking(served) as http:
         metrics = (await http.get("/metrics")).text.splitlines()
         done = sum(float(line.split()[-1]) for line in metrics if line.startswith("vllm:request_success_total{"))
         assert done >= 4, "what makes the first request of a cold server slow has been done before"
@@ -205,7 +211,7 @@ async def test_ready_means_warmed_up_and_published(served: Served) -> None:
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/load_lora_adapter", "/pause", "/collective_rpc"])
 async def test_every_endpoint_asks_for_the_key(served: Served, path: str, key: str | None) -> None:
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-    async with httpx.AsyncClient(base_url=served.spec.url, headers=headers) as http:
+    async with asking(served, headers) as http:
         assert (await http.post(path, json={})).status_code == 401
 
 
@@ -239,7 +245,7 @@ async def test_adapter_stored_in_bfloat16_is_sampled_from_as_it_is_stored(served
     halves = {key: tensor.to(torch.bfloat16) for key, tensor in tensors.items()}
     save_file(halves, rounded / "adapter_model.safetensors")
     await served.client.load_adapter("rounded@1", rounded)
-    async with httpx.AsyncClient(base_url=served.spec.url, headers={"Authorization": f"Bearer {KEY}"}) as http:
+    async with asking(served) as http:
         answer = await complete(http, prompt=[9, 8, 7], model="rounded@1")
     await served.client.unload_adapter("rounded@1")
     (choice,) = answer["choices"]
@@ -263,9 +269,7 @@ async def test_mixed_batches_agree_with_hugging_face(served: Served, tmp_path_fa
     names = ["base", *RANKS]
     requests = [(names[i % 3], [rng.randrange(256) for _ in range(rng.choice((1, 2, 17, 60, 150)))]) for i in range(24)]
 
-    async with httpx.AsyncClient(
-        base_url=served.spec.url, headers={"Authorization": f"Bearer {KEY}"}, timeout=60
-    ) as http:
+    async with asking(served) as http:
 
         async def ask(i: int, name: str, prompt: list[int]) -> dict[str, Any]:
             model = {} if name == "base" else {"model": name}
@@ -345,7 +349,7 @@ async def test_prompt_and_sequences_asked_apart_are_those_of_one_request(served:
 
 async def test_base_model_alone_ignores_loaded_adapters(served: Served) -> None:
     reference = Reference({})
-    async with httpx.AsyncClient(base_url=served.spec.url, headers={"Authorization": f"Bearer {KEY}"}) as http:
+    async with asking(served) as http:
         answer = await complete(http, prompt=[9, 8, 7], prompt_logprobs=0)
     tokens = answer["choices"][0]["token_ids"]
     assert answer["choices"][0]["logprobs"]["token_logprobs"] == pytest.approx(
@@ -354,7 +358,7 @@ async def test_base_model_alone_ignores_loaded_adapters(served: Served) -> None:
 
 
 async def test_pause_freezes_and_resume_continues(served: Served) -> None:
-    async with httpx.AsyncClient(base_url=served.spec.url, headers={"Authorization": f"Bearer {KEY}"}) as http:
+    async with asking(served) as http:
         await served.client.pause("keep")
         sample = asyncio.create_task(complete(http, prompt=[1, 2, 3]))
         for _ in range(PROBES):
@@ -372,7 +376,7 @@ async def test_sleep_and_wake(served: Served) -> None:
     assert await served.client.is_sleeping()
     await served.group.wake()
     assert not await served.client.is_sleeping()
-    async with httpx.AsyncClient(base_url=served.spec.url, headers={"Authorization": f"Bearer {KEY}"}) as http:
+    async with asking(served) as http:
         assert len((await complete(http, prompt=[1, 2, 3]))["choices"][0]["token_ids"]) == 12
 
 

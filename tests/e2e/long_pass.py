@@ -59,4 +59,7 @@ def passes(server: DemoServer, model_id: str) -> set[str]:
 def running_requests(server: DemoServer) -> set[str]:
     """What the engine runs now, as it notes it for the case that it dies."""
     noted = (server.state_dir / "running.json").read_text().partition("\n")[0]
-    return set(json.loads(noted)["running"])
+    try:
+        return set(json.loads(noted)["running"])
+    except ValueError:  # it is just being written
+        return set()

@@ -88,7 +88,7 @@ class Client:
     """Bare requests of one session, its own unless one is given; threads may share it."""
 
     def __init__(self, url: str, session: str | None = None) -> None:
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=None)
         headers = {"X-API-Key": "tml-insistent"}
         self.http = httpx.Client(
             base_url=f"{url}/api/v1/", headers=headers, timeout=WAIT_S, trust_env=False, limits=limits

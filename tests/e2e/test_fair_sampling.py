@@ -31,7 +31,7 @@ def test_a_sample_goes_before_what_another_tenant_has_queued(server: DemoServer,
     def recorded() -> list[tuple[float | None]]:
         return ask(server, "select completed_at from futures where n > :before order by n", before=before)
 
-    queued = [many.sample(PROMPT, num_samples=AT_ONCE, sampling_params=of(8)) for _ in range(MANY)]
+    queued = [many.sample(PROMPT, num_samples=AT_ONCE, sampling_params=of(24)) for _ in range(MANY)]
     deadline = time.monotonic() + LIMIT_S
     while len(recorded()) < MANY:
         assert time.monotonic() < deadline, "the samples are not recorded"

@@ -22,6 +22,8 @@ from skyrl.demo.server import DemoServer
 from skyrl.wire import tinker_pb2 as pb
 from skyrl.wire.training import PROTOBUF
 
+from .conftest import SLOW_START_S
+
 BODY_BYTES = 3_300_000
 CONTENT = np.random.default_rng(0).bytes(BODY_BYTES // 2)
 
@@ -33,7 +35,7 @@ def trainer() -> Iterator[DemoServer]:
         server = DemoServer(Path(state), "--external-inference-url", "http://127.0.0.1:9")
         server.start()
         try:
-            server.wait_api(120)
+            server.wait_api(SLOW_START_S)
             yield server
         finally:
             server.stop()
@@ -94,7 +96,7 @@ def test_large_bodies_that_wait_hold_nobody_up(trainer: DemoServer, encoding: st
                 request_ids, took = sending.result()
         assert len(set(request_ids)) == BODIES
         waited = {quantile: float(np.quantile(beats, quantile)) / took for quantile in (0.5, 0.95, 1.0)}
-        bounds = {0.5: 0.02, 0.95: 0.2, 1.0: 0.5}
+        bounds = {0.5: 0.05, 0.95: 0.2, 1.0: 0.5}
         assert all(waited[quantile] < bound for quantile, bound in bounds.items()), (
             f"a heartbeat waits for a few of them, not for all: {waited} of {took:.1f} s"
         )

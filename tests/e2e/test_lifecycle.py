@@ -96,21 +96,22 @@ class Steady:
         self._url = url
         self._stop = threading.Event()
         self._pool = ThreadPoolExecutor(1)
-        self._losses: Future[list[float]] = self._pool.submit(self._train)
+        self.losses: list[float] = []
+        """Of all its steps so far."""
+        self._training: Future[None] = self._pool.submit(self._train)
 
-    def _train(self) -> list[float]:
-        losses: list[float] = []
+    def _train(self) -> None:
         with tinker.ServiceClient(base_url=self._url, api_key=OTHER_KEY) as client:
             trainer = client.create_lora_training_client(base_model="tiny", rank=4, seed=9).result()
             while not self._stop.is_set():
-                losses += train(trainer, DATA, 2, 1e-3)
+                self.losses += train(trainer, DATA, 2, 1e-3)
                 time.sleep(0.4)
-        return losses
 
     def stop(self) -> list[float]:
         """The losses of all its steps."""
         self._stop.set()
-        return self._losses.result()
+        self._training.result()
+        return self.losses
 
     def twin(self, steps: int) -> list[float]:
         """The losses of one who does the same alone."""
@@ -198,10 +199,10 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
             httpx.Client(base_url=f"{server.url}/api/v1/", headers={"X-API-Key": KEY}, timeout=60, trust_env=False)
         )
         mute = stack.enter_context(FaultProxy(server.url))
-        mute.always("/session_heartbeat", busy(503))
         steady = Steady(server.url)
         stack.callback(steady.stop)
         silent, idle, finished = (Somebody(url, KEY) for url in (mute.url, server.url, server.url))
+        mute.always("/session_heartbeat", busy(503))
         for who in (silent, idle):
             stack.callback(lambda who=who: who.client.close("success").result())
         make_old(server, finished)
@@ -240,11 +241,12 @@ def test_the_first_reason_wins(world: World) -> None:
 
 def test_samples_beyond_the_bound_are_told_to_wait_and_all_finish(world: World) -> None:
     """The SDK meets a server that is really full: a 429 has recorded nothing, and every sample is there once."""
-    params = types.SamplingParams(max_tokens=30, stop=[])  # long enough to fill the server
+    tokens = 150  # long enough to fill the server
+    params = types.SamplingParams(max_tokens=tokens, stop=[])
     with FaultProxy(world.server.url) as proxy, tinker.ServiceClient(base_url=proxy.url, api_key=KEY) as client:
         sampler = client.create_sampling_client(base_model="tiny").result()
         samples = [sampler.sample(types.ModelInput.from_ints(PROMPT), 1, params) for _ in range(200)]
-        assert all(len(sample.result().sequences[0].tokens) == 30 for sample in samples)
+        assert all(len(sample.result().sequences[0].tokens) == tokens for sample in samples)
         refused = [call.answers[0] for call in proxy.seen("/asample") if call.told == 429]
         numbers = world.ask(
             "select sample_seq_id from futures where session_id = :whose order by 1", client.holder.get_session_id()
@@ -295,12 +297,17 @@ def test_adapters_of_the_gone_leave_vllm_and_those_of_the_others_stay(world: Wor
 
 
 def test_their_files_go_last(world: World) -> None:
-    assert world.killed.files(world.server), "just unloaded: vLLM may still read it"
-    until(lambda: not world.finished.files(world.server), ENDED_S)
+    gone = Somebody(world.server.url, KEY)
+    make_old(world.server, gone)
+    gone.client.close("success").result()
+    until(lambda: gone.adapter not in world.in_vllm(), ENDED_S)
+    assert gone.files(world.server), "just unloaded: vLLM may still read it"
+    for who in (world.finished, world.killed, gone):
+        until(lambda who=who: not who.files(world.server), ENDED_S)
     assert world.idle.files(world.server)
 
 
 def test_who_trained_all_the_while_got_what_it_gets_alone(world: World) -> None:
+    until(lambda: len(world.steady.losses) > 30, ENDED_S)
     losses = world.steady.stop()
-    assert len(losses) > 30
     assert world.steady.twin(len(losses)) == losses

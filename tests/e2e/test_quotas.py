@@ -26,8 +26,8 @@ TENANT = tenant_of_key(KEY)
 PER_MINUTE = 120
 MINUTE = [cross_entropy(list(range(30, 61)))] * 4
 """A minute's worth of tokens."""
-SECONDS = [cross_entropy(list(range(30, 43)))]
-"""Some 6 s worth of them."""
+SECONDS = [cross_entropy(list(range(30, 55)))]
+"""Some 12 s worth of them."""
 PROMPT = [5, 6, 7]
 
 

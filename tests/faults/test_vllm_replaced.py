@@ -27,7 +27,7 @@ HANG_S = 20.0
 """Long enough for the slowest step of the tiny model (the first ones) on a slow machine."""
 PROMPT = [5, 6, 7, 8]
 SHORT, LONG = 12, 1500
-DRAINED = 500
+DRAINED = 100
 """Tokens that end within the grace of a stop."""
 API_SERVER, ENGINE = "vllm.entrypoints.openai.api_server", "EngineCore"
 

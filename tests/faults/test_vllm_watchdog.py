@@ -162,7 +162,7 @@ async def test_a_server_that_has_stopped_listening_and_does_not_end_is_killed() 
     upstream = Upstream(health=lambda _: WELL, is_sleeping=lambda _: WELL)
     async with AsyncExitStack() as stack:
         async with upstream.running():
-            process = await stack.enter_async_context(watched(upstream.url, health_s=0.3))
+            process = await stack.enter_async_context(watched(upstream.url, health_s=4.0))
             await until(lambda: upstream.asked["health"] > 1)
             assert not process.killed.is_set()
         await process.killed.wait()

@@ -207,7 +207,8 @@ async def test_half_an_answer_is_none(transport: HttpTransport, raw: bytes) -> N
 
 
 async def test_silence_ends_with_the_deadline_and_the_connection(transport: HttpTransport) -> None:
-    async with serving(Server(b"")) as server:
+    async with serving(Server(OK, b"")) as server:
+        await post(transport, server)  # so that there is a connection, and only the silence takes time
         with pytest.raises(Interrupted, match="no whole answer in time"):
             await post(transport, server, 0.2)
         async with asyncio.timeout(LONG_S):

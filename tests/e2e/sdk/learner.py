@@ -30,17 +30,22 @@ def continuation(sampler: Any, tokens: list[int]) -> list[int]:
     return list(wait(sampler.sample(prompt, 1, params)).sequences[0].tokens)
 
 
-def learn(user: User, text: str, rounds: int, load: str | None) -> dict[str, Any]:
-    """Rounds of STEPS steps and a sample each; when each ran, what was sampled first and last, what was saved."""
+def prepare(user: User, text: str, load: str | None) -> tuple[Any, list[int]]:
+    """A training client, new or from a saved state, and the sentence's tokens."""
     if load is None:
         trainer = user.train(rank=8)
     else:
         trainer = wait(user.service.create_training_client_from_state_with_optimizer(load))
-    tokens = list(trainer.get_tokenizer().encode(text))
+    return trainer, list(trainer.get_tokenizer().encode(text))
+
+
+def learn(user: User, trainer: Any, tokens: list[int], rounds: int, *, loaded: bool) -> dict[str, Any]:
+    """Rounds of STEPS steps and a sample each; when each ran, what was sampled first and last, what was saved. If the
+    state was `loaded`, the first round has no steps."""
     losses, spans, samples = [], [], []
     for number in range(rounds):
         began = time.time()
-        for _ in range(STEPS if number or load is None else 0):
+        for _ in range(STEPS if number or not loaded else 0):
             passed = trainer.forward_backward([datum(tokens)], "cross_entropy")
             stepped = trainer.optim_step(types.AdamParams(learning_rate=5e-3))
             losses.append(wait(passed).metrics["loss:sum"])
@@ -73,10 +78,11 @@ def main() -> None:
     given = parser.parse_args()
     warnings.simplefilter("ignore")
     user = User(given.url, given.key, Path.cwd())
+    trainer, tokens = prepare(user, given.text, given.load)
     given.out.with_suffix(".ready").touch()
     while not given.begin.exists():
         time.sleep(POLL_S)
-    given.out.write_text(json.dumps(learn(user, given.text, given.rounds, given.load)))
+    given.out.write_text(json.dumps(learn(user, trainer, tokens, given.rounds, loaded=given.load is not None)))
     os._exit(0)
 
 

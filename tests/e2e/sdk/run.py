@@ -66,7 +66,7 @@ def attempt(feature: Feature, user: User) -> dict[str, Any]:
 
 
 def announce(url: str, name: str) -> None:
-    with urllib.request.urlopen(f"{url}{ANNOUNCEMENT}{quote(name)}", timeout=10):
+    with urllib.request.urlopen(f"{url}{ANNOUNCEMENT}{quote(name)}", timeout=FEATURE_S):
         pass
 
 

@@ -134,7 +134,7 @@ class User:
 
     def asked(self, route: str) -> int:
         """How often this feature has asked the server for a route so far."""
-        with urlopen(f"{self.url}{QUESTION}{quote(route)}", timeout=10) as answer:
+        with urlopen(f"{self.url}{QUESTION}{quote(route)}", timeout=WAIT_S) as answer:
             return json.load(answer)
 
     def wait_until_asked(self, route: str, count: int) -> None:

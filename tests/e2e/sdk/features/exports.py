@@ -9,7 +9,7 @@ from typing import Any
 from urllib.request import urlopen
 
 from ..catalogue import feature
-from ..user import User, both, wait
+from ..user import WAIT_S, User, both, wait
 
 GROUP = "Exports"
 RECIPIENT = "age1d6gggfdz94k5w6r858vyzqc9ywzxhdkwuf5eu8fe3e7swvm5cvlsuksn35"
@@ -18,7 +18,7 @@ RECIPIENT = "age1d6gggfdz94k5w6r858vyzqc9ywzxhdkwuf5eu8fe3e7swvm5cvlsuksn35"
 
 def fetch(url: str) -> bytes:
     """A file by its link alone: no key, no header."""
-    with urlopen(url, timeout=30) as answer:
+    with urlopen(url, timeout=WAIT_S) as answer:
         return answer.read()
 
 

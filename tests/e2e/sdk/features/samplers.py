@@ -16,12 +16,15 @@ from ..user import MODEL, SECOND_NAME, User, both, run_program, same, wait
 GROUP = "Sampling clients"
 
 OTHER_PROCESS = """
-import pickle, sys, warnings
+import os, pickle, sys, warnings
 warnings.simplefilter("ignore")
 sampler, prompt, params = pickle.load(sys.stdin.buffer)
 answer = sampler.sample(prompt, 1, params).result()
 pickle.dump([list(answer.sequences[0].tokens), sampler.compute_logprobs(prompt).result()], sys.stdout.buffer)
+sys.stdout.flush()
+os._exit(0)
 """
+"""Ends at once: with threads of SDK 0.25.0 still running, Python may abort while it shuts down."""
 
 
 def trained(user: User) -> tuple[Any, list[int], np.ndarray]:
@@ -148,7 +151,7 @@ def sampler_handle(user: User) -> None:
 def retry_configuration(user: User) -> None:
     from tinker.lib.retry_handler import RetryConfig
 
-    config = RetryConfig(progress_timeout=30.0, retry_delay_base=0.1, retry_delay_max=0.2)
+    config = RetryConfig(progress_timeout=300.0, retry_delay_base=0.1, retry_delay_max=0.2)
     sampler = wait(user.service.create_sampling_client(base_model=MODEL, retry_config=config))
     assert user.greedy(sampler) == user.greedy(user.sampler)
 

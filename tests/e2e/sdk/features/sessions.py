@@ -8,7 +8,7 @@ from typing import Any
 import tinker
 
 from ..catalogue import feature
-from ..user import MODEL, SECOND_NAME, User, both, wait
+from ..user import MODEL, SECOND_NAME, WAIT_S, User, both, wait
 
 GROUP = "Sessions"
 HEARTBEAT_S = 10.0
@@ -138,7 +138,7 @@ def session_trace(user: User) -> None:
     from urllib.request import urlopen
 
     for url in both(user.rest, "export_session_trace", user.session_of(user.model)):
-        with urlopen(url, timeout=30) as answer:
+        with urlopen(url, timeout=WAIT_S) as answer:
             assert answer.status == 200
             assert len(answer.read()) > 0
 
