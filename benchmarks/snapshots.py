@@ -15,8 +15,8 @@ from benchmarks.series import quantile
 from benchmarks.stage import Stage
 from benchmarks.table import Row
 from skyrl.backends.base import AdamParams, Datum, LoraSpec, TrainingPass
-from skyrl.backends.fsdp.backend import FsdpBackend
-from skyrl.config import load_config
+from skyrl.backends.torch_lora.backend import FsdpBackend
+from skyrl.config.server import load_config
 from skyrl.db.database import Database
 from skyrl.db.migrate import migrate
 from skyrl.engine.snapshots import Snapshots

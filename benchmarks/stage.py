@@ -20,7 +20,7 @@ from benchmarks.processes import parts_of
 from benchmarks.samples import LoadSpec
 from skyrl.demo.server import DemoServer
 from skyrl.inference.placement import free_port
-from skyrl.supervision import dies_with_parent
+from skyrl.processes.supervision import dies_with_parent
 
 MODEL = "tiny"
 

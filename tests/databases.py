@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from sqlalchemy import text
 
-from skyrl.config import ServerConfig
+from skyrl.config.server import ServerConfig
 from skyrl.db.database import Database
 from skyrl.db.migrate import migrate
 from skyrl.demo.server import DemoServer

@@ -35,10 +35,10 @@ from skyrl.api import (
     weights,
 )
 from skyrl.api.body import CONTROL_BYTES
+from skyrl.api.body_memory import Bodies
 from skyrl.api.openapi import describe
 from skyrl.api.refusals import Refusals
 from skyrl.api.reply import reply
-from skyrl.api.room import Bodies
 from skyrl.api.services import Services
 from skyrl.db.faults import DatabaseError, column_with_nul, passes, reason
 from skyrl.storage.base import NotStored, StoreError

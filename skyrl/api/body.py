@@ -56,7 +56,7 @@ def tenant_of(request: Request) -> str:
 
 
 class LargeBodies(Protocol):
-    """`skyrl.api.room.Bodies`."""
+    """`skyrl.api.body_memory.Bodies`."""
 
     def of(self, request: Request, tenant: str) -> AbstractAsyncContextManager[bytes]: ...
 

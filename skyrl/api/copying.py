@@ -13,17 +13,17 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from skyrl.adapters import adapter_location
 from skyrl.api.body import read_body, tenant_of
 from skyrl.api.checkpoints import ttl_end
 from skyrl.api.reply import reply
 from skyrl.api.services import Services
 from skyrl.api.sessions import check_length
 from skyrl.db.copies import Copy
-from skyrl.futures.ids import new_session_id
+from skyrl.storage.adapters import adapter_location
 from skyrl.storage.base import StoreError
 from skyrl.storage.directories import safe_name
 from skyrl.storage.threads import in_store
+from skyrl.types.ids import new_session_id
 from skyrl.wire.errors import NotFound, RequestError
 from skyrl.wire.paths import TinkerPath, model_id_of, parse_path
 from skyrl.wire.requests import CopyWeightsRequest, decode_json

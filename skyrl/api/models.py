@@ -13,8 +13,8 @@ from skyrl.api.reply import reply
 from skyrl.api.services import Services
 from skyrl.api.training import submit
 from skyrl.db.models import Adapter, Model, add_model
-from skyrl.futures.kinds import Kind
-from skyrl.futures.requests import NewRequest
+from skyrl.types.kinds import Kind
+from skyrl.types.requests import NewRequest
 from skyrl.wire.errors import NotFound, RequestError
 from skyrl.wire.paths import model_id_of
 from skyrl.wire.requests import CreateModelRequest, LoraConfig, ModelRequest, OptimizerConfig, decode_json

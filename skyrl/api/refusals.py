@@ -12,7 +12,7 @@ from starlette.requests import Request
 
 from skyrl.api.access import Access
 from skyrl.api.tokens import is_token
-from skyrl.log_limits import LimitedLog, plain
+from skyrl.processes.log_limits import LimitedLog, plain
 from skyrl.wire.errors import OverQuota, RequestError
 
 logger = logging.getLogger(__name__)

@@ -8,12 +8,12 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from skyrl.adapters import bring_adapter
 from skyrl.api.body import SAMPLE_BYTES, read_body, tenant_of
+from skyrl.api.body_memory import Bodies
 from skyrl.api.reply import reply
-from skyrl.api.room import Bodies
 from skyrl.api.services import Services
 from skyrl.db.samplers import Sampler
+from skyrl.storage.adapters import bring_adapter
 from skyrl.storage.threads import in_store
 from skyrl.wire.errors import NotFound, RequestError
 from skyrl.wire.paths import CheckpointKind, parse_path, sampling_session_id_of

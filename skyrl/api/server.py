@@ -18,12 +18,10 @@ import uvloop
 from skyrl.api.access import Access
 from skyrl.api.app import create_app
 from skyrl.api.connections import BoundedHttp
-from skyrl.api.peers import BEAT_S, Peers
 from skyrl.api.readiness import POLL_S, EngineWatch
 from skyrl.api.services import Services
 from skyrl.api.signing import SignedUrls
 from skyrl.api.tokens import Tokens
-from skyrl.background import repeat
 from skyrl.db.api_processes import ApiProcesses
 from skyrl.db.audit import Audit
 from skyrl.db.checkpoints import Checkpoints
@@ -33,7 +31,7 @@ from skyrl.db.engine_state import EngineState, read_state
 from skyrl.db.faults import DatabaseError, reason
 from skyrl.db.keys import Keys
 from skyrl.db.models import Models
-from skyrl.db.notices import Notices
+from skyrl.db.periodic import repeat
 from skyrl.db.retention import Retention
 from skyrl.db.sample_clocks import SampleClocks
 from skyrl.db.samplers import Samplers
@@ -41,22 +39,24 @@ from skyrl.db.session_search import SessionSearch
 from skyrl.db.sessions import Sessions
 from skyrl.db.usage import Usage, UsageCounter, meter_storage
 from skyrl.db.writer import GroupCommitWriter
-from skyrl.futures.doorbell import Doorbell, DoorbellListener
-from skyrl.futures.others import Others
 from skyrl.futures.store import SAFETY_POLL_S, FutureStore
 from skyrl.futures.trace import Traces
 from skyrl.inference.features import inference_features
 from skyrl.inference.vllm_command import cuda_devices
-from skyrl.listening import BACKLOG
+from skyrl.launcher.runtime import Runtime, run_process, set_up_process
+from skyrl.notify.doorbell import Doorbell, DoorbellListener
+from skyrl.notify.peers import Others
+from skyrl.notify.postgres import Notices
+from skyrl.processes.listening import BACKLOG
 from skyrl.quotas.limits import Bounds, Limits
 from skyrl.quotas.tenants import Quotas
-from skyrl.runtime import Runtime, run_process, set_up_process
 from skyrl.sampling.admission import Admission
 from skyrl.sampling.client import ForwardingClient
 from skyrl.sampling.endpoint import EngineEndpoint, FixedEndpoint
 from skyrl.sampling.fair_order import FairOrder
 from skyrl.sampling.guards import FeatureGuard
 from skyrl.sampling.http import HttpTransport
+from skyrl.sampling.ownership import BEAT_S, Peers
 from skyrl.sampling.service import SampleService
 from skyrl.storage.registry import open_store
 

@@ -10,7 +10,7 @@ from skyrl.api.access import Access
 from skyrl.api.readiness import EngineWatch
 from skyrl.api.signing import SignedUrls
 from skyrl.api.tokens import Tokens
-from skyrl.config import ServerConfig
+from skyrl.config.server import ServerConfig
 from skyrl.db.audit import Audit
 from skyrl.db.checkpoints import Checkpoints
 from skyrl.db.copies import Copies
@@ -19,9 +19,9 @@ from skyrl.db.samplers import Samplers
 from skyrl.db.session_search import SessionSearch
 from skyrl.db.sessions import Session, Sessions
 from skyrl.db.usage import Usage
-from skyrl.futures.doorbell import SESSIONS, Doorbell
 from skyrl.futures.store import FutureStore
 from skyrl.futures.trace import Traces
+from skyrl.notify.doorbell import SESSIONS, Doorbell
 from skyrl.quotas.tenants import Quotas
 from skyrl.sampling.client import ForwardingClient
 from skyrl.sampling.service import SampleService

@@ -14,13 +14,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from skyrl.api.body import body_format, read_body, tenant_of
+from skyrl.api.body_memory import Bodies
 from skyrl.api.reply import reply
-from skyrl.api.room import Bodies
 from skyrl.api.services import Services
 from skyrl.db.models import Model
-from skyrl.futures.kinds import PASSES, Kind
 from skyrl.futures.recording import LARGE_BODY_BYTES
-from skyrl.futures.requests import Change, NewRequest
+from skyrl.types.kinds import PASSES, Kind
+from skyrl.types.requests import Change, NewRequest
 from skyrl.wire.errors import NotFound, RequestError
 from skyrl.wire.raw import raw_fields
 from skyrl.wire.requests import SequencedRequest, decode_json

@@ -13,7 +13,7 @@ from skyrl.api.reply import reply
 from skyrl.api.services import Services
 from skyrl.api.training import submit, submit_sequenced
 from skyrl.db.models import Model, adapter_of, add_model
-from skyrl.futures.kinds import Kind
+from skyrl.types.kinds import Kind
 from skyrl.wire.errors import NotFound, RequestError
 from skyrl.wire.paths import model_id_of, parse_path
 from skyrl.wire.raw import raw_fields, raw_value

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from skyrl.backends.base import Backend
-from skyrl.config import ConfigError, ServerConfig
+from skyrl.config.server import ConfigError, ServerConfig
 
 
 def _fsdp(config: ServerConfig) -> Backend:
-    from skyrl.backends.fsdp.backend import FsdpBackend
+    from skyrl.backends.torch_lora.backend import FsdpBackend
 
     return FsdpBackend(config)
 

@@ -21,7 +21,7 @@ _NAME_IT = (
 
 def where(database: Any) -> str:
     """The database in words, without a password: what a command has written to."""
-    from skyrl.database_url import shown_url
+    from skyrl.config.database_url import shown_url
 
     return f"in the database {database.file or shown_url(database.url)}"
 
@@ -44,8 +44,8 @@ def opened(
 ) -> Iterator[tuple[Any, Any]]:
     """The configuration and the server's database, which must be there unless `make` says that it may be made. An older
     version's is left to `skyrl serve`. What is wrong, `refusals` too, ends `command` with a line."""
-    from skyrl.config import ConfigError, load_config
-    from skyrl.database_url import shown_url, sqlite_file
+    from skyrl.config.database_url import shown_url, sqlite_file
+    from skyrl.config.server import ConfigError, load_config
     from skyrl.db.database import Database
     from skyrl.db.faults import DatabaseError, reason
     from skyrl.db.migrate import SchemaError, migrate, newest_revision, revision_of

@@ -24,11 +24,11 @@ def _database(
     line."""
     import sqlite3
 
-    from skyrl.config import ConfigError, load_config
+    from skyrl.config.server import ConfigError, load_config
     from skyrl.db.database import Database
     from skyrl.db.faults import DatabaseError, reason
     from skyrl.db.migrate import SchemaError, revision_of
-    from skyrl.launcher import lock_state_dir
+    from skyrl.launcher.main import lock_state_dir
 
     try:
         with ExitStack() as held:
@@ -54,7 +54,7 @@ def backup(
     config: ConfigFile = None,
 ) -> None:
     """Copy a SQLite database, as it is at one moment, into FILE. A server may run meanwhile."""
-    from skyrl.db import care
+    from skyrl.db import maintenance as care
 
     with _database(state_dir, database_url, config) as database:
         size = care.backup(database, file)
@@ -64,7 +64,7 @@ def backup(
 @app.command()
 def check(state_dir: StateDir = None, database_url: DatabaseUrl = None, config: ConfigFile = None) -> None:
     """Say what is wrong with the file, the rows and the schema; exit with 1 if something is."""
-    from skyrl.db import care
+    from skyrl.db import maintenance as care
 
     with _database(state_dir, database_url, config) as database:
         found = care.problems(database)
@@ -76,7 +76,7 @@ def check(state_dir: StateDir = None, database_url: DatabaseUrl = None, config: 
 @app.command()
 def vacuum(state_dir: StateDir = None, database_url: DatabaseUrl = None, config: ConfigFile = None) -> None:
     """Give back all free space. Requests that are to be recorded wait meanwhile; best done when the server is down."""
-    from skyrl.db import care
+    from skyrl.db import maintenance as care
 
     with _database(state_dir, database_url, config) as database:
         before = database.size()

@@ -86,7 +86,7 @@ def serve(
     config: Annotated[Path | None, typer.Option(help="TOML file; flags and SKYRL_* variables go before it.")] = None,
 ) -> None:
     """Run the server: API, training engine and vLLM."""
-    from skyrl.config import ConfigError, load_config
+    from skyrl.config.server import ConfigError, load_config
 
     flags: dict[str, Any] = {
         "base_model": base_model,
@@ -111,9 +111,9 @@ def serve(
         "log_level": log_level,
     }
     from skyrl.db.migrate import DatabaseAway, SchemaError
-    from skyrl.launcher import ServerEnded
-    from skyrl.launcher import serve as launch
-    from skyrl.startup import StartupError
+    from skyrl.launcher.main import ServerEnded
+    from skyrl.launcher.main import serve as launch
+    from skyrl.processes.startup import StartupError
 
     try:
         launch(load_config(flags, config))

@@ -1,6 +1,6 @@
 """`skyrl serve` with the flags of SkyRL's server: those that mean the same are taken, the others refused with a reason.
 
-Which flag is what is in `skyrl.skyrl_keys`; this module reads the command line before typer does.
+Which flag is what is in `skyrl.config.skyrl_keys`; this module reads the command line before typer does.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 import typer
 from typer.core import TyperCommand
 
-from skyrl.skyrl_keys import FLAGS, checkpoint_store
+from skyrl.config.skyrl_keys import FLAGS, checkpoint_store
 
 
 class SkyrlFlags(TyperCommand):

@@ -16,7 +16,7 @@ from skyrl.db.database import Database
 from skyrl.db.futures import MAX_NAMED, futures
 from skyrl.db.tables import ApiProcessRow
 from skyrl.db.writer import GroupCommitWriter
-from skyrl.futures.kinds import Kind
+from skyrl.types.kinds import Kind
 
 processes = ApiProcessRow.__table__  # type: ignore[attr-defined]
 

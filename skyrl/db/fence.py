@@ -14,7 +14,7 @@ from typing import TypeVar
 from sqlalchemy import Connection
 
 from skyrl.db import engine_state
-from skyrl.db.patience import PatientDatabase
+from skyrl.db.retrying_database import PatientDatabase
 
 T = TypeVar("T")
 

@@ -25,7 +25,7 @@ from sqlalchemy.sql.functions import FunctionElement
 
 from skyrl.db.tables import FutureRow
 from skyrl.db.writer import RowStatement
-from skyrl.futures.kinds import Kind
+from skyrl.types.kinds import Kind
 from skyrl.wire.errors import ErrorCategory
 
 futures = FutureRow.__table__  # type: ignore[attr-defined]

@@ -14,7 +14,7 @@ from alembic.util.exc import CommandError
 from sqlalchemy.exc import DBAPIError
 
 from alembic import command
-from skyrl.database_url import shown_url
+from skyrl.config.database_url import shown_url
 from skyrl.db.database import Database
 from skyrl.db.faults import passes
 

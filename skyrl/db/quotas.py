@@ -18,7 +18,7 @@ from skyrl.db.models import models
 from skyrl.db.samplers import samplers
 from skyrl.db.sessions import sessions
 from skyrl.db.tables import FutureRow, QuotaRow
-from skyrl.futures.kinds import SAMPLES
+from skyrl.types.kinds import SAMPLES
 from skyrl.wire.paths import TinkerPath
 
 quotas = QuotaRow.__table__  # type: ignore[attr-defined]

@@ -14,8 +14,8 @@ from skyrl.db import audit
 from skyrl.db.database import Database
 from skyrl.db.tables import ModelRow, SamplingSessionRow, SessionRow
 from skyrl.db.writer import GroupCommitWriter
-from skyrl.futures.ids import new_session_id
-from skyrl.futures.others import Others
+from skyrl.notify.peers import Others
+from skyrl.types.ids import new_session_id
 
 sessions = SessionRow.__table__  # type: ignore[attr-defined]
 models = ModelRow.__table__  # type: ignore[attr-defined]

@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 
 from skyrl.inference.placement import free_port
-from skyrl.supervision import dies_with_parent
+from skyrl.processes.supervision import dies_with_parent
 
 
 class ServerFailed(RuntimeError):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from sqlalchemy import Connection, func, select, update
 
-from skyrl.config import ServerConfig
+from skyrl.config.server import ServerConfig
 from skyrl.db.adapter_versions import OPEN, samplers
 from skyrl.db.checkpoints import checkpoints
 from skyrl.db.database import Database

@@ -9,7 +9,7 @@ from typing import Any
 
 from sqlalchemy import Connection
 
-from skyrl.futures.kinds import PASSES, Kind
+from skyrl.types.kinds import PASSES, Kind
 
 Change = Callable[[Connection], object]
 """What belongs into the transaction of a command's result."""

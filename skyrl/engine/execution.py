@@ -21,13 +21,13 @@ from skyrl.db.database import Database
 from skyrl.db.fence import Displaced
 from skyrl.db.futures import Outcome
 from skyrl.db.models import set_model
+from skyrl.engine.barriers import Barriers, OnBackend, model_is_gone, unloaded
 from skyrl.engine.commands import Change, Command
-from skyrl.engine.deaths import Deaths
-from skyrl.engine.handlers import Barriers, OnBackend, model_is_gone, unloaded
+from skyrl.engine.crash_ledger import Deaths
 from skyrl.engine.passes import failed, run_passes
 from skyrl.engine.snapshots import Snapshots
-from skyrl.futures.doorbell import Doorbell
-from skyrl.futures.kinds import SAVES, Kind
+from skyrl.notify.doorbell import Doorbell
+from skyrl.types.kinds import SAVES, Kind
 from skyrl.wire.errors import ErrorCategory
 from skyrl.wire.results import encode_json
 

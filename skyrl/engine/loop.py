@@ -19,26 +19,26 @@ from sqlalchemy import Connection
 from sqlalchemy.exc import SQLAlchemyError
 
 from skyrl.backends.base import Backend
-from skyrl.background import repeat
-from skyrl.config import ServerConfig
+from skyrl.config.server import ServerConfig
 from skyrl.db import futures as rows
 from skyrl.db import usage
 from skyrl.db.fence import Displaced, FencedDatabase
 from skyrl.db.futures import Outcome
 from skyrl.db.models import living_among
+from skyrl.db.periodic import repeat
+from skyrl.engine.barriers import Barriers
 from skyrl.engine.commands import Command, command_of
-from skyrl.engine.deaths import Deaths
+from skyrl.engine.crash_ledger import Deaths
 from skyrl.engine.execution import Execution
-from skyrl.engine.handlers import Barriers
 from skyrl.engine.reclaim import FileSweeper, end_sessions
 from skyrl.engine.sampling import ColocatedSampler
 from skyrl.engine.scheduler import FILES_AT_ONCE, Scheduler, cost_of
 from skyrl.engine.snapshots import Snapshots
-from skyrl.futures.doorbell import SESSIONS, Doorbell
-from skyrl.futures.kinds import ENGINE_KINDS, Kind
 from skyrl.inference.engine_group import EngineGroup
 from skyrl.inference.vllm_client import VllmError
+from skyrl.notify.doorbell import SESSIONS, Doorbell
 from skyrl.storage.base import CheckpointStore
+from skyrl.types.kinds import ENGINE_KINDS, Kind
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

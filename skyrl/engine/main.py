@@ -14,25 +14,25 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from skyrl.backends.base import Backend, ModelLimits, SamplingMode
 from skyrl.backends.registry import create_backend
-from skyrl.background import Rounds, repeat
-from skyrl.config import ConfigError, ServerConfig
+from skyrl.config.server import ConfigError, ServerConfig
 from skyrl.db.database import Database
 from skyrl.db.fence import Displaced, Fence, FencedDatabase
+from skyrl.db.periodic import Rounds, repeat
 from skyrl.engine.adoption import adopt_adapters
-from skyrl.engine.deaths import Deaths
+from skyrl.engine.crash_ledger import Deaths
 from skyrl.engine.loop import Engine
 from skyrl.engine.recovery import Recovery
 from skyrl.engine.sampling import ColocatedSampler
 from skyrl.engine.snapshots import Snapshots
 from skyrl.engine.state import EngineStatePublisher
-from skyrl.futures.doorbell import Doorbell, DoorbellListener
 from skyrl.inference.engine_group import EngineGroup
 from skyrl.inference.vllm_command import context_length, cuda_devices
-from skyrl.runtime import Runtime, run_process, set_up_process
+from skyrl.launcher.runtime import Runtime, run_process, set_up_process
+from skyrl.notify.doorbell import Doorbell, DoorbellListener
+from skyrl.processes.startup import NotLoaded
 from skyrl.sampling.client import ForwardingClient
 from skyrl.sampling.endpoint import FixedEndpoint
 from skyrl.sampling.http import HttpTransport
-from skyrl.startup import NotLoaded
 from skyrl.storage.registry import open_store
 
 logger = logging.getLogger(__name__)

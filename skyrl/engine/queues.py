@@ -6,7 +6,7 @@ from collections import defaultdict, deque
 from dataclasses import dataclass, field
 
 from skyrl.engine.commands import Command
-from skyrl.futures.kinds import Kind
+from skyrl.types.kinds import Kind
 
 
 @dataclass(slots=True)

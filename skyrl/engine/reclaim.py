@@ -18,8 +18,7 @@ from pathlib import Path
 
 from sqlalchemy import ColumnElement, Connection, and_, select, union, update
 
-from skyrl.adapters import adapter_name_in
-from skyrl.config import ServerConfig
+from skyrl.config.server import ServerConfig
 from skyrl.db import adapter_versions
 from skyrl.db.adapter_versions import OPEN, samplers
 from skyrl.db.checkpoints import checkpoints, pop_expired
@@ -27,6 +26,7 @@ from skyrl.db.database import Database
 from skyrl.db.futures import MAX_NAMED, SESSION_ENDED, futures, settle_where
 from skyrl.db.models import models
 from skyrl.db.sessions import sessions
+from skyrl.storage.adapters import adapter_name_in
 from skyrl.storage.base import CheckpointStore, StoreError
 from skyrl.storage.directories import id_of, is_scratch, remove, safe_name
 

@@ -27,13 +27,13 @@ from skyrl.db.database import Database
 from skyrl.db.faults import passes
 from skyrl.db.fence import Displaced
 from skyrl.db.models import adapter_of
+from skyrl.engine.barriers import adam_params, lora_spec
 from skyrl.engine.commands import Command, command_of
-from skyrl.engine.deaths import POISON, Deaths
-from skyrl.engine.handlers import adam_params, lora_spec
+from skyrl.engine.crash_ledger import POISON, Deaths
 from skyrl.engine.passes import decode_pass
 from skyrl.engine.snapshots import Snapshots
-from skyrl.futures.kinds import ENGINE_KINDS, Kind
 from skyrl.storage.base import CheckpointStore, NotStored, StoreError
+from skyrl.types.kinds import ENGINE_KINDS, Kind
 from skyrl.wire.errors import RequestError
 from skyrl.wire.paths import parse_path
 from skyrl.wire.requests import LoadWeightsCommand, OptimStepRequest, decode_json

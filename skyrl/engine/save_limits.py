@@ -12,7 +12,7 @@ from pathlib import Path
 
 from sqlalchemy import Connection
 
-from skyrl.config import ServerConfig
+from skyrl.config.server import ServerConfig
 from skyrl.db import quotas
 from skyrl.db.database import Database
 from skyrl.quotas.limits import Limits, sampling_sessions_sentence, stored_sentence

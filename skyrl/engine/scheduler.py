@@ -12,7 +12,7 @@ from skyrl.engine.commands import Command
 from skyrl.engine.delayed import Delayed
 from skyrl.engine.queues import ModelQueue, SampleQueue
 from skyrl.engine.shares import Shares
-from skyrl.futures.kinds import BESIDE, PASSES, SAVES, Kind
+from skyrl.types.kinds import BESIDE, PASSES, SAVES, Kind
 
 BARRIER_COST = 5_000
 """What a barrier counts for in a share, in bytes: about what a pass over 250 tokens does."""

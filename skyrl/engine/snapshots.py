@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from skyrl.backends.base import Backend
-from skyrl.config import ServerConfig
+from skyrl.config.server import ServerConfig
 from skyrl.db import models as model_rows
 from skyrl.db.database import Database
-from skyrl.futures.kinds import SAVES, Kind
 from skyrl.storage.directories import atomic_directory, link_files, remove, safe_name
+from skyrl.types.kinds import SAVES, Kind
 
 OVERDUE_S = 60.0
 """How much later than the interval a model is snapshotted that does not step, in seconds."""

@@ -15,7 +15,7 @@ from skyrl.db import engine_state
 from skyrl.db.database import Database
 from skyrl.db.faults import reason
 from skyrl.db.fence import Fence
-from skyrl.futures.doorbell import Doorbell
+from skyrl.notify.doorbell import Doorbell
 
 logger = logging.getLogger(__name__)
 

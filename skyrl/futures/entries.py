@@ -10,7 +10,7 @@ from collections import OrderedDict
 
 from skyrl.db.futures import Outcome
 from skyrl.futures.completions import Target, clone_of
-from skyrl.futures.requests import Key
+from skyrl.types.requests import Key
 
 KEPT_OUTCOMES = 20_000
 KEPT_BYTES = 64 * 2**20

@@ -19,7 +19,7 @@ from skyrl.db.faults import passes, reason
 from skyrl.db.futures import Outcome, StoredFuture
 from skyrl.db.models import record_numbered
 from skyrl.db.writer import GroupCommitWriter
-from skyrl.futures.requests import Key, NewRequest
+from skyrl.types.requests import Key, NewRequest
 from skyrl.wire.errors import ErrorCategory
 
 logger = logging.getLogger(__name__)

@@ -22,13 +22,13 @@ from skyrl.db.futures import Outcome, StoredFuture
 from skyrl.db.writer import GroupCommitWriter
 from skyrl.futures.completions import Completion, CompletionLogs, Target, block_of
 from skyrl.futures.entries import Entries, Entry
-from skyrl.futures.ids import new_request_id
-from skyrl.futures.kinds import Kind
-from skyrl.futures.others import Others
 from skyrl.futures.recording import LARGE_BODY_BYTES, Recorder, store_outcome
-from skyrl.futures.requests import Key, NewRequest, same_request
 from skyrl.futures.stored_ends import StoredEnds
-from skyrl.log_limits import LimitedLog, plain
+from skyrl.notify.peers import Others
+from skyrl.processes.log_limits import LimitedLog, plain
+from skyrl.types.ids import new_request_id
+from skyrl.types.kinds import Kind
+from skyrl.types.requests import Key, NewRequest, same_request
 from skyrl.wire.errors import ErrorCategory
 
 logger = logging.getLogger(__name__)

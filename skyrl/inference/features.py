@@ -6,7 +6,7 @@ import contextlib
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
-from skyrl.config import ServerConfig
+from skyrl.config.server import ServerConfig
 from skyrl.inference.vllm_command import plugin_installed
 from skyrl.vllm_plugin.versions import TESTED_VERSIONS
 

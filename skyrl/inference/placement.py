@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from skyrl.supervision import SupervisedProcess
+from skyrl.processes.supervision import SupervisedProcess
 
 FIRST_PORT, PORTS = 12_000, 20_000
 OnExit = Callable[[int], None]

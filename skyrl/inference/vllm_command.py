@@ -18,7 +18,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
-from skyrl.config import ConfigError, ServerConfig
+from skyrl.config.server import ConfigError, ServerConfig
 from skyrl.inference.placement import ServerSpec
 
 HOST = "127.0.0.1"

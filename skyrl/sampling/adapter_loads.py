@@ -10,8 +10,8 @@ from collections.abc import Mapping
 import msgspec
 
 from skyrl.sampling.endpoint import Endpoint
-from skyrl.sampling.life import Life, life_of
-from skyrl.sampling.telling import describe, server_failure
+from skyrl.sampling.error_messages import describe, server_failure
+from skyrl.sampling.health import Life, life_of
 from skyrl.sampling.transport import CompletionTransport, Interrupted, NotAccepted
 
 logger = logging.getLogger(__name__)

@@ -22,11 +22,11 @@ from skyrl.sampling.adapter_loads import AdapterLoads
 from skyrl.sampling.answer_bound import answer_bound
 from skyrl.sampling.attempts import Attempts
 from skyrl.sampling.endpoint import Endpoint, EndpointResolver, EndpointUnknown
+from skyrl.sampling.error_messages import describe, message_of, server_failure
+from skyrl.sampling.health import HEALTH_TIMEOUT_S, Life, life_of
 from skyrl.sampling.job import MAX_SAMPLED, SampleJob
-from skyrl.sampling.life import HEALTH_TIMEOUT_S, Life, life_of
 from skyrl.sampling.served_context import NotSaidNow, ServedContext
 from skyrl.sampling.suspects import Suspects
-from skyrl.sampling.telling import describe, message_of, server_failure
 from skyrl.sampling.transport import Answer, CompletionTransport, Interrupted, NotAccepted
 from skyrl.sampling.verdict import Verdict, verdict_of
 from skyrl.wire.errors import ErrorCategory, FailedRequest

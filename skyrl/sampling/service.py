@@ -19,11 +19,8 @@ from skyrl.db.futures import Outcome
 from skyrl.db.samplers import Sampler, Samplers
 from skyrl.db.sessions import Sessions
 from skyrl.db.usage import UsageCounter, UsageKey, sample_amounts
-from skyrl.futures.doorbell import Doorbell
-from skyrl.futures.ids import new_request_id, sample_sequence_ids
-from skyrl.futures.kinds import SAMPLES, Kind
-from skyrl.futures.requests import NewRequest
 from skyrl.futures.store import FutureStore
+from skyrl.notify.doorbell import Doorbell
 from skyrl.quotas.account import Ticket
 from skyrl.quotas.tenants import Quotas
 from skyrl.sampling.admission import Admission
@@ -33,6 +30,9 @@ from skyrl.sampling.cut import CutNotes, cut_to
 from skyrl.sampling.fair_order import FairOrder
 from skyrl.sampling.guards import FeatureGuard
 from skyrl.sampling.job import Limits, SampleJob, make_job
+from skyrl.types.ids import new_request_id, sample_sequence_ids
+from skyrl.types.kinds import SAMPLES, Kind
+from skyrl.types.requests import NewRequest
 from skyrl.wire.errors import ErrorCategory, FailedRequest, NotFound, RequestError
 from skyrl.wire.requests import SampleRequest, decode_json
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from skyrl.config import ConfigError, ServerConfig
+from skyrl.config.server import ConfigError, ServerConfig
 from skyrl.storage.base import CheckpointStore, StoreError
 from skyrl.storage.local import LocalStore
 

@@ -17,12 +17,12 @@ from replicas import SOON_S, group_of
 from skyrl.backends.base import ModelLimits
 from skyrl.db.samplers import Sampler, Samplers
 from skyrl.engine.sampling import ColocatedSampler
-from skyrl.futures.kinds import Kind
-from skyrl.futures.requests import NewRequest
 from skyrl.inference.engine_group import EngineGroup
 from skyrl.sampling.client import ForwardingClient
 from skyrl.sampling.endpoint import FixedEndpoint
 from skyrl.sampling.http import HttpTransport
+from skyrl.types.kinds import Kind
+from skyrl.types.requests import NewRequest
 from skyrl.wire.results import encode_json
 
 NEVER_S = 1000.0

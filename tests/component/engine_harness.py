@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 from sqlalchemy import select
 
-from skyrl.backends.fsdp.backend import FsdpBackend
-from skyrl.config import load_config
+from skyrl.backends.torch_lora.backend import FsdpBackend
+from skyrl.config.server import load_config
 from skyrl.db import engine_state
 from skyrl.db.checkpoints import checkpoints
 from skyrl.db.database import Database
@@ -27,19 +27,19 @@ from skyrl.db.migrate import migrate
 from skyrl.db.models import Adapter, Model, add_model, models
 from skyrl.db.sessions import Session, Sessions
 from skyrl.db.writer import GroupCommitWriter
-from skyrl.engine.deaths import Deaths
+from skyrl.engine.crash_ledger import Deaths
 from skyrl.engine.loop import Engine
 from skyrl.engine.recovery import Recovery
 from skyrl.engine.sampling import ColocatedSampler
 from skyrl.engine.snapshots import Snapshots
-from skyrl.futures.doorbell import SESSIONS, Doorbell, DoorbellListener
-from skyrl.futures.kinds import Kind
-from skyrl.futures.requests import NewRequest
 from skyrl.futures.store import FutureStore
 from skyrl.inference.engine_group import EngineGroup
+from skyrl.notify.doorbell import SESSIONS, Doorbell, DoorbellListener
 from skyrl.storage.base import MANIFEST, NotStored
 from skyrl.storage.registry import open_store
 from skyrl.tiny import model_path
+from skyrl.types.kinds import Kind
+from skyrl.types.requests import NewRequest
 from skyrl.wire.paths import model_id_of
 from skyrl.wire.results import to_json
 

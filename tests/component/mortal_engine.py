@@ -26,14 +26,14 @@ from skyrl.backends.base import (
     SamplingMode,
     TrainingPass,
 )
-from skyrl.config import ServerConfig
+from skyrl.config.server import ServerConfig
 from skyrl.db.database import Database
 from skyrl.db.fence import Fence, FencedDatabase
-from skyrl.engine.deaths import Deaths
+from skyrl.engine.crash_ledger import Deaths
 from skyrl.engine.loop import Engine
 from skyrl.engine.recovery import Recovery
 from skyrl.engine.snapshots import Snapshots
-from skyrl.futures.doorbell import SESSIONS
+from skyrl.notify.doorbell import SESSIONS
 from skyrl.storage.registry import open_store
 
 ALL = 1000

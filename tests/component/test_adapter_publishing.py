@@ -16,8 +16,8 @@ from replicas import GONE, UNLOAD, WELL, group_of, set_up
 
 from skyrl.db.samplers import find_sampler
 from skyrl.engine import reclaim
-from skyrl.futures.kinds import Kind
 from skyrl.inference.engine_group import EngineGroup
+from skyrl.types.kinds import Kind
 
 
 @dataclass

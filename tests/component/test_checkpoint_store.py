@@ -16,15 +16,15 @@ from checkpoint_world import ADAPTER, World, at, world_in
 from engine_harness import Trainer, files_in, harness_in, until
 from sqlalchemy import select, update
 
-from skyrl.config import ConfigError, load_config
+from skyrl.config.server import ConfigError, load_config
 from skyrl.db.checkpoints import checkpoints
 from skyrl.db.database import Database
 from skyrl.db.migrate import migrate
-from skyrl.db.stores import claim_store, stores
+from skyrl.db.store_ownership import claim_store, stores
 from skyrl.engine import reclaim
 from skyrl.engine.adoption import adopt_adapters
-from skyrl.futures.kinds import Kind
 from skyrl.storage.base import OWNER, StoreError
+from skyrl.types.kinds import Kind
 from tests.postgres_server import ON_SQLITE, PostgresServer
 
 

@@ -14,7 +14,7 @@ from sqlalchemy import select
 from skyrl.api.tokens import tenant_of_key
 from skyrl.db.futures import futures
 from skyrl.engine import reclaim
-from skyrl.futures.kinds import Kind
+from skyrl.types.kinds import Kind
 
 SOON_S = -3600.0
 """Files count as old at once: S3 tells times in whole seconds, so a file may seem to be younger than it is."""

@@ -33,7 +33,7 @@ from mortal_engine import ALL, NOT_FINITE, REFUSED, MortalEngine, State, add_pas
 from sqlalchemy import func, select
 
 from skyrl.backends.base import InvalidRequest
-from skyrl.config import ServerConfig
+from skyrl.config.server import ServerConfig
 from skyrl.db import futures as rows
 from skyrl.db.database import Database
 from skyrl.db.futures import SESSION_ENDED, Outcome
@@ -41,11 +41,11 @@ from skyrl.db.models import Adapter, Model, models
 from skyrl.db.sessions import Session, Sessions
 from skyrl.db.writer import GroupCommitWriter
 from skyrl.engine import loop as engine_loop
-from skyrl.engine.deaths import POISON
+from skyrl.engine.crash_ledger import POISON
 from skyrl.engine.recovery import SKIPPED
-from skyrl.futures.doorbell import SESSIONS
-from skyrl.futures.kinds import Kind
 from skyrl.futures.store import FutureStore, NewRequest
+from skyrl.notify.doorbell import SESSIONS
+from skyrl.types.kinds import Kind
 from skyrl.wire.errors import ErrorCategory, RequestError
 from skyrl.wire.paths import model_id_of
 from skyrl.wire.results import encode_forward_backward, encode_json

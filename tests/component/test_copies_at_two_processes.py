@@ -18,11 +18,11 @@ from sqlalchemy import insert, select
 from skyrl.api.app import create_app
 from skyrl.api.server import open_services
 from skyrl.api.tokens import tenant_of_key
-from skyrl.config import ServerConfig
+from skyrl.config.server import ServerConfig
 from skyrl.db.checkpoints import checkpoints
 from skyrl.db.database import Database
 from skyrl.db.models import models
-from skyrl.runtime import Runtime
+from skyrl.launcher.runtime import Runtime
 from tests.postgres_server import ON_BOTH
 
 pytestmark = ON_BOTH

@@ -26,16 +26,16 @@ from skyrl.db.database import Database
 from skyrl.db.engine_state import EngineState, claim, read_claim, read_state
 from skyrl.db.fence import Fence
 from skyrl.db.futures import Outcome
-from skyrl.db.patience import PatientDatabase
+from skyrl.db.retrying_database import PatientDatabase
 from skyrl.db.sessions import sessions
 from skyrl.engine.commands import Command
 from skyrl.engine.passes import failed
 from skyrl.engine.state import EngineStatePublisher
-from skyrl.futures.doorbell import Doorbell
-from skyrl.futures.kinds import Kind
+from skyrl.notify.doorbell import Doorbell
 from skyrl.sampling.client import ForwardingClient
 from skyrl.sampling.endpoint import EndpointUnknown, EngineEndpoint
 from skyrl.sampling.http import HttpTransport
+from skyrl.types.kinds import Kind
 from skyrl.wire.errors import ErrorCategory, FailedRequest
 from tests.postgres_server import ON_BOTH, ON_POSTGRES, ON_SQLITE, PostgresServer
 

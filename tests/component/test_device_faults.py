@@ -15,10 +15,10 @@ from engine_harness import Harness, Trainer, harness_in
 from torch import Tensor
 
 from skyrl.backends.base import DeviceFault, OutOfMemory
-from skyrl.backends.fsdp import device, state
-from skyrl.backends.fsdp.losses import LOSSES, Loss, LossInputs, LossValue, importance_sampling
+from skyrl.backends.torch_lora import device, state
+from skyrl.backends.torch_lora.losses import LOSSES, Loss, LossInputs, LossValue, importance_sampling
 from skyrl.engine import main
-from skyrl.futures.kinds import Kind
+from skyrl.types.kinds import Kind
 
 POISON = 666.0
 

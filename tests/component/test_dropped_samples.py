@@ -9,11 +9,11 @@ from api_harness import BASE, LONG_S, Api, Serve, asked, session_of, tokens
 from fake_upstream import FakeUpstream, error
 from sqlalchemy import select, update
 
-from skyrl.adapters import adapter_location
 from skyrl.db.adapter_versions import samplers
 from skyrl.db.database import Database
 from skyrl.db.engine_state import publish_state_dir
 from skyrl.db.samplers import Sampler, add_sampler
+from skyrl.storage.adapters import adapter_location
 
 MODEL, NAME = "m1", "m1@3"
 LOCATION = adapter_location(MODEL, 3)

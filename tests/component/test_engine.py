@@ -24,9 +24,9 @@ from skyrl.db.models import models
 from skyrl.db.samplers import find_sampler, samplers
 from skyrl.db.sessions import sessions
 from skyrl.engine import reclaim
-from skyrl.futures.doorbell import SESSIONS
-from skyrl.futures.kinds import SAVES, Kind
+from skyrl.notify.doorbell import SESSIONS
 from skyrl.storage.directories import safe_name, scratch_in
+from skyrl.types.kinds import SAVES, Kind
 
 
 @pytest.fixture

@@ -15,10 +15,10 @@ import pytest
 from engine_harness import claim_for_tests
 from sqlalchemy.exc import OperationalError
 
-from skyrl.config import load_config
+from skyrl.config.server import load_config
 from skyrl.db.database import Database
 from skyrl.db.engine_state import EngineState, claim, read_claim, read_state
-from skyrl.runtime import RUNTIME_ENV, Runtime
+from skyrl.launcher.runtime import RUNTIME_ENV, Runtime
 from skyrl.tiny import model_path
 from tests.postgres_server import ON_BOTH, ON_POSTGRES, PostgresServer
 

@@ -25,8 +25,8 @@ from skyrl.db.models import set_model
 from skyrl.db.sessions import sessions
 from skyrl.engine.adoption import adopt_adapters
 from skyrl.engine.state import EngineStatePublisher
-from skyrl.futures.doorbell import SESSIONS, Doorbell
-from skyrl.futures.kinds import Kind
+from skyrl.notify.doorbell import SESSIONS, Doorbell
+from skyrl.types.kinds import Kind
 from tests.postgres_server import ON_BOTH
 
 LONG_AGO_S = 10 * 86_400.0

@@ -14,7 +14,7 @@ from sqlalchemy import select
 from sqlalchemy.exc import OperationalError
 
 from skyrl.db.database import Database
-from skyrl.db.patience import PatientDatabase
+from skyrl.db.retrying_database import PatientDatabase
 from skyrl.db.usage import usage
 
 LOST = OperationalError("COMMIT", None, Exception("server closed the connection unexpectedly"))

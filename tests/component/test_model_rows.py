@@ -27,9 +27,9 @@ import httpx
 from sqlalchemy import event
 from skyrl.api.app import create_app
 from skyrl.api.server import open_services
-from skyrl.config import ServerConfig
+from skyrl.config.server import ServerConfig
 from skyrl.db.writer import GroupCommitWriter
-from skyrl.runtime import Runtime
+from skyrl.launcher.runtime import Runtime
 
 directory, url, session, base = sys.argv[1:]
 execute, transact = GroupCommitWriter.execute, GroupCommitWriter.transact

@@ -9,7 +9,7 @@ from contextlib import suppress
 import pytest
 from engine_harness import until
 
-from skyrl.db.notices import MAX_PAYLOAD, Notices
+from skyrl.notify.postgres import MAX_PAYLOAD, Notices
 from tests.postgres_server import ON_POSTGRES, PostgresServer
 
 pytestmark = ON_POSTGRES

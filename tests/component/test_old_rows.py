@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 from sqlalchemy import Connection, event, func, insert, select, text
 
-from skyrl.adapters import adapter_directory, adapter_location
-from skyrl.config import ServerConfig, load_config
+from skyrl.config.server import ServerConfig, load_config
 from skyrl.db import adapter_versions, retention
 from skyrl.db.adapter_versions import samplers
 from skyrl.db.database import Database
@@ -25,6 +24,7 @@ from skyrl.db.retention import SAMPLING_SESSIONS_S, Retention
 from skyrl.db.sessions import sessions
 from skyrl.db.writer import GroupCommitWriter
 from skyrl.engine.reclaim import FileSweeper, end_sessions
+from skyrl.storage.adapters import adapter_directory, adapter_location
 from skyrl.storage.registry import open_store
 from skyrl.wire.paths import adapter_name_of
 from tests.postgres_server import ON_BOTH

@@ -19,15 +19,15 @@ import skyrl.api.futures
 from skyrl.api.app import create_app
 from skyrl.api.server import open_services
 from skyrl.api.services import Services
-from skyrl.config import ServerConfig
+from skyrl.config.server import ServerConfig
 from skyrl.db import futures as rows
 from skyrl.db.database import Database
 from skyrl.db.migrate import migrate
 from skyrl.db.models import models
 from skyrl.engine import loop
-from skyrl.futures.kinds import Kind
-from skyrl.futures.requests import NewRequest
-from skyrl.runtime import Runtime
+from skyrl.launcher.runtime import Runtime
+from skyrl.types.kinds import Kind
+from skyrl.types.requests import NewRequest
 
 BASE = "acme/base"
 

@@ -14,9 +14,9 @@ from sqlalchemy import select
 from skyrl.db import futures as rows
 from skyrl.db import retention
 from skyrl.engine import snapshots as engine_snapshots
-from skyrl.futures.kinds import Kind
-from skyrl.futures.requests import NewRequest
 from skyrl.storage.directories import safe_name
+from skyrl.types.kinds import Kind
+from skyrl.types.requests import NewRequest
 from tests.postgres_server import ON_BOTH
 
 AT_ONCE_S = 1e-9

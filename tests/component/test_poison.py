@@ -10,7 +10,7 @@ import pytest
 from engine_harness import Harness, Killed, Trainer, harness_in
 
 from skyrl.backends.base import TrainingPass
-from skyrl.futures.kinds import Kind
+from skyrl.types.kinds import Kind
 
 
 async def killed_by(harness: Harness, poison: str) -> None:

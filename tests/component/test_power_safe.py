@@ -11,7 +11,7 @@ import pytest
 from engine_harness import Trainer, harness_in
 
 from skyrl.db.database import Database
-from skyrl.futures.kinds import Kind
+from skyrl.types.kinds import Kind
 
 AFTER_EVERY_STEP_S = 0.000_001
 COMMIT = "a synced commit"

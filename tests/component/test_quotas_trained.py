@@ -17,7 +17,7 @@ from sqlalchemy import select
 from skyrl.api.tokens import tenant_of_key
 from skyrl.db import quotas as rows
 from skyrl.db.futures import futures
-from skyrl.futures.kinds import Kind
+from skyrl.types.kinds import Kind
 
 MINE = tenant_of_key(KEY)
 

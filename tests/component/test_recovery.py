@@ -19,10 +19,10 @@ from skyrl.db import retention
 from skyrl.db.checkpoints import checkpoints
 from skyrl.engine import reclaim
 from skyrl.engine.snapshots import Snapshots
-from skyrl.futures.kinds import SAVES, Kind
-from skyrl.futures.requests import NewRequest
 from skyrl.storage.base import StoreError
 from skyrl.storage.directories import safe_name
+from skyrl.types.kinds import SAVES, Kind
+from skyrl.types.requests import NewRequest
 from tests.postgres_server import ON_BOTH
 
 AT_ONCE_S = 1e-9

@@ -14,7 +14,6 @@ from fake_upstream import FakeUpstream
 from sqlalchemy import select, text, update
 
 from alembic import command
-from skyrl.adapters import adapter_location
 from skyrl.api.tokens import tenant_of_key
 from skyrl.db.adapter_versions import samplers
 from skyrl.db.checkpoints import checkpoints
@@ -22,7 +21,8 @@ from skyrl.db.database import Database
 from skyrl.db.migrate import _config
 from skyrl.engine import reclaim
 from skyrl.engine.adoption import adopt_adapters
-from skyrl.futures.kinds import Kind
+from skyrl.storage.adapters import adapter_location
+from skyrl.types.kinds import Kind
 from tests.postgres_server import ON_SQLITE
 
 pytestmark = ON_SQLITE

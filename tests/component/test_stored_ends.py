@@ -17,10 +17,10 @@ from skyrl.db.futures import Outcome
 from skyrl.db.writer import GroupCommitWriter
 from skyrl.futures import stored_ends
 from skyrl.futures.completions import Completion, Target, TargetGone
-from skyrl.futures.kinds import Kind
-from skyrl.futures.others import Others
-from skyrl.futures.requests import NewRequest
 from skyrl.futures.store import FutureStore
+from skyrl.notify.peers import Others
+from skyrl.types.kinds import Kind
+from skyrl.types.requests import NewRequest
 from tests.postgres_server import ON_POSTGRES
 
 pytestmark = ON_POSTGRES

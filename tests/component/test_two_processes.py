@@ -21,16 +21,16 @@ from sqlalchemy import event, insert, select, text, update
 import skyrl.api.server
 import skyrl.db.sessions
 from skyrl.api.app import create_app
-from skyrl.api.peers import MISSES, Peers
 from skyrl.api.server import open_services
-from skyrl.config import ServerConfig
+from skyrl.config.server import ServerConfig
 from skyrl.db.api_processes import processes
 from skyrl.db.database import Database
 from skyrl.db.futures import SETTLE, Outcome, futures, settlement
 from skyrl.db.sessions import LONG_LOOK_S, sessions
-from skyrl.futures.kinds import Kind
-from skyrl.futures.requests import NewRequest
-from skyrl.runtime import Runtime
+from skyrl.launcher.runtime import Runtime
+from skyrl.sampling.ownership import MISSES, Peers
+from skyrl.types.kinds import Kind
+from skyrl.types.requests import NewRequest
 from tests.postgres_server import ON_BOTH
 
 pytestmark = [ON_BOTH, pytest.mark.usefixtures("drain_at_once")]

@@ -18,7 +18,6 @@ from engine_harness import Harness, Trainer, files_in, harness_in
 from safetensors.torch import load
 from sqlalchemy import select, update
 
-from skyrl.adapters import adapter_directory
 from skyrl.db import adapter_versions, quotas
 from skyrl.db import futures as rows
 from skyrl.db.adapter_versions import NEWEST, NOTICE_S, SamplerDropped, samplers
@@ -26,9 +25,10 @@ from skyrl.db.checkpoints import checkpoints
 from skyrl.db.samplers import Sampler, Samplers, find_sampler
 from skyrl.engine import save_limits
 from skyrl.engine.reclaim import GRACE_S
-from skyrl.futures.kinds import Kind
 from skyrl.storage import directories
+from skyrl.storage.adapters import adapter_directory
 from skyrl.storage.directories import safe_name
+from skyrl.types.kinds import Kind
 from skyrl.wire.paths import adapter_name_of
 
 HOUR_S = 3600.0

@@ -24,7 +24,7 @@ from skyrl.db.models import Adapter
 from skyrl.db.tables import MeterRow
 from skyrl.db.usage import HOUR_S, UsageCounter, UsageKey, UsageKind, add, add_once, bucket_of, meter_storage, usage
 from skyrl.db.writer import GroupCommitWriter
-from skyrl.futures.kinds import Kind
+from skyrl.types.kinds import Kind
 from tests.postgres_server import ON_BOTH
 
 TENANT, OTHER = tenant_of_key("tml-one"), {"X-API-Key": "tml-two"}

@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from tinker.proto.response_conv import deserialize_sample_response
 from transformers import AutoModelForCausalLM
 
-from skyrl.config import load_config
+from skyrl.config.server import load_config
 from skyrl.inference.engine_group import EngineGroup
 from skyrl.inference.placement import LocalPlacement, LocalServer, ServerSpec, free_port
 from skyrl.inference.vllm_client import VllmClient, VllmError

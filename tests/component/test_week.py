@@ -15,8 +15,7 @@ import pytest
 from engine_harness import Trainer, asleep, data, harness_in, until
 from sqlalchemy import func, insert, select, update
 
-from skyrl.adapters import adapter_directory
-from skyrl.config import ServerConfig, load_config
+from skyrl.config.server import ServerConfig, load_config
 from skyrl.db import checkpoints as checkpoint_rows
 from skyrl.db import futures as rows
 from skyrl.db.database import Database
@@ -26,9 +25,10 @@ from skyrl.db.samplers import Sampler, add_sampler
 from skyrl.db.sessions import sessions
 from skyrl.db.writer import GroupCommitWriter
 from skyrl.engine.reclaim import FileSweeper, end_sessions
-from skyrl.futures.kinds import Kind
+from skyrl.storage.adapters import adapter_directory
 from skyrl.storage.directories import safe_name
 from skyrl.storage.registry import open_store
+from skyrl.types.kinds import Kind
 from skyrl.wire.paths import adapter_name_of
 from tests.postgres_server import ON_SQLITE
 

@@ -23,7 +23,7 @@ from sqlalchemy import func, insert, select
 from skyrl.api.app import create_app
 from skyrl.api.server import open_services
 from skyrl.api.services import Services
-from skyrl.config import ServerConfig
+from skyrl.config.server import ServerConfig
 from skyrl.db.checkpoints import checkpoints
 from skyrl.db.database import Database
 from skyrl.db.engine_state import publish_training
@@ -32,7 +32,7 @@ from skyrl.db.migrate import migrate
 from skyrl.db.models import Adapter, models
 from skyrl.db.samplers import samplers
 from skyrl.db.sessions import sessions
-from skyrl.runtime import Runtime
+from skyrl.launcher.runtime import Runtime
 from skyrl.wire import tinker_pb2 as pb
 from tests.databases import url_of
 

@@ -23,7 +23,7 @@ from skyrl.api.app import create_app
 from skyrl.api.server import open_services
 from skyrl.api.services import Services
 from skyrl.api.tokens import tenant_of_key, user_urn
-from skyrl.config import ServerConfig
+from skyrl.config.server import ServerConfig
 from skyrl.db.audit import audit_events
 from skyrl.db.checkpoints import checkpoints
 from skyrl.db.database import Database
@@ -33,7 +33,7 @@ from skyrl.db.migrate import migrate
 from skyrl.db.models import models
 from skyrl.db.samplers import samplers
 from skyrl.db.sessions import sessions
-from skyrl.runtime import Runtime
+from skyrl.launcher.runtime import Runtime
 from tests.databases import url_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

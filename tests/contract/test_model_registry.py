@@ -13,13 +13,13 @@ from sqlalchemy import update
 
 from skyrl.api.app import create_app
 from skyrl.api.server import open_services
-from skyrl.config import load_config
+from skyrl.config.server import load_config
 from skyrl.db.checkpoints import checkpoints, put
 from skyrl.db.database import Database
 from skyrl.db.engine_state import publish_training
 from skyrl.db.migrate import migrate
 from skyrl.db.models import models
-from skyrl.runtime import Runtime
+from skyrl.launcher.runtime import Runtime
 from skyrl.tiny import model_path
 from tests.databases import url_of
 

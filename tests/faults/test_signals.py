@@ -38,4 +38,4 @@ def test_the_second_interrupt_says_what_goes_on_and_the_last_line_is_stopped(tmp
             assert psutil.Process(server.pid).wait(WAIT_S) == 0
         finally:
             server.stop()
-        assert said(server).splitlines()[-1].endswith("skyrl.launcher: stopped")
+        assert said(server).splitlines()[-1].endswith("skyrl.launcher.main: stopped")

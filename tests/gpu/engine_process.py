@@ -18,11 +18,11 @@ import torch
 from engine_harness import Harness, Trainer, harness_in  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
-from skyrl.backends.fsdp import device
-from skyrl.backends.fsdp import model as model_module
-from skyrl.backends.fsdp.losses import LOSSES, Loss, LossInputs, LossValue, importance_sampling
+from skyrl.backends.torch_lora import device
+from skyrl.backends.torch_lora import model as model_module
+from skyrl.backends.torch_lora.losses import LOSSES, Loss, LossInputs, LossValue, importance_sampling
 from skyrl.db.sessions import Session
-from skyrl.futures.kinds import Kind
+from skyrl.types.kinds import Kind
 from tests.gpu.support import REHEARSAL
 
 POISON = 666.0

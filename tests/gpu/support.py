@@ -17,9 +17,9 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from skyrl.backends.base import Datum, PassResult
-from skyrl.backends.fsdp import model as model_module
-from skyrl.backends.fsdp.backend import FsdpBackend
-from skyrl.config import load_config
+from skyrl.backends.torch_lora import model as model_module
+from skyrl.backends.torch_lora.backend import FsdpBackend
+from skyrl.config.server import load_config
 
 DEVICE = os.environ.get("SKYRL_TEST_DEVICE") or "cuda"
 REHEARSAL = DEVICE == "cpu"

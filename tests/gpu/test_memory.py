@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from skyrl.backends.base import AdamParams, LoraSpec, OutOfMemory, PassResult, TrainingPass
-from skyrl.backends.fsdp.backend import FsdpBackend
+from skyrl.backends.torch_lora.backend import FsdpBackend
 from tests.failures import FailingOperation
 from tests.gpu.support import DEVICE, FIGURES, LARGE, REHEARSAL, backend_on, build, ok, texts, wait
 

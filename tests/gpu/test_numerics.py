@@ -15,7 +15,7 @@ from peft import PeftModel
 from torch import Tensor
 
 from skyrl.backends.base import AdamParams, Datum, LoraSpec, TrainingPass
-from skyrl.backends.fsdp.backend import FsdpBackend
+from skyrl.backends.torch_lora.backend import FsdpBackend
 from tests.gpu.support import (
     ARCHITECTURES,
     DEVICE,

@@ -14,8 +14,8 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from skyrl.backends.base import Datum, LoraSpec, PassResult, TrainingPass
-from skyrl.backends.fsdp.backend import FsdpBackend
-from skyrl.config import load_config
+from skyrl.backends.torch_lora.backend import FsdpBackend
+from skyrl.config.server import load_config
 
 VOCAB, CONTEXT = 97, 160
 SHAPE: dict[str, Any] = {

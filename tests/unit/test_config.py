@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from skyrl.config import (
+from skyrl.config.server import (
     BackendConfig,
     ConfigError,
     ServerConfig,

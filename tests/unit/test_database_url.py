@@ -8,8 +8,8 @@ import pytest
 from typer.testing import CliRunner
 
 from skyrl.cli.main import app
-from skyrl.config import ConfigError, load_config
-from skyrl.database_url import readable_url, shown_url, sqlite_file
+from skyrl.config.database_url import readable_url, shown_url, sqlite_file
+from skyrl.config.server import ConfigError, load_config
 from skyrl.db.database import Database
 
 LEAKY = [

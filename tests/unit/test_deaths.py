@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from sqlalchemy.exc import DataError, OperationalError
 
-from skyrl.engine.deaths import Deaths
+from skyrl.engine.crash_ledger import Deaths
 
 
 class Died(BaseException):

@@ -6,7 +6,7 @@ import itertools
 
 from skyrl.engine.commands import Command
 from skyrl.engine.scheduler import Scheduler
-from skyrl.futures.kinds import Kind
+from skyrl.types.kinds import Kind
 
 _numbers = itertools.count(1)
 NOON, ONE, TWO = 1000.0, 2000.0, 3000.0

@@ -26,12 +26,12 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from skyrl.backends.base import AdamParams, Datum, InvalidRequest, OutOfMemory, PassResult, SamplingMode, TrainingPass
-from skyrl.backends.fsdp.losses import LOSSES, Loss, LossInputs, LossValue
-from skyrl.backends.fsdp.optimizer import NonFiniteGradient
 from skyrl.backends.registry import create_backend
-from skyrl.config import ConfigError, load_config
+from skyrl.backends.torch_lora.losses import LOSSES, Loss, LossInputs, LossValue
+from skyrl.backends.torch_lora.optimizer import NonFiniteGradient
+from skyrl.config.server import ConfigError, load_config
 from skyrl.engine.main import _load
-from skyrl.startup import NotLoaded
+from skyrl.processes.startup import NotLoaded
 
 
 def test_the_registry_builds_what_it_knows_and_refuses_the_rest() -> None:

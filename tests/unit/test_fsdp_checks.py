@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skyrl.backends.base import AdamParams, Datum, InvalidRequest, LoraSpec, PassResult, TrainingPass
-from skyrl.backends.fsdp.backend import FsdpBackend
-from skyrl.backends.fsdp.checks import loss_config
-from skyrl.backends.fsdp.losses import LOSSES
+from skyrl.backends.torch_lora.backend import FsdpBackend
+from skyrl.backends.torch_lora.checks import loss_config
+from skyrl.backends.torch_lora.losses import LOSSES
 
 
 @pytest.fixture(scope="module")

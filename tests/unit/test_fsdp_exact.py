@@ -10,7 +10,7 @@ import torch
 from fsdp_support import assert_close, assert_same, make_backend, ok, rl, saved, sft, spec, train
 
 from skyrl.backends.base import AdamParams, PassResult, TrainingPass
-from skyrl.backends.fsdp.backend import FsdpBackend
+from skyrl.backends.torch_lora.backend import FsdpBackend
 
 STEP = AdamParams(learning_rate=1e-2, grad_clip_norm=1.0, weight_decay=0.01)
 SPECS = {

@@ -14,12 +14,12 @@ from fsdp_support import assert_close, assert_same, make_backend, ok, rl, saved,
 from torch import Tensor
 
 from skyrl.backends.base import AdamParams, LoraSpec, OutOfMemory, PassResult
-from skyrl.backends.fsdp import adapter as adapter_module
-from skyrl.backends.fsdp import optimizer, state
-from skyrl.backends.fsdp.adapter import Adapter, Target
-from skyrl.backends.fsdp.backend import FsdpBackend
-from skyrl.backends.fsdp.losses import LOSSES, Loss, LossInputs, LossValue
-from skyrl.backends.fsdp.optimizer import NonFiniteGradient, adamw_step
+from skyrl.backends.torch_lora import adapter as adapter_module
+from skyrl.backends.torch_lora import optimizer, state
+from skyrl.backends.torch_lora.adapter import Adapter, Target
+from skyrl.backends.torch_lora.backend import FsdpBackend
+from skyrl.backends.torch_lora.losses import LOSSES, Loss, LossInputs, LossValue
+from skyrl.backends.torch_lora.optimizer import NonFiniteGradient, adamw_step
 from tests.failures import FailingLine, FailingOperation
 
 STEPS = {

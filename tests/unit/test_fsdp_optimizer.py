@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from skyrl.backends.base import AdamParams, LoraSpec
-from skyrl.backends.fsdp.adapter import Adapter, Target
-from skyrl.backends.fsdp.optimizer import NonFiniteGradient, adamw_step
+from skyrl.backends.torch_lora.adapter import Adapter, Target
+from skyrl.backends.torch_lora.optimizer import NonFiniteGradient, adamw_step
 
 TARGETS = [Target("q_proj", 6, 4), Target("lm_head", 6, 11)]
 

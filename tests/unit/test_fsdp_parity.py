@@ -29,8 +29,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from skyrl.backends.base import AdamParams, Datum, TrainingPass
-from skyrl.backends.fsdp import logprobs as logprobs_module
-from skyrl.backends.fsdp.backend import FsdpBackend
+from skyrl.backends.torch_lora import logprobs as logprobs_module
+from skyrl.backends.torch_lora.backend import FsdpBackend
 
 # PEFT warns of an adapter on a tied lm_head; here the adapter leaves the embeddings alone, as it should.
 pytestmark = pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning")

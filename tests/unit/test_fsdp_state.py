@@ -11,7 +11,7 @@ from fsdp_support import assert_same, make_backend, ok, rl, saved, sft, spec, tr
 from safetensors.torch import load_file, save_file
 
 from skyrl.backends.base import AdamParams, InvalidRequest, LoraSpec
-from skyrl.backends.fsdp.backend import FsdpBackend
+from skyrl.backends.torch_lora.backend import FsdpBackend
 
 STEP = AdamParams(learning_rate=1e-2, weight_decay=0.05, grad_clip_norm=2.0)
 

@@ -18,10 +18,10 @@ from skyrl.db.database import Database
 from skyrl.db.futures import Outcome
 from skyrl.db.writer import GroupCommitWriter
 from skyrl.futures import entries, recording
-from skyrl.futures.kinds import Kind
 from skyrl.futures.recording import LARGE_BODY_BYTES
-from skyrl.futures.requests import NewRequest
 from skyrl.futures.store import FutureStore
+from skyrl.types.kinds import Kind
+from skyrl.types.requests import NewRequest
 from skyrl.wire.errors import RequestError
 from tests.postgres_server import ON_BOTH
 

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from skyrl import launcher
-from skyrl.config import ServerConfig, load_config
+from skyrl.config.server import ServerConfig, load_config
 from skyrl.inference.placement import free_port
-from skyrl.launcher import Launcher, ServerEnded
-from skyrl.preflight import Findings
-from skyrl.startup import CANNOT_START, MARK, MAY_START, StartupError
-from skyrl.supervision import SupervisedProcess
+from skyrl.launcher import main as launcher
+from skyrl.launcher.main import Launcher, ServerEnded
+from skyrl.launcher.preflight import Findings
+from skyrl.processes.startup import CANNOT_START, MARK, MAY_START, StartupError
+from skyrl.processes.supervision import SupervisedProcess
 
 WAIT_S = 120.0
 SLEEP = "import time; time.sleep(600)"
@@ -200,7 +200,7 @@ async def test_what_is_missing_is_told_with_the_last_words_of_what_ended(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr("skyrl.progress.SAY_S", 0.0)
+    monkeypatch.setattr("skyrl.launcher.progress.SAY_S", 0.0)
     stop = asyncio.Event()
     with caplog.at_level(logging.INFO):
         running = run("print('Segmentation fault', flush=True); raise SystemExit(1)", stop)

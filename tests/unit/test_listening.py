@@ -6,9 +6,9 @@ import socket
 
 import pytest
 
-from skyrl.config import ConfigError
+from skyrl.config.server import ConfigError
 from skyrl.inference.placement import free_port
-from skyrl.listening import listen
+from skyrl.processes.listening import listen
 
 
 def test_every_address_of_a_name_is_listened_on() -> None:

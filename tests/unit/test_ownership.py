@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from skyrl import ownership
-from skyrl.config import ConfigError
+from skyrl.config.server import ConfigError
 from skyrl.db import engine_state
 from skyrl.db.database import Database
 from skyrl.db.fence import Fence
 from skyrl.engine.state import EngineStatePublisher
-from skyrl.futures.doorbell import Doorbell
-from skyrl.ownership import TrainingClaim, server_id
+from skyrl.launcher import training_claim as ownership
+from skyrl.launcher.training_claim import TrainingClaim, server_id
+from skyrl.notify.doorbell import Doorbell
 from tests.postgres_server import ON_BOTH
 
 WAIT_S = 60.0

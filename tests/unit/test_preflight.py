@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from huggingface_hub import constants
 
-from skyrl import preflight
-from skyrl.config import ConfigError, ServerConfig, load_config
-from skyrl.preflight import check, check_base_model, check_gpus, check_inference_port, check_vllm
+from skyrl.config.server import ConfigError, ServerConfig, load_config
+from skyrl.launcher import preflight
+from skyrl.launcher.preflight import check, check_base_model, check_gpus, check_inference_port, check_vllm
 from skyrl.tiny import model_path
 from skyrl.vllm_plugin.versions import TESTED_VERSIONS
 

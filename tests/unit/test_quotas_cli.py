@@ -12,7 +12,7 @@ from sqlalchemy import insert
 from typer.testing import CliRunner, Result
 
 from skyrl.cli.main import app
-from skyrl.database_url import shown_url
+from skyrl.config.database_url import shown_url
 from skyrl.db import keys, quotas
 from skyrl.db.checkpoints import checkpoints
 from skyrl.db.database import Database

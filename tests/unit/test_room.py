@@ -12,9 +12,9 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.types import Message, Receive
 
-from skyrl.api import room as room_module
+from skyrl.api import body_memory as room_module
 from skyrl.api.body import CONTROL_BYTES, read_body
-from skyrl.api.room import ROOM_BYTES, SMALL_BYTES, SPARE_DISK_BYTES, Bodies, Room
+from skyrl.api.body_memory import ROOM_BYTES, SMALL_BYTES, SPARE_DISK_BYTES, Bodies, Room
 from skyrl.wire.errors import RequestError
 
 HALF = ROOM_BYTES // 2

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from sqlalchemy.exc import IntegrityError, OperationalError
 
-from skyrl.config import ConfigError, ServerConfig, load_config
-from skyrl.runtime import RUNTIME_ENV, SLOT_ENV, SOCKETS_ENV, Runtime, run_process
-from skyrl.startup import CANNOT_START, MAY_START, NotLoaded, cause_of_own
+from skyrl.config.server import ConfigError, ServerConfig, load_config
+from skyrl.launcher.runtime import RUNTIME_ENV, SLOT_ENV, SOCKETS_ENV, Runtime, run_process
+from skyrl.processes.startup import CANNOT_START, MAY_START, NotLoaded, cause_of_own
 
 
 def test_processes_of_a_server_know_each_other_and_themselves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

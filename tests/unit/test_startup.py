@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from skyrl.config import load_config
+from skyrl.config.server import load_config
 from skyrl.inference.vllm_command import options_named
-from skyrl.startup import CANNOT_START, MARK, MAY_START, Cause, FirstStarts, cause_of_own, cause_of_vllm
+from skyrl.processes.startup import CANNOT_START, MARK, MAY_START, Cause, FirstStarts, cause_of_own, cause_of_vllm
 
 REFUSED = """usage: api_server.py [-h] [--headless]
                      [model_tag]

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from skyrl.supervision import SupervisedProcess
+from skyrl.processes.supervision import SupervisedProcess
 
 SLEEP = "import time; print('up', flush=True); time.sleep(600)"
 WITH_GRANDCHILD = """
@@ -367,7 +367,7 @@ async def test_each_start_begins_with_a_divider_and_the_tail_is_the_newest_ones(
 SUPERVISOR = """
 import asyncio, sys
 from pathlib import Path
-from skyrl.supervision import SupervisedProcess
+from skyrl.processes.supervision import SupervisedProcess
 
 CHILD = '''
 import os, sys, time

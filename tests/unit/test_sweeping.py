@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from skyrl.adapters import adapter_directory
-from skyrl.config import ServerConfig, load_config
+from skyrl.config.server import ServerConfig, load_config
 from skyrl.db.database import Database
 from skyrl.db.migrate import migrate
 from skyrl.db.samplers import Sampler, add_sampler
 from skyrl.db.tables import SessionRow
 from skyrl.engine import reclaim
 from skyrl.engine.reclaim import FileSweeper
+from skyrl.storage.adapters import adapter_directory
 from skyrl.storage.directories import safe_name
 from skyrl.storage.registry import open_store
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from skyrl.config import ConfigError, ServerConfig, load_config
+from skyrl.config.server import ConfigError, ServerConfig, load_config
 from skyrl.inference import vllm_command
 from skyrl.inference.placement import ServerSpec
 from skyrl.inference.vllm_command import context_length, cuda_devices, render, vllm_spec

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from skyrl.supervision import dies_with_parent
+from skyrl.processes.supervision import dies_with_parent
 from skyrl.tiny import model_path
 
 from ..conftest import ALIAS

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from skyrl.backends.base import InvalidRequest
-from skyrl.backends.fsdp.adapter import Adapter
+from skyrl.backends.torch_lora.adapter import Adapter
 
 FORMAT = 2
 STATE_JSON, OPTIMIZER_TENSORS = "state.json", "optimizer.safetensors"

@@ -21,22 +21,22 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
-from skyrl.config import ConfigError, ServerConfig
+from skyrl.config.server import ConfigError, ServerConfig
 from skyrl.db.database import Database
 from skyrl.db.migrate import migrate
-from skyrl.db.stores import claim_store
+from skyrl.db.store_ownership import claim_store
 from skyrl.inference.placement import LocalPlacement, Placement, ServerHandle, free_port
 from skyrl.inference.vllm_client import VllmClient
 from skyrl.inference.vllm_command import NO_PROGRESS_BARS, OFFLINE, options_named, vllm_spec
 from skyrl.inference.watchdog import Watchdog
-from skyrl.listening import listen
-from skyrl.ownership import TrainingClaim, server_id
-from skyrl.preflight import Findings, check
-from skyrl.progress import READY, stages, until_ready
-from skyrl.runtime import RUNTIME_ENV, SLOT_ENV, SOCKETS_ENV, Runtime, set_up_process
-from skyrl.startup import TAIL_LINES, Cause, FirstStarts, StartupError, cause_of_own, cause_of_vllm
+from skyrl.launcher.preflight import Findings, check
+from skyrl.launcher.progress import READY, stages, until_ready
+from skyrl.launcher.runtime import RUNTIME_ENV, SLOT_ENV, SOCKETS_ENV, Runtime, set_up_process
+from skyrl.launcher.training_claim import TrainingClaim, server_id
+from skyrl.processes.listening import listen
+from skyrl.processes.startup import TAIL_LINES, Cause, FirstStarts, StartupError, cause_of_own, cause_of_vllm
+from skyrl.processes.supervision import SupervisedProcess
 from skyrl.storage.space import watch_disk
-from skyrl.supervision import SupervisedProcess
 
 logger = logging.getLogger(__name__)
 

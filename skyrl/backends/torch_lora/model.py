@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from skyrl.backends.base import Datum, ModelLimits
-from skyrl.backends.fsdp import attention
-from skyrl.backends.fsdp.device import base_dtype
-from skyrl.backends.fsdp.lora import ActiveSegments, LoraSegment, MultiLoraLinear, wrap_linears
-from skyrl.backends.fsdp.packing import PackedSlice, pack
-from skyrl.config import ConfigError
+from skyrl.backends.torch_lora import attention
+from skyrl.backends.torch_lora.device import base_dtype
+from skyrl.backends.torch_lora.lora import ActiveSegments, LoraSegment, MultiLoraLinear, wrap_linears
+from skyrl.backends.torch_lora.packing import PackedSlice, pack
+from skyrl.config.server import ConfigError
 
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 

@@ -12,9 +12,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from skyrl.config import ConfigError, ServerConfig, dump_config, restore_config
+from skyrl.config.server import ConfigError, ServerConfig, dump_config, restore_config
 from skyrl.db.faults import DatabaseError, passes, reason
-from skyrl.startup import CANNOT_START, MARK, MAY_START, NotLoaded
+from skyrl.processes.startup import CANNOT_START, MARK, MAY_START, NotLoaded
 
 logger = logging.getLogger(__name__)
 
@@ -98,9 +98,9 @@ class Runtime:
 
 
 def run_process(name: str, run: Callable[[], None]) -> None:
-    """Run a process to its end. What is not its own fault ends it with a line instead of a traceback, and with an exit
-    code that tells the launcher whether another start could help (`skyrl.startup`). A database that cannot be used is
-    expected back."""
+    """Run a process to its end. An error that is not its own fault becomes one log line and an exit code instead of a
+    traceback. The exit code tells the launcher whether another start could help (`skyrl.processes.startup`): it could
+    when the database cannot be used."""
     try:
         run()
     except ConfigError as error:

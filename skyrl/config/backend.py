@@ -1,7 +1,7 @@
 """What `--backend-config` takes: typed, strict keys under the names that operators of SkyRL know.
 
 Knows names, types and bounds; a key that is not known is an error that names the nearest known one. What becomes of
-SkyRL's other keys is in `skyrl.skyrl_keys`.
+SkyRL's other keys is in `skyrl.config.skyrl_keys`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from skyrl import skyrl_keys
+from skyrl.config import skyrl_keys
 
 
 class ConfigError(ValueError):

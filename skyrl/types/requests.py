@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from sqlalchemy import Connection
 
-from skyrl.futures.kinds import Kind
+from skyrl.types.kinds import Kind
 from skyrl.wire.errors import RequestError
 
 Key = tuple[str, str, int]

@@ -20,16 +20,16 @@ from skyrl.backends.base import (
     SamplingMode,
     TrainingPass,
 )
-from skyrl.backends.fsdp import checks, state
-from skyrl.backends.fsdp.adapter import Adapter
-from skyrl.backends.fsdp.device import command_on, prepare_device
-from skyrl.backends.fsdp.lora import trained_targets
-from skyrl.backends.fsdp.losses import served_losses
-from skyrl.backends.fsdp.model import BaseModel
-from skyrl.backends.fsdp.optimizer import adamw_step
-from skyrl.backends.fsdp.packing import cut
-from skyrl.backends.fsdp.passes import RunningPass, run_micro_batch, slices_of
-from skyrl.config import ServerConfig
+from skyrl.backends.torch_lora import checks, state
+from skyrl.backends.torch_lora.adapter import Adapter
+from skyrl.backends.torch_lora.device import command_on, prepare_device
+from skyrl.backends.torch_lora.lora import trained_targets
+from skyrl.backends.torch_lora.losses import served_losses
+from skyrl.backends.torch_lora.model import BaseModel
+from skyrl.backends.torch_lora.optimizer import adamw_step
+from skyrl.backends.torch_lora.packing import cut
+from skyrl.backends.torch_lora.passes import RunningPass, run_micro_batch, slices_of
+from skyrl.config.server import ServerConfig
 
 
 class FsdpBackend:

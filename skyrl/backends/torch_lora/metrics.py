@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from skyrl.backends.fsdp.losses import LossValue
+from skyrl.backends.torch_lora.losses import LossValue
 
 _MAX_LOG_RATIO = 20.0
 """Ratios are capped at e^20 in metrics (never in losses), so that a clipped outlier leaves a finite mean."""

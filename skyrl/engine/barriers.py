@@ -13,14 +13,14 @@ import msgspec
 from sqlalchemy import Connection, select
 
 from skyrl.backends.base import AdamParams, Backend, LoraSpec
-from skyrl.config import ServerConfig
+from skyrl.config.server import ServerConfig
 from skyrl.db import audit, checkpoints
 from skyrl.db.database import Database
 from skyrl.db.models import Adapter, adapter_of, models, set_model
 from skyrl.engine.commands import Command, Done
 from skyrl.engine.saving import Saves
-from skyrl.futures.kinds import Kind
 from skyrl.storage.base import CheckpointStore
+from skyrl.types.kinds import Kind
 from skyrl.wire.errors import FailedRequest
 from skyrl.wire.paths import parse_path
 from skyrl.wire.requests import LoadWeightsCommand, OptimStepRequest, decode_json

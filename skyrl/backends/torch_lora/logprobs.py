@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from skyrl.backends.fsdp.lora import LoraSegment, MultiLoraLinear
+from skyrl.backends.torch_lora.lora import LoraSegment, MultiLoraLinear
 
 LOGITS_BYTES = 128 * 2**20
 """Size of one chunk of float32 logits; backward needs about three of them at a time."""

@@ -14,11 +14,11 @@ import socket
 import time
 from pathlib import Path
 
-from skyrl.background import Rounds
-from skyrl.config import ConfigError
+from skyrl.config.server import ConfigError
 from skyrl.db import engine_state
 from skyrl.db.database import Database
 from skyrl.db.faults import DatabaseError, reason
+from skyrl.db.periodic import Rounds
 
 logger = logging.getLogger(__name__)
 

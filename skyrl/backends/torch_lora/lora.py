@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from skyrl.backends.base import LoraSpec
-from skyrl.backends.fsdp.adapter import LoraPair, Target
+from skyrl.backends.torch_lora.adapter import LoraPair, Target
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")

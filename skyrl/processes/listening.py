@@ -8,7 +8,7 @@ from __future__ import annotations
 import errno
 import socket
 
-from skyrl.config import ConfigError
+from skyrl.config.server import ConfigError
 
 BACKLOG = 4096
 _NOT_HERE = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)

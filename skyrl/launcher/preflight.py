@@ -19,7 +19,7 @@ from pathlib import Path
 
 import httpx
 
-from skyrl.config import ConfigError, ServerConfig
+from skyrl.config.server import ConfigError, ServerConfig
 from skyrl.inference.features import vllm_version
 from skyrl.inference.vllm_command import HOST, cuda_devices, plugin_installed
 from skyrl.vllm_plugin.versions import TESTED_VERSIONS

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from skyrl.backends.base import AdamParams
-from skyrl.backends.fsdp.adapter import Adapter
+from skyrl.backends.torch_lora.adapter import Adapter
 
 
 class NonFiniteGradient(FloatingPointError):

@@ -15,10 +15,10 @@ from typing import Any, Literal
 from pydantic import Field, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 
-from skyrl import skyrl_keys
-from skyrl.backend_config import BackendConfig, ConfigError, Strict, dotted_keys, parse_backend_config, unknown
-from skyrl.database_url import readable_url
-from skyrl.environment import refuse_unknown
+from skyrl.config import skyrl_keys
+from skyrl.config.backend import BackendConfig, ConfigError, Strict, dotted_keys, parse_backend_config, unknown
+from skyrl.config.database_url import readable_url
+from skyrl.config.environment import refuse_unknown
 
 BackendName = Literal["fsdp", "none"]
 TINY = "tiny"
@@ -234,7 +234,7 @@ class ServerConfig(BaseSettings):
 
     @property
     def running_file(self) -> Path:
-        """What the engine is running now, and how often it died of what: see `skyrl.engine.deaths`."""
+        """What the engine is running now, and how often it died of what: see `skyrl.engine.crash_ledger`."""
         return self.state_dir / "running.json"
 
     @property

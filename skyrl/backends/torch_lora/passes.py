@@ -17,15 +17,15 @@ import torch
 from torch import Tensor
 
 from skyrl.backends.base import Datum, InvalidRequest, PassResult, TrainingPass
-from skyrl.backends.fsdp import packing
-from skyrl.backends.fsdp.adapter import Adapter
-from skyrl.backends.fsdp.checks import loss_config
-from skyrl.backends.fsdp.device import failure_of
-from skyrl.backends.fsdp.logprobs import Targets, target_logprobs
-from skyrl.backends.fsdp.lora import LoraSegment
-from skyrl.backends.fsdp.losses import Loss, LossInputs, LossValue
-from skyrl.backends.fsdp.metrics import Tally
-from skyrl.backends.fsdp.model import BaseModel
+from skyrl.backends.torch_lora import packing
+from skyrl.backends.torch_lora.adapter import Adapter
+from skyrl.backends.torch_lora.checks import loss_config
+from skyrl.backends.torch_lora.device import failure_of
+from skyrl.backends.torch_lora.logprobs import Targets, target_logprobs
+from skyrl.backends.torch_lora.lora import LoraSegment
+from skyrl.backends.torch_lora.losses import Loss, LossInputs, LossValue
+from skyrl.backends.torch_lora.metrics import Tally
+from skyrl.backends.torch_lora.model import BaseModel
 
 
 @dataclass

@@ -15,8 +15,8 @@ from collections.abc import Awaitable, Callable, Iterable
 
 from skyrl.db.api_processes import ApiProcesses
 from skyrl.db.faults import DatabaseError, passes, reason
-from skyrl.futures.others import Others
 from skyrl.futures.store import FutureStore
+from skyrl.notify.peers import Others
 from skyrl.sampling.service import SampleService
 
 logger = logging.getLogger(__name__)

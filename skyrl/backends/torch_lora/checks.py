@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from skyrl.backends.base import AdamParams, Datum, InvalidRequest, LoraSpec, ModelLimits, TrainingPass
-from skyrl.backends.fsdp.losses import REFUSED, Loss
+from skyrl.backends.torch_lora.losses import REFUSED, Loss
 
 
 def check_pass(training_pass: TrainingPass, limits: ModelLimits, losses: Mapping[str, Loss]) -> None:

@@ -10,7 +10,7 @@ import secrets
 
 from sqlalchemy import Connection, insert, select, text
 
-from skyrl.config import ConfigError, ServerConfig
+from skyrl.config.server import ConfigError, ServerConfig
 from skyrl.db.database import Database
 from skyrl.db.tables import StoreRow
 from skyrl.storage.base import OWNER, StoreError

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from skyrl.backends.fsdp.packing import AttentionGroup
+from skyrl.backends.torch_lora.packing import AttentionGroup
 
 NAME = "skyrl_segments"
 _UNSUPPORTED = ("softcap", "s_aux", "position_bias")

@@ -1,0 +1,1 @@
+"""Telling other processes that something has changed: sockets on one machine, PostgreSQL between machines."""

@@ -1,0 +1,1 @@
+"""Words that several packages share: ids, kinds of requests, what a request is."""
