@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from skyrl.api.tokens import Tokens, is_token, tenant_of_key
-from skyrl.db.keys import ALL_SCOPES, SCOPES, Key, Keys, Scope
+from skyrl.db.keys import ALL_SCOPES, SCOPES, ApiKey, Keys, Scope
 from skyrl.wire.errors import InvalidToken, RequestError
 
 _API = "/api/v1"
@@ -67,7 +67,7 @@ class Caller:
 
     tenant: str
     scopes: frozenset[str]
-    key: Key | None = None
+    key: ApiKey | None = None
 
 
 class Access:
@@ -103,7 +103,7 @@ class Access:
             raise InvalidToken("the API key that the token in X-API-Key was made for does not hold any more")
         return self._holder(key)
 
-    def _holder(self, key: Key) -> Caller:
+    def _holder(self, key: ApiKey) -> Caller:
         self.keys.use(key)
         return Caller(key.tenant, key.scopes, key)
 

@@ -35,12 +35,12 @@ from skyrl.api import (
     weights,
 )
 from skyrl.api.body import CONTROL_BYTES
-from skyrl.api.body_memory import Bodies
+from skyrl.api.body_memory import BodyReader
 from skyrl.api.openapi import describe
 from skyrl.api.refusals import Refusals
 from skyrl.api.reply import reply
 from skyrl.api.services import Services
-from skyrl.db.faults import DatabaseError, column_with_nul, passes, reason
+from skyrl.db.faults import DatabaseError, column_with_nul, is_transient, reason
 from skyrl.storage.base import NotStored, StoreError
 from skyrl.wire.errors import InvalidToken, NoSpace, OverQuota, RequestError
 
@@ -139,7 +139,7 @@ def create_app(services: Services) -> Application:
         redoc_url=None,
     )
     app.state.access = services.access
-    app.state.bodies = Bodies(services.config.state_dir, CONTROL_BYTES)
+    app.state.bodies = BodyReader(services.config.state_dir, CONTROL_BYTES)
     for resource in RESOURCES:
         app.include_router(resource.router(services))
     refusals = Refusals(services.access)
@@ -180,7 +180,7 @@ def create_app(services: Services) -> Application:
 
     @app.exception_handler(DatabaseError)
     async def database_away(request: Request, error: DatabaseError) -> Response:
-        if passes(error):
+        if is_transient(error):
             logger.error("%s %s: the database cannot be used: %s", request.method, request.url.path, reason(error))
             detail = "the database cannot be used now; send the request again"
             return reply({"detail": detail, "field": None}, 503, {"Retry-After": f"{DATABASE_RETRY_S:g}"})

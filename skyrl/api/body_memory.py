@@ -27,7 +27,7 @@ LEAST_BYTES_PER_S = 64 * 2**10
 fallen asleep in the middle of one would keep its room, and the others waiting."""
 
 
-class Room:
+class BodyMemory:
     """Who has least in it is next, and of those whoever waits longest; each tenant's bodies in order of arrival. A body
     that is larger than the whole room has it alone."""
 
@@ -100,7 +100,7 @@ class Room:
                 turn.set_result(None)
 
 
-class Bodies:
+class BodyReader:
     """Bodies of up to `max_bytes`, with room for them: as they come, and once more as they are decompressed.
 
     Who waits for the second holds some of the first, and never the other way round. Few bytes that would become many
@@ -108,8 +108,8 @@ class Bodies:
     """
 
     def __init__(self, directory: Path, max_bytes: int) -> None:
-        self._received = Room(directory)
-        self._expanded = Room(directory)
+        self._received = BodyMemory(directory)
+        self._expanded = BodyMemory(directory)
         self._max_bytes = max_bytes
 
     @asynccontextmanager

@@ -75,7 +75,7 @@ def router(services: Services) -> APIRouter:
         tenant = tenant_of(request)
         wanted = decode_json(RetrieveFutureRequest, await read_body(request))
         try:
-            outcome = await services.store.wait(wanted.request_id, tenant, _hold_s())
+            outcome = await services.futures.wait(wanted.request_id, tenant, _hold_s())
         except KeyError:
             # 410 makes the SDK send a lost sample again; it cannot do so for a training command.
             status = 410 if request.headers.get("x-tinker-request-type") == "Sample" else 404
@@ -104,7 +104,7 @@ def router(services: Services) -> APIRouter:
         target = Target(sampler.session_id, sampler.id, wanted.target.cloned_sampler_id)
         hold_s = HOLD_S if wanted.timeout is None else min(wanted.timeout, HOLD_S)
         try:
-            cursor, ended = await services.store.completions.poll(target, wanted.prev_cursor, hold_s)
+            cursor, ended = await services.futures.completions.poll(target, wanted.prev_cursor, hold_s)
         except TargetGone as error:
             raise NotFound(f"the session of {sampler.id!r} has ended", field="target.sampling_session_id") from error
         return reply({"cursor": cursor, "completions": [_completion(completion) for completion in ended]})

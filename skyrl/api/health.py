@@ -65,7 +65,7 @@ def router(services: Services) -> APIRouter:
                     "max_tokens_cut": services.sampling.cuts.count,
                 },
                 "forwarding": dict(services.client.counts) if services.client is not None else {},
-                "requests_pending": services.store.pending,
+                "requests_pending": services.futures.pending,
                 "quotas": services.quotas.counts(),
                 "inference_generation": state.generation,
             }

@@ -83,7 +83,7 @@ def router(services: Services) -> APIRouter:
         model = await services.models.find(wanted.model_id, tenant)
         if model is None:
             raise NotFound(f"no model {wanted.model_id!r}", field="model_id")
-        request_id, _ = await services.store.record(
+        request_id, _ = await services.futures.record(
             NewRequest(kind=Kind.UNLOAD_MODEL, tenant=tenant, session_id=model.session_id, body=body, model_id=model.id)
         )
         services.engine.ring()

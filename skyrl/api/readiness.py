@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from skyrl.db.engine_state import EngineState
-from skyrl.sampling.job import Limits
+from skyrl.sampling.job import ContextLimits
 
 T = TypeVar("T")
 
@@ -42,8 +42,8 @@ class EngineWatch:
         self.state = await self._read()
         return self.state
 
-    def limits(self) -> Limits:
-        return Limits(self.state.vocab_size, self.state.max_context)
+    def limits(self) -> ContextLimits:
+        return ContextLimits(self.state.vocab_size, self.state.max_context)
 
     def adapters_in(self, own: Path) -> Path:
         """The state directory that adapters lie in: this server's `own`, or, for a gateway, that of the server that

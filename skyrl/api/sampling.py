@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from skyrl.api.body import SAMPLE_BYTES, read_body, tenant_of
-from skyrl.api.body_memory import Bodies
+from skyrl.api.body_memory import BodyReader
 from skyrl.api.reply import reply
 from skyrl.api.services import Services
 from skyrl.db.samplers import Sampler
@@ -27,7 +27,7 @@ def _not_for_sampling(path: str, kind: CheckpointKind) -> str:
 
 def router(services: Services) -> APIRouter:
     routes = APIRouter(prefix="/api/v1", tags=["sampling"])
-    bodies = Bodies(services.config.state_dir, min(services.config.max_body_bytes, SAMPLE_BYTES))
+    bodies = BodyReader(services.config.state_dir, min(services.config.max_body_bytes, SAMPLE_BYTES))
 
     @routes.post("/create_sampling_session")
     async def create_sampling_session(request: Request) -> Response:

@@ -45,10 +45,10 @@ from skyrl.inference.features import inference_features
 from skyrl.inference.vllm_command import cuda_devices
 from skyrl.launcher.runtime import Runtime, run_process, set_up_process
 from skyrl.notify.doorbell import Doorbell, DoorbellListener
-from skyrl.notify.peers import Others
-from skyrl.notify.postgres import Notices
+from skyrl.notify.peers import PeerNotifier
+from skyrl.notify.postgres import PostgresNotify
 from skyrl.processes.listening import BACKLOG
-from skyrl.quotas.limits import Bounds, Limits
+from skyrl.quotas.limits import Bounds, QuotaLimits
 from skyrl.quotas.tenants import Quotas
 from skyrl.sampling.admission import Admission
 from skyrl.sampling.client import ForwardingClient
@@ -56,7 +56,7 @@ from skyrl.sampling.endpoint import EngineEndpoint, FixedEndpoint
 from skyrl.sampling.fair_order import FairOrder
 from skyrl.sampling.guards import FeatureGuard
 from skyrl.sampling.http import HttpTransport
-from skyrl.sampling.ownership import BEAT_S, Peers
+from skyrl.sampling.ownership import BEAT_S, SampleOwnership
 from skyrl.sampling.service import SampleService
 from skyrl.storage.registry import open_store
 
@@ -110,8 +110,8 @@ async def open_services(runtime: Runtime) -> AsyncIterator[Services]:
     config = runtime.config
     database = Database(config.database)
     writer = GroupCommitWriter(database)
-    others = Others()
-    store = FutureStore(database, writer, runtime.process_id, others)
+    notifier = PeerNotifier()
+    futures = FutureStore(database, writer, runtime.process_id, notifier)
     engine = Doorbell(runtime.engine_doorbell)
     client = _client(runtime, database)
 
@@ -120,13 +120,13 @@ async def open_services(runtime: Runtime) -> AsyncIterator[Services]:
 
     watch = EngineWatch(read, trains=config.backend != "none", manages_inference=config.manages_inference)
     samplers = Samplers(database, writer)
-    sessions = Sessions(database, writer, others)
+    sessions = Sessions(database, writer, notifier)
     counter = UsageCounter(writer)
     keys, tokens = Keys(database, writer), Tokens.open(config.state_dir)
-    quotas = Quotas(database, Limits.of(config), Bounds.of(config), store.is_pending)
+    quotas = Quotas(database, QuotaLimits.of(config), Bounds.of(config), futures.is_pending)
     order = FairOrder() if config.manages_inference or config.external_inference_priority else None
     sampling = SampleService(
-        store,
+        futures,
         samplers,
         sessions,
         client=client,
@@ -149,7 +149,7 @@ async def open_services(runtime: Runtime) -> AsyncIterator[Services]:
         checkpoints=Checkpoints(database, writer),
         checkpoint_store=open_store(config),
         copies=Copies(database, writer),
-        store=store,
+        futures=futures,
         sampling=sampling,
         client=client,
         engine=engine,
@@ -164,7 +164,9 @@ async def open_services(runtime: Runtime) -> AsyncIterator[Services]:
         quotas=quotas,
     )
     processes = ApiProcesses(database, writer, runtime.process_id)
-    peers = Peers(processes, others, store, sampling, services.session_changed, forwards=client is not None)
+    ownership = SampleOwnership(
+        processes, notifier, futures, sampling, services.session_changed, forwards=client is not None
+    )
     await keys.refresh()
     await quotas.open()
     if config.api_keys == "managed" and not len(keys):
@@ -175,7 +177,7 @@ async def open_services(runtime: Runtime) -> AsyncIterator[Services]:
     async def look(words: list[str]) -> None:
         if "state" in words:
             await watch.refresh()
-        await store.look(words)
+        await futures.read_outcomes(words)
 
     def on_ring(words: list[str]) -> None:
         task = asyncio.create_task(look(words))
@@ -191,15 +193,15 @@ async def open_services(runtime: Runtime) -> AsyncIterator[Services]:
             order.catch_up(await clocks.exchange(order.now))
 
     async def look_after_others() -> None:
-        if peers.sees_others or not database.is_sqlite:  # to SQLite none comes, and an idle server writes little
-            await peers.round()
+        if ownership.sees_others or not database.is_sqlite:  # to SQLite none comes, and an idle server writes little
+            await ownership.round()
 
     await agree_on_order()
-    await peers.start()
-    notices = None if database.is_sqlite else Notices(database.url, runtime.process_id, peers.hear)
+    await ownership.start()
+    postgres = None if database.is_sqlite else PostgresNotify(database.url, runtime.process_id, ownership.on_notify)
     retention = Retention(database, writer, config.result_retention_s)
     background = [
-        asyncio.create_task(repeat("looking for results", SAFETY_POLL_S, store.look_for_lost_rings)),
+        asyncio.create_task(repeat("looking for results", SAFETY_POLL_S, futures.poll_outcomes)),
         asyncio.create_task(repeat("reading the engine's state", POLL_S, watch.refresh)),
         asyncio.create_task(repeat("looking at sessions", SESSION_CHECK_S, services.look_at_sessions)),
         asyncio.create_task(repeat("looking after the other API processes", BEAT_S, look_after_others)),
@@ -214,9 +216,9 @@ async def open_services(runtime: Runtime) -> AsyncIterator[Services]:
         asyncio.create_task(repeat("looking for dropped adapters", DROPPED_S, samplers.forget_dropped)),
         asyncio.create_task(repeat("metering storage", STORAGE_S, partial(_meter_storage, writer))),
     ]
-    if notices is not None:
-        others.send = notices.send
-        background.append(asyncio.create_task(notices.run()))
+    if postgres is not None:
+        notifier.send = postgres.send
+        background.append(asyncio.create_task(postgres.run()))
     try:
         yield services
     finally:
@@ -232,7 +234,7 @@ async def open_services(runtime: Runtime) -> AsyncIterator[Services]:
             ("the usage since the last second", counter.flush),
             ("when keys were used", keys.note_uses),
             ("what was sampled from", samplers.write_uses),
-            ("that this process has ended", peers.leave),
+            ("that this process has ended", ownership.leave),
         ):
             try:
                 await last()
@@ -255,7 +257,7 @@ async def _drain(server: uvicorn.Server, services: Services) -> None:
     """No new samples, time for those in flight while their clients can still poll, then the end."""
     services.sampling.refuse_new()
     await services.sampling.drain(DRAIN_S)
-    services.store.release_waiters()
+    services.futures.release_waiters()
     server.should_exit = True
 
 

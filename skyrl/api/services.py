@@ -41,7 +41,7 @@ class Services:
     checkpoints: Checkpoints
     checkpoint_store: CheckpointStore
     copies: Copies
-    store: FutureStore
+    futures: FutureStore
     sampling: SampleService
     client: ForwardingClient | None
     engine: Doorbell
@@ -120,9 +120,9 @@ class Services:
         self.sessions.forget(session_id)
         self.samplers.forget_session(session_id)
         self.models.forget_session(session_id)
-        self.sampling.cancel(self.store.drop_session(session_id))
+        self.sampling.cancel(self.futures.drop_session(session_id))
         if self.config.backend == "none":
-            await self.store.fail_session(session_id)
+            await self.futures.fail_session(session_id)
         self.engine.ring([SESSIONS])
 
     async def session_changed(self, session_id: str) -> None:

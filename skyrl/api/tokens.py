@@ -40,7 +40,7 @@ def is_token(key: str) -> bool:
     return key.startswith("eyJ") and key.count(".") == 2
 
 
-class Said(NamedTuple):
+class TokenClaims(NamedTuple):
     """Whose a token is, and which key it was made for (None: one that the operator did not make)."""
 
     tenant: str
@@ -74,7 +74,7 @@ class Tokens:
             claims["key_id"] = key_id
         return jwt.encode(claims, self._secret, algorithm=_ALGORITHM)
 
-    def read(self, token: str) -> Said:
+    def read(self, token: str) -> TokenClaims:
         """What a token says. Raises InvalidToken."""
         try:
             claims = jwt.decode(
@@ -88,4 +88,4 @@ class Tokens:
             raise InvalidToken("the token in X-API-Key has expired; get a new one") from error
         except jwt.InvalidTokenError as error:
             raise InvalidToken(f"the token in X-API-Key was not made by this server: {error}") from error
-        return Said(str(claims["sub"]).removeprefix(_USER_URN), claims.get("key_id"))
+        return TokenClaims(str(claims["sub"]).removeprefix(_USER_URN), claims.get("key_id"))

@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from skyrl.api.body import body_format, read_body, tenant_of
-from skyrl.api.body_memory import Bodies
+from skyrl.api.body_memory import BodyReader
 from skyrl.api.reply import reply
 from skyrl.api.services import Services
 from skyrl.db.models import Model
@@ -67,7 +67,7 @@ async def submit(
     if seq_id is not None and not 0 <= seq_id < 2**63:
         raise RequestError("must be in [0, 2**63)", field="seq_id")
     with services.quotas.charged(model.tenant, await _tokens(services, kind, model.tenant, body, encoding)) as charge:
-        request_id, charge.kept = await services.store.record(
+        request_id, charge.kept = await services.futures.record(
             NewRequest(
                 kind=kind,
                 tenant=model.tenant,
@@ -100,7 +100,7 @@ async def submit_sequenced(
 
 def router(services: Services) -> APIRouter:
     routes = APIRouter(prefix="/api/v1", tags=["training"])
-    bodies = Bodies(services.config.state_dir, services.config.max_body_bytes)
+    bodies = BodyReader(services.config.state_dir, services.config.max_body_bytes)
 
     async def training_pass(request: Request, kind: Kind) -> Response:
         tenant = tenant_of(request)

@@ -116,7 +116,7 @@ def create(
         raise _refuse(f"--name: must be at most {MAX_NAME} printable characters")
     owner, scopes, end = _owner(tenant, adopt=adopt), _scopes(scope), _expires_at(expires)
 
-    def made(connection: Connection) -> tuple[str, keys.Key]:
+    def made(connection: Connection) -> tuple[str, keys.ApiKey]:
         return keys.create(connection, tenant=owner(connection), name=name, scopes=scopes, expires_at=end)
 
     with _database(state_dir, database_url, config, make=make_database) as database:

@@ -87,11 +87,11 @@ def list_quotas(state_dir: StateDir = None, database_url: DatabaseUrl = None, co
     """Print what tenants use and may use: all that have samples in flight, models in training, checkpoints, or quotas
     of their own. Give --config if the server has one: it says what holds for all."""
     from skyrl.db import quotas
-    from skyrl.quotas.limits import Limits
+    from skyrl.quotas.limits import QuotaLimits
 
     with opened("quotas", state_dir, database_url, config) as (loaded, database):
         held = database.read(quotas.held)
-    defaults = Limits.of(loaded)
+    defaults = QuotaLimits.of(loaded)
     lines: list[tuple[str, ...]] = [
         ("TENANT", "REQUESTS IN FLIGHT", "TOKENS PER MINUTE", "MODELS", "STORED BYTES", "OWN QUOTAS")
     ]

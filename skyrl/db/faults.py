@@ -29,7 +29,7 @@ _READ_ONLY_TRANSACTION = "25006"
 """PostgreSQL's code for a standby, and for a server that takes no writes because its disk is nearly full."""
 
 
-def passes(error: BaseException) -> bool:
+def is_transient(error: BaseException) -> bool:
     """Whether the same may succeed later, with nothing changed by us."""
     if isinstance(error, NoConnectionFree):
         return True

@@ -14,7 +14,7 @@ from typing import TypeVar
 from sqlalchemy import Connection
 
 from skyrl.db import engine_state
-from skyrl.db.retrying_database import PatientDatabase
+from skyrl.db.retrying_database import RetryingDatabase
 
 T = TypeVar("T")
 
@@ -51,7 +51,7 @@ class Fence:
             )
 
 
-class FencedDatabase(PatientDatabase):
+class FencedDatabase(RetryingDatabase):
     """The engine's database. A write raises Displaced, and changes nothing, once the claim is lost."""
 
     def __init__(self, url: str, fence: Fence) -> None:

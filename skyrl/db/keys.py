@@ -39,7 +39,7 @@ class KeyRefused(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Key:
+class ApiKey:
     """What there is to know of a key that was not revoked. Times: seconds since the epoch."""
 
     id: str
@@ -67,7 +67,7 @@ def known_tenant(connection: Connection, tenant: str) -> bool:
 
 def create(
     connection: Connection, *, tenant: str | None, name: str, scopes: Iterable[Scope], expires_at: float | None
-) -> tuple[str, Key]:
+) -> tuple[str, ApiKey]:
     """Make a key, of a new tenant if none is given. The text of the key is nowhere but in the answer.
 
     Raises KeyRefused when there are too many.
@@ -79,7 +79,7 @@ def create(
     text = f"{_PREFIX}{key_id}-{secrets.token_urlsafe(32)}"
     ordered = [scope for scope in SCOPES if scope in set(scopes)]
     owner = tenant or secrets.token_hex(16)
-    key = Key(key_id, _digest(text), owner, name, frozenset(ordered), time.time(), expires_at)
+    key = ApiKey(key_id, _digest(text), owner, name, frozenset(ordered), time.time(), expires_at)
     connection.execute(insert(api_keys), asdict(key) | {"scopes": ordered})
     audit.record(connection, owner, "key_created", key_id=key_id, name=name, scopes=ordered)
     return text, key
@@ -110,7 +110,7 @@ class Keys:
     def __init__(self, database: Database, writer: GroupCommitWriter) -> None:
         self._database = database
         self._writer = writer
-        self._held: dict[str, Key] = {}
+        self._held: dict[str, ApiKey] = {}
         self._used: dict[str, float] = {}
 
     def __len__(self) -> int:
@@ -121,20 +121,22 @@ class Keys:
         query = select(api_keys).where(api_keys.c.revoked_at.is_(None))
         rows = await self._database.read_async(lambda connection: list(connection.execute(query)))
         self._held = {
-            row.id: Key(row.id, row.digest, row.tenant, row.name, frozenset(row.scopes), row.created_at, row.expires_at)
+            row.id: ApiKey(
+                row.id, row.digest, row.tenant, row.name, frozenset(row.scopes), row.created_at, row.expires_at
+            )
             for row in rows
         }
 
-    def find(self, text: str) -> Key | None:
+    def find(self, text: str) -> ApiKey | None:
         """The key that this is, expired or not. Its digest is compared in constant time."""
         key = self._held.get(text[_ID])
         return key if key is not None and hmac.compare_digest(_digest(text), key.digest) else None
 
-    def with_id(self, key_id: str) -> Key | None:
+    def with_id(self, key_id: str) -> ApiKey | None:
         """The key that a token was made for, expired or not."""
         return self._held.get(key_id)
 
-    def use(self, key: Key) -> None:
+    def use(self, key: ApiKey) -> None:
         """It was just used."""
         self._used[key.id] = time.time() // MINUTE_S * MINUTE_S
 

@@ -16,7 +16,7 @@ from sqlalchemy.exc import DBAPIError
 from alembic import command
 from skyrl.config.database_url import shown_url
 from skyrl.db.database import Database
-from skyrl.db.faults import passes
+from skyrl.db.faults import is_transient
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ def revision_of(database: Database) -> str | None:
     try:
         current = database.read(lambda c: MigrationContext.configure(c).get_current_revision())
     except DBAPIError as error:
-        away = not database.is_sqlite and passes(error) and _REFUSED.search(str(error.orig)) is None
+        away = not database.is_sqlite and is_transient(error) and _REFUSED.search(str(error.orig)) is None
         kind = DatabaseAway if away else SchemaError
         raise kind(f"the database {shown_url(database.url)} cannot be used: {error.orig}") from error
     if current is not None:

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
-from skyrl.db.faults import passes, reason
+from skyrl.db.faults import is_transient, reason
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ class Rounds:
             logger.info("%s: the database can be used again", self._name)
 
     def failed(self, error: Exception) -> None:
-        if not passes(error):
+        if not is_transient(error):
             logger.error("%s failed; it is tried again in %g s", self._name, self._period_s, exc_info=error)
         elif not self._away:
             self._away = True

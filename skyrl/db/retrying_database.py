@@ -11,7 +11,7 @@ from sqlalchemy import Connection
 from sqlalchemy.exc import SQLAlchemyError
 
 from skyrl.db.database import Database
-from skyrl.db.faults import passes, reason
+from skyrl.db.faults import is_transient, reason
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -20,7 +20,7 @@ FIRST_RETRY_S = 0.1
 MAX_RETRY_S = 5.0
 
 
-class PatientDatabase(Database):
+class RetryingDatabase(Database):
     """For the engine, which has nothing better to do than to wait: were it to end, it would have to recover.
 
     A write whose commit was under way when the connection broke is repeated, so it may be applied twice: it must be one
@@ -29,27 +29,27 @@ class PatientDatabase(Database):
 
     def __init__(self, url: str) -> None:
         super().__init__(url)
-        self._hurried = threading.Event()
+        self._stopped_retrying = threading.Event()
 
-    def hurry(self) -> None:
+    def stop_retrying(self) -> None:
         """Errors are raised at once from now on, also to who waits already: the process is to end."""
-        self._hurried.set()
+        self._stopped_retrying.set()
 
     def read(self, query: Callable[[Connection], T]) -> T:
-        return self._patiently(lambda: super(PatientDatabase, self).read(query))
+        return self._retrying(lambda: super(RetryingDatabase, self).read(query))
 
     def write(self, change: Callable[[Connection], T], *, power_safe: bool = False) -> T:
-        return self._patiently(lambda: super(PatientDatabase, self).write(change, power_safe=power_safe))
+        return self._retrying(lambda: super(RetryingDatabase, self).write(change, power_safe=power_safe))
 
-    def _patiently(self, work: Callable[[], T]) -> T:
+    def _retrying(self, work: Callable[[], T]) -> T:
         retry_s = FIRST_RETRY_S
         while True:
             try:
                 return work()
             except SQLAlchemyError as error:
-                if not passes(error) or self._hurried.is_set():
+                if not is_transient(error) or self._stopped_retrying.is_set():
                     raise
                 logger.error("the database cannot be used, tried again in %g s: %s", retry_s, reason(error))
-            if self._hurried.wait(retry_s):
+            if self._stopped_retrying.wait(retry_s):
                 retry_s = 0.0
             retry_s = min(2 * retry_s, MAX_RETRY_S)

@@ -14,7 +14,7 @@ from skyrl.db import audit
 from skyrl.db.database import Database
 from skyrl.db.tables import ModelRow, SamplingSessionRow, SessionRow
 from skyrl.db.writer import GroupCommitWriter
-from skyrl.notify.peers import Others
+from skyrl.notify.peers import PeerNotifier
 from skyrl.types.ids import new_session_id
 
 sessions = SessionRow.__table__  # type: ignore[attr-defined]
@@ -93,10 +93,10 @@ class Sessions:
     is whose heartbeat in the database has not changed for long, by this process's own clock: neither other clocks nor
     the time in which this process did not look count."""
 
-    def __init__(self, database: Database, writer: GroupCommitWriter, others: Others | None = None) -> None:
+    def __init__(self, database: Database, writer: GroupCommitWriter, notifier: PeerNotifier | None = None) -> None:
         self._database = database
         self._writer = writer
-        self._others = others or Others()
+        self._notifier = notifier or PeerNotifier()
         self._known: dict[str, Session] = {}
         self._heard: dict[str, tuple[float, float]] = {}
         """The heartbeat of every active session as it was read last, and when it was first read so."""
@@ -182,7 +182,7 @@ class Sessions:
                 session.status = "active"  # as far as is known: the next look finds out
         if ended:
             self.forget(session.id)  # not before: a look-up in between would find it active
-            self._others.tell([session.id])
+            self._notifier.notify([session.id])
         return ended
 
     def forget(self, session_id: str) -> None:
@@ -208,7 +208,7 @@ class Sessions:
 
         await self._writer.transact(assign)
         session.project_id = project_id
-        self._others.tell([session.id])
+        self._notifier.notify([session.id])
 
     async def look(self, timeout_s: float) -> Look:
         """Read what other processes have changed, and who has had no heartbeat for `timeout_s`."""

@@ -20,7 +20,7 @@ from sqlalchemy.dialects import sqlite
 from sqlalchemy.exc import DBAPIError
 
 from skyrl.db.database import Database
-from skyrl.db.faults import passes
+from skyrl.db.faults import is_transient
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -152,7 +152,7 @@ class GroupCommitWriter:
         except Exception as error:
             self._roll_back()
             error = _as_sqlalchemy(error)
-            if len(batch) == 1 or not begun or passes(error):  # each alone would only wait, and fail, like all
+            if len(batch) == 1 or not begun or is_transient(error):  # each alone would only wait, and fail, like all
                 self._resolve(batch, error)
                 return
             # One bad write must not fail its neighbours: the group was rolled back, so run each alone.

@@ -29,7 +29,7 @@ DATABASE_TROUBLE = (OperationalError, InterfaceError, Displaced)
 it was running."""
 
 
-class Deaths:
+class CrashLedger:
     """What runs now, and how often the engine died while it ran. Threads may share it."""
 
     def __init__(self, file: Path) -> None:

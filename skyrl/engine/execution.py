@@ -23,7 +23,7 @@ from skyrl.db.futures import Outcome
 from skyrl.db.models import set_model
 from skyrl.engine.barriers import Barriers, OnBackend, model_is_gone, unloaded
 from skyrl.engine.commands import Change, Command
-from skyrl.engine.crash_ledger import Deaths
+from skyrl.engine.crash_ledger import CrashLedger
 from skyrl.engine.passes import failed, run_passes
 from skyrl.engine.snapshots import Snapshots
 from skyrl.notify.doorbell import Doorbell
@@ -51,7 +51,7 @@ class Execution:
         backend: Backend,
         barriers: Barriers,
         snapshots: Snapshots,
-        deaths: Deaths,
+        ledger: CrashLedger,
         api: Doorbell,
         on_backend: OnBackend,
         publish_adapter: PublishAdapter,
@@ -61,7 +61,7 @@ class Execution:
         self._backend = backend
         self._barriers = barriers
         self._snapshots = snapshots
-        self._deaths = deaths
+        self._ledger = ledger
         self._api = api
         self._on_backend = on_backend
         self._publish_adapter = publish_adapter
@@ -69,7 +69,7 @@ class Execution:
 
     def passes(self, commands: Sequence[Command]) -> None:
         """Run passes on the backend's thread; those whose rows are gone are skipped."""
-        with self._deaths.watching([command.request_id for command in commands]):
+        with self._ledger.watching([command.request_id for command in commands]):
             self._run_passes(commands)
 
     def _run_passes(self, commands: Sequence[Command]) -> None:
@@ -86,7 +86,7 @@ class Execution:
 
     def barrier(self, command: Command) -> Outcome | None:
         """Run one on the backend's thread, or a save or a load on another; None when its row is gone."""
-        with self._deaths.watching([command.request_id]):
+        with self._ledger.watching([command.request_id]):
             outcome = self._run_barrier(command)
         if outcome is not None and command.model_id is not None and command.seq_id is not None:
             self._snapshots.ran(command.model_id, command.kind)

@@ -28,7 +28,7 @@ from skyrl.db.models import living_among
 from skyrl.db.periodic import repeat
 from skyrl.engine.barriers import Barriers
 from skyrl.engine.commands import Command, command_of
-from skyrl.engine.crash_ledger import Deaths
+from skyrl.engine.crash_ledger import CrashLedger
 from skyrl.engine.execution import Execution
 from skyrl.engine.reclaim import FileSweeper, end_sessions
 from skyrl.engine.sampling import ColocatedSampler
@@ -64,7 +64,7 @@ class Engine:
         sampler: ColocatedSampler | None,
         snapshots: Snapshots,
         store: CheckpointStore,
-        deaths: Deaths,
+        ledger: CrashLedger,
     ) -> None:
         self._database = database
         self._backend = backend
@@ -81,7 +81,7 @@ class Engine:
             backend,
             Barriers(config, database, backend, store, self.wait_for_backend),
             snapshots,
-            deaths,
+            ledger,
             api,
             self.wait_for_backend,
             self._publish_adapter,
@@ -93,7 +93,7 @@ class Engine:
         self._unread = True
         """Whether something may have arrived since the log was last read."""
         self._reading = asyncio.Lock()
-        self._beside: set[asyncio.Task[None]] = set()
+        self._file_commands: set[asyncio.Task[None]] = set()
         self._failure: BaseException | None = None
         """What a save or a load died of: no outcome of its own, but an engine that cannot go on."""
         self._stopping = False
@@ -142,7 +142,7 @@ class Engine:
             self._stopping = True
             sweeping.cancel()
             listening.cancel()
-            await asyncio.gather(sweeping, listening, *self._beside, return_exceptions=True)
+            await asyncio.gather(sweeping, listening, *self._file_commands, return_exceptions=True)
             for threads in (self._thread, self._files):  # what they run may take long
                 await asyncio.to_thread(threads.shutdown)
 
@@ -185,13 +185,13 @@ class Engine:
                     self._unread = True
                     raise
         self.scheduler.start_due(time.time())
-        for command in self.scheduler.take_beside():
+        for command in self.scheduler.take_file_commands():
             task = asyncio.create_task(self._run_barrier(command, self._on_files))
-            self._beside.add(task)
-            task.add_done_callback(self._beside_ended)
+            self._file_commands.add(task)
+            task.add_done_callback(self._file_command_ended)
 
-    def _beside_ended(self, task: asyncio.Task[None]) -> None:
-        self._beside.discard(task)
+    def _file_command_ended(self, task: asyncio.Task[None]) -> None:
+        self._file_commands.discard(task)
         if not task.cancelled():
             self._failure = self._failure or task.exception()
         self._arrived.set()  # what comes after it in its model's order may run now

@@ -19,7 +19,7 @@ from skyrl.db.database import Database
 from skyrl.db.fence import Displaced, Fence, FencedDatabase
 from skyrl.db.periodic import Rounds, repeat
 from skyrl.engine.adoption import adopt_adapters
-from skyrl.engine.crash_ledger import Deaths
+from skyrl.engine.crash_ledger import CrashLedger
 from skyrl.engine.loop import Engine
 from skyrl.engine.recovery import Recovery
 from skyrl.engine.sampling import ColocatedSampler
@@ -125,15 +125,15 @@ async def run(runtime: Runtime) -> None:
     """
     config, loop = runtime.config, asyncio.get_running_loop()
     stop = asyncio.Event()
-    deaths = Deaths(config.running_file)
+    ledger = CrashLedger(config.running_file)
     fence = Fence(runtime.server_id, lambda: loop.call_soon_threadsafe(end_soon))
     database = FencedDatabase(config.database, fence)
 
     loading = False
 
     def end_soon() -> None:
-        deaths.disregard()  # a long command may outlast the launcher's patience
-        database.hurry()
+        ledger.disregard()  # a long command may outlast the launcher's patience
+        database.stop_retrying()
         if loading:  # on a thread that cannot be interrupted, perhaps for minutes; nothing else runs yet
             logger.info("told to stop while the base model was being loaded")
             os._exit(0)
@@ -163,10 +163,10 @@ async def run(runtime: Runtime) -> None:
         snapshots = Snapshots(config, database, backend)
         store = open_store(config)
         await asyncio.to_thread(adopt_adapters, config, database, store)
-        engine = Engine(config, database, backend, group, api, sampler, snapshots, store, deaths)
+        engine = Engine(config, database, backend, group, api, sampler, snapshots, store, ledger)
         listener = DoorbellListener(runtime.engine_doorbell, engine.ring)
         listener.start()
-        recovery = Recovery(engine, database, backend, snapshots, store, deaths, stop.is_set)
+        recovery = Recovery(engine, database, backend, snapshots, store, ledger, stop.is_set)
         try:
             await asyncio.to_thread(state.training, ready=False, reason="restoring the models in training")
             await recovery.run()
@@ -188,7 +188,7 @@ async def run(runtime: Runtime) -> None:
             backend.close()
         await asyncio.to_thread(state.clear, "the engine has stopped")
         api.close()
-        deaths.close()
+        ledger.close()
         notices.close()
         database.close()
     if fence.lost:

@@ -24,12 +24,12 @@ from skyrl.db import futures as rows
 from skyrl.db import models as model_rows
 from skyrl.db.checkpoints import find_checkpoint
 from skyrl.db.database import Database
-from skyrl.db.faults import passes
+from skyrl.db.faults import is_transient
 from skyrl.db.fence import Displaced
 from skyrl.db.models import adapter_of
 from skyrl.engine.barriers import adam_params, lora_spec
 from skyrl.engine.commands import Command, command_of
-from skyrl.engine.crash_ledger import POISON, Deaths
+from skyrl.engine.crash_ledger import POISON, CrashLedger
 from skyrl.engine.passes import decode_pass
 from skyrl.engine.snapshots import Snapshots
 from skyrl.storage.base import CheckpointStore, NotStored, StoreError
@@ -123,7 +123,7 @@ class Recovery:
         backend: Backend,
         snapshots: Snapshots,
         store: CheckpointStore,
-        deaths: Deaths,
+        ledger: CrashLedger,
         ending: Callable[[], bool] = lambda: False,
     ) -> None:
         """`ending` says whether the process is to end. Then, or when the engine ends by itself, recovery stops between
@@ -133,9 +133,9 @@ class Recovery:
         self._backend = backend
         self._snapshots = snapshots
         self._store = store
-        self._deaths = deaths
+        self._ledger = ledger
         self._ending = ending
-        self._counts = deaths.counts
+        self._counts = ledger.counts
         self._held: set[str] = set()
         self._without_memory: set[str] = set()
         """Those of the held models that wait for memory."""
@@ -157,7 +157,7 @@ class Recovery:
             return
         suspected = {command.request_id for command in suspects if command.model_id in scheduler.model_ids}
         scheduler.suspect(suspected)
-        self._deaths.forget_all_but(suspected)
+        self._ledger.forget_all_but(suspected)
 
     async def retry(self) -> None:
         """Try again to restore the models that are held."""
@@ -183,7 +183,7 @@ class Recovery:
         except _Ending:
             return
         except Exception as error:
-            if passes(error) or isinstance(error, Displaced):
+            if is_transient(error) or isinstance(error, Displaced):
                 raise
             if self._ends():  # its threads may be gone already, which says nothing of the model
                 logger.info("model %s is left to the next start: %s", model.id, error)
@@ -256,7 +256,7 @@ class Recovery:
     def _watching(self, key: str, what: str) -> AbstractContextManager[None]:
         if self._counts.get(key, 0) >= POISON:
             raise RuntimeError(f"the engine died {POISON} times while {what}")
-        return self._deaths.watching([key], innocent=(Exception,))
+        return self._ledger.watching([key], innocent=(Exception,))
 
     def _skip_poison(self) -> list[Command]:
         """Fail what has killed the engine too often; returns what else was running when it died."""

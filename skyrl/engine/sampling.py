@@ -22,7 +22,7 @@ from skyrl.engine.passes import failed
 from skyrl.inference.engine_group import EngineGroup
 from skyrl.inference.vllm_client import VllmError
 from skyrl.sampling.client import ForwardingClient
-from skyrl.sampling.job import Limits
+from skyrl.sampling.job import ContextLimits
 from skyrl.sampling.service import job_for, usage_of
 from skyrl.wire.errors import ErrorCategory, FailedRequest
 from skyrl.wire.requests import SampleRequest, decode_json
@@ -65,7 +65,7 @@ class ColocatedSampler:
         self._database = database
         self._client = client
         self._group = group
-        self._limits = Limits(limits.vocab_size, limits.max_context)
+        self._limits = ContextLimits(limits.vocab_size, limits.max_context)
         self._base_name = base_name
         self._state_dir = state_dir
         self._sleeps = sleeps

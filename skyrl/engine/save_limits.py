@@ -15,7 +15,7 @@ from sqlalchemy import Connection
 from skyrl.config.server import ServerConfig
 from skyrl.db import quotas
 from skyrl.db.database import Database
-from skyrl.quotas.limits import Limits, sampling_sessions_sentence, stored_sentence
+from skyrl.quotas.limits import QuotaLimits, sampling_sessions_sentence, stored_sentence
 from skyrl.storage.registry import local_directory
 from skyrl.wire.errors import ErrorCategory, FailedRequest
 from skyrl.wire.paths import TinkerPath
@@ -45,7 +45,7 @@ class SaveLimits:
         """Refuse when the tenant has as many stored bytes as it may have, not counting what a save replaces."""
 
         def read(connection: Connection) -> tuple[int, int | None]:
-            limits = Limits.of(self._config).but(quotas.exceptions_of(connection, tenant))
+            limits = QuotaLimits.of(self._config).but(quotas.exceptions_of(connection, tenant))
             if limits.stored_bytes is None:
                 return 0, None
             return quotas.stored_bytes(connection, tenant, besides=besides), limits.stored_bytes

@@ -12,7 +12,7 @@ from skyrl.engine.commands import Command
 from skyrl.engine.delayed import Delayed
 from skyrl.engine.queues import ModelQueue, SampleQueue
 from skyrl.engine.shares import Shares
-from skyrl.types.kinds import BESIDE, PASSES, SAVES, Kind
+from skyrl.types.kinds import FILE_COMMANDS, PASSES, SAVES, Kind
 
 BARRIER_COST = 5_000
 """What a barrier counts for in a share, in bytes: about what a pass over 250 tokens does."""
@@ -126,7 +126,9 @@ class Scheduler:
 
     def ready_models(self) -> list[str]:
         """Models that have a next command when a turn begins, the one that is next first."""
-        heads = {m: head for m in self._queues if (head := self._next(m)) is not None and head.kind not in BESIDE}
+        heads = {
+            m: head for m in self._queues if (head := self._next(m)) is not None and head.kind not in FILE_COMMANDS
+        }
         models: defaultdict[str, list[str]] = defaultdict(list)
         for model_id, head in heads.items():
             models[head.tenant].append(model_id)
@@ -215,7 +217,7 @@ class Scheduler:
     def take_barriers(self, model_ids: Sequence[str]) -> list[Command]:
         """One command of each of these models whose next one is neither a pass nor a save nor a load: as many as the
         budget is for, and at least one."""
-        kinds = PASSES | BESIDE
+        kinds = PASSES | FILE_COMMANDS
         candidates = self._heads(self._of_kinds(model_ids, lambda head: head.kind not in kinds))
         batch: list[Command] = []
         while candidates and len(batch) * BARRIER_COST <= self.budget:
@@ -232,17 +234,17 @@ class Scheduler:
         heads = ((model_id, self._queues[model_id].head()) for model_id in model_ids)
         return {model_id: head for model_id, head in heads if head is not None}
 
-    def take_beside(self) -> list[Command]:
+    def take_file_commands(self) -> list[Command]:
         """Saves and loads that may run now: one command of a model, up to FILES_AT_ONCE with those that run.
 
         Next is the tenant that has had fewest, and of its commands the one that came first. They count in the tenant's
         share of training too, as a step does. That share does not order them: who trains much would wait for all saves
         of one who only saves.
         """
-        free = FILES_AT_ONCE - sum(command.kind in BESIDE for command in self._running.values())
+        free = FILES_AT_ONCE - sum(command.kind in FILE_COMMANDS for command in self._running.values())
         if free <= 0:
             return []
-        heads = self._heads(self._of_kinds(self._queues, lambda head: head.kind in BESIDE))
+        heads = self._heads(self._of_kinds(self._queues, lambda head: head.kind in FILE_COMMANDS))
         self._files.compete({head.tenant for head in heads.values()})
         taken: list[Command] = []
         while heads and len(taken) < free:
@@ -281,7 +283,7 @@ class Scheduler:
         """Whether a turn would do anything; saves and loads are none of a turn's business."""
         heads = (self._next(model_id) for model_id in self._queues)
         samples = bool(self._samples) and not self._samples_held
-        return samples or any(head is not None and head.kind not in BESIDE for head in heads)
+        return samples or any(head is not None and head.kind not in FILE_COMMANDS for head in heads)
 
     @property
     def waiting(self) -> int:

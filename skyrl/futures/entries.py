@@ -10,7 +10,7 @@ from collections import OrderedDict
 
 from skyrl.db.futures import Outcome
 from skyrl.futures.completions import Target, clone_of
-from skyrl.types.requests import Key
+from skyrl.types.requests import RequestKey
 
 KEPT_OUTCOMES = 20_000
 KEPT_BYTES = 64 * 2**20
@@ -42,7 +42,7 @@ class Entry:
         tenant: str,
         session_id: str,
         digest: bytes,
-        key: Key | None,
+        key: RequestKey | None,
         sampler: tuple[str, int | None] | None = None,
     ) -> None:
         self.id = request_id
@@ -90,12 +90,12 @@ def _wake(waiter: asyncio.Future[None]) -> None:
 
 
 class Entries:
-    """Entries by id and by key. `awaited` are the ids of pending requests that another process settles."""
+    """Entries by id and by key. `owned_elsewhere` are the ids of pending requests that another process settles."""
 
     def __init__(self) -> None:
         self.by_id: dict[str, Entry] = {}
-        self.by_key: dict[Key, Entry] = {}
-        self.awaited: set[str] = set()
+        self.by_key: dict[RequestKey, Entry] = {}
+        self.owned_elsewhere: set[str] = set()
         self._settled: OrderedDict[str, int] = OrderedDict()
         self._settled_bytes = 0
 
@@ -103,22 +103,22 @@ class Entries:
     def pending(self) -> int:
         return len(self.by_id) - len(self._settled)
 
-    def add(self, entry: Entry, *, awaited: bool) -> None:
+    def add(self, entry: Entry, *, owned_elsewhere: bool) -> None:
         self.by_id[entry.id] = entry
         if entry.key is not None:
             self.by_key[entry.key] = entry
-        if awaited:
-            self.awaited.add(entry.id)
+        if owned_elsewhere:
+            self.owned_elsewhere.add(entry.id)
 
     def drop(self, entry: Entry) -> None:
         self.by_id.pop(entry.id, None)
-        self.awaited.discard(entry.id)
+        self.owned_elsewhere.discard(entry.id)
         if entry.key is not None and self.by_key.get(entry.key) is entry:
             del self.by_key[entry.key]
 
     def forwarded(self) -> list[str]:
         """Ids of pending requests that are recorded and that this process settles."""
-        return [e.id for e in self.by_id.values() if e.pending and not e.recording and e.id not in self.awaited]
+        return [e.id for e in self.by_id.values() if e.pending and not e.recording and e.id not in self.owned_elsewhere]
 
     def keep(self, entry: Entry, size: int) -> None:
         """It has an outcome of so many bytes: kept until it is read, or until newer ones need its room."""

@@ -15,11 +15,11 @@ from sqlalchemy.exc import DBAPIError
 
 from skyrl.db import futures as rows
 from skyrl.db.database import Database
-from skyrl.db.faults import passes, reason
+from skyrl.db.faults import is_transient, reason
 from skyrl.db.futures import Outcome, StoredFuture
 from skyrl.db.models import record_numbered
 from skyrl.db.writer import GroupCommitWriter
-from skyrl.types.requests import Key, NewRequest
+from skyrl.types.requests import NewRequest, RequestKey
 from skyrl.wire.errors import ErrorCategory
 
 logger = logging.getLogger(__name__)
@@ -63,7 +63,7 @@ class Recorder:
         async with self._large:  # one at a time, in transactions of their own: small writes, in groups, go in between
             await asyncio.to_thread(self._database.write, insert)
 
-    async def find(self, key: Key) -> StoredFuture | None:
+    async def find(self, key: RequestKey) -> StoredFuture | None:
         """What was recorded under this key, by whichever process."""
         kind, owner, seq_id = key
         find = rows.find_command if kind == "command" else rows.find_sample
@@ -103,7 +103,7 @@ async def store_outcome(
             stored = await database.read_async(lambda connection: rows.find(connection, request_id))
             return outcome if stored is None or stored.outcome is None else stored.outcome
         except DBAPIError as error:
-            if not passes(error):
+            if not is_transient(error):
                 if outcome.error is not None:
                     raise
                 logger.error("the result of request %s cannot be stored: %s", request_id, reason(error))

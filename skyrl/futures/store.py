@@ -1,7 +1,7 @@
 """Requests as the API process sees them: recorded once, waited for in memory, read from the database when not there.
 
 Knows ids, keys and outcomes. Does not know what a request asks for, nor who computes its result. Other API processes
-of the database record and settle theirs: what ends here they are told, what ends there is looked for (`look`).
+of the database record and settle theirs: what ends here they are told, what ends there is looked for (`read_outcomes`).
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from skyrl.futures.completions import Completion, CompletionLogs, Target, block_
 from skyrl.futures.entries import Entries, Entry
 from skyrl.futures.recording import LARGE_BODY_BYTES, Recorder, store_outcome
 from skyrl.futures.stored_ends import StoredEnds
-from skyrl.notify.peers import Others
+from skyrl.notify.peers import PeerNotifier
 from skyrl.processes.log_limits import LimitedLog, plain
 from skyrl.types.ids import new_request_id
 from skyrl.types.kinds import Kind
-from skyrl.types.requests import Key, NewRequest, same_request
+from skyrl.types.requests import NewRequest, RequestKey, same_request
 from skyrl.wire.errors import ErrorCategory
 
 logger = logging.getLogger(__name__)
@@ -49,12 +49,12 @@ class FutureStore:
         database: Database,
         writer: GroupCommitWriter,
         owner: str | None = None,
-        others: Others | None = None,
+        notifier: PeerNotifier | None = None,
     ) -> None:
         self._database = database
         self._writer = writer
         self._owner = owner
-        self._others = others or Others()
+        self._notifier = notifier or PeerNotifier()
         self._entries = Entries()
         self._closing = False
         self._failures = LimitedLog(logger)
@@ -62,7 +62,7 @@ class FutureStore:
         self.completions = (
             CompletionLogs(self._all_ends_of)
             if database.is_sqlite
-            else StoredEnds(self._ends_of, lambda: self._others.alone)
+            else StoredEnds(self._ends_of, lambda: self._notifier.alone)
         )
 
     async def record(self, request: NewRequest) -> tuple[str, bool]:
@@ -89,7 +89,7 @@ class FutureStore:
             request.sampler,
         )
         entry.recording = True
-        self._entries.add(entry, awaited=request.kind != Kind.EXTERNAL)
+        self._entries.add(entry, owned_elsewhere=request.kind != Kind.EXTERNAL)
         try:
             await self._recorder.insert(entry.id, entry.digest, request, large=large)
         except BaseException as error:
@@ -115,7 +115,7 @@ class FutureStore:
         the connection broke at its commit, the client was told that the sample was not recorded, and the row is there.
         A sample whose owner is another process is left to that process."""
         known = self._entries.by_id.get(stored.id)
-        forwarded = known is not None and stored.id not in self._entries.awaited
+        forwarded = known is not None and stored.id not in self._entries.owned_elsewhere
         if stored.outcome is not None or forwarded or stored.kind != entry.kind or entry.kind != Kind.EXTERNAL:
             return False
         if stored.owner is not None and stored.owner != self._owner:
@@ -123,32 +123,34 @@ class FutureStore:
         if known is None:
             entry.id, known = stored.id, entry
         known.key = entry.key
-        self._entries.awaited.discard(stored.id)
-        self._entries.add(known, awaited=False)
+        self._entries.owned_elsewhere.discard(stored.id)
+        self._entries.add(known, owned_elsewhere=False)
         return True
 
-    def adopt(self, request_id: str, kind: Kind, tenant: str, session_id: str, digest: bytes, key: Key | None) -> bool:
+    def adopt(
+        self, request_id: str, kind: Kind, tenant: str, session_id: str, digest: bytes, key: RequestKey | None
+    ) -> bool:
         """Take over a pending request found in the database. False if it is known already as this process's own."""
         known = self._entries.by_id.get(request_id)
-        if known is not None and request_id not in self._entries.awaited:
+        if known is not None and request_id not in self._entries.owned_elsewhere:
             return False
         sampler = (key[1], key[2]) if key is not None and key[0] == "sample" else None
         entry = known or Entry(request_id, kind, tenant, session_id, digest, key, sampler)
         entry.key = key
-        self._entries.awaited.discard(request_id)
-        self._entries.add(entry, awaited=kind != Kind.EXTERNAL)
+        self._entries.owned_elsewhere.discard(request_id)
+        self._entries.add(entry, owned_elsewhere=kind != Kind.EXTERNAL)
         return True
 
     def leave(self, request_ids: Iterable[str]) -> list[str]:
         """Hand over: those of these samples that are forwarded here and have not ended now belong to another process.
         Local waiters keep waiting, and are woken when that process stores the result. Returns the ids."""
         left = [request_id for request_id in request_ids if self.forwards(request_id) and self.is_pending(request_id)]
-        self._entries.awaited.update(left)
+        self._entries.owned_elsewhere.update(left)
         return left
 
     def forwards(self, request_id: str) -> bool:
         """Whether it is known in memory and is this process's own to settle."""
-        return request_id in self._entries.by_id and request_id not in self._entries.awaited
+        return request_id in self._entries.by_id and request_id not in self._entries.owned_elsewhere
 
     def forwarded(self) -> list[str]:
         """Ids of pending requests that this process is to settle."""
@@ -186,7 +188,7 @@ class FutureStore:
         sampling = stored.sampling_session_id
         sampler = None if sampling is None else (sampling, stored.sample_seq_id)
         entry = Entry(stored.id, stored.kind, stored.tenant, stored.session_id, stored.digest, None, sampler)
-        self._entries.add(entry, awaited=True)
+        self._entries.add(entry, owned_elsewhere=True)
         return entry
 
     async def kind_of(self, request_id: str, tenant: str) -> Kind:
@@ -218,8 +220,8 @@ class FutureStore:
             return True
         this = rows.futures.c.id == request_id
         ended = await self._writer.transact(lambda c: rows.settle_where(c, this, outcome, time.time()))
-        await self.look([request_id])
-        self._others.tell(ended)
+        await self.read_outcomes([request_id])
+        self._notifier.notify(ended)
         return bool(ended)
 
     async def _all_ends_of(self, target: Target, since: float) -> list[Completion]:
@@ -255,7 +257,7 @@ class FutureStore:
             self._resolve(entry, await store_outcome(self._database, self._writer, request_id, outcome, now), now)
         finally:
             entry.settling = False
-        self._others.tell((request_id,) if entry.sampler is None else (request_id, entry.sampler[0]))
+        self._notifier.notify((request_id,) if entry.sampler is None else (request_id, entry.sampler[0]))
 
     def _resolve(self, entry: Entry, outcome: Outcome, now: float) -> None:
         """Its outcome is stored."""
@@ -264,7 +266,7 @@ class FutureStore:
             self._log_failure(entry, outcome)
         if len(self.completions) and (target := entry.target) is not None:
             self.completions.note(target, _completion(entry.id, outcome, now))
-        self._entries.awaited.discard(entry.id)
+        self._entries.owned_elsewhere.discard(entry.id)
         entry.wake()
         if entry.id in self._entries.by_id:
             self._entries.keep(entry, len(outcome.result))
@@ -300,7 +302,7 @@ class FutureStore:
         pending = (rows.futures.c.session_id == session_id) & (rows.futures.c.kind == Kind.EXTERNAL)
         await self._writer.transact(lambda c: rows.settle_where(c, pending, rows.SESSION_ENDED, time.time()))
 
-    async def look(self, request_ids: Iterable[str]) -> list[str]:
+    async def read_outcomes(self, request_ids: Iterable[str]) -> list[str]:
         """Read outcomes that another process has written, and resolve who waits for them. Returns the ids of those that
         were forwarded here all the same."""
         wanted = [request_id for request_id in request_ids if self.is_pending(request_id)]
@@ -316,11 +318,11 @@ class FutureStore:
                 self._resolve(entry, stored.outcome, time.time())
         return ended
 
-    async def look_for_lost_rings(self) -> None:
+    async def poll_outcomes(self) -> None:
         """Look for outcomes of everything that others still owe."""
-        if self._entries.awaited:
-            owed = list(self._entries.awaited)
-            await self.look(await self._database.read_async(lambda c: rows.ended_among(c, owed)))
+        if self._entries.owned_elsewhere:
+            owed = list(self._entries.owned_elsewhere)
+            await self.read_outcomes(await self._database.read_async(lambda c: rows.ended_among(c, owed)))
 
     @property
     def pending(self) -> int:

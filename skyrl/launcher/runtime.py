@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from skyrl.config.server import ConfigError, ServerConfig, dump_config, restore_config
-from skyrl.db.faults import DatabaseError, passes, reason
+from skyrl.db.faults import DatabaseError, is_transient, reason
 from skyrl.processes.startup import CANNOT_START, MARK, MAY_START, NotLoaded
 
 logger = logging.getLogger(__name__)
@@ -110,7 +110,7 @@ def run_process(name: str, run: Callable[[], None]) -> None:
         logger.critical("%s%s", MARK, " ".join(str(error).split()))
         sys.exit(MAY_START)
     except DatabaseError as error:
-        if not passes(error):
+        if not is_transient(error):
             raise
         logger.error("%s has ended, for the database cannot be used: %s", name, reason(error))
         sys.exit(1)

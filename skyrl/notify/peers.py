@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Iterable
 
 
-class Others:
+class PeerNotifier:
     """`living` are the ids of the others; while there are none nothing is told. Words (ids of requests, of sampling
     sessions and of sessions) that one turn of the loop tells go to `send` together. One may be lost on the way, so
     everybody also looks by itself now and then."""
@@ -20,15 +20,15 @@ class Others:
     def alone(self) -> bool:
         return not self.living
 
-    def tell(self, words: Iterable[str]) -> None:
+    def notify(self, words: Iterable[str]) -> None:
         """These have ended or changed here."""
         if self.alone or self.send is None:
             return
         if not self._turn:
-            asyncio.get_running_loop().call_soon(self._hand_over)
+            asyncio.get_running_loop().call_soon(self._send_turn)
         self._turn.update(dict.fromkeys(words))
 
-    def _hand_over(self) -> None:
+    def _send_turn(self) -> None:
         words, self._turn = list(self._turn), {}
         if self.send is not None and words:
             self.send(words)

@@ -23,13 +23,13 @@ MAX_UNSENT = 100_000
 RETRY_S = 1.0
 
 
-class Notices:
-    """Tells the other processes of a database, and calls `hear` with the words that another one told."""
+class PostgresNotify:
+    """Tells the other processes of a database, and calls `on_notify` with the words that another one told."""
 
-    def __init__(self, url: str, me: str, hear: Callable[[list[str]], None]) -> None:
+    def __init__(self, url: str, me: str, on_notify: Callable[[list[str]], None]) -> None:
         self._conninfo = make_url(url).set(drivername="postgresql").render_as_string(hide_password=False)
         self._me = me
-        self._hear = hear
+        self._on_notify = on_notify
         self._unsent: dict[str, None] = {}
         self._something = asyncio.Event()
 
@@ -42,7 +42,7 @@ class Notices:
 
     async def run(self) -> None:
         """Listen and send until cancelled, over new connections when one breaks."""
-        await asyncio.gather(self._insist("listening", self._listen), self._insist("telling", self._tell))
+        await asyncio.gather(self._insist("listening", self._listen), self._insist("telling", self._notify))
 
     async def _insist(self, what: str, work: Callable[[Any], Any]) -> None:
         import psycopg
@@ -67,9 +67,9 @@ class Notices:
         async for notice in connection.notifies():
             sender, *words = notice.payload.split("\n")
             if sender != self._me:
-                self._hear(words)
+                self._on_notify(words)
 
-    async def _tell(self, connection: Any) -> None:
+    async def _notify(self, connection: Any) -> None:
         while True:
             await self._something.wait()
             self._something.clear()

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 
 from skyrl.quotas.bucket import TokenBucket
-from skyrl.quotas.limits import Limits
+from skyrl.quotas.limits import QuotaLimits
 from skyrl.wire.errors import OverQuota
 
 MAX_PAUSE_S = 600.0
@@ -78,7 +78,7 @@ class Account:
 
     def __init__(
         self,
-        limits: Limits,
+        limits: QuotaLimits,
         is_pending: Callable[[str], bool],
         clock: Callable[[], float],
         waiting: dict[str, Ticket],
@@ -94,7 +94,7 @@ class Account:
         self._timer: asyncio.TimerHandle | None = None
         self.apply(limits)
 
-    def apply(self, limits: Limits) -> None:
+    def apply(self, limits: QuotaLimits) -> None:
         """New limits. Who waits for tokens waits as the new rate says."""
         rate = limits.tokens_per_minute
         if rate is None:

@@ -12,7 +12,7 @@ UNLIMITED = -1
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class QuotaLimits:
     """None: no quota. Tokens are a rate; of the others so many are held at once. Stored bytes are of checkpoints and of
     weights that were saved for sampling without a name."""
 
@@ -22,14 +22,14 @@ class Limits:
     stored_bytes: int | None = None
 
     @classmethod
-    def of(cls, config: ServerConfig) -> Limits:
+    def of(cls, config: ServerConfig) -> QuotaLimits:
         """Those of every tenant without exceptions."""
         return cls(*(getattr(config, f"quota_{name}") for name in NAMES))
 
-    def but(self, exceptions: Sequence[int | None]) -> Limits:
+    def but(self, exceptions: Sequence[int | None]) -> QuotaLimits:
         """With one tenant's exceptions, in the order of NAMES."""
         defaults = (getattr(self, name) for name in NAMES)
-        return Limits(*(_meant(*pair) for pair in zip(defaults, exceptions, strict=True)))
+        return QuotaLimits(*(_meant(*pair) for pair in zip(defaults, exceptions, strict=True)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class Bounds:
         )
 
 
-NAMES: tuple[str, ...] = tuple(field.name for field in fields(Limits))
+NAMES: tuple[str, ...] = tuple(field.name for field in fields(QuotaLimits))
 LEAST = {"requests_in_flight": 1, "tokens_per_minute": 1, "models": 0, "stored_bytes": 0}
 """With less, what was accepted would wait for ever."""
 

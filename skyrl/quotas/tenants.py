@@ -17,7 +17,7 @@ from sqlalchemy import Connection
 from skyrl.db import quotas as rows
 from skyrl.db.database import Database
 from skyrl.quotas.account import SOON_S, Account, Ticket
-from skyrl.quotas.limits import Bounds, Limits, bound_sentence, sampling_sessions_sentence, stored_sentence
+from skyrl.quotas.limits import Bounds, QuotaLimits, bound_sentence, sampling_sessions_sentence, stored_sentence
 from skyrl.wire.errors import OverQuota
 
 Check = Callable[[Connection], None]
@@ -39,7 +39,7 @@ class Quotas:
     def __init__(
         self,
         database: Database,
-        defaults: Limits,
+        defaults: QuotaLimits,
         bounds: Bounds,
         is_pending: Callable[[str], bool],
         clock: Callable[[], float] = time.monotonic,
@@ -49,11 +49,11 @@ class Quotas:
         self._is_pending = is_pending
         self._clock = clock
         self._bounds = bounds
-        self._exceptions: dict[str, Limits] = {}
+        self._exceptions: dict[str, QuotaLimits] = {}
         self._accounts: dict[str, Account] = {}
         self.waiting: dict[str, Ticket] = {}
         """Samples in this process whose turn has not come, by request id."""
-        self.any = defaults != Limits()
+        self.any = defaults != QuotaLimits()
         self.refused: Counter[str] = Counter()
         self._paused = 0
 
@@ -69,13 +69,13 @@ class Quotas:
         """Read the exceptions again. When the database cannot be read, what was read last holds."""
         found = await self._database.read_async(rows.exceptions)
         self._exceptions = {tenant: self._defaults.but(numbers) for tenant, numbers in found.items()}
-        self.any = any(limits != Limits() for limits in (self._defaults, *self._exceptions.values()))
+        self.any = any(limits != QuotaLimits() for limits in (self._defaults, *self._exceptions.values()))
         for tenant, account in list(self._accounts.items()):
             account.apply(self.of(tenant))
             if account.idle:
                 del self._accounts[tenant]
 
-    def of(self, tenant: str) -> Limits:
+    def of(self, tenant: str) -> QuotaLimits:
         return self._exceptions.get(tenant, self._defaults)
 
     def _account(self, tenant: str) -> Account | None:

@@ -11,7 +11,7 @@ import msgspec
 
 from skyrl.sampling.endpoint import Endpoint
 from skyrl.sampling.error_messages import describe, server_failure
-from skyrl.sampling.health import Life, life_of
+from skyrl.sampling.health import Health, health_of
 from skyrl.sampling.transport import CompletionTransport, Interrupted, NotAccepted
 
 logger = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ class AdapterLoads:
             return  # the sample is sent again, and finds out whether the server is back
         if answer.status == 200 or (answer.status == 400 and b"already been loaded" in answer.body):
             return
-        if answer.status >= 500 and await life_of(self._transport, endpoint, self._headers) is not Life.ALIVE:
+        if answer.status >= 500 and await health_of(self._transport, endpoint, self._headers) is not Health.ALIVE:
             return
         raise server_failure(f"the inference server lost adapter {name} and cannot load it again: {describe(answer)}")
 

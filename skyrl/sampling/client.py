@@ -23,9 +23,9 @@ from skyrl.sampling.answer_bound import answer_bound
 from skyrl.sampling.attempts import Attempts
 from skyrl.sampling.endpoint import Endpoint, EndpointResolver, EndpointUnknown
 from skyrl.sampling.error_messages import describe, message_of, server_failure
-from skyrl.sampling.health import HEALTH_TIMEOUT_S, Life, life_of
+from skyrl.sampling.health import HEALTH_TIMEOUT_S, Health, health_of
 from skyrl.sampling.job import MAX_SAMPLED, SampleJob
-from skyrl.sampling.served_context import NotSaidNow, ServedContext
+from skyrl.sampling.served_context import ContextNotKnownYet, ServedContext
 from skyrl.sampling.suspects import Suspects
 from skyrl.sampling.transport import Answer, CompletionTransport, Interrupted, NotAccepted
 from skyrl.sampling.verdict import Verdict, verdict_of
@@ -146,7 +146,7 @@ class ForwardingClient:
                 asked = completion.encode_request(job, attempts.priority)
             url, bound = endpoint.url + completion.PATH, answer_bound(job)
             answer = await self._transport.post(url, asked, attempts.headers, remaining, bound)
-        except NotSaidNow as error:
+        except ContextNotKnownYet as error:
             return await self._take(error.answer, endpoint, attempts)
         except NotAccepted as error:
             self.counts["not_accepted"] += 1
@@ -240,7 +240,7 @@ class ForwardingClient:
 
     async def _ask_health(self, answer: Answer, endpoint: Endpoint, attempts: Attempts) -> None:
         """A server that is dying interrupts the sample; one that is well may fail it once, not twice."""
-        if await life_of(self._transport, endpoint, self._headers) is not Life.ALIVE:
+        if await health_of(self._transport, endpoint, self._headers) is not Health.ALIVE:
             self._count_interruption(attempts, describe(answer))
             attempts.trouble = "the inference server is dying"
             await self._outlive(endpoint, attempts)
@@ -259,7 +259,7 @@ class ForwardingClient:
         await self._while_dying(endpoint, attempts)
 
     async def _while_dying(self, endpoint: Endpoint, attempts: Attempts) -> None:
-        while await life_of(self._transport, endpoint, self._headers) is Life.DYING:
+        while await health_of(self._transport, endpoint, self._headers) is Health.DYING:
             await self._back_off(attempts)
 
     async def _read(self, answer: Answer, attempts: Attempts) -> completion.SampleAnswer | None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from skyrl.db.engine_state import EngineState
-from skyrl.db.faults import DatabaseError, passes, reason
+from skyrl.db.faults import DatabaseError, is_transient, reason
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ class EngineEndpoint:
         try:
             state = await self._read()
         except DatabaseError as error:
-            if not passes(error):
+            if not is_transient(error):
                 raise
             if not self._away:
                 logger.error("samples wait: the inference server's address cannot be read: %s", reason(error))

@@ -11,7 +11,7 @@ from skyrl.sampling.transport import CompletionTransport, Interrupted, NotAccept
 HEALTH_TIMEOUT_S = 5.0
 
 
-class Life(Enum):
+class Health(Enum):
     """What a server's /health says of it. Servers without one are alive as long as they answer."""
 
     ALIVE = "alive"
@@ -19,11 +19,11 @@ class Life(Enum):
     GONE = "gone"
 
 
-async def life_of(transport: CompletionTransport, endpoint: Endpoint, headers: Mapping[str, str]) -> Life:
+async def health_of(transport: CompletionTransport, endpoint: Endpoint, headers: Mapping[str, str]) -> Health:
     try:
         answer = await transport.get(f"{endpoint.url}/health", headers, HEALTH_TIMEOUT_S)
     except NotAccepted:
-        return Life.GONE
+        return Health.GONE
     except Interrupted:
-        return Life.DYING
-    return Life.DYING if answer.status == 503 else Life.ALIVE
+        return Health.DYING
+    return Health.DYING if answer.status == 503 else Health.ALIVE

@@ -31,7 +31,7 @@ MAX_SEED = 2**63 - 2**15
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class ContextLimits:
     """What the sampler can take; None where it is not known (somebody else's server), and the server then says."""
 
     vocab_size: int | None = None
@@ -84,7 +84,7 @@ class SampleJob:
         return len(self.prompt) + self.num_samples * (self.max_tokens or 0)
 
 
-def _check(request: SampleRequest, prompt: list[int], limits: Limits) -> None:
+def _check(request: SampleRequest, prompt: list[int], limits: ContextLimits) -> None:
     params = request.sampling_params
     if limits.vocab_size is not None and (min(prompt) < 0 or max(prompt) >= limits.vocab_size):
         bad = next(t for t in prompt if not 0 <= t < limits.vocab_size)
@@ -157,7 +157,7 @@ def _check_sampled(request: SampleRequest, max_tokens: int | None) -> None:
         )
 
 
-def _target(request: SampleRequest, length: int, limits: Limits) -> Stored | None:
+def _target(request: SampleRequest, length: int, limits: ContextLimits) -> Stored | None:
     field = "target_prompt_logprobs"
     if request.target_prompt_logprobs is None:
         return None
@@ -192,7 +192,7 @@ def _check_scores(request: SampleRequest, length: int, target: Stored | None) ->
         )
 
 
-def _stop_lists(stop: str | list[str | int] | None, limits: Limits) -> tuple[list[str], list[int]]:
+def _stop_lists(stop: str | list[str | int] | None, limits: ContextLimits) -> tuple[list[str], list[int]]:
     field = "sampling_params.stop"
     entries: list[str | int] = [stop] if isinstance(stop, str) else list(stop or [])
     strings = [entry for entry in entries if isinstance(entry, str)]
@@ -215,7 +215,7 @@ def make_job(
     session_key: str,
     model: str,
     adapter_path: str | None,
-    limits: Limits,
+    limits: ContextLimits,
 ) -> SampleJob:
     """The job for a request. Raises RequestError naming the field, for all that can be known before sampling."""
     params = request.sampling_params

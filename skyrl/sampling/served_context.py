@@ -18,7 +18,7 @@ MODELS_BYTES = 16 * 2**20
 _LATER = (Verdict.WAIT, Verdict.WAIT_LONGER, Verdict.ASK_HEALTH)
 
 
-class NotSaidNow(Exception):
+class ContextNotKnownYet(Exception):
     """The server, or a proxy before it, gave `answer` instead of the list of models; a sample may get the same."""
 
     def __init__(self, answer: Answer) -> None:
@@ -51,7 +51,7 @@ class ServedContext:
     async def _ask(self, endpoint: Endpoint, timeout_s: float) -> int:
         answer = await self._transport.get(f"{endpoint.url}/v1/models", self._headers, timeout_s, MODELS_BYTES)
         if verdict_of(answer, has_adapter=False) in _LATER:
-            raise NotSaidNow(answer)
+            raise ContextNotKnownYet(answer)
         try:
             models = msgspec.json.decode(answer.body, type=_Models).data
         except (msgspec.DecodeError, UnicodeDecodeError):

@@ -29,7 +29,7 @@ from skyrl.sampling.completion import SampleAnswer
 from skyrl.sampling.cut import CutNotes, cut_to
 from skyrl.sampling.fair_order import FairOrder
 from skyrl.sampling.guards import FeatureGuard
-from skyrl.sampling.job import Limits, SampleJob, make_job
+from skyrl.sampling.job import ContextLimits, SampleJob, make_job
 from skyrl.types.ids import new_request_id, sample_sequence_ids
 from skyrl.types.kinds import SAMPLES, Kind
 from skyrl.types.requests import NewRequest
@@ -57,13 +57,13 @@ class SampleService:
 
     def __init__(
         self,
-        store: FutureStore,
+        futures: FutureStore,
         samplers: Samplers,
         sessions: Sessions,
         *,
         client: ForwardingClient | None,
         engine: Doorbell | None,
-        limits: Callable[[], Limits],
+        limits: Callable[[], ContextLimits],
         admission: Admission,
         order: FairOrder | None,
         base_name: str,
@@ -72,7 +72,7 @@ class SampleService:
         quotas: Quotas,
         state_dir: Callable[[], Path],
     ) -> None:
-        self._store = store
+        self._futures = futures
         self._samplers = samplers
         self._sessions = sessions
         self._client = client
@@ -113,7 +113,7 @@ class SampleService:
         try:
             if self._quotas.any:
                 ticket = self._quotas.admit(tenant, request_id, job.most_tokens)
-            request_id, new = await self._store.record(
+            request_id, new = await self._futures.record(
                 NewRequest(
                     kind=Kind.EXTERNAL if self._client is not None else Kind.SAMPLE,
                     tenant=tenant,
@@ -197,7 +197,7 @@ class SampleService:
             outcome = Outcome(error=told, error_category=ErrorCategory.SERVER)
         if ticket is not None:
             ticket.end()  # before its client hears of it, and sends the next
-        await self._store.settle(job.request_id, outcome)
+        await self._futures.settle(job.request_id, outcome)
 
     async def _failed(self, error: FailedRequest, sampler: Sampler) -> Outcome:
         """The outcome of a sample that failed. An inference server that misses an adapter is not to blame when that
@@ -224,14 +224,14 @@ class SampleService:
             key = ("sample", row.sampling_session_id, row.sample_seq_id)
         else:
             key = None
-        if not self._store.adopt(row.id, Kind.EXTERNAL, row.tenant, row.session_id, row.digest, key):
+        if not self._futures.adopt(row.id, Kind.EXTERNAL, row.tenant, row.session_id, row.digest, key):
             return
         try:
             request = decode_json(SampleRequest, row.body)
             sampler = await self._resolve(request, row.tenant)
             job = job_for(request, row.id, sampler, self._limits(), self._base_name, self._state_dir())
         except RequestError as error:  # its session has ended, or the model is another one than before
-            await self._store.settle(row.id, Outcome(error=error.message, error_category=ErrorCategory.USER))
+            await self._futures.settle(row.id, Outcome(error=error.message, error_category=ErrorCategory.USER))
             return
         self._admission.add(row.tenant, len(row.body))
         ticket = self._quotas.adopt(row.tenant, row.id, row.not_before) if self._quotas.any else None
@@ -249,14 +249,14 @@ class SampleService:
         Raises NotFound, and RequestError for a request that is no sample: a training command cannot be taken back.
         """
         try:
-            kind = await self._store.kind_of(request_id, tenant)
+            kind = await self._futures.kind_of(request_id, tenant)
         except KeyError as error:
             raise NotFound(f"no request {request_id!r}", field="request_id") from error
         if kind not in SAMPLES:
             raise RequestError(f"{request_id!r} is no sample, and only samples can be cancelled", field="request_id")
-        if self._store.is_pending(request_id):  # when it has a result, that is just being written
+        if self._futures.is_pending(request_id):  # when it has a result, that is just being written
             self.cancel([request_id])
-        await self._store.end(request_id, CANCELLED)
+        await self._futures.end(request_id, CANCELLED)
 
     def forwards(self, request_id: str) -> bool:
         """Whether it is a sample on its way in this process."""
@@ -300,7 +300,7 @@ def usage_of(answer: SampleAnswer, sampler: Sampler) -> dict[UsageKey, int]:
 
 
 def job_for(
-    request: SampleRequest, request_id: str, sampler: Sampler, limits: Limits, base_name: str, state_dir: Path
+    request: SampleRequest, request_id: str, sampler: Sampler, limits: ContextLimits, base_name: str, state_dir: Path
 ) -> SampleJob:
     """The job that samples from what the sampling session was created from; `base_name` is the base model upstream.
     Adapters lie in `state_dir`."""

@@ -27,7 +27,7 @@ PASSES = frozenset({Kind.FORWARD, Kind.FORWARD_BACKWARD})
 SAVES = frozenset({Kind.SAVE_WEIGHTS, Kind.SAVE_WEIGHTS_FOR_SAMPLER, Kind.SAVE_WEIGHTS_EXTERNAL})
 """Barriers that only read their model."""
 
-BESIDE = SAVES | {Kind.LOAD_WEIGHTS}
+FILE_COMMANDS = SAVES | {Kind.LOAD_WEIGHTS}
 """Barriers that wait for files most of the time, so that other models may train meanwhile."""
 
 SAMPLES = frozenset({Kind.SAMPLE, Kind.EXTERNAL})

@@ -11,7 +11,7 @@ from sqlalchemy import Connection
 from skyrl.types.kinds import Kind
 from skyrl.wire.errors import RequestError
 
-Key = tuple[str, str, int]
+RequestKey = tuple[str, str, int]
 """("command", model_id, seq_id) or ("sample", sampling_session_id, seq_id): who repeats it gets the same request."""
 
 Change = Callable[[Connection], None]
@@ -47,7 +47,7 @@ class NewRequest:
         return None if self.sampling_session_id is None else (self.sampling_session_id, self.sample_seq_id)
 
     @property
-    def key(self) -> Key | None:
+    def key(self) -> RequestKey | None:
         if self.model_id is not None and self.seq_id is not None:
             return ("command", self.model_id, self.seq_id)
         if self.sampling_session_id is not None and self.sample_seq_id is not None:
@@ -59,7 +59,7 @@ class NewRequest:
         return hashlib.blake2b(same, digest_size=16, person=self.kind.encode()[:16]).digest()
 
 
-def same_request(request_id: str, recorded: bytes, repeated: bytes, key: Key) -> str:
+def same_request(request_id: str, recorded: bytes, repeated: bytes, key: RequestKey) -> str:
     """The id, if the two digests are one. Raises RequestError when the key was used before with another body."""
     if recorded != repeated:
         name = "model_seq_id" if key[0] == "command" and key[2] == 0 else "seq_id"

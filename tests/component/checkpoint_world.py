@@ -62,7 +62,7 @@ class World:
         deadline = time.monotonic() + WAIT_S
         while (outcome := await self.harness.store.wait(request_id, tenant_of_key(key), 0.1)) is None:
             assert time.monotonic() < deadline, "the command has not ended"
-            await self.harness.store.look([request_id])
+            await self.harness.store.read_outcomes([request_id])
         return outcome
 
     async def session(self, key: str = KEY) -> str:

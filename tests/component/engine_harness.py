@@ -27,7 +27,7 @@ from skyrl.db.migrate import migrate
 from skyrl.db.models import Adapter, Model, add_model, models
 from skyrl.db.sessions import Session, Sessions
 from skyrl.db.writer import GroupCommitWriter
-from skyrl.engine.crash_ledger import Deaths
+from skyrl.engine.crash_ledger import CrashLedger
 from skyrl.engine.loop import Engine
 from skyrl.engine.recovery import Recovery
 from skyrl.engine.sampling import ColocatedSampler
@@ -126,10 +126,10 @@ class Harness:
         self._engine: Engine | None = None
         self._running: asyncio.Task[None] | None = None
         self._api: Doorbell | None = None
-        self._deaths: Deaths | None = None
+        self._deaths: CrashLedger | None = None
 
     def _on_ring(self, words: list[str]) -> None:
-        task = asyncio.create_task(self.store.look(words))
+        task = asyncio.create_task(self.store.read_outcomes(words))
         self._ringing.add(task)
         task.add_done_callback(self._ringing.discard)
 
@@ -152,7 +152,7 @@ class Harness:
         self.backend = FsdpBackend(self.config)
         self._api = Doorbell(self._doorbell)
         self.snapshots = Snapshots(self.config, database, self.backend)
-        deaths = self._deaths = Deaths(self.config.running_file)
+        deaths = self._deaths = CrashLedger(self.config.running_file)
         store = self.checkpoint_store
         self._engine = Engine(
             self.config, database, self.backend, group, self._api, sampler, self.snapshots, store, deaths

@@ -29,7 +29,7 @@ from skyrl.backends.base import (
 from skyrl.config.server import ServerConfig
 from skyrl.db.database import Database
 from skyrl.db.fence import Fence, FencedDatabase
-from skyrl.engine.crash_ledger import Deaths
+from skyrl.engine.crash_ledger import CrashLedger
 from skyrl.engine.loop import Engine
 from skyrl.engine.recovery import Recovery
 from skyrl.engine.snapshots import Snapshots
@@ -181,7 +181,7 @@ class _Rings:
             self._loop.call_soon_threadsafe(self._heard, list(words))
 
 
-class _NotesUntilDeath(Deaths):
+class _NotesUntilDeath(CrashLedger):
     """What is begun after that was not running when the engine died."""
 
     def __init__(self, file: Path, dead: Callable[[], bool]) -> None:
@@ -229,7 +229,7 @@ class _TurnByTurn(Engine):
     def idle(self) -> bool:
         """Whether it waits: to be let go, or for a ring."""
         waits = self._waits or not (self._in_turn or self.scheduler.has_work or self._bell.is_set())
-        return waits and not (self._unread or self._beside or self._reading.locked() or self._arrived.is_set())
+        return waits and not (self._unread or self._file_commands or self._reading.locked() or self._arrived.is_set())
 
 
 class MortalEngine:

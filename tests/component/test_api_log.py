@@ -122,6 +122,6 @@ async def test_failed_command_of_the_engine_is_told_too(
     outcome = Outcome(error="out of memory", error_category=ErrorCategory.SERVER)
     values = {"status": "failed", "error": outcome.error, "error_category": outcome.error_category, "completed_at": 1.0}
     database.write(lambda c: c.execute(update(futures).where(futures.c.id == request_id).values(values)))
-    await api.services.store.look([request_id])
+    await api.services.futures.read_outcomes([request_id])
     expected = f"failed CREATE_MODEL {request_id} (tenant {ONE}, category server): out of memory"
     assert said(caplog) == [("WARNING", expected)]

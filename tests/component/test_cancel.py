@@ -38,7 +38,7 @@ async def test_cancelled_sample_frees_the_server_at_once(api: Api, upstream: Fak
     assert (await poll).json() == CANCELLED
     assert statuses(database) == [("EXTERNAL", "failed")]
     assert api.services.sampling.in_flight == 0
-    assert api.services.store.pending == 0
+    assert api.services.futures.pending == 0
 
 
 async def test_again_is_the_same_also_after_a_restart(serve: Serve, upstream: FakeUpstream) -> None:

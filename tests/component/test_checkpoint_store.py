@@ -190,7 +190,7 @@ async def test_model_whose_session_ends_during_its_load_is_not_made(
     finally:
         arrived.set()
     assert (await loader.outcome(load)).error is not None
-    await until(lambda: not world.harness.engine._beside)
+    await until(lambda: not world.harness.engine._file_commands)
     assert set(world.harness.backend._adapters) == {saver.model_id}
 
 

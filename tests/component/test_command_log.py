@@ -206,7 +206,7 @@ class CommandLog(RuleBasedStateMachine):
         self.sessions = Sessions(self.database, self.writer)
 
     def heard(self, words: list[str]) -> None:
-        task = self.loop.create_task(self.store.look(words))
+        task = self.loop.create_task(self.store.read_outcomes(words))
         self.looking.add(task)
         task.add_done_callback(self.looking.discard)
 
@@ -401,7 +401,7 @@ class CommandLog(RuleBasedStateMachine):
 
     @rule()
     def api_looks(self) -> None:
-        self.do(self.store.look_for_lost_rings())
+        self.do(self.store.poll_outcomes())
 
     @rule()
     def api_dies(self) -> None:
@@ -439,7 +439,7 @@ class CommandLog(RuleBasedStateMachine):
             await self.engine.start()
         assert await self.engine.look()
         assert await self.engine.turns(ALL)
-        await self.store.look_for_lost_rings()
+        await self.store.poll_outcomes()
 
     @invariant()
     def outcomes_never_change(self) -> None:

@@ -26,7 +26,7 @@ from skyrl.db.database import Database
 from skyrl.db.engine_state import EngineState, claim, read_claim, read_state
 from skyrl.db.fence import Fence
 from skyrl.db.futures import Outcome
-from skyrl.db.retrying_database import PatientDatabase
+from skyrl.db.retrying_database import RetryingDatabase
 from skyrl.db.sessions import sessions
 from skyrl.engine.commands import Command
 from skyrl.engine.passes import failed
@@ -417,7 +417,7 @@ def test_an_error_with_a_nul_can_be_stored(database: Database) -> None:
 def test_the_engine_waits_for_a_database_that_is_away(
     database: Database, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    patient = PatientDatabase(database.url)
+    patient = RetryingDatabase(database.url)
     holding = database.writer.begin()
     holding.__enter__()
     waited: list[float] = []
@@ -428,20 +428,20 @@ def test_the_engine_waits_for_a_database_that_is_away(
             holding.__exit__(None, None, None)
         return False
 
-    monkeypatch.setattr(patient._hurried, "wait", free)
+    monkeypatch.setattr(patient._stopped_retrying, "wait", free)
     assert patient.write(lambda c: c.execute(select(1)).scalar()) == 1
     assert len(waited) == 3
     assert waited == sorted(waited)
     assert "tried again" in caplog.text
     with locked(database):
-        patient.hurry()
+        patient.stop_retrying()
         with pytest.raises(Exception, match="lock"):
             patient.write(lambda c: c.execute(select(1)))
     patient.close()
 
 
 def test_a_mistake_of_ours_is_not_waited_for(database: Database) -> None:
-    patient = PatientDatabase(database.url)
+    patient = RetryingDatabase(database.url)
     with pytest.raises(Exception, match="no such table|does not exist"):
         patient.read(lambda c: c.exec_driver_sql("SELECT 1 FROM nowhere"))
     patient.close()

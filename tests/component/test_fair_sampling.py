@@ -119,6 +119,6 @@ async def test_a_process_that_comes_later_goes_by_the_time_of_the_others(
                 pass  # the next beat tells it
         async with open_services(Runtime(api.services.config, tmp_path, None, "key", slot=1)) as later:
             promise = await later.sampling.submit(encode_json(asked(sampler, 10)), tenant_of_key(FIRST))
-            assert await later.store.wait(promise.request_id, tenant_of_key(FIRST), 60.0)
+            assert await later.futures.wait(promise.request_id, tenant_of_key(FIRST), 60.0)
     sent = priorities(upstream)[sampler]
     assert sent[10] == sent[9], "where the others' time is, and not where it begins"

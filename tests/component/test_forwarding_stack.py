@@ -131,7 +131,7 @@ async def test_200_samples_at_once(api: Api, upstream: FakeUpstream, database: D
     assert rows(database) == [DONE] * 200
     assert len({promise["request_id"] for promise in promises}) == 200
     assert api.services.sampling.forwarded == 200
-    assert api.services.store.pending == 0
+    assert api.services.futures.pending == 0
 
 
 # What vanishes meanwhile
@@ -192,7 +192,7 @@ async def test_sample_dropped_in_memory_while_it_was_answered(
     request_id = (await api.sample(sampler, 1))["request_id"]
     poll = asyncio.create_task(api.result(request_id))
     await upstream.until(lambda server: server.busy == 1)
-    api.services.store.drop_session(session_of(sampler))
+    api.services.futures.drop_session(session_of(sampler))
     go.set()
     assert (await poll).status_code == 410
     await settled(api)
@@ -221,7 +221,7 @@ async def test_samples_in_flight_are_forwarded_again_by_the_next_start(
         for promise in promises:
             assert tokens(await api.result(promise["request_id"])) == [[0, 1, 2]]
         await settled(api)
-        assert api.services.store.pending == 0
+        assert api.services.futures.pending == 0
     assert rows(database) == [DONE, DONE]
     assert sorted(sent.headers["x-session-id"] for sent in upstream.completions) == [
         f"{sampler}:{seq_id}" for seq_id in (1, 1, 2, 2)

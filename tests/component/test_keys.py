@@ -16,7 +16,7 @@ import skyrl.api.server
 from skyrl.api.tokens import tenant_of_key, user_urn
 from skyrl.db import keys as key_rows
 from skyrl.db.database import Database
-from skyrl.db.keys import SCOPES, Key, Keys, Scope, api_keys
+from skyrl.db.keys import SCOPES, ApiKey, Keys, Scope, api_keys
 from tests.postgres_server import ON_BOTH
 
 pytestmark = ON_BOTH
@@ -31,7 +31,7 @@ def make(database: Database, *scopes: Scope, tenant: str | None = None, expires_
     )
 
 
-def end(database: Database, key: Key) -> None:
+def end(database: Database, key: ApiKey) -> None:
     database.write(lambda c: key_rows.revoke(c, key.id))
 
 

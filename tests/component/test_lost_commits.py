@@ -14,7 +14,7 @@ from sqlalchemy import select
 from sqlalchemy.exc import OperationalError
 
 from skyrl.db.database import Database
-from skyrl.db.retrying_database import PatientDatabase
+from skyrl.db.retrying_database import RetryingDatabase
 from skyrl.db.usage import usage
 
 LOST = OperationalError("COMMIT", None, Exception("server closed the connection unexpectedly"))
@@ -30,7 +30,7 @@ async def harness(tmp_path: Path) -> AsyncIterator[Harness]:
 @pytest.fixture
 def lost(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
     """Each write of the engine is done, and must be repeated. Counts them."""
-    patient, really, counted = PatientDatabase(harness.config.database), Database.write, Counter[str]()
+    patient, really, counted = RetryingDatabase(harness.config.database), Database.write, Counter[str]()
 
     def unheard(database: Database, *given: Any, **options: Any) -> Any:
         said = really(database, *given, **options)

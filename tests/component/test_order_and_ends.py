@@ -107,7 +107,7 @@ async def test_request_whose_session_ends_while_it_is_written_is_not_left_pendin
     services: Services, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The engine has settled the session's requests already: nobody else would ever settle this one."""
-    store = services.store
+    store = services.futures
     execute = store._writer.execute
 
     async def execute_and_close(statement: Any, values: Any) -> Any:
@@ -154,7 +154,7 @@ async def test_poll_that_ends_with_500_is_held(
     async def away(*_: object) -> None:
         raise OSError("the database is away")
 
-    monkeypatch.setattr(services.store, "wait", away)
+    monkeypatch.setattr(services.futures, "wait", away)
     monkeypatch.setattr(skyrl.api.futures, "ERROR_HOLD_S", 0.2)
     started = time.monotonic()
     answer = await http.post("retrieve_future", json={"request_id": "r"})

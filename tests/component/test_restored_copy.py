@@ -55,7 +55,7 @@ async def sample(world: World, sampler: str, upstream: FakeUpstream) -> str:
     prompt = {"chunks": [{"type": "encoded_text", "tokens": [5]}]}
     body = {"sampling_session_id": sampler, "seq_id": 1, "prompt": prompt, "sampling_params": {"max_tokens": 2}}
     promise = await world.post("asample", body)
-    outcome = await world.services.store.wait(promise["request_id"], tenant_of_key("tml-one"), 60.0)
+    outcome = await world.services.futures.wait(promise["request_id"], tenant_of_key("tml-one"), 60.0)
     assert outcome is not None
     assert outcome.error is None, outcome.error
     return upstream.loads[-1].json["lora_path"]

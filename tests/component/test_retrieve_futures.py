@@ -44,7 +44,7 @@ async def poll(
 async def held_by(api: Api, asking: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
     """A poll, once it waits for an end."""
     task = asyncio.create_task(asking)
-    await until(lambda: api.services.store.completions.held > 0)
+    await until(lambda: api.services.futures.completions.held > 0)
     return task
 
 
@@ -176,7 +176,7 @@ async def test_samples_of_before_the_first_poll_and_during_it_are_all_told(
     api: Api, upstream: FakeUpstream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Some are written, some not yet, some end while the database is read: none is lost."""
-    read = api.services.store._database.read_async
+    read = api.services.futures._database.read_async
 
     async def slowly(query: Callable[[Any], Any]) -> Any:
         found = await read(query)
@@ -185,7 +185,7 @@ async def test_samples_of_before_the_first_poll_and_during_it_are_all_told(
 
     sampler = await api.sampler()
     wanted = {(await api.sample(sampler, seq_id))["request_id"] for seq_id in range(20)}
-    monkeypatch.setattr(api.services.store._database, "read_async", slowly)
+    monkeypatch.setattr(api.services.futures._database, "read_async", slowly)
 
     async def more() -> None:
         for seq_id in range(20, 60):
@@ -208,7 +208,7 @@ async def test_results_stay_readable_after_they_were_told_and_read(api: Api) -> 
 
 
 async def test_memory_is_what_the_client_has_not_seen_and_nothing_after_its_end(api: Api) -> None:
-    logs = api.services.store.completions
+    logs = api.services.futures.completions
     if not isinstance(logs, CompletionLogs):
         pytest.skip("on PostgreSQL nothing is kept")
     sampler, silent = await api.sampler(), await api.sampler()
@@ -241,7 +241,7 @@ async def test_end_of_the_process_ends_the_poll(api: Api, upstream: FakeUpstream
     sampler = await api.sampler()
     await api.sample(sampler, 1)
     held = await held_by(api, poll(api, sampler, 5))
-    api.services.store.release_waiters()
+    api.services.futures.release_waiters()
     assert await asyncio.wait_for(held, LONG_S) == (5, [])
 
 
@@ -260,7 +260,7 @@ async def test_samples_of_the_engine_are_told_too_also_those_of_before_a_restart
         held = await held_by(api, gather(api, sampler, 2, cursor))
         done = [settlement(each, Outcome(b"abc", "proto:sample"), time.time()) for each in (before, during)]
         database.write(lambda c: c.execute(SETTLE, done))
-        await api.services.store.look([before, during])
+        await api.services.futures.read_outcomes([before, during])
         assert set((await asyncio.wait_for(held, LONG_S))[1]) == {before, during}
     assert database.read(lambda c: c.execute(select(futures.c.status)).scalars().all()) == ["done", "done"]
 

@@ -246,7 +246,7 @@ async def test_timeline_has_each_request_on_its_track(api: Api, upstream: FakeUp
     running = (await api.sample(sampler, 2))["request_id"]
     created = (await api.post("create_model", {"session_id": session, "model_seq_id": 0, "base_model": BASE})).json()
     elsewhere = await api.sampler()
-    await api.services.store.look([])
+    await api.services.futures.read_outcomes([])
     events = (await trace(api, session))["traceEvents"]
     tracks = {event["args"]["name"]: event["pid"] for event in events if event["name"] == "process_name"}
     assert list(tracks) == [sampler, created["model_id"]]

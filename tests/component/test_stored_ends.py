@@ -18,7 +18,7 @@ from skyrl.db.writer import GroupCommitWriter
 from skyrl.futures import stored_ends
 from skyrl.futures.completions import Completion, Target, TargetGone
 from skyrl.futures.store import FutureStore
-from skyrl.notify.peers import Others
+from skyrl.notify.peers import PeerNotifier
 from skyrl.types.kinds import Kind
 from skyrl.types.requests import NewRequest
 from tests.postgres_server import ON_POSTGRES
@@ -36,7 +36,7 @@ class World:
 
     def __init__(self, database: Database, writer: GroupCommitWriter) -> None:
         self.database = database
-        self.others = Others()
+        self.others = PeerNotifier()
         self.others.living = frozenset({"another"})
         self.here, self.there = (FutureStore(database, writer, name, self.others) for name in ("here", "there"))
 

@@ -28,7 +28,7 @@ from skyrl.db.database import Database
 from skyrl.db.futures import SETTLE, Outcome, futures, settlement
 from skyrl.db.sessions import LONG_LOOK_S, sessions
 from skyrl.launcher.runtime import Runtime
-from skyrl.sampling.ownership import MISSES, Peers
+from skyrl.sampling.ownership import MISSES, SampleOwnership
 from skyrl.types.kinds import Kind
 from skyrl.types.requests import NewRequest
 from tests.postgres_server import ON_BOTH
@@ -47,11 +47,11 @@ def by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch) -> list[Peers]:
+def made(monkeypatch: pytest.MonkeyPatch) -> list[SampleOwnership]:
     """What the processes know each other by, in the order of their starts."""
-    instances: list[Peers] = []
+    instances: list[SampleOwnership] = []
 
-    class Kept(Peers):
+    class Kept(SampleOwnership):
         def __init__(self, *parts: Any, **options: Any) -> None:
             super().__init__(*parts, **options)
             instances.append(self)
@@ -90,7 +90,7 @@ def start(database: Database, tmp_path: Path, directory: Path) -> Start:
 
 
 @pytest.fixture
-async def two(start: Start, made: list[Peers]) -> AsyncIterator[tuple[Api, Api]]:
+async def two(start: Start, made: list[SampleOwnership]) -> AsyncIterator[tuple[Api, Api]]:
     async with AsyncExitStack() as running:
         first, second = [await running.enter_async_context(start(name)) for name in ("first", "second")]
         await made[0].round()  # it was there before the other one
@@ -127,7 +127,11 @@ async def test_each_sample_is_forwarded_once_wherever_it_is_repeated(
 
 
 async def test_end_is_told_to_a_process_that_does_not_look(
-    monkeypatch: pytest.MonkeyPatch, start: Start, made: list[Peers], upstream: FakeUpstream, database: Database
+    monkeypatch: pytest.MonkeyPatch,
+    start: Start,
+    made: list[SampleOwnership],
+    upstream: FakeUpstream,
+    database: Database,
 ) -> None:
     if database.is_sqlite:
         pytest.skip("SQLite tells nobody")
@@ -144,7 +148,7 @@ async def test_end_is_told_to_a_process_that_does_not_look(
         assert (await second.post("asample", asked(sampler, 0))).status_code == 200, "it knows the session"
         request_id = (await first.sample(sampler, 1))["request_id"]
         poll = asyncio.create_task(second.result(request_id))
-        await until(lambda: second.services.store.pending == 2)
+        await until(lambda: second.services.futures.pending == 2)
         go.set()
         assert tokens(await asyncio.wait_for(poll, LONG_S)) == [[0, 1, 2]]
         await first.finish(sampler)
@@ -154,14 +158,14 @@ async def test_end_is_told_to_a_process_that_does_not_look(
 
 
 async def test_who_gives_no_sign_of_life_loses_its_samples_to_one(
-    two: tuple[Api, Api], made: list[Peers], upstream: FakeUpstream, database: Database
+    two: tuple[Api, Api], made: list[SampleOwnership], upstream: FakeUpstream, database: Database
 ) -> None:
     first, second = two
     upstream.default = never
     sampler = await first.sampler()
     left = (await first.sample(sampler, 1))["request_id"]
     poll = asyncio.create_task(second.result(left))
-    await until(lambda: second.services.store.pending == 1)
+    await until(lambda: second.services.futures.pending == 1)
     await upstream.until(lambda server: server.busy == 1)
     dead = {"id": "dead/0", "started_at": 1.0, "heartbeat_at": 1.0}
     database.write(lambda c: c.execute(insert(processes), dead))
@@ -184,7 +188,7 @@ async def poll_of(api: Api, request_id: str) -> bytes:
 
 
 async def test_who_beats_or_was_not_looked_at_keeps_its_samples(
-    two: tuple[Api, Api], made: list[Peers], upstream: FakeUpstream, database: Database
+    two: tuple[Api, Api], made: list[SampleOwnership], upstream: FakeUpstream, database: Database
 ) -> None:
     upstream.default = never
     first, _ = two
@@ -199,7 +203,7 @@ async def test_who_beats_or_was_not_looked_at_keeps_its_samples(
 
 
 async def test_samples_of_one_that_has_stopped_are_taken_at_the_next_round(
-    start: Start, made: list[Peers], upstream: FakeUpstream, database: Database
+    start: Start, made: list[SampleOwnership], upstream: FakeUpstream, database: Database
 ) -> None:
     upstream.default = never
     async with start("second") as second:
@@ -214,7 +218,7 @@ async def test_samples_of_one_that_has_stopped_are_taken_at_the_next_round(
 
 
 async def test_sample_whose_owner_is_not_there_is_taken_at_the_next_round(
-    two: tuple[Api, Api], made: list[Peers], upstream: FakeUpstream, database: Database
+    two: tuple[Api, Api], made: list[SampleOwnership], upstream: FakeUpstream, database: Database
 ) -> None:
     """Its owner was stopped, declared dead and killed after it went on; or a round failed just then."""
     upstream.default = never
@@ -283,14 +287,14 @@ async def test_sample_that_nobody_owns_is_forwarded_at_the_next_start(
 
 
 async def test_own_sample_that_is_not_in_memory_is_found(
-    two: tuple[Api, Api], made: list[Peers], upstream: FakeUpstream
+    two: tuple[Api, Api], made: list[SampleOwnership], upstream: FakeUpstream
 ) -> None:
     """The connection broke at its commit, and its client repeats it to the other process."""
     first, second = two
     upstream.default = never
     sampler = await first.sampler()
     promise = await first.sample(sampler, 1)
-    first.services.sampling.cancel(first.services.store.drop_session(session_of(sampler)))
+    first.services.sampling.cancel(first.services.futures.drop_session(session_of(sampler)))
     assert await second.sample(sampler, 1) == promise
     assert in_flight(second) == 0, "it is the other's"
     await until(lambda: in_flight(first) == 0)
@@ -300,7 +304,7 @@ async def test_own_sample_that_is_not_in_memory_is_found(
 
 
 async def test_taken_back_or_ended_at_the_other_process(
-    two: tuple[Api, Api], made: list[Peers], upstream: FakeUpstream, database: Database
+    two: tuple[Api, Api], made: list[SampleOwnership], upstream: FakeUpstream, database: Database
 ) -> None:
     first, second = two
     upstream.default = never
@@ -411,7 +415,7 @@ async def test_heartbeat_at_the_last_moment_counts(two: tuple[Api, Api], databas
 
 async def test_commands_without_a_number_get_different_ones(two: tuple[Api, Api], database: Database) -> None:
     unnumbered = NewRequest(Kind.OPTIM_STEP, "tenant", "s1", b"{}", model_id="m", numbered=True)
-    recorded = await asyncio.gather(*(two[turn % 2].services.store.record(unnumbered) for turn in range(20)))
+    recorded = await asyncio.gather(*(two[turn % 2].services.futures.record(unnumbered) for turn in range(20)))
     assert all(new for _, new in recorded)
     numbers = database.read(lambda c: list(c.execute(select(futures.c.seq_id).order_by(futures.c.n)).scalars()))
     assert numbers == list(range(20))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from skyrl.quotas.account import Account, Ticket
-from skyrl.quotas.limits import Limits
+from skyrl.quotas.limits import QuotaLimits
 
 RATE = 600
 WAIT_S = 30.0
@@ -20,12 +20,12 @@ class Clock:
 
 
 def account(clock: Clock, waiting: dict[str, Ticket]) -> Account:
-    return Account(Limits(tokens_per_minute=RATE), lambda _: True, clock, waiting)
+    return Account(QuotaLimits(tokens_per_minute=RATE), lambda _: True, clock, waiting)
 
 
 def renew(account: Account) -> None:
-    account.apply(Limits())
-    account.apply(Limits(tokens_per_minute=RATE))
+    account.apply(QuotaLimits())
+    account.apply(QuotaLimits(tokens_per_minute=RATE))
 
 
 async def test_what_was_taken_under_an_ended_quota_is_not_given_to_the_next_one() -> None:

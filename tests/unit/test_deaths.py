@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from sqlalchemy.exc import DataError, OperationalError
 
-from skyrl.engine.crash_ledger import Deaths
+from skyrl.engine.crash_ledger import CrashLedger
 
 
 class Died(BaseException):
@@ -22,21 +22,21 @@ def file(tmp_path: Path) -> Path:
 def die(file: Path, *keys: str, error: BaseException | None = None) -> None:
     """An engine that ends while it runs these."""
     error = error or Died()
-    deaths = Deaths(file)
+    deaths = CrashLedger(file)
     with pytest.raises(type(error)), deaths.watching(keys):
         raise error
     deaths.close()
 
 
 def counts(file: Path) -> dict[str, int]:
-    deaths = Deaths(file)
+    deaths = CrashLedger(file)
     deaths.close()
     return deaths.counts
 
 
 def test_deaths_add_up_for_what_ran_and_for_nothing_else(file: Path) -> None:
     assert counts(file) == {}
-    deaths = Deaths(file)
+    deaths = CrashLedger(file)
     with deaths.watching(["done"]):
         pass
     deaths.close()
@@ -47,7 +47,7 @@ def test_deaths_add_up_for_what_ran_and_for_nothing_else(file: Path) -> None:
 
 
 def test_what_runs_beside_others_ends_alone(file: Path) -> None:
-    deaths = Deaths(file)
+    deaths = CrashLedger(file)
     with deaths.watching(["a", "b"]):
         with deaths.watching(["save"]):
             pass
@@ -57,7 +57,7 @@ def test_what_runs_beside_others_ends_alone(file: Path) -> None:
 
 def test_a_good_end_forgets_earlier_deaths(file: Path) -> None:
     die(file, "a", "b")
-    deaths = Deaths(file)
+    deaths = CrashLedger(file)
     with deaths.watching(["a"]):
         pass
     assert deaths.counts == {"b": 1}
@@ -68,7 +68,7 @@ def test_a_good_end_forgets_earlier_deaths(file: Path) -> None:
 
 def test_a_long_list_leaves_nothing_behind(file: Path) -> None:
     die(file, *(f"request-{number}" for number in range(500)))
-    deaths = Deaths(file)
+    deaths = CrashLedger(file)
     assert len(deaths.counts) == 500
     deaths.forget_all_but([])
     deaths.close()
@@ -77,7 +77,7 @@ def test_a_long_list_leaves_nothing_behind(file: Path) -> None:
 
 def test_an_engine_that_is_told_to_end_blames_nothing(file: Path) -> None:
     die(file, "a")
-    deaths = Deaths(file)
+    deaths = CrashLedger(file)
     with deaths.watching(["a"]):
         deaths.disregard()
         with deaths.watching(["b"]):
@@ -103,7 +103,7 @@ def test_a_disk_that_takes_nothing_stops_nothing(file: Path, monkeypatch: pytest
     def full(*_: object) -> int:
         raise OSError(28, "No space left on device")
 
-    deaths = Deaths(file)
+    deaths = CrashLedger(file)
     monkeypatch.setattr("os.pwrite", full)
     with deaths.watching(["a"]):
         pass

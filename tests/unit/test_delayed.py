@@ -31,7 +31,7 @@ def ran(queue: Scheduler, now: float) -> list[tuple[str | None, int | None]]:
     models = queue.ready_models()
     taken = queue.take_passes(models)
     queue.finish(taken)
-    for more in (queue.take_beside(), queue.take_barriers(models), queue.take_samples()):
+    for more in (queue.take_file_commands(), queue.take_barriers(models), queue.take_samples()):
         queue.finish(more)
         taken += more
     return [(each.model_id, each.seq_id) for each in taken]

@@ -230,10 +230,10 @@ async def test_result_that_was_read_leaves_memory_and_stays_readable(store: Futu
 async def test_look_wakes_who_waits_for_the_engine(database: Database, store: FutureStore) -> None:
     request_id, _ = await store.record(COMMAND)
     waiter = await waiting(store, request_id)
-    await store.look([request_id])
+    await store.read_outcomes([request_id])
     assert not waiter.done(), "nothing has happened yet"
     settle_as_engine(database, request_id)
-    await store.look(["unknown", request_id])
+    await store.read_outcomes(["unknown", request_id])
     assert await waiter == OK
 
 
@@ -242,7 +242,7 @@ async def test_lost_ring_is_found(database: Database, store: FutureStore) -> Non
     waiters = [await waiting(store, request_id) for request_id in ids]
     for request_id in ids[:2]:
         settle_as_engine(database, request_id)
-    await store.look_for_lost_rings()
+    await store.poll_outcomes()
     assert [await waiter for waiter in waiters[:2]] == [OK, OK]
     assert not waiters[2].done()
     waiters[2].cancel()
@@ -252,7 +252,7 @@ async def test_failure_keeps_its_category(database: Database, store: FutureStore
     failure = Outcome(error="no", error_category="user")
     request_id, _ = await store.record(COMMAND)
     settle_as_engine(database, request_id, failure)
-    await store.look([request_id])
+    await store.read_outcomes([request_id])
     assert await store.wait(request_id, "tenant", 1) == failure
     settle_as_engine(database, request_id, OK)
     stored = database.read(lambda c: rows.find(c, request_id))
@@ -264,7 +264,7 @@ async def test_wait_gives_up_after_its_time_and_can_be_repeated(database: Databa
     request_id, _ = await store.record(COMMAND)
     assert await store.wait(request_id, "tenant", 0.01) is None
     settle_as_engine(database, request_id)
-    await store.look_for_lost_rings()
+    await store.poll_outcomes()
     assert await store.wait(request_id, "tenant", 0) == OK
 
 
@@ -277,7 +277,7 @@ async def test_results_survive_a_restart(database: Database, writer: GroupCommit
     waiter = asyncio.create_task(restarted.wait(pending, "tenant", 30))
     await until(lambda: restarted.pending == 1)
     settle_as_engine(database, pending)
-    await restarted.look([pending])
+    await restarted.read_outcomes([pending])
     assert await waiter == OK
 
 
@@ -300,7 +300,7 @@ async def test_another_tenant_sees_nothing(database: Database, writer: GroupComm
         with pytest.raises(KeyError):
             await asked.wait(request_id, "other", 30)
     settle_as_engine(database, request_id)
-    await store.look([request_id])
+    await store.read_outcomes([request_id])
     for asked in (store, FutureStore(database, writer)):
         with pytest.raises(KeyError):
             await asked.wait(request_id, "other", 30)
@@ -328,7 +328,7 @@ async def test_closed_session_wakes_its_waiters(database: Database, store: Futur
     other, _ = await store.record(dataclasses.replace(COMMAND, session_id="s2", seq_id=9))
     done, _ = await store.record(COMMAND)
     settle_as_engine(database, done)
-    await store.look([done])
+    await store.read_outcomes([done])
     waiter, bystander = await waiting(store, gone), await waiting(store, other)
     assert store.drop_session("s1") == [gone]
     with pytest.raises(KeyError):
@@ -347,7 +347,7 @@ async def test_dropped_sample_ends_when_the_engine_fails_it(database: Database, 
     await until(lambda: store.pending == 1)
     ended = Outcome(error="the session has ended", error_category="user")
     settle_as_engine(database, request_id, ended)
-    await store.look_for_lost_rings()
+    await store.poll_outcomes()
     assert await asyncio.wait_for(waiter, 5) == ended
 
 

@@ -14,7 +14,7 @@ from starlette.types import Message, Receive
 
 from skyrl.api import body_memory as room_module
 from skyrl.api.body import CONTROL_BYTES, read_body
-from skyrl.api.body_memory import ROOM_BYTES, SMALL_BYTES, SPARE_DISK_BYTES, Bodies, Room
+from skyrl.api.body_memory import ROOM_BYTES, SMALL_BYTES, SPARE_DISK_BYTES, BodyMemory, BodyReader
 from skyrl.wire.errors import RequestError
 
 HALF = ROOM_BYTES // 2
@@ -29,12 +29,12 @@ def request_of(size: int | None) -> Request:
 class Body:
     """One body on its way: `enter` asks for room, `leave` gives it back."""
 
-    def __init__(self, room: Room, size: int | None, tenant: str = "tenant") -> None:
+    def __init__(self, room: BodyMemory, size: int | None, tenant: str = "tenant") -> None:
         self.inside = False
         self._leaving = asyncio.Event()
         self.task = asyncio.create_task(self._pass(room, size, tenant))
 
-    async def _pass(self, room: Room, size: int | None, tenant: str) -> None:
+    async def _pass(self, room: BodyMemory, size: int | None, tenant: str) -> None:
         async with room.of(request_of(size), tenant):
             self.inside = True
             await self._leaving.wait()
@@ -52,14 +52,14 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-async def bodies(room: Room, *sizes: int | None, tenant: str = "tenant") -> list[Body]:
+async def bodies(room: BodyMemory, *sizes: int | None, tenant: str = "tenant") -> list[Body]:
     made = [Body(room, size, tenant) for size in sizes]
     await settle()
     return made
 
 
 async def test_what_finds_no_room_waits_its_turn(tmp_path: Path) -> None:
-    room = Room(tmp_path)
+    room = BodyMemory(tmp_path)
     first, second, third, fourth = await bodies(room, HALF, HALF, HALF, SMALL_BYTES + 1)
     assert [body.inside for body in (first, second, third, fourth)] == [True, True, False, False], "the last one, too"
     await first.leave()
@@ -73,7 +73,7 @@ async def test_what_finds_no_room_waits_its_turn(tmp_path: Path) -> None:
 
 
 async def test_many_bodies_of_a_tenant_do_not_keep_anothers_out(tmp_path: Path) -> None:
-    room = Room(tmp_path)
+    room = BodyMemory(tmp_path)
     many = await bodies(room, *[HALF] * 20, tenant="many")
     few = await bodies(room, HALF, HALF, tenant="few")
     other = await bodies(room, ROOM_BYTES, tenant="other")
@@ -86,7 +86,7 @@ async def test_many_bodies_of_a_tenant_do_not_keep_anothers_out(tmp_path: Path) 
 
 
 async def test_small_bodies_need_no_room(tmp_path: Path) -> None:
-    room = Room(tmp_path)
+    room = BodyMemory(tmp_path)
     large, waiting, small = await bodies(room, ROOM_BYTES, ROOM_BYTES, SMALL_BYTES)
     assert large.inside
     assert not waiting.inside
@@ -95,7 +95,7 @@ async def test_small_bodies_need_no_room(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("size", [10 * ROOM_BYTES, None])
 async def test_body_beyond_the_room_and_one_of_unknown_size_have_it_alone(tmp_path: Path, size: int | None) -> None:
-    room = Room(tmp_path)
+    room = BodyMemory(tmp_path)
     before, large, after = await bodies(room, HALF, size, HALF)
     assert not large.inside
     await before.leave()
@@ -106,7 +106,7 @@ async def test_body_beyond_the_room_and_one_of_unknown_size_have_it_alone(tmp_pa
 
 
 async def test_one_that_fails_or_gives_up_gives_its_room_back(tmp_path: Path) -> None:
-    room = Room(tmp_path)
+    room = BodyMemory(tmp_path)
     with pytest.raises(RuntimeError):
         async with room.of(request_of(ROOM_BYTES), "tenant"):
             raise RuntimeError
@@ -119,7 +119,7 @@ async def test_one_that_fails_or_gives_up_gives_its_room_back(tmp_path: Path) ->
 
 
 async def test_one_that_gives_up_at_the_moment_of_its_turn_gives_its_room_back(tmp_path: Path) -> None:
-    room = Room(tmp_path)
+    room = BodyMemory(tmp_path)
     async with room.of(request_of(ROOM_BYTES), "tenant"):
         [impatient] = await bodies(room, ROOM_BYTES)
     impatient.task.cancel()  # it has its turn, and has not gone on yet
@@ -128,7 +128,7 @@ async def test_one_that_gives_up_at_the_moment_of_its_turn_gives_its_room_back(t
 
 
 async def test_nothing_large_is_read_while_the_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    room = Room(tmp_path)
+    room = BodyMemory(tmp_path)
     free = DiskUsage(0, 0, SPARE_DISK_BYTES + SMALL_BYTES)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: free)
     with pytest.raises(RequestError, match="disk") as refused:
@@ -143,7 +143,7 @@ async def test_body_that_does_not_arrive_gives_its_room_back(tmp_path: Path, mon
     """A client that fell asleep in the middle of one must not keep the others waiting."""
     monkeypatch.setattr(room_module, "ARRIVE_S", 0.05)
     monkeypatch.setattr(room_module, "LEAST_BYTES_PER_S", 2**40)
-    room = Bodies(tmp_path, ROOM_BYTES)
+    room = BodyReader(tmp_path, ROOM_BYTES)
 
     async def sleeps() -> Message:
         await asyncio.Event().wait()
@@ -171,7 +171,7 @@ async def test_body_that_does_not_arrive_gives_its_room_back(tmp_path: Path, mon
 async def test_other_bodies_need_room_unless_they_are_small(tmp_path: Path) -> None:
     """Thousands of connections that each bring nearly a whole one, and no more, would fill the memory."""
     app = Starlette()
-    app.state.bodies = Bodies(tmp_path, CONTROL_BYTES)
+    app.state.bodies = BodyReader(tmp_path, CONTROL_BYTES)
     arrived = asyncio.Event()
 
     async def receive() -> Message:

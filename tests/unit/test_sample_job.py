@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from tinker.types import ModelInput, SampleRequest, SamplingParams
 
-from skyrl.sampling.job import MAX_NUM_SAMPLES, MAX_SEED, MAX_STOP_STRINGS, MAX_TOPK, Limits, SampleJob, make_job
+from skyrl.sampling.job import MAX_NUM_SAMPLES, MAX_SEED, MAX_STOP_STRINGS, MAX_TOPK, ContextLimits, SampleJob, make_job
 from skyrl.wire import requests
 from skyrl.wire.errors import RequestError
 
-LIMITS = Limits(vocab_size=100, max_context=20)
-UNKNOWN = Limits()
+LIMITS = ContextLimits(vocab_size=100, max_context=20)
+UNKNOWN = ContextLimits()
 
 
 def body(params: dict[str, Any] | None = None, **changes: Any) -> dict[str, Any]:
@@ -25,12 +25,12 @@ def body(params: dict[str, Any] | None = None, **changes: Any) -> dict[str, Any]
     } | changes
 
 
-def job(params: dict[str, Any] | None = None, limits: Limits = LIMITS, **changes: Any) -> SampleJob:
+def job(params: dict[str, Any] | None = None, limits: ContextLimits = LIMITS, **changes: Any) -> SampleJob:
     request = requests.decode_json(requests.SampleRequest, json.dumps(body(params, **changes)).encode())
     return make_job(request, request_id="r", session_key="k", model="m", adapter_path=None, limits=limits)
 
 
-def refused(params: dict[str, Any] | None = None, limits: Limits = LIMITS, **changes: Any) -> RequestError:
+def refused(params: dict[str, Any] | None = None, limits: ContextLimits = LIMITS, **changes: Any) -> RequestError:
     with pytest.raises(RequestError) as caught:
         job(params, limits, **changes)
     assert caught.value.status == 400
@@ -137,7 +137,7 @@ def test_seeds_beyond_64_bits(seed: int) -> None:
         (10_000, UNKNOWN, 10_000),
     ],
 )
-def test_max_tokens_fit_the_context(max_tokens: int | None, limits: Limits, made: int | None) -> None:
+def test_max_tokens_fit_the_context(max_tokens: int | None, limits: ContextLimits, made: int | None) -> None:
     assert job({"max_tokens": max_tokens}, limits).max_tokens == made
 
 
@@ -349,7 +349,7 @@ def test_what_one_request_may_sample_is_bounded(
     samples: int, tokens: int | None, topk: int, context: int | None, *, fits: bool
 ) -> None:
     """The answer is in memory as a whole; a greedy one costs vLLM a single sequence, whatever `num_samples` is."""
-    params, limits = {"temperature": 0, "max_tokens": tokens}, Limits(max_context=context)
+    params, limits = {"temperature": 0, "max_tokens": tokens}, ContextLimits(max_context=context)
     asked = {"num_samples": samples, "topk_sample_logprobs": topk}
     if fits:
         assert job(params, limits, **asked).num_samples == samples

@@ -49,7 +49,7 @@ def passes_of(queue: Scheduler) -> list[Command]:
 
 def barriers_of(queue: Scheduler) -> list[Command]:
     """The barriers and saves whose turn it is, settled."""
-    barriers = [*queue.take_beside(), *queue.take_barriers("abcdefm")]
+    barriers = [*queue.take_file_commands(), *queue.take_barriers("abcdefm")]
     queue.finish(barriers)
     return barriers
 
@@ -345,9 +345,9 @@ def test_saves_are_no_part_of_a_turn() -> None:
     queue = scheduler(command("m", 0, Kind.SAVE_WEIGHTS_FOR_SAMPLER), command("n", 0), command("m", 1))
     assert queue.ready_models() == ["n"]
     assert queue.take_barriers(["m"]) == []
-    saves = queue.take_beside()
+    saves = queue.take_file_commands()
     assert places(saves) == [("m", 0)]
-    assert queue.take_beside() == []
+    assert queue.take_file_commands() == []
     assert queue.ready_models() == ["n"], "what comes after the save waits for it"
     queue.finish(saves)
     assert set(queue.ready_models()) == {"m", "n"}
@@ -360,23 +360,23 @@ def saves_of(tenant: str, count: int) -> list[Command]:
 
 def test_many_saves_of_a_tenant_do_not_go_before_anothers_one() -> None:
     queue = scheduler(*saves_of("many", 500), *saves_of("few", 1))
-    taken = queue.take_beside()
+    taken = queue.take_file_commands()
     assert len(taken) == FILES_AT_ONCE
     assert [each.tenant for each in taken].index("few") <= 1
-    assert queue.take_beside() == [], "no thread is free"
+    assert queue.take_file_commands() == [], "no thread is free"
 
 
 def test_a_save_that_comes_while_another_tenants_run_is_next() -> None:
     queue = scheduler(*saves_of("many", 500))
-    running = queue.take_beside()
+    running = queue.take_file_commands()
     for _ in range(20):
         queue.finish(running[:1])
-        running = running[1:] + queue.take_beside()
+        running = running[1:] + queue.take_file_commands()
         assert len(running) == FILES_AT_ONCE
     for each in saves_of("few", 1):
         queue.add(each)
     queue.finish(running[:2])
-    assert "few" in [each.tenant for each in queue.take_beside()]
+    assert "few" in [each.tenant for each in queue.take_file_commands()]
 
 
 def test_a_tenant_that_trains_much_does_not_wait_for_all_saves_of_one_that_only_saves() -> None:
@@ -386,11 +386,11 @@ def test_a_tenant_that_trains_much_does_not_wait_for_all_saves_of_one_that_only_
         *saves_of("saver", 500),
         budget=1_000_000,
     )
-    running = queue.take_beside()
+    running = queue.take_file_commands()
     while "trains" in queue.ready_models():
         passes_of(queue)
         queue.finish(running)
-        running = queue.take_beside()
+        running = queue.take_file_commands()
     assert "trainer" in [each.tenant for each in running]
 
 
@@ -398,7 +398,7 @@ def test_tenants_that_both_save_get_as_many_threads() -> None:
     queue = scheduler(*saves_of("many", 300), *saves_of("few", 30))
     taken: list[Command] = []
     while len(taken) < 60:
-        batch = queue.take_beside()
+        batch = queue.take_file_commands()
         queue.finish(batch)
         taken += batch
     assert Counter(each.tenant for each in taken) == {"many": 30, "few": 30}
@@ -407,7 +407,7 @@ def test_tenants_that_both_save_get_as_many_threads() -> None:
 def test_saves_of_a_tenant_run_in_order_of_arrival() -> None:
     saves = saves_of("one", 20)
     queue, taken = scheduler(*saves), []
-    while batch := queue.take_beside():
+    while batch := queue.take_file_commands():
         queue.finish(batch)
         taken += batch
     assert taken == saves
@@ -421,7 +421,7 @@ def test_saves_count_in_their_tenants_share_of_training() -> None:
     assert of_models(passes_of(queue)) == {"a-trains": 1, "b-trains": 1}
     for each in saves_of("a", 2):
         queue.add(each)
-    saves = queue.take_beside()
+    saves = queue.take_file_commands()
     queue.finish(saves)
     assert len(saves) == 2
     ahead = 2 * BARRIER_COST // 1_000
@@ -474,17 +474,17 @@ def test_suspects_run_alone_and_before_all_others() -> None:
 def test_a_suspect_waits_for_what_runs_and_others_wait_for_it() -> None:
     save, step, other = command("a", 0, Kind.SAVE_WEIGHTS), barrier("b", 0), command("c", 0, Kind.SAVE_WEIGHTS)
     queue = scheduler(save)
-    assert queue.take_beside() == [save]
+    assert queue.take_file_commands() == [save]
     for each in (step, other):
         queue.add(each)
     queue.suspect([step.request_id])
     assert not queue.has_work
-    assert queue.take_beside() == []
+    assert queue.take_file_commands() == []
     queue.finish([save])
     assert queue.take_barriers(queue.ready_models()) == [step]
-    assert queue.take_beside() == []
+    assert queue.take_file_commands() == []
     queue.finish([step])
-    assert queue.take_beside() == [other]
+    assert queue.take_file_commands() == [other]
 
 
 def test_a_suspect_of_a_closed_model_holds_nobody_up() -> None:
