@@ -14,13 +14,14 @@ import numpy as np
 from benchmarks.series import quantile
 from benchmarks.stage import Stage
 from benchmarks.table import Row
-from skyrl.backends.base import AdamParams, Datum, LoraSpec, TrainingPass
+from skyrl.backends.base import AdamParams, Datum, TrainingPass
 from skyrl.backends.torch_lora.backend import FsdpBackend
 from skyrl.config.server import load_config
 from skyrl.db.database import Database
 from skyrl.db.migrate import migrate
 from skyrl.engine.snapshots import Snapshots
 from skyrl.tiny import model_path
+from skyrl.types.lora import LoraSpec
 
 RANKS = (8, 32)
 REPEATS = 20

@@ -16,6 +16,8 @@ from typing import Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from skyrl.types.lora import LoraSpec
+
 AdapterDtype = Literal["float32", "bfloat16"]
 """What the tensors of a saved adapter are stored in."""
 
@@ -44,18 +46,6 @@ class DeviceFault(BaseException):
     No Exception, so that no handler takes it for the failure of one command. A new process recovers all models from
     their snapshots and the command log.
     """
-
-
-@dataclass(frozen=True)
-class LoraSpec:
-    """An adapter as the client asked for it. `alpha / rank` scales its update; `seed` fixes lora_A (lora_B is 0)."""
-
-    rank: int
-    alpha: float
-    seed: int
-    train_attn: bool = True
-    train_mlp: bool = True
-    train_unembed: bool = True
 
 
 @dataclass(frozen=True)

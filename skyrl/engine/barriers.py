@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 from sqlalchemy import Connection, select
 
-from skyrl.backends.base import AdamParams, Backend, LoraSpec
+from skyrl.backends.base import AdamParams, Backend
 from skyrl.config.server import ServerConfig
 from skyrl.db import audit, checkpoints
 from skyrl.db.database import Database
@@ -21,6 +21,7 @@ from skyrl.engine.commands import Command, Done
 from skyrl.engine.saving import Saves
 from skyrl.storage.base import CheckpointStore
 from skyrl.types.kinds import Kind
+from skyrl.types.lora import LoraSpec
 from skyrl.wire.errors import FailedRequest
 from skyrl.wire.paths import parse_path
 from skyrl.wire.requests import LoadWeightsCommand, OptimStepRequest, decode_json

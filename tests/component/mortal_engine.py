@@ -17,15 +17,7 @@ import numpy as np
 from engine_harness import SERVER, WAIT_S, Killed, claim_for_tests, until
 from sqlalchemy import Connection
 
-from skyrl.backends.base import (
-    AdamParams,
-    InvalidRequest,
-    LoraSpec,
-    ModelLimits,
-    PassResult,
-    SamplingMode,
-    TrainingPass,
-)
+from skyrl.backends.base import AdamParams, InvalidRequest, ModelLimits, PassResult, SamplingMode, TrainingPass
 from skyrl.config.server import ServerConfig
 from skyrl.db.database import Database
 from skyrl.db.fence import Fence, FencedDatabase
@@ -35,6 +27,7 @@ from skyrl.engine.recovery import Recovery
 from skyrl.engine.snapshots import Snapshots
 from skyrl.notify.doorbell import SESSIONS
 from skyrl.storage.registry import open_store
+from skyrl.types.lora import LoraSpec
 
 ALL = 1000
 """Turns: more than there is work for."""

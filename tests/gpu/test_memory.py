@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from skyrl.backends.base import AdamParams, LoraSpec, OutOfMemory, PassResult, TrainingPass
+from skyrl.backends.base import AdamParams, OutOfMemory, PassResult, TrainingPass
 from skyrl.backends.torch_lora.backend import FsdpBackend
+from skyrl.types.lora import LoraSpec
 from tests.failures import FailingOperation
 from tests.gpu.support import DEVICE, FIGURES, LARGE, REHEARSAL, backend_on, build, ok, texts, wait
 

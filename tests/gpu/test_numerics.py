@@ -14,8 +14,9 @@ import torch
 from peft import PeftModel
 from torch import Tensor
 
-from skyrl.backends.base import AdamParams, Datum, LoraSpec, TrainingPass
+from skyrl.backends.base import AdamParams, Datum, TrainingPass
 from skyrl.backends.torch_lora.backend import FsdpBackend
+from skyrl.types.lora import LoraSpec
 from tests.gpu.support import (
     ARCHITECTURES,
     DEVICE,

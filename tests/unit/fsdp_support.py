@@ -13,9 +13,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from skyrl.backends.base import Datum, LoraSpec, PassResult, TrainingPass
+from skyrl.backends.base import Datum, PassResult, TrainingPass
 from skyrl.backends.torch_lora.backend import FsdpBackend
 from skyrl.config.server import load_config
+from skyrl.types.lora import LoraSpec
 
 VOCAB, CONTEXT = 97, 160
 SHAPE: dict[str, Any] = {

@@ -10,10 +10,11 @@ from fsdp_support import CONTEXT, VOCAB, make_backend, ok, rl, sft, spec, train
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skyrl.backends.base import AdamParams, Datum, InvalidRequest, LoraSpec, PassResult, TrainingPass
+from skyrl.backends.base import AdamParams, Datum, InvalidRequest, PassResult, TrainingPass
 from skyrl.backends.torch_lora.backend import FsdpBackend
 from skyrl.backends.torch_lora.checks import loss_config
 from skyrl.backends.torch_lora.losses import LOSSES
+from skyrl.types.lora import LoraSpec
 
 
 @pytest.fixture(scope="module")

@@ -13,13 +13,14 @@ import torch
 from fsdp_support import assert_close, assert_same, make_backend, ok, rl, saved, sft, spec, train
 from torch import Tensor
 
-from skyrl.backends.base import AdamParams, LoraSpec, OutOfMemory, PassResult
+from skyrl.backends.base import AdamParams, OutOfMemory, PassResult
 from skyrl.backends.torch_lora import adapter as adapter_module
 from skyrl.backends.torch_lora import optimizer, state
 from skyrl.backends.torch_lora.adapter import Adapter, Target
 from skyrl.backends.torch_lora.backend import FsdpBackend
 from skyrl.backends.torch_lora.losses import LOSSES, Loss, LossInputs, LossValue
 from skyrl.backends.torch_lora.optimizer import NonFiniteGradient, adamw_step
+from skyrl.types.lora import LoraSpec
 from tests.failures import FailingLine, FailingOperation
 
 STEPS = {

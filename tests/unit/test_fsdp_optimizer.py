@@ -6,9 +6,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from skyrl.backends.base import AdamParams, LoraSpec
+from skyrl.backends.base import AdamParams
 from skyrl.backends.torch_lora.adapter import Adapter, Target
 from skyrl.backends.torch_lora.optimizer import NonFiniteGradient, adamw_step
+from skyrl.types.lora import LoraSpec
 
 TARGETS = [Target("q_proj", 6, 4), Target("lm_head", 6, 11)]
 

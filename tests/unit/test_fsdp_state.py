@@ -10,8 +10,9 @@ import torch
 from fsdp_support import assert_same, make_backend, ok, rl, saved, sft, spec, train
 from safetensors.torch import load_file, save_file
 
-from skyrl.backends.base import AdamParams, InvalidRequest, LoraSpec
+from skyrl.backends.base import AdamParams, InvalidRequest
 from skyrl.backends.torch_lora.backend import FsdpBackend
+from skyrl.types.lora import LoraSpec
 
 STEP = AdamParams(learning_rate=1e-2, weight_decay=0.05, grad_clip_norm=2.0)
 

@@ -14,7 +14,6 @@ from skyrl.backends.base import (
     AdamParams,
     AdapterDtype,
     InvalidRequest,
-    LoraSpec,
     ModelLimits,
     PassResult,
     SamplingMode,
@@ -30,6 +29,7 @@ from skyrl.backends.torch_lora.optimizer import adamw_step
 from skyrl.backends.torch_lora.packing import cut
 from skyrl.backends.torch_lora.passes import RunningPass, run_micro_batch, slices_of
 from skyrl.config.server import ServerConfig
+from skyrl.types.lora import LoraSpec
 
 
 class FsdpBackend:

@@ -10,8 +10,9 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from skyrl.backends.base import AdamParams, Datum, InvalidRequest, LoraSpec, ModelLimits, TrainingPass
+from skyrl.backends.base import AdamParams, Datum, InvalidRequest, ModelLimits, TrainingPass
 from skyrl.backends.torch_lora.losses import REFUSED, Loss
+from skyrl.types.lora import LoraSpec
 
 
 def check_pass(training_pass: TrainingPass, limits: ModelLimits, losses: Mapping[str, Loss]) -> None:

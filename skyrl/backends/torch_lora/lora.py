@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from skyrl.backends.base import LoraSpec
 from skyrl.backends.torch_lora.adapter import LoraPair, Target
+from skyrl.types.lora import LoraSpec
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")

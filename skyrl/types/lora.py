@@ -1,0 +1,21 @@
+"""The shape of a LoRA adapter: one type for the API, the database, the engine and the training backends."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class LoraSpec:
+    """A LoRA adapter as a client asked for it, and as a checkpoint was saved with.
+
+    `alpha / rank` scales the adapter's update. `seed` fixes the first values of lora_A; lora_B starts at 0. The three
+    flags say which parts of the base model the adapter changes.
+    """
+
+    rank: int
+    alpha: float
+    seed: int
+    train_attn: bool = True
+    train_mlp: bool = True
+    train_unembed: bool = True
