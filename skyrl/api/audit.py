@@ -16,8 +16,7 @@ from skyrl.api.reply import reply, timestamp
 from skyrl.api.services import Services
 
 EventType = Literal["all", "checkpoints", "projects", "teams", "organizations"]
-"""There are no events on teams and organizations: a key is a tenant, and there is nothing above it."""
-
+"""No events are on teams and organizations: a key belongs to a tenant, and nothing is above tenants."""
 
 DAY_S = 86_400
 
@@ -27,23 +26,23 @@ def router(services: Services) -> APIRouter:
 
     @routes.get("/audit")
     async def audit(request: Request, event_type: EventType = "all", day: date | None = None) -> Response:
-        """Events of one day in UTC, today if none is named, oldest first."""
+        """The events of one day in UTC, oldest first. Without `day`: today."""
         tenant = tenant_of(request)
         day = day or datetime.fromtimestamp(time.time(), UTC).date()
         start = datetime.combine(day, clock(), UTC)
         resource = None if event_type == "all" else event_type.removesuffix("s")
-        rows = await services.audit.between(tenant, start.timestamp(), start.timestamp() + DAY_S, resource)
+        events = await services.audit.between(tenant, start.timestamp(), start.timestamp() + DAY_S, resource)
         return reply(
             {
                 "entries": [
                     {
-                        "timestamp": timestamp(row.at),
-                        "event": row.event,
-                        "event_details": row.details,
-                        "model_id": row.details.get("model_id"),
-                        "tinker_path": row.details.get("tinker_path"),
+                        "timestamp": timestamp(event.at),
+                        "event": event.event,
+                        "event_details": event.details,
+                        "model_id": event.details.get("model_id"),
+                        "tinker_path": event.details.get("tinker_path"),
                     }
-                    for row in rows
+                    for event in events
                 ]
             }
         )

@@ -1,4 +1,4 @@
-"""Usage as the SDK's AdminClient reads it: what was used, by the hour. Nothing here costs anything, so no prices."""
+"""Usage by the hour, as the SDK's AdminClient reads it. Amounts only: this server has no prices."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MAX_WINDOW = timedelta(days=14)
 
 
 def _hour(field: str, value: datetime | None) -> datetime:
-    """In UTC, where a time without an offset is taken to be. Raises RequestError if it is none or within an hour."""
+    """A time in UTC; a time without an offset is taken as UTC. Raises RequestError unless it is a full hour."""
     if value is None:
         raise RequestError("is missing", field=field)
     try:
@@ -64,38 +64,40 @@ def router(services: Services) -> APIRouter:
     ) -> Response:
         """Amounts of each full hour, kind, base model and session."""
         tenant = tenant_of(request)
-        rows, sessions = await services.usage.between(tenant, *_window(starting_on, ending_before))
+        amounts, sessions = await services.usage.between(tenant, *_window(starting_on, ending_before))
         data = [
             {
-                "bucket_start": timestamp(row.bucket),
-                "bucket_end": timestamp(row.bucket + HOUR_S),
-                "base_model": row.base_model,
+                "bucket_start": timestamp(used.bucket),
+                "bucket_end": timestamp(used.bucket + HOUR_S),
+                "base_model": used.base_model,
                 "user_id": user_urn(tenant),
-                "session_id": row.session_id or None,
-                "project_id": sessions[row.session_id].project_id if row.session_id in sessions else None,
-                "event_info": _event_info(row.kind, row.amount),
+                "session_id": used.session_id or None,
+                "project_id": sessions[used.session_id].project_id if used.session_id in sessions else None,
+                "event_info": _event_info(used.kind, used.amount),
             }
-            for row in rows
+            for used in amounts
         ]
-        named = {session_id: {"user_metadata": strings(row.user_metadata)} for session_id, row in sessions.items()}
+        named = {
+            session_id: {"user_metadata": strings(session.user_metadata)} for session_id, session in sessions.items()
+        }
         return reply({"data": data, "sessions": named})
 
     @routes.get("/checkpoints/current")
     async def current_checkpoints(request: Request, project_id: str | None = None) -> Response:
-        """What live checkpoints take now, by project."""
+        """Number and size of the live checkpoints, by project."""
         tenant = tenant_of(request)
         stored = await services.usage.stored(tenant, project_id)
         return reply(
             {
                 "data": [
                     {
-                        "project_id": row.project_id,
+                        "project_id": project.project_id,
                         "org_user_urn": user_urn(tenant),
-                        "checkpoint_count": row.checkpoints,
-                        "size_bytes": row.size_bytes,
-                        "size_gigabytes": row.size_bytes / GIGABYTE,
+                        "checkpoint_count": project.checkpoints,
+                        "size_bytes": project.size_bytes,
+                        "size_gigabytes": project.size_bytes / GIGABYTE,
                     }
-                    for row in stored
+                    for project in stored
                 ]
             }
         )

@@ -1,4 +1,4 @@
-"""Searching sessions, as the SDK's search_sessions asks."""
+"""Searches sessions, for the SDK's search_sessions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from skyrl.api.reply import reply, strings
 from skyrl.api.services import Services
 from skyrl.api.sessions import check_length
 from skyrl.api.tokens import user_urn
-from skyrl.db.session_search import Found, Query, Status, microseconds
+from skyrl.db.session_search import FoundSession, Query, Status
 from skyrl.db.sessions import DEFAULT_PROJECT
 from skyrl.wire.errors import RequestError
 from skyrl.wire.requests import (
@@ -28,11 +28,11 @@ from skyrl.wire.requests import (
 
 MAX_LIMIT = 200
 MAX_LISTED = 100
-"""Projects or statuses in one search."""
+"""The most projects, and the most statuses, in one search."""
 MAX_OWNERS = 10
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _STATUSES = {"active": "active", "client_finished": "finished"}
-"""The wire's words, and ours. The wire has two more, which no session here ever is: `cancelled`, `failed`."""
+"""Statuses on the wire, and as they are stored. No session here ever has the wire's other two, `_NEVER`."""
 _NEVER = ("cancelled", "failed")
 
 
@@ -59,7 +59,7 @@ def _statuses(queries: list[SessionStatusQuery] | None) -> tuple[Status, ...] | 
 
 
 def _is_asked_for(owner: SearchOwner | None, tenant: str) -> bool:
-    """Whether a search by owner includes the tenant's own sessions, which are all that it may see."""
+    """Whether a search by owner includes the tenant's own sessions. A tenant finds no other sessions."""
     if owner is None or owner.type in ("own", "accessible"):
         return True
     if owner.type != "user":
@@ -77,31 +77,30 @@ def _place(cursor: SessionSearchCursor | None) -> tuple[int, str] | None:
     return (cursor.last_created_at - _EPOCH) // timedelta(microseconds=1), cursor.last_session_id
 
 
-def _created_at(row: Any) -> str:
-    return (_EPOCH + timedelta(microseconds=microseconds(row))).isoformat()
+def _created_at(session: FoundSession) -> str:
+    return (_EPOCH + timedelta(microseconds=session.created_us)).isoformat()
 
 
-def _status_json(row: Any) -> dict[str, Any] | None:
-    """What the wire calls a session's status: none for one that fell silent, or ended without saying why."""
-    if row.status == "active":
+def _status_json(session: FoundSession) -> dict[str, Any] | None:
+    """A session's status on the wire. None for a session that expired, or finished without a reason."""
+    if session.status == "active":
         return {"type": "active"}
-    if row.status == "finished" and row.finish_reason in FINISH_REASONS:
-        return {"type": "client_finished", "reason": {"type": row.finish_reason}, "detail": row.finish_detail}
+    if session.status == "finished" and session.finish_reason in FINISH_REASONS:
+        return {"type": "client_finished", "reason": {"type": session.finish_reason}, "detail": session.finish_detail}
     return None
 
 
-def _summary(found: Found) -> dict[str, Any]:
-    row = found.row
+def _summary(session: FoundSession) -> dict[str, Any]:
     return {
-        "session_id": row.id,
-        "created_at": _created_at(row),
-        "owner": user_urn(row.tenant),
-        "project_id": row.project_id or DEFAULT_PROJECT,
-        "status": _status_json(row),
-        "checkpoints_count": found.checkpoints,
-        "display_name": row.display_name,
-        "user_metadata": strings(row.user_metadata),
-        "checkpoint_storage_bytes": found.checkpoint_bytes,
+        "session_id": session.id,
+        "created_at": _created_at(session),
+        "owner": user_urn(session.tenant),
+        "project_id": session.project_id or DEFAULT_PROJECT,
+        "status": _status_json(session),
+        "checkpoints_count": session.checkpoints,
+        "display_name": session.display_name,
+        "user_metadata": strings(session.user_metadata),
+        "checkpoint_storage_bytes": session.checkpoint_bytes,
     }
 
 
@@ -131,7 +130,7 @@ def router(services: Services) -> APIRouter:
         if not _is_asked_for(wanted.owner, tenant):
             return reply({"sessions": []})
         found, more = await services.search.page(tenant, query, wanted.limit)
-        last = found[-1].row if more else None
+        last = found[-1] if more else None
         cursor = None if last is None else {"last_created_at": _created_at(last), "last_session_id": last.id}
         return reply({"sessions": [_summary(one) for one in found], "next_cursor": cursor})
 

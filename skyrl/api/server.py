@@ -37,6 +37,7 @@ from skyrl.db.sample_clocks import SampleClocks
 from skyrl.db.samplers import Samplers
 from skyrl.db.session_search import SessionSearch
 from skyrl.db.sessions import Sessions
+from skyrl.db.urls import postgres_conninfo
 from skyrl.db.usage import Usage, UsageCounter, meter_storage
 from skyrl.db.writer import GroupCommitWriter
 from skyrl.futures.store import SAFETY_POLL_S, FutureStore
@@ -198,7 +199,10 @@ async def open_services(runtime: Runtime) -> AsyncIterator[Services]:
 
     await agree_on_order()
     await ownership.start()
-    postgres = None if database.is_sqlite else PostgresNotify(database.url, runtime.process_id, ownership.on_notify)
+    postgres = None
+    if not database.is_sqlite:
+        conninfo = postgres_conninfo(database.url)
+        postgres = PostgresNotify(conninfo, runtime.process_id, ownership.on_notify)
     retention = Retention(database, writer, config.result_retention_s)
     background = [
         asyncio.create_task(repeat("looking for results", SAFETY_POLL_S, futures.poll_outcomes)),

@@ -1,4 +1,4 @@
-"""A session's timeline for Perfetto, behind a link that needs no key."""
+"""A session's timeline for Perfetto, behind a signed link that needs no API key."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from skyrl.api.services import Services
 from skyrl.wire.errors import NotFound
 
 LINK_S = 3600.0
+"""How long the link is valid."""
 
 
 def router(services: Services) -> APIRouter:
@@ -19,7 +20,7 @@ def router(services: Services) -> APIRouter:
 
     @routes.get("/sessions/{session_id}/trace_export")
     async def trace_export(session_id: str, request: Request) -> Response:
-        """Ready at once: the trace is made when the link is followed."""
+        """Answers with a link at once. The trace is made when the link is opened."""
         if await services.sessions.find(session_id, tenant_of(request)) is None:
             raise NotFound(f"no session {session_id!r}", field="session_id")
         link = services.urls.sign(request, f"/api/v1/downloads/traces/{session_id}", LINK_S)

@@ -17,10 +17,11 @@ from skyrl.api.body import body_format, read_body, tenant_of
 from skyrl.api.body_memory import BodyReader
 from skyrl.api.reply import reply
 from skyrl.api.services import Services
+from skyrl.db.database import Change
 from skyrl.db.models import Model
 from skyrl.futures.recording import LARGE_BODY_BYTES
 from skyrl.types.kinds import PASSES, Kind
-from skyrl.types.requests import Change, NewRequest
+from skyrl.types.requests import NewRequest
 from skyrl.wire.errors import NotFound, RequestError
 from skyrl.wire.raw import raw_fields
 from skyrl.wire.requests import SequencedRequest, decode_json
@@ -62,8 +63,8 @@ async def submit(
     encoding: str = "json",
     first: Change | None = None,
 ) -> Response:
-    """Record one command and ring the engine; answers with the promise. One without a number goes after all that came
-    before it. `first` belongs in the same transaction (see `NewRequest`)."""
+    """Record one command and ring the engine; answers with the promise. A command without a number goes after all
+    earlier ones of its model. `first` runs in the transaction that records the command (`FutureStore.record`)."""
     if seq_id is not None and not 0 <= seq_id < 2**63:
         raise RequestError("must be in [0, 2**63)", field="seq_id")
     with services.quotas.charged(model.tenant, await _tokens(services, kind, model.tenant, body, encoding)) as charge:
@@ -79,8 +80,8 @@ async def submit(
                 identity=_identity(kind, body),
                 not_before=charge.not_before,
                 numbered=seq_id is None,
-                first=first,
-            )
+            ),
+            first=first,
         )
     services.engine.ring()
     await services.models.touch(model.id)

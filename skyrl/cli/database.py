@@ -1,13 +1,17 @@
-"""The server's database, for commands that an operator runs beside a server or without one."""
+"""Opens the server's database for commands that an operator runs, while the server runs or not."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:  # importing the database takes longer than `skyrl --help` may
+    from skyrl.config.server import ServerConfig
+    from skyrl.db.database import Database
 
 StateDir = Annotated[Path | None, typer.Option(help="The server's state directory. Default: ~/.local/share/skyrl.")]
 DatabaseUrl = Annotated[str | None, typer.Option(help="The server's database, if it is not in the state directory.")]
@@ -19,15 +23,15 @@ _NAME_IT = (
 )
 
 
-def where(database: Any) -> str:
-    """The database in words, without a password: what a command has written to."""
-    from skyrl.config.database_url import shown_url
+def where(database: Database) -> str:
+    """Words that name the database, without a password: a command prints where it has written."""
+    from skyrl.db.urls import shown_url
 
     return f"in the database {database.file or shown_url(database.url)}"
 
 
 def refused(command: str, message: str) -> typer.Exit:
-    """To be raised: ends `command` with a line that says why."""
+    """Prints why `command` is refused. The caller raises the result, which ends the command."""
     typer.echo(f"skyrl {command}: {message}", err=True)
     return typer.Exit(2)
 
@@ -41,14 +45,17 @@ def opened(
     *,
     make: bool = False,
     refusals: tuple[type[Exception], ...] = (),
-) -> Iterator[tuple[Any, Any]]:
-    """The configuration and the server's database, which must be there unless `make` says that it may be made. An older
-    version's is left to `skyrl serve`. What is wrong, `refusals` too, ends `command` with a line."""
-    from skyrl.config.database_url import shown_url, sqlite_file
+) -> Iterator[tuple[ServerConfig, Database]]:
+    """The configuration and the server's database. With `make`, a database that does not exist is made.
+
+    A database of an older version is refused: `skyrl serve` migrates it. An error, also one of `refusals`, ends
+    `command` with one line.
+    """
     from skyrl.config.server import ConfigError, load_config
     from skyrl.db.database import Database
     from skyrl.db.faults import DatabaseError, reason
     from skyrl.db.migrate import SchemaError, migrate, newest_revision, revision_of
+    from skyrl.db.urls import shown_url, sqlite_file
 
     try:
         loaded = load_config({"state_dir": state_dir, "database_url": database_url}, config)
@@ -71,7 +78,7 @@ def opened(
 
 
 def print_table(lines: list[tuple[str, ...]]) -> None:
-    """Words in columns, the first line being the head."""
+    """Prints lines in columns. The first line is the header."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     for line in lines:
         typer.echo("  ".join(word.ljust(width) for word, width in zip(line, widths, strict=True)).rstrip())

@@ -1,13 +1,16 @@
-"""`skyrl db`: a server's database copied, checked, made small, brought to this version's schema."""
+"""`skyrl db`: copy, check, vacuum and upgrade a server's database."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:  # importing the database takes longer than `skyrl --help` may
+    from skyrl.db.database import Database
 
 app = typer.Typer(help="Back up, check, vacuum and upgrade the database.", no_args_is_help=True)
 
@@ -19,9 +22,9 @@ ConfigFile = Annotated[Path | None, typer.Option("--config", help="The server's 
 @contextmanager
 def _database(
     state_dir: Path | None, database_url: str | None, config: Path | None, *, alone: bool = False
-) -> Iterator[Any]:
-    """The server's database, which must be there; `alone`, no server may run. What is wrong ends the command with a
-    line."""
+) -> Iterator[Database]:
+    """The server's database, which must exist. With `alone`, no server may run on it. An error ends the command with
+    one line."""
     import sqlite3
 
     from skyrl.config.server import ConfigError, load_config
@@ -39,7 +42,7 @@ def _database(
                 raise ConfigError(f"there is no database {database.file}")
             if alone:
                 held.enter_context(lock_state_dir(loaded.state_dir))
-            revision_of(database)  # raises for one that this version cannot use
+            revision_of(database)  # raises for a database that this version cannot use
             yield database
     except (ConfigError, SchemaError, OSError, sqlite3.Error, DatabaseError) as error:
         typer.echo(f"skyrl db: {reason(error)}", err=True)
@@ -54,20 +57,20 @@ def backup(
     config: ConfigFile = None,
 ) -> None:
     """Copy a SQLite database, as it is at one moment, into FILE. A server may run meanwhile."""
-    from skyrl.db import maintenance as care
+    from skyrl.db import maintenance
 
     with _database(state_dir, database_url, config) as database:
-        size = care.backup(database, file)
+        size = maintenance.backup(database, file)
     typer.echo(f"{file}: {size} bytes")
 
 
 @app.command()
 def check(state_dir: StateDir = None, database_url: DatabaseUrl = None, config: ConfigFile = None) -> None:
-    """Say what is wrong with the file, the rows and the schema; exit with 1 if something is."""
-    from skyrl.db import maintenance as care
+    """Report problems of the file, the rows and the schema. Exits with 1 if there are any."""
+    from skyrl.db import maintenance
 
     with _database(state_dir, database_url, config) as database:
-        found = care.problems(database)
+        found = maintenance.problems(database)
     for line in found or ["the database is sound"]:
         typer.echo(line)
     raise typer.Exit(1 if found else 0)
@@ -75,12 +78,12 @@ def check(state_dir: StateDir = None, database_url: DatabaseUrl = None, config: 
 
 @app.command()
 def vacuum(state_dir: StateDir = None, database_url: DatabaseUrl = None, config: ConfigFile = None) -> None:
-    """Give back all free space. Requests that are to be recorded wait meanwhile; best done when the server is down."""
-    from skyrl.db import maintenance as care
+    """Give back all free space. New requests wait meanwhile, so it is best done while the server is down."""
+    from skyrl.db import maintenance
 
     with _database(state_dir, database_url, config) as database:
         before = database.size()
-        care.vacuum(database)
+        maintenance.vacuum(database)
         after = database.size()
     typer.echo(f"{before} bytes before, {after} bytes now")
 

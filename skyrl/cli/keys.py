@@ -1,4 +1,4 @@
-"""`skyrl keys`: the API keys of a server, made, listed and revoked in its database, whether it runs or not."""
+"""`skyrl keys`: make, list and revoke API keys in a server's database. The server may run or not."""
 
 from __future__ import annotations
 
@@ -9,16 +9,15 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
 from skyrl.cli.database import ConfigFile, DatabaseUrl, StateDir, opened, print_table, refused, where
 
-if TYPE_CHECKING:
-    from sqlalchemy import Connection
-
-T = TypeVar("T")
+if TYPE_CHECKING:  # importing the database takes longer than `skyrl --help` may
+    from skyrl.db.database import Connection, Database
+    from skyrl.db.keys import ListedKey, Scope
 
 app = typer.Typer(help="Make, list and revoke API keys.", no_args_is_help=True)
 
@@ -35,7 +34,7 @@ def _refuse(message: str) -> typer.Exit:
 @contextmanager
 def _database(
     state_dir: Path | None, database_url: str | None, config: Path | None, *, make: bool = False
-) -> Iterator[Any]:
+) -> Iterator[Database]:
     from skyrl.db.keys import KeyRefused
 
     with opened("keys", state_dir, database_url, config, make=make, refusals=(KeyRefused,)) as (_, database):
@@ -51,17 +50,18 @@ def _expires_at(given: str | None) -> float | None:
     return time.time() + int(number) * _UNITS[unit]
 
 
-def _scopes(given: list[str] | None) -> list[Any]:
+def _scopes(given: list[str] | None) -> list[Scope]:
     from skyrl.db.keys import SCOPES
 
     for scope in given or ():
         if scope not in SCOPES:
             raise _refuse(f"--scope: {scope!r} is not one of: {', '.join(SCOPES)}")
-    return list(given or ("train", "sample"))
+    return [cast("Scope", scope) for scope in given or ("train", "sample")]
 
 
 def _adopted() -> str:
-    """The tenant of a key that was used when any was accepted: read where no list of processes shows it."""
+    """The tenant of a key from before keys were managed. Reads the key from the terminal or standard input, so that no
+    list of processes shows it."""
     from skyrl.api.tokens import tenant_of_key
 
     prompt = "The key whose tenant the new one is to stand for: "
@@ -72,7 +72,7 @@ def _adopted() -> str:
 
 
 def _owner(tenant: str | None, *, adopt: bool) -> Callable[[Connection], str | None]:
-    """Finds whose the new key is to be, in the transaction that makes it; None: a new tenant."""
+    """Finds the tenant of the new key, in the transaction that makes the key. None: a new tenant."""
     from skyrl.db.keys import KeyRefused, known_tenant
 
     if tenant is not None and adopt:
@@ -109,7 +109,7 @@ def create(
     database_url: DatabaseUrl = None,
     config: ConfigFile = None,
 ) -> None:
-    """Make a key and print it, this once. A server that runs takes it two seconds later."""
+    """Make a key and print it, this once. A running server accepts it two seconds later."""
     from skyrl.db import keys
 
     if len(name) > MAX_NAME or not (name.isprintable()):
@@ -132,24 +132,27 @@ def list_keys(
     database_url: DatabaseUrl = None,
     config: ConfigFile = None,
 ) -> None:
-    """Print all keys, those that are revoked or have expired too, one in a line; never their secrets."""
+    """Print all keys, one in a line, never their secrets. Revoked and expired keys are listed too."""
     from skyrl.db import keys
 
     with _database(state_dir, database_url, config) as database:
-        rows = database.read(lambda connection: keys.listed(connection, tenant))
+        listed = database.read(lambda connection: keys.listed(connection, tenant))
     lines = [("KEY", "TENANT", "SCOPES", "CREATED", "EXPIRES", "LAST USED", "STATE", "NAME")]
-    lines += [_line(row) for row in rows]
+    lines += [_line(one) for one in listed]
     print_table(lines)
 
 
-def _line(row: Any) -> tuple[str, ...]:
+def _line(listed: ListedKey) -> tuple[str, ...]:
+    from skyrl.db.keys import SCOPES
+
     def at(seconds: float | None) -> str:
         return "-" if seconds is None else time.strftime("%Y-%m-%dT%H:%MZ", time.gmtime(seconds))
 
-    expired = row.expires_at is not None and row.expires_at <= time.time()
-    state = "revoked" if row.revoked_at is not None else "expired" if expired else "good"
-    times = at(row.created_at), at(row.expires_at), at(row.last_used_at)
-    return row.id, row.tenant, ",".join(row.scopes), *times, state, row.name
+    key = listed.key
+    state = "revoked" if listed.revoked_at is not None else "expired" if key.expired else "good"
+    times = at(key.created_at), at(key.expires_at), at(listed.last_used_at)
+    scopes = ",".join(scope for scope in SCOPES if scope in key.scopes)
+    return key.id, key.tenant, scopes, *times, state, key.name
 
 
 @app.command()
@@ -159,7 +162,7 @@ def revoke(
     database_url: DatabaseUrl = None,
     config: ConfigFile = None,
 ) -> None:
-    """End a key, and every token made for it. A server that runs refuses them two seconds later."""
+    """Revoke a key, and every token made for it. A running server refuses them two seconds later."""
     from skyrl.db import keys
 
     with _database(state_dir, database_url, config) as database:

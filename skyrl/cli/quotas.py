@@ -1,14 +1,18 @@
-"""`skyrl quotas`: what single tenants may use, where that is not what the configuration says for all."""
+"""`skyrl quotas`: exceptions of single tenants from the quotas that the configuration sets for all."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from skyrl.cli.database import ConfigFile, DatabaseUrl, StateDir, opened, print_table, refused, where
+
+if TYPE_CHECKING:  # importing the database takes longer than `skyrl --help` may
+    from skyrl.db.database import Connection
+    from skyrl.quotas.limits import QuotaLimits
 
 app = typer.Typer(help="Show what tenants use, and make exceptions from the quotas of all.", no_args_is_help=True)
 
@@ -44,7 +48,7 @@ def set_quotas(
     database_url: DatabaseUrl = None,
     config: ConfigFile = None,
 ) -> None:
-    """Make exceptions for a tenant; what is not named stays. A server that runs knows two seconds later."""
+    """Make exceptions for a tenant. Quotas that are not named stay. A running server knows two seconds later."""
     from skyrl.db import quotas
     from skyrl.db.keys import known_tenant
     from skyrl.quotas.limits import NAMES
@@ -57,7 +61,7 @@ def set_quotas(
     if not _TENANT.fullmatch(tenant):
         raise refused("quotas", f"{tenant!r} is not a tenant as `skyrl keys list` shows them (32 hexadecimal digits)")
 
-    def change(connection: Any) -> bool:
+    def change(connection: Connection) -> bool:
         known = known_tenant(connection, tenant)
         if known:
             quotas.change(connection, tenant, values)
@@ -73,7 +77,7 @@ def set_quotas(
 def clear(
     tenant: Tenant, state_dir: StateDir = None, database_url: DatabaseUrl = None, config: ConfigFile = None
 ) -> None:
-    """End a tenant's exceptions: what the configuration says for all holds for it."""
+    """Delete a tenant's exceptions: the quotas of the configuration hold for it again."""
     from skyrl.db import quotas
 
     with opened("quotas", state_dir, database_url, config) as (_, database):
@@ -84,8 +88,8 @@ def clear(
 
 @app.command("list")
 def list_quotas(state_dir: StateDir = None, database_url: DatabaseUrl = None, config: ConfigFile = None) -> None:
-    """Print what tenants use and may use: all that have samples in flight, models in training, checkpoints, or quotas
-    of their own. Give --config if the server has one: it says what holds for all."""
+    """Print what tenants use and may use: tenants with samples in flight, models in training, checkpoints, or quotas of
+    their own. Give --config if the server has one: it sets the quotas of all."""
     from skyrl.db import quotas
     from skyrl.quotas.limits import QuotaLimits
 
@@ -103,8 +107,8 @@ def list_quotas(state_dir: StateDir = None, database_url: DatabaseUrl = None, co
     print_table(lines)
 
 
-def _cells(used: Iterable[int | None], limits: Any) -> list[str]:
-    """What is used, if that is known, of what may be."""
+def _cells(used: Iterable[int | None], limits: QuotaLimits) -> list[str]:
+    """One cell per quota: the limit, and the amount in use where it is known."""
     from skyrl.quotas.limits import NAMES
 
     may = ("unlimited" if getattr(limits, name) is None else str(getattr(limits, name)) for name in NAMES)

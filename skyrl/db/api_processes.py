@@ -1,16 +1,17 @@
-"""API processes that serve one database: who lives, and who forwards the samples of who does not.
+"""The API processes that serve one database, and which of them owns each pending sample.
 
-An id is that of a server and a place in it, so a process that is started again is its predecessor. Nobody compares
-clocks: a heartbeat is only ever asked whether it has changed.
+A process id names a server and a place in it, so a process that is started again takes over the samples of the process
+before it. No clocks are compared: a process only looks whether the heartbeat of another process has changed.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from functools import partial
 
-from sqlalchemy import Connection, and_, delete, insert, or_, select, update
+from sqlalchemy import Connection, Executable, and_, delete, insert, or_, select, update
 
 from skyrl.db.database import Database
 from skyrl.db.futures import MAX_NAMED, futures
@@ -21,11 +22,43 @@ from skyrl.types.kinds import Kind
 processes = ApiProcessRow.__table__  # type: ignore[attr-defined]
 
 _FORWARDED = and_(futures.c.status == "pending", futures.c.kind == Kind.EXTERNAL)
-_NOBODYS = or_(futures.c.owner.is_(None), futures.c.owner.not_in(select(processes.c.id)))
+_WITHOUT_OWNER = or_(futures.c.owner.is_(None), futures.c.owner.not_in(select(processes.c.id)))
+"""The owner is not among the API processes, or the row is from a version without owners."""
+
+
+@dataclass(frozen=True, slots=True)
+class PendingSample:
+    """A sample that is to be forwarded, with its body. It must not start before `not_before` (seconds since the
+    epoch)."""
+
+    id: str
+    tenant: str
+    session_id: str
+    sampling_session_id: str | None
+    sample_seq_id: int | None
+    digest: bytes
+    body: bytes
+    not_before: float | None
+
+
+_SAMPLE = (
+    futures.c.id,
+    futures.c.tenant,
+    futures.c.session_id,
+    futures.c.sampling_session_id,
+    futures.c.sample_seq_id,
+    futures.c.digest,
+    futures.c.body,
+    futures.c.not_before,
+)
+
+
+def _samples(connection: Connection, query: Executable) -> list[PendingSample]:
+    return [PendingSample(*row) for row in connection.execute(query)]
 
 
 class ApiProcesses:
-    """The table, as the process `me` uses it."""
+    """The table of API processes, for the process `me`."""
 
     def __init__(self, database: Database, writer: GroupCommitWriter, me: str) -> None:
         self._database = database
@@ -33,7 +66,8 @@ class ApiProcesses:
         self.me = me
 
     async def beat(self) -> dict[str, float]:
-        """Say "alive"; returns the heartbeats of the others that are there, by id."""
+        """Store this process's heartbeat. Returns the heartbeats of the other processes by id, in seconds since the
+        epoch."""
 
         def beat(connection: Connection) -> dict[str, float]:
             now = time.time()
@@ -46,37 +80,39 @@ class ApiProcesses:
         return await self._writer.transact(beat)
 
     async def take_over(self, dead: Mapping[str, float]) -> int:
-        """Be the owner of pending samples whose owner is not there: of those `dead`, unless they have beaten since
-        the heartbeat that is given, of those who left, and of those from before there were owners. Writes come one by
-        one, so each sample is taken by one process. Returns how many were taken."""
+        """Make this process the owner of all pending samples whose owner is no API process. Returns their number.
+
+        First delete the processes in `dead`, unless their heartbeat is not the given one any more. Write transactions
+        run one by one, so one process takes each sample.
+        """
 
         def take(connection: Connection) -> int:
             for process, heartbeat_at in dead.items():
-                still = and_(processes.c.id == process, processes.c.heartbeat_at == heartbeat_at)
-                connection.execute(delete(processes).where(still))
-            return connection.execute(update(futures).where(_FORWARDED, _NOBODYS).values(owner=self.me)).rowcount
+                unchanged = and_(processes.c.id == process, processes.c.heartbeat_at == heartbeat_at)
+                connection.execute(delete(processes).where(unchanged))
+            return connection.execute(update(futures).where(_FORWARDED, _WITHOUT_OWNER).values(owner=self.me)).rowcount
 
         return await self._writer.transact(take)
 
     async def left(self) -> bool:
-        """Whether pending samples are of an owner that is not there."""
-        orphan = select(futures.c.n).where(_FORWARDED, _NOBODYS).limit(1)
+        """Whether there are pending samples whose owner is no API process."""
+        orphan = select(futures.c.n).where(_FORWARDED, _WITHOUT_OWNER).limit(1)
         return await self._database.read_async(lambda c: c.execute(orphan).first() is not None)
 
     async def own(self) -> set[str]:
-        """Ids of the pending samples that are this process's to forward."""
+        """Ids of the pending samples that this process owns."""
         query = select(futures.c.id).where(_FORWARDED, futures.c.owner == self.me)
         return await self._database.read_async(lambda c: set(c.execute(query).scalars()))
 
-    async def rows(self, request_ids: Sequence[str]) -> list[Any]:
-        """Whole rows of those that still are its to forward, in order of arrival."""
-        query = select(futures).where(_FORWARDED, futures.c.owner == self.me).order_by(futures.c.n)
-        found: list[Any] = []
+    async def samples(self, request_ids: Sequence[str]) -> list[PendingSample]:
+        """Those of `request_ids` that are pending samples of this process, in order of arrival."""
+        query = select(*_SAMPLE).where(_FORWARDED, futures.c.owner == self.me).order_by(futures.c.n)
+        found: list[PendingSample] = []
         for start in range(0, len(request_ids), MAX_NAMED):
             named = query.where(futures.c.id.in_(request_ids[start : start + MAX_NAMED]))
-            found += await self._database.read_async(lambda c, named=named: list(c.execute(named)))
+            found += await self._database.read_async(partial(_samples, query=named))
         return found
 
     async def leave(self) -> None:
-        """This process ends: what it leaves is for the others, or for its next start."""
+        """Delete this process from the table, because it ends. Other processes, or its next start, take its samples."""
         await self._writer.transact(lambda c: c.execute(delete(processes).where(processes.c.id == self.me)))

@@ -1,4 +1,8 @@
-"""Connections: one engine for reads, one for writes; both databases are set up to serve several processes alike."""
+"""Connections to the database: one engine for reads and one for writes.
+
+SQLite and PostgreSQL are set up so that several processes can use the same database. Other packages take `Connection`
+and `Change` from here, and import no SQLAlchemy.
+"""
 
 from __future__ import annotations
 
@@ -20,34 +24,43 @@ from skyrl.config.server import ConfigError
 
 T = TypeVar("T")
 
+Change = Callable[[Connection], object]
+"""Work for a write transaction: statements on the transaction's connection."""
+
 BUSY_TIMEOUT_MS = 30_000
+"""How long a transaction waits for a lock."""
 
 CONNECT_TIMEOUT_S = 10
-"""PostgreSQL: how long one that does not answer is tried, by a new connection and by one that is there."""
+"""PostgreSQL: how long a server that does not answer is tried, by new and by open connections."""
 
 WRITE_LOCK = 0x736B79726C
-"""PostgreSQL: the number of the advisory lock that a write transaction holds; the five letters of skyrl."""
+"""PostgreSQL: the number of the advisory lock that every write transaction holds. The bytes spell `skyrl`."""
 
 EMPTY_LOG_WAIT_S = 0.25
-"""How long emptying the log may wait for readers, and writers for it."""
+"""How long `empty_log` waits for readers. Writers wait for `empty_log` as long."""
 
 QUICK_COPY_S = 0.05
 COPY_ROUNDS = 5
-"""Copying the log is repeated, so often at most, until it takes no longer than this: what is left is copied with the
-write lock held."""
+"""`empty_log` copies the log without a lock until one round takes less than QUICK_COPY_S, in at most COPY_ROUNDS
+rounds. Then it copies the rest with the write lock held."""
 
 LOG_PAGES = 2**15
-"""At 128 MiB of log a commit copies it itself. It should not come to that: who commits would wait for the disk."""
+"""At this length (128 MiB) of SQLite's log a commit copies the log itself and waits for the disk. `Retention` empties
+the log much earlier."""
 
 
 class Database:
-    """Engines on one database. Writes take the lock at BEGIN, so that two processes queue instead of failing, and one
-    that first looks and then writes finds nothing changed in between. Reads see one moment of the database.
+    """The engines (in SQLAlchemy's sense) on one database.
 
-    On SQLite a commit survives the death of any process. A `power_safe` one also syncs the log to disk (about 5 ms),
-    which makes everything committed before, by any process, survive a loss of power too.
+    A write transaction takes the write lock at its BEGIN. So two processes that write queue instead of failing, and
+    nothing changes between a read and a write of the same transaction. A read transaction sees one moment of the
+    database.
 
-    Raises ConfigError for a URL that cannot be read, or whose driver is not installed; it does not repeat the URL.
+    On SQLite a commit survives the death of any process. A `power_safe` commit also syncs the log to disk (about 5 ms):
+    then this commit and all earlier ones, of every process, survive a loss of power.
+
+    Raises ConfigError for a URL that cannot be read, and for one whose driver is not installed. The message does not
+    repeat the URL.
     """
 
     def __init__(self, url: str) -> None:
@@ -65,7 +78,7 @@ class Database:
                 self.writer = self._syncing_writer = _server(parsed, "READ COMMITTED")
                 event.listen(self.writer, "begin", _lock_writes)
                 for engine in (self.reader, self.writer):
-                    event.listen(engine, "checkin", self._come_back)
+                    event.listen(engine, "checkin", self._returned)
         except (ArgumentError, NoSuchModuleError, ImportError, ValueError) as error:
             raise ConfigError(f"database_url: {error}") from error
         self.file: Path | None = None
@@ -78,15 +91,16 @@ class Database:
 
         @event.listens_for(engine, "connect")
         def _connect(connection: Any, _record: object) -> None:
-            connection.isolation_level = None  # BEGIN is ours, below; the driver's own comes too late
+            connection.isolation_level = None  # the driver would begin too late; `_begin` does it below
             if connection.execute("PRAGMA page_count").fetchone() == (0,):
-                connection.execute("PRAGMA auto_vacuum=INCREMENTAL")  # a file that has tables would be locked for it
+                # Only on a new file: setting it on a file with tables would lock the file.
+                connection.execute("PRAGMA auto_vacuum=INCREMENTAL")
             for pragma in (
                 f"busy_timeout={BUSY_TIMEOUT_MS}",
                 "journal_mode=WAL",
                 f"wal_autocheckpoint={LOG_PAGES}",
                 f"synchronous={synchronous}",
-                "secure_delete=FAST",  # free pages need not be overwritten: that would write each of them once more
+                "secure_delete=FAST",  # overwriting free pages would write each of them once more
                 "foreign_keys=ON",
                 "temp_store=MEMORY",
             ):
@@ -99,19 +113,19 @@ class Database:
         return engine
 
     def connect_driver(self) -> sqlite3.Connection:
-        """A connection of SQLite's driver itself, set up as the others are; the caller begins, commits and closes."""
+        """A connection of SQLite's own driver, set up as all others. The caller begins, commits and closes."""
         pooled = self.writer.raw_connection()
         driver = cast(sqlite3.Connection, pooled.driver_connection)
         pooled.detach()
         return driver
 
     def read(self, query: Callable[[Connection], T]) -> T:
-        """Run `query` in one read transaction on the calling thread."""
+        """Run `query` in one read transaction, on the calling thread."""
         with self.reader.connect() as connection:
             return query(connection)
 
     def write(self, change: Callable[[Connection], T], *, power_safe: bool = False) -> T:
-        """Run `change` in one write transaction on the calling thread; commits, or rolls back and raises."""
+        """Run `change` in one write transaction, on the calling thread. Commits, or rolls back and raises."""
         with (self._syncing_writer if power_safe else self.writer).begin() as connection:
             return change(connection)
 
@@ -125,31 +139,32 @@ class Database:
         return log.stat().st_size if log is not None and log.exists() else 0
 
     def size(self) -> int:
-        """Bytes that the database takes on its disk, SQLite's log included."""
+        """Bytes of the database on its disk, with SQLite's log."""
         if self.file is not None:
             return self.file.stat().st_size + self.log_bytes()
         return self.read(lambda c: c.exec_driver_sql("SELECT pg_database_size(current_database())").scalar_one())
 
     def empty_log(self) -> bool:
-        """Copy SQLite's log into the file and cut both to what they hold. False if a reader is in the way for long."""
+        """Copy SQLite's log into the database file, and shorten both. False when a reader prevented it."""
         if self.file is None:
             return True
         with closing(sqlite3.connect(self.file, EMPTY_LOG_WAIT_S, isolation_level=None)) as connection:
             try:
-                for _ in range(COPY_ROUNDS):  # nearly all of it, while nobody waits
+                for _ in range(COPY_ROUNDS):  # copies most of the log while nobody waits
                     began = time.monotonic()
                     connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
                     if time.monotonic() - began < QUICK_COPY_S:
                         break
                 busy, _, _ = connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
-            except sqlite3.OperationalError:  # another one is at it
+            except sqlite3.OperationalError:  # another connection is doing the same
                 return False
         return not busy
 
     def make_reclaimable(self) -> None:
-        """Rewrite a SQLite file that cannot give free pages back, once; needs twice its size meanwhile.
+        """Rewrite a SQLite file that was made before files could shrink. Does nothing to other databases.
 
-        Raises sqlite3.Error when that fails, and leaves it as it was.
+        The file needs its size on the disk once more meanwhile. Raises sqlite3.Error when the rewrite fails; the file
+        is then unchanged.
         """
         if self.file is None:
             return
@@ -159,8 +174,8 @@ class Database:
                 connection.execute("VACUUM")
                 connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
 
-    def _come_back(self, _: object, connection: ConnectionPoolEntry) -> None:
-        """A thread that nobody waits for any more may have read until after `close`."""
+    def _returned(self, _: object, connection: ConnectionPoolEntry) -> None:
+        """Close a connection that comes back to its pool after `close`: a thread may have been reading until then."""
         if self._closed:
             connection.invalidate()
 
@@ -172,7 +187,7 @@ class Database:
 
 
 def _supported(url: URL) -> URL:
-    """The URL with its driver; raises ArgumentError for a kind of database that skyrl does not know."""
+    """The URL with its driver. Raises ArgumentError for a kind of database that skyrl does not know."""
     kind = url.get_backend_name()
     if kind not in ("sqlite", "postgresql"):
         raise ArgumentError(f"must begin with sqlite:/// or postgresql://, got {kind!r}")
@@ -180,7 +195,7 @@ def _supported(url: URL) -> URL:
 
 
 def _server(url: URL, isolation_level: Any) -> Engine:
-    """An engine on PostgreSQL. A connection that broke while nobody used it is made anew before it is used."""
+    """An engine on PostgreSQL. It tests a connection before each use, and replaces a broken one."""
     options = f"{url.query.get('options', '')} -c lock_timeout={BUSY_TIMEOUT_MS}".strip()
     arguments = {
         "options": options,

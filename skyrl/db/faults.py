@@ -1,6 +1,7 @@
-"""Which errors of a database pass: it is away, locked, full or read-only for now, and what was asked may be repeated.
+"""Errors of the database: their names for other packages, and which of them are transient.
 
-Knows the codes of SQLite and PostgreSQL; does not know what was asked.
+Other packages catch these names and import no SQLAlchemy. Knows the codes of SQLite and PostgreSQL; does not know the
+statement that failed.
 """
 
 from __future__ import annotations
@@ -9,13 +10,19 @@ import re
 import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
 
-from sqlalchemy.exc import DataError, DBAPIError, InterfaceError, OperationalError, SQLAlchemyError
+from sqlalchemy.exc import DataError, DBAPIError, IntegrityError, InterfaceError, OperationalError, SQLAlchemyError
 from sqlalchemy.exc import TimeoutError as NoConnectionFree
 
 DatabaseError = SQLAlchemyError
-"""Every error that a read or a write raises for the database's part."""
+"""The base of every error that the database raises in a read or a write."""
 
-_SQLITE_PASSES = {
+ConstraintError = IntegrityError
+"""A row breaks a constraint: its key is stored already, or a row that it refers to is missing."""
+
+OPERATIONAL_ERRORS: tuple[type[DatabaseError], ...] = (OperationalError, InterfaceError)
+"""Errors of the database's operation, such as a full disk or a lost connection. The statement is not at fault."""
+
+_SQLITE_TRANSIENT = {
     sqlite3.SQLITE_BUSY,
     sqlite3.SQLITE_LOCKED,
     sqlite3.SQLITE_NOMEM,
@@ -26,35 +33,35 @@ _SQLITE_PASSES = {
     sqlite3.SQLITE_PROTOCOL,
 }
 _READ_ONLY_TRANSACTION = "25006"
-"""PostgreSQL's code for a standby, and for a server that takes no writes because its disk is nearly full."""
+"""PostgreSQL's code of a standby, and of a server that refuses writes because its disk is nearly full."""
 
 
 def is_transient(error: BaseException) -> bool:
-    """Whether the same may succeed later, with nothing changed by us."""
+    """Whether the same statement may succeed later: the database is away, locked, full or read-only for now."""
     if isinstance(error, NoConnectionFree):
         return True
     if not isinstance(error, DBAPIError):
         return False
     if isinstance(error.orig, sqlite3.Error):
-        return (getattr(error.orig, "sqlite_errorcode", 0) & 0xFF) in _SQLITE_PASSES
+        return (getattr(error.orig, "sqlite_errorcode", 0) & 0xFF) in _SQLITE_TRANSIENT
     if error.connection_invalidated or isinstance(error, OperationalError | InterfaceError):
         return True
     return getattr(error.orig, "sqlstate", None) == _READ_ONLY_TRANSACTION
 
 
 def reason(error: BaseException) -> str:
-    """What the database said, in a line, without the statement and what was to be stored."""
-    said = getattr(error, "orig", None) or error
-    return " ".join(str(said).split())
+    """The database's message, in one line, without the statement and its values."""
+    message = getattr(error, "orig", None) or error
+    return " ".join(str(message).split())
 
 
 def column_with_nul(error: BaseException) -> str | None:
-    """The column for which PostgreSQL refused a text because it holds the character U+0000; None for another error."""
+    """The column whose text PostgreSQL refused because it holds the character U+0000. None for another error."""
     if not isinstance(error, DataError):
         return None
     for name, value in _parameters(error.params):
         if isinstance(value, str) and "\0" in value:
-            return re.sub(r"_\d+$", "", name)  # as SQLAlchemy numbers what is compared
+            return re.sub(r"_\d+$", "", name)  # SQLAlchemy numbers the parameters of comparisons
     return None
 
 

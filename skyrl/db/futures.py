@@ -1,8 +1,11 @@
-"""Statements on the futures table: record, look up, settle, forget. One row is one request."""
+"""Statements on the futures table: record, find and settle requests. One row is one request.
+
+To settle a request is to store its outcome. A row that has an outcome never gets another one.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,11 +23,11 @@ from sqlalchemy import (
     select,
     update,
 )
-from sqlalchemy.ext.compiler import compiles
-from sqlalchemy.sql.functions import FunctionElement
 
+from skyrl.db.ended_at import EndedAt
 from skyrl.db.tables import FutureRow
 from skyrl.db.writer import RowStatement
+from skyrl.types.command import Command, ExecutedCommand
 from skyrl.types.kinds import Kind
 from skyrl.wire.errors import ErrorCategory
 
@@ -48,28 +51,7 @@ _RECORDED = (
     futures.c.not_before,
 )
 RECORD = RowStatement(insert(futures).values({column: bindparam(column.key) for column in _RECORDED}))
-"""Parameters: the columns of one new row that are known then."""
-
-
-class EndedAt(FunctionElement[float]):
-    """When a request has ended, in seconds since the epoch, from what the process's clock says. On PostgreSQL, where
-    several processes may write, later than every other end, by what cursors tell apart: writes come one by one, so
-    that what is read up to some moment has been read whole."""
-
-    inherit_cache = True
-    type = Float()
-
-
-@compiles(EndedAt)
-def _own_clock(element: EndedAt, compiler: Any, **options: Any) -> str:
-    return compiler.process(element.clauses, **options)
-
-
-@compiles(EndedAt, "postgresql")
-def _after_all_others(element: EndedAt, compiler: Any, **options: Any) -> str:
-    clock = compiler.process(element.clauses, **options)
-    return f"greatest(CAST({clock} AS double precision), (SELECT max(completed_at) FROM futures) + 2e-6)"
-
+"""Adds one row. The parameters are the columns of a request that is not settled."""
 
 SETTLE = (
     update(futures)
@@ -83,19 +65,19 @@ SETTLE = (
         completed_at=EndedAt(bindparam("new_completed_at", type_=Float())),
     )
 )
-"""Parameters: see `settlement`. A row that is gone or settled already is left alone."""
-
+"""Stores one outcome. `settlement` makes the parameters. Changes no row that is deleted or settled already."""
 
 SETTLE_SAMPLE = RowStatement(SETTLE.values(body=null()))
-"""SETTLE for a forwarded sample, whose body nobody reads again."""
+"""SETTLE for a forwarded sample. It also deletes the body, which nobody reads again."""
 
 MAX_NAMED = 500
-"""Ids in one query."""
+"""The most ids in one query."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a request ended: result bytes with their format, or an error with its category. NUL is spelled out."""
+    """How a request ended: a result with its format, or an error with its category. PostgreSQL stores no text with the
+    character U+0000, so an error spells it `\\0`."""
 
     result: bytes = b""
     result_format: str = "json"
@@ -103,17 +85,17 @@ class Outcome:
     error_category: str | None = None
 
     def __post_init__(self) -> None:
-        if self.error is not None and "\0" in self.error:  # PostgreSQL would not store it, now or ever
+        if self.error is not None and "\0" in self.error:
             object.__setattr__(self, "error", self.error.replace("\0", "\\0"))
 
 
 SESSION_ENDED = Outcome(error="the session has ended", error_category=ErrorCategory.USER)
-"""How the pending requests of a finished or expired session end."""
+"""The outcome of requests that are pending when their session finishes or expires."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredFuture:
-    """A row without its bodies, with its outcome once it has one."""
+    """A recorded request without its body. `outcome` is None while the request is pending."""
 
     id: str
     kind: str
@@ -127,7 +109,7 @@ class StoredFuture:
 
 
 def settlement(request_id: str, outcome: Outcome, now: float) -> dict[str, Any]:
-    """Parameters of SETTLE."""
+    """The parameters of SETTLE and SETTLE_SAMPLE. `now` is in seconds since the epoch."""
     return {
         "request_id": request_id,
         "new_status": "done" if outcome.error is None else "failed",
@@ -182,13 +164,13 @@ def find(connection: Connection, request_id: str) -> StoredFuture | None:
 
 
 def find_settled(connection: Connection, request_ids: Sequence[str]) -> list[StoredFuture]:
-    """Those of `request_ids` that have an outcome by now."""
+    """Those of `request_ids` that have an outcome."""
     return _find(connection, and_(futures.c.id.in_(request_ids), futures.c.status != "pending"))
 
 
 def ended_among(connection: Connection, request_ids: Sequence[str]) -> list[str]:
-    """Those of `request_ids` that are not pending. Looks at indexes only: a row with a body of megabytes is long, and
-    its status comes after the body."""
+    """Those of `request_ids` that are stored and not pending. Reads indexes only: the status is stored after the body,
+    so reading it from the row would read a body of megabytes."""
     pending = select(futures.c.n).where(futures.c.status == "pending")
     ended: list[str] = []
     for start in range(0, len(request_ids), MAX_NAMED):
@@ -207,26 +189,13 @@ def find_sample(connection: Connection, sampling_session_id: str, seq_id: int) -
     return next(iter(_find(connection, where)), None)
 
 
-def of_session(connection: Connection, session_id: str, newest: int) -> Iterator[Any]:
-    """What is known of a session's `newest` requests, in order of arrival, without bodies and results."""
-    columns = (
-        futures.c.id,
-        futures.c.kind,
-        futures.c.model_id,
-        futures.c.seq_id,
-        futures.c.sampling_session_id,
-        futures.c.sample_seq_id,
-        futures.c.status,
-        futures.c.error,
-        futures.c.created_at,
-        futures.c.completed_at,
-    )
-    query = select(*columns).where(futures.c.session_id == session_id).order_by(futures.c.n.desc()).limit(newest)
-    yield from reversed(connection.execute(query).all())
+def record(connection: Connection, parameters: dict[str, Any]) -> None:
+    """RECORD in a transaction of the caller."""
+    connection.execute(RECORD.statement, parameters)
 
 
 def highest_seq(connection: Connection, model_id: str) -> int:
-    """The highest seq_id recorded for a model, -1 if there is none."""
+    """The highest seq_id that is recorded for a model; -1 if there is none."""
     row = connection.execute(select(func.max(futures.c.seq_id)).where(futures.c.model_id == model_id)).first()
     return -1 if row is None or row[0] is None else int(row[0])
 
@@ -258,20 +227,37 @@ _PENDING = (
 )
 
 
-def pending(connection: Connection, kinds: Sequence[str], after: int = 0) -> list[Any]:
-    """Pending rows of these kinds that arrived after row number `after`, in order of arrival: all but the bodies, which
-    may be megabytes each, and their `size` in bytes.
+def _command(row: Any) -> Command:
+    return Command(
+        row.n,
+        row.id,
+        Kind(row.kind),
+        row.tenant,
+        row.session_id,
+        row.model_id,
+        row.seq_id,
+        row.sampling_session_id,
+        row.sample_seq_id,
+        row.body_format,
+        row.size or 0,
+        row.not_before,
+    )
 
-    SQLite gives the number of a deleted last row again, so `after` must be a row that is still there, or 0.
+
+def pending(connection: Connection, kinds: Sequence[str], after: int = 0) -> list[Command]:
+    """Pending requests of these kinds that arrived after row number `after`, in order of arrival, without bodies.
+
+    `after` must be the number of a row that is still stored, or 0: SQLite gives the number of a deleted last row to the
+    next one.
     """
-    return list(connection.execute(_PENDING, {"kinds": kinds, "after": after}))
+    return [_command(row) for row in connection.execute(_PENDING, {"kinds": kinds, "after": after})]
 
 
-def executed(connection: Connection, model_id: str, first_seq: int) -> list[Any]:
-    """A model's commands from `first_seq` on that have changed it, in their order: what recovery repeats.
+def executed(connection: Connection, model_id: str, first_seq: int) -> list[ExecutedCommand]:
+    """A model's commands from number `first_seq` on that have changed the model, in their order. Recovery repeats them.
 
-    Those that succeeded, with `status` and `completed_at`; and optimizer steps that failed by the caller's fault: one
-    whose gradient is not finite drops it. A failure of ours left the model as it was.
+    These are the commands that succeeded, and optimizer steps that failed by the caller's fault: a step whose gradient
+    is not finite drops the gradient. A failure by the server's fault left the model as it was.
     """
     dropped = and_(
         futures.c.status == "failed",
@@ -279,17 +265,16 @@ def executed(connection: Connection, model_id: str, first_seq: int) -> list[Any]
         futures.c.error_category == ErrorCategory.USER,
     )
     changed = or_(futures.c.status == "done", dropped)
-    return list(
-        connection.execute(
-            select(*_HEADER, futures.c.status, futures.c.completed_at)
-            .where(futures.c.model_id == model_id, futures.c.seq_id >= first_seq, changed)
-            .order_by(futures.c.seq_id)
-        )
+    query = (
+        select(*_HEADER, futures.c.status, futures.c.completed_at)
+        .where(futures.c.model_id == model_id, futures.c.seq_id >= first_seq, changed)
+        .order_by(futures.c.seq_id)
     )
+    return [ExecutedCommand(_command(row), row.status, row.completed_at) for row in connection.execute(query)]
 
 
 def highest_settled_seq(connection: Connection, model_id: str) -> int:
-    """The highest seq_id that has an outcome, -1 if there is none."""
+    """The highest seq_id of a model that has an outcome; -1 if there is none."""
     row = connection.execute(
         select(func.max(futures.c.seq_id)).where(futures.c.model_id == model_id, futures.c.status != "pending")
     ).first()
@@ -301,20 +286,40 @@ _PENDING_BODIES = _BODIES.where(futures.c.status == "pending")
 
 
 def bodies(connection: Connection, request_ids: Sequence[str], *, pending: bool = False) -> dict[str, bytes]:
-    """Bodies by request id; rows that are gone are left out, and with `pending` those that have ended."""
+    """Bodies by request id. Leaves out requests that are deleted, and with `pending` also those that have ended."""
     query = _PENDING_BODIES if pending else _BODIES
     return {row.id: row.body for row in connection.execute(query, {"ids": request_ids})}
 
 
 def settled_at(connection: Connection, request_ids: Sequence[str], moment: float) -> bool:
-    """Whether any of these got its outcome at just this moment (seconds since the epoch)."""
+    """Whether any of these requests was settled at exactly `moment` (seconds since the epoch)."""
     those = futures.c.id.in_(request_ids), futures.c.completed_at == moment
     return connection.execute(select(futures.c.id).where(*those).limit(1)).first() is not None
 
 
-def settle_where(connection: Connection, where: ColumnElement[bool], outcome: Outcome, now: float) -> list[str]:
-    """Settle all pending rows that match; returns their ids."""
+def settle(connection: Connection, outcomes: Iterable[tuple[str, Outcome]], now: float) -> None:
+    """Store the outcomes of requests, given by id. Requests that are settled already stay as they are."""
+    parameters = [settlement(request_id, outcome, now) for request_id, outcome in outcomes]
+    if parameters:
+        connection.execute(SETTLE, parameters)
+
+
+def settle_pending(connection: Connection, request_id: str, outcome: Outcome, now: float) -> bool:
+    """Store the outcome of one request. False if the request was not pending."""
+    return bool(_settle_where(connection, futures.c.id == request_id, outcome, now))
+
+
+def end_requests_of_sessions(
+    connection: Connection, session_ids: Sequence[str], now: float, kind: Kind | None = None
+) -> list[str]:
+    """Settle all pending requests of ended sessions, or those of one kind, with SESSION_ENDED. Returns their ids."""
+    where = futures.c.session_id.in_(session_ids)
+    if kind is not None:
+        where &= futures.c.kind == kind
+    return _settle_where(connection, where, SESSION_ENDED, now)
+
+
+def _settle_where(connection: Connection, where: ColumnElement[bool], outcome: Outcome, now: float) -> list[str]:
     ids = [row.id for row in connection.execute(select(futures.c.id).where(where, futures.c.status == "pending"))]
-    if ids:
-        connection.execute(SETTLE, [settlement(request_id, outcome, now) for request_id in ids])
+    settle(connection, [(request_id, outcome) for request_id in ids], now)
     return ids

@@ -14,9 +14,9 @@ from alembic.util.exc import CommandError
 from sqlalchemy.exc import DBAPIError
 
 from alembic import command
-from skyrl.config.database_url import shown_url
 from skyrl.db.database import Database
 from skyrl.db.faults import is_transient
+from skyrl.db.urls import shown_url
 
 logger = logging.getLogger(__name__)
 

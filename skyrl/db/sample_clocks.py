@@ -1,4 +1,4 @@
-"""How far each API process is in the order of samples, for those that send to one inference server."""
+"""The sample clocks of API processes that send to one inference server (`skyrl.sampling.fair_order`)."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from skyrl.db.writer import GroupCommitWriter
 
 
 class SampleClocks:
-    """A column of the processes' table, as the process `me` uses it."""
+    """The column `sample_clock` of the processes' table, for the process `me`."""
 
     def __init__(self, writer: GroupCommitWriter, me: str) -> None:
         self._writer = writer
         self._me = me
 
     async def exchange(self, mine: int) -> int:
-        """Say how far this process is; returns how far the others are, 0 when there are none."""
+        """Store this process's clock. Returns the highest clock of the other processes, 0 when there are none."""
 
         def exchange(connection: Connection) -> int:
             connection.execute(update(processes).where(processes.c.id == self._me).values(sample_clock=mine))

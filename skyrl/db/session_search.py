@@ -1,7 +1,7 @@
-"""Searching a tenant's sessions: newest first, page by page, with what each one's checkpoints take.
+"""Searches a tenant's sessions: newest first, page by page, with the number and size of their checkpoints.
 
-What SQL compares alike everywhere is left to it; words in names and pairs of metadata are compared here, because
-SQLite folds ASCII letters only and the two databases read JSON in different ways.
+SQL compares whatever both databases compare alike. Words in names and pairs of metadata are compared in Python: SQLite
+folds only the case of ASCII letters, and the two databases read JSON in different ways.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from sqlalchemy import Connection, and_, false, func, or_, select
+from sqlalchemy import ColumnElement, Connection, and_, false, func, or_, select
 
 from skyrl.db.database import Database
 from skyrl.db.sessions import in_project, sessions
@@ -25,7 +25,7 @@ _MICROSECOND = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """`status` as it is stored, and of finished sessions the reasons that match (None: all)."""
+    """A session status as it is stored. `reasons`: the finish reasons that match; None: all."""
 
     status: str
     reasons: tuple[str, ...] | None = None
@@ -33,10 +33,11 @@ class Status:
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """What must hold of a session; None and empty ask for nothing. With both `session_id` and `words` one is enough.
+    """The conditions on a session. A field that is None or empty is no condition, but for `statuses`, which matches no
+    session when it is empty. With both `session_id` and `words`, either is enough.
 
-    `words` must all appear in the display name, whatever their case. `statuses` empty matches no session. `after` is
-    the place of the last session of the page before: its creation in microseconds since the epoch, and its id.
+    All `words` must appear in the display name, in any case. `after` is the place of the last session of the page
+    before: its creation in microseconds since the epoch, and its id.
     """
 
     session_id: str | None = None
@@ -48,16 +49,24 @@ class Query:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """A sessions row, and how many checkpoints of how many bytes its models have."""
+class FoundSession:
+    """A session, with the number and the size of its models' live checkpoints. `created_us` is in microseconds since
+    the epoch, the resolution of times on the wire."""
 
-    row: Any
+    id: str
+    tenant: str
+    status: str
+    created_us: int
+    finish_reason: str | None
+    finish_detail: str | None
+    project_id: str | None
+    display_name: str | None
+    user_metadata: dict[str, Any] | None
     checkpoints: int
     checkpoint_bytes: int
 
 
-def microseconds(row: Any) -> int:
-    """When a session was made, in the resolution in which times travel."""
+def _microseconds(row: Any) -> int:
     return round(row.created_at * 1e6)
 
 
@@ -65,10 +74,10 @@ class SessionSearch:
     def __init__(self, database: Database) -> None:
         self._database = database
 
-    async def page(self, tenant: str, query: Query, limit: int) -> tuple[list[Found], bool]:
+    async def page(self, tenant: str, query: Query, limit: int) -> tuple[list[FoundSession], bool]:
         """Up to `limit` sessions, newest first, and whether there are more."""
 
-        def read(connection: Connection) -> tuple[list[Found], bool]:
+        def read(connection: Connection) -> tuple[list[FoundSession], bool]:
             rows: list[Any] = []
             for row in _candidates(connection, tenant, query):
                 if len(rows) == limit:
@@ -92,17 +101,17 @@ def _candidates(connection: Connection, tenant: str, query: Query) -> Iterator[A
     statement = select(sessions).where(*wanted).order_by(sessions.c.created_at.desc(), sessions.c.id.desc())
     with connection.execute(statement, execution_options={"yield_per": 500}) as rows:
         for row in rows:
-            if query.after is not None and (microseconds(row), row.id) >= query.after:
+            if query.after is not None and (_microseconds(row), row.id) >= query.after:
                 continue
             if _matches(row, query):
                 yield row
 
 
-def _has(status: Status) -> Any:
+def _has(status: Status) -> ColumnElement[bool]:
     same = sessions.c.status == status.status
     if status.reasons is not None:
         return and_(same, sessions.c.finish_reason.in_(status.reasons))
-    # A session that ended without its client saying how has no status to tell.
+    # A session that ended without a reason from its client has no status on the wire.
     return same if status.status == "active" else and_(same, sessions.c.finish_reason.is_not(None))
 
 
@@ -116,7 +125,7 @@ def _matches(row: Any, query: Query) -> bool:
     return all(key in metadata and str(metadata[key]) == value for key, value in query.user_metadata.items())
 
 
-def _with_checkpoints(connection: Connection, rows: list[Any]) -> list[Found]:
+def _with_checkpoints(connection: Connection, rows: list[Any]) -> list[FoundSession]:
     if not rows:
         return []
     live = or_(_checkpoints.c.expires_at.is_(None), _checkpoints.c.expires_at > time.time())
@@ -127,4 +136,20 @@ def _with_checkpoints(connection: Connection, rows: list[Any]) -> list[Found]:
         .group_by(_models.c.session_id)
     )
     held = {row.session_id: (row.n, int(row.size)) for row in connection.execute(counts)}
-    return [Found(row, *held.get(row.id, (0, 0))) for row in rows]
+    return [_found(row, *held.get(row.id, (0, 0))) for row in rows]
+
+
+def _found(row: Any, checkpoints: int, checkpoint_bytes: int) -> FoundSession:
+    return FoundSession(
+        row.id,
+        row.tenant,
+        row.status,
+        _microseconds(row),
+        row.finish_reason,
+        row.finish_detail,
+        row.project_id,
+        row.display_name,
+        row.user_metadata,
+        checkpoints,
+        checkpoint_bytes,
+    )

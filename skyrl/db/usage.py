@@ -1,7 +1,7 @@
 """Usage by hour: tokens trained and sampled, checkpoints made, gigabyte-hours stored. Amounts only; no prices.
 
-Rows are sums: counting is adding, in the transaction of what is counted wherever one process does both. Which project
-a session belongs to is looked up when somebody asks.
+Each row is a sum, and counting adds to it. Where one process does the work and counts it, both are one transaction. The
+project of a session is looked up when usage is read, because a session can move to another project.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ _models = ModelRow.__table__  # type: ignore[attr-defined]
 _checkpoints = CheckpointRow.__table__  # type: ignore[attr-defined]
 
 _COUNTER = "samples "
-"""What the names of meters of samples begin with."""
+"""Prefix of the names of meters that count samples."""
 HOUR_S = 3600
 GIGABYTE = 10**9
 
 
 class UsageKind(StrEnum):
-    """What is counted: tokens, but for checkpoints (how many) and storage (gigabyte-hours)."""
+    """What is counted. Units: tokens; the number of checkpoints; gigabyte-hours for storage."""
 
     TRAINING = "training"
     PREFILL = "sampling_prefill"
@@ -45,7 +45,8 @@ class UsageKind(StrEnum):
 
 
 class UsageKey(NamedTuple):
-    """Whose amount of what. `bucket` is the start of an hour in UTC, in seconds; `session_id` is empty for storage."""
+    """The key of one sum. `bucket` is the start of an hour in UTC, in seconds since the epoch. `session_id` is empty
+    for storage."""
 
     tenant: str
     bucket: int
@@ -62,18 +63,19 @@ _ADD = text(
 
 
 def bucket_of(seconds: float) -> int:
+    """The start of the hour of a time, both in seconds since the epoch."""
     return int(seconds // HOUR_S) * HOUR_S
 
 
 def add(connection: Connection, amounts: Mapping[UsageKey, float]) -> None:
-    """Add to the sums, in one order for all writers so that none waits for another in a ring."""
+    """Add to the sums. All writers add in the same order of keys, so that they cannot deadlock."""
     rows = [key._asdict() | {"amount": amount} for key, amount in sorted(amounts.items()) if amount]
     if rows:
         connection.execute(_ADD, rows)
 
 
 def count_training(connection: Connection, tokens: Mapping[str, int]) -> None:
-    """Count tokens of training passes, by model id."""
+    """Count the tokens of training passes, given by model id."""
     query = select(_models.c.id, _models.c.tenant, _models.c.session_id, _models.c.base_model)
     bucket = bucket_of(time.time())
     counted: dict[UsageKey, float] = {}
@@ -91,7 +93,7 @@ def count_checkpoint(connection: Connection, tenant: str, session_id: str, base_
 def sample_amounts(
     tenant: str, session_id: str, base_model: str, *, prompt: int, cached: int, sampled: int
 ) -> dict[UsageKey, int]:
-    """Tokens of one sample request: its prompt, the part of it that was cached, what all its sequences hold."""
+    """The amounts of one sample request, in tokens: its prompt, the cached part of the prompt, all sampled tokens."""
     bucket = bucket_of(time.time())
     amounts = (
         (UsageKind.PREFILL, prompt - cached),
@@ -102,16 +104,18 @@ def sample_amounts(
 
 
 def meter_storage(connection: Connection, now: float) -> None:
-    """Count what live checkpoints have taken since this was last called, times when no server ran included.
+    """Count the storage of live checkpoints from the last call until `now` (seconds since the epoch). Time without a
+    running server counts too.
 
-    The first call ever only starts the clock. A checkpoint deleted between two calls is counted up to the first.
+    The very first call only starts the clock. A checkpoint that is deleted between two calls is counted until the
+    first of them.
     """
     meter = _meters.c.name == UsageKind.STORAGE
     since = connection.execute(select(_meters.c.counted_until).where(meter)).scalar()
     if since is None:
         connection.execute(insert(_meters), {"name": UsageKind.STORAGE, "counted_until": now})
         return
-    if now <= since:  # the clock was set back
+    if now <= since:  # somebody set the clock back
         return
     rows = connection.execute(
         select(_checkpoints).where(
@@ -133,8 +137,8 @@ def meter_storage(connection: Connection, now: float) -> None:
 
 
 def add_once(connection: Connection, counter: str, at: float, amounts: Mapping[UsageKey, float]) -> None:
-    """Add what `counter` counted until `at`, unless that is in the sums already: it is repeated when the answer to its
-    commit was lost. A counter that was silent for a day is forgotten."""
+    """Add the amounts that `counter` has counted until `at`, unless they were added before: a counter repeats this call
+    when it does not know whether its commit succeeded. Forgets counters that have added nothing for a day."""
     row = _meters.c.name == _COUNTER + counter
     until = connection.execute(select(_meters.c.counted_until).where(row)).scalar()
     if until == at:
@@ -149,9 +153,9 @@ def add_once(connection: Connection, counter: str, at: float, amounts: Mapping[U
 
 
 class UsageCounter:
-    """Counts samples in memory, so that the way of a sample has no second write; `flush` adds them to the table.
+    """Counts samples in memory, so that a sample needs no second write. `flush` adds the counts to the table.
 
-    Flushed every second and when the process stops: one that is killed loses what it counted since.
+    The API flushes every second and when it stops. A process that is killed loses the counts since its last flush.
     """
 
     def __init__(self, writer: GroupCommitWriter) -> None:
@@ -159,7 +163,8 @@ class UsageCounter:
         self._name = secrets.token_hex(8)
         self._amounts: dict[UsageKey, float] = {}
         self._unsure: tuple[float, dict[UsageKey, float]] | None = None
-        """What a flush that failed was to add, which may be there all the same; and until when it was counted."""
+        """The amounts of a flush that failed, and the time until which they were counted. The flush may have been
+        committed all the same."""
 
     def count(self, amounts: Mapping[UsageKey, float]) -> None:
         for key, amount in amounts.items():
@@ -171,41 +176,71 @@ class UsageCounter:
                 self._unsure, self._amounts = (time.time(), self._amounts), {}
             flushed = self._unsure
             await self._writer.transact(partial(add_once, counter=self._name, at=flushed[0], amounts=flushed[1]))
-            if self._unsure is flushed:  # another flush may have been faster
+            if self._unsure is flushed:  # another flush may have set it meanwhile
                 self._unsure = None
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
-    """Live checkpoints of one project (None: of sessions in none)."""
+class UsedAmount:
+    """One sum, without its tenant: see `UsageKey`."""
+
+    bucket: int
+    session_id: str
+    base_model: str
+    kind: str
+    amount: float
+
+
+@dataclass(frozen=True, slots=True)
+class UsingSession:
+    """What usage tells of a session."""
+
+    project_id: str | None
+    user_metadata: dict[str, Any] | None
+
+
+@dataclass(frozen=True, slots=True)
+class StoredCheckpoints:
+    """Number and size of the live checkpoints of one project. `project_id` None: of sessions in no project."""
 
     project_id: str | None
     checkpoints: int
     size_bytes: int
 
 
+def _used(row: Any) -> UsedAmount:
+    return UsedAmount(row.bucket, row.session_id, row.base_model, row.kind, row.amount)
+
+
 class Usage:
-    """What a tenant has used."""
+    """Reads a tenant's usage."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
 
-    async def between(self, tenant: str, start: datetime, end: datetime) -> tuple[list[Any], dict[str, Any]]:
-        """Rows of the hours in [start, end), by hour and then the largest amounts first; and the sessions rows that
-        they name, by id."""
+    async def between(
+        self, tenant: str, start: datetime, end: datetime
+    ) -> tuple[list[UsedAmount], dict[str, UsingSession]]:
+        """The sums of the hours in [start, end), by hour, the largest amounts of an hour first; and their sessions by
+        id."""
         wanted = (
             usage.c.tenant == tenant,
             usage.c.bucket >= int(start.astimezone(UTC).timestamp()),
             usage.c.bucket < int(end.astimezone(UTC).timestamp()),
         )
         query = select(usage).where(*wanted).order_by(usage.c.bucket, usage.c.amount.desc(), usage.c.kind)
-        named = select(sessions).where(sessions.c.id.in_(select(usage.c.session_id).where(*wanted)))
-        return await self._database.read_async(
-            lambda c: (list(c.execute(query)), {row.id: row for row in c.execute(named)})
-        )
+        columns = sessions.c.id, sessions.c.project_id, sessions.c.user_metadata
+        named = select(*columns).where(sessions.c.id.in_(select(usage.c.session_id).where(*wanted)))
 
-    async def stored(self, tenant: str, project_id: str | None = None) -> list[Stored]:
-        """What live checkpoints take now, by project; of one project if it is named."""
+        def read(connection: Connection) -> tuple[list[UsedAmount], dict[str, UsingSession]]:
+            amounts = [_used(row) for row in connection.execute(query)]
+            found = {row.id: UsingSession(row.project_id, row.user_metadata) for row in connection.execute(named)}
+            return amounts, found
+
+        return await self._database.read_async(read)
+
+    async def stored(self, tenant: str, project_id: str | None = None) -> list[StoredCheckpoints]:
+        """A tenant's live checkpoints by project; only one project if `project_id` is given."""
         live = or_(_checkpoints.c.expires_at.is_(None), _checkpoints.c.expires_at > time.time())
         query = (
             select(sessions.c.project_id, func.count().label("n"), func.sum(_checkpoints.c.size_bytes).label("size"))
@@ -219,5 +254,5 @@ class Usage:
         if project_id is not None:
             query = query.where(in_project(project_id))
         return await self._database.read_async(
-            lambda c: [Stored(row.project_id, row.n, int(row.size)) for row in c.execute(query)]
+            lambda c: [StoredCheckpoints(row.project_id, row.n, int(row.size)) for row in c.execute(query)]
         )

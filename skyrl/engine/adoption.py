@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from sqlalchemy import Connection, func, select, update
+from sqlalchemy import func, select, update
 
 from skyrl.config.server import ServerConfig
 from skyrl.db.adapter_versions import OPEN, samplers
 from skyrl.db.checkpoints import checkpoints
-from skyrl.db.database import Database
+from skyrl.db.database import Connection, Database
 from skyrl.db.engine_state import publish_state_dir
 from skyrl.storage.base import CheckpointStore, StoreError
 from skyrl.storage.directories import link_files, sizes_of

@@ -10,16 +10,17 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
-from sqlalchemy import Connection, select
+from sqlalchemy import select
 
 from skyrl.backends.base import AdamParams, Backend
 from skyrl.config.server import ServerConfig
 from skyrl.db import audit, checkpoints
-from skyrl.db.database import Database
+from skyrl.db.database import Connection, Database
 from skyrl.db.models import Adapter, adapter_of, models, set_model
-from skyrl.engine.commands import Command, Done
+from skyrl.engine.done import Done
 from skyrl.engine.saving import Saves
 from skyrl.storage.base import CheckpointStore
+from skyrl.types.command import Command
 from skyrl.types.kinds import Kind
 from skyrl.types.lora import LoraSpec
 from skyrl.wire.errors import FailedRequest

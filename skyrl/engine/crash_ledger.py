@@ -16,15 +16,14 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
-from sqlalchemy.exc import InterfaceError, OperationalError
-
+from skyrl.db.faults import OPERATIONAL_ERRORS
 from skyrl.db.fence import Displaced
 
 logger = logging.getLogger(__name__)
 
 POISON = 2
 """So many deaths of the engine while one command ran are that command's fault."""
-DATABASE_TROUBLE = (OperationalError, InterfaceError, Displaced)
+DATABASE_TROUBLE = (*OPERATIONAL_ERRORS, Displaced)
 """A full disk, a lost connection, a claim that another server has taken: the engine may die of it, but not through what
 it was running."""
 

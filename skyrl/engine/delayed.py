@@ -8,7 +8,7 @@ from __future__ import annotations
 import heapq
 from dataclasses import replace
 
-from skyrl.engine.commands import Command
+from skyrl.types.command import Command
 
 
 class Delayed:

@@ -12,21 +12,19 @@ from collections.abc import Callable, Sequence
 from itertools import count
 from pathlib import Path
 
-from sqlalchemy import Connection
-
 from skyrl.backends.base import Backend
 from skyrl.db import futures as rows
 from skyrl.db import usage
-from skyrl.db.database import Database
+from skyrl.db.database import Change, Connection, Database
 from skyrl.db.fence import Displaced
 from skyrl.db.futures import Outcome
 from skyrl.db.models import set_model
 from skyrl.engine.barriers import Barriers, OnBackend, model_is_gone, unloaded
-from skyrl.engine.commands import Change, Command
 from skyrl.engine.crash_ledger import CrashLedger
 from skyrl.engine.passes import failed, run_passes
 from skyrl.engine.snapshots import Snapshots
 from skyrl.notify.doorbell import Doorbell
+from skyrl.types.command import Command
 from skyrl.types.kinds import SAVES, Kind
 from skyrl.wire.errors import ErrorCategory
 from skyrl.wire.results import encode_json
@@ -141,8 +139,7 @@ class Execution:
                 return  # the first attempt's commit seemed lost, and was not
             if change is not None:
                 change(connection)
-            if outcomes:
-                connection.execute(rows.SETTLE, [rows.settlement(request_id, o, now) for request_id, o in outcomes])
+            rows.settle(connection, outcomes, now)
 
         self._database.write(write, power_safe=power_safe)
         self._api.ring([request_id for request_id, _ in outcomes])

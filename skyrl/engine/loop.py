@@ -15,22 +15,22 @@ from pathlib import Path
 from typing import TypeVar
 
 import httpx
-from sqlalchemy import Connection
-from sqlalchemy.exc import SQLAlchemyError
 
 from skyrl.backends.base import Backend
 from skyrl.config.server import ServerConfig
 from skyrl.db import futures as rows
 from skyrl.db import usage
+from skyrl.db.database import Connection
+from skyrl.db.faults import DatabaseError
 from skyrl.db.fence import Displaced, FencedDatabase
 from skyrl.db.futures import Outcome
 from skyrl.db.models import living_among
 from skyrl.db.periodic import repeat
+from skyrl.db.session_ends import end_sessions
 from skyrl.engine.barriers import Barriers
-from skyrl.engine.commands import Command, command_of
 from skyrl.engine.crash_ledger import CrashLedger
 from skyrl.engine.execution import Execution
-from skyrl.engine.reclaim import FileSweeper, end_sessions
+from skyrl.engine.reclaim import FileSweeper
 from skyrl.engine.sampling import ColocatedSampler
 from skyrl.engine.scheduler import FILES_AT_ONCE, Scheduler, cost_of
 from skyrl.engine.snapshots import Snapshots
@@ -38,6 +38,7 @@ from skyrl.inference.engine_group import EngineGroup
 from skyrl.inference.vllm_client import VllmError
 from skyrl.notify.doorbell import SESSIONS, Doorbell
 from skyrl.storage.base import CheckpointStore
+from skyrl.types.command import Command
 from skyrl.types.kinds import ENGINE_KINDS, Kind
 
 logger = logging.getLogger(__name__)
@@ -171,7 +172,7 @@ class Engine:
             self._arrived.clear()
             try:
                 await self._read_log()
-            except SQLAlchemyError:
+            except DatabaseError:
                 logger.exception("new commands could not be read; the next turn tries again")
 
     async def _read_log(self) -> None:
@@ -202,7 +203,7 @@ class Engine:
         last_row, known = self.scheduler.last_row, self.scheduler.model_ids
 
         def read(connection: Connection) -> tuple[list[Command], set[str]]:
-            new = [command_of(row) for row in rows.pending(connection, sorted(ENGINE_KINDS), last_row)]
+            new = rows.pending(connection, sorted(ENGINE_KINDS), last_row)
             unknown = {c.model_id for c in new if c.model_id is not None} - known
             return new, unknown - living_among(connection, unknown)
 

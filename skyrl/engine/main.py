@@ -10,12 +10,11 @@ import sys
 import threading
 from dataclasses import replace
 
-from sqlalchemy.exc import SQLAlchemyError
-
 from skyrl.backends.base import Backend, ModelLimits, SamplingMode
 from skyrl.backends.registry import create_backend
 from skyrl.config.server import ConfigError, ServerConfig
 from skyrl.db.database import Database
+from skyrl.db.faults import DatabaseError
 from skyrl.db.fence import Displaced, Fence, FencedDatabase
 from skyrl.db.periodic import Rounds, repeat
 from skyrl.engine.adoption import adopt_adapters
@@ -56,7 +55,7 @@ class Heartbeat:
         while not self._stop.wait(BEAT_S):
             try:
                 self._state.beat()
-            except SQLAlchemyError as error:
+            except DatabaseError as error:
                 rounds.failed(error)
             else:
                 rounds.went_well()

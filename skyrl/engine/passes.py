@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 
 from skyrl.backends.base import Backend, Datum, InvalidRequest, OutOfMemory, PassResult, TrainingPass
 from skyrl.db.futures import Outcome
-from skyrl.engine.commands import Command
 from skyrl.storage.base import NotStored, StoreError
 from skyrl.storage.space import is_full_disk
+from skyrl.types.command import Command
 from skyrl.types.kinds import Kind
 from skyrl.wire.errors import ErrorCategory, FailedRequest, RequestError
 from skyrl.wire.results import encode_forward_backward

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from dataclasses import dataclass, field
 
-from skyrl.engine.commands import Command
+from skyrl.types.command import Command
 from skyrl.types.kinds import Kind
 
 

@@ -13,19 +13,16 @@ import math
 import os
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
-from sqlalchemy import ColumnElement, Connection, and_, select, union, update
+from sqlalchemy import select
 
 from skyrl.config.server import ServerConfig
 from skyrl.db import adapter_versions
-from skyrl.db.adapter_versions import OPEN, samplers
 from skyrl.db.checkpoints import checkpoints, pop_expired
-from skyrl.db.database import Database
-from skyrl.db.futures import MAX_NAMED, SESSION_ENDED, futures, settle_where
+from skyrl.db.database import Connection, Database
+from skyrl.db.futures import MAX_NAMED
 from skyrl.db.models import models
-from skyrl.db.sessions import sessions
 from skyrl.storage.adapters import adapter_name_in
 from skyrl.storage.base import CheckpointStore, StoreError
 from skyrl.storage.directories import id_of, is_scratch, remove, safe_name
@@ -36,52 +33,6 @@ GRACE_S = 30.0
 """Between unloading an adapter and deleting its files; also how young an unknown directory is left alone."""
 LISTING_S = 600.0
 """How often an object store is listed, and how young what has no row is left alone there: listing costs requests."""
-
-
-@dataclass(frozen=True)
-class Ended:
-    """What ended with its session: models to drop from the backend, requests that were failed."""
-
-    model_ids: list[str]
-    request_ids: list[str]
-
-
-def over_sessions(connection: Connection) -> list[str]:
-    """Ids of sessions that are over and still have open models or sampling sessions, at most MAX_NAMED.
-
-    Starts from what is open: sessions, models and sampling sessions that were closed long ago are not read."""
-
-    def over(session_id: ColumnElement[str]) -> ColumnElement[bool]:
-        return ~select(sessions.c.id).where(sessions.c.id == session_id, sessions.c.status == "active").exists()
-
-    queries = (
-        select(models.c.session_id).where(models.c.status.in_(("creating", "ready")), over(models.c.session_id)),
-        select(samplers.c.session_id).where(OPEN, over(samplers.c.session_id)),
-    )
-    return list(connection.execute(union(*queries).limit(MAX_NAMED)).scalars())
-
-
-def end_sessions(database: Database) -> Ended:
-    """Close models, sampling sessions and pending requests of sessions that are over."""
-    session_ids = database.read(over_sessions)
-    if not session_ids:
-        return Ended([], [])
-    ended = Ended([], [])
-
-    def close(connection: Connection) -> None:
-        mine = and_(models.c.session_id.in_(session_ids), models.c.status.in_(("creating", "ready")))
-        model_ids = [row.id for row in connection.execute(select(models.c.id).where(mine))]
-        connection.execute(update(models).where(mine).values(status="closed"))
-        open_samplers = update(samplers).where(samplers.c.session_id.in_(session_ids), OPEN)
-        connection.execute(open_samplers.values(status="closed", closed_at=time.time()))
-        failed = settle_where(connection, futures.c.session_id.in_(session_ids), SESSION_ENDED, time.time())
-        # Of all attempts: one whose commit only seemed lost leaves the next nothing to find.
-        ended.model_ids.extend(model_ids)
-        ended.request_ids.extend(failed)
-
-    database.write(close)
-    logger.info("sessions over: %s; models closed: %s", session_ids, ended.model_ids)
-    return ended
 
 
 class FileSweeper:

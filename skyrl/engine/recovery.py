@@ -17,22 +17,20 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sqlalchemy import Connection
-
 from skyrl.backends.base import Backend, InvalidRequest, OutOfMemory, TrainingPass
 from skyrl.db import futures as rows
 from skyrl.db import models as model_rows
 from skyrl.db.checkpoints import find_checkpoint
-from skyrl.db.database import Database
+from skyrl.db.database import Connection, Database
 from skyrl.db.faults import is_transient
 from skyrl.db.fence import Displaced
 from skyrl.db.models import adapter_of
 from skyrl.engine.barriers import adam_params, lora_spec
-from skyrl.engine.commands import Command, command_of
 from skyrl.engine.crash_ledger import POISON, CrashLedger
 from skyrl.engine.passes import decode_pass
 from skyrl.engine.snapshots import Snapshots
 from skyrl.storage.base import CheckpointStore, NotStored, StoreError
+from skyrl.types.command import Command, ExecutedCommand
 from skyrl.types.kinds import ENGINE_KINDS, Kind
 from skyrl.wire.errors import RequestError
 from skyrl.wire.paths import parse_path
@@ -49,12 +47,12 @@ SKIPPED = (
 )
 
 
-def _repeat_step(row: Any, body: bytes, model_id: str, backend: Backend) -> None:
+def _repeat_step(executed: ExecutedCommand, body: bytes, model_id: str, backend: Backend) -> None:
     """What a step has done. A failed one is not tried again, because rounding might let it succeed now: either its
     hyper-parameters were refused, which changed nothing, or its gradient was not finite and was dropped."""
-    if row.status == "done":
+    if executed.status == "done":
         params = adam_params(decode_json(OptimStepRequest, body))
-        with _unless_rounding(row, model_id, backend, FloatingPointError):
+        with _unless_rounding(executed.command, backend, FloatingPointError):
             backend.optim_step(model_id, params)
         return
     try:
@@ -64,16 +62,16 @@ def _repeat_step(row: Any, body: bytes, model_id: str, backend: Backend) -> None
     backend.clear_gradient(model_id)
 
 
-def _repeat_pass(row: Any, training_pass: TrainingPass, backend: Backend) -> None:
+def _repeat_pass(command: Command, training_pass: TrainingPass, backend: Backend) -> None:
     """Raises what the pass fails of, now that it is repeated."""
     for result in backend.run([training_pass]):
-        with _unless_rounding(row, training_pass.model_id, backend, InvalidRequest):
+        with _unless_rounding(command, backend, InvalidRequest):
             if isinstance(result, Exception):
                 raise result
 
 
 @contextlib.contextmanager
-def _unless_rounding(row: Any, model_id: str, backend: Backend, error: type[Exception]) -> Iterator[None]:
+def _unless_rounding(command: Command, backend: Backend, error: type[Exception]) -> Iterator[None]:
     """`error` says that a number is not finite. Where repeating is exact it was not finite before either, so the state
     is another: raise. Elsewhere the number was at the end of float32's range; what follows is repeated all the same."""
     try:
@@ -81,21 +79,22 @@ def _unless_rounding(row: Any, model_id: str, backend: Backend, error: type[Exce
     except error as found:
         if backend.repeats_exactly:
             raise
-        logger.warning("model %s: command %d succeeded, and repeated it fails: %s", model_id, row.seq_id, found)
+        name = command.model_id, command.seq_id
+        logger.warning("model %s: command %d succeeded, and repeated it fails: %s", *name, found)
 
 
-def _repeat(row: Any, body: bytes, model: Any, backend: Backend, loaded: Mapping[str, Path]) -> None:
+def _repeat(executed: ExecutedCommand, body: bytes, model: Any, backend: Backend, loaded: Mapping[str, Path]) -> None:
     """Do again what a finished command did to its model; saves and forward passes did nothing to it. `loaded`: the
     files of each load, by request id."""
-    command = command_of(row)
+    command = executed.command
     if command.kind is Kind.CREATE_MODEL:
         backend.create_model(model.id, lora_spec(adapter_of(model)))
     elif command.kind is Kind.FORWARD_BACKWARD:
         training_pass = decode_pass(command, body, backend)
         if training_pass.backward:
-            _repeat_pass(row, training_pass, backend)
+            _repeat_pass(command, training_pass, backend)
     elif command.kind is Kind.OPTIM_STEP:
-        _repeat_step(row, body, model.id, backend)
+        _repeat_step(executed, body, model.id, backend)
     elif command.kind is Kind.LOAD_WEIGHTS:
         if command.seq_id == 0:
             backend.create_model(model.id, lora_spec(adapter_of(model)))
@@ -221,37 +220,40 @@ class Recovery:
         commands = self._database.read(lambda c: rows.executed(c, model.id, model.next_seq))
         with contextlib.ExitStack() as files:
             loaded = {
-                row.id: files.enter_context(self._store.reading(self._loaded_from(row, model)))
-                for row in commands
-                if row.kind == Kind.LOAD_WEIGHTS
+                executed.command.request_id: files.enter_context(
+                    self._store.reading(self._loaded_from(executed, model))
+                )
+                for executed in commands
+                if executed.command.kind == Kind.LOAD_WEIGHTS
             }
             self._engine.wait_for_backend(lambda: self._repeat_all(model, commands, loaded))
         self._snapshots.restored(model.id, model.next_seq, commands)
 
-    def _loaded_from(self, row: Any, model: Any) -> str:
+    def _loaded_from(self, executed: ExecutedCommand, model: Any) -> str:
         """The store's key of the checkpoint that a command has loaded."""
-        load = decode_json(LoadWeightsCommand, self._body(row))
+        load = decode_json(LoadWeightsCommand, self._body(executed.command))
         reader = load.source_tenant or model.tenant
         saved = self._database.read(lambda c: find_checkpoint(c, parse_path(load.path), reader))
-        if saved is None or saved.created_at > row.completed_at:
+        if saved is None or saved.created_at > executed.completed_at:
             raise FileNotFoundError(f"checkpoint {load.path} has been deleted or replaced since it was loaded")
         return saved.store_key
 
-    def _repeat_all(self, model: Any, commands: Sequence[Any], loaded: Mapping[str, Path]) -> None:
+    def _repeat_all(self, model: Any, commands: Sequence[ExecutedCommand], loaded: Mapping[str, Path]) -> None:
         """On the backend's thread. Leaves marks of what it is at: the engine may die of that, too."""
         if model.next_seq > 0:
             with self._watching(f"snapshot {model.id}", "its snapshot was loaded"):
                 self._backend.create_model(model.id, lora_spec(adapter_of(model)))
                 self._backend.load_state(model.id, self._snapshots.path(model.id, model.next_seq), optimizer=True)
-        for row in commands:
+        for executed in commands:
             if self._ends():
                 raise _Ending
-            with self._watching(f"again {row.id}", f"command {row.seq_id} was repeated"):
-                _repeat(row, self._body(row), model, self._backend, loaded)
+            command = executed.command
+            with self._watching(f"again {command.request_id}", f"command {command.seq_id} was repeated"):
+                _repeat(executed, self._body(command), model, self._backend, loaded)
         logger.info("model %s: %d commands repeated", model.id, len(commands))
 
-    def _body(self, row: Any) -> bytes:
-        return self._database.read(lambda c: rows.bodies(c, [row.id]))[row.id]
+    def _body(self, command: Command) -> bytes:
+        return self._database.read(lambda c: rows.bodies(c, [command.request_id]))[command.request_id]
 
     def _watching(self, key: str, what: str) -> AbstractContextManager[None]:
         if self._counts.get(key, 0) >= POISON:
@@ -262,7 +264,7 @@ class Recovery:
         """Fail what has killed the engine too often; returns what else was running when it died."""
         if not self._counts:
             return []
-        pending = [command_of(row) for row in self._database.read(lambda c: rows.pending(c, sorted(ENGINE_KINDS)))]
+        pending = self._database.read(lambda c: rows.pending(c, sorted(ENGINE_KINDS)))
         left = []
         for command in pending:
             if (died := self._counts.get(command.request_id, 0)) == 0:

@@ -17,13 +17,13 @@ from skyrl.db.database import Database
 from skyrl.db.futures import Outcome
 from skyrl.db.samplers import find_sampler
 from skyrl.db.usage import UsageKey
-from skyrl.engine.commands import Command
 from skyrl.engine.passes import failed
 from skyrl.inference.engine_group import EngineGroup
 from skyrl.inference.vllm_client import VllmError
 from skyrl.sampling.client import ForwardingClient
 from skyrl.sampling.job import ContextLimits
 from skyrl.sampling.service import job_for, usage_of
+from skyrl.types.command import Command
 from skyrl.wire.errors import ErrorCategory, FailedRequest
 from skyrl.wire.requests import SampleRequest, decode_json
 

@@ -10,11 +10,9 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from sqlalchemy import Connection
-
 from skyrl.config.server import ServerConfig
 from skyrl.db import quotas
-from skyrl.db.database import Database
+from skyrl.db.database import Connection, Database
 from skyrl.quotas.limits import QuotaLimits, sampling_sessions_sentence, stored_sentence
 from skyrl.storage.registry import local_directory
 from skyrl.wire.errors import ErrorCategory, FailedRequest

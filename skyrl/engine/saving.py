@@ -13,20 +13,19 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Connection
-
 from skyrl.backends.base import Backend
 from skyrl.config.server import ServerConfig
 from skyrl.db import audit, checkpoints, usage
-from skyrl.db.database import Database
+from skyrl.db.database import Change, Connection, Database
 from skyrl.db.models import adapter_of, set_model
 from skyrl.db.samplers import Sampler, add_sampler, sampler_exists
-from skyrl.engine.commands import Change, Command, Done
+from skyrl.engine.done import Done
 from skyrl.engine.encryption import encrypt_files, parse_recipients
 from skyrl.engine.save_limits import SaveLimits
 from skyrl.storage.adapters import adapter_location
 from skyrl.storage.base import CheckpointStore
 from skyrl.storage.directories import atomic_directory, link_files, remove, safe_name, sizes_of
+from skyrl.types.command import Command
 from skyrl.wire.errors import FailedRequest, RequestError
 from skyrl.wire.paths import CheckpointKind, TinkerPath, adapter_name_of, check_name, sampling_session_id_of
 from skyrl.wire.requests import (

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
-from skyrl.engine.commands import Command
 from skyrl.engine.delayed import Delayed
 from skyrl.engine.queues import ModelQueue, SampleQueue
 from skyrl.engine.shares import Shares
+from skyrl.types.command import Command
 from skyrl.types.kinds import FILE_COMMANDS, PASSES, SAVES, Kind
 
 BARRIER_COST = 5_000

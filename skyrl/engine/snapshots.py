@@ -11,13 +11,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from skyrl.backends.base import Backend
 from skyrl.config.server import ServerConfig
 from skyrl.db import models as model_rows
 from skyrl.db.database import Database
 from skyrl.storage.directories import atomic_directory, link_files, remove, safe_name
+from skyrl.types.command import ExecutedCommand
 from skyrl.types.kinds import SAVES, Kind
 
 OVERDUE_S = 60.0
@@ -52,12 +52,12 @@ class Snapshots:
         """By model, the number of its snapshot on disk."""
         self._behind: dict[str, _Behind] = {}
 
-    def restored(self, model_id: str, next_seq: int, commands: Sequence[Any]) -> None:
+    def restored(self, model_id: str, next_seq: int, commands: Sequence[ExecutedCommand]) -> None:
         """A model is as its snapshot `next_seq` (0: it has none) and the commands after that have left it."""
         if next_seq > 0:
             self._newest[model_id] = next_seq
-        for row in commands:
-            self.ran(model_id, row.kind)
+        for executed in commands:
+            self.ran(model_id, executed.command.kind)
 
     def ran(self, model_id: str, kind: str) -> None:
         """A command of this model has run, whatever came of it."""

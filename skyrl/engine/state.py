@@ -7,13 +7,10 @@ import logging
 import threading
 from collections.abc import Callable
 
-from sqlalchemy import Connection
-from sqlalchemy.exc import SQLAlchemyError
-
 from skyrl.backends.base import ModelLimits
 from skyrl.db import engine_state
-from skyrl.db.database import Database
-from skyrl.db.faults import reason
+from skyrl.db.database import Connection, Database
+from skyrl.db.faults import DatabaseError, reason
 from skyrl.db.fence import Fence
 from skyrl.notify.doorbell import Doorbell
 
@@ -55,7 +52,7 @@ class EngineStatePublisher:
             self._unpublished = None
             try:
                 self._write(lambda c: engine_state.publish_url(c, url))
-            except SQLAlchemyError as error:
+            except DatabaseError as error:
                 logger.error("the inference endpoint %s could not be published yet: %s", url, error)
                 self._unpublished = lambda: self._publish(url, number)
                 return
@@ -83,6 +80,6 @@ class EngineStatePublisher:
         """Nothing runs any more. A database that is away is not told; the launcher tries once more."""
         try:
             self._write(lambda c: engine_state.clear(c, why))
-        except SQLAlchemyError as error:
+        except DatabaseError as error:
             logger.error("the database was not told that the engine has stopped: %s", reason(error))
         self._api.ring(["state"])

@@ -10,12 +10,9 @@ import logging
 import time
 from typing import Any
 
-from sqlalchemy import Connection
-from sqlalchemy.exc import DBAPIError
-
 from skyrl.db import futures as rows
-from skyrl.db.database import Database
-from skyrl.db.faults import is_transient, reason
+from skyrl.db.database import Change, Connection, Database
+from skyrl.db.faults import DatabaseError, is_transient, reason
 from skyrl.db.futures import Outcome, StoredFuture
 from skyrl.db.models import record_numbered
 from skyrl.db.writer import GroupCommitWriter
@@ -41,21 +38,23 @@ class Recorder:
         self._owner = owner
         self._large = asyncio.Lock()
 
-    async def insert(self, request_id: str, digest: bytes, request: NewRequest, *, large: bool) -> None:
-        """Returns when the row is durable. Raises IntegrityError when there is one with this key, and what
-        `request.first` raises."""
+    async def insert(
+        self, request_id: str, digest: bytes, request: NewRequest, first: Change | None, *, large: bool
+    ) -> None:
+        """Returns when the row is durable. Raises ConstraintError when a row has this key already, and whatever `first`
+        raises."""
         parameters = self._parameters(request_id, digest, request)
-        if not large and not request.numbered and request.first is None:
+        if not large and not request.numbered and first is None:
             await self._writer.execute(rows.RECORD, parameters)
             return
 
         def insert(connection: Connection) -> None:
-            if request.first is not None:
-                request.first(connection)
+            if first is not None:
+                first(connection)
             if request.numbered:
                 record_numbered(connection, parameters)
             else:
-                connection.execute(rows.RECORD.statement, parameters)
+                rows.record(connection, parameters)
 
         if not large:
             await self._writer.transact(insert)
@@ -102,7 +101,7 @@ async def store_outcome(
                 return outcome
             stored = await database.read_async(lambda connection: rows.find(connection, request_id))
             return outcome if stored is None or stored.outcome is None else stored.outcome
-        except DBAPIError as error:
+        except DatabaseError as error:
             if not is_transient(error):
                 if outcome.error is not None:
                     raise

@@ -10,15 +10,13 @@ import asyncio
 import logging
 import time
 from collections.abc import Iterable
-from typing import Any
-
-from sqlalchemy import Connection
-from sqlalchemy.exc import IntegrityError
 
 from skyrl.db import futures as rows
 from skyrl.db import sampled
-from skyrl.db.database import Database
+from skyrl.db.database import Change, Connection, Database
+from skyrl.db.faults import ConstraintError
 from skyrl.db.futures import Outcome, StoredFuture
+from skyrl.db.sampled import EndedSample
 from skyrl.db.writer import GroupCommitWriter
 from skyrl.futures.completions import Completion, CompletionLogs, Target, block_of
 from skyrl.futures.entries import Entries, Entry
@@ -65,11 +63,12 @@ class FutureStore:
             else StoredEnds(self._ends_of, lambda: self._notifier.alone)
         )
 
-    async def record(self, request: NewRequest) -> tuple[str, bool]:
+    async def record(self, request: NewRequest, first: Change | None = None) -> tuple[str, bool]:
         """Store a request durably; returns its id and whether it is new, and so for the caller to start. A repeat
-        returns the first one's id.
+        returns the first one's id. `first` runs in the transaction that stores the request, before the request's row:
+        both are stored, or neither.
 
-        Raises RequestError when the key was used before with another body, and what the request's `first` raises.
+        Raises RequestError when the key was used before with another body, and whatever `first` raises.
         """
         key, large = request.key, len(request.body) > LARGE_BODY_BYTES
         digest = await asyncio.to_thread(request.digest) if large else request.digest()
@@ -91,10 +90,10 @@ class FutureStore:
         entry.recording = True
         self._entries.add(entry, owned_elsewhere=request.kind != Kind.EXTERNAL)
         try:
-            await self._recorder.insert(entry.id, entry.digest, request, large=large)
+            await self._recorder.insert(entry.id, entry.digest, request, first, large=large)
         except BaseException as error:
             self._entries.drop(entry)
-            if not isinstance(error, IntegrityError) or key is None:
+            if not isinstance(error, ConstraintError) or key is None:
                 raise
             stored = await self._recorder.find(key)
             if stored is None:
@@ -183,7 +182,7 @@ class FutureStore:
             raise KeyError(request_id)
         return None
 
-    def _await_stored(self, stored: Any) -> Entry:
+    def _await_stored(self, stored: StoredFuture) -> Entry:
         """Wait for a pending row, whatever its kind: a sample that is not forwarded here is another's to settle."""
         sampling = stored.sampling_session_id
         sampler = None if sampling is None else (sampling, stored.sample_seq_id)
@@ -218,11 +217,11 @@ class FutureStore:
                 return False
             await self.settle(request_id, outcome)
             return True
-        this = rows.futures.c.id == request_id
-        ended = await self._writer.transact(lambda c: rows.settle_where(c, this, outcome, time.time()))
+        ended = await self._writer.transact(lambda c: rows.settle_pending(c, request_id, outcome, time.time()))
         await self.read_outcomes([request_id])
-        self._notifier.notify(ended)
-        return bool(ended)
+        if ended:
+            self._notifier.notify([request_id])
+        return ended
 
     async def _all_ends_of(self, target: Target, since: float) -> list[Completion]:
         return await self._ends_of(target, since, limit=None, pending=True)
@@ -232,15 +231,15 @@ class FutureStore:
         is waited for from now on."""
         client = target.sampling_session_id, *block_of(target.clone)
 
-        def read(connection: Connection) -> tuple[list[Any], list[Any]]:
+        def read(connection: Connection) -> tuple[list[EndedSample], list[StoredFuture]]:
             waiting = sampled.pending_of_sampler(connection, *client) if pending else []
             return sampled.ended_of_sampler(connection, *client, since, limit), waiting
 
         ended, waiting = await self._database.read_async(read)
-        for row in waiting:
-            if row.id not in self._entries.by_id:
-                self._await_stored(row)
-        return [Completion(r.id, None if r.status == "failed" else r.size or 0, r.completed_at) for r in ended]
+        for sample in waiting:
+            if sample.id not in self._entries.by_id:
+                self._await_stored(sample)
+        return [Completion(sample.id, sample.size, sample.completed_at) for sample in ended]
 
     async def settle(self, request_id: str, outcome: Outcome) -> None:
         """End a forwarded sample: store its outcome, then tell whoever waits; returns when the row is durable.
@@ -299,8 +298,9 @@ class FutureStore:
 
     async def fail_session(self, session_id: str) -> None:
         """Settle a closed session's pending samples in the database; where there is an engine, it does so."""
-        pending = (rows.futures.c.session_id == session_id) & (rows.futures.c.kind == Kind.EXTERNAL)
-        await self._writer.transact(lambda c: rows.settle_where(c, pending, rows.SESSION_ENDED, time.time()))
+        await self._writer.transact(
+            lambda c: rows.end_requests_of_sessions(c, [session_id], time.time(), Kind.EXTERNAL)
+        )
 
     async def read_outcomes(self, request_ids: Iterable[str]) -> list[str]:
         """Read outcomes that another process has written, and resolve who waits for them. Returns the ids of those that

@@ -2,7 +2,7 @@
 polls come to several API processes.
 
 A cursor is the moment of the last end that was told, in microseconds. The database gives each end a later moment than
-the one before (`skyrl.db.futures.EndedAt`), so one process can read on from where another one stopped.
+the one before (`skyrl.db.ended_at.EndedAt`), so one process can read on from where another one stopped.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """A session's requests as a timeline, in the Trace Event Format that Perfetto and chrome://tracing open.
 
-One process track per model and per sampling session; on it one slice per request, from when it was recorded to when its
-outcome was. Slices overlap, so they are asynchronous events. Knows the futures table; does not know HTTP.
+Each model and each sampling session has a track of its own. A request is one slice on it: from the time when the
+request was recorded to the time when its outcome was. Slices overlap, so they are asynchronous events. Does not know
+HTTP.
 """
 
 from __future__ import annotations
@@ -9,46 +10,46 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from skyrl.db import futures as rows
 from skyrl.db.database import Database
+from skyrl.db.session_requests import RecordedRequest, requests_of_session
 from skyrl.wire.results import encode_json
 
 _OTHER = "other requests"
 MAX_REQUESTS = 50_000
-"""What one trace holds: all of it is in memory, and viewers show no more in any useful way."""
+"""The most requests in one trace. A trace is made in memory, and viewers cannot show more in a useful way."""
 
 
-def trace_of(requests: Iterable[Any]) -> dict[str, Any]:
-    """The trace of rows as `skyrl.db.futures.of_session` yields them. Times are microseconds since the epoch."""
+def trace_of(requests: Iterable[RecordedRequest]) -> dict[str, Any]:
+    """The trace of these requests. Its times are in microseconds since the epoch."""
     tracks: dict[str, int] = {}
     events: list[dict[str, Any]] = []
-    for row in requests:
-        track = row.model_id or row.sampling_session_id or _OTHER
+    for request in requests:
+        track = request.model_id or request.sampling_session_id or _OTHER
         if track not in tracks:
             tracks[track] = len(tracks) + 1
             events += _named(tracks[track], track)
         begin = {
-            "name": row.kind.lower(),
-            "cat": "sample" if row.sampling_session_id is not None else "command",
-            "id": row.id,
+            "name": request.kind.lower(),
+            "cat": "sample" if request.sampling_session_id is not None else "command",
+            "id": request.id,
             "pid": tracks[track],
             "tid": 0,
         }
         about = {
-            "request_id": row.id,
-            "seq_id": row.seq_id if row.seq_id is not None else row.sample_seq_id,
-            "status": row.status,
-            "error": row.error,
+            "request_id": request.id,
+            "seq_id": request.seq_id if request.seq_id is not None else request.sample_seq_id,
+            "status": request.status,
+            "error": request.error,
         }
         known = {key: value for key, value in about.items() if value is not None}
-        events.append(begin | {"ph": "b", "ts": round(row.created_at * 1e6), "args": known})
-        if row.completed_at is not None:
-            events.append(begin | {"ph": "e", "ts": round(row.completed_at * 1e6)})
+        events.append(begin | {"ph": "b", "ts": round(request.created_at * 1e6), "args": known})
+        if request.completed_at is not None:
+            events.append(begin | {"ph": "e", "ts": round(request.completed_at * 1e6)})
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
 def _named(track: int, name: str) -> list[dict[str, Any]]:
-    """Names a track, and keeps tracks in the order in which they came."""
+    """Events that name a track, and keep the tracks in the order of their first requests."""
     about = {"ph": "M", "pid": track, "tid": 0}
     return [
         about | {"name": "process_name", "args": {"name": name}},
@@ -61,6 +62,7 @@ class Traces:
         self._database = database
 
     async def of_session(self, session_id: str) -> bytes:
-        """The trace of the newest of a session's requests that are still recorded, as JSON."""
-        newest = MAX_REQUESTS
-        return await self._database.read_async(lambda c: encode_json(trace_of(rows.of_session(c, session_id, newest))))
+        """The trace of the newest MAX_REQUESTS requests of a session that are still stored, as JSON."""
+        return await self._database.read_async(
+            lambda c: encode_json(trace_of(requests_of_session(c, session_id, MAX_REQUESTS)))
+        )

@@ -11,8 +11,6 @@ import logging
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from sqlalchemy.engine import make_url
-
 logger = logging.getLogger(__name__)
 
 CHANNEL = "skyrl"
@@ -26,8 +24,9 @@ RETRY_S = 1.0
 class PostgresNotify:
     """Tells the other processes of a database, and calls `on_notify` with the words that another one told."""
 
-    def __init__(self, url: str, me: str, on_notify: Callable[[list[str]], None]) -> None:
-        self._conninfo = make_url(url).set(drivername="postgresql").render_as_string(hide_password=False)
+    def __init__(self, conninfo: str, me: str, on_notify: Callable[[list[str]], None]) -> None:
+        """`conninfo` is a PostgreSQL URL as libpq reads it."""
+        self._conninfo = conninfo
         self._me = me
         self._on_notify = on_notify
         self._unsent: dict[str, None] = {}

@@ -12,10 +12,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from sqlalchemy import Connection
-
 from skyrl.db import quotas as rows
-from skyrl.db.database import Database
+from skyrl.db.database import Connection, Database
 from skyrl.quotas.account import SOON_S, Account, Ticket
 from skyrl.quotas.limits import Bounds, QuotaLimits, bound_sentence, sampling_sessions_sentence, stored_sentence
 from skyrl.wire.errors import OverQuota

@@ -95,11 +95,11 @@ class SampleOwnership:
             self._sampling.cancel(ended + self._futures.leave(strays))
 
     async def _adopt(self, request_ids: list[str]) -> None:
-        for row in await self._processes.rows(request_ids) if request_ids else []:
+        for sample in await self._processes.samples(request_ids) if request_ids else []:
             try:
-                await self._sampling.adopt(row)
+                await self._sampling.adopt(sample)
             except DatabaseError:
-                self._futures.leave([row.id])  # to be found again in the next round
+                self._futures.leave([sample.id])  # to be found again in the next round
                 raise
 
     def on_notify(self, words: list[str]) -> None:

@@ -11,9 +11,9 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from skyrl.db.adapter_versions import dropped_sentence
+from skyrl.db.api_processes import PendingSample
 from skyrl.db.faults import DatabaseError
 from skyrl.db.futures import Outcome
 from skyrl.db.samplers import Sampler, Samplers
@@ -218,24 +218,24 @@ class SampleService:
         finally:
             self.order.leave(place, job.num_samples, answer)
 
-    async def adopt(self, row: Any) -> None:
-        """Forward a request that another API process, or an earlier one, has left behind."""
-        if row.sampling_session_id is not None and row.sample_seq_id is not None:
-            key = ("sample", row.sampling_session_id, row.sample_seq_id)
+    async def adopt(self, sample: PendingSample) -> None:
+        """Forward a pending sample that another API process, or an earlier one, has left."""
+        if sample.sampling_session_id is not None and sample.sample_seq_id is not None:
+            key = ("sample", sample.sampling_session_id, sample.sample_seq_id)
         else:
             key = None
-        if not self._futures.adopt(row.id, Kind.EXTERNAL, row.tenant, row.session_id, row.digest, key):
+        if not self._futures.adopt(sample.id, Kind.EXTERNAL, sample.tenant, sample.session_id, sample.digest, key):
             return
         try:
-            request = decode_json(SampleRequest, row.body)
-            sampler = await self._resolve(request, row.tenant)
-            job = job_for(request, row.id, sampler, self._limits(), self._base_name, self._state_dir())
-        except RequestError as error:  # its session has ended, or the model is another one than before
-            await self._futures.settle(row.id, Outcome(error=error.message, error_category=ErrorCategory.USER))
+            request = decode_json(SampleRequest, sample.body)
+            sampler = await self._resolve(request, sample.tenant)
+            job = job_for(request, sample.id, sampler, self._limits(), self._base_name, self._state_dir())
+        except RequestError as error:  # the session has ended, or the server has another base model now
+            await self._futures.settle(sample.id, Outcome(error=error.message, error_category=ErrorCategory.USER))
             return
-        self._admission.add(row.tenant, len(row.body))
-        ticket = self._quotas.adopt(row.tenant, row.id, row.not_before) if self._quotas.any else None
-        self._start(job, sampler, len(row.body), ticket)
+        self._admission.add(sample.tenant, len(sample.body))
+        ticket = self._quotas.adopt(sample.tenant, sample.id, sample.not_before) if self._quotas.any else None
+        self._start(job, sampler, len(sample.body), ticket)
 
     def cancel(self, request_ids: list[str]) -> None:
         """Stop forwarding these; closing the connection frees vLLM."""

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
 from dataclasses import dataclass
-
-from sqlalchemy import Connection
 
 from skyrl.types.kinds import Kind
 from skyrl.wire.errors import RequestError
@@ -14,17 +11,13 @@ from skyrl.wire.errors import RequestError
 RequestKey = tuple[str, str, int]
 """("command", model_id, seq_id) or ("sample", sampling_session_id, seq_id): who repeats it gets the same request."""
 
-Change = Callable[[Connection], None]
-"""What is done in a write transaction."""
-
 
 @dataclass(frozen=True, slots=True)
 class NewRequest:
     """A request to record. `body` is stored as the bytes that arrived. `identity` is what a repeat has in common with
     the first, the body when None. `id` is made when it is None; a repeat gets the first one's in any case. `not_before`
     is when it may start, in seconds since the epoch. A `numbered` command has no `seq_id` of its client's, and gets
-    the one after all that the model has. `first` runs in the transaction that records the request, before its row: both
-    are stored, or neither."""
+    the one after all that the model has."""
 
     kind: Kind
     tenant: str
@@ -39,7 +32,6 @@ class NewRequest:
     id: str | None = None
     not_before: float | None = None
     numbered: bool = False
-    first: Change | None = None
 
     @property
     def sampler(self) -> tuple[str, int | None] | None:

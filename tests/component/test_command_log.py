@@ -348,7 +348,7 @@ class CommandLog(RuleBasedStateMachine):
 
     def note_death(self) -> None:
         """A command is to blame if it was running and has not ended."""
-        pending = self.database.read(lambda c: {row.id for row in rows.pending(c, sorted(Kind))})
+        pending = self.database.read(lambda c: {command.request_id for command in rows.pending(c, sorted(Kind))})
         self.died.update(pending.intersection(self.engine.running))
 
     @rule(turns=st.integers(1, 3), deaf=st.booleans())

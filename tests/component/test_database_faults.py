@@ -28,13 +28,13 @@ from skyrl.db.fence import Fence
 from skyrl.db.futures import Outcome
 from skyrl.db.retrying_database import RetryingDatabase
 from skyrl.db.sessions import sessions
-from skyrl.engine.commands import Command
 from skyrl.engine.passes import failed
 from skyrl.engine.state import EngineStatePublisher
 from skyrl.notify.doorbell import Doorbell
 from skyrl.sampling.client import ForwardingClient
 from skyrl.sampling.endpoint import EndpointUnknown, EngineEndpoint
 from skyrl.sampling.http import HttpTransport
+from skyrl.types.command import Command
 from skyrl.types.kinds import Kind
 from skyrl.wire.errors import ErrorCategory, FailedRequest
 from tests.postgres_server import ON_BOTH, ON_POSTGRES, ON_SQLITE, PostgresServer

@@ -9,6 +9,7 @@ from contextlib import suppress
 import pytest
 from engine_harness import until
 
+from skyrl.db.urls import postgres_conninfo
 from skyrl.notify.postgres import MAX_PAYLOAD, PostgresNotify
 from tests.postgres_server import ON_POSTGRES, PostgresServer
 
@@ -18,7 +19,7 @@ pytestmark = ON_POSTGRES
 class Process:
     def __init__(self, url: str, name: str) -> None:
         self.heard: list[str] = []
-        self.notices = PostgresNotify(url, name, self.heard.extend)
+        self.notices = PostgresNotify(postgres_conninfo(url), name, self.heard.extend)
         self.running = asyncio.create_task(self.notices.run())
 
     async def stop(self) -> None:

@@ -21,9 +21,10 @@ from skyrl.db.adapter_versions import samplers
 from skyrl.db.database import Database
 from skyrl.db.models import models
 from skyrl.db.retention import SAMPLING_SESSIONS_S, Retention
+from skyrl.db.session_ends import end_sessions
 from skyrl.db.sessions import sessions
 from skyrl.db.writer import GroupCommitWriter
-from skyrl.engine.reclaim import FileSweeper, end_sessions
+from skyrl.engine.reclaim import FileSweeper
 from skyrl.storage.adapters import adapter_directory, adapter_location
 from skyrl.storage.registry import open_store
 from skyrl.wire.paths import adapter_name_of

@@ -22,9 +22,10 @@ from skyrl.db.database import Database
 from skyrl.db.models import models
 from skyrl.db.retention import Retention
 from skyrl.db.samplers import Sampler, add_sampler
+from skyrl.db.session_ends import end_sessions
 from skyrl.db.sessions import sessions
 from skyrl.db.writer import GroupCommitWriter
-from skyrl.engine.reclaim import FileSweeper, end_sessions
+from skyrl.engine.reclaim import FileSweeper
 from skyrl.storage.adapters import adapter_directory
 from skyrl.storage.directories import safe_name
 from skyrl.storage.registry import open_store

@@ -8,9 +8,10 @@ import pytest
 from typer.testing import CliRunner
 
 from skyrl.cli.main import app
-from skyrl.config.database_url import readable_url, shown_url, sqlite_file
+from skyrl.config.database_url import readable_url
 from skyrl.config.server import ConfigError, load_config
 from skyrl.db.database import Database
+from skyrl.db.urls import shown_url, sqlite_file
 
 LEAKY = [
     "postgresql://skyrl:hush@ss/w:rd@127.0.0.1:1/skyrl",

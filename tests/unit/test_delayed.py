@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 
-from skyrl.engine.commands import Command
 from skyrl.engine.scheduler import Scheduler
+from skyrl.types.command import Command
 from skyrl.types.kinds import Kind
 
 _numbers = itertools.count(1)

@@ -159,8 +159,8 @@ async def test_repeat_survives_the_cancellation_of_the_first(database: Database,
     await asyncio.sleep(0)
     first.cancel()
     request_id, _ = await repeat
-    (row,) = database.read(lambda c: rows.pending(c, [Kind.OPTIM_STEP]))
-    assert row.id == request_id
+    (command,) = database.read(lambda c: rows.pending(c, [Kind.OPTIM_STEP]))
+    assert command.request_id == request_id
     with pytest.raises(asyncio.CancelledError):
         await first
 

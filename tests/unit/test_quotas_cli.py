@@ -12,7 +12,6 @@ from sqlalchemy import insert
 from typer.testing import CliRunner, Result
 
 from skyrl.cli.main import app
-from skyrl.config.database_url import shown_url
 from skyrl.db import keys, quotas
 from skyrl.db.checkpoints import checkpoints
 from skyrl.db.database import Database
@@ -20,6 +19,7 @@ from skyrl.db.futures import futures
 from skyrl.db.migrate import migrate
 from skyrl.db.models import models
 from skyrl.db.sessions import sessions
+from skyrl.db.urls import shown_url
 from tests.databases import url_of
 
 HEAD = ["TENANT", "REQUESTS IN FLIGHT", "TOKENS PER MINUTE", "MODELS", "STORED BYTES", "OWN QUOTAS"]

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from skyrl.engine.commands import Command
 from skyrl.engine.scheduler import BARRIER_COST, FILES_AT_ONCE, SAMPLES_AT_ONCE, Scheduler, cost_of
+from skyrl.types.command import Command
 from skyrl.types.kinds import Kind
 
 _numbers = itertools.count(1)
