@@ -1,1 +1,5 @@
-"""Tables, connections, migrations and the group-commit writer. Knows SQL; knows nothing of HTTP, torch or vLLM."""
+"""The database: tables, statements, connections, migrations and the group-commit writer.
+
+All SQL of skyrl is here. Functions take a `Connection` or a `Database`, and give rows out as frozen dataclasses. Knows
+nothing of HTTP, torch or vLLM.
+"""

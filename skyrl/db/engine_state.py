@@ -1,4 +1,5 @@
-"""The engine_state singleton: where samples go, whether the engine can train, when it was last heard of."""
+"""The engine_state row: the inference endpoint, whether the engine can train, its heartbeat, and which server has the
+claim to train on this database."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ state = EngineStateRow.__table__  # type: ignore[attr-defined]
 
 @dataclass(frozen=True, slots=True)
 class EngineState:
-    """One reading of the row. `generation` counts published endpoints."""
+    """The row as it was read. `generation` counts the endpoints that were published. `heartbeat_at` is in seconds since
+    the epoch; `vocab_size` and `max_context` are in tokens."""
 
     inference_proxy_url: str | None = None
     generation: int = 0
@@ -28,6 +30,7 @@ class EngineState:
 
 
 def read_state(connection: Connection) -> EngineState:
+    """The state; that of an engine that has not started if there is no row."""
     row = connection.execute(select(state).where(state.c.id == 1)).first()
     if row is None:
         return EngineState()
@@ -50,7 +53,7 @@ def _put(connection: Connection, **values: Any) -> None:
 
 
 def publish_url(connection: Connection, url: str | None) -> None:
-    """Write the inference endpoint; a new one raises the generation."""
+    """Store the inference endpoint; None: there is none now. An endpoint raises the generation by one."""
     before = read_state(connection)
     generation = before.generation + (1 if url is not None else 0)
     _put(connection, inference_proxy_url=url, generation=generation)
@@ -64,6 +67,7 @@ def publish_training(
     vocab_size: int | None = None,
     max_context: int | None = None,
 ) -> None:
+    """Store whether the engine can train, the reason if it cannot, and the base model's limits if they are known."""
     values: dict[str, Any] = {"training_ready": ready, "reason": reason, "heartbeat_at": time.time()}
     if vocab_size is not None:
         values |= {"vocab_size": vocab_size, "max_context": max_context}
@@ -71,17 +75,19 @@ def publish_training(
 
 
 def publish_state_dir(connection: Connection, state_dir: str) -> None:
-    """Say where the adapters of the server that trains lie: gateways tell their inference server."""
+    """Store the state directory of the server that trains. Gateways name adapters in it to their inference server."""
     _put(connection, state_dir=state_dir)
 
 
 def beat(connection: Connection) -> None:
+    """Store the engine's heartbeat."""
     _put(connection, heartbeat_at=time.time())
 
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """Whose engine it is, and two signs of its life, either of which changes every few seconds."""
+    """The server that trains on this database, and two times (seconds since the epoch). One of them changes every few
+    seconds while that server runs."""
 
     owner: str | None
     held_at: float | None
@@ -89,13 +95,14 @@ class Claim:
 
 
 def read_claim(connection: Connection) -> Claim:
+    """The claim; one without an owner if there is no row."""
     row = connection.execute(select(state).where(state.c.id == 1)).first()
     return Claim(None, None, 0.0) if row is None else Claim(row.owner, row.held_at, row.heartbeat_at)
 
 
 def claim(connection: Connection, owner: str, seen: Claim) -> bool:
-    """Be the server that trains on this database, from an engine that starts on. False if that is another one by now
-    which is not the one that was `seen`, or which has given a sign of life since."""
+    """Make `owner` the server that trains on this database. False if another server has the claim, unless the claim is
+    still exactly as it was `seen`: then that server is dead, and `owner` takes over."""
     now = read_claim(connection)
     if now.owner not in (None, owner) and now != seen:
         return False
@@ -105,23 +112,23 @@ def claim(connection: Connection, owner: str, seen: Claim) -> bool:
 
 
 def hold(connection: Connection, owner: str) -> bool:
-    """Say that the server that trains is still there. False if it is another one by now."""
+    """Store that the server that trains is alive. False if another server has the claim."""
     mine = state.c.owner == owner
     return connection.execute(update(state).where(mine).values(held_at=time.time())).rowcount == 1
 
 
 def owner(connection: Connection) -> str | None:
-    """The server that has claimed this database; None when nobody has."""
+    """The server that has the claim to this database; None when no server has it."""
     return connection.execute(select(state.c.owner).where(state.c.id == 1)).scalar()
 
 
 def release(connection: Connection, owner: str, reason: str) -> None:
-    """Nobody trains on this database any more, unless it is another server by now."""
+    """Give up the claim of `owner`. Does nothing if another server has the claim."""
     if read_claim(connection).owner == owner:
         clear(connection, reason)
         _put(connection, owner=None, held_at=None)
 
 
 def clear(connection: Connection, reason: str) -> None:
-    """Nothing runs: no endpoint, no training."""
+    """Store that no engine runs: no endpoint, no training, no heartbeat."""
     _put(connection, inference_proxy_url=None, training_ready=False, reason=reason, heartbeat_at=0.0)

@@ -1,9 +1,9 @@
-"""The trainer's writes are refused once its server has lost the claim to the database.
+"""Refuses the engine's writes once its server has lost the claim to the database.
 
-A server that was stopped for long may have been replaced by another one. Its engine does not know that, and would write
-results beside the new one's. So each of the engine's transactions first reads whose claim it is. Write transactions run
-one at a time on both databases, and taking the claim is one of them: nobody takes it between that reading and the
-commit. Knows the row of the claim; does not know what is written.
+A server that was stopped for long may have been replaced by another server. Its engine does not know that, and would
+write results beside those of the new engine. So each write transaction of an engine first reads the owner of the claim.
+Write transactions run one at a time on both databases, and taking the claim is one of them. So no server takes the
+claim between that read and the commit. Knows the row of the claim; does not know what is written.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ T = TypeVar("T")
 
 
 class Displaced(RuntimeError):
-    """This server's claim to the database is another server's by now, or has been given up."""
+    """Another server has the claim to the database now, or this server has given it up."""
 
 
 class Fence:
-    """Whether `server` holds the claim. Threads may share it.
+    """Checks whether `server` has the claim. Threads may share it.
 
-    `on_loss` is called, on the thread that found out, each time the claim turns out to be lost.
+    `on_loss` is called each time a check finds the claim lost, on the thread of the check.
     """
 
     def __init__(self, server: str, on_loss: Callable[[], object] = lambda: None) -> None:
         self._server = server
         self._on_loss = on_loss
         self.lost = False
-        """Whether the claim was ever found to be lost. It is never taken again by the same process."""
+        """Whether a check has found the claim lost. The same process never takes it again."""
 
     def holds(self, connection: Connection) -> bool:
-        """Whether the claim is this server's, as this transaction sees it. Always False after it was lost once."""
+        """Whether this transaction sees the claim as this server's. Always False after the claim was lost once."""
         if not self.lost and engine_state.owner(connection) == self._server:
             return True
         self.lost = True
@@ -44,7 +44,7 @@ class Fence:
         return False
 
     def check(self, connection: Connection) -> None:
-        """Raises Displaced unless the claim is this server's."""
+        """Raises Displaced unless this server has the claim."""
         if not self.holds(connection):
             raise Displaced(
                 f"server {self._server} does not train on this database any more: another server has taken over since"
@@ -52,7 +52,7 @@ class Fence:
 
 
 class FencedDatabase(RetryingDatabase):
-    """The engine's database. A write raises Displaced, and changes nothing, once the claim is lost."""
+    """The engine's database. Once the claim is lost, a write raises Displaced and changes nothing."""
 
     def __init__(self, url: str, fence: Fence) -> None:
         super().__init__(url)
@@ -66,5 +66,5 @@ class FencedDatabase(RetryingDatabase):
         return super().write(fenced, power_safe=power_safe)
 
     def confirm_claim(self) -> None:
-        """For what no transaction covers, such as the deletion of a file. Raises Displaced."""
+        """Check the claim before a change outside the database, such as the deletion of a file. Raises Displaced."""
         self.read(self._fence.check)

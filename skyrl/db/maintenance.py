@@ -1,6 +1,6 @@
-"""What an operator does to a database beside the server: copy it, check it, make it small.
+"""Copies, checks and vacuums a database, for an operator.
 
-On SQLite all of it works while a server runs. PostgreSQL brings tools of its own for copies and checks of its files.
+On SQLite all of this works while a server runs. PostgreSQL has tools of its own to copy a database and check its files.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from skyrl.db.database import Database
 from skyrl.db.faults import DatabaseError, reason
 from skyrl.db.migrate import SchemaError, newest_revision, revision_of
 
-MOST_TOLD = 20
-"""Problems of one kind that are listed."""
+MOST_LISTED = 20
+"""The most problems of one kind that are listed."""
 
 
 def backup(database: Database, to: Path) -> int:
-    """Copy a SQLite database, as it is at one moment, into a new file that its owner alone can read; returns its bytes.
+    """Copy a SQLite database, as it is at one moment, into a new file with mode 0600. Returns the size in bytes.
 
-    Writers do not wait. The file appears when it is whole and on the disk. Raises FileExistsError; SchemaError on
-    PostgreSQL; sqlite3.Error and OSError when the copy fails, and leaves nothing.
+    Writers do not wait. The file appears under its name when it is complete and synced. Raises FileExistsError when the
+    file exists, SchemaError on PostgreSQL, and sqlite3.Error or OSError when the copy fails; then no file is left.
     """
     if database.file is None:
         raise SchemaError("only SQLite's databases are copied by skyrl; use pg_dump for this one")
@@ -40,9 +40,9 @@ def backup(database: Database, to: Path) -> int:
     try:
         with closing(sqlite3.connect(database.file)) as source, closing(sqlite3.connect(partial)) as copy:
             source.backup(copy)
-            copy.execute("PRAGMA journal_mode=DELETE")  # one file, with no log beside it
+            copy.execute("PRAGMA journal_mode=DELETE")  # one file, without a log beside it
         _sync(partial)
-        os.link(partial, to)  # unlike a rename, it replaces nothing that has come meanwhile
+        os.link(partial, to)  # unlike a rename, this never replaces a file
         _sync(to.parent)
     finally:
         partial.unlink()
@@ -58,7 +58,7 @@ def _sync(path: Path) -> None:
 
 
 def problems(database: Database) -> list[str]:
-    """What is wrong with the file, with references between rows, and with the schema; empty for a sound database.
+    """Problems of the file, of references between rows, and of the schema. Empty for a sound database.
 
     Raises SchemaError as `revision_of` does.
     """
@@ -71,12 +71,12 @@ def problems(database: Database) -> list[str]:
 
 def _of_file(connection: Connection) -> list[str]:
     try:
-        said = connection.exec_driver_sql(f"PRAGMA integrity_check({MOST_TOLD})").scalars().all()
+        lines = connection.exec_driver_sql(f"PRAGMA integrity_check({MOST_LISTED})").scalars().all()
     except DatabaseError as error:
-        said = [reason(error)]
-    if said != ["ok"]:  # what its rows refer to cannot be told then
-        return [f"file: {line}" for line in said]
-    dangling = connection.exec_driver_sql("PRAGMA foreign_key_check").fetchmany(MOST_TOLD)
+        lines = [reason(error)]
+    if lines != ["ok"]:  # references between rows cannot be checked in a damaged file
+        return [f"file: {line}" for line in lines]
+    dangling = connection.exec_driver_sql("PRAGMA foreign_key_check").fetchmany(MOST_LISTED)
     return [f"rows: {child} row {row} refers to a row of {parent} that is gone" for child, row, parent, _ in dangling]
 
 
@@ -86,8 +86,11 @@ def _of_schema(connection: Connection) -> list[str]:
 
 
 def vacuum(database: Database) -> None:
-    """Rewrite the database without its free space. On SQLite writers wait meanwhile, and it needs its size on the disk
-    once more; on PostgreSQL nobody waits, and the space is only free for what comes next."""
+    """Remove the free space of the database.
+
+    SQLite rewrites the file: writers wait, and the file needs its size on the disk once more. On PostgreSQL nobody
+    waits; the space becomes free for new rows, and the files stay as long as they are.
+    """
     if database.file is None:
         with database.writer.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
             connection.exec_driver_sql("VACUUM (ANALYZE)")

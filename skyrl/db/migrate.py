@@ -1,4 +1,4 @@
-"""Bring a database to this version's schema: migrate an empty or older one, refuse a newer one."""
+"""Brings a database to this version's schema: migrates an empty or older database, refuses a newer one."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ logger = logging.getLogger(__name__)
 
 
 class SchemaError(RuntimeError):
-    """The database cannot be used by this version of skyrl; the message says why and what to do."""
+    """This version of skyrl cannot use the database. The message says why and what to do."""
 
 
 class DatabaseAway(SchemaError):
-    """PostgreSQL cannot be reached now, or takes no connections yet: the same may succeed later."""
+    """PostgreSQL cannot be reached now, or takes no connections yet. A later try may succeed."""
 
 
 _REFUSED = re.compile(r"FATAL:(?!.*(?:starting up|shutting down|recovery|too many|connection slots))", re.DOTALL)
-"""PostgreSQL answers, and does not take this user, password or database."""
+"""PostgreSQL's messages that refuse this user, password or database: a later try fails too."""
 
 
 def _script_location() -> Path:
@@ -46,15 +46,15 @@ def _config(url: str) -> Config:
 
 
 def newest_revision() -> str | None:
-    """What `migrate` brings a database to."""
+    """The revision to which `migrate` brings a database."""
     return ScriptDirectory.from_config(_config("sqlite://")).get_current_head()
 
 
 def revision_of(database: Database) -> str | None:
-    """The database's revision; None when it is empty.
+    """The database's revision. None for an empty database.
 
-    Raises SchemaError when it was made by a newer skyrl (its revision is unknown here), refuses the user, or is no
-    database at all, and DatabaseAway when it cannot be reached now.
+    Raises SchemaError when a newer skyrl has made the database (its revision is unknown here), when it refuses the
+    user, and when the file is no database. Raises DatabaseAway when the database cannot be reached now.
     """
     try:
         current = database.read(lambda c: MigrationContext.configure(c).get_current_revision())
@@ -76,7 +76,8 @@ def revision_of(database: Database) -> str | None:
 def migrate(database: Database) -> None:
     """Upgrade to the newest revision. Raises SchemaError as `revision_of` does.
 
-    A SQLite file from before files gave space back is rewritten once; if it cannot be, it only does not shrink.
+    A SQLite file that cannot shrink yet is rewritten once. When that fails, the file stays as it is, and the next start
+    tries again.
     """
     if revision_of(database) != newest_revision():
         command.upgrade(_config(database.url), "head")

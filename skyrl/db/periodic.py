@@ -1,4 +1,4 @@
-"""Work that repeats for as long as a process lives."""
+"""Repeats work every few seconds for as long as a process lives, and logs the rounds that fail."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ logger = logging.getLogger(__name__)
 
 
 class Rounds:
-    """Tells of rounds that fail. While the database is away that is one line, and another when it is back: how long
-    and why is of interest, where in the code is not."""
+    """Logs the rounds of one repeated work that fail. While the database is away, it logs one line, and one more line
+    when the database is back: without tracebacks, because the code is not at fault."""
 
     def __init__(self, name: str, period_s: float) -> None:
         self._name = name
@@ -36,7 +36,7 @@ class Rounds:
 
 
 async def repeat(name: str, period_s: float, action: Callable[[], Awaitable[object]]) -> None:
-    """Run `action` every `period_s` seconds until cancelled. A round that fails is logged, and the next one comes."""
+    """Run `action` every `period_s` seconds until cancelled. A round that fails is logged, and the next round runs."""
     rounds = Rounds(name, period_s)
     while True:
         await asyncio.sleep(period_s)

@@ -1,6 +1,6 @@
-"""Statements about quotas: tenants' exceptions from the configuration's, and what tenants hold of what is counted here.
+"""Statements about quotas: the exceptions of single tenants, and the amounts that tenants hold.
 
-Knows columns, not what the configuration says.
+Does not know the quotas that the configuration sets.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from sqlalchemy import Connection, delete, func, insert, literal_column, or_, select, update
+from sqlalchemy import ColumnElement, Connection, delete, func, insert, literal_column, or_, select, update
 
 from skyrl.db.adapter_versions import unsaved_bytes
 from skyrl.db.checkpoints import checkpoints
@@ -25,24 +25,25 @@ quotas = QuotaRow.__table__  # type: ignore[attr-defined]
 futures = FutureRow.__table__  # type: ignore[attr-defined]
 
 _NUMBERS = (quotas.c.requests_in_flight, quotas.c.tokens_per_minute, quotas.c.models, quotas.c.stored_bytes)
-"""In the order of `Limits`."""
+"""In the order of the fields of `QuotaLimits`."""
 
 Exceptions = tuple[int | None, ...]
-"""One tenant's numbers, in the order of `Limits`. None: as the configuration says; -1: no quota."""
+"""One tenant's numbers, in the order of the fields of `QuotaLimits`. None: the configuration's number; -1: no quota."""
 
 
 def exceptions(connection: Connection) -> dict[str, Exceptions]:
-    """All tenants that have some."""
+    """The exceptions of all tenants that have any."""
     return {row[0]: tuple(row[1:]) for row in connection.execute(select(quotas.c.tenant, *_NUMBERS))}
 
 
 def exceptions_of(connection: Connection, tenant: str) -> Exceptions:
+    """One tenant's exceptions; all None if it has none."""
     row = connection.execute(select(*_NUMBERS).where(quotas.c.tenant == tenant)).first()
     return (None,) * len(_NUMBERS) if row is None else tuple(row)
 
 
 def change(connection: Connection, tenant: str, values: Mapping[str, int | None]) -> None:
-    """Set some of a tenant's exceptions, and keep its others."""
+    """Set the given exceptions of a tenant. Its other exceptions stay."""
     mine = quotas.c.tenant == tenant
     changed = {**values, "updated_at": time.time()}
     if connection.execute(update(quotas).where(mine).values(changed)).rowcount == 0:
@@ -50,40 +51,42 @@ def change(connection: Connection, tenant: str, values: Mapping[str, int | None]
 
 
 def clear(connection: Connection, tenant: str) -> bool:
-    """Whether it had exceptions."""
+    """Delete a tenant's exceptions. Returns whether it had any."""
     return connection.execute(delete(quotas).where(quotas.c.tenant == tenant)).rowcount > 0
 
 
-def _active_sessions(tenant: str) -> Any:
-    """A condition that the index of active sessions answers: SQLite uses it only where the status is no parameter."""
+def _active_sessions(tenant: str) -> ColumnElement[bool]:
+    """The condition that a session is active and the tenant's. The status is no parameter, because SQLite uses the
+    partial index of active sessions only if the statement's text has it."""
     return (sessions.c.tenant == tenant) & (sessions.c.status == literal_column("'active'"))
 
 
 def active_sessions(connection: Connection, tenant: str) -> int:
+    """The number of a tenant's active sessions."""
     return connection.execute(select(func.count()).select_from(sessions).where(_active_sessions(tenant))).scalar_one()
 
 
 def living_models(connection: Connection, tenant: str) -> int:
-    """Models in training in a tenant's active sessions."""
+    """The number of models in training in a tenant's active sessions."""
     active = select(sessions.c.id).where(_active_sessions(tenant))
     living = models.c.session_id.in_(active) & models.c.status.in_(("creating", "ready"))
     return connection.execute(select(func.count()).select_from(models).where(living)).scalar_one()
 
 
 def living_samplers(connection: Connection, tenant: str) -> int:
-    """Sampling sessions in a tenant's active sessions."""
+    """The number of sampling sessions in a tenant's active sessions."""
     active = select(sessions.c.id).where(_active_sessions(tenant))
     query = select(func.count()).select_from(samplers).where(samplers.c.session_id.in_(active))
     return connection.execute(query).scalar_one()
 
 
-def _live(now: float) -> Any:
+def _live(now: float) -> ColumnElement[bool]:
     return or_(checkpoints.c.expires_at.is_(None), checkpoints.c.expires_at > now)
 
 
 def stored_bytes(connection: Connection, tenant: str, besides: TinkerPath | None = None) -> int:
-    """Of a tenant's checkpoints that have not expired, all or all but one, and of adapters that its sampling sessions
-    hold and no checkpoint does."""
+    """The size of a tenant's live checkpoints, and of adapters that its sampling sessions hold and no checkpoint does.
+    Leaves out the checkpoint `besides`."""
     query = select(func.sum(checkpoints.c.size_bytes)).where(checkpoints.c.tenant == tenant, _live(time.time()))
     if besides is not None:
         query = query.where(
@@ -98,20 +101,20 @@ def stored_bytes(connection: Connection, tenant: str, besides: TinkerPath | None
 
 
 def paused(connection: Connection, now: float) -> dict[str, float]:
-    """Until when what tenants have sent is paused, in seconds since the epoch."""
+    """By tenant with pending requests that may not start yet: when the last of them may, in seconds since the epoch."""
     later = (futures.c.status == "pending") & (futures.c.not_before > now)
     return _by_tenant(connection, futures, func.max(futures.c.not_before), later)
 
 
 def not_before(connection: Connection, request_id: str) -> float | None:
-    """When a pending request may start, in seconds since the epoch; None: at once, or it has ended."""
+    """When a pending request may start, in seconds since the epoch. None: at once, or the request has ended."""
     query = select(futures.c.not_before).where(futures.c.id == request_id, futures.c.status == "pending")
     return connection.execute(query).scalar()
 
 
 @dataclass
 class Held:
-    """What a tenant holds now, in the order of `Limits`, but for tokens: only API processes know how many are left."""
+    """The amounts that a tenant holds now. Tokens are missing: only the API processes know how many are left."""
 
     samples: int = 0
     models: int = 0
@@ -120,7 +123,7 @@ class Held:
 
 
 def held(connection: Connection) -> dict[str, Held]:
-    """By tenant: all that hold something or have exceptions."""
+    """By tenant: all tenants that hold anything or have exceptions."""
     pending = (futures.c.status == "pending") & futures.c.kind.in_(SAMPLES)
     living = models.c.status.in_(("creating", "ready"))
     found: dict[str, Held] = {}

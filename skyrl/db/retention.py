@@ -1,8 +1,7 @@
-"""What is needed no longer leaves the database: finished requests and closed sampling sessions after their time, then
-the space that they took.
+"""Deletes old rows (finished requests, closed sampling sessions), then gives their space back to the disk.
 
-Works in steps that each hold the write lock for some milliseconds, and lets other writers in between. Knows the tables
-and SQLite's file; does not know what a request asked for.
+Works in steps. Each step holds the write lock for some milliseconds, and other writers run between two steps. Knows the
+tables and SQLite's file; does not know what a request asked for.
 """
 
 from __future__ import annotations
@@ -21,48 +20,48 @@ from skyrl.db.writer import GroupCommitWriter
 
 FORGET_ROWS, FORGET_BYTES = 250, 4 * 2**20
 VACUUM_PAGES = 250
-"""What one step deletes, or gives back."""
+"""The most rows and bytes that one step deletes, and the most pages that one step gives back."""
 
 PAUSE_S = 0.01
-"""Between two steps: who waits for the lock in another process asks for it every few milliseconds."""
+"""The pause between two steps. A process that waits for the lock asks for it every few milliseconds."""
 
 SAMPLING_SESSIONS_S = 24 * 3600.0
-"""How long a sampling session is listed after its session has ended. It can be asked for nothing any more."""
+"""How long a closed sampling session is still listed after its session has ended. It serves no samples then."""
 
 SPARE_PAGES = 512
 SPARE_SHARE = 4
-"""Free pages that stay for what comes next: so many, or this part of the used ones if that is more."""
+"""Free pages that stay in the file for new rows: SPARE_PAGES, or one in SPARE_SHARE used pages if that is more."""
 
 LONG_LOG_BYTES = 64 * 2**20
-"""A write-ahead log that has grown beyond is copied into the file and emptied."""
+"""A longer write-ahead log is copied into the file and emptied."""
 
 INCREMENTAL = 2
-"""What `PRAGMA auto_vacuum` says of a file that gives pages back."""
+"""The value of `PRAGMA auto_vacuum` for a file that can give pages back."""
 
 _models: Any = ModelRow.__table__  # type: ignore[attr-defined]
 
 
 def forget(connection: Connection, completed_before: float, limit: int = FORGET_ROWS) -> int:
     """Delete requests that ended before `completed_before` (seconds since the epoch), oldest first: at most `limit`
-    rows, holding about FORGET_BYTES. Returns the number of deleted rows; 0 when none is left.
+    rows of about FORGET_BYTES together. Returns the number of deleted rows; 0 when none is left.
 
-    Commands of living models that are in no snapshot yet are kept, because recovery repeats them.
+    Keeps the commands of living models that are in no snapshot yet, because recovery repeats them.
     """
     replayable = select(_models.c.id).where(
         _models.c.id == futures.c.model_id,
         _models.c.status.in_(("ready", "creating")),
         _models.c.next_seq <= futures.c.seq_id,
     )
-    # The database knows the length of a body without reading it. Columns behind the body, `status` among them, cost
-    # reading all of it.
+    # Both databases know the length of a body without reading it. To read a column behind the body, such as `status`,
+    # SQLite reads the whole body.
     size = func.coalesce(func.length(futures.c.body), func.length(futures.c.result), 0)
     old = select(futures.c.n, size).where(futures.c.completed_at < completed_before, ~replayable.exists())
     old = old.order_by(futures.c.completed_at).limit(limit)
     numbers: list[int] = []
     held = 0
-    for number, held_by_it in connection.execute(old).all():
+    for number, row_bytes in connection.execute(old).all():
         numbers.append(number)
-        held += held_by_it
+        held += row_bytes
         if held >= FORGET_BYTES:
             break
     if numbers:
@@ -71,7 +70,7 @@ def forget(connection: Connection, completed_before: float, limit: int = FORGET_
 
 
 def spare_pages(connection: Connection) -> int:
-    """Free pages of a SQLite file that it should give back; 0 for one that cannot."""
+    """The number of free pages that a SQLite file should give back; 0 for a file that cannot."""
     pages, free, mode = (
         connection.exec_driver_sql(f"PRAGMA {name}").scalar_one()
         for name in ("page_count", "freelist_count", "auto_vacuum")
@@ -80,14 +79,16 @@ def spare_pages(connection: Connection) -> int:
 
 
 def give_back(connection: Connection, pages: int) -> None:
-    """Move so many free pages of a SQLite file to its end and cut them off; the file is shorter after a checkpoint."""
+    """Move free pages of a SQLite file to its end and cut them off. The next checkpoint shortens the file."""
     driver: Any = connection.connection.driver_connection
-    for _ in range(pages):  # Python's driver takes one step of this statement, which is one page, whatever the number
+    for _ in range(
+        pages
+    ):  # Python's driver runs one step of this statement, which is one page, whatever number it names
         driver.execute("PRAGMA incremental_vacuum(1)")
 
 
 class Retention:
-    """Keeps one database's size in proportion to what it has to remember. `retention_s` counts from a request's end."""
+    """Keeps the size of one database in proportion to its rows. A request is kept for `retention_s` after its end."""
 
     def __init__(self, database: Database, writer: GroupCommitWriter, retention_s: float) -> None:
         self._database = database
@@ -96,14 +97,14 @@ class Retention:
         self._log_limit = LONG_LOG_BYTES
 
     async def sweep(self) -> None:
-        """Forget what is old, then give back what is free."""
+        """Delete old rows, then give back free space."""
         await self._forget()
         if self._database.is_sqlite and await self._give_back():
             await asyncio.to_thread(self._database.empty_log)
 
     async def shorten_log(self) -> None:
-        """Empty SQLite's log when it is long. Commits do not, for copying it waits for the disk: on a busy one they
-        would come to a stand. With a reader in the way for long, tried again when it is as much longer."""
+        """Empty SQLite's log when it is long. Commits leave that to this method, because on a busy disk copying the log
+        would hold them up. When a reader prevents it, the next try is after the log has grown by LONG_LOG_BYTES."""
         length = self._database.log_bytes()
         if length > self._log_limit:
             emptied = await asyncio.to_thread(self._database.empty_log)
@@ -124,7 +125,7 @@ class Retention:
             await asyncio.sleep(PAUSE_S)
 
     async def _give_back(self) -> bool:
-        """Whether there was something to give back."""
+        """Give back free pages. Returns whether there were any."""
         shrunk = False
         while (spare := await self._database.read_async(spare_pages)) > 0:
             step = min(spare, VACUUM_PAGES)

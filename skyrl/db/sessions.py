@@ -1,4 +1,4 @@
-"""Sessions: who is there, who has gone. Cached in memory; another tenant's looks as if it did not exist."""
+"""Sessions: create, find, keep alive and end them. Caches active sessions in memory. A tenant finds only its own."""
 
 from __future__ import annotations
 
@@ -22,16 +22,17 @@ models = ModelRow.__table__  # type: ignore[attr-defined]
 samplers = SamplingSessionRow.__table__  # type: ignore[attr-defined]
 
 DEFAULT_PROJECT = "default"
-"""Where sessions are that were put into no project."""
+"""The project of sessions that were put into no project."""
 
 LONG_LOOK_S = 20.0
-"""Between two looks: some have failed, or the process was stopped. Nobody counts as silent for that time."""
+"""A longer time between two calls of `look` means that calls failed or that the process was stopped. That time does not
+count as silence of a session."""
 
 _INSERT = insert(sessions)
 _ACTIVE = select(sessions.c.id, sessions.c.tenant, sessions.c.heartbeat_at, sessions.c.project_id).where(
     sessions.c.status == "active"
 )
-"""Without their metadata: there may be thousands of sessions, with 16 KiB each."""
+"""All active sessions, without their metadata: there may be thousands of sessions, with up to 16 KiB each."""
 _BEAT = (
     update(sessions)
     .where(sessions.c.id == bindparam("session"), sessions.c.status == "active")
@@ -51,7 +52,8 @@ _END = (
 
 @dataclass(slots=True)
 class Session:
-    """A session as an API process keeps it. `notes` is its user metadata as JSON: decoded it is ten times as large."""
+    """A session in the memory of an API process. `notes` is its user metadata as JSON, which takes a tenth of the
+    memory of the decoded metadata."""
 
     id: str
     tenant: str
@@ -74,24 +76,27 @@ def _session(row: Any) -> Session:
 
 
 def in_project(project_id: str) -> ColumnElement[bool]:
-    """Whether a sessions row belongs to a project."""
+    """The condition that a session belongs to a project."""
     here = sessions.c.project_id == project_id
     return here | sessions.c.project_id.is_(None) if project_id == DEFAULT_PROJECT else here
 
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """What there is to do: active sessions that are `silent`, with the heartbeat that they had last, and ids of those
-    that another process has `ended`."""
+    """What `Sessions.look` has found. `silent`: active sessions that sent no heartbeat for too long, each with its last
+    heartbeat. `ended`: ids of sessions that another process has ended."""
 
     silent: list[tuple[Session, float]]
     ended: list[str]
 
 
 class Sessions:
-    """Create, find, keep alive, end. Clients may send their heartbeats to any process of the database, so who is silent
-    is whose heartbeat in the database has not changed for long, by this process's own clock: neither other clocks nor
-    the time in which this process did not look count."""
+    """The sessions of one database, in one API process.
+
+    Clients may send heartbeats to any API process. So a session is silent when its heartbeat in the database has not
+    changed for long. This process measures that with its own clock only, and does not count time in which it did not
+    look.
+    """
 
     def __init__(self, database: Database, writer: GroupCommitWriter, notifier: PeerNotifier | None = None) -> None:
         self._database = database
@@ -99,7 +104,7 @@ class Sessions:
         self._notifier = notifier or PeerNotifier()
         self._known: dict[str, Session] = {}
         self._heard: dict[str, tuple[float, float]] = {}
-        """The heartbeat of every active session as it was read last, and when it was first read so."""
+        """By active session: the heartbeat that was read last, and the time (monotonic) at which it was first read."""
         self._looked_at = time.monotonic()
 
     async def create(
@@ -113,7 +118,7 @@ class Sessions:
         display_name: str | None = None,
         check: Callable[[Connection], None] | None = None,
     ) -> Session:
-        """Raises what `check` raises, and then there is no session."""
+        """Add a session. `check` runs in the same transaction; when it raises, no session is added."""
         now = time.time()
         session = Session(new_session_id(), tenant, "active", _notes(user_metadata), project_id, display_name)
         values = {
@@ -167,11 +172,11 @@ class Sessions:
         *,
         silent_since: float | None = None,
     ) -> bool:
-        """Mark finished or expired; the first reason wins. With `silent_since`, only if that is still its heartbeat.
-        False if it had ended before, or has been heard of since."""
+        """Mark a session as finished or expired (`to`). The first end stays. With `silent_since`, end it only if that
+        is still its heartbeat. False if the session had ended before, or has sent a heartbeat since."""
         if session.status != "active":
             return False
-        session.status = to  # at once: nothing begins in it while that is written
+        session.status = to  # before the write: nothing begins in the session while it is written
         ending = {"session": session.id, "to": to, "reason": reason, "detail": detail, "at": time.time()}
         end = _END if silent_since is None else _END.where(sessions.c.heartbeat_at == silent_since)
         ended = False
@@ -179,19 +184,19 @@ class Sessions:
             ended = await self._writer.transact(lambda c: c.execute(end, ending).rowcount == 1)
         finally:
             if not ended:
-                session.status = "active"  # as far as is known: the next look finds out
+                session.status = "active"  # perhaps it has ended all the same: the next `look` finds out
         if ended:
-            self.forget(session.id)  # not before: a look-up in between would find it active
+            self.forget(session.id)  # after the commit: a look-up before it would find an active session
             self._notifier.notify([session.id])
         return ended
 
     def forget(self, session_id: str) -> None:
-        """It has ended."""
+        """Drop an ended session from memory."""
         self._known.pop(session_id, None)
         self._heard.pop(session_id, None)
 
     async def assign_project(self, session: Session, project_id: str) -> None:
-        """Move a session, running or not, with all that belongs to it, into a project; the audit log says so."""
+        """Move a session, active or ended, with everything in it, into a project. Recorded in the audit log."""
 
         def assign(connection: Connection) -> None:
             before = connection.execute(select(sessions.c.project_id).where(sessions.c.id == session.id)).scalar_one()
@@ -211,10 +216,10 @@ class Sessions:
         self._notifier.notify([session.id])
 
     async def look(self, timeout_s: float) -> Look:
-        """Read what other processes have changed, and who has had no heartbeat for `timeout_s`."""
+        """Read the changes of other processes, and find the sessions without a heartbeat for `timeout_s` seconds."""
         known, now = set(self._known), time.monotonic()
         rows = {row.id: row for row in await self._database.read_async(lambda c: list(c.execute(_ACTIVE)))}
-        if now - self._looked_at > LONG_LOOK_S:  # this process slept, or the database was away, and with it the beats
+        if now - self._looked_at > LONG_LOOK_S:  # heartbeats may be missing from that time
             self._heard = {session_id: (at, now) for session_id, (at, _) in self._heard.items()}
         self._looked_at = now
         for row in rows.values():
@@ -230,7 +235,7 @@ class Sessions:
         return Look([(session, heartbeat_at) for session, heartbeat_at in found if session is not None], ended)
 
     async def reread(self, session_id: str) -> bool:
-        """Another process has changed it; whether it is over."""
+        """Read a session that another process has changed. Returns whether it has ended."""
         one = select(sessions).where(sessions.c.id == session_id)
         row = await self._database.read_async(lambda c: c.execute(one).first())
         if row is not None and (session := self._known.get(session_id)) is not None:
@@ -238,6 +243,7 @@ class Sessions:
         return row is not None and row.status != "active"
 
     async def list_ids(self, tenant: str, limit: int, offset: int) -> list[str]:
+        """Ids of a tenant's sessions, newest first."""
         query = select(sessions.c.id).where(sessions.c.tenant == tenant).order_by(sessions.c.created_at.desc())
         return await self._database.read_async(
             lambda c: [row.id for row in c.execute(query.limit(limit).offset(offset))]

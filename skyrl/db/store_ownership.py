@@ -1,7 +1,8 @@
-"""Whose a checkpoint store is. Two databases on one store would sweep each other's checkpoints as nobody's; a database
-and a copy of it would, too.
+"""Marks a checkpoint store as one database's.
 
-A store is marked with a word that its database keeps, and with where that database is, which a copy does not share.
+A database deletes the checkpoints in its store that it has no rows for. So two databases on one store would delete each
+other's checkpoints; a database and a copy of it would, too. The mark is a random word that the database keeps, and the
+place of the database, which differs for a copy.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ stores = StoreRow.__table__  # type: ignore[attr-defined]
 
 
 def claim_store(config: ServerConfig, database: Database, server: str) -> None:
-    """Mark the configured store as this database's, or see that it is; the one in the state directory needs no mark.
-    `server` is the name of the server, which another one in a copy of its state directory does not have.
+    """Mark the configured store as this database's, or check the mark. The store in the state directory needs no mark.
+    `server` is the name of this server; a server in a copy of its state directory has another name.
 
-    Raises ConfigError: the store cannot be used, or belongs to another database or to another copy of this one.
+    Raises ConfigError when the store cannot be used, or belongs to another database or to another copy of this one.
     """
     url = config.checkpoint_store
     if url is None:
@@ -40,7 +41,7 @@ def claim_store(config: ServerConfig, database: Database, server: str) -> None:
     owner = database.write(known)
     home = server if database.is_sqlite else database.read(_place)
     try:
-        marked = open_store(config).claim(f"{owner} {home}", instead_of=owner)  # as earlier versions marked it
+        marked = open_store(config).claim(f"{owner} {home}", instead_of=owner)  # earlier versions wrote the word alone
     except StoreError as error:
         raise ConfigError(f"checkpoint_store: {error}") from error
     marked_owner, _, marked_home = marked.partition(" ")
@@ -59,8 +60,8 @@ def claim_store(config: ServerConfig, database: Database, server: str) -> None:
 
 
 def _place(connection: Connection) -> str:
-    """Which database of which PostgreSQL cluster this is: the same for all servers on it, and another one for what was
-    restored from a dump."""
+    """Names the database and its PostgreSQL cluster. All servers on the database read the same name. A database that
+    was restored from a dump has another one."""
     query = """
         SELECT CASE WHEN has_function_privilege('pg_control_system()', 'execute')
                     THEN (SELECT system_identifier FROM pg_control_system()) END, oid

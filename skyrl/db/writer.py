@@ -1,7 +1,7 @@
-"""The group-commit writer: one thread owns the write connection and commits whatever is waiting in one transaction.
+"""The group-commit writer: one thread owns the write connection, and commits all waiting writes in one transaction.
 
-Knows statements and parameters; does not know what a future or a session is. A write is acknowledged (its awaitable
-resolves) only after the commit that holds it.
+The awaitable of a write resolves after the commit of the write. Knows statements and parameters; does not know what a
+future or a session is.
 """
 
 from __future__ import annotations
@@ -26,12 +26,15 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 MAX_BATCH = 1_000
-"""Writes per transaction; keeps the lock's hold time, and so the engine's wait for it, short."""
+"""The most writes in one transaction. The engine waits for the write lock as long as a transaction runs."""
 
 
 class RowStatement:
-    """A statement that is run very often, on one row each time. On SQLite it goes straight to the driver: SQLAlchemy's
-    way there costs more than the row. Every parameter is a bindparam, of a type that the driver takes as it is."""
+    """A statement that runs very often, on one row each time.
+
+    On SQLite the statement goes straight to the driver, because SQLAlchemy's overhead costs more than the row. Every
+    parameter is a bindparam of a type that the driver accepts without conversion.
+    """
 
     def __init__(self, statement: Any) -> None:
         self.statement: Executable = statement
@@ -39,7 +42,8 @@ class RowStatement:
         self.sql = str(compiled)
         self.parameters: tuple[str, ...] = tuple(compiled.positiontup)
 
-    def row(self, values: dict[str, Any]) -> list[Any]:
+    def ordered(self, values: dict[str, Any]) -> list[Any]:
+        """The values of the parameters in the order of `sql`."""
         return [values[name] for name in self.parameters]
 
 
@@ -61,12 +65,14 @@ class _Write:
 
 
 class GroupCommitWriter:
-    """Writes from one event loop, committed in groups by one thread. When the database is away or full, a group fails
-    as a whole: none of it is committed, or, where a connection broke at the commit, all of it may be.
+    """Takes the writes of one event loop, and commits them in groups on one thread.
 
-    What one turn of the loop asks for goes to the thread together: to wake it costs more than a row. Statements of one
-    group that are the same object run as one executemany, in order of their first appearance; so a write that depends
-    on another must wait for it.
+    When the database is away or full, a group fails as a whole: none of its writes is committed. When the connection
+    broke during the commit, all of them may be committed.
+
+    All writes of one turn of the event loop go to the thread together, because waking the thread costs more than a row.
+    Writes of one group with the same statement object run as one executemany, in the order in which statements first
+    appear. So a write that depends on another one must wait until that one is committed.
     """
 
     def __init__(self, database: Database) -> None:
@@ -80,12 +86,13 @@ class GroupCommitWriter:
         self._thread.start()
 
     async def execute(self, statement: Executable | RowStatement, parameters: dict[str, Any]) -> bool:
-        """Run one prepared statement; returns when it is committed, with whether it is known to have changed its row:
-        a group tells of all its rows together. Raises what the database raised."""
+        """Run one prepared statement, and return when it is committed. True: the statement has changed its row. False:
+        it is not known whether it has, because a group counts the changed rows of all its writes together. Raises the
+        database's error."""
         return await self._put(statement, parameters, None)
 
     async def transact(self, change: Callable[[Connection], T]) -> T:
-        """Run `change(connection)` inside a transaction of its own group; returns its value once committed."""
+        """Run `change` in the transaction of a group. Returns the value of `change` once the group is committed."""
         return await self._put(None, None, change)
 
     def _put(
@@ -109,7 +116,7 @@ class GroupCommitWriter:
             self._queue.put(turn)
 
     async def close(self) -> None:
-        """Commit what is waiting, then end the thread. Later writes raise RuntimeError."""
+        """Commit the waiting writes, then end the thread. Later writes raise RuntimeError."""
         self._closed = True
         self._hand_over()
         self._queue.put(None)
@@ -131,7 +138,7 @@ class GroupCommitWriter:
                 group = waiting[start : start + MAX_BATCH]
                 try:
                     self._commit(group)
-                except Exception as error:  # without this thread every write would wait for ever
+                except Exception as error:  # the thread must go on: without it every write would wait for ever
                     logger.exception("%d writes failed in an unforeseen way", len(group))
                     self._resolve(group, error)
         if self._driver is not None:
@@ -152,10 +159,11 @@ class GroupCommitWriter:
         except Exception as error:
             self._roll_back()
             error = _as_sqlalchemy(error)
-            if len(batch) == 1 or not begun or is_transient(error):  # each alone would only wait, and fail, like all
+            # A transient error, or one at BEGIN, would meet each write alone too.
+            if len(batch) == 1 or not begun or is_transient(error):
                 self._resolve(batch, error)
                 return
-            # One bad write must not fail its neighbours: the group was rolled back, so run each alone.
+            # One bad write must not fail its neighbours. The group was rolled back, so run each write alone.
             for write in batch:
                 self._commit([write])
             return
@@ -163,7 +171,7 @@ class GroupCommitWriter:
         self._resolve(batch, None)
 
     def _roll_back(self) -> None:
-        """Leaves no transaction of the driver's connection open, if need be without that connection."""
+        """End the transaction of the driver's connection. Give up the connection if it cannot roll back."""
         if self._driver is None or not self._driver.in_transaction:
             return
         try:
@@ -181,7 +189,9 @@ class GroupCommitWriter:
             assert isinstance(write.statement, RowStatement)
             grouped.setdefault(write.statement, []).append(write)
         for statement, writes in grouped.items():
-            changed = driver.executemany(statement.sql, [statement.row(w.parameters or {}) for w in writes]).rowcount
+            changed = driver.executemany(
+                statement.sql, [statement.ordered(w.parameters or {}) for w in writes]
+            ).rowcount
             for write in writes:
                 write.result = changed == len(writes)
         driver.execute("COMMIT")
@@ -220,7 +230,7 @@ class GroupCommitWriter:
 
 
 def _as_sqlalchemy(error: Exception) -> Exception:
-    """The driver's own error as SQLAlchemy raises it; others as they are."""
+    """The driver's own error as SQLAlchemy would raise it. Other errors are returned unchanged."""
     if not isinstance(error, sqlite3.Error):
         return error
     return DBAPIError.instance(None, None, error, sqlite3.Error, dialect=sqlite.dialect())  # type: ignore[return-value]
