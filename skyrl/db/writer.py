@@ -15,9 +15,10 @@ import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from sqlalchemy import Connection, Executable
+from sqlalchemy import Connection, Executable, Insert, Update
 from sqlalchemy.dialects import sqlite
 from sqlalchemy.exc import DBAPIError
+from sqlalchemy.sql.compiler import SQLCompiler
 
 from skyrl.db.database import Database
 from skyrl.db.faults import is_transient
@@ -36,13 +37,15 @@ class RowStatement:
     parameter is a bindparam of a type that the driver accepts without conversion.
     """
 
-    def __init__(self, statement: Any) -> None:
+    def __init__(self, statement: Insert | Update) -> None:
         self.statement: Executable = statement
         compiled = statement.compile(dialect=sqlite.dialect())
+        assert isinstance(compiled, SQLCompiler)
+        assert compiled.positiontup is not None, "SQLite's parameters have places, not names"
         self.sql = str(compiled)
         self.parameters: tuple[str, ...] = tuple(compiled.positiontup)
 
-    def ordered(self, values: dict[str, Any]) -> list[Any]:
+    def ordered(self, values: dict[str, Any]) -> list[object]:
         """The values of the parameters in the order of `sql`."""
         return [values[name] for name in self.parameters]
 

@@ -1,0 +1,56 @@
+"""Rows leave skyrl/db as typed values: its public functions and classes give out no `Any`."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import skyrl.db
+
+PACKAGE = Path(skyrl.db.__file__).parent
+JSON = {"dict", "Mapping"}
+"""`dict[str, Any]` is a JSON object."""
+NOT_TYPED = {"checkpoints.py", "copies.py", "models.py", "samplers.py"}
+
+
+def has_any(annotation: ast.AST | None) -> bool:
+    """Whether an annotation says `Any` elsewhere than in a JSON object."""
+    match annotation:
+        case None:
+            return False
+        case ast.Name(id=name):
+            return name == "Any"
+        case ast.Subscript(value=ast.Name(id=name)) if name in JSON:
+            return False
+    return any(has_any(part) for part in ast.iter_child_nodes(annotation))
+
+
+def public_annotations(body: list[ast.stmt]) -> Iterator[tuple[int, ast.expr | None]]:
+    """The annotations that other packages see, with their lines. A parameter `row` is that of a function which makes a
+    typed value of a row."""
+    for node in body:
+        match node:
+            case ast.ClassDef(name=name, body=inner) if not name.startswith("_"):
+                yield from ((each.lineno, each.annotation) for each in inner if isinstance(each, ast.AnnAssign))
+                yield from public_annotations(inner)
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) if name == "__init__" or name[0] != "_":
+                given = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+                yield from ((node.lineno, each.annotation) for each in given if each.arg != "row")
+                yield node.lineno, node.returns
+
+
+def untyped(source: str) -> list[int]:
+    return [line for line, annotation in public_annotations(ast.parse(source).body) if has_any(annotation)]
+
+
+def test_untyped_rows_are_found() -> None:
+    assert untyped("def page(tenant: str) -> tuple[list[Any], int]: ...") == [1]
+    assert untyped("class Found:\n    row: Any\n    notes: dict[str, Any] | None") == [2]
+    assert untyped("class Keys:\n    async def find(self, saved: Any | None) -> None: ...") == [2]
+    assert untyped("def key_of(row: Any) -> ApiKey: ...\ndef _rows() -> list[Any]: ...") == []
+
+
+def test_rows_leave_db_as_typed_values() -> None:
+    found = {f"{path.name}:{line}" for path in sorted(PACKAGE.glob("*.py")) for line in untyped(path.read_text())}
+    assert {place.partition(":")[0] for place in found} <= NOT_TYPED, found
