@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from sqlalchemy import Connection, func, select
 from sqlalchemy.exc import DataError, OperationalError
+from sqlalchemy.exc import TimeoutError as NoConnectionFree
 
 from skyrl.db import futures as rows
 from skyrl.db import retention
@@ -392,3 +393,23 @@ async def test_result_that_the_database_will_never_take_is_a_failure(
     assert outcome is not None
     assert outcome.error == "the result cannot be stored"
     assert outcome.error_category == "server"
+
+
+async def test_outcome_waits_for_a_free_connection(
+    store: FutureStore, database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pool without a free connection raises an error that no driver has raised. It is transient all the same."""
+    request_id, _ = await store.record(SAMPLE)
+    execute, busy = store._writer.execute, [NoConnectionFree("QueuePool limit")]
+
+    async def execute_when_free(statement: Any, parameters: dict[str, Any]) -> bool:
+        if busy:
+            raise busy.pop()
+        return await execute(statement, parameters)
+
+    monkeypatch.setattr(store._writer, "execute", execute_when_free)
+    await store.settle(request_id, Outcome(b"done"))
+    assert not busy
+    stored = database.read(lambda c: rows.find(c, request_id))
+    assert stored is not None
+    assert stored.outcome == Outcome(b"done")
