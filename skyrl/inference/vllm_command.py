@@ -20,6 +20,7 @@ from typing import Any
 
 from skyrl.config.server import ConfigError, ServerConfig
 from skyrl.inference.placement import ServerSpec
+from skyrl.vllm_plugin.incarnation import IncarnationHeader
 
 HOST = "127.0.0.1"
 CPU_LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head")
@@ -36,7 +37,7 @@ NO_PROGRESS_BARS = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "TQDM_DISABLE": "1"}
 
 _ENV = {
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True",
-    # /pause, /resume, /sleep, /wake_up; the plugin puts them behind the key, which vLLM does not.
+    # /sleep, /wake_up and /is_sleeping. The plugin puts them behind the key, which vLLM does not.
     "VLLM_SERVER_DEV_MODE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_MAX_STOP_STRINGS": "64",  # default 4; Tinker has no limit
@@ -68,15 +69,13 @@ def vllm_spec(
     api_key: str,
     *,
     cuda: bool,
-    devices: Sequence[str] = (),
     directory: Path | None = None,
     offline: bool = False,
     tested: bool = True,
 ) -> ServerSpec:
-    """The server for this configuration. `devices`: CUDA devices of this machine, the trainer's first. `directory`
-    takes the sockets between its processes and its temporary files, which vLLM leaves behind however it ends.
-    `offline`: it does not ask the model hub. A version of vLLM that is not `tested` gets no development endpoints,
-    because the plugin does not put them behind the key there.
+    """The server for this configuration. `directory` takes the sockets between its processes and its temporary files,
+    which vLLM leaves behind however it ends. `offline`: it does not ask the model hub. A version of vLLM that is not
+    `tested` gets no development endpoints, because the plugin does not put them behind the key there.
 
     Raises ConfigError for options of vLLM that skyrl sets itself, and for tensor parallelism without GPUs.
     """
@@ -97,8 +96,6 @@ def vllm_spec(
     options = _common_options(config, port, api_key)
     if cuda:
         options |= _gpu_options(config)
-        if chosen := _inference_devices(config, devices):
-            env["CUDA_VISIBLE_DEVICES"] = ",".join(chosen)
     else:
         cpu_options, kv_gib = _cpu_options(config, read_model_config(config.base_model_path))
         options |= cpu_options
@@ -152,6 +149,15 @@ def cuda_devices() -> list[str]:
     return [str(number) for number in range(len(found))]
 
 
+def inference_devices(config: ServerConfig, devices: Sequence[str]) -> list[str]:
+    """The CUDA devices that vLLM gets of this machine's `devices`: the ones after the trainer's. Colocated, or with too
+    few for both, the trainer and vLLM share the first ones."""
+    wanted = config.backend_config.inference.tensor_parallel_size
+    trainer = 0 if config.colocated else config.backend_config.trainer.placement.policy_num_gpus_per_node
+    after = list(devices[trainer : trainer + wanted])
+    return after if len(after) == wanted else list(devices[:wanted])
+
+
 def plugin_installed() -> bool:
     """Whether vLLM will find `skyrl.vllm_plugin`; without it LoRA on a CPU is wrong, dev endpoints are open."""
     return any(point.name == "skyrl" for point in entry_points(group="vllm.general_plugins"))
@@ -199,6 +205,7 @@ def _common_options(config: ServerConfig, port: int, api_key: str) -> dict[str, 
         "logprobs_mode": "processed_logprobs",
         "max_logprobs": MAX_LOGPROBS,
         "disable_uvicorn_access_log": True,
+        "middleware": [f"{IncarnationHeader.__module__}.{IncarnationHeader.__name__}"],
         "use_tqdm_on_load": False,
     }
 
@@ -212,14 +219,6 @@ def _gpu_options(config: ServerConfig) -> dict[str, Any]:
         "gpu_memory_utilization": inference.gpu_memory_utilization,
         "enable_sleep_mode": True if config.colocated else None,
     }
-
-
-def _inference_devices(config: ServerConfig, devices: Sequence[str]) -> list[str]:
-    """Devices after the trainer's; colocated, or with too few for both, the first ones are shared."""
-    wanted = config.backend_config.inference.tensor_parallel_size
-    trainer = 0 if config.colocated else config.backend_config.trainer.placement.policy_num_gpus_per_node
-    after = list(devices[trainer : trainer + wanted])
-    return after if len(after) == wanted else list(devices[:wanted])
 
 
 def _cpu_options(config: ServerConfig, model: dict[str, Any]) -> tuple[dict[str, Any], int]:
