@@ -87,13 +87,9 @@ class LocalServer:
     """A server that runs as a supervised process of this one."""
 
     def __init__(self, spec: ServerSpec, process: SupervisedProcess) -> None:
-        self.spec = spec
+        self.url = spec.url
         self._process = process
         self._supervision = asyncio.create_task(process.run(), name=f"supervise {process.name}")
-
-    @property
-    def url(self) -> str:
-        return self.spec.url
 
     @property
     def pid(self) -> int | None:

@@ -87,7 +87,7 @@ class InferenceParts:
 
     async def _watch(self) -> None:
         options = self._config.backend_config.inference
-        client = VllmClient(self.url, self._key)
+        client = VllmClient(self._started.url, self._key)
         watchdog = Watchdog(
             client,
             self._started,

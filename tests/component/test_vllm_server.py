@@ -10,6 +10,7 @@ import json
 import os
 import signal
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,7 +25,7 @@ from safetensors.torch import load_file, save_file
 from tinker.proto.response_conv import deserialize_sample_response
 from transformers import AutoModelForCausalLM
 
-from skyrl.config.server import load_config
+from skyrl.config.server import ServerConfig, load_config
 from skyrl.inference.engine_group import EngineGroup
 from skyrl.inference.placement import LocalPlacement, LocalServer, ServerSpec, free_port
 from skyrl.inference.replica import Addresses, Bounds, Replica, ReplicaState
@@ -67,6 +68,7 @@ class Given:
 class Served:
     """The running server and what was published about it."""
 
+    config: ServerConfig
     spec: ServerSpec
     handle: LocalServer
     group: EngineGroup
@@ -116,7 +118,7 @@ async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Serv
     running = asyncio.create_task(group.run())
     try:
         await until(lambda: group.ready, 400)
-        yield Served(spec, handle, group, replica, host, in_use, client, running, published)
+        yield Served(config, spec, handle, group, replica, host, in_use, client, running, published)
     except AssertionError as error:
         raise AssertionError(f"{error}: {group.reason}\n{handle.log_tail(40)}") from error
     finally:
@@ -460,6 +462,64 @@ async def test_a_server_that_starts_again_has_the_adapters_in_use_before_it_is_r
     assert served.replica.incarnation not in (None, incarnation)
     assert await models(served) == [str(MODEL), version.name]
     assert (await sample_of(served, version)).status_code == 200
+
+
+async def test_a_replica_is_added_and_one_removed_while_samples_run(served: Served, tmp_path: Path) -> None:
+    """Two servers. Samples for an adapter go to those that are ready, in turn, and none fails."""
+    version = AdapterVersion("everywhere@1")
+    served.host.directories[version] = adapter(tmp_path / "everywhere", 8)
+    spec = vllm_spec(served.config, free_port(), KEY, cuda=False)
+    handle = await LocalPlacement(tmp_path / "logs").start(spec, [])
+    published: list[str | None] = []
+
+    async def publish(url: str | None) -> None:
+        published.append(url)
+
+    async def in_use() -> list[AdapterVersion]:
+        return [version]
+
+    first, second = (Replica(url, Addresses.same(url), KEY, served.host) for url in (served.spec.url, spec.url))
+    group = EngineGroup([first], publish, in_use, proxy_url="http://proxy", watching_interval_s=0.3)
+    running, over, sampled, in_flight = asyncio.create_task(group.run()), asyncio.Event(), Counter(), Counter()
+
+    async def sample(http: httpx.AsyncClient) -> None:
+        while not over.is_set():
+            url = min((r.id for r in group.replicas if r.state is ReplicaState.READY), key=sampled.__getitem__)
+            sampled[url] += 1
+            in_flight[url] += 1
+            answer = await http.post(
+                f"{url}/v1/completions", json={"model": version.name, "prompt": [1], "max_tokens": 2}
+            )
+            in_flight[url] -= 1
+            assert answer.status_code == 200, answer.text
+
+    async def more_samples(*urls: str) -> None:
+        before = sampled.copy()
+        await until(lambda: all(sampled[url] > before[url] + 5 for url in urls), 400)
+
+    try:
+        await until(lambda: group.ready, 400)
+        async with asking(served) as http, asyncio.TaskGroup() as sampling:
+            for _ in range(2):
+                sampling.create_task(sample(http))
+            await more_samples(first.id)
+            group.add(second)
+            await until(lambda: second.state is ReplicaState.READY, 400)
+            await more_samples(first.id, second.id)
+            group.drain(first.id)
+            await until(lambda: in_flight[first.id] == 0, 400)
+            await group.remove(first.id)
+            await more_samples(second.id)
+            over.set()
+        assert published == ["http://proxy"]
+        assert await group.retire([version]) == {version}
+        assert version.name in await models(served), "the one that was removed is asked for nothing"
+        assert await served.group.retire([version]) == {version}
+    finally:
+        over.set()
+        await group.close()
+        await running
+        await handle.stop()
 
 
 async def test_closing_withdraws_the_url_and_stopping_leaves_no_process(served: Served) -> None:
