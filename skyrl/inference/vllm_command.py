@@ -31,9 +31,9 @@ MAX_LOGPROBS = 64
 OURS = frozenset({"api_key", "host", "model", "port", "served_model_name"})
 
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
-"""For processes that find the model on this machine: the hub is not asked, and its absence costs no time."""
+"""For processes that find the model on this machine: they do not ask the hub, and lose no time when it is away."""
 NO_PROGRESS_BARS = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "TQDM_DISABLE": "1"}
-"""For processes whose output goes to a log: a bar is one line of many kilobytes there."""
+"""For processes whose output goes to a log, where a progress bar would be one line of many kilobytes."""
 
 _ENV = {
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True",
@@ -43,7 +43,7 @@ _ENV = {
     "VLLM_MAX_STOP_STRINGS": "64",  # default 4; Tinker has no limit
     # uvicorn's default closes idle connections after 5 s, just as a pool sends the next request on one.
     "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "120",
-    # What its processes say to each other stays on this machine; the defaults are whatever its name resolves to.
+    # vLLM's processes talk to each other over loopback. By default they use what the machine's name resolves to.
     "VLLM_HOST_IP": HOST,
     "GLOO_SOCKET_IFNAME": "lo",
     "NCCL_SOCKET_IFNAME": "lo",
@@ -164,7 +164,7 @@ def plugin_installed() -> bool:
 
 
 def options_named(config: ServerConfig, sentence: str) -> str:
-    """The options of vLLM in the configuration that a sentence of vLLM's names, with their values; empty for none."""
+    """The configured options of vLLM that a sentence in vLLM's log names, with their values; empty for none."""
     inference = config.backend_config.inference
     prefix = "generator.inference_engine"
     given = {f"{prefix}.engine_init_kwargs.{name}": value for name, value in inference.engine_init_kwargs.items()}
@@ -191,7 +191,7 @@ def _common_options(config: ServerConfig, port: int, api_key: str) -> dict[str, 
         "host": HOST,
         "port": port,
         "max_num_seqs": inference.max_num_seqs,
-        "scheduling_policy": "priority",  # which sample is next is ours to say: see skyrl.sampling.fair_order
+        "scheduling_policy": "priority",  # skyrl.sampling.fair_order decides which sample is next
         "enable_lora": True,
         "max_loras": lora.max_loras,
         "max_cpu_loras": lora.max_cpu_loras,
@@ -242,9 +242,11 @@ def _cpu_options(config: ServerConfig, model: dict[str, Any]) -> tuple[dict[str,
 
 
 def _kv_cache(model: dict[str, Any], length: int, sequences: int) -> tuple[int | None, int]:
-    """Blocks of key-value cache, or None to let vLLM divide the GiB given second (its unit, all touched).
+    """Blocks of the key-value cache, and its size in GiB. None blocks: vLLM divides the GiB into blocks, and touches all
+    of that memory.
 
-    Every sequence at full length if that fits 256 MiB, else what fits; a bigger model gets whole GiB.
+    The cache holds every sequence at full length if that fits into 256 MiB, else as many blocks as fit. A bigger model
+    gets whole GiB.
     """
     try:
         heads = model.get("num_key_value_heads") or model["num_attention_heads"]
