@@ -242,8 +242,8 @@ def _cpu_options(config: ServerConfig, model: dict[str, Any]) -> tuple[dict[str,
 
 
 def _kv_cache(model: dict[str, Any], length: int, sequences: int) -> tuple[int | None, int]:
-    """Blocks of the key-value cache, and its size in GiB. None blocks: vLLM divides the GiB into blocks, and touches all
-    of that memory.
+    """Blocks of the key-value cache, and its size in GiB. None for the blocks: vLLM divides the GiB into blocks, and
+    touches all of that memory.
 
     The cache holds every sequence at full length if that fits into 256 MiB, else as many blocks as fit. A bigger model
     gets whole GiB.
