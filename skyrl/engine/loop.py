@@ -34,10 +34,11 @@ from skyrl.engine.reclaim import FileSweeper, end_sessions
 from skyrl.engine.sampling import ColocatedSampler
 from skyrl.engine.scheduler import FILES_AT_ONCE, Scheduler, cost_of
 from skyrl.engine.snapshots import Snapshots
+from skyrl.inference.adapter_host import AdapterMissing
 from skyrl.inference.engine_group import EngineGroup
 from skyrl.inference.vllm_client import VllmError
 from skyrl.notify.doorbell import SESSIONS, Doorbell
-from skyrl.storage.base import CheckpointStore
+from skyrl.storage.base import CheckpointStore, StoreError
 from skyrl.types.kinds import ENGINE_KINDS, Kind
 from skyrl.types.weights import AdapterVersion
 
@@ -268,7 +269,7 @@ class Engine:
         publishing = self._group.publish_adapter(AdapterVersion(name))
         try:
             asyncio.run_coroutine_threadsafe(publishing, self._loop).result()
-        except (httpx.TransportError, VllmError) as error:
+        except (httpx.TransportError, VllmError, AdapterMissing, StoreError) as error:
             logger.warning("adapter %s was saved but not loaded yet: %s", name, error)
 
     async def _run_samples(self, commands: list[Command]) -> None:

@@ -52,8 +52,9 @@ class Addresses:
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """How long a replica may take to answer each kind of call, in seconds. A call may wait for a step of the engine
-    core, which is why only `/health` and the unloading of an adapter, which do not, have short bounds."""
+    """How long a replica may take to answer each kind of call, in seconds. `load_s` includes bringing the files to its
+    host. `/health` and the unloading of an adapter have short bounds, because they never wait for a step of the engine
+    core."""
 
     health_s: float = 5.0
     load_s: float = 60.0
@@ -137,11 +138,14 @@ class Replica:
     async def load(self, adapter: AdapterVersion) -> None:
         """Bring the adapter's files to the replica's host and load them. Also raises what `AdapterHost.bring` does."""
         incarnation = self.incarnation
+
+        async def bring_and_load() -> None:
+            await self._client.load_adapter(adapter.name, await self._host.bring(adapter))
+
         self.wanted.discard(adapter)
         self._loading.add(adapter)
         try:
-            directory = await self._host.bring(adapter)
-            await self._unless_lost(self._client.load_adapter(adapter.name, directory), self._bounds.load_s)
+            await self._unless_lost(bring_and_load(), self._bounds.load_s)
         finally:
             self._loading.discard(adapter)
         if self.incarnation == incarnation:

@@ -10,10 +10,10 @@ import httpx
 import pytest
 from engine_harness import until
 from fake_upstream import COMPLETIONS, LOAD, after
-from replicas import UNLOAD, WELL, Server, group_of, running, servers
+from replicas import NEVER_S, UNLOAD, WELL, Server, group_of, running, servers
 
 from skyrl.inference.engine_group import EngineGroup
-from skyrl.inference.replica import Replica, ReplicaState
+from skyrl.inference.replica import Addresses, Bounds, Replica, ReplicaState
 from skyrl.types.weights import AdapterVersion
 
 PROXY = "http://127.0.0.1:9"
@@ -206,3 +206,24 @@ async def test_files_that_a_replica_is_loading_are_kept() -> None:
             go.set()
             await loading
             assert await group.retire([A]) == {A}
+
+
+class Slow:
+    """An AdapterHost whose checkpoint store does not answer."""
+
+    async def bring(self, adapter: AdapterVersion) -> str:
+        await asyncio.Event().wait()
+        raise AssertionError(adapter)
+
+
+async def test_files_that_do_not_come_hold_up_neither_a_save_nor_a_replica() -> None:
+    async with servers(1) as (server,):
+        bounds = Bounds(health_s=NEVER_S, load_s=0.1, unload_s=NEVER_S, sleep_s=NEVER_S, warm_up_s=NEVER_S)
+        replica = Replica("slow", Addresses.same(server.url), "key", Slow(), bounds)
+        group, _ = group_of(replica, in_use=[A])
+        async with running(group):
+            await until_ready(group, server)
+            with pytest.raises(httpx.TransportError, match="no answer"):
+                await group.publish_adapter(B)
+            assert group.ready, "the server itself answers"
+            assert replica.adapters == set()
