@@ -35,6 +35,9 @@ class World:
         async def stop() -> None:
             self.said.append(f"{name} stops")
             await self.may_stop[name].wait()
+            if not self.may_end[name].done():
+                self.may_end[name].set_result(None)  # as the supervision of a process returns when it is stopped
+                await self.until_said(f"{name} is not supervised")
             self.said.append(f"{name} has stopped")
 
         await self.parts.add(Part(name, needs, start, supervise, f"supervising {name}", stop, **options))
@@ -62,7 +65,7 @@ async def test_parts_stop_after_those_that_need_them() -> None:
     stops = [sentence for sentence in here.said if sentence.endswith(" stops")]
     assert stops[2:] == ["engine stops", "vllm stops"]
     assert here.said.index("engine is not supervised") < here.said.index("vllm stops")
-    assert here.said.index("vllm has stopped") < here.said.index("vllm is not supervised"), "supervised while it stops"
+    assert here.said.index("vllm stops") < here.said.index("vllm is not supervised"), "supervised until it stops"
     assert here.parts.names == []
 
 
