@@ -31,7 +31,7 @@ def _database(
     from skyrl.db.database import Database
     from skyrl.db.faults import DatabaseError, reason
     from skyrl.db.migrate import SchemaError, revision_of
-    from skyrl.launcher.main import lock_state_dir
+    from skyrl.launcher.state_dir import lock_state_dir
 
     try:
         with ExitStack() as held:

@@ -111,8 +111,8 @@ def serve(
         "log_level": log_level,
     }
     from skyrl.db.migrate import DatabaseAway, SchemaError
-    from skyrl.launcher.main import ServerEnded
     from skyrl.launcher.main import serve as launch
+    from skyrl.launcher.parts import ServerEnded
     from skyrl.processes.startup import StartupError
 
     try:

@@ -61,6 +61,18 @@ def held(connection: Connection, now: float) -> set[str]:
     return set(connection.execute(union_all(*queries)).scalars())
 
 
+def in_use(connection: Connection, used_since: float, limit: int) -> list[str]:
+    """Names of at most `limit` versions that open sampling sessions have sampled from since then, the latest first."""
+    query = (
+        select(samplers.c.adapter_name)
+        .where(_OPEN_ADAPTER, samplers.c.last_used_at >= used_since)
+        .group_by(samplers.c.adapter_name)
+        .order_by(func.max(samplers.c.last_used_at).desc(), samplers.c.adapter_name)
+        .limit(limit)
+    )
+    return list(connection.execute(query).scalars())
+
+
 def sampled_now(connection: Connection, names: Collection[str]) -> set[str]:
     """Those of `names` (at most MAX_NAMED) that a pending sample is on."""
     query = (

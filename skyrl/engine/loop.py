@@ -34,12 +34,14 @@ from skyrl.engine.reclaim import FileSweeper
 from skyrl.engine.sampling import ColocatedSampler
 from skyrl.engine.scheduler import FILES_AT_ONCE, Scheduler, cost_of
 from skyrl.engine.snapshots import Snapshots
+from skyrl.inference.adapter_host import AdapterMissing
 from skyrl.inference.engine_group import EngineGroup
 from skyrl.inference.vllm_client import VllmError
 from skyrl.notify.doorbell import SESSIONS, Doorbell
-from skyrl.storage.base import CheckpointStore
+from skyrl.storage.base import CheckpointStore, StoreError
 from skyrl.types.command import Command
 from skyrl.types.kinds import ENGINE_KINDS, Kind
+from skyrl.types.weights import AdapterVersion
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -261,13 +263,14 @@ class Engine:
             left = self.scheduler.close_model(model_id)
         await self._refuse(left)
 
-    def _publish_adapter(self, name: str, directory: Path) -> None:
-        """From a save's thread. If an inference server is away, a sample that needs the adapter loads it later."""
+    def _publish_adapter(self, name: str, _: Path) -> None:
+        """From a save's thread. If the inference servers are away, a sample that needs the adapter loads it later."""
         if self._group is None:
             return
+        publishing = self._group.publish_adapter(AdapterVersion(name))
         try:
-            asyncio.run_coroutine_threadsafe(self._group.publish_adapter(name, directory), self._loop).result()
-        except (httpx.TransportError, VllmError) as error:
+            asyncio.run_coroutine_threadsafe(publishing, self._loop).result()
+        except (httpx.TransportError, VllmError, AdapterMissing, StoreError) as error:
             logger.warning("adapter %s was saved but not loaded yet: %s", name, error)
 
     async def _run_samples(self, commands: list[Command]) -> None:
@@ -320,15 +323,10 @@ class Engine:
 
     async def _sweep_files(self) -> None:
         await asyncio.to_thread(self._sweeper.drop_idle)
-        for name, path in await asyncio.to_thread(self._sweeper.unused_adapters, self.scheduler.saving):
-            if self._group is not None:
-                try:
-                    await self._group.retire_adapter(name)
-                except VllmError as error:
-                    logger.warning("adapter %s could not be unloaded yet: %s", name, error)
-                    continue
-                except httpx.TransportError as error:  # each of the others would wait as long
-                    logger.warning("adapters could not be unloaded yet: %s", error or type(error).__name__)
-                    break
-            self._sweeper.unloaded(path)
+        unused = await asyncio.to_thread(self._sweeper.unused_adapters, self.scheduler.saving)
+        adapters = {AdapterVersion(name) for name, _ in unused}
+        unread = adapters if self._group is None else await self._group.retire(sorted(adapters, key=str))
+        for name, path in unused:
+            if AdapterVersion(name) in unread:
+                self._sweeper.unloaded(path)
         await asyncio.to_thread(self._sweeper.delete_files, self.scheduler.saving)

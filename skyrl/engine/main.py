@@ -8,11 +8,13 @@ import os
 import signal
 import sys
 import threading
+import time
 from dataclasses import replace
 
 from skyrl.backends.base import Backend, ModelLimits, SamplingMode
 from skyrl.backends.registry import create_backend
 from skyrl.config.server import ConfigError, ServerConfig
+from skyrl.db import adapter_versions
 from skyrl.db.database import Database
 from skyrl.db.faults import DatabaseError
 from skyrl.db.fence import Displaced, Fence, FencedDatabase
@@ -24,7 +26,9 @@ from skyrl.engine.recovery import Recovery
 from skyrl.engine.sampling import ColocatedSampler
 from skyrl.engine.snapshots import Snapshots
 from skyrl.engine.state import EngineStatePublisher
+from skyrl.inference.adapter_host import SharedDirectory
 from skyrl.inference.engine_group import EngineGroup
+from skyrl.inference.replica import Addresses, Replica
 from skyrl.inference.vllm_command import context_length, cuda_devices
 from skyrl.launcher.runtime import Runtime, run_process, set_up_process
 from skyrl.notify.doorbell import Doorbell, DoorbellListener
@@ -33,10 +37,13 @@ from skyrl.sampling.client import ForwardingClient
 from skyrl.sampling.endpoint import FixedEndpoint
 from skyrl.sampling.http import HttpTransport
 from skyrl.storage.registry import open_store
+from skyrl.types.weights import AdapterVersion
 
 logger = logging.getLogger(__name__)
 
 BEAT_S = 3.0
+IN_USE_S = 600.0
+"""An adapter that somebody has sampled from in this time is loaded before vLLM is used again."""
 RETRY_S = 10.0
 """How often models are tried again that could not be restored: the checkpoint store was away, or memory was short."""
 
@@ -95,6 +102,22 @@ def _colocated(
     )
 
 
+def _group(runtime: Runtime, database: Database, state: EngineStatePublisher) -> EngineGroup:
+    """The one replica that the launcher runs."""
+    config, url = runtime.config, runtime.inference_url
+    assert url is not None
+
+    async def in_use() -> list[AdapterVersion]:
+        """As many as a replica runs at once; it loads others when a sample asks for them."""
+        limit = config.backend_config.lora.max_loras
+        names = await database.read_async(lambda c: adapter_versions.in_use(c, time.time() - IN_USE_S, limit))
+        return [AdapterVersion(name) for name in names]
+
+    host = SharedDirectory(config.state_dir)
+    replica = Replica("vllm", Addresses.same(url), runtime.inference_api_key or "", host)
+    return EngineGroup([replica], state.publish_url, in_use)
+
+
 def _sampling_limits(config: ServerConfig, limits: ModelLimits) -> ModelLimits:
     """The trainer's limits, with the sampler's context if that is shorter."""
     served = context_length(config, cuda=bool(cuda_devices()))
@@ -149,7 +172,7 @@ async def run(runtime: Runtime) -> None:
         await asyncio.to_thread(database.confirm_claim)
         await asyncio.to_thread(state.training, ready=False, reason="loading the base model")
         if runtime.inference_url is not None:
-            group = EngineGroup([runtime.inference_url], runtime.inference_api_key or "", state.publish_url)
+            group = _group(runtime, notices, state)
             watching = asyncio.create_task(group.run())
         heartbeat = Heartbeat(state)
         if stop.is_set():  # by a signal: nothing is loaded for that. A lost claim has raised above, or does here

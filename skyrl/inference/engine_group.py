@@ -1,148 +1,253 @@
-"""The inference servers as the engine sees them: wait, warm up, publish the URL, watch, withdraw, start over.
+"""The replicas of one inference service: wait, warm up, catch up on adapters, publish the URL, watch, withdraw.
 
-Knows health and the order of things. Deliberately does not start servers (the launcher does, as the engine's
-siblings), knows no database (the publisher is a callback) and no samples (the API sends those itself).
+Knows which replica may be used and when. Deliberately does not start servers (the launcher does, as the engine's
+siblings), knows no database (the publisher and the list of adapters in use are callbacks) and sends no samples.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Awaitable, Callable, Sequence
 
 import httpx
 
-from skyrl.backends.base import InferenceStatePublisher
-from skyrl.inference.vllm_client import VllmClient, VllmError
+from skyrl.inference.adapter_host import AdapterMissing
+from skyrl.inference.replica import Replica, ReplicaState
+from skyrl.inference.vllm_client import VllmError
+from skyrl.storage.base import StoreError
+from skyrl.types.weights import AdapterVersion
 
 logger = logging.getLogger(__name__)
 
+InferenceStatePublisher = Callable[[str | None], Awaitable[None]]
+"""Called with the URL to which samples go, on every change, and with None when there is none."""
+AdaptersInUse = Callable[[], Awaitable[Sequence[AdapterVersion]]]
+"""The adapters that a replica is to have before it is ready, the most important first."""
+
 
 class EngineGroup:
-    """Replicas that serve the same model. `proxy_url` is what clients use; a single replica is its own proxy.
+    """Replicas that serve the same model. `proxy_url` is the URL to publish; a single replica is its own proxy.
 
-    The URL is published while every replica is ready. `failures` failed probes in a row withdraw it.
+    The URL is published while at least one replica is ready. `failures` failed probes in a row make a replica lost.
+    Replicas may be added, drained and removed at any time.
     """
 
     def __init__(
         self,
-        urls: Sequence[str],
-        api_key: str,
+        replicas: Sequence[Replica],
         publisher: InferenceStatePublisher,
+        in_use: AdaptersInUse,
         *,
         proxy_url: str | None = None,
         starting_interval_s: float = 0.1,
         watching_interval_s: float = 1.0,
         failures: int = 3,
     ) -> None:
-        if proxy_url is None and len(urls) != 1:
-            raise ValueError(f"{len(urls)} replicas need a proxy_url in front of them")
-        self._replicas = [VllmClient(url, api_key) for url in urls]
-        self._proxy_url = proxy_url or urls[0]
+        self._replicas: dict[str, Replica] = {}
+        self._proxy_url = proxy_url
         self._publisher = publisher
+        self._in_use = in_use
         self._starting_interval_s = starting_interval_s
         self._watching_interval_s = watching_interval_s
         self._failures = failures
-        self._state = dict.fromkeys(urls, "starting")
+        self._tasks: asyncio.TaskGroup | None = None
+        """While `run` runs."""
+        self._watches: dict[str, asyncio.Task[None]] = {}
         self._published: str | None = None
         self._changed = asyncio.Event()
         """Whether what is published may not be true any more."""
-        self._running = False
+        self._left_out: set[AdapterVersion] = set()
+        """Adapters whose loading a replica has not survived: the next start would die of them again."""
         self._closing = asyncio.Event()
         self._ended = asyncio.Event()
+        for replica in replicas:
+            self.add(replica)
+
+    @property
+    def replicas(self) -> list[Replica]:
+        return list(self._replicas.values())
 
     @property
     def ready(self) -> bool:
-        return not self.reason
+        return any(replica.state is ReplicaState.READY for replica in self.replicas)
 
     @property
     def reason(self) -> str:
         """Why the group is not ready, for people; empty when it is."""
-        return "; ".join(f"vLLM at {url}: {state}" for url, state in self._state.items() if state)
+        if self.ready:
+            return ""
+        said = (f"vLLM at {r.addresses.admin}: {r.trouble or r.state}" for r in self.replicas)
+        return "; ".join(said) or "there is no inference server"
+
+    def add(self, replica: Replica) -> None:
+        """Watch one more replica, and use it once it is ready. Raises ValueError for a second one without a proxy."""
+        if self._proxy_url is None and self._replicas:
+            raise ValueError(f"{len(self._replicas) + 1} replicas need a proxy_url in front of them")
+        self._replicas[replica.id] = replica
+        self._watch_in_background(replica)
+
+    def drain(self, replica_id: str) -> None:
+        """Use a replica for no new sample. Its server still runs, so its adapters' files are kept until they are
+        unloaded or the replica is removed."""
+        self._set(self._replicas[replica_id], ReplicaState.DRAINING)
+        if (watch := self._watches.pop(replica_id, None)) is not None:
+            watch.cancel()
+
+    async def remove(self, replica_id: str) -> None:
+        """Forget a replica whose server has ended: it reads no file any more, and is asked for nothing."""
+        self.drain(replica_id)
+        replica = self._replicas.pop(replica_id)
+        await replica.close()
 
     async def run(self) -> None:
         """Watch every replica until `close` (or cancellation)."""
-        self._running = True
         try:
             async with asyncio.TaskGroup() as tasks:
-                watches = [tasks.create_task(self._watch(replica)) for replica in self._replicas]
+                self._tasks = tasks
+                for replica in self.replicas:
+                    self._watch_in_background(replica)
                 tasks.create_task(self._publish_changes())
                 await self._closing.wait()
-                for watch in watches:
+                for watch in self._watches.values():
                     watch.cancel()
                 self._changed.set()
         finally:
-            self._running = False
+            self._tasks = None
             self._ended.set()
 
     async def close(self) -> None:
         """End `run` and withdraw the URL. The servers keep running: they are not the engine's."""
         self._closing.set()
-        if self._running:
+        if self._tasks is not None:
             await self._ended.wait()
-        self._state = dict.fromkeys(self._state, "closed")
+        for replica in self.replicas:
+            self._set(replica, ReplicaState.DRAINING)
         await self._publish(always=True)
-        for replica in self._replicas:
+        for replica in self.replicas:
             await replica.close()
 
-    async def publish_adapter(self, name: str, path: Path) -> None:
-        """Load an adapter on every replica that is ready. The others load it when it is first asked for.
+    async def publish_adapter(self, adapter: AdapterVersion) -> None:
+        """Load an adapter on every replica that is ready, all at once. One that warms up loads it before it is ready.
 
-        Raises VllmError when a replica refuses it (it is then not to be used).
+        A replica that gives no answer holds this up until it is found to be lost, or until its bound. Raises VllmError
+        when a replica refuses the adapter (it is then not to be used), httpx.TransportError when no replica that is
+        ready has answered, and what `AdapterHost.bring` raises.
         """
-        ready = [replica for replica in self._replicas if not self._state[replica.url]]
-        await asyncio.gather(*(replica.load_adapter(name, path) for replica in ready))
+        for replica in self.replicas:
+            if replica.state is ReplicaState.WARMING:
+                replica.wanted.add(adapter)
+        await self._on_ready(lambda replica: replica.load(adapter))
 
-    async def retire_adapter(self, name: str) -> None:
-        """Unload an adapter everywhere. Only after this returned may its directory be deleted, once drained.
+    async def retire(self, adapters: Sequence[AdapterVersion]) -> set[AdapterVersion]:
+        """Unload adapters everywhere. Returns those whose files no replica may read any more; only their files may be
+        deleted. vLLM reads an evicted adapter's files again, and dies for all tenants if they are gone.
 
-        vLLM reads an evicted adapter's directory again, and dies for all tenants if it is gone.
+        A replica that does not answer may come back with its adapters loaded, so it keeps their files until it has
+        answered, refuses connections, or is removed. It holds up the others' answers for one bound at most.
         """
-
-        async def unload(replica: VllmClient) -> None:
-            try:
-                await replica.unload_adapter(name)
-            except httpx.ConnectError:  # not running: it has nothing loaded
-                logger.info("adapter %s not unloaded from %s: not reachable", name, replica.url)
-
-        await asyncio.gather(*(unload(replica) for replica in self._replicas))
+        self._left_out.difference_update(adapters)
+        free = await asyncio.gather(*(replica.retire(adapters) for replica in self.replicas))
+        return set(adapters).intersection(*free)
 
     async def sleep(self) -> None:
-        """Take device memory from all replicas. Raises VllmError, or httpx.TransportError where one is not there."""
-        await asyncio.gather(*(replica.sleep() for replica in self._replicas))
+        """Take device memory from all ready replicas. Raises VllmError, or httpx.TransportError when none answers."""
+        await self._on_ready(lambda replica: replica.sleep())
 
     async def wake(self) -> None:
         """Give it back to them; one that is awake stays so. Raises as `sleep` does."""
-        await asyncio.gather(*(replica.wake() for replica in self._replicas))
+        await self._on_ready(lambda replica: replica.wake())
 
-    async def _watch(self, replica: VllmClient) -> None:
-        while True:
-            while not await replica.health():  # noqa: ASYNC110 - another process, there is no event to wait for
-                await asyncio.sleep(self._starting_interval_s)
-            self._set(replica, "warming up")
+    async def _on_ready(self, call: Callable[[Replica], Awaitable[None]]) -> None:
+        """Call every ready replica at once. One that answers neither this call nor `/health` is lost."""
+
+        async def ask(replica: Replica) -> None:
             try:
-                if not await replica.is_sleeping():  # who put it to sleep had found it warm, and wakes it
-                    await replica.warm_up()
+                await call(replica)
+            except httpx.TransportError as error:
+                logger.warning("%s", error or type(error).__name__)
+                if replica.state is ReplicaState.READY and not await replica.is_healthy():
+                    self._set(replica, ReplicaState.LOST, f"lost ({error or type(error).__name__})")
+                raise
+
+        ready = [replica for replica in self.replicas if replica.state is ReplicaState.READY]
+        outcomes = await asyncio.gather(*(ask(replica) for replica in ready), return_exceptions=True)
+        failures = [outcome for outcome in outcomes if outcome is not None]
+        for failure in failures:
+            if not isinstance(failure, httpx.TransportError):
+                raise failure
+        if failures and len(failures) == len(outcomes):
+            raise failures[0]
+
+    def _watch_in_background(self, replica: Replica) -> None:
+        if self._tasks is not None and replica.state is not ReplicaState.DRAINING:
+            self._watches[replica.id] = self._tasks.create_task(self._watch(replica))
+
+    async def _watch(self, replica: Replica) -> None:
+        while True:
+            while not await replica.is_healthy():  # noqa: ASYNC110 - another process, there is no event to wait for
+                await asyncio.sleep(self._starting_interval_s)
+            self._set(replica, ReplicaState.WARMING)
+            try:
+                await self._prepare(replica)
             except (VllmError, httpx.TransportError) as error:
-                self._set(replica, f"warm-up failed: {error or type(error).__name__}")
+                self._set(replica, ReplicaState.LOST, f"warm-up failed: {error or type(error).__name__}")
                 await asyncio.sleep(self._watching_interval_s)
                 continue
-            self._set(replica, "")
+            self._set(replica, ReplicaState.READY)
             await self._until_lost(replica)
-            self._set(replica, f"not healthy ({self._failures} probes in a row)")
 
-    async def _until_lost(self, replica: VllmClient) -> None:
-        failed = 0
+    async def _prepare(self, replica: Replica) -> None:
+        """Warm the replica up and load what is in use. One that sleeps is left alone: the engine that put it to sleep
+        had found it warm, and wakes it."""
+        if replica.incarnation is None:
+            replica.forget_adapters()
+        if await replica.is_sleeping():
+            return
+        await replica.warm_up()
+        try:
+            in_use = await self._in_use()
+        except Exception:  # whatever a callback raises must not end the watch over the servers
+            logger.exception("the adapters in use are not known; they are loaded when a sample asks for them")
+            in_use = []
+        order = [adapter for adapter in in_use if adapter not in replica.adapters | self._left_out]
+        replica.wanted.update(order)
+        while replica.wanted:
+            adapter = next((known for known in order if known in replica.wanted), None) or next(iter(replica.wanted))
+            await self._catch_up(replica, adapter)
+
+    async def _catch_up(self, replica: Replica, adapter: AdapterVersion) -> None:
+        """Load one adapter before the replica is ready. One that cannot be loaded is left to the first sample that asks
+        for it, so that a bad adapter keeps no replica away. Raises httpx.TransportError when the replica is gone."""
+        try:
+            await replica.load(adapter)
+        except (VllmError, AdapterMissing, StoreError) as error:
+            logger.warning("adapter %s was not loaded before vLLM is used: %s", adapter.name, error)
+        except httpx.TransportError as error:
+            logger.warning("adapter %s was not loaded before vLLM is used: %s", adapter.name, error)
+            if not await replica.is_healthy():
+                self._left_out.add(adapter)
+                raise
+
+    async def _until_lost(self, replica: Replica) -> None:
+        failed, incarnation = 0, replica.incarnation
         while failed < self._failures:
             # After a failure look again soon: a dead server is known within a second, a slow one has its time.
-            await asyncio.sleep(self._starting_interval_s if failed else self._watching_interval_s)
-            failed = 0 if await replica.health() else failed + 1
+            if await replica.lost_within(self._starting_interval_s if failed else self._watching_interval_s):
+                return
+            if not await replica.is_healthy():
+                failed += 1
+            elif replica.incarnation != incarnation:
+                self._set(replica, ReplicaState.LOST, "started again")
+                return
+            else:
+                failed = 0
             self._changed.set()  # again, in case the publisher failed
+        self._set(replica, ReplicaState.LOST, f"not healthy ({self._failures} probes in a row)")
 
-    def _set(self, replica: VllmClient, state: str) -> None:
-        self._state[replica.url] = state
-        logger.info("vLLM at %s: %s", replica.url, state or "ready")
+    def _set(self, replica: Replica, state: ReplicaState, trouble: str = "") -> None:
+        replica.become(state, trouble)
+        logger.info("vLLM at %s: %s", replica.addresses.admin, trouble or state)
         self._changed.set()
 
     async def _publish_changes(self) -> None:
@@ -159,7 +264,7 @@ class EngineGroup:
         Before the first URL nothing is withdrawn: after a restart of the engine alone, the URL that its
         predecessor published is good, and samples go on.
         """
-        url = self._proxy_url if self.ready else None
+        url = (self._proxy_url or self.replicas[0].addresses.data) if self.ready else None
         if url == self._published and not always:
             return
         try:

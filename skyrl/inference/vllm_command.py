@@ -20,6 +20,7 @@ from typing import Any
 
 from skyrl.config.server import ConfigError, ServerConfig
 from skyrl.inference.placement import ServerSpec
+from skyrl.vllm_plugin.incarnation import IncarnationHeader
 
 HOST = "127.0.0.1"
 CPU_LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head")
@@ -30,19 +31,19 @@ MAX_LOGPROBS = 64
 OURS = frozenset({"api_key", "host", "model", "port", "served_model_name"})
 
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
-"""For processes that find the model on this machine: the hub is not asked, and its absence costs no time."""
+"""For processes that find the model on this machine: they do not ask the hub, and lose no time when it is away."""
 NO_PROGRESS_BARS = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "TQDM_DISABLE": "1"}
-"""For processes whose output goes to a log: a bar is one line of many kilobytes there."""
+"""For processes whose output goes to a log, where a progress bar would be one line of many kilobytes."""
 
 _ENV = {
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True",
-    # /pause, /resume, /sleep, /wake_up; the plugin puts them behind the key, which vLLM does not.
+    # /sleep, /wake_up and /is_sleeping. The plugin puts them behind the key, which vLLM does not.
     "VLLM_SERVER_DEV_MODE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_MAX_STOP_STRINGS": "64",  # default 4; Tinker has no limit
     # uvicorn's default closes idle connections after 5 s, just as a pool sends the next request on one.
     "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "120",
-    # What its processes say to each other stays on this machine; the defaults are whatever its name resolves to.
+    # vLLM's processes talk to each other over loopback. By default they use what the machine's name resolves to.
     "VLLM_HOST_IP": HOST,
     "GLOO_SOCKET_IFNAME": "lo",
     "NCCL_SOCKET_IFNAME": "lo",
@@ -68,15 +69,13 @@ def vllm_spec(
     api_key: str,
     *,
     cuda: bool,
-    devices: Sequence[str] = (),
     directory: Path | None = None,
     offline: bool = False,
     tested: bool = True,
 ) -> ServerSpec:
-    """The server for this configuration. `devices`: CUDA devices of this machine, the trainer's first. `directory`
-    takes the sockets between its processes and its temporary files, which vLLM leaves behind however it ends.
-    `offline`: it does not ask the model hub. A version of vLLM that is not `tested` gets no development endpoints,
-    because the plugin does not put them behind the key there.
+    """The server for this configuration. `directory` takes the sockets between its processes and its temporary files,
+    which vLLM leaves behind however it ends. `offline`: it does not ask the model hub. A version of vLLM that is not
+    `tested` gets no development endpoints, because the plugin does not put them behind the key there.
 
     Raises ConfigError for options of vLLM that skyrl sets itself, and for tensor parallelism without GPUs.
     """
@@ -97,8 +96,6 @@ def vllm_spec(
     options = _common_options(config, port, api_key)
     if cuda:
         options |= _gpu_options(config)
-        if chosen := _inference_devices(config, devices):
-            env["CUDA_VISIBLE_DEVICES"] = ",".join(chosen)
     else:
         cpu_options, kv_gib = _cpu_options(config, read_model_config(config.base_model_path))
         options |= cpu_options
@@ -152,13 +149,22 @@ def cuda_devices() -> list[str]:
     return [str(number) for number in range(len(found))]
 
 
+def inference_devices(config: ServerConfig, devices: Sequence[str]) -> list[str]:
+    """The CUDA devices that vLLM gets of this machine's `devices`: the ones after the trainer's. Colocated, or with too
+    few for both, the trainer and vLLM share the first ones."""
+    wanted = config.backend_config.inference.tensor_parallel_size
+    trainer = 0 if config.colocated else config.backend_config.trainer.placement.policy_num_gpus_per_node
+    after = list(devices[trainer : trainer + wanted])
+    return after if len(after) == wanted else list(devices[:wanted])
+
+
 def plugin_installed() -> bool:
     """Whether vLLM will find `skyrl.vllm_plugin`; without it LoRA on a CPU is wrong, dev endpoints are open."""
     return any(point.name == "skyrl" for point in entry_points(group="vllm.general_plugins"))
 
 
 def options_named(config: ServerConfig, sentence: str) -> str:
-    """The options of vLLM in the configuration that a sentence of vLLM's names, with their values; empty for none."""
+    """The configured options of vLLM that a sentence in vLLM's log names, with their values; empty for none."""
     inference = config.backend_config.inference
     prefix = "generator.inference_engine"
     given = {f"{prefix}.engine_init_kwargs.{name}": value for name, value in inference.engine_init_kwargs.items()}
@@ -185,7 +191,7 @@ def _common_options(config: ServerConfig, port: int, api_key: str) -> dict[str, 
         "host": HOST,
         "port": port,
         "max_num_seqs": inference.max_num_seqs,
-        "scheduling_policy": "priority",  # which sample is next is ours to say: see skyrl.sampling.fair_order
+        "scheduling_policy": "priority",  # skyrl.sampling.fair_order decides which sample is next
         "enable_lora": True,
         "max_loras": lora.max_loras,
         "max_cpu_loras": lora.max_cpu_loras,
@@ -199,6 +205,7 @@ def _common_options(config: ServerConfig, port: int, api_key: str) -> dict[str, 
         "logprobs_mode": "processed_logprobs",
         "max_logprobs": MAX_LOGPROBS,
         "disable_uvicorn_access_log": True,
+        "middleware": [f"{IncarnationHeader.__module__}.{IncarnationHeader.__name__}"],
         "use_tqdm_on_load": False,
     }
 
@@ -212,14 +219,6 @@ def _gpu_options(config: ServerConfig) -> dict[str, Any]:
         "gpu_memory_utilization": inference.gpu_memory_utilization,
         "enable_sleep_mode": True if config.colocated else None,
     }
-
-
-def _inference_devices(config: ServerConfig, devices: Sequence[str]) -> list[str]:
-    """Devices after the trainer's; colocated, or with too few for both, the first ones are shared."""
-    wanted = config.backend_config.inference.tensor_parallel_size
-    trainer = 0 if config.colocated else config.backend_config.trainer.placement.policy_num_gpus_per_node
-    after = list(devices[trainer : trainer + wanted])
-    return after if len(after) == wanted else list(devices[:wanted])
 
 
 def _cpu_options(config: ServerConfig, model: dict[str, Any]) -> tuple[dict[str, Any], int]:
@@ -243,9 +242,11 @@ def _cpu_options(config: ServerConfig, model: dict[str, Any]) -> tuple[dict[str,
 
 
 def _kv_cache(model: dict[str, Any], length: int, sequences: int) -> tuple[int | None, int]:
-    """Blocks of key-value cache, or None to let vLLM divide the GiB given second (its unit, all touched).
+    """Blocks of the key-value cache, and its size in GiB. None for the blocks: vLLM divides the GiB into blocks, and
+    touches all of that memory.
 
-    Every sequence at full length if that fits 256 MiB, else what fits; a bigger model gets whole GiB.
+    The cache holds every sequence at full length if that fits into 256 MiB, else as many blocks as fit. A bigger model
+    gets whole GiB.
     """
     try:
         heads = model.get("num_key_value_heads") or model["num_attention_heads"]

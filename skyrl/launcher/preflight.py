@@ -1,8 +1,8 @@
-"""What `skyrl serve` looks at before it starts anything: the base model, vLLM, the GPUs, and vLLM's port.
+"""What `skyrl serve` checks before it starts anything: the base model, vLLM, the GPUs, and vLLM's port.
 
-Each check raises ConfigError with one sentence that names the option, its value and what would do. Knows files, package
-metadata and the model hub's answers; imports neither torch nor vLLM. Whether a model that is there can be trained or
-served is found out by the engine and by vLLM, when they load it.
+Each check raises ConfigError with one sentence that names the option, its value and a value that would do. Knows files,
+package metadata and the model hub's answers; imports neither torch nor vLLM. The engine and vLLM find out whether a
+model can be trained or served, when they load it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _WEIGHTS = ("*.safetensors", "*.bin")
 
 
 def check_base_model(config: ServerConfig) -> bool:
-    """Whether the model's files are taken from this machine, so that no process is to ask the hub for them.
+    """Whether the model's files are on this machine, so that no process has to ask the hub for them.
 
     Raises ConfigError: no such directory or hub name, or a directory without a model.
     """
@@ -71,7 +71,7 @@ def _check_directory(directory: Path) -> None:
 
 
 def _check_hub(name: str) -> bool:
-    """Whether the hub cannot be reached and the model is in the local cache. Raises ConfigError when it is nowhere."""
+    """Whether the hub does not give the model and the local cache has it. Raises ConfigError when neither has it."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
@@ -92,7 +92,7 @@ def _check_hub(name: str) -> bool:
 
 
 def _ask_hub(name: str) -> str | None:
-    """Why the hub does not give the model `name`; None when it does, or cannot be asked well now."""
+    """Why the hub does not give the model `name`; None when it does, or answers with an error of its own."""
     from huggingface_hub import constants, get_token
 
     for variable in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
@@ -106,7 +106,7 @@ def _ask_hub(name: str) -> str | None:
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         try:
             answers.append(_head(url, headers))
-        except (httpx.HTTPError, httpx.InvalidURL, ImportError, ValueError) as error:  # the last two: of a proxy's URL
+        except (httpx.HTTPError, httpx.InvalidURL, ImportError, ValueError) as error:  # the last two: a bad proxy URL
             answers.append(error)
 
     # On a thread: looking up a name has no timeout of its own.
@@ -122,8 +122,8 @@ def _ask_hub(name: str) -> str | None:
 
 
 def _head(url: str, headers: dict[str, str]) -> httpx.Response:
-    """The hub's answer. A redirection within the hub is followed; one to another host, such as a mirror's to its store,
-    is an answer: the model is there."""
+    """The hub's answer. A redirection within the hub is followed. A redirection to another host, such as a mirror's
+    object store, counts as an answer: the model is there."""
     with httpx.Client(headers=headers, timeout=HUB_TIMEOUT_S) as client:
         answer = client.head(url)
         for _ in range(_REDIRECTIONS):
@@ -145,9 +145,10 @@ def _meaning(answer: httpx.Response) -> str | None:
 
 
 def check_vllm(*, cuda: bool, colocated: bool) -> bool:
-    """Whether the installed vLLM is a tested one; without its development endpoints another one is safe on a GPU.
+    """Whether the installed vLLM has a tested version. On a GPU another version is safe without its development
+    endpoints.
 
-    Raises ConfigError: vLLM or skyrl's plugin is not installed, or another version would give wrong results.
+    Raises ConfigError when vLLM or skyrl's plugin is not installed, or another version would give wrong results.
     """
     installed = vllm_version()
     if not installed:
@@ -210,7 +211,8 @@ def check_inference_port(config: ServerConfig) -> None:
 
 @dataclass(frozen=True)
 class Findings:
-    """CUDA devices, whether the model hub is to be left alone, and whether vLLM is of a tested version."""
+    """What the checks have found: the CUDA devices, whether no process may ask the model hub, and whether vLLM has a
+    tested version."""
 
     devices: list[str]
     offline: bool = False

@@ -1,6 +1,6 @@
 """What the console shows while a server starts: a live line on a terminal, log lines elsewhere.
 
-Knows terminals, and `/readyz` with its reasons. Does not know processes: it is told how long each has run.
+Knows terminals, and `/readyz` with its reasons. Does not know processes: callers say how long each has run.
 """
 
 from __future__ import annotations
@@ -19,23 +19,24 @@ import httpx
 logger = logging.getLogger(__name__)
 
 FIRST_LOOK_S, LONGEST_LOOK_S = 0.2, 10.0
-"""Between two questions whether the server is ready: an inference server of somebody else's may be away for days."""
+"""Seconds between two questions whether the server is ready. They grow: an external inference server may be away for
+days."""
 LIVE_LOOK_S = 1.0
-"""The longest pause while a line on a terminal shows how long it takes."""
+"""The longest of these pauses while a live line on a terminal shows how long the start takes."""
 SAY_S = 30.0
 """How often the log says what is missing."""
 _CLEAR = "\r\x1b[2K"
 _PARTS = {"training": "engine", "sampling": "vllm"}
-"""Which process a reason of `/readyz` is about, by the reason's first word."""
+"""The process that a reason of `/readyz` is about, by the reason's first word."""
 READY = "ready"
-"""The stage of a process that does its part."""
+"""The stage of a process for which `/readyz` gives no reason."""
 _UNPUBLISHED = "no inference server has been published"
-"""What `/readyz` says of a vLLM that starts."""
+"""The reason that `/readyz` gives while vLLM starts."""
 
 
 def stages(names: Sequence[str], reasons: Sequence[str] | None, running_s: Mapping[str, float]) -> dict[str, str]:
-    """What each process does, by name. `reasons`: those of `/readyz`, None while the API does not answer; `running_s`:
-    how long a process has run, of those that do."""
+    """What each process does, by name. `reasons` are those of `/readyz`, None while the API does not answer.
+    `running_s` has the seconds since each process that runs was started."""
     told = {word: rest for word, _, rest in (reason.partition(": ") for reason in reasons or ())}
     doing: dict[str, str] = {}
     for name in names:
@@ -55,7 +56,7 @@ def stages(names: Sequence[str], reasons: Sequence[str] | None, running_s: Mappi
 
 
 class _AboveTheLine:
-    """Stands in for a stream that has a live line at its end: what is written goes above that line."""
+    """Replaces a stream that has a live line at its end. Text that is written appears above that line."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -84,7 +85,7 @@ class Progress:
         self._stream = stream
 
     def show(self, doing: Mapping[str, str]) -> None:
-        """On a terminal all of it in one line, elsewhere a log line for each stage that is new."""
+        """On a terminal show all stages in one line. Elsewhere log each stage that has changed."""
         if self.live:
             columns = shutil.get_terminal_size().columns
             self._above.line = "  ".join(f"{name}: {stage}" for name, stage in doing.items())[: columns - 1]
@@ -98,7 +99,7 @@ class Progress:
                 logger.info("%s: %s", name, without_time)
 
     def close(self) -> None:
-        """Take the line away, and give the log its stream back."""
+        """Remove the live line, and give the log its stream back."""
         if not self.live:
             return
         self._above.line = ""
@@ -115,7 +116,7 @@ async def until_ready(
     missing: Callable[[list[str] | None], str],
 ) -> None:
     """Return when the server at `url` is ready. Until then show what its processes are `doing`, and log every SAY_S
-    what is `missing`; both are told the reasons of `/readyz`, None while the API does not answer."""
+    seconds what is `missing`. Both get the reasons of `/readyz`, None while the API does not answer."""
     said = time.monotonic()
     pause_s = FIRST_LOOK_S
     progress = Progress(sys.stderr)

@@ -20,16 +20,17 @@ logger = logging.getLogger(__name__)
 
 RUNTIME_ENV = "SKYRL_RUNTIME_FILE"
 SLOT_ENV = "SKYRL_API_SLOT"
-"""Which of its server's API processes one is: 0, 1, ..."""
+"""The number of an API process within its server: 0, 1, ..."""
 SOCKETS_ENV = "SKYRL_API_SOCKETS"
-"""Numbers of the descriptors that it listens on."""
+"""The file descriptors of the sockets that an API process accepts from."""
 
 
 @dataclass(frozen=True)
 class Runtime:
-    """`directory` holds the sockets (short path, private); `inference_url` is the managed vLLM's, None without one.
+    """What a process of the server has to know. `directory` is private, has a short path, and holds the sockets.
+    `inference_url` is the address of the vLLM that the launcher runs, None if it runs none.
 
-    `slot` and `listening` (descriptors) are an API process's own."""
+    Only API processes have a `slot` of their own and descriptors to listen on (`listening`)."""
 
     config: ServerConfig
     directory: Path
@@ -41,7 +42,7 @@ class Runtime:
 
     @property
     def process_id(self) -> str:
-        """An API process's name in the database, which its successor in the same slot has too."""
+        """The name of an API process in the database. The next process in the same slot has the same name."""
         return f"{self.server_id}/{self.slot}"
 
     @property
@@ -50,7 +51,7 @@ class Runtime:
 
     @property
     def api_doorbells(self) -> list[Path]:
-        """Of all API processes of the server."""
+        """The doorbells of all API processes of the server."""
         return [self.directory / f"api-{slot}.sock" for slot in range(self.config.api_processes)]
 
     @property
@@ -58,7 +59,7 @@ class Runtime:
         return self.directory / "engine.sock"
 
     def write(self) -> Path:
-        """Store it where only this user can read it; returns the file for RUNTIME_ENV."""
+        """Write the file that the processes read, for this user alone; returns its path, the value of RUNTIME_ENV."""
         file = self.directory / "runtime.json"
         values = {
             "config": json.loads(dump_config(self.config)),
@@ -72,9 +73,10 @@ class Runtime:
         return file
 
     def restore(self) -> None:
-        """For processes that are started again: the directory may have been tidied away meanwhile, with all of /tmp.
+        """Write the file again for a process that is started again. The directory may be gone, because somebody has
+        tidied up all of /tmp.
 
-        Raises OSError, also when somebody else has made one of that name.
+        Raises OSError, also when another user has made a directory of that name.
         """
         with suppress(FileExistsError):
             self.directory.mkdir(0o700)
@@ -98,9 +100,9 @@ class Runtime:
 
 
 def run_process(name: str, run: Callable[[], None]) -> None:
-    """Run a process to its end. An error that is not its own fault becomes one log line and an exit code instead of a
-    traceback. The exit code tells the launcher whether another start could help (`skyrl.processes.startup`): it could
-    when the database cannot be used."""
+    """Run a process to its end. A wrong configuration, a model that cannot be loaded and a database that is away become
+    one log line and an exit code instead of a traceback. The exit code tells the launcher whether another start could
+    help (`skyrl.processes.startup`)."""
     try:
         run()
     except ConfigError as error:
@@ -117,7 +119,7 @@ def run_process(name: str, run: Callable[[], None]) -> None:
 
 
 def set_up_process(config: ServerConfig) -> None:
-    """Logging to stderr, and as many file descriptors as the system lets us have (clients hold thousands of polls)."""
+    """Log to stderr, and allow as many file descriptors as the system does: clients hold thousands of polls open."""
     logging.basicConfig(
         level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True
     )

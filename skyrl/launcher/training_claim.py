@@ -1,4 +1,4 @@
-"""Which server this is, and whether it is the one that trains on its database: two would each run every command.
+"""The name of this server, and its claim to train on the database: two servers that train would each run every command.
 
 Knows the state directory and the row of the claim. Does not know what the engine does.
 """
@@ -24,13 +24,13 @@ logger = logging.getLogger(__name__)
 
 HOLD_S = 3.0
 DEAD_AFTER_S = 15.0
-"""A server that trains, and has given no sign of life for as long as this one has looked, is gone."""
+"""A server that holds the claim is gone if it has given no sign of life while this one has looked for so long."""
 LOOK_S = 0.5
 
 
 def server_id(state_dir: Path) -> str:
-    """The name of the server whose state directory this is: the same after a restart, and another one in a copy of the
-    directory. To be called by who holds the directory's lock."""
+    """The name of the server with this state directory. It stays after a restart, and is another one in a copy of the
+    directory. The caller holds the directory's lock."""
     file = state_dir / "server-id"
     if file.exists():
         name, _, inode = file.read_text().partition(" ")
@@ -47,15 +47,15 @@ def server_id(state_dir: Path) -> str:
 
 
 class TrainingClaim:
-    """That `server` is the one that trains on this database."""
+    """The claim of `server` to be the only one that trains on this database."""
 
     def __init__(self, database: Database, server: str) -> None:
         self._database = database
         self._server = server
 
     async def take(self) -> None:
-        """Raises ConfigError when another server trains. One that is gone without a word is waited for for a while, to
-        be sure of that."""
+        """Take the claim. Raises ConfigError when another server trains. If another server has the claim, look for
+        DEAD_AFTER_S seconds whether it still gives signs of life."""
         seen = await asyncio.to_thread(self._database.read, engine_state.read_claim)
         if seen.owner not in (None, self._server):
             logger.info("server %s trained on this database: looking whether it still does", seen.owner)
@@ -77,7 +77,7 @@ class TrainingClaim:
         )
 
     async def hold(self) -> None:
-        """Say that this server is there, until it finds that another one trains by now, which it logs."""
+        """Renew the claim every HOLD_S seconds. Log and return when another server has it by now."""
         rounds = Rounds("renewing the claim to this database", HOLD_S)
         while True:
             await asyncio.sleep(HOLD_S)
@@ -92,7 +92,7 @@ class TrainingClaim:
                 return
 
     def release(self) -> None:
-        """This server trains no more. A database that is away is told by nobody; it finds out."""
+        """Give the claim back. While the database is away this is only logged; the claim then runs out."""
         try:
             self._database.write(lambda c: engine_state.release(c, self._server, "the server has stopped"))
         except DatabaseError as error:

@@ -1,6 +1,6 @@
 """The sockets that a server listens on. The launcher opens them, and its API processes accept from them.
 
-So a process that has died or is stopped refuses nobody: who connects is accepted by another one, or waits for the next.
+So the death of an API process refuses no client: another API process accepts the connection, or the next one does.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from skyrl.config.server import ConfigError
 
 BACKLOG = 4096
 _NOT_HERE = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
-"""What a machine without IPv6 says to `::1`, which is one of the addresses of `localhost`."""
+"""Errors of a machine without IPv6 for `::1`, which is one of the addresses of `localhost`."""
 
 
 def listen(host: str, port: int) -> list[socket.socket]:
-    """One for each address that the host's name stands for. Raises ConfigError."""
+    """Listen on each address that the host's name stands for. Raises ConfigError."""
     sockets: list[socket.socket] = []
     missing: OSError | None = None
     try:

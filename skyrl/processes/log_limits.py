@@ -1,6 +1,6 @@
-"""Log lines that clients cause: a few for each cause, however often it comes.
+"""Log lines that clients cause: a few for each cause, however often the cause comes.
 
-Knows causes and lines; does not know what they are about.
+Knows causes and lines. Does not know their meaning.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable
 
 INTERVAL_S = 10.0
-"""One line for each cause in this time; what is left out is counted in that cause's next line."""
+"""Seconds for which a cause gets one line. Lines that were left out are counted in the cause's next line."""
 MAX_LINES = 100
 """Lines of all causes in INTERVAL_S."""
 MAX_CAUSES = 2_000
-"""Causes that are remembered; beyond, the one that was heard of longest ago is forgotten."""
+"""Causes that are remembered. Beyond that the cause with the oldest line is forgotten."""
 MAX_TEXT = 300
-"""Characters of a text that a client may have written parts of."""
+"""Characters that are logged of a text that a client may have written parts of."""
 
 
 def plain(text: str) -> str:
@@ -33,9 +33,9 @@ class LimitedLog:
         self._logger = logger
         self._clock = clock
         self._causes: OrderedDict[Hashable, tuple[float, int]] = OrderedDict()
-        """When each cause had its last line, and how often it came since without one."""
+        """By cause: when it had its last line, and how often it came without a line since then."""
         self._window = (clock(), 0)
-        """When the current INTERVAL_S began, and its lines."""
+        """When the current INTERVAL_S began, and how many lines it has had."""
         self._left_out = 0
 
     def say(self, level: int, cause: Hashable, line: str) -> None:

@@ -1,7 +1,7 @@
 """Why a process ended before the server was ready for the first time, and whether another start could help.
 
-Knows exit codes and the last lines of logs: those of skyrl's own processes, and those of vLLM. Does not know what is
-running, and decides nothing about a server that has been ready once.
+Knows exit codes and the last lines of logs, of skyrl's own processes and of vLLM. Does not know which processes run,
+and decides nothing about a server that has been ready once.
 """
 
 from __future__ import annotations
@@ -10,23 +10,23 @@ import re
 from dataclasses import dataclass
 
 CANNOT_START = 78
-"""Exit code of the engine or an API process that found a cause which no restart cures (EX_CONFIG of sysexits.h)."""
+"""Exit code of an engine or API process that cannot start and that no restart cures (EX_CONFIG of sysexits.h)."""
 MAY_START = 75
-"""Exit code of one that could not start for a cause that may pass: memory that others use now (EX_TEMPFAIL)."""
+"""Exit code of one that cannot start now but perhaps later: others use the memory, for example (EX_TEMPFAIL)."""
 MARK = "cannot start: "
-"""Goes before the sentence, in the last line of the log."""
+"""Stands before the sentence that says why, in the last line of the log."""
 TAIL_LINES = 400
-"""So much of a log's end is looked at; vLLM's list of options alone has 250 lines."""
+"""So many lines at the end of a log are read; vLLM's list of options alone has 250."""
 
 _BAD_ARGUMENT = re.compile(r"^\S+: error: (.+)$", re.M)
 """The last line of argparse."""
 _INVALID = re.compile(r"\bvalidation errors? for \w+\n(.+?)(?: \[type=|\Z)", re.S)
-"""What pydantic found in options of vLLM that argparse took."""
+"""A complaint of pydantic's about options of vLLM that argparse has accepted."""
 _RAISED = re.compile(r"(?:^|\s)((?:\w+\.)*[A-Z]\w*(?:Error|Exception)): (.+)$", re.M)
 _NOT_INSTALLED = re.compile(r"^.*No module named .+\Z", re.M)
 """Python's last line about a module that it is to run. Earlier lines of vLLM's may be warnings about optional ones."""
 _NOT_THE_CAUSE = "Engine core initialization failed"
-"""vLLM's API server says this of an engine core that has said why itself."""
+"""vLLM's API server says this after its engine core has ended. The engine core itself has said why."""
 _LONGEST = 500
 
 
@@ -40,7 +40,7 @@ class StartupError(Exception):
 
 
 class NotLoaded(Exception):
-    """What a process needs could not be loaded, for a cause that may pass."""
+    """Something that a process needs could not be loaded now. Another start may load it."""
 
 
 @dataclass(frozen=True)
@@ -52,14 +52,15 @@ class Cause:
 
 
 def cause_of_own(code: int, tail: str) -> Cause | None:
-    """Of the engine or an API process, by its exit code and its log's end. None: it did not end by starting."""
+    """Why the engine or an API process has ended, by its exit code and the end of its log. None when it gave neither
+    sign that it cannot start."""
     if code not in (CANNOT_START, MAY_START) or MARK not in tail:
         return None
     return Cause(tail.rpartition(MARK)[2].partition("\n")[0], code == CANNOT_START)
 
 
 def cause_of_vllm(code: int, tail: str) -> Cause | None:
-    """Of vLLM. None: it was killed, or said nothing that looks like a cause."""
+    """Why vLLM has ended. None when it was killed, or when its log holds nothing that looks like a cause."""
     if code < 0:
         return None
     if bad := _BAD_ARGUMENT.findall(tail):
@@ -78,18 +79,18 @@ def _short(text: str) -> str:
 
 
 class FirstStarts:
-    """Counts how processes ended before the server was ready.
+    """Remembers how processes ended before the server was ready.
 
-    A cause that may pass is taken for final when a process ends of it twice in a row. Numbers in the sentences are not
-    compared: they hold process ids and amounts of memory.
+    A cause that is not final counts as final when a process ends of it twice in a row. Sentences are compared without
+    their numbers, which are process ids and amounts of memory.
     """
 
     def __init__(self) -> None:
         self.last: dict[str, str] = {}
-        """By process: what it ended of, last."""
+        """By process: the sentence of its last end."""
 
     def hopeless(self, process: str, cause: Cause | None) -> bool:
-        """Note the end of a process. Whether no further start can be expected to go better."""
+        """Note the end of a process. Says whether no further start can be expected to go better."""
         before = self.last.pop(process, None)
         if cause is None:
             return False

@@ -1,11 +1,11 @@
 """Supervised child processes: start, log to a file, restart with backoff, stop with the whole process group.
 
-Knows processes, signals and time. Deliberately knows nothing of what the children do or whether they are
-healthy. A killed supervisor leaves no child behind: the kernel kills the child with it (Linux; a child that starts
-processes of its own must ask for the same, as `skyrl.vllm_plugin` does for vLLM).
+Knows processes, signals and time. Deliberately does not know what the children do or whether they are healthy. A
+killed supervisor leaves no child behind: the kernel kills the child with it (Linux; a child that starts processes of
+its own must ask for the same, as `skyrl.vllm_plugin` does for vLLM).
 
-A child that cannot be started (no memory, no process id, no file descriptor, no log) is a child that ended: the
-supervisor logs it, waits and tries again.
+A child that cannot be started (no memory, no process id, no file descriptor, no log) counts as a child that has ended:
+the supervisor logs the error, waits and tries again.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 FIRST_DELAY_S, LONGEST_DELAY_S, STABLE_AFTER_S = 0.5, 30.0, 60.0
 POLL_S = 0.1
-"""How often a child is looked at where the system cannot tell that it has ended."""
+"""Seconds between two looks at a child where the system cannot report its end."""
 KILL_AGAIN_S = 1.0
 """A child that was being started while `stop` waited is killed after this long."""
 
@@ -53,7 +53,7 @@ def dies_with_parent(argv: Sequence[str], death: signal.Signals = signal.SIGKILL
 
 
 class SupervisedProcess:
-    """One child in a session of its own. `env` is added to this process's environment; it inherits `pass_fds`.
+    """One child in a session of its own. `env` is added to this process's environment; the child inherits `pass_fds`.
 
     `on_exit(returncode)` is called each time the child ends without having been stopped (negative: a signal). It is
     not called for a start that failed. `starts` counts the attempts, `restarts` those after the first.
@@ -135,13 +135,12 @@ class SupervisedProcess:
             grace_s = KILL_AGAIN_S
 
     def give_up(self) -> None:
-        """Do not start the child again; one that runs goes on. `stop` is still to be called."""
+        """Do not start the child again. A child that runs goes on, and `stop` must still be called."""
         self._stopping.set()
 
     def kill(self, pid: int) -> bool:
-        """SIGKILL to the child's group if the child is still the process `pid`: `run` then starts it again.
-
-        Says whether it was. Also ends a child that is stopped (SIGSTOP), which hears no other signal.
+        """Send SIGKILL to the child's group if the child still is the process `pid`; says whether it is. `run` then
+        starts it again. SIGKILL also ends a child that was stopped with SIGSTOP, which takes no other signal.
         """
         if self.pid != pid:
             return False
@@ -149,8 +148,8 @@ class SupervisedProcess:
         return True
 
     def log_tail(self, lines: int = 20) -> str:
-        """The last lines that the newest child wrote; empty when it wrote none, or when the log cannot be read: it is
-        gone, or no file descriptor is free."""
+        """The last lines that the newest child wrote. Empty when it wrote none, or when the log cannot be read because
+        it is gone or no file descriptor is free."""
         with suppress(OSError), self.log_path.open("rb") as log:
             size = log.seek(0, os.SEEK_END)
             begins = self._log_begins if self._log_begins <= size else 0  # somebody has shortened the log
@@ -159,7 +158,7 @@ class SupervisedProcess:
         return ""
 
     async def _run_once(self) -> str:
-        """One child from start to end; how it ended, for people."""
+        """Run one child from start to end. Returns how it ended, for people."""
         try:
             child = self._start()
         except OSError as error:
@@ -178,7 +177,7 @@ class SupervisedProcess:
         return f"ended with {code}"
 
     def _start(self) -> subprocess.Popen[bytes]:
-        """Raises OSError; there is no child then."""
+        """Start a child. Raises OSError when it could not be started."""
         self.starts += 1
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         with self.log_path.open("ab", buffering=0) as log:
@@ -201,15 +200,15 @@ class SupervisedProcess:
         return log.seek(0, os.SEEK_END)
 
     def _terminate(self) -> None:
-        """SIGTERM to the child, if there is one. One that has ended is not reaped before the loop runs again, so its
-        process id is still its own."""
+        """Send SIGTERM to the child, if there is one. A child that has ended is not reaped before the event loop runs
+        again, so no other process has its id yet."""
         if self.pid is not None:
             os.kill(self.pid, signal.SIGTERM)
 
 
 async def _reaped(child: subprocess.Popen[bytes]) -> int:
-    """The child's exit code, once it has ended. Needs no thread, unlike asyncio's own subprocesses: where none can be
-    started, those leave a child running that nobody knows."""
+    """The child's exit code, once it has ended. Needs no thread, unlike asyncio's own subprocesses: where no thread can
+    be started, they leave a child running without an owner."""
     if (code := child.poll()) is not None:
         return code
     try:
@@ -236,7 +235,8 @@ def _kill_group(group: int) -> None:
 
 
 async def _group_gone(group: int, within_s: float = 2.0) -> None:
-    """Wait for killed grandchildren; bounded, because an init that never reaps keeps zombies in the group."""
+    """Wait until the killed grandchildren are gone, at most `within_s` seconds: an init process that never reaps keeps
+    zombies in the group."""
     until = time.monotonic() + within_s
     while time.monotonic() < until:
         try:

@@ -1,14 +1,25 @@
-"""Scripted inference servers, as an engine's group sees them: they load and unload adapters and say how they are."""
+"""Scripted inference servers as an engine's group sees them: they load and unload adapters and say how they are."""
 
 from __future__ import annotations
 
-from fake_upstream import COMPLETIONS, LOAD, FakeUpstream, Reply, hang_up, reply
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field, replace
+
+from fake_upstream import COMPLETIONS, LOAD, FakeUpstream, Received, Reply, complete, fake_upstream, hang_up, reply
 
 from skyrl.inference.engine_group import EngineGroup
+from skyrl.inference.replica import Addresses, Bounds, Replica
+from skyrl.types.weights import AdapterVersion
+from skyrl.vllm_plugin.incarnation import HEADER
 
 UNLOAD = "/v1/unload_lora_adapter"
 SOON_S = 0.01
+NEVER_S = 1000.0
 WELL, ILL, GONE = reply(200, b""), reply(503, b""), hang_up
+BOUNDS = Bounds(health_s=NEVER_S, load_s=NEVER_S, unload_s=NEVER_S, sleep_s=NEVER_S, warm_up_s=NEVER_S)
+"""A server that answers is never too late, however slow the machine is."""
 
 
 def set_up(upstream: FakeUpstream, health: Reply = WELL) -> None:
@@ -22,8 +33,22 @@ def set_up(upstream: FakeUpstream, health: Reply = WELL) -> None:
     }
 
 
+class Directories:
+    """An AdapterHost that has every adapter."""
+
+    async def bring(self, adapter: AdapterVersion) -> str:
+        return f"/adapters/{adapter.name}"
+
+
+def replica_at(url: str, *, name: str = "", bounds: Bounds = BOUNDS) -> Replica:
+    return Replica(name or url, Addresses.same(url), "key", Directories(), bounds)
+
+
 def group_of(
-    *urls: str, proxy_url: str | None = None, watching_s: float = SOON_S
+    *replicas: str | Replica,
+    proxy_url: str | None = None,
+    watching_s: float = SOON_S,
+    in_use: Sequence[AdapterVersion] = (),
 ) -> tuple[EngineGroup, list[str | None]]:
     """A group that looks often, not run yet; and what it publishes."""
     published: list[str | None] = []
@@ -31,7 +56,96 @@ def group_of(
     async def publish(url: str | None) -> None:
         published.append(url)
 
+    async def adapters() -> Sequence[AdapterVersion]:
+        return in_use
+
     group = EngineGroup(
-        urls, "key", publish, proxy_url=proxy_url, starting_interval_s=SOON_S, watching_interval_s=watching_s
+        [replica_at(given) if isinstance(given, str) else given for given in replicas],
+        publish,
+        adapters,
+        proxy_url=proxy_url,
+        starting_interval_s=SOON_S,
+        watching_interval_s=watching_s,
     )
     return group, published
+
+
+@dataclass
+class Server:
+    """An inference server that a test hangs, kills and starts again. It loses its adapters with each start, and
+    answers a sample for an adapter that it does not have with 404."""
+
+    upstream: FakeUpstream
+    adapters: set[str] = field(default_factory=set)
+    starts: int = 1
+    dead: bool = False
+    dies_of: str = ""
+    """It dies when it is told to load this adapter."""
+    told: list[tuple[str, str]] = field(default_factory=list)
+    """Loads and unloads in their order, as path and adapter; also those that it never answered."""
+    goes_on: asyncio.Event = field(default_factory=asyncio.Event)
+    """Nothing is answered while it is not set, as by a process that was stopped with SIGSTOP."""
+
+    def __post_init__(self) -> None:
+        self.goes_on.set()
+        for path in ("/health", "/is_sleeping", "/sleep", "/wake_up", COMPLETIONS, LOAD, UNLOAD):
+            self.upstream.controls[path] = self._answer
+
+    @property
+    def url(self) -> str:
+        return self.upstream.url
+
+    def replica(self, *, unload_s: float = NEVER_S, health_s: float = NEVER_S) -> Replica:
+        return replica_at(self.url, bounds=replace(BOUNDS, unload_s=unload_s, health_s=health_s))
+
+    def hang(self) -> None:
+        self.goes_on.clear()
+
+    def restart(self) -> None:
+        """The next start of the server. It has nothing loaded."""
+        self.starts += 1
+        self.adapters.clear()
+        self.dead = False
+        self.goes_on.set()
+
+    async def _answer(self, request: Received, writer: asyncio.StreamWriter) -> None:
+        path = request.path.partition("?")[0]
+        name = request.json.get("lora_name", "") if path in (LOAD, UNLOAD) else ""
+        if name:
+            self.told.append((path, name))
+        await self.goes_on.wait()
+        if path == LOAD and name == self.dies_of:
+            self.dead = True
+        await (hang_up if self.dead else self._reply(path, name, request))(request, writer)
+
+    def _reply(self, path: str, name: str, request: Received) -> Reply:
+        if path == "/health":
+            return reply(200, b"", **{HEADER.replace("-", "_"): f"start {self.starts}"})
+        if path == "/is_sleeping":
+            return reply(200, {"is_sleeping": False})
+        if path == LOAD:
+            self.adapters.add(name)
+        if path == UNLOAD:
+            if name not in self.adapters:
+                return reply(404, {"error": "no such adapter"})
+            self.adapters.remove(name)
+        if path == COMPLETIONS and "model" in request.json:  # else it is a warm-up, whose answer nobody reads
+            known = request.json["model"] in self.adapters
+            return complete() if known else reply(404, {"error": "no such model"})
+        return WELL
+
+
+@asynccontextmanager
+async def servers(count: int) -> AsyncIterator[list[Server]]:
+    async with AsyncExitStack() as stack:
+        yield [Server(await stack.enter_async_context(fake_upstream())) for _ in range(count)]
+
+
+@asynccontextmanager
+async def running(group: EngineGroup) -> AsyncIterator[None]:
+    watching = asyncio.create_task(group.run())
+    try:
+        yield
+    finally:
+        await group.close()
+        await watching

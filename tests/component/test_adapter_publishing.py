@@ -12,11 +12,13 @@ from pathlib import Path
 import pytest
 from engine_harness import Harness, Trainer, files_in, harness_in, until
 from fake_upstream import LOAD, FakeUpstream, Received, Reply, after, error, fake_upstream, hang_up
-from replicas import GONE, UNLOAD, WELL, group_of, set_up
+from replicas import BOUNDS, GONE, UNLOAD, WELL, group_of, set_up
 
 from skyrl.db.samplers import find_sampler
 from skyrl.engine import reclaim
+from skyrl.inference.adapter_host import SharedDirectory
 from skyrl.inference.engine_group import EngineGroup
+from skyrl.inference.replica import Addresses, Replica
 from skyrl.types.kinds import Kind
 
 
@@ -39,7 +41,8 @@ async def world_in(state_dir: Path) -> AsyncIterator[World]:
     """An engine, the group of its one inference server, and a model."""
     async with fake_upstream() as upstream, harness_in(state_dir) as harness:
         set_up(upstream)
-        group, published = group_of(upstream.url)
+        replica = Replica("vllm", Addresses.same(upstream.url), "key", SharedDirectory(state_dir), BOUNDS)
+        group, published = group_of(replica)
         watching = asyncio.create_task(group.run())
         await until(lambda: published == [upstream.url])
         await harness.start(group=group)

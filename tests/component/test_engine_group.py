@@ -6,25 +6,22 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 
 import pytest
 from engine_harness import until
 from fake_upstream import LOAD, FakeUpstream, Received, Reply, closed_port, error, fake_upstream, hang_up
-from replicas import GONE, ILL, SOON_S, UNLOAD, WELL, group_of, set_up
+from replicas import GONE, ILL, SOON_S, UNLOAD, WELL, group_of, replica_at, running, set_up
 
 from skyrl.inference.engine_group import EngineGroup
+from skyrl.inference.replica import ReplicaState
 from skyrl.inference.vllm_client import VllmError
+from skyrl.types.weights import AdapterVersion
 
 PROXY = "http://127.0.0.1:9"
 
 
-@asynccontextmanager
-async def running(group: EngineGroup) -> AsyncIterator[None]:
-    watching = asyncio.create_task(group.run())
-    yield
-    await group.close()
-    await watching
+async def nothing_in_use() -> list[AdapterVersion]:
+    return []
 
 
 @pytest.mark.parametrize("health", [ILL, GONE], ids=["its engine is dead", "nobody answers"])
@@ -58,19 +55,31 @@ def asked_for(upstream: FakeUpstream, path: str) -> list[str]:
     return [request.json["lora_name"] for request in upstream.requests if request.path == path]
 
 
-async def test_two_replicas_are_published_while_both_are_ready() -> None:
+def state_of(group: EngineGroup, upstream: FakeUpstream) -> ReplicaState:
+    return next(replica.state for replica in group.replicas if replica.addresses.admin == upstream.url)
+
+
+async def test_two_replicas_are_published_while_one_is_ready() -> None:
     async with two_replicas() as (one, two):
+        set_up(one, ILL)
         set_up(two, ILL)
         group, published = group_of(one.url, two.url, proxy_url=PROXY)
         async with running(group):
-            await until(lambda: group.reason == f"vLLM at {two.url}: starting")
+            await until(lambda: bool(two.requests))
+            assert group.reason == f"vLLM at {one.url}: starting; vLLM at {two.url}: starting"
             assert published == []
             set_up(two)
             await until(lambda: published == [PROXY])
+            assert group.reason == ""
+            set_up(one)
+            await until(lambda: state_of(group, one) is ReplicaState.READY)
+            set_up(two, GONE)
+            await until(lambda: state_of(group, two) is ReplicaState.LOST)
+            assert group.ready
             set_up(one, GONE)
             await until(lambda: published == [PROXY, None])
             assert one.url in group.reason
-            assert two.url not in group.reason
+            assert two.url in group.reason
             set_up(one)
             await until(lambda: published == [PROXY, None, PROXY])
         assert published[-1] is None
@@ -85,24 +94,25 @@ async def test_an_adapter_is_loaded_on_every_replica_that_is_ready() -> None:
     async with two_replicas() as (one, two):
         group, published = group_of(one.url, two.url, proxy_url=PROXY)
         async with running(group):
-            await until(lambda: published == [PROXY])
-            await group.publish_adapter("first", Path("/adapters/first"))
+            await until(lambda: all(state_of(group, each) is ReplicaState.READY for each in (one, two)))
+            await group.publish_adapter(AdapterVersion("first"))
             set_up(two, ILL)
-            await until(lambda: not group.ready)
-            await group.publish_adapter("second", Path("/adapters/second"))
+            await until(lambda: state_of(group, two) is ReplicaState.LOST)
+            await group.publish_adapter(AdapterVersion("second"))
             assert asked_for(one, LOAD) == ["first", "second"]
-            assert asked_for(two, LOAD) == ["first"], "it loads the second one when a sample asks for it"
+            assert asked_for(two, LOAD) == ["first"], "a lost replica is not told of an adapter"
+            assert published == [PROXY]
 
 
 async def test_an_adapter_that_one_replica_refuses_is_not_to_be_used() -> None:
     async with two_replicas() as (one, two):
-        group, published = group_of(one.url, two.url, proxy_url=PROXY)
+        group, _ = group_of(one.url, two.url, proxy_url=PROXY)
         async with running(group):
-            await until(lambda: published == [PROXY])
+            await until(lambda: all(state_of(group, each) is ReplicaState.READY for each in (one, two)))
             two.controls[LOAD] = error(400, "its rank is above the server's")
             with pytest.raises(VllmError, match="its rank is above the server's"):
-                await group.publish_adapter("large", Path("/adapters/large"))
-            await until(lambda: asked_for(one, LOAD) == ["large"])
+                await group.publish_adapter(AdapterVersion("large"))
+            assert asked_for(one, LOAD) == ["large"]
 
 
 async def test_an_adapter_is_unloaded_from_every_replica_ready_or_not() -> None:
@@ -110,15 +120,15 @@ async def test_an_adapter_is_unloaded_from_every_replica_ready_or_not() -> None:
         group, published = group_of(one.url, two.url, closed_port(), proxy_url=PROXY)
         async with running(group):
             set_up(two, ILL)
-            await until(lambda: f"vLLM at {two.url}: starting; " in group.reason and one.url not in group.reason)
-            await group.retire_adapter("old")  # nothing listens at the third: it has nothing loaded
+            await until(lambda: state_of(group, one) is ReplicaState.READY)
+            old, unknown, stuck = AdapterVersion("old"), AdapterVersion("unknown"), AdapterVersion("stuck")
+            assert await group.retire([old]) == {old}, "nothing listens at the third: it has nothing loaded"
             assert asked_for(one, UNLOAD) == asked_for(two, UNLOAD) == ["old"]
             two.controls[UNLOAD] = error(404, "no such adapter")
-            await group.retire_adapter("unknown")
+            assert await group.retire([unknown]) == {unknown}
             two.controls[UNLOAD] = error(500, "cannot")
-            with pytest.raises(VllmError, match="cannot"):
-                await group.retire_adapter("stuck")
-            assert published == []
+            assert await group.retire([stuck]) == set()
+            assert published == [PROXY]
 
 
 async def test_a_replica_that_breaks_off_may_still_have_the_adapter() -> None:
@@ -127,8 +137,9 @@ async def test_a_replica_that_breaks_off_may_still_have_the_adapter() -> None:
         async with running(group):
             await until(lambda: published == [PROXY])
             two.controls[UNLOAD] = hang_up
-            with pytest.raises(Exception, match="disconnected"):
-                await group.retire_adapter("old")
+            assert await group.retire([AdapterVersion("old"), AdapterVersion("older")]) == set()
+            assert asked_for(one, UNLOAD) == ["old", "older"]
+            assert asked_for(two, UNLOAD) == ["old"], "it would not answer the second question either"
 
 
 async def test_a_publisher_that_is_slow_holds_up_no_watch_and_is_told_the_last_state() -> None:
@@ -148,7 +159,12 @@ async def test_a_publisher_that_is_slow_holds_up_no_watch_and_is_told_the_last_s
     async with fake_upstream() as upstream:
         set_up(upstream, count)
         group = EngineGroup(
-            [upstream.url], "key", publish, starting_interval_s=SOON_S, watching_interval_s=SOON_S, failures=1
+            [replica_at(upstream.url)],
+            publish,
+            nothing_in_use,
+            starting_interval_s=SOON_S,
+            watching_interval_s=SOON_S,
+            failures=1,
         )
         async with running(group):
             await until(lambda: group.ready)
@@ -172,6 +188,12 @@ async def test_a_publisher_that_fails_is_asked_again() -> None:
 
     async with fake_upstream() as upstream:
         set_up(upstream)
-        group = EngineGroup([upstream.url], "key", publish, starting_interval_s=SOON_S, watching_interval_s=SOON_S)
+        group = EngineGroup(
+            [replica_at(upstream.url)],
+            publish,
+            nothing_in_use,
+            starting_interval_s=SOON_S,
+            watching_interval_s=SOON_S,
+        )
         async with running(group):
             await until(lambda: published == [upstream.url])

@@ -181,6 +181,7 @@ def test_looking_for_idle_and_dropped_versions_reads_only_those(database: Databa
         lambda c: adapter_versions.idle(c, now - 3600),
         lambda c: adapter_versions.dropped_since(c, now - 600),
         lambda c: adapter_versions.unsaved_bytes(c, "t"),
+        lambda c: adapter_versions.in_use(c, now - 600, 8),
     )
     for look in looks:
         with listening(database) as sent:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections import namedtuple
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from skyrl.storage import directories
 from skyrl.storage.adapters import adapter_directory
 from skyrl.storage.directories import safe_name
 from skyrl.types.kinds import Kind
+from skyrl.types.weights import AdapterVersion
 from skyrl.wire.paths import adapter_name_of
 
 HOUR_S = 3600.0
@@ -209,11 +210,12 @@ class Group:
         self._directory = directory
         self.unloaded: list[tuple[str, bool]] = []
 
-    async def publish_adapter(self, name: str, path: Path) -> None:
+    async def publish_adapter(self, adapter: AdapterVersion) -> None:
         pass
 
-    async def retire_adapter(self, name: str) -> None:
-        self.unloaded.append((name, bool(files_in(self._directory))))
+    async def retire(self, adapters: Sequence[AdapterVersion]) -> set[AdapterVersion]:
+        self.unloaded += [(adapter.name, bool(files_in(self._directory))) for adapter in adapters]
+        return set(adapters)
 
 
 async def test_the_row_goes_first_then_the_api_knows_then_vllm_unloads_then_the_files_go(

@@ -1,4 +1,5 @@
-"""What counts as a hang of vLLM and what does not: a scripted server on a real socket, and a process in name only."""
+"""What counts as a hang of vLLM and what does not: a scripted server on a real socket, and a handle
+without a process behind it."""
 
 from __future__ import annotations
 
@@ -64,8 +65,8 @@ class Upstream:
             await asyncio.gather(*self._connections, return_exceptions=True)
 
 
-class Process:
-    """A server's process as the watchdog sees it."""
+class Server:
+    """A server as the watchdog sees it."""
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -75,12 +76,12 @@ class Process:
         self.killed = asyncio.Event()
 
     @property
-    def pid(self) -> int:
+    def incarnation(self) -> str:
         self.looked += 1
-        return 7 + self.restarts
+        return f"start {self.restarts}"
 
-    def kill(self, pid: int) -> bool:
-        if pid != 7 + self.restarts:
+    def restart(self, incarnation: str) -> bool:
+        if incarnation != f"start {self.restarts}":
             return False
         self.killed.set()
         return True
@@ -93,14 +94,16 @@ class Process:
     async def supervised(self) -> None:
         await asyncio.Event().wait()
 
+    async def stop(self, grace_s: float = 10.0) -> None: ...
+
 
 @asynccontextmanager
-async def watched(url: str, *, health_s: float = LONG_S, step_s: float = LONG_S) -> AsyncIterator[Process]:
-    process, client = Process(url), VllmClient(url, "key")
-    watchdog = Watchdog(client, process, interval_s=INTERVAL_S, health_timeout_s=health_s, step_timeout_s=step_s)
+async def watched(url: str, *, health_s: float = LONG_S, step_s: float = LONG_S) -> AsyncIterator[Server]:
+    server, client = Server(url), VllmClient(url, "key")
+    watchdog = Watchdog(client, server, interval_s=INTERVAL_S, health_timeout_s=health_s, step_timeout_s=step_s)
     watching = asyncio.create_task(watchdog.run())
     try:
-        yield process
+        yield server
         assert not watching.done(), "the watchdog goes on"
     finally:
         watching.cancel()
@@ -116,65 +119,65 @@ async def until(condition: Callable[[], bool]) -> None:
 @pytest.mark.parametrize("health", [SILENCE, DEAD], ids=["takes questions and never answers", "stays 503"])
 async def test_an_api_server_that_hangs_is_killed(health: int | None) -> None:
     upstream = Upstream(health=lambda _: health, is_sleeping=lambda _: WELL)
-    async with upstream.running(), watched(upstream.url, health_s=0.3) as process:
-        await process.killed.wait()
+    async with upstream.running(), watched(upstream.url, health_s=0.3) as server:
+        await server.killed.wait()
 
 
 async def test_an_answer_that_cannot_be_decoded_does_not_end_the_watchdog() -> None:
     upstream = Upstream(health=lambda n: GARBAGE if n < 3 else WELL, is_sleeping=lambda _: WELL)
-    async with upstream.running(), watched(upstream.url) as process:
+    async with upstream.running(), watched(upstream.url) as server:
         await until(lambda: upstream.asked["health"] > 5)
-        assert not process.killed.is_set()
+        assert not server.killed.is_set()
     upstream = Upstream(health=lambda _: GARBAGE, is_sleeping=lambda _: WELL)
-    async with upstream.running(), watched(upstream.url, health_s=0.3) as process:
-        await process.killed.wait()
+    async with upstream.running(), watched(upstream.url, health_s=0.3) as server:
+        await server.killed.wait()
 
 
 async def test_an_engine_that_hangs_behind_a_living_api_server_is_killed() -> None:
     upstream = Upstream(health=lambda _: WELL, is_sleeping=lambda _: SILENCE)
-    async with upstream.running(), watched(upstream.url, step_s=0.3) as process:
-        await process.killed.wait()
+    async with upstream.running(), watched(upstream.url, step_s=0.3) as server:
+        await server.killed.wait()
 
 
 async def test_a_long_step_is_not_measured_by_the_bound_for_health() -> None:
     upstream = Upstream(health=lambda _: WELL, is_sleeping=lambda _: SILENCE)
     bound_s = 2.0
-    async with upstream.running(), watched(upstream.url, health_s=bound_s) as process:
+    async with upstream.running(), watched(upstream.url, health_s=bound_s) as server:
         await until(lambda: upstream.asked["health"] > 1.5 * bound_s / INTERVAL_S)
         assert upstream.asked["is_sleeping"] == 1, "it still waits for the first answer"
-        assert not process.killed.is_set()
+        assert not server.killed.is_set()
 
 
 async def test_one_question_lost_while_the_machine_was_frozen_is_no_hang() -> None:
     upstream = Upstream(health=lambda n: WELL if n else SILENCE, is_sleeping=lambda _: WELL)
-    async with upstream.running(), watched(upstream.url, health_s=4.0) as process:
+    async with upstream.running(), watched(upstream.url, health_s=4.0) as server:
         await until(lambda: upstream.asked["health"] > 5)
-        assert not process.killed.is_set()
+        assert not server.killed.is_set()
 
 
 async def test_a_server_that_does_not_listen_is_left_to_start() -> None:
-    async with watched(f"http://127.0.0.1:{free_port()}", health_s=0.01, step_s=0.01) as process:
-        await until(lambda: process.looked > 10)
-        assert not process.killed.is_set()
+    async with watched(f"http://127.0.0.1:{free_port()}", health_s=0.01, step_s=0.01) as server:
+        await until(lambda: server.looked > 10)
+        assert not server.killed.is_set()
 
 
 async def test_a_server_that_has_stopped_listening_and_does_not_end_is_killed() -> None:
     upstream = Upstream(health=lambda _: WELL, is_sleeping=lambda _: WELL)
     async with AsyncExitStack() as stack:
         async with upstream.running():
-            process = await stack.enter_async_context(watched(upstream.url, health_s=4.0))
+            server = await stack.enter_async_context(watched(upstream.url, health_s=4.0))
             await until(lambda: upstream.asked["health"] > 1)
-            assert not process.killed.is_set()
-        await process.killed.wait()
+            assert not server.killed.is_set()
+        await server.killed.wait()
 
 
 async def test_the_successor_of_a_server_that_hung_is_not_killed_in_its_place() -> None:
     upstream = Upstream(health=lambda n: SILENCE if n < 2 else WELL, is_sleeping=lambda _: WELL)
-    async with upstream.running(), watched(upstream.url, health_s=4.0) as process:
+    async with upstream.running(), watched(upstream.url, health_s=4.0) as server:
         await until(lambda: upstream.asked["health"] == 1)
-        process.restarts = 1
+        server.restarts = 1
         await until(lambda: upstream.asked["health"] > 5)
-        assert not process.killed.is_set()
+        assert not server.killed.is_set()
 
 
 async def test_a_server_without_development_endpoints_does_not_sleep() -> None:

@@ -15,7 +15,7 @@ from alembic import command
 from skyrl.cli.main import app
 from skyrl.db.database import Database
 from skyrl.db.migrate import _config, newest_revision, revision_of
-from skyrl.launcher.main import lock_state_dir
+from skyrl.launcher.state_dir import lock_state_dir
 from tests.postgres_server import ON_BOTH, ON_POSTGRES, ON_SQLITE
 
 PREVIOUS = "0003"

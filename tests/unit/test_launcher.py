@@ -13,8 +13,9 @@ import pytest
 
 from skyrl.config.server import ServerConfig, load_config
 from skyrl.inference.placement import free_port
-from skyrl.launcher import main as launcher
-from skyrl.launcher.main import Launcher, ServerEnded
+from skyrl.launcher import own_parts
+from skyrl.launcher.main import Launcher
+from skyrl.launcher.parts import ServerEnded
 from skyrl.launcher.preflight import Findings
 from skyrl.processes.startup import CANNOT_START, MARK, MAY_START, StartupError
 from skyrl.processes.supervision import SupervisedProcess
@@ -60,7 +61,7 @@ def run(config: ServerConfig, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
 
     def start(engine: str, stop: asyncio.Event, api: str = SLEEP) -> asyncio.Task[None]:
         programs = {"skyrl.engine.main": engine, "skyrl.api.server": api}
-        monkeypatch.setattr(launcher, "_python", lambda module: [sys.executable, "-S", "-c", programs[module]])
+        monkeypatch.setattr(own_parts, "_python", lambda module: [sys.executable, "-S", "-c", programs[module]])
         return asyncio.create_task(Launcher(config, Findings([])).run(stop))
 
     return start

@@ -13,8 +13,8 @@ import pytest
 
 from skyrl.config.server import ConfigError, load_config
 from skyrl.db.database import Database
-from skyrl.launcher.main import lock_state_dir, private_directory
 from skyrl.launcher.runtime import Runtime
+from skyrl.launcher.state_dir import lock_state_dir, private_directory
 
 
 def test_only_its_user_may_enter_and_nothing_is_left_at_exit(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 from skyrl.config.server import ConfigError, ServerConfig, load_config
 from skyrl.inference import vllm_command
 from skyrl.inference.placement import ServerSpec
-from skyrl.inference.vllm_command import context_length, cuda_devices, render, vllm_spec
+from skyrl.inference.vllm_command import context_length, cuda_devices, inference_devices, render, vllm_spec
 
 TINY = {
     "num_hidden_layers": 2,
@@ -33,9 +33,9 @@ def config_of(model: Path | str, **values: Any) -> ServerConfig:
     return load_config({"base_model": str(model)} | values)
 
 
-def spec(model: Path | str, *, cuda: bool = False, devices: tuple[str, ...] = (), **backend: Any) -> ServerSpec:
+def spec(model: Path | str, *, cuda: bool = False, **backend: Any) -> ServerSpec:
     keys = {name.replace("__", "."): value for name, value in backend.items()}
-    return vllm_spec(config_of(model, backend_config=keys), 9123, "secret", cuda=cuda, devices=devices)
+    return vllm_spec(config_of(model, backend_config=keys), 9123, "secret", cuda=cuda)
 
 
 def option(server: ServerSpec, name: str) -> list[str]:
@@ -146,25 +146,22 @@ def test_sleep_mode_only_when_the_device_is_shared(model: Path) -> None:
 @pytest.mark.parametrize(
     ("devices", "parallel", "colocated", "expected"),
     [
-        ((), 1, False, None),
-        (("0",), 1, False, "0"),
-        (("0", "1"), 1, False, "1"),
-        (("4", "5", "6", "7"), 2, False, "5,6"),
-        (("0", "1"), 2, False, "0,1"),
-        (("0", "1"), 1, True, "0"),
+        ((), 1, False, []),
+        (("0",), 1, False, ["0"]),
+        (("0", "1"), 1, False, ["1"]),
+        (("4", "5", "6", "7"), 2, False, ["5", "6"]),
+        (("0", "1"), 2, False, ["0", "1"]),
+        (("0", "1"), 1, True, ["0"]),
     ],
 )
 def test_it_takes_the_devices_after_the_trainers(
-    model: Path, devices: tuple[str, ...], parallel: int, colocated: bool, expected: str | None
+    model: Path, devices: tuple[str, ...], parallel: int, colocated: bool, expected: list[str]
 ) -> None:
-    server = spec(
-        model,
-        cuda=True,
-        devices=devices,
-        generator__inference_engine__tensor_parallel_size=parallel,
-        trainer__placement__colocate_all=colocated,
-    )
-    assert server.env.get("CUDA_VISIBLE_DEVICES") == expected
+    keys = {
+        "generator.inference_engine.tensor_parallel_size": parallel,
+        "trainer.placement.colocate_all": colocated,
+    }
+    assert inference_devices(config_of(model, backend_config=keys), devices) == expected
 
 
 def test_tensor_parallelism_without_gpus_is_refused(model: Path) -> None:

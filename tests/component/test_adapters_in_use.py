@@ -1,0 +1,49 @@
+"""Which adapters a replica loads before it is used: those that were sampled from of late, on both databases."""
+
+from __future__ import annotations
+
+import time
+
+from sqlalchemy import update
+
+from skyrl.db import adapter_versions
+from skyrl.db.adapter_versions import samplers
+from skyrl.db.database import Database
+from skyrl.db.samplers import Sampler, sampler_values
+from skyrl.db.sessions import Sessions
+from skyrl.db.writer import GroupCommitWriter
+from tests.postgres_server import ON_BOTH
+
+NOW = time.time()
+
+
+def add(
+    database: Database, session: str, number: int, adapter: str | None, used_s_ago: float, status: str = "active"
+) -> None:
+    sampler = Sampler(f"{session}:sample:{number}", session, "tenant", "tiny", None, adapter, None)
+    database.write(lambda c: c.execute(samplers.insert(), sampler_values(sampler, number)))
+    at = None if adapter is None else NOW - used_s_ago
+    mine = update(samplers).where(samplers.c.id == sampler.id)
+    database.write(lambda c: c.execute(mine.values(last_used_at=at, status=status)))
+
+
+@ON_BOTH
+async def test_the_adapters_in_use_are_those_that_were_sampled_from_last(database: Database) -> None:
+    writer = GroupCommitWriter(database)
+    session = (await Sessions(database, writer).create("tenant", [], None, "")).id
+    await writer.close()
+    add(database, session, 0, "m@1", 500)
+    add(database, session, 1, "m@2", 30)
+    add(database, session, 2, "m@1", 10)
+    add(database, session, 3, "m@3", 601)
+    add(database, session, 4, "m@4", 1, "closed")
+    add(database, session, 5, "m@5", 1, "dropped")
+    add(database, session, 6, None, 1)
+    add(database, session, 7, "n@1", 40)
+
+    def in_use(limit: int) -> list[str]:
+        return database.read(lambda c: adapter_versions.in_use(c, NOW - 600, limit))
+
+    assert in_use(8) == ["m@1", "m@2", "n@1"], "each once, by its latest sample"
+    assert in_use(2) == ["m@1", "m@2"]
+    assert in_use(0) == []

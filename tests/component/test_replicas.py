@@ -1,0 +1,229 @@
+"""One, two and three replicas: one hangs, one starts again, one is added and one removed while samples run, all are
+gone; and whose files may be deleted meanwhile. Scripted servers on real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+
+import httpx
+import pytest
+from engine_harness import until
+from fake_upstream import COMPLETIONS, LOAD, after
+from replicas import NEVER_S, UNLOAD, WELL, Server, group_of, running, servers
+
+from skyrl.inference.engine_group import EngineGroup
+from skyrl.inference.replica import Addresses, Bounds, Replica, ReplicaState
+from skyrl.types.weights import AdapterVersion
+
+PROXY = "http://127.0.0.1:9"
+HANGS_S = 1.0
+"""A server that takes longer than this to say how it is, three times in a row, has hung."""
+A, B, C = AdapterVersion("m@1"), AdapterVersion("m@2"), AdapterVersion("m@3")
+
+
+def replica_of(group: EngineGroup, server: Server) -> Replica:
+    return next(replica for replica in group.replicas if replica.addresses.admin == server.url)
+
+
+def is_in(group: EngineGroup, server: Server, state: ReplicaState) -> bool:
+    return replica_of(group, server).state is state
+
+
+async def until_ready(group: EngineGroup, *wanted: Server) -> None:
+    await until(lambda: all(is_in(group, server, ReplicaState.READY) for server in wanted))
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+async def test_a_replica_that_hangs_is_lost_and_holds_up_no_adapter(count: int) -> None:
+    async with servers(count) as all_of_them:
+        first, *others = all_of_them
+        replicas = [first.replica(health_s=HANGS_S, unload_s=HANGS_S), *(server.replica() for server in others)]
+        group, published = group_of(*replicas, proxy_url=PROXY)
+        async with running(group):
+            await until_ready(group, *all_of_them)
+            await group.publish_adapter(C)
+            await group.publish_adapter(A)
+            first.hang()
+            if others:
+                await group.publish_adapter(B)
+            else:
+                with pytest.raises(httpx.TransportError, match="is lost"):
+                    await group.publish_adapter(B)
+            assert is_in(group, first, ReplicaState.LOST)
+            assert [server.adapters for server in others] == [{A.name, B.name, C.name}] * len(others)
+            if others:
+                assert group.ready
+            else:
+                await until(lambda: published[-1] is None)
+            assert await group.retire([A, B]) == set(), "the first one may go on, and read them"
+            assert [server.adapters for server in others] == [{C.name}] * len(others)
+            assert [name for path, name in first.told if path == UNLOAD] == [A.name], "asked once"
+            first.goes_on.set()
+            await until_ready(group, first)
+            assert replica_of(group, first).adapters == {C}, "it is the start that has loaded this one"
+            while await group.retire([A, B]) != {A, B}:  # on a slow machine one answer may come too late
+                pass
+            assert first.adapters == {C.name}
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+async def test_a_replica_that_starts_again_catches_up_before_it_is_ready(count: int) -> None:
+    async with servers(count) as all_of_them:
+        first, *others = all_of_them
+        group, published = group_of(*(server.replica() for server in all_of_them), proxy_url=PROXY, in_use=[A, B])
+        async with running(group):
+            await until_ready(group, *all_of_them)
+            assert [server.adapters for server in all_of_them] == [{A.name, B.name}] * count
+            first.dead = True
+            await until(lambda: is_in(group, first, ReplicaState.LOST))
+            may_warm_up = asyncio.Event()
+            warm = first.upstream.controls[COMPLETIONS]
+            first.upstream.controls[COMPLETIONS] = after(may_warm_up, warm)
+            first.restart()
+            await until(lambda: is_in(group, first, ReplicaState.WARMING))
+            await group.publish_adapter(C)
+            assert first.adapters == set()
+            assert bool(others) == group.ready
+            may_warm_up.set()
+            await until_ready(group, first)
+            assert [server.adapters for server in all_of_them] == [{A.name, B.name, C.name}] * count
+            loads = [name for path, name in first.told if path == LOAD]
+            assert loads[2:] == [A.name, B.name, C.name], "what is in use first, in its order"
+            await until(lambda: published[-1] == PROXY)
+        assert (None in published[:-1]) == (not others), "withdrawn only when no replica was left"
+
+
+async def test_a_start_that_no_probe_has_missed_is_seen_by_its_incarnation() -> None:
+    async with servers(1) as (server,):
+        group, _ = group_of(server.replica(), in_use=[A])
+        async with running(group):
+            await until_ready(group, server)
+            server.restart()
+            await until(lambda: server.adapters == {A.name})
+            await until_ready(group, server)
+            assert replica_of(group, server).incarnation == "start 2"
+
+
+async def test_an_adapter_that_a_replica_dies_of_keeps_it_away_once() -> None:
+    async with servers(1) as (server,):
+        server.dies_of = A.name
+        group, _ = group_of(server.replica(), in_use=[A, B])
+        async with running(group):
+            await until(lambda: is_in(group, server, ReplicaState.LOST))
+            assert "warm-up failed" in group.reason
+            server.restart()
+            await until_ready(group, server)
+            assert server.adapters == {B.name}
+            assert server.told.count((LOAD, A.name)) == 1, "the first sample that needs it will load it"
+
+
+async def test_replicas_come_and_go_while_samples_run() -> None:
+    """Samples go to the replicas that are ready in turn. None meets a server without its adapter, or no server."""
+    async with servers(3) as (one, two, three), httpx.AsyncClient() as http:
+        group, published = group_of(one.replica(), two.replica(), proxy_url=PROXY, in_use=[A])
+        sampled, in_flight = Counter[str](), Counter[str]()
+        over = asyncio.Event()
+
+        async def sample() -> None:
+            body = {"model": A.name, "prompt": [1], "max_tokens": 1, "n": 1}
+            while not over.is_set():
+                ready = [r.addresses.data for r in group.replicas if r.state is ReplicaState.READY]
+                url = min(ready, key=sampled.__getitem__)
+                sampled[url] += 1
+                in_flight[url] += 1
+                answer = await http.post(url + COMPLETIONS, json=body)
+                in_flight[url] -= 1
+                assert answer.status_code == 200, (url, answer.text)
+
+        async def more_samples_of(*used: Server) -> None:
+            before = sampled.copy()
+            await until(lambda: all(sampled[server.url] > before[server.url] + 5 for server in used))
+
+        async with running(group):
+            await until_ready(group, one, two)
+            sampling = [asyncio.create_task(sample()) for _ in range(4)]
+            await more_samples_of(one, two)
+            group.add(three.replica())
+            await until_ready(group, three)
+            await more_samples_of(one, two, three)
+            group.drain(one.url)
+            await until(lambda: in_flight[one.url] == 0)
+            assert await group.retire([B]) == {B}, "it still runs, and is asked"
+            assert (UNLOAD, B.name) in one.told
+            one.dead = True
+            await group.remove(one.url)
+            await more_samples_of(two, three)
+            over.set()
+            await asyncio.gather(*sampling)
+            assert await group.retire([A]) == {A}, "nobody asks a server that is gone"
+            assert (UNLOAD, A.name) not in one.told
+            assert published == [PROXY]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+async def test_when_all_are_gone_the_first_that_is_back_is_used(count: int) -> None:
+    async with servers(count) as all_of_them:
+        group, published = group_of(*(server.replica() for server in all_of_them), proxy_url=PROXY, in_use=[A])
+        async with running(group):
+            await until_ready(group, *all_of_them)
+            for server in all_of_them:
+                server.dead = True
+            await until(lambda: not group.ready)
+            await until(lambda: published == [PROXY, None])
+            assert all(server.url in group.reason for server in all_of_them)
+            await group.publish_adapter(B)
+            all_of_them[-1].restart()
+            await until(lambda: published == [PROXY, None, PROXY])
+            assert all_of_them[-1].adapters == {A.name}
+            assert [is_in(group, server, ReplicaState.LOST) for server in all_of_them[:-1]] == [True] * (count - 1)
+
+
+async def test_files_are_kept_for_a_hung_replica_until_its_server_is_known_to_be_gone() -> None:
+    async with servers(2) as (one, two):
+        group, _ = group_of(one.replica(unload_s=HANGS_S, health_s=HANGS_S), two.replica(), proxy_url=PROXY)
+        async with running(group):
+            await until_ready(group, one, two)
+            await group.publish_adapter(A)
+            one.hang()
+            await until(lambda: is_in(group, one, ReplicaState.LOST))
+            assert await group.retire([A]) == set()
+            assert await group.retire([A]) == set()
+            await group.remove(one.url)
+            assert await group.retire([A]) == {A}
+
+
+async def test_files_that_a_replica_is_loading_are_kept() -> None:
+    async with servers(1) as (server,):
+        group, _ = group_of(server.replica())
+        async with running(group):
+            await until_ready(group, server)
+            go = asyncio.Event()
+            server.upstream.controls[LOAD] = after(go, WELL)
+            loading = asyncio.create_task(group.publish_adapter(A))
+            await until(lambda: any(request.path == LOAD for request in server.upstream.requests))
+            assert await group.retire([A]) == set()
+            go.set()
+            await loading
+            assert await group.retire([A]) == {A}
+
+
+class Slow:
+    """An AdapterHost whose checkpoint store does not answer."""
+
+    async def bring(self, adapter: AdapterVersion) -> str:
+        await asyncio.Event().wait()
+        raise AssertionError(adapter)
+
+
+async def test_files_that_do_not_come_hold_up_neither_a_save_nor_a_replica() -> None:
+    async with servers(1) as (server,):
+        bounds = Bounds(health_s=NEVER_S, load_s=0.1, unload_s=NEVER_S, sleep_s=NEVER_S, warm_up_s=NEVER_S)
+        replica = Replica("slow", Addresses.same(server.url), "key", Slow(), bounds)
+        group, _ = group_of(replica, in_use=[A])
+        async with running(group):
+            await until_ready(group, server)
+            with pytest.raises(httpx.TransportError, match="no answer"):
+                await group.publish_adapter(B)
+            assert group.ready, "the server itself answers"
+            assert replica.adapters == set()

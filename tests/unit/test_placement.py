@@ -1,0 +1,76 @@
+"""Servers on this machine as their handles show them: incarnations, restarts, devices, and the end."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from skyrl.inference.placement import LocalPlacement, LocalServer, ServerSpec
+
+WAIT_S = 60.0
+SAYS_DEVICES = """
+import os, time
+print('devices:', os.environ.get('CUDA_VISIBLE_DEVICES'), flush=True)
+time.sleep(600)
+"""
+
+
+async def until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline, "did not come true in time"
+        await asyncio.sleep(0.01)
+
+
+@asynccontextmanager
+async def started(logs: Path, devices: Sequence[str] = (), ends: list[int] | None = None) -> AsyncIterator[LocalServer]:
+    spec = ServerSpec((sys.executable, "-S", "-c", SAYS_DEVICES), {}, "127.0.0.1", 1, "server.log")
+    server = await LocalPlacement(logs).start(spec, devices, None if ends is None else ends.append)
+    try:
+        await until(lambda: "devices:" in server.log_tail())
+        yield server
+    finally:
+        await server.stop()
+
+
+async def test_a_restart_ends_the_incarnation_that_is_named_and_no_other(tmp_path: Path) -> None:
+    ends: list[int] = []
+    async with started(tmp_path, ends=ends) as server:
+        first = server.incarnation
+        assert first is not None
+        assert not server.restart(f"{first}?")
+        assert server.incarnation == first
+        assert server.restart(first)
+        await until(lambda: server.incarnation not in (None, first))
+        second = server.incarnation
+        assert ends == [-9]
+        assert not server.restart(first), "that one has ended; the next one is not to pay for it"
+        assert server.incarnation == second
+        assert server.running_s is not None
+    assert server.incarnation is None
+    assert server.running_s is None
+    assert len(ends) == 1, "nobody is told of an end that was asked for"
+
+
+@pytest.mark.parametrize(("devices", "seen"), [(["5", "7"], "5,7"), ([], "before")])
+async def test_a_server_sees_the_devices_that_it_was_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, devices: list[str], seen: str
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "before")
+    async with started(tmp_path, devices) as server:
+        assert server.log_tail() == f"devices: {seen}"
+
+
+async def test_a_server_that_was_given_up_is_not_started_again(tmp_path: Path) -> None:
+    async with started(tmp_path) as server:
+        server.give_up()
+        assert server.incarnation is not None
+        server.restart(server.incarnation)
+        await asyncio.wait_for(server.supervised(), WAIT_S)
+        assert server.incarnation is None
