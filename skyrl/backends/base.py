@@ -7,9 +7,8 @@ passes and steps of other models run. A backend with several ranks hides them be
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -20,16 +19,6 @@ from skyrl.types.lora import LoraSpec
 
 AdapterDtype = Literal["float32", "bfloat16"]
 """What the tensors of a saved adapter are stored in."""
-
-InferenceStatePublisher = Callable[[str | None], Awaitable[None]]
-"""Called with the inference proxy URL on every new endpoint and with None on teardown."""
-
-
-class SamplingMode(StrEnum):
-    """Who serves samples: the API process forwards them to vLLM, or they take their turn in the engine loop."""
-
-    FORWARDED = "forwarded"
-    COLOCATED = "colocated"
 
 
 class InvalidRequest(ValueError):
@@ -103,9 +92,6 @@ class Backend(Protocol):
 
     @property
     def limits(self) -> ModelLimits: ...
-
-    @property
-    def sampling_mode(self) -> SamplingMode: ...
 
     @property
     def merges_passes(self) -> bool:

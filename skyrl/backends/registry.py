@@ -12,13 +12,13 @@ from skyrl.backends.base import Backend
 from skyrl.config.server import ConfigError, ServerConfig
 
 
-def _fsdp(config: ServerConfig) -> Backend:
-    from skyrl.backends.torch_lora.backend import FsdpBackend
+def _torch_lora(config: ServerConfig) -> Backend:
+    from skyrl.backends.torch_lora.backend import TorchLoraBackend
 
-    return FsdpBackend(config)
+    return TorchLoraBackend(config)
 
 
-_FACTORIES: dict[str, Callable[[ServerConfig], Backend]] = {"fsdp": _fsdp}
+_FACTORIES: dict[str, Callable[[ServerConfig], Backend]] = {"fsdp": _torch_lora}
 
 
 def create_backend(name: str, config: ServerConfig) -> Backend:

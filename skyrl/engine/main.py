@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from sqlalchemy.exc import SQLAlchemyError
 
-from skyrl.backends.base import Backend, ModelLimits, SamplingMode
+from skyrl.backends.base import Backend, ModelLimits
 from skyrl.backends.registry import create_backend
 from skyrl.config.server import ConfigError, ServerConfig
 from skyrl.db.database import Database
@@ -69,7 +69,7 @@ class Heartbeat:
 def _colocated(
     runtime: Runtime, database: Database, backend: Backend, group: EngineGroup | None
 ) -> ColocatedSampler | None:
-    if backend.sampling_mode is not SamplingMode.COLOCATED:
+    if runtime.config.modes.forwards:
         return None
     assert group is not None
     assert runtime.inference_url is not None

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 import httpx
 
-from skyrl.backends.base import InferenceStatePublisher
 from skyrl.inference.vllm_client import VllmClient, VllmError
 
 logger = logging.getLogger(__name__)
+
+InferenceStatePublisher = Callable[[str | None], Awaitable[None]]
+"""Called with the inference server's URL whenever one can be used, and with None when none can be used any more."""
 
 
 class EngineGroup:

@@ -24,11 +24,11 @@ class InferenceFeatures:
 
 def inference_features(config: ServerConfig, *, cuda: bool) -> InferenceFeatures:
     """Of a vLLM that skyrl starts, which has the plugin; of somebody else's server nothing special is expected."""
-    plugin = config.manages_inference and plugin_installed() and vllm_version().startswith(TESTED_VERSIONS)
+    plugin = config.modes.manages_inference and plugin_installed() and vllm_version().startswith(TESTED_VERSIONS)
     return InferenceFeatures(
         prompt_scores=plugin and not cuda,
         any_temperature=plugin,
-        unembed_prompt_logprobs=not (config.manages_inference and cuda),
+        unembed_prompt_logprobs=not (config.modes.manages_inference and cuda),
     )
 
 

@@ -210,14 +210,15 @@ def _gpu_options(config: ServerConfig) -> dict[str, Any]:
         "max_model_len": inference.max_model_len,
         "tensor_parallel_size": inference.tensor_parallel_size,
         "gpu_memory_utilization": inference.gpu_memory_utilization,
-        "enable_sleep_mode": True if config.colocated else None,
+        "enable_sleep_mode": None if config.modes.forwards else True,
     }
 
 
 def _inference_devices(config: ServerConfig, devices: Sequence[str]) -> list[str]:
     """Devices after the trainer's; colocated, or with too few for both, the first ones are shared."""
     wanted = config.backend_config.inference.tensor_parallel_size
-    trainer = 0 if config.colocated else config.backend_config.trainer.placement.policy_num_gpus_per_node
+    own = config.backend_config.trainer.placement.policy_num_gpus_per_node
+    trainer = own if config.modes.forwards else 0
     after = list(devices[trainer : trainer + wanted])
     return after if len(after) == wanted else list(devices[:wanted])
 

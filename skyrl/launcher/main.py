@@ -141,7 +141,7 @@ class Launcher:
             database = held.enter_context(closing(Database(config.database)))
             await asyncio.to_thread(migrate, database)
             name, watching = server_id(config.state_dir), dict[asyncio.Task[None], str]()
-            if config.backend != "none":
+            if config.modes.trains:
                 await asyncio.to_thread(claim_store, config, database, name)
                 claim = TrainingClaim(database, name)
                 await claim.take()
@@ -167,7 +167,7 @@ class Launcher:
         config = self._config
         self._hopeless: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         key = config.external_inference_api_key
-        if config.manages_inference:
+        if config.modes.manages_inference:
             key = secrets.token_urlsafe(32)
             self._inference = await self._start_inference(key, directory)
             watching[asyncio.create_task(self._inference.supervised())] = "supervising vLLM"
@@ -189,8 +189,7 @@ class Launcher:
                 logger.error("what a process needs to start again cannot be written: %s", error)
 
         apis = [self._api(slot, environment, sockets, restore) for slot in range(config.api_processes)]
-        trains = config.backend != "none"
-        engines = [self._process("engine", "skyrl.engine.main", environment, restore)] if trains else []
+        engines = [self._process("engine", "skyrl.engine.main", environment, restore)] if config.modes.trains else []
         for process in (*apis, *engines):
             watching[asyncio.create_task(process.run())] = f"supervising {process.name}"
         watching[asyncio.create_task(watch_disk(config.state_dir))] = "watching the free space on the disk"

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from sqlalchemy import select
 
-from skyrl.backends.torch_lora.backend import FsdpBackend
+from skyrl.backends.torch_lora.backend import TorchLoraBackend
 from skyrl.config.server import load_config
 from skyrl.db import engine_state
 from skyrl.db.checkpoints import checkpoints
@@ -149,7 +149,7 @@ class Harness:
         vLLM; with a sampler the engine samples itself."""
         claim_for_tests(self.database, SERVER)
         database = self.engine_database
-        self.backend = FsdpBackend(self.config)
+        self.backend = TorchLoraBackend(self.config)
         self._api = Doorbell(self._doorbell)
         self.snapshots = Snapshots(self.config, database, self.backend)
         deaths = self._deaths = CrashLedger(self.config.running_file)

@@ -17,7 +17,7 @@ import numpy as np
 from engine_harness import SERVER, WAIT_S, Killed, claim_for_tests, until
 from sqlalchemy import Connection
 
-from skyrl.backends.base import AdamParams, InvalidRequest, ModelLimits, PassResult, SamplingMode, TrainingPass
+from skyrl.backends.base import AdamParams, InvalidRequest, ModelLimits, PassResult, TrainingPass
 from skyrl.config.server import ServerConfig
 from skyrl.db.database import Database
 from skyrl.db.fence import Fence, FencedDatabase
@@ -72,7 +72,6 @@ class Ledger:
     """The backend. `step()` is called before and after everything that it does."""
 
     limits = ModelLimits(vocab_size=512, max_context=16)
-    sampling_mode = SamplingMode.FORWARDED
     repeats_exactly = True
 
     def __init__(self, step: Callable[[], None], *, merges_passes: bool) -> None:

@@ -125,7 +125,7 @@ async def test_a_save_that_fails_anywhere_leaves_no_file_and_no_row(harness: Har
     before = await trainer.state()
     method = "save_state" if kind is Kind.SAVE_WEIGHTS else "save_adapter"
     places = (harness.config.adapters_dir, harness.config.state_dir / "checkpoints")
-    step = 13 if points == "operations" else 7  # each is tried in test_fsdp_memory
+    step = 13 if points == "operations" else 7  # each is tried in test_torch_lora_memory
     at, failing = 0, Failing(harness, method)
     for at in itertools.count(0, step):
         failing = Failing(harness, method)

@@ -16,7 +16,6 @@ from skyrl.backends.base import (
     InvalidRequest,
     ModelLimits,
     PassResult,
-    SamplingMode,
     TrainingPass,
 )
 from skyrl.backends.torch_lora import checks, state
@@ -32,7 +31,7 @@ from skyrl.config.server import ServerConfig
 from skyrl.types.lora import LoraSpec
 
 
-class FsdpBackend:
+class TorchLoraBackend:
     """LoRA training on one device: float32 on a CPU, bfloat16 with float32 adapters, gradients and moments on CUDA.
 
     On a CPU each slice of a pass goes through the base model on its own. Results and gradients are then the same
@@ -45,7 +44,6 @@ class FsdpBackend:
     """
 
     def __init__(self, config: ServerConfig) -> None:
-        self._sampling_mode = SamplingMode.COLOCATED if config.colocated else SamplingMode.FORWARDED
         self._budget = config.backend_config.trainer.micro_batch_tokens
         self._max_rank = config.backend_config.lora.max_lora_rank
         self._device = prepare_device(config.threads)
@@ -63,10 +61,6 @@ class FsdpBackend:
     @property
     def limits(self) -> ModelLimits:
         return self._limits
-
-    @property
-    def sampling_mode(self) -> SamplingMode:
-        return self._sampling_mode
 
     @property
     def merges_passes(self) -> bool:
