@@ -18,7 +18,7 @@ from skyrl.db.futures import Outcome
 from skyrl.db.samplers import find_sampler
 from skyrl.db.usage import UsageKey
 from skyrl.engine.commands import Command
-from skyrl.engine.passes import failed
+from skyrl.engine.failures import failed
 from skyrl.inference.engine_group import EngineGroup
 from skyrl.inference.vllm_client import VllmError
 from skyrl.sampling.client import ForwardingClient

@@ -3,7 +3,6 @@ is no fault of the device, is in test_failed_commands."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -211,7 +210,7 @@ async def test_a_fault_while_a_held_model_is_tried_again_ends_the_engine(
 
         async def run_as_the_process_does() -> None:
             harness.engine.run = run  # type: ignore[method-assign]
-            await main._run_until(asyncio.Event(), harness.engine, harness.recovery, None)
+            await main.run_until_stopped(harness.parts, None)
 
         harness.backend.create_model = raise_once  # type: ignore[method-assign]
         harness.engine.run = run_as_the_process_does  # type: ignore[method-assign]

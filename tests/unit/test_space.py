@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 
 from skyrl.db.futures import Outcome
 from skyrl.engine.commands import Command
-from skyrl.engine.passes import failed
+from skyrl.engine.failures import failed
 from skyrl.storage import space
 from skyrl.storage.base import StoreError
 from skyrl.storage.space import SPARE_DISK_BYTES, is_full_disk, shortage, watch_disk

@@ -132,6 +132,19 @@ class TorchLoraBackend:
         with command_on(self._device, waits=False):
             state.save_adapter(self._adapter(model_id), self._base.path, directory, getattr(torch, dtype))
 
+    def save_snapshot(self, model_id: str, directory: Path) -> None:
+        """A snapshot has the files of a checkpoint: there is one device, and so nothing to shard."""
+        self.save_state(model_id, directory)
+
+    def restore_model(self, model_id: str, spec: LoraSpec, directory: Path) -> None:
+        """Raises SafetensorError, too, when files are damaged."""
+        self.create_model(model_id, spec)
+        try:
+            self.load_state(model_id, directory, optimizer=True)
+        except Exception:
+            self.delete_model(model_id)
+            raise
+
     def close(self) -> None:
         self._adapters.clear()
 
