@@ -8,7 +8,7 @@ import contextlib
 import json
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -167,13 +167,14 @@ class Harness:
 
     async def start(
         self,
-        prepare: Callable[[Harness], None] = lambda _: None,
+        prepare: Callable[[Harness], object] = lambda _: None,
         *,
         group: EngineGroup | None = None,
         sampler: ColocatedSampler | None = None,
+        run: Callable[[EngineParts], Coroutine[Any, Any, None]] = lambda parts: parts.engine.run(),
     ) -> None:
         """A new backend and a new engine, recovered from what is in the state directory. Without a group there is no
-        vLLM; with a sampler the engine samples itself."""
+        vLLM; with a sampler the engine samples itself. `run` runs the engine; the process also retries to restore."""
         claim_for_tests(self.database, SERVER)
         self.backend = TorchLoraBackend(self.config)
         self._api = Doorbell(self._doorbell)
@@ -192,7 +193,7 @@ class Harness:
         self.snapshots = self._parts.snapshots
         prepare(self)
         await self.recovery.run()
-        self._running = asyncio.create_task(self.engine.run())
+        self._running = asyncio.create_task(run(self.parts))
 
     async def stop(self) -> None:
         if self._running is None:
