@@ -1,7 +1,6 @@
-"""Which training backends exist, by name, and how each is built.
+"""The training backends by the name that the configuration gives them, and how each is built.
 
-Imports a backend's module only when that backend is asked for, so that nothing here costs a torch import.
-Deliberately knows nothing of what a backend does.
+Imports a backend's module only when that backend is built: importing this module does not import torch.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ BYTES_PER_TOKEN = 20
 
 @dataclass(frozen=True)
 class EngineParts:
-    """An engine and the parts that others reach for. `engine.run` comes after `recovery.run`."""
+    """An engine, and its parts, which tests look into. Run `recovery` first, then `engine`."""
 
     engine: Engine
     recovery: Recovery

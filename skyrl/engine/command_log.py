@@ -35,11 +35,6 @@ class CommandLog:
         """Commands may have arrived: the next `read` asks the database."""
         self._has_news = True
 
-    @property
-    def is_read(self) -> bool:
-        """Whether there is nothing to read, and no read or close runs."""
-        return not (self._has_news or self._reading.locked())
-
     async def read(self) -> None:
         """Queue the commands that have arrived, and those that were delayed until now."""
         async with self._reading:

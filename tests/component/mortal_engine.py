@@ -236,9 +236,10 @@ class _TurnByTurn:
     @property
     def idle(self) -> bool:
         """Whether it waits: to be let go, or for a ring."""
-        parts, signals = self._parts, self._parts.signals
+        parts, signals, log = self._parts, self._parts.signals, self._parts.log
         waits = self._waits or not (self._in_turn or parts.scheduler.has_work or signals.work.is_set())
-        return waits and parts.log.is_read and not (parts.file_commands.running or signals.arrived.is_set())
+        reads = log._has_news or log._reading.locked() or signals.arrived.is_set()
+        return waits and not (reads or parts.file_commands.running)
 
 
 class MortalEngine:

@@ -90,7 +90,7 @@ class TorchLoraBackend:
 
         A pass that `check` refuses, or whose loss is not finite, fails with InvalidRequest. OutOfMemory, or whatever
         else torch raises, is the outcome of the passes that still fail when their slices run alone. Raises
-        DeviceFault when the device itself has failed.
+        DeviceFault when the device does not answer any more.
         """
         with command_on(self._device, waits=True):
             return self._run(passes)
