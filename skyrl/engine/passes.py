@@ -1,4 +1,4 @@
-"""A batch of passes: decode each body, check it, run what is left together, encode what came out."""
+"""A batch of passes: decode and check each body, run the good ones together, encode their results."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from skyrl.wire.training import decode_forward_backward
 
 @dataclass(frozen=True)
 class Ran:
-    """One outcome per command, in order; and the tokens that passes which succeeded have trained on, by model id."""
+    """One outcome per command, in order. `tokens`: by model id, the tokens of the passes that succeeded."""
 
     outcomes: list[tuple[Command, Outcome]]
     tokens: Mapping[str, int] = field(default_factory=dict)
 
 
 def decode_pass(command: Command, body: bytes, backend: Backend) -> TrainingPass:
-    """Raises RequestError or InvalidRequest naming the field and the datum."""
-    assert command.model_id is not None  # whose it is was checked; what the body says is not asked again
+    """The pass that a command asks for, checked. Raises RequestError or InvalidRequest, naming field and datum."""
+    assert command.model_id is not None  # the API has checked this id; the body's own is ignored
     forward_only = command.kind is Kind.FORWARD
     decoded = decode_forward_backward(body, command.body_format, forward_only=forward_only)
     training_pass = TrainingPass(
@@ -40,7 +40,10 @@ def decode_pass(command: Command, body: bytes, backend: Backend) -> TrainingPass
 
 
 def run_passes(commands: Sequence[Command], bodies: dict[str, bytes], backend: Backend) -> Ran:
-    """A bad request fails alone. Runs on the backend's thread."""
+    """Run passes on the backend's thread. A bad request fails alone; the others run.
+
+    Raises BackendLost: then no outcome is known, and the engine must end.
+    """
     outcomes: dict[str, Outcome] = {}
     tokens: Counter[str] = Counter()
     runnable: list[tuple[Command, TrainingPass]] = []
