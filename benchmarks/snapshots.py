@@ -15,7 +15,7 @@ from benchmarks.series import quantile
 from benchmarks.stage import Stage
 from benchmarks.table import Row
 from skyrl.backends.base import AdamParams, Datum, TrainingPass
-from skyrl.backends.torch_lora.backend import FsdpBackend
+from skyrl.backends.torch_lora.backend import TorchLoraBackend
 from skyrl.config.server import load_config
 from skyrl.db.database import Database
 from skyrl.db.migrate import migrate
@@ -45,14 +45,16 @@ def run(repeats: int) -> list[tuple[int, list[float], int]]:
         database = Database(config.database)
         try:
             migrate(database)
-            backend = FsdpBackend(config)
+            backend = TorchLoraBackend(config)
             taking = Snapshots(config, database, backend)
             return [(rank, *_take(f"rank-{rank}", rank, repeats, backend, taking)) for rank in RANKS]
         finally:
             database.close()
 
 
-def _take(model_id: str, rank: int, repeats: int, backend: FsdpBackend, taking: Snapshots) -> tuple[list[float], int]:
+def _take(
+    model_id: str, rank: int, repeats: int, backend: TorchLoraBackend, taking: Snapshots
+) -> tuple[list[float], int]:
     tokens = np.arange(9)
     some_pass = TrainingPass(model_id, [Datum(tokens[:-1], {"target_tokens": tokens[1:]})], "cross_entropy")
     backend.create_model(model_id, LoraSpec(rank, 32.0, seed=1))

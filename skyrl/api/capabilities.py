@@ -52,7 +52,7 @@ def router(services: Services) -> APIRouter:
                     {
                         "model_name": name,
                         "max_context_length": services.watch.state.max_context,
-                        "trainable": services.config.backend != "none",
+                        "trainable": services.config.modes.trains,
                         "sampleable": True,
                     }
                     for name in services.config.served_names

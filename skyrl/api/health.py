@@ -58,7 +58,7 @@ def router(services: Services) -> APIRouter:
                 "version": __version__,
                 "api_process": services.process_id,
                 "samples": {
-                    "mode": "colocated" if services.config.colocated else "forwarded",
+                    "mode": "forwarded" if services.config.modes.forwards else "colocated",
                     "forwarded": services.sampling.forwarded,
                     "engine": services.sampling.to_engine,
                     "in_flight": services.sampling.in_flight,

@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+from skyrl.config.modes import Modes
 from skyrl.db.engine_state import EngineState
 from skyrl.sampling.job import ContextLimits
 
@@ -32,10 +33,9 @@ def _heard(task: asyncio.Task[Any]) -> None:
 class EngineWatch:
     """A cached reading of engine_state and what follows from it."""
 
-    def __init__(self, read: Callable[[], Awaitable[EngineState]], *, trains: bool, manages_inference: bool) -> None:
+    def __init__(self, read: Callable[[], Awaitable[EngineState]], modes: Modes) -> None:
         self._read = read
-        self._trains = trains
-        self._manages_inference = manages_inference
+        self._modes = modes
         self.state = EngineState()
 
     async def refresh(self) -> EngineState:
@@ -48,18 +48,18 @@ class EngineWatch:
     def adapters_in(self, own: Path) -> Path:
         """The state directory that adapters lie in: this server's `own`, or, for a gateway, that of the server that
         trains on the same database."""
-        return own if self._trains or self.state.state_dir is None else Path(self.state.state_dir)
+        return own if self._modes.trains or self.state.state_dir is None else Path(self.state.state_dir)
 
     def reasons(self) -> list[str]:
         """Why the server cannot train or sample right now; empty when it can."""
         reasons: list[str] = []
         state = self.state
-        if self._trains:
+        if self._modes.trains:
             if not state.training_ready:
                 reasons.append(f"training: {state.reason or 'the engine is starting'}")
             elif time.time() - state.heartbeat_at > STALE_S:
                 reasons.append(f"training: the engine was last heard of {time.time() - state.heartbeat_at:.0f} s ago")
-        if self._manages_inference and state.inference_proxy_url is None:
+        if self._modes.manages_inference and state.inference_proxy_url is None:
             reasons.append("sampling: no inference server has been published")
         return reasons
 

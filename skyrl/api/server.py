@@ -84,7 +84,7 @@ QUOTAS_S = 2.0
 
 def _client(runtime: Runtime, database: Database) -> ForwardingClient | None:
     config = runtime.config
-    if config.colocated:
+    if not config.modes.forwards:
         return None
 
     async def read() -> EngineState:
@@ -119,13 +119,13 @@ async def open_services(runtime: Runtime) -> AsyncIterator[Services]:
     async def read() -> EngineState:
         return await database.read_async(read_state)
 
-    watch = EngineWatch(read, trains=config.backend != "none", manages_inference=config.manages_inference)
+    watch = EngineWatch(read, config.modes)
     samplers = Samplers(database, writer)
     sessions = Sessions(database, writer, notifier)
     counter = UsageCounter(writer)
     keys, tokens = Keys(database, writer), Tokens.open(config.state_dir)
     quotas = Quotas(database, QuotaLimits.of(config), Bounds.of(config), futures.is_pending)
-    order = FairOrder() if config.manages_inference or config.external_inference_priority else None
+    order = FairOrder() if config.modes.manages_inference or config.external_inference_priority else None
     sampling = SampleService(
         futures,
         samplers,

@@ -98,7 +98,7 @@ class Services:
         return None
 
     def check_trainable(self) -> None:
-        if self.config.backend == "none":
+        if not self.config.modes.trains:
             raise RequestError("this server only samples (backend 'none'); it has no trainer")
 
     async def close_session(
@@ -121,7 +121,7 @@ class Services:
         self.samplers.forget_session(session_id)
         self.models.forget_session(session_id)
         self.sampling.cancel(self.futures.drop_session(session_id))
-        if self.config.backend == "none":
+        if not self.config.modes.trains:
             await self.futures.fail_session(session_id)
         self.engine.ring([SESSIONS])
 

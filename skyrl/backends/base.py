@@ -1,15 +1,21 @@
 """What a training backend is: the protocol between the engine and whatever runs forward, backward and the optimizer.
 
-Knows arrays and directories. Deliberately knows nothing of the database, the wire, request ids' life or vLLM. All
-methods are synchronous and are called from one thread, but for the two saves: they may come from other threads while
-passes and steps of other models run. A backend with several ranks hides them behind these calls.
+Knows arrays and directories. Deliberately knows nothing of the database, the wire, the life of requests, or vLLM.
+
+Threads: all methods are synchronous. The engine calls them from one thread, except `save_state` and `save_adapter`:
+these may come from other threads while passes and steps of other models run.
+
+Ranks: a backend may compute on several ranks, in processes or on hosts of their own. The `Backend` object lives in the
+engine's process and hides them. A method returns when all ranks have done their part.
+
+Files: a directory that a method is given lies on the engine's host. A rank cannot be expected to see that directory.
+The `Backend` object writes the files there, from tensors that ranks send it, and sends ranks what it reads there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -21,16 +27,6 @@ from skyrl.types.lora import LoraSpec
 AdapterDtype = Literal["float32", "bfloat16"]
 """What the tensors of a saved adapter are stored in."""
 
-InferenceStatePublisher = Callable[[str | None], Awaitable[None]]
-"""Called with the inference proxy URL on every new endpoint and with None on teardown."""
-
-
-class SamplingMode(StrEnum):
-    """Who serves samples: the API process forwards them to vLLM, or they take their turn in the engine loop."""
-
-    FORWARDED = "forwarded"
-    COLOCATED = "colocated"
-
 
 class InvalidRequest(ValueError):
     """The caller's mistake. The message names the field and says what is allowed; nothing has been changed."""
@@ -40,12 +36,20 @@ class OutOfMemory(MemoryError):
     """The device had no memory left for this command. The model is as before; others' commands may still run."""
 
 
-class DeviceFault(BaseException):
-    """The device cannot be used any more (a CUDA error that stays), whatever runs next: the engine must end.
+class BackendLost(BaseException):
+    """The backend cannot be used any more, whichever command comes next: the engine must end.
 
-    No Exception, so that no handler takes it for the failure of one command. A new process recovers all models from
-    their snapshots and the command log.
+    Not an Exception, so that no handler takes it for the failure of one command. The next engine process recovers all
+    models from their snapshots and the command log.
     """
+
+
+class DeviceFault(BackendLost):
+    """The device does not answer any more, for example after a CUDA error that stays."""
+
+
+class RankDied(BackendLost):
+    """A process that is one rank of the backend has ended, or does not answer any more."""
 
 
 @dataclass(frozen=True)
@@ -98,14 +102,11 @@ class AdamParams:
 class Backend(Protocol):
     """A frozen base model with many LoRA adapters, each with its own gradients and optimizer.
 
-    Any method may raise OutOfMemory, which leaves the model as it was, or DeviceFault, which ends the engine.
+    Any method may raise OutOfMemory, which leaves the model as it was, or BackendLost, which ends the engine.
     """
 
     @property
     def limits(self) -> ModelLimits: ...
-
-    @property
-    def sampling_mode(self) -> SamplingMode: ...
 
     @property
     def merges_passes(self) -> bool:
@@ -114,8 +115,8 @@ class Backend(Protocol):
 
     @property
     def repeats_exactly(self) -> bool:
-        """Whether the same commands of a model give the same bits again, whatever else runs beside them and however
-        passes are grouped. If not, they give the same up to rounding."""
+        """Whether the same commands of a model give the same bits again, whichever commands of other models run
+        beside them, and however passes are grouped. If not, they give the same up to rounding."""
         ...
 
     def create_model(self, model_id: str, spec: LoraSpec) -> None:
@@ -157,21 +158,42 @@ class Backend(Protocol):
         ...
 
     def save_state(self, model_id: str, directory: Path) -> None:
-        """Write adapter, gradient accumulator and optimizer (moments, step count) into the existing directory; the
-        adapter in PEFT format, as `save_adapter` does. Never changes the model. If it raises, the directory may hold
-        a part of the files: its owner discards it."""
+        """Write a checkpoint into the existing directory: adapter, gradient accumulator and optimizer (moments, step
+        count). Users download these files: they are flat, safetensors and JSON, the adapter in PEFT format as in
+        `save_adapter`. Never changes the model. If it raises, the directory may hold a part of the files: the caller
+        discards it."""
         ...
 
     def load_state(self, model_id: str, directory: Path, *, optimizer: bool) -> None:
-        """Replace the adapter's weights by saved ones; with `optimizer` also moments and step count, else fresh.
+        """Replace the adapter's weights by those of a checkpoint. With `optimizer`, also the moments, the step count
+        and the pending gradient; without, these are dropped.
 
         Raises InvalidRequest when the saved adapter has another rank or other target modules.
         """
         ...
 
     def save_adapter(self, model_id: str, directory: Path, *, dtype: AdapterDtype = "float32") -> None:
-        """Write the adapter in PEFT format (adapter_model.safetensors, adapter_config.json) into the directory; with
-        `dtype` bfloat16, rounded to the nearest."""
+        """Write the adapter in PEFT format (adapter_model.safetensors, adapter_config.json) into the existing
+        directory; with `dtype` bfloat16, rounded to the nearest."""
+        ...
+
+    def save_snapshot(self, model_id: str, directory: Path) -> None:
+        """Write into the existing directory whatever `restore_model` needs to bring back the model as it is now, with
+        gradient and optimizer. Never changes the model.
+
+        The content is the backend's own, in files and folders of any form, for example one file per rank. The engine
+        only moves the directory, hard-links its files into another one, and deletes it; nobody else reads it. So a
+        file may name its neighbours only relative to the directory, and may never change. If this raises, the caller
+        discards the directory.
+        """
+        ...
+
+    def restore_model(self, model_id: str, spec: LoraSpec, directory: Path) -> None:
+        """Create the model from a snapshot, also from one that an earlier version of this backend wrote.
+
+        Raises InvalidRequest when the model exists or `spec` cannot be honoured, and OSError or ValueError when files
+        are missing or damaged. If it raises, there is no such model.
+        """
         ...
 
     def close(self) -> None: ...

@@ -1,7 +1,6 @@
-"""Which training backends exist, by name, and how each is built.
+"""The training backends by the name that the configuration gives them, and how each is built.
 
-Imports a backend's module only when that backend is asked for, so that nothing here costs a torch import.
-Deliberately knows nothing of what a backend does.
+Imports a backend's module only when that backend is built: importing this module does not import torch.
 """
 
 from __future__ import annotations
@@ -12,13 +11,13 @@ from skyrl.backends.base import Backend
 from skyrl.config.server import ConfigError, ServerConfig
 
 
-def _fsdp(config: ServerConfig) -> Backend:
-    from skyrl.backends.torch_lora.backend import FsdpBackend
+def _torch_lora(config: ServerConfig) -> Backend:
+    from skyrl.backends.torch_lora.backend import TorchLoraBackend
 
-    return FsdpBackend(config)
+    return TorchLoraBackend(config)
 
 
-_FACTORIES: dict[str, Callable[[ServerConfig], Backend]] = {"fsdp": _fsdp}
+_FACTORIES: dict[str, Callable[[ServerConfig], Backend]] = {"fsdp": _torch_lora}
 
 
 def create_backend(name: str, config: ServerConfig) -> Backend:

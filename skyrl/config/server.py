@@ -19,6 +19,7 @@ from skyrl.config import skyrl_keys
 from skyrl.config.backend import BackendConfig, ConfigError, Strict, dotted_keys, parse_backend_config, unknown
 from skyrl.config.database_url import readable_url
 from skyrl.config.environment import refuse_unknown
+from skyrl.config.modes import Modes
 
 BackendName = Literal["fsdp", "none"]
 TINY = "tiny"
@@ -180,9 +181,9 @@ class ServerConfig(BaseSettings):
 
     @model_validator(mode="after")
     def _gateway_has_upstream(self) -> ServerConfig:
-        if self.backend == "none" and self.external_inference_url is None:
+        if not self.modes.trains and self.external_inference_url is None:
             raise ValueError("backend 'none' is a sampling-only gateway: give --external-inference-url")
-        if self.backend == "none" and self.base_model is None:
+        if not self.modes.trains and self.base_model is None:
             raise ValueError("backend 'none' needs --base-model: the name that the upstream serves")
         return self
 
@@ -205,13 +206,14 @@ class ServerConfig(BaseSettings):
         return self
 
     @property
-    def colocated(self) -> bool:
-        return self.backend_config.trainer.placement.colocate_all and self.external_inference_url is None
-
-    @property
-    def manages_inference(self) -> bool:
-        """Whether skyrl starts vLLM itself."""
-        return self.backend != "none" and self.external_inference_url is None
+    def modes(self) -> Modes:
+        """What this server does. Nobody else draws conclusions from `backend`, `colocate_all` and the external URL."""
+        external = self.external_inference_url is not None
+        return Modes(
+            trains=self.backend != "none",
+            forwards=external or not self.backend_config.trainer.placement.colocate_all,
+            manages_inference=self.backend != "none" and not external,
+        )
 
     @property
     def database(self) -> str:

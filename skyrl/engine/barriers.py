@@ -19,6 +19,7 @@ from skyrl.db.database import Connection, Database
 from skyrl.db.models import Adapter, adapter_of, models, set_model
 from skyrl.engine.done import Done
 from skyrl.engine.saving import Saves
+from skyrl.engine.threads import EngineThreads
 from skyrl.storage.base import CheckpointStore
 from skyrl.types.command import Command
 from skyrl.types.kinds import Kind
@@ -26,9 +27,6 @@ from skyrl.types.lora import LoraSpec
 from skyrl.wire.errors import FailedRequest
 from skyrl.wire.paths import parse_path
 from skyrl.wire.requests import LoadWeightsCommand, OptimStepRequest, decode_json
-
-OnBackend = Callable[[Callable[[], object]], None]
-"""Runs something on the backend's thread and waits for it."""
 
 
 def lora_spec(adapter: Adapter) -> LoraSpec:
@@ -67,12 +65,12 @@ class Barriers:
         database: Database,
         backend: Backend,
         store: CheckpointStore,
-        on_backend: OnBackend,
+        threads: EngineThreads,
     ) -> None:
         self._database = database
         self._backend = backend
         self._store = store
-        self._on_backend = on_backend
+        self._threads = threads
         saves = Saves(config, database, backend, store)
         self._handlers: dict[Kind, Callable[[Command, bytes, Any], Done]] = {
             Kind.CREATE_MODEL: self._create_model,
@@ -130,7 +128,7 @@ class Barriers:
                 raise
 
         with self._store.reading(saved.store_key) as directory:
-            self._on_backend(load)
+            self._threads.wait_for_backend(load)
         ready = set_model(model.id, status="ready")
 
         details = {"tinker_path": request.path, "model_id": path.model_id, "into": model.id}

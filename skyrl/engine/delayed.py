@@ -1,6 +1,7 @@
-"""Commands whose tenant's quota has no tokens for them yet: out of sight until their time has come.
+"""Delayed commands: their tenant's quota has no tokens for them yet.
 
-A model's later commands wait for a number that is not there, as for one that has not arrived, and nobody else waits.
+The scheduler does not see them before their time. The model's later commands wait as if the delayed command had not
+arrived yet; other models do not wait.
 """
 
 from __future__ import annotations
@@ -21,19 +22,20 @@ class Delayed:
         heapq.heappush(self._heap, (start, command.n, command))
 
     def behind(self, command: Command) -> Command:
-        """The same, but not before any of its model's that wait here: it has no number of its own to keep its place."""
+        """The command, to start after all delayed commands of its model. For commands without a seq_id, which would
+        otherwise overtake them."""
         starts = [start for start, _, other in self._heap if other.model_id == command.model_id]
         return replace(command, not_before=max(starts)) if starts else command
 
     def pop(self, now: float) -> list[Command]:
-        """Those whose time has come, the earliest first."""
+        """Remove and return the commands that may start now, the earliest first."""
         due: list[Command] = []
         while self._heap and self._heap[0][0] <= now:
             due.append(heapq.heappop(self._heap)[2])
         return due
 
     def pop_model(self, model_id: str) -> list[Command]:
-        """Those of a model that is closed."""
+        """Remove and return the commands of a model that is closed."""
         gone = [command for _, _, command in self._heap if command.model_id == model_id]
         self._heap = [entry for entry in self._heap if entry[2].model_id != model_id]
         heapq.heapify(self._heap)

@@ -1,7 +1,7 @@
-"""Running what was taken, from its body to the ring: read, run, write the outcome, tell the API, all on one thread.
+"""How a command runs: on which thread, and from its body to its stored outcome.
 
-In one go, because for a small command each hop to another thread costs more than the reading or the writing. Does not
-know what runs next.
+A command does everything on one thread: read the body, run, write the outcome, ring the API. For a small command each
+hop to another thread would cost more than the reading or the writing. Does not know which command is next.
 """
 
 from __future__ import annotations
@@ -9,39 +9,37 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from itertools import count
-from pathlib import Path
 
 from skyrl.backends.base import Backend
 from skyrl.db import futures as rows
 from skyrl.db import usage
-from skyrl.db.database import Change, Connection, Database
+from skyrl.db.database import Change, Database
 from skyrl.db.fence import Displaced
 from skyrl.db.futures import Outcome
-from skyrl.db.models import set_model
-from skyrl.engine.barriers import Barriers, OnBackend, model_is_gone, unloaded
+from skyrl.engine.barriers import Barriers
 from skyrl.engine.crash_ledger import CrashLedger
-from skyrl.engine.passes import failed, run_passes
+from skyrl.engine.failures import failed
+from skyrl.engine.model_ends import ModelEnds
+from skyrl.engine.passes import run_passes
+from skyrl.engine.publishing import AdapterPublisher
+from skyrl.engine.scheduler import Scheduler
+from skyrl.engine.settlement import Settlement, fails_model
 from skyrl.engine.snapshots import Snapshots
-from skyrl.notify.doorbell import Doorbell
+from skyrl.engine.threads import EngineThreads
 from skyrl.types.command import Command
-from skyrl.types.kinds import SAVES, Kind
-from skyrl.wire.errors import ErrorCategory
+from skyrl.types.kinds import FILE_COMMANDS, SAVES, Kind
+from skyrl.types.weights import AdapterVersion
 from skyrl.wire.results import encode_json
 
 logger = logging.getLogger(__name__)
 
-PublishAdapter = Callable[[str, Path], None]
-"""Tells the inference servers of a new adapter, from the thread that saved it."""
-
-
-NextSeq = Callable[[str], int | None]
-"""The number of a model's next command, while none of its commands waits to run or runs but the caller's; None for a
-model that is closed."""
-
 
 class Execution:
-    """Every method runs to its end on the calling thread; raises what the database raises."""
+    """Runs commands that the scheduler has handed out, and tells the scheduler when they are settled.
+
+    The public methods belong to the event loop. They raise what the database raises, and BackendLost: then the engine
+    ends with the command unsettled, and the next engine finds it in the command log.
+    """
 
     def __init__(
         self,
@@ -49,121 +47,109 @@ class Execution:
         backend: Backend,
         barriers: Barriers,
         snapshots: Snapshots,
+        settlement: Settlement,
         ledger: CrashLedger,
-        api: Doorbell,
-        on_backend: OnBackend,
-        publish_adapter: PublishAdapter,
-        next_seq: NextSeq,
+        threads: EngineThreads,
+        scheduler: Scheduler,
+        publisher: AdapterPublisher,
+        model_ends: ModelEnds,
     ) -> None:
         self._database = database
         self._backend = backend
         self._barriers = barriers
         self._snapshots = snapshots
+        self._settlement = settlement
         self._ledger = ledger
-        self._api = api
-        self._on_backend = on_backend
-        self._publish_adapter = publish_adapter
-        self._next_seq = next_seq
+        self._threads = threads
+        self._scheduler = scheduler
+        self._publisher = publisher
+        self._model_ends = model_ends
 
-    def passes(self, commands: Sequence[Command]) -> None:
-        """Run passes on the backend's thread; those whose rows are gone are skipped."""
+    # On the event loop: choose the thread, and go on when the command is settled.
+
+    async def run_passes(self, commands: Sequence[Command]) -> None:
+        """Run passes of any models, together where the backend can."""
+        await self._threads.on_backend(lambda: self._passes(commands))
+        self._scheduler.finish(commands)
+
+    async def run_barrier(self, command: Command) -> None:
+        """Run one command that is no pass: a save or a load on a file thread, any other on the backend's thread."""
+        on_thread = self._threads.on_files if command.kind in FILE_COMMANDS else self._threads.on_backend
+        outcome = await on_thread(lambda: self._barrier(command))
+        if outcome is not None:
+            await self._model_ends.after(command, outcome)
+        self._scheduler.finish([command])
+
+    async def snapshot_overdue(self) -> None:
+        """Snapshot the models that have run commands, but have not stepped, for too long. A busy model waits."""
+        for model_id in self._snapshots.overdue():
+            if model_id not in self._scheduler:
+                self._snapshots.disregard(model_id)
+            elif not self._scheduler.is_busy(model_id):
+                self._scheduler.hold(model_id)
+                await self._threads.on_backend(lambda model_id=model_id: self._snapshot_now(model_id))
+                self._scheduler.release(model_id)
+
+    # On the command's own thread.
+
+    def _passes(self, commands: Sequence[Command]) -> None:
         with self._ledger.watching([command.request_id for command in commands]):
-            self._run_passes(commands)
+            bodies = self._bodies(commands)
+            here = [command for command in commands if command.request_id in bodies]  # the other rows are gone
+            started = time.perf_counter()
+            ran = run_passes(here, bodies, self._backend)
+            logger.debug("%d passes in %.1f ms", len(here), (time.perf_counter() - started) * 1e3)
+            outcomes = [(command.request_id, outcome) for command, outcome in ran.outcomes]
+            self._settlement.settle(outcomes, lambda connection: usage.count_training(connection, ran.tokens))
+            for command in here:
+                assert command.model_id is not None
+                self._snapshots.ran(command.model_id, command.kind)
 
-    def _run_passes(self, commands: Sequence[Command]) -> None:
-        bodies = self._bodies(commands)
-        here = [command for command in commands if command.request_id in bodies]
-        started = time.perf_counter()
-        ran = run_passes(here, bodies, self._backend)
-        logger.debug("%d passes in %.1f ms", len(here), (time.perf_counter() - started) * 1e3)
-        outcomes = [(command.request_id, outcome) for command, outcome in ran.outcomes]
-        self.settle(outcomes, lambda connection: usage.count_training(connection, ran.tokens))
-        for command in here:
-            assert command.model_id is not None
-            self._snapshots.ran(command.model_id, command.kind)
-
-    def barrier(self, command: Command) -> Outcome | None:
-        """Run one on the backend's thread, or a save or a load on another; None when its row is gone."""
+    def _barrier(self, command: Command) -> Outcome | None:
+        """None when the command's row is gone: nothing was run."""
         with self._ledger.watching([command.request_id]):
-            outcome = self._run_barrier(command)
+            body = self._bodies([command]).get(command.request_id)
+            outcome = None if body is None else self._run_and_settle(command, body)
         if outcome is not None and command.model_id is not None and command.seq_id is not None:
             self._snapshots.ran(command.model_id, command.kind)
             if outcome.error is None:
                 self._snapshot_after(command.kind, command.model_id)
         return outcome
 
-    def _run_barrier(self, command: Command) -> Outcome | None:
-        body = self._bodies([command]).get(command.request_id)
-        if body is None:
-            return None
+    def _run_and_settle(self, command: Command, body: bytes) -> Outcome:
         change: Change | None = None
         try:
             done = self._barriers.run(command, body)
             outcome = Outcome(encode_json(done.result))
             change = done.change
             if done.adapter is not None:
-                self._publish_adapter(*done.adapter)
+                self._publisher.publish(AdapterVersion(done.adapter[0]))
         except Exception as error:
-            outcome, change = failed(error, command), _fails_model(command)
-        self.settle([(command.request_id, outcome)], change, power_safe=command.kind in SAVES)
+            outcome, change = failed(error, command), fails_model(command)
+        self._settlement.settle([(command.request_id, outcome)], change, power_safe=command.kind in SAVES)
         return outcome
-
-    def skip(self, command: Command, why: str) -> None:
-        """A command fails without being run. Nothing was done to its model, and what follows it runs."""
-        outcome = Outcome(error=why, error_category=ErrorCategory.SERVER)
-        self.settle([(command.request_id, outcome)], _fails_model(command))
-
-    def refuse(self, commands: Sequence[Command]) -> None:
-        """Commands of a model that is gone fail, but for those that wanted just that."""
-
-        def outcome(command: Command) -> Outcome:
-            if command.kind is Kind.UNLOAD_MODEL:
-                return Outcome(encode_json(unloaded(command.model_id)))
-            return failed(model_is_gone(command), command)
-
-        self.settle([(command.request_id, outcome(command)) for command in commands])
-
-    def settle(
-        self,
-        outcomes: Sequence[tuple[str, Outcome]],
-        change: Change | None = None,
-        *,
-        power_safe: bool = False,
-    ) -> None:
-        """Write outcomes (and what belongs with them) in one transaction, then tell the API."""
-        now = time.time()
-        attempts = count()
-
-        def write(connection: Connection) -> None:
-            if next(attempts) and rows.settled_at(connection, [request_id for request_id, _ in outcomes], now):
-                return  # the first attempt's commit seemed lost, and was not
-            if change is not None:
-                change(connection)
-            rows.settle(connection, outcomes, now)
-
-        self._database.write(write, power_safe=power_safe)
-        self._api.ring([request_id for request_id, _ in outcomes])
 
     def _bodies(self, commands: Sequence[Command]) -> dict[str, bytes]:
         ids = [command.request_id for command in commands]
         return self._database.read(lambda c: rows.bodies(c, ids))
 
-    def snapshot_overdue(self, model_id: str) -> None:
-        """Of a model that has not stepped for long, on the backend's thread; none of its commands may run."""
+    # Snapshots, on the backend's thread.
+
+    def _snapshot_now(self, model_id: str) -> None:
         if not self._snapshot(model_id, self._snapshots.take):
             self._snapshots.put_off(model_id)
 
     def _snapshot_after(self, kind: Kind, model_id: str) -> None:
-        """After a step if it is time, and after every load."""
+        """After an optimizer step, if the last snapshot is old; after every load, which runs on a file thread."""
         if kind is Kind.OPTIM_STEP:
             self._snapshot(model_id, self._snapshots.after_step)
         elif kind is Kind.LOAD_WEIGHTS:
-            self._on_backend(lambda: self._snapshot(model_id, self._snapshots.take))
+            self._threads.wait_for_backend(lambda: self._snapshot(model_id, self._snapshots.take))
 
     def _snapshot(self, model_id: str, take: Callable[[str, int], None]) -> bool:
-        """One that fails costs time after a crash, and nothing now."""
-        next_seq = self._next_seq(model_id)
-        if next_seq is None:
+        """Whether it went well. A snapshot that fails is logged: a crash would cost more time, and nothing else."""
+        next_seq = self._scheduler.next_seq(model_id)
+        if next_seq is None:  # the model is closed
             return True
         try:
             take(model_id, next_seq)
@@ -173,10 +159,3 @@ class Execution:
             logger.exception("model %s has no snapshot at command %d", model_id, next_seq)
             return False
         return True
-
-
-def _fails_model(command: Command) -> Change | None:
-    """What else a failure changes: without its first command there is no model."""
-    if command.seq_id == 0 and command.model_id is not None:
-        return set_model(command.model_id, status="failed")
-    return None

@@ -1,332 +1,135 @@
-"""The engine's loop: hear the doorbell, read new commands, run a turn, write what came out, ring the API.
+"""When things run: the engine's loop waits for work, takes commands from the scheduler, and runs them in turns.
 
-Knows the order of things. What to run next is the scheduler's, how to run it the backend's.
+Knows the order of things. The scheduler decides what is next, `execution` how a command runs, the backend what it
+computes. A command's way, from top to bottom:
+
+    Engine.run            a turn begins
+    Execution.run_passes  on the backend's thread: read the bodies, then
+    passes.run_passes     decode and check each body
+    Backend.run           forward, backward
+    Settlement.settle     write the outcomes, ring the API
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from typing import TypeVar
+from collections.abc import Sequence
 
-import httpx
-
-from skyrl.backends.base import Backend
-from skyrl.config.server import ServerConfig
-from skyrl.db import futures as rows
-from skyrl.db import usage
-from skyrl.db.database import Connection
-from skyrl.db.faults import DatabaseError
-from skyrl.db.fence import Displaced, FencedDatabase
-from skyrl.db.futures import Outcome
-from skyrl.db.models import living_among
-from skyrl.db.periodic import repeat
-from skyrl.db.session_ends import end_sessions
-from skyrl.engine.barriers import Barriers
-from skyrl.engine.crash_ledger import CrashLedger
+from skyrl.engine.command_log import CommandLog
 from skyrl.engine.execution import Execution
-from skyrl.engine.reclaim import FileSweeper
-from skyrl.engine.sampling import ColocatedSampler
-from skyrl.engine.scheduler import FILES_AT_ONCE, Scheduler, cost_of
-from skyrl.engine.snapshots import Snapshots
-from skyrl.inference.adapter_host import AdapterMissing
-from skyrl.inference.engine_group import EngineGroup
-from skyrl.inference.vllm_client import VllmError
-from skyrl.notify.doorbell import SESSIONS, Doorbell
-from skyrl.storage.base import CheckpointStore, StoreError
-from skyrl.types.command import Command
-from skyrl.types.kinds import ENGINE_KINDS, Kind
-from skyrl.types.weights import AdapterVersion
-
-logger = logging.getLogger(__name__)
-T = TypeVar("T")
+from skyrl.engine.file_commands import FileCommands
+from skyrl.engine.model_ends import ModelEnds
+from skyrl.engine.sample_turns import SampleTurns
+from skyrl.engine.scheduler import Scheduler, cost_of
+from skyrl.engine.signals import EngineSignals
+from skyrl.engine.sweeping import Sweep
+from skyrl.engine.threads import EngineThreads
+from skyrl.notify.doorbell import SESSIONS
 
 SAFETY_POLL_S = 2.0
-"""How often the engine looks for commands and ended sessions whose ring was lost."""
-SWEEP_S = 10.0
-BYTES_PER_TOKEN = 20
-"""A training token on the wire: 4 bytes of input, 8 of target, 4 each of logprob and advantage."""
-OnThread = Callable[[Callable[[], Outcome | None]], Awaitable[Outcome | None]]
+"""How often the engine asks the database for commands and ended sessions, in case a ring was lost."""
 
 
 class Engine:
-    """Runs commands until `stop`. `sampler` serves SAMPLE commands and is None when samples are forwarded."""
+    """Runs commands until it is stopped or fails. `build_engine` makes one of its parts."""
 
     def __init__(
         self,
-        config: ServerConfig,
-        database: FencedDatabase,
-        backend: Backend,
-        group: EngineGroup | None,
-        api: Doorbell,
-        sampler: ColocatedSampler | None,
-        snapshots: Snapshots,
-        store: CheckpointStore,
-        ledger: CrashLedger,
+        signals: EngineSignals,
+        threads: EngineThreads,
+        scheduler: Scheduler,
+        log: CommandLog,
+        execution: Execution,
+        file_commands: FileCommands,
+        samples: SampleTurns,
+        model_ends: ModelEnds,
+        sweep: Sweep,
+        *,
+        merges_passes: bool,
     ) -> None:
-        self._database = database
-        self._backend = backend
-        self._group = group
-        self._api = api
-        self._snapshots = snapshots
-        self._sampler = sampler
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="backend")
-        self._files = ThreadPoolExecutor(FILES_AT_ONCE, thread_name_prefix="files")
-        # Twice the micro-batch: enough to fill it, and short enough that every model's turn comes soon.
-        self.scheduler = Scheduler(2 * config.backend_config.trainer.micro_batch_tokens * BYTES_PER_TOKEN)
-        self.execution = Execution(
-            database,
-            backend,
-            Barriers(config, database, backend, store, self.wait_for_backend),
-            snapshots,
-            ledger,
-            api,
-            self.wait_for_backend,
-            self._publish_adapter,
-            self.scheduler.next_seq,
-        )
-        self._sweeper = FileSweeper(config, database, store, database.confirm_claim)
-        self._bell = asyncio.Event()
-        self._arrived = asyncio.Event()
-        self._unread = True
-        """Whether something may have arrived since the log was last read."""
-        self._reading = asyncio.Lock()
-        self._file_commands: set[asyncio.Task[None]] = set()
-        self._failure: BaseException | None = None
-        """What a save or a load died of: no outcome of its own, but an engine that cannot go on."""
-        self._stopping = False
-        self._look_due = 0.0
-        self._loop = asyncio.get_running_loop()
+        """`merges_passes`: the backend gains from running passes of several models together."""
+        self._signals = signals
+        self._threads = threads
+        self._scheduler = scheduler
+        self._log = log
+        self._execution = execution
+        self._file_commands = file_commands
+        self._samples = samples
+        self._model_ends = model_ends
+        self._sweep = sweep
+        self._merges_passes = merges_passes
+        self._poll_due = 0.0
+        """When the database is asked next, in monotonic seconds."""
 
     def ring(self, words: Sequence[str] = ()) -> None:
+        """Something has arrived in the database: commands, or the end of a session (the word SESSIONS)."""
         if SESSIONS in words:
-            self._look_due = 0.0
-        self._unread = True
-        self._arrived.set()
-        self._bell.set()
-
-    def stop(self) -> None:
-        """End after the turn that is running."""
-        self._stopping = True
-        self._bell.set()
-
-    @property
-    def ends(self) -> bool:
-        """Whether it begins no turn any more: it was told to stop, or has failed."""
-        return self._stopping
+            self._poll_due = 0.0
+        self._log.note_news()
+        self._signals.wake()
 
     async def run(self) -> None:
-        sweeping = asyncio.create_task(repeat("sweeping unused files", SWEEP_S, self._sweep))
-        listening = asyncio.create_task(self._listen())
+        """Run until stopped; the turn that runs ends first. Raises what the engine has failed of."""
+        beside = [asyncio.create_task(self._sweep.run()), asyncio.create_task(self._file_commands.listen())]
         try:
-            while not self._stopping:
-                if self._failure is not None:
-                    raise self._failure
-                self._bell.clear()
-                if time.monotonic() >= self._look_due:
-                    self._look_due = time.monotonic() + SAFETY_POLL_S
-                    self._unread = True
-                    await self._end_sessions()
-                await self._read_log()
-                await self._snapshot_overdue()
-                self.scheduler.hold_samples(self._sampler is not None and not self._sampler.may_run)
-                if self.scheduler.has_work:
+            while not self._signals.is_stopped:
+                self._signals.raise_failure()
+                self._signals.work.clear()
+                await self._poll_if_due()
+                await self._file_commands.start_ready()
+                await self._execution.snapshot_overdue()
+                self._samples.hold_or_release()
+                if self._scheduler.has_work:
                     await self._turn()
-                    continue
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(self._idle_s()):
-                        await self._bell.wait()
+                else:
+                    await self._wait_for_work()
         finally:
-            self._stopping = True
-            sweeping.cancel()
-            listening.cancel()
-            await asyncio.gather(sweeping, listening, *self._file_commands, return_exceptions=True)
-            for threads in (self._thread, self._files):  # what they run may take long
-                await asyncio.to_thread(threads.shutdown)
+            self._signals.stop()
+            for task in beside:
+                task.cancel()
+            await asyncio.gather(*beside, *self._file_commands.running, return_exceptions=True)
+            await self._threads.shut_down()
 
-    def _idle_s(self) -> float:
-        """How long there is nothing to do but to listen."""
-        start = self.scheduler.next_start
-        idle_s = self._look_due - time.monotonic()
-        return idle_s if start is None else min(idle_s, max(0.0, start - time.time()))
+    async def _poll_if_due(self) -> None:
+        if time.monotonic() >= self._poll_due:
+            self._poll_due = time.monotonic() + SAFETY_POLL_S
+            self._log.note_news()
+            await self._model_ends.end_sessions()
 
-    async def on_backend(self, work: Callable[[], T]) -> T:
-        """Run on the one thread that touches the backend."""
-        return await self._loop.run_in_executor(self._thread, work)
-
-    async def _on_files(self, work: Callable[[], T]) -> T:
-        """Beside other models' training: an RL loop's next samples wait for its save."""
-        return await self._loop.run_in_executor(self._files, work)
-
-    def wait_for_backend(self, work: Callable[[], object]) -> None:
-        """`on_backend` for the threads of saves and loads."""
-        self._thread.submit(work).result()
-
-    async def _listen(self) -> None:
-        """Hear what arrives during a turn: a save or a load need not wait for it."""
-        while True:
-            await self._arrived.wait()
-            self._arrived.clear()
-            try:
-                await self._read_log()
-            except DatabaseError:
-                logger.exception("new commands could not be read; the next turn tries again")
-
-    async def _read_log(self) -> None:
-        """Queue what has arrived since this was last done, and start the saves and loads whose turn it is."""
-        async with self._reading:
-            if self._unread:
-                self._unread = False
-                try:
-                    await self._queue_new()
-                except BaseException:
-                    self._unread = True
-                    raise
-        self.scheduler.start_due(time.time())
-        for command in self.scheduler.take_file_commands():
-            task = asyncio.create_task(self._run_barrier(command, self._on_files))
-            self._file_commands.add(task)
-            task.add_done_callback(self._file_command_ended)
-
-    def _file_command_ended(self, task: asyncio.Task[None]) -> None:
-        self._file_commands.discard(task)
-        if not task.cancelled():
-            self._failure = self._failure or task.exception()
-        self._arrived.set()  # what comes after it in its model's order may run now
-        self._bell.set()
-
-    async def _queue_new(self) -> None:
-        """Queue what has arrived. Commands of a model that is closed or has failed fail at once."""
-        last_row, known = self.scheduler.last_row, self.scheduler.model_ids
-
-        def read(connection: Connection) -> tuple[list[Command], set[str]]:
-            new = rows.pending(connection, sorted(ENGINE_KINDS), last_row)
-            unknown = {c.model_id for c in new if c.model_id is not None} - known
-            return new, unknown - living_among(connection, unknown)
-
-        new, gone = await self._database.read_async(read)
-        await self._refuse([command for command in new if command.model_id in gone])
-        for command in new:  # not before: what is queued says up to where the log has been read
-            if command.model_id not in gone:
-                self.scheduler.add(command)
-
-    async def _refuse(self, commands: Sequence[Command]) -> None:
-        if commands:
-            await asyncio.to_thread(self.execution.refuse, commands)
+    async def _wait_for_work(self) -> None:
+        """Until a ring, the next poll, or the start of a delayed command."""
+        idle_s = self._poll_due - time.monotonic()
+        if (start := self._scheduler.next_start) is not None:
+            idle_s = min(idle_s, max(0.0, start - time.time()))
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(idle_s):
+                await self._signals.work.wait()
 
     async def _turn(self) -> None:
-        """A share of the commands that are next, then of the samples that wait.
+        """One share of training, then the samples that wait.
 
-        Where the backend gains nothing from running models together, a share is of one model: alternating command by
-        command would finish all tenants at the same late moment, and they would march in step ever after, all training
-        and then all sampling (docs/decisions/shares.md).
+        Without merging, a share is of one model. Alternating between models command by command would finish all tenants
+        at the same late moment; from then on they would all train, and all sample, at the same time
+        (docs/decisions/shares.md).
         """
-        ready = self.scheduler.ready_models()
-        if self._backend.merges_passes:
+        ready = self._scheduler.ready_models()
+        if self._merges_passes:
             await self._run_share(ready)
         else:
             spent = 0
-            while spent < self.scheduler.budget and (cost := await self._run_share(ready[:1])):
+            while spent < self._scheduler.budget and (cost := await self._run_share(ready[:1])):
                 spent += cost
-        if samples := self.scheduler.take_samples():
-            await self._run_samples(samples)
+        await self._samples.run()
 
     async def _run_share(self, model_ids: Sequence[str]) -> int:
-        """Passes of these models, then one barrier of each; what that cost, in the scheduler's bytes."""
-        passes = self.scheduler.take_passes(model_ids)
+        """Run passes of these models, then one barrier of each. Returns what that cost, in the scheduler's bytes."""
+        passes = self._scheduler.take_passes(model_ids)
         if passes:
-            await self.on_backend(lambda: self.execution.passes(passes))
-            self.scheduler.finish(passes)
-        await self._read_log()
-        barriers = self.scheduler.take_barriers(model_ids)
+            await self._execution.run_passes(passes)
+        await self._file_commands.start_ready()
+        barriers = self._scheduler.take_barriers(model_ids)
         for command in barriers:
-            await self._run_barrier(command, self.on_backend)
+            await self._execution.run_barrier(command)
         return sum(cost_of(command) for command in (*passes, *barriers))
-
-    async def _run_barrier(self, command: Command, on_thread: OnThread) -> None:
-        outcome = await on_thread(lambda: self.execution.barrier(command))
-        if outcome is not None and command.model_id is not None:
-            if outcome.error is None and command.kind is Kind.UNLOAD_MODEL:
-                await self._forget_model(command.model_id)
-            elif outcome.error is not None and command.seq_id == 0:
-                await self.close_queue(command.model_id)
-        self.scheduler.finish([command])
-
-    async def close_queue(self, model_id: str) -> None:
-        """Of a model that has failed or is closed: what is queued fails, also what waits for a missing number."""
-        async with self._reading:  # what is just being read may be this model's
-            left = self.scheduler.close_model(model_id)
-        await self._refuse(left)
-
-    def _publish_adapter(self, name: str, _: Path) -> None:
-        """From a save's thread. If the inference servers are away, a sample that needs the adapter loads it later."""
-        if self._group is None:
-            return
-        publishing = self._group.publish_adapter(AdapterVersion(name))
-        try:
-            asyncio.run_coroutine_threadsafe(publishing, self._loop).result()
-        except (httpx.TransportError, VllmError, AdapterMissing, StoreError) as error:
-            logger.warning("adapter %s was saved but not loaded yet: %s", name, error)
-
-    async def _run_samples(self, commands: list[Command]) -> None:
-        if self._sampler is None:
-            gone = Outcome(error="this server forwards samples; send the sample again", error_category="server")
-            await asyncio.to_thread(self.execution.settle, [(command.request_id, gone) for command in commands])
-            self.scheduler.finish(commands)
-            return
-        ids = [command.request_id for command in commands]
-        bodies = await self._database.read_async(lambda c: rows.bodies(c, ids, pending=True))  # some were cancelled
-        sampled = await self._sampler.run(commands, bodies)
-        await asyncio.to_thread(self.execution.settle, sampled.outcomes, lambda c: usage.add(c, sampled.used))
-        self.scheduler.finish(commands)
-        for command in sampled.left:
-            self.scheduler.add(command)
-
-    async def _snapshot_overdue(self) -> None:
-        """Between two turns, of models that do not step."""
-        for model_id in self._snapshots.overdue():
-            if model_id not in self.scheduler:
-                self._snapshots.disregard(model_id)
-            elif not self.scheduler.is_busy(model_id):
-                self.scheduler.hold(model_id)
-                await self.on_backend(lambda model_id=model_id: self.execution.snapshot_overdue(model_id))
-                self.scheduler.release(model_id)
-
-    async def _end_sessions(self) -> None:
-        ended = await asyncio.to_thread(end_sessions, self._database)
-        for model_id in ended.model_ids:
-            await self._forget_model(model_id)
-        if ended.request_ids:
-            self._api.ring(ended.request_ids)
-
-    async def _forget_model(self, model_id: str) -> None:
-        """Of a model whose row is closed."""
-
-        def forget() -> None:
-            self._backend.delete_model(model_id)
-            self._snapshots.forget(model_id)
-
-        await self.close_queue(model_id)
-        await self.on_backend(forget)
-
-    async def _sweep(self) -> None:
-        try:
-            await self._sweep_files()
-        except Displaced as error:
-            self._failure = self._failure or error
-            self._bell.set()
-
-    async def _sweep_files(self) -> None:
-        await asyncio.to_thread(self._sweeper.drop_idle)
-        unused = await asyncio.to_thread(self._sweeper.unused_adapters, self.scheduler.saving)
-        adapters = {AdapterVersion(name) for name, _ in unused}
-        unread = adapters if self._group is None else await self._group.retire(sorted(adapters, key=str))
-        for name, path in unused:
-            if AdapterVersion(name) in unread:
-                self._sweeper.unloaded(path)
-        await asyncio.to_thread(self._sweeper.delete_files, self.scheduler.saving)

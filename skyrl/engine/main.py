@@ -1,4 +1,4 @@
-"""The engine process: loads the backend beside the start of vLLM, publishes what is ready, runs the loop, cleans up."""
+"""The engine process: loads the backend while vLLM starts, publishes what is ready, runs the loop, cleans up."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ import signal
 import sys
 import threading
 import time
-from dataclasses import replace
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager, closing
+from dataclasses import dataclass, replace
 
-from skyrl.backends.base import Backend, ModelLimits, SamplingMode
+from skyrl.backends.base import Backend, ModelLimits
 from skyrl.backends.registry import create_backend
 from skyrl.config.server import ConfigError, ServerConfig
 from skyrl.db import adapter_versions
@@ -19,12 +21,12 @@ from skyrl.db.database import Database
 from skyrl.db.faults import DatabaseError
 from skyrl.db.fence import Displaced, Fence, FencedDatabase
 from skyrl.db.periodic import Rounds, repeat
+from skyrl.db.retrying_database import RetryingDatabase
 from skyrl.engine.adoption import adopt_adapters
+from skyrl.engine.build import EngineParts, build_engine
 from skyrl.engine.crash_ledger import CrashLedger
-from skyrl.engine.loop import Engine
-from skyrl.engine.recovery import Recovery
 from skyrl.engine.sampling import ColocatedSampler
-from skyrl.engine.snapshots import Snapshots
+from skyrl.engine.signals import EngineSignals
 from skyrl.engine.state import EngineStatePublisher
 from skyrl.inference.adapter_host import SharedDirectory
 from skyrl.inference.engine_group import EngineGroup
@@ -45,11 +47,11 @@ BEAT_S = 3.0
 IN_USE_S = 600.0
 """An adapter that somebody has sampled from in this time is loaded before vLLM is used again."""
 RETRY_S = 10.0
-"""How often models are tried again that could not be restored: the checkpoint store was away, or memory was short."""
+"""How often the engine tries to restore models that are held: their checkpoint store was away, or memory was short."""
 
 
 class Heartbeat:
-    """Says "alive" from a thread of its own, so that a long step does not look like a dead engine."""
+    """Publishes a heartbeat from a thread of its own, so that an engine in a long step does not look dead."""
 
     def __init__(self, state: EngineStatePublisher) -> None:
         self._state = state
@@ -75,7 +77,8 @@ class Heartbeat:
 def _colocated(
     runtime: Runtime, database: Database, backend: Backend, group: EngineGroup | None
 ) -> ColocatedSampler | None:
-    if backend.sampling_mode is not SamplingMode.COLOCATED:
+    """What runs samples between turns of training; None where API processes forward samples."""
+    if runtime.config.modes.forwards:
         return None
     assert group is not None
     assert runtime.inference_url is not None
@@ -88,18 +91,110 @@ def _colocated(
         deadline_s=runtime.config.forwarding_deadline_s,
         zero_fill_logprobs=runtime.config.forwarding_zero_fill_logprobs,
     )
-    base_name = runtime.config.served_names[0]
-    # On a CPU vLLM's sleep gives no memory back; it would only cost two calls around every batch.
     return ColocatedSampler(
         database,
         client,
         group,
         backend.limits,
-        base_name,
+        runtime.config.served_names[0],
         state_dir=runtime.config.state_dir,
+        # On a CPU, vLLM's sleep frees no memory: it would only cost two calls around every batch.
         sleeps=torch.cuda.is_available(),
         patience_s=runtime.config.forwarding_deadline_s,
     )
+
+
+def _sampling_limits(config: ServerConfig, limits: ModelLimits) -> ModelLimits:
+    """The trainer's limits, with the sampler's context if that is shorter."""
+    served = context_length(config, cuda=bool(cuda_devices()))
+    return limits if served is None else replace(limits, max_context=min(served, limits.max_context))
+
+
+def _load(config: ServerConfig) -> Backend:
+    """The backend with its base model.
+
+    Raises ConfigError when it can never be loaded, and NotLoaded when it may be loaded later: the memory is used by
+    others, or a file system or a model hub is away.
+    """
+    try:
+        return create_backend(config.backend, config)
+    except ConfigError as error:
+        if isinstance(error.__cause__, OSError):  # reading the files, or getting them from the hub, has failed
+            raise NotLoaded(str(error)) from error
+        raise
+    except Exception as error:
+        logger.exception("loading the base model failed")
+        said = f"{type(error).__name__}: {error}"
+        raise NotLoaded(f"base_model: cannot load {config.base_model_path}: {said}") from error
+
+
+@dataclass
+class _Ending:
+    """Ends the engine on SIGTERM, on SIGINT, and when the claim to the database is lost: after the running turn, also
+    while the database is away. While the base model is loaded, the process exits at once."""
+
+    signals: EngineSignals
+    ledger: CrashLedger
+    database: RetryingDatabase
+    loading: bool = False
+    """The base model is being loaded, on a thread that nothing can interrupt. Nothing else runs yet."""
+
+    def begin(self) -> None:
+        self.ledger.disregard()  # a long command may outlast the launcher's patience; it is not to be blamed
+        self.database.stop_retrying()
+        if self.loading:
+            logger.info("told to stop while the base model was being loaded")
+            os._exit(0)
+        self.signals.stop()
+
+
+async def run(runtime: Runtime) -> None:
+    """Run the engine until SIGTERM or SIGINT.
+
+    Raises Displaced when another server trains on the database now; BackendLost when the backend has failed for good;
+    and what the database raises when the engine is told to end while the database cannot be used.
+    """
+    config, loop = runtime.config, asyncio.get_running_loop()
+    signals, ledger = EngineSignals(), CrashLedger(config.running_file)
+    fence = Fence(runtime.server_id, lambda: loop.call_soon_threadsafe(ending.begin))
+    database = FencedDatabase(config.database, fence)
+    ending = _Ending(signals, ledger, database)
+    for name in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(name, ending.begin)
+    async with AsyncExitStack() as opened:
+        opened.callback(database.close)
+        notices = opened.enter_context(closing(Database(config.database)))
+        opened.callback(ledger.close)
+        api = opened.enter_context(closing(Doorbell(*runtime.api_doorbells)))
+        state = EngineStatePublisher(notices, api, fence)
+        opened.push_async_callback(asyncio.to_thread, state.clear, "the engine has stopped")
+        await asyncio.to_thread(database.confirm_claim)
+        await asyncio.to_thread(state.training, ready=False, reason="loading the base model")
+        group, watching = await opened.enter_async_context(_inference(runtime, notices, state))
+        heartbeat = Heartbeat(state)
+        opened.push_async_callback(asyncio.to_thread, heartbeat.stop)
+        if signals.is_stopped:  # a signal: load nothing. A lost claim has raised above, or raises here
+            await asyncio.to_thread(database.confirm_claim)
+            return
+        ending.loading = True
+        backend = opened.enter_context(closing(await asyncio.to_thread(_load, config)))
+        ending.loading = False
+        sampler = _colocated(runtime, database, backend, group)
+        if sampler is not None:
+            opened.push_async_callback(sampler.close)
+        store = open_store(config)
+        await asyncio.to_thread(adopt_adapters, config, database, store)
+        parts = build_engine(config, database, backend, store, ledger, api, signals, group, sampler)
+        listener = opened.enter_context(closing(DoorbellListener(runtime.engine_doorbell, parts.engine.ring)))
+        listener.start()
+        await asyncio.to_thread(state.training, ready=False, reason="restoring the models in training")
+        await parts.recovery.run()
+        if not signals.is_stopped:
+            limits = _sampling_limits(config, backend.limits)
+            await asyncio.to_thread(state.training, ready=True, reason="", limits=limits)
+        await run_until_stopped(parts, watching)
+    if fence.lost:
+        raise Displaced("the claim to the database was lost while nothing ran")
 
 
 def _group(runtime: Runtime, database: Database, state: EngineStatePublisher) -> EngineGroup:
@@ -118,122 +213,37 @@ def _group(runtime: Runtime, database: Database, state: EngineStatePublisher) ->
     return EngineGroup([replica], state.publish_url, in_use)
 
 
-def _sampling_limits(config: ServerConfig, limits: ModelLimits) -> ModelLimits:
-    """The trainer's limits, with the sampler's context if that is shorter."""
-    served = context_length(config, cuda=bool(cuda_devices()))
-    return limits if served is None else replace(limits, max_context=min(served, limits.max_context))
-
-
-def _load(config: ServerConfig) -> Backend:
-    """The backend with its base model. Raises ConfigError when it can never be loaded, NotLoaded for another cause:
-    memory that is used by others, a file system or a model hub that is away."""
+@asynccontextmanager
+async def _inference(
+    runtime: Runtime, database: Database, state: EngineStatePublisher
+) -> AsyncIterator[tuple[EngineGroup | None, asyncio.Task[None] | None]]:
+    """The inference servers that this server manages, and the task that watches them; (None, None) without any."""
+    if runtime.inference_url is None:
+        yield None, None
+        return
+    group = _group(runtime, database, state)
+    watching = asyncio.create_task(group.run())
     try:
-        return create_backend(config.backend, config)
-    except ConfigError as error:
-        if isinstance(error.__cause__, OSError):  # of reading the files, or of getting them from the hub
-            raise NotLoaded(str(error)) from error
-        raise
-    except Exception as error:
-        logger.exception("loading the base model failed")
-        said = f"{type(error).__name__}: {error}"
-        raise NotLoaded(f"base_model: cannot load {config.base_model_path}: {said}") from error
-
-
-async def run(runtime: Runtime) -> None:
-    """Until SIGTERM or SIGINT; both are heard at any time, also while the database is away.
-
-    Raises Displaced when another server trains on the database by now, and what the database raises when the engine is
-    to end while it cannot be used.
-    """
-    config, loop = runtime.config, asyncio.get_running_loop()
-    stop = asyncio.Event()
-    ledger = CrashLedger(config.running_file)
-    fence = Fence(runtime.server_id, lambda: loop.call_soon_threadsafe(end_soon))
-    database = FencedDatabase(config.database, fence)
-
-    loading = False
-
-    def end_soon() -> None:
-        ledger.disregard()  # a long command may outlast the launcher's patience
-        database.stop_retrying()
-        if loading:  # on a thread that cannot be interrupted, perhaps for minutes; nothing else runs yet
-            logger.info("told to stop while the base model was being loaded")
-            os._exit(0)
-        stop.set()
-
-    for name in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(name, end_soon)
-    notices = Database(config.database)
-    api = Doorbell(*runtime.api_doorbells)
-    state = EngineStatePublisher(notices, api, fence)
-    group = watching = heartbeat = None
-    backend: Backend | None = None
-    try:
-        await asyncio.to_thread(database.confirm_claim)
-        await asyncio.to_thread(state.training, ready=False, reason="loading the base model")
-        if runtime.inference_url is not None:
-            group = _group(runtime, notices, state)
-            watching = asyncio.create_task(group.run())
-        heartbeat = Heartbeat(state)
-        if stop.is_set():  # by a signal: nothing is loaded for that. A lost claim has raised above, or does here
-            await asyncio.to_thread(database.confirm_claim)
-            return
-        loading = True
-        backend = await asyncio.to_thread(_load, config)
-        loading = False
-        sampler = _colocated(runtime, database, backend, group)
-        snapshots = Snapshots(config, database, backend)
-        store = open_store(config)
-        await asyncio.to_thread(adopt_adapters, config, database, store)
-        engine = Engine(config, database, backend, group, api, sampler, snapshots, store, ledger)
-        listener = DoorbellListener(runtime.engine_doorbell, engine.ring)
-        listener.start()
-        recovery = Recovery(engine, database, backend, snapshots, store, ledger, stop.is_set)
-        try:
-            await asyncio.to_thread(state.training, ready=False, reason="restoring the models in training")
-            await recovery.run()
-            if not stop.is_set():
-                limits = _sampling_limits(config, backend.limits)
-                await asyncio.to_thread(state.training, ready=True, reason="", limits=limits)
-            await _run_until(stop, engine, recovery, watching)
-        finally:
-            listener.close()
-            if sampler is not None:
-                await sampler.close()
+        yield group, watching
     finally:
-        if heartbeat is not None:
-            await asyncio.to_thread(heartbeat.stop)
-        if group is not None and watching is not None:
-            await group.close()
-            await asyncio.gather(watching, return_exceptions=True)
-        if backend is not None:
-            backend.close()
-        await asyncio.to_thread(state.clear, "the engine has stopped")
-        api.close()
-        ledger.close()
-        notices.close()
-        database.close()
-    if fence.lost:
-        raise Displaced("the claim to the database was lost while nothing ran")
+        await group.close()
+        await asyncio.gather(watching, return_exceptions=True)
 
 
-async def _run_until(
-    stop: asyncio.Event, engine: Engine, recovery: Recovery, watching: asyncio.Task[None] | None
-) -> None:
-    """The loop, and beside it new tries to restore what could not be; ends by itself, or after the running turn.
+async def run_until_stopped(parts: EngineParts, watching: asyncio.Task[None] | None) -> None:
+    """Run the loop, and beside it try again to restore the models that are held. Returns when the engine was stopped,
+    after the running turn.
 
-    Raises what the loop raises, and what ended `watching` (the inference servers) or the tries to restore, which both
-    end only by an error: a device that broke while a model was restored, for one.
+    Raises what the loop raises. `watching` (the inference servers) and the tries to restore end only by an error, for
+    example because a device broke while a model was restored: that error is raised, too.
     """
-    if stop.is_set():
-        engine.stop()  # recovery may not have come to its end: nothing is to run
-    running = asyncio.create_task(engine.run())
-    stopping = asyncio.create_task(stop.wait())
-    retrying = asyncio.create_task(repeat("restoring models", RETRY_S, recovery.retry))
+    running = asyncio.create_task(parts.engine.run())
+    stopping = asyncio.create_task(parts.signals.stopped.wait())
+    retrying = asyncio.create_task(repeat("restoring models", RETRY_S, parts.recovery.retry))
     try:
         endless = [retrying] if watching is None else [retrying, watching]
         await asyncio.wait({running, stopping, *endless}, return_when=asyncio.FIRST_COMPLETED)
-        engine.stop()
+        parts.signals.stop()
         await running
         for task in endless:
             if task.done():

@@ -1,4 +1,4 @@
-"""Commands that wait: a model's in the order of their numbers, samples tenant by tenant."""
+"""Queues of commands: one per model, in the order of their numbers; one for samples, fair between tenants."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from skyrl.types.kinds import Kind
 
 @dataclass(slots=True)
 class ModelQueue:
-    """Commands that have arrived, by seq_id; `next_seq` is the first that has not been taken. `unloads` have no number:
-    they come after whatever arrived before them and can run."""
+    """Commands of one model that have arrived, by seq_id. `next_seq` is the number of the first command that has not
+    been taken. `unloads` have no seq_id: an unload runs after all commands that arrived before it and can run."""
 
     next_seq: int
     waiting: dict[int, Command] = field(default_factory=dict)
     unloads: list[Command] = field(default_factory=list)
 
     def head(self) -> Command | None:
-        """The next command in order."""
+        """The model's next command; None while it has not arrived."""
         numbered = self._numbered()
         if self.unloads and (numbered is None or numbered.n > self.unloads[0].n):
             return self.unloads[0]
         return numbered
 
     def _numbered(self) -> Command | None:
-        """A number below next_seq is a late one, whose turn has come already."""
+        """The next command with a seq_id. A number below next_seq has arrived late: it is next at once."""
         if (command := self.waiting.get(self.next_seq)) is not None:
             return command
         late = [seq for seq in self.waiting if seq < self.next_seq]
@@ -47,17 +47,17 @@ class ModelQueue:
 
 
 class SampleQueue:
-    """Samples that the engine runs itself, each tenant's in order of arrival."""
+    """Samples that a colocated engine runs; those of one tenant in the order of their arrival."""
 
     def __init__(self) -> None:
         self._waiting: defaultdict[str, deque[Command]] = defaultdict(deque)
-        """By tenant; those without samples are not in it."""
+        """By tenant. Tenants without samples are not in it."""
 
     def add(self, command: Command) -> None:
         self._waiting[command.tenant].append(command)
 
     def take(self, limit: int) -> list[Command]:
-        """Up to `limit`, as many of each tenant as there are."""
+        """Remove and return up to `limit` samples, one of each tenant in turn."""
         taken: list[Command] = []
         while self._waiting and len(taken) < limit:
             for tenant, theirs in list(self._waiting.items())[: limit - len(taken)]:
@@ -68,7 +68,7 @@ class SampleQueue:
 
     @property
     def last_row(self) -> int:
-        """The highest row number of what waits, 0 when nothing does."""
+        """The highest row number of the samples that wait, 0 without any."""
         return max((command.n for theirs in self._waiting.values() for command in theirs), default=0)
 
     def __len__(self) -> int:

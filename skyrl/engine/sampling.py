@@ -1,4 +1,4 @@
-"""Colocated sampling: SAMPLE commands in the engine's own loop, all that wait at once, between turns of training."""
+"""Colocated sampling: SAMPLE commands run between turns of training, all that wait at once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from skyrl.db.database import Database
 from skyrl.db.futures import Outcome
 from skyrl.db.samplers import find_sampler
 from skyrl.db.usage import UsageKey
-from skyrl.engine.passes import failed
+from skyrl.engine.failures import failed
 from skyrl.inference.engine_group import EngineGroup
 from skyrl.inference.vllm_client import VllmError
 from skyrl.sampling.client import ForwardingClient
@@ -30,13 +30,13 @@ from skyrl.wire.requests import SampleRequest, decode_json
 logger = logging.getLogger(__name__)
 
 RETRY_S = 1.0
-"""How soon vLLM is asked again when it did not wake up."""
+"""How soon the engine tries again to wake a vLLM that did not wake up."""
 
 
 @dataclass(frozen=True)
 class Sampled:
-    """Outcomes by request id, and what these samples count as in their tenants' usage. `left` are commands that could
-    not be run: they are to be given again."""
+    """Outcomes by request id, and the usage of these samples. `left` are commands that could not run now: give them to
+    the sampler again."""
 
     outcomes: list[tuple[str, Outcome]]
     used: Mapping[UsageKey, int]
@@ -46,8 +46,8 @@ class Sampled:
 class ColocatedSampler:
     """Runs batches of samples. With `sleeps`, vLLM holds the device's memory only while it samples.
 
-    While vLLM is away (it has died, asleep or not, and starts again) samples wait and training goes on; after
-    `patience_s` of that they fail.
+    vLLM is away after it has died, until the launcher has started it again. Meanwhile samples wait and training goes
+    on. After `patience_s` the samples fail.
     """
 
     def __init__(
@@ -72,11 +72,11 @@ class ColocatedSampler:
         self._patience_s = patience_s
         self._away_since: float | None = None
         self._ask_again_at: float | None = None
-        """Of a vLLM that seemed to be there, and did not wake up."""
+        """Set after vLLM did not wake up although it seemed to be there; in monotonic seconds."""
 
     @property
     def may_run(self) -> bool:
-        """Whether `run` is of use: vLLM is there, or has been away for so long that what waits for it is to fail."""
+        """Whether to call `run` now: vLLM is there, or it has been away for so long that the samples must fail."""
         now = time.monotonic()
         if not self._group.ready:
             self._ask_again_at = None
@@ -97,7 +97,7 @@ class ColocatedSampler:
             self._away_since = now
 
     async def run(self, commands: Sequence[Command], bodies: dict[str, bytes]) -> Sampled:
-        """Runs the commands whose bodies are there. Wakes vLLM, samples, puts it to sleep."""
+        """Wake vLLM, run the commands that have a body in `bodies`, put vLLM to sleep."""
         here = [command for command in commands if command.request_id in bodies]
         if not here:
             return Sampled([], {})
@@ -117,7 +117,7 @@ class ColocatedSampler:
         return Sampled(outcomes, used)
 
     async def _wake(self) -> str | None:
-        """Why vLLM cannot sample now; None when it is awake."""
+        """Wake vLLM. Returns why it cannot sample now, or None when it is awake."""
         if self._group.reason:
             return self._group.reason
         try:
@@ -134,7 +134,7 @@ class ColocatedSampler:
         return None
 
     async def _put_to_sleep(self) -> None:
-        """A vLLM that has died holds no memory, and starts again by itself."""
+        """An error is only logged: if vLLM has died, it holds no memory, and the launcher starts it again."""
         if not self._sleeps:
             return
         try:

@@ -1,6 +1,6 @@
-"""What the engine does next: each model's commands in seq_id order, tenants and their models by what they have had.
+"""Which commands run next: a model's commands in the order of their seq_id, tenants and models by fair shares.
 
-Pure bookkeeping. Does not know what a command does, nor the database.
+Pure bookkeeping. Knows neither what a command does nor the database.
 """
 
 from __future__ import annotations
@@ -15,27 +15,25 @@ from skyrl.types.command import Command
 from skyrl.types.kinds import FILE_COMMANDS, PASSES, SAVES, Kind
 
 BARRIER_COST = 5_000
-"""What a barrier counts for in a share, in bytes: about what a pass over 250 tokens does."""
+"""The cost of a barrier in a share, in bytes: about that of a pass over 250 tokens."""
 SAMPLES_AT_ONCE = 512
-"""Samples that the engine runs between two turns of training, where it samples itself: enough to fill vLLM, and few
-enough that training, and another tenant's samples, come soon."""
-
-
+"""Samples that a colocated engine runs between two turns of training: enough to fill vLLM, and few enough that training
+and other tenants' samples come soon."""
 FILES_AT_ONCE = 4
-"""Saves and loads that run at once: with an object store they wait for the network."""
+"""Saves and loads that run at a time. With an object store they spend their time waiting for the network."""
 
 
 def cost_of(command: Command) -> int:
-    """What a command counts for in a share, in bytes of bodies."""
+    """The cost of a command in a share, in bytes of bodies."""
     return command.size if command.is_pass else BARRIER_COST
 
 
 class Scheduler:
-    """Queues per model. `budget` bounds, in bytes of bodies, what one turn takes.
+    """One queue per model. `budget` bounds the cost of one turn, in bytes of bodies.
 
-    Next is the tenant that has had least, whatever number of models it has, and of its models the one that has had
-    least. Whether a turn is of one model or of all together is the loop's. What was taken is running until `finish`,
-    and a model with a running command has no next one.
+    The next tenant is the one that has had least, however many models it has; of its models, the one that has had least
+    is next. The loop decides whether a turn is for one model or for all together. A command that was taken is running
+    until `finish`; while a command of a model runs, the model has no next command.
     """
 
     def __init__(self, budget: int) -> None:
@@ -43,9 +41,9 @@ class Scheduler:
         self._queues: dict[str, ModelQueue] = {}
         self._tenants = Shares()
         self._models: defaultdict[str, Shares] = defaultdict(Shares)
-        """By tenant, what each of its models has had."""
+        """By tenant: the cost of the commands that each of its models has had."""
         self._files = Shares()
-        """By tenant, the saves and loads that it has had."""
+        """The number of saves and loads that each tenant has had."""
         self._samples = SampleQueue()
         self._samples_held = False
         self._delayed = Delayed()
@@ -54,8 +52,8 @@ class Scheduler:
         self._suspects: set[str] = set()
 
     def suspect(self, request_ids: Collection[str]) -> None:
-        """Requests that were running when the engine died: each runs before all others, and while nothing else does,
-        so that if it dies again it is known by whom."""
+        """These requests were running when the engine died. Each runs before all other commands, and alone: if the
+        engine dies again, it is known which request was the cause."""
         self._suspects |= set(request_ids)
 
     def open_model(self, model_id: str, next_seq: int = 0) -> None:
@@ -63,7 +61,7 @@ class Scheduler:
             self._queues[model_id] = ModelQueue(next_seq)
 
     def close_model(self, model_id: str) -> list[Command]:
-        """Forget a model; returns the commands that will never run."""
+        """Forget a model. Returns its commands that will never run."""
         queue = self._queues.pop(model_id, None)
         if queue is None:
             return []
@@ -72,14 +70,14 @@ class Scheduler:
         return left
 
     def hold(self, model_id: str) -> None:
-        """Its commands wait until `release`."""
+        """The model's commands wait until `release`."""
         self._busy.add(model_id)
 
     def release(self, model_id: str) -> None:
         self._busy.discard(model_id)
 
     def next_seq(self, model_id: str) -> int | None:
-        """The number of the first command that has not been taken; None for a model that is closed."""
+        """The number of the model's first command that has not been taken; None for a model that is closed."""
         queue = self._queues.get(model_id)
         return None if queue is None else queue.next_seq
 
@@ -88,11 +86,11 @@ class Scheduler:
         return model_id in self._busy
 
     def hold_samples(self, held: bool) -> None:
-        """While they are held, samples wait: there is nobody to run them."""
+        """While samples are held, they wait: the sampler cannot run them now."""
         self._samples_held = held
 
     def add(self, command: Command) -> None:
-        """Queue a command; its model is opened if it is not. One that has a time to start waits for `start_due`."""
+        """Queue a command, and open its model if need be. A command that may not start yet waits for `start_due`."""
         if command.model_id is not None:
             self.open_model(command.model_id)
         if command.kind is Kind.UNLOAD_MODEL:
@@ -103,13 +101,13 @@ class Scheduler:
             self._queue(command)
 
     def start_due(self, now: float) -> None:
-        """Queue what was to wait until now (seconds since the epoch)."""
+        """Queue the delayed commands that may start now (`now` is in seconds since the epoch)."""
         for command in self._delayed.pop(now):
             self._queue(command)
 
     @property
     def next_start(self) -> float | None:
-        """When `start_due` has something to do, in seconds since the epoch."""
+        """When the next delayed command may start, in seconds since the epoch; None without any."""
         return self._delayed.next_start
 
     def _queue(self, command: Command) -> None:
@@ -125,7 +123,7 @@ class Scheduler:
         queue.waiting[command.seq_id] = command
 
     def ready_models(self) -> list[str]:
-        """Models that have a next command when a turn begins, the one that is next first."""
+        """Models that have a next command for a turn; the model that is next comes first."""
         heads = {
             m: head for m in self._queues if (head := self._next(m)) is not None and head.kind not in FILE_COMMANDS
         }
@@ -140,7 +138,7 @@ class Scheduler:
         return sorted(heads, key=lambda model_id: self._had(heads[model_id]))
 
     def _had(self, head: Command) -> tuple[int, int]:
-        """What its tenant and its model have had: the least of these is next."""
+        """The cost that the command's tenant, and its model, have had. The smallest pair is next."""
         assert head.model_id is not None
         return self._tenants.had(head.tenant), self._models[head.tenant].had(head.model_id)
 
@@ -158,7 +156,7 @@ class Scheduler:
         return None if queue is None or model_id in self._busy else queue.head()
 
     def _may_run(self, head: Command) -> bool:
-        """What goes before all others, and what waits for it."""
+        """A suspect runs once nothing else runs. Other commands wait for suspects that could run, or that run."""
         if head.request_id in self._suspects:
             return not self._running
         heads = (self._head(model_id) for model_id in self._queues)
@@ -166,13 +164,13 @@ class Scheduler:
         return not due and not any(command.request_id in self._suspects for command in self._running.values())
 
     def _of_kinds(self, model_ids: Iterable[str], wanted: Callable[[Command], bool]) -> list[str]:
-        """Those whose next command is `wanted`; one alone if that is a suspect."""
+        """The models whose next command is `wanted`; only the first if its command is a suspect."""
         ready = [m for m in model_ids if (head := self._next(m)) is not None and wanted(head)]
         alone = ready and (head := self._head(ready[0])) is not None and head.request_id in self._suspects
         return ready[:1] if alone else ready
 
     def _together(self, taken: Command, head: Command) -> bool:
-        """Whether a pass may join the one before it."""
+        """Whether the pass `head` may run in one batch with the pass `taken`: neither is a suspect."""
         return self._suspects.isdisjoint((taken.request_id, head.request_id))
 
     def _run(self, commands: list[Command]) -> list[Command]:
@@ -196,8 +194,8 @@ class Scheduler:
         return command
 
     def take_passes(self, model_ids: Sequence[str]) -> list[Command]:
-        """The next batch of passes of these models, each model's in order and up to its next barrier: as many as the
-        budget is for, and at least one."""
+        """The next batch of passes of these models: as many as fit the budget, and at least one if there is any. A
+        model's passes come in order, and end at its next barrier."""
         candidates = self._heads(self._of_kinds(model_ids, lambda head: head.is_pass))
         batch: list[Command] = []
         used = 0
@@ -215,8 +213,8 @@ class Scheduler:
         return self._run(batch)
 
     def take_barriers(self, model_ids: Sequence[str]) -> list[Command]:
-        """One command of each of these models whose next one is neither a pass nor a save nor a load: as many as the
-        budget is for, and at least one."""
+        """The next command of each of these models, unless it is a pass, a save or a load: as many as fit the budget,
+        and at least one if there is any."""
         kinds = PASSES | FILE_COMMANDS
         candidates = self._heads(self._of_kinds(model_ids, lambda head: head.kind not in kinds))
         batch: list[Command] = []
@@ -227,7 +225,7 @@ class Scheduler:
         return self._run(batch)
 
     def _first(self, candidates: Mapping[str, Command]) -> str:
-        """Of these models with their next commands, the one that is next."""
+        """The model that is next, of these models and their next commands."""
         return min(candidates, key=lambda model_id: self._had(candidates[model_id]))
 
     def _heads(self, model_ids: Iterable[str]) -> dict[str, Command]:
@@ -235,11 +233,11 @@ class Scheduler:
         return {model_id: head for model_id, head in heads if head is not None}
 
     def take_file_commands(self) -> list[Command]:
-        """Saves and loads that may run now: one command of a model, up to FILES_AT_ONCE with those that run.
+        """Saves and loads that may run now: one command per model, and at most FILES_AT_ONCE with those that run.
 
-        Next is the tenant that has had fewest, and of its commands the one that came first. They count in the tenant's
-        share of training too, as a step does. That share does not order them: who trains much would wait for all saves
-        of one who only saves.
+        The next tenant is the one that has had fewest saves and loads; its command that arrived first is taken. These
+        commands also count in the tenant's share of training, as a step does. That share does not order them: a tenant
+        that trains much would wait for all saves of a tenant that only saves.
         """
         free = FILES_AT_ONCE - sum(command.kind in FILE_COMMANDS for command in self._running.values())
         if free <= 0:
@@ -255,7 +253,7 @@ class Scheduler:
         return self._run(taken)
 
     def take_samples(self) -> list[Command]:
-        """Up to SAMPLES_AT_ONCE, as many of each tenant as there are."""
+        """Up to SAMPLES_AT_ONCE samples, taken from the tenants in turn."""
         return [] if self._samples_held else self._run(self._samples.take(SAMPLES_AT_ONCE))
 
     def __contains__(self, model_id: str) -> bool:
@@ -267,25 +265,26 @@ class Scheduler:
 
     @property
     def saving(self) -> frozenset[str]:
-        """Models with a save that is running."""
+        """Models of which a save is running."""
         running = self._running.values()
         return frozenset(c.model_id for c in running if c.kind in SAVES and c.model_id is not None)
 
     @property
     def last_row(self) -> int:
-        """The highest row number of what is queued or running, 0 when nothing is: new commands have higher ones."""
+        """The highest row number of all commands that are queued or running, 0 without any. New commands have higher
+        numbers."""
         queued = (command.n for queue in self._queues.values() for command in queue.commands())
         running = max(self._running, default=0)
         return max(max(queued, default=0), self._samples.last_row, running, self._delayed.last_row)
 
     @property
     def has_work(self) -> bool:
-        """Whether a turn would do anything; saves and loads are none of a turn's business."""
+        """Whether a turn would run anything. Saves and loads do not count: they run beside turns."""
         heads = (self._next(model_id) for model_id in self._queues)
         samples = bool(self._samples) and not self._samples_held
         return samples or any(head is not None and head.kind not in FILE_COMMANDS for head in heads)
 
     @property
     def waiting(self) -> int:
-        """Commands queued, those that wait for an earlier number or for their time included."""
+        """How many commands are queued, with those that wait for an earlier number or for their time."""
         return len(self._delayed) + len(self._samples) + sum(len(queue.commands()) for queue in self._queues.values())

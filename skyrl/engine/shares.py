@@ -1,6 +1,6 @@
-"""Who is next where several want the same: start-time fair queueing, by what has been done for each so far.
+"""Fair shares: which of several parties is next, by the work that was done for each so far (start-time fair queueing).
 
-Pure bookkeeping, in whatever unit the caller counts work.
+Pure bookkeeping. The caller chooses the unit of work.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from collections.abc import Iterable
 
 
 class Shares:
-    """What each party has had. Whoever has had least is next, and is charged for what it then gets.
+    """The work that each party has had. The party that has had least is next, and is charged for what it then gets.
 
-    Between two parties that both always want something, what they get differs by at most the largest charge of each.
+    While two parties both have work all the time, their shares differ by at most the largest charge of each.
     """
 
     def __init__(self) -> None:
@@ -19,8 +19,11 @@ class Shares:
         self._floor = 0
 
     def compete(self, wanting: Iterable[str]) -> None:
-        """`wanting` are the parties that have work now. A party that had none for a while gets no credit for that time:
-        its count is raised to the smallest that a party with work had at the call before."""
+        """`wanting` are the parties that have work now.
+
+        A party that had no work for a while gets no credit for that time: its count is raised to the floor, which is
+        the smallest count of a party that had work at the previous call.
+        """
         had = {party: max(self.had(party), self._floor) for party in wanting}
         away = {party: amount for party, amount in self._had.items() if party not in had and amount > self._floor}
         self._floor = min(had.values(), default=self._floor)

@@ -1,8 +1,13 @@
-"""Snapshots: the state of each model on disk, from which a restart goes on.
+"""Snapshots: the state of each model on disk, from which an engine that starts goes on.
 
-Taken after an optimizer step when the last one is old enough, which bounds how much is repeated; after every load,
-because the checkpoint may be replaced or deleted later; and of models that do not step, because the log could forget
-nothing of theirs. Knows files and a row's number; does not know how a model is restored from them.
+A snapshot is taken at three moments:
+
+- after an optimizer step, when the last snapshot is old: this bounds how much a restart repeats;
+- after every load, because the checkpoint may be replaced or deleted later;
+- when a model has run commands for long, but has not stepped: the database keeps the bodies of all commands that no
+  snapshot holds.
+
+Knows directories and the numbers of commands. What lies in a snapshot is the backend's business.
 """
 
 from __future__ import annotations
@@ -16,30 +21,30 @@ from skyrl.backends.base import Backend
 from skyrl.config.server import ServerConfig
 from skyrl.db import models as model_rows
 from skyrl.db.database import Database
-from skyrl.storage.directories import atomic_directory, link_files, remove, safe_name
+from skyrl.storage.directories import atomic_directory, link_tree, remove, safe_name
 from skyrl.types.command import ExecutedCommand
 from skyrl.types.kinds import SAVES, Kind
 
 OVERDUE_S = 60.0
-"""How much later than the interval a model is snapshotted that does not step, in seconds."""
+"""A model that does not step is snapshotted so many seconds later than the interval."""
 _ONLY_READ = SAVES | {Kind.FORWARD}
-"""What leaves a model as it was."""
+"""Commands that leave a model as it was."""
 
 
 @dataclass
 class _Behind:
-    """Commands have run that a model's newest snapshot does not hold: since when (monotonic seconds), and whether any
-    of them may have changed the model."""
+    """Commands have run that the model's newest snapshot does not hold. `since` is when the first one ran, in monotonic
+    seconds; `changed` says whether any of them may have changed the model."""
 
     since: float
     changed: bool = False
 
 
 class Snapshots:
-    """The newest state of each model on disk: `snapshots/<model>/<first command that is not in it>`.
+    """The newest state of each model, in `snapshots/<model>/<number>`.
 
-    Taken after an optimizer step when the last one is old, which leaves out the gradient; and, of a model that does not
-    step, OVERDUE_S later than that. Until a snapshot holds a command, the database keeps its body.
+    The number is that of the first command that the snapshot does not hold. The model's row has it, too, as `next_seq`.
+    A snapshot after a step needs no gradient: the step has just cleared it.
     """
 
     def __init__(self, config: ServerConfig, database: Database, backend: Backend) -> None:
@@ -53,14 +58,14 @@ class Snapshots:
         self._behind: dict[str, _Behind] = {}
 
     def restored(self, model_id: str, next_seq: int, commands: Sequence[ExecutedCommand]) -> None:
-        """A model is as its snapshot `next_seq` (0: it has none) and the commands after that have left it."""
+        """A model was restored from snapshot `next_seq` (0: from none), and `commands` were repeated after it."""
         if next_seq > 0:
             self._newest[model_id] = next_seq
         for executed in commands:
             self.ran(model_id, executed.command.kind)
 
     def ran(self, model_id: str, kind: str) -> None:
-        """A command of this model has run, whatever came of it."""
+        """A command of this model has run, with or without success."""
         behind = self._behind.setdefault(model_id, _Behind(time.monotonic()))
         behind.changed |= kind not in _ONLY_READ
 
@@ -71,35 +76,35 @@ class Snapshots:
             self.take(model_id, next_seq)
 
     def overdue(self) -> list[str]:
-        """Models that have run commands for OVERDUE_S beyond the interval without a snapshot."""
+        """Models whose commands have waited for a snapshot for the interval and OVERDUE_S more."""
         latest = time.monotonic() - self._interval_s - OVERDUE_S
         return [model_id for model_id, behind in list(self._behind.items()) if behind.since <= latest]
 
     def put_off(self, model_id: str) -> None:
-        """A snapshot could not be taken: it is overdue again after as long a time."""
+        """A snapshot could not be taken: count the time until the next try from now."""
         self._behind[model_id].since = time.monotonic()
 
     def take(self, model_id: str, next_seq: int) -> None:
         """Snapshot a model in which all commands before `next_seq` are done. Runs on the backend's thread.
 
-        Of a model that has not changed since its last snapshot only the name is new.
+        If the model has not changed since its last snapshot, that snapshot only gets a new number.
         """
         behind, newest = self._behind.get(model_id), self._newest.get(model_id)
-        if newest != next_seq:  # else what has run came late, and is below the snapshot's number already
+        if newest != next_seq:  # if equal, the commands that ran came late: their numbers are below the snapshot's
             self._write(model_id, next_seq, newest if behind is not None and not behind.changed else None)
             self._newest[model_id] = next_seq
         self._taken_at[model_id] = time.monotonic()
         self._behind.pop(model_id, None)
 
     def _write(self, model_id: str, next_seq: int, same: int | None) -> None:
-        """`same`: the number of a snapshot with just this state."""
+        """`same` is the number of a snapshot that holds the same state."""
         target = self.path(model_id, next_seq)
         remove(target)
         with atomic_directory(target) as scratch:
             if same is None:
-                self._backend.save_state(model_id, scratch)
+                self._backend.save_snapshot(model_id, scratch)
             else:
-                link_files(self.path(model_id, same), scratch)
+                link_tree(self.path(model_id, same), scratch)
         self._database.write(model_rows.set_model(model_id, next_seq=next_seq), power_safe=True)
         for old in target.parent.iterdir():
             if old != target:
@@ -109,11 +114,11 @@ class Snapshots:
         return self._root / safe_name(model_id) / str(next_seq)
 
     def disregard(self, model_id: str) -> None:
-        """A model that is closed or has failed: it has no next snapshot."""
+        """The model is closed or has failed: take no more snapshots of it."""
         for known in (self._taken_at, self._newest, self._behind):
             known.pop(model_id, None)
 
     def forget(self, model_id: str) -> None:
-        """Delete what there is of a closed model."""
+        """Delete the snapshots of a closed model."""
         self.disregard(model_id)
         remove(self._root / safe_name(model_id))

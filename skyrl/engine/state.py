@@ -1,4 +1,4 @@
-"""What the engine tells the world: the engine_state row, written here and nowhere else, and a ring for the API."""
+"""Publishing the engine's state: this module alone writes the row of engine_state, and then rings the API."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ logger = logging.getLogger(__name__)
 
 
 class EngineStatePublisher:
-    """Writes the row, and writes nothing once the server has lost its claim: the row is then another engine's.
+    """Writes the row. After the server has lost its claim it writes nothing: the row is then another engine's.
 
-    `publish_url` is the InferenceStatePublisher that the inference group calls. The other methods wait for the database
-    on the calling thread; threads may share them.
+    `publish_url` is the InferenceStatePublisher of the EngineGroup. The other methods wait for the database on the
+    calling thread; threads may share them.
     """
 
     def __init__(self, database: Database, api: Doorbell, fence: Fence) -> None:
@@ -30,7 +30,7 @@ class EngineStatePublisher:
         self._fence = fence
         self._publishing = threading.Lock()
         self._newest = 0
-        """Counts what was to be published: only the newest is."""
+        """The number of the newest URL. An older one is not published any more."""
         self._unpublished: Callable[[], None] | None = None
 
     def _write(self, change: Callable[[Connection], object]) -> None:
@@ -41,7 +41,7 @@ class EngineStatePublisher:
         self._database.write(unless_displaced)
 
     async def publish_url(self, url: str | None) -> None:
-        """A failed write is logged and never breaks the controller; the next heartbeat tries again."""
+        """A write that fails is logged, and raises nothing; the next heartbeat tries again."""
         self._newest += 1
         await asyncio.to_thread(self._publish, url, self._newest)
 
@@ -77,7 +77,7 @@ class EngineStatePublisher:
             again()
 
     def clear(self, why: str) -> None:
-        """Nothing runs any more. A database that is away is not told; the launcher tries once more."""
+        """Say that nothing runs any more. If the database is away, that is logged; the launcher tries once more."""
         try:
             self._write(lambda c: engine_state.clear(c, why))
         except DatabaseError as error:

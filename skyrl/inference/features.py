@@ -26,11 +26,11 @@ class InferenceFeatures:
 def inference_features(config: ServerConfig, *, cuda: bool) -> InferenceFeatures:
     """The features of the configured server. One that skyrl starts has the plugin. A server that somebody else runs is
     expected to do nothing beyond the protocol."""
-    plugin = config.manages_inference and plugin_installed() and vllm_version().startswith(TESTED_VERSIONS)
+    plugin = config.modes.manages_inference and plugin_installed() and vllm_version().startswith(TESTED_VERSIONS)
     return InferenceFeatures(
         prompt_scores=plugin and not cuda,
         any_temperature=plugin,
-        unembed_prompt_logprobs=not (config.manages_inference and cuda),
+        unembed_prompt_logprobs=not (config.modes.manages_inference and cuda),
     )
 
 

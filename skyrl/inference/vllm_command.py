@@ -153,7 +153,8 @@ def inference_devices(config: ServerConfig, devices: Sequence[str]) -> list[str]
     """The CUDA devices that vLLM gets of this machine's `devices`: the ones after the trainer's. Colocated, or with too
     few for both, the trainer and vLLM share the first ones."""
     wanted = config.backend_config.inference.tensor_parallel_size
-    trainer = 0 if config.colocated else config.backend_config.trainer.placement.policy_num_gpus_per_node
+    own = config.backend_config.trainer.placement.policy_num_gpus_per_node
+    trainer = own if config.modes.forwards else 0
     after = list(devices[trainer : trainer + wanted])
     return after if len(after) == wanted else list(devices[:wanted])
 
@@ -217,7 +218,7 @@ def _gpu_options(config: ServerConfig) -> dict[str, Any]:
         "max_model_len": inference.max_model_len,
         "tensor_parallel_size": inference.tensor_parallel_size,
         "gpu_memory_utilization": inference.gpu_memory_utilization,
-        "enable_sleep_mode": True if config.colocated else None,
+        "enable_sleep_mode": None if config.modes.forwards else True,
     }
 
 

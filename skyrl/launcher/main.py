@@ -27,7 +27,6 @@ from skyrl.launcher.own_parts import (
     OwnProcesses,
     claim_parts,
     disk_part,
-    has_engine,
     port_part,
 )
 from skyrl.launcher.parts import Part, Parts, ServerEnded
@@ -62,7 +61,7 @@ class Launcher:
             await asyncio.to_thread(migrate, database)
             name = server_id(config.state_dir)
             try:
-                if has_engine(config):
+                if config.modes.trains:
                     await asyncio.to_thread(claim_store, config, database, name)
                     await self._add(*claim_parts(database, name))
                 if stop.is_set():  # taking the claim may have waited for another server's signs of life
@@ -87,7 +86,7 @@ class Launcher:
         which may end the samples in flight, then nobody may connect, then the engine, and vLLM last."""
         config, url = self._config, None
         key = config.external_inference_api_key
-        if config.manages_inference:
+        if config.modes.manages_inference:
             key = secrets.token_urlsafe(32)
             placement = LocalPlacement(self._logs)
             inference = InferenceParts(config, self._found, key, directory, placement, first_ready)
@@ -96,7 +95,7 @@ class Launcher:
         runtime = Runtime(config, directory, url, key, name)
         own = OwnProcesses(runtime, self._logs, first_ready, offline=self._found.offline)
         before = tuple(part for part in (CLAIM_WATCH, VLLM_WATCH) if part in self._parts.names)
-        if has_engine(config):
+        if config.modes.trains:
             await self._add(own.engine(before))
             before = (ENGINE,)
         await self._add(port_part(sockets, before))

@@ -12,7 +12,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from skyrl.config.server import ServerConfig
 from skyrl.db.database import Database
 from skyrl.inference.vllm_command import NO_PROGRESS_BARS, OFFLINE
 from skyrl.launcher.first_ready import FirstReady
@@ -119,11 +118,6 @@ class OwnProcesses:
 
 def api_name(slot: int) -> str:
     return "api" if slot == 0 else f"api-{slot}"
-
-
-def has_engine(config: ServerConfig) -> bool:
-    """Whether this server trains. A gateway does not."""
-    return config.backend != "none"
 
 
 def _python(module: str) -> list[str]:

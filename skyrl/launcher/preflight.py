@@ -222,12 +222,12 @@ class Findings:
 def check(config: ServerConfig) -> Findings:
     """All checks that this configuration needs. Raises ConfigError."""
     devices = cuda_devices()
-    if config.backend == "none":
+    if not config.modes.trains:
         return Findings(devices)
     check_gpus(config, devices)
     offline = check_base_model(config)
-    if not config.manages_inference:
+    if not config.modes.manages_inference:
         return Findings(devices, offline)
-    tested = check_vllm(cuda=bool(devices), colocated=config.colocated)
+    tested = check_vllm(cuda=bool(devices), colocated=not config.modes.forwards)
     check_inference_port(config)
     return Findings(devices, offline, tested)

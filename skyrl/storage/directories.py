@@ -45,8 +45,8 @@ def atomic_directory(target: Path) -> Iterator[Path]:
     scratch.mkdir()
     try:
         yield scratch
-        for file in scratch.iterdir():
-            _sync(file)
+        for path in scratch.rglob("*"):
+            _sync(path)
         os.utime(scratch)  # its age counts from now on, however long the files took
         _sync(scratch)
         scratch.rename(target)
@@ -74,12 +74,20 @@ def link_files(source: Path, target: Path) -> None:
 
     Stored files never change, so sharing their bytes is safe; either directory may be deleted."""
     for file in source.iterdir():
-        if file.name == MANIFEST:
-            continue
-        try:
-            os.link(file, target / file.name)
-        except OSError:
-            shutil.copyfile(file, target / file.name)
+        if file.name != MANIFEST:
+            _link(file, target / file.name)
+
+
+def link_tree(source: Path, target: Path) -> None:
+    """As `link_files`, with folders and all that is in them. `target` exists, and is empty."""
+    shutil.copytree(source, target, copy_function=_link, dirs_exist_ok=True)
+
+
+def _link(file: str | Path, target: str | Path) -> None:
+    try:
+        os.link(file, target)
+    except OSError:
+        shutil.copyfile(file, target)
 
 
 def fetch(store: CheckpointStore, key: str, target: Path) -> None:

@@ -8,7 +8,7 @@ import contextlib
 import json
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from sqlalchemy import select
 
-from skyrl.backends.torch_lora.backend import FsdpBackend
+from skyrl.backends.torch_lora.backend import TorchLoraBackend
 from skyrl.config.server import load_config
 from skyrl.db import engine_state
 from skyrl.db.checkpoints import checkpoints
@@ -27,11 +27,14 @@ from skyrl.db.migrate import migrate
 from skyrl.db.models import Adapter, Model, add_model, models
 from skyrl.db.sessions import Session, Sessions
 from skyrl.db.writer import GroupCommitWriter
+from skyrl.engine.build import EngineParts, build_engine
 from skyrl.engine.crash_ledger import CrashLedger
 from skyrl.engine.loop import Engine
 from skyrl.engine.recovery import Recovery
 from skyrl.engine.sampling import ColocatedSampler
-from skyrl.engine.snapshots import Snapshots
+from skyrl.engine.scheduler import Scheduler
+from skyrl.engine.signals import EngineSignals
+from skyrl.engine.threads import EngineThreads
 from skyrl.futures.store import FutureStore
 from skyrl.inference.engine_group import EngineGroup
 from skyrl.notify.doorbell import SESSIONS, Doorbell, DoorbellListener
@@ -81,10 +84,10 @@ async def until(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0.002)
 
 
-async def asleep(engine: Engine) -> None:
+async def asleep(signals: EngineSignals) -> None:
     """Wait until the engine's loop has ended its turn, and it and its listener wait for a ring."""
-    for bell in (engine._bell, engine._arrived):
-        await until(lambda bell=bell: not bell.is_set() and any(not waiting.done() for waiting in bell._waiters))
+    for event in (signals.work, signals.arrived):
+        await until(lambda event=event: not event.is_set() and any(not waiting.done() for waiting in event._waiters))
 
 
 class Models:
@@ -123,10 +126,10 @@ class Harness:
         self._ringing: set[asyncio.Task[list[str]]] = set()
         self._listener = DoorbellListener(self._doorbell, self._on_ring)
         self._listener.start()
-        self._engine: Engine | None = None
+        self._parts: EngineParts | None = None
         self._running: asyncio.Task[None] | None = None
         self._api: Doorbell | None = None
-        self._deaths: CrashLedger | None = None
+        self._ledger: CrashLedger | None = None
 
     def _on_ring(self, words: list[str]) -> None:
         task = asyncio.create_task(self.store.read_outcomes(words))
@@ -134,51 +137,81 @@ class Harness:
         task.add_done_callback(self._ringing.discard)
 
     @property
+    def parts(self) -> EngineParts:
+        assert self._parts is not None
+        return self._parts
+
+    @property
+    def is_running(self) -> bool:
+        return self._parts is not None
+
+    @property
     def engine(self) -> Engine:
-        assert self._engine is not None
-        return self._engine
+        return self.parts.engine
+
+    @property
+    def recovery(self) -> Recovery:
+        return self.parts.recovery
+
+    @property
+    def scheduler(self) -> Scheduler:
+        return self.parts.scheduler
+
+    @property
+    def threads(self) -> EngineThreads:
+        return self.parts.threads
+
+    async def sweep(self) -> None:
+        """One sweep of unused files, which an engine otherwise makes every few seconds."""
+        await self.parts.sweep.once()
 
     async def start(
         self,
-        prepare: Callable[[Harness], None] = lambda _: None,
+        prepare: Callable[[Harness], object] = lambda _: None,
         *,
         group: EngineGroup | None = None,
         sampler: ColocatedSampler | None = None,
+        run: Callable[[EngineParts], Coroutine[Any, Any, None]] = lambda parts: parts.engine.run(),
     ) -> None:
         """A new backend and a new engine, recovered from what is in the state directory. Without a group there is no
-        vLLM; with a sampler the engine samples itself."""
+        vLLM; with a sampler the engine samples itself. `run` runs the engine; the process also retries to restore."""
         claim_for_tests(self.database, SERVER)
-        database = self.engine_database
-        self.backend = FsdpBackend(self.config)
+        self.backend = TorchLoraBackend(self.config)
         self._api = Doorbell(self._doorbell)
-        self.snapshots = Snapshots(self.config, database, self.backend)
-        deaths = self._deaths = CrashLedger(self.config.running_file)
-        store = self.checkpoint_store
-        self._engine = Engine(
-            self.config, database, self.backend, group, self._api, sampler, self.snapshots, store, deaths
+        self._ledger = CrashLedger(self.config.running_file)
+        self._parts = build_engine(
+            self.config,
+            self.engine_database,
+            self.backend,
+            self.checkpoint_store,
+            self._ledger,
+            self._api,
+            EngineSignals(),
+            group,
+            sampler,
         )
+        self.snapshots = self._parts.snapshots
         prepare(self)
-        self.recovery = Recovery(self._engine, database, self.backend, self.snapshots, store, deaths)
         await self.recovery.run()
-        self._running = asyncio.create_task(self._engine.run())
+        self._running = asyncio.create_task(run(self.parts))
 
     async def stop(self) -> None:
         if self._running is None:
             return
-        self.engine.stop()
+        self.parts.signals.stop()
         await self._running
         self._gone()
 
     def kill_before_commit_of(self, wanted: Callable[[str], bool]) -> None:
         """Arm: the engine executes the command whose request id is `wanted`, and dies before its outcome is stored."""
-        settle = self.engine.execution.settle
+        settle = self.parts.settlement.settle
 
         def settle_or_die(outcomes: Any, *rest: Any, **options: Any) -> None:
             if any(wanted(request_id) for request_id, _ in outcomes):
                 raise Killed
             settle(outcomes, *rest, **options)
 
-        self.engine.execution.settle = settle_or_die  # type: ignore[method-assign]
+        self.parts.settlement.settle = settle_or_die  # type: ignore[method-assign]
 
     async def killed(self, by: type[BaseException] = Killed) -> None:
         """Wait until the engine has died of the armed death, or of `by`."""
@@ -190,15 +223,15 @@ class Harness:
 
     def died_starting(self) -> None:
         """After a `start` that has raised: what it had opened is closed, as the end of a process does."""
-        self.engine.stop()
+        self.parts.signals.stop()
         self._gone()
 
     def _gone(self) -> None:
         assert self._api is not None
-        assert self._deaths is not None
+        assert self._ledger is not None
         self._api.close()
-        self._deaths.close()
-        self._running = self._engine = None
+        self._ledger.close()
+        self._running = self._parts = None
 
     async def close(self) -> None:
         await self.stop()
@@ -216,7 +249,7 @@ class Harness:
 
     async def queued(self, count: int) -> None:
         """Wait until the engine has read that many commands that it cannot run yet."""
-        await until(lambda: self.engine.scheduler.waiting >= count)
+        await until(lambda: self.scheduler.waiting >= count)
 
     def model_row(self, model_id: str) -> Any:
         return self.database.read(lambda c: c.execute(select(models).where(models.c.id == model_id)).one())
@@ -290,7 +323,7 @@ class Trainer:
         text = json.dumps({"model_id": self.model_id, "seq_id": seq_id, **body}).encode()
         request = NewRequest(kind, self.session.tenant, self.session.id, text, model_id=self.model_id, seq_id=seq_id)
         request_id, _ = await self.harness.store.record(request)
-        if self.harness._engine is not None:
+        if self.harness.is_running:
             self.harness.engine.ring()
         return request_id
 
@@ -340,7 +373,7 @@ class Trainer:
                 self.harness.backend.save_state(self.model_id, Path(directory))
                 return files_in(directory)
 
-        return await self.harness.engine.on_backend(save)
+        return await self.harness.threads.on_backend(save)
 
 
 @contextlib.asynccontextmanager

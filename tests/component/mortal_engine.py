@@ -17,14 +17,13 @@ import numpy as np
 from engine_harness import SERVER, WAIT_S, Killed, claim_for_tests, until
 from sqlalchemy import Connection
 
-from skyrl.backends.base import AdamParams, InvalidRequest, ModelLimits, PassResult, SamplingMode, TrainingPass
+from skyrl.backends.base import AdamParams, InvalidRequest, ModelLimits, PassResult, TrainingPass
 from skyrl.config.server import ServerConfig
 from skyrl.db.database import Database
 from skyrl.db.fence import Fence, FencedDatabase
+from skyrl.engine.build import EngineParts, build_engine
 from skyrl.engine.crash_ledger import CrashLedger
-from skyrl.engine.loop import Engine
-from skyrl.engine.recovery import Recovery
-from skyrl.engine.snapshots import Snapshots
+from skyrl.engine.signals import EngineSignals
 from skyrl.notify.doorbell import SESSIONS
 from skyrl.storage.registry import open_store
 from skyrl.types.lora import LoraSpec
@@ -68,11 +67,10 @@ def add_step(state: State, learning_rate: float) -> dict[str, float]:
     return {"weight": weight(state)}
 
 
-class Ledger:
+class HistoryBackend:
     """The backend. `step()` is called before and after everything that it does."""
 
     limits = ModelLimits(vocab_size=512, max_context=16)
-    sampling_mode = SamplingMode.FORWARDED
     repeats_exactly = True
 
     def __init__(self, step: Callable[[], None], *, merges_passes: bool) -> None:
@@ -121,9 +119,8 @@ class Ledger:
 
     def save_state(self, model_id: str, directory: Path) -> None:
         text = json.dumps(self.models[model_id])
-        if threading.current_thread().name.startswith("files"):  # a snapshot has the backend's thread, and no time
-            self.saving += 1
-            assert self.saves_may_go.wait(WAIT_S)
+        self.saving += 1
+        assert self.saves_may_go.wait(WAIT_S)
         self._step()
         (directory / "state.json").write_text(text[: len(text) // 2])
         self._step()
@@ -137,6 +134,22 @@ class Ledger:
 
     def save_adapter(self, model_id: str, directory: Path, *, dtype: str = "float32") -> None:
         self.save_state(model_id, directory)
+
+    def save_snapshot(self, model_id: str, directory: Path) -> None:
+        """In two shards, each in a folder of its own, as two ranks might write it."""
+        text = json.dumps(self.models[model_id])
+        half = len(text) // 2
+        for rank, shard in enumerate((text[:half], text[half:])):
+            self._step()
+            folder = directory / f"rank{rank}"
+            folder.mkdir()
+            (folder / "shard").write_text(shard)
+        self._step()
+
+    def restore_model(self, model_id: str, spec: LoraSpec, directory: Path) -> None:
+        self._step()
+        self.models[model_id] = json.loads("".join((directory / f"rank{n}" / "shard").read_text() for n in (0, 1)))
+        self._step()
 
     def close(self) -> None:
         self.models.clear()
@@ -186,14 +199,16 @@ class _NotesUntilDeath(CrashLedger):
             super()._write()
 
 
-class _TurnByTurn(Engine):
-    """Waits before each turn until it is let go."""
+class _TurnByTurn:
+    """An engine that waits before each turn until it is let go."""
 
-    def __init__(self, *parts: Any) -> None:
-        super().__init__(*parts)
+    def __init__(self, parts: EngineParts) -> None:
+        self._parts = parts
+        self._turn, parts.engine._turn = parts.engine._turn, self._turn_when_let_go  # type: ignore[method-assign]
         self._left = 0
         self._go = asyncio.Event()
         self._waits = self._in_turn = False
+        self.ring, self.run, self.stop = parts.engine.ring, parts.engine.run, parts.signals.stop
 
     def let_go(self, turns: int) -> None:
         self._left, self._waits = turns, False
@@ -204,25 +219,27 @@ class _TurnByTurn(Engine):
 
     def die(self) -> None:
         """To its end, wherever it is."""
-        self._failure = self._failure or Killed()
+        self._parts.signals.fail(Killed())
         self.let_go(1)
         self.ring()
 
-    async def _turn(self) -> None:
+    async def _turn_when_let_go(self) -> None:
         while not self._left:
             self._go.clear()
             self._waits = True
             await self._go.wait()
         self._left -= 1
         self._in_turn = True
-        await super()._turn()
+        await self._turn()
         self._in_turn = False
 
     @property
     def idle(self) -> bool:
         """Whether it waits: to be let go, or for a ring."""
-        waits = self._waits or not (self._in_turn or self.scheduler.has_work or self._bell.is_set())
-        return waits and not (self._unread or self._file_commands or self._reading.locked() or self._arrived.is_set())
+        parts, signals, log = self._parts, self._parts.signals, self._parts.log
+        waits = self._waits or not (self._in_turn or parts.scheduler.has_work or signals.work.is_set())
+        reads = log._has_news or log._reading.locked() or signals.arrived.is_set()
+        return waits and not (reads or parts.file_commands.running)
 
 
 class MortalEngine:
@@ -264,16 +281,14 @@ class MortalEngine:
         with closing(Database(self._config.database)) as database:
             claim_for_tests(database, SERVER)
         self._dead = False
-        self.backend = Ledger(self._step, merges_passes=self._merges)
-        snapshots = Snapshots(self._config, self._database, self.backend)
-        self._deaths = _NotesUntilDeath(self._config.running_file, lambda: self._dead)
-        store = open_store(self._config)
-        self._engine = _TurnByTurn(
-            self._config, self._database, self.backend, None, self.rings, None, snapshots, store, self._deaths
-        )
-        recovery = Recovery(self._engine, self._database, self.backend, snapshots, store, self._deaths)
+        self.backend = HistoryBackend(self._step, merges_passes=self._merges)
+        self._ledger = _NotesUntilDeath(self._config.running_file, lambda: self._dead)
+        api: Any = self.rings
+        store, signals = open_store(self._config), EngineSignals()
+        parts = build_engine(self._config, self._database, self.backend, store, self._ledger, api, signals)
+        self._engine = _TurnByTurn(parts)
         try:
-            await recovery.run()
+            await parts.recovery.run()
         except Killed:
             self._engine.stop()
             await self._engine.run()
@@ -341,7 +356,7 @@ class MortalEngine:
         self._gone()
 
     def _gone(self) -> None:
-        self._deaths.close()
+        self._ledger.close()
         self.running = json.loads(self._config.running_file.read_text().partition("\n")[0])["running"]
         self._left, self._dead, self._engine = None, True, None
 

@@ -121,11 +121,11 @@ async def test_an_adapter_is_unloaded_before_its_files_are_deleted(
 
         here.upstream.controls[UNLOAD] = noting(error(500, "not now"))
         await here.harness.end(here.trainer.session)
-        await here.harness.engine._sweep()
+        await here.harness.sweep()
         assert there == [(sampler.adapter_name, True)]
         assert files_in(directory), "it could not be unloaded"
         here.upstream.controls[UNLOAD] = noting(WELL)
-        await here.harness.engine._sweep()
+        await here.harness.sweep()
         assert there == [(sampler.adapter_name, True)] * 2
         assert not files_in(directory)
 
@@ -140,9 +140,9 @@ async def test_a_server_that_does_not_answer_is_asked_once_in_a_sweep(
             await here.trainer.do(Kind.SAVE_WEIGHTS_FOR_SAMPLER, sampling_session_seq_id=number)
         here.upstream.controls[UNLOAD] = hang_up
         await here.harness.end(here.trainer.session)
-        await here.harness.engine._sweep()
+        await here.harness.sweep()
         assert len(here.asked_for(UNLOAD)) == 1
         assert "adapters could not be unloaded yet" in caplog.text
         here.upstream.controls[UNLOAD] = WELL
-        await here.harness.engine._sweep()
+        await here.harness.sweep()
         assert len(here.asked_for(UNLOAD)) == 4

@@ -190,7 +190,7 @@ async def test_model_whose_session_ends_during_its_load_is_not_made(
     finally:
         arrived.set()
     assert (await loader.outcome(load)).error is not None
-    await until(lambda: not world.harness.engine._file_commands)
+    await until(lambda: not world.harness.parts.file_commands.running)
     assert set(world.harness.backend._adapters) == {saver.model_id}
 
 
@@ -216,14 +216,14 @@ async def test_sweep_of_an_object_store(tmp_path: Path, on_s3: dict[str, Any], m
         def names() -> list[str]:
             return sorted(found.key.rpartition("/")[2].partition("-")[0] for found in stored())
 
-        await world.harness.engine._sweep()
+        await world.harness.sweep()
         assert names() == ["deleted", "kept", "left"], "what expired goes at once, the rest is too young to be sure"
         monkeypatch.setattr(reclaim, "LISTING_S", -60.0)
-        await world.harness.engine._sweep()
+        await world.harness.sweep()
         assert names() == ["deleted", "kept", "left"]
         assert len(listed) == 1, "listing costs requests"
-        world.harness.engine._sweeper._listing_due = 0.0
-        await world.harness.engine._sweep()
+        world.harness.parts.sweeper._listing_due = 0.0
+        await world.harness.sweep()
         assert names() == ["kept"]
         assert "checkpoint_expired" in world.events()
         assert "checkpoint_deleted" in world.events()

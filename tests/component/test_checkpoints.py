@@ -145,7 +145,7 @@ async def test_copy_lives_on_without_its_source(either: World, monkeypatch: pyte
         assert (await either.ask("DELETE", at(source))).status_code == 200
     await either.harness.end(trainer.session)
     for _ in range(2):
-        await either.harness.engine._sweep()
+        await either.harness.sweep()
     assert len(either.harness.checkpoint_store.stored()) == 2
     listed = {one["tinker_path"]: one for one in (await either.get("checkpoints"))["checkpoints"]}
     assert set(listed) == set(copies)

@@ -65,5 +65,5 @@ async def test_a_turn_in_which_all_samples_were_cancelled_wakes_nobody(tmp_path:
         here.vllm.may_answer.set()
         assert await here.error_of(first) is None
         await here.trainer.step(1)
-        await until(lambda: not here.harness.engine.scheduler.waiting)
+        await until(lambda: not here.harness.scheduler.waiting)
         assert here.vllm.turns == TURN

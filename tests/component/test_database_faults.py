@@ -28,7 +28,7 @@ from skyrl.db.fence import Fence
 from skyrl.db.futures import Outcome
 from skyrl.db.retrying_database import RetryingDatabase
 from skyrl.db.sessions import sessions
-from skyrl.engine.passes import failed
+from skyrl.engine.failures import failed
 from skyrl.engine.state import EngineStatePublisher
 from skyrl.notify.doorbell import Doorbell
 from skyrl.sampling.client import ForwardingClient

@@ -3,7 +3,6 @@ is no fault of the device, is in test_failed_commands."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -199,7 +198,7 @@ async def test_a_fault_while_a_held_model_is_tried_again_ends_the_engine(
     monkeypatch.setattr(main, "RETRY_S", 0.01)
 
     def short_of_memory(harness: Harness) -> None:
-        create_model, run = harness.backend.create_model, harness.engine.run
+        create_model = harness.backend.create_model
 
         def create_and_break(*arguments: Any) -> None:
             gpu.broken = True
@@ -209,14 +208,9 @@ async def test_a_fault_while_a_held_model_is_tried_again_ends_the_engine(
             harness.backend.create_model = create_and_break  # type: ignore[method-assign]
             raise OutOfMemory("out of memory")
 
-        async def run_as_the_process_does() -> None:
-            harness.engine.run = run  # type: ignore[method-assign]
-            await main._run_until(asyncio.Event(), harness.engine, harness.recovery, None)
-
         harness.backend.create_model = raise_once  # type: ignore[method-assign]
-        harness.engine.run = run_as_the_process_does  # type: ignore[method-assign]
 
-    await harness.start(short_of_memory)
+    await harness.start(short_of_memory, run=lambda parts: main.run_until_stopped(parts, None))
     await harness.killed(DeviceFault)
     assert harness.model_row(trainer.model_id).status == "ready"
     gpu.broken = False

@@ -175,9 +175,9 @@ async def test_tenants_side_by_side_get_what_each_gets_alone(harness: Harness) -
         alone.append(await trainer.state())
     batches: list[list[str]] = []
     note_batches(harness, batches)
-    harness.engine.scheduler.budget = 1  # a share is one pass
+    harness.scheduler.budget = 1  # a share is one pass
     both_are_queued = threading.Event()
-    holding = asyncio.create_task(harness.engine.on_backend(both_are_queued.wait))
+    holding = asyncio.create_task(harness.threads.on_backend(both_are_queued.wait))
     pair = [await Trainer.create(harness, tenant=f"t{seed}", seed=seed, rank=2 * seed) for seed in (1, 2)]
     lasts: list[str] = []
     for trainer, seed in zip(pair, (1, 2), strict=True):
@@ -335,13 +335,13 @@ async def test_ended_session_gives_everything_back(harness: Harness, monkeypatch
     assert harness.model_row(trainer.model_id).status == "closed"
     assert harness.model_row(other.model_id).status == "ready"
     assert set(harness.backend._adapters) == {other.model_id}
-    assert harness.engine.scheduler.waiting == 0
+    assert harness.scheduler.waiting == 0
     adapters = harness.config.adapters_dir / safe_name(trainer.model_id)
-    await harness.engine._sweep()
+    await harness.sweep()
     assert len(list(adapters.iterdir())) == 2, "too young to be taken back"
     monkeypatch.setattr(reclaim, "GRACE_S", 0.0)
-    await harness.engine._sweep()
-    await harness.engine._sweep()
+    await harness.sweep()
+    await harness.sweep()
     assert [path.name for path in adapters.iterdir()] == ["v000001"], "only the named version stays"
     assert len(list((harness.config.adapters_dir / safe_name(other.model_id)).iterdir())) == 2
     assert all(harness.stored(row) for row in harness.checkpoint_rows(trainer.model_id))
@@ -359,12 +359,12 @@ async def test_adapter_files_wait_for_samples_that_still_run(harness: Harness, m
     row |= {"sampling_session_id": sampler.id, "sample_seq_id": 0, "body_format": "json", "status": "pending"}
     harness.database.write(lambda c: c.execute(rows.RECORD.statement, row))
     harness.database.write(lambda c: c.execute(update(samplers).values(status="closed")))
-    await harness.engine._sweep()
-    await harness.engine._sweep()
+    await harness.sweep()
+    await harness.sweep()
     assert files_in(harness.adapter(sampler.adapter_path))
     harness.database.write(lambda c: c.execute(delete(rows.futures).where(rows.futures.c.id == "r")))
-    await harness.engine._sweep()
-    await harness.engine._sweep()
+    await harness.sweep()
+    await harness.sweep()
     assert not files_in(harness.adapter(sampler.adapter_path))
 
 
@@ -379,10 +379,10 @@ async def test_replaced_and_expired_checkpoints_lose_their_files(
     harness.database.write(lambda c: c.execute(expire))
     directory = harness.config.checkpoints_dir / safe_name(trainer.model_id)
     assert len(list(directory.iterdir())) == 3
-    await harness.engine._sweep()
+    await harness.sweep()
     assert len(list(directory.iterdir())) == 2, "what was replaced may still be being loaded"
     monkeypatch.setattr(reclaim, "GRACE_S", 0.0)
-    await harness.engine._sweep()
+    await harness.sweep()
     (row,) = harness.checkpoint_rows(trainer.model_id)
     assert [f"{directory.name}/{path.name}" for path in directory.iterdir()] == [row.store_key]
 
@@ -406,8 +406,8 @@ async def test_sweep_spares_what_is_being_written_and_deletes_what_the_dead_left
     assert dead[-1].is_dir()
     close = update(models).where(models.c.id == closed.model_id).values(status="closed")
     harness.database.write(lambda c: c.execute(close))
-    await harness.engine._sweep()
-    await harness.engine._sweep()
+    await harness.sweep()
+    await harness.sweep()
     assert [path.exists() for path in ours] == [True] * 3
     assert [path.exists() for path in dead] == [False] * 4
 
@@ -478,6 +478,7 @@ async def test_snapshot_that_fails_stops_nothing(tmp_path: Path, monkeypatch: py
 
         with monkeypatch.context() as patch:
             patch.setattr(harness.backend, "save_state", full)
+            patch.setattr(harness.backend, "save_snapshot", full)
             assert (await trainer.step(2))["optimizer_step"] == 2
             assert "no space left" in ((await trainer.fails(Kind.SAVE_WEIGHTS, path="x")).error or "")
         assert (await trainer.step(3))["optimizer_step"] == 3

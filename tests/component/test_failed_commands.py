@@ -17,7 +17,7 @@ from skyrl.backends.base import OutOfMemory
 from skyrl.backends.torch_lora import state as state_module
 from skyrl.db.futures import Outcome
 from skyrl.engine import recovery
-from skyrl.engine.passes import OUT_OF_MEMORY
+from skyrl.engine.failures import OUT_OF_MEMORY
 from skyrl.types.kinds import Kind
 from tests.failures import FailingLine, FailingOperation
 
@@ -125,7 +125,7 @@ async def test_a_save_that_fails_anywhere_leaves_no_file_and_no_row(harness: Har
     before = await trainer.state()
     method = "save_state" if kind is Kind.SAVE_WEIGHTS else "save_adapter"
     places = (harness.config.adapters_dir, harness.config.state_dir / "checkpoints")
-    step = 13 if points == "operations" else 7  # each is tried in test_fsdp_memory
+    step = 13 if points == "operations" else 7  # each is tried in test_torch_lora_memory
     at, failing = 0, Failing(harness, method)
     for at in itertools.count(0, step):
         failing = Failing(harness, method)
@@ -150,15 +150,15 @@ async def test_a_save_that_fails_anywhere_leaves_no_file_and_no_row(harness: Har
 async def test_a_snapshot_that_fails_leaves_the_one_before_it(harness: Harness) -> None:
     trainer = await Trainer.create(harness)
     await trainer.step(1)
-    await harness.engine.on_backend(lambda: harness.snapshots.take(trainer.model_id, trainer.seq_id + 1))
+    await harness.threads.on_backend(lambda: harness.snapshots.take(trainer.model_id, trainer.seq_id + 1))
     await trainer.step(2)
     after = await trainer.state()
     at = 0
     for at in itertools.count(0, 3):
-        failing = Failing(harness, "save_state")
+        failing = Failing(harness, "save_snapshot")
         failing.at(FailingLine(at, [state_module]))
         try:
-            await harness.engine.on_backend(lambda: harness.snapshots.take(trainer.model_id, trainer.seq_id + 1))
+            await harness.threads.on_backend(lambda: harness.snapshots.take(trainer.model_id, trainer.seq_id + 1))
         except MemoryError:
             (snapshot,) = (harness.config.snapshots_dir).glob("*/*")
             assert snapshot.name == "4"

@@ -196,7 +196,7 @@ async def test_no_file_is_deleted_after_the_claim_is_lost(harness: Harness) -> N
     trainer = await Trainer.create(harness)
     await trainer.step(1)
     await saved(trainer)
-    engine, root = harness.engine, harness.config
+    root = harness.config
     left = [
         old(root.adapters_dir / "model" / "v000001"),
         old(root.adapters_dir / ".tmp-0123456789abcdef"),
@@ -210,18 +210,18 @@ async def test_no_file_is_deleted_after_the_claim_is_lost(harness: Harness) -> N
     expired = update(checkpoints).values(expires_at=time.time() - 1)
     harness.database.write(lambda c: c.execute(expired))
     harness.database.write(set_model(closed.model_id, status="closed"))
-    engine._sweeper._doomed[left[0]] = 0.0  # unloaded, and its time has come
+    harness.parts.sweeper._doomed[left[0]] = 0.0  # unloaded, and its time has come
     take_over(harness)
     before = rows_of(harness.database)
     kept = [files_in(path) for path in left]
-    for delete in (engine._sweeper._delete_leftovers, lambda: engine._sweeper._sweep_store(())):
+    for delete in (harness.parts.sweeper._delete_leftovers, lambda: harness.parts.sweeper._sweep_store(())):
         with pytest.raises(Displaced):
             delete()
     with pytest.raises(Displaced):
-        engine._sweeper.delete_files(())
+        harness.parts.sweeper.delete_files(())
     with pytest.raises(Displaced):
-        engine._sweeper.unused_adapters(())
-    await engine._sweep()
+        harness.parts.sweeper.unused_adapters(())
+    await harness.sweep()
     await displaced(harness)
     assert [files_in(path) for path in left] == kept
     assert all(kept)
@@ -249,7 +249,7 @@ async def test_recovery_and_what_is_published_write_nothing_after_the_claim_is_l
     trainer = await Trainer.create(harness)
     await trainer.step(1)
     await saved(trainer)
-    await harness.engine.on_backend(lambda: harness.snapshots.take(trainer.model_id, 5))
+    await harness.threads.on_backend(lambda: harness.snapshots.take(trainer.model_id, 5))
     await harness.stop()
     await harness.start()
     homeless = update(checkpoints).values(store_key=None, directory=str(old(tmp_path / "earlier" / "v000001")))
@@ -264,7 +264,7 @@ async def test_recovery_and_what_is_published_write_nothing_after_the_claim_is_l
     with pytest.raises(Displaced):
         await harness.recovery.retry()
     with pytest.raises(Displaced):
-        harness.engine.execution.settle([("anything", Outcome(b"{}"))])
+        harness.parts.settlement.settle([("anything", Outcome(b"{}"))])
     api, lost = Doorbell(tmp_path / "nobody.sock"), []
     state = EngineStatePublisher(harness.database, api, Fence(SERVER, lambda: lost.append(True)))
     await state.publish_url("http://127.0.0.1:1")

@@ -41,8 +41,8 @@ def lost(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[
         return said
 
     monkeypatch.setattr(Database, "write", unheard)
-    monkeypatch.setattr(harness.engine.execution, "_database", patient)
-    monkeypatch.setattr(harness.engine, "_database", patient)
+    monkeypatch.setattr(harness.parts.settlement, "_database", patient)
+    monkeypatch.setattr(harness.parts.model_ends, "_database", patient)
     yield counted
     patient.close()
 
@@ -64,5 +64,5 @@ async def test_a_session_that_ends_gives_its_models_back(harness: Harness, lost:
     await harness.queued(1)
     await harness.end(trainer.session)
     assert (await trainer.outcome(waiting)).error == "the session has ended"
-    await until(lambda: not harness.backend._adapters and not harness.engine.scheduler.waiting)
+    await until(lambda: not harness.backend._adapters and not harness.scheduler.waiting)
     assert not lost["writes"] % 2

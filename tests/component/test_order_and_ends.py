@@ -24,7 +24,7 @@ from skyrl.db import futures as rows
 from skyrl.db.database import Database
 from skyrl.db.migrate import migrate
 from skyrl.db.models import models
-from skyrl.engine import loop
+from skyrl.engine import model_ends
 from skyrl.launcher.runtime import Runtime
 from skyrl.types.kinds import Kind
 from skyrl.types.requests import NewRequest
@@ -67,10 +67,10 @@ async def test_model_that_cannot_be_made_fails_what_waits_for_a_missing_number(h
     await harness.queued(1)
     await trainer.outcome(await trainer.send(Kind.LOAD_WEIGHTS, 0, path="tinker://nobody/weights/nothing"))
     assert "not there any more" in ((await trainer.outcome(waiting)).error or "")
-    assert harness.engine.scheduler.waiting == 0
+    assert harness.scheduler.waiting == 0
     late = await trainer.optim_step(9)
     assert "not there any more" in ((await trainer.outcome(late)).error or "")
-    assert harness.engine.scheduler.waiting == 0
+    assert harness.scheduler.waiting == 0
 
 
 async def test_command_that_is_read_while_its_session_ends_does_not_wait(
@@ -80,12 +80,12 @@ async def test_command_that_is_read_while_its_session_ends_does_not_wait(
     for each in (trainer, other):
         await each.step(1)
     here, sent = asyncio.get_running_loop(), []
-    end_sessions = loop.end_sessions
+    end_sessions = model_ends.end_sessions
 
     async def one_more() -> None:
         sent.append(await trainer.optim_step(99))
         await other.optim_step(99)  # which is queued from now on: the log is not read from the start again
-        await harness.engine._read_log()
+        await harness.parts.file_commands.start_ready()
 
     def end_and_one_more(database: Database) -> Any:
         ended = end_sessions(database)
@@ -93,11 +93,11 @@ async def test_command_that_is_read_while_its_session_ends_does_not_wait(
             asyncio.run_coroutine_threadsafe(one_more(), here).result()
         return ended
 
-    monkeypatch.setattr(loop, "end_sessions", end_and_one_more)
+    monkeypatch.setattr(model_ends, "end_sessions", end_and_one_more)
     await harness.end(trainer.session)
     await until(lambda: bool(sent))
     assert "not there any more" in ((await trainer.outcome(sent[0])).error or "")
-    assert harness.engine.scheduler.waiting == 1
+    assert harness.scheduler.waiting == 1
 
 
 # A session that ends while a request is written
@@ -215,12 +215,12 @@ async def test_refusal_that_could_not_be_written_is_written_later(
     harness.database.write(
         lambda c: c.execute(update(models).where(models.c.id == gone.model_id).values(status="closed"))
     )
-    harness.engine.scheduler.close_model(gone.model_id)
+    harness.scheduler.close_model(gone.model_id)
     engine = harness.engine
-    engine._look_due = float("inf")  # the loop sleeps until it is rung, and its listener reads what arrives
+    engine._poll_due = float("inf")  # the loop sleeps until it is rung, and its listener reads what arrives
     engine.ring()
-    await asleep(engine)
-    refuse, failures = engine.execution.refuse, 1
+    await asleep(harness.parts.signals)
+    refuse, failures = harness.parts.settlement.refuse, 1
 
     def fail_once(commands: Any) -> None:
         nonlocal failures
@@ -229,7 +229,7 @@ async def test_refusal_that_could_not_be_written_is_written_later(
             raise OperationalError(None, None, Exception("database is locked"))
         refuse(commands)
 
-    monkeypatch.setattr(engine.execution, "refuse", fail_once)
+    monkeypatch.setattr(harness.parts.settlement, "refuse", fail_once)
     refused = await gone.optim_step(1)
     waiting = await other.optim_step(9)  # for a number that does not come
     outcome = await harness.store.wait(refused, "tenant", WAIT_S)

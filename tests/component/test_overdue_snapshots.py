@@ -91,14 +91,14 @@ async def test_a_model_that_did_not_change_is_not_written_again(
     contents, inodes = files_in(first), {file.name: file.stat().st_ino for file in first.iterdir()}
     state = await trainer.state()
     written: list[str] = []
-    save_state = harness.backend.save_state
+    save_snapshot = harness.backend.save_snapshot
 
     def noting(model_id: str, directory: Path) -> None:
         written.append(model_id)
-        save_state(model_id, directory)
+        save_snapshot(model_id, directory)
 
     with monkeypatch.context() as patched:
-        patched.setattr(harness.backend, "save_state", noting)
+        patched.setattr(harness.backend, "save_snapshot", noting)
         await forward(trainer, 1)
         await snapshotted(harness, trainer)
         assert written == []
@@ -163,7 +163,7 @@ async def test_a_snapshot_that_fails_is_put_off_and_stops_nothing(
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr(harness.backend, "save_state", full)
+        patched.setattr(harness.backend, "save_snapshot", full)
         await trainer.result(await trainer.forward_backward(1))
         await until(lambda: tries > 1)
         assert "has no snapshot at command 2" in caplog.text
@@ -216,7 +216,7 @@ async def test_a_death_in_the_middle_of_a_snapshot_loses_nothing(
         await harness.start()
         trainer = await Trainer.create(harness)
         await trainer.step(1)
-        await harness.engine.on_backend(lambda: harness.snapshots.take(trainer.model_id, trainer.seq_id + 1))
+        await harness.threads.on_backend(lambda: harness.snapshots.take(trainer.model_id, trainer.seq_id + 1))
         if changed:
             await trainer.result(await trainer.forward_backward(2))
         await forward(trainer, 3)
@@ -232,12 +232,12 @@ async def test_a_death_in_the_middle_of_a_snapshot_loses_nothing(
 
         with monkeypatch.context() as patched:
             if point == "in the files":
-                patched.setattr(harness.backend, "save_state", die)
-                patched.setattr(engine_snapshots, "link_files", die)
+                patched.setattr(harness.backend, "save_snapshot", die)
+                patched.setattr(engine_snapshots, "link_tree", die)
             else:
                 patched.setattr(harness.engine_database, "write", die if "before" in point else write_and_die)
             with pytest.raises(Killed):
-                await harness.engine.on_backend(lambda: harness.snapshots.take(trainer.model_id, trainer.seq_id + 1))
+                await harness.threads.on_backend(lambda: harness.snapshots.take(trainer.model_id, trainer.seq_id + 1))
         forget_all(harness)
         await harness.stop()
         await harness.start()

@@ -97,23 +97,23 @@ async def test_while_one_tenant_is_paused_others_train_also_after_a_restart(worl
         await world.harness.stop()
         await world.harness.start()
     turns = 0
-    start_due = world.harness.engine.scheduler.start_due
+    start_due = world.harness.scheduler.start_due
 
     def counted(now: float) -> None:
         nonlocal turns
         turns += 1
         start_due(now)
 
-    world.harness.engine.scheduler.start_due = counted  # type: ignore[method-assign]
+    world.harness.scheduler.start_due = counted  # type: ignore[method-assign]
     assert (await world.outcome(await free.train(20), OTHER)).error is None
-    await until(lambda: not world.harness.engine.scheduler.has_work)
+    await until(lambda: not world.harness.scheduler.has_work)
     before = turns
     for _ in range(5000):
         await asyncio.sleep(0)
     assert turns - before < 50, "the engine sleeps until somebody's time comes"
     await world.post(f"sessions/{paused.model_id.partition(':')[0]}/finish", {})
     await until(lambda: not step_waits())
-    assert world.harness.engine.scheduler.next_start is None
+    assert world.harness.scheduler.next_start is None
 
 
 async def test_saves_beyond_the_stored_bytes_fail_and_harm_nothing(tmp_path: Path) -> None:

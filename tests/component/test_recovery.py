@@ -128,7 +128,7 @@ async def test_many_crashes_in_a_row(tmp_path: Path) -> None:
                 await restart(harness)
             await trainer.result(await trainer.optim_step())
             if number % 2:
-                await harness.engine.on_backend(lambda: harness.snapshots.take(trainer.model_id, trainer.seq_id + 1))
+                await harness.threads.on_backend(lambda: harness.snapshots.take(trainer.model_id, trainer.seq_id + 1))
             await restart(harness)
         assert await trainer.state() == expected
 
@@ -137,7 +137,7 @@ async def test_gradient_between_steps_is_part_of_a_snapshot(harness: Harness) ->
     trainer = await Trainer.create(harness)
     await trainer.step(1)
     await trainer.result(await trainer.forward_backward(2))
-    await harness.engine.on_backend(lambda: harness.snapshots.take(trainer.model_id, trainer.seq_id + 1))
+    await harness.threads.on_backend(lambda: harness.snapshots.take(trainer.model_id, trainer.seq_id + 1))
     before = await trainer.state()
     await restart(harness)
     assert await trainer.state() == before
@@ -243,7 +243,7 @@ async def test_lost_snapshot_fails_its_model_only(harness: Harness, caplog: pyte
     lost, other = await Trainer.create(harness), await Trainer.create(harness)
     for trainer in (lost, other):
         await trainer.step(1)
-        await harness.engine.on_backend(
+        await harness.threads.on_backend(
             lambda trainer=trainer: harness.snapshots.take(trainer.model_id, trainer.seq_id + 1)
         )
     await harness.stop()
@@ -268,7 +268,7 @@ async def test_save_that_was_written_but_not_recorded_is_repeated(
     assert harness.stored(row)
     assert len(harness.checkpoint_store.stored()) == 2
     monkeypatch.setattr(reclaim, "GRACE_S", -60.0)  # nothing is too young
-    harness.engine._sweeper._sweep_store(())
+    harness.parts.sweeper._sweep_store(())
     assert [found.key for found in harness.checkpoint_store.stored()] == [row.store_key]
     if kind is Kind.SAVE_WEIGHTS_FOR_SAMPLER:
         assert files_in(harness.adapter(row.directory)) == harness.stored(row)
@@ -280,14 +280,14 @@ async def test_snapshot_without_its_row_is_ignored_and_then_replaced(harness: Ha
     """The engine died after the snapshot's rename: the log still says to start from the one before."""
     trainer = await Trainer.create(harness)
     await trainer.step(1)
-    await harness.engine.on_backend(lambda: harness.snapshots.take(trainer.model_id, 4))
+    await harness.threads.on_backend(lambda: harness.snapshots.take(trainer.model_id, 4))
     await trainer.step(2)
     before = await trainer.state()
     await harness.stop()
     shutil.copytree(harness.snapshots.path(trainer.model_id, 4), harness.snapshots.path(trainer.model_id, 7))
     await harness.start()
     assert await trainer.state() == before
-    await harness.engine.on_backend(lambda: harness.snapshots.take(trainer.model_id, 7))
+    await harness.threads.on_backend(lambda: harness.snapshots.take(trainer.model_id, 7))
     assert [path.name for path in harness.snapshots.path(trainer.model_id, 7).parent.iterdir()] == ["7"]
     await restart(harness)
     assert await trainer.state() == before
@@ -298,7 +298,7 @@ async def test_forget_keeps_what_recovery_needs(harness: Harness) -> None:
     for trainer in (snapshotted, living, closed):
         await trainer.step(1)
     await failed.fails(Kind.OPTIM_STEP)
-    await harness.engine.on_backend(lambda: harness.snapshots.take(snapshotted.model_id, 4))
+    await harness.threads.on_backend(lambda: harness.snapshots.take(snapshotted.model_id, 4))
     await snapshotted.step(2)
     pending = await snapshotted.optim_step(100)
     await harness.end(closed.session)
@@ -320,7 +320,7 @@ async def test_numbers_given_by_the_server_go_on_after_forgotten_ones(harness: H
     """Given again, a number would run as one that came late, and be lost in the next recovery."""
     trainer = await Trainer.create(harness)
     await trainer.step(1)
-    await harness.engine.on_backend(lambda: harness.snapshots.take(trainer.model_id, 4))
+    await harness.threads.on_backend(lambda: harness.snapshots.take(trainer.model_id, 4))
     harness.database.write(lambda c: retention.forget(c, time.time() + 1))
     assert numbers(harness, trainer.model_id) == []
     for number in (4, 5):

@@ -32,7 +32,7 @@ async def unload(trainer: Trainer) -> str:
     )
     request_id, new = await trainer.harness.store.record(request)
     assert new
-    if trainer.harness._engine is not None:
+    if trainer.harness.is_running:
         trainer.harness.engine.ring()
     return request_id
 
@@ -113,7 +113,7 @@ async def test_closed_model_is_not_restored(harness: Harness) -> None:
     await trainer.result(await unload(trainer))
     await harness.stop()
     await harness.start()
-    assert trainer.model_id not in harness.engine.scheduler
+    assert trainer.model_id not in harness.scheduler
     assert GONE in str((await trainer.fails(Kind.OPTIM_STEP)).error)
 
 

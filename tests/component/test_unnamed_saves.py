@@ -88,7 +88,7 @@ async def sweep(harness: Harness, clock: Clock) -> None:
     """As often as it takes to mark what is idle, to unload it and to delete its files."""
     for wait_s in (0.0, NOTICE_S + 1, GRACE_S + 1):
         clock.now += wait_s
-        await harness.engine._sweep()
+        await harness.sweep()
 
 
 def versions(harness: Harness, model_id: str) -> list[int]:
@@ -224,31 +224,31 @@ async def test_the_row_goes_first_then_the_api_knows_then_vllm_unloads_then_the_
     trainer = await Trainer.create(harness)
     saved = [await save(trainer, number) for number in range(NEWEST + 1)]
     directory = adapter_directory(harness.config.adapters_dir, trainer.model_id, 1)
-    harness.engine._group = group = Group(directory)  # type: ignore[assignment]
+    harness.parts.sweep._group = group = Group(directory)  # type: ignore[assignment]
     api = Samplers(harness.database, harness.writer)
     assert await api.find(saved[0], "tenant") is not None
     clock.now += 2 * IDLE_S
-    await harness.engine._sweep()
+    await harness.sweep()
     assert status_of(harness, saved[0]) == ["dropped"]
     assert group.unloaded == []
     assert api.cached(saved[0], "tenant") is not None
     await api.forget_dropped()
     assert api.cached(saved[0], "tenant") is None
     clock.now += NOTICE_S - 1
-    await harness.engine._sweep()
+    await harness.sweep()
     assert group.unloaded == [], "an API process may not know yet"
     pending(harness, saved[0])
     clock.now += 2
-    await harness.engine._sweep()
+    await harness.sweep()
     assert group.unloaded == [], "a sample that came before that runs to its end"
     harness.database.write(lambda c: c.execute(rows.futures.delete().where(rows.futures.c.id == "r")))
-    await harness.engine._sweep()
+    await harness.sweep()
     assert group.unloaded == [(adapter_name_of(trainer.model_id, 1), True)]
     clock.now += GRACE_S - 1
-    await harness.engine._sweep()
+    await harness.sweep()
     assert files_in(directory), "vLLM may read them again for a request that still runs"
     clock.now += 2
-    await harness.engine._sweep()
+    await harness.sweep()
     assert not directory.exists()
     assert len(group.unloaded) == 1
 

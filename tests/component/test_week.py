@@ -188,7 +188,7 @@ async def test_a_model_that_only_runs_forward_passes_for_a_week_stays_small(
             for _ in range(14):
                 for request_id in [await teacher.send(Kind.FORWARD, forward_input=asked) for _ in range(PASSES)]:
                     await teacher.result(request_id)
-                await asleep(harness.engine)  # what it has run is noted with the time of now
+                await asleep(harness.parts.signals)  # what it has run is noted with the time of now
                 ahead += ROUND_S
                 clock.now += ROUND_S
                 harness.engine.ring()

@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from skyrl.backends.base import Datum, PassResult
 from skyrl.backends.torch_lora import model as model_module
-from skyrl.backends.torch_lora.backend import FsdpBackend
+from skyrl.backends.torch_lora.backend import TorchLoraBackend
 from skyrl.config.server import load_config
 
 DEVICE = os.environ.get("SKYRL_TEST_DEVICE") or "cuda"
@@ -87,7 +87,7 @@ def build(settings: dict[str, Any], directory: Path) -> str:
 
 def backend_on(
     path: str, *, dtype: torch.dtype = torch.bfloat16, merge: bool = False, budget: int = 4096
-) -> FsdpBackend:
+) -> TorchLoraBackend:
     """A backend whose base model has this dtype; on CUDA bfloat16 is what it has by itself."""
     settings = {
         "trainer.micro_batch_tokens": budget,
@@ -96,9 +96,9 @@ def backend_on(
     }
     config = load_config({"base_model": path, "backend_config": settings})
     if DEVICE == "cuda" and dtype is torch.bfloat16:
-        return FsdpBackend(config)
+        return TorchLoraBackend(config)
     with patch.object(model_module, "base_dtype", lambda device: dtype):
-        return FsdpBackend(config)
+        return TorchLoraBackend(config)
 
 
 def stock(path: str, dtype: torch.dtype) -> Any:
@@ -138,7 +138,7 @@ def flat(result: PassResult) -> Tensor:
     return torch.from_numpy(np.concatenate([one.reshape(-1) for one in result.logprobs]))
 
 
-def gradient_of(backend: FsdpBackend, model_id: str, directory: Path) -> dict[str, Tensor]:
+def gradient_of(backend: TorchLoraBackend, model_id: str, directory: Path) -> dict[str, Tensor]:
     """The pending gradient by module and matrix, float32 on the CPU."""
     directory.mkdir(parents=True, exist_ok=True)
     backend.save_state(model_id, directory)

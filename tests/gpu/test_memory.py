@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from skyrl.backends.base import AdamParams, OutOfMemory, PassResult, TrainingPass
-from skyrl.backends.torch_lora.backend import FsdpBackend
+from skyrl.backends.torch_lora.backend import TorchLoraBackend
 from skyrl.types.lora import LoraSpec
 from tests.failures import FailingOperation
 from tests.gpu.support import DEVICE, FIGURES, LARGE, REHEARSAL, backend_on, build, ok, texts, wait
@@ -55,7 +55,7 @@ def _train(model_id: str, seed: int, *lengths: int) -> TrainingPass:
     return TrainingPass(model_id, texts(seed, VOCAB, *lengths), "cross_entropy")
 
 
-def _held(backend: FsdpBackend, model_id: str) -> list[Tensor | int | None]:
+def _held(backend: TorchLoraBackend, model_id: str) -> list[Tensor | int | None]:
     adapter = backend._adapters[model_id]
     tensors = (adapter.weights, adapter.exp_avg, adapter.exp_avg_sq, adapter.gradient)
     return [*(None if one is None else one.cpu().clone() for one in tensors), adapter.step]

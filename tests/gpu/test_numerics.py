@@ -15,7 +15,7 @@ from peft import PeftModel
 from torch import Tensor
 
 from skyrl.backends.base import AdamParams, Datum, TrainingPass
-from skyrl.backends.torch_lora.backend import FsdpBackend
+from skyrl.backends.torch_lora.backend import TorchLoraBackend
 from skyrl.types.lora import LoraSpec
 from tests.gpu.support import (
     ARCHITECTURES,
@@ -57,7 +57,7 @@ def _start(path: str, directory: Path) -> Path:
     return directory
 
 
-def _ours(path: str, start: Path, dtype: torch.dtype = BFLOAT16) -> FsdpBackend:
+def _ours(path: str, start: Path, dtype: torch.dtype = BFLOAT16) -> TorchLoraBackend:
     backend = backend_on(path, dtype=dtype)
     backend.create_model("m", LoraSpec(8, 32.0, 3))
     backend.load_state("m", start, optimizer=False)

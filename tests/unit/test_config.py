@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
+from skyrl.config.modes import Modes
 from skyrl.config.server import (
     BackendConfig,
     ConfigError,
@@ -121,8 +122,7 @@ def test_defaults_serve_the_tiny_model_and_forward_samples() -> None:
     config = load_config({})
     assert config.served_names == ("tiny",)
     assert (Path(config.base_model_path) / "config.json").is_file()
-    assert config.manages_inference
-    assert not config.colocated
+    assert config.modes == Modes(trains=True, forwards=True, manages_inference=True)
     assert config.host == "127.0.0.1"
     assert config.state_dir.is_absolute()
     assert config.database == f"sqlite:///{config.state_dir}/skyrl.db"
@@ -238,8 +238,24 @@ def test_who_can_be_reached_by_others_says_which_keys_are_taken() -> None:
 
 def test_gateway_without_a_trainer() -> None:
     config = load_config({"backend": "none", "base_model": "m", "external_inference_url": "http://x"})
-    assert not config.manages_inference
+    assert config.modes == Modes(trains=False, forwards=True, manages_inference=False)
     assert config.served_names == ("m",)
+
+
+@pytest.mark.parametrize(
+    ("flags", "modes"),
+    [
+        ({}, Modes(trains=True, forwards=False, manages_inference=True)),
+        ({"external_inference_url": "http://x"}, Modes(trains=True, forwards=True, manages_inference=False)),
+        (
+            {"external_inference_url": "http://x", "backend": "none", "base_model": "m"},
+            Modes(trains=False, forwards=True, manages_inference=False),
+        ),
+    ],
+    ids=["own-vllm", "external", "gateway"],
+)
+def test_one_device_is_shared_only_with_a_vllm_that_skyrl_starts(flags: dict[str, Any], modes: Modes) -> None:
+    assert load_config({"backend_config": '{"trainer.placement.colocate_all": true}', **flags}).modes == modes
 
 
 def test_flags_before_environment_before_file_before_defaults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ import pytest
 from safetensors import SafetensorError
 
 from skyrl.db.futures import Outcome
-from skyrl.engine.passes import failed
+from skyrl.engine.failures import failed
 from skyrl.storage import space
 from skyrl.storage.base import StoreError
 from skyrl.storage.space import SPARE_DISK_BYTES, is_full_disk, shortage, watch_disk

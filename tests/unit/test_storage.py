@@ -21,7 +21,7 @@ from skyrl.config.server import ConfigError, load_config
 from skyrl.storage import objects
 from skyrl.storage.archive import Member, gzip_size, gzip_stored, tar, tar_size
 from skyrl.storage.base import MANIFEST, CheckpointStore, NotStored, StoreError, manifest_of, sizes_in
-from skyrl.storage.directories import atomic_directory, fetch, id_of, remove, safe_name
+from skyrl.storage.directories import atomic_directory, fetch, id_of, link_tree, remove, safe_name
 from skyrl.storage.local import LocalStore
 from skyrl.storage.object_errors import in_words
 from skyrl.storage.registry import open_store
@@ -456,3 +456,17 @@ def test_stored_blocks_do_not_depend_on_how_the_pieces_are_cut() -> None:
 def test_archive_of_a_file_that_has_changed_breaks_off(content: bytes) -> None:
     with pytest.raises(ValueError, match="file has .* bytes, not 10"):
         list(tar([Member("file", 10, [content])], 0.0))
+
+
+def test_a_tree_is_linked_with_its_folders_and_outlives_its_source(tmp_path: Path) -> None:
+    source, target = tmp_path / "source", tmp_path / "target"
+    with atomic_directory(source) as scratch:
+        (scratch / "rank0" / "deep").mkdir(parents=True)
+        (scratch / "rank0" / "deep" / "shard").write_bytes(b"zero")
+        (scratch / "index").write_bytes(b"one")
+    with atomic_directory(target) as scratch:
+        link_tree(source, scratch)
+    assert (target / "rank0/deep/shard").stat().st_ino == (source / "rank0/deep/shard").stat().st_ino
+    remove(source)
+    assert (target / "rank0/deep/shard").read_bytes() == b"zero"
+    assert (target / "index").read_bytes() == b"one"

@@ -16,7 +16,6 @@ from skyrl.backends.base import (
     InvalidRequest,
     ModelLimits,
     PassResult,
-    SamplingMode,
     TrainingPass,
 )
 from skyrl.backends.torch_lora import checks, state
@@ -32,7 +31,7 @@ from skyrl.config.server import ServerConfig
 from skyrl.types.lora import LoraSpec
 
 
-class FsdpBackend:
+class TorchLoraBackend:
     """LoRA training on one device: float32 on a CPU, bfloat16 with float32 adapters, gradients and moments on CUDA.
 
     On a CPU each slice of a pass goes through the base model on its own. Results and gradients are then the same
@@ -45,7 +44,6 @@ class FsdpBackend:
     """
 
     def __init__(self, config: ServerConfig) -> None:
-        self._sampling_mode = SamplingMode.COLOCATED if config.colocated else SamplingMode.FORWARDED
         self._budget = config.backend_config.trainer.micro_batch_tokens
         self._max_rank = config.backend_config.lora.max_lora_rank
         self._device = prepare_device(config.threads)
@@ -63,10 +61,6 @@ class FsdpBackend:
     @property
     def limits(self) -> ModelLimits:
         return self._limits
-
-    @property
-    def sampling_mode(self) -> SamplingMode:
-        return self._sampling_mode
 
     @property
     def merges_passes(self) -> bool:
@@ -96,7 +90,7 @@ class FsdpBackend:
 
         A pass that `check` refuses, or whose loss is not finite, fails with InvalidRequest. OutOfMemory, or whatever
         else torch raises, is the outcome of the passes that still fail when their slices run alone. Raises
-        DeviceFault when the device itself has failed.
+        DeviceFault when the device does not answer any more.
         """
         with command_on(self._device, waits=True):
             return self._run(passes)
@@ -137,6 +131,19 @@ class FsdpBackend:
     def save_adapter(self, model_id: str, directory: Path, *, dtype: AdapterDtype = "float32") -> None:
         with command_on(self._device, waits=False):
             state.save_adapter(self._adapter(model_id), self._base.path, directory, getattr(torch, dtype))
+
+    def save_snapshot(self, model_id: str, directory: Path) -> None:
+        """A snapshot has the files of a checkpoint: there is one device, and so nothing to shard."""
+        self.save_state(model_id, directory)
+
+    def restore_model(self, model_id: str, spec: LoraSpec, directory: Path) -> None:
+        """Raises SafetensorError, too, when files are damaged."""
+        self.create_model(model_id, spec)
+        try:
+            self.load_state(model_id, directory, optimizer=True)
+        except Exception:
+            self.delete_model(model_id)
+            raise
 
     def close(self) -> None:
         self._adapters.clear()

@@ -37,17 +37,17 @@ def base_dtype(device: torch.device) -> torch.dtype:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for everything that was started on the device. Raises what a kernel failed of; a CPU has nothing to wait
-    for."""
+    """Wait until the device has done everything that was started on it; a CPU has nothing to wait for. Raises the error
+    of a kernel that has failed."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def failure_of(error: Exception, device: torch.device) -> Exception:
-    """What a command that raised `error` has failed of: OutOfMemory for a lack of memory, else `error` itself.
+    """The failure of a command that raised `error`: OutOfMemory if memory was short, else `error` itself.
 
-    The local variables of the frames that raised are dropped, and with them the tensors that a failed pass held.
-    Raises DeviceFault when the device does not answer any more.
+    Clears the local variables of the frames that raised, and so frees the tensors that a failed pass held. Raises
+    DeviceFault when the device does not answer any more.
     """
     traceback.clear_frames(error.__traceback__)
     _check(device, error)

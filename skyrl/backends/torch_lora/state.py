@@ -1,7 +1,7 @@
 """Adapters on disk: a PEFT adapter that samplers and other programs load, and beside it what training continues from.
 
-Only safetensors and JSON, nothing that executes. Deliberately knows nothing of atomic directories: whoever
-names the directory publishes it.
+Only safetensors and JSON, nothing that executes. Deliberately knows nothing of atomic directories: the caller makes
+the directory, and publishes it.
 """
 
 from __future__ import annotations

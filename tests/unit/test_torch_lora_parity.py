@@ -9,7 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fsdp_support import (
+from peft import PeftModel
+from safetensors.torch import load_file
+from torch import Tensor
+from torch_lora_support import (
     ARCHITECTURES,
     VOCAB,
     assert_close,
@@ -23,14 +26,11 @@ from fsdp_support import (
     spec,
     train,
 )
-from peft import PeftModel
-from safetensors.torch import load_file
-from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from skyrl.backends.base import AdamParams, Datum, TrainingPass
 from skyrl.backends.torch_lora import logprobs as logprobs_module
-from skyrl.backends.torch_lora.backend import FsdpBackend
+from skyrl.backends.torch_lora.backend import TorchLoraBackend
 
 # PEFT warns of an adapter on a tied lm_head; here the adapter leaves the embeddings alone, as it should.
 pytestmark = pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning")
@@ -51,13 +51,13 @@ def _logprobs(model: Any, datum: Datum) -> Tensor:
     return logits.log_softmax(-1).gather(1, targets[:, None])[:, 0]
 
 
-def _export(backend: FsdpBackend, directory: Path) -> Path:
+def _export(backend: TorchLoraBackend, directory: Path) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     backend.save_adapter("m", directory)
     return directory
 
 
-def _trained(architecture: str, **flags: bool) -> FsdpBackend:
+def _trained(architecture: str, **flags: bool) -> TorchLoraBackend:
     """A backend whose model "m" has taken two steps, so that lora_B is not 0."""
     backend = make_backend(architecture)
     backend.create_model("m", spec(8, 5, **flags))

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from skyrl.backends.base import Datum, PassResult, TrainingPass
-from skyrl.backends.torch_lora.backend import FsdpBackend
+from skyrl.backends.torch_lora.backend import TorchLoraBackend
 from skyrl.config.server import load_config
 from skyrl.types.lora import LoraSpec
 
@@ -45,7 +45,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     },
     "llama": {"model_type": "llama", "tie_word_embeddings": False, "head_dim": 12},
 }
-_directory = tempfile.TemporaryDirectory(prefix="skyrl-fsdp-")
+_directory = tempfile.TemporaryDirectory(prefix="skyrl-torch-lora-")
 
 
 @functools.cache
@@ -71,14 +71,14 @@ def make_backend(
     merge: bool = False,
     losses: dict[str, str] | None = None,
     **trainer: Any,
-) -> FsdpBackend:
+) -> TorchLoraBackend:
     settings = {
         "trainer.micro_batch_tokens": micro_batch_tokens,
         "trainer.merge_passes": merge,
         **{f"trainer.{k}": v for k, v in trainer.items()},
     }
     config = load_config({"base_model": base_path(architecture), "backend_config": settings, "losses": losses})
-    return FsdpBackend(config)
+    return TorchLoraBackend(config)
 
 
 def spec(rank: int = 8, seed: int = 0, **flags: bool) -> LoraSpec:
@@ -123,7 +123,7 @@ def ok(outcomes: list[PassResult | Exception]) -> list[PassResult]:
     return results
 
 
-def saved(backend: FsdpBackend, model_id: str, directory: Path) -> dict[str, Tensor]:
+def saved(backend: TorchLoraBackend, model_id: str, directory: Path) -> dict[str, Tensor]:
     """Everything a model's state holds, as `<part>.<module>.lora_A`: weights, moments, pending gradient."""
     directory.mkdir(parents=True, exist_ok=True)
     backend.save_state(model_id, directory)

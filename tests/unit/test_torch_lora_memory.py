@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from fsdp_support import assert_close, assert_same, make_backend, ok, rl, saved, sft, spec, train
 from torch import Tensor
+from torch_lora_support import assert_close, assert_same, make_backend, ok, rl, saved, sft, spec, train
 
 from skyrl.backends.base import AdamParams, OutOfMemory, PassResult
 from skyrl.backends.torch_lora import adapter as adapter_module
 from skyrl.backends.torch_lora import optimizer, state
 from skyrl.backends.torch_lora.adapter import Adapter, Target
-from skyrl.backends.torch_lora.backend import FsdpBackend
+from skyrl.backends.torch_lora.backend import TorchLoraBackend
 from skyrl.backends.torch_lora.losses import LOSSES, Loss, LossInputs, LossValue
 from skyrl.backends.torch_lora.optimizer import NonFiniteGradient, adamw_step
 from skyrl.types.lora import LoraSpec
@@ -119,7 +119,7 @@ def test_a_gradient_that_is_not_finite_is_kept_or_cleared_and_nothing_else_chang
     assert _same((before[0], *before[2:]), (adapter.weights, adapter.exp_avg, adapter.exp_avg_sq, adapter.step))
 
 
-def _backend(*model_ids: str, merge: bool = False) -> FsdpBackend:
+def _backend(*model_ids: str, merge: bool = False) -> TorchLoraBackend:
     """Models with a step behind them and a pending gradient."""
     backend = make_backend(merge=merge, micro_batch_tokens=32)
     for number, model_id in enumerate(model_ids):

@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from fsdp_support import assert_close, assert_same, make_backend, ok, rl, saved, sft, spec, train
+from torch_lora_support import assert_close, assert_same, make_backend, ok, rl, saved, sft, spec, train
 
 from skyrl.backends.base import AdamParams, PassResult, TrainingPass
-from skyrl.backends.torch_lora.backend import FsdpBackend
+from skyrl.backends.torch_lora.backend import TorchLoraBackend
 
 STEP = AdamParams(learning_rate=1e-2, grad_clip_norm=1.0, weight_decay=0.01)
 SPECS = {
@@ -29,7 +29,7 @@ def _passes(model_id: str, step: int) -> list[TrainingPass]:
     ]
 
 
-def _backend(*model_ids: str, merge: bool = False) -> FsdpBackend:
+def _backend(*model_ids: str, merge: bool = False) -> TorchLoraBackend:
     backend = make_backend(micro_batch_tokens=48, merge=merge)
     for model_id in model_ids:
         backend.create_model(model_id, SPECS[model_id])

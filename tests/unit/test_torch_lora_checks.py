@@ -6,19 +6,19 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from fsdp_support import CONTEXT, VOCAB, make_backend, ok, rl, sft, spec, train
 from hypothesis import given
 from hypothesis import strategies as st
+from torch_lora_support import CONTEXT, VOCAB, make_backend, ok, rl, sft, spec, train
 
 from skyrl.backends.base import AdamParams, Datum, InvalidRequest, PassResult, TrainingPass
-from skyrl.backends.torch_lora.backend import FsdpBackend
+from skyrl.backends.torch_lora.backend import TorchLoraBackend
 from skyrl.backends.torch_lora.checks import loss_config
 from skyrl.backends.torch_lora.losses import LOSSES
 from skyrl.types.lora import LoraSpec
 
 
 @pytest.fixture(scope="module")
-def backend() -> FsdpBackend:
+def backend() -> TorchLoraBackend:
     made = make_backend()
     made.create_model("m", spec())
     return made
@@ -158,7 +158,7 @@ REFUSALS: dict[str, tuple[Callable[[], TrainingPass], list[str]]] = {
 
 
 @pytest.mark.parametrize("name", REFUSALS)
-def test_refusals(backend: FsdpBackend, name: str) -> None:
+def test_refusals(backend: TorchLoraBackend, name: str) -> None:
     make, words = REFUSALS[name]
     with pytest.raises(InvalidRequest) as refused:
         backend.check(make())
@@ -177,7 +177,7 @@ def test_clip_bounds_are_taken_when_the_ratio_1_is_between_them(low: float, high
             loss_config(name, LOSSES[name], bounds)
 
 
-def test_a_refused_pass_never_touches_its_neighbours(backend: FsdpBackend) -> None:
+def test_a_refused_pass_never_touches_its_neighbours(backend: TorchLoraBackend) -> None:
     good, bad = train("m", sft(1, 9)), train("m", sft(1, CONTEXT + 1))
     first, refused, second = backend.run([good, bad, good])
     assert isinstance(refused, InvalidRequest)
@@ -189,7 +189,7 @@ def test_a_refused_pass_never_touches_its_neighbours(backend: FsdpBackend) -> No
     assert backend.optim_step("m", AdamParams()) == alone.optim_step("m", AdamParams())
 
 
-def test_what_is_allowed(backend: FsdpBackend) -> None:
+def test_what_is_allowed(backend: TorchLoraBackend) -> None:
     weightless = [Datum(d.tokens, {"target_tokens": d.loss_inputs["target_tokens"]}) for d in sft(2, 5, CONTEXT)]
     backend.check(train("m", weightless))
     backend.check(train("m", _with(rl(0, N), advantages=np.ones(N, I64)), "ppo", clip_high_threshold=2))
@@ -211,7 +211,7 @@ def test_what_is_allowed(backend: FsdpBackend) -> None:
         (LoraSpec(8, 32, 0, False, False, False), ["train_attn", "train_mlp", "train_unembed"]),
     ],
 )
-def test_specs_that_cannot_be_honoured(backend: FsdpBackend, bad: LoraSpec, words: list[str]) -> None:
+def test_specs_that_cannot_be_honoured(backend: TorchLoraBackend, bad: LoraSpec, words: list[str]) -> None:
     with pytest.raises(InvalidRequest) as refused:
         backend.create_model("new", bad)
     for word in words:
@@ -220,7 +220,7 @@ def test_specs_that_cannot_be_honoured(backend: FsdpBackend, bad: LoraSpec, word
     backend.delete_model("new")
 
 
-def test_a_model_id_is_taken_once(backend: FsdpBackend) -> None:
+def test_a_model_id_is_taken_once(backend: TorchLoraBackend) -> None:
     with pytest.raises(InvalidRequest, match="model_id: m exists"):
         backend.create_model("m", spec())
 
@@ -237,6 +237,6 @@ def test_a_model_id_is_taken_once(backend: FsdpBackend) -> None:
         {"grad_clip_norm": -1.0},
     ],
 )
-def test_steps_that_are_not_defined(backend: FsdpBackend, bad: dict[str, float]) -> None:
+def test_steps_that_are_not_defined(backend: TorchLoraBackend, bad: dict[str, float]) -> None:
     with pytest.raises(InvalidRequest, match=f"adam_params.{next(iter(bad))}"):
         backend.optim_step("m", AdamParams(**bad))

@@ -7,33 +7,33 @@ from pathlib import Path
 
 import pytest
 import torch
-from fsdp_support import assert_same, make_backend, ok, rl, saved, sft, spec, train
 from safetensors.torch import load_file, save_file
+from torch_lora_support import assert_same, make_backend, ok, rl, saved, sft, spec, train
 
 from skyrl.backends.base import AdamParams, InvalidRequest
-from skyrl.backends.torch_lora.backend import FsdpBackend
+from skyrl.backends.torch_lora.backend import TorchLoraBackend
 from skyrl.types.lora import LoraSpec
 
 STEP = AdamParams(learning_rate=1e-2, weight_decay=0.05, grad_clip_norm=2.0)
 
 
-def _backend(model_spec: LoraSpec | None = None) -> FsdpBackend:
+def _backend(model_spec: LoraSpec | None = None) -> TorchLoraBackend:
     backend = make_backend()
     backend.create_model("m", model_spec or spec())
     return backend
 
 
-def _forward_backward(backend: FsdpBackend, step: int) -> None:
+def _forward_backward(backend: TorchLoraBackend, step: int) -> None:
     ok(backend.run([train("m", sft(step, 9, 20)), train("m", rl(step, 14), "ppo")]))
 
 
-def _train(backend: FsdpBackend, steps: range) -> None:
+def _train(backend: TorchLoraBackend, steps: range) -> None:
     for step in steps:
         _forward_backward(backend, step)
         backend.optim_step("m", STEP)
 
 
-def _save(backend: FsdpBackend, directory: Path) -> Path:
+def _save(backend: TorchLoraBackend, directory: Path) -> Path:
     directory.mkdir()
     backend.save_state("m", directory)
     return directory

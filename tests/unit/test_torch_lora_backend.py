@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from fsdp_support import (
+from torch import Tensor
+from torch_lora_support import (
     CONTEXT,
     VOCAB,
     assert_close,
@@ -22,10 +23,9 @@ from fsdp_support import (
     spec,
     train,
 )
-from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from skyrl.backends.base import AdamParams, Datum, InvalidRequest, OutOfMemory, PassResult, SamplingMode, TrainingPass
+from skyrl.backends.base import AdamParams, Datum, InvalidRequest, OutOfMemory, PassResult, TrainingPass
 from skyrl.backends.registry import create_backend
 from skyrl.backends.torch_lora.losses import LOSSES, Loss, LossInputs, LossValue
 from skyrl.backends.torch_lora.optimizer import NonFiniteGradient
@@ -35,9 +35,8 @@ from skyrl.processes.startup import NotLoaded
 
 
 def test_the_registry_builds_what_it_knows_and_refuses_the_rest() -> None:
-    config = load_config({"base_model": base_path(), "backend_config": {"trainer.placement.colocate_all": True}})
+    config = load_config({"base_model": base_path()})
     backend = create_backend("fsdp", config)
-    assert backend.sampling_mode is SamplingMode.COLOCATED
     assert (backend.limits.vocab_size, backend.limits.max_context) == (VOCAB, CONTEXT)
     backend.close()
     for name in ("megatron", "none"):
@@ -49,7 +48,6 @@ def test_the_context_is_the_smaller_of_model_and_configuration() -> None:
     for max_model_len, expected in ((64, 64), (10_000, CONTEXT)):
         settings = {"generator.inference_engine.max_model_len": max_model_len}
         backend = create_backend("fsdp", load_config({"base_model": base_path(), "backend_config": settings}))
-        assert backend.sampling_mode is SamplingMode.FORWARDED
         assert backend.limits.max_context == expected
 
 

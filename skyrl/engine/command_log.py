@@ -1,0 +1,71 @@
+"""Reading the command log: new commands go from the database to the scheduler.
+
+Commands whose model is gone are refused instead.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+
+from skyrl.db import futures as rows
+from skyrl.db.database import Connection, Database
+from skyrl.db.models import living_among
+from skyrl.engine.scheduler import Scheduler
+from skyrl.engine.settlement import Settlement
+from skyrl.types.command import Command
+from skyrl.types.kinds import ENGINE_KINDS
+
+
+class CommandLog:
+    """Several tasks may call `read` and `close_queue`; one runs at a time."""
+
+    def __init__(self, database: Database, scheduler: Scheduler, settlement: Settlement) -> None:
+        self._database = database
+        self._scheduler = scheduler
+        self._settlement = settlement
+        self._has_news = True
+        """Whether commands may have arrived since the log was last read."""
+        self._reading = asyncio.Lock()
+
+    def note_news(self) -> None:
+        """Commands may have arrived: the next `read` asks the database."""
+        self._has_news = True
+
+    async def read(self) -> None:
+        """Queue the commands that have arrived, and those that were delayed until now."""
+        async with self._reading:
+            if self._has_news:
+                self._has_news = False
+                try:
+                    await self._queue_new()
+                except BaseException:
+                    self._has_news = True
+                    raise
+        self._scheduler.start_due(time.time())
+
+    async def close_queue(self, model_id: str) -> None:
+        """The model is closed or has failed: fail its queued commands, also those that wait for a missing number."""
+        async with self._reading:  # a read that runs now may be about to queue a command of this model
+            left = self._scheduler.close_model(model_id)
+        await self._refuse(left)
+
+    async def _queue_new(self) -> None:
+        last_row, known = self._scheduler.last_row, self._scheduler.model_ids
+
+        def read(connection: Connection) -> tuple[list[Command], set[str]]:
+            new = rows.pending(connection, sorted(ENGINE_KINDS), last_row)
+            unknown = {c.model_id for c in new if c.model_id is not None} - known
+            return new, unknown - living_among(connection, unknown)
+
+        new, gone = await self._database.read_async(read)
+        # Refuse first. If that raises, nothing is queued, `last_row` stays, and the next read finds the same commands.
+        await self._refuse([command for command in new if command.model_id in gone])
+        for command in new:
+            if command.model_id not in gone:
+                self._scheduler.add(command)
+
+    async def _refuse(self, commands: Sequence[Command]) -> None:
+        if commands:
+            await asyncio.to_thread(self._settlement.refuse, commands)

@@ -1,0 +1,54 @@
+"""Saves and loads: they run on file threads, beside the training of other models.
+
+An RL loop samples from what it has just saved, so its save does not wait for a turn of training to end. For the same
+reason new commands are read while a turn runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from skyrl.db.faults import DatabaseError
+from skyrl.engine.command_log import CommandLog
+from skyrl.engine.execution import Execution
+from skyrl.engine.scheduler import Scheduler
+from skyrl.engine.signals import EngineSignals
+
+logger = logging.getLogger(__name__)
+
+
+class FileCommands:
+    """Belongs to the event loop. Each command that runs has a task of its own."""
+
+    def __init__(self, log: CommandLog, scheduler: Scheduler, execution: Execution, signals: EngineSignals) -> None:
+        self._log = log
+        self._scheduler = scheduler
+        self._execution = execution
+        self._signals = signals
+        self.running: set[asyncio.Task[None]] = set()
+
+    async def listen(self) -> None:
+        """Start saves and loads whenever commands arrive, also while a turn runs. Until cancelled."""
+        while True:
+            await self._signals.arrived.wait()
+            self._signals.arrived.clear()
+            try:
+                await self.start_ready()
+            except DatabaseError:
+                logger.exception("new commands could not be read; the next turn tries again")
+
+    async def start_ready(self) -> None:
+        """Read the command log, and start the saves and loads whose turn has come."""
+        await self._log.read()
+        for command in self._scheduler.take_file_commands():
+            task = asyncio.create_task(self._execution.run_barrier(command))
+            self.running.add(task)
+            task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        """Commands that waited for this one may run now. An error here is not the command's: it ends the engine."""
+        self.running.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._signals.fail(error)
+        self._signals.wake()

@@ -1,0 +1,66 @@
+"""Ends of models: their session has ended, they were unloaded, or they could not be made.
+
+A model ends in this order: its row says so, its queued commands fail, the backend drops it, its snapshot is deleted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from skyrl.backends.base import Backend
+from skyrl.db.database import Database
+from skyrl.db.futures import Outcome
+from skyrl.db.session_ends import end_sessions
+from skyrl.engine.command_log import CommandLog
+from skyrl.engine.snapshots import Snapshots
+from skyrl.engine.threads import EngineThreads
+from skyrl.notify.doorbell import Doorbell
+from skyrl.types.command import Command
+from skyrl.types.kinds import Kind
+
+
+class ModelEnds:
+    """All methods belong to the event loop."""
+
+    def __init__(
+        self,
+        database: Database,
+        backend: Backend,
+        snapshots: Snapshots,
+        threads: EngineThreads,
+        log: CommandLog,
+        api: Doorbell,
+    ) -> None:
+        self._database = database
+        self._backend = backend
+        self._snapshots = snapshots
+        self._threads = threads
+        self._log = log
+        self._api = api
+
+    async def end_sessions(self) -> None:
+        """Close the models, and fail the requests, of sessions that have ended since this was last called."""
+        ended = await asyncio.to_thread(end_sessions, self._database)
+        for model_id in ended.model_ids:
+            await self._drop(model_id)
+        if ended.request_ids:
+            self._api.ring(ended.request_ids)
+
+    async def after(self, command: Command, outcome: Outcome) -> None:
+        """Drop the model that `command` has unloaded, or that it should have made and has not."""
+        if command.model_id is None:
+            return
+        if outcome.error is None and command.kind is Kind.UNLOAD_MODEL:
+            await self._drop(command.model_id)
+        elif outcome.error is not None and command.seq_id == 0:
+            await self._log.close_queue(command.model_id)
+
+    async def _drop(self, model_id: str) -> None:
+        """The model's row says that it is closed."""
+
+        def forget() -> None:
+            self._backend.delete_model(model_id)
+            self._snapshots.forget(model_id)
+
+        await self._log.close_queue(model_id)
+        await self._threads.on_backend(forget)

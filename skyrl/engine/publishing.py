@@ -1,0 +1,36 @@
+"""Telling the inference servers of an adapter that a save has just written."""
+
+from __future__ import annotations
+
+import logging
+
+import httpx
+
+from skyrl.engine.threads import EngineThreads
+from skyrl.inference.adapter_host import AdapterMissing
+from skyrl.inference.engine_group import EngineGroup
+from skyrl.inference.vllm_client import VllmError
+from skyrl.storage.base import StoreError
+from skyrl.types.weights import AdapterVersion
+
+logger = logging.getLogger(__name__)
+
+
+class AdapterPublisher:
+    """Without a group (somebody else runs the inference server), adapters are loaded when samples need them."""
+
+    def __init__(self, group: EngineGroup | None, threads: EngineThreads) -> None:
+        self._group = group
+        self._threads = threads
+
+    def publish(self, adapter: AdapterVersion) -> None:
+        """Load the adapter on all inference servers. Called on a file thread, before the save is settled.
+
+        If a server is away, the save succeeds all the same: a sample that needs the adapter loads it later.
+        """
+        if self._group is None:
+            return
+        try:
+            self._threads.wait_for_loop(self._group.publish_adapter(adapter))
+        except (httpx.TransportError, VllmError, AdapterMissing, StoreError) as error:
+            logger.warning("adapter %s was saved but not loaded yet: %s", adapter.name, error)

@@ -1,0 +1,61 @@
+"""Samples as commands: each turn of training is followed by the samples that wait.
+
+Only a server whose trainer and sampler share a device has them (`Modes.forwards` is false). Knows the scheduler and the
+rows; `sampling.ColocatedSampler` runs the samples.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from skyrl.db import futures as rows
+from skyrl.db import usage
+from skyrl.db.database import Database
+from skyrl.db.futures import Outcome
+from skyrl.engine.sampling import ColocatedSampler
+from skyrl.engine.scheduler import Scheduler
+from skyrl.engine.settlement import Settlement
+from skyrl.types.command import Command
+from skyrl.wire.errors import ErrorCategory
+
+
+class SampleTurns:
+    """`sampler` is None where API processes forward samples. Such a server fails the sample commands that were left
+    when it was colocated."""
+
+    def __init__(
+        self, database: Database, scheduler: Scheduler, settlement: Settlement, sampler: ColocatedSampler | None
+    ) -> None:
+        self._database = database
+        self._scheduler = scheduler
+        self._settlement = settlement
+        self._sampler = sampler
+
+    def hold_or_release(self) -> None:
+        """Samples wait while the sampler cannot run them."""
+        self._scheduler.hold_samples(self._sampler is not None and not self._sampler.may_run)
+
+    async def run(self) -> None:
+        """Run the samples that wait now, and settle them."""
+        commands = self._scheduler.take_samples()
+        if not commands:
+            return
+        if self._sampler is None:
+            await self._fail(commands)
+        else:
+            await self._sample(commands, self._sampler)
+
+    async def _fail(self, commands: Sequence[Command]) -> None:
+        gone = Outcome(error="this server forwards samples; send the sample again", error_category=ErrorCategory.SERVER)
+        await asyncio.to_thread(self._settlement.settle, [(command.request_id, gone) for command in commands])
+        self._scheduler.finish(commands)
+
+    async def _sample(self, commands: Sequence[Command], sampler: ColocatedSampler) -> None:
+        ids = [command.request_id for command in commands]
+        bodies = await self._database.read_async(lambda c: rows.bodies(c, ids, pending=True))  # some were cancelled
+        sampled = await sampler.run(commands, bodies)
+        await asyncio.to_thread(self._settlement.settle, sampled.outcomes, lambda c: usage.add(c, sampled.used))
+        self._scheduler.finish(commands)
+        for command in sampled.left:
+            self._scheduler.add(command)

@@ -1,0 +1,76 @@
+"""Settling commands: write their outcomes to the database, then tell the API.
+
+The one place of the engine that ends requests, except for the requests of a session that has ended (`model_ends`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from itertools import count
+
+from skyrl.db import futures as rows
+from skyrl.db.database import Change, Connection, Database
+from skyrl.db.futures import Outcome
+from skyrl.db.models import set_model
+from skyrl.engine.barriers import model_is_gone, unloaded
+from skyrl.engine.failures import failed
+from skyrl.notify.doorbell import Doorbell
+from skyrl.types.command import Command
+from skyrl.types.kinds import Kind
+from skyrl.wire.errors import ErrorCategory
+from skyrl.wire.results import encode_json
+
+
+class Settlement:
+    """Threads may share it. Every method waits for the database on the calling thread, and raises what it raises."""
+
+    def __init__(self, database: Database, api: Doorbell) -> None:
+        self._database = database
+        self._api = api
+
+    def settle(
+        self,
+        outcomes: Sequence[tuple[str, Outcome]],
+        change: Change | None = None,
+        *,
+        power_safe: bool = False,
+    ) -> None:
+        """Write outcomes by request id, and `change`, in one transaction; then ring the API processes.
+
+        With `power_safe`, the transaction survives a power cut once this returns.
+        """
+        now = time.time()
+        attempts = count()
+
+        def write(connection: Connection) -> None:
+            if next(attempts) and rows.settled_at(connection, [request_id for request_id, _ in outcomes], now):
+                return  # the commit of an earlier attempt seemed lost, but was not
+            if change is not None:
+                change(connection)
+            rows.settle(connection, outcomes, now)
+
+        self._database.write(write, power_safe=power_safe)
+        self._api.ring([request_id for request_id, _ in outcomes])
+
+    def skip(self, command: Command, why: str) -> None:
+        """Fail a command without running it. Its model is unchanged, and the model's later commands run."""
+        outcome = Outcome(error=why, error_category=ErrorCategory.SERVER)
+        self.settle([(command.request_id, outcome)], fails_model(command))
+
+    def refuse(self, commands: Sequence[Command]) -> None:
+        """Fail commands whose model is gone. A command that unloads the model succeeds: the model is unloaded."""
+
+        def outcome(command: Command) -> Outcome:
+            if command.kind is Kind.UNLOAD_MODEL:
+                return Outcome(encode_json(unloaded(command.model_id)))
+            return failed(model_is_gone(command), command)
+
+        self.settle([(command.request_id, outcome(command)) for command in commands])
+
+
+def fails_model(command: Command) -> Change | None:
+    """What else the failure of a command changes: a model whose first command has failed was never made."""
+    if command.seq_id == 0 and command.model_id is not None:
+        return set_model(command.model_id, status="failed")
+    return None

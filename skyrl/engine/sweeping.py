@@ -1,0 +1,52 @@
+"""The sweep: every few seconds, unload adapters that nobody uses, then delete files that nobody refers to.
+
+Knows the order of these steps. `reclaim.FileSweeper` decides which files may go.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from skyrl.db.fence import Displaced
+from skyrl.db.periodic import repeat
+from skyrl.engine.reclaim import FileSweeper
+from skyrl.engine.scheduler import Scheduler
+from skyrl.engine.signals import EngineSignals
+from skyrl.inference.engine_group import EngineGroup
+from skyrl.types.weights import AdapterVersion
+
+SWEEP_S = 10.0
+
+
+class Sweep:
+    """Belongs to the event loop; database and files are used on other threads."""
+
+    def __init__(
+        self, sweeper: FileSweeper, group: EngineGroup | None, scheduler: Scheduler, signals: EngineSignals
+    ) -> None:
+        self._sweeper = sweeper
+        self._group = group
+        self._scheduler = scheduler
+        self._signals = signals
+
+    async def run(self) -> None:
+        """Sweep until cancelled. A sweep that fails is logged; the next one tries again."""
+        await repeat("sweeping unused files", SWEEP_S, self.once)
+
+    async def once(self) -> None:
+        """One sweep. If this server has lost its claim to the database, the engine ends."""
+        try:
+            await self._sweep()
+        except Displaced as error:
+            self._signals.fail(error)
+
+    async def _sweep(self) -> None:
+        sweeper = self._sweeper
+        await asyncio.to_thread(sweeper.drop_idle)
+        unused = await asyncio.to_thread(sweeper.unused_adapters, self._scheduler.saving)
+        adapters = {AdapterVersion(name) for name, _ in unused}
+        unread = adapters if self._group is None else await self._group.retire(sorted(adapters, key=str))
+        for name, path in unused:
+            if AdapterVersion(name) in unread:
+                sweeper.unloaded(path)
+        await asyncio.to_thread(sweeper.delete_files, self._scheduler.saving)
