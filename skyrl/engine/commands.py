@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from sqlalchemy import Connection
 
 from skyrl.types.kinds import PASSES, Kind
+from skyrl.types.weights import AdapterVersion
 
 Change = Callable[[Connection], object]
 """What belongs into the transaction of a command's result."""
@@ -58,8 +58,9 @@ def command_of(row: Any) -> Command:
 
 @dataclass(frozen=True)
 class Done:
-    """What a barrier leaves: the JSON result, what else belongs into its transaction, a new adapter for the sampler."""
+    """The outcome of a barrier: the JSON result, what else belongs into its transaction, and a new adapter version for
+    the inference servers."""
 
     result: dict[str, Any]
     change: Change | None = None
-    adapter: tuple[str, Path] | None = None
+    adapter: AdapterVersion | None = None

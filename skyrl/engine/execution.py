@@ -10,7 +10,6 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from itertools import count
-from pathlib import Path
 
 from sqlalchemy import Connection
 
@@ -28,12 +27,13 @@ from skyrl.engine.passes import failed, run_passes
 from skyrl.engine.snapshots import Snapshots
 from skyrl.notify.doorbell import Doorbell
 from skyrl.types.kinds import SAVES, Kind
+from skyrl.types.weights import AdapterVersion
 from skyrl.wire.errors import ErrorCategory
 from skyrl.wire.results import encode_json
 
 logger = logging.getLogger(__name__)
 
-PublishAdapter = Callable[[str, Path], None]
+PublishAdapter = Callable[[AdapterVersion], None]
 """Tells the inference servers of a new adapter, from the thread that saved it."""
 
 
@@ -104,7 +104,7 @@ class Execution:
             outcome = Outcome(encode_json(done.result))
             change = done.change
             if done.adapter is not None:
-                self._publish_adapter(*done.adapter)
+                self._publish_adapter(done.adapter)
         except Exception as error:
             outcome, change = failed(error, command), _fails_model(command)
         self.settle([(command.request_id, outcome)], change, power_safe=command.kind in SAVES)

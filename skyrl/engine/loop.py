@@ -11,7 +11,6 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import TypeVar
 
 import httpx
@@ -34,11 +33,13 @@ from skyrl.engine.reclaim import FileSweeper, end_sessions
 from skyrl.engine.sampling import ColocatedSampler
 from skyrl.engine.scheduler import FILES_AT_ONCE, Scheduler, cost_of
 from skyrl.engine.snapshots import Snapshots
+from skyrl.inference.adapter_host import AdapterMissing
 from skyrl.inference.engine_group import EngineGroup
 from skyrl.inference.vllm_client import VllmError
 from skyrl.notify.doorbell import SESSIONS, Doorbell
-from skyrl.storage.base import CheckpointStore
+from skyrl.storage.base import CheckpointStore, StoreError
 from skyrl.types.kinds import ENGINE_KINDS, Kind
+from skyrl.types.weights import AdapterVersion
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -260,14 +261,14 @@ class Engine:
             left = self.scheduler.close_model(model_id)
         await self._refuse(left)
 
-    def _publish_adapter(self, name: str, directory: Path) -> None:
+    def _publish_adapter(self, adapter: AdapterVersion) -> None:
         """From a save's thread. If an inference server is away, a sample that needs the adapter loads it later."""
         if self._group is None:
             return
         try:
-            asyncio.run_coroutine_threadsafe(self._group.publish_adapter(name, directory), self._loop).result()
-        except (httpx.TransportError, VllmError) as error:
-            logger.warning("adapter %s was saved but not loaded yet: %s", name, error)
+            asyncio.run_coroutine_threadsafe(self._group.publish_adapter(adapter), self._loop).result()
+        except (httpx.TransportError, VllmError, AdapterMissing, StoreError) as error:
+            logger.warning("adapter %s was saved but not loaded yet: %s", adapter.name, error)
 
     async def _run_samples(self, commands: list[Command]) -> None:
         if self._sampler is None:
@@ -319,15 +320,15 @@ class Engine:
 
     async def _sweep_files(self) -> None:
         await asyncio.to_thread(self._sweeper.drop_idle)
-        for name, path in await asyncio.to_thread(self._sweeper.unused_adapters, self.scheduler.saving):
+        for adapter in await asyncio.to_thread(self._sweeper.unused_adapters, self.scheduler.saving):
             if self._group is not None:
                 try:
-                    await self._group.retire_adapter(name)
+                    await self._group.retire_adapter(adapter.name)
                 except VllmError as error:
-                    logger.warning("adapter %s could not be unloaded yet: %s", name, error)
+                    logger.warning("adapter %s could not be unloaded yet: %s", adapter.name, error)
                     continue
                 except httpx.TransportError as error:  # each of the others would wait as long
                     logger.warning("adapters could not be unloaded yet: %s", error or type(error).__name__)
                     break
-            self._sweeper.unloaded(path)
+            self._sweeper.unloaded(adapter)
         await asyncio.to_thread(self._sweeper.delete_files, self.scheduler.saving)

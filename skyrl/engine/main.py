@@ -15,6 +15,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from skyrl.backends.base import Backend, ModelLimits, SamplingMode
 from skyrl.backends.registry import create_backend
 from skyrl.config.server import ConfigError, ServerConfig
+from skyrl.db.checkpoints import store_key_of
 from skyrl.db.database import Database
 from skyrl.db.fence import Displaced, Fence, FencedDatabase
 from skyrl.db.periodic import Rounds, repeat
@@ -25,6 +26,7 @@ from skyrl.engine.recovery import Recovery
 from skyrl.engine.sampling import ColocatedSampler
 from skyrl.engine.snapshots import Snapshots
 from skyrl.engine.state import EngineStatePublisher
+from skyrl.inference.adapter_host import AdapterHost, SharedDirectory
 from skyrl.inference.engine_group import EngineGroup
 from skyrl.inference.vllm_command import context_length, cuda_devices
 from skyrl.launcher.runtime import Runtime, run_process, set_up_process
@@ -34,6 +36,7 @@ from skyrl.sampling.client import ForwardingClient
 from skyrl.sampling.endpoint import FixedEndpoint
 from skyrl.sampling.http import HttpTransport
 from skyrl.storage.registry import open_store
+from skyrl.types.weights import AdapterVersion
 
 logger = logging.getLogger(__name__)
 
@@ -66,8 +69,17 @@ class Heartbeat:
         self._thread.join()
 
 
+def _adapter_host(config: ServerConfig, database: Database) -> SharedDirectory:
+    """vLLM reads this server's state directory."""
+
+    async def store_key(adapter: AdapterVersion) -> str | None:
+        return await database.read_async(lambda c: store_key_of(c, adapter))
+
+    return SharedDirectory(lambda: config.state_dir, open_store(config), store_key)
+
+
 def _colocated(
-    runtime: Runtime, database: Database, backend: Backend, group: EngineGroup | None
+    runtime: Runtime, database: Database, backend: Backend, group: EngineGroup | None, host: AdapterHost
 ) -> ColocatedSampler | None:
     if backend.sampling_mode is not SamplingMode.COLOCATED:
         return None
@@ -78,6 +90,7 @@ def _colocated(
     client = ForwardingClient(
         HttpTransport(),
         FixedEndpoint(runtime.inference_url),
+        host,
         api_key=runtime.inference_api_key,
         deadline_s=runtime.config.forwarding_deadline_s,
         zero_fill_logprobs=runtime.config.forwarding_zero_fill_logprobs,
@@ -90,7 +103,6 @@ def _colocated(
         group,
         backend.limits,
         base_name,
-        state_dir=runtime.config.state_dir,
         sleeps=torch.cuda.is_available(),
         patience_s=runtime.config.forwarding_deadline_s,
     )
@@ -144,13 +156,14 @@ async def run(runtime: Runtime) -> None:
     notices = Database(config.database)
     api = Doorbell(*runtime.api_doorbells)
     state = EngineStatePublisher(notices, api, fence)
+    host = _adapter_host(config, notices)
     group = watching = heartbeat = None
     backend: Backend | None = None
     try:
         await asyncio.to_thread(database.confirm_claim)
         await asyncio.to_thread(state.training, ready=False, reason="loading the base model")
         if runtime.inference_url is not None:
-            group = EngineGroup([runtime.inference_url], runtime.inference_api_key or "", state.publish_url)
+            group = EngineGroup([runtime.inference_url], runtime.inference_api_key or "", state.publish_url, host)
             watching = asyncio.create_task(group.run())
         heartbeat = Heartbeat(state)
         if stop.is_set():  # by a signal: nothing is loaded for that. A lost claim has raised above, or does here
@@ -159,7 +172,7 @@ async def run(runtime: Runtime) -> None:
         loading = True
         backend = await asyncio.to_thread(_load, config)
         loading = False
-        sampler = _colocated(runtime, database, backend, group)
+        sampler = _colocated(runtime, database, backend, group, host)
         snapshots = Snapshots(config, database, backend)
         store = open_store(config)
         await asyncio.to_thread(adopt_adapters, config, database, store)

@@ -26,8 +26,8 @@ from skyrl.db.checkpoints import find_checkpoint
 from skyrl.db.database import Database
 from skyrl.db.faults import is_transient
 from skyrl.db.fence import Displaced
-from skyrl.db.models import adapter_of
-from skyrl.engine.barriers import adam_params, lora_spec
+from skyrl.db.models import ModelRecord
+from skyrl.engine.barriers import adam_params
 from skyrl.engine.commands import Command, command_of
 from skyrl.engine.crash_ledger import POISON, CrashLedger
 from skyrl.engine.passes import decode_pass
@@ -84,12 +84,12 @@ def _unless_rounding(row: Any, model_id: str, backend: Backend, error: type[Exce
         logger.warning("model %s: command %d succeeded, and repeated it fails: %s", model_id, row.seq_id, found)
 
 
-def _repeat(row: Any, body: bytes, model: Any, backend: Backend, loaded: Mapping[str, Path]) -> None:
+def _repeat(row: Any, body: bytes, model: ModelRecord, backend: Backend, loaded: Mapping[str, Path]) -> None:
     """Do again what a finished command did to its model; saves and forward passes did nothing to it. `loaded`: the
     files of each load, by request id."""
     command = command_of(row)
     if command.kind is Kind.CREATE_MODEL:
-        backend.create_model(model.id, lora_spec(adapter_of(model)))
+        backend.create_model(model.id, model.lora)
     elif command.kind is Kind.FORWARD_BACKWARD:
         training_pass = decode_pass(command, body, backend)
         if training_pass.backward:
@@ -98,7 +98,7 @@ def _repeat(row: Any, body: bytes, model: Any, backend: Backend, loaded: Mapping
         _repeat_step(row, body, model.id, backend)
     elif command.kind is Kind.LOAD_WEIGHTS:
         if command.seq_id == 0:
-            backend.create_model(model.id, lora_spec(adapter_of(model)))
+            backend.create_model(model.id, model.lora)
         optimizer = decode_json(LoadWeightsCommand, body).optimizer
         backend.load_state(model.id, loaded[command.request_id], optimizer=optimizer)
 
@@ -173,7 +173,7 @@ class Recovery:
             now = time.monotonic()
             self._memory_due = now + MEMORY_PAUSE * (now - began)
 
-    async def _restore(self, model: Any) -> None:
+    async def _restore(self, model: ModelRecord) -> None:
         """Bring one model back, and let its commands run. Raises, and fails no model, when the database is away and the
         engine is to end, and when the claim is lost."""
         if self._ends():
@@ -216,7 +216,7 @@ class Recovery:
         self._engine.scheduler.release(model_id)
         self._engine.ring()
 
-    def _bring_back(self, model: Any) -> None:
+    def _bring_back(self, model: ModelRecord) -> None:
         """The files come first, so that the backend's thread waits for no network."""
         commands = self._database.read(lambda c: rows.executed(c, model.id, model.next_seq))
         with contextlib.ExitStack() as files:
@@ -228,20 +228,20 @@ class Recovery:
             self._engine.wait_for_backend(lambda: self._repeat_all(model, commands, loaded))
         self._snapshots.restored(model.id, model.next_seq, commands)
 
-    def _loaded_from(self, row: Any, model: Any) -> str:
+    def _loaded_from(self, row: Any, model: ModelRecord) -> str:
         """The store's key of the checkpoint that a command has loaded."""
         load = decode_json(LoadWeightsCommand, self._body(row))
         reader = load.source_tenant or model.tenant
         saved = self._database.read(lambda c: find_checkpoint(c, parse_path(load.path), reader))
-        if saved is None or saved.created_at > row.completed_at:
+        if saved is None or saved.store_key is None or saved.created_at > row.completed_at:
             raise FileNotFoundError(f"checkpoint {load.path} has been deleted or replaced since it was loaded")
         return saved.store_key
 
-    def _repeat_all(self, model: Any, commands: Sequence[Any], loaded: Mapping[str, Path]) -> None:
+    def _repeat_all(self, model: ModelRecord, commands: Sequence[Any], loaded: Mapping[str, Path]) -> None:
         """On the backend's thread. Leaves marks of what it is at: the engine may die of that, too."""
         if model.next_seq > 0:
             with self._watching(f"snapshot {model.id}", "its snapshot was loaded"):
-                self._backend.create_model(model.id, lora_spec(adapter_of(model)))
+                self._backend.create_model(model.id, model.lora)
                 self._backend.load_state(model.id, self._snapshots.path(model.id, model.next_seq), optimizer=True)
         for row in commands:
             if self._ends():
@@ -276,6 +276,6 @@ class Recovery:
         return left
 
 
-def _next_seq(connection: Connection, model: Any) -> int:
+def _next_seq(connection: Connection, model: ModelRecord) -> int:
     """The number of a model's next command."""
     return max(model.next_seq, rows.highest_settled_seq(connection, model.id) + 1)

@@ -1,7 +1,7 @@
 """Whether a save may be made: the tenant's stored bytes and sampling sessions, and free space on the server's disks.
 
-Asked when a save's turn comes: refused when it arrives, a save would leave a hole in its model's order. Knows sizes and
-limits; does not know what a save writes.
+The engine asks when a save's turn comes. The API cannot refuse a save when it arrives: its number would be missing in
+its model's order. Knows sizes and limits; does not know what a save writes.
 """
 
 from __future__ import annotations
@@ -10,11 +10,9 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from sqlalchemy import Connection
-
 from skyrl.config.server import ServerConfig
 from skyrl.db import quotas
-from skyrl.db.database import Database
+from skyrl.db.database import Connection, Database
 from skyrl.quotas.limits import QuotaLimits, sampling_sessions_sentence, stored_sentence
 from skyrl.storage.registry import local_directory
 from skyrl.wire.errors import ErrorCategory, FailedRequest
@@ -62,7 +60,8 @@ class SaveLimits:
             raise FailedRequest(sampling_sessions_sentence(living, bound))
 
     def _directories(self) -> Iterator[Path]:
-        """The nearest that exist, of the state directory and of a checkpoint store on a disk."""
+        """The state directory, and the directory of a checkpoint store on a disk; for each that is not made yet, its
+        nearest parent that exists."""
         for directory in (self._config.state_dir, local_directory(self._config)):
             if directory is not None:
                 yield next(path for path in (directory, *directory.parents) if path.is_dir())

@@ -14,7 +14,9 @@ from pathlib import Path
 import httpx
 
 from skyrl.backends.base import InferenceStatePublisher
+from skyrl.inference.adapter_host import AdapterHost
 from skyrl.inference.vllm_client import VllmClient, VllmError
+from skyrl.types.weights import AdapterVersion
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +32,7 @@ class EngineGroup:
         urls: Sequence[str],
         api_key: str,
         publisher: InferenceStatePublisher,
+        host: AdapterHost,
         *,
         proxy_url: str | None = None,
         starting_interval_s: float = 0.1,
@@ -41,6 +44,7 @@ class EngineGroup:
         self._replicas = [VllmClient(url, api_key) for url in urls]
         self._proxy_url = proxy_url or urls[0]
         self._publisher = publisher
+        self._host = host
         self._starting_interval_s = starting_interval_s
         self._watching_interval_s = watching_interval_s
         self._failures = failures
@@ -86,13 +90,15 @@ class EngineGroup:
         for replica in self._replicas:
             await replica.close()
 
-    async def publish_adapter(self, name: str, path: Path) -> None:
+    async def publish_adapter(self, adapter: AdapterVersion) -> None:
         """Load an adapter on every replica that is ready. The others load it when it is first asked for.
 
-        Raises VllmError when a replica refuses it (it is then not to be used).
+        Raises VllmError when a replica refuses it (it is then not to be used), and what `AdapterHost.bring` raises.
         """
         ready = [replica for replica in self._replicas if not self._state[replica.url]]
-        await asyncio.gather(*(replica.load_adapter(name, path) for replica in ready))
+        if ready:
+            directory = Path(await self._host.bring(adapter))
+            await asyncio.gather(*(replica.load_adapter(adapter.name, directory) for replica in ready))
 
     async def retire_adapter(self, name: str) -> None:
         """Unload an adapter everywhere. Only after this returned may its directory be deleted, once drained.

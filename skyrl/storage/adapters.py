@@ -27,6 +27,7 @@ def adapter_directory(state_dir: Path, adapter: AdapterVersion) -> Path:
 def adapter_in(directory: Path) -> AdapterVersion | None:
     """The version whose files a directory holds, by the directory's name; None for a directory with another name."""
     number = directory.name.removeprefix("v")
-    if not directory.name.startswith("v") or not number.isdecimal():
+    if not number.isdecimal():
         return None
-    return AdapterVersion.of(id_of(directory.parent.name), int(number))
+    adapter = AdapterVersion.of(id_of(directory.parent.name), int(number))
+    return adapter if f"{ADAPTERS}/{directory.parent.name}/{directory.name}" == adapter_location(adapter) else None

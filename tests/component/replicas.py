@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from adapter_hosts import AllThere
 from fake_upstream import COMPLETIONS, LOAD, FakeUpstream, Reply, hang_up, reply
 
+from skyrl.inference.adapter_host import AdapterHost
 from skyrl.inference.engine_group import EngineGroup
 
 UNLOAD = "/v1/unload_lora_adapter"
@@ -23,7 +25,7 @@ def set_up(upstream: FakeUpstream, health: Reply = WELL) -> None:
 
 
 def group_of(
-    *urls: str, proxy_url: str | None = None, watching_s: float = SOON_S
+    *urls: str, host: AdapterHost | None = None, proxy_url: str | None = None, watching_s: float = SOON_S
 ) -> tuple[EngineGroup, list[str | None]]:
     """A group that looks often, not run yet; and what it publishes."""
     published: list[str | None] = []
@@ -32,6 +34,12 @@ def group_of(
         published.append(url)
 
     group = EngineGroup(
-        urls, "key", publish, proxy_url=proxy_url, starting_interval_s=SOON_S, watching_interval_s=watching_s
+        urls,
+        "key",
+        publish,
+        host or AllThere(),
+        proxy_url=proxy_url,
+        starting_interval_s=SOON_S,
+        watching_interval_s=watching_s,
     )
     return group, published

@@ -6,15 +6,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 
 import pytest
+from adapter_hosts import AllThere
 from engine_harness import until
 from fake_upstream import LOAD, FakeUpstream, Received, Reply, closed_port, error, fake_upstream, hang_up
 from replicas import GONE, ILL, SOON_S, UNLOAD, WELL, group_of, set_up
 
 from skyrl.inference.engine_group import EngineGroup
 from skyrl.inference.vllm_client import VllmError
+from skyrl.types.weights import AdapterVersion
 
 PROXY = "http://127.0.0.1:9"
 
@@ -86,10 +87,10 @@ async def test_an_adapter_is_loaded_on_every_replica_that_is_ready() -> None:
         group, published = group_of(one.url, two.url, proxy_url=PROXY)
         async with running(group):
             await until(lambda: published == [PROXY])
-            await group.publish_adapter("first", Path("/adapters/first"))
+            await group.publish_adapter(AdapterVersion("first"))
             set_up(two, ILL)
             await until(lambda: not group.ready)
-            await group.publish_adapter("second", Path("/adapters/second"))
+            await group.publish_adapter(AdapterVersion("second"))
             assert asked_for(one, LOAD) == ["first", "second"]
             assert asked_for(two, LOAD) == ["first"], "it loads the second one when a sample asks for it"
 
@@ -101,7 +102,7 @@ async def test_an_adapter_that_one_replica_refuses_is_not_to_be_used() -> None:
             await until(lambda: published == [PROXY])
             two.controls[LOAD] = error(400, "its rank is above the server's")
             with pytest.raises(VllmError, match="its rank is above the server's"):
-                await group.publish_adapter("large", Path("/adapters/large"))
+                await group.publish_adapter(AdapterVersion("large"))
             await until(lambda: asked_for(one, LOAD) == ["large"])
 
 
@@ -148,7 +149,13 @@ async def test_a_publisher_that_is_slow_holds_up_no_watch_and_is_told_the_last_s
     async with fake_upstream() as upstream:
         set_up(upstream, count)
         group = EngineGroup(
-            [upstream.url], "key", publish, starting_interval_s=SOON_S, watching_interval_s=SOON_S, failures=1
+            [upstream.url],
+            "key",
+            publish,
+            AllThere(),
+            starting_interval_s=SOON_S,
+            watching_interval_s=SOON_S,
+            failures=1,
         )
         async with running(group):
             await until(lambda: group.ready)
@@ -172,6 +179,8 @@ async def test_a_publisher_that_fails_is_asked_again() -> None:
 
     async with fake_upstream() as upstream:
         set_up(upstream)
-        group = EngineGroup([upstream.url], "key", publish, starting_interval_s=SOON_S, watching_interval_s=SOON_S)
+        group = EngineGroup(
+            [upstream.url], "key", publish, AllThere(), starting_interval_s=SOON_S, watching_interval_s=SOON_S
+        )
         async with running(group):
             await until(lambda: published == [upstream.url])

@@ -18,6 +18,7 @@ import httpx
 import pytest
 import pytest_asyncio
 import torch
+from adapter_hosts import AllThere
 from safetensors.torch import load_file, save_file
 from tinker.proto.response_conv import deserialize_sample_response
 from transformers import AutoModelForCausalLM
@@ -34,6 +35,7 @@ from skyrl.sampling.endpoint import FixedEndpoint
 from skyrl.sampling.http import HttpTransport
 from skyrl.sampling.job import SampleJob
 from skyrl.tiny import model_path
+from skyrl.types.weights import AdapterVersion
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
 
@@ -87,7 +89,7 @@ async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Serv
             raise OSError("the first write fails: database is locked")
         published.append(url)
 
-    group = EngineGroup([spec.url], KEY, publish, watching_interval_s=0.3)
+    group = EngineGroup([spec.url], KEY, publish, AllThere(), watching_interval_s=0.3)
     client = VllmClient(spec.url, KEY)
     running = asyncio.create_task(group.run())
     try:
@@ -216,9 +218,10 @@ async def test_every_endpoint_asks_for_the_key(served: Served, path: str, key: s
 
 
 async def test_adapter_can_be_loaded_twice_and_unloaded_twice(served: Served, tmp_path: Path) -> None:
-    path = adapter(tmp_path / "a", 8)
-    await served.group.publish_adapter("tenant@1", path)
-    await served.group.publish_adapter("tenant@1", path)
+    adapter(tmp_path / "tenant@1", 8)
+    served.group._host = AllThere(str(tmp_path))
+    await served.group.publish_adapter(AdapterVersion("tenant@1"))
+    await served.group.publish_adapter(AdapterVersion("tenant@1"))
     assert "tenant@1" in await served.client.models()
     await served.group.retire_adapter("tenant@1")
     await served.group.retire_adapter("tenant@1")
@@ -300,7 +303,7 @@ async def test_prompt_and_sequences_asked_apart_are_those_of_one_request(served:
         request_id="r",
         session_key="s",
         model="apart",
-        adapter_path=str(tmp_path / "apart"),
+        weights=AdapterVersion("apart"),
         prompt=prompt,
         num_samples=5,
         max_tokens=12,
@@ -317,7 +320,7 @@ async def test_prompt_and_sequences_asked_apart_are_those_of_one_request(served:
         topk_sample=2,
     )
     transport = HttpTransport()
-    client = ForwardingClient(transport, FixedEndpoint(served.spec.url), api_key=KEY, deadline_s=120)
+    client = ForwardingClient(transport, FixedEndpoint(served.spec.url), AllThere(), api_key=KEY, deadline_s=120)
     headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
     in_one = await transport.post(
         served.spec.url + completion.PATH, completion.encode_request(job), headers, 120, answer_bound(job)
