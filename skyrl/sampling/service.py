@@ -273,7 +273,7 @@ class SampleService:
         return self._stopping
 
     async def drain(self, grace_s: float) -> None:
-        """Let samples in flight end. Samples that run after `grace_s` stay pending, and the next start forwards them."""
+        """Let samples in flight end. Those that run after `grace_s` stay pending, and the next start forwards them."""
         self.cancel(list(self._quotas.waiting))  # these have not been sent yet
         if self._tasks:
             await asyncio.wait(list(self._tasks.values()), timeout=grace_s)
