@@ -14,7 +14,8 @@ from skyrl.api.reply import reply, strings, timestamp
 from skyrl.api.scope import AccessScope
 from skyrl.api.services import Services
 from skyrl.api.tokens import user_urn
-from skyrl.db.checkpoints import Seen
+from skyrl.db.checkpoints import Checkpoint, Seen
+from skyrl.db.models import ModelRecord
 from skyrl.wire.errors import NotFound, RequestError
 from skyrl.wire.paths import KINDS, CheckpointKind, TinkerPath, parse_path
 from skyrl.wire.requests import TtlRequest, decode_json
@@ -22,12 +23,12 @@ from skyrl.wire.requests import TtlRequest, decode_json
 MIN_TTL_S, MAX_TTL_S = 3600, 10 * 365 * 86_400
 _TYPES = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
 _KNOWS_EXTERNAL = (0, 30)
-"""The first version of the SDK that takes the type `external`: older ones refuse a whole list for one."""
+"""The first version of the SDK that knows the type `external`. Older ones refuse a list that holds one."""
 _BEFORE_EXTERNAL: tuple[CheckpointKind, ...] = ("weights", "sampler_weights")
 
 
 def seen_by_client(request: Request, scope: str) -> Seen:
-    """What a list shows to the client that asks: no kinds that its version of the SDK cannot read."""
+    """What a list shows to this client: only the kinds that its version of the SDK can read."""
     version = request.headers.get("x-stainless-package-version", "")
     numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdecimal() and len(part) < 10)
     old = len(numbers) == 2 and numbers < _KNOWS_EXTERNAL
@@ -43,34 +44,35 @@ def ttl_end(ttl_seconds: int | None) -> float | None:
     return time.time() + ttl_seconds
 
 
-def checkpoint_json(row: Any) -> dict[str, Any]:
-    """A checkpoints row as the wire's Checkpoint."""
+def checkpoint_json(checkpoint: Checkpoint) -> dict[str, Any]:
+    """The wire's Checkpoint."""
+    path, expires_at = checkpoint.path, checkpoint.expires_at
     return {
-        "checkpoint_id": f"{row.kind}/{row.name}",
-        "checkpoint_type": _TYPES[row.kind],
-        "time": timestamp(row.created_at),
-        "tinker_path": str(TinkerPath(row.model_id, row.kind, row.name)),
-        "size_bytes": row.size_bytes,
-        "public": row.public,
-        "user_metadata": strings(row.user_metadata),
-        "expires_at": None if row.expires_at is None else timestamp(row.expires_at),
+        "checkpoint_id": f"{path.kind}/{path.name}",
+        "checkpoint_type": _TYPES[path.kind],
+        "time": timestamp(checkpoint.created_at),
+        "tinker_path": str(path),
+        "size_bytes": checkpoint.size_bytes,
+        "public": checkpoint.public,
+        "user_metadata": strings(checkpoint.user_metadata),
+        "expires_at": None if expires_at is None else timestamp(expires_at),
     }
 
 
-def _training_run(row: Any, checkpoints: list[Any], tenant: str) -> dict[str, Any]:
-    """A models row as the wire's TrainingRun. What its owner noted about it is for the owner alone."""
-    last = {checkpoint.kind: checkpoint_json(checkpoint) for checkpoint in checkpoints if checkpoint.model_id == row.id}
+def _training_run(model: ModelRecord, checkpoints: list[Checkpoint], tenant: str) -> dict[str, Any]:
+    """A model as the wire's TrainingRun. Only its owner sees the metadata that the owner gave it."""
+    last = {saved.path.kind: checkpoint_json(saved) for saved in checkpoints if saved.path.model_id == model.id}
     return {
-        "training_run_id": row.id,
-        "base_model": row.base_model,
-        "model_owner": user_urn(row.tenant),
+        "training_run_id": model.id,
+        "base_model": model.base_model,
+        "model_owner": user_urn(model.tenant),
         "is_lora": True,
-        "corrupted": row.status == "failed",
-        "lora_rank": row.lora_rank,
-        "last_request_time": timestamp(row.last_request_at),
+        "corrupted": model.status == "failed",
+        "lora_rank": model.lora.rank,
+        "last_request_time": timestamp(model.last_request_at),
         "last_checkpoint": last.get("weights"),
         "last_sampler_checkpoint": last.get("sampler_weights"),
-        "user_metadata": strings(row.user_metadata) if row.tenant == tenant else None,
+        "user_metadata": strings(model.user_metadata) if model.tenant == tenant else None,
     }
 
 
@@ -78,14 +80,15 @@ def router(services: Services) -> APIRouter:
     routes = APIRouter(prefix="/api/v1", tags=["checkpoints"])
     page_limit, page_offset = Query(20, ge=1, le=1000), Query(0, ge=0, lt=2**31)
 
-    async def run_seen(model_id: str, tenant: str, seen: Seen) -> Any:
-        """The row of a training run: the tenant's own or, if that is asked for, one with something published."""
-        row = await services.models.row(model_id, tenant)
-        if row is None and seen.published and await services.checkpoints.of_model(model_id, tenant, seen):
-            row = await services.models.row(model_id, None)
-        if row is None:
+    async def run_seen(model_id: str, tenant: str, seen: Seen) -> ModelRecord:
+        """The model of a training run: the tenant's own, or, if `seen` includes published checkpoints, another tenant's
+        that has one."""
+        model = await services.models.record(model_id, tenant)
+        if model is None and seen.published and await services.checkpoints.of_model(model_id, tenant, seen):
+            model = await services.models.record(model_id, None)
+        if model is None:
             raise NotFound(f"no training run {model_id!r}", field="training_run_id")
-        return row
+        return model
 
     @routes.get("/training_runs")
     async def list_training_runs(
@@ -95,14 +98,14 @@ def router(services: Services) -> APIRouter:
         access_scope: AccessScope = "owned",
         project_id: str | None = None,
     ) -> Response:
-        """The caller's own runs, whatever the scope: what others have published are checkpoints."""
+        """The caller's own runs, whatever the scope: other tenants publish checkpoints, not runs."""
         tenant = tenant_of(request)
-        rows, total = await services.models.page(tenant, limit, offset, project_id)
+        models, total = await services.models.page(tenant, limit, offset, project_id)
         seen = seen_by_client(request, access_scope)
-        latest = await services.checkpoints.latest([row.id for row in rows], tenant, seen)
+        latest = await services.checkpoints.latest([model.id for model in models], tenant, seen)
         return reply(
             {
-                "training_runs": [_training_run(row, latest, tenant) for row in rows],
+                "training_runs": [_training_run(model, latest, tenant) for model in models],
                 "cursor": {"offset": offset, "limit": limit, "total_count": total},
             }
         )
@@ -110,28 +113,29 @@ def router(services: Services) -> APIRouter:
     @routes.get("/training_runs/{model_id}")
     async def get_training_run(model_id: str, request: Request, access_scope: AccessScope = "owned") -> Response:
         tenant, seen = tenant_of(request), seen_by_client(request, access_scope)
-        row = await run_seen(model_id, tenant, seen)
-        return reply(_training_run(row, await services.checkpoints.latest([model_id], tenant, seen), tenant))
+        model = await run_seen(model_id, tenant, seen)
+        return reply(_training_run(model, await services.checkpoints.latest([model_id], tenant, seen), tenant))
 
     @routes.get("/training_runs/{model_id}/checkpoints")
     async def list_run_checkpoints(
         model_id: str, request: Request, access_scope: AccessScope = "accessible"
     ) -> Response:
-        """Without a scope also what another tenant has published of its run: the SDK looks up single checkpoints so."""
+        """Without a scope, also the checkpoints that another tenant has published of its run: the SDK looks up single
+        checkpoints in this way."""
         tenant, seen = tenant_of(request), seen_by_client(request, access_scope)
         await run_seen(model_id, tenant, seen)
-        rows = await services.checkpoints.of_model(model_id, tenant, seen)
-        return reply({"checkpoints": [checkpoint_json(row) for row in rows]})
+        saved = await services.checkpoints.of_model(model_id, tenant, seen)
+        return reply({"checkpoints": [checkpoint_json(checkpoint) for checkpoint in saved]})
 
     @routes.get("/checkpoints")
     async def list_checkpoints(
         request: Request, limit: int = page_limit, offset: int = page_offset, access_scope: AccessScope = "owned"
     ) -> Response:
         seen = seen_by_client(request, access_scope)
-        rows, total = await services.checkpoints.page(tenant_of(request), limit, offset, seen)
+        saved, total = await services.checkpoints.page(tenant_of(request), limit, offset, seen)
         return reply(
             {
-                "checkpoints": [checkpoint_json(row) for row in rows],
+                "checkpoints": [checkpoint_json(checkpoint) for checkpoint in saved],
                 "cursor": {"offset": offset, "limit": limit, "total_count": total},
             }
         )
@@ -150,7 +154,7 @@ def router(services: Services) -> APIRouter:
 
     @routes.delete(one)
     async def delete_checkpoint(model_id: str, kind: str, name: str, request: Request) -> Response:
-        """Gone at once for clients; the engine deletes the files when nobody samples from them any more."""
+        """Clients no longer find it. The engine deletes the files when nobody samples from them any more."""
         path = at(model_id, kind, name)
         if not await services.checkpoints.delete(path, tenant_of(request)):
             raise NotFound(f"no checkpoint {path}", field="checkpoint_id")
@@ -166,7 +170,7 @@ def router(services: Services) -> APIRouter:
 
     @routes.put(f"{one}/ttl")
     async def set_ttl(model_id: str, kind: str, name: str, request: Request) -> Response:
-        tenant_of(request)  # nobody's body is read
+        tenant_of(request)  # a request without a valid key is refused before its body is read
         wanted = decode_json(TtlRequest, await read_body(request))
         path, details = at(model_id, kind, name), {"ttl_seconds": wanted.ttl_seconds}
         end = ttl_end(wanted.ttl_seconds)

@@ -1,4 +1,4 @@
-"""copy_weights: a saved checkpoint again, under another model, to keep longer or to take over from another account."""
+"""copy_weights: stores a checkpoint again under another model, to keep it longer or to have it in another account."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import asyncio
 import hashlib
 import logging
 import secrets
-from typing import Any
 from weakref import WeakValueDictionary
 
 from fastapi import APIRouter
@@ -18,12 +17,13 @@ from skyrl.api.checkpoints import ttl_end
 from skyrl.api.reply import reply
 from skyrl.api.services import Services
 from skyrl.api.sessions import check_length
+from skyrl.db.checkpoints import Checkpoint
 from skyrl.db.copies import Copy
-from skyrl.storage.adapters import adapter_location
 from skyrl.storage.base import StoreError
 from skyrl.storage.directories import safe_name
 from skyrl.storage.threads import in_store
 from skyrl.types.ids import new_session_id
+from skyrl.types.weights import FullWeights
 from skyrl.wire.errors import NotFound, RequestError
 from skyrl.wire.paths import TinkerPath, model_id_of, parse_path
 from skyrl.wire.requests import CopyWeightsRequest, decode_json
@@ -37,21 +37,22 @@ def router(services: Services) -> APIRouter:
 
     @routes.post("/copy_weights")
     async def copy_weights(request: Request) -> Response:
-        """Synchronous. A request that comes again under its X-Idempotency-Key gets the copy that it has made."""
+        """Answers when the copy is stored. A repeated request with the same X-Idempotency-Key gets the same copy."""
         tenant = tenant_of(request)
         wanted = decode_json(CopyWeightsRequest, await read_body(request))
         given = request.headers.get("x-idempotency-key")
         if given is None:
             return reply({"tinker_path": str(await copy(request, wanted, tenant, None))})
         copy_key = hashlib.blake2b(f"{tenant}\n{given}".encode(), digest_size=16).hexdigest()
-        # The first try may still be copying when its client has lost patience and sends the second.
+        # The first try may still be copying when its client gives it up and sends the second.
         async with copying.setdefault(copy_key, asyncio.Lock()):
             path = await services.copies.made_by(copy_key) or await copy_once(request, wanted, tenant, copy_key)
         return reply({"tinker_path": str(path)})
 
     async def copy_once(request: Request, wanted: CopyWeightsRequest, tenant: str, copy_key: str) -> TinkerPath:
-        """The lock holds in this process only. Another one may record the copy at any moment, and then this try may be
-        refused because of it: its number is taken, its bytes are over the quota. The copy is the answer then."""
+        """The lock holds in this process only. Another process may record the same copy at any moment. This try may
+        then be refused, because the model's number is taken or the bytes are over the quota. The recorded copy is the
+        answer then."""
         try:
             return await copy(request, wanted, tenant, copy_key)
         except RequestError:
@@ -60,24 +61,23 @@ def router(services: Services) -> APIRouter:
             return made
 
     async def copy(request: Request, wanted: CopyWeightsRequest, tenant: str, copy_key: str | None) -> TinkerPath:
-        source = await readable(request, wanted, tenant)
+        source, store_key = await readable(request, wanted, tenant)
         expires_at = ttl_end(wanted.ttl_seconds)
         session_id, model_seq_id = await destination(wanted, tenant)
         model_id = model_id_of(session_id, model_seq_id)
         made = Copy(
-            path=TinkerPath(model_id, source.kind, source.name),
+            path=TinkerPath(model_id, source.path.kind, source.path.name),
             tenant=tenant,
             session_id=session_id,
             model_seq_id=model_seq_id,
-            store_key=f"{safe_name(model_id)}/{safe_name(source.name)[:180]}-{secrets.token_hex(6)}",
-            adapter_directory=adapter_location(model_id, 1),
+            store_key=f"{safe_name(model_id)}/{safe_name(source.path.name)[:180]}-{secrets.token_hex(6)}",
             project_id=wanted.destination_project_id,
             expires_at=expires_at,
             copy_key=copy_key,
         )
         check = services.quotas.stored_bytes(tenant, source.size_bytes)
         await services.quotas.check(check)
-        await in_store(services.checkpoint_store.copy, source.store_key, made.store_key)
+        await in_store(services.checkpoint_store.copy, store_key, made.store_key)
         try:
             recorded = await services.copies.add(made, source, check)
         except RequestError:
@@ -90,7 +90,7 @@ def router(services: Services) -> APIRouter:
         return recorded.path
 
     async def discard(store_key: str) -> None:
-        """Remove the files of a copy that is not recorded. What cannot be removed now the engine removes later."""
+        """Remove the files of a copy that is not recorded. The engine removes later what cannot be removed now."""
         try:
             await in_store(services.checkpoint_store.delete, store_key)
         except StoreError as error:
@@ -99,8 +99,9 @@ def router(services: Services) -> APIRouter:
     def taken(model_seq_id: int) -> RequestError:
         return RequestError(f"{model_seq_id} is another model's already", field="model_seq_id")
 
-    async def readable(request: Request, wanted: CopyWeightsRequest, tenant: str) -> Any:
-        """The source's row, as whoever the access token stands for may see it."""
+    async def readable(request: Request, wanted: CopyWeightsRequest, tenant: str) -> tuple[Checkpoint, str]:
+        """The checkpoint to copy, and its key in the checkpoint store. The caller may read it, or the tenant of the
+        access token may."""
         token = wanted.weights_access_token or request.headers.get("x-tinker-weights-access-token")
         reader = tenant if token is None else services.access.reader(token)
         path = parse_path(wanted.source_path, "source_path")
@@ -109,7 +110,9 @@ def router(services: Services) -> APIRouter:
         source = await services.checkpoints.find(path, reader)
         if source is None or source.store_key is None:
             raise NotFound(f"no checkpoint {wanted.source_path!r}", field="source_path")
-        return source
+        if isinstance(source.weights, FullWeights):
+            raise RequestError("this server does not copy full weights, only adapters", field="source_path")
+        return source, source.store_key
 
     async def destination(wanted: CopyWeightsRequest, tenant: str) -> tuple[str, int]:
         """The session and the number of the new model."""
@@ -126,7 +129,7 @@ def router(services: Services) -> APIRouter:
         session = await services.active_session(wanted.session_id, tenant)
         if not 0 <= wanted.model_seq_id < 2**31:
             raise RequestError("must be in [0, 2**31)", field="model_seq_id")
-        if await services.models.row(model_id_of(session.id, wanted.model_seq_id), None) is not None:
+        if await services.models.record(model_id_of(session.id, wanted.model_seq_id), None) is not None:
             raise taken(wanted.model_seq_id)
         return session.id, wanted.model_seq_id
 

@@ -1,7 +1,7 @@
 """Taking saved weights elsewhere: links to an archive or to exported files, and the routes behind those links.
 
-A link needs no API key, holds for an hour, and is for one save: when that is deleted or replaced, the link is dead.
-Files are streamed from the store; none is held in memory.
+A link needs no API key, is valid for an hour, and is for one save: it ends when that save is deleted or replaced. Files
+are streamed from the checkpoint store; none is held in memory.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from email.utils import formatdate
-from typing import Any
+from typing import NamedTuple
 
 from fastapi import APIRouter
 from starlette.requests import Request
@@ -18,6 +18,7 @@ from starlette.responses import Response, StreamingResponse
 from skyrl.api.body import tenant_of
 from skyrl.api.reply import reply, timestamp
 from skyrl.api.services import Services
+from skyrl.db.checkpoints import Checkpoint
 from skyrl.storage.archive import Member, gzip_size, gzip_stored, tar, tar_size
 from skyrl.storage.base import MANIFEST, manifest_of
 from skyrl.storage.threads import in_store
@@ -25,51 +26,60 @@ from skyrl.wire.errors import NotFound, RequestError
 from skyrl.wire.paths import TinkerPath, parse_path
 
 LINK_S = 3600.0
-"""How long links hold. The SDK asks for new ones five minutes before the end."""
+"""How long links are valid. The SDK asks for new ones five minutes before the end."""
 ARCHIVED = ("adapter_config.json", "adapter_model.safetensors")
-"""What an archive holds: an adapter that other programs load. The optimizer is for this server alone."""
+"""The files of an archive: an adapter that other programs load. Only this server can use the optimizer's files."""
 _LINKS = "/api/v1/downloads"
 _ONE = "/training_runs/{model_id}/checkpoints/{kind}/{name}"
 
 
-def _save_of(row: Any) -> str:
-    """Tells this save from others under the same name, before and after it."""
-    return row.store_key.rpartition("-")[2]
+class _Readable(NamedTuple):
+    """A checkpoint whose files are in the checkpoint store, under `key`."""
+
+    saved: Checkpoint
+    key: str
+
+    @property
+    def save(self) -> str:
+        """Differs from that of every other save under the same name, earlier or later."""
+        return self.key.rpartition("-")[2]
 
 
 def router(services: Services) -> APIRouter:
     routes = APIRouter(prefix="/api/v1", tags=["downloads"])
     store = services.checkpoint_store
 
-    async def readable(path: TinkerPath, tenant: str) -> Any:
-        """The row of a checkpoint that a tenant may download, which is noted in its owner's log."""
-        row = await services.checkpoints.find(path, tenant)
-        if row is None or row.store_key is None:
+    async def readable(path: TinkerPath, tenant: str) -> _Readable:
+        """A checkpoint that the tenant may download. The download is noted in the owner's audit log."""
+        saved = await services.checkpoints.find(path, tenant)
+        if saved is None or saved.store_key is None:
             raise NotFound(f"no checkpoint {path}", field="checkpoint_id")
-        reader = {} if row.tenant == tenant else {"reader": tenant}
+        reader = {} if saved.tenant == tenant else {"reader": tenant}
         await services.audit.record(
-            row.tenant, "checkpoint_downloaded", tinker_path=str(path), model_id=path.model_id, **reader
+            saved.tenant, "checkpoint_downloaded", tinker_path=str(path), model_id=path.model_id, **reader
         )
-        return row
+        return _Readable(saved, saved.store_key)
 
-    async def linked(request: Request, path: TinkerPath, save: str) -> Any:
-        """The row that a signed link is for."""
+    async def linked(request: Request, path: TinkerPath, save: str) -> _Readable:
+        """The checkpoint that a signed link is for."""
         services.urls.verify(request)
-        row = await services.checkpoints.live(path)
-        if row is None or row.store_key is None or _save_of(row) != save:
-            raise NotFound(f"{path} has been deleted or replaced since this link was made", field="checkpoint_id")
-        return row
+        saved = await services.checkpoints.live(path)
+        if saved is not None and saved.store_key is not None:
+            found = _Readable(saved, saved.store_key)
+            if found.save == save:
+                return found
+        raise NotFound(f"{path} has been deleted or replaced since this link was made", field="checkpoint_id")
 
     @routes.get(f"{_ONE}/archive")
     async def archive_url(model_id: str, kind: str, name: str, request: Request) -> Response:
-        """A link to a tar of the adapter: as JSON to who accepts that, else as a redirect."""
+        """A link to a tar of the adapter: as JSON to clients that accept JSON, as a redirect to others."""
         tenant, path = tenant_of(request), parse_path(f"tinker://{model_id}/{kind}/{name}", "checkpoint_id")
         if path.kind == "external_weights":
             raise RequestError(
                 "exported files are fetched one by one, see external_weights_urls", field="checkpoint_id"
             )
-        row = await readable(path, tenant)
-        missing = set(ARCHIVED) - set(await in_store(store.files, row.store_key))
+        found = await readable(path, tenant)
+        missing = set(ARCHIVED) - set(await in_store(store.files, found.key))
         if missing:
             raise NotFound(
                 f"{path} was saved by an older version, without {' and '.join(sorted(missing))}: load and save it",
@@ -79,7 +89,7 @@ def router(services: Services) -> APIRouter:
         gzipped = "application/gzip" in accepts  # SDKs before 0.25 accept this and JSON, and take only a redirect
         ending = "tar.gz" if gzipped else "tar"
         link = services.urls.sign(
-            request, f"{_LINKS}/archives/{model_id}/{kind}/{name}/{_save_of(row)}/{name}.{ending}", LINK_S
+            request, f"{_LINKS}/archives/{model_id}/{kind}/{name}/{found.save}/{name}.{ending}", LINK_S
         )
         if "application/json" in accepts and not gzipped:
             return reply({"url": link.url, "expires": timestamp(link.expires_at)})
@@ -89,17 +99,17 @@ def router(services: Services) -> APIRouter:
     @routes.get("/downloads/archives/{model_id}/{kind}/{name}/{save}/{file}")
     async def archive(model_id: str, kind: str, name: str, save: str, file: str, request: Request) -> Response:
         path = parse_path(f"tinker://{model_id}/{kind}/{name}", "checkpoint_id")
-        row = await linked(request, path, save)
-        sizes = await in_store(store.files, row.store_key)
+        found = await linked(request, path, save)
+        sizes = await in_store(store.files, found.key)
         sizes = {member: sizes[member] for member in ARCHIVED}
         complete = manifest_of(sizes)
 
         def members() -> Iterator[Member]:
             for member, size in sizes.items():
-                yield Member(member, size, store.stream(row.store_key, member))
+                yield Member(member, size, store.stream(found.key, member))
             yield Member(MANIFEST, len(complete), [complete])  # last, as in the store: what came is whole
 
-        pieces, size = tar(members(), row.created_at), tar_size([*sizes.values(), len(complete)])
+        pieces, size = tar(members(), found.saved.created_at), tar_size([*sizes.values(), len(complete)])
         if file.endswith(".tar.gz"):
             return _attachment(gzip_stored(pieces), gzip_size(size), file, "application/gzip")
         return _attachment(pieces, size, file, "application/x-tar")
@@ -111,14 +121,14 @@ def router(services: Services) -> APIRouter:
             raise RequestError(
                 "only external_weights have download URLs; see save_weights_external", field="checkpoint_id"
             )
-        row = await readable(path, tenant)
+        found = await readable(path, tenant)
         if services.config.presigned_downloads:
             expires_at = time.time() + LINK_S
-            urls = await in_store(store.sign, row.store_key, LINK_S)
+            urls = await in_store(store.sign, found.key, LINK_S)
             if urls is not None:
                 return reply({"urls": urls, "expires": timestamp(expires_at)})
-        files = await in_store(store.files, row.store_key)
-        at = f"{_LINKS}/files/{model_id}/{kind}/{name}/{_save_of(row)}"
+        files = await in_store(store.files, found.key)
+        at = f"{_LINKS}/files/{model_id}/{kind}/{name}/{found.save}"
         links = {file: services.urls.sign(request, f"{at}/{file}", LINK_S) for file in files}
         expires_at = min(link.expires_at for link in links.values())
         return reply({"urls": {file: link.url for file, link in links.items()}, "expires": timestamp(expires_at)})
@@ -126,9 +136,9 @@ def router(services: Services) -> APIRouter:
     @routes.get("/downloads/files/{model_id}/{kind}/{name}/{save}/{file}")
     async def exported_file(model_id: str, kind: str, name: str, save: str, file: str, request: Request) -> Response:
         path = parse_path(f"tinker://{model_id}/{kind}/{name}", "checkpoint_id")
-        row = await linked(request, path, save)
-        sizes = await in_store(store.files, row.store_key)
-        pieces = await in_store(store.stream, row.store_key, file)
+        found = await linked(request, path, save)
+        sizes = await in_store(store.files, found.key)
+        pieces = await in_store(store.stream, found.key, file)
         return _attachment(pieces, sizes[file], file, "application/octet-stream")
 
     return routes

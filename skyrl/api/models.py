@@ -12,8 +12,9 @@ from skyrl.api.body import read_body, tenant_of
 from skyrl.api.reply import reply
 from skyrl.api.services import Services
 from skyrl.api.training import submit
-from skyrl.db.models import Adapter, Model, add_model
+from skyrl.db.models import Model, add_model
 from skyrl.types.kinds import Kind
+from skyrl.types.lora import LoraSpec
 from skyrl.types.requests import NewRequest
 from skyrl.wire.errors import NotFound, RequestError
 from skyrl.wire.paths import model_id_of
@@ -25,7 +26,8 @@ def check_optimizer(optimizer: OptimizerConfig | None) -> None:
         raise RequestError(f"{optimizer.type!r} is not served; there is: adamw", field="optimizer_config.type")
 
 
-def _adapter(wanted: LoraConfig, services: Services) -> Adapter:
+def _lora_spec(wanted: LoraConfig, services: Services) -> LoraSpec:
+    """The shape that the request asks for. Raises RequestError naming the field."""
     limits = services.config.backend_config.lora
     if wanted.rank == 0:
         raise RequestError("0 asks for full fine-tuning, which this server does not do yet", field="lora_config.rank")
@@ -38,9 +40,9 @@ def _adapter(wanted: LoraConfig, services: Services) -> Adapter:
         raise RequestError("at least one of train_attn, train_mlp, train_unembed must be true", field="lora_config")
     if wanted.seed is not None and not -(2**63) <= wanted.seed < 2**63:
         raise RequestError("must fit signed 64 bits", field="lora_config.seed")
-    return Adapter(
-        lora_rank=wanted.rank,
-        lora_alpha=limits.alpha,
+    return LoraSpec(
+        rank=wanted.rank,
+        alpha=limits.alpha,
         seed=secrets.randbits(31) if wanted.seed is None else wanted.seed,
         train_attn=wanted.train_attn,
         train_mlp=wanted.train_mlp,
@@ -67,7 +69,7 @@ def router(services: Services) -> APIRouter:
             session_id=session.id,
             tenant=tenant,
             base_model=wanted.base_model,
-            adapter=_adapter(wanted.lora_config or LoraConfig(), services),
+            lora=_lora_spec(wanted.lora_config or LoraConfig(), services),
             user_metadata=wanted.user_metadata,
         )
         row = add_model(model, wanted.model_seq_id, services.quotas.models(tenant))
@@ -75,7 +77,7 @@ def router(services: Services) -> APIRouter:
 
     @routes.post("/unload_model")
     async def unload_model(request: Request) -> Response:
-        """After everything that was sent for the model so far; it has no number in the client's order."""
+        """Runs after every command that was sent for the model so far. It has no number in the client's order."""
         tenant = tenant_of(request)
         body = await read_body(request)
         wanted = decode_json(ModelRequest, body)
@@ -105,7 +107,7 @@ def router(services: Services) -> APIRouter:
                     "tokenizer_id": services.tokenizer_name(model.base_model),
                 },
                 "is_lora": True,
-                "lora_rank": model.adapter.lora_rank,
+                "lora_rank": model.lora.rank,
                 "model_name": model.base_model,
             }
         )

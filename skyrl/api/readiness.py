@@ -46,8 +46,8 @@ class EngineWatch:
         return ContextLimits(self.state.vocab_size, self.state.max_context)
 
     def adapters_in(self, own: Path) -> Path:
-        """The state directory that adapters lie in: this server's `own`, or, for a gateway, that of the server that
-        trains on the same database."""
+        """The state directory in which the files of adapters lie: this server's `own`, or, for a gateway, that of the
+        server that trains on the same database."""
         return own if self._modes.trains or self.state.state_dir is None else Path(self.state.state_dir)
 
     def reasons(self) -> list[str]:

@@ -1,7 +1,8 @@
-"""Sampling sessions and asample."""
+"""The routes of sampling sessions and samples."""
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from fastapi import APIRouter
@@ -12,12 +13,16 @@ from skyrl.api.body import SAMPLE_BYTES, read_body, tenant_of
 from skyrl.api.body_memory import BodyReader
 from skyrl.api.reply import reply
 from skyrl.api.services import Services
+from skyrl.db.checkpoints import Checkpoint
 from skyrl.db.samplers import Sampler
-from skyrl.storage.adapters import bring_adapter
-from skyrl.storage.threads import in_store
+from skyrl.inference.adapter_host import AdapterMissing
+from skyrl.sampling.service import served_name
+from skyrl.types.weights import AdapterVersion, BaseWeights, WeightsRef
 from skyrl.wire.errors import NotFound, RequestError
 from skyrl.wire.paths import CheckpointKind, parse_path, sampling_session_id_of
 from skyrl.wire.requests import CreateSamplingSessionRequest, JoinSamplingSessionRequest, decode_json
+
+logger = logging.getLogger(__name__)
 
 
 def _not_for_sampling(path: str, kind: CheckpointKind) -> str:
@@ -29,6 +34,27 @@ def router(services: Services) -> APIRouter:
     routes = APIRouter(prefix="/api/v1", tags=["sampling"])
     bodies = BodyReader(services.config.state_dir, min(services.config.max_body_bytes, SAMPLE_BYTES))
 
+    async def saved_weights(model_path: str, tenant: str) -> tuple[Checkpoint, WeightsRef]:
+        """A checkpoint that the tenant can sample from, and its weights. Raises NotFound or RequestError."""
+        path = parse_path(model_path, "model_path")
+        saved = await services.checkpoints.find(path, tenant)
+        if saved is None:
+            raise NotFound(f"no sampler weights {model_path!r}", field="model_path")
+        if saved.weights is None:
+            raise NotFound(_not_for_sampling(model_path, path.kind), field="model_path")
+        served_name(saved.weights, saved.base_model, "model_path")
+        services.check_base_model(saved.base_model, "model_path")
+        return saved, saved.weights
+
+    async def bring(weights: WeightsRef) -> None:
+        """Have the files where the inference server reads them, so that the first sample does not wait for them."""
+        if isinstance(weights, AdapterVersion):
+            try:
+                await services.adapters.bring(weights)
+            except AdapterMissing as error:
+                logger.error("%s", error)
+                raise NotFound("the checkpoint's files are not in the checkpoint store any more") from error
+
     @routes.post("/create_sampling_session")
     async def create_sampling_session(request: Request) -> Response:
         tenant = tenant_of(request)
@@ -37,26 +63,21 @@ def router(services: Services) -> APIRouter:
         if not 0 <= wanted.sampling_session_seq_id < 2**31:
             raise RequestError("must be in [0, 2**31)", field="sampling_session_seq_id")
         sampler_id = sampling_session_id_of(session.id, wanted.sampling_session_seq_id)
-        adapter_name = adapter_path = saved = None
+        weights: WeightsRef = BaseWeights()
+        saved, adapts_unembed = None, False
         if wanted.model_path is not None:
-            path = parse_path(wanted.model_path, "model_path")
-            saved = await services.checkpoints.find(path, tenant)
-            if saved is None:
-                raise NotFound(f"no sampler weights {wanted.model_path!r}", field="model_path")
-            if saved.adapter_name is None:
-                raise NotFound(_not_for_sampling(wanted.model_path, path.kind), field="model_path")
-            services.check_base_model(saved.base_model, "model_path")
-            base_model, adapter_name, adapter_path = saved.base_model, saved.adapter_name, saved.directory
+            saved, weights = await saved_weights(wanted.model_path, tenant)
+            base_model, adapts_unembed = saved.base_model, saved.lora.train_unembed
             if wanted.base_model is not None:
-                services.check_base_model(wanted.base_model)  # any of its names: there is one base model
-            if saved.store_key is not None and adapter_path is not None:
-                store = services.checkpoint_store
-                await in_store(bring_adapter, store, saved.store_key, services.state_dir / adapter_path)
+                services.check_base_model(wanted.base_model)  # under any of its names: there is one base model
+            await bring(weights)
         elif wanted.base_model is not None:
             base_model = services.check_base_model(wanted.base_model)
         else:
             raise RequestError("give base_model or model_path", field="model_path")
-        sampler = Sampler(sampler_id, session.id, tenant, base_model, wanted.model_path, adapter_name, adapter_path)
+        sampler = Sampler(
+            sampler_id, session.id, tenant, base_model, wanted.model_path, weights, adapts_unembed=adapts_unembed
+        )
         check = services.quotas.sampling_sessions(tenant)
         stored = await services.samplers.create(sampler, wanted.sampling_session_seq_id, saved, check)
         if stored != sampler:
@@ -68,7 +89,7 @@ def router(services: Services) -> APIRouter:
 
     @routes.post("/join_sampling_session")
     async def join_sampling_session(request: Request) -> Response:
-        """For a copy of a sampling client in another process, which numbers its samples apart from all others'."""
+        """A copy of a sampling client in another process asks for a number, and numbers its samples after it."""
         tenant = tenant_of(request)
         wanted = decode_json(JoinSamplingSessionRequest, await read_body(request))
         sampler = await services.sampling.open_sampler(wanted.sampling_session_id, tenant)
@@ -79,7 +100,7 @@ def router(services: Services) -> APIRouter:
         sampler = await services.samplers.find(sampler_id, tenant_of(request))
         if sampler is None:
             raise NotFound(f"no sampling session {sampler_id!r}", field="sampler_id")
-        # The SDK loads a tokenizer by this name and nothing else.
+        # The SDK loads a tokenizer by this name, and does nothing else with it.
         name = services.tokenizer_name(sampler.base_model)
         return reply({"sampler_id": sampler.id, "base_model": name, "model_path": sampler.model_path})
 
@@ -94,7 +115,7 @@ def router(services: Services) -> APIRouter:
         }
         if promise.max_tokens is not None:
             answer["max_tokens"] = promise.max_tokens
-        # The one header whose text the SDK writes to its user's log.
+        # This is the one header whose text the SDK writes to its user's log.
         return reply(answer, headers=None if promise.note is None else {"x-deprecation-note": promise.note})
 
     return routes

@@ -42,6 +42,7 @@ from skyrl.db.usage import Usage, UsageCounter, meter_storage
 from skyrl.db.writer import GroupCommitWriter
 from skyrl.futures.store import SAFETY_POLL_S, FutureStore
 from skyrl.futures.trace import Traces
+from skyrl.inference.adapter_host import AdapterHost, SharedDirectory
 from skyrl.inference.features import inference_features
 from skyrl.inference.vllm_command import cuda_devices
 from skyrl.launcher.runtime import Runtime, run_process, set_up_process
@@ -82,7 +83,7 @@ QUOTAS_S = 2.0
 """A quota that was changed by another process holds here after this long."""
 
 
-def _client(runtime: Runtime, database: Database) -> ForwardingClient | None:
+def _client(runtime: Runtime, database: Database, adapters: AdapterHost) -> ForwardingClient | None:
     config = runtime.config
     if not config.modes.forwards:
         return None
@@ -94,6 +95,7 @@ def _client(runtime: Runtime, database: Database) -> ForwardingClient | None:
     return ForwardingClient(
         HttpTransport(config.forwarding_inference_max_connections),
         EngineEndpoint(read) if external is None else FixedEndpoint(external),
+        adapters,
         api_key=runtime.inference_api_key,
         deadline_s=config.forwarding_deadline_s,
         zero_fill_logprobs=config.forwarding_zero_fill_logprobs,
@@ -114,12 +116,14 @@ async def open_services(runtime: Runtime) -> AsyncIterator[Services]:
     notifier = PeerNotifier()
     futures = FutureStore(database, writer, runtime.process_id, notifier)
     engine = Doorbell(runtime.engine_doorbell)
-    client = _client(runtime, database)
 
     async def read() -> EngineState:
         return await database.read_async(read_state)
 
     watch = EngineWatch(read, config.modes)
+    store, checkpoints = open_store(config), Checkpoints(database, writer)
+    adapters = SharedDirectory(partial(watch.adapters_in, config.state_dir), store, checkpoints.store_key_of)
+    client = _client(runtime, database, adapters)
     samplers = Samplers(database, writer)
     sessions = Sessions(database, writer, notifier)
     counter = UsageCounter(writer)
@@ -139,7 +143,6 @@ async def open_services(runtime: Runtime) -> AsyncIterator[Services]:
         guard=FeatureGuard(inference_features(config, cuda=bool(cuda_devices()))),
         usage=counter,
         quotas=quotas,
-        state_dir=partial(watch.adapters_in, config.state_dir),
     )
     services = Services(
         config=config,
@@ -147,8 +150,9 @@ async def open_services(runtime: Runtime) -> AsyncIterator[Services]:
         sessions=sessions,
         models=Models(database, writer),
         samplers=samplers,
-        checkpoints=Checkpoints(database, writer),
-        checkpoint_store=open_store(config),
+        checkpoints=checkpoints,
+        checkpoint_store=store,
+        adapters=adapters,
         copies=Copies(database, writer),
         futures=futures,
         sampling=sampling,

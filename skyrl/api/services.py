@@ -21,6 +21,7 @@ from skyrl.db.sessions import Session, Sessions
 from skyrl.db.usage import Usage
 from skyrl.futures.store import FutureStore
 from skyrl.futures.trace import Traces
+from skyrl.inference.adapter_host import AdapterHost
 from skyrl.notify.doorbell import SESSIONS, Doorbell
 from skyrl.quotas.tenants import Quotas
 from skyrl.sampling.client import ForwardingClient
@@ -40,6 +41,7 @@ class Services:
     samplers: Samplers
     checkpoints: Checkpoints
     checkpoint_store: CheckpointStore
+    adapters: AdapterHost
     copies: Copies
     futures: FutureStore
     sampling: SampleService
@@ -54,12 +56,6 @@ class Services:
     usage: Usage
     traces: Traces
     quotas: Quotas
-
-    @property
-    def state_dir(self) -> Path:
-        """Where paths of adapters begin: in this server's state directory, or for a gateway in that of the server that
-        trains."""
-        return self.watch.adapters_in(self.config.state_dir)
 
     async def active_session(self, session_id: str, tenant: str) -> Session:
         """Raises NotFound, or RequestError 410 when the session has ended."""

@@ -12,7 +12,7 @@ from skyrl.api.models import check_optimizer
 from skyrl.api.reply import reply
 from skyrl.api.services import Services
 from skyrl.api.training import submit, submit_sequenced
-from skyrl.db.models import Model, adapter_of, add_model
+from skyrl.db.models import Model, add_model
 from skyrl.types.kinds import Kind
 from skyrl.wire.errors import NotFound, RequestError
 from skyrl.wire.paths import model_id_of, parse_path
@@ -28,10 +28,10 @@ from skyrl.wire.requests import (
 
 
 def _resolved(body: bytes, services: Services) -> tuple[bytes, str | None]:
-    """A load as the command log keeps it, and the tenant whose access token it came with (None: the caller's own).
+    """A load as the command log keeps it, and the tenant whose access token came with it (None without a token).
 
-    The token itself is not kept; and what the log says in its place is never taken from a client. Raises RequestError
-    for a token that is not taken."""
+    The log keeps the tenant in place of the token. A client cannot set the fields in which it does. Raises RequestError
+    for a token that is not valid."""
     fields = raw_fields(body)
     if fields.keys().isdisjoint(("weights_access_token", *RESOLVED)):
         return body, None
@@ -48,7 +48,8 @@ def _resolved(body: bytes, services: Services) -> tuple[bytes, str | None]:
 
 
 def _refused(model_id: str, error: RequestError) -> bytes:
-    """A load that fails when its turn comes: refused at once, it would leave a hole in its model's order."""
+    """A load that fails when its turn comes. If the API refused it now, its number would be missing in its model's
+    order."""
     return msgspec.json.encode({"model_id": model_id, "path": "", "refused": error.message})
 
 
@@ -77,7 +78,7 @@ def router(services: Services) -> APIRouter:
 
     @routes.post("/load_weights")
     async def load_weights(request: Request) -> Response:
-        """Into a model that is there (model_id, seq_id), or making one (session_id, model_seq_id)."""
+        """Loads into a model that exists (model_id, seq_id), or makes one (session_id, model_seq_id)."""
         tenant = tenant_of(request)
         body = await read_body(request)
         target = decode_json(LoadTarget, body)
@@ -108,7 +109,7 @@ def router(services: Services) -> APIRouter:
             session_id=session.id,
             tenant=tenant,
             base_model=wanted.base_model or saved.base_model,
-            adapter=adapter_of(saved),
+            lora=saved.lora,
             user_metadata=wanted.user_metadata,
         )
         row = add_model(model, wanted.model_seq_id, services.quotas.models(tenant))
@@ -125,10 +126,10 @@ def router(services: Services) -> APIRouter:
             {
                 "base_model": saved.base_model,
                 "is_lora": True,
-                "lora_rank": saved.lora_rank,
-                "train_unembed": saved.train_unembed,
-                "train_mlp": saved.train_mlp,
-                "train_attn": saved.train_attn,
+                "lora_rank": saved.lora.rank,
+                "train_unembed": saved.lora.train_unembed,
+                "train_mlp": saved.lora.train_mlp,
+                "train_attn": saved.lora.train_attn,
             }
         )
 

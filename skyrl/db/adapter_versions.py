@@ -1,8 +1,8 @@
-"""Statements about adapter versions: who needs one, which ones nobody has sampled from for long, what they take.
+"""Statements about adapter versions: which are needed, which nobody has sampled from for long, how much they take.
 
-A version is needed by a checkpoint, by an open sampling session, and by a sample that still runs. One that no
+A version is needed by a checkpoint, by an open sampling session, and by a sample that still runs. A version that no
 checkpoint holds is dropped after a time without samples: its sampling session gets the status `dropped`, and later its
-files are deleted. Knows rows; what lies on disk, and what vLLM has loaded, is the sweeper's business.
+files are deleted. Knows rows. The sweeper of files knows which files lie on disk, and what vLLM has loaded.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from sqlalchemy import ColumnElement, Connection, delete, func, literal_column, 
 from skyrl.db.checkpoints import checkpoints
 from skyrl.db.futures import MAX_NAMED, futures
 from skyrl.db.tables import ModelRow, SamplingSessionRow, SessionRow
+from skyrl.types.weights import AdapterVersion, WeightsRef
 from skyrl.wire.errors import NotFound
-from skyrl.wire.paths import adapter_version_of
 
 samplers = SamplingSessionRow.__table__  # type: ignore[attr-defined]
 _models: Any = ModelRow.__table__  # type: ignore[attr-defined]
 _sessions: Any = SessionRow.__table__  # type: ignore[attr-defined]
 
 NEWEST = 4
-"""So many newest versions of a model are never dropped."""
+"""This many newest versions of each model are never dropped."""
 NOTICE_S = 30.0
-"""Between dropping a version and unloading it: API processes look for dropped versions every few seconds, and what they
-have taken before runs to its end."""
+"""The time between dropping a version and unloading it. API processes look for dropped versions every few seconds, and
+samples that they accepted before run to their ends."""
 
-# Spelled out, not bound: SQLite takes a partial index only where the query's text implies its condition.
+# Written into the query, not bound: SQLite uses a partial index only where the query's text implies its condition.
 OPEN = samplers.c.status == literal_column("'active'")
-_OPEN_ADAPTER = OPEN & samplers.c.adapter_name.is_not(None)
+OPEN_ADAPTER = OPEN & (samplers.c.weights != literal_column("'base'"))
 _DROPPED = samplers.c.status == literal_column("'dropped'")
 _PENDING = futures.c.status == literal_column("'pending'")
 
@@ -51,53 +51,57 @@ def dropped_sentence(sampling_session_id: str) -> str:
     )
 
 
-def held(connection: Connection, now: float) -> set[str]:
-    """Names of versions that a checkpoint or an open sampling session holds, or that were dropped just now."""
+def held(connection: Connection, now: float) -> set[WeightsRef]:
+    """Versions that a checkpoint or an open sampling session holds, or that were dropped less than NOTICE_S ago."""
     queries = (
-        select(samplers.c.adapter_name).where(_OPEN_ADAPTER),
-        select(samplers.c.adapter_name).where(_DROPPED, samplers.c.closed_at > now - NOTICE_S),
-        select(checkpoints.c.adapter_name).where(checkpoints.c.adapter_name.is_not(None)),
+        select(samplers.c.weights).where(OPEN_ADAPTER),
+        select(samplers.c.weights).where(_DROPPED, samplers.c.closed_at > now - NOTICE_S),
+        select(checkpoints.c.weights).where(checkpoints.c.weights.is_not(None)),
     )
     return set(connection.execute(union_all(*queries)).scalars())
 
 
-def in_use(connection: Connection, used_since: float, limit: int) -> list[str]:
-    """Names of at most `limit` versions that open sampling sessions have sampled from since then, the latest first."""
+def in_use(connection: Connection, used_since: float, limit: int) -> list[AdapterVersion]:
+    """At most `limit` versions that open sampling sessions have sampled from since then, the latest first."""
     query = (
-        select(samplers.c.adapter_name)
-        .where(_OPEN_ADAPTER, samplers.c.last_used_at >= used_since)
-        .group_by(samplers.c.adapter_name)
-        .order_by(func.max(samplers.c.last_used_at).desc(), samplers.c.adapter_name)
+        select(samplers.c.weights)
+        .where(OPEN_ADAPTER, samplers.c.last_used_at >= used_since)
+        .group_by(samplers.c.weights)
+        .order_by(func.max(samplers.c.last_used_at).desc(), samplers.c.weights)
         .limit(limit)
     )
     return list(connection.execute(query).scalars())
 
 
-def sampled_now(connection: Connection, names: Collection[str]) -> set[str]:
-    """Those of `names` (at most MAX_NAMED) that a pending sample is on."""
+def sampled_now(connection: Connection, versions: Collection[AdapterVersion]) -> set[WeightsRef]:
+    """The versions among these (at most MAX_NAMED) that a pending sample is on."""
     query = (
-        select(samplers.c.adapter_name)
+        select(samplers.c.weights)
         .join(futures, futures.c.sampling_session_id == samplers.c.id)
-        .where(samplers.c.adapter_name.in_(names), _PENDING)
+        .where(samplers.c.weights.in_(versions), _PENDING)
     )
-    return set(connection.execute(query).scalars()) if names else set()
+    return set(connection.execute(query).scalars()) if versions else set()
 
 
 def _unsaved() -> ColumnElement[bool]:
-    """Whether no checkpoint has the adapter of a sampling session: it was saved without a name, or its checkpoint has
-    been deleted since."""
-    return ~select(checkpoints.c.id).where(checkpoints.c.adapter_name == samplers.c.adapter_name).exists()
+    """Whether no checkpoint has the weights of a sampling session: they were saved without a name, or the checkpoint
+    has been deleted since."""
+    return ~select(checkpoints.c.id).where(checkpoints.c.weights == samplers.c.weights).exists()
 
 
 def idle(connection: Connection, used_before: float) -> list[str]:
     """Ids of open sampling sessions, at most MAX_NAMED, whose version is to be dropped: no checkpoint has it, nobody
     has sampled from it since `used_before`, and it is not among its model's newest."""
-    query = select(samplers.c.id, samplers.c.adapter_name).where(
-        _OPEN_ADAPTER, samplers.c.last_used_at < used_before, _unsaved()
+    query = select(samplers.c.id, samplers.c.weights).where(
+        OPEN_ADAPTER, samplers.c.last_used_at < used_before, _unsaved()
     )
-    found = [(row.id, *adapter_version_of(row.adapter_name)) for row in connection.execute(query)]
-    newest = _newest_versions(connection, {model_id for _, model_id, _ in found})
-    old = [sampler_id for sampler_id, model_id, version in found if version <= newest.get(model_id, version) - NEWEST]
+    found = [(row.id, row.weights) for row in connection.execute(query) if isinstance(row.weights, AdapterVersion)]
+    newest = _newest_versions(connection, {version.model_id for _, version in found})
+    old = [
+        sampler_id
+        for sampler_id, version in found
+        if version.number <= newest.get(version.model_id, version.number) - NEWEST
+    ]
     return old[:MAX_NAMED]
 
 
@@ -109,16 +113,17 @@ def _newest_versions(connection: Connection, model_ids: Iterable[str]) -> dict[s
     return newest
 
 
-def drop(connection: Connection, sampler_ids: Sequence[str], used_before: float) -> list[str]:
-    """Mark these sampling sessions as dropped, and return the names of their versions. One that has been sampled from
-    meanwhile, or that a pending sample is on, stays open: samples are recorded one transaction after the other with
-    this one."""
+def drop(connection: Connection, sampler_ids: Sequence[str], used_before: float) -> list[WeightsRef]:
+    """Mark these sampling sessions as dropped, and return what they sampled from.
+
+    A sampling session that was used meanwhile, or that a pending sample is on, stays open. Samples are recorded in
+    write transactions, which run one by one with this one."""
     running = select(futures.c.n).where(futures.c.sampling_session_id == samplers.c.id, _PENDING)
     dropped = (
         update(samplers)
         .where(samplers.c.id.in_(sampler_ids), OPEN, samplers.c.last_used_at < used_before, ~running.exists())
         .values(status="dropped", closed_at=time.time())
-        .returning(samplers.c.adapter_name)
+        .returning(samplers.c.weights)
     )
     return list(connection.execute(dropped).scalars()) if sampler_ids else []
 
@@ -137,12 +142,12 @@ def note_uses(connection: Connection, sampler_ids: Collection[str], at: float) -
 
 
 def unsaved_bytes(connection: Connection, tenant: str | None = None) -> dict[str, int]:
-    """By tenant, of all or of one: bytes of versions that its sampling sessions hold and no checkpoint does."""
-    mine = _OPEN_ADAPTER if tenant is None else _OPEN_ADAPTER & (samplers.c.tenant == tenant)
+    """Bytes by tenant, of all tenants or of one, of the versions that sampling sessions hold and no checkpoint does."""
+    mine = OPEN_ADAPTER if tenant is None else OPEN_ADAPTER & (samplers.c.tenant == tenant)
     versions = (
         select(samplers.c.tenant, func.max(samplers.c.size_bytes).label("size"))
         .where(mine, _unsaved())
-        .group_by(samplers.c.tenant, samplers.c.adapter_name)
+        .group_by(samplers.c.tenant, samplers.c.weights)
         .subquery()
     )
     query = select(versions.c.tenant, func.sum(versions.c.size).label("total")).group_by(versions.c.tenant)
@@ -150,7 +155,8 @@ def unsaved_bytes(connection: Connection, tenant: str | None = None) -> dict[str
 
 
 def forget_closed(connection: Connection, closed_before: float, limit: int) -> int:
-    """Delete rows of sampling sessions that closed before then and whose session is over; returns how many."""
+    """Delete the rows, at most `limit`, of sampling sessions that closed before `closed_before` and whose session has
+    ended. Returns how many."""
     living = select(_sessions.c.id).where(_sessions.c.id == samplers.c.session_id, _sessions.c.status == "active")
     old = select(samplers.c.id).where(samplers.c.closed_at < closed_before, ~living.exists())
     old = old.order_by(samplers.c.closed_at).limit(limit)

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Connection, bindparam, func, insert, select, update
+from sqlalchemy import ColumnElement, Connection, bindparam, func, insert, select, update
 
+from skyrl.db.columns import lora_of, lora_values
 from skyrl.db.database import Database
 from skyrl.db.futures import RECORD, highest_seq
 from skyrl.db.sessions import in_project, sessions
 from skyrl.db.tables import ModelRow
 from skyrl.db.writer import GroupCommitWriter
+from skyrl.types.lora import LoraSpec
 
 models = ModelRow.__table__  # type: ignore[attr-defined]
 
@@ -21,39 +23,72 @@ _TOUCH = update(models).where(models.c.id == bindparam("model")).values(last_req
 
 TOUCH_S = 1.0
 """The time of a model's last request is written at most so often."""
-
-
-@dataclass(frozen=True, slots=True)
-class Adapter:
-    """A LoRA adapter's shape: what create_model asked for, and what a checkpoint was saved with."""
-
-    lora_rank: int
-    lora_alpha: float
-    seed: int
-    train_attn: bool
-    train_mlp: bool
-    train_unembed: bool
+LIVING = ("creating", "ready")
+"""Statuses of models that are being trained."""
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A model as the API process knows it; these values never change."""
+    """A model as its creator asked for it. These values never change."""
 
     id: str
     session_id: str
     tenant: str
     base_model: str
-    adapter: Adapter
+    lora: LoraSpec
     user_metadata: dict[str, Any] | None
 
 
-def adapter_of(row: Any) -> Adapter:
-    """The adapter columns of a models or checkpoints row."""
-    return Adapter(row.lora_rank, row.lora_alpha, row.seed, row.train_attn, row.train_mlp, row.train_unembed)
+@dataclass(frozen=True, slots=True)
+class ModelRecord(Model):
+    """A model's row as it is now. Times are in seconds since the epoch; the other fields are explained in
+    `skyrl.db.tables`."""
+
+    status: str
+    sampler_version: int
+    next_seq: int
+    created_at: float
+    last_request_at: float
+
+    @property
+    def is_living(self) -> bool:
+        """Whether it is being trained."""
+        return self.status in LIVING
 
 
-def _model(row: Any) -> Model:
-    return Model(row.id, row.session_id, row.tenant, row.base_model, adapter_of(row), row.user_metadata)
+def _record(row: Any) -> ModelRecord:
+    return ModelRecord(
+        id=row.id,
+        session_id=row.session_id,
+        tenant=row.tenant,
+        base_model=row.base_model,
+        lora=lora_of(row),
+        user_metadata=row.user_metadata,
+        status=row.status,
+        sampler_version=row.sampler_version,
+        next_seq=row.next_seq,
+        created_at=row.created_at,
+        last_request_at=row.last_request_at,
+    )
+
+
+def model_values(model: Model, model_seq_id: int, status: str, sampler_version: int = 0) -> dict[str, Any]:
+    """The row of a new model."""
+    now = time.time()
+    return {
+        "id": model.id,
+        "session_id": model.session_id,
+        "tenant": model.tenant,
+        "model_seq_id": model_seq_id,
+        "base_model": model.base_model,
+        "status": status,
+        **lora_values(model.lora),
+        "user_metadata": model.user_metadata,
+        "sampler_version": sampler_version,
+        "next_seq": 0,
+        "created_at": now,
+        "last_request_at": now,
+    }
 
 
 def add_model(
@@ -62,23 +97,9 @@ def add_model(
     """A change that adds a model's row, for the transaction that records the command which makes the model. Nothing is
     added when the row is there: the request is repeated. Raises what `check` raises of a new model.
 
-    Versions before this one stored the row first and the command after it. A crash in between left a row without a
-    command; such a row gets the values of the request that comes now."""
-    now = time.time()
-    values = {
-        "id": model.id,
-        "session_id": model.session_id,
-        "tenant": model.tenant,
-        "model_seq_id": model_seq_id,
-        "base_model": model.base_model,
-        "status": "creating",
-        **asdict(model.adapter),
-        "user_metadata": model.user_metadata,
-        "sampler_version": 0,
-        "next_seq": 0,
-        "created_at": now,
-        "last_request_at": now,
-    }
+    Earlier versions stored the row first and the command after it. A crash in between left a row without a command.
+    Such a row gets the values of the request that comes now."""
+    values = model_values(model, model_seq_id, "creating")
 
     def add(connection: Connection) -> None:
         mine = models.c.id == model.id
@@ -101,27 +122,25 @@ class Models:
         self._writer = writer
         self._known: dict[str, Model] = {}
         self._touched: dict[str, float] = {}
-        """Models that had a request in the last second, closed ones too, with its time; the oldest first."""
+        """The time of the last request of each model that had one in the last second, the oldest first. Models may be
+        closed meanwhile."""
 
     async def find(self, model_id: str, tenant: str) -> Model | None:
         """The tenant's model, whatever its status."""
         model = self._known.get(model_id)
         if model is None:
-            row = await self._database.read_async(
-                lambda c: c.execute(select(models).where(models.c.id == model_id)).first()
-            )
-            if row is None:
+            model = await self._database.read_async(lambda c: find_model(c, model_id))
+            if model is None:
                 return None
-            model = _model(row)
-            if row.status in ("creating", "ready"):  # one that is closed is not forgotten again
+            if model.is_living:  # nothing would ever remove a closed one from `_known`
                 self._known[model_id] = model
         return model if model.tenant == tenant else None
 
     async def touch(self, model_id: str) -> None:
-        """Remember, once a second at most, the time of the last request."""
+        """Note the time of the last request, at most once a second."""
         now = time.time()
         touched = self._touched
-        while touched and now - touched[oldest := next(iter(touched))] >= TOUCH_S:  # oldest first, as they were added
+        while touched and now - touched[oldest := next(iter(touched))] >= TOUCH_S:
             del touched[oldest]
         if model_id not in touched:
             touched[model_id] = now
@@ -131,52 +150,63 @@ class Models:
         for model_id in [model.id for model in self._known.values() if model.session_id == session_id]:
             self._known.pop(model_id, None)
 
-    async def page(self, tenant: str, limit: int, offset: int, project_id: str | None = None) -> tuple[list[Any], int]:
-        """Rows of a tenant's models, newest first, and how many there are: all, or those of a project's sessions."""
-        mine = models.c.tenant == tenant
+    async def page(
+        self, tenant: str, limit: int, offset: int, project_id: str | None = None
+    ) -> tuple[list[ModelRecord], int]:
+        """A tenant's models, newest first, and how many there are: all, or those of a project's sessions."""
+        mine: ColumnElement[bool] = models.c.tenant == tenant
         if project_id is not None:
             mine &= models.c.session_id.in_(select(sessions.c.id).where(in_project(project_id)))
-        query = select(models).where(mine).order_by(models.c.created_at.desc())
+        query = select(models).where(mine).order_by(models.c.created_at.desc()).limit(limit).offset(offset)
         count = select(func.count()).select_from(models).where(mine)
         return await self._database.read_async(
-            lambda c: (list(c.execute(query.limit(limit).offset(offset))), c.execute(count).scalar_one())
+            lambda c: ([_record(row) for row in c.execute(query)], c.execute(count).scalar_one())
         )
 
-    async def row(self, model_id: str, tenant: str | None) -> Any | None:
-        """The tenant's model, whatever its status; anybody's for None."""
-        query = select(models).where(models.c.id == model_id)
-        if tenant is not None:
-            query = query.where(models.c.tenant == tenant)
-        return await self._database.read_async(lambda c: c.execute(query).first())
+    async def record(self, model_id: str, tenant: str | None) -> ModelRecord | None:
+        """The tenant's model as it is now, whatever its status. With None, any tenant's model."""
+        model = await self._database.read_async(lambda c: find_model(c, model_id))
+        return model if model is not None and tenant in (None, model.tenant) else None
+
+
+def find_model(connection: Connection, model_id: str) -> ModelRecord | None:
+    row = connection.execute(select(models).where(models.c.id == model_id)).first()
+    return None if row is None else _record(row)
 
 
 def record_numbered(connection: Connection, parameters: dict[str, Any]) -> None:
-    """Add the row of a model's command that came without a number: it gets the one after all that there are. Commands
-    that are in a snapshot may have been forgotten, but still count. Writes come one by one, whichever process it came
-    to."""
+    """Add the row of a model's command that came without a number. It gets the number after the model's highest one.
+
+    Commands that are in a snapshot may have been forgotten, but their numbers still count. Write transactions run one
+    by one, in whichever process, so no other command gets the same number."""
     model_id = parameters["model_id"]
     in_snapshot = connection.execute(select(models.c.next_seq).where(models.c.id == model_id)).scalar() or 0
     number = max(highest_seq(connection, model_id) + 1, in_snapshot)
     connection.execute(RECORD.statement, parameters | {"seq_id": number})
 
 
-def living(connection: Connection) -> list[Any]:
-    """Rows of models that are being trained, oldest first."""
-    return list(
-        connection.execute(
-            select(models).where(models.c.status.in_(("creating", "ready"))).order_by(models.c.created_at)
-        )
-    )
+def living(connection: Connection) -> list[ModelRecord]:
+    """Models that are being trained, oldest first."""
+    query = select(models).where(models.c.status.in_(LIVING)).order_by(models.c.created_at)
+    return [_record(row) for row in connection.execute(query)]
 
 
 def living_among(connection: Connection, model_ids: Collection[str]) -> set[str]:
-    """Those of `model_ids` that are being trained."""
-    query = select(models.c.id).where(models.c.id.in_(model_ids), models.c.status.in_(("creating", "ready")))
-    return {row.id for row in connection.execute(query)} if model_ids else set()
+    """The ids among `model_ids` of models that are being trained."""
+    query = select(models.c.id).where(models.c.id.in_(model_ids), models.c.status.in_(LIVING))
+    return set(connection.execute(query).scalars()) if model_ids else set()
+
+
+def closed_among(connection: Connection, model_ids: Collection[str]) -> set[str]:
+    """The ids among `model_ids` of models that are closed."""
+    query = select(models.c.id).where(models.c.id.in_(model_ids), models.c.status == "closed")
+    return set(connection.execute(query).scalars()) if model_ids else set()
 
 
 def set_model(model_id: str, **values: Any) -> Callable[[Connection], None]:
     """A change that updates columns of one model."""
-    return lambda connection: (
-        connection.execute(update(models).where(models.c.id == model_id).values(**values)) and None
-    )
+
+    def change(connection: Connection) -> None:
+        connection.execute(update(models).where(models.c.id == model_id).values(**values))
+
+    return change

@@ -1,57 +1,43 @@
-"""Sampling sessions: the durable side of which client samples from which adapter version."""
+"""Sampling sessions: their rows, which say what each sampling client samples from, and a cache of them."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from sqlalchemy import Connection, insert, select, update
 
 from skyrl.db import adapter_versions, audit
 from skyrl.db.adapter_versions import SamplerDropped, samplers
+from skyrl.db.checkpoints import Checkpoint
 from skyrl.db.database import Database
-from skyrl.db.tables import SessionRow
+from skyrl.db.tables import ModelRow, SessionRow
 from skyrl.db.writer import GroupCommitWriter
+from skyrl.types.weights import AdapterVersion, BaseWeights, WeightsRef
 
+models = ModelRow.__table__  # type: ignore[attr-defined]
 sessions = SessionRow.__table__  # type: ignore[attr-defined]
 
 LEARN_BACK_S = 600.0
-"""How far back one looks for dropped versions: the engine that dropped them has another clock, perhaps."""
+"""How far back `forget_dropped` looks. The engine writes the time of a drop, and its clock may differ from this one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sampler:
-    """What a sampling session samples from. No adapter: the base model itself. `adapter_path` is relative to the state
-    directory."""
+    """What a sampling session samples from.
+
+    `model_path` is the checkpoint that the client named, if it named one. `adapts_unembed` says whether `weights` is an
+    adapter that trains the unembedding.
+    """
 
     id: str
     session_id: str
     tenant: str
     base_model: str
     model_path: str | None
-    adapter_name: str | None
-    adapter_path: str | None
-
-
-def sampler_values(sampler: Sampler, seq_id: int, size_bytes: int | None = None) -> dict[str, Any]:
-    """A row for `samplers`. `size_bytes` is what the adapter's files take."""
-    now = time.time()
-    return {
-        "id": sampler.id,
-        "session_id": sampler.session_id,
-        "tenant": sampler.tenant,
-        "seq_id": seq_id,
-        "base_model": sampler.base_model,
-        "model_path": sampler.model_path,
-        "adapter_name": sampler.adapter_name,
-        "adapter_path": sampler.adapter_path,
-        "status": "active",
-        "created_at": now,
-        "size_bytes": size_bytes,
-        "last_used_at": None if sampler.adapter_name is None else now,
-    }
+    weights: WeightsRef
+    adapts_unembed: bool = False
 
 
 def sampler_exists(connection: Connection, sampling_session_id: str) -> bool:
@@ -67,22 +53,52 @@ def find_sampler(connection: Connection, sampling_session_id: str) -> Sampler | 
     if row.status == "dropped":
         raise SamplerDropped(sampling_session_id)
     return Sampler(
-        row.id, row.session_id, row.tenant, row.base_model, row.model_path, row.adapter_name, row.adapter_path
+        id=row.id,
+        session_id=row.session_id,
+        tenant=row.tenant,
+        base_model=row.base_model,
+        model_path=row.model_path,
+        weights=row.weights,
+        adapts_unembed=_adapts_unembed(connection, row.weights),
     )
 
 
+def _adapts_unembed(connection: Connection, weights: WeightsRef) -> bool:
+    """A model trains the same layers from its start to its end, so its row speaks for all its versions."""
+    if not isinstance(weights, AdapterVersion):
+        return False
+    flag = connection.execute(select(models.c.train_unembed).where(models.c.id == weights.model_id)).scalar()
+    return flag is not False
+
+
 def add_sampler(connection: Connection, sampler: Sampler, seq_id: int, size_bytes: int | None = None) -> bool:
-    """Insert unless it is there (a repeated request); whether it was not."""
-    new = not sampler_exists(connection, sampler.id)
-    if new:
-        connection.execute(insert(samplers), sampler_values(sampler, seq_id, size_bytes))
-    return new
+    """Insert it unless it is there, which happens when a request is repeated. Returns whether it was inserted.
+
+    `size_bytes` is the size of the adapter's files."""
+    if sampler_exists(connection, sampler.id):
+        return False
+    now = time.time()
+    values = {
+        "id": sampler.id,
+        "session_id": sampler.session_id,
+        "tenant": sampler.tenant,
+        "seq_id": seq_id,
+        "base_model": sampler.base_model,
+        "model_path": sampler.model_path,
+        "weights": sampler.weights,
+        "status": "active",
+        "created_at": now,
+        "size_bytes": size_bytes,
+        "last_used_at": None if isinstance(sampler.weights, BaseWeights) else now,
+    }
+    connection.execute(insert(samplers), values)
+    return True
 
 
-def _record_use(connection: Connection, sampler: Sampler, saved: Any) -> None:
+def _record_use(connection: Connection, sampler: Sampler, saved: Checkpoint) -> None:
     details = {
         "tinker_path": sampler.model_path,
-        "model_id": saved.model_id,
+        "model_id": saved.path.model_id,
         "session_id": sampler.session_id,
         "sampling_session_id": sampler.id,
     }
@@ -92,7 +108,7 @@ def _record_use(connection: Connection, sampler: Sampler, saved: Any) -> None:
 
 
 def _found(connection: Connection, sampling_session_id: str, tenant: str) -> tuple[Sampler | None, bool]:
-    """A tenant's open sampling session, and whether the session it is in is active."""
+    """A tenant's open sampling session, and whether its session is active."""
     owner = connection.execute(select(samplers.c.tenant).where(samplers.c.id == sampling_session_id)).scalar()
     sampler = find_sampler(connection, sampling_session_id) if owner == tenant else None
     if sampler is None:
@@ -102,24 +118,24 @@ def _found(connection: Connection, sampling_session_id: str, tenant: str) -> tup
 
 
 class Samplers:
-    """Sampling sessions, cached in memory: resolving one on the way of a sample reads no database."""
+    """Sampling sessions, cached in memory, so that a sample need not read the database to find its own."""
 
     def __init__(self, database: Database, writer: GroupCommitWriter) -> None:
         self._database = database
         self._writer = writer
         self._known: dict[str, Sampler] = {}
         self._used: set[str] = set()
-        """Ids of those that were sampled from since this was last written."""
+        """Ids of the sampling sessions that were used since `write_uses` last wrote them."""
 
     async def create(
         self,
         sampler: Sampler,
         seq_id: int,
-        saved: Any | None = None,
+        saved: Checkpoint | None = None,
         check: Callable[[Connection], None] | None = None,
     ) -> Sampler:
-        """Add it, or return what was added under this id before. `saved` is the checkpoint's row it samples from.
-        Raises what `check` raises of a new one."""
+        """Add it, or return the one that was added under this id before. `saved` is the checkpoint that it samples
+        from. Raises what `check` raises of a new one."""
 
         def add(connection: Connection) -> Sampler:
             if not sampler_exists(connection, sampler.id):
@@ -136,7 +152,7 @@ class Samplers:
         return stored
 
     async def join(self, sampler: Sampler) -> int:
-        """A number for one more copy of a sampling client: 1, 2, 3… for each sampling session, and never one again."""
+        """A number for one more copy of a sampling client: 1, 2, 3… in each sampling session, none of them twice."""
 
         def count(connection: Connection) -> int:
             mine = samplers.c.id == sampler.id
@@ -154,7 +170,7 @@ class Samplers:
         stored = self._known.get(sampling_session_id)
         if stored is None:
             stored, living = await self._database.read_async(lambda c: _found(c, sampling_session_id, tenant))
-            if stored is not None and living:  # one whose session has ended is not forgotten again
+            if stored is not None and living:  # nothing would ever remove a closed one from `_known`
                 self._known[sampling_session_id] = stored
         return stored if stored is not None and stored.tenant == tenant else None
 
@@ -163,12 +179,12 @@ class Samplers:
             del self._known[sampler.id]
 
     def note_use(self, sampler: Sampler) -> None:
-        """Somebody samples from it. Written by `write_uses`, so that a sample writes nothing more."""
-        if sampler.adapter_name is not None:
+        """A sample was requested from it, or has ended. `write_uses` writes that later, for many samples at once."""
+        if not isinstance(sampler.weights, BaseWeights):
             self._used.add(sampler.id)
 
     async def write_uses(self) -> None:
-        """Write which sampling sessions were used, all in one transaction. To be called every minute or so."""
+        """Write which sampling sessions were used, in one transaction. Call it about once a minute."""
         used, self._used = self._used, set()
         if not used:
             return
@@ -180,13 +196,13 @@ class Samplers:
             raise
 
     async def forget_dropped(self) -> None:
-        """Find out whose adapters have been dropped: samples from them are refused from now on. To be called several
-        times in NOTICE_S."""
+        """Learn which adapters have been dropped, and refuse samples from them from now on. Call it several times in
+        NOTICE_S."""
         since = time.time() - LEARN_BACK_S
         for sampler_id in await self._database.read_async(lambda c: adapter_versions.dropped_since(c, since)):
             self._known.pop(sampler_id, None)
 
     async def is_dropped(self, sampler: Sampler) -> bool:
-        """Whether its adapter has been dropped, as the database says."""
+        """Whether the database says that its adapter has been dropped."""
         query = select(samplers.c.status).where(samplers.c.id == sampler.id)
         return await self._database.read_async(lambda c: c.execute(query).scalar()) == "dropped"

@@ -18,12 +18,15 @@ from sqlalchemy import (
 )
 from sqlmodel import Field, SQLModel
 
+from skyrl.db.columns import WeightsText
+from skyrl.types.weights import WeightsRef
+
 # SQLite only counts rows up in a column of type INTEGER; PostgreSQL needs 64 bits by name.
 _ROW_NUMBER = BigInteger().with_variant(Integer, "sqlite")
 
-_ACTIVE, _OPEN_ADAPTER = text("status = 'active'"), text("status = 'active' AND adapter_name IS NOT NULL")
+_ACTIVE, _OPEN_ADAPTER = text("status = 'active'"), text("status = 'active' AND weights <> 'base'")
 _CLOSED = text("closed_at IS NOT NULL")
-"""Rows of closed sampling sessions are many; these indexes hold only the rows that are looked for."""
+"""Most rows are of closed sampling sessions. Partial indexes hold only the rows that are searched for."""
 
 
 class SessionRow(SQLModel, table=True):
@@ -71,13 +74,14 @@ class ModelRow(SQLModel, table=True):
 
 
 class SamplingSessionRow(SQLModel, table=True):
-    """What a sampling client samples from: the base model (adapter_name None) or one immutable adapter version.
+    """What a sampling client samples from. `weights` never changes.
 
     `status` is active, closed (its session has ended) or dropped (its adapter's files are deleted, see
-    `skyrl.db.adapter_versions`); `closed_at` is when it stopped being active. `adapter_path` is relative to the state
-    directory; `size_bytes` is what the adapter's files take, and `last_used_at`, written about once a minute, when it
-    was last sampled from: all three are None for the base model. `clones` counts the copies of the client that have
-    asked for a number of their own."""
+    `skyrl.db.adapter_versions`). `closed_at` is when it stopped being active. `size_bytes` is the size of the adapter's
+    files. `last_used_at` is the time of the last sample, written about once a minute. Both are None for the base model.
+    `clones` counts the copies of the client that have asked for a number of their own. `old_directory` is where an
+    early version of skyrl put the adapter's files, if that is not the place that follows from the version's name. The
+    engine brings them to that place when it starts."""
 
     __tablename__ = "sampling_sessions"  # pyright: ignore[reportAssignmentType]
     __table_args__ = (
@@ -86,7 +90,7 @@ class SamplingSessionRow(SQLModel, table=True):
         Index(
             "ix_sampling_sessions_idle",
             "last_used_at",
-            "adapter_name",
+            "weights",
             sqlite_where=_OPEN_ADAPTER,
             postgresql_where=_OPEN_ADAPTER,
         ),
@@ -98,8 +102,8 @@ class SamplingSessionRow(SQLModel, table=True):
     seq_id: int
     base_model: str
     model_path: str | None = None
-    adapter_name: str | None = Field(default=None, index=True)
-    adapter_path: str | None = None
+    weights: WeightsRef = Field(sa_column=Column(WeightsText, nullable=False, index=True, server_default="base"))
+    old_directory: str | None = None
     status: str
     created_at: float
     clones: int = Field(default=0, sa_column_kwargs={"server_default": "0"})
@@ -144,12 +148,13 @@ class FutureRow(SQLModel, table=True):
 
 
 class CheckpointRow(SQLModel, table=True):
-    """A named save: `kind` is weights (adapter and optimizer), sampler_weights (one adapter version) or
+    """A named save. `kind` is weights (adapter and optimizer), sampler_weights (one adapter version) or
     external_weights (an adapter for download).
 
-    Its files are in the checkpoint store under `store_key`; None are sampler weights from before there was one, until
-    the engine puts them there. `directory` is where vLLM reads sampler weights, relative to the state directory.
-    `copy_key` stands for the idempotency key of the request that made this checkpoint as a copy."""
+    Its files are in the checkpoint store under `store_key`. That is None for sampler weights that were saved before
+    there was a checkpoint store, until the engine puts them there. `weights` is what samplers of this checkpoint sample
+    from; None where nobody can sample from it. `old_directory` is as that of a sampling session. `copy_key` stands for
+    the idempotency key of the request that made this checkpoint as a copy."""
 
     __tablename__ = "checkpoints"  # pyright: ignore[reportAssignmentType]
     __table_args__ = (UniqueConstraint("model_id", "kind", "name"),)
@@ -159,8 +164,8 @@ class CheckpointRow(SQLModel, table=True):
     kind: str
     name: str
     store_key: str | None = None
-    directory: str | None = None
-    adapter_name: str | None = Field(default=None, index=True)
+    weights: WeightsRef | None = Field(default=None, sa_column=Column(WeightsText, index=True))
+    old_directory: str | None = None
     copy_key: str | None = Field(default=None, index=True, unique=True)
     base_model: str
     lora_rank: int
@@ -186,8 +191,8 @@ class StoreRow(SQLModel, table=True):
 
 class EngineStateRow(SQLModel, table=True):
     """The singleton through which the engine tells the API where samples go and whether it can train; `owner` is the
-    server whose engine that is, and said so last at `held_at`. `state_dir` is that server's, for gateways: paths of
-    adapters are relative to it."""
+    server whose engine that is, and said so last at `held_at`. `state_dir` is that server's: gateways name the files of
+    adapters there to their inference server."""
 
     __tablename__ = "engine_state"  # pyright: ignore[reportAssignmentType]
     id: int = Field(default=1, primary_key=True)

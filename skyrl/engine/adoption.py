@@ -1,79 +1,69 @@
-"""What the engine does about adapters when it starts: says where they lie, and completes rows of earlier versions."""
+"""What the engine does about adapters when it starts: says where their files lie, and completes rows of early versions.
+
+A database of any earlier revision is served. Its rows may lack what only somebody with the files can add: a key in the
+checkpoint store, a size, or files in the place that follows from a version's name.
+"""
 
 from __future__ import annotations
 
 import logging
 from pathlib import Path
 
-from sqlalchemy import func, select, update
-
 from skyrl.config.server import ServerConfig
-from skyrl.db.adapter_versions import OPEN, samplers
-from skyrl.db.checkpoints import checkpoints
-from skyrl.db.database import Connection, Database
+from skyrl.db import early_rows
+from skyrl.db.database import Database
 from skyrl.db.engine_state import publish_state_dir
+from skyrl.storage.adapters import adapter_directory
 from skyrl.storage.base import CheckpointStore, StoreError
-from skyrl.storage.directories import link_files, sizes_of
+from skyrl.storage.directories import atomic_directory, link_files, sizes_of
 
 logger = logging.getLogger(__name__)
 
 
 def adopt_adapters(config: ServerConfig, database: Database, store: CheckpointStore) -> None:
-    """Make the rows about adapters complete. Raises what the database raises; what cannot be done now is logged, and
-    tried again at the next start."""
+    """Complete the rows about adapters. What fails is logged, and tried again at the next start. Raises only what the
+    database raises."""
     database.write(lambda c: publish_state_dir(c, str(config.state_dir)))
+    _bring_in(config.state_dir, database)
     _store(config.state_dir, database, store)
     _measure(config.state_dir, database)
-    _tell_of_outside(database)
+
+
+def _bring_in(state_dir: Path, database: Database) -> None:
+    """Put adapters that lie elsewhere where their names say. The files elsewhere stay as they are."""
+    for adapter, elsewhere in database.read(early_rows.adapters_elsewhere).items():
+        directory = adapter_directory(state_dir, adapter)
+        try:
+            if not directory.is_dir():
+                with atomic_directory(directory) as scratch:
+                    link_files(state_dir / elsewhere, scratch)
+        except OSError:
+            logger.exception("adapter %s could not be brought in from %s", adapter.name, elsewhere)
+            continue
+        logger.info("adapter %s was brought in from %s", adapter.name, elsewhere)
+        database.write(lambda c, adapter=adapter: early_rows.set_in_place(c, adapter))
 
 
 def _store(state_dir: Path, database: Database, store: CheckpointStore) -> None:
-    """Put sampler weights that were saved before there was a checkpoint store into it."""
-    homeless = select(checkpoints.c.id, checkpoints.c.directory).where(
-        checkpoints.c.store_key.is_(None), checkpoints.c.directory.is_not(None)
-    )
-    for row in database.read(lambda c: list(c.execute(homeless))):
-        directory = state_dir / row.directory
-        key = f"{directory.parent.name}/{directory.name}-{row.id}"
+    """Store sampler weights that were saved before there was a checkpoint store."""
+    for checkpoint_id, adapter in database.read(early_rows.adapters_not_stored).items():
+        directory = adapter_directory(state_dir, adapter)
+        key = f"{directory.parent.name}/{directory.name}-{checkpoint_id}"
         try:
             with store.writing(key) as scratch:
                 link_files(directory, scratch)
         except (OSError, StoreError):
             logger.exception("the sampler weights in %s could not be put into the checkpoint store", directory)
             continue
-        stored = update(checkpoints).where(checkpoints.c.id == row.id).values(store_key=key)
-        database.write(lambda c, stored=stored: c.execute(stored))
+        database.write(lambda c, n=checkpoint_id, key=key: early_rows.set_stored(c, n, key))
 
 
 def _measure(state_dir: Path, database: Database) -> None:
-    """Note the size of adapters that were saved before sizes were noted."""
-    unknown = select(samplers.c.id, samplers.c.adapter_path).where(
-        OPEN, samplers.c.adapter_path.is_not(None), samplers.c.size_bytes.is_(None)
-    )
-    sizes: dict[str, int] = {}
-    for row in database.read(lambda c: list(c.execute(unknown))):
-        directory = state_dir / row.adapter_path
+    """Note the sizes of adapters that were saved before sizes were noted."""
+    sizes = {}
+    for sampler_id, adapter in database.read(early_rows.adapters_not_measured).items():
+        directory = adapter_directory(state_dir, adapter)
         if directory.is_dir():
-            sizes[row.id] = sum(sizes_of(directory).values())
-
-    def change(connection: Connection) -> None:
-        for sampler_id, size in sizes.items():
-            connection.execute(update(samplers).where(samplers.c.id == sampler_id).values(size_bytes=size))
-
+            sizes[sampler_id] = sum(sizes_of(directory).values())
     if sizes:
-        database.write(change)
-
-
-def _tell_of_outside(database: Database) -> None:
-    """Paths are relative to the state directory; an absolute one is of an earlier version, and of no known form."""
-    for path, condition in ((samplers.c.adapter_path, OPEN), (checkpoints.c.directory, checkpoints.c.id.is_not(None))):
-        outside = select(func.count(), func.min(path)).where(condition, path.like("/%"))
-        number, example = database.read(lambda c, outside=outside: c.execute(outside).one())
-        if number:
-            logger.warning(
-                "%s has paths outside the state directory (%d, such as %s): these adapters are read there, and a copy "
-                "of the state directory does not hold them",
-                path.table.name,
-                number,
-                example,
-            )
+        database.write(lambda c: early_rows.set_sizes(c, sizes))

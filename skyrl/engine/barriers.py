@@ -1,7 +1,7 @@
-"""The barriers: what each command that is no pass does to its model. Saves are in `saving`.
+"""The barriers: what each command that is no training pass does to its model. Saves are in `saving`.
 
-Runs on the backend's thread, one at a time, but for saves and loads: they have other threads, because they wait for
-files, and only hand the backend what is there.
+Barriers run on the backend's thread, one at a time. Saves and loads run on other threads, because they wait for files.
+They use the backend's thread only when the files are there.
 """
 
 from __future__ import annotations
@@ -10,34 +10,21 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
-from sqlalchemy import select
 
 from skyrl.backends.base import AdamParams, Backend
 from skyrl.config.server import ServerConfig
 from skyrl.db import audit, checkpoints
 from skyrl.db.database import Connection, Database
-from skyrl.db.models import Adapter, adapter_of, models, set_model
+from skyrl.db.models import ModelRecord, find_model, set_model
 from skyrl.engine.done import Done
 from skyrl.engine.saving import Saves
 from skyrl.engine.threads import EngineThreads
 from skyrl.storage.base import CheckpointStore
 from skyrl.types.command import Command
 from skyrl.types.kinds import Kind
-from skyrl.types.lora import LoraSpec
 from skyrl.wire.errors import FailedRequest
 from skyrl.wire.paths import parse_path
 from skyrl.wire.requests import LoadWeightsCommand, OptimStepRequest, decode_json
-
-
-def lora_spec(adapter: Adapter) -> LoraSpec:
-    return LoraSpec(
-        adapter.lora_rank,
-        adapter.lora_alpha,
-        adapter.seed,
-        adapter.train_attn,
-        adapter.train_mlp,
-        adapter.train_unembed,
-    )
 
 
 def model_is_gone(command: Command) -> FailedRequest:
@@ -48,7 +35,7 @@ def model_is_gone(command: Command) -> FailedRequest:
 
 
 def unloaded(model_id: str | None) -> dict[str, Any]:
-    """The result of unloading a model, also of one that is gone already."""
+    """The result of unloading a model, also when the model is gone already."""
     return {"type": "unload_model", "model_id": model_id}
 
 
@@ -72,7 +59,7 @@ class Barriers:
         self._store = store
         self._threads = threads
         saves = Saves(config, database, backend, store)
-        self._handlers: dict[Kind, Callable[[Command, bytes, Any], Done]] = {
+        self._handlers: dict[Kind, Callable[[Command, bytes, ModelRecord], Done]] = {
             Kind.CREATE_MODEL: self._create_model,
             Kind.OPTIM_STEP: self._optim_step,
             Kind.SAVE_WEIGHTS: saves.weights,
@@ -85,25 +72,26 @@ class Barriers:
     def run(self, command: Command, body: bytes) -> Done:
         return self._handlers[command.kind](command, body, self._living(command))
 
-    def _living(self, command: Command) -> Any:
-        model = self._database.read(lambda c: c.execute(select(models).where(models.c.id == command.model_id)).first())
-        if model is None or model.status in ("closed", "failed"):
+    def _living(self, command: Command) -> ModelRecord:
+        model_id = command.model_id
+        model = None if model_id is None else self._database.read(lambda c: find_model(c, model_id))
+        if model is None or not model.is_living:
             raise model_is_gone(command)
         return model
 
-    def _create_model(self, command: Command, body: bytes, model: Any) -> Done:
-        self._backend.create_model(model.id, lora_spec(adapter_of(model)))
+    def _create_model(self, command: Command, body: bytes, model: ModelRecord) -> Done:
+        self._backend.create_model(model.id, model.lora)
         return Done({"type": "create_model", "model_id": model.id}, set_model(model.id, status="ready"))
 
-    def _unload_model(self, command: Command, body: bytes, model: Any) -> Done:
-        """Only the row: the loop drops the model when this is committed, as it does when a session ends."""
+    def _unload_model(self, command: Command, body: bytes, model: ModelRecord) -> Done:
+        """Changes only the row. The loop drops the model when this is committed, as it does when a session ends."""
         return Done(unloaded(model.id), set_model(model.id, status="closed"))
 
-    def _optim_step(self, command: Command, body: bytes, model: Any) -> Done:
+    def _optim_step(self, command: Command, body: bytes, model: ModelRecord) -> Done:
         params = adam_params(decode_json(OptimStepRequest, body))
         return Done({"type": "optim_step", "metrics": self._backend.optim_step(model.id, params)})
 
-    def _load_weights(self, command: Command, body: bytes, model: Any) -> Done:
+    def _load_weights(self, command: Command, body: bytes, model: ModelRecord) -> Done:
         request = decode_json(LoadWeightsCommand, body)
         if request.refused is not None:
             raise FailedRequest(request.refused)
@@ -112,14 +100,14 @@ class Barriers:
             raise FailedRequest(f"path: {request.path!r} cannot be trained on; load what save_weights has saved")
         reader = request.source_tenant or model.tenant
         saved = self._database.read(lambda c: checkpoints.find_checkpoint(c, path, reader))
-        if saved is None:
+        if saved is None or saved.store_key is None:
             raise FailedRequest(f"path: no training checkpoint {request.path!r}")
         creates = command.seq_id == 0
 
         def load() -> None:
-            self._living(command)  # its session may have ended while the files came
+            self._living(command)  # its session may have ended while the files were fetched
             if creates:
-                self._backend.create_model(model.id, lora_spec(adapter_of(model)))
+                self._backend.create_model(model.id, model.lora)
             try:
                 self._backend.load_state(model.id, directory, optimizer=request.optimizer)
             except Exception:

@@ -28,7 +28,6 @@ from skyrl.engine.snapshots import Snapshots
 from skyrl.engine.threads import EngineThreads
 from skyrl.types.command import Command
 from skyrl.types.kinds import FILE_COMMANDS, SAVES, Kind
-from skyrl.types.weights import AdapterVersion
 from skyrl.wire.results import encode_json
 
 logger = logging.getLogger(__name__)
@@ -123,7 +122,7 @@ class Execution:
             outcome = Outcome(encode_json(done.result))
             change = done.change
             if done.adapter is not None:
-                self._publisher.publish(AdapterVersion(done.adapter[0]))
+                self._publisher.publish(done.adapter)
         except Exception as error:
             outcome, change = failed(error, command), fails_model(command)
         self._settlement.settle([(command.request_id, outcome)], change, power_safe=command.kind in SAVES)

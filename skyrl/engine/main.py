@@ -17,6 +17,7 @@ from skyrl.backends.base import Backend, ModelLimits
 from skyrl.backends.registry import create_backend
 from skyrl.config.server import ConfigError, ServerConfig
 from skyrl.db import adapter_versions
+from skyrl.db.checkpoints import store_key_of
 from skyrl.db.database import Database
 from skyrl.db.faults import DatabaseError
 from skyrl.db.fence import Displaced, Fence, FencedDatabase
@@ -28,7 +29,7 @@ from skyrl.engine.crash_ledger import CrashLedger
 from skyrl.engine.sampling import ColocatedSampler
 from skyrl.engine.signals import EngineSignals
 from skyrl.engine.state import EngineStatePublisher
-from skyrl.inference.adapter_host import SharedDirectory
+from skyrl.inference.adapter_host import AdapterHost, SharedDirectory
 from skyrl.inference.engine_group import EngineGroup
 from skyrl.inference.replica import Addresses, Replica
 from skyrl.inference.vllm_command import context_length, cuda_devices
@@ -75,7 +76,7 @@ class Heartbeat:
 
 
 def _colocated(
-    runtime: Runtime, database: Database, backend: Backend, group: EngineGroup | None
+    runtime: Runtime, database: Database, backend: Backend, group: EngineGroup | None, host: AdapterHost
 ) -> ColocatedSampler | None:
     """What runs samples between turns of training; None where API processes forward samples."""
     if runtime.config.modes.forwards:
@@ -87,6 +88,7 @@ def _colocated(
     client = ForwardingClient(
         HttpTransport(),
         FixedEndpoint(runtime.inference_url),
+        host,
         api_key=runtime.inference_api_key,
         deadline_s=runtime.config.forwarding_deadline_s,
         zero_fill_logprobs=runtime.config.forwarding_zero_fill_logprobs,
@@ -97,7 +99,6 @@ def _colocated(
         group,
         backend.limits,
         runtime.config.served_names[0],
-        state_dir=runtime.config.state_dir,
         # On a CPU, vLLM's sleep frees no memory: it would only cost two calls around every batch.
         sleeps=torch.cuda.is_available(),
         patience_s=runtime.config.forwarding_deadline_s,
@@ -167,10 +168,11 @@ async def run(runtime: Runtime) -> None:
         opened.callback(ledger.close)
         api = opened.enter_context(closing(Doorbell(*runtime.api_doorbells)))
         state = EngineStatePublisher(notices, api, fence)
+        host = _adapter_host(config, notices)
         opened.push_async_callback(asyncio.to_thread, state.clear, "the engine has stopped")
         await asyncio.to_thread(database.confirm_claim)
         await asyncio.to_thread(state.training, ready=False, reason="loading the base model")
-        group, watching = await opened.enter_async_context(_inference(runtime, notices, state))
+        group, watching = await opened.enter_async_context(_inference(runtime, notices, state, host))
         heartbeat = Heartbeat(state)
         opened.push_async_callback(asyncio.to_thread, heartbeat.stop)
         if signals.is_stopped:  # a signal: load nothing. A lost claim has raised above, or raises here
@@ -179,7 +181,7 @@ async def run(runtime: Runtime) -> None:
         ending.loading = True
         backend = opened.enter_context(closing(await asyncio.to_thread(_load, config)))
         ending.loading = False
-        sampler = _colocated(runtime, database, backend, group)
+        sampler = _colocated(runtime, database, backend, group, host)
         if sampler is not None:
             opened.push_async_callback(sampler.close)
         store = open_store(config)
@@ -197,7 +199,16 @@ async def run(runtime: Runtime) -> None:
         raise Displaced("the claim to the database was lost while nothing ran")
 
 
-def _group(runtime: Runtime, database: Database, state: EngineStatePublisher) -> EngineGroup:
+def _adapter_host(config: ServerConfig, database: Database) -> SharedDirectory:
+    """vLLM reads this server's state directory."""
+
+    async def store_key(adapter: AdapterVersion) -> str | None:
+        return await database.read_async(lambda c: store_key_of(c, adapter))
+
+    return SharedDirectory(lambda: config.state_dir, open_store(config), store_key)
+
+
+def _group(runtime: Runtime, database: Database, state: EngineStatePublisher, host: AdapterHost) -> EngineGroup:
     """The one replica that the launcher runs."""
     config, url = runtime.config, runtime.inference_url
     assert url is not None
@@ -205,23 +216,21 @@ def _group(runtime: Runtime, database: Database, state: EngineStatePublisher) ->
     async def in_use() -> list[AdapterVersion]:
         """As many as a replica runs at once; it loads others when a sample asks for them."""
         limit = config.backend_config.lora.max_loras
-        names = await database.read_async(lambda c: adapter_versions.in_use(c, time.time() - IN_USE_S, limit))
-        return [AdapterVersion(name) for name in names]
+        return await database.read_async(lambda c: adapter_versions.in_use(c, time.time() - IN_USE_S, limit))
 
-    host = SharedDirectory(config.state_dir)
     replica = Replica("vllm", Addresses.same(url), runtime.inference_api_key or "", host)
     return EngineGroup([replica], state.publish_url, in_use)
 
 
 @asynccontextmanager
 async def _inference(
-    runtime: Runtime, database: Database, state: EngineStatePublisher
+    runtime: Runtime, database: Database, state: EngineStatePublisher, host: AdapterHost
 ) -> AsyncIterator[tuple[EngineGroup | None, asyncio.Task[None] | None]]:
     """The inference servers that this server manages, and the task that watches them; (None, None) without any."""
     if runtime.inference_url is None:
         yield None, None
         return
-    group = _group(runtime, database, state)
+    group = _group(runtime, database, state, host)
     watching = asyncio.create_task(group.run())
     try:
         yield group, watching

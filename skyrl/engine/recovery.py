@@ -15,7 +15,6 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
 
 from skyrl.backends.base import Backend, OutOfMemory
 from skyrl.db import futures as rows
@@ -24,8 +23,7 @@ from skyrl.db.checkpoints import find_checkpoint
 from skyrl.db.database import Connection, Database
 from skyrl.db.faults import is_transient
 from skyrl.db.fence import Displaced
-from skyrl.db.models import adapter_of
-from skyrl.engine.barriers import lora_spec
+from skyrl.db.models import ModelRecord
 from skyrl.engine.command_log import CommandLog
 from skyrl.engine.crash_ledger import POISON, CrashLedger
 from skyrl.engine.repeating import repeat_command
@@ -122,7 +120,7 @@ class Recovery:
             now = time.monotonic()
             self._memory_due = now + MEMORY_PAUSE * (now - began)
 
-    async def _restore(self, model: Any) -> None:
+    async def _restore(self, model: ModelRecord) -> None:
         """Bring one model back, and let its commands run; or hold it, or fail it.
 
         Raises, and fails no model, when the claim is lost, or when the database is away and the engine is stopped.
@@ -168,7 +166,7 @@ class Recovery:
         self._scheduler.release(model_id)
         self._signals.wake()
 
-    def _bring_back(self, model: Any) -> None:
+    def _bring_back(self, model: ModelRecord) -> None:
         """Runs beside the event loop. Fetches the files of all loads first: the backend's thread waits for no
         network."""
         commands = self._database.read(lambda c: rows.executed(c, model.id, model.next_seq))
@@ -183,21 +181,21 @@ class Recovery:
             self._threads.wait_for_backend(lambda: self._repeat_all(model, commands, loaded))
         self._snapshots.restored(model.id, model.next_seq, commands)
 
-    def _loaded_from(self, executed: ExecutedCommand, model: Any) -> str:
+    def _loaded_from(self, executed: ExecutedCommand, model: ModelRecord) -> str:
         """The store's key of the checkpoint that a command has loaded."""
         load = decode_json(LoadWeightsCommand, self._body(executed.command))
         reader = load.source_tenant or model.tenant
         saved = self._database.read(lambda c: find_checkpoint(c, parse_path(load.path), reader))
-        if saved is None or saved.created_at > executed.completed_at:
+        if saved is None or saved.store_key is None or saved.created_at > executed.completed_at:
             raise FileNotFoundError(f"checkpoint {load.path} has been deleted or replaced since it was loaded")
         return saved.store_key
 
-    def _repeat_all(self, model: Any, commands: Sequence[ExecutedCommand], loaded: Mapping[str, Path]) -> None:
+    def _repeat_all(self, model: ModelRecord, commands: Sequence[ExecutedCommand], loaded: Mapping[str, Path]) -> None:
         """On the backend's thread. The crash ledger knows what runs: the engine may die of that, too."""
         if model.next_seq > 0:
             with self._watching(f"snapshot {model.id}", "its snapshot was loaded"):
                 directory = self._snapshots.path(model.id, model.next_seq)
-                self._backend.restore_model(model.id, lora_spec(adapter_of(model)), directory)
+                self._backend.restore_model(model.id, model.lora, directory)
         for executed in commands:
             if self._signals.is_stopped:
                 raise _Stopped
@@ -232,6 +230,6 @@ class Recovery:
         return left
 
 
-def _next_seq(connection: Connection, model: Any) -> int:
+def _next_seq(connection: Connection, model: ModelRecord) -> int:
     """The number of a model's next command."""
     return max(model.next_seq, rows.highest_settled_seq(connection, model.id) + 1)

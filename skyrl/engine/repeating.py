@@ -10,11 +10,10 @@ import contextlib
 import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from skyrl.backends.base import Backend, InvalidRequest, TrainingPass
-from skyrl.db.models import adapter_of
-from skyrl.engine.barriers import adam_params, lora_spec
+from skyrl.db.models import ModelRecord
+from skyrl.engine.barriers import adam_params
 from skyrl.engine.passes import decode_pass
 from skyrl.types.command import Command, ExecutedCommand
 from skyrl.types.kinds import Kind
@@ -25,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 def repeat_command(
-    executed: ExecutedCommand, body: bytes, model: Any, backend: Backend, loaded: Mapping[str, Path]
+    executed: ExecutedCommand, body: bytes, model: ModelRecord, backend: Backend, loaded: Mapping[str, Path]
 ) -> None:
     """Do again what a command did to its model. Saves and forward passes did nothing to it.
 
@@ -33,7 +32,7 @@ def repeat_command(
     """
     command = executed.command
     if command.kind is Kind.CREATE_MODEL:
-        backend.create_model(model.id, lora_spec(adapter_of(model)))
+        backend.create_model(model.id, model.lora)
     elif command.kind is Kind.FORWARD_BACKWARD:
         training_pass = decode_pass(command, body, backend)
         if training_pass.backward:
@@ -42,7 +41,7 @@ def repeat_command(
         _repeat_step(executed, body, model.id, backend)
     elif command.kind is Kind.LOAD_WEIGHTS:
         if command.seq_id == 0:
-            backend.create_model(model.id, lora_spec(adapter_of(model)))
+            backend.create_model(model.id, model.lora)
         optimizer = decode_json(LoadWeightsCommand, body).optimizer
         backend.load_state(model.id, loaded[command.request_id], optimizer=optimizer)
 

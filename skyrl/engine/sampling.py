@@ -8,7 +8,6 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import httpx
 
@@ -58,7 +57,6 @@ class ColocatedSampler:
         limits: ModelLimits,
         base_name: str,
         *,
-        state_dir: Path,
         sleeps: bool,
         patience_s: float,
     ) -> None:
@@ -67,7 +65,6 @@ class ColocatedSampler:
         self._group = group
         self._limits = ContextLimits(limits.vocab_size, limits.max_context)
         self._base_name = base_name
-        self._state_dir = state_dir
         self._sleeps = sleeps
         self._patience_s = patience_s
         self._away_since: float | None = None
@@ -148,7 +145,7 @@ class ColocatedSampler:
             if sampler is None:
                 raise FailedRequest("sampling_session_id: the sampling session was closed")
             request = decode_json(SampleRequest, body)
-            job = job_for(request, command.request_id, sampler, self._limits, self._base_name, self._state_dir)
+            job = job_for(request, command.request_id, sampler, self._limits, self._base_name)
             answer = await self._client.sample(job)
             return Outcome(answer.body, "proto:sample"), usage_of(answer, sampler)
         except Exception as error:

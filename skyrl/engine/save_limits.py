@@ -1,7 +1,7 @@
 """Whether a save may be made: the tenant's stored bytes and sampling sessions, and free space on the server's disks.
 
-Asked when a save's turn comes: refused when it arrives, a save would leave a hole in its model's order. Knows sizes and
-limits; does not know what a save writes.
+The engine asks when a save's turn comes. The API cannot refuse a save when it arrives: its number would be missing in
+its model's order. Knows sizes and limits; does not know what a save writes.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ class SaveLimits:
             raise FailedRequest(sampling_sessions_sentence(living, bound))
 
     def _directories(self) -> Iterator[Path]:
-        """The nearest that exist, of the state directory and of a checkpoint store on a disk."""
+        """The state directory, and the directory of a checkpoint store on a disk; for each that is not made yet, its
+        nearest parent that exists."""
         for directory in (self._config.state_dir, local_directory(self._config)):
             if directory is not None:
                 yield next(path for path in (directory, *directory.parents) if path.is_dir())

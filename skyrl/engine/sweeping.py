@@ -13,7 +13,6 @@ from skyrl.engine.reclaim import FileSweeper
 from skyrl.engine.scheduler import Scheduler
 from skyrl.engine.signals import EngineSignals
 from skyrl.inference.engine_group import EngineGroup
-from skyrl.types.weights import AdapterVersion
 
 SWEEP_S = 10.0
 
@@ -44,9 +43,6 @@ class Sweep:
         sweeper = self._sweeper
         await asyncio.to_thread(sweeper.drop_idle)
         unused = await asyncio.to_thread(sweeper.unused_adapters, self._scheduler.saving)
-        adapters = {AdapterVersion(name) for name, _ in unused}
-        unread = adapters if self._group is None else await self._group.retire(sorted(adapters, key=str))
-        for name, path in unused:
-            if AdapterVersion(name) in unread:
-                sweeper.unloaded(path)
+        for adapter in unused if self._group is None else await self._group.retire(unused):
+            sweeper.unloaded(adapter)
         await asyncio.to_thread(sweeper.delete_files, self._scheduler.saving)

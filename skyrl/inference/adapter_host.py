@@ -5,13 +5,18 @@ Knows names of versions and a way to their files. Does not tell a replica to loa
 
 from __future__ import annotations
 
-import asyncio
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Protocol
 
-from skyrl.storage.adapters import adapter_location
+from skyrl.storage.adapters import adapter_directory
+from skyrl.storage.base import CheckpointStore, NotStored
+from skyrl.storage.directories import fetch
+from skyrl.storage.threads import in_store
 from skyrl.types.weights import AdapterVersion
-from skyrl.wire.paths import adapter_version_of
+
+StoreKey = Callable[[AdapterVersion], Awaitable[str | None]]
+"""The key of the checkpoint that holds a version; None when no checkpoint holds it."""
 
 
 class AdapterMissing(Exception):
@@ -33,13 +38,35 @@ class AdapterHost(Protocol):
 
 
 class SharedDirectory:
-    """The host of replicas that read the training server's state directory, under the same path as this process."""
+    """The host of replicas that read the training server's state directory, under the same path as this process.
 
-    def __init__(self, state_dir: Path) -> None:
+    The files of a version are there since it was saved. Files that are gone are fetched from the checkpoint store.
+    """
+
+    def __init__(self, state_dir: Callable[[], Path], store: CheckpointStore, store_key: StoreKey) -> None:
         self._state_dir = state_dir
+        self._store = store
+        self._store_key = store_key
 
     async def bring(self, adapter: AdapterVersion) -> str:
-        directory = self._state_dir / adapter_location(*adapter_version_of(adapter.name))
-        if not await asyncio.to_thread(directory.is_dir):
-            raise AdapterMissing(adapter)
+        """As `AdapterHost.bring`. Also raises StoreError when the checkpoint store cannot be used now.
+
+        A gateway on another host than the training server may not see the state directory. Its inference server does,
+        so the path is returned, and nobody here can tell whether the files are there.
+        """
+        state_dir = self._state_dir()
+        directory = adapter_directory(state_dir, adapter)
+        if await in_store(_is_missing, state_dir, directory):
+            key = await self._store_key(adapter)
+            if key is None:
+                raise AdapterMissing(adapter)
+            try:
+                await in_store(fetch, self._store, key, directory)
+            except NotStored as error:
+                raise AdapterMissing(adapter) from error
         return str(directory)
+
+
+def _is_missing(state_dir: Path, directory: Path) -> bool:
+    """Whether this process sees the state directory, and no such directory in it."""
+    return state_dir.is_dir() and not directory.is_dir()

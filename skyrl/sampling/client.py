@@ -17,6 +17,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
+from skyrl.inference.adapter_host import AdapterHost
 from skyrl.sampling import completion, prompt_apart
 from skyrl.sampling.adapter_loads import AdapterLoads
 from skyrl.sampling.answer_bound import answer_bound
@@ -29,6 +30,7 @@ from skyrl.sampling.served_context import ContextNotKnownYet, ServedContext
 from skyrl.sampling.suspects import Suspects
 from skyrl.sampling.transport import Answer, CompletionTransport, Interrupted, NotAccepted
 from skyrl.sampling.verdict import Verdict, verdict_of
+from skyrl.types.weights import AdapterVersion
 from skyrl.wire.errors import ErrorCategory, FailedRequest
 
 logger = logging.getLogger(__name__)
@@ -62,12 +64,14 @@ def _giving_way(work: Callable[[], T]) -> T:
 
 
 class ForwardingClient:
-    """Samples through a vLLM-compatible server. `counts` has one counter per kind of event."""
+    """Samples through a vLLM-compatible server. `host` brings adapters to it that it does not know. `counts` has one
+    counter per kind of event."""
 
     def __init__(
         self,
         transport: CompletionTransport,
         endpoint: EndpointResolver,
+        host: AdapterHost,
         *,
         api_key: str | None,
         deadline_s: float,
@@ -81,7 +85,7 @@ class ForwardingClient:
         if api_key is not None:
             self._headers["Authorization"] = f"Bearer {api_key}"
         self.counts: Counter[str] = Counter()
-        self._loads = AdapterLoads(transport, self._headers, self.counts)
+        self._loads = AdapterLoads(transport, host, self._headers, self.counts)
         self._context = ServedContext(transport, self._headers)
         self._suspects = Suspects()
         self._decoder = ThreadPoolExecutor(1, "answers")
@@ -201,7 +205,7 @@ class ForwardingClient:
 
     async def _take(self, answer: Answer, endpoint: Endpoint, attempts: Attempts) -> completion.SampleAnswer | None:
         """The result, or None when the request is to be sent again."""
-        verdict = verdict_of(answer, has_adapter=attempts.job.adapter_path is not None)
+        verdict = verdict_of(answer, has_adapter=isinstance(attempts.job.weights, AdapterVersion))
         match verdict:
             case Verdict.READ:
                 return await self._read(answer, attempts)
@@ -226,16 +230,18 @@ class ForwardingClient:
         return None
 
     async def _load_adapter(self, answer: Answer, endpoint: Endpoint, attempts: Attempts) -> None:
-        job = attempts.job
-        assert job.adapter_path is not None
+        adapter = attempts.job.weights
+        assert isinstance(adapter, AdapterVersion)
         attempts.reloads += 1
         if attempts.reloads > MAX_RELOADS:
-            raise server_failure(f"the inference server loses adapter {job.model} again and again: {describe(answer)}")
+            raise server_failure(
+                f"the inference server loses adapter {adapter.name} again and again: {describe(answer)}"
+            )
         try:
             async with asyncio.timeout_at(attempts.deadline):
-                await self._loads.load(job.model, job.adapter_path, endpoint)
+                await self._loads.load(adapter, endpoint)
         except TimeoutError as error:
-            attempts.trouble = f"adapter {job.model} is being loaded again"
+            attempts.trouble = f"adapter {adapter.name} is being loaded again"
             raise self._gave_up(attempts) from error
 
     async def _ask_health(self, answer: Answer, endpoint: Endpoint, attempts: Attempts) -> None:

@@ -1,4 +1,4 @@
-"""One sample request, checked: what may be asked for, and what it asks of which adapter."""
+"""One sample request, checked: the bounds of what a client may ask for, and the job that follows from a request."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from skyrl.types.weights import WeightsRef
 from skyrl.wire.errors import RequestError
 from skyrl.wire.requests import SampleRequest, tokens_of
 from skyrl.wire.tensors import Stored, stored_from_json
@@ -32,7 +33,7 @@ MAX_SEED = 2**63 - 2**15
 
 @dataclass(frozen=True, slots=True)
 class ContextLimits:
-    """What the sampler can take; None where it is not known (somebody else's server), and the server then says."""
+    """What the sampler can take. None where that is not known, for an external server, which then refuses by itself."""
 
     vocab_size: int | None = None
     max_context: int | None = None
@@ -40,18 +41,19 @@ class ContextLimits:
 
 @dataclass(frozen=True, slots=True)
 class SampleJob:
-    """A checked request. `model` is what vLLM calls the adapter version, or the base model's name.
+    """A checked request.
 
-    `stop` is None (only EOS ends), a list of strings, or a list of token ids (both: EOS ends too); `ignore_eos` is the
-    client's empty stop list. `seed` is in [0, 2**63 - 2**15). `max_tokens` fits the context. `target` holds token ids
-    (int64, -1 for none) as a tensor with one row per prompt token but the first; `alternatives` is how many tokens to
-    draw in the place of each of those.
+    `weights` is what to sample from, and `model` is the name by which the inference servers know these weights.
+    `stop_strings` or `stop_token_ids` end a sequence, as EOS does; with `ignore_eos`, which is the client's empty stop
+    list, EOS does not. `seed` is in [0, 2**63 - 2**15). `max_tokens` fits the context. `target` holds token ids (int64,
+    -1 for none) as a tensor with one row per prompt token but the first. `alternatives` is the number of tokens to draw
+    in the place of each of those prompt tokens.
     """
 
     request_id: str
     session_key: str
     model: str
-    adapter_path: str | None
+    weights: WeightsRef
     prompt: list[int]
     num_samples: int
     max_tokens: int | None
@@ -80,7 +82,7 @@ class SampleJob:
 
     @property
     def most_tokens(self) -> int:
-        """The prompt, and what may be sampled at most, as far as that is known."""
+        """The prompt's tokens, and the most that may be sampled, as far as that is known."""
         return len(self.prompt) + self.num_samples * (self.max_tokens or 0)
 
 
@@ -127,7 +129,7 @@ def _check_last_n(request: SampleRequest, length: int) -> None:
 
 
 def _check_answer(request: SampleRequest, length: int, max_tokens: int | None) -> None:
-    """What vLLM would have to write for this request is bounded."""
+    """Raises unless vLLM's answer to this request has a bounded size."""
     _check_sampled(request, max_tokens)
     wants_rows = request.prompt_logprobs or request.target_prompt_logprobs is not None or request.prompt_alt_tokens_k
     columns = 1 + request.topk_prompt_logprobs
@@ -214,10 +216,10 @@ def make_job(
     request_id: str,
     session_key: str,
     model: str,
-    adapter_path: str | None,
+    weights: WeightsRef,
     limits: ContextLimits,
 ) -> SampleJob:
-    """The job for a request. Raises RequestError naming the field, for all that can be known before sampling."""
+    """The job for a request. Raises RequestError naming the field, for every fault that shows before sampling."""
     params = request.sampling_params
     prompt = tokens_of(request.prompt)
     _check(request, prompt, limits)
@@ -233,7 +235,7 @@ def make_job(
         request_id=request_id,
         session_key=session_key,
         model=model,
-        adapter_path=adapter_path,
+        weights=weights,
         prompt=prompt,
         num_samples=request.num_samples,
         max_tokens=max_tokens,

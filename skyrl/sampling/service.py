@@ -1,6 +1,7 @@
-"""Sample requests in the API process: resolve, check, record, and start them on their way.
+"""Sample requests in the API process: find the sampling session, check, record, and start the sample.
 
-Forwarded samples become EXTERNAL futures and tasks owned here; colocated ones become SAMPLE futures for the engine.
+A forwarded sample becomes an EXTERNAL future, and a task that this service owns. A colocated sample becomes a SAMPLE
+future for the engine.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ import contextlib
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from skyrl.db.adapter_versions import dropped_sentence
 from skyrl.db.api_processes import PendingSample
@@ -33,6 +33,7 @@ from skyrl.sampling.job import ContextLimits, SampleJob, make_job
 from skyrl.types.ids import new_request_id, sample_sequence_ids
 from skyrl.types.kinds import SAMPLES, Kind
 from skyrl.types.requests import NewRequest
+from skyrl.types.weights import AdapterVersion, BaseWeights, FullWeights, WeightsRef
 from skyrl.wire.errors import ErrorCategory, FailedRequest, NotFound, RequestError
 from skyrl.wire.requests import SampleRequest, decode_json
 
@@ -43,8 +44,8 @@ CANCELLED = Outcome(error="cancelled by the client", error_category=ErrorCategor
 
 @dataclass(frozen=True, slots=True)
 class Promise:
-    """What asample answers at once. `max_tokens` is what it was cut to, None when it was not; `note` says so in words,
-    to the first sample of a sampling session that was cut."""
+    """What asample answers at once. `max_tokens` is the bound to which it was cut; None when it was not cut. `note`
+    says so in words, to the first sample of a sampling session that is cut."""
 
     request_id: str
     sample_sequence_ids: list[str]
@@ -53,7 +54,7 @@ class Promise:
 
 
 class SampleService:
-    """Takes `asample` bodies. With a client it forwards; without one the engine samples, in its own loop."""
+    """Takes `asample` bodies. With a client it forwards samples. Without one the engine samples, in its own loop."""
 
     def __init__(
         self,
@@ -70,7 +71,6 @@ class SampleService:
         guard: FeatureGuard,
         usage: UsageCounter,
         quotas: Quotas,
-        state_dir: Callable[[], Path],
     ) -> None:
         self._futures = futures
         self._samplers = samplers
@@ -80,13 +80,11 @@ class SampleService:
         self._limits = limits
         self._admission = admission
         self.order = order
-        """None where the server that samples does not go by priorities."""
+        """None where the inference server does not go by priorities."""
         self._base_name = base_name
         self._guard = guard
         self._usage = usage
         self._quotas = quotas
-        self._state_dir = state_dir
-        """Where paths of adapters begin."""
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._stopping = False
         self.cuts = CutNotes()
@@ -103,8 +101,8 @@ class SampleService:
         request = decode_json(SampleRequest, body)
         sampler = await self._resolve(request, tenant)
         request_id = new_request_id()
-        job = job_for(request, request_id, sampler, self._limits(), self._base_name, self._state_dir())
-        self._guard.check(request, sampler, self._state_dir())
+        job = job_for(request, request_id, sampler, self._limits(), self._base_name)
+        self._guard.check(request, sampler)
         if request.seq_id is not None and not 0 <= request.seq_id < 2**63:
             raise RequestError("must be in [0, 2**63)", field="seq_id")
         self._admission.enter(tenant, len(body))
@@ -159,7 +157,7 @@ class SampleService:
             sampler = await self._samplers.find(sampling_session_id, tenant)
         if sampler is None:
             raise NotFound(f"no sampling session {sampling_session_id!r}", field=field)
-        # Its row is closed later, by the engine. Not 410: that would make the SDK send the sample again for ever.
+        # The engine closes the row later. The answer is not 410: on 410 the SDK sends the sample again for ever.
         session = await self._sessions.find(sampler.session_id, tenant)
         if session is None or session.status != "active":
             raise NotFound(f"the session of {sampling_session_id!r} has ended", field=field)
@@ -172,7 +170,7 @@ class SampleService:
         def done(_: asyncio.Task[None]) -> None:
             self._tasks.pop(job.request_id, None)
             self._admission.leave(sampler.tenant, size)
-            self._samplers.note_use(sampler)  # until now: the sample may have taken hours
+            self._samplers.note_use(sampler)  # its last use is now: the sample may have taken hours
             if ticket is not None:  # it was cancelled
                 ticket.end()
 
@@ -191,19 +189,19 @@ class SampleService:
                 ticket.used = answer.prompt_tokens + answer.sampled_tokens
         except FailedRequest as error:
             outcome = await self._failed(error, sampler)
-        except Exception:  # its text may hold addresses and names that are the operator's alone
+        except Exception:  # its text may hold addresses and names that only the operator may see
             logger.exception("forwarding request %s failed", job.request_id)
             told = f"the server could not compute this sample; its log says why, under request {job.request_id}"
             outcome = Outcome(error=told, error_category=ErrorCategory.SERVER)
         if ticket is not None:
-            ticket.end()  # before its client hears of it, and sends the next
+            ticket.end()  # before its client gets the outcome and sends its next sample
         await self._futures.settle(job.request_id, outcome)
 
     async def _failed(self, error: FailedRequest, sampler: Sampler) -> Outcome:
-        """The outcome of a sample that failed. An inference server that misses an adapter is not to blame when that
-        has been dropped: this process may have been stopped meanwhile, and may not have heard of it."""
-        if error.category is ErrorCategory.SERVER and sampler.adapter_name is not None:
-            with contextlib.suppress(DatabaseError):  # then nobody can tell
+        """The outcome of a sample that failed. When its adapter has been dropped, that is the cause, not the inference
+        server. This process may have been stopped meanwhile, and may not have learned of the drop."""
+        if error.category is ErrorCategory.SERVER and isinstance(sampler.weights, AdapterVersion):
+            with contextlib.suppress(DatabaseError):  # then this process cannot tell
                 if await self._samplers.is_dropped(sampler):
                     return Outcome(error=dropped_sentence(sampler.id), error_category=ErrorCategory.USER)
         return Outcome(error=error.message, error_category=error.category)
@@ -229,7 +227,7 @@ class SampleService:
         try:
             request = decode_json(SampleRequest, sample.body)
             sampler = await self._resolve(request, sample.tenant)
-            job = job_for(request, sample.id, sampler, self._limits(), self._base_name, self._state_dir())
+            job = job_for(request, sample.id, sampler, self._limits(), self._base_name)
         except RequestError as error:  # the session has ended, or the server has another base model now
             await self._futures.settle(sample.id, Outcome(error=error.message, error_category=ErrorCategory.USER))
             return
@@ -238,15 +236,15 @@ class SampleService:
         self._start(job, sampler, len(sample.body), ticket)
 
     def cancel(self, request_ids: list[str]) -> None:
-        """Stop forwarding these; closing the connection frees vLLM."""
+        """Stop forwarding these samples. Closing the connection makes vLLM stop, too."""
         for request_id in request_ids:
             if (task := self._tasks.get(request_id)) is not None:
                 task.cancel()
 
     async def cancel_future(self, request_id: str, tenant: str) -> None:
-        """End a pending sample as cancelled; one that has ended stays as it is.
+        """End a pending sample as cancelled. A sample that has ended stays as it is.
 
-        Raises NotFound, and RequestError for a request that is no sample: a training command cannot be taken back.
+        Raises NotFound, and RequestError for a request that is no sample: a training command cannot be cancelled.
         """
         try:
             kind = await self._futures.kind_of(request_id, tenant)
@@ -254,12 +252,12 @@ class SampleService:
             raise NotFound(f"no request {request_id!r}", field="request_id") from error
         if kind not in SAMPLES:
             raise RequestError(f"{request_id!r} is no sample, and only samples can be cancelled", field="request_id")
-        if self._futures.is_pending(request_id):  # when it has a result, that is just being written
+        if self._futures.is_pending(request_id):  # otherwise its result is being written
             self.cancel([request_id])
         await self._futures.end(request_id, CANCELLED)
 
     def forwards(self, request_id: str) -> bool:
-        """Whether it is a sample on its way in this process."""
+        """Whether this process forwards a sample with this id now."""
         return request_id in self._tasks
 
     @property
@@ -267,7 +265,7 @@ class SampleService:
         return len(self._tasks)
 
     def refuse_new(self) -> None:
-        """From now on samples are answered 503: the server is stopping."""
+        """Answer samples with 503 from now on: the server is stopping."""
         self._stopping = True
 
     @property
@@ -275,8 +273,8 @@ class SampleService:
         return self._stopping
 
     async def drain(self, grace_s: float) -> None:
-        """Let samples in flight end; what is left after `grace_s` stays pending, and the next start forwards it."""
-        self.cancel(list(self._quotas.waiting))  # they are not on their way yet
+        """Let samples in flight end. Those that run after `grace_s` stay pending, and the next start forwards them."""
+        self.cancel(list(self._quotas.waiting))  # these have not been sent yet
         if self._tasks:
             await asyncio.wait(list(self._tasks.values()), timeout=grace_s)
         left = list(self._tasks.values())
@@ -300,15 +298,31 @@ def usage_of(answer: SampleAnswer, sampler: Sampler) -> dict[UsageKey, int]:
 
 
 def job_for(
-    request: SampleRequest, request_id: str, sampler: Sampler, limits: ContextLimits, base_name: str, state_dir: Path
+    request: SampleRequest, request_id: str, sampler: Sampler, limits: ContextLimits, base_name: str
 ) -> SampleJob:
-    """The job that samples from what the sampling session was created from; `base_name` is the base model upstream.
-    Adapters lie in `state_dir`."""
+    """The job that samples from the weights of a sampling session. `base_name` is the inference servers' name for the
+    base model. Raises RequestError naming the field."""
     return make_job(
         request,
         request_id=request_id,
         session_key=f"{sampler.id}:{request.seq_id}",
-        model=sampler.adapter_name or base_name,
-        adapter_path=None if sampler.adapter_path is None else str(state_dir / sampler.adapter_path),
+        model=served_name(sampler.weights, base_name, "sampling_session_id"),
+        weights=sampler.weights,
         limits=limits,
     )
+
+
+def served_name(weights: WeightsRef, base_name: str, field: str) -> str:
+    """The name by which inference servers know these weights. Raises RequestError naming `field` for weights that this
+    server cannot sample from."""
+    match weights:
+        case BaseWeights():
+            return base_name
+        case AdapterVersion(name):
+            return name
+        case FullWeights(version):
+            raise RequestError(
+                f"version {version!r} of the full weights cannot be sampled from: this server samples from the base "
+                "model and from adapters",
+                field=field,
+            )

@@ -53,14 +53,3 @@ def model_id_of(session_id: str, model_seq_id: int) -> str:
 
 def sampling_session_id_of(session_id: str, seq_id: int) -> str:
     return f"{session_id}:sample:{seq_id}"
-
-
-def adapter_name_of(model_id: str, version: int) -> str:
-    """The name under which vLLM knows one immutable version of a model's adapter."""
-    return f"{model_id}@{version}"
-
-
-def adapter_version_of(adapter_name: str) -> tuple[str, int]:
-    """The model id and the version in a name that `adapter_name_of` made. Raises ValueError for another one."""
-    model_id, _, version = adapter_name.rpartition("@")
-    return model_id, int(version)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from adapter_hosts import AllThere
 from api_harness import asked
 from engine_harness import Harness, Trainer, harness_in, until
 from fake_upstream import COMPLETIONS, FakeUpstream, Received, Reply, after, complete, fake_upstream, hang_up, reply
@@ -23,6 +24,7 @@ from skyrl.sampling.endpoint import FixedEndpoint
 from skyrl.sampling.http import HttpTransport
 from skyrl.types.kinds import Kind
 from skyrl.types.requests import NewRequest
+from skyrl.types.weights import BaseWeights
 from skyrl.wire.results import encode_json
 
 NEVER_S = 1000.0
@@ -105,21 +107,22 @@ async def world(state_dir: Path, *, watching_s: float = SOON_S, patience_s: floa
         vllm = Vllm(upstream)
         group, published = group_of(upstream.url, watching_s=watching_s)
         watching = asyncio.create_task(group.run())
-        client = ForwardingClient(HttpTransport(), FixedEndpoint(upstream.url), api_key=None, deadline_s=NEVER_S)
+        client = ForwardingClient(
+            HttpTransport(), FixedEndpoint(upstream.url), AllThere(), api_key=None, deadline_s=NEVER_S
+        )
         colocated = ColocatedSampler(
             harness.database,
             client,
             group,
             LIMITS,
             "tiny",
-            state_dir=harness.config.state_dir,
             sleeps=True,
             patience_s=patience_s,
         )
         await until(lambda: published == [upstream.url])
         await harness.start(group=group, sampler=colocated)
         trainer = await Trainer.create(harness)
-        sampler = Sampler(f"{trainer.session.id}:sample:0", trainer.session.id, "tenant", "tiny", None, None, None)
+        sampler = Sampler(f"{trainer.session.id}:sample:0", trainer.session.id, "tenant", "tiny", None, BaseWeights())
         await Samplers(harness.database, harness.writer).create(sampler, 0)
         yield World(harness, vllm, group, trainer, sampler)
         await harness.stop()

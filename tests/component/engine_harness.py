@@ -24,7 +24,7 @@ from skyrl.db.database import Database
 from skyrl.db.fence import Fence, FencedDatabase
 from skyrl.db.futures import Outcome
 from skyrl.db.migrate import migrate
-from skyrl.db.models import Adapter, Model, add_model, models
+from skyrl.db.models import Model, add_model, models
 from skyrl.db.sessions import Session, Sessions
 from skyrl.db.writer import GroupCommitWriter
 from skyrl.engine.build import EngineParts, build_engine
@@ -38,11 +38,14 @@ from skyrl.engine.threads import EngineThreads
 from skyrl.futures.store import FutureStore
 from skyrl.inference.engine_group import EngineGroup
 from skyrl.notify.doorbell import SESSIONS, Doorbell, DoorbellListener
+from skyrl.storage.adapters import adapter_directory
 from skyrl.storage.base import MANIFEST, NotStored
 from skyrl.storage.registry import open_store
 from skyrl.tiny import model_path
 from skyrl.types.kinds import Kind
+from skyrl.types.lora import LoraSpec
 from skyrl.types.requests import NewRequest
+from skyrl.types.weights import AdapterVersion, WeightsRef
 from skyrl.wire.paths import model_id_of
 from skyrl.wire.results import to_json
 
@@ -254,11 +257,10 @@ class Harness:
     def model_row(self, model_id: str) -> Any:
         return self.database.read(lambda c: c.execute(select(models).where(models.c.id == model_id)).one())
 
-    def adapter(self, location: str | None) -> Path:
-        """Where an adapter lies that a row names."""
-        assert location is not None
-        assert not Path(location).is_absolute()
-        return self.config.state_dir / location
+    def adapter(self, weights: WeightsRef) -> Path:
+        """Where the files of an adapter version lie."""
+        assert isinstance(weights, AdapterVersion)
+        return adapter_directory(self.config.state_dir, weights)
 
     def checkpoint_rows(self, model_id: str) -> list[Any]:
         query = select(checkpoints).where(checkpoints.c.model_id == model_id).order_by(checkpoints.c.name)
@@ -307,8 +309,7 @@ class Trainer:
         """A model row and, with `create`, its CREATE_MODEL command (not waited for)."""
         session = session or await harness.sessions.create(tenant, [], None, "")
         model_id = model_id_of(session.id, model_seq_id)
-        adapter = Adapter(rank, 32.0, seed, True, True, True)
-        model = Model(model_id, session.id, tenant, "tiny", adapter, None)
+        model = Model(model_id, session.id, tenant, "tiny", LoraSpec(rank, 32.0, seed), None)
         await harness.models.create(model, model_seq_id)
         trainer = cls(harness, session, model_id)
         if create:

@@ -20,6 +20,7 @@ from skyrl.inference.adapter_host import SharedDirectory
 from skyrl.inference.engine_group import EngineGroup
 from skyrl.inference.replica import Addresses, Replica
 from skyrl.types.kinds import Kind
+from skyrl.types.weights import AdapterVersion
 
 
 @dataclass
@@ -36,12 +37,22 @@ class World:
         return [request.json["lora_name"] for request in self.upstream.requests if request.path == path]
 
 
+async def in_no_checkpoint(_: AdapterVersion) -> None:
+    return None
+
+
 @asynccontextmanager
 async def world_in(state_dir: Path) -> AsyncIterator[World]:
     """An engine, the group of its one inference server, and a model."""
     async with fake_upstream() as upstream, harness_in(state_dir) as harness:
         set_up(upstream)
-        replica = Replica("vllm", Addresses.same(upstream.url), "key", SharedDirectory(state_dir), BOUNDS)
+        replica = Replica(
+            "vllm",
+            Addresses.same(upstream.url),
+            "key",
+            SharedDirectory(lambda: state_dir, harness.checkpoint_store, in_no_checkpoint),
+            BOUNDS,
+        )
         group, published = group_of(replica)
         watching = asyncio.create_task(group.run())
         await until(lambda: published == [upstream.url])
@@ -77,7 +88,7 @@ async def test_an_adapter_is_loaded_from_whole_files_before_its_save_is_committe
         await here.trainer.result(save)
         assert here.version() == 1
         (row,) = here.harness.checkpoint_rows(here.trainer.model_id)
-        assert here.asked_for(LOAD) == [row.adapter_name]
+        assert here.asked_for(LOAD) == [row.weights.name]
 
 
 @pytest.mark.parametrize("load", [error(400, "no slot is free"), error(500, "broken"), hang_up])
@@ -88,7 +99,7 @@ async def test_a_save_whose_adapter_cannot_be_loaded_now_succeeds_and_says_so(
         here.upstream.controls[LOAD] = load
         await here.trainer.do(Kind.SAVE_WEIGHTS_FOR_SAMPLER, path="first")
         (row,) = here.harness.checkpoint_rows(here.trainer.model_id)
-        assert f"adapter {row.adapter_name} was saved but not loaded yet" in caplog.text
+        assert f"adapter {row.weights.name} was saved but not loaded yet" in caplog.text
         assert here.version() == 1
 
 
@@ -109,7 +120,8 @@ async def test_an_adapter_is_unloaded_before_its_files_are_deleted(
         saved = await here.trainer.do(Kind.SAVE_WEIGHTS_FOR_SAMPLER, sampling_session_seq_id=0)
         sampler = here.harness.database.read(lambda c: find_sampler(c, saved["sampling_session_id"]))
         assert sampler is not None
-        directory = here.harness.adapter(sampler.adapter_path)
+        assert isinstance(sampler.weights, AdapterVersion)
+        directory = here.harness.adapter(sampler.weights)
         there: list[tuple[str, bool]] = []
 
         def noting(answer: Reply) -> Reply:
@@ -122,11 +134,11 @@ async def test_an_adapter_is_unloaded_before_its_files_are_deleted(
         here.upstream.controls[UNLOAD] = noting(error(500, "not now"))
         await here.harness.end(here.trainer.session)
         await here.harness.sweep()
-        assert there == [(sampler.adapter_name, True)]
+        assert there == [(sampler.weights.name, True)]
         assert files_in(directory), "it could not be unloaded"
         here.upstream.controls[UNLOAD] = noting(WELL)
         await here.harness.sweep()
-        assert there == [(sampler.adapter_name, True)] * 2
+        assert there == [(sampler.weights.name, True)] * 2
         assert not files_in(directory)
 
 

@@ -9,9 +9,10 @@ from sqlalchemy import update
 from skyrl.db import adapter_versions
 from skyrl.db.adapter_versions import samplers
 from skyrl.db.database import Database
-from skyrl.db.samplers import Sampler, sampler_values
+from skyrl.db.samplers import Sampler, add_sampler
 from skyrl.db.sessions import Sessions
 from skyrl.db.writer import GroupCommitWriter
+from skyrl.types.weights import AdapterVersion, BaseWeights
 from tests.postgres_server import ON_BOTH
 
 NOW = time.time()
@@ -20,8 +21,9 @@ NOW = time.time()
 def add(
     database: Database, session: str, number: int, adapter: str | None, used_s_ago: float, status: str = "active"
 ) -> None:
-    sampler = Sampler(f"{session}:sample:{number}", session, "tenant", "tiny", None, adapter, None)
-    database.write(lambda c: c.execute(samplers.insert(), sampler_values(sampler, number)))
+    weights = BaseWeights() if adapter is None else AdapterVersion(adapter)
+    sampler = Sampler(f"{session}:sample:{number}", session, "tenant", "tiny", None, weights, False)
+    database.write(lambda c: add_sampler(c, sampler, number))
     at = None if adapter is None else NOW - used_s_ago
     mine = update(samplers).where(samplers.c.id == sampler.id)
     database.write(lambda c: c.execute(mine.values(last_used_at=at, status=status)))
@@ -42,7 +44,7 @@ async def test_the_adapters_in_use_are_those_that_were_sampled_from_last(databas
     add(database, session, 7, "n@1", 40)
 
     def in_use(limit: int) -> list[str]:
-        return database.read(lambda c: adapter_versions.in_use(c, NOW - 600, limit))
+        return [adapter.name for adapter in database.read(lambda c: adapter_versions.in_use(c, NOW - 600, limit))]
 
     assert in_use(8) == ["m@1", "m@2", "n@1"], "each once, by its latest sample"
     assert in_use(2) == ["m@1", "m@2"]

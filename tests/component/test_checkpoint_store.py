@@ -23,6 +23,7 @@ from skyrl.db.migrate import migrate
 from skyrl.db.store_ownership import claim_store, stores
 from skyrl.engine import reclaim
 from skyrl.engine.adoption import adopt_adapters
+from skyrl.storage.adapters import adapter_location
 from skyrl.storage.base import OWNER, StoreError
 from skyrl.types.kinds import Kind
 from tests.postgres_server import ON_SQLITE, PostgresServer
@@ -83,7 +84,7 @@ async def test_only_named_saves_are_stored(either: World) -> None:
     assert stored == sorted(row.store_key for row in rows.values())
     assert either.harness.stored(rows["weights"]).keys() == ADAPTER | {"state.json"}
     assert either.harness.stored(rows["external_weights"]).keys() == ADAPTER
-    local = either.harness.adapter(rows["sampler_weights"].directory)
+    local = either.harness.adapter(rows["sampler_weights"].weights)
     assert either.harness.stored(rows["sampler_weights"]) == files_in(local)
     for kind, row in rows.items():
         assert row.size_bytes == sum(map(len, either.harness.stored(row).values())), kind
@@ -95,7 +96,7 @@ async def test_adapter_that_is_gone_here_is_fetched_for_a_sampling_session(eithe
     await trainer.step(1)
     path = (await trainer.do(Kind.SAVE_WEIGHTS_FOR_SAMPLER, path="kept"))["path"]
     (row,) = either.harness.checkpoint_rows(trainer.model_id)
-    before = files_in(either.harness.adapter(row.directory))
+    before = files_in(either.harness.adapter(row.weights))
     assert before.keys() == ADAPTER
     shutil.rmtree(either.harness.config.adapters_dir)
     session = await either.session()
@@ -105,7 +106,7 @@ async def test_adapter_that_is_gone_here_is_fetched_for_a_sampling_session(eithe
         return {"session_id": session, "sampling_session_seq_id": next(numbers), "model_path": path}
 
     await asyncio.gather(*(either.post("create_sampling_session", wanted()) for _ in range(3)))
-    assert files_in(either.harness.adapter(row.directory)) == before
+    assert files_in(either.harness.adapter(row.weights)) == before
     either.harness.checkpoint_store.delete(row.store_key)
     await either.post("create_sampling_session", wanted())
     shutil.rmtree(either.harness.config.adapters_dir)
@@ -309,22 +310,24 @@ async def test_sampler_weights_from_before_the_store_are_put_there(
     for row in (kept, lost):
         world.harness.checkpoint_store.delete(row.store_key)
     world.harness.database.write(lambda c: c.execute(update(checkpoints).values(store_key=None)))
-    shutil.rmtree(world.harness.adapter(lost.directory))
+    shutil.rmtree(world.harness.adapter(lost.weights))
     adopt_adapters(world.harness.config, world.harness.database, world.harness.checkpoint_store)
     rows = world.harness.checkpoint_rows(trainer.model_id)
-    assert world.harness.stored(rows[0]) == files_in(world.harness.adapter(kept.directory)) != {}
+    assert world.harness.stored(rows[0]) == files_in(world.harness.adapter(kept.weights)) != {}
     assert rows[1].store_key is None
-    assert lost.directory in caplog.text
+    assert adapter_location(lost.weights) in caplog.text
     assert len(world.harness.checkpoint_store.stored()) == 1
 
 
-async def test_a_checkpoint_without_a_directory_is_left_alone(world: World, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_checkpoint_without_weights_to_sample_from_is_left_alone(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
     """The state directory itself, where secrets lie, is not read for it."""
     trainer = await world.trainer()
     await trainer.do(Kind.SAVE_WEIGHTS_FOR_SAMPLER, path="a")
     (row,) = world.harness.checkpoint_rows(trainer.model_id)
     world.harness.checkpoint_store.delete(row.store_key)
-    nowhere = update(checkpoints).values(store_key=None, directory=None)
+    nowhere = update(checkpoints).values(store_key=None, weights=None)
     world.harness.database.write(lambda c: c.execute(nowhere))
     adopt_adapters(world.harness.config, world.harness.database, world.harness.checkpoint_store)
     assert world.harness.checkpoint_store.stored() == []

@@ -15,6 +15,7 @@ from skyrl.api.tokens import tenant_of_key
 from skyrl.db.futures import futures
 from skyrl.engine import reclaim
 from skyrl.types.kinds import Kind
+from skyrl.types.weights import AdapterVersion
 
 SOON_S = -3600.0
 """Files count as old at once: S3 tells times in whole seconds, so a file may seem to be younger than it is."""
@@ -164,8 +165,8 @@ async def test_copy_lives_on_without_its_source(either: World, monkeypatch: pyte
     wanted = {"session_id": session, "sampling_session_seq_id": 0, "model_path": copies[1]}
     await either.post("create_sampling_session", wanted)
     (row,) = [row for row in either.harness.checkpoint_rows(copies[1].split("/")[2]) if row.kind == "sampler_weights"]
-    assert files_in(either.harness.adapter(row.directory)) == {name: before[name] for name in ADAPTER}
-    assert row.adapter_name == f"{row.model_id}@1"
+    assert files_in(either.harness.adapter(row.weights)) == {name: before[name] for name in ADAPTER}
+    assert row.weights == AdapterVersion(f"{row.model_id}@1")
     # Not trained on
     late = await either.post("optim_step", {"model_id": run_id, "seq_id": 1, "adam_params": {}})
     failed = await either.outcome(late["request_id"])

@@ -37,7 +37,7 @@ from skyrl.config.server import ServerConfig
 from skyrl.db import futures as rows
 from skyrl.db.database import Database
 from skyrl.db.futures import SESSION_ENDED, Outcome
-from skyrl.db.models import Adapter, Model, models
+from skyrl.db.models import Model, models
 from skyrl.db.sessions import Session, Sessions
 from skyrl.db.writer import GroupCommitWriter
 from skyrl.engine import loop as engine_loop
@@ -46,6 +46,7 @@ from skyrl.engine.recovery import SKIPPED
 from skyrl.futures.store import FutureStore, NewRequest
 from skyrl.notify.doorbell import SESSIONS
 from skyrl.types.kinds import Kind
+from skyrl.types.lora import LoraSpec
 from skyrl.wire.errors import ErrorCategory, RequestError
 from skyrl.wire.paths import model_id_of
 from skyrl.wire.results import encode_forward_backward, encode_json
@@ -194,8 +195,8 @@ class CommandLog(RuleBasedStateMachine):
         for number in range(count):
             session = await self.sessions.create(TENANT, [], None, "")
             model_id = model_id_of(session.id, 0)
-            adapter = Adapter(4, 32.0, number, True, True, True)
-            await known.create(Model(model_id, session.id, TENANT, "tiny", adapter, None), 0)
+            lora = LoraSpec(4, 32.0, number)
+            await known.create(Model(model_id, session.id, TENANT, "tiny", lora, None), 0)
             self.clients.append(Client(session, model_id))
         self.engine = MortalEngine(self.config, self.heard, merges_passes=merges)
         assert await self.engine.start()

@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import psycopg
 import pytest
+from adapter_hosts import AllThere
 from api_harness import Api, Serve, asked, tokens
 from fake_upstream import FakeUpstream, after, complete, hang_up
 from sqlalchemy import Engine, event, func, make_url, select
@@ -273,7 +274,7 @@ async def test_samples_share_one_look_for_the_endpoint_and_tell_nothing_of_the_d
     looks = await asyncio.gather(*(endpoint.resolve() for _ in range(100)), return_exceptions=True)
     assert away.reads == 1
     assert {type(look) for look in looks} == {EndpointUnknown}
-    client = ForwardingClient(HttpTransport(), endpoint, api_key=None, deadline_s=0.3)
+    client = ForwardingClient(HttpTransport(), endpoint, AllThere(), api_key=None, deadline_s=0.3)
     with pytest.raises(FailedRequest) as failed:
         await client.sample(JOB)
     assert failed.value.message == "gave up after 0.3 s: the server's database cannot be used now"

@@ -13,10 +13,12 @@ from skyrl.db.adapter_versions import samplers
 from skyrl.db.database import Database
 from skyrl.db.engine_state import publish_state_dir
 from skyrl.db.samplers import Sampler, add_sampler
-from skyrl.storage.adapters import adapter_location
+from skyrl.storage.adapters import adapter_directory, adapter_location
+from skyrl.types.weights import AdapterVersion
 
-MODEL, NAME = "m1", "m1@3"
-LOCATION = adapter_location(MODEL, 3)
+NAME = "m1@3"
+ADAPTER = AdapterVersion(NAME)
+LOCATION = adapter_location(ADAPTER)
 SAYS = "have been deleted: no checkpoint holds them"
 
 
@@ -24,8 +26,9 @@ async def sampler_on_adapter(api: Api, database: Database) -> str:
     """A sampling session on an unnamed save, made as the engine makes it."""
     session_id = session_of(await api.sampler())
     row = database.read(lambda c: c.execute(select(samplers.c.tenant)).scalar_one())
-    sampler = Sampler(f"{session_id}:sample:7", session_id, row, BASE, None, NAME, LOCATION)
+    sampler = Sampler(f"{session_id}:sample:7", session_id, row, BASE, None, ADAPTER)
     database.write(lambda c: add_sampler(c, sampler, 7, 1000))
+    adapter_directory(api.services.config.state_dir, ADAPTER).mkdir(parents=True)
     return sampler.id
 
 
@@ -103,7 +106,7 @@ async def test_adapter_that_is_lost_without_having_been_dropped_is_the_servers_f
 async def test_a_process_writes_once_what_was_sampled_from_also_when_it_ends(
     serve: Serve, upstream: FakeUpstream, database: Database
 ) -> None:
-    query = select(samplers.c.last_used_at).where(samplers.c.adapter_name == NAME)
+    query = select(samplers.c.last_used_at).where(samplers.c.weights == ADAPTER)
 
     def used() -> Any:
         return database.read(lambda c: c.execute(query).scalar_one())

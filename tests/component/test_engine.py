@@ -27,6 +27,7 @@ from skyrl.engine import reclaim
 from skyrl.notify.doorbell import SESSIONS
 from skyrl.storage.directories import safe_name, scratch_in
 from skyrl.types.kinds import SAVES, Kind
+from skyrl.types.weights import AdapterVersion
 
 
 @pytest.fixture
@@ -264,14 +265,14 @@ async def test_every_sampler_save_is_a_version_of_its_own(harness: Harness) -> N
     assert named["path"] == f"tinker://{trainer.model_id}/sampler_weights/named"
     assert unnamed["sampling_session_id"] == f"{trainer.session.id}:sample:4"
     (row,) = harness.checkpoint_rows(trainer.model_id)
-    assert (row.kind, row.adapter_name) == ("sampler_weights", f"{trainer.model_id}@1")
+    assert (row.kind, row.weights) == ("sampler_weights", AdapterVersion(f"{trainer.model_id}@1"))
     sampler = harness.database.read(lambda c: find_sampler(c, unnamed["sampling_session_id"]))
     assert sampler is not None
-    assert (sampler.adapter_name, sampler.tenant) == (f"{trainer.model_id}@2", "tenant")
+    assert (sampler.weights, sampler.tenant) == (AdapterVersion(f"{trainer.model_id}@2"), "tenant")
     assert harness.model_row(trainer.model_id).sampler_version == 2
     contents = []
-    for directory in (row.directory, sampler.adapter_path):
-        files = files_in(harness.adapter(directory))
+    for weights in (row.weights, sampler.weights):
+        files = files_in(harness.adapter(weights))
         assert files.keys() == {"adapter_config.json", "adapter_model.safetensors"}
         assert json.loads(files["adapter_config.json"])["r"] == 4
         contents.append(files["adapter_model.safetensors"])
@@ -361,11 +362,11 @@ async def test_adapter_files_wait_for_samples_that_still_run(harness: Harness, m
     harness.database.write(lambda c: c.execute(update(samplers).values(status="closed")))
     await harness.sweep()
     await harness.sweep()
-    assert files_in(harness.adapter(sampler.adapter_path))
+    assert files_in(harness.adapter(sampler.weights))
     harness.database.write(lambda c: c.execute(delete(rows.futures).where(rows.futures.c.id == "r")))
     await harness.sweep()
     await harness.sweep()
-    assert not files_in(harness.adapter(sampler.adapter_path))
+    assert not files_in(harness.adapter(sampler.weights))
 
 
 async def test_replaced_and_expired_checkpoints_lose_their_files(

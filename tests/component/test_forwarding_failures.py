@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from adapter_hosts import AllThere
 from fake_upstream import (
     FakeUpstream,
     Received,
@@ -38,6 +39,7 @@ from skyrl.sampling.completion import SampleAnswer
 from skyrl.sampling.endpoint import EngineEndpoint, FixedEndpoint
 from skyrl.sampling.http import HttpTransport
 from skyrl.sampling.job import MAX_SAMPLED, SampleJob
+from skyrl.types.weights import AdapterVersion, BaseWeights
 from skyrl.wire import tinker_pb2 as pb
 from skyrl.wire.errors import ErrorCategory, FailedRequest
 
@@ -45,7 +47,7 @@ JOB = SampleJob(
     request_id="r1",
     session_key="s1:sample:0:1",
     model="base",
-    adapter_path=None,
+    weights=BaseWeights(),
     prompt=[5, 6, 7],
     num_samples=1,
     max_tokens=3,
@@ -61,7 +63,7 @@ JOB = SampleJob(
     topk_prompt=0,
     topk_sample=0,
 )
-ADAPTER = dataclasses.replace(JOB, model="m1@1", adapter_path="/adapters/m1/v1")
+ADAPTER = dataclasses.replace(JOB, model="m1@1", weights=AdapterVersion("m1@1"))
 
 
 class Row:
@@ -113,6 +115,7 @@ async def connect(row: Row) -> AsyncIterator[Connect]:
             client = ForwardingClient(
                 HttpTransport(max_connections),
                 options.pop("endpoint", EngineEndpoint(row)),
+                AllThere(),
                 api_key="key",
                 deadline_s=deadline_s,
                 **options,
@@ -752,7 +755,7 @@ async def test_lost_adapter_is_loaded_once_for_all_samples(client: ForwardingCli
     all_refused.set()
     assert [decoded(sample) for sample in await asyncio.gather(*samples)] == [WHOLE] * 30
     (load,) = upstream.loads
-    assert load.json == {"lora_name": "m1@1", "lora_path": "/adapters/m1/v1"}
+    assert load.json == {"lora_name": "m1@1", "lora_path": "/adapters/m1@1"}
     assert load.headers["authorization"] == "Bearer key"
     assert len(upstream.completions) == 60
     assert client.counts == {"adapter_reloads": 1}
@@ -760,7 +763,7 @@ async def test_lost_adapter_is_loaded_once_for_all_samples(client: ForwardingCli
 
 async def test_two_lost_adapters_are_loaded_both(client: ForwardingClient, upstream: FakeUpstream) -> None:
     upstream.adapters = set()
-    other = dataclasses.replace(ADAPTER, model="m2@4", adapter_path="/adapters/m2/v4")
+    other = dataclasses.replace(ADAPTER, model="m2@4", weights=AdapterVersion("m2@4"))
     await asyncio.gather(client.sample(ADAPTER), client.sample(other))
     assert {load.json["lora_name"] for load in upstream.loads} == {"m1@1", "m2@4"}
 

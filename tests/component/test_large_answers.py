@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from adapter_hosts import AllThere
 from api_harness import Api, Serve, asked
 from fake_upstream import FakeUpstream, Received, completion, reply
 from test_forwarding_failures import JOB, WHOLE, decoded
@@ -37,7 +38,7 @@ HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
 
 @pytest.fixture
 async def client(upstream: FakeUpstream) -> AsyncIterator[ForwardingClient]:
-    client = ForwardingClient(HttpTransport(), FixedEndpoint(upstream.url), api_key=None, deadline_s=300)
+    client = ForwardingClient(HttpTransport(), FixedEndpoint(upstream.url), AllThere(), api_key=None, deadline_s=300)
     yield client
     await client.close()
 

@@ -252,7 +252,7 @@ async def test_recovery_and_what_is_published_write_nothing_after_the_claim_is_l
     await harness.threads.on_backend(lambda: harness.snapshots.take(trainer.model_id, 5))
     await harness.stop()
     await harness.start()
-    homeless = update(checkpoints).values(store_key=None, directory=str(old(tmp_path / "earlier" / "v000001")))
+    homeless = update(checkpoints).values(store_key=None, old_directory=str(old(tmp_path / "earlier" / "v000001")))
     harness.database.write(lambda c: c.execute(homeless))
     take_over(harness)
     before = rows_of(harness.database)

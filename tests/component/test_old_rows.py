@@ -25,9 +25,9 @@ from skyrl.db.session_ends import end_sessions
 from skyrl.db.sessions import sessions
 from skyrl.db.writer import GroupCommitWriter
 from skyrl.engine.reclaim import FileSweeper
-from skyrl.storage.adapters import adapter_directory, adapter_location
+from skyrl.storage.adapters import adapter_directory
 from skyrl.storage.registry import open_store
-from skyrl.wire.paths import adapter_name_of
+from skyrl.types.weights import AdapterVersion
 from tests.postgres_server import ON_BOTH
 
 SESSIONS = 3000
@@ -78,8 +78,7 @@ def sampler(session_id: str, number: int, model_id: str, status: str) -> dict[st
         "tenant": "t",
         "seq_id": number,
         "base_model": "tiny",
-        "adapter_name": adapter_name_of(model_id, number),
-        "adapter_path": adapter_location(model_id, number),
+        "weights": AdapterVersion.of(model_id, number),
         "status": status,
         "created_at": LONG_AGO,
         "size_bytes": 1,
@@ -134,7 +133,7 @@ def assert_reads_no_history(database: Database, sent: Sent) -> None:
 
 def on_disk(config: ServerConfig, versions: int) -> None:
     for number in range(1, versions + 1):
-        directory = adapter_directory(config.adapters_dir, MODEL, number)
+        directory = adapter_directory(config.state_dir, AdapterVersion.of(MODEL, number))
         directory.mkdir(parents=True)
         os.utime(directory, (LONG_AGO, LONG_AGO))
 

@@ -12,8 +12,9 @@ from pathlib import Path
 from engine_harness import Harness, Trainer, files_in, harness_in
 from sqlalchemy import update
 
-from skyrl.db.models import Adapter, Model, models
+from skyrl.db.models import Model, models
 from skyrl.types.kinds import Kind
+from skyrl.types.lora import LoraSpec
 from skyrl.wire.paths import model_id_of
 
 OLD = Path(__file__).parent / "snapshot_format_2"
@@ -23,7 +24,7 @@ TENSORS = ("adapter_model.safetensors", "optimizer.safetensors", "state.json")
 async def left_by_an_earlier_version(harness: Harness) -> Trainer:
     """The row and the snapshot of a model, as the earlier version has left them."""
     session = await harness.sessions.create("tenant", [], None, "")
-    adapter = Adapter(1, 32.0, 1, train_attn=False, train_mlp=False, train_unembed=True)
+    adapter = LoraSpec(1, 32.0, 1, train_attn=False, train_mlp=False, train_unembed=True)
     model = Model(model_id_of(session.id, 0), session.id, "tenant", "tiny", adapter, None)
     await harness.models.create(model, 0)
     restorable = update(models).where(models.c.id == model.id).values(status="ready", next_seq=8)

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
+from adapter_hosts import AllThere
 from fake_upstream import COMPLETIONS, FakeUpstream, closed_port, fake_upstream, hang_up, reply
 from test_forwarding_failures import JOB, WHOLE, decoded
 
@@ -87,7 +88,9 @@ async def balancing() -> AsyncIterator[Balancer]:
 @pytest.fixture
 async def client() -> AsyncIterator[tuple[Balancer, ForwardingClient]]:
     async with balancing() as balancer:
-        client = ForwardingClient(HttpTransport(), FixedEndpoint(balancer.url), api_key=None, deadline_s=300)
+        client = ForwardingClient(
+            HttpTransport(), FixedEndpoint(balancer.url), AllThere(), api_key=None, deadline_s=300
+        )
         yield balancer, client
         await client.close()
 

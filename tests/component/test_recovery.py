@@ -271,8 +271,8 @@ async def test_save_that_was_written_but_not_recorded_is_repeated(
     harness.parts.sweeper._sweep_store(())
     assert [found.key for found in harness.checkpoint_store.stored()] == [row.store_key]
     if kind is Kind.SAVE_WEIGHTS_FOR_SAMPLER:
-        assert files_in(harness.adapter(row.directory)) == harness.stored(row)
-        directory = harness.adapter(row.directory)
+        assert files_in(harness.adapter(row.weights)) == harness.stored(row)
+        directory = harness.adapter(row.weights)
         assert [path.name for path in directory.parent.iterdir()] == [directory.name]
 
 

@@ -21,8 +21,9 @@ from skyrl.db.database import Database
 from skyrl.db.migrate import _config
 from skyrl.engine import reclaim
 from skyrl.engine.adoption import adopt_adapters
-from skyrl.storage.adapters import adapter_location
+from skyrl.storage.adapters import adapter_directory
 from skyrl.types.kinds import Kind
+from skyrl.types.weights import AdapterVersion
 from tests.postgres_server import ON_SQLITE
 
 pytestmark = ON_SQLITE
@@ -95,11 +96,12 @@ async def test_a_served_copy_leaves_the_original_alone(
         again = Trainer(world.harness, trainer.session, trainer.model_id, trainer.seq_id)
         path = f"tinker://{trainer.model_id}/sampler_weights/named-1"
         wanted = {"session_id": trainer.session.id, "sampling_session_seq_id": 50, "model_path": path}
-        shutil.rmtree(copy / adapter_location(trainer.model_id, 1))
+        first, second = (adapter_directory(copy, AdapterVersion.of(trainer.model_id, number)) for number in (1, 2))
+        shutil.rmtree(first)
         named = (await world.post("create_sampling_session", wanted))["sampling_session_id"]
-        assert await sample(world, named, upstream) == str(copy / adapter_location(trainer.model_id, 1))
+        assert await sample(world, named, upstream) == str(first)
         unnamed = f"{trainer.session.id}:sample:1"
-        assert await sample(world, unnamed, upstream) == str(copy / adapter_location(trainer.model_id, 2))
+        assert await sample(world, unnamed, upstream) == str(second)
         assert files_in(upstream.loads[-1].json["lora_path"])
         await work(world, again, 2)
         world.harness.database.write(lambda c: c.execute(checkpoints.delete().where(checkpoints.c.name == "deleted")))
@@ -112,17 +114,60 @@ async def test_a_served_copy_leaves_the_original_alone(
     assert original == "is there" or not (tmp_path / "live one").exists()
 
 
-async def test_paths_outside_the_state_directory_stay_and_are_told(
+async def test_adapters_outside_the_state_directory_are_brought_in_and_stay_there(
+    tmp_path: Path, upstream: FakeUpstream
+) -> None:
+    """Named ones and unnamed ones, from an absolute path and from another place in the state directory."""
+    async with world_in(tmp_path / "state", external_inference_url=upstream.url) as world:
+        trainer, harness = await world.trainer(), world.harness
+        await trainer.step(1)
+        elsewhere = {1: tmp_path / "elsewhere" / "lora", 2: harness.config.state_dir / "mine"}
+        (tmp_path / "elsewhere").mkdir()
+        await trainer.do(Kind.SAVE_WEIGHTS_FOR_SAMPLER, sampling_session_seq_id=1)
+        path = (await trainer.do(Kind.SAVE_WEIGHTS_FOR_SAMPLER, path="named"))["path"]
+        first, second = (AdapterVersion.of(trainer.model_id, number) for number in (1, 2))
+        for table, adapter, place in ((samplers, first, str(elsewhere[1])), (checkpoints, second, "mine")):
+            harness.adapter(adapter).rename(elsewhere[adapter.number])
+            change = update(table).where(table.c.weights == adapter).values(old_directory=place)
+            harness.database.write(lambda c, change=change: c.execute(change))
+        (row,) = harness.checkpoint_rows(trainer.model_id)
+        harness.checkpoint_store.delete(row.store_key)
+        harness.database.write(lambda c: c.execute(update(checkpoints).values(store_key=None)))
+        before = state_of(tmp_path / "elsewhere")
+        adopt_adapters(harness.config, harness.database, harness.checkpoint_store)
+        assert state_of(tmp_path / "elsewhere") == before
+        for adapter in (first, second):
+            assert files_in(harness.adapter(adapter)) == files_in(elsewhere[adapter.number]) != {}
+        (row,) = harness.checkpoint_rows(trainer.model_id)
+        assert harness.stored(row) == files_in(elsewhere[2])
+        assert await sample(world, f"{trainer.session.id}:sample:1", upstream) == str(harness.adapter(first))
+        wanted = {"session_id": trainer.session.id, "sampling_session_seq_id": 50, "model_path": path}
+        named = (await world.post("create_sampling_session", wanted))["sampling_session_id"]
+        assert await sample(world, named, upstream) == str(harness.adapter(second))
+        for table in (samplers, checkpoints):
+            assert harness.database.read(lambda c, t=table: set(c.execute(select(t.c.old_directory)).scalars())) == {
+                None
+            }
+
+
+async def test_an_adapter_that_cannot_be_brought_in_is_told_and_tried_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with world_in(tmp_path / "state") as world:
-        trainer = await world.trainer()
+        trainer, harness = await world.trainer(), world.harness
         await trainer.do(Kind.SAVE_WEIGHTS_FOR_SAMPLER, sampling_session_seq_id=1)
-        harness = world.harness
-        harness.database.write(lambda c: c.execute(update(samplers).values(adapter_path="/elsewhere/lora")))
+        adapter = AdapterVersion.of(trainer.model_id, 1)
+        files = files_in(harness.adapter(adapter))
+        harness.adapter(adapter).rename(tmp_path / "unplugged")
+        place = str(tmp_path / "disk")
+        harness.database.write(lambda c: c.execute(update(samplers).values(old_directory=place)))
         with caplog.at_level(logging.WARNING):
             adopt_adapters(harness.config, harness.database, harness.checkpoint_store)
-    assert "sampling_sessions has paths outside the state directory (1, such as /elsewhere/lora)" in caplog.text
+        assert f"adapter {adapter.name} could not be brought in from {place}" in caplog.text
+        assert not harness.adapter(adapter).exists()
+        (tmp_path / "unplugged").rename(place)
+        adopt_adapters(harness.config, harness.database, harness.checkpoint_store)
+        assert files_in(harness.adapter(adapter)) == files
 
 
 async def test_sizes_of_older_adapters_are_measured_at_the_start(tmp_path: Path) -> None:
@@ -133,6 +178,6 @@ async def test_sizes_of_older_adapters_are_measured_at_the_start(tmp_path: Path)
         size = harness.database.read(lambda c: c.execute(query).scalar_one())
         harness.database.write(lambda c: c.execute(update(samplers).values(size_bytes=None)))
         adopt_adapters(harness.config, harness.database, harness.checkpoint_store)
-        directory = harness.adapter(adapter_location(trainer.model_id, 1))
+        directory = harness.adapter(AdapterVersion.of(trainer.model_id, 1))
         assert harness.database.read(lambda c: c.execute(query).scalar_one()) == size
         assert size == sum(map(len, files_in(directory).values())) > 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -14,10 +13,12 @@ from sqlalchemy import insert, select, update
 
 from skyrl.api.tokens import tenant_of_key, user_urn
 from skyrl.db.checkpoints import checkpoints
+from skyrl.db.columns import lora_values
 from skyrl.db.database import Database
-from skyrl.db.models import Adapter, models
+from skyrl.db.models import models
 from skyrl.db.sessions import sessions
 from skyrl.futures import trace as timelines
+from skyrl.types.lora import LoraSpec
 from tests.postgres_server import ON_BOTH
 
 pytestmark = ON_BOTH
@@ -137,7 +138,7 @@ async def test_search_by_project_owner_and_status(api: Api, database: Database) 
 
 
 def checkpoint(model_id: str, name: str, size: int, **more: Any) -> dict[str, Any]:
-    shape = asdict(Adapter(8, 32.0, 1, True, True, True))
+    shape = lora_values(LoraSpec(8, 32.0, 1))
     row = {"tenant": TENANT, "model_id": model_id, "kind": "weights", "name": name, "base_model": BASE, **shape}
     return row | {"store_key": name, "size_bytes": size, "public": False, "created_at": time.time()} | more
 

@@ -63,7 +63,7 @@ def test_an_absence_is_counted_from_its_own_beginning(monkeypatch: pytest.Monkey
     now, group = 0.0, SimpleNamespace(ready=False, reason="gone")
     monkeypatch.setattr("skyrl.engine.sampling.time", SimpleNamespace(monotonic=lambda: now))
     nobody: Any = None
-    options: Any = {"state_dir": Path("/nowhere"), "sleeps": True, "patience_s": 10.0}
+    options: Any = {"sleeps": True, "patience_s": 10.0}
     sampler = ColocatedSampler(nobody, nobody, cast(Any, group), LIMITS, "tiny", **options)
     assert not sampler.may_run
     now, group.ready = 5.0, True

@@ -21,16 +21,14 @@ from sqlalchemy import select, update
 from skyrl.db import adapter_versions, quotas
 from skyrl.db import futures as rows
 from skyrl.db.adapter_versions import NEWEST, NOTICE_S, SamplerDropped, samplers
-from skyrl.db.checkpoints import checkpoints
+from skyrl.db.checkpoints import checkpoint_of, checkpoints
 from skyrl.db.samplers import Sampler, Samplers, find_sampler
 from skyrl.engine import save_limits
 from skyrl.engine.reclaim import GRACE_S
 from skyrl.storage import directories
-from skyrl.storage.adapters import adapter_directory
 from skyrl.storage.directories import safe_name
 from skyrl.types.kinds import Kind
 from skyrl.types.weights import AdapterVersion
-from skyrl.wire.paths import adapter_name_of
 
 HOUR_S = 3600.0
 IDLE_S = 6 * HOUR_S
@@ -159,10 +157,8 @@ async def test_weights_of_a_deleted_checkpoint_are_like_unnamed_ones(harness: Ha
     (row,) = harness.checkpoint_rows(trainer.model_id)
     for number in range(NEWEST):
         await save(trainer, number)
-    sampler = Sampler(
-        f"{trainer.session.id}:sample:99", trainer.session.id, "tenant", "tiny", "p", row.adapter_name, row.directory
-    )
-    await Samplers(harness.database, harness.writer).create(sampler, 99, row)
+    sampler = Sampler(f"{trainer.session.id}:sample:99", trainer.session.id, "tenant", "tiny", "p", row.weights, True)
+    await Samplers(harness.database, harness.writer).create(sampler, 99, checkpoint_of(row))
     unnamed = harness.database.read(lambda c: quotas.stored_bytes(c, "tenant")) - row.size_bytes
     clock.now += 2 * IDLE_S
     await sweep(harness, clock)
@@ -223,7 +219,7 @@ async def test_the_row_goes_first_then_the_api_knows_then_vllm_unloads_then_the_
 ) -> None:
     trainer = await Trainer.create(harness)
     saved = [await save(trainer, number) for number in range(NEWEST + 1)]
-    directory = adapter_directory(harness.config.adapters_dir, trainer.model_id, 1)
+    directory = harness.adapter(AdapterVersion.of(trainer.model_id, 1))
     harness.parts.sweep._group = group = Group(directory)  # type: ignore[assignment]
     api = Samplers(harness.database, harness.writer)
     assert await api.find(saved[0], "tenant") is not None
@@ -243,7 +239,7 @@ async def test_the_row_goes_first_then_the_api_knows_then_vllm_unloads_then_the_
     assert group.unloaded == [], "a sample that came before that runs to its end"
     harness.database.write(lambda c: c.execute(rows.futures.delete().where(rows.futures.c.id == "r")))
     await harness.sweep()
-    assert group.unloaded == [(adapter_name_of(trainer.model_id, 1), True)]
+    assert group.unloaded == [(f"{trainer.model_id}@1", True)]
     clock.now += GRACE_S - 1
     await harness.sweep()
     assert files_in(directory), "vLLM may read them again for a request that still runs"
@@ -310,7 +306,7 @@ async def test_only_saves_for_sampling_are_stored_in_bfloat16(tmp_path: Path) ->
         for kind in (Kind.SAVE_WEIGHTS_FOR_SAMPLER, Kind.SAVE_WEIGHTS, Kind.SAVE_WEIGHTS_EXTERNAL):
             await trainer.do(kind, path="named")
         stored = {row.kind: harness.stored(row) for row in harness.checkpoint_rows(trainer.model_id)}
-        stored["unnamed"] = files_in(harness.adapter(unnamed.adapter_path))
+        stored["unnamed"] = files_in(harness.adapter(unnamed.weights))
         kinds = {
             kind: {tensor.dtype for tensor in load(files["adapter_model.safetensors"]).values()}
             for kind, files in stored.items()

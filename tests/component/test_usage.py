@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from dataclasses import asdict
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -19,12 +18,15 @@ from sqlalchemy.exc import OperationalError
 from skyrl.api.tokens import tenant_of_key, user_urn
 from skyrl.db import audit
 from skyrl.db.checkpoints import checkpoints
+from skyrl.db.columns import lora_values
 from skyrl.db.database import Database
-from skyrl.db.models import Adapter
 from skyrl.db.tables import MeterRow
 from skyrl.db.usage import HOUR_S, UsageCounter, UsageKey, UsageKind, add, add_once, bucket_of, meter_storage, usage
 from skyrl.db.writer import GroupCommitWriter
+from skyrl.storage.adapters import adapter_directory
 from skyrl.types.kinds import Kind
+from skyrl.types.lora import LoraSpec
+from skyrl.types.weights import AdapterVersion
 from tests.postgres_server import ON_BOTH
 
 TENANT, OTHER = tenant_of_key("tml-one"), {"X-API-Key": "tml-two"}
@@ -159,7 +161,7 @@ async def test_window_is_whole_hours_in_utc(api: Api, database: Database) -> Non
 
 
 def saved(name: str, size: int, created_at: float, **more: Any) -> dict[str, Any]:
-    shape = asdict(Adapter(8, 32.0, 1, True, True, True))
+    shape = lora_values(LoraSpec(8, 32.0, 1))
     row = {"tenant": TENANT, "model_id": "m", "kind": "weights", "name": name, "base_model": BASE, **shape}
     return row | {"store_key": name, "size_bytes": size, "public": False, "created_at": created_at} | more
 
@@ -379,10 +381,11 @@ async def test_log_is_by_day_and_kind_and_tenant(api: Api, database: Database) -
 
 @ON_BOTH
 async def test_sampling_from_a_checkpoint_is_in_its_owners_log(api: Api, database: Database) -> None:
+    weights = AdapterVersion("m@1")
+    adapter_directory(api.services.config.state_dir, weights).mkdir(parents=True)
     adapter = {
         "kind": "sampler_weights",
-        "adapter_name": "m@1",
-        "directory": "/nowhere",
+        "weights": weights,
         "store_key": None,
         "public": True,
     }

@@ -21,6 +21,7 @@ import httpx
 import pytest
 import pytest_asyncio
 import torch
+from adapter_hosts import AllThere
 from safetensors.torch import load_file, save_file
 from tinker.proto.response_conv import deserialize_sample_response
 from transformers import AutoModelForCausalLM
@@ -335,7 +336,7 @@ async def test_prompt_and_sequences_asked_apart_are_those_of_one_request(served:
         request_id="r",
         session_key="s",
         model="apart",
-        adapter_path=str(tmp_path / "apart"),
+        weights=AdapterVersion("apart"),
         prompt=prompt,
         num_samples=5,
         max_tokens=12,
@@ -352,7 +353,7 @@ async def test_prompt_and_sequences_asked_apart_are_those_of_one_request(served:
         topk_sample=2,
     )
     transport = HttpTransport()
-    client = ForwardingClient(transport, FixedEndpoint(served.spec.url), api_key=KEY, deadline_s=120)
+    client = ForwardingClient(transport, FixedEndpoint(served.spec.url), AllThere(), api_key=KEY, deadline_s=120)
     headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
     in_one = await transport.post(
         served.spec.url + completion.PATH, completion.encode_request(job), headers, 120, answer_bound(job)

@@ -18,6 +18,8 @@ from sqlalchemy import func, insert, select, update
 from skyrl.config.server import ServerConfig, load_config
 from skyrl.db import checkpoints as checkpoint_rows
 from skyrl.db import futures as rows
+from skyrl.db.checkpoints import Checkpoint
+from skyrl.db.columns import lora_values
 from skyrl.db.database import Database
 from skyrl.db.models import models
 from skyrl.db.retention import Retention
@@ -30,7 +32,9 @@ from skyrl.storage.adapters import adapter_directory
 from skyrl.storage.directories import safe_name
 from skyrl.storage.registry import open_store
 from skyrl.types.kinds import Kind
-from skyrl.wire.paths import adapter_name_of
+from skyrl.types.lora import LoraSpec
+from skyrl.types.weights import AdapterVersion
+from skyrl.wire.paths import TinkerPath
 from tests.postgres_server import ON_SQLITE
 
 HOUR_S = 3600.0
@@ -68,26 +72,35 @@ class Server:
         """A session that trains, saves for sampling, samples, saves a checkpoint for some hours, and ends."""
         model_id, now = f"{session_id}:train:0", self.clock()
         session = {"id": session_id, "tenant": "t", "status": "active", "created_at": now, "heartbeat_at": now}
-        shape = {"lora_rank": 8, "lora_alpha": 32, "seed": 1}
-        shape |= dict.fromkeys(("train_attn", "train_mlp", "train_unembed"), True)
+        lora = LoraSpec(8, 32.0, 1)
         model = {"id": model_id, "session_id": session_id, "tenant": "t", "model_seq_id": 0, "base_model": "tiny"}
         model |= {"status": "ready", "sampler_version": 0, "next_seq": 0, "created_at": now, "last_request_at": now}
         self.database.write(lambda c: c.execute(insert(sessions), session | {"sdk_version": "", "tags": []}))
-        self.database.write(lambda c: c.execute(insert(models), model | shape))
+        self.database.write(lambda c: c.execute(insert(models), model | lora_values(lora)))
         for version in range(1, VERSIONS + 1):
-            directory = adapter_directory(self.config.adapters_dir, model_id, version)
-            self._write(directory)
+            adapter = AdapterVersion.of(model_id, version)
+            self._write(adapter_directory(self.config.state_dir, adapter))
             name = f"{session_id}:sample:{version}"
-            sampler = Sampler(name, session_id, "t", "tiny", None, adapter_name_of(model_id, version), str(directory))
+            sampler = Sampler(name, session_id, "t", "tiny", None, adapter)
             self.database.write(lambda c, sampler=sampler, version=version: add_sampler(c, sampler, version))
         self.database.write(lambda c: self._ask(c, session_id))
         key = f"{safe_name(model_id)}/saved-1"
         with self.store.writing(key) as scratch:
             (scratch / "adapter_model.safetensors").write_bytes(b"w" * 10_000)
         os.utime(self.config.checkpoints_dir / key, (now, now))
-        saved = {"tenant": "t", "model_id": model_id, "kind": "weights", "name": "saved", "store_key": key}
-        saved |= {"base_model": "tiny", "size_bytes": 10_000, "public": False, "created_at": now}
-        saved |= shape | {"expires_at": now + TTL_S}
+        saved = Checkpoint(
+            path=TinkerPath(model_id, "weights", "saved"),
+            tenant="t",
+            store_key=key,
+            weights=None,
+            base_model="tiny",
+            lora=lora,
+            size_bytes=10_000,
+            public=False,
+            user_metadata=None,
+            created_at=now,
+            expires_at=now + TTL_S,
+        )
         self.database.write(lambda c: checkpoint_rows.put(c, saved))
         ended = update(sessions).where(sessions.c.id == session_id).values(status="finished")
         self.database.write(lambda c: c.execute(ended))
@@ -108,8 +121,8 @@ class Server:
     async def sweep(self) -> None:
         """What the API process and the engine do every few seconds."""
         end_sessions(self.database)
-        for _, path in self.files.unused_adapters(set()):
-            self.files.unloaded(path)
+        for adapter in self.files.unused_adapters(set()):
+            self.files.unloaded(adapter)
         self.files.delete_files(set())
         await self.retention.sweep()
         await self.retention.shorten_log()

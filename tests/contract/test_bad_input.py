@@ -8,7 +8,7 @@ import json
 import shutil
 import time
 from collections.abc import AsyncIterator, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +25,18 @@ from skyrl.api.server import open_services
 from skyrl.api.services import Services
 from skyrl.config.server import ServerConfig
 from skyrl.db.checkpoints import checkpoints
+from skyrl.db.columns import lora_values
 from skyrl.db.database import Database
 from skyrl.db.engine_state import publish_training
 from skyrl.db.futures import futures
 from skyrl.db.migrate import migrate
-from skyrl.db.models import Adapter, models
+from skyrl.db.models import models
 from skyrl.db.samplers import samplers
 from skyrl.db.sessions import sessions
 from skyrl.launcher.runtime import Runtime
+from skyrl.storage.adapters import adapter_directory
+from skyrl.types.lora import LoraSpec
+from skyrl.types.weights import AdapterVersion
 from skyrl.wire import tinker_pb2 as pb
 from tests.databases import url_of
 
@@ -105,10 +109,9 @@ def checkpoint(tenant: str, model_id: str, kind: str, name: str, **more: Any) ->
         "kind": kind,
         "name": name,
         "store_key": f"nowhere/{name}" if kind != "sampler_weights" else None,
-        "directory": f"/nowhere/{name}" if kind == "sampler_weights" else None,
-        "adapter_name": f"{model_id}@1" if kind == "sampler_weights" else None,
+        "weights": AdapterVersion.of(model_id, 1) if kind == "sampler_weights" else None,
         "base_model": BASE,
-        **asdict(Adapter(8, 32.0, 1, True, True, True)),
+        **lora_values(LoraSpec(8, 32.0, 1)),
         "size_bytes": 1,
         "public": False,
         "created_at": time.time(),
@@ -146,6 +149,8 @@ async def _populate(world: World, database: Database) -> None:
     world.session, world.ended, world.theirs = await session(KEY), await session(KEY), await session(OTHER)
     world.sampler, world.their_sampler = await sampler(world.session, KEY), await sampler(world.theirs, OTHER)
     world.model, world.their_model = await model(world.session, KEY), await model(world.theirs, OTHER)
+    for model_id in (world.model, world.their_model):
+        adapter_directory(world.services.config.state_dir, AdapterVersion.of(model_id, 1)).mkdir(parents=True)
     assert (await world.post("sessions/{ended}/finish".replace("{ended}", world.ended), {})).status_code == 200
     tenants = dict(database.read(lambda c: list(c.execute(select(models.c.id, models.c.tenant)))))
     mine, theirs = (world.model, tenants[world.model]), (world.their_model, tenants[world.their_model])

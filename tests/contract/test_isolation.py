@@ -34,6 +34,7 @@ from skyrl.db.models import models
 from skyrl.db.samplers import samplers
 from skyrl.db.sessions import sessions
 from skyrl.launcher.runtime import Runtime
+from skyrl.types.weights import AdapterVersion
 from tests.databases import url_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -220,15 +221,14 @@ class World:
         with self.services.checkpoint_store.writing(key) as directory:
             for file in ("adapter_config.json", "adapter_model.safetensors"):
                 (directory / file).write_text("the owner's weights")
-        version = f"{model_id}@{self.rounds}"
+        weights = AdapterVersion.of(model_id, self.rounds) if kind == KINDS[1] else None
         row = {
             "tenant": TENANT,
             "model_id": model_id,
             "kind": kind,
             "name": "n",
             "store_key": key,
-            "directory": str(self.services.config.adapters_dir / f"v{self.rounds}") if kind == KINDS[1] else None,
-            "adapter_name": version if kind == KINDS[1] else None,
+            "weights": weights,
             "base_model": BASE,
             "lora_rank": 8,
             "lora_alpha": 32.0,

@@ -14,13 +14,16 @@ from sqlalchemy import update
 from skyrl.api.app import create_app
 from skyrl.api.server import open_services
 from skyrl.config.server import load_config
-from skyrl.db.checkpoints import checkpoints, put
+from skyrl.db.checkpoints import Checkpoint, checkpoints, put
 from skyrl.db.database import Database
 from skyrl.db.engine_state import publish_training
 from skyrl.db.migrate import migrate
-from skyrl.db.models import models
+from skyrl.db.models import find_model
 from skyrl.launcher.runtime import Runtime
+from skyrl.storage.adapters import adapter_directory
 from skyrl.tiny import model_path
+from skyrl.types.weights import AdapterVersion
+from skyrl.wire.paths import TinkerPath
 from tests.databases import url_of
 
 NAMES = ("acme/base", "acme/base-alias", "plain")
@@ -103,41 +106,47 @@ async def test_another_base_model_is_refused_with_what_there_is(serve: Api, path
         assert name in answer.json()["detail"]
 
 
-async def _saved(http: httpx.AsyncClient, database: Database, base_model: str) -> str:
+async def _saved(http: httpx.AsyncClient, state_dir: Path, database: Database, base_model: str) -> str:
     """A named sampler save, of a model that was trained under this name."""
     _, model = await created(http, "acme/base")
-    row = database.read(lambda c: c.execute(models.select().where(models.c.id == model)).one())
-    values = {
-        **{k: getattr(row, k) for k in ("tenant", "lora_rank", "lora_alpha", "seed")},
-        **{k: getattr(row, k) for k in ("train_attn", "train_mlp", "train_unembed", "created_at")},
-        "model_id": model,
-        "kind": "sampler_weights",
-        "name": "saved",
-        "directory": str(model_path()),
-        "adapter_name": f"{model}@1",
-        "base_model": "acme/base",
-        "size_bytes": 1,
-        "public": False,
-        "user_metadata": None,
-        "expires_at": None,
-    }
-    database.write(lambda c: put(c, values))
+    record = database.read(lambda c: find_model(c, model))
+    assert record is not None
+    adapter = AdapterVersion.of(model, 1)
+    adapter_directory(state_dir, adapter).mkdir(parents=True)
+    saved = Checkpoint(
+        path=TinkerPath(model, "sampler_weights", "saved"),
+        tenant=record.tenant,
+        store_key=None,
+        weights=adapter,
+        base_model="acme/base",
+        lora=record.lora,
+        size_bytes=1,
+        public=False,
+        user_metadata=None,
+        created_at=record.created_at,
+        expires_at=None,
+    )
+    database.write(lambda c: put(c, saved))
     database.write(lambda c: c.execute(update(checkpoints).values(base_model=base_model)))
     return f"tinker://{model}/sampler_weights/saved"
 
 
-async def test_weights_trained_under_one_name_are_sampled_from_under_another(serve: Api, database: Database) -> None:
+async def test_weights_trained_under_one_name_are_sampled_from_under_another(
+    tmp_path: Path, serve: Api, database: Database
+) -> None:
     async with serve() as http:
-        path = await _saved(http, database, "acme/base")
+        path = await _saved(http, tmp_path, database, "acme/base")
         session = (await http.post("create_session", json={})).json()["session_id"]
         wanted = {"session_id": session, "sampling_session_seq_id": 0, "model_path": path, "base_model": "plain"}
         answer = await http.post("create_sampling_session", json=wanted)
     assert answer.status_code == 200, answer.text
 
 
-async def test_weights_of_a_base_model_that_is_not_served_any_more_are_refused(serve: Api, database: Database) -> None:
+async def test_weights_of_a_base_model_that_is_not_served_any_more_are_refused(
+    tmp_path: Path, serve: Api, database: Database
+) -> None:
     async with serve() as http:
-        path = await _saved(http, database, "acme/earlier")
+        path = await _saved(http, tmp_path, database, "acme/earlier")
         session = (await http.post("create_session", json={})).json()["session_id"]
         wanted = {"session_id": session, "sampling_session_seq_id": 0, "model_path": path}
         answer = await http.post("create_sampling_session", json=wanted)

@@ -20,7 +20,9 @@ from tinker import types
 from transformers import PreTrainedTokenizerBase
 
 from skyrl.demo.server import DemoServer
+from skyrl.storage.adapters import adapter_directory
 from skyrl.tiny.corpus import IM_END, chat_prompt
+from skyrl.types.weights import AdapterVersion, parse_weights
 
 from .conftest import ask, cross_entropy, train
 from .reference import Reference
@@ -88,9 +90,11 @@ def question(tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 
 def adapter_of(server: DemoServer, sampler: tinker.SamplingClient) -> Path:
-    query = "select adapter_path from sampling_sessions where id = :id"
-    ((path,),) = ask(server, query, id=sampler._sampling_session_id)
-    return server.state_dir / path
+    query = "select weights from sampling_sessions where id = :id"
+    ((weights,),) = ask(server, query, id=sampler._sampling_session_id)
+    adapter = parse_weights(weights)
+    assert isinstance(adapter, AdapterVersion)
+    return adapter_directory(server.state_dir, adapter)
 
 
 def close(given: Any, expected: Any) -> None:

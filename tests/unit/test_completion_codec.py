@@ -19,6 +19,7 @@ from skyrl.sampling.completion import (
     encode_request,
 )
 from skyrl.sampling.job import SampleJob
+from skyrl.types.weights import AdapterVersion
 from skyrl.vllm_plugin.xargs import PromptScores
 from skyrl.wire.results import to_json
 from skyrl.wire.tensors import Stored
@@ -27,7 +28,7 @@ JOB = SampleJob(
     request_id="r1",
     session_key="s1:sample:0:1",
     model="m1@2",
-    adapter_path="/adapters/m1/v2",
+    weights=AdapterVersion("m1@2"),
     prompt=[5, 6, 7],
     num_samples=1,
     max_tokens=8,

@@ -13,12 +13,13 @@ from hypothesis import strategies as st
 from skyrl.sampling.completion import SampleAnswer
 from skyrl.sampling.fair_order import FairOrder, Place
 from skyrl.sampling.job import SampleJob
+from skyrl.types.weights import BaseWeights
 
 JOB = SampleJob(
     request_id="r",
     session_key="s:0",
     model="tiny",
-    adapter_path=None,
+    weights=BaseWeights(),
     prompt=[1],
     num_samples=1,
     max_tokens=9,

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from skyrl.db.samplers import Sampler
 from skyrl.inference.features import InferenceFeatures
 from skyrl.sampling.guards import FeatureGuard
+from skyrl.types.weights import AdapterVersion, BaseWeights
 from skyrl.wire.errors import RequestError
 from skyrl.wire.requests import Chunk, ModelInput, SampleRequest, SamplingParams
 from skyrl.wire.tensors import JsonTensor
 
-ROOT = Path("/")
-"""Where paths of adapters begin."""
 PROMPT = ModelInput([Chunk(tokens=[1, 2])])
 ALL = InferenceFeatures(prompt_scores=True, any_temperature=True, unembed_prompt_logprobs=True)
 PLAIN = SampleRequest(prompt=PROMPT)
@@ -26,50 +23,44 @@ DRAWN = SampleRequest(prompt=PROMPT, prompt_alt_tokens_k=1)
 HOT = SampleRequest(prompt=PROMPT, sampling_params=SamplingParams(temperature=2.5))
 
 
-def sampler(directory: Path | None, *targets: str) -> Sampler:
-    if directory is not None:
-        (directory / "adapter_config.json").write_text(json.dumps({"target_modules": list(targets)}))
-    adapter = (None, None) if directory is None else ("m@1", str(directory.relative_to(ROOT)))
-    return Sampler("s:sample:0", "s", "tenant", "tiny", None, *adapter)
+BASE = Sampler("s:sample:0", "s", "tenant", "tiny", None, BaseWeights())
+UNEMBED = replace(BASE, weights=AdapterVersion("m@1"), adapts_unembed=True)
+ATTENTION = replace(BASE, weights=AdapterVersion("m@2"))
 
 
 def refused(features: InferenceFeatures, request: SampleRequest, of: Sampler) -> RequestError:
     with pytest.raises(RequestError) as caught:
-        FeatureGuard(features).check(request, of, ROOT)
+        FeatureGuard(features).check(request, of)
     assert caught.value.status == 400
     return caught.value
 
 
 @pytest.mark.parametrize("request_", [SCORED, SampleRequest(prompt=PROMPT, topk_prompt_logprobs=1)])
 def test_prompt_logprobs_of_an_unembedding_adapter_are_refused_where_they_are_wrong(
-    tmp_path: Path, request_: SampleRequest
+    request_: SampleRequest,
 ) -> None:
     features = replace(ALL, unembed_prompt_logprobs=False)
-    assert refused(features, request_, sampler(tmp_path, "q_proj", "lm_head")).field == "prompt_logprobs"
+    assert refused(features, request_, UNEMBED).field == "prompt_logprobs"
 
 
-def test_prompt_logprobs_of_everything_else_pass(tmp_path: Path) -> None:
-    trained = sampler(tmp_path, "q_proj", "lm_head")
-    FeatureGuard(ALL).check(SCORED, trained, ROOT)
+def test_prompt_logprobs_of_everything_else_pass() -> None:
+    FeatureGuard(ALL).check(SCORED, UNEMBED)
     guard = FeatureGuard(replace(ALL, unembed_prompt_logprobs=False))
-    guard.check(PLAIN, trained, ROOT)
-    guard.check(SCORED, sampler(None), ROOT)
-    (tmp_path / "other").mkdir()
-    guard.check(SCORED, sampler(tmp_path / "other", "q_proj", "down_proj"), ROOT)
+    guard.check(PLAIN, UNEMBED)
+    guard.check(SCORED, BASE)
+    guard.check(SCORED, ATTENTION)
 
 
 @pytest.mark.parametrize(("request_", "field"), [(TARGET, "target_prompt_logprobs"), (DRAWN, "prompt_alt_tokens_k")])
 def test_what_the_plugin_scores_needs_the_plugin(request_: SampleRequest, field: str) -> None:
     without = replace(ALL, prompt_scores=False)
-    assert refused(without, request_, sampler(None)).field == field
-    FeatureGuard(ALL).check(request_, sampler(None), ROOT)
-    FeatureGuard(without).check(SCORED, sampler(None), ROOT)
+    assert refused(without, request_, BASE).field == field
+    FeatureGuard(ALL).check(request_, BASE)
+    FeatureGuard(without).check(SCORED, BASE)
 
 
 def test_vllm_alone_ends_at_a_temperature_of_two() -> None:
     without = replace(ALL, any_temperature=False)
-    assert refused(without, HOT, sampler(None)).field == "sampling_params.temperature"
-    FeatureGuard(ALL).check(HOT, sampler(None), ROOT)
-    FeatureGuard(without).check(
-        SampleRequest(prompt=PROMPT, sampling_params=SamplingParams(temperature=2.0)), sampler(None), ROOT
-    )
+    assert refused(without, HOT, BASE).field == "sampling_params.temperature"
+    FeatureGuard(ALL).check(HOT, BASE)
+    FeatureGuard(without).check(SampleRequest(prompt=PROMPT, sampling_params=SamplingParams(temperature=2.0)), BASE)

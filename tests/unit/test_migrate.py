@@ -127,7 +127,7 @@ def test_paths_of_adapters_become_relative_and_open_sampling_sessions_begin_to_b
     values = f"'t', 'm', 'sampler_weights', 'a', '/state/{inside}', 'tiny', 8, 32, 1, true, true, true, 5, false, 1"
     database.write(lambda c: c.execute(text(f"INSERT INTO checkpoints ({columns}) VALUES ({values})")))
     began = time.time()
-    migrate(database)
+    command.upgrade(_config(database.url), "0007")
 
     def ask(query: str) -> list[Any]:
         return database.read(lambda c: list(c.execute(text(query)).scalars()))
@@ -143,10 +143,93 @@ def test_paths_of_adapters_become_relative_and_open_sampling_sessions_begin_to_b
     assert times("last_used_at") == [True, None, True, True, None]
     assert times("closed_at") == [None, True, None, None, None]
     assert times("size_bytes") == [None] * 5, "the engine measures them"
+    migrate(database)
     database.write(lambda c: c.execute(text("UPDATE sampling_sessions SET status = 'dropped' WHERE id = '0'")))
     command.downgrade(_config(database.url), "0005")
     assert ask("SELECT status FROM sampling_sessions ORDER BY id")[:3] == ["closed", "closed", "active"]
     assert ask("SELECT adapter_path FROM sampling_sessions ORDER BY id") == kept
+
+
+USUAL = "adapters/s1=3Atrain=3A0/v00000{number}"
+"""Where version `number` of model s1:train:0 lies."""
+
+
+def insert_rows(database: Database, table: str, rows: list[dict[str, Any]]) -> None:
+    columns = ", ".join(rows[0])
+    statement = text(f"INSERT INTO {table} ({columns}) VALUES ({', '.join(f':{name}' for name in rows[0])})")
+    database.write(lambda c: c.execute(statement, rows))
+
+
+def columns_of(database: Database, table: str, *names: str) -> list[tuple[Any, ...]]:
+    """By id."""
+    query = text(f"SELECT {', '.join(names)} FROM {table} ORDER BY id")
+    return database.read(lambda c: [tuple(row) for row in c.execute(query)])
+
+
+@ON_BOTH
+def test_names_and_paths_of_adapters_become_references_and_come_back(database: Database) -> None:
+    command.upgrade(_config(database.url), "0007")
+    session = {"id": "s1", "tenant": "t", "status": "active", "created_at": 1, "heartbeat_at": 2}
+    insert_rows(database, "sessions", [session | {"sdk_version": "", "tags": "[]"}])
+    one, other = "s1:train:0@1", "s1:train:0@2"
+    sampled = [
+        (None, None, "active"),
+        (one, USUAL.format(number=1), "active"),
+        (one, USUAL.format(number=1), "closed"),
+        (other, "/opt/lora", "active"),
+        (other, "adapters/mine", "dropped"),
+    ]
+    fixed = {"session_id": "s1", "tenant": "t", "base_model": "tiny", "created_at": 1}
+    samplers = [
+        {"id": str(n), "seq_id": n, "adapter_name": name, "adapter_path": path, "status": status, **fixed}
+        for n, (name, path, status) in enumerate(sampled)
+    ]
+    insert_rows(database, "sampling_sessions", samplers)
+    saved = [
+        ("weights", None, None),
+        ("weights", None, "/state/checkpoints/s1=3Atrain=3A0/a-1"),
+        ("sampler_weights", one, USUAL.format(number=1)),
+        ("sampler_weights", other, "/opt/lora"),
+    ]
+    shape = {"lora_rank": 8, "lora_alpha": 32, "seed": 1, "train_attn": True, "train_mlp": True, "train_unembed": True}
+    fixed = {"tenant": "t", "model_id": "s1:train:0", "base_model": "tiny", "size_bytes": 5, "public": False, **shape}
+    checkpoints = [
+        {"id": n, "kind": kind, "name": f"n{n}", "adapter_name": name, "directory": path, "created_at": 1, **fixed}
+        for n, (kind, name, path) in enumerate(saved)
+    ]
+    insert_rows(database, "checkpoints", checkpoints)
+    migrate(database)
+    assert columns_of(database, "sampling_sessions", "weights", "old_directory", "status") == [
+        ("base", None, "active"),
+        (f"adapter:{one}", None, "active"),
+        (f"adapter:{one}", None, "closed"),
+        (f"adapter:{other}", "/opt/lora", "active"),
+        (f"adapter:{other}", "adapters/mine", "dropped"),
+    ]
+    assert columns_of(database, "checkpoints", "weights", "old_directory") == [
+        (None, None),
+        (None, "/state/checkpoints/s1=3Atrain=3A0/a-1"),
+        (f"adapter:{one}", None),
+        (f"adapter:{other}", "/opt/lora"),
+    ]
+    command.downgrade(_config(database.url), "0007")
+    assert columns_of(database, "sampling_sessions", "adapter_name", "adapter_path", "status") == sampled
+    assert columns_of(database, "checkpoints", "kind", "adapter_name", "directory") == saved
+
+
+@ON_BOTH
+def test_the_version_before_does_not_sample_from_the_base_model_in_place_of_full_weights(database: Database) -> None:
+    migrate(database)
+    session = {"id": "s1", "tenant": "t", "status": "active", "created_at": 1, "heartbeat_at": 2}
+    insert_rows(database, "sessions", [session | {"sdk_version": "", "tags": "[]"}])
+    fixed = {"session_id": "s1", "tenant": "t", "base_model": "tiny", "created_at": 1, "status": "active"}
+    rows = [{"id": w, "seq_id": n, "weights": w, **fixed} for n, w in enumerate(("base", "full:7"))]
+    insert_rows(database, "sampling_sessions", rows)
+    command.downgrade(_config(database.url), "0007")
+    assert columns_of(database, "sampling_sessions", "id", "adapter_name", "status") == [
+        ("base", None, "active"),
+        ("full:7", None, "closed"),
+    ]
 
 
 def test_second_copy_under_one_key_stays_but_the_first_one_has_the_key(database: Database) -> None:

@@ -19,8 +19,10 @@ from skyrl.engine.reclaim import FileSweeper
 from skyrl.storage.adapters import adapter_directory
 from skyrl.storage.directories import safe_name
 from skyrl.storage.registry import open_store
+from skyrl.types.weights import AdapterVersion
 
 MODEL = "s1:train:0"
+ADAPTER = AdapterVersion.of(MODEL, 1)
 LONG_AGO = time.time() - 3600
 
 
@@ -44,7 +46,7 @@ def sweeper(config: ServerConfig, database: Database) -> FileSweeper:
 
 def written(config: ServerConfig) -> Path:
     """An adapter version that was written long ago, and no row is of."""
-    directory = adapter_directory(config.adapters_dir, MODEL, 1)
+    directory = adapter_directory(config.state_dir, ADAPTER)
     directory.mkdir(parents=True)
     (directory / "adapter_model.safetensors").write_bytes(b"weights")
     os.utime(directory, (LONG_AGO, LONG_AGO))
@@ -52,7 +54,7 @@ def written(config: ServerConfig) -> Path:
 
 
 def test_files_of_a_running_save_are_kept_however_long_it_takes(config: ServerConfig, sweeper: FileSweeper) -> None:
-    directory = written(config)
+    written(config)
     store = open_store(config)
     key = f"{safe_name(MODEL)}/saved-1"
     with store.writing(key) as scratch:
@@ -61,7 +63,7 @@ def test_files_of_a_running_save_are_kept_however_long_it_takes(config: ServerCo
     assert sweeper.unused_adapters({MODEL}) == []
     sweeper.delete_files({MODEL})
     assert (config.checkpoints_dir / key).is_dir()
-    assert sweeper.unused_adapters(set()) == [(f"{MODEL}@1", directory)]
+    assert sweeper.unused_adapters(set()) == [ADAPTER]
     sweeper.delete_files(set())
     assert not (config.checkpoints_dir / key).exists()
 
@@ -71,11 +73,11 @@ def test_an_unloaded_adapter_that_a_repeated_save_uses_again_is_kept(
 ) -> None:
     monkeypatch.setattr(reclaim, "GRACE_S", 0.0)
     directory = written(config)
-    sweeper.unloaded(directory)
+    sweeper.unloaded(ADAPTER)
     sessions = SessionRow.__table__  # type: ignore[attr-defined]
     session = {"id": "s1", "tenant": "t", "status": "active", "created_at": 0.0, "heartbeat_at": 0.0}
     database.write(lambda c: c.execute(sessions.insert(), session | {"sdk_version": "", "tags": []}))
-    sampler = Sampler("s1:sample:0", "s1", "t", "base", None, f"{MODEL}@1", str(directory))
+    sampler = Sampler("s1:sample:0", "s1", "t", "base", None, ADAPTER)
     database.write(lambda c: add_sampler(c, sampler, 0))
     sweeper.delete_files(set())
     assert directory.is_dir()
@@ -85,10 +87,10 @@ def test_an_unloaded_adapter_goes_after_its_time(
     config: ServerConfig, sweeper: FileSweeper, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory = written(config)
-    sweeper.unloaded(directory)
+    sweeper.unloaded(ADAPTER)
     sweeper.delete_files(set())
     assert directory.is_dir()
     monkeypatch.setattr(reclaim, "GRACE_S", 0.0)
-    sweeper.unloaded(directory)
+    sweeper.unloaded(ADAPTER)
     sweeper.delete_files(set())
     assert not directory.exists()

@@ -7,7 +7,6 @@ import pytest
 from skyrl.wire.errors import RequestError
 from skyrl.wire.paths import (
     TinkerPath,
-    adapter_name_of,
     check_name,
     model_id_of,
     parse_path,
@@ -71,4 +70,3 @@ def test_names_that_are_not_safe(name: str) -> None:
 def test_ids_are_what_the_sdk_computes() -> None:
     assert model_id_of("s1", 3) == "s1:train:3"
     assert sampling_session_id_of("s1", 4) == "s1:sample:4"
-    assert adapter_name_of("s1:train:3", 5) == "s1:train:3@5"

@@ -1,0 +1,48 @@
+"""Typed values in columns: references to weights as text, and the shape of a LoRA adapter as six columns."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sqlalchemy import Dialect, Text
+from sqlalchemy.types import TypeDecorator
+
+from skyrl.types.lora import LoraSpec
+from skyrl.types.weights import WeightsRef, parse_weights
+
+
+class WeightsText(TypeDecorator[WeightsRef]):
+    """A reference to weights, kept as its text (see `skyrl.types.weights`)."""
+
+    impl = Text
+    cache_ok = True
+
+    def process_bind_param(self, value: WeightsRef | None, dialect: Dialect) -> str | None:
+        return None if value is None else str(value)
+
+    def process_result_value(self, value: str | None, dialect: Dialect) -> WeightsRef | None:
+        return None if value is None else parse_weights(value)
+
+
+def lora_of(row: Any) -> LoraSpec:
+    """The LoRA columns of a models row or of a checkpoints row."""
+    return LoraSpec(
+        rank=row.lora_rank,
+        alpha=row.lora_alpha,
+        seed=row.seed,
+        train_attn=row.train_attn,
+        train_mlp=row.train_mlp,
+        train_unembed=row.train_unembed,
+    )
+
+
+def lora_values(lora: LoraSpec) -> dict[str, Any]:
+    """The reverse of `lora_of`: values by the names of the columns."""
+    return {
+        "lora_rank": lora.rank,
+        "lora_alpha": lora.alpha,
+        "seed": lora.seed,
+        "train_attn": lora.train_attn,
+        "train_mlp": lora.train_mlp,
+        "train_unembed": lora.train_unembed,
+    }

@@ -1,0 +1,36 @@
+"""References to weights: their text, and the parts of an adapter version's name."""
+
+from __future__ import annotations
+
+import pytest
+
+from skyrl.types.weights import AdapterVersion, BaseWeights, FullWeights, WeightsRef, parse_weights
+
+
+@pytest.mark.parametrize(
+    ("text", "weights"),
+    [
+        ("base", BaseWeights()),
+        ("adapter:s1:train:3@5", AdapterVersion.of("s1:train:3", 5)),
+        ("adapter:base", AdapterVersion("base")),
+        ("full:step-7", FullWeights("step-7")),
+    ],
+)
+def test_a_reference_is_what_its_text_says(text: str, weights: WeightsRef) -> None:
+    assert str(weights) == text
+    assert parse_weights(text) == weights
+
+
+@pytest.mark.parametrize("text", ["", "Base", "base:", "adapter", "adapter:", "full:", "lora:a@1", "s1:train:3@5"])
+def test_another_text_is_no_reference(text: str) -> None:
+    with pytest.raises(ValueError, match="is no reference to weights"):
+        parse_weights(text)
+
+
+def test_an_adapter_version_is_named_by_its_model_and_its_number() -> None:
+    version = AdapterVersion.of("s1:train:3", 5)
+    assert version.name == "s1:train:3@5"
+    assert (version.model_id, version.number) == ("s1:train:3", 5)
+    assert AdapterVersion.of("a@b", 1).model_id == "a@b"
+    with pytest.raises(ValueError, match="invalid literal"):
+        _ = AdapterVersion("s1:train:3").number
