@@ -19,6 +19,7 @@ from skyrl.db.faults import is_transient, reason
 from skyrl.db.futures import Outcome, StoredFuture
 from skyrl.db.models import record_numbered
 from skyrl.db.writer import GroupCommitWriter
+from skyrl.processes.backoff import Backoff
 from skyrl.types.requests import NewRequest, RequestKey
 from skyrl.wire.errors import ErrorCategory
 
@@ -94,7 +95,7 @@ async def store_outcome(
 ) -> Outcome:
     """A sample has ended: what is stored of it, once it is. That is the row's own outcome if it has ended otherwise
     meanwhile, with its session or in another process; and a failure in place of what the database will never take."""
-    retry_s = FIRST_RETRY_S
+    backoff = Backoff(FIRST_RETRY_S, MAX_RETRY_S)
     while True:
         try:
             changed = await writer.execute(rows.SETTLE_SAMPLE, rows.settlement(request_id, outcome, now))
@@ -109,6 +110,6 @@ async def store_outcome(
                 logger.error("the result of request %s cannot be stored: %s", request_id, reason(error))
                 outcome = Outcome(error="the result cannot be stored", error_category=ErrorCategory.SERVER)
                 continue
+            retry_s = backoff.pause()
             logger.error("a result cannot be stored, tried again in %g s: %s", retry_s, reason(error))
             await asyncio.sleep(retry_s)
-            retry_s = min(2 * retry_s, MAX_RETRY_S)

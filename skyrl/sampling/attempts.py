@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from skyrl.processes.backoff import Backoff
 from skyrl.sampling import completion
 from skyrl.sampling.endpoint import Endpoint
 from skyrl.sampling.job import SampleJob
@@ -13,10 +14,10 @@ FREE_INTERRUPTIONS = 1
 
 
 class Attempts:
-    """Counters of one request. `deadline` is in the event loop's time; `backoff_s` is the first pause."""
+    """Counters of one request. `deadline` is in the event loop's time; `backoff` gives the pauses between its tries."""
 
     def __init__(
-        self, job: SampleJob, priority: int | None, headers: Mapping[str, str], deadline: float, backoff_s: float
+        self, job: SampleJob, priority: int | None, headers: Mapping[str, str], deadline: float, backoff: Backoff
     ) -> None:
         self.job = job
         """With `max_tokens` None until the server was asked how many fit."""
@@ -32,7 +33,7 @@ class Attempts:
         self.aborts = 0
         self.errors = 0
         self.reloads = 0
-        self.backoff_s = backoff_s
+        self.backoff = backoff
         self.trouble = "no inference server has been published"
         """What is told when the deadline passes."""
 

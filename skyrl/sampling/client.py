@@ -17,6 +17,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
+from skyrl.processes.backoff import Backoff
 from skyrl.sampling import completion, prompt_apart
 from skyrl.sampling.adapter_loads import AdapterLoads
 from skyrl.sampling.answer_bound import answer_bound
@@ -102,7 +103,7 @@ class ForwardingClient:
     async def _ask(self, job: SampleJob, priority: int | None, deadline: float) -> completion.SampleAnswer:
         """One request to the server, sent as often as the failure rules say."""
         headers = {**self._headers, "X-Session-ID": job.session_key}
-        attempts = Attempts(job, priority, headers, deadline, FIRST_BACKOFF_S)
+        attempts = Attempts(job, priority, headers, deadline, Backoff(FIRST_BACKOFF_S, MAX_BACKOFF_S, jitter=0.25))
         try:
             while True:
                 try:
@@ -155,7 +156,7 @@ class ForwardingClient:
             await self._back_off(attempts)
             return None
         except Interrupted as error:
-            if attempts.backoff_s > FIRST_BACKOFF_S and now() >= attempts.deadline:
+            if attempts.backoff.waited and now() >= attempts.deadline:
                 # The last try was cut short; what was wrong before says more.
                 raise self._gave_up(attempts) from error
             self._count_interruption(attempts, str(error))
@@ -188,13 +189,15 @@ class ForwardingClient:
             self._suspects.add(attempts.interruptions)
         attempts.reloads = 0
 
-    async def _back_off(self, attempts: Attempts, at_least_s: float = 0.0, at_most_s: float | None = None) -> None:
-        """Wait, longer each time. Raises FailedRequest when that would end after the deadline."""
-        wait_s = max(attempts.backoff_s * random.uniform(0.75, 1.25), at_least_s * random.uniform(1.0, 1.25))
+    async def _back_off(self, attempts: Attempts, at_least_s: float = 0.0, longest_s: float | None = None) -> None:
+        """Wait, longer each time, `at_least_s` this time, and the next time `longest_s` at most.
+
+        Raises FailedRequest when the wait would end after the deadline.
+        """
+        wait_s = max(attempts.backoff.pause(longest_s), at_least_s * random.uniform(1.0, 1.25))
         if asyncio.get_running_loop().time() + wait_s > attempts.deadline:
             raise self._gave_up(attempts)
         await asyncio.sleep(wait_s)
-        attempts.backoff_s = min(attempts.backoff_s * 2, MAX_BACKOFF_S if at_most_s is None else at_most_s)
 
     def _gave_up(self, attempts: Attempts) -> FailedRequest:
         return server_failure(f"gave up after {self._deadline_s:g} s: {attempts.trouble}")
@@ -210,8 +213,8 @@ class ForwardingClient:
                 busy = "the inference server answers 429, too many requests"
                 attempts.trouble = busy if answer.status == 429 else describe(answer)
                 asked_s = min(answer.retry_after_s or 0.0, MAX_RETRY_AFTER_S)
-                at_most_s = MAX_GATEWAY_BACKOFF_S if verdict is Verdict.WAIT_LONGER else MAX_BACKOFF_S
-                await self._back_off(attempts, asked_s, at_most_s)
+                longest_s = MAX_GATEWAY_BACKOFF_S if verdict is Verdict.WAIT_LONGER else None
+                await self._back_off(attempts, asked_s, longest_s)
             case Verdict.LOAD_ADAPTER:
                 await self._load_adapter(answer, endpoint, attempts)
             case Verdict.REFUSE:
