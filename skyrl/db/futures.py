@@ -52,21 +52,25 @@ RECORD = RowStatement(insert(futures).values({column: bindparam(column.key) for 
 
 
 class EndedAt(FunctionElement[float]):
-    """When a request has ended, in seconds since the epoch, from what the process's clock says. On PostgreSQL, where
-    several processes may write, later than every other end, by what cursors tell apart: writes come one by one, so
-    that what is read up to some moment has been read whole."""
+    """When a request has ended, in seconds since the epoch: what the clock of the writing process says, or 2 µs after
+    the latest end that is stored, whichever is later.
+
+    Several processes write ends, and their clocks differ. Write transactions run one at a time, so the ends have one
+    order, in which they were committed, and cursors tell two ends apart. A reader that has read all ends up to a moment
+    never misses one that is committed later."""
 
     inherit_cache = True
     type = Float()
 
 
-@compiles(EndedAt)
-def _own_clock(element: EndedAt, compiler: Any, **options: Any) -> str:
-    return compiler.process(element.clauses, **options)
+@compiles(EndedAt, "sqlite")
+def _ended_at_on_sqlite(element: EndedAt, compiler: Any, **options: Any) -> str:
+    clock = compiler.process(element.clauses, **options)
+    return f"max({clock}, (SELECT coalesce(max(completed_at), 0) + 2e-6 FROM futures))"
 
 
 @compiles(EndedAt, "postgresql")
-def _after_all_others(element: EndedAt, compiler: Any, **options: Any) -> str:
+def _ended_at_on_postgresql(element: EndedAt, compiler: Any, **options: Any) -> str:
     clock = compiler.process(element.clauses, **options)
     return f"greatest(CAST({clock} AS double precision), (SELECT max(completed_at) FROM futures) + 2e-6)"
 

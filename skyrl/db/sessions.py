@@ -182,7 +182,7 @@ class Sessions:
                 session.status = "active"  # as far as is known: the next look finds out
         if ended:
             self.forget(session.id)  # not before: a look-up in between would find it active
-            self._notifier.notify([session.id])
+            self._notifier.session_changed(session.id)
         return ended
 
     def forget(self, session_id: str) -> None:
@@ -208,7 +208,7 @@ class Sessions:
 
         await self._writer.transact(assign)
         session.project_id = project_id
-        self._notifier.notify([session.id])
+        self._notifier.session_changed(session.id)
 
     async def look(self, timeout_s: float) -> Look:
         """Read what other processes have changed, and who has had no heartbeat for `timeout_s`."""

@@ -15,7 +15,7 @@ from skyrl.db import engine_state
 from skyrl.db.database import Database
 from skyrl.db.faults import reason
 from skyrl.db.fence import Fence
-from skyrl.notify.doorbell import Doorbell
+from skyrl.notify.doorbell import STATE, Doorbell
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ class EngineStatePublisher:
                 self._unpublished = lambda: self._publish(url, number)
                 return
         logger.info("inference endpoint: %s", url)
-        self._api.ring(["state"])
+        self._api.ring([STATE])
 
     def training(self, *, ready: bool, reason: str, limits: ModelLimits | None = None) -> None:
         self._write(
@@ -72,7 +72,7 @@ class EngineStatePublisher:
                 max_context=limits.max_context if limits is not None else None,
             )
         )
-        self._api.ring(["state"])
+        self._api.ring([STATE])
 
     def beat(self) -> None:
         self._write(engine_state.beat)
@@ -85,4 +85,4 @@ class EngineStatePublisher:
             self._write(lambda c: engine_state.clear(c, why))
         except SQLAlchemyError as error:
             logger.error("the database was not told that the engine has stopped: %s", reason(error))
-        self._api.ring(["state"])
+        self._api.ring([STATE])

@@ -56,7 +56,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[SampleOwnership]:
             super().__init__(*parts, **options)
             instances.append(self)
 
-    monkeypatch.setattr(skyrl.api.server, "Peers", Kept)
+    monkeypatch.setattr(skyrl.api.server, "SampleOwnership", Kept)
     return instances
 
 

@@ -17,7 +17,7 @@ from skyrl.db import retention
 from skyrl.db.database import Database
 from skyrl.db.futures import Outcome
 from skyrl.db.writer import GroupCommitWriter
-from skyrl.futures import entries, recording
+from skyrl.futures import entries, settling
 from skyrl.futures.recording import LARGE_BODY_BYTES
 from skyrl.futures.store import FutureStore
 from skyrl.types.kinds import Kind
@@ -199,7 +199,7 @@ async def test_result_is_told_once_it_is_stored(
 async def test_result_waits_for_a_database_that_fails(
     store: FutureStore, writer: GroupCommitWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(recording, "FIRST_RETRY_S", 0.001)
+    monkeypatch.setattr(settling, "FIRST_RETRY_S", 0.001)
     request_id, _ = await store.record(SAMPLE)
     failures = 3
     execute = writer.execute
