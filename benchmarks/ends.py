@@ -5,9 +5,10 @@ from a list in memory, which a restart would lose: the least that such a poll ca
 samples of a client, answered from the database, which is what the server does (`skyrl/futures/stored_ends.py`).
 
 In this process, on a new SQLite file, without HTTP and without an inference server: a sample is recorded, ends after
-UPSTREAM_S, is settled, told and read, and the client sends the next. The ways take turns for ROUNDS rounds.
+UPSTREAM_S, is settled, told and read, and the client sends the next. The ways take turns for ROUNDS rounds. With
+`--server` the load generator of `make bench` asks a whole server, one poll for each sample and one for all in turn.
 
-Usage: python -m benchmarks.ends [--out FILE]
+Usage: python -m benchmarks.ends [--server] [--rounds N] [--out FILE]
 """
 
 from __future__ import annotations
@@ -28,7 +29,10 @@ from typing import Any, Protocol
 import uvloop
 from sqlalchemy import insert
 
+from benchmarks.processes import parts_of
+from benchmarks.samples import LoadSpec
 from benchmarks.series import quantile
+from benchmarks.stage import NullUpstream, Stage, gateway
 from skyrl.db import futures as rows
 from skyrl.db.database import Database
 from skyrl.db.futures import Outcome
@@ -232,6 +236,23 @@ def compare(rounds: int, samples: int) -> list[dict[str, Any]]:
     return found
 
 
+def through_server(rounds: int) -> list[dict[str, Any]]:
+    """The same comparison at a whole server in front of the null upstream: one client, and 64 with 8 in flight each."""
+    with NullUpstream() as upstream, gateway(upstream) as server:
+        stage = Stage(upstream, quick=False, calibration_s=1.0)
+        api = parts_of(server.pid)["api"]
+        for _ in range(rounds):
+            for clients, in_flight in ((1, 64), (64, 512)):
+                for path in ("tinker", "one-poll"):
+                    spec = LoadSpec(
+                        server.url, path, in_flight, 4.0, clients=clients, pid=api, upstream_pid=upstream.pid
+                    )
+                    row = stage.load("ends", path, spec)
+                    shown = ("server_cpu_s_per_1000", "samples_per_s", "p50_ms", "p99_ms", "foreign_cores", "errors")
+                    print(path, clients, in_flight, {name: row[name] for name in shown}, flush=True)
+    return stage.raw
+
+
 def _median(values: Iterable[float]) -> float:
     return statistics.median(values)
 
@@ -241,7 +262,8 @@ if __name__ == "__main__":
     parser.add_argument("--out", type=Path)
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--samples", type=int, default=SAMPLES)
+    parser.add_argument("--server", action="store_true")
     asked = parser.parse_args()
-    found = compare(asked.rounds, asked.samples)
+    found = through_server(asked.rounds) if asked.server else compare(asked.rounds, asked.samples)
     if asked.out is not None:
         asked.out.write_text(json.dumps(found, indent=1) + "\n")
