@@ -1,7 +1,8 @@
-"""The forwarding client: posts a sample job to vLLM and answers for what can go wrong on the way.
+"""The forwarding client: sends a sample job to vLLM, and sends it again when something goes wrong on the way.
 
-Used by the API process (forwarded samples) and by the engine (colocated ones). Knows jobs, endpoints and answers; does
-not know futures, tenants or the database. docs/how-it-works/forwarding.md has its failure rules as a table.
+The API process uses it for forwarded samples, the engine for colocated ones. Knows jobs, endpoints and answers; does
+not know futures, tenants or the database. docs/how-it-works/forwarding.md has the failure rules as a table. Here
+`sample` comes first, then one try (`_try`), then what follows from its answer (`_take`), and last the ways to wait.
 """
 
 from __future__ import annotations
@@ -37,13 +38,13 @@ logger = logging.getLogger(__name__)
 FIRST_BACKOFF_S = 0.05
 MAX_BACKOFF_S = 1.0
 MAX_GATEWAY_BACKOFF_S = 5.0
-"""After 502 and 504, which a proxy also answers for a sample that the server dies of: not sent every second."""
+"""After 502 and 504. A proxy answers these also for a sample that the server dies of, so the pauses are longer."""
 MAX_RETRY_AFTER_S = 30.0
 MAX_INTERRUPTIONS = 3
-"""One more fails a sample that was sent without other suspects beside it."""
+"""One interruption more fails a sample, if no other suspect was sent beside it."""
 MAX_ABORTS = 1
 MAX_ERRORS = 1
-"""Of a server that is well when it is asked: it may be the successor of the one that answered."""
+"""Failures of a server that says it is well: it may be the successor of the server that failed."""
 MAX_RELOADS = 2
 GIVE_WAY_S, USUAL_S = 0.0002, sys.getswitchinterval()
 """After how long a thread gives Python's lock back to another one that asks for it, in the whole process: while a large
@@ -175,33 +176,6 @@ class ForwardingClient:
         room = min(room, MAX_SAMPLED // (job.num_samples * (1 + job.topk_sample)))
         return replace(job, max_tokens=max(1, room))
 
-    def _count_interruption(self, attempts: Attempts, what: str) -> None:
-        self.counts["interrupted"] += 1
-        if attempts.alone and attempts.interruptions >= MAX_INTERRUPTIONS:
-            raise server_failure(
-                f"the way to the inference server broke {attempts.interruptions + 1} times under this sample, at last "
-                f"when it was sent apart from others like it ({what})"
-            )
-        if attempts.suspect:
-            self._suspects.remove(attempts.interruptions)
-        attempts.interruptions += 1
-        if attempts.suspect:
-            self._suspects.add(attempts.interruptions)
-        attempts.reloads = 0
-
-    async def _back_off(self, attempts: Attempts, at_least_s: float = 0.0, longest_s: float | None = None) -> None:
-        """Wait, longer each time, `at_least_s` this time, and the next time `longest_s` at most.
-
-        Raises FailedRequest when the wait would end after the deadline.
-        """
-        wait_s = max(attempts.backoff.pause(longest_s), at_least_s * random.uniform(1.0, 1.25))
-        if asyncio.get_running_loop().time() + wait_s > attempts.deadline:
-            raise self._gave_up(attempts)
-        await asyncio.sleep(wait_s)
-
-    def _gave_up(self, attempts: Attempts) -> FailedRequest:
-        return server_failure(f"gave up after {self._deadline_s:g} s: {attempts.trouble}")
-
     async def _take(self, answer: Answer, endpoint: Endpoint, attempts: Attempts) -> completion.SampleAnswer | None:
         """The result, or None when the request is to be sent again."""
         verdict = verdict_of(answer, has_adapter=attempts.job.adapter_path is not None)
@@ -253,18 +227,6 @@ class ForwardingClient:
             raise server_failure(describe(answer))
         await self._back_off(attempts)
 
-    async def _outlive(self, endpoint: Endpoint, attempts: Attempts) -> None:
-        """Wait while a server is dying: what is sent to it now only dies with it.
-
-        vLLM then fails everything in flight with 500 or a reset, turns unhealthy and is gone within about a second.
-        """
-        await self._back_off(attempts)
-        await self._while_dying(endpoint, attempts)
-
-    async def _while_dying(self, endpoint: Endpoint, attempts: Attempts) -> None:
-        while await health_of(self._transport, endpoint, self._headers) is Health.DYING:
-            await self._back_off(attempts)
-
     async def _read(self, answer: Answer, attempts: Attempts) -> completion.SampleAnswer | None:
         """The result of a 2xx answer, or None when vLLM gave the sample up and it is to be sent again."""
         job = attempts.job
@@ -300,6 +262,45 @@ class ForwardingClient:
             return completion.decode_answer(body, job, zero_fill=zero_fill)
         decode = partial(completion.decode_answer, body, job, zero_fill=zero_fill)
         return await asyncio.get_running_loop().run_in_executor(self._decoder, _giving_way, decode)
+
+    def _count_interruption(self, attempts: Attempts, what: str) -> None:
+        self.counts["interrupted"] += 1
+        if attempts.alone and attempts.interruptions >= MAX_INTERRUPTIONS:
+            raise server_failure(
+                f"the way to the inference server broke {attempts.interruptions + 1} times under this sample, at last "
+                f"when it was sent apart from others like it ({what})"
+            )
+        if attempts.suspect:
+            self._suspects.remove(attempts.interruptions)
+        attempts.interruptions += 1
+        if attempts.suspect:
+            self._suspects.add(attempts.interruptions)
+        attempts.reloads = 0
+
+    async def _outlive(self, endpoint: Endpoint, attempts: Attempts) -> None:
+        """Wait while a server is dying: what is sent to it now only dies with it.
+
+        vLLM then fails everything in flight with 500 or a reset, turns unhealthy and is gone within about a second.
+        """
+        await self._back_off(attempts)
+        await self._while_dying(endpoint, attempts)
+
+    async def _while_dying(self, endpoint: Endpoint, attempts: Attempts) -> None:
+        while await health_of(self._transport, endpoint, self._headers) is Health.DYING:
+            await self._back_off(attempts)
+
+    async def _back_off(self, attempts: Attempts, at_least_s: float = 0.0, longest_s: float | None = None) -> None:
+        """Wait, longer each time, `at_least_s` this time, and the next time `longest_s` at most.
+
+        Raises FailedRequest when the wait would end after the deadline.
+        """
+        wait_s = max(attempts.backoff.pause(longest_s), at_least_s * random.uniform(1.0, 1.25))
+        if asyncio.get_running_loop().time() + wait_s > attempts.deadline:
+            raise self._gave_up(attempts)
+        await asyncio.sleep(wait_s)
+
+    def _gave_up(self, attempts: Attempts) -> FailedRequest:
+        return server_failure(f"gave up after {self._deadline_s:g} s: {attempts.trouble}")
 
     async def probe(self) -> str | None:
         """Why the server cannot sample now; None when its /health answers 200."""
