@@ -1,8 +1,8 @@
 """A closed-loop load in a process of its own: so many samples in flight, over so many connections, for some seconds.
 
 `direct` posts to the upstream's /v1/completions; `tinker` posts asample and then retrieve_future until there is a
-result. 429 is heard (back-off), 408 is asked again, and every answer is checked to be whole. What is in flight when the
-time is over is waited for: accepted and never delivered is `lost`.
+result; `one-poll` hears of all ends by retrieve_futures. 429 is heard (back-off), 408 is asked again, and every answer
+is checked to be whole. What is in flight when the time is over is waited for: accepted and never delivered is `lost`.
 Usage: python -m benchmarks.load '{"url": "http://127.0.0.1:8000", ...}' (the fields of LoadSpec); prints JSON.
 """
 
@@ -20,12 +20,13 @@ from typing import Any
 import uvloop
 
 from benchmarks.processes import busy_seconds, cpu_seconds
-from benchmarks.samples import DirectSamples, LoadSpec, TinkerSamples
+from benchmarks.samples import DirectSamples, LoadSpec, OnePollSamples, TinkerSamples
 from benchmarks.series import curve, quantile
 
 WARM_UP_AT_MOST_S = 15.0
 DRAIN_S = 30.0
 PAUSE_AFTER_ERROR_S = 0.1
+KINDS = {"direct": DirectSamples, "tinker": TinkerSamples, "one-poll": OnePollSamples}
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class ClosedLoop:
 
     def __init__(self, spec: LoadSpec) -> None:
         self._spec = spec
-        self._kind = (DirectSamples if spec.path == "direct" else TinkerSamples)(spec)
+        self._kind = KINDS[spec.path](spec)
         self._numbers = itertools.count()
         self._measuring = self._stopping = False
         self._finished = 0

@@ -18,14 +18,15 @@ FIRST_BACK_OFF_S, LONGEST_BACK_OFF_S = 0.05, 2.0
 @dataclass(frozen=True)
 class LoadSpec:
     """`pid`: the process whose CPU is read; `upstream_pid` is another one that the load uses. `exact`: the null
-    upstream answers, so its tokens are known."""
+    upstream answers, so its tokens are known. `clients`: sampling sessions of a load with one poll for each of them."""
 
     url: str
-    path: Literal["direct", "tinker"]
+    path: Literal["direct", "tinker", "one-poll"]
     in_flight: int
     seconds: float
     warm_up_s: float = 1.0
     sequences: int = 1
+    clients: int = 1
     prompt_tokens: int = 512
     max_tokens: int = 64
     base_model: str = "tiny"
@@ -77,24 +78,30 @@ class TinkerSamples(_Samples):
     def __init__(self, spec: LoadSpec) -> None:
         super().__init__(spec)
         self.session = ""
-        self.accepted = self.delivered = self.polls = self.told_to_wait = 0
+        self.accepted = self.delivered = self.polls = self.told_to_wait = self.polls_for_all = 0
 
     async def open(self) -> None:
         """Raises RuntimeError with the server's words where it does not let us."""
         setup = self.connect()
         session = await self._create(setup, "session", {"sdk_version": "0.38.0", "tags": [], "user_metadata": {}})
         self.session = session["session_id"]
-        wanted = {"session_id": self.session, "sampling_session_seq_id": 0, "base_model": self._spec.base_model}
-        sampler = await self._create(setup, "sampling_session", wanted)
+        self.samplers: list[str] = []
+        for number in range(self._spec.clients):
+            wanted = {
+                "session_id": self.session,
+                "sampling_session_seq_id": number,
+                "base_model": self._spec.base_model,
+            }
+            self.samplers.append((await self._create(setup, "sampling_session", wanted))["sampling_session_id"])
         setup.close()
         params = {"max_tokens": self._spec.max_tokens, "seed": 1, "temperature": 1.0, "top_k": -1, "top_p": 1.0}
         head = {
             "num_samples": self._spec.sequences,
             "prompt": {"chunks": [{"type": "encoded_text", "tokens": "PROMPT"}]},
         }
-        tail = {"sampling_params": params, "sampling_session_id": sampler["sampling_session_id"], "type": "sample"}
+        tail = {"sampling_params": params, "sampling_session_id": "SAMPLER", "type": "sample"}
         text = json.dumps({**head, **tail, "seq_id": "NUMBER"}).replace("%", "%%")
-        self._body = text.replace('"PROMPT"', "%s").replace('"NUMBER"', "%d").encode()
+        self._body = text.replace('"PROMPT"', "%s").replace('"NUMBER"', "%d").replace("SAMPLER", "%s").encode()
 
     async def _create(self, connection: Connection, what: str, body: dict[str, Any]) -> dict[str, Any]:
         path = f"/api/v1/create_{what}"
@@ -110,7 +117,8 @@ class TinkerSamples(_Samples):
 
     async def submit(self, connection: Connection, number: int) -> tuple[bytes | None, str | None]:
         """The body that asks for the result, or what went wrong. Waits as long as it is told to. Raises OSError."""
-        body = self._body % (self._prompts[number % VARIANTS], number)
+        sampler = self.samplers[number % len(self.samplers)].encode()
+        body = self._body % (self._prompts[number % VARIANTS], sampler, number)
         back_off_s = FIRST_BACK_OFF_S
         while True:
             status, answer = await connection.post(b"/api/v1/asample", body)
@@ -148,3 +156,46 @@ class TinkerSamples(_Samples):
     def counts(self) -> dict[str, int]:
         lost = self.accepted - self.delivered
         return {"accepted": self.accepted, "lost": lost, "polls": self.polls, "told_to_wait": self.told_to_wait}
+
+
+class OnePollSamples(TinkerSamples):
+    """asample, then one `retrieve_futures` at a time for all samples of a sampling session, and `retrieve_future` for
+    each sample that it tells of."""
+
+    async def open(self) -> None:
+        await super().open()
+        self._told: set[str] = set()
+        self._waiting: dict[str, asyncio.Future[None]] = {}
+        self._polling = [asyncio.create_task(self._poll(sampler)) for sampler in self.samplers]
+
+    async def sample(self, connection: Connection, number: int) -> str | None:
+        wanted, problem = await self.submit(connection, number)
+        if wanted is None:
+            return problem
+        request_id = json.loads(wanted)["request_id"]
+        if request_id not in self._told:
+            self._waiting[request_id] = asyncio.get_running_loop().create_future()
+            await self._waiting[request_id]
+            del self._waiting[request_id]
+        self._told.discard(request_id)
+        return self.problem(number, *await self.retrieve(connection, wanted))
+
+    async def _poll(self, sampler: str) -> None:
+        """Raises RuntimeError with the server's words where it does not answer."""
+        connection, cursor = self.connect(), 0
+        target = {"type": "sampling_session", "sampling_session_id": sampler, "cloned_sampler_id": 0}
+        while True:
+            wanted = {"target": target, "prev_cursor": cursor, "retrieved_request_ids": []}
+            status, answer = await connection.post(b"/api/v1/retrieve_futures", json.dumps(wanted).encode())
+            if status != 200:
+                raise RuntimeError(f"retrieve_futures: {status} {answer[:300].decode(errors='replace')}")
+            told = json.loads(answer)
+            cursor = told["cursor"]
+            self.polls_for_all += 1
+            for end in told["completions"]:
+                self._told.add(end["request_id"])
+                if (waiter := self._waiting.get(end["request_id"])) is not None and not waiter.done():
+                    waiter.set_result(None)
+
+    def counts(self) -> dict[str, int]:
+        return super().counts() | {"polls_for_all": self.polls_for_all}

@@ -104,7 +104,7 @@ def router(services: Services) -> APIRouter:
         target = Target(sampler.session_id, sampler.id, wanted.target.cloned_sampler_id)
         hold_s = HOLD_S if wanted.timeout is None else min(wanted.timeout, HOLD_S)
         try:
-            cursor, ended = await services.futures.completions.poll(target, wanted.prev_cursor, hold_s)
+            cursor, ended = await services.futures.ends.poll(target, wanted.prev_cursor, hold_s)
         except TargetGone as error:
             raise NotFound(f"the session of {sampler.id!r} has ended", field="target.sampling_session_id") from error
         return reply({"cursor": cursor, "completions": [_completion(completion) for completion in ended]})

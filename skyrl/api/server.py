@@ -18,6 +18,7 @@ import uvloop
 from skyrl.api.access import Access
 from skyrl.api.app import create_app
 from skyrl.api.connections import BoundedHttp
+from skyrl.api.news import News
 from skyrl.api.readiness import POLL_S, EngineWatch
 from skyrl.api.services import Services
 from skyrl.api.signing import SignedUrls
@@ -46,9 +47,7 @@ from skyrl.inference.adapter_host import AdapterHost, SharedDirectory
 from skyrl.inference.features import inference_features
 from skyrl.inference.vllm_command import cuda_devices
 from skyrl.launcher.runtime import Runtime, run_process, set_up_process
-from skyrl.notify.doorbell import Doorbell, DoorbellListener
-from skyrl.notify.peers import PeerNotifier
-from skyrl.notify.postgres import PostgresNotify
+from skyrl.notify.notifier import Notifier
 from skyrl.processes.listening import BACKLOG
 from skyrl.quotas.limits import Bounds, QuotaLimits
 from skyrl.quotas.tenants import Quotas
@@ -113,9 +112,13 @@ async def open_services(runtime: Runtime) -> AsyncIterator[Services]:
     config = runtime.config
     database = Database(config.database)
     writer = GroupCommitWriter(database)
-    notifier = PeerNotifier()
-    futures = FutureStore(database, writer, runtime.process_id, notifier)
-    engine = Doorbell(runtime.engine_doorbell)
+    notifier = Notifier(
+        runtime.process_id,
+        own_doorbell=runtime.api_doorbell,
+        engine_doorbell=runtime.engine_doorbell,
+        postgres_conninfo=None if database.is_sqlite else postgres_conninfo(database.url),
+    )
+    futures = FutureStore(database, writer, runtime.process_id, notifier.peers)
 
     async def read() -> EngineState:
         return await database.read_async(read_state)
@@ -125,7 +128,7 @@ async def open_services(runtime: Runtime) -> AsyncIterator[Services]:
     adapters = SharedDirectory(partial(watch.adapters_in, config.state_dir), store, checkpoints.store_key_of)
     client = _client(runtime, database, adapters)
     samplers = Samplers(database, writer)
-    sessions = Sessions(database, writer, notifier)
+    sessions = Sessions(database, writer, notifier.peers)
     counter = UsageCounter(writer)
     keys, tokens = Keys(database, writer), Tokens.open(config.state_dir)
     quotas = Quotas(database, QuotaLimits.of(config), Bounds.of(config), futures.is_pending)
@@ -135,7 +138,7 @@ async def open_services(runtime: Runtime) -> AsyncIterator[Services]:
         samplers,
         sessions,
         client=client,
-        engine=engine,
+        engine=notifier.engine,
         limits=watch.limits,
         admission=Admission(config.max_pending_samples, config.max_pending_sample_bytes),
         order=order,
@@ -157,7 +160,7 @@ async def open_services(runtime: Runtime) -> AsyncIterator[Services]:
         futures=futures,
         sampling=sampling,
         client=client,
-        engine=engine,
+        engine=notifier.engine,
         watch=watch,
         tokens=tokens,
         access=Access(keys, tokens, managed=config.api_keys == "managed"),
@@ -169,28 +172,14 @@ async def open_services(runtime: Runtime) -> AsyncIterator[Services]:
         quotas=quotas,
     )
     processes = ApiProcesses(database, writer, runtime.process_id)
-    ownership = SampleOwnership(
-        processes, notifier, futures, sampling, services.session_changed, forwards=client is not None
-    )
+    ownership = SampleOwnership(processes, notifier.peers, futures, sampling, forwards=client is not None)
     await keys.refresh()
     await quotas.open()
     if config.api_keys == "managed" and not len(keys):
         logger.warning("there is no API key: every request is refused until `skyrl keys create` has made one")
     await watch.refresh()
-    rings: set[asyncio.Task[None]] = set()
-
-    async def look(words: list[str]) -> None:
-        if "state" in words:
-            await watch.refresh()
-        await futures.read_outcomes(words)
-
-    def on_ring(words: list[str]) -> None:
-        task = asyncio.create_task(look(words))
-        rings.add(task)
-        task.add_done_callback(rings.discard)
-
-    listener = DoorbellListener(runtime.api_doorbell, on_ring)
-    listener.start()
+    news = News(futures, sampling, watch, services.session_changed)
+    notifier.listen(news.from_engine, news.from_peers)
     clocks = SampleClocks(writer, runtime.process_id)
 
     async def agree_on_order() -> None:
@@ -203,12 +192,9 @@ async def open_services(runtime: Runtime) -> AsyncIterator[Services]:
 
     await agree_on_order()
     await ownership.start()
-    postgres = None
-    if not database.is_sqlite:
-        conninfo = postgres_conninfo(database.url)
-        postgres = PostgresNotify(conninfo, runtime.process_id, ownership.on_notify)
     retention = Retention(database, writer, config.result_retention_s)
     background = [
+        asyncio.create_task(notifier.run()),
         asyncio.create_task(repeat("looking for results", SAFETY_POLL_S, futures.poll_outcomes)),
         asyncio.create_task(repeat("reading the engine's state", POLL_S, watch.refresh)),
         asyncio.create_task(repeat("looking at sessions", SESSION_CHECK_S, services.look_at_sessions)),
@@ -224,18 +210,15 @@ async def open_services(runtime: Runtime) -> AsyncIterator[Services]:
         asyncio.create_task(repeat("looking for dropped adapters", DROPPED_S, samplers.forget_dropped)),
         asyncio.create_task(repeat("metering storage", STORAGE_S, partial(_meter_storage, writer))),
     ]
-    if postgres is not None:
-        notifier.send = postgres.send
-        background.append(asyncio.create_task(postgres.run()))
     try:
         yield services
     finally:
         sampling.refuse_new()
         await sampling.drain(DRAIN_S)
-        listener.close()
-        for task in [*background, *rings]:
+        for task in background:
             task.cancel()
-        await asyncio.gather(*background, *rings, return_exceptions=True)
+        await asyncio.gather(*background, return_exceptions=True)
+        await notifier.close()
         if client is not None:
             await client.close()
         for name, last in (
@@ -249,7 +232,6 @@ async def open_services(runtime: Runtime) -> AsyncIterator[Services]:
             except DatabaseError as error:
                 logger.error("%s could not be written: %s", name, reason(error))
         await writer.close()
-        engine.close()
         database.close()
 
 

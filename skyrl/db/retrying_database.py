@@ -1,4 +1,4 @@
-"""A database that is waited for: while it is away, locked or full, who reads or writes waits instead of failing."""
+"""A database that is waited for: while it is away, locked or full, reads and writes are repeated and do not fail."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from skyrl.db.database import Database
 from skyrl.db.faults import is_transient, reason
+from skyrl.processes.backoff import Backoff
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -21,10 +22,10 @@ MAX_RETRY_S = 5.0
 
 
 class RetryingDatabase(Database):
-    """For the engine, which has nothing better to do than to wait: were it to end, it would have to recover.
+    """For the engine. The engine waits for its database, because an engine that ends has to recover its models.
 
-    A write whose commit was under way when the connection broke is repeated, so it may be applied twice: it must be one
-    that is the same then, or one that looks whether it is there.
+    A write is repeated also when the connection broke during its commit, so it may be applied twice. Every write must
+    therefore give the same when it is applied twice, or must look first whether it was applied.
     """
 
     def __init__(self, url: str) -> None:
@@ -32,7 +33,7 @@ class RetryingDatabase(Database):
         self._stopped_retrying = threading.Event()
 
     def stop_retrying(self) -> None:
-        """Errors are raised at once from now on, also to who waits already: the process is to end."""
+        """The process is about to end: from now on errors are raised at once, also to callers that wait already."""
         self._stopped_retrying.set()
 
     def read(self, query: Callable[[Connection], T]) -> T:
@@ -42,14 +43,13 @@ class RetryingDatabase(Database):
         return self._retrying(lambda: super(RetryingDatabase, self).write(change, power_safe=power_safe))
 
     def _retrying(self, work: Callable[[], T]) -> T:
-        retry_s = FIRST_RETRY_S
+        backoff = Backoff(FIRST_RETRY_S, MAX_RETRY_S)
         while True:
             try:
                 return work()
             except SQLAlchemyError as error:
                 if not is_transient(error) or self._stopped_retrying.is_set():
                     raise
+                retry_s = backoff.pause()
                 logger.error("the database cannot be used, tried again in %g s: %s", retry_s, reason(error))
-            if self._stopped_retrying.wait(retry_s):
-                retry_s = 0.0
-            retry_s = min(2 * retry_s, MAX_RETRY_S)
+            self._stopped_retrying.wait(retry_s)

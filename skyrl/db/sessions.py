@@ -187,7 +187,7 @@ class Sessions:
                 session.status = "active"  # perhaps it has ended all the same: the next `look` finds out
         if ended:
             self.forget(session.id)  # after the commit: a look-up before it would find an active session
-            self._notifier.notify([session.id])
+            self._notifier.session_changed(session.id)
         return ended
 
     def forget(self, session_id: str) -> None:
@@ -213,7 +213,7 @@ class Sessions:
 
         await self._writer.transact(assign)
         session.project_id = project_id
-        self._notifier.notify([session.id])
+        self._notifier.session_changed(session.id)
 
     async def look(self, timeout_s: float) -> Look:
         """Read the changes of other processes, and find the sessions without a heartbeat for `timeout_s` seconds."""

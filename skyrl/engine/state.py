@@ -12,7 +12,7 @@ from skyrl.db import engine_state
 from skyrl.db.database import Connection, Database
 from skyrl.db.faults import DatabaseError, reason
 from skyrl.db.fence import Fence
-from skyrl.notify.doorbell import Doorbell
+from skyrl.notify.doorbell import STATE, Doorbell
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ class EngineStatePublisher:
                 self._unpublished = lambda: self._publish(url, number)
                 return
         logger.info("inference endpoint: %s", url)
-        self._api.ring(["state"])
+        self._api.ring([STATE])
 
     def training(self, *, ready: bool, reason: str, limits: ModelLimits | None = None) -> None:
         self._write(
@@ -69,7 +69,7 @@ class EngineStatePublisher:
                 max_context=limits.max_context if limits is not None else None,
             )
         )
-        self._api.ring(["state"])
+        self._api.ring([STATE])
 
     def beat(self) -> None:
         self._write(engine_state.beat)
@@ -82,4 +82,4 @@ class EngineStatePublisher:
             self._write(lambda c: engine_state.clear(c, why))
         except DatabaseError as error:
             logger.error("the database was not told that the engine has stopped: %s", reason(error))
-        self._api.ring(["state"])
+        self._api.ring([STATE])

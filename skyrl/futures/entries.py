@@ -1,12 +1,14 @@
 """Requests in the memory of an API process: those that are pending, and outcomes that nobody has read yet.
 
-Knows ids, keys and who waits. Knows no database: what is not here is looked up there by the store.
+Knows ids, keys, who waits, and which process settles a request. Knows no database: a request that is not in memory is
+looked up there by `skyrl.futures.waiting`.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
+from collections.abc import Iterable
 
 from skyrl.db.futures import Outcome
 from skyrl.futures.completions import Target, clone_of
@@ -18,7 +20,9 @@ KEPT_BYTES = 64 * 2**20
 
 
 class Entry:
-    """A request in memory. `settling` says that it has ended and is being stored; `outcome` is there once it is."""
+    """A request in memory. While `settling`, the request has ended and its outcome is being stored; `outcome` is set
+    once it is stored. While `recording`, its row is being written; `recorded` wakes repeats of the request after that.
+    """
 
     __slots__ = (
         "digest",
@@ -60,7 +64,7 @@ class Entry:
 
     @property
     def target(self) -> Target | None:
-        """The sampling client that asked."""
+        """The sampling client that sent the request; None for a training command."""
         return None if self.sampler is None else Target(self.session_id, self.sampler[0], clone_of(self.sampler[1]))
 
     @property
@@ -68,7 +72,7 @@ class Entry:
         return self.outcome is None and not self.settling
 
     async def next_change(self, timeout_s: float) -> None:
-        """Returns at its end, or at that of the time."""
+        """Returns when the entry is woken, or after `timeout_s`."""
         loop = asyncio.get_running_loop()
         waiter = loop.create_future()
         timer = loop.call_later(timeout_s, _wake, waiter)
@@ -90,7 +94,8 @@ def _wake(waiter: asyncio.Future[None]) -> None:
 
 
 class Entries:
-    """Entries by id and by key. `owned_elsewhere` are the ids of pending requests that another process settles."""
+    """Entries by id and by key. `owned_elsewhere` are the ids of pending requests that another process settles: the
+    engine, or the API process that forwards the sample. This process settles all others."""
 
     def __init__(self) -> None:
         self.by_id: dict[str, Entry] = {}
@@ -104,11 +109,14 @@ class Entries:
         return len(self.by_id) - len(self._settled)
 
     def add(self, entry: Entry, *, owned_elsewhere: bool) -> None:
+        """Remember a request, and which process settles it. For one that is known already this changes the owner."""
         self.by_id[entry.id] = entry
         if entry.key is not None:
             self.by_key[entry.key] = entry
         if owned_elsewhere:
             self.owned_elsewhere.add(entry.id)
+        else:
+            self.owned_elsewhere.discard(entry.id)
 
     def drop(self, entry: Entry) -> None:
         self.by_id.pop(entry.id, None)
@@ -116,20 +124,54 @@ class Entries:
         if entry.key is not None and self.by_key.get(entry.key) is entry:
             del self.by_key[entry.key]
 
-    def forwarded(self) -> list[str]:
+    def is_pending(self, request_id: str) -> bool:
+        """Whether the request is in memory and has not ended."""
+        entry = self.by_id.get(request_id)
+        return entry is not None and entry.pending
+
+    def is_own(self, request_id: str) -> bool:
+        """Whether the request is in memory and this process settles it."""
+        return request_id in self.by_id and request_id not in self.owned_elsewhere
+
+    def own(self) -> list[str]:
         """Ids of pending requests that are recorded and that this process settles."""
         return [e.id for e in self.by_id.values() if e.pending and not e.recording and e.id not in self.owned_elsewhere]
 
-    def keep(self, entry: Entry, size: int) -> None:
-        """It has an outcome of so many bytes: kept until it is read, or until newer ones need its room."""
+    def hand_over(self, request_ids: Iterable[str]) -> list[str]:
+        """From now on another process settles these requests, as far as they are this process's own and pending. Local
+        waiters keep waiting, and are woken when that process has stored the outcome. Returns the ids."""
+        left = [request_id for request_id in request_ids if self.is_own(request_id) and self.is_pending(request_id)]
+        self.owned_elsewhere.update(left)
+        return left
+
+    def settled(self, entry: Entry, outcome: Outcome) -> None:
+        """The outcome is stored: keep it until it is read, or until newer outcomes need its room, and wake waiters."""
+        entry.outcome = outcome
+        self.owned_elsewhere.discard(entry.id)
+        entry.wake()
+        if entry.id not in self.by_id:
+            return
+        size = len(outcome.result)
         self._settled[entry.id] = size
         self._settled_bytes += size
         while len(self._settled) > KEPT_OUTCOMES or (self._settled_bytes > KEPT_BYTES and len(self._settled) > 1):
             self.forget(self.by_id[next(iter(self._settled))])
 
     def forget(self, entry: Entry) -> None:
-        """Its outcome is read from the database from now on."""
+        """The outcome was read, or finds no room: from now on it is read from the database."""
         size = self._settled.pop(entry.id, None)
         if size is not None:
             self._settled_bytes -= size
             self.drop(entry)
+
+    def drop_session(self, session_id: str) -> list[str]:
+        """Forget a closed session's pending requests, and wake who waits for them. Returns their ids."""
+        dropped = [e for e in self.by_id.values() if e.session_id == session_id and e.outcome is None]
+        for entry in dropped:
+            self.drop(entry)
+            entry.wake()
+        return [entry.id for entry in dropped]
+
+    def wake_all(self) -> None:
+        for entry in self.by_id.values():
+            entry.wake()

@@ -1,49 +1,88 @@
-"""Writing requests and outcomes to the database: small ones with their group, large ones beside it.
+"""Recording requests: each is stored once, and a repeat gets the id of the first.
 
-Knows rows; does not know who waits for them.
+Reads from top to bottom: `record`, then what it calls. Knows entries and rows; does not know what a request asks for.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from typing import Any
 
 from skyrl.db import futures as rows
 from skyrl.db.database import Change, Connection, Database
-from skyrl.db.faults import DatabaseError, is_transient, reason
-from skyrl.db.futures import Outcome, StoredFuture
+from skyrl.db.faults import ConstraintError
+from skyrl.db.futures import StoredFuture
 from skyrl.db.models import record_numbered
 from skyrl.db.writer import GroupCommitWriter
-from skyrl.types.requests import NewRequest, RequestKey
-from skyrl.wire.errors import ErrorCategory
-
-logger = logging.getLogger(__name__)
+from skyrl.futures.entries import Entries, Entry
+from skyrl.types.ids import new_request_id
+from skyrl.types.kinds import Kind
+from skyrl.types.requests import NewRequest, RequestKey, same_request
 
 LARGE_BODY_BYTES = 256 * 2**10
-"""Bodies beyond are hashed and written beside the event loop and the group commit, not by them."""
-
-FIRST_RETRY_S = 0.1
-MAX_RETRY_S = 5.0
-"""How long a result waits between two tries to store it."""
+"""Larger bodies are hashed on a thread, and written in a transaction of their own beside the group commit."""
 
 
-class Recorder:
-    """Writes the rows of one API process, which is the `owner` of what it forwards."""
+class Recording:
+    """Records the requests that come to one API process. That process is the `owner` of the samples it forwards."""
 
-    def __init__(self, database: Database, writer: GroupCommitWriter, owner: str | None) -> None:
+    def __init__(self, database: Database, writer: GroupCommitWriter, entries: Entries, owner: str | None) -> None:
         self._database = database
         self._writer = writer
+        self._entries = entries
         self._owner = owner
         self._large = asyncio.Lock()
 
-    async def insert(
-        self, request_id: str, digest: bytes, request: NewRequest, first: Change | None, *, large: bool
-    ) -> None:
-        """Returns when the row is durable. Raises ConstraintError when a row has this key already, and whatever `first`
+    async def record(self, request: NewRequest, first: Change | None) -> tuple[str, bool]:
+        """Store a request durably. Returns its id, and whether the caller is to start it: a repeat returns the id of
+        the first one, which was started then.
+
+        Raises RequestError when the key was used before with another body, and whatever `first` raises.
+        """
+        key, large = request.key, len(request.body) > LARGE_BODY_BYTES
+        digest = await asyncio.to_thread(request.digest) if large else request.digest()
+        while key is not None and (known := self._entries.by_key.get(key)) is not None:
+            if not known.recording:
+                return same_request(known.id, known.digest, digest, key), False
+            if known.recorded is None:
+                known.recorded = asyncio.get_running_loop().create_future()
+            await asyncio.shield(known.recorded)  # then look again: recording the first one may have failed
+        entry = Entry(
+            request.id or new_request_id(),
+            request.kind,
+            request.tenant,
+            request.session_id,
+            digest,
+            key,
+            request.sampler,
+        )
+        entry.recording = True
+        self._entries.add(entry, owned_elsewhere=request.kind != Kind.EXTERNAL)
+        try:
+            await self._insert(entry, request, first, large=large)
+        except BaseException as error:
+            self._entries.drop(entry)
+            if not isinstance(error, ConstraintError) or key is None:
+                raise
+            stored = await self._find(key)
+            if stored is None:
+                raise
+            return same_request(stored.id, stored.digest, digest, key), self._take_over(stored, entry)
+        finally:
+            entry.recording = False
+            if entry.recorded is not None:
+                entry.recorded.set_result(None)
+        if entry.id not in self._entries.by_id:
+            # The session was closed while the row was written, so the row may have missed the settling of the others.
+            await self._writer.execute(rows.SETTLE, rows.settlement(entry.id, rows.SESSION_ENDED, time.time()))
+            return entry.id, False
+        return entry.id, True
+
+    async def _insert(self, entry: Entry, request: NewRequest, first: Change | None, *, large: bool) -> None:
+        """Returns when the row is durable. Raises ConstraintError when a row has this key, and whatever `first`
         raises."""
-        parameters = self._parameters(request_id, digest, request)
+        parameters = self._parameters(entry, request)
         if not large and not request.numbered and first is None:
             await self._writer.execute(rows.RECORD, parameters)
             return
@@ -59,18 +98,12 @@ class Recorder:
         if not large:
             await self._writer.transact(insert)
             return
-        async with self._large:  # one at a time, in transactions of their own: small writes, in groups, go in between
+        async with self._large:  # one large write at a time, so that the group commit gets the write lock in between
             await asyncio.to_thread(self._database.write, insert)
 
-    async def find(self, key: RequestKey) -> StoredFuture | None:
-        """What was recorded under this key, by whichever process."""
-        kind, owner, seq_id = key
-        find = rows.find_command if kind == "command" else rows.find_sample
-        return await self._database.read_async(lambda connection: find(connection, owner, seq_id))
-
-    def _parameters(self, request_id: str, digest: bytes, request: NewRequest) -> dict[str, Any]:
+    def _parameters(self, entry: Entry, request: NewRequest) -> dict[str, Any]:
         return {
-            "id": request_id,
+            "id": entry.id,
             "kind": request.kind,
             "tenant": request.tenant,
             "session_id": request.session_id,
@@ -78,7 +111,7 @@ class Recorder:
             "seq_id": request.seq_id,
             "sampling_session_id": request.sampling_session_id,
             "sample_seq_id": request.sample_seq_id,
-            "digest": digest,
+            "digest": entry.digest,
             "body": request.body,
             "body_format": request.body_format,
             "status": "pending",
@@ -87,27 +120,36 @@ class Recorder:
             "not_before": request.not_before,
         }
 
+    async def _find(self, key: RequestKey) -> StoredFuture | None:
+        """The request that was recorded under this key, by whichever process."""
+        kind, owner, seq_id = key
+        find = rows.find_command if kind == "command" else rows.find_sample
+        return await self._database.read_async(lambda connection: find(connection, owner, seq_id))
 
-async def store_outcome(
-    database: Database, writer: GroupCommitWriter, request_id: str, outcome: Outcome, now: float
-) -> Outcome:
-    """A sample has ended: what is stored of it, once it is. That is the row's own outcome if it has ended otherwise
-    meanwhile, with its session or in another process; and a failure in place of what the database will never take."""
-    retry_s = FIRST_RETRY_S
-    while True:
-        try:
-            changed = await writer.execute(rows.SETTLE_SAMPLE, rows.settlement(request_id, outcome, now))
-            if changed:
-                return outcome
-            stored = await database.read_async(lambda connection: rows.find(connection, request_id))
-            return outcome if stored is None or stored.outcome is None else stored.outcome
-        except DatabaseError as error:
-            if not is_transient(error):
-                if outcome.error is not None:
-                    raise
-                logger.error("the result of request %s cannot be stored: %s", request_id, reason(error))
-                outcome = Outcome(error="the result cannot be stored", error_category=ErrorCategory.SERVER)
-                continue
-            logger.error("a result cannot be stored, tried again in %g s: %s", retry_s, reason(error))
-            await asyncio.sleep(retry_s)
-            retry_s = min(2 * retry_s, MAX_RETRY_S)
+    def _take_over(self, stored: StoredFuture, entry: Entry) -> bool:
+        """Whether this process is to forward a stored sample now. The row may exist without a task that forwards it: if
+        the connection broke at its commit, the client was told that the sample was not recorded, and the row is there.
+        A sample whose owner is another process is left to that process."""
+        if stored.outcome is not None or stored.kind != entry.kind or entry.kind != Kind.EXTERNAL:
+            return False
+        if self._entries.is_own(stored.id) or (stored.owner is not None and stored.owner != self._owner):
+            return False
+        known = self._entries.by_id.get(stored.id)
+        if known is None:
+            entry.id, known = stored.id, entry
+        known.key = entry.key
+        self._entries.add(known, owned_elsewhere=False)
+        return True
+
+    def adopt(
+        self, request_id: str, kind: Kind, tenant: str, session_id: str, digest: bytes, key: RequestKey | None
+    ) -> bool:
+        """Take over a pending request found in the database. False if it is this process's own already."""
+        if self._entries.is_own(request_id):
+            return False
+        sampler = (key[1], key[2]) if key is not None and key[0] == "sample" else None
+        entry = self._entries.by_id.get(request_id)
+        entry = entry or Entry(request_id, kind, tenant, session_id, digest, key, sampler)
+        entry.key = key
+        self._entries.add(entry, owned_elsewhere=kind != Kind.EXTERNAL)
+        return True

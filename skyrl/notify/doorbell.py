@@ -1,7 +1,7 @@
-"""The doorbell: a local datagram socket on which one process tells another that there is something to look at.
+"""The doorbell: a local datagram socket on which one process of a server tells another where to look.
 
-A ring may be lost (the listener is away, its buffer full); whoever listens also looks by itself now and then. So an
-idle server uses no CPU, and work starts within a millisecond.
+A ring may be lost, because the listener is away or its buffer is full, so every listener also looks by itself now and
+then. With the doorbell an idle server uses no CPU, and work starts within a millisecond.
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ logger = logging.getLogger(__name__)
 MAX_DATAGRAM = 60_000
 
 SESSIONS = "sessions"
-"""The word that tells the engine that a session has ended; for new commands it needs none."""
+"""Tells the engine that a session has ended. A ring without a word tells it of new commands."""
+STATE = "state"
+"""Tells an API process that the engine's state has changed. Other words are ids of requests that the engine settled."""
 
 
 class Doorbell:
-    """The ringing end, of one listener or several. Never blocks and never fails the caller."""
+    """Rings one listener or several. Never blocks, and never raises: rings that are lost are counted."""
 
     def __init__(self, *paths: Path) -> None:
         self._paths = [str(path) for path in paths]
@@ -31,7 +33,7 @@ class Doorbell:
         self.lost = 0
 
     def ring(self, words: Iterable[str] = ()) -> None:
-        """Send words (request ids, or nothing), split over as many datagrams as they need."""
+        """Send words, or a ring without a word, in as many datagrams as the words need."""
         buffer = b""
         for word in words:
             encoded = word.encode() + b"\n"
@@ -53,7 +55,7 @@ class Doorbell:
 
 
 class DoorbellListener:
-    """The listening end: calls `on_ring(words)` on the event loop for every datagram."""
+    """Listens, and calls `on_ring(words)` on the event loop for every datagram."""
 
     def __init__(self, path: Path, on_ring: Callable[[list[str]], None]) -> None:
         self._path = path
@@ -61,7 +63,7 @@ class DoorbellListener:
         self._socket: socket.socket | None = None
 
     def start(self) -> None:
-        """Bind and listen on the running event loop; replaces what a dead predecessor left at the path."""
+        """Bind and listen on the running event loop. Replaces the socket that a dead predecessor left at the path."""
         self._path.unlink(missing_ok=True)
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         listener.setblocking(False)

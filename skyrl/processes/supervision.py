@@ -22,6 +22,8 @@ from contextlib import suppress
 from io import FileIO
 from pathlib import Path
 
+from skyrl.processes.backoff import Backoff
+
 logger = logging.getLogger(__name__)
 
 FIRST_DELAY_S, LONGEST_DELAY_S, STABLE_AFTER_S = 0.5, 30.0, 60.0
@@ -79,8 +81,7 @@ class SupervisedProcess:
         self._argv = tuple(argv)
         self._env = dict(env)
         self._pass_fds = tuple(pass_fds)
-        self._first_delay_s = first_delay_s
-        self._stable_after_s = stable_after_s
+        self._backoff = Backoff(first_delay_s, LONGEST_DELAY_S, stable_s=stable_after_s)
         self._child: subprocess.Popen[bytes] | None = None
         self._log_begins = 0
         """Where in the log the output of the newest child begins."""
@@ -101,7 +102,6 @@ class SupervisedProcess:
 
     async def run(self) -> None:
         """Keep the child running until `stop`. When cancelled, kill it and its group at once."""
-        delay = self._first_delay_s
         self._started = True
         try:
             while not self._stopping.is_set():
@@ -109,12 +109,11 @@ class SupervisedProcess:
                 ended = await self._run_once()
                 if self._stopping.is_set():
                     return
-                if time.monotonic() - self._began >= self._stable_after_s:
-                    delay = self._first_delay_s
+                self._backoff.ran(time.monotonic() - self._began)
+                delay = self._backoff.pause()
                 logger.warning("%s %s; again in %.1f s (%s)", self.name, ended, delay, self.log_path)
                 if await _set_within(self._stopping, delay):
                     return
-                delay = min(2 * delay, LONGEST_DELAY_S)
                 self.restarts += 1
         finally:
             self._ended.set()

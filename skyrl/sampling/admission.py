@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from skyrl.wire.errors import RequestError
 
 SHARE = 8
-"""A tenant may have this many times what is still free: alone 8/9 of the whole, two of them 8/17 each, and so on. So
-there is always some left for who has little."""
+"""A tenant may have this many times what is still free: one tenant alone 8/9 of the whole, two tenants 8/17 each, and
+so on. So some is always left for a tenant that has little."""
 
 
 @dataclass(slots=True)
@@ -18,7 +18,8 @@ class _Held:
 
 
 class Admission:
-    """A bound on what waits in this process, in requests and bytes. What is above it is refused and not recorded."""
+    """Bounds the samples that wait in this process, in requests and bytes. Samples above the bound are refused, and not
+    recorded."""
 
     def __init__(self, max_requests: int, max_bytes: int) -> None:
         self._max_requests = max_requests
@@ -28,7 +29,7 @@ class Admission:
         self._tenants: dict[str, _Held] = {}
 
     def enter(self, tenant: str, size: int) -> None:
-        """Raises RequestError 429 when the bound is reached, or the tenant's part of it."""
+        """Count a sample. Raises RequestError 429 when the bound is reached, or the tenant's part of it."""
         if self.requests >= self._max_requests or self.bytes + size > max(self._max_bytes, size):
             raise _full(f"{self.requests} samples ({self.bytes} bytes) are waiting")
         held = self._tenants.get(tenant)
@@ -40,7 +41,7 @@ class Admission:
         self.add(tenant, size)
 
     def add(self, tenant: str, size: int) -> None:
-        """One that was let in before: it counts, and is not refused."""
+        """Count a sample that was admitted before, by this process or another. It is never refused."""
         held = self._tenants.setdefault(tenant, _Held())
         held.requests += 1
         held.bytes += size

@@ -1,7 +1,8 @@
-"""The forwarding client: posts a sample job to vLLM and answers for what can go wrong on the way.
+"""The forwarding client: sends a sample job to vLLM, and sends it again when something goes wrong on the way.
 
-Used by the API process (forwarded samples) and by the engine (colocated ones). Knows jobs, endpoints and answers; does
-not know futures, tenants or the database. docs/how-it-works/forwarding.md has its failure rules as a table.
+The API process uses it for forwarded samples, the engine for colocated ones. Knows jobs, endpoints and answers; does
+not know futures, tenants or the database. docs/how-it-works/forwarding.md has the failure rules as a table. Here
+`sample` comes first, then one try (`_try`), then what follows from its answer (`_take`), and last the ways to wait.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from functools import partial
 from typing import TypeVar
 
 from skyrl.inference.adapter_host import AdapterHost
+from skyrl.processes.backoff import Backoff
 from skyrl.sampling import completion, prompt_apart
 from skyrl.sampling.adapter_loads import AdapterLoads
 from skyrl.sampling.answer_bound import answer_bound
@@ -38,13 +40,13 @@ logger = logging.getLogger(__name__)
 FIRST_BACKOFF_S = 0.05
 MAX_BACKOFF_S = 1.0
 MAX_GATEWAY_BACKOFF_S = 5.0
-"""After 502 and 504, which a proxy also answers for a sample that the server dies of: not sent every second."""
+"""After 502 and 504. A proxy answers these also for a sample that the server dies of, so the pauses are longer."""
 MAX_RETRY_AFTER_S = 30.0
 MAX_INTERRUPTIONS = 3
-"""One more fails a sample that was sent without other suspects beside it."""
+"""One interruption more fails a sample, if no other suspect was sent beside it."""
 MAX_ABORTS = 1
 MAX_ERRORS = 1
-"""Of a server that is well when it is asked: it may be the successor of the one that answered."""
+"""Failures of a server that says it is well: it may be the successor of the server that failed."""
 MAX_RELOADS = 2
 GIVE_WAY_S, USUAL_S = 0.0002, sys.getswitchinterval()
 """After how long a thread gives Python's lock back to another one that asks for it, in the whole process: while a large
@@ -106,7 +108,7 @@ class ForwardingClient:
     async def _ask(self, job: SampleJob, priority: int | None, deadline: float) -> completion.SampleAnswer:
         """One request to the server, sent as often as the failure rules say."""
         headers = {**self._headers, "X-Session-ID": job.session_key}
-        attempts = Attempts(job, priority, headers, deadline, FIRST_BACKOFF_S)
+        attempts = Attempts(job, priority, headers, deadline, Backoff(FIRST_BACKOFF_S, MAX_BACKOFF_S, jitter=0.25))
         try:
             while True:
                 try:
@@ -159,7 +161,7 @@ class ForwardingClient:
             await self._back_off(attempts)
             return None
         except Interrupted as error:
-            if attempts.backoff_s > FIRST_BACKOFF_S and now() >= attempts.deadline:
+            if attempts.backoff.waited and now() >= attempts.deadline:
                 # The last try was cut short; what was wrong before says more.
                 raise self._gave_up(attempts) from error
             self._count_interruption(attempts, str(error))
@@ -178,31 +180,6 @@ class ForwardingClient:
         room = min(room, MAX_SAMPLED // (job.num_samples * (1 + job.topk_sample)))
         return replace(job, max_tokens=max(1, room))
 
-    def _count_interruption(self, attempts: Attempts, what: str) -> None:
-        self.counts["interrupted"] += 1
-        if attempts.alone and attempts.interruptions >= MAX_INTERRUPTIONS:
-            raise server_failure(
-                f"the way to the inference server broke {attempts.interruptions + 1} times under this sample, at last "
-                f"when it was sent apart from others like it ({what})"
-            )
-        if attempts.suspect:
-            self._suspects.remove(attempts.interruptions)
-        attempts.interruptions += 1
-        if attempts.suspect:
-            self._suspects.add(attempts.interruptions)
-        attempts.reloads = 0
-
-    async def _back_off(self, attempts: Attempts, at_least_s: float = 0.0, at_most_s: float | None = None) -> None:
-        """Wait, longer each time. Raises FailedRequest when that would end after the deadline."""
-        wait_s = max(attempts.backoff_s * random.uniform(0.75, 1.25), at_least_s * random.uniform(1.0, 1.25))
-        if asyncio.get_running_loop().time() + wait_s > attempts.deadline:
-            raise self._gave_up(attempts)
-        await asyncio.sleep(wait_s)
-        attempts.backoff_s = min(attempts.backoff_s * 2, MAX_BACKOFF_S if at_most_s is None else at_most_s)
-
-    def _gave_up(self, attempts: Attempts) -> FailedRequest:
-        return server_failure(f"gave up after {self._deadline_s:g} s: {attempts.trouble}")
-
     async def _take(self, answer: Answer, endpoint: Endpoint, attempts: Attempts) -> completion.SampleAnswer | None:
         """The result, or None when the request is to be sent again."""
         verdict = verdict_of(answer, has_adapter=isinstance(attempts.job.weights, AdapterVersion))
@@ -214,8 +191,8 @@ class ForwardingClient:
                 busy = "the inference server answers 429, too many requests"
                 attempts.trouble = busy if answer.status == 429 else describe(answer)
                 asked_s = min(answer.retry_after_s or 0.0, MAX_RETRY_AFTER_S)
-                at_most_s = MAX_GATEWAY_BACKOFF_S if verdict is Verdict.WAIT_LONGER else MAX_BACKOFF_S
-                await self._back_off(attempts, asked_s, at_most_s)
+                longest_s = MAX_GATEWAY_BACKOFF_S if verdict is Verdict.WAIT_LONGER else None
+                await self._back_off(attempts, asked_s, longest_s)
             case Verdict.LOAD_ADAPTER:
                 await self._load_adapter(answer, endpoint, attempts)
             case Verdict.REFUSE:
@@ -256,18 +233,6 @@ class ForwardingClient:
             raise server_failure(describe(answer))
         await self._back_off(attempts)
 
-    async def _outlive(self, endpoint: Endpoint, attempts: Attempts) -> None:
-        """Wait while a server is dying: what is sent to it now only dies with it.
-
-        vLLM then fails everything in flight with 500 or a reset, turns unhealthy and is gone within about a second.
-        """
-        await self._back_off(attempts)
-        await self._while_dying(endpoint, attempts)
-
-    async def _while_dying(self, endpoint: Endpoint, attempts: Attempts) -> None:
-        while await health_of(self._transport, endpoint, self._headers) is Health.DYING:
-            await self._back_off(attempts)
-
     async def _read(self, answer: Answer, attempts: Attempts) -> completion.SampleAnswer | None:
         """The result of a 2xx answer, or None when vLLM gave the sample up and it is to be sent again."""
         job = attempts.job
@@ -303,6 +268,45 @@ class ForwardingClient:
             return completion.decode_answer(body, job, zero_fill=zero_fill)
         decode = partial(completion.decode_answer, body, job, zero_fill=zero_fill)
         return await asyncio.get_running_loop().run_in_executor(self._decoder, _giving_way, decode)
+
+    def _count_interruption(self, attempts: Attempts, what: str) -> None:
+        self.counts["interrupted"] += 1
+        if attempts.alone and attempts.interruptions >= MAX_INTERRUPTIONS:
+            raise server_failure(
+                f"the way to the inference server broke {attempts.interruptions + 1} times under this sample, at last "
+                f"when it was sent apart from others like it ({what})"
+            )
+        if attempts.suspect:
+            self._suspects.remove(attempts.interruptions)
+        attempts.interruptions += 1
+        if attempts.suspect:
+            self._suspects.add(attempts.interruptions)
+        attempts.reloads = 0
+
+    async def _outlive(self, endpoint: Endpoint, attempts: Attempts) -> None:
+        """Wait while a server is dying: what is sent to it now only dies with it.
+
+        vLLM then fails everything in flight with 500 or a reset, turns unhealthy and is gone within about a second.
+        """
+        await self._back_off(attempts)
+        await self._while_dying(endpoint, attempts)
+
+    async def _while_dying(self, endpoint: Endpoint, attempts: Attempts) -> None:
+        while await health_of(self._transport, endpoint, self._headers) is Health.DYING:
+            await self._back_off(attempts)
+
+    async def _back_off(self, attempts: Attempts, at_least_s: float = 0.0, longest_s: float | None = None) -> None:
+        """Wait, longer each time, `at_least_s` this time, and the next time `longest_s` at most.
+
+        Raises FailedRequest when the wait would end after the deadline.
+        """
+        wait_s = max(attempts.backoff.pause(longest_s), at_least_s * random.uniform(1.0, 1.25))
+        if asyncio.get_running_loop().time() + wait_s > attempts.deadline:
+            raise self._gave_up(attempts)
+        await asyncio.sleep(wait_s)
+
+    def _gave_up(self, attempts: Attempts) -> FailedRequest:
+        return server_failure(f"gave up after {self._deadline_s:g} s: {attempts.trouble}")
 
     async def probe(self) -> str | None:
         """Why the server cannot sample now; None when its /health answers 200."""

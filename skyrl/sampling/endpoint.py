@@ -1,4 +1,4 @@
-"""Where completions go: a fixed URL, or the one that the engine has published in its state row."""
+"""The address of the inference server: a fixed URL, or the URL that the engine has published in its state row."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ class Endpoint:
 
 
 class EndpointUnknown(Exception):
-    """Where completions go cannot be looked up now; the text says why, in words that a tenant may read."""
+    """The address cannot be looked up now. The text says why, in words that a tenant may read."""
 
 
 class EndpointResolver(Protocol):
-    """`resolve()` on the hot path; `resolve(stale=endpoint)` after it failed. Raises EndpointUnknown."""
+    """`resolve()` for each sample, `resolve(stale=endpoint)` after that endpoint failed. Raises EndpointUnknown."""
 
     async def resolve(self, stale: Endpoint | None = None) -> Endpoint | None: ...
 
 
 class FixedEndpoint:
-    """Somebody else's server: it has one address, whatever happens."""
+    """A server that skyrl does not manage: its address never changes."""
 
     def __init__(self, url: str) -> None:
         self._endpoint = Endpoint(url.rstrip("/"), 0)
@@ -43,7 +43,8 @@ class FixedEndpoint:
 
 
 class EngineEndpoint:
-    """The engine's row, cached. Without a failure the cache is read without a lock; after one, one reader refreshes."""
+    """The address in the engine's row, cached. While it works, the cache is read without a lock. After a failure one
+    reader refreshes it for all that wait."""
 
     def __init__(self, read: Callable[[], Awaitable[EngineState]]) -> None:
         self._read = read
@@ -54,8 +55,8 @@ class EngineEndpoint:
         """Whether the last read failed, because the database cannot be used for now."""
 
     async def resolve(self, stale: Endpoint | None = None) -> Endpoint | None:
-        """The endpoint, None while there is none. `stale` is one that just failed: it makes the row be read again,
-        and is returned again only if the row still says so.
+        """The endpoint, None while none is published. If the endpoint `stale` has just failed, the row is read again;
+        the same endpoint is returned only if the row still has it.
 
         Raises EndpointUnknown while the database is away.
         """
@@ -63,7 +64,7 @@ class EngineEndpoint:
         if cached is not None and cached is not stale:
             return cached
         async with self._lock:
-            # Somebody else read it meanwhile; also when there still is none, or everybody would read in turn.
+            # Another caller may have read the row while this one waited for the lock, also if no URL is published.
             if self._reads == reads or (self._cached is not None and self._cached is stale and not self._away):
                 await self._refresh()
             if self._away:

@@ -12,7 +12,7 @@ HEALTH_TIMEOUT_S = 5.0
 
 
 class Health(Enum):
-    """What a server's /health says of it. Servers without one are alive as long as they answer."""
+    """What a server's /health says. A server that has no /health is alive as long as it answers."""
 
     ALIVE = "alive"
     DYING = "dying"

@@ -1,4 +1,4 @@
-"""One API process among several of a database: it learns what ended in the others, and forwards what a dead one left.
+"""Which API process forwards which sample, where several share a database.
 
 Each process writes a heartbeat into the database every BEAT_S. When a process reads the same heartbeat of another for
 MISSES rounds, it treats that one as dead and takes over its samples; the first process to do so gets them. Rounds are
@@ -9,12 +9,10 @@ first stays.
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable
 
 from skyrl.db.api_processes import ApiProcesses
-from skyrl.db.faults import DatabaseError, is_transient, reason
+from skyrl.db.faults import DatabaseError
 from skyrl.futures.store import FutureStore
 from skyrl.notify.peers import PeerNotifier
 from skyrl.sampling.service import SampleService
@@ -26,38 +24,35 @@ MISSES = 5
 
 
 class SampleOwnership:
-    """`session_changed` is called with the id of a session that another process has changed or ended. Where the engine
-    samples, this process `forwards` nothing."""
+    """Keeps `peers.living`, the other processes that live, and forwards the samples of those that do not. Where the
+    engine samples, this process `forwards` nothing."""
 
     def __init__(
         self,
         processes: ApiProcesses,
-        notifier: PeerNotifier,
+        peers: PeerNotifier,
         futures: FutureStore,
         sampling: SampleService,
-        session_changed: Callable[[str], Awaitable[object]],
         *,
         forwards: bool,
     ) -> None:
         self._processes = processes
-        self._notifier = notifier
+        self._peers = peers
         self._futures = futures
         self._sampling = sampling
-        self._session_changed = session_changed
-        self._beats: dict[str, tuple[float, int]] = {}
-        """The others' heartbeats as they were read last, and in how many rounds they were the same."""
         self._forwards = forwards
-        self._reacting: set[asyncio.Task[None]] = set()
+        self._beats: dict[str, tuple[float, int]] = {}
+        """Of each other process: its last heartbeat that was read, and for how many rounds it has been the same."""
 
     async def start(self) -> None:
-        """Forward what this process's predecessor left, and what is nobody's."""
+        """Forward the samples that this process's predecessor left, and those that no process owns."""
         self._note(await self._processes.beat())
         if self._forwards:
             await self._processes.take_over({})
             await self._reconcile()
 
     async def round(self) -> None:
-        """To be called every BEAT_S: say "alive", see who is not."""
+        """To be called every BEAT_S: write this process's heartbeat, and take over from processes that are dead."""
         self._note(await self._processes.beat())
         if not self._forwards or self._sampling.stopping:
             return
@@ -66,27 +61,28 @@ class SampleOwnership:
         if dead or await self._processes.left():
             taken = await self._processes.take_over(dead)
             logger.info("%d samples of API processes that are gone are forwarded here; dead: %s", taken, [*dead])
-        if taken or not self._notifier.alone:
+        if taken or not self._peers.alone:
             await self._reconcile()
 
     @property
     def sees_others(self) -> bool:
-        """Whether others are there, living or not."""
+        """Whether the database lists other processes, living or not."""
         return bool(self._beats)
 
     def _note(self, heartbeats: dict[str, float]) -> None:
-        """What the others' heartbeats are now."""
+        """Compare the heartbeats of the others with those of the round before."""
         before = self._beats
         self._beats = {}
         for process, at in heartbeats.items():
             last, same = before.get(process, (None, 0))
             self._beats[process] = (at, same + 1 if at == last else 0)
-        self._notifier.living = frozenset(process for process, (_, same) in self._beats.items() if same < MISSES)
+        self._peers.living = frozenset(process for process, (_, same) in self._beats.items() if same < MISSES)
 
     async def _reconcile(self) -> None:
-        """Forward what is this process's by the database and not in its memory: it was taken over, or its commit was
-        not heard of. And leave what is in its memory and another's by the database."""
-        forwarded = self._futures.forwarded()  # before the database is read: what is recorded meanwhile is there
+        """Make memory agree with the database. A sample that the database gives to this process, and that is not in
+        memory, is forwarded: it was taken over, or the connection broke at its commit. A sample that is in memory, and
+        that the database gives to another process, is left to that process."""
+        forwarded = self._futures.forwarded()  # before the read: a sample recorded during the read is in the database
         own = await self._processes.own()
         await self._adopt([request_id for request_id in own if not self._futures.forwards(request_id)])
         strays = [request_id for request_id in forwarded if request_id not in own]
@@ -99,35 +95,9 @@ class SampleOwnership:
             try:
                 await self._sampling.adopt(sample)
             except DatabaseError:
-                self._futures.leave([sample.id])  # to be found again in the next round
+                self._futures.leave([sample.id])  # the next round finds it again
                 raise
-
-    def on_notify(self, words: list[str]) -> None:
-        """Another process has told these."""
-        task = asyncio.create_task(self._heed(words))
-        self._reacting.add(task)
-        task.add_done_callback(self._reacting.discard)
-
-    async def _heed(self, words: Iterable[str]) -> None:
-        requests: list[str] = []
-        sessions: list[str] = []
-        for word in words:
-            if ":" in word:
-                self._futures.wake_polls(word)
-            else:
-                (sessions if word.startswith("s") else requests).append(word)
-        try:
-            self._sampling.cancel(await self._futures.read_outcomes(requests))
-            for session_id in sessions:
-                await self._session_changed(session_id)
-        except DatabaseError as error:  # it is looked for again, by and by
-            if not is_transient(error):
-                raise
-            logger.warning("what another API process told could not be read: %s", reason(error))
 
     async def leave(self) -> None:
-        """What is still pending here is for the others, or for the next start."""
-        for task in self._reacting:
-            task.cancel()
-        await asyncio.gather(*self._reacting, return_exceptions=True)
+        """This process ends. Samples that are still pending are for the others, or for its next start."""
         await self._processes.leave()

@@ -1,7 +1,7 @@
-"""How long a sequence an inference server takes, asked of itself once.
+"""The longest sequence that an inference server takes. The server is asked once.
 
-For jobs without `max_tokens`, which come where the engine has not said yet what fits, or never will (somebody else's
-server). vLLM's own idea of null is 16 tokens, so it has to be told a number.
+Jobs without `max_tokens` need it: vLLM would take null for 16 tokens, so it must be told a number. Such jobs come while
+the engine has not yet said what fits, and in front of a server that skyrl does not manage.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from skyrl.sampling.verdict import Verdict, verdict_of
 from skyrl.wire.errors import ErrorCategory, FailedRequest
 
 MODELS_BYTES = 16 * 2**20
-"""The bound of the list of models: some 25,000 loaded adapters."""
+"""The longest list of models that is read: some 25,000 loaded adapters."""
 _LATER = (Verdict.WAIT, Verdict.WAIT_LONGER, Verdict.ASK_HEALTH)
 
 
 class ContextNotKnownYet(Exception):
-    """The server, or a proxy before it, gave `answer` instead of the list of models; a sample may get the same."""
+    """The server, or a proxy before it, gave `answer` instead of the list of models, as it might to a sample."""
 
     def __init__(self, answer: Answer) -> None:
         super().__init__(f"/v1/models answered status {answer.status}")
@@ -35,7 +35,7 @@ class _Models(msgspec.Struct):
 
 
 class ServedContext:
-    """Remembers the answer of every endpoint."""
+    """Remembers the length of every endpoint that has told it."""
 
     def __init__(self, transport: CompletionTransport, headers: dict[str, str]) -> None:
         self._transport = transport
@@ -43,7 +43,7 @@ class ServedContext:
         self._lengths: dict[Endpoint, int] = {}
 
     async def length(self, endpoint: Endpoint, timeout_s: float) -> int:
-        """In tokens, prompt included. Raises NotAccepted, Interrupted, NotSaidNow, FailedRequest."""
+        """In tokens, prompt included. Raises NotAccepted, Interrupted, ContextNotKnownYet, FailedRequest."""
         if endpoint not in self._lengths:
             self._lengths[endpoint] = await self._ask(endpoint, timeout_s)
         return self._lengths[endpoint]

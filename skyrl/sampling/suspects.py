@@ -1,6 +1,7 @@
-"""Samples that the inference server has died on again and again: let through a few at a time, then one by one.
+"""Turns for suspects: samples that the inference server has died under more than once. They are sent again a few at a
+time, then one by one, so that the sample that kills the server is found.
 
-Knows counts and turns; what a death is, and when a sample has had enough of them, is the forwarding client's.
+Knows counts and turns. The forwarding client decides what a death is, and after how many of them a sample fails.
 docs/decisions/interrupted-samples.md says why.
 """
 
@@ -15,36 +16,37 @@ WIDTHS = (64, 8, 1)
 
 
 class Suspects:
-    """Turns for samples by how many deaths each has seen. Those that have seen the same number go together, in groups
-    of the largest of WIDTHS that is smaller than their number; whoever has seen most goes first, and nobody of the
-    others meanwhile."""
+    """Gives turns by how many deaths each suspect has seen. Suspects that have seen most deaths go first. Suspects with
+    the same number of deaths go together, in groups of the largest of WIDTHS that is smaller than their number. All
+    others wait meanwhile."""
 
     def __init__(self) -> None:
         self._present: Counter[int] = Counter()
         self._waiting: list[tuple[int, int, asyncio.Future[bool]]] = []
-        """A heap: minus the deaths, the order of arrival, and who waits."""
+        """A heap: minus the number of deaths, the order of arrival, and the future that the suspect waits for."""
         self._arrivals = itertools.count()
         self._running = 0
         self._deaths = 0
-        """What those that run have seen."""
+        """How many deaths the suspects that are being sent have seen."""
 
     def add(self, deaths: int) -> None:
-        """A sample that has seen so many deaths is there, and will ask for a turn."""
+        """There is one more suspect that has seen so many deaths, and it will ask for a turn."""
         self._present[deaths] += 1
 
     def remove(self, deaths: int) -> None:
-        """It has ended, or seen one more."""
+        """A suspect has ended, or has seen one more death than these."""
         self._present[deaths] -= 1
 
     async def wait_turn(self, deaths: int) -> bool:
-        """Wait until a sample may be sent; says whether no other suspect may be then. `end_turn` has to follow."""
+        """Wait until the suspect may be sent. Returns whether no other suspect is sent meanwhile. The caller must call
+        `end_turn` afterwards."""
         admitted: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         heapq.heappush(self._waiting, (-deaths, next(self._arrivals), admitted))
         self._admit()
         try:
             return await admitted
         except asyncio.CancelledError:
-            if not admitted.cancelled():  # it had its turn at the same moment
+            if not admitted.cancelled():  # the turn was given in the same moment
                 self._running -= 1
             self._admit()
             raise

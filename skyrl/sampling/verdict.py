@@ -1,6 +1,7 @@
-"""What the forwarding client does with an answer, by its status: the table of docs/how-it-works/forwarding.md.
+"""What the forwarding client does with an answer, by its status. docs/how-it-works/forwarding.md has the table.
 
-Knows statuses. Does not know how often a sample was tried; that is the client's.
+Knows statuses. Does not know how often a sample was sent: the client counts that, and may fail a sample that a verdict
+would send again.
 """
 
 from __future__ import annotations
@@ -13,13 +14,13 @@ from skyrl.sampling.transport import Answer
 class Verdict(Enum):
     """What is to be done with an answer."""
 
-    READ = "it is a completion: decode it"
-    WAIT = "the server, or a proxy before it, does not take the sample now: wait and send it again"
-    WAIT_LONGER = "a proxy got no answer from the server: wait longer from time to time, and send it again"
-    LOAD_ADAPTER = "the server does not know the adapter: load it, and send the sample again"
-    REFUSE = "the sample cannot be computed as asked: it fails, as the user's mistake"
-    ASK_HEALTH = "the server failed: its /health says whether it is dying"
-    FAIL = "no sample can help it: it fails, as the server's mistake"
+    READ = "the answer is a completion: decode it"
+    WAIT = "the server, or a proxy before it, does not take the sample now: wait, and send the sample again"
+    WAIT_LONGER = "a proxy got no answer from the server: wait, longer than for WAIT, and send the sample again"
+    LOAD_ADAPTER = "the server does not know the adapter: load the adapter, and send the sample again"
+    REFUSE = "the sample cannot be computed as it was asked for: fail it, category user"
+    ASK_HEALTH = "the server failed: ask its /health whether it is dying, and send the sample again"
+    FAIL = "sending the sample again would not help: fail it, category server"
 
 
 _BY_STATUS = {
@@ -35,7 +36,7 @@ _BY_STATUS = {
 
 
 def verdict_of(answer: Answer, *, has_adapter: bool) -> Verdict:
-    """`has_adapter`: whether the sample is of an adapter, which the server may have lost."""
+    """`has_adapter`: whether the sample needs an adapter, which the server may have lost."""
     status = answer.status
     if 200 <= status < 300:
         return Verdict.READ

@@ -27,7 +27,7 @@ def at_the_usual_level(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def said(caplog: pytest.LogCaptureFixture) -> list[tuple[str, str]]:
-    names = ("skyrl.api.refusals", "skyrl.futures.store")
+    names = ("skyrl.api.refusals", "skyrl.futures.settling")
     return [(record.levelname, record.getMessage()) for record in caplog.records if record.name in names]
 
 

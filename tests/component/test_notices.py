@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 from engine_harness import until
 
 from skyrl.db.urls import postgres_conninfo
+from skyrl.notify.notifier import Notifier
+from skyrl.notify.peers import PeerWords
 from skyrl.notify.postgres import MAX_PAYLOAD, PostgresNotify
 from tests.postgres_server import ON_POSTGRES, PostgresServer
 
@@ -72,3 +75,42 @@ async def test_words_are_heard_again_after_the_connections_broke(
     await both_hear(*two)
     two[0].notices.send(["word"])
     await until(lambda: two[1].heard == ["word"])
+
+
+async def test_two_api_processes_hear_of_each_others_ends(migrated_url: str, tmp_path: Path) -> None:
+    heard: dict[str, list[PeerWords]] = {"one/0": [], "two/0": []}
+
+    def start(name: str) -> tuple[Notifier, asyncio.Task[None]]:
+        async def hear(words: PeerWords) -> None:
+            heard[name].append(words)
+
+        async def ignore(_: list[str]) -> None:
+            """No engine rings here."""
+
+        directory = tmp_path / name.replace("/", "-")
+        directory.mkdir()
+        made = Notifier(
+            name,
+            own_doorbell=directory / "a.sock",
+            engine_doorbell=directory / "e.sock",
+            postgres_conninfo=postgres_conninfo(migrated_url),
+        )
+        made.listen(ignore, hear)
+        made.peers.living = frozenset(heard) - {name}
+        return made, asyncio.create_task(made.run())
+
+    one, two = start("one/0"), start("two/0")
+
+    def told() -> bool:
+        """Words are lost until the other one listens."""
+        one[0].peers.request_ended("r1", "s1:sample:0")
+        return bool(heard["two/0"])
+
+    await until(told)
+    assert heard["two/0"][0] == PeerWords(["r1"], ["s1:sample:0"], [])
+    assert heard["one/0"] == [], "nobody hears himself"
+    for made, running in (one, two):
+        running.cancel()
+        with suppress(asyncio.CancelledError):
+            await running
+        await made.close()

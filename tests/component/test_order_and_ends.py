@@ -108,14 +108,14 @@ async def test_request_whose_session_ends_while_it_is_written_is_not_left_pendin
 ) -> None:
     """The engine has settled the session's requests already: nobody else would ever settle this one."""
     store = services.futures
-    execute = store._writer.execute
+    execute = store._recording._writer.execute
 
     async def execute_and_close(statement: Any, values: Any) -> Any:
         if statement is rows.RECORD:
             store.drop_session("s1")
         return await execute(statement, values)
 
-    monkeypatch.setattr(store._writer, "execute", execute_and_close)
+    monkeypatch.setattr(store._recording._writer, "execute", execute_and_close)
     sample = NewRequest(Kind.EXTERNAL, "tenant", "s1", b"{}", sampling_session_id="s1:sample:0", sample_seq_id=1)
     request_id, new = await store.record(sample)
     assert not new, "it must not be started"

@@ -17,8 +17,7 @@ from sqlalchemy import select
 import skyrl.api.futures
 from skyrl.db.database import Database
 from skyrl.db.futures import SETTLE, Outcome, futures, settlement
-from skyrl.futures import completions
-from skyrl.futures.completions import CLONE_BLOCK, CompletionLogs
+from skyrl.futures.completions import CLONE_BLOCK
 from tests.postgres_server import ON_BOTH
 
 pytestmark = ON_BOTH
@@ -44,17 +43,17 @@ async def poll(
 async def held_by(api: Api, asking: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
     """A poll, once it waits for an end."""
     task = asyncio.create_task(asking)
-    await until(lambda: api.services.futures.completions.held > 0)
+    await until(lambda: api.services.futures.ends.held > 0)
     return task
 
 
 async def gather(api: Api, sampler: str, count: int, cursor: int = 0, clone: int = 0) -> tuple[int, list[str]]:
-    """Poll, each time from where the last one ended, until `count` samples were told. An end that comes
-    while the first poll reads the database may be told twice."""
+    """Poll, each time from where the last one ended, until `count` samples were told, each of them once."""
     ids: list[str] = []
     while len(ids) < count:
         cursor, told = await asyncio.wait_for(poll(api, sampler, cursor, clone), LONG_S)
-        ids += [end["request_id"] for end in told if end["request_id"] not in ids]
+        ids += [end["request_id"] for end in told]
+    assert len(set(ids)) == len(ids)
     return cursor, ids
 
 
@@ -158,8 +157,7 @@ async def test_cursor_outlives_the_process(serve: Serve, upstream: FakeUpstream)
         assert ids == [late]
 
 
-async def test_long_ago_is_not_told_again_after_a_restart(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(completions, "REREAD_S", 0.0)
+async def test_long_ago_is_not_told_again_after_a_restart(serve: Serve) -> None:
     async with serve() as api:
         sampler = await api.sampler()
         for seq_id in range(3):
@@ -176,7 +174,7 @@ async def test_samples_of_before_the_first_poll_and_during_it_are_all_told(
     api: Api, upstream: FakeUpstream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Some are written, some not yet, some end while the database is read: none is lost."""
-    read = api.services.futures._database.read_async
+    read = api.services.futures._waiting._database.read_async
 
     async def slowly(query: Callable[[Any], Any]) -> Any:
         found = await read(query)
@@ -185,7 +183,7 @@ async def test_samples_of_before_the_first_poll_and_during_it_are_all_told(
 
     sampler = await api.sampler()
     wanted = {(await api.sample(sampler, seq_id))["request_id"] for seq_id in range(20)}
-    monkeypatch.setattr(api.services.futures._database, "read_async", slowly)
+    monkeypatch.setattr(api.services.futures._waiting._database, "read_async", slowly)
 
     async def more() -> None:
         for seq_id in range(20, 60):
@@ -208,9 +206,7 @@ async def test_results_stay_readable_after_they_were_told_and_read(api: Api) -> 
 
 
 async def test_memory_is_what_the_client_has_not_seen_and_nothing_after_its_end(api: Api) -> None:
-    logs = api.services.futures.completions
-    if not isinstance(logs, CompletionLogs):
-        pytest.skip("on PostgreSQL nothing is kept")
+    ends = api.services.futures.ends
     sampler, silent = await api.sampler(), await api.sampler()
     cursor = 0
     for seq_id in range(50):
@@ -218,10 +214,10 @@ async def test_memory_is_what_the_client_has_not_seen_and_nothing_after_its_end(
         await api.sample(silent, seq_id)
         cursor, _ = await gather(api, sampler, 1, cursor)
     await poll(api, sampler, cursor, timeout=0)
-    assert sum(len(log.ends) for log in logs._logs.values()) == 0
-    assert len(logs) == 1, "nothing is kept for who never asks"
+    assert ends.kept == 0
+    assert len(ends) == 1, "nothing is kept for a client that never asks"
     await api.finish(sampler)
-    assert len(logs) == 0
+    assert len(ends) == 0
 
 
 async def test_end_of_the_session_ends_the_poll(api: Api, upstream: FakeUpstream) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -15,15 +16,16 @@ from skyrl.db import futures as rows
 from skyrl.db.database import Database
 from skyrl.db.futures import Outcome
 from skyrl.db.writer import GroupCommitWriter
-from skyrl.futures import stored_ends
-from skyrl.futures.completions import Completion, Target, TargetGone
+from skyrl.futures import settling, stored_ends
+from skyrl.futures.completions import CLONE_BLOCK, Completion, Target, TargetGone
 from skyrl.futures.store import FutureStore
+from skyrl.futures.stored_ends import StoredEnds
 from skyrl.notify.peers import PeerNotifier
 from skyrl.types.kinds import Kind
 from skyrl.types.requests import NewRequest
-from tests.postgres_server import ON_POSTGRES
+from tests.postgres_server import ON_BOTH
 
-pytestmark = ON_POSTGRES
+pytestmark = ON_BOTH
 
 SAMPLE = NewRequest(Kind.EXTERNAL, "tenant", "s1", b"{}", sampling_session_id="s1:sample:0")
 TARGET = Target("s1", "s1:sample:0", 0)
@@ -40,12 +42,49 @@ class World:
         self.others.living = frozenset({"another"})
         self.here, self.there = (FutureStore(database, writer, name, self.others) for name in ("here", "there"))
 
-    async def record(self, store: FutureStore, count: int, first: int = 0) -> list[str]:
-        samples = [dataclasses.replace(SAMPLE, sample_seq_id=number) for number in range(first, first + count)]
+    async def record(self, store: FutureStore, count: int, first: int = 0, target: Target = TARGET) -> list[str]:
+        sampler, block = target.sampling_session_id, target.clone * CLONE_BLOCK
+        samples = [
+            dataclasses.replace(SAMPLE, sampling_session_id=sampler, sample_seq_id=block + number)
+            for number in range(first, first + count)
+        ]
         return [(await store.record(sample))[0] for sample in samples]
+
+    async def end(self, count: int, first: int = 0, target: Target = TARGET) -> list[str]:
+        """Samples that end in this process, one after the other."""
+        ids = await self.record(self.here, count, first, target)
+        for request_id in ids:
+            await self.here.settle(request_id, OK)
+        return ids
+
+    def count_reads(self, monkeypatch: pytest.MonkeyPatch) -> list[None]:
+        """A list that grows with every read from now on."""
+        reads: list[None] = []
+        read = self.database.read_async
+
+        async def counted(query: Any) -> Any:
+            reads.append(None)
+            return await read(query)
+
+        monkeypatch.setattr(self.database, "read_async", counted)
+        return reads
 
     def settle(self, request_id: str, now: float) -> None:
         self.database.write(lambda c: c.execute(rows.SETTLE, rows.settlement(request_id, OK, now)))
+
+
+def names(told: list[Completion]) -> list[str]:
+    return [end.request_id for end in told]
+
+
+async def everything(ends: StoredEnds, cursor: int = 0, target: Target = TARGET) -> tuple[int, list[str]]:
+    """Poll, each time from where the last poll ended, until nothing is told."""
+    ids: list[str] = []
+    while True:
+        cursor, told = await ends.poll(target, cursor, 0)
+        if not told:
+            return cursor, ids
+        ids += names(told)
 
 
 @pytest.fixture
@@ -68,7 +107,7 @@ async def test_each_end_is_later_than_the_one_before_whatever_the_clocks_say(wor
     cursor, told = 0, []
     for turn in range(4):
         store = (world.here, world.there)[turn % 2]
-        cursor, ends = await store.completions.poll(TARGET, cursor, 0)
+        cursor, ends = await store.ends.poll(TARGET, cursor, 0)
         told += [end.request_id for end in ends]
     assert told == ids
 
@@ -81,7 +120,7 @@ async def test_many_that_end_in_one_moment_come_in_pages_from_either(
     await asyncio.gather(*(world.here.settle(request_id, OK) for request_id in ids))
     cursor, told = 0, []
     for turn in range(9):
-        cursor, ends = await (world.here, world.there)[turn % 2].completions.poll(TARGET, cursor, 0)
+        cursor, ends = await (world.here, world.there)[turn % 2].ends.poll(TARGET, cursor, 0)
         told += [end.request_id for end in ends]
         assert len(ends) <= 7
     assert sorted(told) == sorted(ids)
@@ -92,13 +131,13 @@ async def test_poll_that_is_held_hears_of_an_end_elsewhere_told_or_not(
     world: World, monkeypatch: pytest.MonkeyPatch, told: bool
 ) -> None:
     monkeypatch.setattr(stored_ends, "LOOK_S", 1000.0 if told else 0.01)
-    held = asyncio.create_task(world.there.completions.poll(TARGET, 0, LONG_S))
-    await until(lambda: world.there.completions.held == 1)
+    held = asyncio.create_task(world.there.ends.poll(TARGET, 0, LONG_S))
+    await until(lambda: world.there.ends.held == 1)
     if told:
 
         def tell(words: list[str]) -> None:
             for word in words:
-                world.there.wake_polls(word)
+                world.there.ends.ended_elsewhere(word)
 
         world.others.send = tell
     (request_id,) = await world.record(world.here, 1)
@@ -107,54 +146,154 @@ async def test_poll_that_is_held_hears_of_an_end_elsewhere_told_or_not(
     assert [end.request_id for end in ends] == [request_id]
 
 
-async def test_alone_a_poll_that_is_held_asks_nobody(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_alone_a_poll_that_is_held_reads_no_more(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stored_ends, "LOOK_S", 0.001)
     world.others.living = frozenset()
-    reads = 0
-    read = world.database.read_async
-
-    async def counted(query: Any) -> Any:
-        nonlocal reads
-        reads += 1
-        return await read(query)
-
-    monkeypatch.setattr(world.database, "read_async", counted)
-    assert await world.here.completions.poll(TARGET, 5, 0.2) == (5, [])
-    assert reads == 1
+    await world.here.ends.poll(TARGET, 5, 0)
+    reads = world.count_reads(monkeypatch)
+    assert await world.here.ends.poll(TARGET, 5, 0.2) == (5, [])
+    assert len(reads) <= 1, "one for a cursor that is older than what is kept"
 
 
 async def test_closed_session_ends_its_polls(world: World) -> None:
-    held = asyncio.create_task(world.here.completions.poll(TARGET, 0, LONG_S))
-    await until(lambda: world.here.completions.held == 1)
+    held = asyncio.create_task(world.here.ends.poll(TARGET, 0, LONG_S))
+    await until(lambda: world.here.ends.held == 1)
     world.here.drop_session("s1")
     with pytest.raises(TargetGone):
         await asyncio.wait_for(held, LONG_S)
-    assert len(world.here.completions) == 0
+    assert len(world.here.ends) == 0
 
 
-async def test_what_is_pending_is_read_again_when_it_could_not_be(world: World) -> None:
-    asked_for: list[bool] = []
+async def test_client_is_told_all_after_its_first_poll_could_not_read(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also what was pending is read then, so that this process waits for it."""
+    ended, pending = await world.record(world.there, 2)
+    world.settle(ended, 1.0)
+    read, left = world.database.read_async, [1, 1]
 
-    async def load(target: Target, since: float, *, limit: int, pending: bool) -> list[Completion]:
-        asked_for.append(pending)
-        if len(asked_for) == 1:
+    async def fail(query: Any) -> Any:
+        if left:
+            left.pop()
             raise OSError("the database is away")
-        return await world.here._ends_of(target, since, limit=limit, pending=pending)
+        return await read(query)
 
-    (request_id,) = await world.record(world.there, 1)
-    world.settle(request_id, 1.0)
-    ends = stored_ends.StoredEnds(load)
-    with pytest.raises(OSError, match="away"):
-        await ends.poll(TARGET, 0, LONG_S)
+    monkeypatch.setattr(world.database, "read_async", fail)
     for _ in range(2):
-        _, told = await ends.poll(TARGET, 0, LONG_S)
-        assert [end.request_id for end in told] == [request_id]
-    assert asked_for == [True, True, False]
+        with pytest.raises(OSError, match="away"):
+            await world.here.ends.poll(TARGET, 0, LONG_S)
+        assert not world.here.is_pending(pending)
+    cursor, told = await world.here.ends.poll(TARGET, 0, LONG_S)
+    assert names(told) == [ended]
+    assert world.here.is_pending(pending)
+    await world.there.settle(pending, OK)
+    assert names((await world.here.ends.poll(TARGET, cursor, LONG_S))[1]) == [pending]
+
+
+async def test_reader_tries_again_after_it_could_not_read(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    world.others.living = frozenset()
+    cursor, _ = await world.here.ends.poll(TARGET, 0, 0)
+    (request_id,) = await world.record(world.here, 1)
+    await world.here.settle(request_id, OK)
+    with monkeypatch.context() as patch:
+
+        async def fail(_: Any) -> Any:
+            raise OSError("the database is away")
+
+        patch.setattr(world.database, "read_async", fail)
+        with pytest.raises(OSError, match="away"):
+            await world.here.ends.poll(TARGET, cursor, LONG_S)
+    assert names((await world.here.ends.poll(TARGET, cursor, LONG_S))[1]) == [request_id]
 
 
 async def test_end_is_told_once_however_its_moment_is_rounded(world: World) -> None:
     (request_id,) = await world.record(world.here, 1)
     world.settle(request_id, 1800000000.0000026)
-    cursor, told = await world.here.completions.poll(TARGET, 0, 0)
+    cursor, told = await world.here.ends.poll(TARGET, 0, 0)
     assert [end.request_id for end in told] == [request_id]
-    assert await world.there.completions.poll(TARGET, cursor, 0) == (cursor, [])
+    assert await world.there.ends.poll(TARGET, cursor, 0) == (cursor, [])
+
+
+async def test_clock_that_was_set_back_hides_no_end(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client whose cursor is later than the clock hears of what ends now."""
+    (first,) = await world.end(1)
+    cursor, told = await world.here.ends.poll(TARGET, 0, LONG_S)
+    assert names(told) == [first]
+    an_hour_ago = time.time() - 3600
+    monkeypatch.setattr(settling.time, "time", lambda: an_hour_ago)
+    (second,) = await world.end(1, first=1)
+    later, told = await world.here.ends.poll(TARGET, cursor, LONG_S)
+    assert names(told) == [second]
+    assert later > cursor
+
+
+async def test_many_that_end_between_two_polls_cost_one_read(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also for several clients: one read of new ends serves all of them."""
+    world.others.living = frozenset()
+    targets = [TARGET, Target("s1", "s1:sample:1", 0), Target("s1", "s1:sample:1", 3)]
+    cursors = [(await world.here.ends.poll(target, 0, 0))[0] for target in targets]
+    ids = [await world.end(5, target=target) for target in targets]
+    reads = world.count_reads(monkeypatch)
+    told = [await world.here.ends.poll(t, cursor, LONG_S) for t, cursor in zip(targets, cursors, strict=True)]
+    cursors = [cursor for cursor, _ in told]
+    assert len(reads) <= 1 + len(targets), "each cursor was older than what was kept"
+    assert [names(ends) for _, ends in told] == ids
+    more = [await world.end(5, first=5, target=target) for target in targets]
+    reads.clear()
+    told = [await world.here.ends.poll(t, cursor, LONG_S) for t, cursor in zip(targets, cursors, strict=True)]
+    assert [names(ends) for _, ends in told] == more
+    assert len(reads) == 1
+
+
+async def test_what_a_client_does_not_ask_for_is_forgotten_and_nothing_is_lost(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stored_ends, "MAX_KEPT", 10)
+    silent, asking = TARGET, Target("s1", "s1:sample:1", 0)
+    seen = await world.end(1, target=silent)
+    cursor, ids = await everything(world.here.ends, 0, silent)
+    assert ids == seen
+    position, told = 0, []
+    for number in range(5):
+        unseen = await world.end(5, first=1 + 5 * number, target=silent)
+        told += [*unseen]
+        await world.end(1, first=number, target=asking)
+        position, _ = await everything(world.here.ends, position, asking)
+        assert world.here.ends.kept <= 10
+    assert (await everything(world.here.ends, cursor, silent))[1] == told
+
+
+async def test_reader_that_is_far_behind_starts_anew_and_nothing_is_lost(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stored_ends, "MAX_READ", 10)
+    monkeypatch.setattr(stored_ends, "MAX_COMPLETIONS", 7)
+    seen = await world.end(1)
+    cursor, ids = await everything(world.here.ends)
+    assert ids == seen
+    unseen = await world.end(25, first=1)
+    assert (await everything(world.here.ends, cursor))[1] == unseen
+
+
+async def test_number_of_clients_that_do_not_ask_is_bounded_and_they_lose_nothing(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stored_ends, "MAX_CLIENTS", 3)
+    targets = [Target("s1", "s1:sample:0", clone) for clone in range(10)]
+    cursors = [(await everything(world.here.ends, 0, target))[0] for target in targets]
+    assert len(world.here.ends) <= 3
+    ids = [await world.end(2, target=target) for target in targets]
+    for target, cursor, wanted in zip(targets, cursors, ids, strict=True):
+        assert (await everything(world.here.ends, cursor, target))[1] == wanted
+
+
+async def test_one_poll_that_waits_hears_of_an_end_although_another_asks_from_the_beginning(world: World) -> None:
+    first = await world.end(1)
+    cursor, ids = await everything(world.here.ends)
+    assert ids == first
+    waiting = asyncio.create_task(world.here.ends.poll(TARGET, cursor, LONG_S))
+    await until(lambda: world.here.ends.held == 1)
+    assert names((await world.here.ends.poll(TARGET, 0, 0))[1]) == first
+    second = await world.end(1, first=1)
+    assert names((await asyncio.wait_for(waiting, LONG_S))[1]) == second
+    assert names((await world.here.ends.poll(TARGET, 0, 0))[1]) == first + second, "an answer may have been lost"

@@ -18,7 +18,7 @@ from skyrl.db import retention
 from skyrl.db.database import Database
 from skyrl.db.futures import Outcome
 from skyrl.db.writer import GroupCommitWriter
-from skyrl.futures import entries, recording
+from skyrl.futures import entries, settling
 from skyrl.futures.recording import LARGE_BODY_BYTES
 from skyrl.futures.store import FutureStore
 from skyrl.types.kinds import Kind
@@ -200,7 +200,7 @@ async def test_result_is_told_once_it_is_stored(
 async def test_result_waits_for_a_database_that_fails(
     store: FutureStore, writer: GroupCommitWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(recording, "FIRST_RETRY_S", 0.001)
+    monkeypatch.setattr(settling, "FIRST_RETRY_S", 0.001)
     request_id, _ = await store.record(SAMPLE)
     failures = 3
     execute = writer.execute
@@ -396,18 +396,18 @@ async def test_result_that_the_database_will_never_take_is_a_failure(
 
 
 async def test_outcome_waits_for_a_free_connection(
-    store: FutureStore, database: Database, monkeypatch: pytest.MonkeyPatch
+    store: FutureStore, writer: GroupCommitWriter, database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A pool without a free connection raises an error that no driver has raised. It is transient all the same."""
     request_id, _ = await store.record(SAMPLE)
-    execute, busy = store._writer.execute, [NoConnectionFree("QueuePool limit")]
+    execute, busy = writer.execute, [NoConnectionFree("QueuePool limit")]
 
     async def execute_when_free(statement: Any, parameters: dict[str, Any]) -> bool:
         if busy:
             raise busy.pop()
         return await execute(statement, parameters)
 
-    monkeypatch.setattr(store._writer, "execute", execute_when_free)
+    monkeypatch.setattr(writer, "execute", execute_when_free)
     await store.settle(request_id, Outcome(b"done"))
     assert not busy
     stored = database.read(lambda c: rows.find(c, request_id))

@@ -1,0 +1,146 @@
+"""Settling requests: an outcome is stored first, and then told to all who wait for it, here and in other processes.
+
+Outcomes of samples that this process forwards come from `settle`. Outcomes that other processes have stored are read
+from the database: at once when one of them says so, and now and then in case its word was lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Iterable
+
+from skyrl.db import futures as rows
+from skyrl.db.database import Database
+from skyrl.db.faults import DatabaseError, is_transient, reason
+from skyrl.db.futures import Outcome
+from skyrl.db.writer import GroupCommitWriter
+from skyrl.futures.entries import Entries, Entry
+from skyrl.futures.stored_ends import StoredEnds
+from skyrl.notify.peers import PeerNotifier
+from skyrl.processes.backoff import Backoff
+from skyrl.processes.log_limits import LimitedLog, plain
+from skyrl.types.kinds import Kind
+from skyrl.wire.errors import ErrorCategory
+
+logger = logging.getLogger(__name__)
+
+FIRST_RETRY_S = 0.1
+MAX_RETRY_S = 5.0
+"""How long a result waits between two tries to store it."""
+
+
+class Settling:
+    """Ends the requests of one API process. `peers` are told of each end."""
+
+    def __init__(
+        self, database: Database, writer: GroupCommitWriter, entries: Entries, ends: StoredEnds, peers: PeerNotifier
+    ) -> None:
+        self._database = database
+        self._writer = writer
+        self._entries = entries
+        self._ends = ends
+        self._peers = peers
+        self._failures = LimitedLog(logger)
+
+    async def settle(self, request_id: str, outcome: Outcome) -> None:
+        """End a forwarded sample: store its outcome, then tell all who wait; returns when the row is durable.
+
+        Tries again for as long as the database does not take the outcome: an outcome that is told before it is stored
+        could be another one after a crash. The outcome of a request that was dropped meanwhile is logged and discarded.
+        """
+        entry = self._entries.by_id.get(request_id)
+        if entry is None or not entry.pending:
+            logger.info("request %s ended after it was dropped; its result is discarded", request_id)
+            return
+        entry.settling = True
+        try:
+            self._tell(entry, await self._store(request_id, outcome, time.time()))
+        finally:
+            entry.settling = False
+        self._peers.request_ended(request_id, None if entry.sampler is None else entry.sampler[0])
+
+    async def _store(self, request_id: str, outcome: Outcome, now: float) -> Outcome:
+        """What is stored as the outcome of a sample, once it is stored. That is the row's own outcome if the row has
+        ended otherwise meanwhile: with its session, or in another process. It is a failure in place of an outcome that
+        the database will never take."""
+        backoff = Backoff(FIRST_RETRY_S, MAX_RETRY_S)
+        while True:
+            try:
+                changed = await self._writer.execute(rows.SETTLE_SAMPLE, rows.settlement(request_id, outcome, now))
+                if changed:
+                    return outcome
+                stored = await self._database.read_async(lambda connection: rows.find(connection, request_id))
+                return outcome if stored is None or stored.outcome is None else stored.outcome
+            except DatabaseError as error:
+                if not is_transient(error):
+                    if outcome.error is not None:
+                        raise
+                    logger.error("the result of request %s cannot be stored: %s", request_id, reason(error))
+                    outcome = Outcome(error="the result cannot be stored", error_category=ErrorCategory.SERVER)
+                    continue
+                retry_s = backoff.pause()
+                logger.error("a result cannot be stored, tried again in %g s: %s", retry_s, reason(error))
+                await asyncio.sleep(retry_s)
+
+    def _tell(self, entry: Entry, outcome: Outcome) -> None:
+        """The outcome is stored: whoever waits for it in this process is told."""
+        if outcome.error is not None:
+            self._log_failure(entry, outcome)
+        self._entries.settled(entry, outcome)
+        if len(self._ends) and (target := entry.target) is not None:
+            self._ends.ended(target)
+
+    def _log_failure(self, entry: Entry, outcome: Outcome) -> None:
+        """Not one line for each failure: a client may have thousands of requests that fail alike."""
+        ours = outcome.error_category != ErrorCategory.USER
+        self._failures.say(
+            logging.WARNING if ours else logging.INFO,
+            (entry.tenant, entry.kind, outcome.error_category),
+            f"failed {entry.kind} {entry.id} (tenant {entry.tenant}, category {outcome.error_category}): "
+            f"{plain(outcome.error or '')}",
+        )
+
+    async def end(self, request_id: str, outcome: Outcome) -> bool:
+        """Settle a pending request without its result: nobody is to compute it any more. False if it had ended: the
+        first outcome stays."""
+        entry = self._entries.by_id.get(request_id)
+        if entry is not None and entry.kind == Kind.EXTERNAL:
+            if not entry.pending:
+                return False
+            await self.settle(request_id, outcome)
+            return True
+        ended = await self._writer.transact(lambda c: rows.settle_pending(c, request_id, outcome, time.time()))
+        await self.read_outcomes([request_id])
+        if ended:
+            self._peers.request_ended(request_id)
+        return ended
+
+    async def fail_session(self, session_id: str) -> None:
+        """Settle a closed session's pending samples in the database. Where there is an engine, the engine does so."""
+        await self._writer.transact(
+            lambda c: rows.end_requests_of_sessions(c, [session_id], time.time(), Kind.EXTERNAL)
+        )
+
+    async def read_outcomes(self, request_ids: Iterable[str]) -> list[str]:
+        """Read outcomes that another process has stored, and tell whoever waits for them. Returns the ids of those
+        requests that this process was forwarding."""
+        wanted = [request_id for request_id in request_ids if self._entries.is_pending(request_id)]
+        forwarded: list[str] = []
+        for start in range(0, len(wanted), rows.MAX_NAMED):
+            part = wanted[start : start + rows.MAX_NAMED]
+            for stored in await self._database.read_async(lambda c, ids=part: rows.find_settled(c, ids)):
+                entry = self._entries.by_id.get(stored.id)
+                if entry is None or not entry.pending or stored.outcome is None:
+                    continue
+                if self._entries.is_own(entry.id):
+                    forwarded.append(entry.id)
+                self._tell(entry, stored.outcome)
+        return forwarded
+
+    async def poll_outcomes(self) -> None:
+        """Look for outcomes of all requests that other processes settle."""
+        if self._entries.owned_elsewhere:
+            owed = list(self._entries.owned_elsewhere)
+            await self.read_outcomes(await self._database.read_async(lambda c: rows.ended_among(c, owed)))
