@@ -67,7 +67,7 @@ def datum(prompt: list[int], tokens: list[int], logprobs: list[float], advantage
 def train(
     service: tinker.ServiceClient, base_model: str, task: Task, settings: Settings, on_step: Callable[[Step], None]
 ) -> None:
-    """Run the loop; `on_step` hears of every step. Prompts and samples depend on the settings' seed and the step."""
+    """Run the loop; `on_step` hears of every step. Prompts depend on the seed and the step alone."""
     trainer = service.create_lora_training_client(
         base_model=base_model, rank=settings.rank, seed=settings.seed
     ).result()
@@ -78,14 +78,9 @@ def train(
         sampler = trainer.save_weights_and_get_sampling_client().result()
         questions = [task.prompt(rng) for _ in range(settings.prompts)]
         prompts = [tokenizer.encode(chat_prompt(text)) for text, _ in questions]
+        params = types.SamplingParams(max_tokens=settings.max_tokens, temperature=1.0)
         pending = [
-            sampler.sample(
-                types.ModelInput.from_ints(prompt),
-                num_samples=settings.group,
-                sampling_params=types.SamplingParams(
-                    max_tokens=settings.max_tokens, temperature=1.0, seed=rng.getrandbits(31)
-                ),
-            )
+            sampler.sample(types.ModelInput.from_ints(prompt), num_samples=settings.group, sampling_params=params)
             for prompt in prompts
         ]
         data: list[types.Datum] = []
