@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastapi import APIRouter
-from starlette.requests import Request
 from starlette.responses import Response
 
-from skyrl.api.body import SAMPLE_BYTES, read_body, tenant_of
-from skyrl.api.body_memory import BodyReader
+from skyrl.api.call import Call
 from skyrl.api.reply import reply
+from skyrl.api.route import Body
+from skyrl.api.routes import Routes
 from skyrl.api.services import Services
 from skyrl.db.samplers import Sampler
 from skyrl.storage.adapters import bring_adapter
 from skyrl.storage.threads import in_store
 from skyrl.wire.errors import NotFound, RequestError
 from skyrl.wire.paths import CheckpointKind, parse_path, sampling_session_id_of
-from skyrl.wire.requests import CreateSamplingSessionRequest, JoinSamplingSessionRequest, decode_json
+from skyrl.wire.requests import CreateSamplingSessionRequest, JoinSamplingSessionRequest, SampleRequest
 
 
 def _not_for_sampling(path: str, kind: CheckpointKind) -> str:
@@ -25,14 +24,12 @@ def _not_for_sampling(path: str, kind: CheckpointKind) -> str:
     return f"{path!r} is {what}; sample from what save_weights_for_sampler saved"
 
 
-def router(services: Services) -> APIRouter:
-    routes = APIRouter(prefix="/api/v1", tags=["sampling"])
-    bodies = BodyReader(services.config.state_dir, min(services.config.max_body_bytes, SAMPLE_BYTES))
+def router(services: Services) -> Routes:
+    routes = Routes("sampling")
 
-    @routes.post("/create_sampling_session")
-    async def create_sampling_session(request: Request) -> Response:
-        tenant = tenant_of(request)
-        wanted = decode_json(CreateSamplingSessionRequest, await read_body(request))
+    @routes.post("/create_sampling_session", scope="sample", body=CreateSamplingSessionRequest)
+    async def create_sampling_session(call: Call, wanted: CreateSamplingSessionRequest) -> Response:
+        tenant = call.tenant
         session = await services.active_session(wanted.session_id, tenant)
         if not 0 <= wanted.sampling_session_seq_id < 2**31:
             raise RequestError("must be in [0, 2**31)", field="sampling_session_seq_id")
@@ -66,28 +63,24 @@ def router(services: Services) -> APIRouter:
             )
         return reply({"type": "create_sampling_session", "sampling_session_id": stored.id})
 
-    @routes.post("/join_sampling_session")
-    async def join_sampling_session(request: Request) -> Response:
+    @routes.post("/join_sampling_session", scope="sample", body=JoinSamplingSessionRequest)
+    async def join_sampling_session(call: Call, wanted: JoinSamplingSessionRequest) -> Response:
         """For a copy of a sampling client in another process, which numbers its samples apart from all others'."""
-        tenant = tenant_of(request)
-        wanted = decode_json(JoinSamplingSessionRequest, await read_body(request))
-        sampler = await services.sampling.open_sampler(wanted.sampling_session_id, tenant)
+        sampler = await services.sampling.open_sampler(wanted.sampling_session_id, call.tenant)
         return reply({"type": "join_sampling_session", "client_counter": await services.samplers.join(sampler)})
 
-    @routes.get("/samplers/{sampler_id}")
-    async def get_sampler(sampler_id: str, request: Request) -> Response:
-        sampler = await services.samplers.find(sampler_id, tenant_of(request))
+    @routes.get("/samplers/{sampler_id}", scope="any")
+    async def get_sampler(call: Call, sampler_id: str) -> Response:
+        sampler = await services.samplers.find(sampler_id, call.tenant)
         if sampler is None:
             raise NotFound(f"no sampling session {sampler_id!r}", field="sampler_id")
         # The SDK loads a tokenizer by this name and nothing else.
         name = services.tokenizer_name(sampler.base_model)
         return reply({"sampler_id": sampler.id, "base_model": name, "model_path": sampler.model_path})
 
-    @routes.post("/asample")
-    async def asample(request: Request) -> Response:
-        tenant = tenant_of(request)
-        async with bodies.of(request, tenant) as body:
-            promise = await services.sampling.submit(body, tenant)
+    @routes.post("/asample", scope="sample", body=Body(SampleRequest, read_as=bytes, bound="sample"))
+    async def asample(call: Call, body: bytes) -> Response:
+        promise = await services.sampling.submit(body, call.tenant)
         answer: dict[str, Any] = {
             "request_id": promise.request_id,
             "sample_sequence_ids": promise.sample_sequence_ids,

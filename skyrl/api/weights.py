@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import msgspec
-from fastapi import APIRouter
-from starlette.requests import Request
 from starlette.responses import Response
 
-from skyrl.api.body import read_body, tenant_of
+from skyrl.api.call import Call
 from skyrl.api.models import check_optimizer
 from skyrl.api.reply import reply
+from skyrl.api.route import Body
+from skyrl.api.routes import Routes
 from skyrl.api.services import Services
-from skyrl.api.training import submit, submit_sequenced
+from skyrl.api.training import command_of, submit, submit_sequenced
 from skyrl.db.models import Model, adapter_of, add_model
 from skyrl.types.kinds import Kind
 from skyrl.wire.errors import NotFound, RequestError
@@ -21,6 +21,9 @@ from skyrl.wire.requests import (
     RESOLVED,
     LoadTarget,
     LoadWeightsRequest,
+    SaveWeightsExternalRequest,
+    SaveWeightsForSamplerRequest,
+    SaveWeightsRequest,
     SequencedRequest,
     WeightsInfoRequest,
     decode_json,
@@ -52,35 +55,25 @@ def _refused(model_id: str, error: RequestError) -> bytes:
     return msgspec.json.encode({"model_id": model_id, "path": "", "refused": error.message})
 
 
-def router(services: Services) -> APIRouter:
-    routes = APIRouter(prefix="/api/v1", tags=["weights"])
+def router(services: Services) -> Routes:
+    routes = Routes("weights")
 
-    @routes.post("/save_weights")
-    async def save_weights(request: Request) -> Response:
-        tenant = tenant_of(request)
-        body = await read_body(request)
-        return await submit_sequenced(services, Kind.SAVE_WEIGHTS, tenant, decode_json(SequencedRequest, body), body)
+    @routes.post("/save_weights", scope="train", body=command_of(SaveWeightsRequest))
+    async def save_weights(call: Call, header: SequencedRequest) -> Response:
+        return await submit_sequenced(services, Kind.SAVE_WEIGHTS, call.tenant, header, call.body)
 
-    @routes.post("/save_weights_for_sampler")
-    async def save_weights_for_sampler(request: Request) -> Response:
-        tenant = tenant_of(request)
-        body = await read_body(request)
-        header = decode_json(SequencedRequest, body)
-        return await submit_sequenced(services, Kind.SAVE_WEIGHTS_FOR_SAMPLER, tenant, header, body)
+    @routes.post("/save_weights_for_sampler", scope="train", body=command_of(SaveWeightsForSamplerRequest))
+    async def save_weights_for_sampler(call: Call, header: SequencedRequest) -> Response:
+        return await submit_sequenced(services, Kind.SAVE_WEIGHTS_FOR_SAMPLER, call.tenant, header, call.body)
 
-    @routes.post("/save_weights_external")
-    async def save_weights_external(request: Request) -> Response:
-        tenant = tenant_of(request)
-        body = await read_body(request)
-        header = decode_json(SequencedRequest, body)
-        return await submit_sequenced(services, Kind.SAVE_WEIGHTS_EXTERNAL, tenant, header, body)
+    @routes.post("/save_weights_external", scope="train", body=command_of(SaveWeightsExternalRequest))
+    async def save_weights_external(call: Call, header: SequencedRequest) -> Response:
+        return await submit_sequenced(services, Kind.SAVE_WEIGHTS_EXTERNAL, call.tenant, header, call.body)
 
-    @routes.post("/load_weights")
-    async def load_weights(request: Request) -> Response:
+    @routes.post("/load_weights", scope="train", body=Body(LoadWeightsRequest, read_as=LoadTarget))
+    async def load_weights(call: Call, target: LoadTarget) -> Response:
         """Into a model that is there (model_id, seq_id), or making one (session_id, model_seq_id)."""
-        tenant = tenant_of(request)
-        body = await read_body(request)
-        target = decode_json(LoadTarget, body)
+        tenant, body = call.tenant, call.body
         if target.model_id is not None:
             header = SequencedRequest(target.model_id, target.seq_id)
             try:
@@ -114,11 +107,9 @@ def router(services: Services) -> APIRouter:
         row = add_model(model, wanted.model_seq_id, services.quotas.models(tenant))
         return await submit(services, Kind.LOAD_WEIGHTS, model, 0, command, first=row)
 
-    @routes.post("/weights_info")
-    async def weights_info(request: Request) -> Response:
-        tenant = tenant_of(request)
-        wanted = decode_json(WeightsInfoRequest, await read_body(request))
-        saved = await services.checkpoints.find(parse_path(wanted.tinker_path, "tinker_path"), tenant)
+    @routes.post("/weights_info", scope="any", body=WeightsInfoRequest)
+    async def weights_info(call: Call, wanted: WeightsInfoRequest) -> Response:
+        saved = await services.checkpoints.find(parse_path(wanted.tinker_path, "tinker_path"), call.tenant)
         if saved is None:
             raise NotFound(f"no checkpoint {wanted.tinker_path!r}", field="tinker_path")
         return reply(
