@@ -122,7 +122,7 @@ def router(services: Services) -> Routes:
             return new_session_id(), 0
         assert wanted.session_id is not None
         assert wanted.model_seq_id is not None
-        session = await services.active_session(wanted.session_id, tenant)
+        session = await services.session_life.active(wanted.session_id, tenant)
         if not 0 <= wanted.model_seq_id < 2**31:
             raise RequestError("must be in [0, 2**31)", field="model_seq_id")
         if await services.models.row(model_id_of(session.id, wanted.model_seq_id), None) is not None:

@@ -53,9 +53,9 @@ def router(services: Services) -> Routes:
     @routes.post("/create_model", scope="train", body=CreateModelRequest)
     async def create_model(call: Call, wanted: CreateModelRequest) -> Response:
         tenant = call.tenant
-        services.check_trainable()
-        session = await services.active_session(wanted.session_id, tenant)
-        services.check_base_model(wanted.base_model)
+        services.served.check_trainable()
+        session = await services.session_life.active(wanted.session_id, tenant)
+        services.served.check_base_model(wanted.base_model)
         check_optimizer(wanted.optimizer_config)
         if not 0 <= wanted.model_seq_id < 2**31:
             raise RequestError("must be in [0, 2**31)", field="model_seq_id")
@@ -74,7 +74,7 @@ def router(services: Services) -> Routes:
     async def unload_model(call: Call, wanted: ModelRequest) -> Response:
         """After everything that was sent for the model so far; it has no number in the client's order."""
         tenant = call.tenant
-        services.check_trainable()
+        services.served.check_trainable()
         model = await services.models.find(wanted.model_id, tenant)
         if model is None:
             raise NotFound(f"no model {wanted.model_id!r}", field="model_id")
@@ -97,7 +97,7 @@ def router(services: Services) -> Routes:
                 "model_id": model.id,
                 "model_data": {
                     "model_name": model.base_model,
-                    "tokenizer_id": services.tokenizer_name(model.base_model),
+                    "tokenizer_id": services.served.tokenizer_name(model.base_model),
                 },
                 "is_lora": True,
                 "lora_rank": model.adapter.lora_rank,

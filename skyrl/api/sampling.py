@@ -30,7 +30,7 @@ def router(services: Services) -> Routes:
     @routes.post("/create_sampling_session", scope="sample", body=CreateSamplingSessionRequest)
     async def create_sampling_session(call: Call, wanted: CreateSamplingSessionRequest) -> Response:
         tenant = call.tenant
-        session = await services.active_session(wanted.session_id, tenant)
+        session = await services.session_life.active(wanted.session_id, tenant)
         if not 0 <= wanted.sampling_session_seq_id < 2**31:
             raise RequestError("must be in [0, 2**31)", field="sampling_session_seq_id")
         sampler_id = sampling_session_id_of(session.id, wanted.sampling_session_seq_id)
@@ -42,15 +42,15 @@ def router(services: Services) -> Routes:
                 raise NotFound(f"no sampler weights {wanted.model_path!r}", field="model_path")
             if saved.adapter_name is None:
                 raise NotFound(_not_for_sampling(wanted.model_path, path.kind), field="model_path")
-            services.check_base_model(saved.base_model, "model_path")
+            services.served.check_base_model(saved.base_model, "model_path")
             base_model, adapter_name, adapter_path = saved.base_model, saved.adapter_name, saved.directory
             if wanted.base_model is not None:
-                services.check_base_model(wanted.base_model)  # any of its names: there is one base model
+                services.served.check_base_model(wanted.base_model)  # any of its names: there is one base model
             if saved.store_key is not None and adapter_path is not None:
                 store = services.checkpoint_store
-                await in_store(bring_adapter, store, saved.store_key, services.state_dir / adapter_path)
+                await in_store(bring_adapter, store, saved.store_key, services.served.state_dir / adapter_path)
         elif wanted.base_model is not None:
-            base_model = services.check_base_model(wanted.base_model)
+            base_model = services.served.check_base_model(wanted.base_model)
         else:
             raise RequestError("give base_model or model_path", field="model_path")
         sampler = Sampler(sampler_id, session.id, tenant, base_model, wanted.model_path, adapter_name, adapter_path)
@@ -75,7 +75,7 @@ def router(services: Services) -> Routes:
         if sampler is None:
             raise NotFound(f"no sampling session {sampler_id!r}", field="sampler_id")
         # The SDK loads a tokenizer by this name and nothing else.
-        name = services.tokenizer_name(sampler.base_model)
+        name = services.served.tokenizer_name(sampler.base_model)
         return reply({"sampler_id": sampler.id, "base_model": name, "model_path": sampler.model_path})
 
     @routes.post("/asample", scope="sample", body=Body(SampleRequest, read_as=bytes, bound="sample"))

@@ -46,13 +46,13 @@ def router(services: Services) -> Routes:
             display_name=wanted.display_name,
             check=services.quotas.sessions(tenant),
         )
-        warning = services.session_warning()
+        warning = services.served.session_warning()
         notice = {} if warning is None else {"warning_message": warning}
         return reply({"type": "create_session", "session_id": session.id} | notice)
 
     @routes.post("/session_heartbeat", scope="any", body=SessionRequest)
     async def heartbeat(call: Call, wanted: SessionRequest) -> Response:
-        await services.sessions.beat(await services.active_session(wanted.session_id, call.tenant))
+        await services.sessions.beat(await services.session_life.active(wanted.session_id, call.tenant))
         return reply({"type": "session_heartbeat"})
 
     @routes.post("/sessions/{session_id}/finish", scope="any", body=Body(FinishSessionRequest, optional=True))
@@ -63,7 +63,7 @@ def router(services: Services) -> Routes:
         reason = wanted.reason.type if wanted.reason is not None else None
         if reason is not None and reason not in FINISH_REASONS:
             raise RequestError(f"must be one of: {', '.join(FINISH_REASONS)}, got {reason!r}", field="reason.type")
-        await services.close_session(session, "finished", reason, wanted.detail)
+        await services.session_life.close(session, "finished", reason, wanted.detail)
         return reply({})
 
     @routes.get("/sessions", scope="any")

@@ -98,7 +98,7 @@ async def submit_sequenced(
     services: Services, kind: Kind, tenant: str, header: SequencedRequest, body: bytes, encoding: str = "json"
 ) -> Response:
     """`submit` for a command that names its model."""
-    services.check_trainable()
+    services.served.check_trainable()
     model = await services.models.find(header.model_id, tenant)
     if model is None:
         raise NotFound(f"no model {header.model_id!r}", field="model_id")

@@ -85,8 +85,8 @@ def router(services: Services) -> Routes:
         command, reader = _resolved(body, services)
         if wanted.session_id is None or wanted.model_seq_id is None:
             raise RequestError("give model_id, or session_id and model_seq_id")
-        services.check_trainable()
-        session = await services.active_session(wanted.session_id, tenant)
+        services.served.check_trainable()
+        session = await services.session_life.active(wanted.session_id, tenant)
         check_optimizer(wanted.optimizer_config)
         if not 0 <= wanted.model_seq_id < 2**31:
             raise RequestError("must be in [0, 2**31)", field="model_seq_id")
@@ -95,7 +95,7 @@ def router(services: Services) -> Routes:
         if saved is None or path.kind != "weights":
             raise NotFound(f"no training checkpoint {wanted.path!r}", field="path")
         if wanted.base_model is not None:
-            services.check_base_model(wanted.base_model)
+            services.served.check_base_model(wanted.base_model)
         model = Model(
             id=model_id_of(session.id, wanted.model_seq_id),
             session_id=session.id,

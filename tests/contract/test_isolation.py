@@ -155,7 +155,7 @@ async def running(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Wor
         async with httpx.AsyncClient(transport=transport, base_url="http://api") as http:
             yield World(app, services, http, database)
         for session, _ in (await services.sessions.look(-1.0)).silent:
-            await services.close_session(session, "finished", None, None)
+            await services.session_life.close(session, "finished", None, None)
     database.close()
 
 
