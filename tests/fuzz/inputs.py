@@ -84,14 +84,15 @@ _THEIRS |= {"sampler_id": "their_sampler", "path": "their_path"}
 
 
 def _from_strangers() -> dict[str, dict[str, Any]]:
-    """A body of each POST route without parameters in its path, from what `test_isolation` sends there."""
+    """A body of each POST route that takes one, from what `test_isolation` sends there."""
     found: dict[str, dict[str, Any]] = {}
     for (method, path), tries in (TRIED | LISTS).items():
-        if method == "POST" and "{" not in path:
-            text = json.dumps(tries[0].body)
+        if method == "POST" and not path.endswith("/publish"):
+            text = json.dumps([path.removeprefix("/api/v1/"), tries[0].body])
             for name, theirs in _THEIRS.items():
                 text = text.replace("{" + name + "}", "{" + theirs + "}")
-            found[path.removeprefix("/api/v1/")] = json.loads(text)
+            route, body = json.loads(text)
+            found[route] = body
     return found
 
 
