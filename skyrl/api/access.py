@@ -1,6 +1,6 @@
-"""Whom a key or a token stands for, and whether it may do what is asked: tenants and scopes.
+"""Whom a key or a token stands for, and which scopes it has.
 
-Everything is answered from memory. Knows the routes by their paths; does not know what a tenant owns.
+Everything is answered from memory. Knows no routes: each declares the scope that it needs.
 """
 
 from __future__ import annotations
@@ -10,55 +10,6 @@ from dataclasses import dataclass
 from skyrl.api.tokens import Tokens, is_token, tenant_of_key
 from skyrl.db.keys import ALL_SCOPES, SCOPES, ApiKey, Keys, Scope
 from skyrl.wire.errors import InvalidToken, RequestError
-
-_API = "/api/v1"
-_CHECKPOINT = "/training_runs/{model_id}/checkpoints/{kind}/{name}"
-_SCOPES: dict[Scope | None, tuple[str, ...]] = {
-    "train": (
-        "/create_model",
-        "/unload_model",
-        "/forward",
-        "/forward_backward",
-        "/create_custom_loss",
-        "/optim_step",
-        "/save_weights",
-        "/save_weights_for_sampler",
-        "/save_weights_external",
-        "/load_weights",
-        "/copy_weights",
-        _CHECKPOINT,
-        f"{_CHECKPOINT}/publish",
-        f"{_CHECKPOINT}/ttl",
-        f"{_CHECKPOINT}/archive",
-        f"{_CHECKPOINT}/external_weights_urls",
-    ),
-    "sample": ("/create_sampling_session", "/join_sampling_session", "/asample", "/retrieve_futures"),
-    "admin": ("/audit", "/billing/usage/events", "/billing/usage/checkpoints/current"),
-    None: (
-        "/auth/token",
-        "/auth/apikey/me",
-        "/get_server_capabilities",
-        "/create_session",
-        "/session_heartbeat",
-        "/sessions",
-        "/sessions/search",
-        "/sessions/{session_id}",
-        "/sessions/{session_id}/finish",
-        "/sessions/{session_id}/project",
-        "/sessions/{session_id}/trace_export",
-        "/samplers/{sampler_id}",
-        "/get_info",
-        "/weights_info",
-        "/retrieve_future",
-        "/cancel_future",
-        "/training_runs",
-        "/training_runs/{model_id}",
-        "/training_runs/{model_id}/checkpoints",
-        "/checkpoints",
-    ),
-}
-SCOPE_OF: dict[str, Scope | None] = {f"{_API}{path}": scope for scope, paths in _SCOPES.items() for path in paths}
-"""What a key needs for a route; None: any key will do. A route that is not here is for admins."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,13 +74,8 @@ class Access:
         return caller.tenant
 
 
-def check_route(caller: Caller, path: str) -> None:
-    """`path` with its parameters in braces. Raises RequestError 403 naming the scope that the caller's key lacks."""
-    check_scope(caller, SCOPE_OF.get(path, "admin"))
-
-
-def check_scope(caller: Caller, needed: Scope | None) -> None:
+def check_scope(caller: Caller, needed: Scope) -> None:
     """Raises RequestError 403 naming the scope that the caller's key lacks."""
-    if needed is not None and needed not in caller.scopes:
+    if needed not in caller.scopes:
         has = ", ".join(scope for scope in SCOPES if scope in caller.scopes)
         raise RequestError(f"this needs an API key with the scope {needed!r}; the given one has: {has}", status=403)

@@ -7,12 +7,11 @@ from datetime import UTC, date, datetime
 from datetime import time as clock
 from typing import Literal
 
-from fastapi import APIRouter
-from starlette.requests import Request
 from starlette.responses import Response
 
-from skyrl.api.body import tenant_of
+from skyrl.api.call import Call
 from skyrl.api.reply import reply, timestamp
+from skyrl.api.routes import Routes
 from skyrl.api.services import Services
 
 EventType = Literal["all", "checkpoints", "projects", "teams", "organizations"]
@@ -21,13 +20,13 @@ EventType = Literal["all", "checkpoints", "projects", "teams", "organizations"]
 DAY_S = 86_400
 
 
-def router(services: Services) -> APIRouter:
-    routes = APIRouter(prefix="/api/v1", tags=["audit"])
+def router(services: Services) -> Routes:
+    routes = Routes("audit")
 
-    @routes.get("/audit")
-    async def audit(request: Request, event_type: EventType = "all", day: date | None = None) -> Response:
+    @routes.get("/audit", scope="admin")
+    async def audit(call: Call, event_type: EventType = "all", day: date | None = None) -> Response:
         """The events of one day in UTC, oldest first. Without `day`: today."""
-        tenant = tenant_of(request)
+        tenant = call.tenant
         day = day or datetime.fromtimestamp(time.time(), UTC).date()
         start = datetime.combine(day, clock(), UTC)
         resource = None if event_type == "all" else event_type.removesuffix("s")

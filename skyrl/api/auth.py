@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastapi import APIRouter
-from starlette.requests import Request
 from starlette.responses import Response
 
 from skyrl.api.access import Caller
-from skyrl.api.body import caller_of, key_of
+from skyrl.api.call import Call
 from skyrl.api.reply import reply, timestamp
+from skyrl.api.routes import API, Routes
 from skyrl.api.services import Services
 from skyrl.api.tokens import is_token
 from skyrl.db.keys import SCOPES
@@ -32,30 +31,30 @@ def _said_of(caller: Caller) -> dict[str, Any]:
     return {"key_id": int(key.id, 16), "name": key.name or key.id, "note": f"Key {key.id}; scopes: {may}; {until}."}
 
 
-def router(services: Services) -> APIRouter:
-    routes = APIRouter(prefix="/api/v1/auth", tags=["auth"])
+def router(services: Services) -> Routes:
+    routes = Routes("auth", f"{API}/auth")
 
-    @routes.post("/token")
-    async def token(request: Request) -> Response:
+    @routes.post("/token", scope="any")
+    async def token(call: Call) -> Response:
         """A token for a key. A token is answered with itself: it ends when it ends, whoever holds it."""
-        caller, given = caller_of(request), key_of(request)
+        caller, given = call.caller, call.request.headers["x-api-key"]
         if is_token(given):
             return reply({"jwt": given})
         return reply({"jwt": services.tokens.issue(caller.tenant, caller.key.id if caller.key is not None else None)})
 
-    @routes.get("/apikey/me")
-    async def own_key(request: Request) -> Response:
-        caller = caller_of(request)
+    @routes.get("/apikey/me", scope="any")
+    async def own_key(call: Call) -> Response:
+        caller = call.caller
         details = {
-            "org_details": {"name": f"skyrl at {request.url.netloc}"},
+            "org_details": {"name": f"skyrl at {call.request.url.netloc}"},
             "user_details": {"email": f"tenant {caller.tenant[:8]}"},
         }
         return reply(_said_of(caller) | {"details": details})
 
-    @routes.delete("/apikey/me")
-    async def delete_own_key(request: Request) -> Response:
+    @routes.delete("/apikey/me", scope="any")
+    async def delete_own_key(call: Call) -> Response:
         """The key, and every token that was made for it, is refused from now on."""
-        caller = caller_of(request)
+        caller = call.caller
         if caller.key is None:
             raise RequestError(
                 "this server keeps no list of keys, so that there is none to delete: any key is taken, this one too",

@@ -6,12 +6,11 @@ import time
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from fastapi import APIRouter
-from starlette.requests import Request
 from starlette.responses import Response
 
-from skyrl.api.body import tenant_of
+from skyrl.api.call import Call
 from skyrl.api.reply import reply, strings, timestamp
+from skyrl.api.routes import API, Routes
 from skyrl.api.services import Services
 from skyrl.api.tokens import user_urn
 from skyrl.db.usage import GIGABYTE, HOUR_S, UsageKind
@@ -55,15 +54,15 @@ def _event_info(kind: str, amount: float) -> dict[str, Any]:
     return {"type": kind, "token_count": round(amount)}
 
 
-def router(services: Services) -> APIRouter:
-    routes = APIRouter(prefix="/api/v1/billing/usage", tags=["billing"])
+def router(services: Services) -> Routes:
+    routes = Routes("billing", f"{API}/billing/usage")
 
-    @routes.get("/events")
+    @routes.get("/events", scope="admin")
     async def events(
-        request: Request, starting_on: datetime | None = None, ending_before: datetime | None = None
+        call: Call, starting_on: datetime | None = None, ending_before: datetime | None = None
     ) -> Response:
         """Amounts of each full hour, kind, base model and session."""
-        tenant = tenant_of(request)
+        tenant = call.tenant
         amounts, sessions = await services.usage.between(tenant, *_window(starting_on, ending_before))
         data = [
             {
@@ -82,10 +81,10 @@ def router(services: Services) -> APIRouter:
         }
         return reply({"data": data, "sessions": named})
 
-    @routes.get("/checkpoints/current")
-    async def current_checkpoints(request: Request, project_id: str | None = None) -> Response:
+    @routes.get("/checkpoints/current", scope="admin")
+    async def current_checkpoints(call: Call, project_id: str | None = None) -> Response:
         """Number and size of the live checkpoints, by project."""
-        tenant = tenant_of(request)
+        tenant = call.tenant
         stored = await services.usage.stored(tenant, project_id)
         return reply(
             {

@@ -1,81 +1,24 @@
-"""Reading requests: the caller, and the body within bounds, before and after decompression."""
+"""Reading a request's body within bounds, before and after decompression."""
 
 from __future__ import annotations
 
 import asyncio
 import io
-from contextlib import AbstractAsyncContextManager
-from typing import Protocol
 
 import zstandard
 from starlette.requests import Request
 
-from skyrl.api.access import Access, Caller, check_route
-from skyrl.db.keys import ALL_SCOPES
 from skyrl.wire.errors import RequestError
 
 INLINE_BYTES = 256 * 2**10
-"""What is no larger decompressed is decompressed on the event loop; megabytes would hold it up for some 5 ms each."""
-MAX_KEY = 2_000
-"""Characters of a key or a token: tenants of the last 4,096 keys are remembered by them."""
+"""A body of at most so many bytes, decompressed, is decompressed on the event loop. Megabytes would stop the loop for
+some 5 ms each, and are decompressed on a thread."""
 SMALL_BYTES = 64 * 2**10
-"""A body that needs no room of its own."""
+"""A body of at most so many bytes is read without waiting for memory."""
 CONTROL_BYTES = 2**20
 """Bodies of everything but samples and training passes: the least that `max_body_bytes` may be."""
 SAMPLE_BYTES = 32 * 2**20
 """A body of asample: a prompt of millions of tokens, which becomes a Python list."""
-
-
-def key_of(request: Request) -> str:
-    """The API key, or the token in its place. Raises RequestError 401 without one."""
-    key = request.headers.get("x-api-key", "")
-    if not key:
-        raise RequestError("send an API key in X-API-Key", status=401)
-    if len(key) > MAX_KEY:
-        raise RequestError(f"the API key in X-API-Key has more than {MAX_KEY} characters", status=401)
-    return key
-
-
-def caller_of(request: Request) -> Caller:
-    """Whom a request comes from, if its key may ask for that route.
-
-    Raises RequestError 401 without a key that is taken, InvalidToken for a token that is not, RequestError 403 for a
-    scope that the key lacks.
-    """
-    access: Access = request.app.state.access
-    caller = access.caller(key_of(request))
-    if caller.scopes != ALL_SCOPES:
-        route = request.scope.get("route")  # there is none on the short way of `Application`, whose paths are whole
-        check_route(caller, request.scope["path"] if route is None else route.path)
-    return caller
-
-
-def tenant_of(request: Request) -> str:
-    """Who owns what this request makes. Raises as `caller_of` does."""
-    return caller_of(request).tenant
-
-
-class LargeBodies(Protocol):
-    """`skyrl.api.body_memory.Bodies`."""
-
-    def of(self, request: Request, tenant: str) -> AbstractAsyncContextManager[bytes]: ...
-
-
-async def read_body(request: Request) -> bytes:
-    """The decompressed body of everything but samples and training passes: one that is not small waits until there is
-    room for it. Raises RequestError 413 when it is larger than CONTROL_BYTES, 415 for other encodings."""
-    if _is_small(request):
-        return await expand(request, await receive(request, CONTROL_BYTES), CONTROL_BYTES)
-    bodies: LargeBodies = request.app.state.bodies
-    async with bodies.of(request, request.headers.get("x-api-key", "")) as body:
-        return body
-
-
-def _is_small(request: Request) -> bool:
-    declared = request.headers.get("content-length")
-    if declared is None:
-        return "transfer-encoding" not in request.headers  # there is no body
-    return declared.isdigit() and int(declared) <= SMALL_BYTES
 
 
 async def receive(request: Request, max_bytes: int) -> bytes:

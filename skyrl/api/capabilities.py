@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter
-from starlette.requests import Request
 from starlette.responses import Response
 
-from skyrl.api.body import tenant_of
+from skyrl.api.call import Call
 from skyrl.api.reply import reply
+from skyrl.api.routes import Routes
 from skyrl.api.services import Services
 
 CLIENT_CONFIG = {
@@ -23,11 +22,11 @@ MAX_CANCELS = 64
 """Cancellations that a client may send at once: each is a request of its own."""
 
 
-def router(services: Services) -> APIRouter:
-    routes = APIRouter(prefix="/api/v1", tags=["capabilities"])
+def router(services: Services) -> Routes:
+    routes = Routes("capabilities")
 
-    @routes.post("/client/config")
-    async def client_config() -> Response:
+    @routes.post("/client/config", scope="open")
+    async def client_config(call: Call) -> Response:
         config = services.config
         return reply(
             CLIENT_CONFIG
@@ -37,15 +36,14 @@ def router(services: Services) -> APIRouter:
             }
         )
 
-    @routes.post("/client/dynamic_config")
-    async def dynamic_config() -> Response:
+    @routes.post("/client/dynamic_config", scope="open")
+    async def dynamic_config(call: Call) -> Response:
         return reply(
             {"refresh_interval_sec": 300, "sample_cancel_enabled": True, "sample_cancel_max_batch_size": MAX_CANCELS}
         )
 
-    @routes.get("/get_server_capabilities")
-    async def capabilities(request: Request) -> Response:
-        tenant_of(request)
+    @routes.get("/get_server_capabilities", scope="any")
+    async def capabilities(call: Call) -> Response:
         return reply(
             {
                 "supported_models": [
@@ -60,8 +58,8 @@ def router(services: Services) -> APIRouter:
             }
         )
 
-    @routes.post("/telemetry")
-    async def telemetry() -> Response:
+    @routes.post("/telemetry", scope="open")
+    async def telemetry(call: Call) -> Response:
         return reply({"status": "accepted"})
 
     return routes

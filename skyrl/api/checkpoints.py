@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from fastapi import APIRouter, Query
+from fastapi import Query
 from starlette.requests import Request
 from starlette.responses import Response
 
-from skyrl.api.body import read_body, tenant_of
+from skyrl.api.call import Call
 from skyrl.api.reply import reply, strings, timestamp
+from skyrl.api.routes import Routes
 from skyrl.api.scope import AccessScope
 from skyrl.api.services import Services
 from skyrl.api.tokens import user_urn
@@ -18,7 +19,7 @@ from skyrl.db.checkpoints import Checkpoint, Seen
 from skyrl.db.models import ModelRecord
 from skyrl.wire.errors import NotFound, RequestError
 from skyrl.wire.paths import KINDS, CheckpointKind, TinkerPath, parse_path
-from skyrl.wire.requests import TtlRequest, decode_json
+from skyrl.wire.requests import TtlRequest
 
 MIN_TTL_S, MAX_TTL_S = 3600, 10 * 365 * 86_400
 _TYPES = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
@@ -76,8 +77,8 @@ def _training_run(model: ModelRecord, checkpoints: list[Checkpoint], tenant: str
     }
 
 
-def router(services: Services) -> APIRouter:
-    routes = APIRouter(prefix="/api/v1", tags=["checkpoints"])
+def router(services: Services) -> Routes:
+    routes = Routes("checkpoints")
     page_limit, page_offset = Query(20, ge=1, le=1000), Query(0, ge=0, lt=2**31)
 
     async def run_seen(model_id: str, tenant: str, seen: Seen) -> ModelRecord:
@@ -90,18 +91,18 @@ def router(services: Services) -> APIRouter:
             raise NotFound(f"no training run {model_id!r}", field="training_run_id")
         return model
 
-    @routes.get("/training_runs")
+    @routes.get("/training_runs", scope="any")
     async def list_training_runs(
-        request: Request,
+        call: Call,
         limit: int = page_limit,
         offset: int = page_offset,
         access_scope: AccessScope = "owned",
         project_id: str | None = None,
     ) -> Response:
         """The caller's own runs, whatever the scope: other tenants publish checkpoints, not runs."""
-        tenant = tenant_of(request)
+        tenant = call.tenant
         models, total = await services.models.page(tenant, limit, offset, project_id)
-        seen = seen_by_client(request, access_scope)
+        seen = seen_by_client(call.request, access_scope)
         latest = await services.checkpoints.latest([model.id for model in models], tenant, seen)
         return reply(
             {
@@ -110,29 +111,27 @@ def router(services: Services) -> APIRouter:
             }
         )
 
-    @routes.get("/training_runs/{model_id}")
-    async def get_training_run(model_id: str, request: Request, access_scope: AccessScope = "owned") -> Response:
-        tenant, seen = tenant_of(request), seen_by_client(request, access_scope)
+    @routes.get("/training_runs/{model_id}", scope="any")
+    async def get_training_run(call: Call, model_id: str, access_scope: AccessScope = "owned") -> Response:
+        tenant, seen = call.tenant, seen_by_client(call.request, access_scope)
         model = await run_seen(model_id, tenant, seen)
         return reply(_training_run(model, await services.checkpoints.latest([model_id], tenant, seen), tenant))
 
-    @routes.get("/training_runs/{model_id}/checkpoints")
-    async def list_run_checkpoints(
-        model_id: str, request: Request, access_scope: AccessScope = "accessible"
-    ) -> Response:
+    @routes.get("/training_runs/{model_id}/checkpoints", scope="any")
+    async def list_run_checkpoints(call: Call, model_id: str, access_scope: AccessScope = "accessible") -> Response:
         """Without a scope, also the checkpoints that another tenant has published of its run: the SDK looks up single
         checkpoints in this way."""
-        tenant, seen = tenant_of(request), seen_by_client(request, access_scope)
+        tenant, seen = call.tenant, seen_by_client(call.request, access_scope)
         await run_seen(model_id, tenant, seen)
         saved = await services.checkpoints.of_model(model_id, tenant, seen)
         return reply({"checkpoints": [checkpoint_json(checkpoint) for checkpoint in saved]})
 
-    @routes.get("/checkpoints")
+    @routes.get("/checkpoints", scope="any")
     async def list_checkpoints(
-        request: Request, limit: int = page_limit, offset: int = page_offset, access_scope: AccessScope = "owned"
+        call: Call, limit: int = page_limit, offset: int = page_offset, access_scope: AccessScope = "owned"
     ) -> Response:
-        seen = seen_by_client(request, access_scope)
-        saved, total = await services.checkpoints.page(tenant_of(request), limit, offset, seen)
+        seen = seen_by_client(call.request, access_scope)
+        saved, total = await services.checkpoints.page(call.tenant, limit, offset, seen)
         return reply(
             {
                 "checkpoints": [checkpoint_json(checkpoint) for checkpoint in saved],
@@ -142,38 +141,34 @@ def router(services: Services) -> APIRouter:
 
     one = "/training_runs/{model_id}/checkpoints/{kind}/{name}"
 
-    async def change(
-        request: Request, path: TinkerPath, event: str, details: dict[str, Any], **values: Any
-    ) -> Response:
-        if not await services.checkpoints.change(path, tenant_of(request), event, details, **values):
+    async def change(call: Call, path: TinkerPath, event: str, details: dict[str, Any], **values: Any) -> Response:
+        if not await services.checkpoints.change(path, call.tenant, event, details, **values):
             raise NotFound(f"no checkpoint {path}", field="checkpoint_id")
         return reply({})
 
     def at(model_id: str, kind: str, name: str) -> TinkerPath:
         return parse_path(f"tinker://{model_id}/{kind}/{name}", "checkpoint_id")
 
-    @routes.delete(one)
-    async def delete_checkpoint(model_id: str, kind: str, name: str, request: Request) -> Response:
+    @routes.delete(one, scope="train")
+    async def delete_checkpoint(call: Call, model_id: str, kind: str, name: str) -> Response:
         """Clients no longer find it. The engine deletes the files when nobody samples from them any more."""
         path = at(model_id, kind, name)
-        if not await services.checkpoints.delete(path, tenant_of(request)):
+        if not await services.checkpoints.delete(path, call.tenant):
             raise NotFound(f"no checkpoint {path}", field="checkpoint_id")
         return reply({})
 
-    @routes.post(f"{one}/publish")
-    async def publish(model_id: str, kind: str, name: str, request: Request) -> Response:
-        return await change(request, at(model_id, kind, name), "checkpoint_published", {}, public=True)
+    @routes.post(f"{one}/publish", scope="train")
+    async def publish(call: Call, model_id: str, kind: str, name: str) -> Response:
+        return await change(call, at(model_id, kind, name), "checkpoint_published", {}, public=True)
 
-    @routes.delete(f"{one}/publish")
-    async def unpublish(model_id: str, kind: str, name: str, request: Request) -> Response:
-        return await change(request, at(model_id, kind, name), "checkpoint_unpublished", {}, public=False)
+    @routes.delete(f"{one}/publish", scope="train")
+    async def unpublish(call: Call, model_id: str, kind: str, name: str) -> Response:
+        return await change(call, at(model_id, kind, name), "checkpoint_unpublished", {}, public=False)
 
-    @routes.put(f"{one}/ttl")
-    async def set_ttl(model_id: str, kind: str, name: str, request: Request) -> Response:
-        tenant_of(request)  # a request without a valid key is refused before its body is read
-        wanted = decode_json(TtlRequest, await read_body(request))
+    @routes.put(f"{one}/ttl", scope="train", body=TtlRequest)
+    async def set_ttl(call: Call, wanted: TtlRequest, model_id: str, kind: str, name: str) -> Response:
         path, details = at(model_id, kind, name), {"ttl_seconds": wanted.ttl_seconds}
         end = ttl_end(wanted.ttl_seconds)
-        return await change(request, path, "checkpoint_ttl_changed", details, expires_at=end)
+        return await change(call, path, "checkpoint_ttl_changed", details, expires_at=end)
 
     return routes

@@ -8,13 +8,13 @@ import logging
 import secrets
 from weakref import WeakValueDictionary
 
-from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from skyrl.api.body import read_body, tenant_of
+from skyrl.api.call import Call
 from skyrl.api.checkpoints import ttl_end
 from skyrl.api.reply import reply
+from skyrl.api.routes import Routes
 from skyrl.api.services import Services
 from skyrl.api.sessions import check_length
 from skyrl.db.checkpoints import Checkpoint
@@ -26,27 +26,26 @@ from skyrl.types.ids import new_session_id
 from skyrl.types.weights import FullWeights
 from skyrl.wire.errors import NotFound, RequestError
 from skyrl.wire.paths import TinkerPath, model_id_of, parse_path
-from skyrl.wire.requests import CopyWeightsRequest, decode_json
+from skyrl.wire.requests import CopyWeightsRequest
 
 logger = logging.getLogger(__name__)
 
 
-def router(services: Services) -> APIRouter:
-    routes = APIRouter(prefix="/api/v1", tags=["checkpoints"])
+def router(services: Services) -> Routes:
+    routes = Routes("checkpoints")
     copying: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
-    @routes.post("/copy_weights")
-    async def copy_weights(request: Request) -> Response:
+    @routes.post("/copy_weights", scope="train", body=CopyWeightsRequest)
+    async def copy_weights(call: Call, wanted: CopyWeightsRequest) -> Response:
         """Answers when the copy is stored. A repeated request with the same X-Idempotency-Key gets the same copy."""
-        tenant = tenant_of(request)
-        wanted = decode_json(CopyWeightsRequest, await read_body(request))
-        given = request.headers.get("x-idempotency-key")
+        tenant = call.tenant
+        given = call.request.headers.get("x-idempotency-key")
         if given is None:
-            return reply({"tinker_path": str(await copy(request, wanted, tenant, None))})
+            return reply({"tinker_path": str(await copy(call.request, wanted, tenant, None))})
         copy_key = hashlib.blake2b(f"{tenant}\n{given}".encode(), digest_size=16).hexdigest()
         # The first try may still be copying when its client gives it up and sends the second.
         async with copying.setdefault(copy_key, asyncio.Lock()):
-            path = await services.copies.made_by(copy_key) or await copy_once(request, wanted, tenant, copy_key)
+            path = await services.copies.made_by(copy_key) or await copy_once(call.request, wanted, tenant, copy_key)
         return reply({"tinker_path": str(path)})
 
     async def copy_once(request: Request, wanted: CopyWeightsRequest, tenant: str, copy_key: str) -> TinkerPath:
@@ -126,7 +125,7 @@ def router(services: Services) -> APIRouter:
             return new_session_id(), 0
         assert wanted.session_id is not None
         assert wanted.model_seq_id is not None
-        session = await services.active_session(wanted.session_id, tenant)
+        session = await services.session_life.active(wanted.session_id, tenant)
         if not 0 <= wanted.model_seq_id < 2**31:
             raise RequestError("must be in [0, 2**31)", field="model_seq_id")
         if await services.models.record(model_id_of(session.id, wanted.model_seq_id), None) is not None:

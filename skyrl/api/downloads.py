@@ -11,12 +11,11 @@ from collections.abc import Iterator
 from email.utils import formatdate
 from typing import NamedTuple
 
-from fastapi import APIRouter
-from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from skyrl.api.body import tenant_of
+from skyrl.api.call import Call
 from skyrl.api.reply import reply, timestamp
+from skyrl.api.routes import Routes
 from skyrl.api.services import Services
 from skyrl.db.checkpoints import Checkpoint
 from skyrl.storage.archive import Member, gzip_size, gzip_stored, tar, tar_size
@@ -45,8 +44,8 @@ class _Readable(NamedTuple):
         return self.key.rpartition("-")[2]
 
 
-def router(services: Services) -> APIRouter:
-    routes = APIRouter(prefix="/api/v1", tags=["downloads"])
+def router(services: Services) -> Routes:
+    routes = Routes("downloads")
     store = services.checkpoint_store
 
     async def readable(path: TinkerPath, tenant: str) -> _Readable:
@@ -60,9 +59,8 @@ def router(services: Services) -> APIRouter:
         )
         return _Readable(saved, saved.store_key)
 
-    async def linked(request: Request, path: TinkerPath, save: str) -> _Readable:
+    async def linked(path: TinkerPath, save: str) -> _Readable:
         """The checkpoint that a signed link is for."""
-        services.urls.verify(request)
         saved = await services.checkpoints.live(path)
         if saved is not None and saved.store_key is not None:
             found = _Readable(saved, saved.store_key)
@@ -70,10 +68,10 @@ def router(services: Services) -> APIRouter:
                 return found
         raise NotFound(f"{path} has been deleted or replaced since this link was made", field="checkpoint_id")
 
-    @routes.get(f"{_ONE}/archive")
-    async def archive_url(model_id: str, kind: str, name: str, request: Request) -> Response:
+    @routes.get(f"{_ONE}/archive", scope="train")
+    async def archive_url(call: Call, model_id: str, kind: str, name: str) -> Response:
         """A link to a tar of the adapter: as JSON to clients that accept JSON, as a redirect to others."""
-        tenant, path = tenant_of(request), parse_path(f"tinker://{model_id}/{kind}/{name}", "checkpoint_id")
+        tenant, path = call.tenant, parse_path(f"tinker://{model_id}/{kind}/{name}", "checkpoint_id")
         if path.kind == "external_weights":
             raise RequestError(
                 "exported files are fetched one by one, see external_weights_urls", field="checkpoint_id"
@@ -85,21 +83,21 @@ def router(services: Services) -> APIRouter:
                 f"{path} was saved by an older version, without {' and '.join(sorted(missing))}: load and save it",
                 field="checkpoint_id",
             )
-        accepts = ",".join(request.headers.getlist("accept"))
+        accepts = ",".join(call.request.headers.getlist("accept"))
         gzipped = "application/gzip" in accepts  # SDKs before 0.25 accept this and JSON, and take only a redirect
         ending = "tar.gz" if gzipped else "tar"
         link = services.urls.sign(
-            request, f"{_LINKS}/archives/{model_id}/{kind}/{name}/{found.save}/{name}.{ending}", LINK_S
+            call.request, f"{_LINKS}/archives/{model_id}/{kind}/{name}/{found.save}/{name}.{ending}", LINK_S
         )
         if "application/json" in accepts and not gzipped:
             return reply({"url": link.url, "expires": timestamp(link.expires_at)})
         headers = {"Location": link.url, "Expires": formatdate(link.expires_at, usegmt=True)}
         return reply({"url": link.url, "expires": timestamp(link.expires_at)}, 302, headers)
 
-    @routes.get("/downloads/archives/{model_id}/{kind}/{name}/{save}/{file}")
-    async def archive(model_id: str, kind: str, name: str, save: str, file: str, request: Request) -> Response:
+    @routes.get("/downloads/archives/{model_id}/{kind}/{name}/{save}/{file}", scope="signed")
+    async def archive(call: Call, model_id: str, kind: str, name: str, save: str, file: str) -> Response:
         path = parse_path(f"tinker://{model_id}/{kind}/{name}", "checkpoint_id")
-        found = await linked(request, path, save)
+        found = await linked(path, save)
         sizes = await in_store(store.files, found.key)
         sizes = {member: sizes[member] for member in ARCHIVED}
         complete = manifest_of(sizes)
@@ -114,9 +112,9 @@ def router(services: Services) -> APIRouter:
             return _attachment(gzip_stored(pieces), gzip_size(size), file, "application/gzip")
         return _attachment(pieces, size, file, "application/x-tar")
 
-    @routes.get(f"{_ONE}/external_weights_urls")
-    async def external_weights_urls(model_id: str, kind: str, name: str, request: Request) -> Response:
-        tenant, path = tenant_of(request), parse_path(f"tinker://{model_id}/{kind}/{name}", "checkpoint_id")
+    @routes.get(f"{_ONE}/external_weights_urls", scope="train")
+    async def external_weights_urls(call: Call, model_id: str, kind: str, name: str) -> Response:
+        tenant, path = call.tenant, parse_path(f"tinker://{model_id}/{kind}/{name}", "checkpoint_id")
         if path.kind != "external_weights":
             raise RequestError(
                 "only external_weights have download URLs; see save_weights_external", field="checkpoint_id"
@@ -129,14 +127,14 @@ def router(services: Services) -> APIRouter:
                 return reply({"urls": urls, "expires": timestamp(expires_at)})
         files = await in_store(store.files, found.key)
         at = f"{_LINKS}/files/{model_id}/{kind}/{name}/{found.save}"
-        links = {file: services.urls.sign(request, f"{at}/{file}", LINK_S) for file in files}
+        links = {file: services.urls.sign(call.request, f"{at}/{file}", LINK_S) for file in files}
         expires_at = min(link.expires_at for link in links.values())
         return reply({"urls": {file: link.url for file, link in links.items()}, "expires": timestamp(expires_at)})
 
-    @routes.get("/downloads/files/{model_id}/{kind}/{name}/{save}/{file}")
-    async def exported_file(model_id: str, kind: str, name: str, save: str, file: str, request: Request) -> Response:
+    @routes.get("/downloads/files/{model_id}/{kind}/{name}/{save}/{file}", scope="signed")
+    async def exported_file(call: Call, model_id: str, kind: str, name: str, save: str, file: str) -> Response:
         path = parse_path(f"tinker://{model_id}/{kind}/{name}", "checkpoint_id")
-        found = await linked(request, path, save)
+        found = await linked(path, save)
         sizes = await in_store(store.files, found.key)
         pieces = await in_store(store.stream, found.key, file)
         return _attachment(pieces, sizes[file], file, "application/octet-stream")

@@ -9,16 +9,15 @@ import asyncio
 import random
 from typing import Any
 
-from fastapi import APIRouter
-from starlette.requests import Request
 from starlette.responses import Response
 
-from skyrl.api.body import read_body, tenant_of
+from skyrl.api.call import Call
 from skyrl.api.reply import reply
+from skyrl.api.routes import Routes
 from skyrl.api.services import Services
 from skyrl.futures.completions import Completion, Target, TargetGone
 from skyrl.wire.errors import NotFound, RequestError
-from skyrl.wire.requests import CancelFutureRequest, RetrieveFutureRequest, RetrieveFuturesRequest, decode_json
+from skyrl.wire.requests import CancelFutureRequest, RetrieveFutureRequest, RetrieveFuturesRequest
 from skyrl.wire.results import to_json
 from skyrl.wire.training import PROTOBUF
 
@@ -67,18 +66,17 @@ def _check(wanted: RetrieveFuturesRequest) -> None:
         raise RequestError("must not be negative", field="timeout")
 
 
-def router(services: Services) -> APIRouter:
-    routes = APIRouter(prefix="/api/v1", tags=["futures"])
+def router(services: Services) -> Routes:
+    routes = Routes("futures")
 
-    @routes.post("/retrieve_future")
-    async def retrieve_future(request: Request) -> Response:
-        tenant = tenant_of(request)
-        wanted = decode_json(RetrieveFutureRequest, await read_body(request))
+    @routes.post("/retrieve_future", scope="any", body=RetrieveFutureRequest)
+    async def retrieve_future(call: Call, wanted: RetrieveFutureRequest) -> Response:
+        tenant = call.tenant
         try:
             outcome = await services.futures.wait(wanted.request_id, tenant, _hold_s())
         except KeyError:
             # 410 makes the SDK send a lost sample again; it cannot do so for a training command.
-            status = 410 if request.headers.get("x-tinker-request-type") == "Sample" else 404
+            status = 410 if call.request.headers.get("x-tinker-request-type") == "Sample" else 404
             return reply({"detail": f"request_id: no request {wanted.request_id!r}", "field": "request_id"}, status)
         except Exception:
             await asyncio.sleep(ERROR_HOLD_S)
@@ -88,15 +86,14 @@ def router(services: Services) -> APIRouter:
             return reply(again | await _queue_state(services, wanted.request_id, tenant), 408)
         if outcome.error is not None:
             return reply({"error": outcome.error, "category": outcome.error_category or "unknown"})
-        if outcome.result_format != "json" and PROTOBUF in request.headers.get("accept", ""):
+        if outcome.result_format != "json" and PROTOBUF in call.request.headers.get("accept", ""):
             return Response(outcome.result, media_type=PROTOBUF)
         return Response(to_json(outcome.result, outcome.result_format), media_type="application/json")
 
-    @routes.post("/retrieve_futures")
-    async def retrieve_futures(request: Request) -> Response:
+    @routes.post("/retrieve_futures", scope="sample", body=RetrieveFuturesRequest)
+    async def retrieve_futures(call: Call, wanted: RetrieveFuturesRequest) -> Response:
         """Which samples of one sampling client have ended since a cursor; their results are fetched one by one."""
-        tenant = tenant_of(request)
-        wanted = decode_json(RetrieveFuturesRequest, await read_body(request))
+        tenant = call.tenant
         _check(wanted)
         sampler = await services.sampling.open_sampler(
             wanted.target.sampling_session_id, tenant, "target.sampling_session_id"
@@ -109,11 +106,9 @@ def router(services: Services) -> APIRouter:
             raise NotFound(f"the session of {sampler.id!r} has ended", field="target.sampling_session_id") from error
         return reply({"cursor": cursor, "completions": [_completion(completion) for completion in ended]})
 
-    @routes.post("/cancel_future")
-    async def cancel_future(request: Request) -> Response:
-        tenant = tenant_of(request)
-        wanted = decode_json(CancelFutureRequest, await read_body(request))
-        await services.sampling.cancel_future(wanted.request_id, tenant)
+    @routes.post("/cancel_future", scope="any", body=CancelFutureRequest)
+    async def cancel_future(call: Call, wanted: CancelFutureRequest) -> Response:
+        await services.sampling.cancel_future(wanted.request_id, call.tenant)
         return reply({})
 
     return routes

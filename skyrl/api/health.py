@@ -3,18 +3,19 @@ what this server is."""
 
 from __future__ import annotations
 
-from fastapi import APIRouter
 from starlette.responses import Response
 
 from skyrl import __version__
+from skyrl.api.call import Call
 from skyrl.api.readiness import Readiness
 from skyrl.api.reply import reply
+from skyrl.api.routes import Routes
 from skyrl.api.services import Services
 from skyrl.storage.space import shortage
 
 
-def router(services: Services) -> APIRouter:
-    routes = APIRouter(tags=["health"])
+def router(services: Services) -> Routes:
+    routes = Routes("health", prefix="")
 
     async def look() -> tuple[bool, list[str]]:
         """Whether the server is ready, and what is said of it. Little disk is said, and takes no server out of service:
@@ -29,8 +30,8 @@ def router(services: Services) -> APIRouter:
 
     readiness = Readiness(look)
 
-    @routes.get("/")
-    async def about() -> Response:
+    @routes.get("/", scope="open")
+    async def about(call: Call) -> Response:
         """What somebody sees who opens the base URL."""
         return reply(
             {
@@ -41,17 +42,17 @@ def router(services: Services) -> APIRouter:
             }
         )
 
-    @routes.get("/api/v1/healthz")
-    async def healthz() -> Response:
+    @routes.get("/api/v1/healthz", scope="open")
+    async def healthz(call: Call) -> Response:
         return reply({"status": "ok"})
 
-    @routes.get("/readyz")
-    async def readyz() -> Response:
+    @routes.get("/readyz", scope="open")
+    async def readyz(call: Call) -> Response:
         ready, told = await readiness.now()
         return reply({"ready": ready, "reasons": told}, 200 if ready else 503)
 
-    @routes.get("/statusz")
-    async def statusz() -> Response:
+    @routes.get("/statusz", scope="open")
+    async def statusz(call: Call) -> Response:
         state = services.watch.state
         return reply(
             {

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import secrets
 
-from fastapi import APIRouter
-from starlette.requests import Request
 from starlette.responses import Response
 
-from skyrl.api.body import read_body, tenant_of
+from skyrl.api.call import Call
 from skyrl.api.reply import reply
+from skyrl.api.routes import Routes
 from skyrl.api.services import Services
 from skyrl.api.training import submit
 from skyrl.db.models import Model, add_model
@@ -18,7 +17,7 @@ from skyrl.types.lora import LoraSpec
 from skyrl.types.requests import NewRequest
 from skyrl.wire.errors import NotFound, RequestError
 from skyrl.wire.paths import model_id_of
-from skyrl.wire.requests import CreateModelRequest, LoraConfig, ModelRequest, OptimizerConfig, decode_json
+from skyrl.wire.requests import CreateModelRequest, LoraConfig, ModelRequest, OptimizerConfig
 
 
 def check_optimizer(optimizer: OptimizerConfig | None) -> None:
@@ -50,17 +49,15 @@ def _lora_spec(wanted: LoraConfig, services: Services) -> LoraSpec:
     )
 
 
-def router(services: Services) -> APIRouter:
-    routes = APIRouter(prefix="/api/v1", tags=["models"])
+def router(services: Services) -> Routes:
+    routes = Routes("models")
 
-    @routes.post("/create_model")
-    async def create_model(request: Request) -> Response:
-        tenant = tenant_of(request)
-        body = await read_body(request)
-        wanted = decode_json(CreateModelRequest, body)
-        services.check_trainable()
-        session = await services.active_session(wanted.session_id, tenant)
-        services.check_base_model(wanted.base_model)
+    @routes.post("/create_model", scope="train", body=CreateModelRequest)
+    async def create_model(call: Call, wanted: CreateModelRequest) -> Response:
+        tenant = call.tenant
+        services.served.check_trainable()
+        session = await services.session_life.active(wanted.session_id, tenant)
+        services.served.check_base_model(wanted.base_model)
         check_optimizer(wanted.optimizer_config)
         if not 0 <= wanted.model_seq_id < 2**31:
             raise RequestError("must be in [0, 2**31)", field="model_seq_id")
@@ -73,29 +70,27 @@ def router(services: Services) -> APIRouter:
             user_metadata=wanted.user_metadata,
         )
         row = add_model(model, wanted.model_seq_id, services.quotas.models(tenant))
-        return await submit(services, Kind.CREATE_MODEL, model, 0, body, first=row)
+        return await submit(services, Kind.CREATE_MODEL, model, 0, call.body, first=row)
 
-    @routes.post("/unload_model")
-    async def unload_model(request: Request) -> Response:
+    @routes.post("/unload_model", scope="train", body=ModelRequest)
+    async def unload_model(call: Call, wanted: ModelRequest) -> Response:
         """Runs after every command that was sent for the model so far. It has no number in the client's order."""
-        tenant = tenant_of(request)
-        body = await read_body(request)
-        wanted = decode_json(ModelRequest, body)
-        services.check_trainable()
+        tenant = call.tenant
+        services.served.check_trainable()
         model = await services.models.find(wanted.model_id, tenant)
         if model is None:
             raise NotFound(f"no model {wanted.model_id!r}", field="model_id")
         request_id, _ = await services.futures.record(
-            NewRequest(kind=Kind.UNLOAD_MODEL, tenant=tenant, session_id=model.session_id, body=body, model_id=model.id)
+            NewRequest(
+                kind=Kind.UNLOAD_MODEL, tenant=tenant, session_id=model.session_id, body=call.body, model_id=model.id
+            )
         )
         services.engine.ring()
         return reply({"request_id": request_id, "model_id": model.id})
 
-    @routes.post("/get_info")
-    async def get_info(request: Request) -> Response:
-        tenant = tenant_of(request)
-        wanted = decode_json(ModelRequest, await read_body(request))
-        model = await services.models.find(wanted.model_id, tenant)
+    @routes.post("/get_info", scope="any", body=ModelRequest)
+    async def get_info(call: Call, wanted: ModelRequest) -> Response:
+        model = await services.models.find(wanted.model_id, call.tenant)
         if model is None:
             raise NotFound(f"no model {wanted.model_id!r}", field="model_id")
         return reply(
@@ -104,7 +99,7 @@ def router(services: Services) -> APIRouter:
                 "model_id": model.id,
                 "model_data": {
                     "model_name": model.base_model,
-                    "tokenizer_id": services.tokenizer_name(model.base_model),
+                    "tokenizer_id": services.served.tokenizer_name(model.base_model),
                 },
                 "is_lora": True,
                 "lora_rank": model.lora.rank,

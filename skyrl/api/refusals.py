@@ -8,9 +8,8 @@ from __future__ import annotations
 import logging
 import re
 
-from starlette.requests import Request
-
 from skyrl.api.access import Access
+from skyrl.api.call import Call
 from skyrl.api.tokens import is_token
 from skyrl.processes.log_limits import LimitedLog, plain
 from skyrl.wire.errors import OverQuota, RequestError
@@ -32,6 +31,12 @@ def key_prefix(key: str) -> str:
     return f"{plain(key[: min(_SHOWN, len(key) // 4)])}..."
 
 
+def path_of(call: Call) -> str:
+    """The path of the request's route, with parameters in braces; the request's own path where it has no route."""
+    route = call.route or call.request.scope.get("route")  # FastAPI's, of another method of the same path
+    return call.request.scope["path"] if route is None else route.path
+
+
 class Refusals:
     """Logs refused requests, with a limit on lines; `access` tells whose a key is. Callers whose key is not taken have
     a limit of their own, so that they cannot keep others' lines out."""
@@ -41,10 +46,9 @@ class Refusals:
         self._tenants = LimitedLog(logger)
         self._strangers = LimitedLog(logger)
 
-    def note(self, request: Request, status: int, sentence: str, error: RequestError | None = None) -> None:
+    def note(self, call: Call, status: int, sentence: str, error: RequestError | None = None) -> None:
         """A request was answered with `status` and `sentence`."""
-        route = request.scope.get("route")  # there is none on the short way of `Application`, whose paths are whole
-        path = request.scope["path"] if route is None else route.path
+        request, path = call.request, path_of(call)
         known, caller = self._caller(request.headers.get("x-api-key", ""))
         quota = error.quota if isinstance(error, OverQuota) else None
         field = None if error is None else error.field
@@ -54,6 +58,7 @@ class Refusals:
             logging.WARNING if quota is not None or status in _TO_THE_OPERATOR else logging.INFO,
             cause,
             f"refused {request.method} {plain(path)} with {status}{about} ({caller}): {plain(sentence)}",
+            call.id,
         )
 
     def _caller(self, key: str) -> tuple[bool, str]:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from fastapi import APIRouter
-from starlette.requests import Request
 from starlette.responses import Response
 
-from skyrl.api.body import SAMPLE_BYTES, read_body, tenant_of
-from skyrl.api.body_memory import BodyReader
+from skyrl.api.call import Call
 from skyrl.api.reply import reply
+from skyrl.api.route import Body
+from skyrl.api.routes import Routes
 from skyrl.api.services import Services
 from skyrl.db.checkpoints import Checkpoint
 from skyrl.db.samplers import Sampler
@@ -20,7 +19,7 @@ from skyrl.sampling.service import served_name
 from skyrl.types.weights import AdapterVersion, BaseWeights, WeightsRef
 from skyrl.wire.errors import NotFound, RequestError
 from skyrl.wire.paths import CheckpointKind, parse_path, sampling_session_id_of
-from skyrl.wire.requests import CreateSamplingSessionRequest, JoinSamplingSessionRequest, decode_json
+from skyrl.wire.requests import CreateSamplingSessionRequest, JoinSamplingSessionRequest, SampleRequest
 
 logger = logging.getLogger(__name__)
 
@@ -30,9 +29,8 @@ def _not_for_sampling(path: str, kind: CheckpointKind) -> str:
     return f"{path!r} is {what}; sample from what save_weights_for_sampler saved"
 
 
-def router(services: Services) -> APIRouter:
-    routes = APIRouter(prefix="/api/v1", tags=["sampling"])
-    bodies = BodyReader(services.config.state_dir, min(services.config.max_body_bytes, SAMPLE_BYTES))
+def router(services: Services) -> Routes:
+    routes = Routes("sampling")
 
     async def saved_weights(model_path: str, tenant: str) -> tuple[Checkpoint, WeightsRef]:
         """A checkpoint that the tenant can sample from, and its weights. Raises NotFound or RequestError."""
@@ -43,7 +41,7 @@ def router(services: Services) -> APIRouter:
         if saved.weights is None:
             raise NotFound(_not_for_sampling(model_path, path.kind), field="model_path")
         served_name(saved.weights, saved.base_model, "model_path")
-        services.check_base_model(saved.base_model, "model_path")
+        services.served.check_base_model(saved.base_model, "model_path")
         return saved, saved.weights
 
     async def bring(weights: WeightsRef) -> None:
@@ -55,11 +53,10 @@ def router(services: Services) -> APIRouter:
                 logger.error("%s", error)
                 raise NotFound("the checkpoint's files are not in the checkpoint store any more") from error
 
-    @routes.post("/create_sampling_session")
-    async def create_sampling_session(request: Request) -> Response:
-        tenant = tenant_of(request)
-        wanted = decode_json(CreateSamplingSessionRequest, await read_body(request))
-        session = await services.active_session(wanted.session_id, tenant)
+    @routes.post("/create_sampling_session", scope="sample", body=CreateSamplingSessionRequest)
+    async def create_sampling_session(call: Call, wanted: CreateSamplingSessionRequest) -> Response:
+        tenant = call.tenant
+        session = await services.session_life.active(wanted.session_id, tenant)
         if not 0 <= wanted.sampling_session_seq_id < 2**31:
             raise RequestError("must be in [0, 2**31)", field="sampling_session_seq_id")
         sampler_id = sampling_session_id_of(session.id, wanted.sampling_session_seq_id)
@@ -69,10 +66,10 @@ def router(services: Services) -> APIRouter:
             saved, weights = await saved_weights(wanted.model_path, tenant)
             base_model, adapts_unembed = saved.base_model, saved.lora.train_unembed
             if wanted.base_model is not None:
-                services.check_base_model(wanted.base_model)  # under any of its names: there is one base model
+                services.served.check_base_model(wanted.base_model)  # under any of its names: there is one base model
             await bring(weights)
         elif wanted.base_model is not None:
-            base_model = services.check_base_model(wanted.base_model)
+            base_model = services.served.check_base_model(wanted.base_model)
         else:
             raise RequestError("give base_model or model_path", field="model_path")
         sampler = Sampler(
@@ -87,28 +84,24 @@ def router(services: Services) -> APIRouter:
             )
         return reply({"type": "create_sampling_session", "sampling_session_id": stored.id})
 
-    @routes.post("/join_sampling_session")
-    async def join_sampling_session(request: Request) -> Response:
+    @routes.post("/join_sampling_session", scope="sample", body=JoinSamplingSessionRequest)
+    async def join_sampling_session(call: Call, wanted: JoinSamplingSessionRequest) -> Response:
         """A copy of a sampling client in another process asks for a number, and numbers its samples after it."""
-        tenant = tenant_of(request)
-        wanted = decode_json(JoinSamplingSessionRequest, await read_body(request))
-        sampler = await services.sampling.open_sampler(wanted.sampling_session_id, tenant)
+        sampler = await services.sampling.open_sampler(wanted.sampling_session_id, call.tenant)
         return reply({"type": "join_sampling_session", "client_counter": await services.samplers.join(sampler)})
 
-    @routes.get("/samplers/{sampler_id}")
-    async def get_sampler(sampler_id: str, request: Request) -> Response:
-        sampler = await services.samplers.find(sampler_id, tenant_of(request))
+    @routes.get("/samplers/{sampler_id}", scope="any")
+    async def get_sampler(call: Call, sampler_id: str) -> Response:
+        sampler = await services.samplers.find(sampler_id, call.tenant)
         if sampler is None:
             raise NotFound(f"no sampling session {sampler_id!r}", field="sampler_id")
         # The SDK loads a tokenizer by this name, and does nothing else with it.
-        name = services.tokenizer_name(sampler.base_model)
+        name = services.served.tokenizer_name(sampler.base_model)
         return reply({"sampler_id": sampler.id, "base_model": name, "model_path": sampler.model_path})
 
-    @routes.post("/asample")
-    async def asample(request: Request) -> Response:
-        tenant = tenant_of(request)
-        async with bodies.of(request, tenant) as body:
-            promise = await services.sampling.submit(body, tenant)
+    @routes.post("/asample", scope="sample", body=Body(SampleRequest, read_as=bytes, bound="sample"))
+    async def asample(call: Call, body: bytes) -> Response:
+        promise = await services.sampling.submit(body, call.tenant)
         answer: dict[str, Any] = {
             "request_id": promise.request_id,
             "sample_sequence_ids": promise.sample_sequence_ids,

@@ -5,12 +5,11 @@ from __future__ import annotations
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from fastapi import APIRouter
-from starlette.requests import Request
 from starlette.responses import Response
 
-from skyrl.api.body import read_body, tenant_of
+from skyrl.api.call import Call
 from skyrl.api.reply import reply, strings
+from skyrl.api.routes import Routes
 from skyrl.api.services import Services
 from skyrl.api.sessions import check_length
 from skyrl.api.tokens import user_urn
@@ -23,7 +22,6 @@ from skyrl.wire.requests import (
     SessionSearchCursor,
     SessionSearchRequest,
     SessionStatusQuery,
-    decode_json,
 )
 
 MAX_LIMIT = 200
@@ -104,13 +102,12 @@ def _summary(session: FoundSession) -> dict[str, Any]:
     }
 
 
-def router(services: Services) -> APIRouter:
-    routes = APIRouter(prefix="/api/v1", tags=["sessions"])
+def router(services: Services) -> Routes:
+    routes = Routes("sessions")
 
-    @routes.post("/sessions/search")
-    async def search_sessions(request: Request) -> Response:
-        tenant = tenant_of(request)
-        wanted = decode_json(SessionSearchRequest, await read_body(request))
+    @routes.post("/sessions/search", scope="any", body=SessionSearchRequest)
+    async def search_sessions(call: Call, wanted: SessionSearchRequest) -> Response:
+        tenant = call.tenant
         if not 1 <= wanted.limit <= MAX_LIMIT:
             raise RequestError(f"must be in [1, {MAX_LIMIT}], got {wanted.limit}", field="limit")
         for field in ("project_ids", "statuses"):

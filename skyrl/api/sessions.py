@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter, Query
-from starlette.requests import Request
+from fastapi import Query
 from starlette.responses import Response
 
-from skyrl.api.body import read_body, tenant_of
+from skyrl.api.call import Call
 from skyrl.api.reply import reply, strings
+from skyrl.api.route import Body
+from skyrl.api.routes import Routes
 from skyrl.api.scope import AccessScope
 from skyrl.api.services import Services
 from skyrl.wire.errors import NotFound, RequestError
@@ -17,7 +18,6 @@ from skyrl.wire.requests import (
     CreateSessionRequest,
     FinishSessionRequest,
     SessionRequest,
-    decode_json,
 )
 
 MAX_NAME = 1_000
@@ -29,13 +29,12 @@ def check_length(field: str, value: str | None) -> None:
         raise RequestError(f"must have at most {MAX_NAME} characters, got {len(value)}", field=field)
 
 
-def router(services: Services) -> APIRouter:
-    routes = APIRouter(prefix="/api/v1", tags=["sessions"])
+def router(services: Services) -> Routes:
+    routes = Routes("sessions")
 
-    @routes.post("/create_session")
-    async def create_session(request: Request) -> Response:
-        tenant = tenant_of(request)
-        wanted = decode_json(CreateSessionRequest, await read_body(request))
+    @routes.post("/create_session", scope="any", body=CreateSessionRequest)
+    async def create_session(call: Call, wanted: CreateSessionRequest) -> Response:
+        tenant = call.tenant
         check_length("project_id", wanted.project_id)
         check_length("display_name", wanted.display_name)
         session = await services.sessions.create(
@@ -47,42 +46,38 @@ def router(services: Services) -> APIRouter:
             display_name=wanted.display_name,
             check=services.quotas.sessions(tenant),
         )
-        warning = services.session_warning()
+        warning = services.served.session_warning()
         notice = {} if warning is None else {"warning_message": warning}
         return reply({"type": "create_session", "session_id": session.id} | notice)
 
-    @routes.post("/session_heartbeat")
-    async def heartbeat(request: Request) -> Response:
-        tenant = tenant_of(request)
-        wanted = decode_json(SessionRequest, await read_body(request))
-        await services.sessions.beat(await services.active_session(wanted.session_id, tenant))
+    @routes.post("/session_heartbeat", scope="any", body=SessionRequest)
+    async def heartbeat(call: Call, wanted: SessionRequest) -> Response:
+        await services.sessions.beat(await services.session_life.active(wanted.session_id, call.tenant))
         return reply({"type": "session_heartbeat"})
 
-    @routes.post("/sessions/{session_id}/finish")
-    async def finish(session_id: str, request: Request) -> Response:
-        tenant = tenant_of(request)
-        wanted = decode_json(FinishSessionRequest, await read_body(request) or b"{}")
-        session = await services.sessions.find(session_id, tenant)
+    @routes.post("/sessions/{session_id}/finish", scope="any", body=Body(FinishSessionRequest, optional=True))
+    async def finish(call: Call, wanted: FinishSessionRequest, session_id: str) -> Response:
+        session = await services.sessions.find(session_id, call.tenant)
         if session is None:
             raise NotFound(f"no session {session_id!r}", field="session_id")
         reason = wanted.reason.type if wanted.reason is not None else None
         if reason is not None and reason not in FINISH_REASONS:
             raise RequestError(f"must be one of: {', '.join(FINISH_REASONS)}, got {reason!r}", field="reason.type")
-        await services.close_session(session, "finished", reason, wanted.detail)
+        await services.session_life.close(session, "finished", reason, wanted.detail)
         return reply({})
 
-    @routes.get("/sessions")
+    @routes.get("/sessions", scope="any")
     async def list_sessions(
-        request: Request,
+        call: Call,
         limit: int = Query(20, ge=1, le=1000),
         offset: int = Query(0, ge=0, lt=2**31),
         access_scope: AccessScope = "owned",
     ) -> Response:
-        return reply({"sessions": await services.sessions.list_ids(tenant_of(request), limit, offset)})
+        return reply({"sessions": await services.sessions.list_ids(call.tenant, limit, offset)})
 
-    @routes.get("/sessions/{session_id}")
-    async def get_session(session_id: str, request: Request, access_scope: AccessScope = "owned") -> Response:
-        session = await services.sessions.find(session_id, tenant_of(request))
+    @routes.get("/sessions/{session_id}", scope="any")
+    async def get_session(call: Call, session_id: str, access_scope: AccessScope = "owned") -> Response:
+        session = await services.sessions.find(session_id, call.tenant)
         if session is None:
             raise NotFound(f"no session {session_id!r}", field="session_id")
         runs, samplers = await services.sessions.contents(session_id)
@@ -95,15 +90,13 @@ def router(services: Services) -> APIRouter:
             }
         )
 
-    @routes.put("/sessions/{session_id}/project")
-    async def assign_project(session_id: str, request: Request) -> Response:
+    @routes.put("/sessions/{session_id}/project", scope="any", body=AssignProjectRequest)
+    async def assign_project(call: Call, wanted: AssignProjectRequest, session_id: str) -> Response:
         """A project is whatever name a tenant gives; it needs no making."""
-        tenant = tenant_of(request)
-        wanted = decode_json(AssignProjectRequest, await read_body(request))
         if not wanted.project_id:
             raise RequestError("must not be empty: a session cannot be taken out of its project", field="project_id")
         check_length("project_id", wanted.project_id)
-        session = await services.sessions.find(session_id, tenant)
+        session = await services.sessions.find(session_id, call.tenant)
         if session is None:
             raise NotFound(f"no session {session_id!r}", field="session_id")
         await services.sessions.assign_project(session, wanted.project_id)

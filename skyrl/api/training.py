@@ -9,13 +9,13 @@ from __future__ import annotations
 import asyncio
 
 import msgspec
-from fastapi import APIRouter
-from starlette.requests import Request
 from starlette.responses import Response
 
-from skyrl.api.body import body_format, read_body, tenant_of
-from skyrl.api.body_memory import BodyReader
+from skyrl.api.body import body_format
+from skyrl.api.call import Call
 from skyrl.api.reply import reply
+from skyrl.api.route import Body, Struct
+from skyrl.api.routes import Routes
 from skyrl.api.services import Services
 from skyrl.db.database import Change
 from skyrl.db.models import Model
@@ -24,8 +24,15 @@ from skyrl.types.kinds import PASSES, Kind
 from skyrl.types.requests import NewRequest
 from skyrl.wire.errors import NotFound, RequestError
 from skyrl.wire.raw import raw_fields
-from skyrl.wire.requests import SequencedRequest, decode_json
-from skyrl.wire.training import count_tokens, decode_header
+from skyrl.wire.requests import OptimStepRequest, SequencedRequest
+from skyrl.wire.training import JsonForwardBackward, count_tokens, decode_header
+
+PASS = Body(JsonForwardBackward, read_as=bytes, protobuf=True, bound="training")
+
+
+def command_of(schema: Struct) -> Body:
+    """The body of a command of one model: the route reads the model and the number, the engine reads the rest."""
+    return Body(schema, read_as=SequencedRequest)
 
 
 def _identity(kind: Kind, body: bytes) -> bytes | None:
@@ -92,43 +99,37 @@ async def submit_sequenced(
     services: Services, kind: Kind, tenant: str, header: SequencedRequest, body: bytes, encoding: str = "json"
 ) -> Response:
     """`submit` for a command that names its model."""
-    services.check_trainable()
+    services.served.check_trainable()
     model = await services.models.find(header.model_id, tenant)
     if model is None:
         raise NotFound(f"no model {header.model_id!r}", field="model_id")
     return await submit(services, kind, model, header.seq_id, body, encoding)
 
 
-def router(services: Services) -> APIRouter:
-    routes = APIRouter(prefix="/api/v1", tags=["training"])
-    bodies = BodyReader(services.config.state_dir, services.config.max_body_bytes)
+def router(services: Services) -> Routes:
+    routes = Routes("training")
 
-    async def training_pass(request: Request, kind: Kind) -> Response:
-        tenant = tenant_of(request)
-        encoding = body_format(request)
-        async with bodies.of(request, tenant) as body:
-            return await submit_sequenced(services, kind, tenant, decode_header(body, encoding), body, encoding)
+    async def training_pass(call: Call, kind: Kind, body: bytes) -> Response:
+        encoding = body_format(call.request)
+        return await submit_sequenced(services, kind, call.tenant, decode_header(body, encoding), body, encoding)
 
-    @routes.post("/forward_backward")
-    async def forward_backward(request: Request) -> Response:
-        return await training_pass(request, Kind.FORWARD_BACKWARD)
+    @routes.post("/forward_backward", scope="train", body=PASS)
+    async def forward_backward(call: Call, body: bytes) -> Response:
+        return await training_pass(call, Kind.FORWARD_BACKWARD, body)
 
-    @routes.post("/forward")
-    async def forward(request: Request) -> Response:
-        return await training_pass(request, Kind.FORWARD)
+    @routes.post("/forward", scope="train", body=PASS)
+    async def forward(call: Call, body: bytes) -> Response:
+        return await training_pass(call, Kind.FORWARD, body)
 
-    @routes.post("/create_custom_loss")
-    async def create_custom_loss(request: Request) -> Response:
+    @routes.post("/create_custom_loss", scope="train")
+    async def create_custom_loss(call: Call) -> Response:
         """No SDK sends it: `custom_loss_server_side` is off in client/config."""
-        tenant_of(request)
         raise RequestError(
             "this server runs no losses that clients send; forward_backward_custom computes them in the client"
         )
 
-    @routes.post("/optim_step")
-    async def optim_step(request: Request) -> Response:
-        tenant = tenant_of(request)
-        body = await read_body(request)
-        return await submit_sequenced(services, Kind.OPTIM_STEP, tenant, decode_json(SequencedRequest, body), body)
+    @routes.post("/optim_step", scope="train", body=command_of(OptimStepRequest))
+    async def optim_step(call: Call, header: SequencedRequest) -> Response:
+        return await submit_sequenced(services, Kind.OPTIM_STEP, call.tenant, header, call.body)
 
     return routes

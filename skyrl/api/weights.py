@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import msgspec
-from fastapi import APIRouter
-from starlette.requests import Request
 from starlette.responses import Response
 
-from skyrl.api.body import read_body, tenant_of
+from skyrl.api.call import Call
 from skyrl.api.models import check_optimizer
 from skyrl.api.reply import reply
+from skyrl.api.route import Body
+from skyrl.api.routes import Routes
 from skyrl.api.services import Services
-from skyrl.api.training import submit, submit_sequenced
+from skyrl.api.training import command_of, submit, submit_sequenced
 from skyrl.db.models import Model, add_model
 from skyrl.types.kinds import Kind
 from skyrl.wire.errors import NotFound, RequestError
@@ -21,6 +21,9 @@ from skyrl.wire.requests import (
     RESOLVED,
     LoadTarget,
     LoadWeightsRequest,
+    SaveWeightsExternalRequest,
+    SaveWeightsForSamplerRequest,
+    SaveWeightsRequest,
     SequencedRequest,
     WeightsInfoRequest,
     decode_json,
@@ -53,35 +56,25 @@ def _refused(model_id: str, error: RequestError) -> bytes:
     return msgspec.json.encode({"model_id": model_id, "path": "", "refused": error.message})
 
 
-def router(services: Services) -> APIRouter:
-    routes = APIRouter(prefix="/api/v1", tags=["weights"])
+def router(services: Services) -> Routes:
+    routes = Routes("weights")
 
-    @routes.post("/save_weights")
-    async def save_weights(request: Request) -> Response:
-        tenant = tenant_of(request)
-        body = await read_body(request)
-        return await submit_sequenced(services, Kind.SAVE_WEIGHTS, tenant, decode_json(SequencedRequest, body), body)
+    @routes.post("/save_weights", scope="train", body=command_of(SaveWeightsRequest))
+    async def save_weights(call: Call, header: SequencedRequest) -> Response:
+        return await submit_sequenced(services, Kind.SAVE_WEIGHTS, call.tenant, header, call.body)
 
-    @routes.post("/save_weights_for_sampler")
-    async def save_weights_for_sampler(request: Request) -> Response:
-        tenant = tenant_of(request)
-        body = await read_body(request)
-        header = decode_json(SequencedRequest, body)
-        return await submit_sequenced(services, Kind.SAVE_WEIGHTS_FOR_SAMPLER, tenant, header, body)
+    @routes.post("/save_weights_for_sampler", scope="train", body=command_of(SaveWeightsForSamplerRequest))
+    async def save_weights_for_sampler(call: Call, header: SequencedRequest) -> Response:
+        return await submit_sequenced(services, Kind.SAVE_WEIGHTS_FOR_SAMPLER, call.tenant, header, call.body)
 
-    @routes.post("/save_weights_external")
-    async def save_weights_external(request: Request) -> Response:
-        tenant = tenant_of(request)
-        body = await read_body(request)
-        header = decode_json(SequencedRequest, body)
-        return await submit_sequenced(services, Kind.SAVE_WEIGHTS_EXTERNAL, tenant, header, body)
+    @routes.post("/save_weights_external", scope="train", body=command_of(SaveWeightsExternalRequest))
+    async def save_weights_external(call: Call, header: SequencedRequest) -> Response:
+        return await submit_sequenced(services, Kind.SAVE_WEIGHTS_EXTERNAL, call.tenant, header, call.body)
 
-    @routes.post("/load_weights")
-    async def load_weights(request: Request) -> Response:
+    @routes.post("/load_weights", scope="train", body=Body(LoadWeightsRequest, read_as=LoadTarget))
+    async def load_weights(call: Call, target: LoadTarget) -> Response:
         """Loads into a model that exists (model_id, seq_id), or makes one (session_id, model_seq_id)."""
-        tenant = tenant_of(request)
-        body = await read_body(request)
-        target = decode_json(LoadTarget, body)
+        tenant, body = call.tenant, call.body
         if target.model_id is not None:
             header = SequencedRequest(target.model_id, target.seq_id)
             try:
@@ -93,8 +86,8 @@ def router(services: Services) -> APIRouter:
         command, reader = _resolved(body, services)
         if wanted.session_id is None or wanted.model_seq_id is None:
             raise RequestError("give model_id, or session_id and model_seq_id")
-        services.check_trainable()
-        session = await services.active_session(wanted.session_id, tenant)
+        services.served.check_trainable()
+        session = await services.session_life.active(wanted.session_id, tenant)
         check_optimizer(wanted.optimizer_config)
         if not 0 <= wanted.model_seq_id < 2**31:
             raise RequestError("must be in [0, 2**31)", field="model_seq_id")
@@ -103,7 +96,7 @@ def router(services: Services) -> APIRouter:
         if saved is None or path.kind != "weights":
             raise NotFound(f"no training checkpoint {wanted.path!r}", field="path")
         if wanted.base_model is not None:
-            services.check_base_model(wanted.base_model)
+            services.served.check_base_model(wanted.base_model)
         model = Model(
             id=model_id_of(session.id, wanted.model_seq_id),
             session_id=session.id,
@@ -115,11 +108,9 @@ def router(services: Services) -> APIRouter:
         row = add_model(model, wanted.model_seq_id, services.quotas.models(tenant))
         return await submit(services, Kind.LOAD_WEIGHTS, model, 0, command, first=row)
 
-    @routes.post("/weights_info")
-    async def weights_info(request: Request) -> Response:
-        tenant = tenant_of(request)
-        wanted = decode_json(WeightsInfoRequest, await read_body(request))
-        saved = await services.checkpoints.find(parse_path(wanted.tinker_path, "tinker_path"), tenant)
+    @routes.post("/weights_info", scope="any", body=WeightsInfoRequest)
+    async def weights_info(call: Call, wanted: WeightsInfoRequest) -> Response:
+        saved = await services.checkpoints.find(parse_path(wanted.tinker_path, "tinker_path"), call.tenant)
         if saved is None:
             raise NotFound(f"no checkpoint {wanted.tinker_path!r}", field="tinker_path")
         return reply(

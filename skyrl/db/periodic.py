@@ -46,3 +46,14 @@ async def repeat(name: str, period_s: float, action: Callable[[], Awaitable[obje
             rounds.failed(error)
         else:
             rounds.went_well()
+
+
+async def once(name: str, action: Callable[[], Awaitable[object]]) -> None:
+    """Run `action` as a task that nobody awaits the result of: a failure is logged."""
+    try:
+        await action()
+    except Exception as error:
+        if is_transient(error):
+            logger.error("%s: the database cannot be used: %s", name, reason(error))
+        else:
+            logger.error("%s failed", name, exc_info=error)

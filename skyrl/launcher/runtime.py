@@ -14,6 +14,7 @@ from pathlib import Path
 
 from skyrl.config.server import ConfigError, ServerConfig, dump_config, restore_config
 from skyrl.db.faults import DatabaseError, is_transient, reason
+from skyrl.processes.log_format import LineFormat
 from skyrl.processes.startup import CANNOT_START, MARK, MAY_START, NotLoaded
 
 logger = logging.getLogger(__name__)
@@ -120,9 +121,9 @@ def run_process(name: str, run: Callable[[], None]) -> None:
 
 def set_up_process(config: ServerConfig) -> None:
     """Log to stderr, and allow as many file descriptors as the system does: clients hold thousands of polls open."""
-    logging.basicConfig(
-        level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True
-    )
+    handler = logging.StreamHandler()
+    handler.setFormatter(LineFormat())
+    logging.basicConfig(level=config.log_level.upper(), handlers=[handler], force=True)
     for noisy in ("httpx", "httpcore", "alembic"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -10,6 +10,8 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 
+from skyrl.processes.log_format import about_request
+
 INTERVAL_S = 10.0
 """Seconds for which a cause gets one line. Lines that were left out are counted in the cause's next line."""
 MAX_LINES = 100
@@ -38,8 +40,9 @@ class LimitedLog:
         """When the current INTERVAL_S began, and how many lines it has had."""
         self._left_out = 0
 
-    def say(self, level: int, cause: Hashable, line: str) -> None:
-        """Log `line`, unless its cause had a line a moment ago or there were too many lines of all causes."""
+    def say(self, level: int, cause: Hashable, line: str, request_id: str | None = None) -> None:
+        """Log `line`, unless its cause had a line a moment ago or there were too many lines of all causes. The request
+        id does not tell causes apart."""
         now = self._clock()
         last, missed = self._causes.pop(cause, (None, 0))
         if last is not None and now - last < INTERVAL_S:
@@ -59,4 +62,4 @@ class LimitedLog:
             return
         self._window = (began, lines + 1)
         more = f" (and {missed} more like it since the last line)" if missed else ""
-        self._logger.log(level, "%s%s", line, more)
+        self._logger.log(level, "%s%s", line, more, extra=about_request(request_id))

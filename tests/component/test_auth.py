@@ -14,7 +14,7 @@ import pytest
 from api_harness import Api, Serve
 
 from skyrl.api import tokens
-from skyrl.api.body import MAX_KEY
+from skyrl.api.hooks import MAX_KEY
 from skyrl.api.tokens import Tokens, tenant_of_key, user_urn
 
 

@@ -1,4 +1,4 @@
-"""Endpoints that skip the framework's routing answer as they do through it: one API, with and without the short way."""
+"""Routes that the HTTP table calls directly answer as they do through FastAPI: one API, with and without that way."""
 
 from __future__ import annotations
 
@@ -15,18 +15,17 @@ from fastapi.routing import APIRoute
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.exc import TimeoutError as NoConnectionFree
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from skyrl.api.app import Application, create_app
-from skyrl.api.openapi import BODIES, OPEN
+from skyrl.api.app import create_app
+from skyrl.api.call import Call
+from skyrl.api.hooks import RequestIds
+from skyrl.api.http_table import HttpTable
+from skyrl.api.route import Body
 from skyrl.db import keys as key_rows
 from skyrl.db.database import Database
 from skyrl.storage.base import NotStored, StoreError
 from skyrl.wire.errors import InvalidToken, NotFound, OverQuota, RequestError
-
-WHOLE_PATHS = sorted(path for path in BODIES if "{" not in path)
-"""Routes with a body and without parameters in their path."""
 
 
 class Odd(NotFound):
@@ -50,7 +49,7 @@ ERRORS = {
 
 
 class Watch:
-    """Middleware: notes the POST requests that come through the framework."""
+    """Middleware of FastAPI's: notes the POST requests that come through it."""
 
     def __init__(self, app: ASGIApp, posts: set[str]) -> None:
         self._app, self._posts = app, posts
@@ -62,12 +61,12 @@ class Watch:
 
 
 class Way:
-    """An application, a client of it, and the paths of the POST requests that came through the framework."""
+    """An application, a client of it, and the paths of the POST requests that came through FastAPI."""
 
-    def __init__(self, app: Application) -> None:
+    def __init__(self, app: HttpTable) -> None:
         self.app = app
         self.posts = set[str]()
-        app.add_middleware(Watch, posts=self.posts)
+        app.framework.add_middleware(Watch, posts=self.posts)
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
         self.client = httpx.AsyncClient(transport=transport, base_url="http://api")
 
@@ -80,9 +79,14 @@ class Both:
     short: Way
     framework: Way
 
+    @property
+    def whole_paths(self) -> list[str]:
+        """Routes with a body and without parameters in their path."""
+        return sorted(route.path for route in self.short.app.routes if route.body is not None and "{" not in route.path)
+
     async def ask(self, method: str, path: str, **request: Any) -> httpx.Response:
         """Send a request both ways, the short one first; the answer, which must be the same, headers included."""
-        request["headers"] = {"X-API-Key": "tml-one"} | request.get("headers", {})
+        request["headers"] = {"X-API-Key": "tml-one", "X-Request-Id": "same"} | request.get("headers", {})
         answers = [await way.client.request(method, path, **request) for way in (self.short, self.framework)]
         short, framework = ((answer.status_code, answer.content, dict(answer.headers)) for answer in answers)
         assert short == framework
@@ -93,30 +97,28 @@ class Both:
 
 
 @pytest.fixture
-async def both(api: Api, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Both]:
-    async with both_of(api, monkeypatch) as both:
+async def both(api: Api) -> AsyncIterator[Both]:
+    async with both_of(api) as both:
         yield both
 
 
 @asynccontextmanager
-async def both_of(api: Api, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Both]:
-    short = create_app(api.services)
-    with monkeypatch.context() as patch:
-        patch.setattr(Application, "route_directly", lambda _: None)
-        framework = create_app(api.services)
+async def both_of(api: Api) -> AsyncIterator[Both]:
+    short, framework = create_app(api.services), create_app(api.services)
+    framework.direct.clear()
     both = Both(api, Way(short), Way(framework))
     async with both.short.client, both.framework.client:
         yield both
 
 
-async def test_posts_that_take_nothing_but_the_request_go_the_short_way(both: Both) -> None:
-    routes = [route for route in both.short.app.routes if isinstance(route, APIRoute)]
+async def test_posts_without_parameters_go_the_short_way(both: Both) -> None:
+    routes = [route for route in both.short.app.framework.routes if isinstance(route, APIRoute)]
     for path in sorted({route.path for route in routes}):
         await both.ask("POST", path, content=b"[]")
     paths = {route.path for route in routes if "POST" in route.methods}
-    assert set(WHOLE_PATHS) < paths < both.framework.posts
+    assert set(both.whole_paths) < paths < both.framework.posts
     taken_directly = both.framework.posts - both.short.posts
-    assert taken_directly == {path for path in paths if "{" not in path and path not in OPEN}
+    assert taken_directly == {path for path in paths if "{" not in path}
 
 
 @pytest.mark.parametrize(
@@ -134,12 +136,12 @@ async def test_posts_that_take_nothing_but_the_request_go_the_short_way(both: Bo
     ids=["no key", "long key", "half", "not utf-8", "list", "list, and a query", "encoding", "too large"],
 )
 async def test_what_is_refused(both: Both, request_: dict[str, Any], status: int) -> None:
-    for path in WHOLE_PATHS:
+    for path in both.whole_paths:
         assert (await both.ask("POST", path, **request_)).status_code == status, path
 
 
 async def test_other_methods_and_spellings(both: Both) -> None:
-    for path in WHOLE_PATHS:
+    for path in both.whole_paths:
         other_route = path.endswith("/search")  # a session's, by the id "search"
         assert (await both.ask("GET", path)).status_code == (404 if other_route else 405), path
         assert (await both.ask("POST", f"{path}/", content=b"{}")).status_code == 307, path
@@ -150,30 +152,34 @@ async def test_other_methods_and_spellings(both: Both) -> None:
 async def test_errors_on_the_way_become_the_same_answers(
     both: Both, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """Raised by what every endpoint asks first: whose key it is."""
+    """Raised first by the last thing before every handler, then by the first hook."""
     error, status = ERRORS[name]
 
-    def fail(_: Request) -> None:
+    def fail(_: Body, content: bytes) -> None:
         raise error
 
-    monkeypatch.setattr("skyrl.api.body.key_of", fail)
-    for path in WHOLE_PATHS:
-        assert (await both.ask("POST", path, content=b"{}")).status_code == status, path
+    async def fail_at_once(_: RequestIds, call: Call) -> None:
+        raise error
+
+    for place, failing in (((Body, "decoded"), fail), ((RequestIds, "begin"), fail_at_once)):
+        with monkeypatch.context() as patch:
+            patch.setattr(*place, failing)
+            for path in both.whole_paths:
+                assert (await both.ask("POST", path, content=b"{}")).status_code == status, path
 
 
 def test_each_handler_has_an_error_above(both: Both) -> None:
-    handlers = both.short.app.exception_handlers
+    handlers = both.short.app.framework.exception_handlers
     met = {next(kind for kind in type(error).__mro__ if kind in handlers) for error, _ in ERRORS.values()}
     assert met == handlers.keys() - {WebSocketRequestValidationError}
 
 
-async def test_a_key_that_may_not_do_it(serve: Serve, database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The short way has no route to look up, only a path."""
+async def test_a_key_that_may_not_do_it(serve: Serve, database: Database) -> None:
     text, _ = database.write(lambda c: key_rows.create(c, tenant=None, name="k", scopes=("sample",), expires_at=None))
-    async with serve(api_keys="managed") as api, both_of(api, monkeypatch) as both:
+    async with serve(api_keys="managed") as api, both_of(api) as both:
         refused = [
             path
-            for path in WHOLE_PATHS
+            for path in both.whole_paths
             if (await both.ask("POST", path, content=b"[]", headers={"X-API-Key": text})).status_code == 403
         ]
     assert "/api/v1/forward_backward" in refused

@@ -11,7 +11,7 @@ from api_harness import Api, Serve, asked
 from fake_upstream import FakeUpstream, after, complete, never
 from sqlalchemy import select
 
-import skyrl.api.server
+import skyrl.api.background
 from skyrl.api.server import open_services
 from skyrl.api.tokens import tenant_of_key
 from skyrl.db.api_processes import processes
@@ -101,7 +101,7 @@ async def test_a_process_that_comes_later_goes_by_the_time_of_the_others(
     serve: Serve, upstream: FakeUpstream, database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise all its samples would go before those of the process that has been at work for longer."""
-    monkeypatch.setattr(skyrl.api.server, "BEAT_S", 0.02)
+    monkeypatch.setattr(skyrl.api.background, "BEAT_S", 0.02)
     go = asyncio.Event()
     upstream.default = after(go, complete())
     async with serve(api_processes=2) as api:

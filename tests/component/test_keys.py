@@ -12,7 +12,7 @@ from api_harness import BASE, Api, Serve, asked
 from fake_upstream import FakeUpstream
 from sqlalchemy import event, select
 
-import skyrl.api.server
+import skyrl.api.background
 from skyrl.api.tokens import tenant_of_key, user_urn
 from skyrl.db import keys as key_rows
 from skyrl.db.database import Database
@@ -78,7 +78,7 @@ async def test_keys_of_a_tenant_share_what_is_theirs(serve: Serve, database: Dat
 async def test_key_made_and_revoked_beside_a_running_server_counts_soon(
     serve: Serve, database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(skyrl.api.server, "KEYS_S", 0.01)
+    monkeypatch.setattr(skyrl.api.background, "KEYS_S", 0.01)
     read, refresh = asyncio.Event(), Keys.refresh
 
     async def told(keys: Keys) -> None:

@@ -14,8 +14,8 @@ from engine_harness import data, until
 from fake_upstream import FakeUpstream, after, complete, error
 from sqlalchemy import Connection, event, select, update
 
+import skyrl.api.background
 import skyrl.api.futures
-import skyrl.api.server
 from skyrl.api.tokens import tenant_of_key
 from skyrl.db import quotas as rows
 from skyrl.db.database import Database
@@ -261,7 +261,7 @@ async def test_default_holds_but_for_the_exceptions(serve: Serve, upstream: Fake
 async def test_change_beside_a_running_server_counts_soon(
     serve: Serve, database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(skyrl.api.server, "QUOTAS_S", 0.01)
+    monkeypatch.setattr(skyrl.api.background, "QUOTAS_S", 0.01)
     async with serve() as api:
         database.write(lambda c: rows.change(c, ONE, {"models": 0}))
         await until(lambda: api.services.quotas.of(ONE).models == 0)

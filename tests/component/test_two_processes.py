@@ -18,7 +18,8 @@ from engine_harness import until
 from fake_upstream import FakeUpstream, after, complete, never
 from sqlalchemy import event, insert, select, text, update
 
-import skyrl.api.server
+import skyrl.api.background
+import skyrl.api.build
 import skyrl.db.sessions
 from skyrl.api.app import create_app
 from skyrl.api.server import open_services
@@ -42,8 +43,8 @@ TIMEOUT_S = 300.0
 @pytest.fixture(autouse=True)
 def by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tests say when a process looks after the others."""
-    monkeypatch.setattr(skyrl.api.server, "BEAT_S", NEVER_S)
-    monkeypatch.setattr(skyrl.api.server, "SESSION_CHECK_S", NEVER_S)
+    monkeypatch.setattr(skyrl.api.background, "BEAT_S", NEVER_S)
+    monkeypatch.setattr(skyrl.api.background, "SESSION_CHECK_S", NEVER_S)
 
 
 @pytest.fixture
@@ -56,7 +57,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[SampleOwnership]:
             super().__init__(*parts, **options)
             instances.append(self)
 
-    monkeypatch.setattr(skyrl.api.server, "SampleOwnership", Kept)
+    monkeypatch.setattr(skyrl.api.build, "SampleOwnership", Kept)
     return instances
 
 
@@ -135,7 +136,7 @@ async def test_end_is_told_to_a_process_that_does_not_look(
 ) -> None:
     if database.is_sqlite:
         pytest.skip("SQLite tells nobody")
-    monkeypatch.setattr(skyrl.api.server, "SAFETY_POLL_S", NEVER_S)
+    monkeypatch.setattr(skyrl.api.background, "SAFETY_POLL_S", NEVER_S)
     go = asyncio.Event()
     upstream.default = after(go, complete())
     listening = text(
@@ -240,8 +241,14 @@ def repeated(monkeypatch: pytest.MonkeyPatch) -> dict[str, Callable[[], Any]]:
     async def kept(name: str, _: float, action: Callable[[], Any]) -> None:
         actions[name] = action
 
-    monkeypatch.setattr(skyrl.api.server, "repeat", kept)
+    monkeypatch.setattr(skyrl.api.background, "repeat", kept)
     return actions
+
+
+async def settle() -> None:
+    """Let every task run until it waits for another."""
+    for _ in range(10):
+        await asyncio.sleep(0)
 
 
 async def test_on_sqlite_who_is_alone_does_not_write_that_it_lives(
@@ -251,7 +258,7 @@ async def test_on_sqlite_who_is_alone_does_not_write_that_it_lives(
         return database.read(lambda c: c.execute(select(processes.c.heartbeat_at)).scalar_one())
 
     async with start("first"):
-        await asyncio.sleep(0)
+        await settle()
         before = beats()
         await repeated["looking after the other API processes"]()
         assert (beats() == before) is database.is_sqlite
@@ -267,7 +274,7 @@ async def test_on_sqlite_what_a_process_of_another_name_left_is_forwarded(
     database.write(lambda c: c.execute(insert(processes), {"id": "first/0", "started_at": 1.0, "heartbeat_at": 1.0}))
     upstream.default = complete()
     async with start("second") as second:
-        await asyncio.sleep(0)
+        await settle()
         for _ in range(MISSES):
             await repeated["looking after the other API processes"]()
         assert tokens(await second.result(request_id)) == [[0, 1, 2]]
@@ -317,7 +324,7 @@ async def test_taken_back_or_ended_at_the_other_process(
     await until(lambda: in_flight(first) == 1)
 
     await second.finish(sampler)
-    await first.services.look_at_sessions()
+    await first.services.session_life.check()
     await until(lambda: in_flight(first) == 0)
     assert (await first.post("asample", asked(sampler, 3))).status_code == 404
     ended = [settlement(left, Outcome(error="the session has ended"), time.time())]  # as the engine does it
@@ -331,7 +338,7 @@ async def test_project_is_known_to_both(two: tuple[Api, Api]) -> None:
     key = first.services.access.caller("tml-one").tenant
     assert await second.services.sessions.find(session, key) is not None
     await first.http.put(f"/api/v1/sessions/{session}/project", json={"project_id": "p"})
-    await second.services.look_at_sessions()
+    await second.services.session_life.check()
     known = await second.services.sessions.find(session, key)
     assert known is not None
     assert known.project_id == "p"
@@ -362,7 +369,7 @@ async def pass_time(clock: Clock, seconds: float, *apis: Api) -> None:
     for _ in range(int(seconds // 10)):
         clock.now += 10
         for api in apis:
-            await api.services.look_at_sessions()
+            await api.services.session_life.check()
 
 
 async def test_session_that_beats_at_one_process_lives_at_both(
@@ -408,7 +415,7 @@ async def test_heartbeat_at_the_last_moment_counts(two: tuple[Api, Api], databas
     session = session_of(await first.sampler())
     (silent, seen), *_ = (await first.services.sessions.look(-1.0)).silent
     await second.post("session_heartbeat", {"session_id": session})
-    await first.services.close_session(silent, "expired", None, None, silent_since=seen)
+    await first.services.session_life.close(silent, "expired", None, None, silent_since=seen)
     assert status_of(database, session) == "active"
     assert (await first.post("session_heartbeat", {"session_id": session})).status_code == 200
 

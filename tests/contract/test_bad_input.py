@@ -16,11 +16,11 @@ import httpx
 import pytest
 import pytest_asyncio
 import zstandard
-from fastapi import FastAPI
 from fastapi.routing import APIRoute
 from sqlalchemy import func, insert, select
 
 from skyrl.api.app import create_app
+from skyrl.api.http_table import HttpTable
 from skyrl.api.server import open_services
 from skyrl.api.services import Services
 from skyrl.config.server import ServerConfig
@@ -53,7 +53,7 @@ TABLES = (sessions, models, samplers, futures, checkpoints)
 class World:
     """An API without an engine, and things in it. `{names}` in cases stand for its fields."""
 
-    app: FastAPI
+    app: HttpTable
     services: Services
     http: httpx.AsyncClient
     session: str = ""
@@ -199,6 +199,11 @@ LOAD: dict[str, Any] = {"session_id": "{session}", "model_seq_id": 9, "path": "t
 
 COPY: dict[str, Any] = {"source_path": "tinker://{model}/weights/saved", "destination_project_id": "p"}
 INTO: dict[str, Any] = {"source_path": "tinker://{model}/weights/saved", "session_id": "{session}", "model_seq_id": 9}
+
+
+NAMES = {"session_id": "s", "sampler_id": "x", "model_id": "m", "kind": "weights", "name": "n"}
+NAMES |= {"save": "0123", "file": "f"}
+"""Parameters of paths."""
 
 
 def without(body: dict[str, Any], *names: str) -> dict[str, Any]:
@@ -559,27 +564,13 @@ async def test_bad_paths_and_queries(
 # Bodies that are no bodies
 
 
-JSON_ROUTES = (
-    "create_session",
-    "session_heartbeat",
-    "create_model",
-    "create_sampling_session",
-    "asample",
-    "retrieve_future",
-    "forward_backward",
-    "optim_step",
-    "save_weights",
-    "load_weights",
-    "weights_info",
-    "get_info",
-)
-
-
 @pytest.mark.parametrize("content", [b"", b"no json", b'{"session_id": "\xff', b'{"x": ' + b"[" * 50_000])
 async def test_what_is_not_json(world: World, database: Database, content: bytes) -> None:
     before = rows(database)
-    for route in JSON_ROUTES:
-        answer = await world.http.post(f"/api/v1/{route}", content=content, headers=KEY)
+    for route in world.app.routes:
+        if route.body is None or (route.body.optional and not content):
+            continue
+        answer = await world.http.request(route.method, route.path.format(**NAMES), content=content, headers=KEY)
         says = await refused(world, database, answer, before, 400, None)
         assert "not JSON" in says or "nested too deeply" in says, route
     await still_serves(world)
@@ -654,32 +645,15 @@ async def test_bad_encodings(world: World, database: Database) -> None:
 # Keys
 
 
-OPEN = {
-    "/",
-    "/api/v1/healthz",
-    "/readyz",
-    "/statusz",
-    "/api/v1/client/config",
-    "/api/v1/client/dynamic_config",
-    "/api/v1/telemetry",
-}
-SIGNED = {
-    "/api/v1/downloads/archives/{model_id}/{kind}/{name}/{save}/{file}",
-    "/api/v1/downloads/files/{model_id}/{kind}/{name}/{save}/{file}",
-    "/api/v1/downloads/traces/{session_id}",
-}
-
-
 @pytest.mark.parametrize("headers", [{}, {"X-API-Key": ""}, {"Authorization": "Bearer tml-one"}])
 async def test_every_other_route_wants_a_key(world: World, database: Database, headers: dict[str, str]) -> None:
     before = rows(database)
-    names = {"session_id": "s", "sampler_id": "x", "model_id": "m", "kind": "weights", "name": "n"}
-    names |= {"save": "0123", "file": "f"}
-    for method, path in sorted(routes(world.app)):
-        answer = await world.http.request(method, path.format(**names), json={}, headers=headers)
-        if path in OPEN:
+    for route in world.app.routes:
+        path = route.path
+        answer = await world.http.request(route.method, path.format(**NAMES), json={}, headers=headers)
+        if route.scope == "open":
             assert answer.status_code in (200, 503), path
-        elif path in SIGNED:
+        elif route.scope == "signed":
             await refused(world, database, answer, before, 403, "signature")
         else:
             assert "X-API-Key" in await refused(world, database, answer, before, 401, None), path
@@ -716,71 +690,70 @@ async def test_internal_errors_have_the_same_shape(
     assert "secret detail" in caplog.text
 
 
-# The routes, frozen: adding or removing one is a decision
-
-
-def routes(app: FastAPI) -> set[tuple[str, str]]:
-    return {(method, route.path) for route in app.routes if isinstance(route, APIRoute) for method in route.methods}
+# The routes and what they need, frozen: adding or removing one is a decision
 
 
 async def test_routes_are_these(world: World) -> None:
-    assert routes(world.app) == {
-        ("DELETE", "/api/v1/auth/apikey/me"),
-        ("DELETE", "/api/v1/training_runs/{model_id}/checkpoints/{kind}/{name}"),
-        ("DELETE", "/api/v1/training_runs/{model_id}/checkpoints/{kind}/{name}/publish"),
-        ("GET", "/"),
-        ("GET", "/api/v1/audit"),
-        ("GET", "/api/v1/auth/apikey/me"),
-        ("GET", "/api/v1/billing/usage/checkpoints/current"),
-        ("GET", "/api/v1/billing/usage/events"),
-        ("GET", "/api/v1/checkpoints"),
-        ("GET", "/api/v1/downloads/archives/{model_id}/{kind}/{name}/{save}/{file}"),
-        ("GET", "/api/v1/downloads/files/{model_id}/{kind}/{name}/{save}/{file}"),
-        ("GET", "/api/v1/downloads/traces/{session_id}"),
-        ("GET", "/api/v1/get_server_capabilities"),
-        ("GET", "/api/v1/healthz"),
-        ("GET", "/api/v1/samplers/{sampler_id}"),
-        ("GET", "/api/v1/sessions"),
-        ("GET", "/api/v1/sessions/{session_id}"),
-        ("GET", "/api/v1/sessions/{session_id}/trace_export"),
-        ("GET", "/api/v1/training_runs"),
-        ("GET", "/api/v1/training_runs/{model_id}"),
-        ("GET", "/api/v1/training_runs/{model_id}/checkpoints"),
-        ("GET", "/api/v1/training_runs/{model_id}/checkpoints/{kind}/{name}/archive"),
-        ("GET", "/api/v1/training_runs/{model_id}/checkpoints/{kind}/{name}/external_weights_urls"),
-        ("GET", "/readyz"),
-        ("GET", "/statusz"),
-        ("POST", "/api/v1/asample"),
-        ("POST", "/api/v1/auth/token"),
-        ("POST", "/api/v1/cancel_future"),
-        ("POST", "/api/v1/client/config"),
-        ("POST", "/api/v1/client/dynamic_config"),
-        ("POST", "/api/v1/create_custom_loss"),
-        ("POST", "/api/v1/copy_weights"),
-        ("POST", "/api/v1/create_model"),
-        ("POST", "/api/v1/create_sampling_session"),
-        ("POST", "/api/v1/create_session"),
-        ("POST", "/api/v1/forward"),
-        ("POST", "/api/v1/forward_backward"),
-        ("POST", "/api/v1/get_info"),
-        ("POST", "/api/v1/join_sampling_session"),
-        ("POST", "/api/v1/load_weights"),
-        ("POST", "/api/v1/optim_step"),
-        ("POST", "/api/v1/retrieve_future"),
-        ("POST", "/api/v1/retrieve_futures"),
-        ("POST", "/api/v1/save_weights"),
-        ("POST", "/api/v1/save_weights_external"),
-        ("POST", "/api/v1/save_weights_for_sampler"),
-        ("POST", "/api/v1/session_heartbeat"),
-        ("POST", "/api/v1/sessions/search"),
-        ("POST", "/api/v1/sessions/{session_id}/finish"),
-        ("POST", "/api/v1/telemetry"),
-        ("POST", "/api/v1/training_runs/{model_id}/checkpoints/{kind}/{name}/publish"),
-        ("POST", "/api/v1/unload_model"),
-        ("POST", "/api/v1/weights_info"),
-        ("PUT", "/api/v1/sessions/{session_id}/project"),
-        ("PUT", "/api/v1/training_runs/{model_id}/checkpoints/{kind}/{name}/ttl"),
+    served = {(method, r.path) for r in world.app.framework.routes if isinstance(r, APIRoute) for method in r.methods}
+    assert served == {(route.method, route.path) for route in world.app.routes}
+    assert {(route.method, route.path, route.scope) for route in world.app.routes} == {
+        ("GET", "/api/v1/audit", "admin"),
+        ("GET", "/api/v1/billing/usage/checkpoints/current", "admin"),
+        ("GET", "/api/v1/billing/usage/events", "admin"),
+        ("DELETE", "/api/v1/auth/apikey/me", "any"),
+        ("GET", "/api/v1/auth/apikey/me", "any"),
+        ("GET", "/api/v1/checkpoints", "any"),
+        ("GET", "/api/v1/get_server_capabilities", "any"),
+        ("GET", "/api/v1/samplers/{sampler_id}", "any"),
+        ("GET", "/api/v1/sessions", "any"),
+        ("GET", "/api/v1/sessions/{session_id}", "any"),
+        ("GET", "/api/v1/sessions/{session_id}/trace_export", "any"),
+        ("GET", "/api/v1/training_runs", "any"),
+        ("GET", "/api/v1/training_runs/{model_id}", "any"),
+        ("GET", "/api/v1/training_runs/{model_id}/checkpoints", "any"),
+        ("POST", "/api/v1/auth/token", "any"),
+        ("POST", "/api/v1/cancel_future", "any"),
+        ("POST", "/api/v1/create_session", "any"),
+        ("POST", "/api/v1/get_info", "any"),
+        ("POST", "/api/v1/retrieve_future", "any"),
+        ("POST", "/api/v1/session_heartbeat", "any"),
+        ("POST", "/api/v1/sessions/search", "any"),
+        ("POST", "/api/v1/sessions/{session_id}/finish", "any"),
+        ("POST", "/api/v1/weights_info", "any"),
+        ("PUT", "/api/v1/sessions/{session_id}/project", "any"),
+        ("GET", "/", "open"),
+        ("GET", "/api/v1/healthz", "open"),
+        ("GET", "/readyz", "open"),
+        ("GET", "/statusz", "open"),
+        ("POST", "/api/v1/client/config", "open"),
+        ("POST", "/api/v1/client/dynamic_config", "open"),
+        ("POST", "/api/v1/telemetry", "open"),
+        ("POST", "/api/v1/asample", "sample"),
+        ("POST", "/api/v1/create_sampling_session", "sample"),
+        ("POST", "/api/v1/join_sampling_session", "sample"),
+        ("POST", "/api/v1/retrieve_futures", "sample"),
+        ("GET", "/api/v1/downloads/archives/{model_id}/{kind}/{name}/{save}/{file}", "signed"),
+        ("GET", "/api/v1/downloads/files/{model_id}/{kind}/{name}/{save}/{file}", "signed"),
+        ("GET", "/api/v1/downloads/traces/{session_id}", "signed"),
+        ("DELETE", "/api/v1/training_runs/{model_id}/checkpoints/{kind}/{name}", "train"),
+        ("DELETE", "/api/v1/training_runs/{model_id}/checkpoints/{kind}/{name}/publish", "train"),
+        ("GET", "/api/v1/training_runs/{model_id}/checkpoints/{kind}/{name}/archive", "train"),
+        ("GET", "/api/v1/training_runs/{model_id}/checkpoints/{kind}/{name}/external_weights_urls", "train"),
+        ("POST", "/api/v1/copy_weights", "train"),
+        ("POST", "/api/v1/create_custom_loss", "train"),
+        ("POST", "/api/v1/create_model", "train"),
+        ("POST", "/api/v1/forward", "train"),
+        ("POST", "/api/v1/forward_backward", "train"),
+        ("POST", "/api/v1/load_weights", "train"),
+        ("POST", "/api/v1/optim_step", "train"),
+        ("POST", "/api/v1/save_weights", "train"),
+        ("POST", "/api/v1/save_weights_external", "train"),
+        ("POST", "/api/v1/save_weights_for_sampler", "train"),
+        ("POST", "/api/v1/training_runs/{model_id}/checkpoints/{kind}/{name}/publish", "train"),
+        ("POST", "/api/v1/unload_model", "train"),
+        ("PUT", "/api/v1/training_runs/{model_id}/checkpoints/{kind}/{name}/ttl", "train"),
     }
+    assert len(world.app.routes) == len(served)
 
 
 async def test_what_is_odd_but_no_mistake_is_answered(world: World) -> None:

@@ -9,6 +9,7 @@ import zstandard
 from hypothesis import strategies as st
 
 from skyrl.wire import tinker_pb2 as pb
+from tests.contract.strangers import LISTS, TRIED
 
 PASS: dict[str, Any] = {
     "data": [
@@ -23,7 +24,7 @@ PASS: dict[str, Any] = {
     "loss_fn": "cross_entropy",
 }
 SAVE: dict[str, Any] = {"model_id": "{their_model}", "seq_id": 5, "path": "x", "ttl_seconds": 3600, "overwrite": True}
-GOOD: dict[str, dict[str, Any]] = {
+FULL: dict[str, dict[str, Any]] = {
     "create_session": {"tags": ["a"], "user_metadata": {"a": {"b": [1]}}, "project_id": "p", "display_name": "n"},
     "session_heartbeat": {"session_id": "{session}"},
     "sessions/{their_session}/finish": {"reason": {"type": "success"}, "detail": "d"},
@@ -76,8 +77,27 @@ GOOD: dict[str, dict[str, Any]] = {
     },
     "cancel_future": {"request_id": "nobody"},
 }
-"""A body of every POST route that takes one; a query, which no route reads, tells two of the same route apart. What
-would end or fill the first tenant's session names the other's."""
+"""Bodies of POST routes with all their fields; a query, which no route reads, tells two of the same route apart. A body
+that would end or fill the first tenant's session names the other tenant's."""
+_THEIRS = {"session_id": "their_session", "my_session": "session", "model_id": "their_model"}
+_THEIRS |= {"sampler_id": "their_sampler", "path": "their_path"}
+
+
+def _from_strangers() -> dict[str, dict[str, Any]]:
+    """A body of each POST route that takes one, from what `test_isolation` sends there."""
+    found: dict[str, dict[str, Any]] = {}
+    for (method, path), tries in (TRIED | LISTS).items():
+        if method == "POST" and not path.endswith("/publish"):
+            text = json.dumps([path.removeprefix("/api/v1/"), tries[0].body])
+            for name, theirs in _THEIRS.items():
+                text = text.replace("{" + name + "}", "{" + theirs + "}")
+            route, body = json.loads(text)
+            found[route] = body
+    return found
+
+
+GOOD = _from_strangers() | FULL
+"""A body of every POST route that takes one."""
 
 NESTED = 20_000
 STRINGS = (

@@ -8,12 +8,11 @@ from collections import namedtuple
 from pathlib import Path
 
 import pytest
-from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.types import Message, Receive
 
 from skyrl.api import body_memory as room_module
-from skyrl.api.body import CONTROL_BYTES, read_body
+from skyrl.api.body import CONTROL_BYTES
 from skyrl.api.body_memory import ROOM_BYTES, SMALL_BYTES, SPARE_DISK_BYTES, BodyMemory, BodyReader
 from skyrl.wire.errors import RequestError
 
@@ -143,7 +142,7 @@ async def test_body_that_does_not_arrive_gives_its_room_back(tmp_path: Path, mon
     """A client that fell asleep in the middle of one must not keep the others waiting."""
     monkeypatch.setattr(room_module, "ARRIVE_S", 0.05)
     monkeypatch.setattr(room_module, "LEAST_BYTES_PER_S", 2**40)
-    room = BodyReader(tmp_path, ROOM_BYTES)
+    room = BodyReader(tmp_path, {"training": ROOM_BYTES})
 
     async def sleeps() -> Message:
         await asyncio.Event().wait()
@@ -156,7 +155,7 @@ async def test_body_that_does_not_arrive_gives_its_room_back(tmp_path: Path, mon
     awake = Request(request_of(HALF).scope, arrives)
 
     async def read(request: Request) -> bytes:
-        async with room.of(request, "tenant") as body:
+        async with room.of(request, "tenant", "training") as body:
             return body
 
     first = asyncio.create_task(read(asleep))
@@ -170,8 +169,7 @@ async def test_body_that_does_not_arrive_gives_its_room_back(tmp_path: Path, mon
 
 async def test_other_bodies_need_room_unless_they_are_small(tmp_path: Path) -> None:
     """Thousands of connections that each bring nearly a whole one, and no more, would fill the memory."""
-    app = Starlette()
-    app.state.bodies = BodyReader(tmp_path, CONTROL_BYTES)
+    reader = BodyReader(tmp_path, {"control": CONTROL_BYTES})
     arrived = asyncio.Event()
 
     async def receive() -> Message:
@@ -183,7 +181,7 @@ async def test_other_bodies_need_room_unless_they_are_small(tmp_path: Path) -> N
 
     def asked(receive: Receive, **headers: str) -> asyncio.Task[bytes]:
         given = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
-        return asyncio.create_task(read_body(Request({"type": "http", "headers": given, "app": app}, receive)))
+        return asyncio.create_task(reader.control(Request({"type": "http", "headers": given}, receive), "tenant"))
 
     slow = asked(receive, transfer_encoding="chunked")  # of any length: it has the whole room
     await settle()

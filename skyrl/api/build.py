@@ -1,0 +1,223 @@
+"""Builds the parts of an API process. Reads nothing and opens no connection: that begins with `begin` in
+`background.py`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Self
+
+from skyrl.api.access import Access
+from skyrl.api.news import News
+from skyrl.api.readiness import EngineWatch
+from skyrl.api.served import Served
+from skyrl.api.services import Services
+from skyrl.api.session_life import SessionLife
+from skyrl.api.signing import SignedUrls
+from skyrl.api.tokens import Tokens
+from skyrl.db.api_processes import ApiProcesses
+from skyrl.db.audit import Audit
+from skyrl.db.checkpoints import Checkpoints
+from skyrl.db.copies import Copies
+from skyrl.db.database import Database
+from skyrl.db.engine_state import EngineState, read_state
+from skyrl.db.keys import Keys
+from skyrl.db.models import Models
+from skyrl.db.retention import Retention
+from skyrl.db.sample_clocks import SampleClocks
+from skyrl.db.samplers import Samplers
+from skyrl.db.session_search import SessionSearch
+from skyrl.db.sessions import Sessions
+from skyrl.db.urls import postgres_conninfo
+from skyrl.db.usage import Usage, UsageCounter
+from skyrl.db.writer import GroupCommitWriter
+from skyrl.futures.store import FutureStore
+from skyrl.futures.trace import Traces
+from skyrl.inference.adapter_host import AdapterHost, SharedDirectory
+from skyrl.inference.features import inference_features
+from skyrl.inference.vllm_command import cuda_devices
+from skyrl.launcher.runtime import Runtime
+from skyrl.notify.notifier import Notifier
+from skyrl.quotas.limits import Bounds, QuotaLimits
+from skyrl.quotas.tenants import Quotas
+from skyrl.sampling.admission import Admission
+from skyrl.sampling.client import ForwardingClient
+from skyrl.sampling.endpoint import EngineEndpoint, FixedEndpoint
+from skyrl.sampling.fair_order import FairOrder
+from skyrl.sampling.guards import FeatureGuard
+from skyrl.sampling.http import HttpTransport
+from skyrl.sampling.ownership import SampleOwnership
+from skyrl.sampling.service import SampleService
+from skyrl.storage.registry import open_store
+
+
+@dataclass(frozen=True)
+class Secrets:
+    """What only this server knows: it signs tokens and links with these."""
+
+    tokens: Tokens
+    urls: SignedUrls
+
+    @classmethod
+    def open(cls, runtime: Runtime) -> Self:
+        """From the state directory, made at first use."""
+        config = runtime.config
+        return cls(Tokens.open(config.state_dir), SignedUrls.open(config.state_dir, config.public_url))
+
+
+@dataclass(frozen=True)
+class Base:
+    """What the services stand on."""
+
+    runtime: Runtime
+    database: Database
+    writer: GroupCommitWriter
+    notifier: Notifier
+    futures: FutureStore
+    keys: Keys
+    counter: UsageCounter
+    watch: EngineWatch
+
+    @classmethod
+    def of(cls, runtime: Runtime) -> Self:
+        database = Database(runtime.config.database)
+        writer = GroupCommitWriter(database)
+        notifier = Notifier(
+            runtime.process_id,
+            own_doorbell=runtime.api_doorbell,
+            engine_doorbell=runtime.engine_doorbell,
+            postgres_conninfo=None if database.is_sqlite else postgres_conninfo(database.url),
+        )
+        return cls(
+            runtime=runtime,
+            database=database,
+            writer=writer,
+            notifier=notifier,
+            futures=FutureStore(database, writer, runtime.process_id, notifier.peers),
+            keys=Keys(database, writer),
+            counter=UsageCounter(writer),
+            watch=EngineWatch(partial(_engine_state, database), runtime.config.modes),
+        )
+
+
+@dataclass(frozen=True)
+class ApiProcess:
+    """All parts of an API process: `services` are for the routes, the others for its background work and its end."""
+
+    base: Base
+    services: Services
+    news: News
+    ownership: SampleOwnership
+    clocks: SampleClocks
+    retention: Retention
+
+
+def build(runtime: Runtime, secrets: Secrets) -> ApiProcess:
+    base = Base.of(runtime)
+    database, writer = base.database, base.writer
+    services = _services(base, secrets)
+    ownership = SampleOwnership(
+        ApiProcesses(database, writer, runtime.process_id),
+        base.notifier.peers,
+        base.futures,
+        services.sampling,
+        forwards=services.client is not None,
+    )
+    return ApiProcess(
+        base=base,
+        services=services,
+        news=News(base.futures, services.sampling, base.watch, services.session_life.changed),
+        ownership=ownership,
+        clocks=SampleClocks(writer, runtime.process_id),
+        retention=Retention(database, writer, runtime.config.result_retention_s),
+    )
+
+
+def _services(base: Base, secrets: Secrets) -> Services:
+    config, database, writer = base.runtime.config, base.database, base.writer
+    sessions, samplers = Sessions(database, writer, base.notifier.peers), Samplers(database, writer)
+    models, checkpoints, store = Models(database, writer), Checkpoints(database, writer), open_store(config)
+    adapters = SharedDirectory(partial(base.watch.adapters_in, config.state_dir), store, checkpoints.store_key_of)
+    quotas = Quotas(database, QuotaLimits.of(config), Bounds.of(config), base.futures.is_pending)
+    client = _client(base.runtime, database, adapters)
+    sampling = _sampling(base, samplers, sessions, client, quotas)
+    return Services(
+        config=config,
+        process_id=base.runtime.process_id,
+        served=Served(config),
+        sessions=sessions,
+        session_life=SessionLife(
+            sessions,
+            samplers,
+            models,
+            base.futures,
+            sampling,
+            base.notifier.engine,
+            trains=config.modes.trains,
+            timeout_s=config.session_timeout_s,
+        ),
+        models=models,
+        samplers=samplers,
+        checkpoints=checkpoints,
+        checkpoint_store=store,
+        adapters=adapters,
+        copies=Copies(database, writer),
+        futures=base.futures,
+        sampling=sampling,
+        client=client,
+        engine=base.notifier.engine,
+        watch=base.watch,
+        tokens=secrets.tokens,
+        access=Access(base.keys, secrets.tokens, managed=config.api_keys == "managed"),
+        urls=secrets.urls,
+        search=SessionSearch(database),
+        audit=Audit(database, writer),
+        usage=Usage(database),
+        traces=Traces(database),
+        quotas=quotas,
+    )
+
+
+def _sampling(
+    base: Base,
+    samplers: Samplers,
+    sessions: Sessions,
+    client: ForwardingClient | None,
+    quotas: Quotas,
+) -> SampleService:
+    config = base.runtime.config
+    order = FairOrder() if config.modes.manages_inference or config.external_inference_priority else None
+    return SampleService(
+        base.futures,
+        samplers,
+        sessions,
+        client=client,
+        engine=base.notifier.engine,
+        limits=base.watch.limits,
+        admission=Admission(config.max_pending_samples, config.max_pending_sample_bytes),
+        order=order,
+        base_name=config.served_names[0],
+        guard=FeatureGuard(inference_features(config, cuda=bool(cuda_devices()))),
+        usage=base.counter,
+        quotas=quotas,
+    )
+
+
+def _client(runtime: Runtime, database: Database, adapters: AdapterHost) -> ForwardingClient | None:
+    """None where the engine samples itself."""
+    config = runtime.config
+    if not config.modes.forwards:
+        return None
+    external = config.external_inference_url
+    return ForwardingClient(
+        HttpTransport(config.forwarding_inference_max_connections),
+        EngineEndpoint(partial(_engine_state, database)) if external is None else FixedEndpoint(external),
+        adapters,
+        api_key=runtime.inference_api_key,
+        deadline_s=config.forwarding_deadline_s,
+        zero_fill_logprobs=config.forwarding_zero_fill_logprobs,
+    )
+
+
+async def _engine_state(database: Database) -> EngineState:
+    return await database.read_async(read_state)

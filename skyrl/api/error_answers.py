@@ -1,0 +1,105 @@
+"""The one place where errors become answers: `{"detail": sentence, "field": name or null}`, and a line in the log."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from skyrl.api.call import Call
+from skyrl.api.refusals import Refusals
+from skyrl.api.reply import reply
+from skyrl.api.routes import API
+from skyrl.db.faults import DatabaseError, column_with_nul, is_transient, reason
+from skyrl.processes.log_format import about_request
+from skyrl.quotas.tenants import Quotas
+from skyrl.storage.base import NotStored, StoreError
+from skyrl.wire.errors import InvalidToken, NoSpace, OverQuota, RequestError
+
+logger = logging.getLogger(__name__)
+
+DATABASE_RETRY_S = 2.0
+"""After so long a client sends a request again that the database did not take."""
+MAX_PATH = 200
+"""Characters of an unknown path that its answer repeats."""
+
+
+class ErrorAnswers:
+    """Answers an error by its nearest class in `kinds`, which has one entry for `Exception`."""
+
+    def __init__(self, refusals: Refusals, quotas: Quotas) -> None:
+        self._refusals = refusals
+        self._quotas = quotas
+        self.kinds: dict[type[Exception], Callable[[Call, Any], Response]] = {
+            RequestError: self._refused,
+            RequestValidationError: self._invalid,
+            HTTPException: self._http_error,
+            NotStored: self._lost,
+            StoreError: self._store_away,
+            DatabaseError: self._database_away,
+            Exception: self._internal,
+        }
+
+    def answer(self, call: Call, error: Exception) -> Response:
+        """The answer, and a log line."""
+        return next(self.kinds[kind] for kind in type(error).__mro__ if kind in self.kinds)(call, error)
+
+    def _refused(self, call: Call, error: RequestError) -> Response:
+        self._refusals.note(call, error.status, error.message, error)
+        if isinstance(error, OverQuota):
+            self._quotas.refused[error.quota] += 1
+        headers = {"Retry-After": f"{error.retry_after_s:g}"} if error.retry_after_s is not None else {}
+        if isinstance(error, NoSpace):
+            headers |= error.headers
+        if isinstance(error, InvalidToken):
+            headers["WWW-Authenticate"] = 'Bearer error="invalid_token"'
+        return reply({"detail": error.message, "field": error.field}, error.status, headers)
+
+    def _invalid(self, call: Call, error: RequestValidationError) -> Response:
+        first = error.errors()[0]
+        field = ".".join(str(part) for part in first["loc"][1:])
+        return self._refused(call, RequestError(first["msg"], field=field))
+
+    def _http_error(self, call: Call, error: HTTPException) -> Response:
+        detail = _no_such_path(call.request.url.path) if error.status_code == 404 else str(error.detail)
+        self._refusals.note(call, error.status_code, detail)
+        return reply({"detail": detail, "field": None}, error.status_code, dict(error.headers or {}))
+
+    def _lost(self, call: Call, error: NotStored) -> Response:
+        _log(call, ": %s", error)
+        return reply({"detail": "the checkpoint's files are not in the checkpoint store any more", "field": None}, 404)
+
+    def _store_away(self, call: Call, error: StoreError) -> Response:
+        _log(call, ": %s", error)
+        return reply({"detail": "the checkpoint store cannot be used now; try again", "field": None}, 503)
+
+    def _database_away(self, call: Call, error: DatabaseError) -> Response:
+        if is_transient(error):
+            _log(call, ": the database cannot be used: %s", reason(error))
+            detail = "the database cannot be used now; send the request again"
+            return reply({"detail": detail, "field": None}, 503, {"Retry-After": f"{DATABASE_RETRY_S:g}"})
+        if (column := column_with_nul(error)) is not None:
+            return reply({"detail": f"{column}: must not hold the character U+0000", "field": column}, 400)
+        return self._internal(call, error)
+
+    def _internal(self, call: Call, error: Exception) -> Response:
+        _log(call, " failed", trace=error)
+        return reply({"detail": f"internal error: {type(error).__name__}", "field": None}, 500)
+
+
+def _log(call: Call, sentence: str, *details: object, trace: Exception | None = None) -> None:
+    """An error's line: method and path of the request, then the sentence."""
+    extra = about_request(call.id)
+    logger.error(f"%s %s{sentence}", call.request.method, call.request.url.path, *details, exc_info=trace, extra=extra)
+
+
+def _no_such_path(path: str) -> str:
+    """The sentence for a path that no route has. An SDK puts `/api/v1` behind its base URL."""
+    asked = path if len(path) <= MAX_PATH else f"{path[:MAX_PATH]}..."
+    if path.startswith(f"{API}{API}"):
+        return f"no such path {asked!r}; the base URL ends before {API}"
+    return f"no such path {asked!r}"

@@ -1,0 +1,106 @@
+"""The hooks of the HTTP table: a name for each request, the caller's key, and the body.
+
+A hook that is to see more of the requests (metrics, tracing) is another class like these, listed in `create_app`.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from itertools import count
+
+from starlette.requests import Request
+
+from skyrl.api.access import Access, check_scope
+from skyrl.api.body_memory import BodyReader
+from skyrl.api.call import Call
+from skyrl.api.signing import SignedUrls
+from skyrl.db.keys import ALL_SCOPES
+from skyrl.wire.errors import RequestError
+
+MAX_KEY = 2_000
+"""Characters of a key or a token: tenants of the last 4,096 keys are remembered by them."""
+MAX_REQUEST_ID = 128
+"""Characters of a request id that a client gives."""
+_SANE_ID = re.compile(rb"[!-~]{1,%d}" % MAX_REQUEST_ID)
+
+
+class RequestIds:
+    """Names each request: by the client's `X-Request-Id` if that is printable ASCII of at most MAX_REQUEST_ID
+    characters, else by a number of this process. The answer has it in the same header."""
+
+    name = "request id"
+
+    def __init__(self) -> None:
+        self._prefix = f"{secrets.token_hex(4)}-"
+        self._numbers = count(1)
+
+    async def begin(self, call: Call) -> None:
+        for name, value in call.request.scope["headers"]:
+            if name == b"x-request-id" and _SANE_ID.fullmatch(value):
+                call.id = value.decode()
+                call.headers.append((name, value))
+                return
+        call.id = f"{self._prefix}{next(self._numbers):x}"
+        call.headers.append((b"x-request-id", call.id.encode()))
+
+    def end(self, call: Call) -> None:
+        """The answer takes its headers from the call."""
+
+
+class AccessCheck:
+    """Finds the caller by the key, and refuses a request that may not use its route: 401 without a key that is taken,
+    403 for a scope that the key lacks or a link that this server has not signed."""
+
+    name = "access"
+
+    def __init__(self, access: Access, urls: SignedUrls) -> None:
+        self._access = access
+        self._urls = urls
+
+    async def begin(self, call: Call) -> None:
+        route = call.route
+        if route is None or route.scope == "open":
+            return
+        if route.scope == "signed":
+            self._urls.verify(call.request)
+            return
+        call.caller = caller = self._access.caller(key_of(call.request))
+        if caller.scopes != ALL_SCOPES and route.scope != "any":
+            check_scope(caller, route.scope)
+
+    def end(self, call: Call) -> None:
+        """Nothing to give back."""
+
+
+class BodyMemoryHook:
+    """Reads the body of a route that declares one. A large body waits until there is memory for it; that of a sample or
+    a training pass is given back when the route has its answer, and then the body is recorded."""
+
+    name = "body memory"
+
+    def __init__(self, bodies: BodyReader) -> None:
+        self._bodies = bodies
+
+    async def begin(self, call: Call) -> None:
+        if call.route is None or (body := call.route.body) is None:
+            return
+        if body.bound == "control":
+            call.body = await self._bodies.control(call.request, call.tenant)
+            return
+        call.held = held = self._bodies.of(call.request, call.tenant, body.bound)
+        call.body = await held.read()
+
+    def end(self, call: Call) -> None:
+        if call.held is not None:
+            call.held.release()
+
+
+def key_of(request: Request) -> str:
+    """The API key, or the token in its place. Raises RequestError 401 without one."""
+    key = request.headers.get("x-api-key", "")
+    if not key:
+        raise RequestError("send an API key in X-API-Key", status=401)
+    if len(key) > MAX_KEY:
+        raise RequestError(f"the API key in X-API-Key has more than {MAX_KEY} characters", status=401)
+    return key

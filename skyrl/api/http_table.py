@@ -1,0 +1,70 @@
+"""The one way in: every HTTP request passes this table and its hooks, whichever route it is for.
+
+A POST to a path without parameters goes straight to its handler: FastAPI's routing, dependencies and middleware cost
+several times what the handlers of a sample do themselves. All other requests go on to FastAPI, which finds the handler
+and reads the parameters, or says that there is no such path.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+
+from fastapi import FastAPI
+from starlette.routing import compile_path
+from starlette.types import Receive, Scope, Send
+
+from skyrl.api.call import Call, Hook
+from skyrl.api.error_answers import ErrorAnswers
+from skyrl.api.route import Route
+
+
+class HttpTable:
+    """An ASGI application. `hooks` begin in their order, before the route; none is passed by."""
+
+    def __init__(
+        self, framework: FastAPI, routes: Iterable[Route], hooks: Sequence[Hook], errors: ErrorAnswers
+    ) -> None:
+        self.framework = framework
+        self.routes = (*routes,)
+        self.hooks = (*hooks,)
+        self._errors = errors
+        self.direct = {
+            route.path: route
+            for route in self.routes
+            if route.method == "POST" and "{" not in route.path and not route.parameters
+        }
+        """By path: the routes that are called without FastAPI."""
+        self._patterns: list[tuple[str, re.Pattern[str], Route]] = [
+            (route.method, compile_path(route.path)[0], route) for route in self.routes
+        ]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.framework(scope, receive, send)
+            return
+        direct = self.direct.get(scope["path"]) if scope["method"] == "POST" else None
+        call = Call(scope, receive, send, direct or self._find(scope), self.hooks)
+        try:
+            for hook in self.hooks:
+                await hook.begin(call)
+            if direct is not None:
+                response = await direct.run(call)
+                await response(scope, receive, call.send)
+            else:
+                scope["call"] = call
+                await self.framework(scope, receive, call.send)
+        except Exception as error:
+            if call.answered:
+                raise
+            await self._errors.answer(call, error)(scope, receive, call.send)
+        finally:
+            call.end()
+
+    def _find(self, scope: Scope) -> Route | None:
+        """The route that FastAPI will find: the first whose method and path fit."""
+        method, path = scope["method"], scope["path"]
+        for wanted, pattern, route in self._patterns:
+            if wanted == method and pattern.match(path):
+                return route
+        return None

@@ -1,0 +1,48 @@
+"""What this server serves, by its configuration: base model, tokenizer, and trainer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from skyrl.config.server import ServerConfig
+from skyrl.wire.errors import RequestError
+
+
+class Served:
+    """Checks requests against the configuration."""
+
+    def __init__(self, config: ServerConfig) -> None:
+        self._config = config
+
+    def check_base_model(self, name: str, field: str = "base_model") -> str:
+        """The name, if this server serves it. Raises RequestError naming `field` and listing the names that are
+        served."""
+        served = (*self._config.served_names, self._config.base_model_path)
+        if name not in served:
+            raise RequestError(
+                f"{name!r} is not served here; there is: {', '.join(self._config.served_names)}",
+                field=field,
+            )
+        return name
+
+    def check_trainable(self) -> None:
+        """Raises RequestError on a server without a trainer."""
+        if not self._config.modes.trains:
+            raise RequestError("this server only samples (backend 'none'); it has no trainer")
+
+    def tokenizer_name(self, base_model: str) -> str:
+        """The name by which clients load a tokenizer: `tokenizer_id`, or a name with an organisation. Else it is the
+        directory, which clients on this machine have: a plain alias would send them to the model hub."""
+        if self._config.tokenizer_id is not None:
+            return self._config.tokenizer_id
+        path = self._config.base_model_path
+        return path if "/" not in base_model and Path(path).is_dir() else base_model
+
+    def session_warning(self) -> str | None:
+        """What every user of this server should know before they train."""
+        if self._config.losses.stable_reinforce == "cispo":
+            return (
+                "stable_reinforce has no published formula: this server computes cispo for it, with cispo's clip "
+                "thresholds and without its per-sequence terms (metric stable_reinforce_is_cispo:max)"
+            )
+        return None

@@ -1,0 +1,136 @@
+"""What another tenant gets on every route, as data: `test_isolation` sends these requests, and the fuzzer's good bodies
+begin with them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from skyrl.api.tokens import tenant_of_key, user_urn
+
+BASE = "acme/base"
+OWNER, STRANGER = "tml-owner", "tml-stranger"
+TENANT = tenant_of_key(OWNER)
+SAMPLE = {"X-Tinker-Request-Type": "Sample"}
+KINDS = ("weights", "sampler_weights", "external_weights")
+CHECKPOINT = "/api/v1/training_runs/{model_id}/checkpoints/{kind}/{name}"
+LINK = "/{model_id}/{kind}/{name}/{save}/{file}"
+MESSAGE = {"prompt": {"chunks": [{"tokens": [1, 2]}]}, "sampling_params": {"max_tokens": 4}}
+
+
+@dataclass(frozen=True)
+class Try:
+    """One request of a stranger's. `{names}` stand for the owner's things, `{my_session}` for the stranger's own."""
+
+    body: dict[str, Any] = field(default_factory=dict)
+    query: str = ""
+    status: int = 404
+    headers: dict[str, str] = field(default_factory=dict)
+    owner: int = 200
+    """What the owner gets for the same request: that it is the asker who makes the difference."""
+    kind: str = "weights"
+
+
+def command(**more: Any) -> list[Try]:
+    return [Try({"model_id": "{model_id}", "seq_id": 1} | more)]
+
+
+PATHS = [Try(kind=kind) for kind in KINDS]
+COPY = {"source_path": "{path}", "session_id": "{my_session}", "model_seq_id": 9}
+LOAD = {"session_id": "{my_session}", "model_seq_id": 8, "path": "{path}"}
+SAMPLER = {"session_id": "{my_session}", "sampling_session_seq_id": 9}
+TARGET = {"type": "sampling_session", "sampling_session_id": "{sampler_id}", "cloned_sampler_id": 0}
+
+TRIED: dict[tuple[str, str], list[Try]] = {
+    ("GET", "/api/v1/sessions/{session_id}"): [Try(), Try(query="access_scope=accessible")],
+    ("GET", "/api/v1/sessions/{session_id}/trace_export"): [Try()],
+    ("GET", "/api/v1/samplers/{sampler_id}"): [Try()],
+    ("GET", "/api/v1/training_runs/{model_id}"): [Try(), Try(query="access_scope=accessible")],
+    ("GET", "/api/v1/training_runs/{model_id}/checkpoints"): [Try(), Try(query="access_scope=accessible")],
+    ("POST", "/api/v1/session_heartbeat"): [Try({"session_id": "{session_id}"})],
+    ("PUT", "/api/v1/sessions/{session_id}/project"): [Try({"project_id": "mine"})],
+    ("POST", "/api/v1/get_info"): [Try({"model_id": "{model_id}"})],
+    ("POST", "/api/v1/weights_info"): [Try({"tinker_path": "{path}"}, kind=kind) for kind in KINDS],
+    ("POST", "/api/v1/create_sampling_session"): [
+        Try({"session_id": "{session_id}", "sampling_session_seq_id": 7, "base_model": BASE}),
+        Try(SAMPLER | {"model_path": "{path}"}, kind="sampler_weights"),
+    ],
+    ("POST", "/api/v1/join_sampling_session"): [Try({"sampling_session_id": "{sampler_id}"})],
+    ("POST", "/api/v1/asample"): [Try(MESSAGE | {"sampling_session_id": "{sampler_id}", "seq_id": 5})],
+    ("POST", "/api/v1/retrieve_future"): [
+        Try({"request_id": "{future}"}, owner=408),
+        Try({"request_id": "{sample}"}, status=410, headers=SAMPLE, owner=408),
+    ],
+    ("POST", "/api/v1/retrieve_futures"): [Try({"target": TARGET, "prev_cursor": 0, "timeout": 0})],
+    ("POST", "/api/v1/cancel_future"): [
+        Try({"request_id": "{future}"}, owner=400),
+        Try({"request_id": "{sample}"}),
+    ],
+    ("POST", "/api/v1/create_model"): [Try({"session_id": "{session_id}", "model_seq_id": 7, "base_model": BASE})],
+    ("POST", "/api/v1/forward"): command(),
+    ("POST", "/api/v1/forward_backward"): command(),
+    ("POST", "/api/v1/optim_step"): command(),
+    ("POST", "/api/v1/save_weights"): command(path="n"),
+    ("POST", "/api/v1/save_weights_for_sampler"): command(path="n"),
+    ("POST", "/api/v1/save_weights_external"): command(path="n"),
+    ("POST", "/api/v1/load_weights"): [
+        *command(path="{path}"),
+        Try(LOAD),
+        Try(LOAD | {"session_id": "{session_id}"}),
+        Try(LOAD | {"model_seq_id": 7, "source_tenant": TENANT}),
+    ],
+    ("POST", "/api/v1/unload_model"): command(),
+    ("POST", "/api/v1/copy_weights"): [
+        Try(COPY, headers={"X-Idempotency-Key": "once"}),
+        Try(COPY | {"session_id": "{session_id}", "model_seq_id": 10}),
+        Try(COPY | {"model_seq_id": 11}, kind="sampler_weights"),
+        Try({"source_path": "{path}", "destination_project_id": "p"}),
+    ],
+    ("GET", f"{CHECKPOINT}/archive"): [Try(kind=kind, owner=302) for kind in KINDS[:2]],
+    ("GET", f"{CHECKPOINT}/external_weights_urls"): [Try(kind=KINDS[2])],
+    ("PUT", f"{CHECKPOINT}/ttl"): [Try({"ttl_seconds": 7200}, kind=kind) for kind in KINDS],
+    ("POST", f"{CHECKPOINT}/publish"): PATHS,
+    ("DELETE", f"{CHECKPOINT}/publish"): PATHS,
+    ("DELETE", CHECKPOINT): PATHS,
+    ("POST", "/api/v1/sessions/{session_id}/finish"): [Try()],
+}
+LISTS: dict[tuple[str, str], list[Try]] = {
+    ("GET", "/api/v1/sessions"): [Try(), Try(query="access_scope=accessible")],
+    ("GET", "/api/v1/training_runs"): [Try(), Try(query="access_scope=accessible"), Try(query="project_id={project}")],
+    ("GET", "/api/v1/checkpoints"): [Try(), Try(query="access_scope=accessible")],
+    ("GET", "/api/v1/audit"): [Try(), Try(query="event_type=checkpoints")],
+    ("GET", "/api/v1/billing/usage/events"): [
+        Try(query="starting_on=2026-01-01T00:00:00Z&ending_before=2026-01-02T00:00:00Z")
+    ],
+    ("GET", "/api/v1/billing/usage/checkpoints/current"): [Try(), Try(query="project_id={project}")],
+    ("POST", "/api/v1/sessions/search"): [
+        Try({"limit": 200}),
+        Try({"limit": 200, "session_id": "{session_id}"}),
+        Try({"limit": 200, "project_ids": ["{project}"]}),
+        Try({"limit": 200, "owner": {"type": "accessible"}}),
+        Try({"limit": 200, "owner": {"type": "user", "owner_urns": [user_urn(TENANT)]}}),
+    ],
+}
+"""Answer everybody, with what is the caller's own."""
+HARMLESS = {
+    ("GET", "/"),
+    ("GET", "/api/v1/auth/apikey/me"),
+    ("DELETE", "/api/v1/auth/apikey/me"),
+    ("POST", "/api/v1/auth/token"),
+    ("GET", "/api/v1/get_server_capabilities"),
+    ("GET", "/api/v1/healthz"),
+    ("GET", "/readyz"),
+    ("GET", "/statusz"),
+    ("POST", "/api/v1/client/config"),
+    ("POST", "/api/v1/client/dynamic_config"),
+    ("POST", "/api/v1/create_custom_loss"),
+    ("POST", "/api/v1/create_session"),
+    ("POST", "/api/v1/telemetry"),
+}
+"""Name nothing of anybody's: they are sent all of the owner's ids, which must make no difference to the owner."""
+SIGNED = {
+    ("GET", f"/api/v1/downloads/archives{LINK}"),
+    ("GET", f"/api/v1/downloads/files{LINK}"),
+    ("GET", "/api/v1/downloads/traces/{session_id}"),
+}
+"""Open to who has a link for that very thing, and 403 to everybody else."""
