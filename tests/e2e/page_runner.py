@@ -86,7 +86,7 @@ class Terminal:
         """Raises PageFailed."""
         text = self.real(shown.text)
         after = self.home / "after"
-        script = f'set -eo pipefail\n{text}\nset +x; {{ pwd; env -0; }} > "{after}"'
+        script = f'set -e\n{text}\nset +x; {{ pwd; env -0; }} > "{after}"'
         typed = next((typed for word, typed in self.typed.items() if word in text), "")
         done = subprocess.run(
             ["bash", "-c", script],
