@@ -58,7 +58,7 @@ class PostgresServer:
         if os.geteuid() == 0:
             os.chown(self._home, NOBODY, NOBODY)
             self._as |= {"user": NOBODY, "group": NOBODY, "extra_groups": []}
-        self._programs = self._reachable_programs()
+        self.programs = self._reachable_programs()
         self._password = secrets.token_hex(16)
         self.port = free_port()
         self._process: subprocess.Popen[Any] | None = None
@@ -84,7 +84,7 @@ class PostgresServer:
         passwords.write_text(self._password)
         os.chmod(passwords, 0o644)  # in a directory that nobody else enters
         options = ["--username=skyrl", "--auth=scram-sha-256", "--encoding=UTF8", "--locale=C", "--no-sync"]
-        command = [self._programs / "initdb", "-D", self._home / "data", f"--pwfile={passwords}", *options]
+        command = [self.programs / "initdb", "-D", self._home / "data", f"--pwfile={passwords}", *options]
         made = subprocess.run(command, capture_output=True, text=True, **self._as)
         assert made.returncode == 0, made.stderr
 
@@ -111,7 +111,7 @@ class PostgresServer:
     def start(self) -> None:
         settings = [word for setting in SETTINGS for word in ("-c", setting)]
         address = ["-c", "listen_addresses=127.0.0.1", "-p", str(self.port)]
-        command = [self._programs / "postgres", "-D", self._home / "data", *address, *settings]
+        command = [self.programs / "postgres", "-D", self._home / "data", *address, *settings]
         kept = ["sh", "-c", KEEPER, self._home, *command]
         with (self._home / "log").open("ab") as log:
             process = subprocess.Popen(

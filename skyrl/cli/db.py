@@ -1,4 +1,4 @@
-"""`skyrl db`: copy, check, vacuum and upgrade a server's database."""
+"""`skyrl db`: back up, check, shrink and upgrade a server's database; carry it from SQLite to PostgreSQL."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import typer
 if TYPE_CHECKING:  # importing the database takes longer than `skyrl --help` may
     from skyrl.db.database import Database
 
-app = typer.Typer(help="Back up, check, vacuum and upgrade the database.", no_args_is_help=True)
+app = typer.Typer(help="Back up, check, vacuum, upgrade and import the database.", no_args_is_help=True)
 
 StateDir = Annotated[Path | None, typer.Option(help="The server's state directory. Default: ~/.local/share/skyrl.")]
 DatabaseUrl = Annotated[str | None, typer.Option(help="The server's database, if it is not in the state directory.")]
@@ -78,7 +78,7 @@ def check(state_dir: StateDir = None, database_url: DatabaseUrl = None, config: 
 
 @app.command()
 def vacuum(state_dir: StateDir = None, database_url: DatabaseUrl = None, config: ConfigFile = None) -> None:
-    """Give back all free space. New requests wait meanwhile, so it is best done while the server is down."""
+    """Give back all free space. Requests that write wait meanwhile; best done when the server is down."""
     from skyrl.db import maintenance
 
     with _database(state_dir, database_url, config) as database:
@@ -98,3 +98,32 @@ def upgrade(state_dir: StateDir = None, database_url: DatabaseUrl = None, config
         migrate(database)
         after = revision_of(database)
     typer.echo(f"the schema is at revision {after}; it was at {before or 'none'}")
+
+
+@app.command("import")
+def import_rows(
+    file: Annotated[Path, typer.Argument(help="The SQLite database of a server that has stopped, or a backup of it.")],
+    state_dir: StateDir = None,
+    database_url: DatabaseUrl = None,
+    config: ConfigFile = None,
+) -> None:
+    """Copy all rows of the SQLite database FILE into the server's PostgreSQL database, which must be empty."""
+    from contextlib import closing
+
+    from skyrl.config.server import ConfigError
+    from skyrl.db.database import Database
+    from skyrl.db.transfer import carry_over
+    from skyrl.launcher.state_dir import lock_state_dir
+
+    with _database(state_dir, database_url, config) as target, ExitStack() as held:
+        if target.is_sqlite:
+            raise ConfigError("the server's database is SQLite: give PostgreSQL's URL in SKYRL_DATABASE_URL")
+        if not file.is_file():
+            raise ConfigError(f"there is no database {file}")
+        if (file.parent / "lock").exists():  # a state directory, whose server must have stopped
+            held.enter_context(lock_state_dir(file.parent))
+        source = held.enter_context(closing(Database(f"sqlite:///{file}")))
+        counts = carry_over(source, target)
+    for table, rows in counts.items():
+        typer.echo(f"{table}: {rows}")
+    typer.echo(f"{sum(counts.values())} rows copied and compared")

@@ -59,3 +59,43 @@ def test_losses_and_metrics_are_in_the_page_on_training() -> None:
     losses = re.findall(r'^    "(\w+)": Loss\(', table, flags=re.M)
     assert len(losses) > 5
     assert first_cells("docs/how-it-works/training.md", "Losses") == {*losses}
+
+
+READING = ROOT / "docs/reading-the-code.md"
+
+
+def definitions() -> dict[str, set[str]]:
+    """The classes of the package, each with the names of its functions and attributes."""
+    found: dict[str, set[str]] = {}
+    for file in (ROOT / "skyrl").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ClassDef):
+                inside = [*ast.walk(node)]
+                names = {each.name for each in inside if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)}
+                names |= {each.attr for each in inside if isinstance(each, ast.Attribute)}
+                found.setdefault(node.name, set()).update(names)
+    return found
+
+
+def test_the_classes_that_the_reading_order_names_exist() -> None:
+    known = definitions()
+    named = re.findall(r"`([A-Z]\w*[a-z]\w*)(?:\.(\w+))?`", READING.read_text())
+    assert len(named) > 15
+    assert [name for name in named if name[0] not in known or (name[1] and name[1] not in known[name[0]])] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_file_of_the_package_that_a_page_names_exists(page: Path) -> None:
+    named = re.findall(r"(?<![/\w])skyrl/[\w/]+(?:\.py|/)(?!\w)", page.read_text())
+    assert [path for path in named if not (ROOT / path).exists()] == []
+
+
+def test_the_routes_that_the_reading_order_names_exist() -> None:
+    """Rows of the form "`function` in `skyrl/path`"."""
+    rows = re.findall(r"`(\w+)`(?: and `(\w+)`)? in `(skyrl/[\w/.]+)`", READING.read_text())
+    assert len(rows) >= 5
+    for first, second, path in rows:
+        files = [ROOT / path] if path.endswith(".py") else [*(ROOT / path).rglob("*.py")]
+        text = "\n".join(file.read_text() for file in files)
+        for name in filter(None, (first, second)):
+            assert re.search(rf"\b(?:def|class) {name}\b", text), f"{name} in {path}"

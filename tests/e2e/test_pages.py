@@ -1,0 +1,180 @@
+"""Every command on the pages for users and operators, run page by page on a real server.
+
+HTTP and the SDK go to the server that the end-to-end tests share. Commands that work on files and on the database go to
+a copy of its state directory, because pages also back up, change and upgrade it.
+"""
+
+from __future__ import annotations
+
+import secrets
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import quote
+
+import pytest
+import tinker
+
+from skyrl.api.tokens import tenant_of_key
+from skyrl.db.database import Database
+from skyrl.db.maintenance import backup
+from skyrl.db.migrate import migrate
+from skyrl.demo.server import DemoServer
+from tests.e2e import page_programs
+from tests.e2e.conftest import cross_entropy, train
+from tests.e2e.page_runner import PageFailed, Terminal, run_python
+from tests.pages import ROOT, RUN_PAGES, SHELL, Command, blocks_of, commands_in
+from tests.postgres_server import ON_SQLITE, PostgresServer
+
+pytestmark = [pytest.mark.vllm, ON_SQLITE]  # the pages show SQLite, and PostgreSQL where they are about PostgreSQL
+
+KEY = "tml-pages"
+"""The pages' keys stand for this tenant."""
+
+CONFIG = 'state_dir = "{state}"\napi_keys = "managed"\nquota_tokens_per_minute = 50000\nquota_models = 4\n'
+"""`skyrl.toml`, which pages about keys and quotas name."""
+
+PASSWORD = "p@ss/w:rd"
+POSTGRES_PAGES = ("docs/operating/postgresql.md", "docs/operating/backup.md")
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a tenant has left on the shared server: one run with a checkpoint, and a copy of the state directory."""
+
+    state: Path
+    run: str
+    session: str
+
+
+@pytest.fixture(scope="module")
+def work(server: DemoServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Work]:
+    with tinker.ServiceClient(base_url=server.url, api_key=KEY) as service:
+        trainer = service.create_lora_training_client(base_model="tiny", rank=8).result()
+        train(trainer, [cross_entropy(list(range(5, 20)))], steps=1, learning_rate=1e-3)
+        trainer.save_state("step-000001").result()
+        trainer.save_weights_for_sampler("final").result()
+        state = tmp_path_factory.mktemp("pages") / "state"
+        copy_state(server.state_dir, state)
+        run = trainer.get_info().model_id
+        yield Work(state, run, run.partition(":")[0])
+
+
+def copy_state(running: Path, to: Path) -> None:
+    """As the page on backups says. Repeated when the server deleted a file meanwhile."""
+    while True:
+        to.mkdir(mode=0o700)
+        with closing(Database(f"sqlite:///{running / 'skyrl.db'}")) as database:
+            backup(database, to / "skyrl.db")
+        try:
+            for name in ("checkpoints", "adapters", "snapshots", "logs"):
+                (running / name).mkdir(exist_ok=True)
+                shutil.copytree(running / name, to / name)
+        except (shutil.Error, FileNotFoundError):
+            shutil.rmtree(to)
+        else:
+            break
+    for name in ("token-secret", "url-secret"):
+        shutil.copy2(running / name, to / name)
+
+
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    with page_programs.running(tmp_path_factory.mktemp("programs")) as address:
+        yield address
+
+
+@pytest.fixture
+def terminal(server: DemoServer, work: Work, programs: Path, tmp_path: Path) -> Terminal:
+    """A terminal on this machine, where the paths, ids and addresses that the pages show lead to the test's own."""
+    state, etc = tmp_path / "state", tmp_path / "etc"
+    shutil.copytree(work.state, state)
+    etc.mkdir()
+    address = server.url.removeprefix("http://")
+    names = {
+        "127.0.0.1:8000": address,
+        "~/.local/share/skyrl": str(state),
+        "/var/lib/skyrl": str(state),
+        "/srv/skyrl": str(state),
+        "/etc/skyrl": str(etc),
+        "/opt/skyrl": str(ROOT),
+        "/backup": str(tmp_path / "backup"),
+        "/tmp/restored": str(tmp_path / "restored"),
+        ".venv/bin/activate": "/dev/null",
+        "tml-me": KEY,
+        "3a1f0b6c9d2e4f508172635445362718": tenant_of_key(KEY),
+        "s01a2037e77366a36b41954c52f86fb1845c4:train:0": work.run,
+        "s01a2037e77366a36b41954c52f86fb1845c4": work.session,
+    }
+    variables = {"SKYRL_STATE_DIR": str(state), "TINKER_BASE_URL": server.url, "TINKER_API_KEY": KEY}
+    typed = {"getpass": f"{PASSWORD}\n", "--adopt": f"{KEY}\n"}
+    made = Terminal(tmp_path / "home", programs, variables, names, typed)
+    for file in (etc / "skyrl.toml", made.work / "skyrl.toml"):
+        file.write_text(CONFIG.format(state=state))
+    return made
+
+
+@pytest.fixture
+def postgresql(terminal: Terminal, postgres: PostgresServer) -> Iterator[str]:
+    """PostgreSQL at the address that the pages show, and its programs; returns the name of this test's role, which the
+    pages call `skyrl`."""
+    role = f"pages_{secrets.token_hex(4)}"
+    terminal.names |= {
+        "127.0.0.1:5432/skyrl": f"127.0.0.1:{postgres.port}/{role}",
+        "postgresql://skyrl:": f"postgresql://{role}:",
+        "}/restored": f"}}/{role}_restored",
+        "ROLE skyrl": f"ROLE {role}",
+        "DATABASE skyrl OWNER skyrl": f"DATABASE {role} OWNER {role}",
+    }
+    terminal.add_programs(postgres.programs)
+    yield role
+    for database in (role, f"{role}_restored"):
+        postgres.execute(f"DROP DATABASE IF EXISTS {database} WITH (FORCE)")
+    postgres.execute(f"DROP ROLE IF EXISTS {role}")
+
+
+def run_page(page: str, terminal: Terminal, execute: Callable[[str], None] | None = None) -> None:
+    """Every block that is not marked; `execute` is for SQL. The python blocks run last, in one process."""
+    blocks = [block for block in blocks_of(page) if block.not_run is None]
+    for block in blocks:
+        if block.language in SHELL:
+            for command in commands_in(block):
+                terminal.run(command)
+        elif block.language == "sql":
+            assert execute is not None, f"{block}: this page has no PostgreSQL"
+            for statement in terminal.real(block.text).strip().split("\n"):
+                execute(statement)
+    if scripts := [block.text for block in blocks if block.language == "python"]:
+        run_python(scripts, terminal)
+
+
+@pytest.mark.parametrize("page", [page for page in RUN_PAGES if page not in POSTGRES_PAGES])
+def test_commands_of_a_page_run(page: str, terminal: Terminal) -> None:
+    run_page(page, terminal)
+
+
+def test_a_server_moves_to_postgresql(terminal: Terminal, postgresql: str, postgres: PostgresServer) -> None:
+    run_page("docs/operating/postgresql.md", terminal, postgres.execute)
+
+
+def test_backups_are_made_and_restored(terminal: Terminal, postgresql: str, postgres: PostgresServer) -> None:
+    postgres.execute(f"CREATE ROLE {postgresql} LOGIN PASSWORD '{PASSWORD}'")
+    for database in (postgresql, f"{postgresql}_restored"):
+        postgres.execute(f"CREATE DATABASE {database} OWNER {postgresql}")
+    own = f"postgresql://{postgresql}:{quote(PASSWORD, safe='')}@127.0.0.1:{postgres.port}/{postgresql}"
+    with closing(Database(own)) as database:
+        migrate(database)
+    run_page("docs/operating/backup.md", terminal)
+
+
+def test_what_a_page_gets_wrong_is_noticed(terminal: Terminal) -> None:
+    with pytest.raises(PageFailed, match="ended with 2"):
+        terminal.run(Command("skyrl serve --prot 8000"))
+    with pytest.raises(PageFailed, match="not there: the database is gone"):
+        terminal.run(Command("skyrl db check", ("the database is gone",)))
+    with pytest.raises(PageFailed, match="NameError"):
+        run_python(["number = 1", "print(nmuber)"], terminal)
+    terminal.run(Command("cd / && export WORD=kept"))
+    terminal.run(Command('echo "$WORD $PWD"', ("kept /",)))

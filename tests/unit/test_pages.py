@@ -1,0 +1,135 @@
+"""The blocks of the pages, as far as they can be checked without a server: every block is listed, and every option and
+every configuration key exists, also in blocks that no test runs."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from skyrl.cli.main import app
+from skyrl.config.server import load_config
+from tests.pages import OUTPUT, PROGRAMS, RUN_PAGES, SETTINGS, SHELL, Block, blocks_of, commands_in
+
+BLOCKS = [block for page in RUN_PAGES for block in blocks_of(page)]
+
+
+def of_language(*languages: str) -> list[Block]:
+    return [block for block in BLOCKS if block.language in languages]
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=str)
+def test_every_block_is_run_checked_or_output(block: Block) -> None:
+    assert block.language in (*PROGRAMS, *SETTINGS, *OUTPUT)
+    assert block.not_run is None or block.language in PROGRAMS, "only what would be run needs a mark"
+
+
+def skyrl_commands(line: str) -> list[list[str]]:
+    """The words after `skyrl` of every such command in a line of shell."""
+    words = shlex.split(line.replace(";", " ; "), comments=True)
+    starts = [n for n, word in enumerate(words) if word.rpartition("/")[2] == "skyrl" and words[n - 1 : n] != ["-u"]]
+    starts = [n for n in starts if words[n + 1 : n + 2] and words[n + 1] in _commands(_root())]
+    ends = [next((m for m in range(n, len(words)) if words[m] in (";", "|", "&&", ">")), len(words)) for n in starts]
+    return [words[n + 1 : end] for n, end in zip(starts, ends, strict=True)]
+
+
+def _root() -> Any:
+    return typer.main.get_command(app)
+
+
+def _commands(group: Any) -> dict[str, Any]:
+    """The commands of a group, empty for a command that does something."""
+    return getattr(group, "commands", {})
+
+
+def unknown_options(words: list[str]) -> list[str]:
+    command = _root()
+    while words and words[0] in _commands(command):
+        command, words = _commands(command)[words[0]], words[1:]
+    known = {option for parameter in command.params for option in parameter.opts}
+    if _commands(command):
+        return [f"no command {words[:1]}"]
+    return [word for word in words if word.startswith("--") and word.partition("=")[0] not in known]
+
+
+@pytest.mark.parametrize("block", of_language(*SHELL), ids=str)
+def test_options_of_every_skyrl_command_exist(block: Block) -> None:
+    for command in commands_in(block):
+        for words in skyrl_commands(command.text):
+            assert unknown_options(words) == [], command.text
+
+
+def test_commands_are_found_and_wrong_options_noticed() -> None:
+    line = "sudo -u skyrl skyrl keys list --config /etc/skyrl/skyrl.toml > file"
+    assert skyrl_commands(line) == [["keys", "list", "--config", "/etc/skyrl/skyrl.toml"]]
+    assert skyrl_commands("/opt/skyrl/.venv/bin/skyrl serve --port 1") == [["serve", "--port", "1"]]
+    assert skyrl_commands("sudo useradd skyrl") == []
+    assert unknown_options(["keys", "create", "--nmae", "x"]) == ["--nmae"]
+    assert unknown_options(["keys", "creat"]) == ["no command ['creat']"]
+
+
+@pytest.mark.parametrize("block", of_language("toml"), ids=str)
+def test_every_key_of_a_configuration_exists(block: Block, tmp_path: Path) -> None:
+    file = tmp_path / "skyrl.toml"
+    file.write_text(block.text)
+    load_config({}, file)
+
+
+NGINX = """
+daemon off;
+pid {here}/nginx.pid;
+error_log stderr;
+events {{ }}
+http {{
+    access_log off;
+    client_body_temp_path {here};
+    proxy_temp_path {here};
+    fastcgi_temp_path {here};
+    uwsgi_temp_path {here};
+    scgi_temp_path {here};
+    {blocks}
+}}
+"""
+
+
+def certificate(here: Path) -> None:
+    """A key and a certificate that it has signed itself, for nginx to read."""
+    names = ["-keyout", here / "key.pem", "-out", here / "cert.pem", "-subj", "/CN=gpu.example.org"]
+    made = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", *names]
+    subprocess.run(made, check=True, capture_output=True)
+
+
+@pytest.mark.skipif(not (shutil.which("nginx") and shutil.which("openssl")), reason="nginx is not installed")
+@pytest.mark.parametrize("block", of_language("nginx"), ids=str)
+def test_nginx_reads_its_configuration(block: Block, tmp_path: Path) -> None:
+    certificate(tmp_path)
+    text = block.text.replace("/etc/ssl/certs/gpu.example.org.pem", str(tmp_path / "cert.pem"))
+    text = text.replace("/etc/ssl/private/gpu.example.org.key", str(tmp_path / "key.pem"))
+    if "server {" not in text:
+        text = f"server {{ listen 8080; {text} }}"
+    (tmp_path / "nginx.conf").write_text(NGINX.format(here=tmp_path, blocks=text))
+    done = subprocess.run(
+        ["nginx", "-t", "-e", "stderr", "-p", tmp_path, "-c", tmp_path / "nginx.conf"], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.skipif(not shutil.which("systemd-analyze"), reason="systemd is not installed")
+@pytest.mark.parametrize("block", of_language("ini"), ids=str)
+def test_systemd_reads_its_unit(block: Block, tmp_path: Path) -> None:
+    unit = tmp_path / "skyrl.service"
+    unit.write_text(block.text.replace("/opt/skyrl/.venv/bin/skyrl", "/bin/true"))
+    done = subprocess.run(["systemd-analyze", "verify", "--man=no", unit], capture_output=True, text=True)
+    assert "skyrl.service:" not in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("block", of_language("ini"), ids=str)
+def test_the_unit_starts_a_command_that_exists(block: Block) -> None:
+    (line,) = [line for line in block.text.splitlines() if line.startswith("ExecStart=")]
+    (words,) = skyrl_commands(line.partition("=")[2])
+    assert unknown_options(words) == []
