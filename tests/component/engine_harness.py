@@ -87,6 +87,12 @@ async def asleep(engine: Engine) -> None:
         await until(lambda bell=bell: not bell.is_set() and any(not waiting.done() for waiting in bell._waiters))
 
 
+async def swept(engine: Engine) -> None:
+    """Sweep once. What a save has made is spared while the save runs, and it still does when its outcome is there."""
+    await until(lambda: not engine.scheduler.saving)
+    await engine._sweep()
+
+
 class Models:
     """Adds models' rows alone, for tests that send the command that makes the model themselves, late or never."""
 

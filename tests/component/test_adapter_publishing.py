@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from engine_harness import Harness, Trainer, files_in, harness_in, until
+from engine_harness import Harness, Trainer, files_in, harness_in, swept, until
 from fake_upstream import LOAD, FakeUpstream, Received, Reply, after, error, fake_upstream, hang_up
 from replicas import GONE, UNLOAD, WELL, group_of, set_up
 
@@ -118,11 +118,11 @@ async def test_an_adapter_is_unloaded_before_its_files_are_deleted(
 
         here.upstream.controls[UNLOAD] = noting(error(500, "not now"))
         await here.harness.end(here.trainer.session)
-        await here.harness.engine._sweep()
+        await swept(here.harness.engine)
         assert there == [(sampler.adapter_name, True)]
         assert files_in(directory), "it could not be unloaded"
         here.upstream.controls[UNLOAD] = noting(WELL)
-        await here.harness.engine._sweep()
+        await swept(here.harness.engine)
         assert there == [(sampler.adapter_name, True)] * 2
         assert not files_in(directory)
 
@@ -137,9 +137,9 @@ async def test_a_server_that_does_not_answer_is_asked_once_in_a_sweep(
             await here.trainer.do(Kind.SAVE_WEIGHTS_FOR_SAMPLER, sampling_session_seq_id=number)
         here.upstream.controls[UNLOAD] = hang_up
         await here.harness.end(here.trainer.session)
-        await here.harness.engine._sweep()
+        await swept(here.harness.engine)
         assert len(here.asked_for(UNLOAD)) == 1
         assert "adapters could not be unloaded yet" in caplog.text
         here.upstream.controls[UNLOAD] = WELL
-        await here.harness.engine._sweep()
+        await swept(here.harness.engine)
         assert len(here.asked_for(UNLOAD)) == 4

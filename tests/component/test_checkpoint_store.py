@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from checkpoint_world import ADAPTER, World, at, world_in
-from engine_harness import Trainer, files_in, harness_in, until
+from engine_harness import Trainer, files_in, harness_in, swept, until
 from sqlalchemy import select, update
 
 from skyrl.config import ConfigError, load_config
@@ -216,14 +216,14 @@ async def test_sweep_of_an_object_store(tmp_path: Path, on_s3: dict[str, Any], m
         def names() -> list[str]:
             return sorted(found.key.rpartition("/")[2].partition("-")[0] for found in stored())
 
-        await world.harness.engine._sweep()
+        await swept(world.harness.engine)
         assert names() == ["deleted", "kept", "left"], "what expired goes at once, the rest is too young to be sure"
         monkeypatch.setattr(reclaim, "LISTING_S", -60.0)
-        await world.harness.engine._sweep()
+        await swept(world.harness.engine)
         assert names() == ["deleted", "kept", "left"]
         assert len(listed) == 1, "listing costs requests"
         world.harness.engine._sweeper._listing_due = 0.0
-        await world.harness.engine._sweep()
+        await swept(world.harness.engine)
         assert names() == ["kept"]
         assert "checkpoint_expired" in world.events()
         assert "checkpoint_deleted" in world.events()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from checkpoint_world import ADAPTER, KEY, OTHER, World, at
-from engine_harness import Trainer, files_in
+from engine_harness import Trainer, files_in, swept
 from sqlalchemy import select
 
 from skyrl.api.tokens import tenant_of_key
@@ -145,7 +145,7 @@ async def test_copy_lives_on_without_its_source(either: World, monkeypatch: pyte
         assert (await either.ask("DELETE", at(source))).status_code == 200
     await either.harness.end(trainer.session)
     for _ in range(2):
-        await either.harness.engine._sweep()
+        await swept(either.harness.engine)
     assert len(either.harness.checkpoint_store.stored()) == 2
     listed = {one["tinker_path"]: one for one in (await either.get("checkpoints"))["checkpoints"]}
     assert set(listed) == set(copies)

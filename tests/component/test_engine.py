@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_harness import Harness, Trainer, data, files_in, harness_in, until
+from engine_harness import Harness, Trainer, data, files_in, harness_in, swept, until
 from sqlalchemy import delete, update
 
 from skyrl.backends.base import TrainingPass
@@ -337,11 +337,11 @@ async def test_ended_session_gives_everything_back(harness: Harness, monkeypatch
     assert set(harness.backend._adapters) == {other.model_id}
     assert harness.engine.scheduler.waiting == 0
     adapters = harness.config.adapters_dir / safe_name(trainer.model_id)
-    await harness.engine._sweep()
+    await swept(harness.engine)
     assert len(list(adapters.iterdir())) == 2, "too young to be taken back"
     monkeypatch.setattr(reclaim, "GRACE_S", 0.0)
-    await harness.engine._sweep()
-    await harness.engine._sweep()
+    await swept(harness.engine)
+    await swept(harness.engine)
     assert [path.name for path in adapters.iterdir()] == ["v000001"], "only the named version stays"
     assert len(list((harness.config.adapters_dir / safe_name(other.model_id)).iterdir())) == 2
     assert all(harness.stored(row) for row in harness.checkpoint_rows(trainer.model_id))
@@ -359,12 +359,12 @@ async def test_adapter_files_wait_for_samples_that_still_run(harness: Harness, m
     row |= {"sampling_session_id": sampler.id, "sample_seq_id": 0, "body_format": "json", "status": "pending"}
     harness.database.write(lambda c: c.execute(rows.RECORD.statement, row))
     harness.database.write(lambda c: c.execute(update(samplers).values(status="closed")))
-    await harness.engine._sweep()
-    await harness.engine._sweep()
+    await swept(harness.engine)
+    await swept(harness.engine)
     assert files_in(harness.adapter(sampler.adapter_path))
     harness.database.write(lambda c: c.execute(delete(rows.futures).where(rows.futures.c.id == "r")))
-    await harness.engine._sweep()
-    await harness.engine._sweep()
+    await swept(harness.engine)
+    await swept(harness.engine)
     assert not files_in(harness.adapter(sampler.adapter_path))
 
 
@@ -379,10 +379,10 @@ async def test_replaced_and_expired_checkpoints_lose_their_files(
     harness.database.write(lambda c: c.execute(expire))
     directory = harness.config.checkpoints_dir / safe_name(trainer.model_id)
     assert len(list(directory.iterdir())) == 3
-    await harness.engine._sweep()
+    await swept(harness.engine)
     assert len(list(directory.iterdir())) == 2, "what was replaced may still be being loaded"
     monkeypatch.setattr(reclaim, "GRACE_S", 0.0)
-    await harness.engine._sweep()
+    await swept(harness.engine)
     (row,) = harness.checkpoint_rows(trainer.model_id)
     assert [f"{directory.name}/{path.name}" for path in directory.iterdir()] == [row.store_key]
 
@@ -406,8 +406,8 @@ async def test_sweep_spares_what_is_being_written_and_deletes_what_the_dead_left
     assert dead[-1].is_dir()
     close = update(models).where(models.c.id == closed.model_id).values(status="closed")
     harness.database.write(lambda c: c.execute(close))
-    await harness.engine._sweep()
-    await harness.engine._sweep()
+    await swept(harness.engine)
+    await swept(harness.engine)
     assert [path.exists() for path in ours] == [True] * 3
     assert [path.exists() for path in dead] == [False] * 4
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from checkpoint_world import World, world_in
-from engine_harness import Trainer, files_in
+from engine_harness import Trainer, files_in, swept
 from fake_upstream import FakeUpstream
 from sqlalchemy import select, text, update
 
@@ -46,7 +46,7 @@ async def work(world: World, trainer: Trainer, number: int) -> None:
     await trainer.do(Kind.SAVE_WEIGHTS_FOR_SAMPLER, path=f"named-{number}")
     await trainer.do(Kind.SAVE_WEIGHTS_FOR_SAMPLER, sampling_session_seq_id=number)
     world.harness.snapshots.take(trainer.model_id, trainer.seq_id + 1)
-    await world.harness.engine._sweep()
+    await swept(world.harness.engine)
 
 
 async def sample(world: World, sampler: str, upstream: FakeUpstream) -> str:
@@ -103,8 +103,8 @@ async def test_a_served_copy_leaves_the_original_alone(
         assert files_in(upstream.loads[-1].json["lora_path"])
         await work(world, again, 2)
         world.harness.database.write(lambda c: c.execute(checkpoints.delete().where(checkpoints.c.name == "deleted")))
-        await world.harness.engine._sweep()
-        await world.harness.engine._sweep()
+        await swept(world.harness.engine)
+        await swept(world.harness.engine)
         assert sorted(path.name for path in world.harness.config.adapters_dir.glob("*/*")) == [
             f"v{number:06d}" for number in (1, 2, 4, 5)
         ]

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_harness import Harness, Trainer, files_in, harness_in
+from engine_harness import Harness, Trainer, files_in, harness_in, swept
 from safetensors.torch import load
 from sqlalchemy import select, update
 
@@ -87,7 +87,7 @@ async def sweep(harness: Harness, clock: Clock) -> None:
     """As often as it takes to mark what is idle, to unload it and to delete its files."""
     for wait_s in (0.0, NOTICE_S + 1, GRACE_S + 1):
         clock.now += wait_s
-        await harness.engine._sweep()
+        await swept(harness.engine)
 
 
 def versions(harness: Harness, model_id: str) -> list[int]:
@@ -226,27 +226,27 @@ async def test_the_row_goes_first_then_the_api_knows_then_vllm_unloads_then_the_
     api = Samplers(harness.database, harness.writer)
     assert await api.find(saved[0], "tenant") is not None
     clock.now += 2 * IDLE_S
-    await harness.engine._sweep()
+    await swept(harness.engine)
     assert status_of(harness, saved[0]) == ["dropped"]
     assert group.unloaded == []
     assert api.cached(saved[0], "tenant") is not None
     await api.forget_dropped()
     assert api.cached(saved[0], "tenant") is None
     clock.now += NOTICE_S - 1
-    await harness.engine._sweep()
+    await swept(harness.engine)
     assert group.unloaded == [], "an API process may not know yet"
     pending(harness, saved[0])
     clock.now += 2
-    await harness.engine._sweep()
+    await swept(harness.engine)
     assert group.unloaded == [], "a sample that came before that runs to its end"
     harness.database.write(lambda c: c.execute(rows.futures.delete().where(rows.futures.c.id == "r")))
-    await harness.engine._sweep()
+    await swept(harness.engine)
     assert group.unloaded == [(adapter_name_of(trainer.model_id, 1), True)]
     clock.now += GRACE_S - 1
-    await harness.engine._sweep()
+    await swept(harness.engine)
     assert files_in(directory), "vLLM may read them again for a request that still runs"
     clock.now += 2
-    await harness.engine._sweep()
+    await swept(harness.engine)
     assert not directory.exists()
     assert len(group.unloaded) == 1
 
