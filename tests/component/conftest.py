@@ -12,6 +12,7 @@ import pytest
 from api_harness import BASE, Api, Serve
 from blocking import noted_waits
 from checkpoint_world import World, world_in
+from engine_harness import NEVER_S
 from fake_upstream import FakeUpstream, fake_upstream
 
 import skyrl.api.server
@@ -20,6 +21,7 @@ from skyrl.api.server import open_services
 from skyrl.config.server import ServerConfig
 from skyrl.db.database import Database
 from skyrl.db.engine_state import publish_training, publish_url
+from skyrl.engine import sweeping
 from skyrl.launcher.runtime import Runtime
 
 
@@ -29,6 +31,12 @@ def no_loop_waits() -> Iterator[None]:
     with noted_waits() as found:
         yield
     assert not found, "\n".join(found)
+
+
+@pytest.fixture(autouse=True)
+def sweeps_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine's own come every ten seconds, so in the middle of a test on a slow machine."""
+    monkeypatch.setattr(sweeping, "SWEEP_S", NEVER_S)
 
 
 @pytest.fixture

@@ -165,7 +165,9 @@ class Harness:
         return self.parts.threads
 
     async def sweep(self) -> None:
-        """One sweep of unused files, which an engine otherwise makes every few seconds."""
+        """One sweep of unused files. It spares the model of a save that runs, and a save still runs for a moment after
+        its outcome is stored."""
+        await until(lambda: not self.scheduler.saving)
         await self.parts.sweep.once()
 
     async def start(
