@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 
 from skyrl.sampling.job import SampleJob
-from skyrl.wire.requests import SampleRequest
+from skyrl.wire.sample_request import SampleRequest
 
 logger = logging.getLogger(__name__)
 

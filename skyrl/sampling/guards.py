@@ -5,7 +5,7 @@ from __future__ import annotations
 from skyrl.db.samplers import Sampler
 from skyrl.inference.features import InferenceFeatures
 from skyrl.wire.errors import RequestError
-from skyrl.wire.requests import SampleRequest
+from skyrl.wire.sample_request import SampleRequest
 
 VLLM_MAX_TEMPERATURE = 2.0
 

@@ -19,8 +19,8 @@ from skyrl.sampling.transport import CONTROL_ANSWER_BYTES, Answer, NotAccepted
 
 CONNECT_TIMEOUT_S = 10.0
 MAX_IDLE_S = 4.0
-"""How long an unused connection is kept. uvicorn, the web server of vLLM, closes an unused connection after 5 s. A request
-sent in that moment would be lost."""
+"""How long an unused connection is kept. uvicorn, the web server of vLLM, closes an unused connection after 5 s; a
+request sent in that moment would be lost."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,8 @@ import numpy as np
 
 from skyrl.types.weights import WeightsRef
 from skyrl.wire.errors import RequestError
-from skyrl.wire.requests import SampleRequest, tokens_of
-from skyrl.wire.tensors import Stored, stored_from_json
+from skyrl.wire.sample_request import SampleRequest, tokens_of
+from skyrl.wire.tensors import WireTensor, tensor_from_json
 
 MAX_NUM_SAMPLES = 4096
 MAX_TOPK = 64
@@ -68,7 +68,7 @@ class SampleJob:
     prompt_logprobs_last_n: int | None
     topk_prompt: int
     topk_sample: int
-    target: Stored | None = None
+    target: WireTensor | None = None
     alternatives: int = 0
 
     @property
@@ -159,11 +159,11 @@ def _check_sampled(request: SampleRequest, max_tokens: int | None) -> None:
         )
 
 
-def _target(request: SampleRequest, length: int, limits: ContextLimits) -> Stored | None:
+def _target(request: SampleRequest, length: int, limits: ContextLimits) -> WireTensor | None:
     field = "target_prompt_logprobs"
     if request.target_prompt_logprobs is None:
         return None
-    target = stored_from_json(request.target_prompt_logprobs, field)
+    target = tensor_from_json(request.target_prompt_logprobs, field)
     if target.values.dtype != np.int64:
         raise RequestError("must be an int64 tensor of token ids", field=field)
     if len(target.shape) != 2 or target.shape[0] != length - 1:
@@ -180,7 +180,7 @@ def _target(request: SampleRequest, length: int, limits: ContextLimits) -> Store
     return target
 
 
-def _check_scores(request: SampleRequest, length: int, target: Stored | None) -> None:
+def _check_scores(request: SampleRequest, length: int, target: WireTensor | None) -> None:
     _bounded("prompt_alt_tokens_k", request.prompt_alt_tokens_k, 0, MAX_TOPK)
     named = 0 if target is None else int((target.values >= 0).sum())
     drawn = request.prompt_alt_tokens_k * (length - 1)

@@ -13,7 +13,7 @@ import numpy as np
 from skyrl.sampling.job import SampleJob
 from skyrl.vllm_plugin.xargs import PromptScores
 from skyrl.wire.results import Alternatives, TopkRow
-from skyrl.wire.tensors import Stored
+from skyrl.wire.tensors import WireTensor
 
 
 class MalformedAnswer(Exception):
@@ -79,7 +79,7 @@ class PromptAnswer:
         self.logprobs = logprobs if job.prompt_logprobs else None
         self.topk = topk if job.topk_prompt else None
 
-    def target_logprobs(self) -> Stored | None:
+    def target_logprobs(self) -> WireTensor | None:
         """float32 in the target's layout, 0.0 for cells without an id."""
         target = self._job.target
         if target is None:

@@ -34,8 +34,9 @@ from skyrl.types.ids import new_request_id, sample_sequence_ids
 from skyrl.types.kinds import SAMPLES, Kind
 from skyrl.types.requests import NewRequest
 from skyrl.types.weights import AdapterVersion, BaseWeights, FullWeights, WeightsRef
+from skyrl.wire.decoding import decode_json
 from skyrl.wire.errors import ErrorCategory, FailedRequest, NotFound, RequestError
-from skyrl.wire.requests import SampleRequest, decode_json
+from skyrl.wire.sample_request import SampleRequest
 
 logger = logging.getLogger(__name__)
 
