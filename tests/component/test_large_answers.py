@@ -89,7 +89,7 @@ async def test_an_answer_of_a_gib_costs_little_and_fails_one_sample(
         await client.sample(JOB)
     assert resident_peak() - before < 50 * MIB
     assert failed.value.category is ErrorCategory.SERVER
-    assert "longer than what was asked for can be" in failed.value.message
+    assert "larger than any right answer to this request" in failed.value.message
     assert len(failed.value.message) < 600
     assert client.counts == {"malformed": 1}
     assert endless.sent < 100 * MIB, "the connection was closed"
