@@ -1,4 +1,4 @@
-"""Refuses requests that the inference server cannot answer, or would answer with wrong numbers."""
+"""Refuses requests that the inference server would refuse, or would answer with wrong numbers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ VLLM_MAX_TEMPERATURE = 2.0
 
 
 class FeatureGuard:
-    """Checks requests against what the inference server can do."""
+    """Checks requests against the features of the inference server."""
 
     def __init__(self, features: InferenceFeatures) -> None:
         self._features = features
@@ -32,8 +32,8 @@ class FeatureGuard:
             )
         wants_prompt_logprobs = request.prompt_logprobs or request.topk_prompt_logprobs
         if wants_prompt_logprobs and not self._features.unembed_prompt_logprobs and sampler.adapts_unembed:
-            # vLLM prepares its LoRA kernels on GPUs for one row of logits per request, not for the prompt's rows, and
-            # leaves lm_head out of most of them. Sampled logprobs are right. On a CPU the plugin mends the same fault.
+            # On a GPU vLLM prepares its LoRA kernels for one row of logits per request. It leaves the adapter's lm_head
+            # out of most rows of the prompt. Sampled logprobs are right. On a CPU the plugin corrects the same fault.
             raise RequestError(
                 "vLLM computes them wrongly on a GPU for adapters that train the unembedding; create the model with "
                 "train_unembed=False to have them",
