@@ -69,7 +69,7 @@ class FairOrder:
         return Place(tenant, start, start + cost // 2)
 
     def leave(self, place: Place, sequences: int, answer: SampleAnswer | None) -> None:
-        """The sample has ended. `answer` is None if it did not run, or if that is unstate."""
+        """The sample has ended. `answer` is None if it did not run, or if that is unknown."""
         state = self._tenants[place.tenant]
         state.in_flight -= 1
         if not state.in_flight:

@@ -75,7 +75,7 @@ class ForwardedSamples:
         assert self._client is not None
         try:
             if ticket is not None:
-                await ticket.turn()
+                await ticket.wait_turn()
             answer = await self._sample(self._client, job, sampler.tenant)
             outcome = Outcome(answer.body, "proto:sample")
             self._usage.count(usage_of(answer, sampler))

@@ -102,7 +102,7 @@ class SampleService:
         started = new = False
         ticket: Ticket | None = None
         try:
-            if self._quotas.any:
+            if self._quotas.in_use:
                 ticket = self._quotas.admit(tenant, request_id, job.most_tokens)
             request_id, new = await self._futures.record(
                 NewRequest(
@@ -172,7 +172,7 @@ class SampleService:
             await self._futures.settle(sample.id, Outcome(error=error.message, error_category=ErrorCategory.USER))
             return
         self._admission.add(sample.tenant, len(sample.body))
-        ticket = self._quotas.adopt(sample.tenant, sample.id, sample.not_before) if self._quotas.any else None
+        ticket = self._quotas.adopt(sample.tenant, sample.id, sample.not_before) if self._quotas.in_use else None
         self._forwarded.start(job, sampler, len(sample.body), ticket)
 
     def cancel(self, request_ids: list[str]) -> None:
