@@ -26,10 +26,10 @@ _arrivals = itertools.count()
 
 
 class Ticket:
-    """An admitted request. `charged` is the number of tokens taken from `bucket`; None if none can be given back. `turn`
-    is the income of the bucket (see TokenBucket) at which the request may start. `not_before` is the estimated time of
-    the start in seconds since the epoch; None for a start at once. `used` is the number of tokens that the request has
-    used; the holder of the ticket sets it before `end`."""
+    """An admitted request. `charged` is the number of tokens taken from `bucket`; None if none can be given back.
+    `turn` is the income of the bucket (see TokenBucket) at which the request may start. `not_before` is the estimated
+    time of the start in seconds since the epoch; None for a start at once. `used` is the number of tokens that the
+    request has used; the holder of the ticket sets it before `end`."""
 
     __slots__ = ("_account", "_charged", "_turn", "bucket", "not_before", "request_id", "used", "waiter")
 
@@ -62,8 +62,7 @@ class Ticket:
             await self._account.wait(self, self._turn)
 
     def hand_over(self) -> None:
-        """The engine runs this sample. Its used tokens are never reported. It counts as in flight until it has
-        ended."""
+        """The engine runs this sample. It counts as in flight until it has ended; no tokens are given back."""
         self._account.hand_over(self)
 
     def end(self) -> None:
@@ -165,8 +164,7 @@ class Account:
         return 0.0 if self._bucket is None else self._bucket.left_s(turn, self._clock())
 
     async def wait(self, ticket: Ticket, turn: float) -> None:
-        """Wait until `turn`. Returns at once if the quota of the ticket's bucket has ended, also if a new quota has
-        begun."""
+        """Wait until `turn`. Returns at once if the ticket's bucket is gone: its quota has ended, or was set anew."""
         if ticket.bucket is not self._bucket:
             return
         ticket.waiter = asyncio.get_running_loop().create_future()

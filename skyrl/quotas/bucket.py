@@ -38,8 +38,7 @@ class TokenBucket:
         return self._seconds(max(0.0, turn - self._income))
 
     def give_back(self, tokens: float, now: float) -> None:
-        """Give back tokens that were taken and not used. A negative number is of tokens that were used and not
-        taken."""
+        """Give back tokens that were taken and not used; a negative number of tokens takes more."""
         self._advance(now)
         self._come_in(tokens)
 

@@ -8,8 +8,7 @@ from dataclasses import dataclass, fields
 from skyrl.config.server import ServerConfig
 
 UNLIMITED = -1
-"""In a tenant's exceptions this number means no quota, whatever the configuration says. None means the configuration's
-quota."""
+"""In a tenant's exceptions: no quota, whatever the configuration says. None means the quota of the configuration."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +34,7 @@ class QuotaLimits:
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """No tenant may exceed these numbers, whatever its quotas are: each object costs memory and rows of the
-    database."""
+    """Upper bounds for every tenant, whatever its quotas are: each object costs memory and rows of the database."""
 
     sessions: int = 10_000
     sampling_sessions: int = 100_000

@@ -23,8 +23,7 @@ Check = Callable[[Connection], None]
 
 
 class Charge:
-    """The tokens charged for a training command. They are given back unless `kept` is set, after the command was
-    recorded."""
+    """The tokens charged for a training command. They are given back unless the command was recorded (`kept`)."""
 
     def __init__(self, not_before: float | None) -> None:
         self.not_before = not_before

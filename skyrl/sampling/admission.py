@@ -12,7 +12,7 @@ tenants get 8/17 each. So there is always room for a tenant that holds little.""
 
 
 @dataclass(slots=True)
-class _Held:
+class _TenantCount:
     requests: int = 0
     bytes: int = 0
 
@@ -25,7 +25,7 @@ class Admission:
         self._max_bytes = max_bytes
         self.requests = 0
         self.bytes = 0
-        self._tenants: dict[str, _Held] = {}
+        self._tenants: dict[str, _TenantCount] = {}
 
     def enter(self, tenant: str, size: int) -> None:
         """Count a sample. Raises RequestError 429 if the bound is reached, or the share of the tenant."""
@@ -41,7 +41,7 @@ class Admission:
 
     def add(self, tenant: str, size: int) -> None:
         """Count a sample that this process or another has admitted before. Never refuses."""
-        held = self._tenants.setdefault(tenant, _Held())
+        held = self._tenants.setdefault(tenant, _TenantCount())
         held.requests += 1
         held.bytes += size
         self.requests += 1

@@ -195,8 +195,7 @@ class ForwardingClient:
             raise self._deadline_failure(attempts) from error
 
     async def _ask_health(self, answer: Answer, endpoint: Endpoint, attempts: Attempts) -> None:
-        """After a 5xx: a dying server has interrupted the sample; a healthy one may fail the sample MAX_ERRORS
-        times."""
+        """After a 5xx: a dying server has interrupted the sample; a healthy one may fail it MAX_ERRORS times."""
         if await health_of(self._transport, endpoint, self._headers) is not Health.ALIVE:
             self._count_interruption(attempts, describe(answer))
             attempts.trouble = "the inference server is dying"

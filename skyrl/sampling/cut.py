@@ -47,6 +47,6 @@ class CutNotes:
         logger.info("sampling session %s: max_tokens is cut to what fits, first from %d to %d", sampler_id, asked, fits)
         return (
             f"sampling_params.max_tokens: {asked} is more than the {fits} tokens that fit the model's context after "
-            f"this prompt of {len(job.prompt)}; it was cut to {fits}, as it will be for each such sample of this "
-            "sampling client without another notice"
+            f"this prompt of {len(job.prompt)}; it was cut to {fits}. Later samples of this sampling client are cut in "
+            "the same way without another notice"
         )

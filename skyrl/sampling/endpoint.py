@@ -16,8 +16,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """A base URL without a trailing slash. `generation` distinguishes endpoints published one after another at one
-    URL."""
+    """A base URL without a trailing slash. `generation` distinguishes endpoints published at the same URL."""
 
     url: str
     generation: int

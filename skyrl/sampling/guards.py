@@ -22,7 +22,7 @@ class FeatureGuard:
             for field in ("target_prompt_logprobs", "prompt_alt_tokens_k"):
                 if getattr(request, field):
                     raise RequestError(
-                        "needs skyrl's plugin in vLLM on a CPU, which this inference server is not", field=field
+                        "needs skyrl's plugin in vLLM on a CPU; this inference server does not have it", field=field
                     )
         temperature = request.sampling_params.temperature
         if temperature > VLLM_MAX_TEMPERATURE and not self._features.any_temperature:

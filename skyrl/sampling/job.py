@@ -16,8 +16,7 @@ MAX_NUM_SAMPLES = 4096
 MAX_TOPK = 64
 """The managed vLLM is started with this bound (`--max-logprobs`)."""
 MAX_PROMPT_SCORES = 2**17
-"""Target ids and drawn tokens of one request, times 1 + topk_prompt_logprobs, because vLLM sends such a row for
-each."""
+"""Target ids and drawn tokens of one request, times 1 + topk_prompt_logprobs, the cells that vLLM sends."""
 MAX_PROMPT_CELLS = 2**19
 """Prompt tokens, times 1 + topk_prompt_logprobs, of a request for prompt logprobs. vLLM's answer has some 80 bytes for
 each, and vLLM's front end does nothing else while it writes them."""

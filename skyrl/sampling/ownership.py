@@ -46,18 +46,18 @@ class SampleOwnership:
 
     async def start(self) -> None:
         """Forward the samples of this process's predecessor, and samples that no process owns."""
-        self._note(await self._processes.beat())
+        self._note_heartbeats(await self._processes.beat())
         if self._forwards:
             await self._processes.take_over({})
             await self._reconcile()
 
     async def round(self) -> None:
         """Call every BEAT_S: writes this process's heartbeat, and takes over the samples of dead processes."""
-        self._note(await self._processes.beat())
+        self._note_heartbeats(await self._processes.beat())
         if not self._forwards or self._sampling.stopping:
             return
         taken = 0
-        dead = {process: at for process, (at, same) in self._beats.items() if same >= MISSES}
+        dead = {process: heartbeat for process, (heartbeat, rounds) in self._beats.items() if rounds >= MISSES}
         if dead or await self._processes.left():
             taken = await self._processes.take_over(dead)
             logger.info("%d samples of API processes that are gone are forwarded here; dead: %s", taken, [*dead])
@@ -69,26 +69,26 @@ class SampleOwnership:
         """Whether the database lists other processes, alive or dead."""
         return bool(self._beats)
 
-    def _note(self, heartbeats: dict[str, float]) -> None:
+    def _note_heartbeats(self, heartbeats: dict[str, float]) -> None:
         """Compare the heartbeats of other processes with those of the round before."""
         before = self._beats
         self._beats = {}
-        for process, at in heartbeats.items():
-            last, same = before.get(process, (None, 0))
-            self._beats[process] = (at, same + 1 if at == last else 0)
-        self._peers.living = frozenset(process for process, (_, same) in self._beats.items() if same < MISSES)
+        for process, heartbeat in heartbeats.items():
+            last, rounds = before.get(process, (None, 0))
+            self._beats[process] = (heartbeat, rounds + 1 if heartbeat == last else 0)
+        self._peers.living = frozenset(process for process, (_, rounds) in self._beats.items() if rounds < MISSES)
 
     async def _reconcile(self) -> None:
         """Make memory agree with the database. Forward a sample that this process owns in the database but does not
         have in memory: it was taken over, or the connection broke when it was committed. Leave a sample that another
         process owns in the database to that process."""
         forwarded = self._futures.forwarded()  # before the read: a sample recorded during the read is in the database
-        own = await self._processes.own()
-        await self._adopt([request_id for request_id in own if not self._futures.forwards(request_id)])
-        strays = [request_id for request_id in forwarded if request_id not in own]
-        if strays:
-            ended = await self._futures.read_outcomes(strays)
-            self._sampling.cancel(ended + self._futures.leave(strays))
+        owned = await self._processes.own()
+        await self._adopt([request_id for request_id in owned if not self._futures.forwards(request_id)])
+        not_owned = [request_id for request_id in forwarded if request_id not in owned]
+        if not_owned:
+            ended = await self._futures.read_outcomes(not_owned)
+            self._sampling.cancel(ended + self._futures.leave(not_owned))
 
     async def _adopt(self, request_ids: list[str]) -> None:
         for sample in await self._processes.samples(request_ids) if request_ids else []:

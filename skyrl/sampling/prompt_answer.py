@@ -53,8 +53,8 @@ class PromptAnswer:
         self.logprobs: list[float | None] | None = None
         """One value per prompt token."""
         self.topk: list[TopkRow | None] | None = None
-        """The k best tokens per position. vLLM also sends the prompt's own token; it is dropped unless it is among the
-        k."""
+        """The k best tokens per position. vLLM also sends the prompt's own token; it is dropped unless it is one of
+        them."""
         if not job.wants_prompt:
             return
         scores = prompt_scores(job)

@@ -16,8 +16,7 @@ from skyrl.wire.results import add_prompt
 
 
 def is_apart(job: SampleJob) -> bool:
-    """Whether a job becomes two requests. A greedy job does not: it asks vLLM for one sequence, whatever `num_samples`
-    is."""
+    """Whether a job becomes two requests. A greedy job does not, because it asks vLLM for one sequence."""
     return job.num_samples > 1 and not job.greedy and job.wants_prompt
 
 
