@@ -12,7 +12,7 @@ class TokenBucket:
     order of arrival. A request for more than a minute's worth starts when the bucket is full; later requests wait for
     the rest.
 
-    The turn of a request is an income: the total of tokens that must have come in since the beginning. So all turns
+    The turn of a request is an income: the total of tokens that must have come in since the bucket began. So all turns
     come earlier when tokens are given back, and move with the rate when it changes.
     """
 
@@ -20,7 +20,7 @@ class TokenBucket:
         self._per_minute = per_minute
         self._level = float(per_minute)
         self._income = 0.0
-        self._at = now
+        self._updated_at = now
 
     def take(self, tokens: float, now: float) -> float:
         """Take tokens for a request. Returns its turn."""
@@ -62,16 +62,16 @@ class TokenBucket:
 
     def _missing(self, tokens: float, now: float) -> float:
         self._advance(now)
-        debt = max(0.0, tokens - self._per_minute)
-        return max(0.0, tokens - self._level - debt)
+        excess = max(0.0, tokens - self._per_minute)
+        return max(0.0, tokens - self._level - excess)
 
     def _seconds(self, tokens: float) -> float:
         return tokens * 60 / self._per_minute
 
     def _advance(self, now: float) -> None:
-        if now > self._at:
-            self._come_in((now - self._at) * self._per_minute / 60)
-            self._at = now
+        if now > self._updated_at:
+            self._come_in((now - self._updated_at) * self._per_minute / 60)
+            self._updated_at = now
 
     def _come_in(self, tokens: float) -> None:
         self._income += tokens

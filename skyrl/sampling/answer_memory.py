@@ -12,8 +12,8 @@ from collections.abc import Callable
 LARGE_ANSWER_BYTES = 2**20
 """The rest of a larger answer is only read after memory was reserved for the answer."""
 MEMORY_BYTES = 256 * 2**20
-"""For all large answers of a process. An answer holds its memory from its first byte until it is decoded. An answer
-larger than this is read while no other large answer is in memory."""
+"""For all large answers of a process, each until it is decoded. An answer larger than this is read while no other large
+answer is in memory."""
 
 
 class AnswerMemory:

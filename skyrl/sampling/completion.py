@@ -12,7 +12,7 @@ from typing import Any, Literal, cast
 import msgspec
 
 from skyrl.sampling.job import SampleJob
-from skyrl.sampling.prompt_answer import MalformedAnswer, PromptAnswer, best, prompt_scores
+from skyrl.sampling.prompt_answer import MalformedAnswer, PromptAnswer, best_first, prompt_scores
 from skyrl.wire.results import SampledSequence, SampleResult, TopkRow, encode_sample
 
 PATH = "/v1/completions"
@@ -200,7 +200,7 @@ def _sample_topk(choice: _Choice, k: int) -> list[TopkRow]:
     if len(rows) != len(choice.token_ids or []):
         raise MalformedAnswer("top_logprobs do not match the tokens")
     return [
-        best(
+        best_first(
             (int(key.removeprefix(TOKEN_ID_PREFIX)), logprob)
             for key, logprob in (row or {}).items()
             if logprob > MINUS_INFINITY  # top_p and top_k give tokens minus infinity

@@ -39,7 +39,7 @@ def prompt_scores(job: SampleJob) -> PromptScores | None:
     return PromptScores(rows, ids, job.alternatives, job.seed if job.alternatives else None)
 
 
-def best(cells: Iterable[tuple[int, float]]) -> TopkRow:
+def best_first(cells: Iterable[tuple[int, float]]) -> TopkRow:
     return sorted(cells, key=lambda cell: -cell[1])
 
 
@@ -53,7 +53,7 @@ class PromptAnswer:
         self.logprobs: list[float | None] | None = None
         """One value per prompt token."""
         self.topk: list[TopkRow | None] | None = None
-        """The k best tokens per position. vLLM also sends the prompt's own token; it is dropped unless it is one of
+        """The k best tokens per position. vLLM also sends the token of the prompt; it is dropped unless it is one of
         them."""
         if not job.wants_prompt:
             return
@@ -76,7 +76,7 @@ class PromptAnswer:
                 logprobs.append(None if index < first else _own_logprob(row, index, job.prompt[index]))
             if job.topk_prompt:
                 cells = None if row is None else ((int(token), cell.logprob) for token, cell in row.items())
-                topk.append(None if cells is None else best(cells)[: job.topk_prompt])
+                topk.append(None if cells is None else best_first(cells)[: job.topk_prompt])
         self.logprobs = logprobs if job.prompt_logprobs else None
         self.topk = topk if job.topk_prompt else None
 
