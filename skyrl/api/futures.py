@@ -40,7 +40,7 @@ def _hold_s() -> float:
 
 async def _queue_state(services: Services, request_id: str, tenant: str) -> dict[str, str]:
     """What the SDK logs when a request takes long."""
-    if not services.quotas.any:
+    if not services.quotas.in_use:
         return {"queue_state": "active"}
     started = services.sampling.forwards(request_id)
     reason = await services.quotas.pause_of(request_id, tenant, started=started)

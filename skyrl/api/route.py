@@ -14,7 +14,7 @@ import msgspec
 from starlette.responses import Response
 
 from skyrl.db.keys import Scope
-from skyrl.wire.requests import decode_json
+from skyrl.wire.decoding import decode_json
 
 Needs = Literal[Scope, "any", "open", "signed"]
 """What a request must show: a key with that scope; `any`: any key; `open`: nothing; `signed`: the signature that a link

@@ -15,11 +15,12 @@ from skyrl.api.services import Services
 from skyrl.db.checkpoints import Checkpoint
 from skyrl.db.samplers import Sampler
 from skyrl.inference.adapter_host import AdapterMissing
-from skyrl.sampling.service import served_name
+from skyrl.sampling.sampler_job import served_name
 from skyrl.types.weights import AdapterVersion, BaseWeights, WeightsRef
 from skyrl.wire.errors import NotFound, RequestError
 from skyrl.wire.paths import CheckpointKind, parse_path, sampling_session_id_of
-from skyrl.wire.requests import CreateSamplingSessionRequest, JoinSamplingSessionRequest, SampleRequest
+from skyrl.wire.requests import CreateSamplingSessionRequest, JoinSamplingSessionRequest
+from skyrl.wire.sample_request import SampleRequest
 
 logger = logging.getLogger(__name__)
 

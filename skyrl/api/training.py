@@ -22,8 +22,8 @@ from skyrl.db.models import Model
 from skyrl.futures.recording import LARGE_BODY_BYTES
 from skyrl.types.kinds import PASSES, Kind
 from skyrl.types.requests import NewRequest
+from skyrl.wire.decoding import raw_fields
 from skyrl.wire.errors import NotFound, RequestError
-from skyrl.wire.raw import raw_fields
 from skyrl.wire.requests import OptimStepRequest, SequencedRequest
 from skyrl.wire.training import JsonForwardBackward, count_tokens, decode_header
 

@@ -14,9 +14,9 @@ from skyrl.api.services import Services
 from skyrl.api.training import command_of, submit, submit_sequenced
 from skyrl.db.models import Model, add_model
 from skyrl.types.kinds import Kind
+from skyrl.wire.decoding import decode_json, raw_fields, raw_value
 from skyrl.wire.errors import NotFound, RequestError
 from skyrl.wire.paths import model_id_of, parse_path
-from skyrl.wire.raw import raw_fields, raw_value
 from skyrl.wire.requests import (
     RESOLVED,
     LoadTarget,
@@ -26,7 +26,6 @@ from skyrl.wire.requests import (
     SaveWeightsRequest,
     SequencedRequest,
     WeightsInfoRequest,
-    decode_json,
 )
 
 

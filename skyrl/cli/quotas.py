@@ -103,7 +103,7 @@ def list_quotas(state_dir: StateDir = None, database_url: DatabaseUrl = None, co
     for tenant, has in sorted(held.items()):
         used = (has.samples, None, has.models, has.stored_bytes)
         own = "yes" if any(number is not None for number in has.exceptions) else "no"
-        lines.append((tenant, *_cells(used, defaults.but(has.exceptions)), own))
+        lines.append((tenant, *_cells(used, defaults.with_exceptions(has.exceptions)), own))
     print_table(lines)
 
 

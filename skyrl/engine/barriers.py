@@ -22,9 +22,10 @@ from skyrl.engine.threads import EngineThreads
 from skyrl.storage.base import CheckpointStore
 from skyrl.types.command import Command
 from skyrl.types.kinds import Kind
+from skyrl.wire.decoding import decode_json
 from skyrl.wire.errors import FailedRequest
 from skyrl.wire.paths import parse_path
-from skyrl.wire.requests import LoadWeightsCommand, OptimStepRequest, decode_json
+from skyrl.wire.requests import LoadWeightsCommand, OptimStepRequest
 
 
 def model_is_gone(command: Command) -> FailedRequest:

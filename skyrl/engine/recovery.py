@@ -35,8 +35,9 @@ from skyrl.engine.threads import EngineThreads
 from skyrl.storage.base import CheckpointStore, NotStored, StoreError
 from skyrl.types.command import Command, ExecutedCommand
 from skyrl.types.kinds import ENGINE_KINDS, Kind
+from skyrl.wire.decoding import decode_json
 from skyrl.wire.paths import parse_path
-from skyrl.wire.requests import LoadWeightsCommand, decode_json
+from skyrl.wire.requests import LoadWeightsCommand
 
 logger = logging.getLogger(__name__)
 

@@ -17,8 +17,9 @@ from skyrl.engine.barriers import adam_params
 from skyrl.engine.passes import decode_pass
 from skyrl.types.command import Command, ExecutedCommand
 from skyrl.types.kinds import Kind
+from skyrl.wire.decoding import decode_json
 from skyrl.wire.errors import RequestError
-from skyrl.wire.requests import LoadWeightsCommand, OptimStepRequest, decode_json
+from skyrl.wire.requests import LoadWeightsCommand, OptimStepRequest
 
 logger = logging.getLogger(__name__)
 

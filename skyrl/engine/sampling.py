@@ -21,10 +21,11 @@ from skyrl.inference.engine_group import EngineGroup
 from skyrl.inference.vllm_client import VllmError
 from skyrl.sampling.client import ForwardingClient
 from skyrl.sampling.job import ContextLimits
-from skyrl.sampling.service import job_for, usage_of
+from skyrl.sampling.sampler_job import job_for, usage_of
 from skyrl.types.command import Command
+from skyrl.wire.decoding import decode_json
 from skyrl.wire.errors import ErrorCategory, FailedRequest
-from skyrl.wire.requests import SampleRequest, decode_json
+from skyrl.wire.sample_request import SampleRequest
 
 logger = logging.getLogger(__name__)
 

@@ -43,7 +43,7 @@ class SaveLimits:
         """Refuse when the tenant has as many stored bytes as it may have, not counting what a save replaces."""
 
         def read(connection: Connection) -> tuple[int, int | None]:
-            limits = QuotaLimits.of(self._config).but(quotas.exceptions_of(connection, tenant))
+            limits = QuotaLimits.of(self._config).with_exceptions(quotas.exceptions_of(connection, tenant))
             if limits.stored_bytes is None:
                 return 0, None
             return quotas.stored_bytes(connection, tenant, besides=besides), limits.stored_bytes

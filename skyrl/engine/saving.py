@@ -27,14 +27,10 @@ from skyrl.storage.base import CheckpointStore
 from skyrl.storage.directories import atomic_directory, link_files, remove, safe_name, sizes_of
 from skyrl.types.command import Command
 from skyrl.types.weights import AdapterVersion, WeightsRef
+from skyrl.wire.decoding import decode_json
 from skyrl.wire.errors import FailedRequest, RequestError
 from skyrl.wire.paths import CheckpointKind, TinkerPath, check_name, sampling_session_id_of
-from skyrl.wire.requests import (
-    SaveWeightsExternalRequest,
-    SaveWeightsForSamplerRequest,
-    SaveWeightsRequest,
-    decode_json,
-)
+from skyrl.wire.requests import SaveWeightsExternalRequest, SaveWeightsForSamplerRequest, SaveWeightsRequest
 
 MAX_TTL_S = 10 * 365 * 86_400
 

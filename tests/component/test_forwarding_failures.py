@@ -310,7 +310,7 @@ async def test_connection_that_breaks_every_time_fails_the_sample(
     upstream.default = broken
     failed = await failure(client)
     assert failed.category is ErrorCategory.SERVER
-    assert "broke 4 times under this sample, at last when it was sent apart from others like it" in failed.message
+    assert "broke 4 times during this sample, the last time when no other interrupted sample was sent" in failed.message
     assert len(upstream.completions) == 4
 
 
@@ -448,7 +448,7 @@ async def test_aborted_twice_fails_and_is_never_length(
     upstream.default = complete(every_choice(finish_reason=reason))
     failed = await failure(client)
     assert failed.category is ErrorCategory.SERVER
-    assert f"gave the sample up 2 times (finish_reason {reason!r})" in failed.message
+    assert f"aborted the sample 2 times (finish_reason {reason!r})" in failed.message
     assert len(upstream.completions) == 2
 
 

@@ -121,7 +121,7 @@ async def test_a_sample_that_the_server_dies_of_is_the_only_one_that_fails(
     assert list(failed) == [POISON]
     assert failed[POISON].category is ErrorCategory.SERVER
     its = [died for died in mortal.deaths if POISON in died]
-    assert f"broke {len(its)} times under this sample" in failed[POISON].message
+    assert f"broke {len(its)} times during this sample" in failed[POISON].message
     assert 4 <= len(its) <= len(groups)
     assert all(len(died) <= group for died, group in zip(its, groups, strict=False))
     assert its[-1] == {POISON}

@@ -22,7 +22,7 @@ from skyrl.db.database import Database
 from skyrl.db.engine_state import publish_training
 from skyrl.sampling import http as http_module
 from skyrl.sampling.answer_bound import answer_bound
-from skyrl.sampling.answer_room import LARGE_ANSWER_BYTES, AnswerRoom
+from skyrl.sampling.answer_memory import LARGE_ANSWER_BYTES, AnswerMemory
 from skyrl.sampling.client import ForwardingClient
 from skyrl.sampling.completion import decode_answer
 from skyrl.sampling.endpoint import FixedEndpoint
@@ -89,7 +89,7 @@ async def test_an_answer_of_a_gib_costs_little_and_fails_one_sample(
         await client.sample(JOB)
     assert resident_peak() - before < 50 * MIB
     assert failed.value.category is ErrorCategory.SERVER
-    assert "longer than what was asked for can be" in failed.value.message
+    assert "larger than any right answer to this request" in failed.value.message
     assert len(failed.value.message) < 600
     assert client.counts == {"malformed": 1}
     assert endless.sent < 100 * MIB, "the connection was closed"
@@ -287,32 +287,32 @@ async def heartbeats_while(api: Api, sampler: str, samples: list[dict[str, Any]]
     return waits
 
 
-# Room
+# Memory
 
 
-def test_room_is_given_in_turn_and_given_back_once() -> None:
-    room, came = AnswerRoom(10), list[str]()
-    first = room.ask(6, lambda: came.append("first"))
-    large = room.ask(11, lambda: came.append("large"))
-    last = room.ask(4, lambda: came.append("last"))
-    assert came == ["first"], "what is larger than all waits until it is alone, and is not overtaken"
-    first.leave()
-    first.leave()
-    assert came == ["first", "large"]
-    large.leave()
-    assert came == ["first", "large", "last"]
-    last.leave()
-    waiting = [room.ask(8, lambda: came.append("again")) for _ in range(2)]
-    waiting[1].leave()  # it gave up
-    waiting[0].leave()
-    assert came.count("again") == 1
-    assert room.ask(10, lambda: None).held
+def test_memory_is_granted_in_order_of_arrival_and_released_once() -> None:
+    memory, granted = AnswerMemory(10), list[str]()
+    first = memory.reserve(6, lambda: granted.append("first"))
+    large = memory.reserve(11, lambda: granted.append("large"))
+    last = memory.reserve(4, lambda: granted.append("last"))
+    assert granted == ["first"], "the reservation larger than the memory waits to be alone, and is not overtaken"
+    first.release()
+    first.release()
+    assert granted == ["first", "large"]
+    large.release()
+    assert granted == ["first", "large", "last"]
+    last.release()
+    waiting = [memory.reserve(8, lambda: granted.append("again")) for _ in range(2)]
+    waiting[1].release()  # it gave up
+    waiting[0].release()
+    assert granted.count("again") == 1
+    assert memory.reserve(10, lambda: None).granted
 
 
 async def test_large_answers_are_read_when_there_is_room_for_them(
     upstream: FakeUpstream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(http_module, "AnswerRoom", lambda: AnswerRoom(LARGE_ANSWER_BYTES))
+    monkeypatch.setattr(http_module, "AnswerMemory", lambda: AnswerMemory(LARGE_ANSWER_BYTES))
     transport = HttpTransport()
     upstream.default = reply(200, b"x" * 8 * MIB, "text/plain")
 

@@ -266,7 +266,7 @@ async def test_change_beside_a_running_server_counts_soon(
         database.write(lambda c: rows.change(c, ONE, {"models": 0}))
         await until(lambda: api.services.quotas.of(ONE).models == 0)
         database.write(lambda c: rows.clear(c, ONE))
-        await until(lambda: not api.services.quotas.any)
+        await until(lambda: not api.services.quotas.in_use)
 
 
 # Models

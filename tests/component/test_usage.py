@@ -38,7 +38,7 @@ def hour(seconds: float) -> str:
 
 async def events(api: Api, **headers: str) -> dict[str, Any]:
     """Usage of the last and the current hour."""
-    await api.services.sampling._usage.flush()
+    await api.services.sampling._forwarded._usage.flush()
     window = {"starting_on": hour(time.time() - HOUR_S), "ending_before": hour(time.time() + HOUR_S)}
     answer = await api.http.get("/api/v1/billing/usage/events", params=window, headers=headers)
     assert answer.status_code == 200, answer.text
@@ -124,7 +124,7 @@ async def test_counts_survive_a_restart_and_are_added_to(serve: Serve) -> None:
 async def test_failed_write_is_tried_again_and_counts_once(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
     sampler = await api.sampler()
     await api.result((await api.sample(sampler, 0))["request_id"])
-    counter = api.services.sampling._usage
+    counter = api.services.sampling._forwarded._usage
 
     async def fail(_: object) -> None:
         raise OSError("disk full")

@@ -22,7 +22,7 @@ from skyrl.sampling.job import SampleJob
 from skyrl.types.weights import AdapterVersion
 from skyrl.vllm_plugin.xargs import PromptScores
 from skyrl.wire.results import to_json
-from skyrl.wire.tensors import Stored
+from skyrl.wire.tensors import WireTensor
 
 JOB = SampleJob(
     request_id="r1",
@@ -254,8 +254,8 @@ def test_prompt_logprobs_that_are_not_whole(rows: Any, says: str) -> None:
 # What the plugin appends
 
 IDS = np.asarray([[4, -1], [9, 4]])
-DENSE = Stored(IDS.ravel(), (2, 2))
-SPARSE = Stored(np.asarray([9, -1, 4]), (2, 400), np.asarray([0, 1, 3]), np.asarray([399, 0, 7]))
+DENSE = WireTensor(IDS.ravel(), (2, 2))
+SPARSE = WireTensor(np.asarray([9, -1, 4]), (2, 400), np.asarray([0, 1, 3]), np.asarray([399, 0, 7]))
 
 
 def appended(*cells: tuple[int, float]) -> bytes:

@@ -11,7 +11,7 @@ from skyrl.inference.features import InferenceFeatures
 from skyrl.sampling.guards import FeatureGuard
 from skyrl.types.weights import AdapterVersion, BaseWeights
 from skyrl.wire.errors import RequestError
-from skyrl.wire.requests import Chunk, ModelInput, SampleRequest, SamplingParams
+from skyrl.wire.sample_request import Chunk, ModelInput, SampleRequest, SamplingParams
 from skyrl.wire.tensors import JsonTensor
 
 PROMPT = ModelInput([Chunk(tokens=[1, 2])])

@@ -11,7 +11,8 @@ from tinker.types import ModelInput, SampleRequest, SamplingParams
 
 from skyrl.sampling.job import MAX_NUM_SAMPLES, MAX_SEED, MAX_STOP_STRINGS, MAX_TOPK, ContextLimits, SampleJob, make_job
 from skyrl.types.weights import AdapterVersion, BaseWeights
-from skyrl.wire import requests
+from skyrl.wire import sample_request
+from skyrl.wire.decoding import decode_json
 from skyrl.wire.errors import RequestError
 
 LIMITS = ContextLimits(vocab_size=100, max_context=20)
@@ -27,7 +28,7 @@ def body(params: dict[str, Any] | None = None, **changes: Any) -> dict[str, Any]
 
 
 def job(params: dict[str, Any] | None = None, limits: ContextLimits = LIMITS, **changes: Any) -> SampleJob:
-    request = requests.decode_json(requests.SampleRequest, json.dumps(body(params, **changes)).encode())
+    request = decode_json(sample_request.SampleRequest, json.dumps(body(params, **changes)).encode())
     return make_job(request, request_id="r", session_key="k", model="m", weights=BaseWeights(), limits=limits)
 
 
@@ -77,7 +78,7 @@ def test_what_the_sdk_sends() -> None:
         record_stability_info=True,
     )
     sent = request.model_dump_json(exclude_none=True).encode()
-    decoded = requests.decode_json(requests.SampleRequest, sent)
+    decoded = decode_json(sample_request.SampleRequest, sent)
     made = make_job(decoded, request_id="r", session_key="k", model="m", weights=AdapterVersion("m@1"), limits=LIMITS)
     assert (made.prompt, made.max_tokens, made.num_samples) == ([4, 5], 6, 4)
     assert (made.temperature, made.top_k, made.top_p) == (0.5, 3, 0.9)

@@ -10,6 +10,7 @@ import pytest
 from tinker.types import CreateModelRequest as SdkCreateModelRequest
 from tinker.types import LoraConfig as SdkLoraConfig
 
+from skyrl.wire.decoding import decode_json
 from skyrl.wire.errors import ErrorCategory, FailedRequest, NotFound, RequestError
 from skyrl.wire.requests import (
     AdamParams,
@@ -18,17 +19,13 @@ from skyrl.wire.requests import (
     FinishSessionRequest,
     LoadWeightsRequest,
     LoraConfig,
-    ModelInput,
     OptimStepRequest,
     RetrieveFutureRequest,
-    SampleRequest,
-    SamplingParams,
     SaveWeightsForSamplerRequest,
     SaveWeightsRequest,
     SequencedRequest,
-    decode_json,
-    tokens_of,
 )
+from skyrl.wire.sample_request import ModelInput, SampleRequest, SamplingParams, tokens_of
 
 
 def decoded(kind: type[msgspec.Struct], body: Any) -> Any:

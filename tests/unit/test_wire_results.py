@@ -21,7 +21,7 @@ from skyrl.wire.results import (
     encode_sample,
     to_json,
 )
-from skyrl.wire.tensors import JsonTensor, Stored
+from skyrl.wire.tensors import JsonTensor, WireTensor
 
 F32 = np.float32
 
@@ -72,7 +72,7 @@ def test_sample_with_everything() -> None:
 def test_target_logprobs_in_both_layouts(indices: Any) -> None:
     crow, col = indices
     values = array(21 if crow is None else 3, start=-9.0)
-    target = Stored(values, (3, 7), crow, col)
+    target = WireTensor(values, (3, 7), crow, col)
     body = encode_sample(SampleResult([], target_logprobs=target))
     read = deserialize_sample_response(body).target_prompt_logprobs
     assert read is not None
@@ -81,7 +81,7 @@ def test_target_logprobs_in_both_layouts(indices: Any) -> None:
     np.testing.assert_array_equal(read.to_numpy(), expected)
     in_json = json.loads(to_json(body, "proto:sample"))["target_prompt_logprobs"]
     np.testing.assert_array_equal(
-        tensors.stored_from_json(msgspec.convert(in_json, JsonTensor), "x").dense("x"), expected
+        tensors.tensor_from_json(msgspec.convert(in_json, JsonTensor), "x").dense("x"), expected
     )
     assert ("sparse_crow_indices" in in_json) == (crow is not None)
 
