@@ -9,7 +9,6 @@ TORCH :=
 else
 TORCH := --torch-backend cpu
 endif
-export UV_LINK_MODE ?= copy
 
 # Tests run in so many processes: one on the shared end-to-end server, the other beside it. WORKERS=0 runs all in one.
 WORKERS ?= 2

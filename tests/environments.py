@@ -35,7 +35,7 @@ def _made(home: Path, requirements: Path) -> Path:
     uv = Path(sys.executable).parent / "uv"
     # uv does not read pip's find-links; where there are none, it knows where PyTorch keeps its CPU builds.
     links = os.environ.get("UV_FIND_LINKS") or os.environ.get("PIP_FIND_LINKS")
-    env = os.environ | {"UV_LINK_MODE": "copy"} | ({"UV_FIND_LINKS": links} if links else {})
+    env = os.environ | ({"UV_FIND_LINKS": links} if links else {})
     torch = [] if links else ["--torch-backend", "cpu"]
     shutil.rmtree(home, ignore_errors=True)
     subprocess.run([uv, "venv", "--quiet", "--python", sys.executable, home], check=True, env=env)
