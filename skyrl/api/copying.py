@@ -39,32 +39,32 @@ def router(services: Services) -> Routes:
     async def copy_weights(call: Call, wanted: CopyWeightsRequest) -> Response:
         """Answers when the copy is stored. A repeated request with the same X-Idempotency-Key gets the same copy."""
         tenant = call.tenant
-        given = call.request.headers.get("x-idempotency-key")
-        if given is None:
+        idempotency_key = call.request.headers.get("x-idempotency-key")
+        if idempotency_key is None:
             return reply({"tinker_path": str(await copy(call.request, wanted, tenant, None))})
-        copy_key = hashlib.blake2b(f"{tenant}\n{given}".encode(), digest_size=16).hexdigest()
-        # The first try may still be copying when its client gives it up and sends the second.
+        copy_key = hashlib.blake2b(f"{tenant}\n{idempotency_key}".encode(), digest_size=16).hexdigest()
+        # The client may give up the first try and send a second one while the first still copies.
         async with copying.setdefault(copy_key, asyncio.Lock()):
             path = await services.copies.made_by(copy_key) or await copy_once(call.request, wanted, tenant, copy_key)
         return reply({"tinker_path": str(path)})
 
     async def copy_once(request: Request, wanted: CopyWeightsRequest, tenant: str, copy_key: str) -> TinkerPath:
-        """The lock holds in this process only. Another process may record the same copy at any moment. This try may
-        then be refused, because the model's number is taken or the bytes are over the quota. The recorded copy is the
-        answer then."""
+        """Copy, unless another process has recorded the same copy: the lock holds in this process only. This try may
+        then be refused, because the model's number is used or the bytes are over the quota, and the recorded copy is
+        the answer."""
         try:
             return await copy(request, wanted, tenant, copy_key)
         except RequestError:
-            if (made := await services.copies.made_by(copy_key)) is None:
+            if (recorded := await services.copies.made_by(copy_key)) is None:
                 raise
-            return made
+            return recorded
 
     async def copy(request: Request, wanted: CopyWeightsRequest, tenant: str, copy_key: str | None) -> TinkerPath:
-        source, store_key = await readable(request, wanted, tenant)
+        source, store_key = await find_source(request, wanted, tenant)
         expires_at = ttl_end(wanted.ttl_seconds)
         session_id, model_seq_id = await destination(wanted, tenant)
         model_id = model_id_of(session_id, model_seq_id)
-        made = Copy(
+        new_copy = Copy(
             path=TinkerPath(model_id, source.path.kind, source.path.name),
             tenant=tenant,
             session_id=session_id,
@@ -76,16 +76,16 @@ def router(services: Services) -> Routes:
         )
         check = services.quotas.stored_bytes(tenant, source.size_bytes)
         await services.quotas.check(check)
-        await in_store(services.checkpoint_store.copy, store_key, made.store_key)
+        await in_store(services.checkpoint_store.copy, store_key, new_copy.store_key)
         try:
-            recorded = await services.copies.add(made, source, check)
+            recorded = await services.copies.add(new_copy, source, check)
         except RequestError:
-            await discard(made.store_key)
+            await discard(new_copy.store_key)
             raise
         if not recorded.new:
-            await discard(made.store_key)
+            await discard(new_copy.store_key)
         if recorded.path is None:
-            raise taken(model_seq_id)
+            raise number_used(model_seq_id)
         return recorded.path
 
     async def discard(store_key: str) -> None:
@@ -95,17 +95,19 @@ def router(services: Services) -> Routes:
         except StoreError as error:
             logger.warning("the files of a copy that was not recorded stay for now (%s): %s", store_key, error)
 
-    def taken(model_seq_id: int) -> RequestError:
-        return RequestError(f"{model_seq_id} is another model's already", field="model_seq_id")
+    def number_used(model_seq_id: int) -> RequestError:
+        return RequestError(f"{model_seq_id} is used by another model", field="model_seq_id")
 
-    async def readable(request: Request, wanted: CopyWeightsRequest, tenant: str) -> tuple[Checkpoint, str]:
-        """The checkpoint to copy, and its key in the checkpoint store. The caller may read it, or the tenant of the
-        access token may."""
+    async def find_source(request: Request, wanted: CopyWeightsRequest, tenant: str) -> tuple[Checkpoint, str]:
+        """The checkpoint to copy, and its key in the checkpoint store. The caller, or the tenant of the access token,
+        may read it."""
         token = wanted.weights_access_token or request.headers.get("x-tinker-weights-access-token")
-        reader = tenant if token is None else services.access.reader(token)
+        reader = tenant if token is None else services.access.tenant_of_access_token(token)
         path = parse_path(wanted.source_path, "source_path")
         if path.kind == "external_weights":
-            raise RequestError("exports are not copied; copy what they were made from", field="source_path")
+            raise RequestError(
+                "exports cannot be copied; copy the checkpoint that they were made from", field="source_path"
+            )
         source = await services.checkpoints.find(path, reader)
         if source is None or source.store_key is None:
             raise NotFound(f"no checkpoint {wanted.source_path!r}", field="source_path")
@@ -129,7 +131,7 @@ def router(services: Services) -> Routes:
         if not 0 <= wanted.model_seq_id < 2**31:
             raise RequestError("must be in [0, 2**31)", field="model_seq_id")
         if await services.models.record(model_id_of(session.id, wanted.model_seq_id), None) is not None:
-            raise taken(wanted.model_seq_id)
+            raise number_used(wanted.model_seq_id)
         return session.id, wanted.model_seq_id
 
     return routes

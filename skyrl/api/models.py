@@ -1,4 +1,4 @@
-"""Models: create one, ask what it is, take it out of memory."""
+"""Models: create, describe and unload one."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def check_optimizer(optimizer: OptimizerConfig | None) -> None:
 
 
 def _lora_spec(wanted: LoraConfig, services: Services) -> LoraSpec:
-    """The shape that the request asks for. Raises RequestError naming the field."""
+    """The adapter's shape that the request asks for. Raises RequestError naming the field."""
     limits = services.config.backend_config.lora
     if wanted.rank == 0:
         raise RequestError("0 asks for full fine-tuning, which this server does not do yet", field="lora_config.rank")
@@ -69,12 +69,12 @@ def router(services: Services) -> Routes:
             lora=_lora_spec(wanted.lora_config or LoraConfig(), services),
             user_metadata=wanted.user_metadata,
         )
-        row = add_model(model, wanted.model_seq_id, services.quotas.models(tenant))
-        return await submit(services, Kind.CREATE_MODEL, model, 0, call.body, first=row)
+        add_row = add_model(model, wanted.model_seq_id, services.quotas.models(tenant))
+        return await submit(services, Kind.CREATE_MODEL, model, 0, call.body, first=add_row)
 
     @routes.post("/unload_model", scope="train", body=ModelRequest)
     async def unload_model(call: Call, wanted: ModelRequest) -> Response:
-        """Runs after every command that was sent for the model so far. It has no number in the client's order."""
+        """Runs after all commands of the model that the server has by now: the client gives this command no number."""
         tenant = call.tenant
         services.served.check_trainable()
         model = await services.models.find(wanted.model_id, tenant)

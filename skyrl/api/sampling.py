@@ -1,4 +1,4 @@
-"""The routes of sampling sessions and samples."""
+"""Sampling sessions and samples."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ logger = logging.getLogger(__name__)
 
 
 def _not_for_sampling(path: str, kind: CheckpointKind) -> str:
-    what = "training state, saved by save_weights" if kind == "weights" else "an export, made by save_weights_external"
-    return f"{path!r} is {what}; sample from what save_weights_for_sampler saved"
+    saved = "training state, saved by save_weights" if kind == "weights" else "an export, made by save_weights_external"
+    return f"{path!r} is {saved}; sample from what save_weights_for_sampler saved"
 
 
 def router(services: Services) -> Routes:
@@ -45,7 +45,7 @@ def router(services: Services) -> Routes:
         return saved, saved.weights
 
     async def bring(weights: WeightsRef) -> None:
-        """Have the files where the inference server reads them, so that the first sample does not wait for them."""
+        """Copy an adapter's files to where the inference server reads them, so that the first sample need not wait."""
         if isinstance(weights, AdapterVersion):
             try:
                 await services.adapters.bring(weights)
@@ -66,7 +66,7 @@ def router(services: Services) -> Routes:
             saved, weights = await saved_weights(wanted.model_path, tenant)
             base_model, adapts_unembed = saved.base_model, saved.lora.train_unembed
             if wanted.base_model is not None:
-                services.served.check_base_model(wanted.base_model)  # under any of its names: there is one base model
+                services.served.check_base_model(wanted.base_model)  # any of its names will do: there is one base model
             await bring(weights)
         elif wanted.base_model is not None:
             base_model = services.served.check_base_model(wanted.base_model)
@@ -86,7 +86,7 @@ def router(services: Services) -> Routes:
 
     @routes.post("/join_sampling_session", scope="sample", body=JoinSamplingSessionRequest)
     async def join_sampling_session(call: Call, wanted: JoinSamplingSessionRequest) -> Response:
-        """A copy of a sampling client in another process asks for a number, and numbers its samples after it."""
+        """Give a copy of a sampling client in another process its number, from which it numbers its samples."""
         sampler = await services.sampling.open_sampler(wanted.sampling_session_id, call.tenant)
         return reply({"type": "join_sampling_session", "client_counter": await services.samplers.join(sampler)})
 
@@ -95,7 +95,7 @@ def router(services: Services) -> Routes:
         sampler = await services.samplers.find(sampler_id, call.tenant)
         if sampler is None:
             raise NotFound(f"no sampling session {sampler_id!r}", field="sampler_id")
-        # The SDK loads a tokenizer by this name, and does nothing else with it.
+        # The SDK loads a tokenizer by this name, and uses it for nothing else.
         name = services.served.tokenizer_name(sampler.base_model)
         return reply({"sampler_id": sampler.id, "base_model": name, "model_path": sampler.model_path})
 
@@ -108,7 +108,7 @@ def router(services: Services) -> Routes:
         }
         if promise.max_tokens is not None:
             answer["max_tokens"] = promise.max_tokens
-        # This is the one header whose text the SDK writes to its user's log.
+        # The SDK writes the text of this header, and of no other, to its user's log.
         return reply(answer, headers=None if promise.note is None else {"x-deprecation-note": promise.note})
 
     return routes

@@ -24,7 +24,7 @@ MAX_NAME = 1_000
 
 
 def check_length(field: str, value: str | None) -> None:
-    """Raises RequestError naming the field for a name that is too long."""
+    """Raises RequestError naming the field for a value that is too long."""
     if value is not None and len(value) > MAX_NAME:
         raise RequestError(f"must have at most {MAX_NAME} characters, got {len(value)}", field=field)
 
@@ -92,7 +92,7 @@ def router(services: Services) -> Routes:
 
     @routes.put("/sessions/{session_id}/project", scope="any", body=AssignProjectRequest)
     async def assign_project(call: Call, wanted: AssignProjectRequest, session_id: str) -> Response:
-        """A project is whatever name a tenant gives; it needs no making."""
+        """Put a session into a project: any name that the tenant chooses. A project need not be created first."""
         if not wanted.project_id:
             raise RequestError("must not be empty: a session cannot be taken out of its project", field="project_id")
         check_length("project_id", wanted.project_id)

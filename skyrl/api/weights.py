@@ -1,4 +1,4 @@
-"""Saving and loading weights, and what a saved checkpoint holds."""
+"""Saves and loads of weights, and the description of a saved checkpoint."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ from skyrl.wire.requests import (
 
 
 def _resolved(body: bytes, services: Services) -> tuple[bytes, str | None]:
-    """A load as the command log keeps it, and the tenant whose access token came with it (None without a token).
+    """A load as the command log keeps it, and the tenant of the access token in it (None without a token).
 
-    The log keeps the tenant in place of the token. A client cannot set the fields in which it does. Raises RequestError
-    for a token that is not valid."""
+    The log keeps that tenant, and not the token, in the fields `RESOLVED`, which a client cannot set. Raises
+    RequestError for a token that is not valid."""
     fields = raw_fields(body)
     if fields.keys().isdisjoint(("weights_access_token", *RESOLVED)):
         return body, None
@@ -43,7 +43,7 @@ def _resolved(body: bytes, services: Services) -> tuple[bytes, str | None]:
     token = raw_value(fields.pop("weights_access_token", msgspec.Raw(b"null")), "weights_access_token")
     reader = None
     if isinstance(token, str) and token:
-        reader = services.access.reader(token)
+        reader = services.access.tenant_of_access_token(token)
         fields["source_tenant"] = msgspec.Raw(msgspec.json.encode(reader))
     elif token not in (None, ""):
         raise RequestError("must be a string", field="weights_access_token")
@@ -51,8 +51,8 @@ def _resolved(body: bytes, services: Services) -> tuple[bytes, str | None]:
 
 
 def _refused(model_id: str, error: RequestError) -> bytes:
-    """A load that fails when its turn comes. If the API refused it now, its number would be missing in its model's
-    order."""
+    """A command that fails when its turn comes, in place of a load that is wrong. If the API refused the load now, its
+    number would be missing in its model's order."""
     return msgspec.json.encode({"model_id": model_id, "path": "", "refused": error.message})
 
 
@@ -105,8 +105,8 @@ def router(services: Services) -> Routes:
             lora=saved.lora,
             user_metadata=wanted.user_metadata,
         )
-        row = add_model(model, wanted.model_seq_id, services.quotas.models(tenant))
-        return await submit(services, Kind.LOAD_WEIGHTS, model, 0, command, first=row)
+        add_row = add_model(model, wanted.model_seq_id, services.quotas.models(tenant))
+        return await submit(services, Kind.LOAD_WEIGHTS, model, 0, command, first=add_row)
 
     @routes.post("/weights_info", scope="any", body=WeightsInfoRequest)
     async def weights_info(call: Call, wanted: WeightsInfoRequest) -> Response:
