@@ -167,9 +167,9 @@ def router(services: Services) -> Routes:
         return await change(call, path_of(model_id, kind, name), "checkpoint_unpublished", {}, public=False)
 
     @routes.put(f"{one_checkpoint}/ttl", scope="train", body=TtlRequest)
-    async def set_ttl(call: Call, wanted: TtlRequest, model_id: str, kind: str, name: str) -> Response:
-        path, details = path_of(model_id, kind, name), {"ttl_seconds": wanted.ttl_seconds}
-        end = ttl_end(wanted.ttl_seconds)
+    async def set_ttl(call: Call, body: TtlRequest, model_id: str, kind: str, name: str) -> Response:
+        path, details = path_of(model_id, kind, name), {"ttl_seconds": body.ttl_seconds}
+        end = ttl_end(body.ttl_seconds)
         return await change(call, path, "checkpoint_ttl_changed", details, expires_at=end)
 
     return routes

@@ -64,7 +64,7 @@ class HttpTable:
     def _find(self, scope: Scope) -> Route | None:
         """The route that FastAPI will find: the first with a method and a path that fit."""
         method, path = scope["method"], scope["path"]
-        for wanted, pattern, route in self._patterns:
-            if wanted == method and pattern.match(path):
+        for route_method, pattern, route in self._patterns:
+            if route_method == method and pattern.match(path):
                 return route
         return None

@@ -46,18 +46,18 @@ class Routes:
         self, method: str, path: str, scope: RouteScope, body: Struct | Body | None
     ) -> Callable[[Handler], Handler]:
         full_path = f"{self._prefix}{path}"
-        wanted = body if body is None or isinstance(body, Body) else Body(body)
+        declared_body = body if body is None or isinstance(body, Body) else Body(body)
         if scope not in ROUTE_SCOPES:
             raise ValueError(f"{method} {full_path}: {scope!r} is no scope; there is: {', '.join(ROUTE_SCOPES)}")
-        if wanted is not None and scope in ("open", "signed"):
+        if declared_body is not None and scope in ("open", "signed"):
             raise ValueError(
                 f"{method} {full_path}: a route without a key takes no body: memory for bodies is counted by tenant"
             )
 
         def declare(handler: Handler) -> Handler:
-            parameters = _parameters(handler, f"{method} {full_path}", wanted)
+            parameters = _parameters(handler, f"{method} {full_path}", declared_body)
             names = tuple(parameter.name for parameter in parameters)
-            route = Route(method, full_path, scope, wanted, _with_body(handler, wanted), names)
+            route = Route(method, full_path, scope, declared_body, _with_body(handler, declared_body), names)
             self.declared.append(route)
             self.router.add_api_route(full_path, _endpoint(route, handler, parameters), methods=[method])
             return handler
@@ -67,11 +67,11 @@ class Routes:
 
 def _parameters(handler: Callable[..., Any], name: str, body: Body | None) -> list[inspect.Parameter]:
     """The handler's parameters after `call` and body. Raises TypeError if those two are not as declared."""
-    wanted = [Call] if body is None else [Call, body.handler_type]
+    expected = [Call] if body is None else [Call, body.handler_type]
     parameters = [*inspect.signature(handler, eval_str=True).parameters.values()]
-    if [parameter.annotation for parameter in parameters[: len(wanted)]] != wanted:
-        raise TypeError(f"{name}: its handler must begin with ({', '.join(kind.__name__ for kind in wanted)})")
-    return parameters[len(wanted) :]
+    if [parameter.annotation for parameter in parameters[: len(expected)]] != expected:
+        raise TypeError(f"{name}: its handler must begin with ({', '.join(kind.__name__ for kind in expected)})")
+    return parameters[len(expected) :]
 
 
 def _with_body(handler: Callable[..., Awaitable[Response]], body: Body | None) -> Callable[..., Awaitable[Response]]:

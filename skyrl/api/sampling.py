@@ -54,40 +54,40 @@ def router(services: Services) -> Routes:
                 raise NotFound("the checkpoint's files are not in the checkpoint store any more") from error
 
     @routes.post("/create_sampling_session", scope="sample", body=CreateSamplingSessionRequest)
-    async def create_sampling_session(call: Call, wanted: CreateSamplingSessionRequest) -> Response:
+    async def create_sampling_session(call: Call, body: CreateSamplingSessionRequest) -> Response:
         tenant = call.tenant
-        session = await services.session_life.active(wanted.session_id, tenant)
-        if not 0 <= wanted.sampling_session_seq_id < 2**31:
+        session = await services.session_life.active(body.session_id, tenant)
+        if not 0 <= body.sampling_session_seq_id < 2**31:
             raise RequestError("must be in [0, 2**31)", field="sampling_session_seq_id")
-        sampler_id = sampling_session_id_of(session.id, wanted.sampling_session_seq_id)
+        sampler_id = sampling_session_id_of(session.id, body.sampling_session_seq_id)
         weights: WeightsRef = BaseWeights()
         saved, adapts_unembed = None, False
-        if wanted.model_path is not None:
-            saved, weights = await saved_weights(wanted.model_path, tenant)
+        if body.model_path is not None:
+            saved, weights = await saved_weights(body.model_path, tenant)
             base_model, adapts_unembed = saved.base_model, saved.lora.train_unembed
-            if wanted.base_model is not None:
-                services.served.check_base_model(wanted.base_model)  # any of its names will do: there is one base model
+            if body.base_model is not None:
+                services.served.check_base_model(body.base_model)  # any of its names will do: there is one base model
             await bring(weights)
-        elif wanted.base_model is not None:
-            base_model = services.served.check_base_model(wanted.base_model)
+        elif body.base_model is not None:
+            base_model = services.served.check_base_model(body.base_model)
         else:
             raise RequestError("give base_model or model_path", field="model_path")
         sampler = Sampler(
-            sampler_id, session.id, tenant, base_model, wanted.model_path, weights, adapts_unembed=adapts_unembed
+            sampler_id, session.id, tenant, base_model, body.model_path, weights, adapts_unembed=adapts_unembed
         )
         check = services.quotas.sampling_sessions(tenant)
-        stored = await services.samplers.create(sampler, wanted.sampling_session_seq_id, saved, check)
+        stored = await services.samplers.create(sampler, body.sampling_session_seq_id, saved, check)
         if stored != sampler:
             raise RequestError(
-                f"{wanted.sampling_session_seq_id} was used before for another sampler",
+                f"{body.sampling_session_seq_id} was used before for another sampler",
                 field="sampling_session_seq_id",
             )
         return reply({"type": "create_sampling_session", "sampling_session_id": stored.id})
 
     @routes.post("/join_sampling_session", scope="sample", body=JoinSamplingSessionRequest)
-    async def join_sampling_session(call: Call, wanted: JoinSamplingSessionRequest) -> Response:
+    async def join_sampling_session(call: Call, body: JoinSamplingSessionRequest) -> Response:
         """Give a copy of a sampling client in another process its number, from which it numbers its samples."""
-        sampler = await services.sampling.open_sampler(wanted.sampling_session_id, call.tenant)
+        sampler = await services.sampling.open_sampler(body.sampling_session_id, call.tenant)
         return reply({"type": "join_sampling_session", "client_counter": await services.samplers.join(sampler)})
 
     @routes.get("/samplers/{sampler_id}", scope="any")

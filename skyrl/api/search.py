@@ -106,27 +106,27 @@ def router(services: Services) -> Routes:
     routes = Routes("sessions")
 
     @routes.post("/sessions/search", scope="any", body=SessionSearchRequest)
-    async def search_sessions(call: Call, wanted: SessionSearchRequest) -> Response:
+    async def search_sessions(call: Call, body: SessionSearchRequest) -> Response:
         tenant = call.tenant
-        if not 1 <= wanted.limit <= MAX_LIMIT:
-            raise RequestError(f"must be in [1, {MAX_LIMIT}], got {wanted.limit}", field="limit")
+        if not 1 <= body.limit <= MAX_LIMIT:
+            raise RequestError(f"must be in [1, {MAX_LIMIT}], got {body.limit}", field="limit")
         for field in ("project_ids", "statuses"):
-            if len(getattr(wanted, field) or ()) > MAX_LISTED:
+            if len(getattr(body, field) or ()) > MAX_LISTED:
                 raise RequestError(f"must hold at most {MAX_LISTED}", field=field)
-        check_length("display_name", wanted.display_name)
-        if wanted.display_name == "":
+        check_length("display_name", body.display_name)
+        if body.display_name == "":
             raise RequestError("must hold at least one character, or be left out", field="display_name")
         query = Query(
-            session_id=wanted.session_id,
-            words=tuple((wanted.display_name or "").split()),
-            project_ids=None if wanted.project_ids is None else tuple(wanted.project_ids),
-            user_metadata=wanted.user_metadata or {},
-            statuses=_statuses(wanted.statuses),
-            after=_position(wanted.cursor),
+            session_id=body.session_id,
+            words=tuple((body.display_name or "").split()),
+            project_ids=None if body.project_ids is None else tuple(body.project_ids),
+            user_metadata=body.user_metadata or {},
+            statuses=_statuses(body.statuses),
+            after=_position(body.cursor),
         )
-        if not _includes_own_sessions(wanted.owner, tenant):
+        if not _includes_own_sessions(body.owner, tenant):
             return reply({"sessions": []})
-        found, more = await services.search.page(tenant, query, wanted.limit)
+        found, more = await services.search.page(tenant, query, body.limit)
         last = found[-1] if more else None
         cursor = None if last is None else {"last_created_at": _created_at(last), "last_session_id": last.id}
         return reply({"sessions": [_summary(session) for session in found], "next_cursor": cursor})

@@ -74,9 +74,9 @@ class SignedUrls:
     def verify(self, request: Request) -> None:
         """Raises RequestError 403 unless the request's path was signed here and the link has not expired."""
         expires = request.query_params.get("expires", "")
-        given = request.query_params.get("signature", "")
-        wanted = self._signature(request.scope["path"], expires)
-        if not hmac.compare_digest(wanted.encode(), given.encode()):
+        signature = request.query_params.get("signature", "")
+        expected = self._signature(request.scope["path"], expires)
+        if not hmac.compare_digest(expected.encode(), signature.encode()):
             raise RequestError(
                 "this link was not made by this server; ask for a new one", field="signature", status=403
             )

@@ -82,37 +82,37 @@ def router(services: Services) -> Routes:
             except RequestError as error:
                 command = _refused(target.model_id, error)
             return await submit_sequenced(services, Kind.LOAD_WEIGHTS, tenant, header, command)
-        wanted = decode_json(LoadWeightsRequest, body)
+        new_model = decode_json(LoadWeightsRequest, body)
         command, reader = _resolved(body, services)
-        if wanted.session_id is None or wanted.model_seq_id is None:
+        if new_model.session_id is None or new_model.model_seq_id is None:
             raise RequestError("give model_id, or session_id and model_seq_id")
         services.served.check_trainable()
-        session = await services.session_life.active(wanted.session_id, tenant)
-        check_optimizer(wanted.optimizer_config)
-        if not 0 <= wanted.model_seq_id < 2**31:
+        session = await services.session_life.active(new_model.session_id, tenant)
+        check_optimizer(new_model.optimizer_config)
+        if not 0 <= new_model.model_seq_id < 2**31:
             raise RequestError("must be in [0, 2**31)", field="model_seq_id")
-        path = parse_path(wanted.path)
+        path = parse_path(new_model.path)
         saved = await services.checkpoints.find(path, reader or tenant)
         if saved is None or path.kind != "weights":
-            raise NotFound(f"no training checkpoint {wanted.path!r}", field="path")
-        if wanted.base_model is not None:
-            services.served.check_base_model(wanted.base_model)
+            raise NotFound(f"no training checkpoint {new_model.path!r}", field="path")
+        if new_model.base_model is not None:
+            services.served.check_base_model(new_model.base_model)
         model = Model(
-            id=model_id_of(session.id, wanted.model_seq_id),
+            id=model_id_of(session.id, new_model.model_seq_id),
             session_id=session.id,
             tenant=tenant,
-            base_model=wanted.base_model or saved.base_model,
+            base_model=new_model.base_model or saved.base_model,
             lora=saved.lora,
-            user_metadata=wanted.user_metadata,
+            user_metadata=new_model.user_metadata,
         )
-        add_row = add_model(model, wanted.model_seq_id, services.quotas.models(tenant))
+        add_row = add_model(model, new_model.model_seq_id, services.quotas.models(tenant))
         return await submit(services, Kind.LOAD_WEIGHTS, model, 0, command, first=add_row)
 
     @routes.post("/weights_info", scope="any", body=WeightsInfoRequest)
-    async def weights_info(call: Call, wanted: WeightsInfoRequest) -> Response:
-        saved = await services.checkpoints.find(parse_path(wanted.tinker_path, "tinker_path"), call.tenant)
+    async def weights_info(call: Call, body: WeightsInfoRequest) -> Response:
+        saved = await services.checkpoints.find(parse_path(body.tinker_path, "tinker_path"), call.tenant)
         if saved is None:
-            raise NotFound(f"no checkpoint {wanted.tinker_path!r}", field="tinker_path")
+            raise NotFound(f"no checkpoint {body.tinker_path!r}", field="tinker_path")
         return reply(
             {
                 "base_model": saved.base_model,
