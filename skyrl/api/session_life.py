@@ -73,10 +73,10 @@ class SessionLife:
 
     async def check(self) -> None:
         """Close the sessions that are silent, and forget those that another process has ended."""
-        look = await self._sessions.look(self._timeout_s)
-        for session_id in look.ended:
+        found = await self._sessions.look(self._timeout_s)
+        for session_id in found.ended:
             await self._forget(session_id)
-        for session, heartbeat_at in look.silent:
+        for session, heartbeat_at in found.silent:
             logger.info("session %s is silent; closing it", session.id)
             await self.close(session, "expired", None, None, silent_since=heartbeat_at)
 
