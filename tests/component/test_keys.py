@@ -191,7 +191,7 @@ async def test_weights_of_another_tenant_are_given_by_keys_that_may_train(serve:
             (samples, 403, "weights_access_token: this needs an API key with the scope 'train'"),
             (past, 403, "weights_access_token: this API key has expired"),
             ("tml-unknown", 403, "weights_access_token: this API key is unknown"),
-            (token[:-4], 403, "weights_access_token: has expired, does not hold any more, or was not made by"),
+            (token[:-4], 403, "weights_access_token: has expired, is no longer accepted, or was not made by"),
         ):
             body = source | {"weights_access_token": given}
             answer = await api.post("copy_weights", body, **{"X-API-Key": mine})

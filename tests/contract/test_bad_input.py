@@ -628,7 +628,7 @@ async def test_bad_encodings(world: World, database: Database) -> None:
     for content, encoding, status, says in (
         (b"not zstd", "zstd", 400, "not zstd"),
         (b"", "zstd", 400, "not zstd"),
-        (whole[:-5], "zstd", 400, "not whole"),
+        (whole[:-5], "zstd", 400, "incomplete"),
         (whole + whole, "zstd", 400, "more than one zstd frame"),
         (_streamed(b"{}") + _streamed(b"{}"), "zstd", 400, "more than one zstd frame"),
         (whole + b"garbage", "zstd", 400, "not zstd"),

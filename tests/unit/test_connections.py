@@ -132,7 +132,7 @@ async def test_long_bodies_pass(server: Server, pieces: int) -> None:
 async def test_what_is_no_http_is_refused_as_everything_else(server: Server) -> None:
     said = await (await server.open(b"\x16\x03\x01\x02\x00")).all()
     assert said.startswith(b"HTTP/1.1 400 ")
-    assert said.endswith(b'{"detail":"the request is not HTTP/1.1 as this server takes it","field":null}')
+    assert said.endswith(b'{"detail":"the request is not HTTP/1.1 as this server accepts it","field":null}')
 
 
 @pytest.mark.parametrize(

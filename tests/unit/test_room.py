@@ -13,10 +13,10 @@ from starlette.types import Message, Receive
 
 from skyrl.api import body_memory as room_module
 from skyrl.api.body import CONTROL_BYTES
-from skyrl.api.body_memory import ROOM_BYTES, SMALL_BYTES, SPARE_DISK_BYTES, BodyMemory, BodyReader
+from skyrl.api.body_memory import MEMORY_BYTES, SMALL_BYTES, SPARE_DISK_BYTES, BodyMemory, BodyReader
 from skyrl.wire.errors import RequestError
 
-HALF = ROOM_BYTES // 2
+HALF = MEMORY_BYTES // 2
 DiskUsage = namedtuple("DiskUsage", "total used free")
 
 
@@ -75,7 +75,7 @@ async def test_many_bodies_of_a_tenant_do_not_keep_anothers_out(tmp_path: Path) 
     room = BodyMemory(tmp_path)
     many = await bodies(room, *[HALF] * 20, tenant="many")
     few = await bodies(room, HALF, HALF, tenant="few")
-    other = await bodies(room, ROOM_BYTES, tenant="other")
+    other = await bodies(room, MEMORY_BYTES, tenant="other")
     order: list[list[str]] = []
     while waiting := [body for body in (*many, *few, *other) if body.inside]:
         order.append([name for name, theirs in (("m", many), ("f", few), ("o", other)) for b in theirs if b.inside])
@@ -86,13 +86,13 @@ async def test_many_bodies_of_a_tenant_do_not_keep_anothers_out(tmp_path: Path) 
 
 async def test_small_bodies_need_no_room(tmp_path: Path) -> None:
     room = BodyMemory(tmp_path)
-    large, waiting, small = await bodies(room, ROOM_BYTES, ROOM_BYTES, SMALL_BYTES)
+    large, waiting, small = await bodies(room, MEMORY_BYTES, MEMORY_BYTES, SMALL_BYTES)
     assert large.inside
     assert not waiting.inside
     assert small.inside
 
 
-@pytest.mark.parametrize("size", [10 * ROOM_BYTES, None])
+@pytest.mark.parametrize("size", [10 * MEMORY_BYTES, None])
 async def test_body_beyond_the_room_and_one_of_unknown_size_have_it_alone(tmp_path: Path, size: int | None) -> None:
     room = BodyMemory(tmp_path)
     before, large, after = await bodies(room, HALF, size, HALF)
@@ -107,9 +107,9 @@ async def test_body_beyond_the_room_and_one_of_unknown_size_have_it_alone(tmp_pa
 async def test_one_that_fails_or_gives_up_gives_its_room_back(tmp_path: Path) -> None:
     room = BodyMemory(tmp_path)
     with pytest.raises(RuntimeError):
-        async with room.of(request_of(ROOM_BYTES), "tenant"):
+        async with room.of(request_of(MEMORY_BYTES), "tenant"):
             raise RuntimeError
-    first, impatient, last = await bodies(room, ROOM_BYTES, ROOM_BYTES, HALF)
+    first, impatient, last = await bodies(room, MEMORY_BYTES, MEMORY_BYTES, HALF)
     assert first.inside
     impatient.task.cancel()
     await settle()
@@ -119,11 +119,11 @@ async def test_one_that_fails_or_gives_up_gives_its_room_back(tmp_path: Path) ->
 
 async def test_one_that_gives_up_at_the_moment_of_its_turn_gives_its_room_back(tmp_path: Path) -> None:
     room = BodyMemory(tmp_path)
-    async with room.of(request_of(ROOM_BYTES), "tenant"):
-        [impatient] = await bodies(room, ROOM_BYTES)
+    async with room.of(request_of(MEMORY_BYTES), "tenant"):
+        [impatient] = await bodies(room, MEMORY_BYTES)
     impatient.task.cancel()  # it has its turn, and has not gone on yet
     await settle()
-    assert [body.inside for body in await bodies(room, ROOM_BYTES)] == [True]
+    assert [body.inside for body in await bodies(room, MEMORY_BYTES)] == [True]
 
 
 async def test_nothing_large_is_read_while_the_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,7 +142,7 @@ async def test_body_that_does_not_arrive_gives_its_room_back(tmp_path: Path, mon
     """A client that fell asleep in the middle of one must not keep the others waiting."""
     monkeypatch.setattr(room_module, "ARRIVE_S", 0.05)
     monkeypatch.setattr(room_module, "LEAST_BYTES_PER_S", 2**40)
-    room = BodyReader(tmp_path, {"training": ROOM_BYTES})
+    room = BodyReader(tmp_path, {"training": MEMORY_BYTES})
 
     async def sleeps() -> Message:
         await asyncio.Event().wait()
