@@ -1,24 +1,23 @@
-"""The one typed, strict configuration: defaults, a TOML file, `SKYRL_*` environment variables, flags (rising priority).
+"""The configuration of a server: each key with its type, its default and its bounds.
 
-Imports neither torch nor vLLM nor the database, so that `skyrl --help` answers at once. Knows names, types and
-bounds; does not know whether a model directory holds a usable model (the backend says so when it loads it).
+Imports neither torch nor vLLM nor the database, so that `skyrl --help` answers at once. Does not read the TOML file or
+the environment (`skyrl.config.loading` does), and does not check whether a model directory holds a usable model (the
+launcher and the engine do).
 """
 
 from __future__ import annotations
 
 import json
-import os
-import tomllib
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from pydantic import Field, ValidationError, field_validator, model_validator
-from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
+from pydantic import Field, field_validator, model_validator
+from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from skyrl.config import skyrl_keys
-from skyrl.config.backend import BackendConfig, ConfigError, Strict, dotted_keys, parse_backend_config, unknown
+from skyrl.config.backend import BackendConfig, Strict, parse_backend_config
+from skyrl.config.backend import ConfigError as ConfigError
 from skyrl.config.database_url import readable_url
-from skyrl.config.environment import refuse_unknown
 from skyrl.config.modes import Modes
 
 BackendName = Literal["fsdp", "none"]
@@ -254,77 +253,3 @@ class ServerConfig(BaseSettings):
         if self.served_model_names:
             return self.served_model_names
         return (TINY if self.base_model is None else self.base_model,)
-
-
-def _with_flat_backend_config(values: dict[str, Any]) -> dict[str, Any]:
-    """Backend configuration under this server's dotted keys: sources merge key by key, however each spells them."""
-    given = values.get("backend_config")
-    if isinstance(given, str):
-        try:
-            given = json.loads(given)
-        except json.JSONDecodeError as error:
-            raise ConfigError(f"backend_config: not JSON: {error}") from error
-    if not isinstance(given, dict):
-        return values
-    try:
-        return values | {"backend_config": dotted_keys(given)}
-    except ConfigError as error:
-        raise ConfigError(str(error).replace("backend-config", "backend_config", 1)) from error
-
-
-def _one_line(error: ValidationError) -> str:
-    first = error.errors()[0]
-    where = ".".join(str(part) for part in first["loc"]) or "configuration"
-    if first["type"] == "extra_forbidden":
-        nested = [f"losses.{name}" for name in LossesConfig.model_fields]
-        return f"configuration: {unknown(where, [*ServerConfig.model_fields, *nested])}"
-    return f"{where}: {first['msg'].removeprefix('Value error, ').removeprefix('backend-config: ')}"
-
-
-def load_config(flags: dict[str, Any], config_file: Path | None = None) -> ServerConfig:
-    """Merge flags over environment over file over defaults; backend configuration is merged key by key.
-
-    Raises ConfigError with one line that names the option and what is allowed.
-    """
-    refuse_unknown(os.environ, ServerConfig.model_fields)
-    from_file: dict[str, Any] = {}
-    if config_file is not None:
-        try:
-            from_file = tomllib.loads(config_file.read_text())
-        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-            raise ConfigError(f"config file {config_file}: {error}") from error
-
-    class _WithFile(ServerConfig):
-        @classmethod
-        def settings_customise_sources(cls, settings_cls, init_settings, env_settings, **_: Any):  # type: ignore[override]
-            return (
-                init_settings,
-                lambda: _with_flat_backend_config(env_settings()),
-                lambda: _with_flat_backend_config(from_file),
-            )
-
-    given = _with_flat_backend_config({k: v for k, v in flags.items() if v is not None})
-    try:
-        merged = _WithFile(**given)
-    except SettingsError as error:
-        raise ConfigError(f"environment: {error}: {error.__cause__}") from error
-    except ValidationError as error:
-        raise ConfigError(_one_line(error)) from error
-    return ServerConfig.model_construct(_fields_set=merged.model_fields_set, **dict(merged))
-
-
-def dump_config(config: ServerConfig) -> str:
-    """JSON that `restore_config` reads back: how the launcher hands the configuration to its children."""
-    return config.model_dump_json()
-
-
-def restore_config(text: str) -> ServerConfig:
-    """What `dump_config` wrote, whatever the environment says by now."""
-
-    class _Dumped(ServerConfig):
-        @classmethod
-        def settings_customise_sources(cls, settings_cls, init_settings, **_: Any):  # type: ignore[override]
-            return (init_settings,)
-
-    dumped = _Dumped(**json.loads(text))
-    return ServerConfig.model_construct(_fields_set=dumped.model_fields_set, **dict(dumped))

@@ -12,7 +12,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from skyrl.config.server import ConfigError, ServerConfig, dump_config, restore_config
+from skyrl.config.loading import dump_config, restore_config
+from skyrl.config.server import ConfigError, ServerConfig
 from skyrl.db.faults import DatabaseError, is_transient, reason
 from skyrl.processes.log_format import LineFormat
 from skyrl.processes.startup import CANNOT_START, MARK, MAY_START, NotLoaded

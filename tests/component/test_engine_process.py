@@ -15,7 +15,7 @@ import pytest
 from engine_harness import claim_for_tests
 from sqlalchemy.exc import OperationalError
 
-from skyrl.config.server import load_config
+from skyrl.config.loading import load_config
 from skyrl.db.database import Database
 from skyrl.db.engine_state import EngineState, claim, read_claim, read_state
 from skyrl.launcher.runtime import RUNTIME_ENV, Runtime

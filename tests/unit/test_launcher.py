@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from skyrl.config.server import ServerConfig, load_config
+from skyrl.config.loading import load_config
+from skyrl.config.server import ServerConfig
 from skyrl.inference.placement import free_port
 from skyrl.launcher import own_parts
 from skyrl.launcher.main import Launcher

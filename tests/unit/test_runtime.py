@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from sqlalchemy.exc import IntegrityError, OperationalError
 
-from skyrl.config.server import ConfigError, ServerConfig, load_config
+from skyrl.config.loading import load_config
+from skyrl.config.server import ConfigError, ServerConfig
 from skyrl.launcher.runtime import RUNTIME_ENV, SLOT_ENV, SOCKETS_ENV, Runtime, run_process
 from skyrl.processes.startup import CANNOT_START, MAY_START, NotLoaded, cause_of_own
 
