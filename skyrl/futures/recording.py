@@ -18,7 +18,7 @@ from skyrl.db.writer import GroupCommitWriter
 from skyrl.futures.entries import Entries, Entry
 from skyrl.types.ids import new_request_id
 from skyrl.types.kinds import Kind
-from skyrl.types.requests import NewRequest, RequestKey, same_request
+from skyrl.types.requests import NewRequest, RequestKey, check_repeat
 
 LARGE_BODY_BYTES = 256 * 2**10
 """Larger bodies are hashed on a thread, and written in a transaction of their own beside the group commit."""
@@ -44,7 +44,8 @@ class Recording:
         digest = await asyncio.to_thread(request.digest) if large else request.digest()
         while key is not None and (known := self._entries.by_key.get(key)) is not None:
             if not known.recording:
-                return same_request(known.id, known.digest, digest, key), False
+                check_repeat(key, known.digest, digest)
+                return known.id, False
             if known.recorded is None:
                 known.recorded = asyncio.get_running_loop().create_future()
             await asyncio.shield(known.recorded)  # then look again: recording the first one may have failed
@@ -68,7 +69,8 @@ class Recording:
             stored = await self._find(key)
             if stored is None:
                 raise
-            return same_request(stored.id, stored.digest, digest, key), self._take_over(stored, entry)
+            check_repeat(key, stored.digest, digest)
+            return stored.id, self._take_over(stored, entry)
         finally:
             entry.recording = False
             if entry.recorded is not None:
