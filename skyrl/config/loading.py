@@ -14,7 +14,7 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_settings import SettingsError
 
-from skyrl.config.backend import ConfigError, dotted_keys, unknown
+from skyrl.config.backend import ConfigError, dotted_keys, unknown_key
 from skyrl.config.environment import refuse_unknown
 from skyrl.config.server import LossesConfig, ServerConfig
 
@@ -40,12 +40,13 @@ def _one_line(error: ValidationError) -> str:
     where = ".".join(str(part) for part in first["loc"]) or "configuration"
     if first["type"] == "extra_forbidden":
         nested = [f"losses.{name}" for name in LossesConfig.model_fields]
-        return f"configuration: {unknown(where, [*ServerConfig.model_fields, *nested])}"
+        return f"configuration: {unknown_key(where, [*ServerConfig.model_fields, *nested])}"
     return f"{where}: {first['msg'].removeprefix('Value error, ').removeprefix('backend-config: ')}"
 
 
 def load_config(flags: dict[str, Any], config_file: Path | None = None) -> ServerConfig:
-    """Merge flags over environment over file over defaults; backend configuration is merged key by key.
+    """Merge flags over environment variables over the file over defaults. The backend configuration is merged key by
+    key.
 
     Raises ConfigError with one line that names the option and what is allowed.
     """

@@ -204,8 +204,8 @@ class SupervisedProcess:
 
 
 async def _exit_code(child: subprocess.Popen[bytes]) -> int:
-    """Wait until the child has ended, and reap it. Needs no thread. asyncio's subprocesses need one, and if it cannot be
-    started, nobody waits for their child."""
+    """Wait until the child has ended, and reap it. Needs no thread, unlike asyncio's subprocesses: where no thread can
+    be started, nobody waits for their child."""
     if (code := child.poll()) is not None:
         return code
     try:

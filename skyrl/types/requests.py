@@ -10,7 +10,7 @@ from skyrl.wire.errors import RequestError
 
 RequestKey = tuple[str, str, int]
 """("command", model_id, seq_id) or ("sample", sampling_session_id, seq_id). A request with the key of an earlier request
-repeats that request."""
+is a repeat."""
 
 
 @dataclass(frozen=True, slots=True)
