@@ -9,7 +9,7 @@ from skyrl.api.readiness import EngineWatch
 from skyrl.db.faults import DatabaseError, is_transient, reason
 from skyrl.futures.store import FutureStore
 from skyrl.notify.doorbell import STATE
-from skyrl.notify.peers import PeerWords
+from skyrl.notify.peers import PeerNotices
 from skyrl.sampling.service import SampleService
 
 logger = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ class News:
         except DatabaseError as error:
             _put_off("the engine", error)
 
-    async def from_peers(self, words: PeerWords) -> None:
+    async def from_peers(self, words: PeerNotices) -> None:
         """Another API process has settled requests, or ended or changed sessions."""
         for sampling_session_id in words.sampling_sessions:
             self._futures.ends.ended_elsewhere(sampling_session_id)

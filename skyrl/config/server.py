@@ -89,7 +89,7 @@ class ServerConfig(BaseSettings):
     max_pending_sample_bytes: int = Field(512 * 2**20, ge=2**20)
     max_body_bytes: int = Field(256 * 2**20, ge=2**20)
     session_timeout_s: float = Field(300.0, gt=0)
-    """A session without a heartbeat for this long is closed, and its models and samples are given up."""
+    """A session without a heartbeat for this long is closed: its models are unloaded and its requests fail."""
     result_retention_s: float = Field(3600.0, gt=0)
     """How long a client can retrieve the outcome of a request after it has ended."""
     quota_requests_in_flight: int | None = Field(None, ge=1, lt=2**63)

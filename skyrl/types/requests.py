@@ -9,8 +9,8 @@ from skyrl.types.kinds import Kind
 from skyrl.wire.errors import RequestError
 
 RequestKey = tuple[str, str, int]
-"""("command", model_id, seq_id) or ("sample", sampling_session_id, seq_id). A request with the key of an earlier request
-is a repeat."""
+"""("command", model_id, seq_id) or ("sample", sampling_session_id, seq_id). A request whose key was used before is a
+repeat."""
 
 
 @dataclass(frozen=True, slots=True)
