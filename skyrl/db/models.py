@@ -10,8 +10,9 @@ from typing import Any
 from sqlalchemy import ColumnElement, Connection, bindparam, func, insert, select, update
 
 from skyrl.db.columns import lora_of, lora_values
+from skyrl.db.commands import highest_seq
 from skyrl.db.database import Database
-from skyrl.db.futures import RECORD, highest_seq
+from skyrl.db.futures import RECORD
 from skyrl.db.sessions import in_project, sessions
 from skyrl.db.tables import ModelRow
 from skyrl.db.writer import GroupCommitWriter

@@ -19,8 +19,8 @@ from skyrl.types.kinds import Kind
 from skyrl.types.requests import NewRequest, RequestKey
 
 SAFETY_POLL_S = 1.0
-"""How often the outcomes of requests that other processes settle are looked up, in case a notice was lost. While no such
-request is pending, the database is not asked."""
+"""How often the outcomes of requests that other processes settle are looked up, in case a notice was lost. There are no
+look-ups while no such request is pending."""
 
 
 class FutureStore:
