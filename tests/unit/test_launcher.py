@@ -167,7 +167,7 @@ async def test_a_supervisor_that_ends_by_itself_ends_the_server_in_order(
         raise ValueError("a bug")
 
     monkeypatch.setattr(SupervisedProcess, "run", broken)
-    with pytest.raises(ServerEnded, match="^supervising api has ended, .*: a bug"):
+    with pytest.raises(ServerEnded, match="^the server has stopped because supervising api ended: a bug"):
         await asyncio.wait_for(run(ENGINE, asyncio.Event()), WAIT_S)
     assert "told to stop" in log_of(config, "engine")
 

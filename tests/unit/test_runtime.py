@@ -38,7 +38,7 @@ def test_process_without_its_database_ends_with_a_line(caplog: pytest.LogCapture
         run_process("the engine", run)
     assert ended.value.code == 1
     (record,) = caplog.records
-    assert record.getMessage() == "the engine has ended, for the database cannot be used: the server is gone"
+    assert record.getMessage() == "the engine has ended because the database cannot be used: the server is gone"
     assert record.exc_info is None
 
 
