@@ -5,8 +5,7 @@ Knows nothing of models, tenants or the database: its caller knows what a store 
 needed. All methods block; call them from a thread.
 
 A store key is `<group>/<name>`, both made by `safe_name`. Local directories and object stores have the same layout:
-`<key>/<file>` and the manifest `<key>/checkpoint_complete`. So one kind of store is turned into the other by copying all
-files.
+`<key>/<file>` and the manifest `<key>/checkpoint_complete`. To turn one kind of store into the other, copy all files.
 """
 
 from __future__ import annotations
