@@ -105,8 +105,8 @@ class ApiProcesses:
         return await self._database.read_async(lambda c: set(c.execute(query).scalars()))
 
     async def samples(self, request_ids: Sequence[str]) -> list[PendingSample]:
-        """The requests among `request_ids` that are pending samples of this process, in the order of arrival of each
-        MAX_NAMED."""
+        """The requests among `request_ids` that are pending samples of this process. They are in the order of arrival,
+        but for more than MAX_NAMED ids only within each group of MAX_NAMED."""
         query = select(*_SAMPLE).where(_FORWARDED, futures.c.owner == self._process_id).order_by(futures.c.n)
         samples: list[PendingSample] = []
         for start in range(0, len(request_ids), MAX_NAMED):
