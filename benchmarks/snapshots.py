@@ -16,7 +16,7 @@ from benchmarks.stage import Stage
 from benchmarks.table import Row
 from skyrl.backends.base import AdamParams, Datum, TrainingPass
 from skyrl.backends.torch_lora.backend import TorchLoraBackend
-from skyrl.config.server import load_config
+from skyrl.config.loading import load_config
 from skyrl.db.database import Database
 from skyrl.db.migrate import migrate
 from skyrl.engine.snapshots import Snapshots

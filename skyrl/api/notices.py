@@ -9,7 +9,7 @@ from skyrl.api.readiness import EngineWatch
 from skyrl.db.faults import DatabaseError, is_transient, reason
 from skyrl.futures.store import FutureStore
 from skyrl.notify.doorbell import STATE
-from skyrl.notify.peers import PeerWords
+from skyrl.notify.peers import PeerNotices
 from skyrl.sampling.service import SampleService
 
 logger = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ class NoticeHandler:
         except DatabaseError as error:
             _log_unread_notice("the engine", error)
 
-    async def from_peers(self, notices: PeerWords) -> None:
+    async def from_peers(self, notices: PeerNotices) -> None:
         """Another API process has settled requests, or ended or changed sessions."""
         for sampling_session_id in notices.sampling_sessions:
             self._futures.ends.ended_elsewhere(sampling_session_id)

@@ -51,7 +51,8 @@ def opened(
     A database of an older version is refused: `skyrl serve` migrates it. An error, also one of `refusals`, ends
     `command` with one line.
     """
-    from skyrl.config.server import ConfigError, load_config
+    from skyrl.config.loading import load_config
+    from skyrl.config.server import ConfigError
     from skyrl.db.database import Database
     from skyrl.db.faults import DatabaseError, reason
     from skyrl.db.migrate import SchemaError, migrate, newest_revision, revision_of

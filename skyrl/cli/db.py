@@ -27,7 +27,8 @@ def _database(
     one line."""
     import sqlite3
 
-    from skyrl.config.server import ConfigError, load_config
+    from skyrl.config.loading import load_config
+    from skyrl.config.server import ConfigError
     from skyrl.db.database import Database
     from skyrl.db.faults import DatabaseError, reason
     from skyrl.db.migrate import SchemaError, revision_of

@@ -24,7 +24,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from skyrl.config.server import ConfigError, load_config
+from skyrl.config.loading import load_config
+from skyrl.config.server import ConfigError
 from skyrl.db.database import Database
 from skyrl.db.migrate import SchemaError, newest_revision, revision_of
 from skyrl.inference.vllm_command import cuda_devices, plugin_installed

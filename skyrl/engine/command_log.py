@@ -9,7 +9,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 
-from skyrl.db import futures as rows
+from skyrl.db import commands as rows
 from skyrl.db.database import Connection, Database
 from skyrl.db.models import living_among
 from skyrl.engine.scheduler import Scheduler

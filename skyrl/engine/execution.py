@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from skyrl.backends.base import Backend
-from skyrl.db import futures as rows
+from skyrl.db import commands as rows
 from skyrl.db import usage
 from skyrl.db.database import Change, Database
 from skyrl.db.fence import Displaced

@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 from skyrl.backends.base import Backend, OutOfMemory
-from skyrl.db import futures as rows
+from skyrl.db import commands as rows
 from skyrl.db import models as model_rows
 from skyrl.db.checkpoints import find_checkpoint
 from skyrl.db.database import Connection, Database

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from skyrl.db import futures as rows
+from skyrl.db import commands as rows
 from skyrl.db import usage
 from skyrl.db.database import Database
 from skyrl.db.futures import Outcome

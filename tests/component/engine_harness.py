@@ -17,7 +17,7 @@ import numpy as np
 from sqlalchemy import select
 
 from skyrl.backends.torch_lora.backend import TorchLoraBackend
-from skyrl.config.server import load_config
+from skyrl.config.loading import load_config
 from skyrl.db import engine_state
 from skyrl.db.checkpoints import checkpoints
 from skyrl.db.database import Database

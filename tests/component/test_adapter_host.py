@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from skyrl.config.server import ServerConfig, load_config
+from skyrl.config.loading import load_config
+from skyrl.config.server import ServerConfig
 from skyrl.inference.adapter_host import AdapterMissing, SharedDirectory
 from skyrl.storage.adapters import adapter_directory, adapter_in, adapter_location
 from skyrl.storage.base import CheckpointStore

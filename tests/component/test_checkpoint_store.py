@@ -16,7 +16,8 @@ from checkpoint_world import ADAPTER, World, at, world_in
 from engine_harness import Trainer, files_in, harness_in, until
 from sqlalchemy import select, update
 
-from skyrl.config.server import ConfigError, load_config
+from skyrl.config.loading import load_config
+from skyrl.config.server import ConfigError
 from skyrl.db.checkpoints import checkpoints
 from skyrl.db.database import Database
 from skyrl.db.migrate import migrate

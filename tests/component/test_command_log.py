@@ -34,6 +34,7 @@ from sqlalchemy import func, select
 
 from skyrl.backends.base import InvalidRequest
 from skyrl.config.server import ServerConfig
+from skyrl.db import commands
 from skyrl.db import futures as rows
 from skyrl.db.database import Database
 from skyrl.db.futures import SESSION_ENDED, Outcome
@@ -349,7 +350,7 @@ class CommandLog(RuleBasedStateMachine):
 
     def note_death(self) -> None:
         """A command is to blame if it was running and has not ended."""
-        pending = self.database.read(lambda c: {command.request_id for command in rows.pending(c, sorted(Kind))})
+        pending = self.database.read(lambda c: {command.request_id for command in commands.pending(c, sorted(Kind))})
         self.died.update(pending.intersection(self.engine.running))
 
     @rule(turns=st.integers(1, 3), deaf=st.booleans())

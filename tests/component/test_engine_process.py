@@ -15,7 +15,7 @@ import pytest
 from engine_harness import claim_for_tests
 from sqlalchemy.exc import OperationalError
 
-from skyrl.config.server import load_config
+from skyrl.config.loading import load_config
 from skyrl.db.database import Database
 from skyrl.db.engine_state import EngineState, claim, read_claim, read_state
 from skyrl.launcher.runtime import RUNTIME_ENV, Runtime
@@ -105,7 +105,7 @@ def test_an_engine_whose_database_is_away_ends_when_it_is_told_to(
         engine.until(lambda: "the database cannot be used, tried again in" in engine.log)
         engine.process.send_signal(signal.SIGTERM)
         assert engine.ended() == 1
-        assert "the engine has ended, for the database cannot be used" in engine.log
+        assert "the engine has ended because the database cannot be used" in engine.log
         assert "the database was not told that the engine has stopped" in engine.log
         assert "Traceback" not in engine.log
 

@@ -12,7 +12,7 @@ from engine_harness import until
 
 from skyrl.db.urls import postgres_conninfo
 from skyrl.notify.notifier import Notifier
-from skyrl.notify.peers import PeerWords
+from skyrl.notify.peers import PeerNotices
 from skyrl.notify.postgres import MAX_PAYLOAD, PostgresNotify
 from tests.postgres_server import ON_POSTGRES, PostgresServer
 
@@ -78,10 +78,10 @@ async def test_words_are_heard_again_after_the_connections_broke(
 
 
 async def test_two_api_processes_hear_of_each_others_ends(migrated_url: str, tmp_path: Path) -> None:
-    heard: dict[str, list[PeerWords]] = {"one/0": [], "two/0": []}
+    heard: dict[str, list[PeerNotices]] = {"one/0": [], "two/0": []}
 
     def start(name: str) -> tuple[Notifier, asyncio.Task[None]]:
-        async def hear(words: PeerWords) -> None:
+        async def hear(words: PeerNotices) -> None:
             heard[name].append(words)
 
         async def ignore(_: list[str]) -> None:
@@ -107,7 +107,7 @@ async def test_two_api_processes_hear_of_each_others_ends(migrated_url: str, tmp
         return bool(heard["two/0"])
 
     await until(told)
-    assert heard["two/0"][0] == PeerWords(["r1"], ["s1:sample:0"], [])
+    assert heard["two/0"][0] == PeerNotices(["r1"], ["s1:sample:0"], [])
     assert heard["one/0"] == [], "nobody hears himself"
     for made, running in (one, two):
         running.cancel()

@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 from sqlalchemy import Connection, event, func, insert, select, text
 
-from skyrl.config.server import ServerConfig, load_config
+from skyrl.config.loading import load_config
+from skyrl.config.server import ServerConfig
 from skyrl.db import adapter_versions, retention
 from skyrl.db.adapter_versions import samplers
 from skyrl.db.database import Database

@@ -130,7 +130,7 @@ async def test_many_that_end_in_one_moment_come_in_pages_from_either(
 async def test_poll_that_is_held_hears_of_an_end_elsewhere_told_or_not(
     world: World, monkeypatch: pytest.MonkeyPatch, told: bool
 ) -> None:
-    monkeypatch.setattr(stored_ends, "LOOK_S", 1000.0 if told else 0.01)
+    monkeypatch.setattr(stored_ends, "SAFETY_READ_S", 1000.0 if told else 0.01)
     held = asyncio.create_task(world.there.ends.poll(TARGET, 0, LONG_S))
     await until(lambda: world.there.ends.held == 1)
     if told:
@@ -147,7 +147,7 @@ async def test_poll_that_is_held_hears_of_an_end_elsewhere_told_or_not(
 
 
 async def test_alone_a_poll_that_is_held_reads_no_more(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stored_ends, "LOOK_S", 0.001)
+    monkeypatch.setattr(stored_ends, "SAFETY_READ_S", 0.001)
     world.others.living = frozenset()
     await world.here.ends.poll(TARGET, 5, 0)
     reads = world.count_reads(monkeypatch)

@@ -26,7 +26,8 @@ from safetensors.torch import load_file, save_file
 from tinker.proto.response_conv import deserialize_sample_response
 from transformers import AutoModelForCausalLM
 
-from skyrl.config.server import ServerConfig, load_config
+from skyrl.config.loading import load_config
+from skyrl.config.server import ServerConfig
 from skyrl.inference.engine_group import EngineGroup
 from skyrl.inference.placement import LocalPlacement, LocalServer, ServerSpec, free_port
 from skyrl.inference.replica import Addresses, Bounds, Replica, ReplicaState

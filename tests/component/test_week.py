@@ -15,7 +15,8 @@ import pytest
 from engine_harness import Trainer, asleep, data, harness_in, until
 from sqlalchemy import func, insert, select, update
 
-from skyrl.config.server import ServerConfig, load_config
+from skyrl.config.loading import load_config
+from skyrl.config.server import ServerConfig
 from skyrl.db import checkpoints as checkpoint_rows
 from skyrl.db import futures as rows
 from skyrl.db.checkpoints import Checkpoint

@@ -13,7 +13,7 @@ from sqlalchemy import update
 
 from skyrl.api.app import create_app
 from skyrl.api.server import open_services
-from skyrl.config.server import load_config
+from skyrl.config.loading import load_config
 from skyrl.db.checkpoints import Checkpoint, checkpoints, put
 from skyrl.db.database import Database
 from skyrl.db.engine_state import publish_training

@@ -10,16 +10,10 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
+from skyrl.config.backend import BackendConfig, ConfigError, parse_backend_config
+from skyrl.config.loading import dump_config, load_config, restore_config
 from skyrl.config.modes import Modes
-from skyrl.config.server import (
-    BackendConfig,
-    ConfigError,
-    ServerConfig,
-    dump_config,
-    load_config,
-    parse_backend_config,
-    restore_config,
-)
+from skyrl.config.server import ServerConfig
 from tests.postgres_server import ON_SQLITE
 
 # A key that disappears or is renamed breaks somebody's server: change this list knowingly.

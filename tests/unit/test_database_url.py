@@ -9,7 +9,8 @@ from typer.testing import CliRunner
 
 from skyrl.cli.main import app
 from skyrl.config.database_url import readable_url
-from skyrl.config.server import ConfigError, load_config
+from skyrl.config.loading import load_config
+from skyrl.config.server import ConfigError
 from skyrl.db.database import Database
 from skyrl.db.urls import shown_url, sqlite_file
 

@@ -115,7 +115,7 @@ def test_check_tells_of_rows_that_refer_to_nothing(database: Database) -> None:
         connection.execute(f"INSERT INTO models VALUES ({values})")
         connection.commit()
     done = run(database, "check")
-    assert (done.exit_code, done.output) == (1, "rows: models row 1 refers to a row of sessions that is gone\n")
+    assert (done.exit_code, done.output) == (1, "rows: models row 1 refers to a missing row of sessions\n")
 
 
 @ON_SQLITE

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from skyrl.config.environment import OWN, refuse_unknown
-from skyrl.config.server import ConfigError, ServerConfig, load_config
+from skyrl.config.loading import load_config
+from skyrl.config.server import ConfigError, ServerConfig
 from skyrl.launcher.runtime import RUNTIME_ENV, SLOT_ENV, SOCKETS_ENV
 from skyrl.vllm_plugin import FORK_ENGINE_VARIABLE
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from skyrl.config.server import load_config
+from skyrl.config.loading import load_config
 from skyrl.inference import features
 from skyrl.inference.features import InferenceFeatures, inference_features
 from skyrl.tiny import model_path

@@ -13,8 +13,8 @@ from sqlalchemy import Connection, func, select
 from sqlalchemy.exc import DataError, OperationalError
 from sqlalchemy.exc import TimeoutError as NoConnectionFree
 
+from skyrl.db import commands, retention
 from skyrl.db import futures as rows
-from skyrl.db import retention
 from skyrl.db.database import Database
 from skyrl.db.futures import Outcome
 from skyrl.db.writer import GroupCommitWriter
@@ -119,7 +119,7 @@ async def test_large_body_is_recorded_once_whoever_repeats_it_meanwhile(database
     ids = [request_id for request_id, _ in recorded]
     assert len(set(ids)) == 2
     assert [new for _, new in recorded].count(True) == 2
-    assert database.read(lambda c: rows.bodies(c, ids[:1])) == {ids[0]: large.body}
+    assert database.read(lambda c: commands.bodies(c, ids[:1])) == {ids[0]: large.body}
     with pytest.raises(RequestError, match="another body"):
         await store.record(dataclasses.replace(large, id="other", body=large.body + b"y"))
     assert count(database) == 2
@@ -160,7 +160,7 @@ async def test_repeat_survives_the_cancellation_of_the_first(database: Database,
     await asyncio.sleep(0)
     first.cancel()
     request_id, _ = await repeat
-    (command,) = database.read(lambda c: rows.pending(c, [Kind.OPTIM_STEP]))
+    (command,) = database.read(lambda c: commands.pending(c, [Kind.OPTIM_STEP]))
     assert command.request_id == request_id
     with pytest.raises(asyncio.CancelledError):
         await first
@@ -193,7 +193,7 @@ async def test_result_is_told_once_it_is_stored(
     stored = database.read(lambda c: rows.find(c, request_id))
     assert stored is not None
     assert stored.outcome == OK
-    body = database.read(lambda c: rows.bodies(c, [request_id]))[request_id]
+    body = database.read(lambda c: commands.bodies(c, [request_id]))[request_id]
     assert body is None, "nobody reads a sample's body again"
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from skyrl.notify.doorbell import SESSIONS, STATE, Doorbell, DoorbellListener
 from skyrl.notify.notifier import Notifier
-from skyrl.notify.peers import PeerNotifier, PeerWords
+from skyrl.notify.peers import PeerNotices, PeerNotifier
 from skyrl.types.ids import new_request_id, new_session_id
 from skyrl.wire.paths import sampling_session_id_of
 
@@ -30,7 +30,7 @@ def notifier(directory: Path) -> Notifier:
 def test_ids_say_what_they_are_of() -> None:
     request, session = new_request_id(), new_session_id()
     sampler = sampling_session_id_of(session, 3)
-    assert PeerWords.of([sampler, request, session]) == PeerWords([request], [sampler], [session])
+    assert PeerNotices.of([sampler, request, session]) == PeerNotices([request], [sampler], [session])
 
 
 async def test_words_of_one_turn_go_together_and_each_once() -> None:

@@ -87,7 +87,7 @@ async def test_server_that_is_gone_is_followed_and_notices_when_it_is_back(
     await first.take()
     await second.take()
     await asyncio.wait_for(first.hold(), WAIT_S)
-    assert "another server trains on this database by now" in caplog.text
+    assert "another server trains on this database now" in caplog.text
     first.release()
     assert database.read(engine_state.read_claim).owner == "second"
 

@@ -13,7 +13,7 @@ import pytest
 import typer
 
 from skyrl.cli.main import app
-from skyrl.config.server import load_config
+from skyrl.config.loading import load_config
 from tests.pages import OUTPUT, PROGRAMS, RUN_PAGES, SETTINGS, SHELL, Block, blocks_of, commands_in
 
 BLOCKS = [block for page in RUN_PAGES for block in blocks_of(page)]

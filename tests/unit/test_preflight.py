@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 from huggingface_hub import constants
 
-from skyrl.config.server import ConfigError, ServerConfig, load_config
+from skyrl.config.loading import load_config
+from skyrl.config.server import ConfigError, ServerConfig
 from skyrl.launcher import preflight
 from skyrl.launcher.preflight import check, check_base_model, check_gpus, check_inference_port, check_vllm
 from skyrl.tiny import model_path

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from skyrl.config.server import ConfigError, load_config
+from skyrl.config.loading import load_config
+from skyrl.config.server import ConfigError
 from skyrl.db.database import Database
 from skyrl.launcher.runtime import Runtime
 from skyrl.launcher.state_dir import lock_state_dir, private_directory

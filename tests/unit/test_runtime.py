@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from sqlalchemy.exc import IntegrityError, OperationalError
 
-from skyrl.config.server import ConfigError, ServerConfig, load_config
+from skyrl.config.loading import load_config
+from skyrl.config.server import ConfigError, ServerConfig
 from skyrl.launcher.runtime import RUNTIME_ENV, SLOT_ENV, SOCKETS_ENV, Runtime, run_process
 from skyrl.processes.startup import CANNOT_START, MAY_START, NotLoaded, cause_of_own
 
@@ -37,7 +38,7 @@ def test_process_without_its_database_ends_with_a_line(caplog: pytest.LogCapture
         run_process("the engine", run)
     assert ended.value.code == 1
     (record,) = caplog.records
-    assert record.getMessage() == "the engine has ended, for the database cannot be used: the server is gone"
+    assert record.getMessage() == "the engine has ended because the database cannot be used: the server is gone"
     assert record.exc_info is None
 
 

@@ -17,13 +17,14 @@ from typing import Any
 import obstore
 import pytest
 
-from skyrl.config.server import ConfigError, load_config
+from skyrl.config.loading import load_config
+from skyrl.config.server import ConfigError
 from skyrl.storage import objects
 from skyrl.storage.archive import Member, gzip_size, gzip_stored, tar, tar_size
 from skyrl.storage.base import MANIFEST, CheckpointStore, NotStored, StoreError, manifest_of, sizes_in
 from skyrl.storage.directories import atomic_directory, fetch, id_of, link_tree, remove, safe_name
 from skyrl.storage.local import LocalStore
-from skyrl.storage.object_errors import in_words
+from skyrl.storage.object_errors import readable_error
 from skyrl.storage.registry import open_store
 
 KEY = f"{safe_name('s1:train:0')}/name-0123"
@@ -385,7 +386,7 @@ AWAY = (
     ],
 )
 def test_errors_of_object_stores_in_words(said: str, sentence: str) -> None:
-    assert in_words(said, "models") == sentence
+    assert readable_error(said, "models") == sentence
 
 
 @pytest.mark.parametrize(

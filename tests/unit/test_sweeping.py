@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from skyrl.config.server import ServerConfig, load_config
+from skyrl.config.loading import load_config
+from skyrl.config.server import ServerConfig
 from skyrl.db.database import Database
 from skyrl.db.migrate import migrate
 from skyrl.db.samplers import Sampler, add_sampler

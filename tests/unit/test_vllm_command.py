@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from skyrl.config.server import ConfigError, ServerConfig, load_config
+from skyrl.config.loading import load_config
+from skyrl.config.server import ConfigError, ServerConfig
 from skyrl.inference import vllm_command
 from skyrl.inference.placement import ServerSpec
 from skyrl.inference.vllm_command import context_length, cuda_devices, inference_devices, render, vllm_spec

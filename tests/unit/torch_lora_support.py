@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from skyrl.backends.base import Datum, PassResult, TrainingPass
 from skyrl.backends.torch_lora.backend import TorchLoraBackend
-from skyrl.config.server import load_config
+from skyrl.config.loading import load_config
 from skyrl.types.lora import LoraSpec
 
 VOCAB, CONTEXT = 97, 160
