@@ -1,4 +1,4 @@
-"""Exports that only their recipients can read: every file as age (age-encryption.org) encrypts it."""
+"""Encrypted exports: every file is encrypted with age (age-encryption.org), so that only the recipients can read it."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from skyrl.wire.errors import RequestError
 SUFFIX = ".age"
 MAX_RECIPIENTS = 10
 _age: Any = pyrage
-"""The library is an extension without types."""
+"""pyrage has no type hints."""
 
 
 def parse_recipients(given: Sequence[str] | None, field: str) -> list[Any]:
-    """Native recipients (`age1...`) and SSH public keys; empty for None: nobody asked for encryption.
+    """Native recipients (`age1...`) and SSH public keys. None, a request without encryption, gives an empty list.
 
-    Raises RequestError naming the field and the one that is none. An empty list is a mistake, too: who gives one
-    expects encryption.
+    Raises RequestError naming the field and the invalid recipient, and for an empty list, whose sender expects
+    encryption.
     """
     if given is None:
         return []
