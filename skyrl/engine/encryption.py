@@ -16,24 +16,25 @@ _age: Any = pyrage
 """pyrage has no type hints."""
 
 
-def parse_recipients(given: Sequence[str] | None, field: str) -> list[Any]:
+def parse_recipients(texts: Sequence[str] | None, field: str) -> list[Any]:
     """Native recipients (`age1...`) and SSH public keys. None, a request without encryption, gives an empty list.
 
-    Raises RequestError naming the field and the invalid recipient, and for an empty list, whose sender expects
-    encryption.
+    Raises RequestError that names the field and the invalid recipient. An empty list is an error, too: the client
+    expects encryption.
     """
-    if given is None:
+    if texts is None:
         return []
-    if not 1 <= len(given) <= MAX_RECIPIENTS:
-        raise RequestError(f"must be 1 to {MAX_RECIPIENTS} recipients, or null for none, got {len(given)}", field=field)
+    if not 1 <= len(texts) <= MAX_RECIPIENTS:
+        raise RequestError(f"must be 1 to {MAX_RECIPIENTS} recipients, or null for none, got {len(texts)}", field=field)
     recipients: list[Any] = []
-    for index, text in enumerate(given):
+    for index, text in enumerate(texts):
         kind = _age.ssh.Recipient if text.startswith("ssh-") else _age.x25519.Recipient
         try:
             recipients.append(kind.from_str(text))
         except _age.RecipientError as error:
             raise RequestError(
-                f"is no age recipient ('age1...') and no SSH public key: {error}",  # not quoted: it may be a secret key
+                # Without the text, which may be a secret key.
+                f"is no age recipient ('age1...') and no SSH public key: {error}",
                 field=f"{field}[{index}]",
             ) from error
     return recipients

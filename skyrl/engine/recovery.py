@@ -41,8 +41,8 @@ from skyrl.wire.requests import LoadWeightsCommand, decode_json
 logger = logging.getLogger(__name__)
 
 SKIPPED = (
-    f"skipped: the engine died {DEATHS_TO_BLAME} times while it ran this command, so it is not tried again; its model "
-    "is as the commands before left it"
+    f"skipped: the engine died {DEATHS_TO_BLAME} times while it ran this command, so the command is not tried again; "
+    "it has not changed its model"
 )
 MEMORY_PAUSE = 9.0
 """A try that found too little memory is followed by a pause of MEMORY_PAUSE times the try's duration. Each try repeats

@@ -53,8 +53,8 @@ class SampleTurns:
         self._scheduler.finish(commands)
 
     async def _sample(self, commands: Sequence[Command], sampler: ColocatedSampler) -> None:
-        ids = [command.request_id for command in commands]
-        bodies = await self._database.read_async(lambda c: rows.bodies(c, ids, pending=True))  # not those cancelled
+        ids = [command.request_id for command in commands]  # some may have been cancelled: then they have no body
+        bodies = await self._database.read_async(lambda c: rows.bodies(c, ids, pending=True))
         sampled = await sampler.run(commands, bodies)
         await asyncio.to_thread(self._settlement.settle, sampled.outcomes, lambda c: usage.add(c, sampled.used))
         self._scheduler.finish(commands)

@@ -128,7 +128,7 @@ class Saves:
         write: Callable[[Path], None],
         weights: WeightsRef | None = None,
     ) -> BarrierResult:
-        """Store the files that `write` puts into a directory. `weights` are what samples of this checkpoint use."""
+        """Store the files that `write` puts into a directory. Samples of this checkpoint use `weights`."""
         key = _new_key(command, path)
         with self._store.writing(key) as directory:
             write(directory)

@@ -96,7 +96,7 @@ class EngineGroup:
             watch.cancel()
 
     async def remove(self, replica_id: str) -> None:
-        """Forget a replica whose server has ended, and so reads no more files."""
+        """Forget a replica after its server has ended: an ended server reads no files."""
         self.drain(replica_id)
         replica = self._replicas.pop(replica_id)
         await replica.close()

@@ -139,8 +139,8 @@ class LocalPlacement:
 def free_port(host: str = "127.0.0.1") -> int:
     """A port on which no process listens now; another server may still take the port before it is used.
 
-    The port is below those that systems give to outgoing connections (32768 and up on Linux): any process's connection
-    could take such a port while the server starts, or between its end and its restart. Raises OSError.
+    The port is below the range for outgoing connections (32768 and up on Linux): any process's connection could take a
+    port of that range while the server starts, or between its end and its restart. Raises OSError.
     """
     while True:
         port = FIRST_PORT + secrets.randbelow(PORTS)

@@ -173,7 +173,7 @@ class Replica:
                 continue
             except httpx.TransportError as error:
                 if _refused(error):
-                    logger.info("vLLM at %s takes no connection, so it reads no adapter", self.addresses.admin)
+                    logger.info("vLLM at %s refuses connections, so it reads no adapter", self.addresses.admin)
                     self._record_start(None)
                     return set(adapters) - self._loading
                 cause = error or type(error).__name__

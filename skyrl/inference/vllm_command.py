@@ -173,19 +173,19 @@ def options_named(config: ServerConfig, sentence: str) -> str:
     none."""
     inference = config.backend_config.inference
     prefix = "generator.inference_engine"
-    given = {f"{prefix}.engine_init_kwargs.{name}": value for name, value in inference.engine_init_kwargs.items()}
+    values = {f"{prefix}.engine_init_kwargs.{name}": value for name, value in inference.engine_init_kwargs.items()}
     own = ("gpu_memory_utilization", "max_model_len", "max_num_seqs", "tensor_parallel_size")
-    given |= {f"{prefix}.{name}": getattr(inference, name) for name in own}
+    values |= {f"{prefix}.{name}": getattr(inference, name) for name in own}
     lora = config.backend_config.lora
-    given |= {f"trainer.policy.model.lora.{name}": getattr(lora, name) for name in ("max_loras", "max_cpu_loras")}
-    given["base_model"] = config.base_model_path
+    values |= {f"trainer.policy.model.lora.{name}": getattr(lora, name) for name in ("max_loras", "max_cpu_loras")}
+    values["base_model"] = config.base_model_path
     words = set(re.findall(r"[\w/.-]+", sentence.replace("--", " ")))
 
     def is_named(key: str) -> bool:
         name = key.rpartition(".")[2].replace("-", "_")
         return bool({name, name.replace("_", "-")} & words)
 
-    named = [f"{key}={json.dumps(value)}" for key, value in given.items() if value is not None and is_named(key)]
+    named = [f"{key}={json.dumps(value)}" for key, value in values.items() if value is not None and is_named(key)]
     return ", ".join(named)
 
 

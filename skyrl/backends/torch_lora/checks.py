@@ -39,15 +39,15 @@ def known_loss(name: str, losses: Mapping[str, Loss]) -> Loss:
     raise InvalidRequest(f"loss_fn: no loss {name!r}; there are: {', '.join(losses)}")
 
 
-def loss_config(name: str, loss: Loss, given: Mapping[str, float]) -> dict[str, float]:
-    """The loss's configuration with defaults filled in. Raises InvalidRequest for unknown keys and bad values."""
-    for key, value in given.items():
+def loss_config(name: str, loss: Loss, requested: Mapping[str, float]) -> dict[str, float]:
+    """The loss's configuration, completed with defaults. Raises InvalidRequest for unknown keys and invalid values."""
+    for key, value in requested.items():
         if key not in loss.config:
             allowed = ", ".join(loss.config) or "no keys"
             raise InvalidRequest(f"loss_fn_config: {name} has no key {key!r}; allowed: {allowed}")
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
             raise InvalidRequest(f"loss_fn_config.{key}: must be a finite number of at least 0, got {value!r}")
-    config = {**loss.config, **given}
+    config = {**loss.config, **requested}
     if "clip_low_threshold" in config:
         _check_clip_bounds(config["clip_low_threshold"], config["clip_high_threshold"])
     return config
