@@ -84,7 +84,7 @@ def vllm_spec(
     inference = config.backend_config.inference
     passed_through = {name.replace("-", "_"): value for name, value in inference.engine_init_kwargs.items()}
     if taken := sorted(SET_BY_SKYRL & passed_through.keys()):
-        raise ConfigError(f"engine_init_kwargs: '{taken[0]}' is set by skyrl and cannot be passed_through through")
+        raise ConfigError(f"engine_init_kwargs: '{taken[0]}' is set by skyrl and cannot be passed through")
     env = _ENV | {"VLLM_API_KEY": api_key}
     if directory is not None:
         env["TMPDIR"] = str(directory)
