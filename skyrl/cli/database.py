@@ -23,21 +23,21 @@ _NAME_DATABASE = (
 )
 
 
-def where(database: Database) -> str:
+def in_database(database: Database) -> str:
     """Names the database, without its password: a command prints which database it has changed."""
     from skyrl.db.urls import shown_url
 
     return f"in the database {database.file or shown_url(database.url)}"
 
 
-def refused(command: str, message: str) -> typer.Exit:
+def refusal(command: str, message: str) -> typer.Exit:
     """Prints why `command` is refused. The caller raises the result, which ends the command."""
     typer.echo(f"skyrl {command}: {message}", err=True)
     return typer.Exit(2)
 
 
 @contextmanager
-def opened(
+def open_database(
     command: str,
     state_dir: Path | None,
     database_url: str | None,
@@ -74,7 +74,7 @@ def opened(
         finally:
             database.close()
     except (ConfigError, SchemaError, OSError, DatabaseError, *refusals) as error:
-        raise refused(command, reason(error)) from error
+        raise refusal(command, reason(error)) from error
 
 
 def print_table(lines: list[tuple[str, ...]]) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
-from skyrl.cli.database import ConfigFile, DatabaseUrl, StateDir, opened, print_table, refused, where
+from skyrl.cli.database import ConfigFile, DatabaseUrl, StateDir, in_database, open_database, print_table, refusal
 
 if TYPE_CHECKING:  # importing the database takes longer than `skyrl --help` may
     from skyrl.db.database import Connection, Database
@@ -27,8 +27,8 @@ _TENANT = re.compile(r"[0-9a-f]{32}")
 MAX_NAME = 100
 
 
-def _refuse(message: str) -> typer.Exit:
-    return refused("keys", message)
+def _refusal(message: str) -> typer.Exit:
+    return refusal("keys", message)
 
 
 @contextmanager
@@ -37,7 +37,7 @@ def _database(
 ) -> Iterator[Database]:
     from skyrl.db.keys import KeyRefused
 
-    with opened("keys", state_dir, database_url, config, make=make, refusals=(KeyRefused,)) as (_, database):
+    with open_database("keys", state_dir, database_url, config, make=make, refusals=(KeyRefused,)) as (_, database):
         yield database
 
 
@@ -46,7 +46,7 @@ def _expires_at(text: str | None) -> float | None:
         return None
     number, unit = text[:-1], text[-1:]
     if unit not in _UNITS or not number.isdecimal() or not 0 < int(number) * _UNITS[unit] <= _MAX_DAYS * 86_400:
-        raise _refuse(f"--expires: {text!r} is not a time such as 90d, 12h or 30m, of at most {_MAX_DAYS} days")
+        raise _refusal(f"--expires: {text!r} is not a time such as 90d, 12h or 30m, of at most {_MAX_DAYS} days")
     return time.time() + int(number) * _UNITS[unit]
 
 
@@ -55,7 +55,7 @@ def _scopes(names: list[str] | None) -> list[Scope]:
 
     for scope in names or ():
         if scope not in SCOPES:
-            raise _refuse(f"--scope: {scope!r} is not one of: {', '.join(SCOPES)}")
+            raise _refusal(f"--scope: {scope!r} is not one of: {', '.join(SCOPES)}")
     return [cast("Scope", scope) for scope in names or ("train", "sample")]
 
 
@@ -67,7 +67,7 @@ def _adopted_tenant() -> str:
     prompt = "The old key (the new key will stand for the same tenant): "
     key = getpass.getpass(prompt) if sys.stdin.isatty() else sys.stdin.readline().strip()
     if not key:
-        raise _refuse("--adopt: give the key on standard input")
+        raise _refusal("--adopt: give the key on standard input")
     return tenant_of_key(key)
 
 
@@ -76,9 +76,9 @@ def _owner(tenant: str | None, *, adopt: bool) -> Callable[[Connection], str | N
     from skyrl.db.keys import KeyRefused, known_tenant
 
     if tenant is not None and adopt:
-        raise _refuse("give --tenant or --adopt, not both")
+        raise _refusal("give --tenant or --adopt, not both")
     if tenant is not None and not _TENANT.fullmatch(tenant):
-        raise _refuse(f"--tenant: {tenant!r} is not a tenant as `skyrl keys list` shows them (32 hexadecimal digits)")
+        raise _refusal(f"--tenant: {tenant!r} is not a tenant as `skyrl keys list` shows them (32 hexadecimal digits)")
     wanted = _adopted_tenant() if adopt else tenant
 
     def find(connection: Connection) -> str | None:
@@ -113,7 +113,7 @@ def create(
     from skyrl.db import keys
 
     if len(name) > MAX_NAME or not (name.isprintable()):
-        raise _refuse(f"--name: must be at most {MAX_NAME} printable characters")
+        raise _refusal(f"--name: must be at most {MAX_NAME} printable characters")
     owner, scopes, end = _owner(tenant, adopt=adopt), _scopes(scope), _expires_at(expires)
 
     def make(connection: Connection) -> tuple[str, keys.ApiKey]:
@@ -121,7 +121,7 @@ def create(
 
     with _database(state_dir, database_url, config, make=make_database) as database:
         text, key = database.write(make, power_safe=True)
-    typer.echo(f"key {key.id} of tenant {key.tenant}, {where(database)}; it is not shown again:", err=True)
+    typer.echo(f"key {key.id} of tenant {key.tenant}, {in_database(database)}; it is not shown again:", err=True)
     typer.echo(text)
 
 
@@ -167,4 +167,4 @@ def revoke(
 
     with _database(state_dir, database_url, config) as database:
         database.write(lambda connection: keys.revoke(connection, key), power_safe=True)
-    typer.echo(f"key {key} is revoked {where(database)}", err=True)
+    typer.echo(f"key {key} is revoked {in_database(database)}", err=True)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from skyrl.cli.database import ConfigFile, DatabaseUrl, StateDir, opened, print_table, refused, where
+from skyrl.cli.database import ConfigFile, DatabaseUrl, StateDir, in_database, open_database, print_table, refusal
 
 if TYPE_CHECKING:  # importing the database takes longer than `skyrl --help` may
     from skyrl.db.database import Connection
@@ -32,7 +32,7 @@ def _number(name: str, text: str) -> int | None:
     most = _MAX_AMOUNT if name in ("tokens_per_minute", "stored_bytes") else _MAX_COUNT
     if not (text.isdecimal() and len(text) <= len(str(most)) and LEAST[name] <= int(text) <= most):
         option = name.replace("_", "-")
-        raise refused(
+        raise refusal(
             "quotas", f"--{option}: {text!r} is not a number from {LEAST[name]} to {most}, unlimited, or default"
         )
     return int(text)
@@ -58,9 +58,9 @@ def set_quotas(
     values = {name: _number(name, text) for name, text in options.items() if text is not None}
     if not values:
         names = ", ".join("--" + name.replace("_", "-") for name in NAMES)
-        raise refused("quotas", f"give at least one of {names}")
+        raise refusal("quotas", f"give at least one of {names}")
     if not _TENANT.fullmatch(tenant):
-        raise refused("quotas", f"{tenant!r} is not a tenant as `skyrl keys list` shows them (32 hexadecimal digits)")
+        raise refusal("quotas", f"{tenant!r} is not a tenant as `skyrl keys list` shows them (32 hexadecimal digits)")
 
     def change(connection: Connection) -> bool:
         known = known_tenant(connection, tenant)
@@ -68,10 +68,10 @@ def set_quotas(
             quotas.change(connection, tenant, values)
         return known
 
-    with opened("quotas", state_dir, database_url, config) as (_, database):
+    with open_database("quotas", state_dir, database_url, config) as (_, database):
         if not database.write(change, power_safe=True):
-            raise refused("quotas", f"{tenant} has no key, session or checkpoint {where(database)}")
-    typer.echo(f"tenant {tenant} has quotas of its own {where(database)}", err=True)
+            raise refusal("quotas", f"{tenant} has no key, session or checkpoint {in_database(database)}")
+    typer.echo(f"tenant {tenant} has quotas of its own {in_database(database)}", err=True)
 
 
 @app.command()
@@ -81,10 +81,10 @@ def clear(
     """Delete a tenant's own quotas: the quotas of the configuration hold for the tenant again."""
     from skyrl.db import quotas
 
-    with opened("quotas", state_dir, database_url, config) as (_, database):
+    with open_database("quotas", state_dir, database_url, config) as (_, database):
         if not database.write(lambda connection: quotas.clear(connection, tenant), power_safe=True):
-            raise refused("quotas", f"{tenant} has no quotas of its own {where(database)}")
-    typer.echo(f"tenant {tenant} has no quotas of its own any more {where(database)}", err=True)
+            raise refusal("quotas", f"{tenant} has no quotas of its own {in_database(database)}")
+    typer.echo(f"tenant {tenant} has no quotas of its own any more {in_database(database)}", err=True)
 
 
 @app.command("list")
@@ -94,7 +94,7 @@ def list_quotas(state_dir: StateDir = None, database_url: DatabaseUrl = None, co
     from skyrl.db import quotas
     from skyrl.quotas.limits import QuotaLimits
 
-    with opened("quotas", state_dir, database_url, config) as (loaded, database):
+    with open_database("quotas", state_dir, database_url, config) as (loaded, database):
         tenants = database.read(quotas.held)
     defaults = QuotaLimits.of(loaded)
     lines: list[tuple[str, ...]] = [

@@ -22,7 +22,7 @@ JUDGED_STEPS = Settings().steps
 
 
 @dataclass
-class Walls:
+class WallTimes:
     """Seconds for the tenants one after the other (`serial`), and at the same time (`parallel`)."""
 
     serial: float
@@ -41,8 +41,8 @@ class Findings:
     forwarded: int = 0
     engine_served: int = 0
     latency: Latency | None = None
-    walls: Walls | None = None
-    colocated_walls: Walls | None = None
+    walls: WallTimes | None = None
+    colocated_walls: WallTimes | None = None
     colocated_latency: Latency | None = None
     phases: dict[str, float] = field(default_factory=dict)
 

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.live import Live
 
 from skyrl.demo.latency import measure
-from skyrl.demo.report import Findings, Walls, plot, print_report, write_figures
+from skyrl.demo.report import Findings, WallTimes, plot, print_report, write_figures
 from skyrl.demo.rl import Settings
 from skyrl.demo.server import DemoServer
 from skyrl.demo.tenants import Run, Tenant
@@ -83,7 +83,7 @@ class Demo:
             parallel, self.findings.runs = self._parallel(server, tenants, "A beside B, samples forwarded")
         with self._phase("A then B"):
             serial = self._serial(server, tenants, "A then B, samples forwarded")
-        self.findings.walls = Walls(serial, parallel)
+        self.findings.walls = WallTimes(serial, parallel)
         with self._phase("sample latency"), self._console.status("measuring sample latency"):
             self.findings.latency = measure(server.url, BASE_MODEL)
         samples = server.status()["samples"]
@@ -95,7 +95,7 @@ class Demo:
             parallel, _ = self._parallel(server, tenants, "A beside B, everything through the engine loop")
         with self._phase("colocated: A then B"):
             serial = self._serial(server, tenants, "A then B, everything through the engine loop")
-        self.findings.colocated_walls = Walls(serial, parallel)
+        self.findings.colocated_walls = WallTimes(serial, parallel)
         with self._phase("colocated: sample latency"), self._console.status("measuring sample latency, colocated"):
             self.findings.colocated_latency = measure(server.url, BASE_MODEL, idle_samples=5)
 

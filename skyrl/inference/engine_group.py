@@ -131,7 +131,7 @@ class EngineGroup:
     async def publish_adapter(self, adapter: AdapterVersion) -> None:
         """Load an adapter on all ready replicas at once. A replica that warms up loads it before it is ready.
 
-        A replica without an answer delays this call until the replica is found lost, or for its bound. Raises VllmError
+        A replica without an answer delays this call until the replica is found lost, or for its timeout. Raises VllmError
         when a replica refuses the adapter, httpx.TransportError when no ready replica has answered, and the errors of
         `AdapterHost.bring`.
         """
@@ -145,7 +145,7 @@ class EngineGroup:
         deleted. vLLM reads an evicted adapter's files again, and dies for all tenants if they are gone.
 
         A replica that does not answer may come back with its adapters loaded. So their files are kept until the replica
-        answers, refuses connections, or is removed. Such a replica delays this call for one bound at most.
+        answers, refuses connections, or is removed. Such a replica delays this call for one timeout at most.
         """
         self._deadly.difference_update(adapters)
         free = await asyncio.gather(*(replica.retire(adapters) for replica in self.replicas))
@@ -234,7 +234,7 @@ class EngineGroup:
     async def _until_lost(self, replica: Replica) -> None:
         failed, incarnation = 0, replica.incarnation
         while failed < self._failures:
-            # Probe again soon after a failure, to find a dead server within a second. Each probe has its own bound.
+            # Probe again soon after a failure, to find a dead server within a second. Each probe has its own timeout.
             if await replica.lost_within(self._starting_interval_s if failed else self._watching_interval_s):
                 return
             if not await replica.is_healthy():

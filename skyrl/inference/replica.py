@@ -1,6 +1,6 @@
 """One replica: an inference server as the engine sees it, with the calls that the engine makes to it.
 
-Each call has its own bound in seconds, so a server that hangs delays no caller for longer. Knows which adapters the
+Each call has its own timeout, so a server that hangs delays no caller for longer. Knows which adapters the
 server has loaded. `engine_group` decides when a replica is used, and the launcher starts its server.
 """
 
@@ -52,7 +52,7 @@ class Addresses:
 
 
 @dataclass(frozen=True, slots=True)
-class Bounds:
+class Timeouts:
     """How long a replica may take to answer each kind of call, in seconds. `load_s` includes bringing the files to the
     replica's host. `health_s` and `unload_s` are short, because these calls never wait for a step of the engine
     core."""
@@ -65,7 +65,7 @@ class Bounds:
 
 
 class NoAnswer(httpx.TransportError):
-    """The replica gave no answer within the bound, or was lost before its answer."""
+    """The replica gave no answer within the timeout, or was lost before its answer."""
 
 
 class Replica:
@@ -76,7 +76,7 @@ class Replica:
     """
 
     def __init__(
-        self, replica_id: str, addresses: Addresses, api_key: str, host: AdapterHost, bounds: Bounds | None = None
+        self, replica_id: str, addresses: Addresses, api_key: str, host: AdapterHost, timeouts: Timeouts | None = None
     ) -> None:
         self.id = replica_id
         self.addresses = addresses
@@ -90,7 +90,7 @@ class Replica:
         """Adapters that the replica loads before it is ready."""
         self._loading: set[AdapterVersion] = set()
         self._host = host
-        self._bounds = bounds or Bounds()
+        self._timeouts = timeouts or Timeouts()
         self._client = VllmClient(addresses.admin, api_key)
         self._lost = asyncio.Event()
 
@@ -113,7 +113,7 @@ class Replica:
     async def is_healthy(self) -> bool:
         """Ask `/health`, and record which incarnation answers."""
         try:
-            alive = await self._bounded(self._client.health(), self._bounds.health_s)
+            alive = await self._bounded(self._client.health(), self._timeouts.health_s)
         except NoAnswer:
             return False
         if alive is not None and alive.incarnation != self.incarnation:
@@ -125,16 +125,16 @@ class Replica:
         self._record_start(self.incarnation)
 
     async def warm_up(self) -> None:
-        await self._unless_lost(self._client.warm_up(), self._bounds.warm_up_s)
+        await self._unless_lost(self._client.warm_up(), self._timeouts.warm_up_s)
 
     async def is_sleeping(self) -> bool:
-        return await self._unless_lost(self._client.is_sleeping(), self._bounds.sleep_s)
+        return await self._unless_lost(self._client.is_sleeping(), self._timeouts.sleep_s)
 
     async def sleep(self) -> None:
-        await self._unless_lost(self._client.sleep(), self._bounds.sleep_s)
+        await self._unless_lost(self._client.sleep(), self._timeouts.sleep_s)
 
     async def wake(self) -> None:
-        await self._unless_lost(self._client.wake(), self._bounds.sleep_s)
+        await self._unless_lost(self._client.wake(), self._timeouts.sleep_s)
 
     async def load(self, adapter: AdapterVersion) -> None:
         """Bring the adapter's files to the replica's host and load them. Also raises the errors of
@@ -147,7 +147,7 @@ class Replica:
         self.wanted.discard(adapter)
         self._loading.add(adapter)
         try:
-            await self._unless_lost(bring_and_load(), self._bounds.load_s)
+            await self._unless_lost(bring_and_load(), self._timeouts.load_s)
         finally:
             self._loading.discard(adapter)
         if self.incarnation == incarnation:
@@ -157,7 +157,7 @@ class Replica:
         """Unload adapters. Returns the adapters that the server reads no more; it may read the others again.
 
         The replica is asked in every state: a lost server may come back with its adapters loaded. The first call
-        without an answer is the last, so that a server that hangs costs one bound. A server that refuses connections
+        without an answer is the last, so that a server that hangs costs one timeout. A server that refuses connections
         reads no files: it has ended or is ending, and its next start has no adapters.
         """
         unloaded: set[AdapterVersion] = set()
@@ -167,7 +167,7 @@ class Replica:
                 continue
             self.adapters.discard(adapter)  # also without an answer: a server that hung may still read the request
             try:
-                await self._bounded(self._client.unload_adapter(adapter.name), self._bounds.unload_s)
+                await self._bounded(self._client.unload_adapter(adapter.name), self._timeouts.unload_s)
             except VllmError as error:
                 logger.warning("adapter %s could not be unloaded yet: %s", adapter.name, error)
                 continue

@@ -28,7 +28,7 @@ class ProbeResult(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Alive:
+class Health:
     """A server that answers `/health` with 200. `incarnation` is None if the server does not send it."""
 
     incarnation: str | None
@@ -57,13 +57,13 @@ class VllmClient:
     async def close(self) -> None:
         await self._http.aclose()
 
-    async def health(self) -> Alive | None:
+    async def health(self) -> Health | None:
         """None when the server or its engine core is dead, or does not answer in time."""
         try:
             response = await self._http.get("/health")
         except httpx.RequestError:  # also an answer that cannot be decoded
             return None
-        return Alive(response.headers.get(HEADER)) if response.status_code == httpx.codes.OK else None
+        return Health(response.headers.get(HEADER)) if response.status_code == httpx.codes.OK else None
 
     async def probe(self, probe: Probe, within_s: float) -> ProbeResult:
         """Probe the server, which has `within_s` seconds for each part of its answer."""

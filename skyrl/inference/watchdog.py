@@ -39,14 +39,14 @@ class Watchdog:
         self._client = client
         self._server = server
         self._interval_s = interval_s
-        self._bounds: dict[Probe, float] = {"/health": health_timeout_s, "/is_sleeping": step_timeout_s}
+        self._timeouts: dict[Probe, float] = {"/health": health_timeout_s, "/is_sleeping": step_timeout_s}
         self._answered: str | None = None
         """The last incarnation that has answered."""
 
     async def run(self) -> None:
         """Watch until cancelled."""
         async with asyncio.TaskGroup() as tasks:
-            for probe, within_s in self._bounds.items():
+            for probe, within_s in self._timeouts.items():
                 tasks.create_task(self._watch(probe, within_s))
 
     async def _watch(self, probe: Probe, within_s: float) -> None:
