@@ -24,14 +24,14 @@ _NAME_DATABASE = (
 
 
 def in_database(database: Database) -> str:
-    """Names the database, without its password: a command prints which database it has changed."""
+    """The database's name in a sentence, without its password. Commands print which database they have changed."""
     from skyrl.db.urls import shown_url
 
     return f"in the database {database.file or shown_url(database.url)}"
 
 
 def refusal(command: str, message: str) -> typer.Exit:
-    """Prints why `command` is refused. The caller raises the result, which ends the command."""
+    """Print why `command` is refused. Returns the exception that ends the command, for the caller to raise."""
     typer.echo(f"skyrl {command}: {message}", err=True)
     return typer.Exit(2)
 
@@ -78,7 +78,7 @@ def open_database(
 
 
 def print_table(lines: list[tuple[str, ...]]) -> None:
-    """Prints lines in columns. The first line is the header."""
+    """Print lines in columns. The first line is the header."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     for line in lines:
         typer.echo("  ".join(word.ljust(width) for word, width in zip(line, widths, strict=True)).rstrip())

@@ -131,9 +131,9 @@ class EngineGroup:
     async def publish_adapter(self, adapter: AdapterVersion) -> None:
         """Load an adapter on all ready replicas at once. A replica that warms up loads it before it is ready.
 
-        A replica without an answer delays this call until the replica is found lost, or for its timeout. Raises VllmError
-        when a replica refuses the adapter, httpx.TransportError when no ready replica has answered, and the errors of
-        `AdapterHost.bring`.
+        A replica without an answer delays this call until the replica is found lost, or for its timeout. Raises
+        VllmError when a replica refuses the adapter, httpx.TransportError when no ready replica has answered, and the
+        errors of `AdapterHost.bring`.
         """
         for replica in self.replicas:
             if replica.state is ReplicaState.WARMING:
