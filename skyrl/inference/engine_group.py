@@ -1,7 +1,7 @@
-"""The replicas of one inference service: wait, warm up, catch up on adapters, publish the URL, watch, withdraw.
+"""The replicas of one inference service: waits for them, warms them up, loads adapters, publishes the URL, watches.
 
-Knows which replica may be used and when. Deliberately does not start servers (the launcher does, as the engine's
-siblings), knows no database (the publisher and the list of adapters in use are callbacks) and sends no samples.
+Knows which replica may be used and when. Starts no server (the launcher does), uses no database (the publisher and the
+list of adapters in use are callbacks) and sends no samples.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from skyrl.types.weights import AdapterVersion
 logger = logging.getLogger(__name__)
 
 InferenceStatePublisher = Callable[[str | None], Awaitable[None]]
-"""Called with the URL to which samples go, on every change, and with None when there is none."""
+"""Called on every change with the URL to which samples go, or with None when no replica is ready."""
 AdaptersInUse = Callable[[], Awaitable[Sequence[AdapterVersion]]]
-"""The adapters that a replica is to have before it is ready, the most important first."""
+"""The adapters to load on a replica before it is ready, the most important first."""
 
 
 class EngineGroup:
-    """Replicas that serve the same model. `proxy_url` is the URL to publish; a single replica is its own proxy.
+    """Replicas that serve the same model. `proxy_url` is the URL to publish; a single replica needs no proxy.
 
     The URL is published while at least one replica is ready. `failures` failed probes in a row make a replica lost.
     Replicas may be added, drained and removed at any time.
@@ -52,13 +52,13 @@ class EngineGroup:
         self._watching_interval_s = watching_interval_s
         self._failures = failures
         self._tasks: asyncio.TaskGroup | None = None
-        """While `run` runs."""
+        """Set while `run` runs."""
         self._watches: dict[str, asyncio.Task[None]] = {}
         self._published: str | None = None
         self._changed = asyncio.Event()
-        """Whether what is published may not be true any more."""
-        self._left_out: set[AdapterVersion] = set()
-        """Adapters whose loading a replica has not survived: the next start would die of them again."""
+        """Set when the published URL may be out of date."""
+        self._deadly: set[AdapterVersion] = set()
+        """Adapters during whose loading a replica died. They are not loaded again before a replica is ready."""
         self._closing = asyncio.Event()
         self._ended = asyncio.Event()
         for replica in replicas:
@@ -74,28 +74,29 @@ class EngineGroup:
 
     @property
     def reason(self) -> str:
-        """Why the group is not ready, for people; empty when it is."""
+        """Why the group is not ready, for people; empty when the group is ready."""
         if self.ready:
             return ""
-        said = (f"vLLM at {r.addresses.admin}: {r.trouble or r.state}" for r in self.replicas)
-        return "; ".join(said) or "there is no inference server"
+        reasons = (f"vLLM at {r.addresses.admin}: {r.trouble or r.state}" for r in self.replicas)
+        return "; ".join(reasons) or "there is no inference server"
 
     def add(self, replica: Replica) -> None:
-        """Watch one more replica, and use it once it is ready. Raises ValueError for a second one without a proxy."""
+        """Watch one more replica, and use it once it is ready. Raises ValueError for a second replica without a
+        proxy."""
         if self._proxy_url is None and self._replicas:
             raise ValueError(f"{len(self._replicas) + 1} replicas need a proxy_url in front of them")
         self._replicas[replica.id] = replica
         self._watch_in_background(replica)
 
     def drain(self, replica_id: str) -> None:
-        """Use a replica for no new sample. Its server still runs, so its adapters' files are kept until they are
-        unloaded or the replica is removed."""
+        """Send the replica no new samples. Its server still runs, so its adapters' files are kept until the adapters
+        are unloaded or the replica is removed."""
         self._set(self._replicas[replica_id], ReplicaState.DRAINING)
         if (watch := self._watches.pop(replica_id, None)) is not None:
             watch.cancel()
 
     async def remove(self, replica_id: str) -> None:
-        """Forget a replica whose server has ended: it reads no file any more, and is asked for nothing."""
+        """Forget a replica after its server has ended: an ended server reads no files."""
         self.drain(replica_id)
         replica = self._replicas.pop(replica_id)
         await replica.close()
@@ -117,7 +118,7 @@ class EngineGroup:
             self._ended.set()
 
     async def close(self) -> None:
-        """End `run` and withdraw the URL. The servers keep running: they are not the engine's."""
+        """End `run` and withdraw the URL. The servers keep running: the launcher owns them."""
         self._closing.set()
         if self._tasks is not None:
             await self._ended.wait()
@@ -128,11 +129,11 @@ class EngineGroup:
             await replica.close()
 
     async def publish_adapter(self, adapter: AdapterVersion) -> None:
-        """Load an adapter on every replica that is ready, all at once. One that warms up loads it before it is ready.
+        """Load an adapter on all ready replicas at once. A replica that warms up loads it before it is ready.
 
-        A replica that gives no answer holds this up until it is found to be lost, or until its bound. Raises VllmError
-        when a replica refuses the adapter (it is then not to be used), httpx.TransportError when no replica that is
-        ready has answered, and what `AdapterHost.bring` raises.
+        A replica without an answer delays this call until the replica is found lost, or for its timeout. Raises
+        VllmError when a replica refuses the adapter, httpx.TransportError when no ready replica has answered, and the
+        errors of `AdapterHost.bring`.
         """
         for replica in self.replicas:
             if replica.state is ReplicaState.WARMING:
@@ -140,26 +141,27 @@ class EngineGroup:
         await self._on_ready(lambda replica: replica.load(adapter))
 
     async def retire(self, adapters: Sequence[AdapterVersion]) -> set[AdapterVersion]:
-        """Unload adapters everywhere. Returns those whose files no replica may read any more; only their files may be
+        """Unload adapters on all replicas. Returns the adapters that no replica reads any more: only their files may be
         deleted. vLLM reads an evicted adapter's files again, and dies for all tenants if they are gone.
 
-        A replica that does not answer may come back with its adapters loaded, so it keeps their files until it has
-        answered, refuses connections, or is removed. It holds up the others' answers for one bound at most.
+        A replica that does not answer may come back with its adapters loaded. So their files are kept until the replica
+        answers, refuses connections, or is removed. Such a replica delays this call for one timeout at most.
         """
-        self._left_out.difference_update(adapters)
+        self._deadly.difference_update(adapters)
         free = await asyncio.gather(*(replica.retire(adapters) for replica in self.replicas))
         return set(adapters).intersection(*free)
 
     async def sleep(self) -> None:
-        """Take device memory from all ready replicas. Raises VllmError, or httpx.TransportError when none answers."""
+        """Free the device memory of all ready replicas. Raises VllmError when a replica refuses, httpx.TransportError
+        when no replica answers."""
         await self._on_ready(lambda replica: replica.sleep())
 
     async def wake(self) -> None:
-        """Give it back to them; one that is awake stays so. Raises as `sleep` does."""
+        """Give all ready replicas their device memory back; nothing changes for an awake replica. Raises as `sleep`."""
         await self._on_ready(lambda replica: replica.wake())
 
     async def _on_ready(self, call: Callable[[Replica], Awaitable[None]]) -> None:
-        """Call every ready replica at once. One that answers neither this call nor `/health` is lost."""
+        """Call all ready replicas at once. A replica that answers neither this call nor `/health` is lost."""
 
         async def ask(replica: Replica) -> None:
             try:
@@ -185,7 +187,7 @@ class EngineGroup:
 
     async def _watch(self, replica: Replica) -> None:
         while True:
-            while not await replica.is_healthy():  # noqa: ASYNC110 - another process, there is no event to wait for
+            while not await replica.is_healthy():  # noqa: ASYNC110 - another process sets no event
                 await asyncio.sleep(self._starting_interval_s)
             self._set(replica, ReplicaState.WARMING)
             try:
@@ -198,8 +200,7 @@ class EngineGroup:
             await self._until_lost(replica)
 
     async def _prepare(self, replica: Replica) -> None:
-        """Warm the replica up and load what is in use. One that sleeps is left alone: the engine that put it to sleep
-        had found it warm, and wakes it."""
+        """Warm the replica up and load the adapters in use. A sleeping replica is warm already, and is woken later."""
         if replica.incarnation is None:
             replica.forget_adapters()
         if await replica.is_sleeping():
@@ -207,18 +208,19 @@ class EngineGroup:
         await replica.warm_up()
         try:
             in_use = await self._in_use()
-        except Exception:  # whatever a callback raises must not end the watch over the servers
-            logger.exception("the adapters in use are not known; they are loaded when a sample asks for them")
+        except Exception:  # no error of a callback may end the watch over the servers
+            logger.exception("the adapters in use could not be read; they are loaded when a sample asks for them")
             in_use = []
-        order = [adapter for adapter in in_use if adapter not in replica.adapters | self._left_out]
-        replica.wanted.update(order)
+        ordered = [adapter for adapter in in_use if adapter not in replica.adapters | self._deadly]
+        replica.wanted.update(ordered)
         while replica.wanted:
-            adapter = next((known for known in order if known in replica.wanted), None) or next(iter(replica.wanted))
+            adapter = next((a for a in ordered if a in replica.wanted), None) or next(iter(replica.wanted))
             await self._catch_up(replica, adapter)
 
     async def _catch_up(self, replica: Replica, adapter: AdapterVersion) -> None:
-        """Load one adapter before the replica is ready. One that cannot be loaded is left to the first sample that asks
-        for it, so that a bad adapter keeps no replica away. Raises httpx.TransportError when the replica is gone."""
+        """Load one adapter before the replica is ready. If that fails, the first sample that asks for the adapter loads
+        it, so that a bad adapter does not keep the replica from getting ready. Raises httpx.TransportError when the
+        replica has died."""
         try:
             await replica.load(adapter)
         except (VllmError, AdapterMissing, StoreError) as error:
@@ -226,13 +228,13 @@ class EngineGroup:
         except httpx.TransportError as error:
             logger.warning("adapter %s was not loaded before vLLM is used: %s", adapter.name, error)
             if not await replica.is_healthy():
-                self._left_out.add(adapter)
+                self._deadly.add(adapter)
                 raise
 
     async def _until_lost(self, replica: Replica) -> None:
         failed, incarnation = 0, replica.incarnation
         while failed < self._failures:
-            # After a failure look again soon: a dead server is known within a second, a slow one has its time.
+            # Probe again soon after a failure, to find a dead server within a second. Each probe has its own timeout.
             if await replica.lost_within(self._starting_interval_s if failed else self._watching_interval_s):
                 return
             if not await replica.is_healthy():
@@ -242,16 +244,16 @@ class EngineGroup:
                 return
             else:
                 failed = 0
-            self._changed.set()  # again, in case the publisher failed
+            self._changed.set()  # publish again if the publisher failed
         self._set(replica, ReplicaState.LOST, f"not healthy ({self._failures} probes in a row)")
 
     def _set(self, replica: Replica, state: ReplicaState, trouble: str = "") -> None:
-        replica.become(state, trouble)
+        replica.set_state(state, trouble)
         logger.info("vLLM at %s: %s", replica.addresses.admin, trouble or state)
         self._changed.set()
 
     async def _publish_changes(self) -> None:
-        """One at a time, in their order; `close` publishes the last one."""
+        """Publish changes one at a time, in order; `close` publishes the last change."""
         while not self._closing.is_set():
             await self._changed.wait()
             self._changed.clear()
@@ -259,17 +261,17 @@ class EngineGroup:
                 await self._publish()
 
     async def _publish(self, *, always: bool = False) -> None:
-        """Tell the publisher what is true now, if it was last told otherwise; a failure is logged and retried.
+        """Publish the URL if it differs from the last published URL. A failure is logged and retried.
 
-        Before the first URL nothing is withdrawn: after a restart of the engine alone, the URL that its
-        predecessor published is good, and samples go on.
+        Before the first URL nothing is withdrawn: after a restart of the engine alone, the URL published by the
+        previous engine is still correct, and samples go on.
         """
         url = (self._proxy_url or self.replicas[0].addresses.data) if self.ready else None
         if url == self._published and not always:
             return
         try:
             await self._publisher(url)
-        except Exception:  # whatever a callback raises must not end the watch over the servers
+        except Exception:  # no error of a callback may end the watch over the servers
             logger.exception("the inference URL %s could not be published", url)
         else:
             self._published = url

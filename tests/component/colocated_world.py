@@ -102,7 +102,9 @@ class World:
 
 
 @asynccontextmanager
-async def world(state_dir: Path, *, watching_s: float = SOON_S, patience_s: float = NEVER_S) -> AsyncIterator[World]:
+async def world(
+    state_dir: Path, *, watching_s: float = SOON_S, give_up_after_s: float = NEVER_S
+) -> AsyncIterator[World]:
     async with fake_upstream() as upstream, harness_in(state_dir) as harness:
         vllm = Vllm(upstream)
         group, published = group_of(upstream.url, watching_s=watching_s)
@@ -117,7 +119,7 @@ async def world(state_dir: Path, *, watching_s: float = SOON_S, patience_s: floa
             LIMITS,
             "tiny",
             sleeps=True,
-            patience_s=patience_s,
+            give_up_after_s=give_up_after_s,
         )
         await until(lambda: published == [upstream.url])
         await harness.start(group=group, sampler=colocated)

@@ -42,7 +42,7 @@ from skyrl.db.models import Model, models
 from skyrl.db.sessions import Session, Sessions
 from skyrl.db.writer import GroupCommitWriter
 from skyrl.engine import loop as engine_loop
-from skyrl.engine.crash_ledger import POISON
+from skyrl.engine.crash_ledger import DEATHS_TO_BLAME
 from skyrl.engine.recovery import SKIPPED
 from skyrl.futures.store import FutureStore, NewRequest
 from skyrl.notify.doorbell import SESSIONS
@@ -459,11 +459,11 @@ class CommandLog(RuleBasedStateMachine):
             if gone:
                 assert _is_gone(outcome), "nothing runs after the end"
             elif outcome.error == SKIPPED:
-                assert self.died[sent.id] >= POISON
+                assert self.died[sent.id] >= DEATHS_TO_BLAME
                 gone = sent.kind is Kind.CREATE_MODEL
             else:
                 assert outcome == expected.run(sent)
-                assert self.died[sent.id] < POISON
+                assert self.died[sent.id] < DEATHS_TO_BLAME
         assert not gone or client.ended or client.sent[0].id in self.died
         waiting = [sent for number, sent in client.sent.items() if number > client.missing[0]]
         for sent in waiting:

@@ -261,7 +261,7 @@ async def test_a_step_that_rounding_makes_fail_fails_its_model_only_where_repeat
         await trainer.step(1)
         await restart(harness, with_gradients(lambda gradient: gradient * torch.inf))
         if merged:
-            assert "command 3 succeeded, and repeated it fails" in caplog.text
+            assert "command 3 succeeded before and fails when repeated" in caplog.text
             await restart(harness)
             assert (await trainer.step(2))["optimizer_step"] == 2
         else:

@@ -210,7 +210,7 @@ async def test_no_file_is_deleted_after_the_claim_is_lost(harness: Harness) -> N
     expired = update(checkpoints).values(expires_at=time.time() - 1)
     harness.database.write(lambda c: c.execute(expired))
     harness.database.write(set_model(closed.model_id, status="closed"))
-    harness.parts.sweeper._doomed[left[0]] = 0.0  # unloaded, and its time has come
+    harness.parts.sweeper._deletable_at[left[0]] = 0.0  # unloaded, and its time has come
     take_over(harness)
     before = rows_of(harness.database)
     kept = [files_in(path) for path in left]

@@ -13,7 +13,7 @@ from fake_upstream import COMPLETIONS, LOAD, after
 from replicas import NEVER_S, UNLOAD, WELL, Server, group_of, running, servers
 
 from skyrl.inference.engine_group import EngineGroup
-from skyrl.inference.replica import Addresses, Bounds, Replica, ReplicaState
+from skyrl.inference.replica import Addresses, Replica, ReplicaState, Timeouts
 from skyrl.types.weights import AdapterVersion
 
 PROXY = "http://127.0.0.1:9"
@@ -218,7 +218,7 @@ class Slow:
 
 async def test_files_that_do_not_come_hold_up_neither_a_save_nor_a_replica() -> None:
     async with servers(1) as (server,):
-        bounds = Bounds(health_s=NEVER_S, load_s=0.1, unload_s=NEVER_S, sleep_s=NEVER_S, warm_up_s=NEVER_S)
+        bounds = Timeouts(health_s=NEVER_S, load_s=0.1, unload_s=NEVER_S, sleep_s=NEVER_S, warm_up_s=NEVER_S)
         replica = Replica("slow", Addresses.same(server.url), "key", Slow(), bounds)
         group, _ = group_of(replica, in_use=[A])
         async with running(group):

@@ -48,7 +48,7 @@ async def test_a_vllm_that_dies_of_waking_or_of_going_to_sleep_costs_nothing(tmp
 
 
 async def test_samples_of_a_vllm_that_stays_away_fail_and_say_why(tmp_path: Path) -> None:
-    async with world(tmp_path / "state", patience_s=0.0) as here:
+    async with world(tmp_path / "state", give_up_after_s=0.0) as here:
         here.vllm.dead = True
         error = await here.error_of(await here.sample())
         assert error is not None
@@ -63,7 +63,7 @@ def test_an_absence_is_counted_from_its_own_beginning(monkeypatch: pytest.Monkey
     now, group = 0.0, SimpleNamespace(ready=False, reason="gone")
     monkeypatch.setattr("skyrl.engine.sampling.time", SimpleNamespace(monotonic=lambda: now))
     nobody: Any = None
-    options: Any = {"sleeps": True, "patience_s": 10.0}
+    options: Any = {"sleeps": True, "give_up_after_s": 10.0}
     sampler = ColocatedSampler(nobody, nobody, cast(Any, group), LIMITS, "tiny", **options)
     assert not sampler.may_run
     now, group.ready = 5.0, True

@@ -30,7 +30,7 @@ from skyrl.config.loading import load_config
 from skyrl.config.server import ServerConfig
 from skyrl.inference.engine_group import EngineGroup
 from skyrl.inference.placement import LocalPlacement, LocalServer, ServerSpec, free_port
-from skyrl.inference.replica import Addresses, Bounds, Replica, ReplicaState
+from skyrl.inference.replica import Addresses, Replica, ReplicaState, Timeouts
 from skyrl.inference.vllm_client import VllmClient, VllmError
 from skyrl.inference.vllm_command import plugin_installed, vllm_spec
 from skyrl.sampling import completion, prompt_apart
@@ -114,7 +114,7 @@ async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Serv
     async def adapters() -> list[AdapterVersion]:
         return in_use
 
-    replica = Replica("vllm", Addresses.same(spec.url), KEY, host, Bounds(health_s=HANGS_S, unload_s=HANGS_S))
+    replica = Replica("vllm", Addresses.same(spec.url), KEY, host, Timeouts(health_s=HANGS_S, unload_s=HANGS_S))
     group = EngineGroup([replica], publish, adapters, watching_interval_s=0.3)
     client = VllmClient(spec.url, KEY)
     running = asyncio.create_task(group.run())

@@ -23,7 +23,7 @@ def die(file: Path, *keys: str, error: BaseException | None = None) -> None:
     """An engine that ends while it runs these."""
     error = error or Died()
     deaths = CrashLedger(file)
-    with pytest.raises(type(error)), deaths.watching(keys):
+    with pytest.raises(type(error)), deaths.running(keys):
         raise error
     deaths.close()
 
@@ -37,7 +37,7 @@ def counts(file: Path) -> dict[str, int]:
 def test_deaths_add_up_for_what_ran_and_for_nothing_else(file: Path) -> None:
     assert counts(file) == {}
     deaths = CrashLedger(file)
-    with deaths.watching(["done"]):
+    with deaths.running(["done"]):
         pass
     deaths.close()
     die(file, "a", "b")
@@ -48,8 +48,8 @@ def test_deaths_add_up_for_what_ran_and_for_nothing_else(file: Path) -> None:
 
 def test_what_runs_beside_others_ends_alone(file: Path) -> None:
     deaths = CrashLedger(file)
-    with deaths.watching(["a", "b"]):
-        with deaths.watching(["save"]):
+    with deaths.running(["a", "b"]):
+        with deaths.running(["save"]):
             pass
         assert counts(file) == {"a": 1, "b": 1}
     deaths.close()
@@ -58,7 +58,7 @@ def test_what_runs_beside_others_ends_alone(file: Path) -> None:
 def test_a_good_end_forgets_earlier_deaths(file: Path) -> None:
     die(file, "a", "b")
     deaths = CrashLedger(file)
-    with deaths.watching(["a"]):
+    with deaths.running(["a"]):
         pass
     assert deaths.counts == {"b": 1}
     deaths.forget_all_but(["c"])
@@ -78,9 +78,9 @@ def test_a_long_list_leaves_nothing_behind(file: Path) -> None:
 def test_an_engine_that_is_told_to_end_blames_nothing(file: Path) -> None:
     die(file, "a")
     deaths = CrashLedger(file)
-    with deaths.watching(["a"]):
-        deaths.disregard()
-        with deaths.watching(["b"]):
+    with deaths.running(["a"]):
+        deaths.stop_recording()
+        with deaths.running(["b"]):
             assert counts(file) == {"a": 1}
     deaths.close()
 
@@ -105,7 +105,7 @@ def test_a_disk_that_takes_nothing_stops_nothing(file: Path, monkeypatch: pytest
 
     deaths = CrashLedger(file)
     monkeypatch.setattr("os.pwrite", full)
-    with deaths.watching(["a"]):
+    with deaths.running(["a"]):
         pass
     deaths.close()
     assert counts(file) == {}

@@ -160,7 +160,7 @@ def test_no_more_keys_are_made_than_are_held(operator: Operator, monkeypatch: py
 
 @ON_SQLITE
 def test_where_there_is_no_database_there_is_nothing_to_list(operator: Operator) -> None:
-    assert f"there is no database {operator.state_dir}/skyrl.db: name the server's with" in refusal(
+    assert f"there is no database {operator.state_dir}/skyrl.db: name the server's database with" in refusal(
         operator.run("list")
     )
     assert not operator.state_dir.exists()

@@ -31,7 +31,7 @@ from skyrl.backends.torch_lora.losses import LOSSES, Loss, LossInputs, LossValue
 from skyrl.backends.torch_lora.optimizer import NonFiniteGradient
 from skyrl.config.loading import load_config
 from skyrl.config.server import ConfigError
-from skyrl.engine.main import _load
+from skyrl.engine.main import _load_backend
 from skyrl.processes.startup import NotLoaded
 
 
@@ -71,10 +71,10 @@ def test_base_models_that_cannot_be_trained_are_refused(tmp_path: Path) -> None:
 def test_files_that_cannot_be_read_may_be_back_at_the_next_start(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes((Path(base_path()) / "config.json").read_bytes())
     with pytest.raises(NotLoaded, match=f"^base_model: cannot load {tmp_path}: .*no file named model.safetensors"):
-        _load(load_config({"base_model": str(tmp_path)}))
+        _load_backend(load_config({"base_model": str(tmp_path)}))
     (tmp_path / "config.json").write_text('{"model_type": "of no kind"}')
     with pytest.raises(ConfigError, match=f"^base_model: cannot load {tmp_path}: .*of no kind"):
-        _load(load_config({"base_model": str(tmp_path)}))
+        _load_backend(load_config({"base_model": str(tmp_path)}))
 
 
 def test_supervised_training_lowers_the_loss() -> None:
