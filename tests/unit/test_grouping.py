@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.environments import ROOT
-from tests.grouping import FUZZ, ORDER, OWN_SERVERS, SHARED_SERVER, group_of, start_of
+from tests.grouping import FUZZ, ORDER, OWN_SERVERS, SHARED_SERVER, group_of, start_position
 
 
 @pytest.mark.parametrize(
@@ -30,7 +30,7 @@ def test_slow_groups_start_first_and_unknown_ones_last() -> None:
         "tests/faults/test_a.py",
         "tests/unit/test_a.py",
     ]
-    places = [start_of(f"{path}::test_one") for path in (*in_order, "tests/gpu/test_a.py")]
+    places = [start_position(f"{path}::test_one") for path in (*in_order, "tests/gpu/test_a.py")]
     assert places == sorted(set(places))
 
 
