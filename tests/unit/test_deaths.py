@@ -1,4 +1,4 @@
-"""What the next engine learns of what the last one was running."""
+"""The crash ledger: it tells the next engine which commands ran when earlier engines died."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from skyrl.engine.crash_ledger import CrashLedger
 
 
 class Died(BaseException):
-    """Nothing after this point happens."""
+    """Stands for the death of the engine process: no code catches it."""
 
 
 @pytest.fixture
@@ -20,72 +20,72 @@ def file(tmp_path: Path) -> Path:
 
 
 def die(file: Path, *keys: str, error: BaseException | None = None) -> None:
-    """An engine that ends while it runs these."""
+    """An engine that dies while it runs the commands `keys`."""
     error = error or Died()
-    deaths = CrashLedger(file)
-    with pytest.raises(type(error)), deaths.watching(keys):
+    ledger = CrashLedger(file)
+    with pytest.raises(type(error)), ledger.watching(keys):
         raise error
-    deaths.close()
+    ledger.close()
 
 
 def counts(file: Path) -> dict[str, int]:
-    deaths = CrashLedger(file)
-    deaths.close()
-    return deaths.counts
+    ledger = CrashLedger(file)
+    ledger.close()
+    return ledger.counts
 
 
-def test_deaths_add_up_for_what_ran_and_for_nothing_else(file: Path) -> None:
+def test_deaths_are_counted_for_the_commands_that_ran_and_no_others(file: Path) -> None:
     assert counts(file) == {}
-    deaths = CrashLedger(file)
-    with deaths.watching(["done"]):
+    ledger = CrashLedger(file)
+    with ledger.watching(["done"]):
         pass
-    deaths.close()
+    ledger.close()
     die(file, "a", "b")
     assert counts(file) == {"a": 1, "b": 1}
     die(file, "b")
-    assert counts(file) == {"a": 1, "b": 2}, "and an engine that runs nothing adds none"
+    assert counts(file) == {"a": 1, "b": 2}, "an engine that runs nothing adds no death"
 
 
-def test_what_runs_beside_others_ends_alone(file: Path) -> None:
-    deaths = CrashLedger(file)
-    with deaths.watching(["a", "b"]):
-        with deaths.watching(["save"]):
+def test_the_end_of_one_command_leaves_the_others_running(file: Path) -> None:
+    ledger = CrashLedger(file)
+    with ledger.watching(["a", "b"]):
+        with ledger.watching(["save"]):
             pass
         assert counts(file) == {"a": 1, "b": 1}
-    deaths.close()
+    ledger.close()
 
 
-def test_a_good_end_forgets_earlier_deaths(file: Path) -> None:
+def test_a_command_that_ends_well_loses_its_earlier_deaths(file: Path) -> None:
     die(file, "a", "b")
-    deaths = CrashLedger(file)
-    with deaths.watching(["a"]):
+    ledger = CrashLedger(file)
+    with ledger.watching(["a"]):
         pass
-    assert deaths.counts == {"b": 1}
-    deaths.forget_all_but(["c"])
-    deaths.close()
+    assert ledger.counts == {"b": 1}
+    ledger.forget_all_but(["c"])
+    ledger.close()
     assert counts(file) == {}
 
 
-def test_a_long_list_leaves_nothing_behind(file: Path) -> None:
+def test_a_short_list_replaces_a_long_one_completely(file: Path) -> None:
     die(file, *(f"request-{number}" for number in range(500)))
-    deaths = CrashLedger(file)
-    assert len(deaths.counts) == 500
-    deaths.forget_all_but([])
-    deaths.close()
+    ledger = CrashLedger(file)
+    assert len(ledger.counts) == 500
+    ledger.forget_all_but([])
+    ledger.close()
     assert counts(file) == {}
 
 
-def test_an_engine_that_is_told_to_end_blames_nothing(file: Path) -> None:
+def test_an_engine_that_is_told_to_end_counts_no_death(file: Path) -> None:
     die(file, "a")
-    deaths = CrashLedger(file)
-    with deaths.watching(["a"]):
-        deaths.disregard()
-        with deaths.watching(["b"]):
+    ledger = CrashLedger(file)
+    with ledger.watching(["a"]):
+        ledger.disregard()
+        with ledger.watching(["b"]):
             assert counts(file) == {"a": 1}
-    deaths.close()
+    ledger.close()
 
 
-def test_the_databases_trouble_is_no_commands_fault_but_bad_data_is(file: Path) -> None:
+def test_a_database_error_counts_no_death_but_bad_data_does(file: Path) -> None:
     die(file, "a", error=OperationalError("", None, Exception("disk is full")))
     assert counts(file) == {}
     die(file, "a", error=DataError("", None, Exception("too big")))
@@ -93,19 +93,19 @@ def test_the_databases_trouble_is_no_commands_fault_but_bad_data_is(file: Path) 
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"running": 1}', '{"running": 1, "deaths": {}}', "\xff"])
-def test_a_damaged_file_blames_nothing(file: Path, content: str) -> None:
+def test_a_damaged_ledger_counts_no_death(file: Path, content: str) -> None:
     file.parent.mkdir()
     file.write_bytes(content.encode("latin-1"))
     assert counts(file) == {}
 
 
-def test_a_disk_that_takes_nothing_stops_nothing(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_run_although_the_full_disk_takes_no_ledger(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> int:
         raise OSError(28, "No space left on device")
 
-    deaths = CrashLedger(file)
+    ledger = CrashLedger(file)
     monkeypatch.setattr("os.pwrite", full)
-    with deaths.watching(["a"]):
+    with ledger.watching(["a"]):
         pass
-    deaths.close()
+    ledger.close()
     assert counts(file) == {}
