@@ -28,6 +28,7 @@ from typer.testing import CliRunner, Result
 
 from alembic import command
 from skyrl.cli.main import app
+from skyrl.db.columns import WeightsText
 from skyrl.db.database import Database
 from skyrl.db.migrate import _config, migrate
 from skyrl.launcher.main import lock_state_dir
@@ -66,6 +67,8 @@ def value_for(column: Column[Any], number: int, *, full: bool) -> object:
     must_differ = column.primary_key or column.unique or column.foreign_keys
     if not full and column.nullable and not must_differ:
         return None
+    if isinstance(column.type, WeightsText):
+        return f"adapter:{UNICODE}{number}"
     if isinstance(column.type, LargeBinary):
         return BYTES
     if isinstance(column.type, Boolean):

@@ -190,7 +190,7 @@ ARRIVALS = st.lists(
 @pytest.mark.parametrize("turn", [share_of_one_model, all_together])
 @settings(max_examples=100)
 @given(arrivals=ARRIVALS)
-def test_tenants_that_both_wait_get_the_same(turn, arrivals) -> None:
+def test_two_tenants_that_wait_get_about_the_same_tokens(turn, arrivals) -> None:
     """Over any stretch of turns in all of which two tenants have a command that can run, the work done for them differs
     by at most the largest share of each; and, where a turn is of all together, by what is left of one in which a tenant
     runs out. A merged turn is of passes here: it has one step of each model, and no more of a model that has many."""
