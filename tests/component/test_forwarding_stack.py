@@ -399,7 +399,7 @@ async def test_429_above_the_bound_in_bytes(serve: Serve, upstream: FakeUpstream
 # Tenants
 
 
-async def test_another_tenant_cannot_wait_for_a_request(api: Api, upstream: FakeUpstream, database: Database) -> None:
+async def test_another_tenant_sees_nothing(api: Api, upstream: FakeUpstream, database: Database) -> None:
     sampler = await api.sampler()
     session = session_of(sampler)
     request_id = (await api.sample(sampler, 1))["request_id"]

@@ -1,4 +1,4 @@
-"""Requests that the inference server cannot answer, or would answer wrongly, are refused, and nothing else is."""
+"""Only requests that the inference server cannot answer, or would answer wrongly, are refused."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_prompt_logprobs_of_an_unembedding_adapter_are_refused_where_they_are_wr
     assert refused(features, request_, UNEMBED).field == "prompt_logprobs"
 
 
-def test_prompt_logprobs_of_everything_else_pass() -> None:
+def test_prompt_logprobs_of_other_weights_are_accepted() -> None:
     FeatureGuard(ALL).check(SCORED, UNEMBED)
     guard = FeatureGuard(replace(ALL, unembed_prompt_logprobs=False))
     guard.check(PLAIN, UNEMBED)
@@ -52,14 +52,14 @@ def test_prompt_logprobs_of_everything_else_pass() -> None:
 
 
 @pytest.mark.parametrize(("request_", "field"), [(TARGET, "target_prompt_logprobs"), (DRAWN, "prompt_alt_tokens_k")])
-def test_what_the_plugin_scores_needs_the_plugin(request_: SampleRequest, field: str) -> None:
+def test_scores_of_the_plugin_are_refused_without_the_plugin(request_: SampleRequest, field: str) -> None:
     without = replace(ALL, prompt_scores=False)
     assert refused(without, request_, BASE).field == field
     FeatureGuard(ALL).check(request_, BASE)
     FeatureGuard(without).check(SCORED, BASE)
 
 
-def test_vllm_alone_ends_at_a_temperature_of_two() -> None:
+def test_without_the_plugin_temperatures_above_two_are_refused() -> None:
     without = replace(ALL, any_temperature=False)
     assert refused(without, HOT, BASE).field == "sampling_params.temperature"
     FeatureGuard(ALL).check(HOT, BASE)
