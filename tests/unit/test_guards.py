@@ -28,9 +28,9 @@ UNEMBED = replace(BASE, weights=AdapterVersion("m@1"), adapts_unembed=True)
 ATTENTION = replace(BASE, weights=AdapterVersion("m@2"))
 
 
-def refused(features: InferenceFeatures, request: SampleRequest, of: Sampler) -> RequestError:
+def refused(features: InferenceFeatures, request: SampleRequest, sampler: Sampler) -> RequestError:
     with pytest.raises(RequestError) as caught:
-        FeatureGuard(features).check(request, of)
+        FeatureGuard(features).check(request, sampler)
     assert caught.value.status == 400
     return caught.value
 
@@ -53,14 +53,14 @@ def test_prompt_logprobs_of_other_weights_are_accepted() -> None:
 
 @pytest.mark.parametrize(("request_", "field"), [(TARGET, "target_prompt_logprobs"), (DRAWN, "prompt_alt_tokens_k")])
 def test_scores_of_the_plugin_are_refused_without_the_plugin(request_: SampleRequest, field: str) -> None:
-    without = replace(ALL, prompt_scores=False)
-    assert refused(without, request_, BASE).field == field
+    features = replace(ALL, prompt_scores=False)
+    assert refused(features, request_, BASE).field == field
     FeatureGuard(ALL).check(request_, BASE)
-    FeatureGuard(without).check(SCORED, BASE)
+    FeatureGuard(features).check(SCORED, BASE)
 
 
 def test_without_the_plugin_temperatures_above_two_are_refused() -> None:
-    without = replace(ALL, any_temperature=False)
-    assert refused(without, HOT, BASE).field == "sampling_params.temperature"
+    features = replace(ALL, any_temperature=False)
+    assert refused(features, HOT, BASE).field == "sampling_params.temperature"
     FeatureGuard(ALL).check(HOT, BASE)
-    FeatureGuard(without).check(SampleRequest(prompt=PROMPT, sampling_params=SamplingParams(temperature=2.0)), BASE)
+    FeatureGuard(features).check(SampleRequest(prompt=PROMPT, sampling_params=SamplingParams(temperature=2.0)), BASE)
