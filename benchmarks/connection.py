@@ -25,7 +25,7 @@ class Connection(asyncio.Protocol):
         self._closed = 0
 
     async def post(self, path: bytes, body: bytes) -> tuple[int, bytes]:
-        """Status and body. Raises ConnectionError, OSError."""
+        """Send a request; returns status and body of the answer. Raises ConnectionError, OSError."""
         return await self.request(b"POST", path, body)
 
     async def request(self, method: bytes, path: bytes, body: bytes) -> tuple[int, bytes]:

@@ -2,8 +2,8 @@
 
 POST /v1/completions answers `max_tokens` tokens with logprobs for each of `n` choices, with all of vLLM's fields;
 bodies are built once per shape. POST /control?delay_ms=200 sets the delay of later answers. POST /control?release sends
-all delayed answers at once. Both answer with the number of requests so far. Every other path answers {}. Usage: python
-benchmarks/null_upstream.py PORT [DELAY_MS]
+all delayed answers at once. Both answer with the number of requests so far. Every other path answers {}.
+Usage: python benchmarks/null_upstream.py PORT [DELAY_MS]
 """
 
 from __future__ import annotations

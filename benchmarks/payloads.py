@@ -39,7 +39,7 @@ WAITING_S = 5.0
 
 
 class Client:
-    """One connection of one API key. `post` raises RuntimeError for anything but 200 and 408."""
+    """One connection with one API key. `post` raises RuntimeError for a status other than 200 and 408."""
 
     def __init__(self, port: int, key: str) -> None:
         self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)

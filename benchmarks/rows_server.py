@@ -89,9 +89,8 @@ def growth(stage: Stage) -> list[Row]:
     with gateway(stage.upstream, result_retention_s=retention_s) as server:
         before = disk_bytes(server.state_dir)
         load = stage.forwarded("growth", server, 64)
-        Database(
-            f"sqlite:///{server.state_dir / 'skyrl.db'}"
-        ).empty_log()  # SQLite's log has a fixed bound, so it is left out of the growth
+        # SQLite's log has a fixed bound, so it is left out of the growth.
+        Database(f"sqlite:///{server.state_dir / 'skyrl.db'}").empty_log()
         grown = disk_bytes(server.state_dir)
         kept = _after_retention(server, grown)
     stage.raw.append({"row": "growth", "path": "disk", "bytes": {"before": before, "grown": grown, "kept": kept}})
@@ -101,7 +100,7 @@ def growth(stage: Stage) -> list[Row]:
     note = f"{load['accepted']:,} samples; MB on disk before, after and when retention is over: {sizes}"
     return [
         Row("growth", "growth on disk per sample", "kB", per_sample, Target(6), errors=errors(load), note=note),
-        Row("growth", "of that left after retention", "%", left),
+        Row("growth", "part of the growth left after retention", "%", left),
     ]
 
 

@@ -1,6 +1,6 @@
 """Failures at a chosen point: the k-th operation of torch, or the k-th line of chosen modules, raises.
 
-A test that raises k until nothing fails has tried every point.
+A test that increases k until nothing fails has tried every point.
 """
 
 from __future__ import annotations

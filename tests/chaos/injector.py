@@ -1,6 +1,6 @@
 """Injects the planned faults. Before each fault it waits until the server has recovered far enough to survive it.
 
-Two things the server does not survive by design, so the injector avoids them: a command fails if the engine dies twice
+The injector avoids two faults that the server does not survive by design: a command fails if the engine dies twice
 while the command runs (docs/decisions/poison-commands.md), and a sample fails in the end if vLLM dies again and again
 while the sample runs.
 """
@@ -69,7 +69,7 @@ class Injector:
     def _where(self, fault: Fault) -> str:
         return f" ({fault.path})" if fault.victim == NETWORK else ""
 
-    # When it is fair
+    # Waiting until a fault is fair
 
     def _await_fairness(self, fault: Fault) -> None:
         if fault.victim == NETWORK:

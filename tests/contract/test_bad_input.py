@@ -153,14 +153,14 @@ async def _populate(world: World, database: Database) -> None:
         adapter_directory(world.services.config.state_dir, AdapterVersion.of(model_id, 1)).mkdir(parents=True)
     assert (await world.post("sessions/{ended}/finish".replace("{ended}", world.ended), {})).status_code == 200
     tenants = dict(database.read(lambda c: list(c.execute(select(models.c.id, models.c.tenant)))))
-    mine, theirs = (world.model, tenants[world.model]), (world.their_model, tenants[world.their_model])
+    own_model, other_model = (world.model, tenants[world.model]), (world.their_model, tenants[world.their_model])
     saved = [
         checkpoint(tenant, model_id, kind, "saved")
-        for model_id, tenant in (mine, theirs)
+        for model_id, tenant in (own_model, other_model)
         for kind in ("weights", "sampler_weights")
     ]
-    gone = checkpoint(mine[1], mine[0], "weights", "expired", expires_at=time.time() - 1)
-    for values in [*saved, gone]:
+    expired = checkpoint(own_model[1], own_model[0], "weights", "expired", expires_at=time.time() - 1)
+    for values in [*saved, expired]:
         database.write(lambda c, values=values: c.execute(insert(checkpoints), values))
 
 

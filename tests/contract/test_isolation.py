@@ -67,14 +67,14 @@ class World:
     ids: dict[str, str] = field(default_factory=dict)
     rounds: int = 0
 
-    async def ask(self, key: str, method: str, path: str, tried: Try) -> httpx.Response:
-        names = self.ids | {"kind": tried.kind, "name": "n", "save": "5a7e", "file": "adapter_config.json"}
-        names["path"] = f"tinker://{self.ids['model_id']}/{tried.kind}/n"
-        body = json.dumps(tried.body)
+    async def ask(self, key: str, method: str, path: str, request: Try) -> httpx.Response:
+        names = self.ids | {"kind": request.kind, "name": "n", "save": "5a7e", "file": "adapter_config.json"}
+        names["path"] = f"tinker://{self.ids['model_id']}/{request.kind}/n"
+        body = json.dumps(request.body)
         for name, value in names.items():
             body = body.replace("{" + name + "}", value)
-        url = path.format(**names) + (f"?{tried.query.format(**names)}" if tried.query else "")
-        headers = {"X-API-Key": key, "Content-Type": "application/json"} | tried.headers
+        url = path.format(**names) + (f"?{request.query.format(**names)}" if request.query else "")
+        headers = {"X-API-Key": key, "Content-Type": "application/json"} | request.headers
         content = None if method == "GET" else body
         return await self.http.request(method, url, content=content, headers=headers, follow_redirects=False)
 
@@ -173,7 +173,7 @@ async def test_every_route_is_in_a_list_of_strangers(world: World) -> None:
     assert {*TRIED, *LISTS, *HARMLESS, *SIGNED} == routes
 
 
-async def test_every_route_that_is_not_open_or_signed_wants_a_key(world: World) -> None:
+async def test_only_routes_in_the_lists_of_strangers_are_open_or_signed(world: World) -> None:
     """The declared scopes agree with the lists of `strangers.py`: no route that names a tenant's objects is open."""
     declared = {(route.method, route.path): route.scope for route in world.app.routes}
     assert {route for route, scope in declared.items() if scope == "signed"} == SIGNED
@@ -200,29 +200,29 @@ def rows_of_the_page() -> set[tuple[str, str]]:
 async def test_every_route_is_in_the_table_of_endpoints() -> None:
     routes = {(method, re.sub(r"{\w+}", "{}", path)) for method, path in (*TRIED, *LISTS, *HARMLESS)}
     routes -= {("POST", "/api/v1/create_custom_loss")}  # this route only answers that it is not served
-    others = {("GET", "/openapi.json"), ("GET", "/api/v1/downloads/...")}  # these stand for the signed links
-    assert rows_of_the_page() == routes | others
+    unlisted = {("GET", "/openapi.json"), ("GET", "/api/v1/downloads/...")}  # these stand for the signed links
+    assert rows_of_the_page() == routes | unlisted
 
 
 @pytest.mark.parametrize("route", TRIED, ids=" ".join)
 async def test_a_stranger_does_not_find_what_the_owner_finds(world: World, route: tuple[str, str]) -> None:
     before = world.owned()
-    for tried in TRIED[route]:
-        answer = await world.ask(STRANGER, *route, tried)
-        assert answer.status_code == tried.status, answer.text
+    for request in TRIED[route]:
+        answer = await world.ask(STRANGER, *route, request)
+        assert answer.status_code == request.status, answer.text
         assert TENANT not in answer.text
         assert world.owned() == before, "the request changed the owner's rows"
     world.ids["my_session"] = world.ids["session_id"]
-    for tried in TRIED[route]:
-        answer = await world.ask(OWNER, *route, tried)
-        assert answer.status_code == tried.owner, answer.text
+    for request in TRIED[route]:
+        answer = await world.ask(OWNER, *route, request)
+        assert answer.status_code == request.owner, answer.text
 
 
 @pytest.mark.parametrize("route", LISTS, ids=" ".join)
 async def test_lists_hold_only_the_callers_own_objects(world: World, route: tuple[str, str]) -> None:
     before = world.owned()
-    for tried in LISTS[route]:
-        answer = await world.ask(STRANGER, *route, tried)
+    for request in LISTS[route]:
+        answer = await world.ask(STRANGER, *route, request)
         assert answer.status_code == 200, answer.text
         world.check_shows_nothing(answer)
     assert world.owned() == before
@@ -252,6 +252,6 @@ async def test_a_signed_link_opens_only_the_object_it_was_made_for(world: World,
 
 async def test_the_same_idempotency_key_of_two_tenants_is_two_keys(world: World) -> None:
     route = ("POST", "/api/v1/copy_weights")
-    tried = Try({"source_path": "{path}", "destination_project_id": "p"}, headers={"X-Idempotency-Key": "same"})
-    assert (await world.ask(OWNER, *route, tried)).status_code == 200
-    assert (await world.ask(STRANGER, *route, tried)).status_code == 404
+    request = Try({"source_path": "{path}", "destination_project_id": "p"}, headers={"X-Idempotency-Key": "same"})
+    assert (await world.ask(OWNER, *route, request)).status_code == 200
+    assert (await world.ask(STRANGER, *route, request)).status_code == 404

@@ -89,8 +89,8 @@ def _from_strangers() -> dict[str, dict[str, Any]]:
     for (method, path), tries in (TRIED | LISTS).items():
         if method == "POST" and not path.endswith("/publish"):
             text = json.dumps([path.removeprefix("/api/v1/"), tries[0].body])
-            for name, theirs in _THEIRS.items():
-                text = text.replace("{" + name + "}", "{" + theirs + "}")
+            for name, their_name in _THEIRS.items():
+                text = text.replace("{" + name + "}", "{" + their_name + "}")
             route, body = json.loads(text)
             found[route] = body
     return found

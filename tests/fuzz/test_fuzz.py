@@ -18,9 +18,8 @@ from tests.fuzz.conftest import Run
 from tests.fuzz.inputs import FRAGMENTS, GOOD, STRINGS, damaged, encoded, json_bodies, passes
 from tests.fuzz.target import Target
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:Generating overly large repr"
-)  # Hypothesis warns so about an input that failed
+# Hypothesis gives this warning about an input that failed.
+pytestmark = pytest.mark.filterwarnings("ignore:Generating overly large repr")
 
 
 def test_every_operation_of_the_openapi_document_survives_valid_and_invalid_requests(target: Target, run: Run) -> None:

@@ -47,10 +47,13 @@ def same_files(one: Path, other: Path) -> bool:
     return all((one / file).read_bytes() == (other / file).read_bytes() for file in files)
 
 
-def largest_difference(some: list[dict[str, Any]], others: list[dict[str, Any]]) -> float:
+def largest_difference(lines: list[dict[str, Any]], expected_lines: list[dict[str, Any]]) -> float:
     """The largest relative difference between the losses of two runs."""
-    assert [(a["model"], a["step"]) for a in some] == [(b["model"], b["step"]) for b in others]
-    return max(abs(a["loss"] - b["loss"]) / b["loss"] for a, b in zip(some, others, strict=True))
+    assert [(line["model"], line["step"]) for line in lines] == [
+        (line["model"], line["step"]) for line in expected_lines
+    ]
+    pairs = zip(lines, expected_lines, strict=True)
+    return max(abs(line["loss"] - expected["loss"]) / expected["loss"] for line, expected in pairs)
 
 
 @pytest.mark.parametrize("merge", [False, True], ids=["alone", "merged"])

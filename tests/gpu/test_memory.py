@@ -47,10 +47,10 @@ class _NoLargeTensors(TorchDispatchMode):
         self._elements = elements
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        if isinstance(made, Tensor) and made.numel() > self._elements:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor) and result.numel() > self._elements:
             raise torch.OutOfMemoryError("too large, injected")
-        return made
+        return result
 
 
 def _train(model_id: str, seed: int, *lengths: int) -> TrainingPass:
@@ -109,9 +109,9 @@ def test_a_step_that_runs_out_of_memory_anywhere_changes_nothing(bases: Path) ->
     if backend._adapters["m"].step == 1:
         backend.optim_step("m", STEP)
     backend.optim_step("control", STEP)
-    for mine, control in zip(_copy_of(backend, "m"), _copy_of(backend, "control"), strict=True):
-        if isinstance(mine, Tensor):
-            torch.testing.assert_close(mine, control, rtol=1e-6, atol=0)
+    for tensor, expected in zip(_copy_of(backend, "m"), _copy_of(backend, "control"), strict=True):
+        if isinstance(tensor, Tensor):
+            torch.testing.assert_close(tensor, expected, rtol=1e-6, atol=0)
 
 
 def test_a_pass_that_runs_out_of_memory_fails_alone_and_frees_its_memory(bases: Path) -> None:

@@ -1,4 +1,4 @@
-"""The benchmarks' arithmetic, their judgement of answers, and their reports; no process is started."""
+"""The benchmarks' arithmetic, their checks of answers, and their reports. No process is started."""
 
 from __future__ import annotations
 

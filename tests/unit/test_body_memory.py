@@ -47,15 +47,15 @@ class Body:
 
 
 async def settle() -> None:
-    """Let every task run until it waits for another."""
+    """Let all other tasks run until each of them waits."""
     for _ in range(10):
         await asyncio.sleep(0)
 
 
 async def bodies(memory: BodyMemory, *sizes: int | None, tenant: str = "tenant") -> list[Body]:
-    bodies_that_ask = [Body(memory, size, tenant) for size in sizes]
+    arrived = [Body(memory, size, tenant) for size in sizes]
     await settle()
-    return bodies_that_ask
+    return arrived
 
 
 async def test_bodies_wait_for_memory_in_order_of_arrival(tmp_path: Path) -> None:

@@ -35,24 +35,24 @@ def test_every_round_has_every_kind_of_fault() -> None:
     assert {fault.path for fault in planned} == set(PATHS)
 
 
-def call(path: str, body: Any, answer: Any, told: int | None = 200) -> Call:
+def call(path: str, body: Any, answer: Any, status_at_client: int | None = 200) -> Call:
     headers = CIMultiDict({"X-API-Key": "tml-me", "Accept": "application/json", "User-Agent": "me"})
-    made = Call("POST", f"/api/v1/{path}", json.dumps(body).encode(), headers, lambda _: asyncio.sleep(0))  # type: ignore[arg-type]
-    made.answers.append(Answer(200, json.dumps(answer).encode()))
-    made.told = told
-    return made
+    recorded_call = Call("POST", f"/api/v1/{path}", json.dumps(body).encode(), headers, lambda _: asyncio.sleep(0))  # type: ignore[arg-type]
+    recorded_call.answers.append(Answer(200, json.dumps(answer).encode()))
+    recorded_call.told = status_at_client
+    return recorded_call
 
 
 def test_only_answers_that_reached_a_client_count_as_promises() -> None:
     found = promises(
         [
             call("asample", {}, {"request_id": "r1"}),
-            call("asample", {}, {"request_id": "r2"}, told=None),
+            call("asample", {}, {"request_id": "r2"}, status_at_client=None),
             call("optim_step", {}, {"request_id": "r3"}),
             call("session_heartbeat", {}, {"type": "session_heartbeat"}),
             call("retrieve_future", {"request_id": "r1"}, {"tokens": [1]}),
             call("retrieve_future", {"request_id": "r1"}, {"tokens": [2]}),
-            call("retrieve_future", {"request_id": "r3"}, {"metrics": {}}, told=None),
+            call("retrieve_future", {"request_id": "r3"}, {"metrics": {}}, status_at_client=None),
         ]
     )
     assert {request_id: promise.path for request_id, promise in found.items()} == {"r1": "asample", "r3": "optim_step"}

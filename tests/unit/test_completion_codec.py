@@ -213,8 +213,8 @@ def test_prompt_logprobs_are_those_of_the_prompts_own_tokens() -> None:
     ],
 )
 def test_only_the_last_n_prompt_positions_have_logprobs(last_n: int, logprobs: list[Any], topk: list[Any]) -> None:
-    wanted = job(prompt_logprobs=True, prompt_logprobs_last_n=last_n, topk_prompt=1)
-    result = read(answer(SCORED), wanted)
+    scored_job = job(prompt_logprobs=True, prompt_logprobs_last_n=last_n, topk_prompt=1)
+    result = read(answer(SCORED), scored_job)
     assert result.prompt_logprobs == logprobs
     assert result.topk_prompt_logprobs == topk
 
@@ -302,8 +302,8 @@ def test_target_logprobs_have_the_layout_of_the_ids() -> None:
 
 def test_alternatives_keep_order_and_repetitions() -> None:
     cells = [(4, -1.0), (9, -2.0), (4, -3.0), (7, -0.5), (7, -0.5), (8, -1.5), (8, -1.25)]
-    wanted = job(target=DENSE, alternatives=2, prompt_logprobs=True, topk_prompt=1)
-    body = decode_answer(appended(*cells), wanted).body
+    scored_job = job(target=DENSE, alternatives=2, prompt_logprobs=True, topk_prompt=1)
+    body = decode_answer(appended(*cells), scored_job).body
     result = deserialize_sample_response(body)
     assert result.prompt_alt_tokens is not None
     assert result.prompt_alt_tokens.tokens.dtype == "int64"

@@ -22,7 +22,7 @@ from skyrl.config.server import (
 )
 from tests.postgres_server import ON_SQLITE
 
-# A key that disappears or is renamed breaks somebody's server: change this list knowingly.
+# Removing or renaming a key breaks existing configurations, so a change of this list must be deliberate.
 SERVER_KEYS = {
     "allow_remote",
     "adapter_dtype",

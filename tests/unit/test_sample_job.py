@@ -80,10 +80,17 @@ def test_the_sdks_request_becomes_a_job() -> None:
     )
     sent = request.model_dump_json(exclude_none=True).encode()
     decoded = requests.decode_json(requests.SampleRequest, sent)
-    made = make_job(decoded, request_id="r", session_key="k", model="m", weights=AdapterVersion("m@1"), limits=LIMITS)
-    assert (made.prompt, made.max_tokens, made.num_samples) == ([4, 5], 6, 4)
-    assert (made.temperature, made.top_k, made.top_p) == (0.5, 3, 0.9)
-    assert (made.stop_strings, made.prompt_logprobs, made.topk_prompt, made.topk_sample) == (["a"], True, 2, 1)
+    sample_job = make_job(
+        decoded, request_id="r", session_key="k", model="m", weights=AdapterVersion("m@1"), limits=LIMITS
+    )
+    assert (sample_job.prompt, sample_job.max_tokens, sample_job.num_samples) == ([4, 5], 6, 4)
+    assert (sample_job.temperature, sample_job.top_k, sample_job.top_p) == (0.5, 3, 0.9)
+    assert (sample_job.stop_strings, sample_job.prompt_logprobs, sample_job.topk_prompt, sample_job.topk_sample) == (
+        ["a"],
+        True,
+        2,
+        1,
+    )
     assert decoded.seq_id == 2
 
 
@@ -101,8 +108,8 @@ def test_the_sdks_request_becomes_a_job() -> None:
 def test_the_type_of_stop_decides_between_strings_ids_and_none(
     stop: Any, strings: list[str], ids: list[int], ignore_eos: bool
 ) -> None:
-    made = job({"stop": stop})
-    assert (made.stop_strings, made.stop_token_ids, made.ignore_eos) == (strings, ids, ignore_eos)
+    sample_job = job({"stop": stop})
+    assert (sample_job.stop_strings, sample_job.stop_token_ids, sample_job.ignore_eos) == (strings, ids, ignore_eos)
 
 
 @pytest.mark.parametrize("stop", [["a", 1], [1, "a"], "", [""], ["a", ""], [100], [-1], ["s"] * (MAX_STOP_STRINGS + 1)])
@@ -131,7 +138,7 @@ def test_seeds_beyond_64_bits_are_refused(seed: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("max_tokens", "limits", "made"),
+    ("max_tokens", "limits", "expected"),
     [
         (None, LIMITS, 17),
         (5, LIMITS, 5),
@@ -142,8 +149,8 @@ def test_seeds_beyond_64_bits_are_refused(seed: int) -> None:
         (10_000, UNKNOWN, 10_000),
     ],
 )
-def test_max_tokens_is_cut_to_the_context(max_tokens: int | None, limits: ContextLimits, made: int | None) -> None:
-    assert job({"max_tokens": max_tokens}, limits).max_tokens == made
+def test_max_tokens_is_cut_to_the_context(max_tokens: int | None, limits: ContextLimits, expected: int | None) -> None:
+    assert job({"max_tokens": max_tokens}, limits).max_tokens == expected
 
 
 def test_a_prompt_that_fills_the_context_is_refused() -> None:
@@ -234,8 +241,8 @@ def test_a_top_k_of_zero_means_no_limit() -> None:
 
 
 def test_prompt_logprobs_last_n_becomes_part_of_the_job() -> None:
-    made = job(prompt_logprobs=True, prompt_logprobs_last_n=2)
-    assert (made.prompt_logprobs, made.prompt_logprobs_last_n) == (True, 2)
+    sample_job = job(prompt_logprobs=True, prompt_logprobs_last_n=2)
+    assert (sample_job.prompt_logprobs, sample_job.prompt_logprobs_last_n) == (True, 2)
     assert job(prompt_logprobs=False).prompt_logprobs is False
 
 
@@ -249,19 +256,19 @@ def csr(data: list[int], crow: list[int], col: list[int], columns: int = 4) -> d
 
 
 def test_a_dense_target_keeps_its_values_and_shape() -> None:
-    made = job(target_prompt_logprobs=target([4, -1, 0, 99])).target
-    assert made is not None
-    assert (made.values.tolist(), made.shape, made.crow) == ([4, -1, 0, 99], (2, 2), None)
-    assert made.row_of_value().tolist() == [0, 0, 1, 1]
+    stored = job(target_prompt_logprobs=target([4, -1, 0, 99])).target
+    assert stored is not None
+    assert (stored.values.tolist(), stored.shape, stored.crow) == ([4, -1, 0, 99], (2, 2), None)
+    assert stored.row_of_value().tolist() == [0, 0, 1, 1]
 
 
 def test_a_sparse_target_stays_sparse() -> None:
-    made = job(target_prompt_logprobs=csr([-1, 7, 3], [0, 1, 3], [3, 0, 2], columns=2**28)).target
-    assert made is not None
-    assert made.crow is not None
-    assert made.col is not None
-    assert (made.values.tolist(), made.crow.tolist(), made.col.tolist()) == ([-1, 7, 3], [0, 1, 3], [3, 0, 2])
-    assert made.row_of_value().tolist() == [0, 1, 1]
+    stored = job(target_prompt_logprobs=csr([-1, 7, 3], [0, 1, 3], [3, 0, 2], columns=2**28)).target
+    assert stored is not None
+    assert stored.crow is not None
+    assert stored.col is not None
+    assert (stored.values.tolist(), stored.crow.tolist(), stored.col.tolist()) == ([-1, 7, 3], [0, 1, 3], [3, 0, 2])
+    assert stored.row_of_value().tolist() == [0, 1, 1]
 
 
 @pytest.mark.parametrize(

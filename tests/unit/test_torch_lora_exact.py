@@ -36,11 +36,11 @@ def _backend(*model_ids: str, merge: bool = False) -> TorchLoraBackend:
     return backend
 
 
-def _assert_same_results(some: list[PassResult], others: list[PassResult]) -> None:
-    for one, other in zip(some, others, strict=True):
-        assert one.metrics == other.metrics
-        for mine, theirs in zip(one.logprobs, other.logprobs, strict=True):
-            assert np.array_equal(mine, theirs)
+def _assert_same_results(results: list[PassResult], expected: list[PassResult]) -> None:
+    for result, expected_result in zip(results, expected, strict=True):
+        assert result.metrics == expected_result.metrics
+        for logprobs, expected_logprobs in zip(result.logprobs, expected_result.logprobs, strict=True):
+            assert np.array_equal(logprobs, expected_logprobs)
 
 
 def test_a_model_trained_in_mixed_batches_gets_the_same_weights_as_alone(tmp_path: Path) -> None:
@@ -55,9 +55,10 @@ def test_a_model_trained_in_mixed_batches_gets_the_same_weights_as_alone(tmp_pat
             _assert_same_results(together[number :: len(SPECS)], alone_results)
             assert mixed.optim_step(model_id, STEP) == alone[model_id].optim_step(model_id, STEP)
     for model_id in SPECS:
-        mine = saved(mixed, model_id, tmp_path / "mixed" / model_id)
-        assert_same(mine, saved(alone[model_id], model_id, tmp_path / "alone" / model_id))
-        assert not torch.equal(mine[next(iter(mine))], torch.zeros_like(mine[next(iter(mine))]))
+        state = saved(mixed, model_id, tmp_path / "mixed" / model_id)
+        assert_same(state, saved(alone[model_id], model_id, tmp_path / "alone" / model_id))
+        first_tensor = next(iter(state.values()))
+        assert not torch.equal(first_tensor, torch.zeros_like(first_tensor))
 
 
 def test_grouping_of_passes_does_not_change_the_gradients(tmp_path: Path) -> None:
@@ -97,16 +98,16 @@ def test_initial_weights_do_not_depend_on_the_order_of_creation(tmp_path: Path) 
 
 def test_merged_passes_of_different_ranks_equal_separate_ones_up_to_rounding(tmp_path: Path) -> None:
     """Merged slices of adapters of rank 1, 8 and 32 share a micro-batch."""
-    merged, alone_results = _backend(*SPECS, merge=True), _backend(*SPECS)
+    merged, separate = _backend(*SPECS, merge=True), _backend(*SPECS)
     for step in range(3):
         queue = [p for model_id in SPECS for p in _passes(model_id, step)]
-        for one, other in zip(ok(merged.run(queue)), ok(alone_results.run(queue)), strict=True):
-            for mine, theirs in zip(one.logprobs, other.logprobs, strict=True):
-                np.testing.assert_allclose(mine, theirs, atol=2e-4)
+        for one, other in zip(ok(merged.run(queue)), ok(separate.run(queue)), strict=True):
+            for logprobs, expected_logprobs in zip(one.logprobs, other.logprobs, strict=True):
+                np.testing.assert_allclose(logprobs, expected_logprobs, atol=2e-4)
         for model_id in SPECS:
-            mine = saved(merged, model_id, tmp_path / "merged" / f"{model_id}{step}")
-            assert_close(mine, saved(alone_results, model_id, tmp_path / "apart" / f"{model_id}{step}"), 1e-3)
-            for backend in (merged, alone_results):
+            state = saved(merged, model_id, tmp_path / "merged" / f"{model_id}{step}")
+            assert_close(state, saved(separate, model_id, tmp_path / "apart" / f"{model_id}{step}"), 1e-3)
+            for backend in (merged, separate):
                 backend.optim_step(model_id, AdamParams(learning_rate=1e-2, eps=1e-3))
 
 
@@ -124,8 +125,8 @@ def test_splitting_a_pass_changes_only_rounding_and_is_deterministic(tmp_path: P
     _assert_same_results(results["split"], results["again"])
     assert_close(states["split"], states["whole"], 5e-6)
     assert results["split"][0].metrics == pytest.approx(results["whole"][0].metrics, rel=1e-5)
-    for mine, theirs in zip(results["split"][0].logprobs, results["whole"][0].logprobs, strict=True):
-        np.testing.assert_allclose(mine, theirs, atol=1e-5)
+    for logprobs, expected_logprobs in zip(results["split"][0].logprobs, results["whole"][0].logprobs, strict=True):
+        np.testing.assert_allclose(logprobs, expected_logprobs, atol=1e-5)
 
 
 @pytest.mark.parametrize("architecture", ["qwen3", "qwen3-tied"])

@@ -79,8 +79,8 @@ def test_loading_without_the_optimizer_restores_weights_and_resets_the_optimizer
         _forward_backward(backend, 3)
     assert first.optim_step("m", STEP)["optimizer_step"] == 4
     assert second.optim_step("m", STEP)["optimizer_step"] == 1
-    mine, theirs = saved(first, "m", tmp_path / "1"), saved(second, "m", tmp_path / "2")
-    assert any(not mine[name].equal(theirs[name]) for name in mine if name.startswith("weights."))
+    continued, restarted = saved(first, "m", tmp_path / "1"), saved(second, "m", tmp_path / "2")
+    assert any(not continued[name].equal(restarted[name]) for name in continued if name.startswith("weights."))
 
 
 @pytest.mark.parametrize(
