@@ -85,7 +85,7 @@ class Senders:
 @pytest.mark.parametrize("encoding", ["identity", "zstd"])
 def test_large_bodies_that_wait_hold_nobody_up(trainer: DemoServer, encoding: str) -> None:
     with closing(Client(trainer.port, "tml-test")) as client, closing(Client(trainer.port, "tml-test")) as heart:
-        session, model_id = client.model()
+        session, model_id = client.create_model()
         parts = parts_of(trainer.pid)
         before = {name: peak_resident_mb(pid) for name, pid in parts.items()}
 
