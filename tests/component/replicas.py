@@ -1,4 +1,4 @@
-"""Scripted inference servers as an engine's group sees them: they load and unload adapters and say how they are."""
+"""Scripted inference servers for an EngineGroup: they load and unload adapters and report their health."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ BOUNDS = Bounds(health_s=NEVER_S, load_s=NEVER_S, unload_s=NEVER_S, sleep_s=NEVE
 """A server that answers is never too late, however slow the machine is."""
 
 
-def set_up(upstream: FakeUpstream, health: Reply = WELL) -> None:
-    """What it answers from now on; it takes every adapter."""
+def set_replies(upstream: FakeUpstream, health: Reply = WELL) -> None:
+    """Set the replies of the upstream from now on; every adapter load succeeds."""
     upstream.controls = {
         "/health": health,
         "/is_sleeping": reply(200, {"is_sleeping": False}),
@@ -33,15 +33,15 @@ def set_up(upstream: FakeUpstream, health: Reply = WELL) -> None:
     }
 
 
-class Directories:
-    """An AdapterHost that has every adapter."""
+class AdapterDirectories:
+    """An AdapterHost that has the files of every adapter."""
 
     async def bring(self, adapter: AdapterVersion) -> str:
         return f"/adapters/{adapter.name}"
 
 
 def replica_at(url: str, *, name: str = "", bounds: Bounds = BOUNDS) -> Replica:
-    return Replica(name or url, Addresses.same(url), "key", Directories(), bounds)
+    return Replica(name or url, Addresses.same(url), "key", AdapterDirectories(), bounds)
 
 
 def group_of(
@@ -50,7 +50,7 @@ def group_of(
     watching_s: float = SOON_S,
     in_use: Sequence[AdapterVersion] = (),
 ) -> tuple[EngineGroup, list[str | None]]:
-    """A group that looks often, not run yet; and what it publishes."""
+    """A group with short intervals, not yet running; and the list of URLs that it publishes."""
     published: list[str | None] = []
 
     async def publish(url: str | None) -> None:
@@ -72,8 +72,8 @@ def group_of(
 
 @dataclass
 class Server:
-    """An inference server that a test hangs, kills and starts again. It loses its adapters with each start, and
-    answers a sample for an adapter that it does not have with 404."""
+    """An inference server that a test hangs, kills and starts again. Each start loses its adapters. A sample for an
+    adapter that it does not have gets 404."""
 
     upstream: FakeUpstream
     adapters: set[str] = field(default_factory=set)
@@ -102,7 +102,7 @@ class Server:
         self.goes_on.clear()
 
     def restart(self) -> None:
-        """The next start of the server. It has nothing loaded."""
+        """Start the server again, without adapters."""
         self.starts += 1
         self.adapters.clear()
         self.dead = False
@@ -129,7 +129,7 @@ class Server:
             if name not in self.adapters:
                 return reply(404, {"error": "no such adapter"})
             self.adapters.remove(name)
-        if path == COMPLETIONS and "model" in request.json:  # else it is a warm-up, whose answer nobody reads
+        if path == COMPLETIONS and "model" in request.json:  # a warm-up names no model, and nobody reads its answer
             known = request.json["model"] in self.adapters
             return complete() if known else reply(404, {"error": "no such model"})
         return WELL

@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 import pytest
-from checkpoint_world import ADAPTER, KEY, OTHER, World, at
+from checkpoint_world import ADAPTER, KEY, OTHER, World, rest_path
 from engine_harness import Trainer, files_in
 from sqlalchemy import select
 
@@ -83,12 +83,14 @@ async def test_each_kind_is_deleted_expires_and_is_published_by_itself(world: Wo
         found = await world.get(f"training_runs/{trainer.model_id}/checkpoints")
         return {one["checkpoint_id"].partition("/")[0]: one for one in found["checkpoints"]}
 
-    assert (await world.ask("PUT", f"{at(paths['external_weights'])}/ttl", {"ttl_seconds": 3600})).status_code == 200
+    assert (
+        await world.ask("PUT", f"{rest_path(paths['external_weights'])}/ttl", {"ttl_seconds": 3600})
+    ).status_code == 200
     assert [kind for kind, one in (await listed()).items() if one["expires_at"]] == ["external_weights"]
-    assert (await world.ask("POST", f"{at(paths['sampler_weights'])}/publish")).status_code == 200
+    assert (await world.ask("POST", f"{rest_path(paths['sampler_weights'])}/publish")).status_code == 200
     assert [kind for kind, one in (await listed()).items() if one["public"]] == ["sampler_weights"]
-    assert (await world.ask("DELETE", at(paths["weights"]))).status_code == 200
-    assert (await world.ask("DELETE", at(paths["weights"]))).status_code == 404
+    assert (await world.ask("DELETE", rest_path(paths["weights"]))).status_code == 200
+    assert (await world.ask("DELETE", rest_path(paths["weights"]))).status_code == 404
     assert set(await listed()) == {"sampler_weights", "external_weights"}
     assert world.events() == [
         "checkpoint_created",
@@ -109,7 +111,7 @@ async def test_scope_decides_whether_others_published_ones_are_seen(world: World
     run = f"training_runs/{owner.model_id}"
     assert (await world.ask("GET", f"{run}/checkpoints", key=OTHER)).status_code == 404
     public = f"tinker://{owner.model_id}/weights/public"
-    assert (await world.ask("POST", f"{at(public)}/publish")).status_code == 200
+    assert (await world.ask("POST", f"{rest_path(public)}/publish")).status_code == 200
 
     async def names(path: str, key: str = OTHER) -> list[str]:
         return sorted(one["checkpoint_id"] for one in (await world.get(path, key))["checkpoints"])
@@ -123,53 +125,55 @@ async def test_scope_decides_whether_others_published_ones_are_seen(world: World
     seen = await world.get(f"{run}?access_scope=accessible", OTHER)
     assert seen["last_checkpoint"]["tinker_path"] == public
     assert seen["user_metadata"] is None
-    assert (await world.ask("DELETE", f"{at(public)}/publish")).status_code == 200
+    assert (await world.ask("DELETE", f"{rest_path(public)}/publish")).status_code == 200
     assert (await world.ask("GET", f"{run}?access_scope=accessible", key=OTHER)).status_code == 404
 
 
 # Copies
 
 
-async def test_copy_lives_on_without_its_source(either: World, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_copy_lives_on_without_its_source(each_world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reclaim, "GRACE_S", SOON_S)
     monkeypatch.setattr(reclaim, "LISTING_S", SOON_S)
-    trainer = await either.trainer()
+    trainer = await each_world.trainer()
     await trainer.step(1)
     before = await trainer.state()
     sources, copies = [], []
     for kind in (Kind.SAVE_WEIGHTS, Kind.SAVE_WEIGHTS_FOR_SAMPLER):
         sources.append((await trainer.do(kind, path="kept", user_metadata={"a": "b"}, ttl_seconds=3600))["path"])
         wanted = {"source_path": sources[-1], "destination_project_id": "archive"}
-        copies.append((await either.post("copy_weights", wanted))["tinker_path"])
+        copies.append((await each_world.post("copy_weights", wanted))["tinker_path"])
     for source, copy in zip(sources, copies, strict=True):
         assert copy.split("/")[3:] == source.split("/")[3:], "the same kind and name"
-        assert (await either.ask("DELETE", at(source))).status_code == 200
-    await either.harness.end(trainer.session)
+        assert (await each_world.ask("DELETE", rest_path(source))).status_code == 200
+    await each_world.harness.end(trainer.session)
     for _ in range(2):
-        await either.harness.sweep()
-    assert len(either.harness.checkpoint_store.stored()) == 2
-    listed = {one["tinker_path"]: one for one in (await either.get("checkpoints"))["checkpoints"]}
+        await each_world.harness.sweep()
+    assert len(each_world.harness.checkpoint_store.stored()) == 2
+    listed = {one["tinker_path"]: one for one in (await each_world.get("checkpoints"))["checkpoints"]}
     assert set(listed) == set(copies)
     assert all(one["user_metadata"] == {"a": "b"} and one["expires_at"] is None for one in listed.values())
     run_id = copies[0].removeprefix("tinker://").partition("/")[0]
-    runs = await either.get("training_runs?project_id=archive")
+    runs = await each_world.get("training_runs?project_id=archive")
     assert run_id in [run["training_run_id"] for run in runs["training_runs"]]
     # Loaded
-    session = await either.session()
+    session = await each_world.session()
     load = {"session_id": session, "model_seq_id": 0, "path": copies[0], "optimizer": True}
-    promise = await either.post("load_weights", load)
-    assert (await either.outcome(promise["request_id"])).error is None
-    loaded = Trainer(either.harness, trainer.session, promise["model_id"])
+    promise = await each_world.post("load_weights", load)
+    assert (await each_world.outcome(promise["request_id"])).error is None
+    loaded = Trainer(each_world.harness, trainer.session, promise["model_id"])
     assert await loaded.state() == before
     # Sampled from
     wanted = {"session_id": session, "sampling_session_seq_id": 0, "model_path": copies[1]}
-    await either.post("create_sampling_session", wanted)
-    (row,) = [row for row in either.harness.checkpoint_rows(copies[1].split("/")[2]) if row.kind == "sampler_weights"]
-    assert files_in(either.harness.adapter(row.weights)) == {name: before[name] for name in ADAPTER}
+    await each_world.post("create_sampling_session", wanted)
+    (row,) = [
+        row for row in each_world.harness.checkpoint_rows(copies[1].split("/")[2]) if row.kind == "sampler_weights"
+    ]
+    assert files_in(each_world.harness.adapter(row.weights)) == {name: before[name] for name in ADAPTER}
     assert row.weights == AdapterVersion(f"{row.model_id}@1")
     # Not trained on
-    late = await either.post("optim_step", {"model_id": run_id, "seq_id": 1, "adam_params": {}})
-    failed = await either.outcome(late["request_id"])
+    late = await each_world.post("optim_step", {"model_id": run_id, "seq_id": 1, "adam_params": {}})
+    failed = await each_world.outcome(late["request_id"])
     assert "not there any more" in (failed.error or "")
 
 

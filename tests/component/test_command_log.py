@@ -344,7 +344,7 @@ class CommandLog(RuleBasedStateMachine):
     # What becomes of the processes
 
     async def engine_rests(self) -> None:
-        if self.engine.alive and not await self.engine.rest():
+        if self.engine.alive and not await self.engine.wait_until_idle():
             self.note_death()
 
     def note_death(self) -> None:
@@ -366,7 +366,7 @@ class CommandLog(RuleBasedStateMachine):
             self.send_all(client, work if not client.ended else [], rings=True)
         for steps in deaths:
             self.start_engine()
-            self.engine.die_after(steps)
+            self.engine.die_after_steps(steps)
             self.note(self.do(self.engine.turns(ALL)))
         if back:
             self.start_engine()
@@ -376,7 +376,7 @@ class CommandLog(RuleBasedStateMachine):
             assert self.do(self.engine.start())
 
     def note(self, lives: bool) -> None:
-        self.engine.die_after(None)
+        self.engine.die_after_steps(None)
         if not lives:
             self.note_death()
 
@@ -384,8 +384,8 @@ class CommandLog(RuleBasedStateMachine):
     def engine_looks(self, steps: int | None) -> None:
         """For what nobody rang for; it may die of what it finds."""
         if self.engine.alive:
-            self.engine.die_after(steps)
-            self.note(self.do(self.engine.look()))
+            self.engine.die_after_steps(steps)
+            self.note(self.do(self.engine.find_lost_rings()))
 
     @rule()
     def engine_is_stopped(self) -> None:
@@ -395,7 +395,7 @@ class CommandLog(RuleBasedStateMachine):
     def engine_starts(self, steps: int | None) -> None:
         """And may die of that, but not twice. One that lives is stopped before."""
         self.do(self.engine.stop())
-        self.engine.die_after(None if self.died_at_start else steps)
+        self.engine.die_after_steps(None if self.died_at_start else steps)
         lives = self.do(self.engine.start())
         self.died_at_start = not lives
         self.note(lives)
@@ -438,7 +438,7 @@ class CommandLog(RuleBasedStateMachine):
         """Everything that can run runs, however often the engine is started for it."""
         while not self.engine.alive:
             await self.engine.start()
-        assert await self.engine.look()
+        assert await self.engine.find_lost_rings()
         assert await self.engine.turns(ALL)
         await self.store.poll_outcomes()
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
-from api_harness import Api, Serve, asked, tokens
+from api_harness import Api, Serve, sample_body, tokens
 from fake_upstream import FakeUpstream, after, complete
 from sqlalchemy import func, select
 
@@ -73,7 +73,7 @@ async def test_a_sample_that_cannot_be_stored_is_not_acknowledged_and_may_be_sen
     async with serve() as api:
         sampler = await api.sampler()
         with commits_held(database):
-            refused = await api.post("asample", asked(sampler, 1))
+            refused = await api.post("asample", sample_body(sampler, 1))
         assert refused.status_code >= 500
         assert statuses(database) == {}
         assert not upstream.completions

@@ -7,7 +7,7 @@ import logging
 import httpx
 import pytest
 import tinker
-from api_harness import Api, asked
+from api_harness import Api, sample_body
 from fake_upstream import FakeUpstream
 from tinker._base_client import _log_deprecation_note
 
@@ -19,7 +19,7 @@ CONTEXT, PROMPT = 100, [5, 6, 7]
 
 async def sample(api: Api, sampler: str, seq_id: int, max_tokens: int | None) -> httpx.Response:
     params = {} if max_tokens is None else {"max_tokens": max_tokens}
-    answer = await api.post("asample", asked(sampler, seq_id, sampling_params=params))
+    answer = await api.post("asample", sample_body(sampler, seq_id, sampling_params=params))
     assert answer.status_code == 200, answer.text
     return answer
 

@@ -13,8 +13,8 @@ from typing import Any
 import httpx
 import psycopg
 import pytest
-from adapter_hosts import AllThere
-from api_harness import Api, Serve, asked, tokens
+from adapter_hosts import HostWithAllAdapters
+from api_harness import Api, Serve, sample_body, tokens
 from fake_upstream import FakeUpstream, after, complete, hang_up
 from sqlalchemy import Engine, event, func, make_url, select
 from sqlalchemy.dialects.postgresql.psycopg import PGDialect_psycopg
@@ -139,7 +139,7 @@ async def test_a_lock_that_does_not_come_is_503_for_each_kind_of_request(
     async with serve() as api:
         sampler = await api.sampler()
         model = {"session_id": sampler.partition(":")[0], "model_seq_id": 0, "base_model": "acme/base"}
-        sent = {"create_session": {}, "asample": asked(sampler, 1), "create_model": model}
+        sent = {"create_session": {}, "asample": sample_body(sampler, 1), "create_model": model}
         with locked(database):
             for path, body in sent.items():
                 assert_asked_to_come_again(await api.post(path, body), caplog)
@@ -158,18 +158,18 @@ async def test_a_full_disk_is_503_and_nothing_of_the_request_is_kept(
         sampler = await api.sampler()
         assert (await api.sample(sampler, 0))["request_id"]
         with connections.full():
-            answer = await api.post("asample", asked(sampler, 5_000) | LARGE)
+            answer = await api.post("asample", sample_body(sampler, 5_000) | LARGE)
             assert_asked_to_come_again(answer, caplog)
             seq_id, refused = 1, None
             while refused is None and seq_id < 2_000:  # until the free pages are used up
-                answer = await api.post("asample", asked(sampler, seq_id))
+                answer = await api.post("asample", sample_body(sampler, seq_id))
                 refused = answer if answer.status_code != 200 else None
                 seq_id += 1
             assert refused is not None
             assert_asked_to_come_again(refused, caplog)
             stored = count(database, rows.futures)
         assert stored == seq_id - 1, "what was acknowledged is there, what was refused is not"
-        assert (await api.post("asample", asked(sampler, 5_000) | LARGE)).status_code == 200
+        assert (await api.post("asample", sample_body(sampler, 5_000) | LARGE)).status_code == 200
         promise = await api.sample(sampler, seq_id - 1)
         assert tokens(await api.result(promise["request_id"])) == [[0, 1, 2]]
 
@@ -190,9 +190,9 @@ async def test_a_database_that_turns_read_only_is_503_until_it_is_not(
         sampler = await api.sampler()
         assert (await api.sample(sampler, 0))["request_id"]
         with read_only:
-            assert_asked_to_come_again(await api.post("asample", asked(sampler, 1)), caplog)
+            assert_asked_to_come_again(await api.post("asample", sample_body(sampler, 1)), caplog)
             assert_asked_to_come_again(await api.post("create_session", {}), caplog)
-        answer = await retried(lambda: api.post("asample", asked(sampler, 1)))
+        answer = await retried(lambda: api.post("asample", sample_body(sampler, 1)))
         assert tokens(await api.result(answer.json()["request_id"])) == [[0, 1, 2]]
 
 
@@ -206,11 +206,11 @@ async def test_postgresql_that_goes_and_comes_back_loses_nothing_that_was_acknow
         sampler = await api.sampler()
         early = [await api.sample(sampler, seq_id) for seq_id in range(20)]
         postgres.stop()
-        assert_asked_to_come_again(await api.post("asample", asked(sampler, 20)), caplog)
+        assert_asked_to_come_again(await api.post("asample", sample_body(sampler, 20)), caplog)
         hearing = [asyncio.create_task(api.result(promise["request_id"])) for promise in early]
         go.set()
         sending = [
-            asyncio.create_task(retried(lambda seq_id=seq_id: api.post("asample", asked(sampler, seq_id))))
+            asyncio.create_task(retried(lambda seq_id=seq_id: api.post("asample", sample_body(sampler, seq_id))))
             for seq_id in range(20, 40)
         ]
         await asyncio.sleep(0)
@@ -274,7 +274,7 @@ async def test_samples_share_one_look_for_the_endpoint_and_tell_nothing_of_the_d
     looks = await asyncio.gather(*(endpoint.resolve() for _ in range(100)), return_exceptions=True)
     assert away.reads == 1
     assert {type(look) for look in looks} == {EndpointUnknown}
-    client = ForwardingClient(HttpTransport(), endpoint, AllThere(), api_key=None, deadline_s=0.3)
+    client = ForwardingClient(HttpTransport(), endpoint, HostWithAllAdapters(), api_key=None, deadline_s=0.3)
     with pytest.raises(FailedRequest) as failed:
         await client.sample(JOB)
     assert failed.value.message == "gave up after 0.3 s: the server's database cannot be used now"
@@ -324,7 +324,7 @@ async def test_no_route_tells_where_the_database_is(serve: Serve, postgres: Post
         ]
         for path, body in {
             "create_session": {},
-            "asample": asked(sampler, 1),
+            "asample": sample_body(sampler, 1),
             "retrieve_future": {"request_id": unknown},
             "cancel_future": {"request_id": unknown},
             "session_heartbeat": {"session_id": session},
@@ -369,7 +369,7 @@ async def test_a_sample_that_was_stored_though_its_commit_seemed_lost_is_forward
         sampler = await api.sampler()
         with monkeypatch.context() as broken:
             broken.setattr(PGDialect_psycopg, "do_commit", committed_unheard)
-            assert (await api.post("asample", asked(sampler, 1))).status_code == 503
+            assert (await api.post("asample", sample_body(sampler, 1))).status_code == 503
         assert lost >= 1
         assert not upstream.completions
         assert count(database, rows.futures) == 1

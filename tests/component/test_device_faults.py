@@ -177,7 +177,7 @@ async def test_a_fault_while_a_model_is_restored_ends_the_engine_and_is_held_aga
         gpu.broken = False
         with pytest.raises(DeviceFault):
             await harness.start(faulty)
-        harness.died_starting()
+        harness.close_after_failed_start()
         assert harness.model_row(poisoned.model_id).status == "ready"
         assert len(blamed(harness)) == 1
         assert blamed(harness)[0].startswith("again ")

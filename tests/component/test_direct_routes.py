@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
-from api_harness import BASE, Api, Serve, asked, tokens
+from api_harness import BASE, Api, Serve, sample_body, tokens
 from fastapi.exceptions import RequestValidationError, WebSocketRequestValidationError
 from fastapi.routing import APIRoute
 from sqlalchemy.exc import SQLAlchemyError
@@ -192,7 +192,7 @@ async def test_a_sample_that_is_sent_again_the_other_way_is_the_same_one(both: B
     assert (await both.post("session_heartbeat", {"session_id": session})).status_code == 200
     wanted = {"session_id": session, "sampling_session_seq_id": 0, "base_model": BASE}
     sampler = (await both.post("create_sampling_session", wanted)).json()["sampling_session_id"]
-    promise = (await both.post("asample", asked(sampler, 1))).json()
+    promise = (await both.post("asample", sample_body(sampler, 1))).json()
     sample = {"X-Tinker-Request-Type": "Sample", "Accept": "application/x-protobuf"}
     result = await both.post("retrieve_future", {"request_id": promise["request_id"]}, **sample)
     assert tokens(result) == [[0, 1, 2]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from api_harness import BASE, LONG_S, Api, Serve, asked, session_of, tokens
+from api_harness import BASE, LONG_S, Api, Serve, sample_body, session_of, tokens
 from fake_upstream import FakeUpstream, error
 from sqlalchemy import select, update
 
@@ -71,7 +71,10 @@ async def test_sample_after_the_drop_is_refused_saying_so(api: Api, losing: Fake
     assert tokens(await api.result((await api.sample(sampler, 1))["request_id"])) == [[0, 1, 2]]
     drop(database, sampler)
     await api.services.samplers.forget_dropped()
-    for route, body in (("asample", asked(sampler, 2)), ("join_sampling_session", {"sampling_session_id": sampler})):
+    for route, body in (
+        ("asample", sample_body(sampler, 2)),
+        ("join_sampling_session", {"sampling_session_id": sampler}),
+    ):
         refused = await api.post(route, body)
         assert refused.status_code == 404
         assert refused.json()["field"] == "sampling_session_id"

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 import pytest
 from engine_harness import until
 from fake_upstream import LOAD, FakeUpstream, Received, Reply, closed_port, error, fake_upstream, hang_up
-from replicas import GONE, ILL, SOON_S, UNLOAD, WELL, group_of, replica_at, running, set_up
+from replicas import GONE, ILL, SOON_S, UNLOAD, WELL, group_of, replica_at, running, set_replies
 
 from skyrl.inference.engine_group import EngineGroup
 from skyrl.inference.replica import ReplicaState
@@ -27,16 +27,16 @@ async def nothing_in_use() -> list[AdapterVersion]:
 @pytest.mark.parametrize("health", [ILL, GONE], ids=["its engine is dead", "nobody answers"])
 async def test_death_is_published_and_so_is_the_next_server(health: Reply) -> None:
     async with fake_upstream() as upstream:
-        set_up(upstream)
+        set_replies(upstream)
         group, published = group_of(upstream.url)
         async with running(group):
             await until(lambda: published == [upstream.url])
             assert group.ready
             warm_ups = len(upstream.completions)
-            set_up(upstream, health)
+            set_replies(upstream, health)
             await until(lambda: published == [upstream.url, None])
             assert "not healthy" in group.reason
-            set_up(upstream)
+            set_replies(upstream)
             await until(lambda: published == [upstream.url, None, upstream.url])
             assert len(upstream.completions) == 2 * warm_ups, "the next one was warmed up, too"
         assert published == [upstream.url, None, upstream.url, None]
@@ -45,8 +45,8 @@ async def test_death_is_published_and_so_is_the_next_server(health: Reply) -> No
 @asynccontextmanager
 async def two_replicas() -> AsyncIterator[tuple[FakeUpstream, FakeUpstream]]:
     async with fake_upstream() as one, fake_upstream() as two:
-        set_up(one)
-        set_up(two)
+        set_replies(one)
+        set_replies(two)
         yield one, two
 
 
@@ -61,26 +61,26 @@ def state_of(group: EngineGroup, upstream: FakeUpstream) -> ReplicaState:
 
 async def test_two_replicas_are_published_while_one_is_ready() -> None:
     async with two_replicas() as (one, two):
-        set_up(one, ILL)
-        set_up(two, ILL)
+        set_replies(one, ILL)
+        set_replies(two, ILL)
         group, published = group_of(one.url, two.url, proxy_url=PROXY)
         async with running(group):
             await until(lambda: bool(two.requests))
             assert group.reason == f"vLLM at {one.url}: starting; vLLM at {two.url}: starting"
             assert published == []
-            set_up(two)
+            set_replies(two)
             await until(lambda: published == [PROXY])
             assert group.reason == ""
-            set_up(one)
+            set_replies(one)
             await until(lambda: state_of(group, one) is ReplicaState.READY)
-            set_up(two, GONE)
+            set_replies(two, GONE)
             await until(lambda: state_of(group, two) is ReplicaState.LOST)
             assert group.ready
-            set_up(one, GONE)
+            set_replies(one, GONE)
             await until(lambda: published == [PROXY, None])
             assert one.url in group.reason
             assert two.url in group.reason
-            set_up(one)
+            set_replies(one)
             await until(lambda: published == [PROXY, None, PROXY])
         assert published[-1] is None
 
@@ -96,7 +96,7 @@ async def test_an_adapter_is_loaded_on_every_replica_that_is_ready() -> None:
         async with running(group):
             await until(lambda: all(state_of(group, each) is ReplicaState.READY for each in (one, two)))
             await group.publish_adapter(AdapterVersion("first"))
-            set_up(two, ILL)
+            set_replies(two, ILL)
             await until(lambda: state_of(group, two) is ReplicaState.LOST)
             await group.publish_adapter(AdapterVersion("second"))
             assert asked_for(one, LOAD) == ["first", "second"]
@@ -119,7 +119,7 @@ async def test_an_adapter_is_unloaded_from_every_replica_ready_or_not() -> None:
     async with two_replicas() as (one, two):
         group, published = group_of(one.url, two.url, closed_port(), proxy_url=PROXY)
         async with running(group):
-            set_up(two, ILL)
+            set_replies(two, ILL)
             await until(lambda: state_of(group, one) is ReplicaState.READY)
             old, unknown, stuck = AdapterVersion("old"), AdapterVersion("unknown"), AdapterVersion("stuck")
             assert await group.retire([old]) == {old}, "nothing listens at the third: it has nothing loaded"
@@ -157,7 +157,7 @@ async def test_a_publisher_that_is_slow_holds_up_no_watch_and_is_told_the_last_s
         await WELL(request, writer)
 
     async with fake_upstream() as upstream:
-        set_up(upstream, count)
+        set_replies(upstream, count)
         group = EngineGroup(
             [replica_at(upstream.url)],
             publish,
@@ -170,7 +170,7 @@ async def test_a_publisher_that_is_slow_holds_up_no_watch_and_is_told_the_last_s
             await until(lambda: group.ready)
             before = probes
             await until(lambda: probes > before + 3)
-            set_up(upstream, ILL)
+            set_replies(upstream, ILL)
             await until(lambda: not group.ready)
             assert published == []
             may_go.set()
@@ -187,7 +187,7 @@ async def test_a_publisher_that_fails_is_asked_again() -> None:
         published.append(url)
 
     async with fake_upstream() as upstream:
-        set_up(upstream)
+        set_replies(upstream)
         group = EngineGroup(
             [replica_at(upstream.url)],
             publish,

@@ -7,7 +7,7 @@ from collections import defaultdict
 from pathlib import Path
 
 import pytest
-from api_harness import Api, Serve, asked
+from api_harness import Api, Serve, sample_body
 from fake_upstream import FakeUpstream, after, complete, never
 from sqlalchemy import select
 
@@ -24,7 +24,7 @@ FIRST, SECOND = "tml-one", "tml-two"
 
 
 async def send(api: Api, key: str, sampler: str, *seq_ids: int) -> list[str]:
-    answers = [await api.post("asample", asked(sampler, seq_id), **{"X-API-Key": key}) for seq_id in seq_ids]
+    answers = [await api.post("asample", sample_body(sampler, seq_id), **{"X-API-Key": key}) for seq_id in seq_ids]
     return [answer.json()["request_id"] for answer in answers]
 
 
@@ -118,7 +118,7 @@ async def test_a_process_that_comes_later_goes_by_the_time_of_the_others(
             while await database.read_async(lambda c: c.execute(select(processes.c.sample_clock)).scalar()) != now:
                 pass  # the next beat tells it
         async with open_services(Runtime(api.services.config, tmp_path, None, "key", slot=1)) as later:
-            promise = await later.sampling.submit(encode_json(asked(sampler, 10)), tenant_of_key(FIRST))
+            promise = await later.sampling.submit(encode_json(sample_body(sampler, 10)), tenant_of_key(FIRST))
             assert await later.futures.wait(promise.request_id, tenant_of_key(FIRST), 60.0)
     sent = priorities(upstream)[sampler]
     assert sent[10] == sent[9], "where the others' time is, and not where it begins"

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from adapter_hosts import AllThere
+from adapter_hosts import HostWithAllAdapters
 from fake_upstream import (
     FakeUpstream,
     Received,
@@ -115,7 +115,7 @@ async def connect(row: Row) -> AsyncIterator[Connect]:
             client = ForwardingClient(
                 HttpTransport(max_connections),
                 options.pop("endpoint", EngineEndpoint(row)),
-                AllThere(),
+                HostWithAllAdapters(),
                 api_key="key",
                 deadline_s=deadline_s,
                 **options,

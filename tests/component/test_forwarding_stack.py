@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 import pytest
-from api_harness import BASE, LONG_S, Api, Serve, asked, session_of, tokens
+from api_harness import BASE, LONG_S, Api, Serve, sample_body, session_of, tokens
 from fake_upstream import FakeUpstream, after, complete, error, hang_up, never, reply
 from sqlalchemy import delete, select, update
 
@@ -158,7 +158,7 @@ async def test_finished_session_takes_no_samples(api: Api, database: Database) -
     sampler = await api.sampler()
     await api.finish(sampler)
     assert (await api.http.get(f"/api/v1/samplers/{sampler}")).status_code == 200  # which looks it up anew
-    refused = await api.post("asample", asked(sampler, 1))
+    refused = await api.post("asample", sample_body(sampler, 1))
     assert refused.status_code == 404  # 410 would make the SDK send it again, for hours
     assert refused.json()["field"] == "sampling_session_id"
     assert rows(database) == []
@@ -314,7 +314,7 @@ async def test_same_number_in_another_sampling_session_is_another_request(api: A
 
 async def test_samples_without_a_number_are_all_new(api: Api, upstream: FakeUpstream) -> None:
     sampler = await api.sampler()
-    body = asked(sampler, None)
+    body = sample_body(sampler, None)
     promises = [(await api.post("asample", body)).json()["request_id"] for _ in range(2)]
     assert promises[0] != promises[1]
     await settled(api)
@@ -324,7 +324,7 @@ async def test_samples_without_a_number_are_all_new(api: Api, upstream: FakeUpst
 async def test_other_body_under_the_same_number_is_refused(api: Api, upstream: FakeUpstream) -> None:
     sampler = await api.sampler()
     await api.sample(sampler, 7)
-    refused = await api.post("asample", asked(sampler, 7, prompt=[1, 2]))
+    refused = await api.post("asample", sample_body(sampler, 7, prompt=[1, 2]))
     assert refused.status_code == 400
     assert refused.json()["field"] == "seq_id"
     assert "7 was used before" in refused.json()["detail"]
@@ -347,7 +347,7 @@ async def test_repeated_sample_after_a_restart(
     upstream.default = complete()
     async with serve() as api:
         assert await api.sample(sampler, 1, num_samples=2) == first
-        refused = await api.post("asample", asked(sampler, 1, num_samples=1))
+        refused = await api.post("asample", sample_body(sampler, 1, num_samples=1))
         assert refused.status_code == 400
         assert refused.json()["field"] == "seq_id"
         assert tokens(await api.result(first["request_id"])) == [[0, 1, 2], [1, 2, 3]]
@@ -366,7 +366,7 @@ async def test_429_above_the_bound_and_nothing_recorded(
     async with serve(max_pending_samples=2) as api:
         sampler = await api.sampler()
         promises = [await api.sample(sampler, seq_id) for seq_id in (1, 2)]
-        refused = await api.post("asample", asked(sampler, 3))
+        refused = await api.post("asample", sample_body(sampler, 3))
         assert refused.status_code == 429
         assert float(refused.headers["Retry-After"]) > 0
         assert "2 samples" in refused.json()["detail"]
@@ -383,7 +383,7 @@ async def test_429_above_the_bound_and_nothing_recorded(
 async def test_429_above_the_bound_in_bytes(serve: Serve, upstream: FakeUpstream, database: Database) -> None:
     upstream.default = never
     database.write(lambda c: publish_training(c, ready=True, reason="", vocab_size=10, max_context=2**20))
-    half = asked("", 0, prompt=[1] * (2**18 + 1))
+    half = sample_body("", 0, prompt=[1] * (2**18 + 1))
     async with serve(max_pending_sample_bytes=2**20) as api:
         half["sampling_session_id"] = sampler = await api.sampler()
         assert (await api.post("asample", half | {"seq_id": 1})).status_code == 200
@@ -391,7 +391,7 @@ async def test_429_above_the_bound_in_bytes(serve: Serve, upstream: FakeUpstream
         assert refused.status_code == 429
         assert "Retry-After" in refused.headers
         assert rows(database) == [PENDING]
-        assert (await api.post("asample", asked(sampler, 3))).status_code == 200
+        assert (await api.post("asample", sample_body(sampler, 3))).status_code == 200
         await api.finish(sampler)
         await settled(api)
 
@@ -406,7 +406,7 @@ async def test_another_tenant_sees_nothing(api: Api, upstream: FakeUpstream, dat
     await api.result(request_id)
     other = {"X-API-Key": "tml-two"}
     refusals = {
-        "asample": (await api.post("asample", asked(sampler, 2), **other), "sampling_session_id"),
+        "asample": (await api.post("asample", sample_body(sampler, 2), **other), "sampling_session_id"),
         "result": (await api.result(request_id, **other), "request_id"),
         "sampler": (await api.http.get(f"/api/v1/samplers/{sampler}", headers=other), "sampler_id"),
         "session": (await api.http.get(f"/api/v1/sessions/{session}", headers=other), "session_id"),

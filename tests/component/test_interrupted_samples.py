@@ -9,7 +9,7 @@ import random
 from collections.abc import AsyncIterator, Callable, Sequence
 
 import pytest
-from adapter_hosts import AllThere
+from adapter_hosts import HostWithAllAdapters
 from fake_upstream import FakeUpstream, Received, complete, fake_upstream, hang_up, never, reply
 from loop_clock import LoopClock
 from test_forwarding_failures import JOB, WHOLE, decoded
@@ -85,7 +85,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 async def client(upstream: FakeUpstream) -> AsyncIterator[ForwardingClient]:
     client = ForwardingClient(
-        HttpTransport(), FixedEndpoint(upstream.url), AllThere(), api_key=None, deadline_s=DEADLINE_S
+        HttpTransport(), FixedEndpoint(upstream.url), HostWithAllAdapters(), api_key=None, deadline_s=DEADLINE_S
     )
     yield client
     await client.close()

@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
-from api_harness import BASE, Api, Serve, asked
+from api_harness import BASE, Api, Serve, sample_body
 from fake_upstream import FakeUpstream
 from sqlalchemy import event, select
 
@@ -259,7 +259,7 @@ async def test_who_asks_is_known_without_the_database(
         monkeypatch.setattr(access.keys._database, "read_async", unreadable)
         with pytest.raises(OSError, match="disk"):
             await access.keys.refresh()
-        promise = await api.post("asample", asked(sampler, 1, base_model=BASE), **headers)
+        promise = await api.post("asample", sample_body(sampler, 1, base_model=BASE), **headers)
         assert promise.status_code == 200
         assert (await api.result(promise.json()["request_id"], **headers)).status_code == 200
         assert not [statement for statement in statements if "FROM api_keys" in statement]

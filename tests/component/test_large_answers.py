@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from adapter_hosts import AllThere
-from api_harness import Api, Serve, asked
+from adapter_hosts import HostWithAllAdapters
+from api_harness import Api, Serve, sample_body
 from fake_upstream import FakeUpstream, Received, completion, reply
 from test_forwarding_failures import JOB, WHOLE, decoded
 
@@ -38,7 +38,9 @@ HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
 
 @pytest.fixture
 async def client(upstream: FakeUpstream) -> AsyncIterator[ForwardingClient]:
-    client = ForwardingClient(HttpTransport(), FixedEndpoint(upstream.url), AllThere(), api_key=None, deadline_s=300)
+    client = ForwardingClient(
+        HttpTransport(), FixedEndpoint(upstream.url), HostWithAllAdapters(), api_key=None, deadline_s=300
+    )
     yield client
     await client.close()
 
@@ -229,7 +231,7 @@ async def test_large_answers_hold_nobody_up(serve: Serve, upstream: FakeUpstream
     database.write(lambda c: publish_training(c, ready=True, reason="", vocab_size=1000, max_context=4096))
     async with serve() as api:
         sampler = await api.sampler()
-        waits = await heartbeats_while(api, sampler, [asked(sampler, i) | one for i in range(12)])
+        waits = await heartbeats_while(api, sampler, [sample_body(sampler, i) | one for i in range(12)])
     whole_s = max(before_s, decoding_s())  # the machine may have become busy meanwhile
     p50, p99 = np.quantile(waits, [0.5, 0.99])
     print(f"{len(waits)} heartbeats: p50 {p50 * 1e3:.1f} ms, p99 {p99 * 1e3:.1f} ms, max {max(waits) * 1e3:.1f} ms;")

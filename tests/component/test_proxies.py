@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
-from adapter_hosts import AllThere
+from adapter_hosts import HostWithAllAdapters
 from fake_upstream import COMPLETIONS, FakeUpstream, closed_port, fake_upstream, hang_up, reply
 from test_forwarding_failures import JOB, WHOLE, decoded
 
@@ -89,7 +89,7 @@ async def balancing() -> AsyncIterator[Balancer]:
 async def client() -> AsyncIterator[tuple[Balancer, ForwardingClient]]:
     async with balancing() as balancer:
         client = ForwardingClient(
-            HttpTransport(), FixedEndpoint(balancer.url), AllThere(), api_key=None, deadline_s=300
+            HttpTransport(), FixedEndpoint(balancer.url), HostWithAllAdapters(), api_key=None, deadline_s=300
         )
         yield balancer, client
         await client.close()

@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
-from api_harness import BASE, Api, Serve, asked, session_of, tokens
+from api_harness import BASE, Api, Serve, sample_body, session_of, tokens
 from engine_harness import data, until
 from fake_upstream import FakeUpstream, after, complete, error
 from sqlalchemy import Connection, event, select, update
@@ -53,7 +53,7 @@ async def ended(api: Api, request_id: str, **headers: str) -> httpx.Response:
 
 
 async def sample_of_other(api: Api, sampler: str, seq_id: int) -> list[list[int]]:
-    answer = await api.post("asample", asked(sampler, seq_id), **OTHER)
+    answer = await api.post("asample", sample_body(sampler, seq_id), **OTHER)
     return tokens(await ended(api, answer.json()["request_id"], **OTHER))
 
 
@@ -81,9 +81,9 @@ async def test_samples_above_the_quota_are_refused_and_not_recorded(
     async with serve(quota_requests_in_flight=2) as api:
         mine, theirs = await api.sampler(), await api.sampler(**OTHER)
         promises = [await api.sample(mine, seq_id) for seq_id in (1, 2)]
-        assert "has 2 samples in flight" in refused(await api.post("asample", asked(mine, 3)))
+        assert "has 2 samples in flight" in refused(await api.post("asample", sample_body(mine, 3)))
         assert len(recorded(database)) == 2
-        other = (await api.post("asample", asked(theirs, 1), **OTHER)).json()
+        other = (await api.post("asample", sample_body(theirs, 1), **OTHER)).json()
         await upstream.until(lambda server: server.busy == 3)
         go.set()
         for promise in promises:
@@ -102,9 +102,9 @@ async def test_failed_and_cancelled_samples_are_not_in_flight(serve: Serve, upst
         assert failed.json()["category"] == "user"
         upstream.default = after(asyncio.Event(), complete())
         waits = await api.sample(sampler, 2)
-        refused(await api.post("asample", asked(sampler, 3)))
+        refused(await api.post("asample", sample_body(sampler, 3)))
         await api.post("cancel_future", {"request_id": waits["request_id"]})
-        assert (await api.post("asample", asked(sampler, 3))).status_code == 200
+        assert (await api.post("asample", sample_body(sampler, 3))).status_code == 200
 
 
 async def test_repeat_of_a_sample_counts_once(serve: Serve, upstream: FakeUpstream, database: Database) -> None:
@@ -123,9 +123,9 @@ async def test_what_the_engine_samples_is_in_flight_until_it_has_ended(serve: Se
     async with serve(quota_requests_in_flight=1, backend_config=colocated) as api:
         sampler = await api.sampler()
         promise = await api.sample(sampler, 1)
-        refused(await api.post("asample", asked(sampler, 2)))
+        refused(await api.post("asample", sample_body(sampler, 2)))
         await api.post("cancel_future", {"request_id": promise["request_id"]})
-        assert (await api.post("asample", asked(sampler, 2))).status_code == 200
+        assert (await api.post("asample", sample_body(sampler, 2))).status_code == 200
     assert [row.status for row in recorded(database)] == ["failed", "pending"]
 
 
@@ -206,9 +206,9 @@ async def test_samples_that_would_wait_too_long_are_refused(
         sampler = await api.sampler()
         for seq_id in (1, 2):
             await api.sample(sampler, seq_id)
-        assert "6 tokens per minute" in refused(await api.post("asample", asked(sampler, 3)))
+        assert "6 tokens per minute" in refused(await api.post("asample", sample_body(sampler, 3)))
         assert len(recorded(database)) == 2
-        huge = await api.post("asample", asked(await api.sampler(**OTHER), 1, prompt=[1] * 60), **OTHER)
+        huge = await api.post("asample", sample_body(await api.sampler(**OTHER), 1, prompt=[1] * 60), **OTHER)
         assert huge.status_code == 200, "however large, it is not refused where nothing is before it"
         status = (await api.http.get("/statusz")).json()["quotas"]["refused"]
         assert status == {"tokens_per_minute": 1}
@@ -241,7 +241,7 @@ async def test_ending_the_session_ends_what_waits(serve: Serve) -> None:
         await api.finish(sampler)
         await until(lambda: not api.services.quotas.waiting)
         assert api.services.sampling.in_flight == 0
-        assert (await api.post("asample", asked(again, 1))).status_code == 200
+        assert (await api.post("asample", sample_body(again, 1))).status_code == 200
 
 
 async def test_default_holds_but_for_the_exceptions(serve: Serve, upstream: FakeUpstream, database: Database) -> None:
@@ -251,10 +251,10 @@ async def test_default_holds_but_for_the_exceptions(serve: Serve, upstream: Fake
         await change(api, database, requests_in_flight=-1)
         for seq_id in range(3):
             await api.sample(mine, seq_id)
-        answers = [await api.post("asample", asked(theirs, seq_id), **OTHER) for seq_id in range(2)]
+        answers = [await api.post("asample", sample_body(theirs, seq_id), **OTHER) for seq_id in range(2)]
         assert [answer.status_code for answer in answers] == [200, 429]
         await change(api, database, requests_in_flight=None)
-        answers = [await api.post("asample", asked(mine, seq_id)) for seq_id in (3, 4)]
+        answers = [await api.post("asample", sample_body(mine, seq_id)) for seq_id in (3, 4)]
         assert [answer.status_code for answer in answers] == [200, 429], "those from before were not counted"
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoint_world import KEY, OTHER, World, at, world_in
+from checkpoint_world import KEY, OTHER, World, rest_path, world_in
 from engine_harness import Trainer, data, until
 from sqlalchemy import select
 
@@ -142,7 +142,7 @@ async def test_saves_beyond_the_stored_bytes_fail_and_harm_nothing(tmp_path: Pat
         assert "bytes of checkpoints" in refused.json()["detail"]
         other = await world.trainer(OTHER)
         await other.do(Kind.SAVE_WEIGHTS, path="theirs")
-        assert (await world.ask("DELETE", at(first))).status_code == 200
+        assert (await world.ask("DELETE", rest_path(first))).status_code == 200
         await trainer.do(Kind.SAVE_WEIGHTS, path="second")
         world.harness.database.write(lambda c: rows.change(c, MINE, {"stored_bytes": -1}))
         await trainer.do(Kind.SAVE_WEIGHTS, path="third")

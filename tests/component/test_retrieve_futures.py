@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import httpx
 import pytest
-from api_harness import LONG_S, Api, Serve, asked, tokens
+from api_harness import LONG_S, Api, Serve, sample_body, tokens
 from engine_harness import until
 from fake_upstream import FakeUpstream, after, complete, error, never
 from sqlalchemy import select
@@ -131,7 +131,7 @@ async def test_copies_of_a_client_hear_of_their_own(api: Api) -> None:
     first = (await api.sample(sampler, 0))["request_id"]
     copy = (await api.sample(sampler, 3 * CLONE_BLOCK + 5))["request_id"]
     last = (await api.sample(sampler, 4 * CLONE_BLOCK - 1))["request_id"]
-    unnumbered = (await api.post("asample", asked(sampler, None))).json()["request_id"]
+    unnumbered = (await api.post("asample", sample_body(sampler, None))).json()["request_id"]
     assert set((await gather(api, sampler, 2))[1]) == {first, unnumbered}
     assert set((await gather(api, sampler, 2, clone=3))[1]) == {copy, last}
     assert (await poll(api, sampler, clone=4, timeout=0))[1] == []

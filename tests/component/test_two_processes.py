@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
-from api_harness import BASE, LONG_S, Api, asked, session_of, tokens
+from api_harness import BASE, LONG_S, Api, sample_body, session_of, tokens
 from engine_harness import until
 from fake_upstream import FakeUpstream, after, complete, never
 from sqlalchemy import event, insert, select, text, update
@@ -122,7 +122,7 @@ async def test_each_sample_is_forwarded_once_wherever_it_is_repeated(
         assert tokens(await second.result(promise["request_id"])) == [[0, 1, 2]]
     assert len(upstream.completions) == 10
     assert len(owners(database)) == 10
-    other = await second.post("asample", asked(sampler, 3, prompt=[9]))
+    other = await second.post("asample", sample_body(sampler, 3, prompt=[9]))
     assert other.status_code == 400
     assert other.json()["field"] == "seq_id"
 
@@ -146,14 +146,14 @@ async def test_end_is_told_to_a_process_that_does_not_look(
         await made[0].round()
         await until(lambda: database.read(lambda c: c.execute(listening).scalar_one()) == 2)
         sampler = await first.sampler()
-        assert (await second.post("asample", asked(sampler, 0))).status_code == 200, "it knows the session"
+        assert (await second.post("asample", sample_body(sampler, 0))).status_code == 200, "it knows the session"
         request_id = (await first.sample(sampler, 1))["request_id"]
         poll = asyncio.create_task(second.result(request_id))
         await until(lambda: second.services.futures.pending == 2)
         go.set()
         assert tokens(await asyncio.wait_for(poll, LONG_S)) == [[0, 1, 2]]
         await first.finish(sampler)
-        while (answer := await second.post("asample", asked(sampler, 2))).status_code != 404:
+        while (answer := await second.post("asample", sample_body(sampler, 2))).status_code != 404:
             assert answer.status_code == 200
             await asyncio.sleep(0.001)  # nothing else would run: it is answered from memory
 
@@ -326,7 +326,7 @@ async def test_taken_back_or_ended_at_the_other_process(
     await second.finish(sampler)
     await first.services.session_life.check()
     await until(lambda: in_flight(first) == 0)
-    assert (await first.post("asample", asked(sampler, 3))).status_code == 404
+    assert (await first.post("asample", sample_body(sampler, 3))).status_code == 404
     ended = [settlement(left, Outcome(error="the session has ended"), time.time())]  # as the engine does it
     database.write(lambda c: c.execute(SETTLE, ended))
     assert (await first.result(left)).json() == (await second.result(left)).json()

@@ -21,7 +21,7 @@ import httpx
 import pytest
 import pytest_asyncio
 import torch
-from adapter_hosts import AllThere
+from adapter_hosts import HostWithAllAdapters
 from safetensors.torch import load_file, save_file
 from tinker.proto.response_conv import deserialize_sample_response
 from transformers import AutoModelForCausalLM
@@ -353,7 +353,9 @@ async def test_prompt_and_sequences_asked_apart_are_those_of_one_request(served:
         topk_sample=2,
     )
     transport = HttpTransport()
-    client = ForwardingClient(transport, FixedEndpoint(served.spec.url), AllThere(), api_key=KEY, deadline_s=120)
+    client = ForwardingClient(
+        transport, FixedEndpoint(served.spec.url), HostWithAllAdapters(), api_key=KEY, deadline_s=120
+    )
     headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
     in_one = await transport.post(
         served.spec.url + completion.PATH, completion.encode_request(job), headers, 120, answer_bound(job)
