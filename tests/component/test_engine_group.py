@@ -1,5 +1,5 @@
-"""When the inference URL is published and withdrawn, and which replicas get an adapter: scripted servers that are well,
-ill or gone."""
+"""When the engine publishes and withdraws the inference URL, and which replicas get an adapter. The servers are
+scripted: healthy, unhealthy or dead."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ async def nothing_in_use() -> list[AdapterVersion]:
 
 
 @pytest.mark.parametrize("health", [ILL, GONE], ids=["its engine is dead", "nobody answers"])
-async def test_death_is_published_and_so_is_the_next_server(health: Reply) -> None:
+async def test_the_url_is_withdrawn_at_a_death_and_published_for_the_next_server(health: Reply) -> None:
     async with fake_upstream() as upstream:
         set_replies(upstream)
         group, published = group_of(upstream.url)
@@ -38,7 +38,7 @@ async def test_death_is_published_and_so_is_the_next_server(health: Reply) -> No
             assert "not healthy" in group.reason
             set_replies(upstream)
             await until(lambda: published == [upstream.url, None, upstream.url])
-            assert len(upstream.completions) == 2 * warm_ups, "the next one was warmed up, too"
+            assert len(upstream.completions) == 2 * warm_ups, "the second server was warmed up, too"
         assert published == [upstream.url, None, upstream.url, None]
 
 
@@ -50,7 +50,7 @@ async def two_replicas() -> AsyncIterator[tuple[FakeUpstream, FakeUpstream]]:
         yield one, two
 
 
-def asked_for(upstream: FakeUpstream, path: str) -> list[str]:
+def adapters_named_in(upstream: FakeUpstream, path: str) -> list[str]:
     """The adapters named in requests for this path."""
     return [request.json["lora_name"] for request in upstream.requests if request.path == path]
 
@@ -99,12 +99,12 @@ async def test_an_adapter_is_loaded_on_every_replica_that_is_ready() -> None:
             set_replies(two, ILL)
             await until(lambda: state_of(group, two) is ReplicaState.LOST)
             await group.publish_adapter(AdapterVersion("second"))
-            assert asked_for(one, LOAD) == ["first", "second"]
-            assert asked_for(two, LOAD) == ["first"], "a lost replica is not told of an adapter"
+            assert adapters_named_in(one, LOAD) == ["first", "second"]
+            assert adapters_named_in(two, LOAD) == ["first"], "a lost replica gets no load call"
             assert published == [PROXY]
 
 
-async def test_an_adapter_that_one_replica_refuses_is_not_to_be_used() -> None:
+async def test_an_adapter_that_one_replica_refuses_is_not_used() -> None:
     async with two_replicas() as (one, two):
         group, _ = group_of(one.url, two.url, proxy_url=PROXY)
         async with running(group):
@@ -112,7 +112,7 @@ async def test_an_adapter_that_one_replica_refuses_is_not_to_be_used() -> None:
             two.controls[LOAD] = error(400, "its rank is above the server's")
             with pytest.raises(VllmError, match="its rank is above the server's"):
                 await group.publish_adapter(AdapterVersion("large"))
-            assert asked_for(one, LOAD) == ["large"]
+            assert adapters_named_in(one, LOAD) == ["large"]
 
 
 async def test_an_adapter_is_unloaded_from_every_replica_ready_or_not() -> None:
@@ -122,8 +122,8 @@ async def test_an_adapter_is_unloaded_from_every_replica_ready_or_not() -> None:
             set_replies(two, ILL)
             await until(lambda: state_of(group, one) is ReplicaState.READY)
             old, unknown, stuck = AdapterVersion("old"), AdapterVersion("unknown"), AdapterVersion("stuck")
-            assert await group.retire([old]) == {old}, "nothing listens at the third: it has nothing loaded"
-            assert asked_for(one, UNLOAD) == asked_for(two, UNLOAD) == ["old"]
+            assert await group.retire([old]) == {old}, "the third has no listener, so it has no adapter loaded"
+            assert adapters_named_in(one, UNLOAD) == adapters_named_in(two, UNLOAD) == ["old"]
             two.controls[UNLOAD] = error(404, "no such adapter")
             assert await group.retire([unknown]) == {unknown}
             two.controls[UNLOAD] = error(500, "cannot")
@@ -131,19 +131,21 @@ async def test_an_adapter_is_unloaded_from_every_replica_ready_or_not() -> None:
             assert published == [PROXY]
 
 
-async def test_a_replica_that_breaks_off_may_still_have_the_adapter() -> None:
+async def test_a_replica_that_breaks_the_connection_may_still_have_the_adapter() -> None:
     async with two_replicas() as (one, two):
         group, published = group_of(one.url, two.url, proxy_url=PROXY)
         async with running(group):
             await until(lambda: published == [PROXY])
             two.controls[UNLOAD] = hang_up
             assert await group.retire([AdapterVersion("old"), AdapterVersion("older")]) == set()
-            assert asked_for(one, UNLOAD) == ["old", "older"]
-            assert asked_for(two, UNLOAD) == ["old"], "it would not answer the second question either"
+            assert adapters_named_in(one, UNLOAD) == ["old", "older"]
+            assert adapters_named_in(two, UNLOAD) == ["old"], (
+                "after one call without an answer the group makes no second one"
+            )
 
 
-async def test_a_publisher_that_is_slow_holds_up_no_watch_and_is_told_the_last_state() -> None:
-    """The database may wait for its lock: meanwhile servers die and come back."""
+async def test_a_slow_publisher_delays_no_health_check_and_gets_the_last_state() -> None:
+    """A publication may wait for the database's lock. Meanwhile servers die and come back."""
     published: list[str | None] = []
     may_go, probes = asyncio.Event(), 0
 
@@ -177,7 +179,7 @@ async def test_a_publisher_that_is_slow_holds_up_no_watch_and_is_told_the_last_s
             await until(lambda: published == [upstream.url, None])
 
 
-async def test_a_publisher_that_fails_is_asked_again() -> None:
+async def test_a_failed_publication_is_tried_again() -> None:
     published: list[str | None] = []
     failures = iter([OSError("no route"), RuntimeError("not now")])
 

@@ -1,4 +1,4 @@
-"""Taking saved weights elsewhere: archives and exported files, through links that need no key."""
+"""Downloads of saved weights: archives and exported files, through links that need no API key."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def unpacked(archive: bytes) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("kind", [Kind.SAVE_WEIGHTS, Kind.SAVE_WEIGHTS_FOR_SAMPLER])
-async def test_archive_holds_the_adapter(each_world: World, kind: Kind) -> None:
+async def test_an_archive_holds_the_adapter(each_world: World, kind: Kind) -> None:
     trainer = await each_world.trainer()
     await trainer.step(1)
     path = (await trainer.do(kind, path="final.1"))["path"]
@@ -59,7 +59,9 @@ async def test_archive_holds_the_adapter(each_world: World, kind: Kind) -> None:
     assert each_world.events()[-2:] == ["checkpoint_downloaded"] * 2
 
 
-async def test_link_is_for_one_save_of_one_path_and_ends(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_link_is_valid_for_one_save_of_one_path_and_expires(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     trainer = await world.trainer()
     path = (await trainer.do(Kind.SAVE_WEIGHTS, path="final"))["path"]
     await trainer.do(Kind.SAVE_WEIGHTS, path="other")
@@ -81,13 +83,15 @@ async def test_link_is_for_one_save_of_one_path_and_ends(world: World, monkeypat
     assert (await world.linked(again)).status_code == 404
 
 
-async def test_store_that_hangs_keeps_nobody_from_the_database(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_hanging_checkpoint_store_does_not_block_reads_of_the_database(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     trainer = await world.trainer()
     path = (await trainer.do(Kind.SAVE_WEIGHTS, path="final"))["path"]
     back = threading.Event()
     files = world.services.checkpoint_store.files
     monkeypatch.setattr(world.services.checkpoint_store, "files", lambda key: back.wait() and files(key))
-    # More than any pool has threads; what is asked after them is in a queue behind them.
+    # More requests than any thread pool has threads, so later requests queue behind them.
     many = [asyncio.create_task(world.ask("GET", f"{rest_path(path)}/archive")) for _ in range(50)]
     try:
         async with asyncio.timeout(60):
@@ -98,7 +102,7 @@ async def test_store_that_hangs_keeps_nobody_from_the_database(world: World, mon
     assert {answer.status_code for answer in await asyncio.gather(*many)} == {302}
 
 
-async def test_published_archive_is_everybodys_and_the_owner_reads_of_it(world: World) -> None:
+async def test_any_tenant_may_download_a_published_archive_and_the_owner_sees_the_event(world: World) -> None:
     trainer = await world.trainer()
     path = (await trainer.do(Kind.SAVE_WEIGHTS, path="final"))["path"]
     assert (await world.ask("GET", f"{rest_path(path)}/archive", key=OTHER)).status_code == 404
@@ -109,7 +113,7 @@ async def test_published_archive_is_everybodys_and_the_owner_reads_of_it(world: 
     assert world.events(OTHER) == []
 
 
-async def test_state_in_the_first_format_loads_and_has_no_archive(world: World) -> None:
+async def test_a_state_in_the_first_format_loads_but_has_no_archive(world: World) -> None:
     trainer = await world.trainer()
     await trainer.step(1)
     path = (await trainer.do(Kind.SAVE_WEIGHTS, path="old"))["path"]
@@ -132,7 +136,7 @@ async def test_state_in_the_first_format_loads_and_has_no_archive(world: World) 
 
 
 @pytest.mark.parametrize("encrypted", [False, True])
-async def test_exported_files_are_fetched_one_by_one(each_world: World, encrypted: bool) -> None:
+async def test_exported_files_are_downloaded_one_by_one(each_world: World, encrypted: bool) -> None:
     trainer = await each_world.trainer()
     await trainer.step(1)
     adapter = {name: content for name, content in (await trainer.state()).items() if name in ADAPTER}
@@ -162,7 +166,9 @@ async def test_exported_files_are_fetched_one_by_one(each_world: World, encrypte
         assert (await each_world.linked(next(iter(answer["urls"].values())))).status_code == 404
 
 
-async def test_store_that_clients_cannot_reach_is_streamed_through_us(tmp_path: Path, on_s3: dict[str, Any]) -> None:
+async def test_files_of_a_store_that_clients_cannot_reach_are_streamed_through_the_api(
+    tmp_path: Path, on_s3: dict[str, Any]
+) -> None:
     flags = on_s3 | {"presigned_downloads": False, "public_url": "https://skyrl.example/prefix/"}
     async with world_in(tmp_path / "state", **flags) as world:
         trainer = await world.trainer()
@@ -174,7 +180,7 @@ async def test_store_that_clients_cannot_reach_is_streamed_through_us(tmp_path: 
             assert answer.content == (await trainer.state())[name]
 
 
-async def test_ssh_key_may_be_a_recipient(world: World) -> None:
+async def test_an_ssh_key_may_be_a_recipient(world: World) -> None:
     trainer = await world.trainer()
     key = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIHsKLqeplhpW+uObz5dvMgjz1OxfM/XXUB+VHtZ6isGN alice@rust"
     await trainer.do(Kind.SAVE_WEIGHTS_EXTERNAL, path="export", age_encryption_recipients=[key])
@@ -182,7 +188,7 @@ async def test_ssh_key_may_be_a_recipient(world: World) -> None:
     assert all(b"-> ssh-ed25519" in content for content in world.harness.stored(row).values())
 
 
-async def test_recipient_that_is_none_fails_the_export(world: World) -> None:
+async def test_an_invalid_recipient_fails_the_export(world: World) -> None:
     good = str(age.x25519.Identity.generate().to_public())
     trainer = await world.trainer()
     for given, field in (
@@ -201,7 +207,7 @@ async def test_recipient_that_is_none_fails_the_export(world: World) -> None:
     assert world.harness.checkpoint_store.stored() == []
 
 
-async def test_export_is_neither_trained_on_nor_sampled_from(world: World) -> None:
+async def test_an_export_can_be_neither_trained_on_nor_sampled_from(world: World) -> None:
     trainer = await world.trainer()
     path = (await trainer.do(Kind.SAVE_WEIGHTS_EXTERNAL, path="export"))["path"]
     failed = await trainer.fails(Kind.LOAD_WEIGHTS, path=path)
