@@ -40,7 +40,7 @@ class Vllm:
     asleep: bool = False
     dead: bool = False
     dies_of: str = ""
-    sample_body: list[str] = field(default_factory=list)
+    requested_paths: list[str] = field(default_factory=list)
     turns: list[str] = field(default_factory=list)
     """Wake-ups, samples and times that it was put to sleep, in their order."""
     may_answer: asyncio.Event = field(default_factory=asyncio.Event)
@@ -53,7 +53,7 @@ class Vllm:
 
     async def _answer(self, request: Received, writer: asyncio.StreamWriter) -> None:
         path = request.path.partition("?")[0]
-        self.sample_body.append(path)
+        self.requested_paths.append(path)
         self.dead = self.dead or path == self.dies_of
         await (hang_up if self.dead else self._reply(path, request))(request, writer)
 

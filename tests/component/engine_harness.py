@@ -217,7 +217,7 @@ class Harness:
 
         self.parts.settlement.settle = settle_or_die  # type: ignore[method-assign]
 
-    async def killed(self, by: type[BaseException] = Killed) -> None:
+    async def wait_until_killed(self, by: type[BaseException] = Killed) -> None:
         """Wait until the engine has died, by the armed death or by an exception of the type `by`."""
         assert self._running is not None
         with contextlib.suppress(by):
@@ -225,7 +225,7 @@ class Harness:
             raise AssertionError("the engine has ended by itself")
         self._clear_engine()
 
-    def died_starting(self) -> None:
+    def close_after_failed_start(self) -> None:
         """After a `start` that has raised: close what was opened, as the end of a process does."""
         self.parts.signals.stop()
         self._clear_engine()

@@ -176,15 +176,15 @@ class _DyingDatabase(FencedDatabase):
 
 
 class _Rings:
-    """Rings the API; while `deaf` is set, rings are lost."""
+    """Rings the API; while `are_lost` is set, rings are lost."""
 
     def __init__(self, heard: Callable[[list[str]], None]) -> None:
-        self.deaf = False
+        self.are_lost = False
         self._heard = heard
         self._loop = asyncio.get_running_loop()
 
     def ring(self, words: Iterable[str] = ()) -> None:
-        if not self.deaf:
+        if not self.are_lost:
             self._loop.call_soon_threadsafe(self._heard, list(words))
 
 

@@ -222,7 +222,7 @@ class CommandLog(RuleBasedStateMachine):
 
     async def end(self) -> None:
         try:
-            self.engine.rings.deaf = False
+            self.engine.rings.are_lost = False
             await self.drain()
             for client in self.clients:
                 await self.check_all(client)
@@ -364,7 +364,7 @@ class CommandLog(RuleBasedStateMachine):
     def engine_runs(self, turns: int, rings_lost: bool) -> None:
         """Let the engine take turns. Its rings to the API may be lost."""
         if self.engine.alive:
-            self.engine.rings.rings_lost = rings_lost
+            self.engine.rings.are_lost = rings_lost
             self.note(self.run_on_loop(self.engine.turns(turns)))
 
     @rule(work=COMMANDS, deaths=st.lists(st.integers(0, 25), min_size=1, max_size=4), back=st.booleans())

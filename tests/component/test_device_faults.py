@@ -101,12 +101,12 @@ async def test_a_device_fault_in_a_pass_ends_the_engine_and_loses_nothing(
         await trainer.step(1)
     gpu.says_so_at_once = at_once
     request_id = await send_pass(culprit, POISON)
-    await harness.killed(DeviceFault)
+    await harness.wait_until_killed(DeviceFault)
     assert commands_blamed(harness) == [request_id]
     unharmed = await other.send_step(2)
     gpu.broken = False
     await harness.start()
-    await harness.killed(DeviceFault)
+    await harness.wait_until_killed(DeviceFault)
     gpu.broken = False
     await harness.start()
     outcome = await culprit.outcome(request_id)
@@ -146,7 +146,7 @@ async def test_a_barrier_that_met_a_device_fault_runs_after_the_restart(
         # a step synchronizes with the device at its end, a save only after an error
         patch.setattr(state, "save_file", fail)
         request_id = await trainer.send(kind, **body)
-        await harness.killed(DeviceFault)
+        await harness.wait_until_killed(DeviceFault)
     assert commands_blamed(harness) == [request_id]
     assert await harness.store.wait(request_id, "tenant", 0.0) is None, "the command is still pending"
     gpu.broken = False
@@ -212,7 +212,7 @@ async def test_a_device_fault_while_retrying_a_waiting_model_ends_the_engine(
         harness.backend.create_model = raise_once  # type: ignore[method-assign]
 
     await harness.start(short_of_memory, run=lambda parts: main.run_until_stopped(parts, None))
-    await harness.killed(DeviceFault)
+    await harness.wait_until_killed(DeviceFault)
     assert harness.model_row(trainer.model_id).status == "ready"
     gpu.broken = False
     await harness.start()

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from blocking import OURS, noted_waits
+from blocking import SKYRL_DIRECTORY, noted_waits
 
 from skyrl.db.database import Database
 
@@ -50,7 +50,7 @@ def noted() -> Iterator[list[str]]:
 @pytest.fixture
 def ours() -> Any:
     names: dict[str, Any] = {}
-    exec(compile(SOURCE, f"{OURS}/made_up.py", "exec"), names)
+    exec(compile(SOURCE, f"{SKYRL_DIRECTORY}/made_up.py", "exec"), names)
     return SimpleNamespace(**names)
 
 

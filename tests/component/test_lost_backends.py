@@ -71,7 +71,7 @@ async def test_a_rank_that_dies_under_a_command_ends_the_engine_and_nothing_is_l
         await each.result(await each.forward_backward(2))
     threads = lose_a_rank(harness, method, half_done=half_done)
     request_id = await trainer.send(kind, **body)
-    await harness.killed(RankDied)
+    await harness.wait_until_killed(RankDied)
     assert [name.rpartition("_")[0] for name in threads] == [thread]
     assert running_at_its_death(harness) == [request_id]
     assert await harness.store.wait(request_id, "tenant", 0.0) is None, "the command is still to be run"
@@ -99,7 +99,7 @@ async def test_a_rank_that_dies_while_a_load_is_handed_to_the_backend_ends_the_e
     threads = lose_a_rank(harness, "load_state")
     await trainer.step(2)
     request_id = await trainer.send(Kind.LOAD_WEIGHTS, path=path, optimizer=True)
-    await harness.killed(RankDied)
+    await harness.wait_until_killed(RankDied)
     assert [name.rpartition("_")[0] for name in threads] == ["backend"]
     await harness.start()
     await trainer.result(request_id)
@@ -118,7 +118,7 @@ async def test_a_rank_that_dies_under_a_snapshot_ends_the_engine_and_the_snapsho
         (snapshot,) = harness.config.snapshots_dir.glob("*/*")
         lose_a_rank(harness, "save_snapshot", half_done=True)
         request_id = await trainer.send_step(3)
-        await harness.killed(RankDied)
+        await harness.wait_until_killed(RankDied)
         assert (await trainer.result(request_id))["metrics"]["optimizer_step"] == 3, "the step itself was settled"
         assert list(harness.config.snapshots_dir.glob("*/*")) == [snapshot]
         await harness.start()
@@ -139,7 +139,7 @@ async def test_a_rank_that_dies_while_a_model_is_restored_ends_the_engine(harnes
     for _ in range(2):
         with pytest.raises(RankDied):
             await harness.start(lambda harness: lose_a_rank(harness, method))
-        harness.died_starting()
+        harness.close_after_failed_start()
         assert harness.model_row(trainer.model_id).status == "ready"
         (key,) = running_at_its_death(harness)
         assert key.startswith("snapshot " if method == "restore_model" else "again ")
@@ -166,7 +166,7 @@ async def test_a_rank_that_dies_while_a_held_model_is_tried_again_ends_the_engin
         harness.backend.restore_model = away  # type: ignore[method-assign]
 
     await harness.start(away_and_then_lost, run=lambda parts: main.run_until_stopped(parts, None))
-    await harness.killed(RankDied)
+    await harness.wait_until_killed(RankDied)
     assert harness.model_row(trainer.model_id).status == "ready"
     await harness.start()
     assert await trainer.state() == before
@@ -182,7 +182,7 @@ async def test_commands_that_wait_when_the_backend_is_lost_run_in_the_next_engin
         await trainer.optim_step(),
         await trainer.send(Kind.SAVE_WEIGHTS, path="x"),
     ]
-    await harness.killed(RankDied)
+    await harness.wait_until_killed(RankDied)
     assert [await harness.store.wait(each, "tenant", 0.0) for each in sent] == [None] * 3
     await harness.start()
     results = await asyncio.gather(*(trainer.result(each) for each in sent))

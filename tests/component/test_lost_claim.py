@@ -55,7 +55,7 @@ async def displaced(harness: Harness) -> None:
     assert harness._running is not None
     with pytest.raises(Displaced, match="does not train on this database any more"):
         await asyncio.wait_for(harness._running, WAIT_S)
-    harness._gone()
+    harness._clear_engine()
 
 
 async def saved(trainer: Trainer) -> str:

@@ -16,7 +16,7 @@ from skyrl.types.kinds import Kind
 async def killed_by(harness: Harness, poison: str) -> None:
     """Start an engine, which dies of this command before its outcome is stored."""
     await harness.start(lambda started: started.kill_before_commit_of(lambda settled: settled == poison))
-    await harness.killed()
+    await harness.wait_until_killed()
 
 
 async def expect_skipped(trainer: Trainer, request_id: str) -> None:

@@ -40,7 +40,7 @@ async def die_at(trainer: Trainer, kind: Kind, **body: Any) -> str:
     """The engine executes this command, and dies before anybody knows; returns the request id."""
     trainer.harness.kill_before_commit_of(lambda _: True)
     request_id = await trainer.send(kind, **body)
-    await trainer.harness.killed()
+    await trainer.harness.wait_until_killed()
     return request_id
 
 
@@ -97,7 +97,7 @@ async def test_crash_in_mid_training_changes_no_bit(
             if index == 0:
                 await trainer.result(step)
             pending.append((chunks, step))
-        await harness.killed()
+        await harness.wait_until_killed()
         snapshots = list(harness.config.snapshots_dir.glob("*/*"))
         assert len(snapshots) == (2 if interval_s == AT_ONCE_S else 0)
 

@@ -22,12 +22,12 @@ async def test_a_vllm_that_dies_in_its_sleep_holds_up_samples_alone(tmp_path: Pa
         assert await here.error_of(await here.sample()) is None
         await until(lambda: here.vllm.asleep)
         here.vllm.dead = True
-        here.vllm.asked.clear()
+        here.vllm.requested_paths.clear()
         if watching_s == SOON_S:
             await until(lambda: not here.group.ready)
         waiting = await here.sample()
         if watching_s == NEVER_S:
-            await until(lambda: "/wake_up" in here.vllm.asked)
+            await until(lambda: "/wake_up" in here.vllm.requested_paths)
         await here.trainer.step(1)
         assert await here.pending(waiting)
         here.vllm.start_again()
@@ -81,11 +81,11 @@ async def test_an_engine_that_finds_vllm_asleep_neither_asks_it_for_a_sample_nor
     async with world(tmp_path / "state") as here:
         assert await here.error_of(await here.sample()) is None
         await until(lambda: here.vllm.asleep)
-        here.vllm.asked.clear()
+        here.vllm.requested_paths.clear()
         group, _ = group_of(here.vllm.upstream.url, watching_s=1.0)
         watching = asyncio.create_task(group.run())
         await until(lambda: group.ready)
         assert here.vllm.asleep
-        assert not set(here.vllm.asked) & {COMPLETIONS, "/wake_up"}
+        assert not set(here.vllm.requested_paths) & {COMPLETIONS, "/wake_up"}
         await group.close()
         await watching

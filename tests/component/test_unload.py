@@ -100,7 +100,7 @@ async def test_engine_that_dies_before_the_unload_is_settled_unloads_when_it_is_
     request_id = ""
     harness.kill_before_commit_of(lambda settled: settled == request_id)
     request_id = await unload(trainer)
-    await harness.killed()
+    await harness.wait_until_killed()
     assert harness.model_row(trainer.model_id).status == "ready"
     await harness.start()
     await trainer.result(request_id)

@@ -285,7 +285,7 @@ async def test_recovery_repeats_commands_and_counts_none_again(harness: Harness)
     await harness.outcome(dying)
     harness.kill_before_commit_of(lambda _: True)
     lost = await trainer.forward_backward(6, None, 13)
-    await harness.killed()
+    await harness.wait_until_killed()
     assert amounts(harness, trainer.session.id) == {"training": 35 + 11}, "what is not settled is not counted"
     await harness.start()
     await trainer.result(lost)
