@@ -360,7 +360,7 @@ class CommandLog(RuleBasedStateMachine):
         pending = self.database.read(lambda c: {command.request_id for command in rows.pending(c, sorted(Kind))})
         self.deaths_while_running.update(pending.intersection(self.engine.running))
 
-    @rule(turns=st.integers(1, 3), deaf=st.booleans())
+    @rule(turns=st.integers(1, 3), rings_lost=st.booleans())
     def engine_runs(self, turns: int, rings_lost: bool) -> None:
         """Let the engine take turns. Its rings to the API may be lost."""
         if self.engine.alive:

@@ -1,4 +1,4 @@
-"""No request passes by a hook of the HTTP table: every route, unknown paths, wrong methods, errors."""
+"""Every request passes through each hook of the HTTP table: on every route, unknown path, wrong method and error."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ OTHERS = (
 
 
 class Spy:
-    """A hook that notes what it sees before it hands on to the real one."""
+    """A hook that records each call and passes it to the real hook."""
 
     def __init__(self, hook: Hook) -> None:
         self._hook = hook
@@ -61,7 +61,7 @@ class Spy:
 
 @dataclass
 class Broken:
-    """A hook that raises where it is told to."""
+    """A hook that raises at the stage `at`."""
 
     at: str
     name: str = "broken"
@@ -90,7 +90,7 @@ async def client(app: HttpTable) -> AsyncIterator[httpx.AsyncClient]:
 
 
 def url_of(api: Api, route: Route) -> str:
-    """A path of the route; of a signed one with a signature, so that no hook refuses it."""
+    """A path of the route. A signed route gets a signature, so that no hook refuses the request."""
     path = route.path.format(**NAMES)
     if route.scope != "signed":
         return path
@@ -125,7 +125,7 @@ async def test_each_answer_names_its_request(api: Api, app: HttpTable, client: h
 
 
 @pytest.mark.parametrize("given", [b"a b", b"\xff", b"", b"x" * (MAX_REQUEST_ID + 1), b"a\tb"])
-async def test_request_id_that_is_not_sane_is_not_taken(client: httpx.AsyncClient, given: bytes) -> None:
+async def test_an_invalid_request_id_is_replaced(client: httpx.AsyncClient, given: bytes) -> None:
     answer = await client.get("/", headers=[(b"x-request-id", given)])
     assert answer.status_code == 200
     assert answer.headers["x-request-id"].encode() != given
@@ -134,10 +134,10 @@ async def test_request_id_that_is_not_sane_is_not_taken(client: httpx.AsyncClien
 
 @pytest.mark.parametrize("where", ["first", "last"])
 @pytest.mark.parametrize("at", ["begin", "end"])
-async def test_hook_that_raises_answers_an_error(
+async def test_a_hook_that_raises_gives_a_500_and_the_other_hooks_end(
     app: HttpTable, client: httpx.AsyncClient, at: str, where: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """And the other hooks end all the same: they may hold something."""
+    """The other hooks still run their end, because they may hold resources."""
     broken = Broken(at)
     spies = [Spy(hook) for hook in app.hooks]
     app.hooks = (broken, *spies) if where == "first" else (*spies, broken)
@@ -151,8 +151,8 @@ async def test_hook_that_raises_answers_an_error(
     assert [len(spy.ended) for spy in spies] == [3, 3, 3]
 
 
-async def test_hooks_end_when_the_client_has_gone(app: HttpTable) -> None:
-    """Its request gets no answer."""
+async def test_hooks_end_when_the_client_has_disconnected(app: HttpTable) -> None:
+    """A disconnected client gets no answer."""
     spies = [Spy(hook) for hook in app.hooks]
     app.hooks = (*spies,)
 
@@ -169,7 +169,7 @@ async def test_hooks_end_when_the_client_has_gone(app: HttpTable) -> None:
     assert [len(spy.ended) for spy in spies] == [1, 1, 1]
 
 
-async def test_lines_of_refused_and_failed_requests_name_the_request(
+async def test_log_lines_of_refused_and_failed_requests_contain_the_request_id(
     api: Api, client: httpx.AsyncClient, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caplog.set_level(logging.INFO, "skyrl.api")
