@@ -1,4 +1,4 @@
-"""Ends of samples as the database orders them: what a poll tells that may come to any process."""
+"""The ends of samples in the order that the database gives them, so that a poll may come to any process."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ LONG_S = 60.0
 
 
 class World:
-    """Two processes of one database."""
+    """Two processes on one database."""
 
     def __init__(self, database: Database, writer: GroupCommitWriter) -> None:
         self.database = database
@@ -51,7 +51,7 @@ class World:
         return [(await store.record(sample))[0] for sample in samples]
 
     async def end(self, count: int, first: int = 0, target: Target = TARGET) -> list[str]:
-        """Samples that end in this process, one after the other."""
+        """End `count` samples in this process, one after the other."""
         ids = await self.record(self.here, count, first, target)
         for request_id in ids:
             await self.here.settle(request_id, OK)
@@ -77,8 +77,8 @@ def names(told: list[Completion]) -> list[str]:
     return [end.request_id for end in told]
 
 
-async def everything(ends: StoredEnds, cursor: int = 0, target: Target = TARGET) -> tuple[int, list[str]]:
-    """Poll, each time from where the last poll ended, until nothing is told."""
+async def poll_until_empty(ends: StoredEnds, cursor: int = 0, target: Target = TARGET) -> tuple[int, list[str]]:
+    """Poll again and again, from the last cursor, until the poll reports nothing."""
     ids: list[str] = []
     while True:
         cursor, told = await ends.poll(target, cursor, 0)
@@ -96,7 +96,7 @@ async def world(migrated_url: str) -> AsyncIterator[World]:
     database.close()
 
 
-async def test_each_end_is_later_than_the_one_before_whatever_the_clocks_say(world: World) -> None:
+async def test_each_end_is_later_than_the_one_before_even_if_clocks_differ(world: World) -> None:
     ids = await world.record(world.here, 4)
     for request_id, now in zip(ids, (100.0, 50.0, 100.0, 200.0), strict=True):
         world.settle(request_id, now)
@@ -112,7 +112,7 @@ async def test_each_end_is_later_than_the_one_before_whatever_the_clocks_say(wor
     assert told == ids
 
 
-async def test_many_that_end_in_one_moment_come_in_pages_from_either(
+async def test_samples_that_end_at_the_same_moment_come_in_pages_from_both_processes(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stored_ends, "MAX_COMPLETIONS", 7)
@@ -127,7 +127,7 @@ async def test_many_that_end_in_one_moment_come_in_pages_from_either(
 
 
 @pytest.mark.parametrize("told", [True, False])
-async def test_poll_that_is_held_hears_of_an_end_elsewhere_told_or_not(
+async def test_a_held_poll_reports_an_end_of_the_other_process_with_or_without_notice(
     world: World, monkeypatch: pytest.MonkeyPatch, told: bool
 ) -> None:
     monkeypatch.setattr(stored_ends, "LOOK_S", 1000.0 if told else 0.01)
@@ -146,16 +146,18 @@ async def test_poll_that_is_held_hears_of_an_end_elsewhere_told_or_not(
     assert [end.request_id for end in ends] == [request_id]
 
 
-async def test_alone_a_poll_that_is_held_reads_no_more(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_held_poll_does_not_read_the_database_if_its_process_is_alone(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(stored_ends, "LOOK_S", 0.001)
     world.others.living = frozenset()
     await world.here.ends.poll(TARGET, 5, 0)
     reads = world.count_reads(monkeypatch)
     assert await world.here.ends.poll(TARGET, 5, 0.2) == (5, [])
-    assert len(reads) <= 1, "one for a cursor that is older than what is kept"
+    assert len(reads) <= 1, "at most one read, for a cursor older than the ends in memory"
 
 
-async def test_closed_session_ends_its_polls(world: World) -> None:
+async def test_a_closed_session_ends_its_polls(world: World) -> None:
     held = asyncio.create_task(world.here.ends.poll(TARGET, 0, LONG_S))
     await until(lambda: world.here.ends.held == 1)
     world.here.drop_session("s1")
@@ -164,10 +166,10 @@ async def test_closed_session_ends_its_polls(world: World) -> None:
     assert len(world.here.ends) == 0
 
 
-async def test_client_is_told_all_after_its_first_poll_could_not_read(
+async def test_a_client_gets_all_ends_after_its_first_poll_failed_to_read(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also what was pending is read then, so that this process waits for it."""
+    """The first successful poll also reads the pending samples, so that this process waits for them."""
     ended, pending = await world.record(world.there, 2)
     world.settle(ended, 1.0)
     read, left = world.database.read_async, [1, 1]
@@ -190,7 +192,7 @@ async def test_client_is_told_all_after_its_first_poll_could_not_read(
     assert names((await world.here.ends.poll(TARGET, cursor, LONG_S))[1]) == [pending]
 
 
-async def test_reader_tries_again_after_it_could_not_read(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_reader_tries_again_after_a_failed_read(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     world.others.living = frozenset()
     cursor, _ = await world.here.ends.poll(TARGET, 0, 0)
     (request_id,) = await world.record(world.here, 1)
@@ -206,7 +208,7 @@ async def test_reader_tries_again_after_it_could_not_read(world: World, monkeypa
     assert names((await world.here.ends.poll(TARGET, cursor, LONG_S))[1]) == [request_id]
 
 
-async def test_end_is_told_once_however_its_moment_is_rounded(world: World) -> None:
+async def test_an_end_is_reported_once_however_its_time_is_rounded(world: World) -> None:
     (request_id,) = await world.record(world.here, 1)
     world.settle(request_id, 1800000000.0000026)
     cursor, told = await world.here.ends.poll(TARGET, 0, 0)
@@ -214,8 +216,8 @@ async def test_end_is_told_once_however_its_moment_is_rounded(world: World) -> N
     assert await world.there.ends.poll(TARGET, cursor, 0) == (cursor, [])
 
 
-async def test_clock_that_was_set_back_hides_no_end(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A client whose cursor is later than the clock hears of what ends now."""
+async def test_a_clock_that_was_set_back_hides_no_end(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client whose cursor is later than the clock still gets the samples that end now."""
     (first,) = await world.end(1)
     cursor, told = await world.here.ends.poll(TARGET, 0, LONG_S)
     assert names(told) == [first]
@@ -227,8 +229,8 @@ async def test_clock_that_was_set_back_hides_no_end(world: World, monkeypatch: p
     assert later > cursor
 
 
-async def test_many_that_end_between_two_polls_cost_one_read(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also for several clients: one read of new ends serves all of them."""
+async def test_many_ends_between_two_polls_cost_one_read(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One read of new ends serves several clients."""
     world.others.living = frozenset()
     targets = [TARGET, Target("s1", "s1:sample:1", 0), Target("s1", "s1:sample:1", 3)]
     cursors = [(await world.here.ends.poll(target, 0, 0))[0] for target in targets]
@@ -236,7 +238,7 @@ async def test_many_that_end_between_two_polls_cost_one_read(world: World, monke
     reads = world.count_reads(monkeypatch)
     told = [await world.here.ends.poll(t, cursor, LONG_S) for t, cursor in zip(targets, cursors, strict=True)]
     cursors = [cursor for cursor, _ in told]
-    assert len(reads) <= 1 + len(targets), "each cursor was older than what was kept"
+    assert len(reads) <= 1 + len(targets), "one read per client, because each cursor is older than the ends in memory"
     assert [names(ends) for _, ends in told] == ids
     more = [await world.end(5, first=5, target=target) for target in targets]
     reads.clear()
@@ -245,55 +247,57 @@ async def test_many_that_end_between_two_polls_cost_one_read(world: World, monke
     assert len(reads) == 1
 
 
-async def test_what_a_client_does_not_ask_for_is_forgotten_and_nothing_is_lost(
+async def test_ends_that_no_client_polls_leave_memory_and_are_not_lost(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stored_ends, "MAX_KEPT", 10)
     silent, asking = TARGET, Target("s1", "s1:sample:1", 0)
     seen = await world.end(1, target=silent)
-    cursor, ids = await everything(world.here.ends, 0, silent)
+    cursor, ids = await poll_until_empty(world.here.ends, 0, silent)
     assert ids == seen
     position, told = 0, []
     for number in range(5):
         unseen = await world.end(5, first=1 + 5 * number, target=silent)
         told += [*unseen]
         await world.end(1, first=number, target=asking)
-        position, _ = await everything(world.here.ends, position, asking)
+        position, _ = await poll_until_empty(world.here.ends, position, asking)
         assert world.here.ends.kept <= 10
-    assert (await everything(world.here.ends, cursor, silent))[1] == told
+    assert (await poll_until_empty(world.here.ends, cursor, silent))[1] == told
 
 
-async def test_reader_that_is_far_behind_starts_anew_and_nothing_is_lost(
+async def test_a_reader_that_is_far_behind_starts_anew_and_loses_nothing(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stored_ends, "MAX_READ", 10)
     monkeypatch.setattr(stored_ends, "MAX_COMPLETIONS", 7)
     seen = await world.end(1)
-    cursor, ids = await everything(world.here.ends)
+    cursor, ids = await poll_until_empty(world.here.ends)
     assert ids == seen
     unseen = await world.end(25, first=1)
-    assert (await everything(world.here.ends, cursor))[1] == unseen
+    assert (await poll_until_empty(world.here.ends, cursor))[1] == unseen
 
 
-async def test_number_of_clients_that_do_not_ask_is_bounded_and_they_lose_nothing(
+async def test_the_number_of_remembered_idle_clients_is_bounded_and_they_lose_nothing(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stored_ends, "MAX_CLIENTS", 3)
     targets = [Target("s1", "s1:sample:0", clone) for clone in range(10)]
-    cursors = [(await everything(world.here.ends, 0, target))[0] for target in targets]
+    cursors = [(await poll_until_empty(world.here.ends, 0, target))[0] for target in targets]
     assert len(world.here.ends) <= 3
     ids = [await world.end(2, target=target) for target in targets]
     for target, cursor, wanted in zip(targets, cursors, ids, strict=True):
-        assert (await everything(world.here.ends, cursor, target))[1] == wanted
+        assert (await poll_until_empty(world.here.ends, cursor, target))[1] == wanted
 
 
-async def test_one_poll_that_waits_hears_of_an_end_although_another_asks_from_the_beginning(world: World) -> None:
+async def test_a_waiting_poll_gets_an_end_although_another_poll_starts_from_the_beginning(world: World) -> None:
     first = await world.end(1)
-    cursor, ids = await everything(world.here.ends)
+    cursor, ids = await poll_until_empty(world.here.ends)
     assert ids == first
     waiting = asyncio.create_task(world.here.ends.poll(TARGET, cursor, LONG_S))
     await until(lambda: world.here.ends.held == 1)
     assert names((await world.here.ends.poll(TARGET, 0, 0))[1]) == first
     second = await world.end(1, first=1)
     assert names((await asyncio.wait_for(waiting, LONG_S))[1]) == second
-    assert names((await world.here.ends.poll(TARGET, 0, 0))[1]) == first + second, "an answer may have been lost"
+    assert names((await world.here.ends.poll(TARGET, 0, 0))[1]) == first + second, (
+        "the samples are reported again, because an answer may have been lost"
+    )
