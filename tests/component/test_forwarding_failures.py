@@ -361,7 +361,7 @@ async def test_a_cancelled_sample_closes_its_connection(client: ForwardingClient
 
 
 @pytest.mark.parametrize(
-    ("answer", "says"),
+    ("answer", "expected"),
     [
         (reply(200, "<html>Please log in</html>", "text/html"), "text/html: '<html>Please log in</html>'"),
         (reply(200, "it works", "text/plain"), "text/plain: 'it works'"),
@@ -385,7 +385,7 @@ async def test_a_2xx_answer_that_is_not_a_completion_fails_the_sample(
 
 
 @pytest.mark.parametrize(
-    ("spoil", "says"),
+    ("spoil", "expected"),
     [
         (every_choice(logprobs={"token_logprobs": [-1.0, -2.0]}), "2 logprobs for 3 tokens"),
         (every_choice(logprobs={"token_logprobs": [-1.0] * 4}), "4 logprobs for 3 tokens"),

@@ -91,7 +91,7 @@ async def test_several_polls_of_one_request_get_the_same_result(api: Api, upstre
 
 
 @pytest.mark.parametrize(
-    ("answer", "category", "says"),
+    ("answer", "category", "expected"),
     [
         (error(400, "no such thing", "top_k"), "user", "top_k: no such thing"),
         (reply(500, "broken", "text/plain"), "server", "status 500"),

@@ -1,8 +1,8 @@
-"""Runs the blocks of one page, one after the other, as a reader would who types them in one terminal.
+"""Runs the blocks of one page in order, as a reader who types them into one terminal.
 
-Commands are the real ones, with three exceptions that would cost a machine or minutes: `skyrl serve` reads its options
-and its configuration and starts nothing (`tests.e2e.page_programs`), `make` looks whether the target exists, and `sudo`
-runs its command as this user. Paths and addresses that the pages use are replaced by those of the test.
+Commands are the real ones, with three exceptions: `skyrl serve` reads its options and configuration and starts nothing
+(`tests.e2e.page_programs`), `make` only checks that the target exists, and `sudo` runs its command as this user. Paths
+and addresses of the pages are replaced by those of the test.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ _VARYING = re.compile(r"(\.\.\.|\b[0-9a-f]{12,}\b|\d+|\s+)")
 
 
 class PageFailed(AssertionError):
-    """A command of a page ended with an error, or said something else than the page shows."""
+    """A command of a page failed, or its output differs from the page."""
 
 
 @dataclass
 class Terminal:
-    """A shell in a directory of its own; the directory and exported variables stay from one command to the next.
+    """A shell in its own directory. The directory and exported variables last from one command to the next.
 
-    `names` are texts of the pages and what stands for them here. Identifiers that a page shows in an output are added
-    when the real ones are known, so that later commands name the real ones.
+    `names` maps texts of the pages to the texts of this test. Identifiers in the output that a page shows are added
+    once the real identifiers are known, so that later commands use the real ones.
     """
 
     home: Path
@@ -73,7 +73,7 @@ class Terminal:
         self._environment = keep | start | self.variables
 
     def add_programs(self, directory: Path) -> None:
-        """They go before programs of the same name."""
+        """Put this directory before all others on the PATH."""
         self._environment["PATH"] = f"{directory}{os.pathsep}{self._environment['PATH']}"
 
     def real(self, text: str) -> str:
@@ -128,16 +128,17 @@ def _pattern(part: str) -> str:
 
 
 def run_python(texts: list[str], terminal: Terminal) -> None:
-    """Run the python blocks of a page in one process, where each finds what those before it have made.
+    """Run the python blocks of a page in one process, so that each block sees the names of earlier blocks.
 
-    Raises PageFailed."""
+    Raises PageFailed.
+    """
     script = terminal.home / "page.py"
     script.write_text(f"from {__name__} import execute\nexecute({[terminal.real(text) for text in texts]!r})\n")
     terminal.run(Command(f"script {script}"))
 
 
 def execute(texts: list[str]) -> None:
-    """As a notebook does: a block with `await` runs in an event loop, the others do not."""
+    """Run the blocks as a notebook does: a block with `await` runs in an event loop, other blocks do not."""
     import ast
     import inspect
 
