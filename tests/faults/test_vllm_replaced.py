@@ -1,6 +1,7 @@
-"""vLLM hangs or dies under two tenants' hands: it is replaced, and each gets what its own weights say.
+"""vLLM hangs or dies while two tenants work: vLLM is replaced, and each tenant's samples come from its own weights.
 
-One server whose bounds for a hang are short. The tests run in this order; the last one stops it.
+The tests share one server with short bounds for hangs. They run in the order of this file; the last test stops the
+server.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ API_SERVER, ENGINE = "vllm.entrypoints.openai.api_server", "EngineCore"
 
 @dataclass
 class Tenant:
-    """A client with weights of its own, and what they say."""
+    """A client with its own weights, and the tokens that they give."""
 
     sampler: tinker.SamplingClient
     tokens: list[int]
@@ -68,7 +69,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DemoServer]:
 
 @pytest.fixture(scope="module")
 def tenants(server: DemoServer) -> list[Tenant]:
-    """Two, who have trained different things. They stay until after the server's end."""
+    """Two tenants that have trained different texts. Their clients live until after the server's end."""
     found = []
     for name, first in (("tml-one", 20), ("tml-two", 90)):
         client = tinker.ServiceClient(base_url=server.url, api_key=name)
@@ -107,8 +108,8 @@ def test_each_tenant_gets_its_own_weights_from_the_next_vllm(
     assert server.status()["inference_generation"] > generation, "the URL was withdrawn and published again"
 
 
-def test_a_killed_api_costs_no_sample_and_no_command(server: DemoServer, tenants: list[Tenant]) -> None:
-    """With the SDK, the trainer and vLLM at work; the losses are those of commands that ran once each, in order."""
+def test_a_killed_api_process_loses_no_sample_and_no_command(server: DemoServer, tenants: list[Tenant]) -> None:
+    """The SDK, the trainer and vLLM are at work. The losses show that each command ran once, in order."""
     data = [cross_entropy(PROMPT + list(range(40, 60)))]
     steps = 12
     with tinker.ServiceClient(base_url=server.url, api_key="tml-trains") as client, ThreadPoolExecutor(8) as pool:
@@ -128,8 +129,8 @@ def test_a_killed_api_costs_no_sample_and_no_command(server: DemoServer, tenants
             tenant.assert_own_weights(sample.result())
 
 
-def test_nothing_of_the_server_listens_for_other_machines(server: DemoServer) -> None:
-    """Sockets with a path are in the private directory."""
+def test_the_server_listens_on_loopback_only(server: DemoServer) -> None:
+    """Sockets with a path lie in the private directory."""
     private = (server.state_dir / "run").resolve()
     assert private.stat().st_mode & 0o777 == 0o700
     paths, addresses = set(), set()
@@ -143,8 +144,8 @@ def test_nothing_of_the_server_listens_for_other_machines(server: DemoServer) ->
     assert {os.path.dirname(path) for path in paths if path} == {str(private)}
 
 
-def test_every_route_of_vllm_asks_for_the_key(server: DemoServer) -> None:
-    """The key is in the memory of the server's own processes and in the private directory, nowhere else."""
+def test_every_route_of_vllm_requires_the_key(server: DemoServer) -> None:
+    """The key exists only in the memory of the server's own processes and in the private directory."""
     url, key = vllm_of(server)
     assert key not in " ".join(find_process(server, API_SERVER).cmdline())
     with httpx.Client(base_url=url, timeout=60, trust_env=False) as anybody:
@@ -156,15 +157,15 @@ def test_every_route_of_vllm_asks_for_the_key(server: DemoServer) -> None:
                 assert anybody.request(method, path, headers=wrong).status_code == 401, (method, path)
 
 
-def test_a_server_that_is_stopped_lets_a_sample_in_flight_end_and_leaves_nothing(
+def test_a_stopped_server_lets_a_running_sample_end_and_leaves_nothing(
     server: DemoServer, tenants: list[Tenant]
 ) -> None:
-    """SIGTERM with a sample in flight: its client gets the result, and nothing is left behind."""
+    """The server gets SIGTERM while a sample runs: the client gets the result, and nothing is left behind."""
     family = [psutil.Process(server.pid), *psutil.Process(server.pid).children(recursive=True)]
     with ThreadPoolExecutor(1) as pool:
         sample = pool.submit(tenants[0].sample, DRAINED)
         while not server.status()["samples"]["in_flight"]:
-            if sample.done():  # before anybody saw it
+            if sample.done():  # the sample ended before the test saw it run
                 sample = pool.submit(tenants[0].sample, DRAINED)
             time.sleep(0.01)
         os.kill(server.pid, signal.SIGTERM)

@@ -1,7 +1,7 @@
 """The catalogue: what a user can do with the SDK, one function per feature.
 
-A feature asserts outcomes with nothing but `tinker` and NumPy, through whatever version is installed. It does not know
-which versions exist: what it needs is looked up in the SDK at run time, see presence.py.
+A feature's check uses `tinker` and NumPy only, in whatever version is installed. The check does not know which versions
+exist: it looks up in the SDK at run time what it needs (presence.py).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Check = Callable[["User"], None]
 
 
 class BrokenSDK(Exception):
-    """A check found a known mistake of the SDK itself, which no server can make good; the message says which."""
+    """A check found a known bug of the SDK that a server cannot repair; the message names the bug."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def feature(
     refusal: str | None = None,
     statuses: tuple[int, ...] = (),
 ) -> Callable[[Check], Check]:
-    """Enter a check; its function name, with spaces, is the feature's name."""
+    """Enter a check. The feature's name is the function's name with spaces."""
 
     def enter(check: Check) -> Check:
         name = check.__name__.replace("_", " ").strip()

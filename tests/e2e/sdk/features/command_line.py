@@ -1,4 +1,4 @@
-"""The `tinker` command line, run in this process; one command also as a program of its own."""
+"""The `tinker` command line, run in this process; one command runs as a separate program."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ GROUP = "Command line"
 
 @contextmanager
 def credentials(user: User) -> Iterator[None]:
-    """The environment a command reads. Not for longer: older SDKs prefer it to a key given in the program."""
+    """Set the environment variables that a command reads. They are removed afterwards, because older SDKs prefer them
+    to a key given in the program."""
     given = {"TINKER_BASE_URL": user.url, "TINKER_API_KEY": user.key}
     os.environ.update(given)
     try:
@@ -34,7 +35,7 @@ def credentials(user: User) -> Iterator[None]:
 
 
 def tinker_says(user: User, *arguments: str) -> Any:
-    """What `tinker --format json ...` prints, as JSON if it is."""
+    """The output of `tinker --format json ...`, parsed if it is JSON."""
     with credentials(user):
         said = CliRunner().invoke(main_cli, ["--format", "json", *arguments])
     if said.exception:
