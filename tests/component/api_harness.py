@@ -68,4 +68,4 @@ def tokens(answer: httpx.Response) -> list[list[int]]:
 
 
 Serve = Callable[..., AbstractAsyncContextManager[Api]]
-"""Starts an API process with these options; starting another after it is a restart."""
+"""Starts an API process with these options. A second start after the end of the first is a restart."""

@@ -42,7 +42,7 @@ class Vllm:
     dies_of: str = ""
     requested_paths: list[str] = field(default_factory=list)
     turns: list[str] = field(default_factory=list)
-    """Wake-ups, samples and times that it was put to sleep, in their order."""
+    """Wake-ups, samples and sleeps, in their order."""
     may_answer: asyncio.Event = field(default_factory=asyncio.Event)
     """Samples wait for this event, which is set at first."""
 

@@ -50,7 +50,7 @@ from skyrl.wire.paths import model_id_of
 from skyrl.wire.results import to_json
 
 SERVER = "server"
-"""The name of the server whose engine it is."""
+"""The server name under which the engine's claim is held."""
 WAIT_S = 100.0
 NEVER_S = 1e9
 
@@ -280,8 +280,12 @@ class Harness:
         assert await self.sessions.end(session, "finished", None, None)
         self.store.drop_session(session.id)
         self.engine.ring([SESSIONS])
-        mine = select(models.c.status).where(models.c.session_id == session.id)
-        await until(lambda: set(self.database.read(lambda c: c.execute(mine).scalars().all())) <= {"closed", "failed"})
+        models_of_session = select(models.c.status).where(models.c.session_id == session.id)
+        await until(
+            lambda: (
+                set(self.database.read(lambda c: c.execute(models_of_session).scalars().all())) <= {"closed", "failed"}
+            )
+        )
 
 
 @dataclass
@@ -293,7 +297,7 @@ class Trainer:
     model_id: str
     seq_id: int = 0
     creating: str | None = None
-    """The request id of its CREATE_MODEL, while nobody has waited for that."""
+    """The request id of the CREATE_MODEL command, until its outcome was awaited."""
 
     @classmethod
     async def create(

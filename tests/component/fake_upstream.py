@@ -31,7 +31,7 @@ class Received:
 
 
 Reply = Callable[[Received, asyncio.StreamWriter], Awaitable[None]]
-"""Answers one request by writing to its connection, or by treating the connection badly."""
+"""Answers one request by writing to its connection, or injects a fault into the connection."""
 
 
 def completion(request: dict[str, Any]) -> dict[str, Any]:
@@ -158,7 +158,7 @@ class FakeUpstream:
     controls: dict[str, Reply] = field(default_factory=dict)
     requests: list[Received] = field(default_factory=list)
     disconnects: int = 0
-    """Requests whose client left before the answer."""
+    """Requests whose client disconnected before the answer."""
     busy: int = 0
     most_busy: int = 0
     url: str = ""

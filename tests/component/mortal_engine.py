@@ -29,9 +29,9 @@ from skyrl.storage.registry import open_store
 from skyrl.types.lora import LoraSpec
 
 ALL = 1000
-"""Turns: more than there is work for."""
+"""A number of turns that is enough for all work."""
 REFUSED, NOT_FINITE = 500, 400
-"""Tokens that the backend refuses, and whose gradient the next step cannot use."""
+"""Two tokens: the backend refuses the first, and the second makes the gradient not finite."""
 
 State = dict[str, list[Any]]
 """`done`: steps and loads; `gradient`: the passes since the last step."""
@@ -178,14 +178,14 @@ class _DyingDatabase(FencedDatabase):
 class _Rings:
     """Rings the API; while `are_lost` is set, rings are lost."""
 
-    def __init__(self, heard: Callable[[list[str]], None]) -> None:
+    def __init__(self, on_ring: Callable[[list[str]], None]) -> None:
         self.are_lost = False
-        self._heard = heard
+        self._on_ring = on_ring
         self._loop = asyncio.get_running_loop()
 
     def ring(self, words: Iterable[str] = ()) -> None:
         if not self.are_lost:
-            self._loop.call_soon_threadsafe(self._heard, list(words))
+            self._loop.call_soon_threadsafe(self._on_ring, list(words))
 
 
 class _NotesUntilDeath(CrashLedger):
@@ -246,8 +246,8 @@ class _TurnByTurn:
 class MortalEngine:
     """The engine of one state directory, through deaths and restarts."""
 
-    def __init__(self, config: ServerConfig, heard: Callable[[list[str]], None], *, merges_passes: bool) -> None:
-        self.rings = _Rings(heard)
+    def __init__(self, config: ServerConfig, on_ring: Callable[[list[str]], None], *, merges_passes: bool) -> None:
+        self.rings = _Rings(on_ring)
         self.running: list[str] = []
         """What ran at the last death: request ids, and what recovery was doing."""
         self._config = config

@@ -19,7 +19,7 @@ SOON_S = 0.01
 NEVER_S = 1000.0
 WELL, ILL, GONE = reply(200, b""), reply(503, b""), hang_up
 BOUNDS = Bounds(health_s=NEVER_S, load_s=NEVER_S, unload_s=NEVER_S, sleep_s=NEVER_S, warm_up_s=NEVER_S)
-"""A server that answers is never too late, however slow the machine is."""
+"""Bounds that no answer exceeds, however slow the machine is."""
 
 
 def set_replies(upstream: FakeUpstream, health: Reply = WELL) -> None:
@@ -80,11 +80,11 @@ class Server:
     starts: int = 1
     dead: bool = False
     dies_of: str = ""
-    """It dies when it is told to load this adapter."""
+    """The server dies when it gets a load of this adapter."""
     told: list[tuple[str, str]] = field(default_factory=list)
-    """Loads and unloads in their order, as path and adapter; also those that it never answered."""
+    """Loads and unloads in their order, as (path, adapter), even those without an answer."""
     goes_on: asyncio.Event = field(default_factory=asyncio.Event)
-    """Nothing is answered while it is not set, as by a process that was stopped with SIGSTOP."""
+    """While the event is not set, the server answers nothing, like a process after SIGSTOP."""
 
     def __post_init__(self) -> None:
         self.goes_on.set()

@@ -38,15 +38,15 @@ async def test_a_token_stands_for_its_key_for_an_hour_even_after_a_restart(serve
     async with serve() as api:
         session = (await api.post("create_session", {})).json()["session_id"]
         token = await token_of(api)
-        said = claims(token)
+        token_claims = claims(token)
         tenant = tenant_of_key("tml-one")
-        assert {name: said[name] for name in ("sub", "org_id", "email")} == {
+        assert {name: token_claims[name] for name in ("sub", "org_id", "email")} == {
             "sub": user_urn(tenant),
             "org_id": tenant,
             "email": "",
         }
-        assert abs(int(str(said["iat"])) - time.time()) < 60
-        assert int(str(said["exp"])) - int(str(said["iat"])) == 3600
+        assert abs(int(str(token_claims["iat"])) - time.time()) < 60
+        assert int(str(token_claims["exp"])) - int(str(token_claims["iat"])) == 3600
         assert (await my_sessions(api, token)).json() == {"sessions": [session]}
         assert (await my_sessions(api, await token_of(api, "tml-two"))).json() == {"sessions": []}
     async with serve() as api:

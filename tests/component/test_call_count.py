@@ -27,8 +27,8 @@ from tests.postgres_server import ON_SQLITE
 
 SAMPLES = 40
 MOST = 1_050
-"""Calls for a sample, asked for and retrieved: 976 are counted, on a busy machine too; the rest is room for a repair.
-Another version of Python or of a library may need another number."""
+"""The bound for calls per sample, from request to result. 976 were counted, on a busy machine too; the rest leaves room
+for a repair. Another version of Python or of a library may need another number."""
 KEY = [(b"x-api-key", b"tml-one")]
 
 
@@ -76,7 +76,7 @@ async def post(app: ASGIApp, path: str, body: Any) -> bytes:
 
 
 LEAST_GAIN = 200
-"""Calls that the direct way saves for a sample: 320 are counted."""
+"""The direct way must save this many calls per sample; 320 were counted."""
 
 
 async def count_calls(serve: Serve, database: Database, upstream: NullUpstream, *, direct: bool) -> float:

@@ -153,6 +153,6 @@ async def test_a_sample_that_the_engine_has_just_settled_keeps_its_result(
 
 
 async def test_the_server_tells_clients_that_samples_can_be_cancelled(api: Api) -> None:
-    said = (await api.post("client/dynamic_config", {"sdk_version": "0.38.0"})).json()
-    assert said["sample_cancel_enabled"] is True
-    assert said["sample_cancel_max_batch_size"] == 64
+    flags = (await api.post("client/dynamic_config", {"sdk_version": "0.38.0"})).json()
+    assert flags["sample_cancel_enabled"] is True
+    assert flags["sample_cancel_max_batch_size"] == 64

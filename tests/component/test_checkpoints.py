@@ -18,7 +18,7 @@ from skyrl.types.kinds import Kind
 from skyrl.types.weights import AdapterVersion
 
 SOON_S = -3600.0
-"""Files count as old at once: S3 tells times in whole seconds, so a file may seem to be younger than it is."""
+"""Files count as old at once. S3 gives times in whole seconds, so a file may seem younger than it is."""
 
 
 async def test_saved_checkpoints_are_listed_with_their_metadata(world: World) -> None:

@@ -20,8 +20,8 @@ from tests.postgres_server import ON_BOTH
 pytestmark = ON_BOTH
 
 OTHER_REQUESTS = 50
-"""So many others are answered meanwhile, one after the other: on a slow machine they take as much longer as an answer
-that does not wait for its commit would."""
+"""The number of later requests that are answered before the check. On a slow machine they slow down as much as an
+answer that does not wait for its commit."""
 
 
 @contextmanager

@@ -58,10 +58,10 @@ async def test_the_server_remembers_a_limited_number_of_told_sessions(
 ) -> None:
     monkeypatch.setattr(cut, "MAX_REMEMBERED", 1)
     first, second = await api.sampler(), await api.sampler()
-    told = [
+    has_note = [
         NOTE in (await sample(api, sampler, i, 1000)).headers for i, sampler in enumerate([first, first, second, first])
     ]
-    assert told == [True, False, True, True]
+    assert has_note == [True, False, True, True]
 
 
 async def test_the_sdk_accepts_a_promise_with_an_extra_field() -> None:

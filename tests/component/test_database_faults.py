@@ -42,7 +42,7 @@ from skyrl.wire.errors import ErrorCategory, FailedRequest
 from tests.postgres_server import ON_BOTH, ON_POSTGRES, ON_SQLITE, PostgresServer
 
 LARGE = {"unknown": "x" * 200_000}
-"""What the free pages of a small file have no room for; bodies are stored as they come."""
+"""A body that does not fit into the free pages of a small file; bodies are stored unchanged."""
 
 
 @pytest.fixture
@@ -300,10 +300,10 @@ async def test_the_text_of_an_internal_error_reaches_the_log_only(
         sampler = await api.sampler()
         monkeypatch.setattr(EngineEndpoint, "resolve", broken)
         promise = await api.sample(sampler, 0)
-        told = (await api.result(promise["request_id"])).json()
+        answer = (await api.result(promise["request_id"])).json()
     request_id = promise["request_id"]
     expected = f"the server could not compute this sample; its log says why, under request {request_id}"
-    assert told == {"error": expected, "category": "server"}
+    assert answer == {"error": expected, "category": "server"}
     assert "10.1.2.3" in caplog.text, "the log names the address"
     command = Command(1, "r7", Kind.FORWARD, "t", "s", "m", 1, None, None, "proto", 10)
     of_training = failed(mistake, command)
@@ -341,9 +341,9 @@ async def test_no_route_reveals_the_address_of_the_database(
     assert sum(answer.status_code == 503 for answer in answers) >= 8, [a.status_code for a in answers]
     for answer in answers:
         assert answer.status_code in (200, 404, 408, 410, 503), answer.text
-        said = answer.text.lower()
+        text_of_answer = answer.text.lower()
         for secret in (str(url.port), "psycopg", "sqlalche", "connection failed", str(url.database)):
-            assert secret not in said, answer.request.url
+            assert secret not in text_of_answer, answer.request.url
 
 
 READS = (
@@ -423,34 +423,34 @@ def test_an_error_with_a_nul_can_be_stored(database: Database) -> None:
 def test_the_engine_waits_for_a_database_that_is_away(
     database: Database, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    patient = RetryingDatabase(database.url)
-    holding = database.writer.begin()
-    holding.__enter__()
+    retrying_database = RetryingDatabase(database.url)
+    lock = database.writer.begin()
+    lock.__enter__()
     waited: list[float] = []
 
-    def free(seconds: float) -> bool:
+    def release_lock(seconds: float) -> bool:
         waited.append(seconds)
         if len(waited) == 3:
-            holding.__exit__(None, None, None)
+            lock.__exit__(None, None, None)
         return False
 
-    monkeypatch.setattr(patient._stopped_retrying, "wait", free)
-    assert patient.write(lambda c: c.execute(select(1)).scalar()) == 1
+    monkeypatch.setattr(retrying_database._stopped_retrying, "wait", release_lock)
+    assert retrying_database.write(lambda c: c.execute(select(1)).scalar()) == 1
     assert len(waited) == 3
     assert waited == sorted(waited)
     assert "tried again" in caplog.text
     with locked(database):
-        patient.stop_retrying()
+        retrying_database.stop_retrying()
         with pytest.raises(Exception, match="lock"):
-            patient.write(lambda c: c.execute(select(1)))
-    patient.close()
+            retrying_database.write(lambda c: c.execute(select(1)))
+    retrying_database.close()
 
 
 def test_a_programming_error_is_raised_at_once(database: Database) -> None:
-    patient = RetryingDatabase(database.url)
+    retrying_database = RetryingDatabase(database.url)
     with pytest.raises(Exception, match="no such table|does not exist"):
-        patient.read(lambda c: c.exec_driver_sql("SELECT 1 FROM nowhere"))
-    patient.close()
+        retrying_database.read(lambda c: c.exec_driver_sql("SELECT 1 FROM nowhere"))
+    retrying_database.close()
 
 
 @pytest.mark.usefixtures("short_lock_wait")

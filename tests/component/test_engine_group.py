@@ -24,7 +24,7 @@ async def nothing_in_use() -> list[AdapterVersion]:
     return []
 
 
-@pytest.mark.parametrize("health", [ILL, GONE], ids=["its engine is dead", "nobody answers"])
+@pytest.mark.parametrize("health", [ILL, GONE], ids=["its engine is dead", "no listener"])
 async def test_the_url_is_withdrawn_at_a_death_and_published_for_the_next_server(health: Reply) -> None:
     async with fake_upstream() as upstream:
         set_replies(upstream)

@@ -25,7 +25,7 @@ from tests.postgres_server import ON_BOTH, ON_POSTGRES, PostgresServer
 
 SERVER = "first"
 WAIT_S = 300.0
-"""Ends what hangs. Nothing here takes longer than some seconds of one core."""
+"""Ends a hanging test. Every test takes at most some seconds of one core."""
 LOADING = "loading the base model"
 
 

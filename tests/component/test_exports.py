@@ -36,7 +36,7 @@ async def test_an_archive_holds_the_adapter(each_world: World, kind: Kind) -> No
     await trainer.step(1)
     path = (await trainer.do(kind, path="final.1"))["path"]
     state = await trainer.state()
-    asked = time.time()
+    requested_at = time.time()
     as_json = await each_world.ask("GET", f"{rest_path(path)}/archive", Accept="application/json")
     assert as_json.status_code == 200
     old_sdk = [("X-API-Key", KEY), ("Accept", "application/json"), ("Accept", "application/gzip")]
@@ -44,7 +44,7 @@ async def test_an_archive_holds_the_adapter(each_world: World, kind: Kind) -> No
     assert as_redirect.status_code == 302
     expires = parsedate_to_datetime(as_redirect.headers["expires"])
     assert as_redirect.headers["expires"].endswith(" GMT")
-    assert expires.timestamp() > asked + 600
+    assert expires.timestamp() > requested_at + 600
     urls = (as_json.json()["url"], as_redirect.headers["location"])
     contents = []
     for url in urls:

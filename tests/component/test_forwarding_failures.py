@@ -169,13 +169,13 @@ async def failure(client: ForwardingClient, job: SampleJob = JOB) -> FailedReque
 
 async def test_a_completion_is_requested_and_decoded(client: ForwardingClient, upstream: FakeUpstream) -> None:
     assert decoded(await client.sample(JOB)) == WHOLE
-    (asked,) = upstream.completions
-    assert asked.method == "POST"
-    assert asked.headers["authorization"] == "Bearer key"
-    assert asked.headers["x-session-id"] == "s1:sample:0:1"
-    assert asked.json["model"] == "base"
-    assert asked.json["prompt"] == [5, 6, 7]
-    assert asked.json["stream"] is False
+    (request,) = upstream.completions
+    assert request.method == "POST"
+    assert request.headers["authorization"] == "Bearer key"
+    assert request.headers["x-session-id"] == "s1:sample:0:1"
+    assert request.json["model"] == "base"
+    assert request.json["prompt"] == [5, 6, 7]
+    assert request.json["stream"] is False
     assert not client.counts
 
 

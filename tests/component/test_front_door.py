@@ -38,11 +38,11 @@ async def test_a_base_url_that_ends_in_the_prefix_gets_an_explanation(api: Api, 
 
 
 async def test_the_404_names_the_unknown_path(api: Api) -> None:
-    for path, told in (("/healthz", "'/healthz'"), ("/v1/models", "'/v1/models'"), ("/" + "x" * 5_000, "...'")):
+    for path, ending in (("/healthz", "'/healthz'"), ("/v1/models", "'/v1/models'"), ("/" + "x" * 5_000, "...'")):
         answer = await api.http.get(path)
         assert answer.status_code == 404
         assert answer.json()["detail"].startswith("no such path ")
-        assert answer.json()["detail"].endswith(told)
+        assert answer.json()["detail"].endswith(ending)
         assert len(answer.text) < 300
 
 
@@ -70,8 +70,8 @@ async def test_the_error_tells_weights_of_the_wrong_kind_from_missing_weights(
     wanted = {"session_id": session, "sampling_session_seq_id": 5, "model_path": path}
     answer = await api.post("create_sampling_session", wanted)
     assert answer.status_code == 404
-    told = f"model_path: {path!r} is {what}; sample from what save_weights_for_sampler saved"
-    assert answer.json() == {"detail": told, "field": "model_path"}
+    detail = f"model_path: {path!r} is {what}; sample from what save_weights_for_sampler saved"
+    assert answer.json() == {"detail": detail, "field": "model_path"}
     stranger = {"session_id": session_of(await api.sampler(**{"X-API-Key": "tml-two"}))} | {
         name: wanted[name] for name in ("sampling_session_seq_id", "model_path")
     }
@@ -137,17 +137,17 @@ async def test_many_probes_probe_an_external_server_once(
     async with serve(external_inference_url=upstream.url) as api:
         probe = api.services.client.probe if api.services.client is not None else None
         assert probe is not None
-        asked = 0
+        probes = 0
 
         async def counted() -> str | None:
-            nonlocal asked
-            asked += 1
+            nonlocal probes
+            probes += 1
             return await probe()
 
         monkeypatch.setattr(api.services.client, "probe", counted)
         assert len({answer.text for answer in await flood(api, 200)}) == 1
         await flood(api, 50)
-        assert asked == 1
+        assert probes == 1
 
 
 async def test_readiness_is_computed_again_after_a_second_and_after_a_failure() -> None:

@@ -38,7 +38,7 @@ OTHERS = (
     ("OPTIONS", "/"),
     ("HEAD", "/readyz"),
 )
-"""What no route is declared for."""
+"""Requests that no route is declared for."""
 
 
 class Spy:
@@ -94,20 +94,20 @@ def url_of(api: Api, route: Route) -> str:
     path = route.path.format(**NAMES)
     if route.scope != "signed":
         return path
-    asked = Request(
+    request = Request(
         {"type": "http", "headers": [(b"host", b"api")], "scheme": "http", "path": "/", "query_string": b""}
     )
-    return api.services.urls.sign(asked, path, 60).url
+    return api.services.urls.sign(request, path, 60).url
 
 
 async def test_each_hook_sees_each_request(api: Api, app: HttpTable, client: httpx.AsyncClient) -> None:
     app.hooks = spies = tuple(Spy(hook) for hook in app.hooks)
     assert [spy.name for spy in spies] == ["request id", "access", "body memory"]
-    asked = [(route.method, url_of(api, route)) for route in app.routes] + [*OTHERS]
-    assert len(asked) > 60
+    requests = [(route.method, url_of(api, route)) for route in app.routes] + [*OTHERS]
+    assert len(requests) > 60
     answers = [
         (f"r{number}", (await client.request(method, url, headers={"X-Request-Id": f"r{number}"})).status_code)
-        for number, (method, url) in enumerate(asked)
+        for number, (method, url) in enumerate(requests)
     ]
     assert {status for _, status in answers} >= {200, 307, 400, 403, 404, 405}
     for spy in spies:
@@ -116,10 +116,10 @@ async def test_each_hook_sees_each_request(api: Api, app: HttpTable, client: htt
 
 
 async def test_each_answer_names_its_request(api: Api, app: HttpTable, client: httpx.AsyncClient) -> None:
-    asked = [(route.method, url_of(api, route)) for route in app.routes] + [*OTHERS]
-    given = [(await client.request(method, url)).headers["x-request-id"] for method, url in asked]
-    assert len(set(given)) == len(asked)
-    for method, url in asked:
+    requests = [(route.method, url_of(api, route)) for route in app.routes] + [*OTHERS]
+    given = [(await client.request(method, url)).headers["x-request-id"] for method, url in requests]
+    assert len(set(given)) == len(requests)
+    for method, url in requests:
         headers = {"X-API-Key": "", "X-Request-Id": "mine"}
         assert (await client.request(method, url, headers=headers)).headers["x-request-id"] == "mine"
 
@@ -183,9 +183,9 @@ async def test_log_lines_of_refused_and_failed_requests_contain_the_request_id(
     await client.post("/api/v1/create_session", json={}, headers={"X-Request-Id": "broken-2"})
     await client.post("/api/v1/create_session", json=[], headers={"X-Request-Id": "odd-3"})
     lines = caplog.text.splitlines()
-    for request_id, what in (
+    for request_id, beginning in (
         ("lost-1", "refused GET /nowhere"),
         ("broken-2", "POST /api/v1/create_session failed"),
         ("odd-3", "refused POST /api/v1/create_session"),
     ):
-        assert [what in line for line in lines if line.endswith(f" [request {request_id}]")] == [True], caplog.text
+        assert [beginning in line for line in lines if line.endswith(f" [request {request_id}]")] == [True], caplog.text

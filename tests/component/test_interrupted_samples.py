@@ -22,10 +22,10 @@ from skyrl.sampling.http import HttpTransport
 from skyrl.wire.errors import ErrorCategory, FailedRequest
 
 POISON = 499
-"""The first token of a prompt that the server dies of."""
+"""The first token of the prompt that kills the server."""
 DEADLINE_S = 300.0
 OVERLAP = 20
-"""Rounds of the loop that a sample takes: others arrive meanwhile."""
+"""Rounds of the event loop that a sample takes, so that others arrive meanwhile."""
 
 
 class Mortal:
@@ -37,7 +37,7 @@ class Mortal:
 
     def __init__(self, upstream: FakeUpstream) -> None:
         self.deaths: list[set[int]] = []
-        """Which samples were in flight at each, by the first token of their prompts."""
+        """For each death, the samples in flight, by the first tokens of their prompts."""
         self.in_flight: set[int] = set()
         self.hold = False
         self.fatal: Callable[[], bool] = lambda: False

@@ -81,7 +81,7 @@ async def test_a_running_server_soon_learns_of_created_and_revoked_keys(
     monkeypatch.setattr(skyrl.api.background, "KEYS_S", 0.01)
     read, refresh = asyncio.Event(), Keys.refresh
 
-    async def told(keys: Keys) -> None:
+    async def refresh_and_notify(keys: Keys) -> None:
         await refresh(keys)
         read.set()
 
@@ -90,7 +90,7 @@ async def test_a_running_server_soon_learns_of_created_and_revoked_keys(
             read.clear()
             await read.wait()
 
-    monkeypatch.setattr(Keys, "refresh", told)
+    monkeypatch.setattr(Keys, "refresh", refresh_and_notify)
     async with serve(api_keys="managed") as api:
         text, key = make(database)
         await next_reading()
@@ -172,9 +172,9 @@ async def test_a_key_may_use_exactly_the_routes_of_its_scope(serve: Serve, datab
                 if needed in (held, None):
                     assert answer.status_code in (200, 400, 404), path
                 else:
-                    told = refused(answer, 403)
-                    assert repr(needed) in told, path
-                    assert told.endswith(f"has: {held}"), path
+                    refusal = refused(answer, 403)
+                    assert repr(needed) in refusal, path
+                    assert refusal.endswith(f"has: {held}"), path
 
 
 async def test_only_a_key_with_the_scope_train_gives_access_to_its_tenants_weights(
@@ -187,7 +187,7 @@ async def test_only_a_key_with_the_scope_train_gives_access_to_its_tenants_weigh
     past, _ = make(database, expires_at=1.0)
     async with serve(api_keys="managed") as api:
         token = await token_of(api, theirs)
-        for given, status, told in (
+        for given, status, reason in (
             (theirs, 404, "no checkpoint"),
             (token, 404, "no checkpoint"),
             (samples, 403, "weights_access_token: this needs an API key with the scope 'train'"),
@@ -197,7 +197,7 @@ async def test_only_a_key_with_the_scope_train_gives_access_to_its_tenants_weigh
         ):
             body = source | {"weights_access_token": given}
             answer = await api.post("copy_weights", body, **{"X-API-Key": mine})
-            assert (answer.status_code, told in answer.json()["detail"]) == (status, True), answer.text
+            assert (answer.status_code, reason in answer.json()["detail"]) == (status, True), answer.text
 
 
 # Answers about a key, and its deletion
@@ -206,10 +206,10 @@ async def test_only_a_key_with_the_scope_train_gives_access_to_its_tenants_weigh
 async def test_a_key_can_read_its_name_scopes_and_expiry(serve: Serve, database: Database) -> None:
     text, key = make(database, "train", "sample", expires_at=time.time() + 3600)
     async with serve(api_keys="managed") as api:
-        said = (await get(api, "auth/apikey/me", text)).json()
-        assert (said["key_id"], said["name"]) == (int(key.id, 16), "k")
-        assert "train, sample" in said["note"]
-        assert text[-43:] not in str(said)
+        answer = (await get(api, "auth/apikey/me", text)).json()
+        assert (answer["key_id"], answer["name"]) == (int(key.id, 16), "k")
+        assert "train, sample" in answer["note"]
+        assert text[-43:] not in str(answer)
         assert user_urn(key.tenant) == f"tml:user:{key.tenant}"
 
 
@@ -248,7 +248,7 @@ async def test_a_caller_is_authenticated_without_reading_the_database(
         token = await token_of(api, text)
         statements: list[str] = []
         for engine in (access.keys._database.reader, access.keys._database.writer):
-            event.listen(engine, "before_cursor_execute", lambda *said: statements.append(said[2]))
+            event.listen(engine, "before_cursor_execute", lambda *arguments: statements.append(arguments[2]))
         for given in (text, token):
             assert access.caller(given).tenant == key.tenant
         assert statements == []

@@ -33,7 +33,7 @@ async def sleeps(clock):
 async def waits_for(future):
     return future.result()
 """
-"""As if a module of skyrl had it."""
+"""Compiled as if the source were a module of skyrl."""
 
 
 @pytest.fixture

@@ -145,16 +145,16 @@ async def test_no_command_is_settled_after_the_claim_is_lost(
 async def test_the_result_of_a_command_that_ran_while_the_claim_was_lost_is_refused(harness: Harness) -> None:
     trainer = await Trainer.create(harness)
     await trainer.step(1)
-    begun, go, run = threading.Event(), threading.Event(), harness.backend.run
+    started, go, run = threading.Event(), threading.Event(), harness.backend.run
 
     def slow(passes: Any) -> Any:
-        begun.set()
+        started.set()
         assert go.wait(WAIT_S)
         return run(passes)
 
     harness.backend.run = slow  # type: ignore[method-assign]
     request_id = await trainer.forward_backward(2)
-    await until(begun.is_set)
+    await until(started.is_set)
     take_over(harness)
     before = rows_of(harness.database)
     go.set()
@@ -283,14 +283,14 @@ async def test_a_late_save_of_a_displaced_engine_keeps_the_new_servers_files(
 ) -> None:
     """Both servers ran the same command and stored their files in the same checkpoint store."""
     flags = {"database_url": migrated_url, "checkpoint_store": f"file://{tmp_path}/shared"}
-    begun, go = threading.Event(), threading.Event()
+    started, go = threading.Event(), threading.Event()
     async with harness_in(tmp_path / "first", **flags) as first, harness_in(tmp_path / "second", **flags) as second:
         first.engine_database.close()
         first.engine_database = FencedDatabase(migrated_url, Fence("first"))
         writing = first.checkpoint_store.writing
 
         def begin(key: str) -> Any:
-            begun.set()
+            started.set()
             assert go.wait(WAIT_S)
             return writing(key)
 
@@ -309,7 +309,7 @@ async def test_a_late_save_of_a_displaced_engine_keeps_the_new_servers_files(
         trainer = await Trainer.create(first)
         await trainer.step(1)
         request_id = await trainer.send(Kind.SAVE_WEIGHTS, path="name")
-        await until(begun.is_set)
+        await until(started.is_set)
         await second.start()  # this start takes the claim
         await second.outcome(request_id)
         (row,) = second.checkpoint_rows(trainer.model_id)

@@ -57,7 +57,7 @@ async def main():
 
 asyncio.run(main())
 """
-"""An API process that is killed right after the first write of a `create_model` has been committed."""
+"""A program with an API process that is killed right after the commit of the first write of a `create_model`."""
 
 
 async def create(api: Api, session: str, **lora: Any) -> dict[str, Any]:

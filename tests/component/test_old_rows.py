@@ -32,7 +32,7 @@ from tests.postgres_server import ON_BOTH
 
 SESSIONS = 3000
 OLD, EACH = 40, 200
-"""Of the sessions that ended so many have sampling sessions, and so many each."""
+"""The number of ended sessions with sampling sessions, and the number of sampling sessions in each."""
 MODEL = "s0:train:0"
 LONG_AGO = time.time() - 1e6
 

@@ -215,12 +215,12 @@ async def test_a_refusal_that_could_not_be_written_is_written_later(
     harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Commands that were read with the refused one, and are queued, must not hide it."""
-    gone, other = await Trainer.create(harness), await Trainer.create(harness)
+    closed, other = await Trainer.create(harness), await Trainer.create(harness)
     await other.step(1)
     harness.database.write(
-        lambda c: c.execute(update(models).where(models.c.id == gone.model_id).values(status="closed"))
+        lambda c: c.execute(update(models).where(models.c.id == closed.model_id).values(status="closed"))
     )
-    harness.scheduler.close_model(gone.model_id)
+    harness.scheduler.close_model(closed.model_id)
     engine = harness.engine
     engine._poll_due = float("inf")  # the loop sleeps until it is rung; its listener reads new commands
     engine.ring()
@@ -235,7 +235,7 @@ async def test_a_refusal_that_could_not_be_written_is_written_later(
         refuse(commands)
 
     monkeypatch.setattr(harness.parts.settlement, "refuse", fail_once)
-    refused = await gone.optim_step(1)
+    refused = await closed.optim_step(1)
     waiting = await other.optim_step(9)  # its number 1 is never sent
     outcome = await harness.store.wait(refused, "tenant", WAIT_S)
     assert outcome is not None

@@ -16,7 +16,7 @@ from skyrl.types.kinds import Kind
 AFTER_EVERY_STEP_S = 0.000_001
 COMMIT = "a synced commit"
 FULL, NORMAL = 2, 1
-"""SQLite's numbers: with FULL a commit syncs the log, and so whatever it holds."""
+"""SQLite's values of PRAGMA synchronous. With FULL a commit syncs the log, with everything in it."""
 
 
 @pytest.fixture
@@ -59,8 +59,8 @@ async def test_saves_and_snapshots_are_synced_before_their_commit(tmp_path: Path
 def test_a_power_safe_commit_syncs_the_log(tmp_path: Path) -> None:
     database = Database(f"sqlite:///{tmp_path / 'skyrl.db'}")
 
-    def synchronous(**how: Any) -> int:
-        return database.write(lambda c: c.exec_driver_sql("PRAGMA synchronous").scalar_one(), **how)
+    def synchronous(**options: Any) -> int:
+        return database.write(lambda c: c.exec_driver_sql("PRAGMA synchronous").scalar_one(), **options)
 
     assert (synchronous(power_safe=True), synchronous()) == (FULL, NORMAL)
     database.close()

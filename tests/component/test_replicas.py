@@ -18,7 +18,7 @@ from skyrl.types.weights import AdapterVersion
 
 PROXY = "http://127.0.0.1:9"
 HANGS_S = 1.0
-"""A server that takes longer than this to say how it is, three times in a row, has hung."""
+"""A server whose health answer takes longer than this three times in a row has hung."""
 A, B, C = AdapterVersion("m@1"), AdapterVersion("m@2"), AdapterVersion("m@3")
 
 

@@ -30,11 +30,11 @@ pytestmark = ON_SQLITE
 
 RETENTION_S = 100.0
 LONG_AGO, JUST_NOW = 1_000.0, 0.0
-"""Seconds since a sample ended: its time is over, or it is not."""
+"""Seconds since the end of a sample: beyond its retention, or within it."""
 ROUND = 1_000
 PAGE = 4096
 BODY, RESULT = b"b" * 2900, Outcome(b"r" * 600, "protobuf")
-"""A sample of 512 tokens that generated 64."""
+"""Sizes as for a prompt of 512 tokens and 64 sampled tokens."""
 
 
 @pytest.fixture

@@ -106,11 +106,11 @@ async def test_a_search_by_metadata_requires_every_pair(api: Api) -> None:
 
 
 async def test_a_session_that_ended_without_a_reason_has_no_status_and_matches_no_search_by_status(api: Api) -> None:
-    told, untold = await create(api), await create(api)
-    await finish(api, told, "success")
-    assert (await api.post(f"sessions/{untold}/finish", {})).status_code == 200
-    assert await search(api) == [untold, told]
-    assert await search(api, statuses=[{"type": "client_finished"}]) == [told]
+    with_reason, without_reason = await create(api), await create(api)
+    await finish(api, with_reason, "success")
+    assert (await api.post(f"sessions/{without_reason}/finish", {})).status_code == 200
+    assert await search(api) == [without_reason, with_reason]
+    assert await search(api, statuses=[{"type": "client_finished"}]) == [with_reason]
 
 
 async def test_a_search_filters_by_project_owner_and_status(api: Api, database: Database) -> None:
@@ -235,9 +235,9 @@ async def test_a_session_is_moved_into_a_project_with_its_runs(api: Api, databas
 
 
 async def trace(api: Api, session: str) -> dict[str, Any]:
-    said = (await api.http.get(f"/api/v1/sessions/{session}/trace_export")).json()
-    assert said["status"] == "ready"
-    fetched = await api.http.get(said["url"], headers={"X-API-Key": ""})
+    link = (await api.http.get(f"/api/v1/sessions/{session}/trace_export")).json()
+    assert link["status"] == "ready"
+    fetched = await api.http.get(link["url"], headers={"X-API-Key": ""})
     assert fetched.status_code == 200, fetched.text
     return json.loads(fetched.content)
 
@@ -252,7 +252,7 @@ async def test_the_timeline_has_each_request_on_its_track(api: Api, upstream: Fa
     await api.result(failed)
     running = (await api.sample(sampler, 2))["request_id"]
     created = (await api.post("create_model", {"session_id": session, "model_seq_id": 0, "base_model": BASE})).json()
-    elsewhere = await api.sampler()
+    other_sampler = await api.sampler()
     await api.services.futures.read_outcomes([])
     events = (await trace(api, session))["traceEvents"]
     tracks = {event["args"]["name"]: event["pid"] for event in events if event["name"] == "process_name"}
@@ -268,7 +268,7 @@ async def test_the_timeline_has_each_request_on_its_track(api: Api, upstream: Fa
     for key in ("name", "cat", "id", "pid", "tid"):
         assert begun[failed][key] == ended[failed][key], "Perfetto pairs the events by these fields"
     assert started * 1e6 <= begun[failed]["ts"] <= ended[failed]["ts"] <= time.time() * 1e6
-    assert (await trace(api, session_of(elsewhere)))["traceEvents"] == []
+    assert (await trace(api, session_of(other_sampler)))["traceEvents"] == []
 
 
 async def test_a_link_is_valid_for_one_timeline_only(api: Api) -> None:
@@ -280,7 +280,7 @@ async def test_a_link_is_valid_for_one_timeline_only(api: Api) -> None:
 
 async def test_a_timeline_holds_the_newest_requests(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
     sampler = await api.sampler()
-    asked = [(await api.sample(sampler, seq_id))["request_id"] for seq_id in range(3)]
+    request_ids = [(await api.sample(sampler, seq_id))["request_id"] for seq_id in range(3)]
     monkeypatch.setattr(timelines, "MAX_REQUESTS", 2)
     events = (await trace(api, session_of(sampler)))["traceEvents"]
-    assert [event["id"] for event in events if event["ph"] == "b"] == asked[1:]
+    assert [event["id"] for event in events if event["ph"] == "b"] == request_ids[1:]

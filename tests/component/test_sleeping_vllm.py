@@ -16,7 +16,7 @@ from replicas import SOON_S, group_of
 from skyrl.engine.sampling import ColocatedSampler
 
 
-@pytest.mark.parametrize("watching_s", [SOON_S, NEVER_S], ids=["noticed by the watch", "noticed by who wakes it"])
+@pytest.mark.parametrize("watching_s", [SOON_S, NEVER_S], ids=["noticed by the watch", "noticed by the wake-up"])
 async def test_a_vllm_that_dies_asleep_delays_samples_only(tmp_path: Path, watching_s: float) -> None:
     async with world(tmp_path / "state", watching_s=watching_s) as here:
         assert await here.error_of(await here.sample()) is None
@@ -62,9 +62,9 @@ async def test_samples_fail_with_a_reason_if_vllm_stays_down(tmp_path: Path) -> 
 def test_each_absence_is_measured_from_its_own_start(monkeypatch: pytest.MonkeyPatch) -> None:
     now, group = 0.0, SimpleNamespace(ready=False, reason="gone")
     monkeypatch.setattr("skyrl.engine.sampling.time", SimpleNamespace(monotonic=lambda: now))
-    nobody: Any = None
+    unused: Any = None
     options: Any = {"sleeps": True, "patience_s": 10.0}
-    sampler = ColocatedSampler(nobody, nobody, cast(Any, group), LIMITS, "tiny", **options)
+    sampler = ColocatedSampler(unused, unused, cast(Any, group), LIMITS, "tiny", **options)
     assert not sampler.may_run
     now, group.ready = 5.0, True
     assert sampler.may_run

@@ -272,10 +272,10 @@ async def test_saves_are_refused_before_the_disk_is_full(harness: Harness, monke
     trainer = await Trainer.create(harness)
     usage = namedtuple("usage", "total used free")
     bound = harness.config.min_free_disk_bytes
-    asked: list[Path] = []
+    checked_directories: list[Path] = []
 
     def almost_full(directory: Path) -> Any:
-        asked.append(Path(directory))
+        checked_directories.append(Path(directory))
         return usage(2 * bound, bound + 1, bound - 1)
 
     with monkeypatch.context() as patch:
@@ -289,7 +289,7 @@ async def test_saves_are_refused_before_the_disk_is_full(harness: Harness, monke
             refused = await trainer.fails(kind, **body)
             assert refused.error_category == "server"
             assert (refused.error or "").startswith(f"the server's disk is nearly full: {bound - 1} bytes are free")
-    assert set(asked) == {harness.config.state_dir}
+    assert set(checked_directories) == {harness.config.state_dir}
     assert not harness.config.adapters_dir.exists()
     assert shutil.disk_usage(harness.config.state_dir).free >= bound, "this test needs free disk space"
     await save(trainer, 0)

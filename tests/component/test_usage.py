@@ -73,16 +73,19 @@ async def test_usage_of_samples_counts_the_tokens_sent_and_received(api: Api, up
         received += sum(len(sequence["tokens"]) for sequence in result.json().get("sequences", []))
     await api.result((await api.sample(other, 0))["request_id"])
     assert received == 3 + 3 * 3
-    said = await events(api)
-    assert tokens_by_kind(said, session_of(sampler)) == {
+    usage_events = await events(api)
+    assert tokens_by_kind(usage_events, session_of(sampler)) == {
         ("sampling_prefill", False): 3 + 2,
         ("sampling_prefill", True): 2,
         ("sampling_sample", None): received,
     }
-    assert tokens_by_kind(said, session_of(other)) == {("sampling_prefill", False): 3, ("sampling_sample", None): 3}
-    assert set(said["sessions"]) == {session_of(sampler), session_of(other)}
+    assert tokens_by_kind(usage_events, session_of(other)) == {
+        ("sampling_prefill", False): 3,
+        ("sampling_sample", None): 3,
+    }
+    assert set(usage_events["sessions"]) == {session_of(sampler), session_of(other)}
     assert await events(api, **OTHER) == {"data": [], "sessions": {}}
-    assert session_of(theirs) not in said["sessions"]
+    assert session_of(theirs) not in usage_events["sessions"]
 
 
 @ON_BOTH
@@ -309,10 +312,10 @@ async def test_a_sample_whose_commit_seemed_lost_counts_once(
     writer = GroupCommitWriter(database)
     counter, neighbour = UsageCounter(writer), UsageCounter(writer)
     key = UsageKey(TENANT, bucket_of(time.time()), "session", BASE, UsageKind.SAMPLE)
-    really = writer.transact
+    original_transact = writer.transact
 
     async def unheard(change: Any) -> None:
-        await really(change)
+        await original_transact(change)
         raise LOST
 
     async def unsent(_: Any) -> None:

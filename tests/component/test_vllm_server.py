@@ -50,9 +50,9 @@ TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 RANKS = {"rank8": 8, "rank32": 32}
 SLOTS = len(RANKS)
 HANGS_S = 5.0
-"""A server that takes longer than this to say how it is, three times in a row, has hung."""
+"""A server whose health answer takes longer than this three times in a row has hung."""
 PROBES = 200
-"""Questions after vLLM's health, one after the other: together they take far longer than a sample of 12 tokens."""
+"""Health requests in a row: together they take far longer than a sample of 12 tokens."""
 
 
 class ScriptedHost:
@@ -76,7 +76,7 @@ class Served:
     replica: Replica
     host: ScriptedHost
     in_use: list[AdapterVersion]
-    """What the replica is to have before it is ready."""
+    """The adapters that the replica must load before it is ready."""
     client: VllmClient
     running: asyncio.Task[None]
     published: list[str | None] = field(default_factory=list)
@@ -369,9 +369,9 @@ async def test_prompt_and_sequences_requested_apart_equal_one_request(served: Se
     given = deserialize_sample_response((await client.sample(job)).body)
     assert [sequence.tokens for sequence in given.sequences] == [sequence.tokens for sequence in expected.sequences]
     assert [sequence.stop_reason for sequence in given.sequences] == ["length"] * 5
-    for mine, theirs in zip(given.sequences, expected.sequences, strict=True):
-        assert mine.logprobs == pytest.approx(theirs.logprobs, abs=1e-4)
-        assert tokens_of(mine.topk_logprobs) == tokens_of(theirs.topk_logprobs)
+    for ours, reference in zip(given.sequences, expected.sequences, strict=True):
+        assert ours.logprobs == pytest.approx(reference.logprobs, abs=1e-4)
+        assert tokens_of(ours.topk_logprobs) == tokens_of(reference.topk_logprobs)
     assert given.prompt_logprobs is not None
     assert expected.prompt_logprobs is not None
     assert given.prompt_logprobs[1:] == pytest.approx(expected.prompt_logprobs[1:], abs=1e-4)

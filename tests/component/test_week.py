@@ -40,12 +40,12 @@ from tests.postgres_server import ON_SQLITE
 HOUR_S = 3600.0
 EVERY_S = 3 * HOUR_S
 DAY = 8
-"""Sessions a day: one every EVERY_S."""
+"""The number of sessions per day, one every EVERY_S."""
 SAMPLES, VERSIONS = 20, 2
-"""What each session asks for, and the adapter versions that it samples from."""
+"""Samples per session, and adapter versions that the session samples from."""
 TTL_S = 6 * HOUR_S
 KEPT_BYTES = 4_000
-"""Of a session, of its model and of its sampling sessions: rows that stay."""
+"""Bytes of a session, its model and its sampling sessions, whose rows are kept."""
 BODY, RESULT = b"b" * 2900, rows.Outcome(b"r" * 600, "protobuf")
 
 
@@ -178,7 +178,7 @@ async def test_a_week_keeps_the_database_and_the_directories_small(server: Serve
 
 
 PASSES, ROUND_S = 3, 12 * HOUR_S
-"""Forward passes in a round of a living model, and how often there is one."""
+"""Forward passes per round of the model, and the length of a round."""
 
 
 @ON_SQLITE
@@ -194,12 +194,14 @@ async def test_a_model_that_only_runs_forward_passes_for_a_week_stays_small(
         await teacher.step(1)
         retention = Retention(harness.database, harness.writer, harness.config.result_retention_s)
         count = select(func.count()).select_from(rows.futures)
-        small, asked = 0, {"data": data(0, 100), "loss_fn": "cross_entropy"}
+        small, forward_input = 0, {"data": data(0, 100), "loss_fn": "cross_entropy"}
         with monkeypatch.context() as patched:
             patched.setattr(time, "monotonic", lambda: monotonic() + ahead)
             patched.setattr(time, "time", clock)
             for _ in range(14):
-                for request_id in [await teacher.send(Kind.FORWARD, forward_input=asked) for _ in range(PASSES)]:
+                for request_id in [
+                    await teacher.send(Kind.FORWARD, forward_input=forward_input) for _ in range(PASSES)
+                ]:
                     await teacher.result(request_id)
                 await asleep(harness.parts.signals)  # the commands are recorded with the time of now
                 ahead += ROUND_S
@@ -215,7 +217,7 @@ async def test_a_model_that_only_runs_forward_passes_for_a_week_stays_small(
         files = [path.name for path in harness.snapshots.path(teacher.model_id, 0).parent.iterdir()]
         assert files == [str(teacher.seq_id + 1)]
         assert file_bytes(harness.database) <= 1.5 * small
-        before = await teacher.result(await teacher.send(Kind.FORWARD, forward_input=asked))
+        before = await teacher.result(await teacher.send(Kind.FORWARD, forward_input=forward_input))
         await harness.stop()
         await harness.start()
-        assert await teacher.result(await teacher.send(Kind.FORWARD, forward_input=asked)) == before
+        assert await teacher.result(await teacher.send(Kind.FORWARD, forward_input=forward_input)) == before

@@ -32,13 +32,13 @@ async def world(tmp_path: Path, upstream: FakeUpstream) -> AsyncIterator[World]:
         yield world
 
 
-def asked(sampler: str, seq_id: int = 1) -> dict[str, Any]:
+def sample_request(sampler: str, seq_id: int = 1) -> dict[str, Any]:
     prompt = {"chunks": [{"type": "encoded_text", "tokens": [5]}]}
     return {"sampling_session_id": sampler, "seq_id": seq_id, "prompt": prompt, "sampling_params": {"max_tokens": 2}}
 
 
 async def sampled(world: World, sampler: str, seq_id: int = 1) -> Outcome:
-    promise = await world.post("asample", asked(sampler, seq_id))
+    promise = await world.post("asample", sample_request(sampler, seq_id))
     outcome = await world.services.futures.wait(promise["request_id"], tenant_of_key("tml-one"), 60.0)
     assert outcome is not None
     return outcome
@@ -91,7 +91,7 @@ async def test_full_weights_are_refused_with_a_reason(world: World, upstream: Fa
             {"session_id": await world.session(), "sampling_session_seq_id": 1, "model_path": path},
             "model_path",
         ),
-        ("asample", asked(sampler), "sampling_session_id"),
+        ("asample", sample_request(sampler), "sampling_session_id"),
         ("copy_weights", {"source_path": path, "destination_project_id": "p"}, "source_path"),
     ):
         refused = await world.ask("POST", route, body)

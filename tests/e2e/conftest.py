@@ -21,11 +21,11 @@ from tests.databases import rows_in, url_of
 ClientFactory = Callable[..., tinker.ServiceClient]
 
 ALIAS = "Qwen/Qwen3.5-4B"
-"""A second name of the served model: clients that know models by their hub names ask for this one."""
+"""A second name of the served model, for clients that know models by their hub names."""
 
 
 SLOW_START_S = 500.0
-"""A server is given this long to come up, where a machine has other work."""
+"""Seconds until a server must be ready, on a busy machine."""
 
 
 @pytest.fixture(scope="session")

@@ -47,7 +47,7 @@ class Call:
 
     method: str
     target: str
-    """Path and query as they were sent."""
+    """Path and query as the client sent them."""
     body: bytes
     headers: CIMultiDict[str]
     _send: Callable[[Call], Awaitable[Answer]]
@@ -70,7 +70,7 @@ class Call:
 
 
 Fault = Callable[[Call], Awaitable[Answer | None]]
-"""Does something with a call; None closes the client's connection without a word."""
+"""Acts on a call; None closes the client's connection without an answer."""
 
 
 async def lost_response(call: Call) -> None:

@@ -17,9 +17,9 @@ from skyrl.demo.server import DemoServer
 from .conftest import ask, cross_entropy, greedy
 
 SEQUENCES, TOKENS = 32, 1024
-"""32,768 tokens: some 4 s of one core of 2024, forward and backward, in one request of the SDK."""
+"""32,768 tokens take some 4 s of one core of 2024, forward and backward, in one request of the SDK."""
 STARTS_S = 300.0
-"""Ends what hangs."""
+"""Ends a hanging test."""
 
 
 def long_pass() -> list[types.Datum]:

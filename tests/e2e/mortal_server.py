@@ -24,7 +24,7 @@ WAIT_S = 300.0
 VOCABULARY = 500
 PROTOBUF, JSON = "application/x-protobuf", "application/json"
 STEP = {"adam_params": {"learning_rate": 0.01}}
-"""An optim_step's body."""
+"""The body of an optim_step."""
 T = TypeVar("T")
 
 

@@ -30,10 +30,10 @@ exec "$@"
 """
 
 TIMEOUT_S = 400.0
-"""Ends a command that hangs."""
+"""Ends a hanging command."""
 
 _VARYING = re.compile(r"(\.\.\.|\b[0-9a-f]{12,}\b|\d+|\s+)")
-"""What differs each time: text that the page leaves out, identifiers, numbers, and the width of columns."""
+"""The parts of an output that differ each time: omitted text, identifiers, numbers, and the width of columns."""
 
 
 class PageFailed(AssertionError):
@@ -50,13 +50,13 @@ class Terminal:
 
     home: Path
     address: Path
-    """Where `tests.e2e.page_programs` runs programs."""
+    """The address at which `tests.e2e.page_programs` runs programs."""
     variables: dict[str, str]
     names: dict[str, str]
     typed: dict[str, str] = field(default_factory=dict)
-    """What a person types into a command that has this word in it."""
+    """The input for a command that contains this word."""
     work: Path = field(init=False)
-    """The directory that the terminal is in."""
+    """The directory of the terminal."""
 
     def __post_init__(self) -> None:
         programs = self.home / "bin"
@@ -98,20 +98,20 @@ class Terminal:
             timeout=TIMEOUT_S,
             check=False,
         )
-        said = done.stdout + done.stderr
+        output = done.stdout + done.stderr
         if done.returncode != 0:
-            raise PageFailed(f"$ {text}\n{said}\nended with {done.returncode}")
+            raise PageFailed(f"$ {text}\n{output}\nended with {done.returncode}")
         where, _, variables = after.read_text().partition("\n")
         self.work = Path(where)
         self._environment = dict(line.split("=", 1) for line in variables.split("\0") if "=" in line)
         for line in shown.output:
-            self._compare(line, said, text)
+            self._compare(line, output, text)
 
-    def _compare(self, line: str, said: str, text: str) -> None:
+    def _compare(self, line: str, output: str, text: str) -> None:
         parts = _VARYING.split(self.real(line).strip())
-        found = re.search("".join(_pattern(part) for part in parts), said)
+        found = re.search("".join(_pattern(part) for part in parts), output)
         if found is None:
-            raise PageFailed(f"$ {text}\n{said}\nThe page shows a line that is not there: {line}")
+            raise PageFailed(f"$ {text}\n{output}\nThe page shows a line that is not there: {line}")
         shown = [part for part in parts if re.fullmatch(r"[0-9a-f]{12,}", part)]
         for name, real in zip(shown, found.groups(), strict=True):
             self.names[name] = real

@@ -20,8 +20,8 @@ from .conftest import find_process
 IN_FLIGHT = 64
 WARM_UP, SAMPLES = 500, 2_000
 MOST = 25.0
-"""CPU of the API process for 1,000 samples, in calibration loops: twice the 10.3 to 12.4 that were measured (0.26 to
-0.31 s, loops of 25 ms), on a quiet machine as with four busy processes on its two cores."""
+"""CPU seconds of the API process for 1,000 samples, in calibration loops. The bound is twice the measured 10.3 to 12.4
+(0.26 to 0.31 s, loops of 25 ms), measured on a quiet machine and with four busy processes on two cores."""
 
 
 async def forward(samples: TinkerSamples, numbers: range) -> set[str]:

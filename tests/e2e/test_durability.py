@@ -29,7 +29,8 @@ WAITING = 40
 COMMANDS = 8
 STATUSES = "SELECT status, count(*) FROM futures GROUP BY status"
 OTHERS = 100
-"""Requests that read the database. An answer that waits for nothing takes as many steps as one of them."""
+"""The number of later requests that read the database. An answer that waits for no commit takes as many steps as one of
+them."""
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.vllm
 
 PROMPT = types.ModelInput.from_ints([5, 6, 7, 8])
 MANY, AT_ONCE = 8, 256
-"""Samples of one tenant, each of as many sequences as vLLM runs at once."""
+"""The samples of one tenant, and the sequences of each: as many as vLLM runs at once."""
 LIMIT_S = 300.0
 
 
@@ -39,7 +39,7 @@ def test_a_sample_runs_before_another_tenants_queue(server: DemoServer, connect:
         time.sleep(0.01)
     few.sample(PROMPT, num_samples=1, sampling_params=sampling_params(24)).result()
     assert all(len(each.result().sequences) == AT_ONCE for each in queued)
-    *theirs, mine = [end for (end,) in recorded()]
-    assert len(theirs) == MANY
-    assert mine is not None
-    assert sum(end is not None and end > mine for end in theirs) >= 2
+    *ends_of_many, last_of_few = [end for (end,) in recorded()]
+    assert len(ends_of_many) == MANY
+    assert last_of_few is not None
+    assert sum(end is not None and end > last_of_few for end in ends_of_many) >= 2

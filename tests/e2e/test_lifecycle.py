@@ -35,7 +35,8 @@ pytestmark = pytest.mark.vllm
 TIMEOUT_S = 20
 MAX_PENDING = 24
 ENDED_S = 300.0
-"""Until what a session held is taken back: it is looked for every 5 s, and the engine has other work."""
+"""Seconds until an ended session's resources must be freed. The server looks every 5 s, and the engine has other
+work."""
 KEY, OTHER_KEY = "tml-leaving", "tml-staying"
 PROMPT = [5, 6, 7, 8]
 DATA = [cross_entropy([20 + step for step in range(9)])]
@@ -97,7 +98,7 @@ class SteadyTenant:
         self._stop = threading.Event()
         self._pool = ThreadPoolExecutor(1)
         self.losses: list[float] = []
-        """Of all its steps so far."""
+        """The losses of all steps so far."""
         self._training: Future[None] = self._pool.submit(self._train)
 
     def _train(self) -> None:
@@ -128,7 +129,7 @@ class World:
     idle: LocalClient
     finished: LocalClient
     waiting: str
-    """A command of the finished one, which waited for a number that never came."""
+    """A command of the finished client that waited for a number that was never sent."""
     silent: LocalClient
     killed: ClientSession
 

@@ -31,10 +31,10 @@ from tests.postgres_server import ON_SQLITE, PostgresServer
 pytestmark = [pytest.mark.vllm, ON_SQLITE]  # the pages show SQLite, and PostgreSQL where a page is about PostgreSQL
 
 KEY = "tml-pages"
-"""The pages' keys stand for this tenant."""
+"""The key of the tenant for whom the pages' keys stand."""
 
 CONFIG = 'state_dir = "{state}"\napi_keys = "managed"\nquota_tokens_per_minute = 50000\nquota_models = 4\n'
-"""`skyrl.toml`, which pages about keys and quotas name."""
+"""The `skyrl.toml` that pages about keys and quotas name."""
 
 PASSWORD = "p@ss/w:rd"
 POSTGRES_PAGES = ("docs/operating/postgresql.md", "docs/operating/backup.md")

@@ -35,7 +35,7 @@ from .fault_proxy import FaultProxy, edited
 PROTO = "application/x-protobuf"
 TEXT = list(range(20, 32))
 REDUCTIONS = {"sum", "min", "max", "mean", "slack", "hash2", "unique"}
-"""What the SDK can combine the chunks of a pass by; a metric with another reduction disappears."""
+"""The reductions with which the SDK combines the chunks of a pass. The SDK drops a metric with another reduction."""
 LIMIT_S = 300.0
 
 
@@ -157,11 +157,13 @@ def test_point_01_passes_and_their_results_travel_as_protobuf(
     trainer.forward_backward([cross_entropy(TEXT)], "cross_entropy").result()
     greedy(client.create_sampling_client(base_model="tiny").result(), TEXT, 2)
     assert [call.headers["Content-Type"] for call in proxy.seen("/forward_backward")] == [PROTO, PROTO]
-    heard: dict[str, str] = {}
+    content_types: dict[str, str] = {}
     for call in proxy.seen("/retrieve_future"):
         if call.told == 200:
-            heard[call.headers["X-Tinker-Request-Type"]] = call.answers[-1].headers["Content-Type"]
-    assert heard == {"CreateModel": "application/json"} | dict.fromkeys(("Forward", "ForwardBackward", "Sample"), PROTO)
+            content_types[call.headers["X-Tinker-Request-Type"]] = call.answers[-1].headers["Content-Type"]
+    assert content_types == {"CreateModel": "application/json"} | dict.fromkeys(
+        ("Forward", "ForwardBackward", "Sample"), PROTO
+    )
 
     promise = raw.ok("forward_backward", json_pass(raw.model(), 1))
     forms = {

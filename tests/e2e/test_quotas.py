@@ -25,9 +25,9 @@ KEY = "tml-over-quota"
 TENANT = tenant_of_key(KEY)
 PER_MINUTE = 120
 MINUTE = [cross_entropy(list(range(30, 61)))] * 4
-"""A minute's worth of tokens."""
+"""The tokens of one minute."""
 SECONDS = [cross_entropy(list(range(30, 55)))]
-"""Some 12 s worth of them."""
+"""The tokens of some 12 s."""
 PROMPT = [5, 6, 7]
 
 
@@ -74,10 +74,10 @@ def test_a_loop_over_quota_gives_the_same_results_and_another_tenant_does_not_wa
     server: DemoServer, connect: ClientFactory, over_quota: tinker.ServiceClient
 ) -> None:
     other_tenant = connect("tml-free")
-    expected, said = loop(other_tenant)
+    expected, other_answer = loop(other_tenant)
     losses, answer = loop(over_quota)
     assert losses == expected
-    assert len(answer) == len(said) == 2
+    assert len(answer) == len(other_answer) == 2
     first, second = passes(server)
     assert first[1] is None, "the first pass uses the tokens of the first minute"
     assert second[0] < second[1] <= second[2], "the second pass has waited"

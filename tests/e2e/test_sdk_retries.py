@@ -44,7 +44,7 @@ CHANGES = (
     "load_weights",
     "finish",
 )
-"""Everything the program below sends that changes something."""
+"""Every request of the program below that changes state."""
 
 
 def data(first: int, count: int = 5) -> list[types.Datum]:

@@ -29,7 +29,7 @@ Send = Callable[[], str]
 """Sends a command; returns its request id."""
 KillAtStage = Callable[[MortalServer, Send], str]
 LONG_PASS = 60
-"""Sequences of 500 tokens: seconds, however fast the machine."""
+"""A pass of this many sequences of 500 tokens takes seconds on any machine."""
 
 
 @pytest.fixture
@@ -124,7 +124,7 @@ def weights(server: MortalServer, model: Model, name: str) -> dict[str, bytes]:
 
 ROUTES = ("forward_backward", "forward_backward", "optim_step", "save_weights") * 3
 DEATHS = {0: kill_while_queueing, 5: kill_while_running, 6: kill_while_running, 7: kill_while_running}
-"""By index in ROUTES: of a command that waits, of the second pass of a step, of a step, of a save."""
+"""By index in ROUTES: the death at a waiting command, at the second pass of a step, at a step, at a save."""
 
 
 def learn(server: MortalServer, model: Model, deaths: Mapping[int, KillAtStage], between: Callable[[], object]) -> Any:

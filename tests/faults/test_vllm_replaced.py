@@ -25,11 +25,11 @@ from tests.e2e.conftest import SLOW_START_S, ask, cross_entropy, find_process, t
 pytestmark = pytest.mark.vllm
 
 HANG_S = 20.0
-"""Long enough for the slowest step of the tiny model (the first ones) on a slow machine."""
+"""Longer than the slowest step of the tiny model (one of the first) on a slow machine."""
 PROMPT = [5, 6, 7, 8]
 SHORT, LONG = 12, 1500
 DRAINED = 100
-"""Tokens that end within the grace of a stop."""
+"""A number of tokens that can be sampled within the grace period of a stop."""
 API_SERVER, ENGINE = "vllm.entrypoints.openai.api_server", "EngineCore"
 
 
@@ -76,20 +76,20 @@ def tenants(server: DemoServer) -> list[Tenant]:
         trainer = client.create_lora_training_client(base_model="tiny", rank=8, seed=first).result()
         train(trainer, [cross_entropy(PROMPT + list(range(first, first + 20)))], 6, 2e-2)
         sampler = trainer.save_weights_and_get_sampling_client().result()
-        said = _sample(sampler, SHORT)
-        assert said.logprobs is not None
-        found.append(Tenant(sampler, list(said.tokens), list(said.logprobs)))
+        sample_of_tenant = _sample(sampler, SHORT)
+        assert sample_of_tenant.logprobs is not None
+        found.append(Tenant(sampler, list(sample_of_tenant.tokens), list(sample_of_tenant.logprobs)))
     assert found[0].logprobs != pytest.approx(found[1].logprobs, abs=0.1)
     return found
 
 
 @pytest.mark.parametrize(
-    ("victim", "how"),
+    ("victim", "signal_number"),
     [(ENGINE, signal.SIGSTOP), (API_SERVER, signal.SIGSTOP), (API_SERVER, signal.SIGKILL)],
     ids=["the engine hangs", "the API server hangs", "killed"],
 )
 def test_each_tenant_gets_its_own_weights_from_the_next_vllm(
-    server: DemoServer, tenants: list[Tenant], victim: str, how: signal.Signals
+    server: DemoServer, tenants: list[Tenant], victim: str, signal_number: signal.Signals
 ) -> None:
     leader = find_process(server, API_SERVER)
     old = [leader, *leader.children(recursive=True)]
@@ -98,12 +98,12 @@ def test_each_tenant_gets_its_own_weights_from_the_next_vllm(
         in_flight = [pool.submit(tenant.sample, LONG) for tenant in tenants for _ in range(2)]
         while server.status()["samples"]["in_flight"] < len(in_flight):
             time.sleep(0.01)
-        os.kill(find_process(server, victim).pid, how)
+        os.kill(find_process(server, victim).pid, signal_number)
         later = [pool.submit(tenant.sample, SHORT) for tenant in tenants for _ in range(2)]
-        for who, (before, after) in enumerate(zip(in_flight, later, strict=True)):
+        for number, (before, after) in enumerate(zip(in_flight, later, strict=True)):
             assert len(before.result().tokens) == LONG
-            tenants[who // 2].assert_own_weights(before.result())
-            tenants[who // 2].assert_own_weights(after.result())
+            tenants[number // 2].assert_own_weights(before.result())
+            tenants[number // 2].assert_own_weights(after.result())
     assert not [process for process in old if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
     assert server.status()["inference_generation"] > generation, "the URL was withdrawn and published again"
 

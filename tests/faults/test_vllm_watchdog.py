@@ -22,7 +22,7 @@ GARBAGE = -1
 """An answer that cannot be decoded."""
 
 Answer = Callable[[int], int | None]
-"""The status for the n-th question (from 0); `SILENCE` takes it and never answers."""
+"""The status for the n-th request (from 0); `SILENCE` accepts the request and never answers."""
 
 
 class Upstream:
@@ -116,7 +116,7 @@ async def until(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0.01)
 
 
-@pytest.mark.parametrize("health", [SILENCE, DEAD], ids=["takes questions and never answers", "stays 503"])
+@pytest.mark.parametrize("health", [SILENCE, DEAD], ids=["accepts requests and never answers", "stays 503"])
 async def test_a_hanging_api_server_is_killed(health: int | None) -> None:
     upstream = Upstream(health=lambda _: health, is_sleeping=lambda _: WELL)
     async with upstream.running(), watched(upstream.url, health_s=0.3) as server:

@@ -14,10 +14,10 @@ if TYPE_CHECKING:
     from .user import User
 
 ANNOUNCEMENT = "/__feature__/"
-"""Path under which a run names the feature it begins, to the recorder in front of the server."""
+"""The path under which a run announces its next feature to the recorder in front of the server."""
 
 QUESTION = "/__asked__/"
-"""Path under which a check learns from the recorder how often a route was asked for since its feature began."""
+"""The path under which a check asks the recorder how many requests a route got since the feature began."""
 
 Check = Callable[["User"], None]
 
@@ -33,14 +33,14 @@ class Feature:
     name: str
     group: str
     sentence: str
-    """What a user gets, and what the check asserts."""
+    """What a user gets and the check asserts."""
     check: Check
     needs: tuple[str, ...] = ()
-    """What an SDK must have to have the feature, in the notation of presence.py."""
+    """What an SDK must have for this feature, in the notation of presence.py."""
     refusal: str | None = None
-    """Part of the message with which this is refused; None: it works."""
+    """A part of the message that refuses the feature; None if the feature works."""
     statuses: frozenset[int] = frozenset()
-    """HTTP statuses from 400 that the check provokes on purpose."""
+    """HTTP statuses of 400 and above that the check provokes on purpose."""
 
 
 CATALOGUE: dict[str, Feature] = {}

@@ -23,17 +23,17 @@ from .user import MODEL
 REQUIREMENTS = ROOT / "requirements" / "sdk"
 RUN_S = 1500
 AT_ONCE = 2
-"""Versions that run at the same time: more gain nothing on two cores."""
+"""Versions that run at the same time; more gain nothing on two cores."""
 TORCH = ("torch", "torchgen", "functorch", "sympy", "mpmath", "networkx", "jinja2", "markupsafe")
-"""What custom losses need besides the SDK; lent from this environment, for its size."""
+"""Packages that custom losses need besides the SDK; borrowed from this environment because of their size."""
 
 LOG = 4000
-"""Characters shown of the log of a run that broke."""
+"""The number of characters shown of a failed run's log."""
 
 UNCALLED = {
     "SamplingClient.on_queue_state_change": "the SDK calls it itself",
 }
-"""Public methods that no check calls, and why."""
+"""Public methods that no check calls, with the reason."""
 
 UNTRIED_COMMANDS = {
     "tinker checkpoint push-hf": "uploads to the Hugging Face hub",
@@ -52,12 +52,12 @@ class Result:
 
     version: str
     features: dict[str, dict[str, Any]]
-    """By name: status (ok, absent, broken, refused or FAILED), what was said, seconds."""
+    """By name: status (ok, absent, broken, refused or FAILED), error text, seconds."""
     methods: dict[str, list[str]]
     """Public methods by client class."""
     commands: list[str]
     called: dict[str, list[str]]
-    """Public methods that a feature's check called itself, by feature."""
+    """By feature: public methods that the feature's check called itself."""
     answers: list[Answer]
 
     @property

@@ -21,7 +21,7 @@ from .catalogue import ANNOUNCEMENT, QUESTION
 
 MAX_BODY = 256 * 2**20
 SAID = 300
-"""Characters kept of a refusal's body."""
+"""The number of characters kept of a refusal's body."""
 HOP_BY_HOP = {"connection", "keep-alive", "transfer-encoding", "host", "content-length", "te", "upgrade"}
 NAMES = (
     (re.compile(r"^(/api/v1/(?:training_runs|sessions|samplers)/)(?!search$)[^/]+"), r"\1{id}"),
@@ -36,10 +36,10 @@ class Answer:
 
     feature: str
     route: str
-    """Method and path, with `{id}` and the like for names."""
+    """Method and path, with placeholders such as `{id}` for names."""
     status: int
     said: str
-    """The beginning of the body, from status 400."""
+    """The beginning of the body, for statuses of 400 and above."""
 
 
 def route_of(method: str, path: str) -> str:
@@ -57,7 +57,7 @@ class Recorder:
         self._server = server
         self._feature = ""
         self._asked: Counter[str] = Counter()
-        """Requests that have arrived since the feature began, by route."""
+        """By route: requests since the feature began."""
         self._loop = asyncio.new_event_loop()
         self._ready = threading.Event()
         self._thread = threading.Thread(target=self._run, name="recorder")

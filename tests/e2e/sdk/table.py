@@ -23,7 +23,7 @@ from .user import MODEL, SECOND_NAME
 PAGE = ROOT / "docs" / "reference" / "compatibility.md"
 COMMAND = "make compat"
 SHOWN = 4
-"""Features named for a method; the rest is counted."""
+"""The number of features named for a method; the others are counted."""
 CELLS = {"ok": "yes", "refused": "refused", "absent": "–", "broken": "SDK bug", "FAILED": "**fails**"}
 INTRODUCTION = f"""# Compatibility
 
@@ -48,15 +48,15 @@ def table_header(cells: Sequence[str]) -> str:
 
 def features(results: Sequence[Result]) -> str:
     """A table per group of the catalogue: feature by version."""
-    said = ""
+    text = ""
     for group, members in groupby(CATALOGUE.values(), key=lambda feature: feature.group):
-        said += f"\n## {group}\n\n" + table_header(
+        text += f"\n## {group}\n\n" + table_header(
             ["feature", "what is checked", *(result.version for result in results)]
         )
         for feature in members:
             cells = [CELLS[result.features[feature.name]["status"]] for result in results]
-            said += row([feature.name, feature.sentence, *cells])
-    return said + bugs(results)
+            text += row([feature.name, feature.sentence, *cells])
+    return text + bugs(results)
 
 
 def bugs(results: Sequence[Result]) -> str:

@@ -28,7 +28,7 @@ from tinker import types
 from .catalogue import QUESTION
 
 MODEL = "Qwen/Qwen3.5-4B"
-"""A name of the served model. In the working directory it is also a directory with the model's tokenizer."""
+"""A name of the served model. The working directory has a directory with this name that holds the tokenizer."""
 SECOND_NAME = "tiny"
 TEXT = "The old fox watches the river at dawn."
 PROMPT = "The old"

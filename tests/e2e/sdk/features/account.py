@@ -15,7 +15,7 @@ from ..user import MODEL, User, both, wait
 
 GROUP = "Account"
 COUNTED_S = 60.0
-"""Until when a sample must be counted, on a machine with other work."""
+"""Seconds until usage must count a sample, on a busy machine."""
 
 
 def this_hour() -> tuple[datetime, datetime]:

@@ -13,7 +13,7 @@ from ..user import WAIT_S, User, both, wait
 
 GROUP = "Exports"
 RECIPIENT = "age1d6gggfdz94k5w6r858vyzqc9ywzxhdkwuf5eu8fe3e7swvm5cvlsuksn35"
-"""An age recipient whose secret key nobody here has."""
+"""An age recipient; the project does not have the secret key."""
 
 
 def fetch(url: str) -> bytes:

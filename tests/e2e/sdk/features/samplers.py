@@ -24,7 +24,7 @@ pickle.dump([list(answer.sequences[0].tokens), sampler.compute_logprobs(prompt).
 sys.stdout.flush()
 os._exit(0)
 """
-"""Ends at once: with threads of SDK 0.25.0 still running, Python may abort while it shuts down."""
+"""The program exits at once: with running threads of SDK 0.25.0, Python may abort while it shuts down."""
 
 
 def trained(user: User) -> tuple[Any, list[int], np.ndarray]:

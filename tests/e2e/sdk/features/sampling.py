@@ -12,7 +12,7 @@ from ..user import User, both, refusal, wait
 
 GROUP = "Sampling"
 CONTEXT = 4096
-"""Tokens that the served model reads at most."""
+"""The context length of the served model, in tokens."""
 
 
 def sample(user: User, count: int = 1, **params: Any) -> list[Any]:
