@@ -25,8 +25,8 @@ def add(
     sampler = Sampler(f"{session}:sample:{number}", session, "tenant", "tiny", None, weights, False)
     database.write(lambda c: add_sampler(c, sampler, number))
     at = None if adapter is None else NOW - used_s_ago
-    row_values = update(samplers).where(samplers.c.id == sampler.id)
-    database.write(lambda c: c.execute(row_values.values(last_used_at=at, status=status)))
+    statement = update(samplers).where(samplers.c.id == sampler.id)
+    database.write(lambda c: c.execute(statement.values(last_used_at=at, status=status)))
 
 
 @ON_BOTH

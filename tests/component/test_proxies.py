@@ -22,10 +22,10 @@ AWAY = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 0.05\r\nContent-Length
 
 
 class Balancer:
-    """A small HTTP proxy that sends each request to the next replica, whether or not the replica is running.
+    """A small HTTP proxy that sends each request, /health included, to the next replica, whether or not the replica is
+    running.
 
-    If the replica cannot be reached or breaks the connection, the client gets 502; without any replica it gets 503. A
-    test chooses whether /health is missing at the proxy or is passed to a replica.
+    If the replica cannot be reached or breaks the connection, the client gets 502; without any replica it gets 503.
     """
 
     def __init__(self) -> None:
@@ -126,7 +126,8 @@ class Load:
 
 @pytest.mark.parametrize("health", [200, 404])
 async def test_no_sample_fails_during_a_rolling_restart(client: tuple[Balancer, ForwardingClient], health: int) -> None:
-    """The replicas are down one after the other, and the balancer keeps sending to them."""
+    """The replicas are down one after the other, and the balancer keeps sending to them. Each answers /health with 200,
+    or has no such page."""
     balancer, forwarding = client
     servers = [FakeUpstream(on_get=reply(health, "")) for _ in range(2)]
     for server in servers:

@@ -95,7 +95,7 @@ def start(database: Database, tmp_path: Path, directory: Path) -> Start:
 async def two(start: Start, ownerships: list[SampleOwnership]) -> AsyncIterator[tuple[Api, Api]]:
     async with AsyncExitStack() as running:
         first, second = [await running.enter_async_context(start(name)) for name in ("first", "second")]
-        await ownerships[0].round()  # the first process runs before the second one starts
+        await ownerships[0].round()  # the first process, which started earlier, learns of the second one
         yield first, second
 
 

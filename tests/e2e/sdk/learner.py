@@ -1,7 +1,7 @@
 """A user who learns one sentence by heart in rounds and samples it. Two such users can work at the same time.
 
 Run in an isolated environment like run.py, as `python -m tests.e2e.sdk.learner`. The program reports when it is ready
-and waits for a line on its input, so that several programs begin together.
+and waits for the file `--begin`, so that several programs begin together.
 """
 
 from __future__ import annotations
