@@ -115,7 +115,7 @@ def test_the_secret_file_is_private_and_is_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("wanted", [True, False])
-async def test_clients_use_tokens_only_where_the_operator_says_so(serve: Serve, wanted: bool) -> None:
+async def test_clients_use_tokens_only_if_the_operator_enables_them(serve: Serve, wanted: bool) -> None:
     async with serve(jwt_auth=wanted) as api:
         assert (await api.post("client/config", {})).json()["pjwt_auth_enabled"] is wanted
 

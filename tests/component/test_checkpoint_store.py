@@ -73,7 +73,7 @@ async def test_recovery_repeats_a_load_without_a_snapshot_from_s3(
         assert await loader.state() == before
 
 
-async def test_only_named_saves_are_stored(each_world: World) -> None:
+async def test_only_named_saves_are_in_the_checkpoint_store(each_world: World) -> None:
     trainer = await each_world.trainer()
     await trainer.do(Kind.SAVE_WEIGHTS_FOR_SAMPLER, sampling_session_seq_id=0)
     assert each_world.harness.checkpoint_store.stored() == []

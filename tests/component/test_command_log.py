@@ -509,7 +509,7 @@ def new_url(database_kind: str, request: pytest.FixtureRequest) -> Iterator[Call
 
 
 @ON_BOTH
-def test_command_log_is_a_plain_list(
+def test_the_command_log_behaves_like_a_plain_list(
     new_url: Callable[[Path], str], database_kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine_loop, "SAFETY_POLL_S", NEVER_S)

@@ -420,7 +420,7 @@ def test_an_error_with_a_nul_can_be_stored(database: Database) -> None:
 
 @ON_BOTH
 @pytest.mark.usefixtures("short_lock_wait")
-def test_the_engine_waits_for_a_database_that_is_away(
+def test_the_engine_repeats_a_write_until_the_database_is_free(
     database: Database, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     retrying_database = RetryingDatabase(database.url)

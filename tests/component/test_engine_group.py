@@ -59,7 +59,7 @@ def state_of(group: EngineGroup, upstream: FakeUpstream) -> ReplicaState:
     return next(replica.state for replica in group.replicas if replica.addresses.admin == upstream.url)
 
 
-async def test_two_replicas_are_published_while_one_is_ready() -> None:
+async def test_the_url_of_two_replicas_is_published_while_one_is_ready() -> None:
     async with two_replicas() as (one, two):
         set_replies(one, ILL)
         set_replies(two, ILL)
@@ -115,7 +115,7 @@ async def test_an_adapter_that_one_replica_refuses_is_not_used() -> None:
             assert adapters_named_in(one, LOAD) == ["large"]
 
 
-async def test_an_adapter_is_unloaded_from_every_replica_ready_or_not() -> None:
+async def test_an_adapter_is_unloaded_from_every_replica_whether_ready_or_not() -> None:
     async with two_replicas() as (one, two):
         group, published = group_of(one.url, two.url, closed_port(), proxy_url=PROXY)
         async with running(group):

@@ -320,7 +320,7 @@ async def test_a_sample_fails_if_its_connection_breaks_every_time(
 async def test_a_sample_follows_a_dying_server_to_its_next_address(
     client: ForwardingClient, upstream: FakeUpstream, row: Row
 ) -> None:
-    """A server that dies under a request, is away, and comes back at another address."""
+    """The server dies during a request, is unreachable, and comes back at another address."""
 
     async def die(*_: Any) -> None:
         row.publish(closed_port())
@@ -662,7 +662,7 @@ async def test_a_sample_fails_if_the_server_stays_unhealthy_until_the_deadline(
     assert len(upstream.completions) == 1
 
 
-async def test_redirects_are_not_followed(client: ForwardingClient, upstream: FakeUpstream) -> None:
+async def test_the_client_follows_no_redirects(client: ForwardingClient, upstream: FakeUpstream) -> None:
     upstream.default = reply(307, "elsewhere", "text/plain", Location="/v1/elsewhere")
     failed = await failure(client)
     assert failed.category is ErrorCategory.SERVER
@@ -670,7 +670,7 @@ async def test_redirects_are_not_followed(client: ForwardingClient, upstream: Fa
     assert [request.path for request in upstream.requests] == ["/v1/completions"]
 
 
-async def test_cookies_are_not_kept(client: ForwardingClient, upstream: FakeUpstream, row: Row) -> None:
+async def test_the_client_keeps_no_cookies(client: ForwardingClient, upstream: FakeUpstream, row: Row) -> None:
     """A cookie of a load balancer would send every sample of this process to one replica."""
     row.publish(upstream.url.replace("127.0.0.1", "localhost"))  # clients never keep cookies of bare IP addresses
 

@@ -193,7 +193,7 @@ async def test_a_waiting_poll_gets_the_result_even_if_its_row_was_deleted(
 async def test_a_poll_gets_410_if_its_sample_was_dropped_during_the_answer(
     api: Api, upstream: FakeUpstream, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The answer arrives before the cancellation, and its entry is gone."""
+    """The answer arrives before the cancellation, and the entry of the sample has been removed."""
     go = asyncio.Event()
     upstream.default = after(go, complete())
     sampler = await api.sampler()

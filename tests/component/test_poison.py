@@ -124,7 +124,7 @@ async def test_two_deaths_under_different_commands_fail_no_command(tmp_path: Pat
             await harness.stop()
 
 
-async def test_a_model_whose_repetition_kills_the_engine_is_failed_and_others_go_on(
+async def test_a_model_fails_if_repeating_its_commands_kills_the_engine_and_others_go_on(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def die_of(harness: Harness) -> None:

@@ -118,7 +118,7 @@ async def test_an_adapter_that_kills_a_replica_delays_it_once() -> None:
             assert server.told.count((LOAD, A.name)) == 1, "the first sample that needs the adapter loads it"
 
 
-async def test_replicas_come_and_go_while_samples_run() -> None:
+async def test_replicas_are_added_and_removed_while_samples_run() -> None:
     """Samples go to the ready replicas in turn. No sample meets a server without its adapter, or no server."""
     async with servers(3) as (one, two, three), httpx.AsyncClient() as http:
         group, published = group_of(one.replica(), two.replica(), proxy_url=PROXY, in_use=[A])

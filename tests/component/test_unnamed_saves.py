@@ -75,7 +75,7 @@ def status_of(harness: Harness, *sampler_ids: str) -> list[str]:
 
 
 async def use(harness: Harness, *sampler_ids: str) -> None:
-    """Note a use of these sampling sessions, as a sample does, and write the uses, as an API process does each minute."""
+    """Note a use of these sampling sessions, as a sample does, and write it, as an API process does each minute."""
     api = Samplers(harness.database, harness.writer)
     for sampler_id in sampler_ids:
         api.note_use(sampler_of(harness, sampler_id))

@@ -387,7 +387,7 @@ async def test_prompt_and_sequences_requested_apart_equal_one_request(served: Se
     await client.close()
 
 
-async def test_base_model_alone_ignores_loaded_adapters(served: Served) -> None:
+async def test_samples_of_the_base_model_ignore_loaded_adapters(served: Served) -> None:
     reference = Reference({})
     async with client_of(served) as http:
         answer = await complete(http, prompt=[9, 8, 7], prompt_logprobs=0)
@@ -397,7 +397,7 @@ async def test_base_model_alone_ignores_loaded_adapters(served: Served) -> None:
     )
 
 
-async def test_pause_freezes_and_resume_continues(served: Served) -> None:
+async def test_a_pause_freezes_sampling_and_a_resume_continues_it(served: Served) -> None:
     async with client_of(served) as http:
         (await http.post("/pause", params={"mode": "keep"})).raise_for_status()
         sample = asyncio.create_task(complete(http, prompt=[1, 2, 3]))
@@ -524,7 +524,7 @@ async def test_a_replica_is_added_and_one_removed_while_samples_run(served: Serv
         await handle.stop()
 
 
-async def test_closing_withdraws_the_url_and_stopping_leaves_no_process(served: Served) -> None:
+async def test_closing_the_group_withdraws_the_url_and_stopping_leaves_no_process(served: Served) -> None:
     pid = served.handle.pid
     assert pid is not None
     assert len(processes_of_group(pid)) >= 2

@@ -467,7 +467,7 @@ def test_point_18_urls_contain_ids_with_colons_and_slashes(raw: HttpClient, enco
     assert raw.http.get(f"samplers/{encode(raw.sampler())}").json()["sampler_id"] == raw.sampler()
 
 
-async def test_point_19_two_thousand_idle_polls_and_four_hundred_samples_at_once(
+async def test_point_19_two_thousand_idle_polls_do_not_delay_four_hundred_samples(
     server: DemoServer, raw: HttpClient, connect: ClientFactory
 ) -> None:
     model = raw.model()

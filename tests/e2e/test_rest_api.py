@@ -92,7 +92,7 @@ def test_usage_counts_the_tokens_sent_and_received(
     assert item.estimated_monthly_cost_usd is None
 
 
-def test_sessions_are_found_and_moved(server: DemoServer) -> None:
+def test_sessions_are_found_by_search_and_moved_between_projects(server: DemoServer) -> None:
     def make(name: str, **more: object) -> tinker.ServiceClient:
         return tinker.ServiceClient(base_url=server.url, api_key="tml-search", display_name=name, **more)  # type: ignore[arg-type]
 

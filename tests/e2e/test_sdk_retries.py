@@ -318,7 +318,7 @@ def test_a_failed_pass_does_not_change_the_passes_around_it(
     assert ends[0][1].keys() == ends[1][1].keys()
 
 
-def test_another_body_under_a_used_number_is_refused_and_the_next_number_runs(
+def test_another_body_under_a_used_number_is_refused_and_later_numbers_run(
     server: DemoServer, proxy: FaultProxy, client: tinker.ServiceClient
 ) -> None:
     """The SDK never repeats a refused number, so later numbers must not wait for it."""
