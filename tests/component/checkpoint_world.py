@@ -69,7 +69,7 @@ class World:
     async def session(self, key: str = KEY) -> str:
         return (await self.post("create_session", {}, key))["session_id"]
 
-    async def linked(self, url: str) -> httpx.Response:
+    async def follow_link(self, url: str) -> httpx.Response:
         """Follow a link without an API key."""
         if url.startswith("http://api/"):
             return await self.http.get(url)

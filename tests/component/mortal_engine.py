@@ -175,7 +175,7 @@ class _DyingDatabase(FencedDatabase):
         return written
 
 
-class _Rings:
+class _LossyRings:
     """Rings the API; while `are_lost` is set, rings are lost."""
 
     def __init__(self, on_ring: Callable[[list[str]], None]) -> None:
@@ -188,7 +188,7 @@ class _Rings:
             self._loop.call_soon_threadsafe(self._on_ring, list(words))
 
 
-class _NotesUntilDeath(CrashLedger):
+class _LedgerUntilDeath(CrashLedger):
     """A command that begins after the death was not running at the death, so it is not recorded."""
 
     def __init__(self, file: Path, dead: Callable[[], bool]) -> None:
@@ -200,7 +200,7 @@ class _NotesUntilDeath(CrashLedger):
             super()._write()
 
 
-class _TurnByTurn:
+class _SteppedEngine:
     """An engine that waits before each turn until the test allows the turn."""
 
     def __init__(self, parts: EngineParts) -> None:
@@ -247,14 +247,14 @@ class MortalEngine:
     """The engine of one state directory, through deaths and restarts."""
 
     def __init__(self, config: ServerConfig, on_ring: Callable[[list[str]], None], *, merges_passes: bool) -> None:
-        self.rings = _Rings(on_ring)
+        self.rings = _LossyRings(on_ring)
         self.running: list[str] = []
         """What ran at the last death: request ids, and what recovery was doing."""
         self._config = config
         self._merges = merges_passes
         self._steps_left: int | None = None
         self._dead = True
-        self._engine: _TurnByTurn | None = None
+        self._engine: _SteppedEngine | None = None
         self._database = _DyingDatabase(config.database, self._step)
 
     def _step(self) -> None:
@@ -283,11 +283,11 @@ class MortalEngine:
             claim_for_tests(database, SERVER)
         self._dead = False
         self.backend = HistoryBackend(self._step, merges_passes=self._merges)
-        self._ledger = _NotesUntilDeath(self._config.running_file, lambda: self._dead)
+        self._ledger = _LedgerUntilDeath(self._config.running_file, lambda: self._dead)
         api: Any = self.rings
         store, signals = open_store(self._config), EngineSignals()
         parts = build_engine(self._config, self._database, self.backend, store, self._ledger, api, signals)
-        self._engine = _TurnByTurn(parts)
+        self._engine = _SteppedEngine(parts)
         try:
             await parts.recovery.run()
         except Killed:

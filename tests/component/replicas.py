@@ -81,13 +81,13 @@ class Server:
     dead: bool = False
     dies_of: str = ""
     """The server dies when it gets a load of this adapter."""
-    told: list[tuple[str, str]] = field(default_factory=list)
+    calls: list[tuple[str, str]] = field(default_factory=list)
     """Loads and unloads in their order, as (path, adapter), even those without an answer."""
-    goes_on: asyncio.Event = field(default_factory=asyncio.Event)
+    may_answer: asyncio.Event = field(default_factory=asyncio.Event)
     """While the event is not set, the server answers nothing, like a process after SIGSTOP."""
 
     def __post_init__(self) -> None:
-        self.goes_on.set()
+        self.may_answer.set()
         for path in ("/health", "/is_sleeping", "/sleep", "/wake_up", COMPLETIONS, LOAD, UNLOAD):
             self.upstream.controls[path] = self._answer
 
@@ -99,21 +99,21 @@ class Server:
         return replica_at(self.url, bounds=replace(BOUNDS, unload_s=unload_s, health_s=health_s))
 
     def hang(self) -> None:
-        self.goes_on.clear()
+        self.may_answer.clear()
 
     def restart(self) -> None:
         """Start the server again, without adapters."""
         self.starts += 1
         self.adapters.clear()
         self.dead = False
-        self.goes_on.set()
+        self.may_answer.set()
 
     async def _answer(self, request: Received, writer: asyncio.StreamWriter) -> None:
         path = request.path.partition("?")[0]
         name = request.json.get("lora_name", "") if path in (LOAD, UNLOAD) else ""
         if name:
-            self.told.append((path, name))
-        await self.goes_on.wait()
+            self.calls.append((path, name))
+        await self.may_answer.wait()
         if path == LOAD and name == self.dies_of:
             self.dead = True
         await (hang_up if self.dead else self._reply(path, name, request))(request, writer)

@@ -70,12 +70,12 @@ async def test_vllm_loads_an_adapter_from_complete_files_before_its_save_is_comm
     go = asyncio.Event()
     seen: list[set[str]] = []
 
-    async def look(request: Received, writer: asyncio.StreamWriter) -> None:
+    async def read_files_and_rows(request: Received, writer: asyncio.StreamWriter) -> None:
         seen.append(set(files_in(request.json["lora_path"])))
         await after(go, WELL)(request, writer)
 
     async with world_in(tmp_path / "state") as here:
-        here.upstream.controls[LOAD] = look
+        here.upstream.controls[LOAD] = read_files_and_rows
         save = await here.trainer.send(Kind.SAVE_WEIGHTS_FOR_SAMPLER, path="first")
         await until(lambda: bool(seen))
         assert seen == [{"adapter_config.json", "adapter_model.safetensors"}]
@@ -122,11 +122,11 @@ async def test_an_adapter_is_unloaded_before_its_files_are_deleted(
         assert sampler is not None
         assert isinstance(sampler.weights, AdapterVersion)
         directory = here.harness.adapter(sampler.weights)
-        there: list[tuple[str, bool]] = []
+        files_found: list[tuple[str, bool]] = []
 
         def noting(answer: Reply) -> Reply:
             async def note(request: Received, writer: asyncio.StreamWriter) -> None:
-                there.append((json.loads(request.body)["lora_name"], bool(files_in(directory))))
+                files_found.append((json.loads(request.body)["lora_name"], bool(files_in(directory))))
                 await answer(request, writer)
 
             return note
@@ -134,11 +134,11 @@ async def test_an_adapter_is_unloaded_before_its_files_are_deleted(
         here.upstream.controls[UNLOAD] = noting(error(500, "not now"))
         await here.harness.end(here.trainer.session)
         await here.harness.sweep()
-        assert there == [(sampler.weights.name, True)]
+        assert files_found == [(sampler.weights.name, True)]
         assert files_in(directory), "the files stay while the adapter cannot be unloaded"
         here.upstream.controls[UNLOAD] = noting(WELL)
         await here.harness.sweep()
-        assert there == [(sampler.weights.name, True)] * 2
+        assert files_found == [(sampler.weights.name, True)] * 2
         assert not files_in(directory)
 
 

@@ -85,14 +85,14 @@ def hold_first(two: list[Api], monkeypatch: pytest.MonkeyPatch) -> Callable[[], 
 
     monkeypatch.setattr(store, "copy", copy_and_wait)
 
-    class Held:
+    class HeldCopy:
         async def copied(self) -> None:
             assert await asyncio.to_thread(copied.wait, WAIT_S)
 
         def let_go(self) -> None:
             go.set()
 
-    return Held
+    return HeldCopy
 
 
 def copies_in(database: Database) -> list[str]:

@@ -363,7 +363,7 @@ async def test_a_stored_sample_whose_commit_seemed_lost_is_forwarded_when_sent_a
     real = PGDialect_psycopg.do_commit
     lost = 0
 
-    def committed_unheard(dialect: PGDialect_psycopg, connection: Any) -> None:
+    def commit_and_lose_the_answer(dialect: PGDialect_psycopg, connection: Any) -> None:
         nonlocal lost
         real(dialect, connection)
         lost += 1
@@ -373,7 +373,7 @@ async def test_a_stored_sample_whose_commit_seemed_lost_is_forwarded_when_sent_a
     async with serve() as api:
         sampler = await api.sampler()
         with monkeypatch.context() as broken:
-            broken.setattr(PGDialect_psycopg, "do_commit", committed_unheard)
+            broken.setattr(PGDialect_psycopg, "do_commit", commit_and_lose_the_answer)
             assert (await api.post("asample", sample_body(sampler, 1))).status_code == 503
         assert lost >= 1
         assert not upstream.completions

@@ -28,7 +28,7 @@ from skyrl.storage.base import NotStored, StoreError
 from skyrl.wire.errors import InvalidToken, NotFound, OverQuota, RequestError
 
 
-class Odd(NotFound):
+class ErrorWithoutHandler(NotFound):
     """An error type without its own handler."""
 
 
@@ -37,7 +37,7 @@ ERRORS = {
     "request, later": (RequestError("not now", status=429, retry_after_s=2.5), 429),
     "quota": (OverQuota("samples", "too many", retry_after_s=7), 429),
     "token": (InvalidToken("it has ended"), 401),
-    "subclass": (Odd("not here", field="name"), 404),
+    "subclass": (ErrorWithoutHandler("not here", field="name"), 404),
     "validation": (RequestValidationError([{"loc": ("body", "a", 0), "msg": "is odd", "type": "odd"}]), 400),
     "http": (HTTPException(418, "teapot", {"X-Tea": "green"}), 418),
     "files are gone": (NotStored("gone"), 404),
@@ -48,7 +48,7 @@ ERRORS = {
 }
 
 
-class Watch:
+class PostRecorder:
     """A middleware in FastAPI that records the POST requests which pass through FastAPI."""
 
     def __init__(self, app: ASGIApp, posts: set[str]) -> None:
@@ -60,24 +60,24 @@ class Watch:
         await self._app(scope, receive, send)
 
 
-class Way:
+class RecordedApp:
     """An application, its client, and the paths of the POST requests that passed through FastAPI."""
 
     def __init__(self, app: HttpTable) -> None:
         self.app = app
         self.posts = set[str]()
-        app.framework.add_middleware(Watch, posts=self.posts)
+        app.framework.add_middleware(PostRecorder, posts=self.posts)
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
         self.client = httpx.AsyncClient(transport=transport, base_url="http://api")
 
 
 @dataclass
-class Both:
+class BothApps:
     """Two applications on the services of one API process."""
 
     api: Api
-    short: Way
-    framework: Way
+    short: RecordedApp
+    framework: RecordedApp
 
     @property
     def whole_paths(self) -> list[str]:
@@ -98,21 +98,21 @@ class Both:
 
 
 @pytest.fixture
-async def both(api: Api) -> AsyncIterator[Both]:
+async def both(api: Api) -> AsyncIterator[BothApps]:
     async with both_of(api) as both:
         yield both
 
 
 @asynccontextmanager
-async def both_of(api: Api) -> AsyncIterator[Both]:
+async def both_of(api: Api) -> AsyncIterator[BothApps]:
     short, framework = create_app(api.services), create_app(api.services)
     framework.direct.clear()
-    both = Both(api, Way(short), Way(framework))
+    both = BothApps(api, RecordedApp(short), RecordedApp(framework))
     async with both.short.client, both.framework.client:
         yield both
 
 
-async def test_posts_without_path_parameters_are_called_directly(both: Both) -> None:
+async def test_posts_without_path_parameters_are_called_directly(both: BothApps) -> None:
     routes = [route for route in both.short.app.framework.routes if isinstance(route, APIRoute)]
     for path in sorted({route.path for route in routes}):
         await both.ask("POST", path, content=b"[]")
@@ -136,12 +136,12 @@ async def test_posts_without_path_parameters_are_called_directly(both: Both) -> 
     ],
     ids=["no key", "long key", "half", "not utf-8", "list", "list, and a query", "encoding", "too large"],
 )
-async def test_both_ways_refuse_the_same_requests(both: Both, request_: dict[str, Any], status: int) -> None:
+async def test_both_ways_refuse_the_same_requests(both: BothApps, request_: dict[str, Any], status: int) -> None:
     for path in both.whole_paths:
         assert (await both.ask("POST", path, **request_)).status_code == status, path
 
 
-async def test_both_ways_treat_other_methods_and_path_spellings_alike(both: Both) -> None:
+async def test_both_ways_treat_other_methods_and_path_spellings_alike(both: BothApps) -> None:
     for path in both.whole_paths:
         other_route = path.endswith("/search")  # the path of a session whose id is "search"
         assert (await both.ask("GET", path)).status_code == (404 if other_route else 405), path
@@ -151,7 +151,7 @@ async def test_both_ways_treat_other_methods_and_path_spellings_alike(both: Both
 
 @pytest.mark.parametrize("name", ERRORS)
 async def test_both_ways_turn_errors_into_the_same_answers(
-    both: Both, monkeypatch: pytest.MonkeyPatch, name: str
+    both: BothApps, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """The error is raised by the last step before the handlers, then by the first hook."""
     error, status = ERRORS[name]
@@ -169,7 +169,7 @@ async def test_both_ways_turn_errors_into_the_same_answers(
                 assert (await both.ask("POST", path, content=b"{}")).status_code == status, path
 
 
-def test_the_test_above_covers_every_error_handler(both: Both) -> None:
+def test_the_test_above_covers_every_error_handler(both: BothApps) -> None:
     handlers = both.short.app.framework.exception_handlers
     met = {next(kind for kind in type(error).__mro__ if kind in handlers) for error, _ in ERRORS.values()}
     assert met == handlers.keys() - {WebSocketRequestValidationError}
@@ -187,7 +187,7 @@ async def test_both_ways_refuse_a_key_without_the_scope(serve: Serve, database: 
     assert "/api/v1/asample" not in refused
 
 
-async def test_a_sample_repeated_the_other_way_is_the_same_sample(both: Both) -> None:
+async def test_a_sample_repeated_the_other_way_is_the_same_sample(both: BothApps) -> None:
     """Each request carries a number, so the second application returns the result of the first."""
     session = (await both.api.post("create_session", {})).json()["session_id"]
     assert (await both.post("session_heartbeat", {"session_id": session})).status_code == 200

@@ -48,7 +48,7 @@ async def test_an_archive_holds_the_adapter(each_world: World, kind: Kind) -> No
     urls = (as_json.json()["url"], as_redirect.headers["location"])
     contents = []
     for url in urls:
-        answer = await each_world.linked(url)
+        answer = await each_world.follow_link(url)
         assert answer.status_code == 200
         assert int(answer.headers["content-length"]) == len(answer.content)
         files = unpacked(answer.content)
@@ -66,21 +66,21 @@ async def test_a_link_is_valid_for_one_save_of_one_path_and_expires(
     path = (await trainer.do(Kind.SAVE_WEIGHTS, path="final"))["path"]
     await trainer.do(Kind.SAVE_WEIGHTS, path="other")
     url = (await world.get(f"{rest_path(path)}/archive", Accept="application/json"))["url"]
-    assert (await world.linked(url)).status_code == 200
+    assert (await world.follow_link(url)).status_code == 200
     for forged in (url.replace("/final", "/other"), url.replace("expires=1", "expires=2"), f"{url[:-1]}x", url[:-70]):
-        answer = await world.linked(forged)
+        answer = await world.follow_link(forged)
         assert answer.status_code == 403, forged
         assert set(answer.json()) == {"detail", "field"}
     with monkeypatch.context() as later:
         now = time.time()
         later.setattr("skyrl.api.signing.time.time", lambda: now + 3601)
-        assert (await world.linked(url)).json()["field"] == "expires"
+        assert (await world.follow_link(url)).json()["field"] == "expires"
     await trainer.do(Kind.SAVE_WEIGHTS, path="final", overwrite=True)
-    assert (await world.linked(url)).status_code == 404
+    assert (await world.follow_link(url)).status_code == 404
     again = (await world.get(f"{rest_path(path)}/archive", Accept="application/json"))["url"]
-    assert (await world.linked(again)).status_code == 200
+    assert (await world.follow_link(again)).status_code == 200
     assert (await world.ask("DELETE", rest_path(path))).status_code == 200
-    assert (await world.linked(again)).status_code == 404
+    assert (await world.follow_link(again)).status_code == 404
 
 
 async def test_a_hanging_checkpoint_store_does_not_block_reads_of_the_database(
@@ -108,7 +108,7 @@ async def test_any_tenant_may_download_a_published_archive_and_the_owner_sees_th
     assert (await world.ask("GET", f"{rest_path(path)}/archive", key=OTHER)).status_code == 404
     await world.post(f"{rest_path(path)}/publish", None)
     url = (await world.ask("GET", f"{rest_path(path)}/archive", key=OTHER)).headers["location"]
-    assert (await world.linked(url)).status_code == 200
+    assert (await world.follow_link(url)).status_code == 200
     assert world.events()[-1] == "checkpoint_downloaded"
     assert world.events(OTHER) == []
 
@@ -149,7 +149,7 @@ async def test_exported_files_are_downloaded_one_by_one(each_world: World, encry
     expires = answer["expires"]
     assert expires.endswith("+00:00")
     assert set(answer["urls"]) == ({f"{name}.age" for name in ADAPTER} if encrypted else ADAPTER)
-    fetched = {name: await each_world.linked(url) for name, url in answer["urls"].items()}
+    fetched = {name: await each_world.follow_link(url) for name, url in answer["urls"].items()}
     assert all(int(one.headers["content-length"]) == len(one.content) for one in fetched.values())
     if encrypted:
         for identity in (reader, second):
@@ -163,7 +163,7 @@ async def test_exported_files_are_downloaded_one_by_one(each_world: World, encry
     assert all(url.startswith("http://api/") != direct for url in answer["urls"].values())
     assert (await each_world.ask("DELETE", rest_path(path))).status_code == 200
     if not direct:
-        assert (await each_world.linked(next(iter(answer["urls"].values())))).status_code == 404
+        assert (await each_world.follow_link(next(iter(answer["urls"].values())))).status_code == 404
 
 
 async def test_files_of_a_store_that_clients_cannot_reach_are_streamed_through_the_api(
@@ -176,7 +176,7 @@ async def test_files_of_a_store_that_clients_cannot_reach_are_streamed_through_t
         urls = (await world.get(f"{rest_path(path)}/external_weights_urls"))["urls"]
         for name, url in urls.items():
             assert url.startswith("https://skyrl.example/prefix/api/v1/downloads/")
-            answer = await world.linked(url.replace("https://skyrl.example/prefix", "http://api"))
+            answer = await world.follow_link(url.replace("https://skyrl.example/prefix", "http://api"))
             assert answer.content == (await trainer.state())[name]
 
 

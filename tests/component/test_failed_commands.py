@@ -36,7 +36,7 @@ async def restart(harness: Harness, prepare: Callable[[Harness], None] = lambda 
     await harness.start(prepare)
 
 
-class Failing:
+class FailingCall:
     """The next call of one method of the backend fails at a chosen point, on whatever thread it runs."""
 
     def __init__(self, harness: Harness, method: str) -> None:
@@ -82,7 +82,7 @@ async def test_a_step_that_runs_out_of_memory_changes_nothing_even_after_a_resta
     before = await trainer.state()
     at = 0
     for at in itertools.count():
-        failing = Failing(harness, "optim_step")
+        failing = FailingCall(harness, "optim_step")
         failing.at(FailingOperation(at))
         outcome = await trainer.outcome(await trainer.send(Kind.OPTIM_STEP, adam_params=STEPS[name]))
         if outcome.error is None:
@@ -106,7 +106,7 @@ async def test_passes_that_run_out_of_memory_add_no_gradient_even_after_a_restar
     before = await trainer.state()
     at = 0
     for at in itertools.count(0, 67):
-        failing = Failing(harness, "run")
+        failing = FailingCall(harness, "run")
         failing.at(FailingOperation(at))
         outcome = await trainer.outcome(await trainer.forward_backward(3))
         if outcome.error is None:
@@ -131,9 +131,9 @@ async def test_a_save_that_fails_at_any_point_leaves_no_file_and_no_row(
     method = "save_state" if kind is Kind.SAVE_WEIGHTS else "save_adapter"
     places = (harness.config.adapters_dir, harness.config.state_dir / "checkpoints")
     step = 13 if points == "operations" else 7  # test_torch_lora_memory tries every point
-    at, failing = 0, Failing(harness, method)
+    at, failing = 0, FailingCall(harness, method)
     for at in itertools.count(0, step):
-        failing = Failing(harness, method)
+        failing = FailingCall(harness, method)
         failing.at(FailingOperation(at) if points == "operations" else FailingLine(at, [state_module]))
         outcome = await trainer.outcome(await trainer.send(kind, path="name"))
         if outcome.error is None:
@@ -160,7 +160,7 @@ async def test_a_failed_snapshot_keeps_the_snapshot_before_it(harness: Harness) 
     after = await trainer.state()
     at = 0
     for at in itertools.count(0, 3):
-        failing = Failing(harness, "save_snapshot")
+        failing = FailingCall(harness, "save_snapshot")
         failing.at(FailingLine(at, [state_module]))
         try:
             await harness.threads.on_backend(lambda: harness.snapshots.take(trainer.model_id, trainer.seq_id + 1))

@@ -66,7 +66,7 @@ JOB = SampleJob(
 ADAPTER = dataclasses.replace(JOB, model="m1@1", weights=AdapterVersion("m1@1"))
 
 
-class Row:
+class EngineRow:
     """The engine's row, as the client reads it."""
 
     def __init__(self, url: str | None) -> None:
@@ -96,8 +96,8 @@ async def upstream() -> AsyncIterator[FakeUpstream]:
 
 
 @pytest.fixture
-def row(upstream: FakeUpstream) -> Row:
-    return Row(upstream.url)
+def row(upstream: FakeUpstream) -> EngineRow:
+    return EngineRow(upstream.url)
 
 
 Connect = Callable[..., ForwardingClient]
@@ -105,7 +105,7 @@ DEADLINE_S = 20.0
 
 
 @pytest.fixture
-async def connect(row: Row) -> AsyncIterator[Connect]:
+async def connect(row: EngineRow) -> AsyncIterator[Connect]:
     """Makes clients and closes them at the end."""
     async with contextlib.AsyncExitStack() as stack:
 
@@ -179,7 +179,7 @@ async def test_a_completion_is_requested_and_decoded(client: ForwardingClient, u
     assert not client.counts
 
 
-async def test_the_endpoint_is_read_once_while_it_works(client: ForwardingClient, row: Row) -> None:
+async def test_the_endpoint_is_read_once_while_it_works(client: ForwardingClient, row: EngineRow) -> None:
     await asyncio.gather(*(client.sample(JOB) for _ in range(20)))
     await client.sample(JOB)
     assert row.reads == 1
@@ -210,7 +210,7 @@ async def test_200_samples_at_once_succeed(client: ForwardingClient, upstream: F
 
 
 async def test_a_refused_sample_waits_for_the_next_url(
-    client: ForwardingClient, upstream: FakeUpstream, row: Row
+    client: ForwardingClient, upstream: FakeUpstream, row: EngineRow
 ) -> None:
     row.publish(closed_port())
     sample = asyncio.create_task(client.sample(JOB))
@@ -224,7 +224,7 @@ async def test_a_refused_sample_waits_for_the_next_url(
 
 
 async def test_every_waiting_sample_moves_to_the_next_url(
-    client: ForwardingClient, upstream: FakeUpstream, row: Row
+    client: ForwardingClient, upstream: FakeUpstream, row: EngineRow
 ) -> None:
     async with fake_upstream() as old:
         row.publish(old.url)
@@ -237,7 +237,7 @@ async def test_every_waiting_sample_moves_to_the_next_url(
 
 
 async def test_a_sample_waits_until_a_url_is_published(
-    client: ForwardingClient, upstream: FakeUpstream, row: Row
+    client: ForwardingClient, upstream: FakeUpstream, row: EngineRow
 ) -> None:
     row.publish(None)
     sample = asyncio.create_task(client.sample(JOB))
@@ -264,14 +264,14 @@ async def test_samples_that_wait_for_a_url_share_one_read_of_the_row() -> None:
     assert reads == 1
 
 
-async def test_a_sample_without_any_url_fails_at_its_deadline(connect: Connect, row: Row) -> None:
+async def test_a_sample_without_any_url_fails_at_its_deadline(connect: Connect, row: EngineRow) -> None:
     row.publish(None)
     failed = await failure(connect(deadline_s=0.3))
     assert failed.category is ErrorCategory.SERVER
     assert failed.message == "gave up after 0.3 s: no inference server has been published"
 
 
-async def test_a_sample_without_a_listener_fails_at_its_deadline(connect: Connect, row: Row) -> None:
+async def test_a_sample_without_a_listener_fails_at_its_deadline(connect: Connect, row: EngineRow) -> None:
     row.publish(closed_port())
     failed = await failure(connect(deadline_s=0.3))
     assert failed.category is ErrorCategory.SERVER
@@ -281,7 +281,7 @@ async def test_a_sample_without_a_listener_fails_at_its_deadline(connect: Connec
 
 @pytest.mark.usefixtures("no_time_for_a_retry")
 @pytest.mark.parametrize("url", ["http://", "no url at all", "http://127.0.0.1:99999"])
-async def test_an_impossible_address_fails_the_sample(client: ForwardingClient, row: Row, url: str) -> None:
+async def test_an_impossible_address_fails_the_sample(client: ForwardingClient, row: EngineRow, url: str) -> None:
     row.publish(url)
     failed = await failure(client)
     assert failed.category is ErrorCategory.SERVER
@@ -318,7 +318,7 @@ async def test_a_sample_fails_if_its_connection_breaks_every_time(
 
 
 async def test_a_sample_follows_a_dying_server_to_its_next_address(
-    client: ForwardingClient, upstream: FakeUpstream, row: Row
+    client: ForwardingClient, upstream: FakeUpstream, row: EngineRow
 ) -> None:
     """The server dies during a request, is unreachable, and comes back at another address."""
 
@@ -585,17 +585,17 @@ async def test_a_sample_is_repeated_if_the_server_was_replaced_after_its_5xx(
     assert client.counts == {"upstream_error": 1}
 
 
-class Health:
+class HealthAfterDeath:
     """/health of a vLLM whose engine has died: 503 for a number of probes, then the reply `then`."""
 
     def __init__(self, times: int, then: Reply) -> None:
-        self.asked = 0
+        self.probes = 0
         self._times = times
         self._then = then
 
     async def __call__(self, request: Any, writer: asyncio.StreamWriter) -> None:
-        self.asked += 1
-        await (reply(503, "") if self.asked <= self._times else self._then)(request, writer)
+        self.probes += 1
+        await (reply(503, "") if self.probes <= self._times else self._then)(request, writer)
 
 
 DEAD_ENGINE = error(500, "EngineCore encountered an issue. See stack trace (above) for the root cause.")
@@ -605,18 +605,18 @@ async def test_a_500_of_a_dying_server_counts_as_an_interruption(
     client: ForwardingClient, upstream: FakeUpstream
 ) -> None:
     """The dying server answers 500 until it exits, so the client sends nothing until /health is good again."""
-    upstream.on_get = health = Health(3, reply(200, ""))
+    upstream.on_get = health = HealthAfterDeath(3, reply(200, ""))
     upstream.script.append(DEAD_ENGINE)
     assert decoded(await client.sample(JOB)) == WHOLE
-    assert health.asked == 4
+    assert health.probes == 4
     assert len(upstream.completions) == 2
     assert client.counts == {"upstream_error": 1, "interrupted": 1}
 
 
 async def test_a_sample_follows_a_server_that_comes_back_at_another_address(
-    client: ForwardingClient, upstream: FakeUpstream, row: Row
+    client: ForwardingClient, upstream: FakeUpstream, row: EngineRow
 ) -> None:
-    async with fake_upstream(default=DEAD_ENGINE, on_get=Health(2, never)) as dying:
+    async with fake_upstream(default=DEAD_ENGINE, on_get=HealthAfterDeath(2, never)) as dying:
         row.publish(dying.url)
         sample = asyncio.create_task(client.sample(JOB))
         await dying.until(lambda server: len(server.requests) == 4)
@@ -670,7 +670,7 @@ async def test_the_client_follows_no_redirects(client: ForwardingClient, upstrea
     assert [request.path for request in upstream.requests] == ["/v1/completions"]
 
 
-async def test_the_client_keeps_no_cookies(client: ForwardingClient, upstream: FakeUpstream, row: Row) -> None:
+async def test_the_client_keeps_no_cookies(client: ForwardingClient, upstream: FakeUpstream, row: EngineRow) -> None:
     """A cookie of a load balancer would send every sample of this process to one replica."""
     row.publish(upstream.url.replace("127.0.0.1", "localhost"))  # clients never keep cookies of bare IP addresses
 
@@ -901,7 +901,7 @@ async def test_an_open_max_tokens_is_bounded_by_the_size_of_one_answer(
 
 
 async def test_the_context_length_is_read_again_from_the_next_server(
-    client: ForwardingClient, upstream: FakeUpstream, row: Row
+    client: ForwardingClient, upstream: FakeUpstream, row: EngineRow
 ) -> None:
     upstream.on_get = models(20)
     await client.sample(OPEN)

@@ -41,7 +41,7 @@ OTHERS = (
 """Requests that no route is declared for."""
 
 
-class Spy:
+class RecordingHook:
     """A hook that records each call and passes it to the real hook."""
 
     def __init__(self, hook: Hook) -> None:
@@ -60,7 +60,7 @@ class Spy:
 
 
 @dataclass
-class Broken:
+class RaisingHook:
     """A hook that raises at the stage `at`."""
 
     at: str
@@ -101,7 +101,7 @@ def url_of(api: Api, route: Route) -> str:
 
 
 async def test_each_hook_sees_each_request(api: Api, app: HttpTable, client: httpx.AsyncClient) -> None:
-    app.hooks = spies = tuple(Spy(hook) for hook in app.hooks)
+    app.hooks = spies = tuple(RecordingHook(hook) for hook in app.hooks)
     assert [spy.name for spy in spies] == ["request id", "access", "body memory"]
     requests = [(route.method, url_of(api, route)) for route in app.routes] + [*OTHERS]
     assert len(requests) > 60
@@ -138,8 +138,8 @@ async def test_a_hook_that_raises_gives_a_500_and_the_other_hooks_end(
     app: HttpTable, client: httpx.AsyncClient, at: str, where: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The other hooks still run their end, because they may hold resources."""
-    broken = Broken(at)
-    spies = [Spy(hook) for hook in app.hooks]
+    broken = RaisingHook(at)
+    spies = [RecordingHook(hook) for hook in app.hooks]
     app.hooks = (broken, *spies) if where == "first" else (*spies, broken)
     client.headers["X-Request-Id"] = "r"
     for method, url in (("POST", "/api/v1/create_session"), ("GET", "/api/v1/sessions/s"), ("GET", "/nowhere")):
@@ -153,7 +153,7 @@ async def test_a_hook_that_raises_gives_a_500_and_the_other_hooks_end(
 
 async def test_hooks_end_when_the_client_has_disconnected(app: HttpTable) -> None:
     """A disconnected client gets no answer."""
-    spies = [Spy(hook) for hook in app.hooks]
+    spies = [RecordingHook(hook) for hook in app.hooks]
     app.hooks = (*spies,)
 
     async def receive() -> dict[str, object]:

@@ -28,7 +28,7 @@ OVERLAP = 20
 """Rounds of the event loop that a sample takes, so that others arrive meanwhile."""
 
 
-class Mortal:
+class MortalUpstream:
     """An upstream that dies with all its requests in flight, fails some health probes, and is healthy again.
 
     Each arrival calls `fatal()`, which decides whether the upstream dies now. If `hold` is set, nothing is answered
@@ -74,8 +74,8 @@ async def upstream() -> AsyncIterator[FakeUpstream]:
 
 
 @pytest.fixture
-async def mortal(upstream: FakeUpstream) -> Mortal:
-    return Mortal(upstream)
+async def mortal(upstream: FakeUpstream) -> MortalUpstream:
+    return MortalUpstream(upstream)
 
 
 @pytest.fixture(autouse=True)
@@ -112,7 +112,7 @@ async def sample_all(client: ForwardingClient, samples: Sequence[int]) -> dict[i
     [(0, [1, 1, 1, 1]), (5, [6, 6, 1, 1]), (20, [21, 21, 8, 1]), (100, [101, 101, 64, 8, 1])],
 )
 async def test_only_the_sample_that_kills_the_server_fails(
-    client: ForwardingClient, mortal: Mortal, innocents: int, groups: list[int]
+    client: ForwardingClient, mortal: MortalUpstream, innocents: int, groups: list[int]
 ) -> None:
     """The sample first kills the server together with all others, then with the few that the client sends beside it, at
     last alone."""
@@ -133,7 +133,7 @@ async def test_only_the_sample_that_kills_the_server_fails(
 
 @pytest.mark.parametrize("seed", range(5))
 async def test_no_sample_fails_if_the_server_dies_at_random(
-    client: ForwardingClient, mortal: Mortal, seed: int
+    client: ForwardingClient, mortal: MortalUpstream, seed: int
 ) -> None:
     chance, arrivals = random.Random(seed), itertools.count()
     fatal = set(chance.sample(range(60), 3))

@@ -55,7 +55,7 @@ def reset_peak() -> None:
     Path("/proc/self/clear_refs").write_text("5")
 
 
-class Endless:
+class EndlessAnswer:
     """Sends a GiB in pieces after `head`, for as long as the client reads."""
 
     def __init__(self, head: bytes, piece: bytes = b"x" * MIB) -> None:
@@ -71,12 +71,12 @@ class Endless:
 
 
 WAYS = {
-    "with its length": Endless(HEAD + b"Content-Length: %d\r\n\r\n" % GIB),
-    "without a length": Endless(HEAD + b"Connection: close\r\n\r\n"),
-    "in chunks": Endless(HEAD + b"Transfer-Encoding: chunked\r\n\r\n", b"100000\r\n" + b"x" * MIB + b"\r\n"),
-    "in tiny chunks": Endless(HEAD + b"Transfer-Encoding: chunked\r\n\r\n", b"1;" + b"e" * 1000 + b"\r\nx\r\n"),
-    "as a header": Endless(HEAD + b"X-Long: "),
-    "as headers": Endless(HEAD, b"X-Long: 1234567890\r\n" * 10_000),
+    "with its length": EndlessAnswer(HEAD + b"Content-Length: %d\r\n\r\n" % GIB),
+    "without a length": EndlessAnswer(HEAD + b"Connection: close\r\n\r\n"),
+    "in chunks": EndlessAnswer(HEAD + b"Transfer-Encoding: chunked\r\n\r\n", b"100000\r\n" + b"x" * MIB + b"\r\n"),
+    "in tiny chunks": EndlessAnswer(HEAD + b"Transfer-Encoding: chunked\r\n\r\n", b"1;" + b"e" * 1000 + b"\r\nx\r\n"),
+    "as a header": EndlessAnswer(HEAD + b"X-Long: "),
+    "as headers": EndlessAnswer(HEAD, b"X-Long: 1234567890\r\n" * 10_000),
 }
 
 

@@ -21,8 +21,8 @@ pytestmark = ON_POSTGRES
 
 class Process:
     def __init__(self, url: str, name: str) -> None:
-        self.heard: list[str] = []
-        self.notices = PostgresNotify(postgres_conninfo(url), name, self.heard.extend)
+        self.received: list[str] = []
+        self.notices = PostgresNotify(postgres_conninfo(url), name, self.received.extend)
         self.running = asyncio.create_task(self.notices.run())
 
     async def stop(self) -> None:
@@ -43,18 +43,18 @@ async def two(migrated_url: str) -> AsyncIterator[tuple[Process, Process]]:
 async def wait_until_connected(first: Process, second: Process) -> None:
     """Wait until each process receives the other's notices."""
 
-    def told(sender: Process, receiver: Process) -> bool:
+    def is_connected(sender: Process, receiver: Process) -> bool:
         sender.notices.send(["are you there"])
-        return "are you there" in receiver.heard
+        return "are you there" in receiver.received
 
     for pair in ((first, second), (second, first)):
-        pair[1].heard.clear()
-        await until(lambda pair=pair: told(*pair))
+        pair[1].received.clear()
+        await until(lambda pair=pair: is_connected(*pair))
     for process in (first, second):
         process.notices.send(["go"])
-    await until(lambda: "go" in first.heard and "go" in second.heard)
-    first.heard.clear()
-    second.heard.clear()
+    await until(lambda: "go" in first.received and "go" in second.received)
+    first.received.clear()
+    second.received.clear()
 
 
 async def test_a_notice_reaches_the_other_process_only(two: tuple[Process, Process]) -> None:
@@ -62,9 +62,9 @@ async def test_a_notice_reaches_the_other_process_only(two: tuple[Process, Proce
     words = [f"{number:036x}" for number in range(1_000)]
     assert sum(map(len, words)) > 2 * MAX_PAYLOAD
     first.notices.send(words)
-    await until(lambda: len(second.heard) == len(words))
-    assert second.heard == words
-    assert first.heard == []
+    await until(lambda: len(second.received) == len(words))
+    assert second.received == words
+    assert first.received == []
 
 
 async def test_notices_arrive_again_after_the_connections_broke(
@@ -74,15 +74,15 @@ async def test_notices_arrive_again_after_the_connections_broke(
     postgres.execute(f"SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE {notify_queries}")
     await wait_until_connected(*two)
     two[0].notices.send(["word"])
-    await until(lambda: two[1].heard == ["word"])
+    await until(lambda: two[1].received == ["word"])
 
 
 async def test_an_api_process_hears_of_requests_that_ended_in_the_other(migrated_url: str, tmp_path: Path) -> None:
-    heard: dict[str, list[PeerWords]] = {"one/0": [], "two/0": []}
+    received: dict[str, list[PeerWords]] = {"one/0": [], "two/0": []}
 
     def start(name: str) -> tuple[Notifier, asyncio.Task[None]]:
         async def hear(words: PeerWords) -> None:
-            heard[name].append(words)
+            received[name].append(words)
 
         async def ignore(_: list[str]) -> None:
             """This test has no engine, so nothing rings."""
@@ -96,19 +96,19 @@ async def test_an_api_process_hears_of_requests_that_ended_in_the_other(migrated
             postgres_conninfo=postgres_conninfo(migrated_url),
         )
         notifier.listen(ignore, hear)
-        notifier.peers.living = frozenset(heard) - {name}
+        notifier.peers.living = frozenset(received) - {name}
         return notifier, asyncio.create_task(notifier.run())
 
     one, two = start("one/0"), start("two/0")
 
-    def told() -> bool:
+    def send_and_check() -> bool:
         """Send notices until one arrives; earlier ones are lost, because the other process does not listen yet."""
         one[0].peers.request_ended("r1", "s1:sample:0")
-        return bool(heard["two/0"])
+        return bool(received["two/0"])
 
-    await until(told)
-    assert heard["two/0"][0] == PeerWords(["r1"], ["s1:sample:0"], [])
-    assert heard["one/0"] == [], "a process does not receive its own notices"
+    await until(send_and_check)
+    assert received["two/0"][0] == PeerWords(["r1"], ["s1:sample:0"], [])
+    assert received["one/0"] == [], "a process does not receive its own notices"
     for notifier, running in (one, two):
         running.cancel()
         with suppress(asyncio.CancelledError):

@@ -58,8 +58,8 @@ async def test_a_hanging_replica_is_lost_and_delays_no_adapter(count: int) -> No
                 await until(lambda: published[-1] is None)
             assert await group.retire([A, B]) == set(), "the first one may go on, and read them"
             assert [server.adapters for server in others] == [{C.name}] * len(others)
-            assert [name for path, name in first.told if path == UNLOAD] == [A.name], "the group sends one unload call"
-            first.goes_on.set()
+            assert [name for path, name in first.calls if path == UNLOAD] == [A.name], "the group sends one unload call"
+            first.may_answer.set()
             await until_ready(group, first)
             assert replica_of(group, first).adapters == {C}, "this adapter was loaded at the start of the server"
             while await group.retire([A, B]) != {A, B}:  # on a slow machine an answer may come too late
@@ -88,7 +88,7 @@ async def test_a_restarted_replica_loads_the_adapters_in_use_before_it_is_ready(
             may_warm_up.set()
             await until_ready(group, first)
             assert [server.adapters for server in all_of_them] == [{A.name, B.name, C.name}] * count
-            loads = [name for path, name in first.told if path == LOAD]
+            loads = [name for path, name in first.calls if path == LOAD]
             assert loads[2:] == [A.name, B.name, C.name], "adapters in use are loaded first, in their order"
             await until(lambda: published[-1] == PROXY)
         assert (None in published[:-1]) == (not others), "the URL is withdrawn only when no replica is ready"
@@ -115,7 +115,7 @@ async def test_an_adapter_that_kills_a_replica_delays_it_once() -> None:
             server.restart()
             await until_ready(group, server)
             assert server.adapters == {B.name}
-            assert server.told.count((LOAD, A.name)) == 1, "the first sample that needs the adapter loads it"
+            assert server.calls.count((LOAD, A.name)) == 1, "the first sample that needs the adapter loads it"
 
 
 async def test_replicas_are_added_and_removed_while_samples_run() -> None:
@@ -150,14 +150,14 @@ async def test_replicas_are_added_and_removed_while_samples_run() -> None:
             group.drain(one.url)
             await until(lambda: in_flight[one.url] == 0)
             assert await group.retire([B]) == {B}, "the removed server still runs, and gets the unload call"
-            assert (UNLOAD, B.name) in one.told
+            assert (UNLOAD, B.name) in one.calls
             one.dead = True
             await group.remove(one.url)
             await more_samples_of(two, three)
             over.set()
             await asyncio.gather(*sampling)
             assert await group.retire([A]) == {A}, "a dead server gets no unload call"
-            assert (UNLOAD, A.name) not in one.told
+            assert (UNLOAD, A.name) not in one.calls
             assert published == [PROXY]
 
 

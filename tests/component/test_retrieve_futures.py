@@ -51,8 +51,8 @@ async def gather(api: Api, sampler: str, count: int, cursor: int = 0, clone: int
     """Poll again and again, from the last cursor, until `count` samples were reported, each once."""
     ids: list[str] = []
     while len(ids) < count:
-        cursor, told = await asyncio.wait_for(poll(api, sampler, cursor, clone), LONG_S)
-        ids += [end["request_id"] for end in told]
+        cursor, reported = await asyncio.wait_for(poll(api, sampler, cursor, clone), LONG_S)
+        ids += [end["request_id"] for end in reported]
     assert len(set(ids)) == len(ids)
     return cursor, ids
 
@@ -64,12 +64,12 @@ async def test_each_ended_sample_is_reported_once_with_its_size(api: Api, upstre
     wanted = [(await api.sample(sampler, seq_id, num_samples=seq_id + 1))["request_id"] for seq_id in range(5)]
     held = await start_held_poll(api, poll(api, sampler))
     go.set()
-    cursor, told = await held
-    while len(told) < 5:
+    cursor, reported = await held
+    while len(reported) < 5:
         cursor, more = await poll(api, sampler, cursor)
-        told += more
-    assert sorted(end["request_id"] for end in told) == sorted(wanted)
-    for end in told:
+        reported += more
+    assert sorted(end["request_id"] for end in reported) == sorted(wanted)
+    for end in reported:
         assert end["state"] == "finished"
         result = await api.result(end["request_id"])
         assert end["response_payload_uncompressed_size"] == len(result.content)
@@ -86,8 +86,8 @@ async def test_a_poll_is_held_until_a_sample_ends(api: Api, upstream: FakeUpstre
     await asyncio.sleep(0.05)
     assert not held.done()
     go.set()
-    _, told = await asyncio.wait_for(held, LONG_S)
-    assert [end["request_id"] for end in told] == [request_id]
+    _, reported = await asyncio.wait_for(held, LONG_S)
+    assert [end["request_id"] for end in reported] == [request_id]
 
 
 @pytest.mark.usefixtures("drain_at_once")
@@ -108,8 +108,8 @@ async def test_failed_and_cancelled_samples_are_reported_as_failed(api: Api, ups
     sampler = await api.sampler()
     upstream.script.extend([error(400, "no"), never])
     failed = (await api.sample(sampler, 1))["request_id"]
-    cursor, told = await poll(api, sampler)
-    assert told == [{"state": "failed", "request_id": failed}]
+    cursor, reported = await poll(api, sampler)
+    assert reported == [{"state": "failed", "request_id": failed}]
     cancelled = (await api.sample(sampler, 2))["request_id"]
     await api.post("cancel_future", {"request_id": cancelled})
     assert (await poll(api, sampler, cursor))[1] == [{"state": "failed", "request_id": cancelled}]
@@ -145,13 +145,13 @@ async def test_a_cursor_stays_valid_after_a_restart(serve: Serve, upstream: Fake
         seen = {(await api.sample(sampler, seq_id))["request_id"] for seq_id in range(3)}
         cursor, ids = await gather(api, sampler, 3)
         assert set(ids) == seen
-        unheard = {(await api.sample(sampler, seq_id))["request_id"] for seq_id in range(3, 6)}
+        not_reported = {(await api.sample(sampler, seq_id))["request_id"] for seq_id in range(3, 6)}
         await api.services.sampling.drain(LONG_S)
     async with serve() as api:
-        told, at = set(), cursor
-        while not unheard <= told:
+        reported, at = set(), cursor
+        while not not_reported <= reported:
             at, more = await asyncio.wait_for(poll(api, sampler, at), LONG_S)
-            told |= {end["request_id"] for end in more}
+            reported |= {end["request_id"] for end in more}
         assert at > cursor
         late = (await api.sample(sampler, 6))["request_id"]
         _, ids = await gather(api, sampler, 1, at)
@@ -250,8 +250,8 @@ async def test_samples_of_the_engine_are_reported_even_from_before_a_restart(ser
         sampler = await api.sampler()
         before = (await api.sample(sampler, 1))["request_id"]
     async with serve(**colocated) as api:
-        cursor, told = await poll(api, sampler, timeout=0)
-        assert told == []
+        cursor, reported = await poll(api, sampler, timeout=0)
+        assert reported == []
         during = (await api.sample(sampler, 2))["request_id"]
         held = await start_held_poll(api, gather(api, sampler, 2, cursor))
         done = [settlement(each, Outcome(b"abc", "proto:sample"), time.time()) for each in (before, during)]

@@ -53,12 +53,12 @@ def ownerships(monkeypatch: pytest.MonkeyPatch) -> list[SampleOwnership]:
     """The SampleOwnership of each process, in the order of their starts."""
     instances: list[SampleOwnership] = []
 
-    class Kept(SampleOwnership):
+    class RecordedOwnership(SampleOwnership):
         def __init__(self, *parts: Any, **options: Any) -> None:
             super().__init__(*parts, **options)
             instances.append(self)
 
-    monkeypatch.setattr(skyrl.api.build, "SampleOwnership", Kept)
+    monkeypatch.setattr(skyrl.api.build, "SampleOwnership", RecordedOwnership)
     return instances
 
 

@@ -197,7 +197,7 @@ async def test_a_sample_recorded_before_the_drop_keeps_its_weights(harness: Harn
     assert status_of(harness, saved[0]) == ["active"]
 
 
-class Group:
+class RecordingGroup:
     """Stands for the inference servers: records which files are still on the disk when an adapter is unloaded."""
 
     def __init__(self, directory: Path) -> None:
@@ -218,7 +218,7 @@ async def test_a_drop_marks_the_row_then_waits_then_unloads_then_deletes_the_fil
     trainer = await Trainer.create(harness)
     saved = [await save(trainer, number) for number in range(NEWEST + 1)]
     directory = harness.adapter(AdapterVersion.of(trainer.model_id, 1))
-    harness.parts.sweep._group = group = Group(directory)  # type: ignore[assignment]
+    harness.parts.sweep._group = group = RecordingGroup(directory)  # type: ignore[assignment]
     api = Samplers(harness.database, harness.writer)
     assert await api.find(saved[0], "tenant") is not None
     clock.now += 2 * IDLE_S

@@ -314,15 +314,17 @@ async def test_a_sample_whose_commit_seemed_lost_counts_once(
     key = UsageKey(TENANT, bucket_of(time.time()), "session", BASE, UsageKind.SAMPLE)
     original_transact = writer.transact
 
-    async def unheard(change: Any) -> None:
+    async def commit_and_lose_the_answer(change: Any) -> None:
         await original_transact(change)
         raise LOST
 
-    async def unsent(_: Any) -> None:
+    async def fail_before_commit(_: Any) -> None:
         raise LOST
 
     counted = 0
-    for number, answer in enumerate((unheard, unsent, unsent, unheard), 1):
+    for number, answer in enumerate(
+        (commit_and_lose_the_answer, fail_before_commit, fail_before_commit, commit_and_lose_the_answer), 1
+    ):
         for one in (counter, neighbour):
             one.count({key: number})
             counted += number

@@ -66,7 +66,7 @@ class ScriptedHost:
 
 
 @dataclass
-class Served:
+class RunningServer:
     """The running server and the URLs that were published for it."""
 
     config: ServerConfig
@@ -90,7 +90,7 @@ async def until(condition: Callable[[], object], within_s: float) -> None:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Served]:
+async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[RunningServer]:
     assert plugin_installed(), "vLLM does not find the plugin: pip install -e . --no-deps"
     logs = tmp_path_factory.mktemp("logs")
     backend = {
@@ -119,7 +119,7 @@ async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Serv
     running = asyncio.create_task(group.run())
     try:
         await until(lambda: group.ready, 400)
-        yield Served(config, spec, handle, group, replica, host, in_use, client, running, published)
+        yield RunningServer(config, spec, handle, group, replica, host, in_use, client, running, published)
     except AssertionError as error:
         raise AssertionError(f"{error}: {group.reason}\n{handle.log_tail(40)}") from error
     finally:
@@ -188,13 +188,13 @@ class Reference:
         return logits.gather(1, torch.tensor(tokens[1:])[:, None])[:, 0].tolist()
 
 
-def client_of(served: Served, headers: dict[str, str] | None = None) -> httpx.AsyncClient:
+def client_of(served: RunningServer, headers: dict[str, str] | None = None) -> httpx.AsyncClient:
     """A client with the server's key, or with these headers. It has no timeout; the test's own limit applies."""
     given = {"Authorization": f"Bearer {KEY}"} if headers is None else headers
     return httpx.AsyncClient(base_url=served.spec.url, headers=given, timeout=None)
 
 
-async def models(served: Served) -> list[str]:
+async def models(served: RunningServer) -> list[str]:
     """The names of the base model and of all loaded adapters."""
     async with client_of(served) as http:
         answer = await http.get("/v1/models")
@@ -230,7 +230,7 @@ def processes_of_group(group: int) -> dict[int, str]:
     return found
 
 
-async def test_a_ready_server_is_warmed_up_and_published(served: Served) -> None:
+async def test_a_ready_server_is_warmed_up_and_published(served: RunningServer) -> None:
     await until(lambda: served.published, 60)  # the first publication failed and was repeated
     assert served.published == [served.spec.url]
     assert served.group.reason == ""
@@ -244,13 +244,13 @@ async def test_a_ready_server_is_warmed_up_and_published(served: Served) -> None
 
 @pytest.mark.parametrize("key", [None, "wrong"])
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/load_lora_adapter", "/pause", "/collective_rpc"])
-async def test_every_endpoint_requires_the_key(served: Served, path: str, key: str | None) -> None:
+async def test_every_endpoint_requires_the_key(served: RunningServer, path: str, key: str | None) -> None:
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
     async with client_of(served, headers) as http:
         assert (await http.post(path, json={})).status_code == 401
 
 
-async def test_an_adapter_can_be_loaded_twice_and_unloaded_twice(served: Served, tmp_path: Path) -> None:
+async def test_an_adapter_can_be_loaded_twice_and_unloaded_twice(served: RunningServer, tmp_path: Path) -> None:
     version = AdapterVersion("tenant@1")
     served.host.directories[version] = adapter(tmp_path / "a", 8)
     await served.group.publish_adapter(version)
@@ -261,7 +261,7 @@ async def test_an_adapter_can_be_loaded_twice_and_unloaded_twice(served: Served,
     assert version.name not in await models(served)
 
 
-async def test_a_bad_adapter_is_refused_and_the_server_goes_on(served: Served, tmp_path: Path) -> None:
+async def test_a_bad_adapter_is_refused_and_the_server_goes_on(served: RunningServer, tmp_path: Path) -> None:
     with pytest.raises(VllmError) as missing:
         await served.client.load_adapter("missing", str(tmp_path / "nowhere"))
     assert missing.value.status == 404
@@ -275,7 +275,7 @@ async def test_a_bad_adapter_is_refused_and_the_server_goes_on(served: Served, t
     assert await served.client.health()
 
 
-async def test_an_adapter_stored_in_bfloat16_is_used_in_bfloat16(served: Served, tmp_path: Path) -> None:
+async def test_an_adapter_stored_in_bfloat16_is_used_in_bfloat16(served: RunningServer, tmp_path: Path) -> None:
     exact, rounded = adapter(tmp_path / "exact", 8), adapter(tmp_path / "rounded", 8)
     tensors = load_file(exact / "adapter_model.safetensors")
     halves = {key: tensor.to(torch.bfloat16) for key, tensor in tensors.items()}
@@ -296,7 +296,9 @@ async def test_an_adapter_stored_in_bfloat16_is_used_in_bfloat16(served: Served,
     )
 
 
-async def test_mixed_batches_agree_with_hugging_face(served: Served, tmp_path_factory: pytest.TempPathFactory) -> None:
+async def test_mixed_batches_agree_with_hugging_face(
+    served: RunningServer, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     """Base model and adapters (unembedding trained) in one batch, with and without prompt logprobs."""
     directory = tmp_path_factory.mktemp("adapters")
     adapters = {name: adapter(directory / name, rank) for name, rank in RANKS.items()}
@@ -330,7 +332,7 @@ async def test_mixed_batches_agree_with_hugging_face(served: Served, tmp_path_fa
     assert prompts_checked == 36
 
 
-async def test_prompt_and_sequences_requested_apart_equal_one_request(served: Served, tmp_path: Path) -> None:
+async def test_prompt_and_sequences_requested_apart_equal_one_request(served: RunningServer, tmp_path: Path) -> None:
     """vLLM repeats the prompt's rows in every choice, so the forwarding client requests them once."""
     await served.client.load_adapter("apart", str(adapter(tmp_path / "apart", 8)))
     prompt = [Random(3).randrange(256) for _ in range(300)]
@@ -387,7 +389,7 @@ async def test_prompt_and_sequences_requested_apart_equal_one_request(served: Se
     await client.close()
 
 
-async def test_samples_of_the_base_model_ignore_loaded_adapters(served: Served) -> None:
+async def test_samples_of_the_base_model_ignore_loaded_adapters(served: RunningServer) -> None:
     reference = Reference({})
     async with client_of(served) as http:
         answer = await complete(http, prompt=[9, 8, 7], prompt_logprobs=0)
@@ -397,7 +399,7 @@ async def test_samples_of_the_base_model_ignore_loaded_adapters(served: Served) 
     )
 
 
-async def test_a_pause_freezes_sampling_and_a_resume_continues_it(served: Served) -> None:
+async def test_a_pause_freezes_sampling_and_a_resume_continues_it(served: RunningServer) -> None:
     async with client_of(served) as http:
         (await http.post("/pause", params={"mode": "keep"})).raise_for_status()
         sample = asyncio.create_task(complete(http, prompt=[1, 2, 3]))
@@ -408,7 +410,7 @@ async def test_a_pause_freezes_sampling_and_a_resume_continues_it(served: Served
         assert len((await sample)["choices"][0]["token_ids"]) == 12
 
 
-async def test_vllm_sleeps_and_wakes(served: Served) -> None:
+async def test_vllm_sleeps_and_wakes(served: RunningServer) -> None:
     """vLLM sleeps and wakes. The test cannot show how much device memory vLLM frees: on a CPU vLLM frees none."""
     assert not await served.client.is_sleeping()
     await served.group.sleep()
@@ -419,13 +421,13 @@ async def test_vllm_sleeps_and_wakes(served: Served) -> None:
         assert len((await complete(http, prompt=[1, 2, 3]))["choices"][0]["token_ids"]) == 12
 
 
-async def sample_of(served: Served, version: AdapterVersion) -> httpx.Response:
+async def sample_of(served: RunningServer, version: AdapterVersion) -> httpx.Response:
     body = {"model": version.name, "prompt": [1, 2, 3], "max_tokens": 2}
     async with client_of(served) as http:
         return await http.post("/v1/completions", json=body)
 
 
-async def test_a_hanging_server_is_lost_and_returns_with_its_adapters(served: Served, tmp_path: Path) -> None:
+async def test_a_hanging_server_is_lost_and_returns_with_its_adapters(served: RunningServer, tmp_path: Path) -> None:
     kept, retired, pid = AdapterVersion("kept@1"), AdapterVersion("retired@1"), served.handle.pid
     assert pid is not None
     for version in (kept, retired):
@@ -449,7 +451,9 @@ async def test_a_hanging_server_is_lost_and_returns_with_its_adapters(served: Se
     assert (await sample_of(served, retired)).status_code == 404
 
 
-async def test_a_restarted_server_loads_the_adapters_in_use_before_it_is_ready(served: Served, tmp_path: Path) -> None:
+async def test_a_restarted_server_loads_the_adapters_in_use_before_it_is_ready(
+    served: RunningServer, tmp_path: Path
+) -> None:
     version, started = AdapterVersion("used@1"), served.handle.incarnation
     assert started is not None
     served.host.directories[version] = adapter(tmp_path / "used", 8)
@@ -466,7 +470,7 @@ async def test_a_restarted_server_loads_the_adapters_in_use_before_it_is_ready(s
     assert (await sample_of(served, version)).status_code == 200
 
 
-async def test_a_replica_is_added_and_one_removed_while_samples_run(served: Served, tmp_path: Path) -> None:
+async def test_a_replica_is_added_and_one_removed_while_samples_run(served: RunningServer, tmp_path: Path) -> None:
     """Two servers. Samples for an adapter go to the ready servers in turn, and none fails."""
     version = AdapterVersion("everywhere@1")
     served.host.directories[version] = adapter(tmp_path / "everywhere", 8)
@@ -524,7 +528,7 @@ async def test_a_replica_is_added_and_one_removed_while_samples_run(served: Serv
         await handle.stop()
 
 
-async def test_closing_the_group_withdraws_the_url_and_stopping_leaves_no_process(served: Served) -> None:
+async def test_closing_the_group_withdraws_the_url_and_stopping_leaves_no_process(served: RunningServer) -> None:
     pid = served.handle.pid
     assert pid is not None
     assert len(processes_of_group(pid)) >= 2

@@ -60,7 +60,7 @@ def _varint(number: int) -> bytes:
             return bytes(groups)
 
 
-class Senders:
+class SendingProcess:
     """Threads that send one body each, in a separate process, so that heartbeats are timed in an undisturbed
     process."""
 
@@ -94,8 +94,8 @@ def test_waiting_large_bodies_do_not_delay_other_requests(trainer: DemoServer, e
         before = {name: peak_resident_mb(pid) for name, pid in parts.items()}
 
         with ProcessPoolExecutor(1, get_context("spawn")) as process:
-            process.submit(Senders.prepare, model_id, encoding).result()
-            sending = process.submit(Senders.send, trainer.port, encoding)
+            process.submit(SendingProcess.prepare, model_id, encoding).result()
+            sending = process.submit(SendingProcess.send, trainer.port, encoding)
             with repeated(lambda: heart.post("session_heartbeat", {"session_id": session}), PERIOD_S) as beats:
                 request_ids, elapsed_s = sending.result()
         assert len(set(request_ids)) == BODIES

@@ -41,7 +41,7 @@ POSTGRES_PAGES = ("docs/operating/postgresql.md", "docs/operating/backup.md")
 
 
 @dataclass(frozen=True)
-class Work:
+class TenantData:
     """A tenant's data on the shared server: one run with a checkpoint; and a copy of the state directory."""
 
     state: Path
@@ -50,7 +50,7 @@ class Work:
 
 
 @pytest.fixture(scope="module")
-def work(server: DemoServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Work]:
+def work(server: DemoServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TenantData]:
     with tinker.ServiceClient(base_url=server.url, api_key=KEY) as service:
         trainer = service.create_lora_training_client(base_model="tiny", rank=8).result()
         train(trainer, [cross_entropy(list(range(5, 20)))], steps=1, learning_rate=1e-3)
@@ -59,7 +59,7 @@ def work(server: DemoServer, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         state = tmp_path_factory.mktemp("pages") / "state"
         copy_state(server.state_dir, state)
         run = trainer.get_info().model_id
-        yield Work(state, run, run.partition(":")[0])
+        yield TenantData(state, run, run.partition(":")[0])
 
 
 def copy_state(running: Path, to: Path) -> None:
@@ -88,7 +88,7 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.fixture
-def terminal(server: DemoServer, work: Work, programs: Path, tmp_path: Path) -> Terminal:
+def terminal(server: DemoServer, work: TenantData, programs: Path, tmp_path: Path) -> Terminal:
     """A terminal on this machine in which the paths, ids and addresses of the pages lead to those of the test."""
     state, etc = tmp_path / "state", tmp_path / "etc"
     shutil.copytree(work.state, state)

@@ -121,13 +121,13 @@ def test_long_polls_to_any_server_report_each_end_once(clients: list[Client], up
         held = pool.submit(clients[1].ok, "retrieve_futures", body)
         upstream.release()
         answer = held.result(WAIT_S)
-    told, turn = [], 0
-    while answer["completions"] or len(told) < SAMPLES:
-        told += [end["request_id"] for end in answer["completions"]]
+    reported, turn = [], 0
+    while answer["completions"] or len(reported) < SAMPLES:
+        reported += [end["request_id"] for end in answer["completions"]]
         turn += 1
         body = {"target": target, "prev_cursor": answer["cursor"], "retrieved_request_ids": []}
-        answer = clients[turn % 3].ok("retrieve_futures", body | ({"timeout": 0} if len(told) == SAMPLES else {}))
-    assert sorted(told) == sorted(wanted)
+        answer = clients[turn % 3].ok("retrieve_futures", body | ({"timeout": 0} if len(reported) == SAMPLES else {}))
+    assert sorted(reported) == sorted(wanted)
 
 
 def test_a_sample_can_be_cancelled_and_a_session_ended_at_another_server(
@@ -137,8 +137,8 @@ def test_a_sample_can_be_cancelled_and_a_session_ended_at_another_server(
     upstream.hold()
     cancelled, left = (clients[0].sample(sampler, number)["request_id"] for number in range(2))
     clients[1].ok("cancel_future", {"request_id": cancelled})
-    told = [client.http.post("retrieve_future", json={"request_id": cancelled}).json() for client in clients]
-    assert [answer["error"] for answer in told] == ["cancelled by the client"] * 3
+    answers = [client.http.post("retrieve_future", json={"request_id": cancelled}).json() for client in clients]
+    assert [answer["error"] for answer in answers] == ["cancelled by the client"] * 3
     until(lambda: in_flight(servers[0]) == 1, "its forwarding is not stopped")
 
     clients[2].ok(f"sessions/{clients[0].session}/finish", {})
@@ -179,7 +179,7 @@ def test_the_remaining_server_ends_the_samples_of_a_hanging_and_of_a_dead_one(
     assert clients[2].result(again) == clients[0].result(again)
 
 
-class Alternating(Client):
+class AlternatingClient(Client):
     """A client that sends its requests to its connections in turn."""
 
     def __init__(self, connections: list[httpx.Client], session: str) -> None:
@@ -229,7 +229,7 @@ def test_one_server_trains_with_two_api_processes_and_a_second_server_may_not_tr
             assert len({insist(lambda each=each: clients[0].result(each)) for each in ids}) == SAMPLES
         with connected_to_each(server) as clients:
             undisturbed = learn(clients[0], 0)
-            both = Alternating([client.http for client in clients], clients[0].session)
+            both = AlternatingClient([client.http for client in clients], clients[0].session)
             assert learn(both, 1) == undisturbed
             victim = server.apis(2)[0]
             assert learn(both, 2, between=lambda count: count == 3 and victim.kill()) == undisturbed

@@ -22,7 +22,7 @@ ENDED_S = 300.0
 
 
 @dataclass
-class Tree:
+class ProcessTree:
     """All processes of a running server, and the shared memory that they have named."""
 
     processes: list[psutil.Process]
@@ -34,11 +34,11 @@ class Tree:
         assert [path for path in self.shared if os.path.exists(path)] == []
 
 
-def tree_of(server: DemoServer) -> Tree:
+def tree_of(server: DemoServer) -> ProcessTree:
     processes = [psutil.Process(server.pid), *psutil.Process(server.pid).children(recursive=True)]
     shared = {region.path for process in processes for region in process.memory_maps() if "/dev/shm/" in region.path}
     assert any("EngineCore" in " ".join(process.cmdline()) for process in processes), "the tree includes grandchildren"
-    return Tree(processes, shared)
+    return ProcessTree(processes, shared)
 
 
 @pytest.fixture
