@@ -1,4 +1,4 @@
-"""An AdapterHost for tests of those who ask one. `test_adapter_host.py` has the tests of the real one."""
+"""A fake AdapterHost for tests of parts that use one. `test_adapter_host.py` tests the real one."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from skyrl.types.weights import AdapterVersion
 
 
 @dataclass
-class AllThere:
-    """The host of a replica that has the files of every version below `root`."""
+class HostWithAllAdapters:
+    """A host that has the files of every version under `root`."""
 
     root: str = "/adapters"
 

@@ -1,4 +1,5 @@
-"""The files of an adapter version come to where the replica reads them, from a real checkpoint store."""
+"""SharedDirectory brings the files of an adapter version from a real checkpoint store to where the replica reads
+them."""
 
 from __future__ import annotations
 
@@ -52,14 +53,14 @@ def host_on(state_dir: Path, store: CheckpointStore, keys: dict[AdapterVersion, 
     return SharedDirectory(lambda: state_dir, store, store_key)
 
 
-async def test_files_that_are_there_are_used_as_they_are(config: ServerConfig, store: CheckpointStore) -> None:
+async def test_existing_files_are_used_unchanged(config: ServerConfig, store: CheckpointStore) -> None:
     write(adapter_directory(config.state_dir, ADAPTER))
     directory = await host_on(config.state_dir, store, {}).bring(ADAPTER)
     assert directory == f"{config.state_dir}/adapters/s1=3Atrain=3A0/v000007"
     assert files_in(directory) == FILES
 
 
-async def test_files_that_are_gone_are_fetched_by_the_key_of_their_checkpoint(
+async def test_missing_files_are_fetched_by_the_store_key_of_their_checkpoint(
     config: ServerConfig, store: CheckpointStore
 ) -> None:
     host = host_on(config.state_dir, store, {ADAPTER: KEY})
@@ -71,7 +72,7 @@ async def test_files_that_are_gone_are_fetched_by_the_key_of_their_checkpoint(
 
 
 @pytest.mark.parametrize("keys", [{}, {ADAPTER: "s1=3Atrain=3A0/deleted-2"}])
-async def test_files_that_nobody_has_are_missing(
+async def test_an_adapter_without_files_and_stored_copy_raises_adapter_missing(
     config: ServerConfig, store: CheckpointStore, keys: dict[AdapterVersion, str]
 ) -> None:
     with pytest.raises(AdapterMissing, match="the files of adapter s1:train:0@7 are gone") as caught:
@@ -80,7 +81,9 @@ async def test_files_that_nobody_has_are_missing(
     assert not adapter_directory(config.state_dir, ADAPTER).exists()
 
 
-async def test_a_state_directory_that_only_the_replica_sees_is_named(tmp_path: Path, store: CheckpointStore) -> None:
+async def test_the_path_names_the_state_directory_as_the_replica_sees_it(
+    tmp_path: Path, store: CheckpointStore
+) -> None:
     far = tmp_path / "on another host"
     directory = await host_on(far, store, {ADAPTER: KEY}).bring(ADAPTER)
     assert directory == str(adapter_directory(far, ADAPTER))
@@ -88,12 +91,12 @@ async def test_a_state_directory_that_only_the_replica_sees_is_named(tmp_path: P
 
 
 @pytest.mark.parametrize("model_id", ["s1:train:0", "a/../b", "=3A", "v1"])
-def test_a_directory_says_whose_it_is(tmp_path: Path, model_id: str) -> None:
+def test_the_directory_name_gives_the_adapter_version(tmp_path: Path, model_id: str) -> None:
     adapter = AdapterVersion.of(model_id, 12)
     assert adapter_in(adapter_directory(tmp_path, adapter)) == adapter
     assert adapter_location(adapter).count("/") == 2
 
 
 @pytest.mark.parametrize("name", ["v12", "v", "12", "v-00001", "v00001a", "final"])
-def test_another_directory_is_no_versions(tmp_path: Path, name: str) -> None:
+def test_other_directory_names_give_no_adapter_version(tmp_path: Path, name: str) -> None:
     assert adapter_in(tmp_path / "adapters" / "s1=3Atrain=3A0" / name) is None

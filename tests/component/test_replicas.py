@@ -1,5 +1,5 @@
-"""One, two and three replicas: one hangs, one starts again, one is added and one removed while samples run, all are
-gone; and whose files may be deleted meanwhile. Scripted servers on real sockets."""
+"""One, two and three replicas: a replica hangs, restarts, is added or removed while samples run, or all are lost; and
+which files may be deleted meanwhile. Scripted servers on real sockets."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from skyrl.types.weights import AdapterVersion
 
 PROXY = "http://127.0.0.1:9"
 HANGS_S = 1.0
-"""A server that takes longer than this to say how it is, three times in a row, has hung."""
+"""A server whose health answer takes longer than this three times in a row has hung."""
 A, B, C = AdapterVersion("m@1"), AdapterVersion("m@2"), AdapterVersion("m@3")
 
 
@@ -35,7 +35,7 @@ async def until_ready(group: EngineGroup, *wanted: Server) -> None:
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
-async def test_a_replica_that_hangs_is_lost_and_holds_up_no_adapter(count: int) -> None:
+async def test_a_hanging_replica_is_lost_and_delays_no_adapter(count: int) -> None:
     async with servers(count) as all_of_them:
         first, *others = all_of_them
         replicas = [first.replica(health_s=HANGS_S, unload_s=HANGS_S), *(server.replica() for server in others)]
@@ -58,17 +58,17 @@ async def test_a_replica_that_hangs_is_lost_and_holds_up_no_adapter(count: int) 
                 await until(lambda: published[-1] is None)
             assert await group.retire([A, B]) == set(), "the first one may go on, and read them"
             assert [server.adapters for server in others] == [{C.name}] * len(others)
-            assert [name for path, name in first.told if path == UNLOAD] == [A.name], "asked once"
-            first.goes_on.set()
+            assert [name for path, name in first.calls if path == UNLOAD] == [A.name], "the group sends one unload call"
+            first.may_answer.set()
             await until_ready(group, first)
-            assert replica_of(group, first).adapters == {C}, "it is the start that has loaded this one"
-            while await group.retire([A, B]) != {A, B}:  # on a slow machine one answer may come too late
+            assert replica_of(group, first).adapters == {C}, "this adapter was loaded at the start of the server"
+            while await group.retire([A, B]) != {A, B}:  # on a slow machine an answer may come too late
                 pass
             assert first.adapters == {C.name}
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
-async def test_a_replica_that_starts_again_catches_up_before_it_is_ready(count: int) -> None:
+async def test_a_restarted_replica_loads_the_adapters_in_use_before_it_is_ready(count: int) -> None:
     async with servers(count) as all_of_them:
         first, *others = all_of_them
         group, published = group_of(*(server.replica() for server in all_of_them), proxy_url=PROXY, in_use=[A, B])
@@ -88,13 +88,13 @@ async def test_a_replica_that_starts_again_catches_up_before_it_is_ready(count: 
             may_warm_up.set()
             await until_ready(group, first)
             assert [server.adapters for server in all_of_them] == [{A.name, B.name, C.name}] * count
-            loads = [name for path, name in first.told if path == LOAD]
-            assert loads[2:] == [A.name, B.name, C.name], "what is in use first, in its order"
+            loads = [name for path, name in first.calls if path == LOAD]
+            assert loads[2:] == [A.name, B.name, C.name], "adapters in use are loaded first, in their order"
             await until(lambda: published[-1] == PROXY)
-        assert (None in published[:-1]) == (not others), "withdrawn only when no replica was left"
+        assert (None in published[:-1]) == (not others), "the URL is withdrawn only when no replica is ready"
 
 
-async def test_a_start_that_no_probe_has_missed_is_seen_by_its_incarnation() -> None:
+async def test_a_restart_between_two_probes_is_noticed_by_its_incarnation() -> None:
     async with servers(1) as (server,):
         group, _ = group_of(server.replica(), in_use=[A])
         async with running(group):
@@ -105,7 +105,7 @@ async def test_a_start_that_no_probe_has_missed_is_seen_by_its_incarnation() -> 
             assert replica_of(group, server).incarnation == "start 2"
 
 
-async def test_an_adapter_that_a_replica_dies_of_keeps_it_away_once() -> None:
+async def test_an_adapter_that_kills_a_replica_delays_it_once() -> None:
     async with servers(1) as (server,):
         server.dies_of = A.name
         group, _ = group_of(server.replica(), in_use=[A, B])
@@ -115,11 +115,11 @@ async def test_an_adapter_that_a_replica_dies_of_keeps_it_away_once() -> None:
             server.restart()
             await until_ready(group, server)
             assert server.adapters == {B.name}
-            assert server.told.count((LOAD, A.name)) == 1, "the first sample that needs it will load it"
+            assert server.calls.count((LOAD, A.name)) == 1, "the first sample that needs the adapter loads it"
 
 
-async def test_replicas_come_and_go_while_samples_run() -> None:
-    """Samples go to the replicas that are ready in turn. None meets a server without its adapter, or no server."""
+async def test_replicas_are_added_and_removed_while_samples_run() -> None:
+    """Samples go to the ready replicas in turn. No sample meets a server without its adapter, or no server."""
     async with servers(3) as (one, two, three), httpx.AsyncClient() as http:
         group, published = group_of(one.replica(), two.replica(), proxy_url=PROXY, in_use=[A])
         sampled, in_flight = Counter[str](), Counter[str]()
@@ -149,20 +149,20 @@ async def test_replicas_come_and_go_while_samples_run() -> None:
             await more_samples_of(one, two, three)
             group.drain(one.url)
             await until(lambda: in_flight[one.url] == 0)
-            assert await group.retire([B]) == {B}, "it still runs, and is asked"
-            assert (UNLOAD, B.name) in one.told
+            assert await group.retire([B]) == {B}, "the removed server still runs, and gets the unload call"
+            assert (UNLOAD, B.name) in one.calls
             one.dead = True
             await group.remove(one.url)
             await more_samples_of(two, three)
             over.set()
             await asyncio.gather(*sampling)
-            assert await group.retire([A]) == {A}, "nobody asks a server that is gone"
-            assert (UNLOAD, A.name) not in one.told
+            assert await group.retire([A]) == {A}, "a dead server gets no unload call"
+            assert (UNLOAD, A.name) not in one.calls
             assert published == [PROXY]
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
-async def test_when_all_are_gone_the_first_that_is_back_is_used(count: int) -> None:
+async def test_after_the_loss_of_all_replicas_the_first_that_returns_is_used(count: int) -> None:
     async with servers(count) as all_of_them:
         group, published = group_of(*(server.replica() for server in all_of_them), proxy_url=PROXY, in_use=[A])
         async with running(group):
@@ -179,7 +179,7 @@ async def test_when_all_are_gone_the_first_that_is_back_is_used(count: int) -> N
             assert [is_in(group, server, ReplicaState.LOST) for server in all_of_them[:-1]] == [True] * (count - 1)
 
 
-async def test_files_are_kept_for_a_hung_replica_until_its_server_is_known_to_be_gone() -> None:
+async def test_files_are_kept_for_a_hanging_replica_until_its_server_is_known_to_be_dead() -> None:
     async with servers(2) as (one, two):
         group, _ = group_of(one.replica(unload_s=HANGS_S, health_s=HANGS_S), two.replica(), proxy_url=PROXY)
         async with running(group):
@@ -193,7 +193,7 @@ async def test_files_are_kept_for_a_hung_replica_until_its_server_is_known_to_be
             assert await group.retire([A]) == {A}
 
 
-async def test_files_that_a_replica_is_loading_are_kept() -> None:
+async def test_files_are_kept_while_a_replica_loads_them() -> None:
     async with servers(1) as (server,):
         group, _ = group_of(server.replica())
         async with running(group):
@@ -208,7 +208,7 @@ async def test_files_that_a_replica_is_loading_are_kept() -> None:
             assert await group.retire([A]) == {A}
 
 
-class Slow:
+class HangingHost:
     """An AdapterHost whose checkpoint store does not answer."""
 
     async def bring(self, adapter: AdapterVersion) -> str:
@@ -216,14 +216,14 @@ class Slow:
         raise AssertionError(adapter)
 
 
-async def test_files_that_do_not_come_hold_up_neither_a_save_nor_a_replica() -> None:
+async def test_missing_files_delay_neither_a_save_nor_a_replica() -> None:
     async with servers(1) as (server,):
         bounds = Timeouts(health_s=NEVER_S, load_s=0.1, unload_s=NEVER_S, sleep_s=NEVER_S, warm_up_s=NEVER_S)
-        replica = Replica("slow", Addresses.same(server.url), "key", Slow(), bounds)
+        replica = Replica("slow", Addresses.same(server.url), "key", HangingHost(), bounds)
         group, _ = group_of(replica, in_use=[A])
         async with running(group):
             await until_ready(group, server)
             with pytest.raises(httpx.TransportError, match="no answer"):
                 await group.publish_adapter(B)
-            assert group.ready, "the server itself answers"
+            assert group.ready, "the group stays ready, because the server answers"
             assert replica.adapters == set()
