@@ -165,8 +165,8 @@ class Harness:
         return self.parts.threads
 
     async def sweep(self) -> None:
-        """Run one sweep of unused files. It spares the model of a save that runs, and a save still runs for a moment after
-        its outcome is stored."""
+        """Run one sweep of unused files. A sweep spares models with a running save, and a save still runs for a moment
+        after its outcome is stored."""
         await until(lambda: not self.scheduler.saving)
         await self.parts.sweep.once()
 
