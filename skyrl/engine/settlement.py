@@ -44,7 +44,7 @@ class Settlement:
         attempts = count()
 
         def write(connection: Connection) -> None:
-            if next(attempts) and rows.settled_at(connection, [request_id for request_id, _ in outcomes], now):
+            if next(attempts) and rows.settled_as(connection, outcomes):
                 return  # the commit of an earlier attempt seemed lost, but was not
             if change is not None:
                 change(connection)
