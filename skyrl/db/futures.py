@@ -298,6 +298,11 @@ def settled_as(connection: Connection, outcomes: Sequence[tuple[str, Outcome]]) 
     return any(given[row.id].error == row.error for row in connection.execute(query))
 
 
+def rewrite_body(connection: Connection, request_id: str, body: bytes) -> None:
+    """Store another body of a request. Its digest stays: that of the body as it came."""
+    connection.execute(update(futures).where(futures.c.id == request_id).values(body=body))
+
+
 def settle(connection: Connection, outcomes: Iterable[tuple[str, Outcome]], now: float) -> None:
     """Store the outcomes of requests, given by id. Requests that are settled already stay as they are."""
     parameters = [settlement(request_id, outcome, now) for request_id, outcome in outcomes]

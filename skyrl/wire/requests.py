@@ -165,18 +165,20 @@ class LoadTarget(msgspec.Struct):
     seq_id: int | None = None
 
 
-RESOLVED = ("source_tenant", "refused")
-"""Fields of a LoadWeightsCommand that the API writes, and nobody else."""
+RESOLVED = ("source_tenant", "refused", "loaded_key")
+"""Fields of a LoadWeightsCommand that the server writes, and no client."""
 
 
 class LoadWeightsCommand(msgspec.Struct):
     """A LoadWeightsRequest as the command log keeps it: in place of the access token, the tenant it stands for (None:
-    the model's own), or why it was refused."""
+    the model's own), or why it was refused. `loaded_key` is the store's key of the checkpoint that was loaded; None
+    before the load is done, and for loads of versions that did not write it."""
 
     path: str
     optimizer: bool = False
     source_tenant: str | None = None
     refused: str | None = None
+    loaded_key: str | None = None
 
 
 class CopyWeightsRequest(msgspec.Struct):
