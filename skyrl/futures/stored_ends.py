@@ -13,10 +13,10 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from skyrl.db import sampled
 from skyrl.db.database import Connection, Database
+from skyrl.db.futures import StoredFuture
 from skyrl.futures.completions import Completion, Target, TargetGone, block_of, clone_of
 
 MAX_COMPLETIONS = 1_000
@@ -66,7 +66,7 @@ class StoredEnds:
     so that this process hears of their ends. `alone` says that no other API process lives now."""
 
     def __init__(
-        self, database: Database, wait_for: Callable[[Sequence[Any]], None], alone: Callable[[], bool]
+        self, database: Database, wait_for: Callable[[Sequence[StoredFuture]], None], alone: Callable[[], bool]
     ) -> None:
         self._database = database
         self._wait_for = wait_for
@@ -156,7 +156,7 @@ class StoredEnds:
         after = (cursor + 1) / 1e6
         pending = not client.loaded
 
-        def read(connection: Connection) -> tuple[list[sampled.EndedSample], Sequence[Any]]:
+        def read(connection: Connection) -> tuple[list[sampled.EndedSample], list[StoredFuture]]:
             waiting = sampled.pending_of_sampler(connection, *mine) if pending else []
             return sampled.ended_of_sampler(connection, *mine, after, MAX_COMPLETIONS), waiting
 
