@@ -39,6 +39,7 @@ from skyrl.processes.startup import NotLoaded
 from skyrl.sampling.client import ForwardingClient
 from skyrl.sampling.endpoint import FixedEndpoint
 from skyrl.sampling.http import HttpTransport
+from skyrl.storage.base import CheckpointStore
 from skyrl.storage.registry import open_store
 from skyrl.types.weights import AdapterVersion
 
@@ -168,7 +169,8 @@ async def run(runtime: Runtime) -> None:
         opened.callback(ledger.close)
         api = opened.enter_context(closing(Doorbell(*runtime.api_doorbells)))
         state = EngineStatePublisher(notices, api, fence)
-        host = _adapter_host(config, notices)
+        store = open_store(config)
+        host = _adapter_host(config, notices, store)
         opened.push_async_callback(asyncio.to_thread, state.clear, "the engine has stopped")
         await asyncio.to_thread(database.confirm_claim)
         await asyncio.to_thread(state.training, ready=False, reason="loading the base model")
@@ -184,7 +186,6 @@ async def run(runtime: Runtime) -> None:
         sampler = _colocated(runtime, database, backend, group, host)
         if sampler is not None:
             opened.push_async_callback(sampler.close)
-        store = open_store(config)
         await asyncio.to_thread(adopt_adapters, config, database, store)
         parts = build_engine(config, database, backend, store, ledger, api, signals, group, sampler)
         listener = opened.enter_context(closing(DoorbellListener(runtime.engine_doorbell, parts.engine.ring)))
@@ -199,13 +200,13 @@ async def run(runtime: Runtime) -> None:
         raise Displaced("the claim to the database was lost while nothing ran")
 
 
-def _adapter_host(config: ServerConfig, database: Database) -> SharedDirectory:
+def _adapter_host(config: ServerConfig, database: Database, store: CheckpointStore) -> SharedDirectory:
     """vLLM reads this server's state directory."""
 
     async def store_key(adapter: AdapterVersion) -> str | None:
         return await database.read_async(lambda c: store_key_of(c, adapter))
 
-    return SharedDirectory(lambda: config.state_dir, open_store(config), store_key)
+    return SharedDirectory(lambda: config.state_dir, store, store_key)
 
 
 def _group(runtime: Runtime, database: Database, state: EngineStatePublisher, host: AdapterHost) -> EngineGroup:
