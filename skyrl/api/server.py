@@ -19,6 +19,8 @@ from skyrl.api.build import ApiProcess, Secrets, build
 from skyrl.api.connections import BoundedHttp
 from skyrl.api.services import Services
 from skyrl.db.faults import DatabaseError, reason
+from skyrl.inference.features import inference_features
+from skyrl.inference.vllm_command import cuda_devices
 from skyrl.launcher.runtime import Runtime, run_process, set_up_process
 from skyrl.processes.listening import BACKLOG
 
@@ -32,26 +34,28 @@ the searches are a tenth of its cost."""
 
 @contextlib.asynccontextmanager
 async def open_services(runtime: Runtime) -> AsyncIterator[Services]:
-    """Everything the API process works with; on exit samples drain and what is queued is committed."""
-    process = build(runtime, Secrets.open(runtime))
-    await begin(process)
-    background = asyncio.create_task(run(process))
+    """Everything the API process works with; on exit samples drain and what is queued is committed. Raises what `begin`
+    raises; then everything that was opened is closed."""
+    features = inference_features(runtime.config, cuda=bool(cuda_devices()))
+    process = build(runtime, Secrets.open(runtime), features)
     try:
-        yield process.services
+        await begin(process)
+        background = asyncio.create_task(run(process))
+        try:
+            yield process.services
+        finally:
+            process.services.sampling.refuse_new()
+            await process.services.sampling.drain(DRAIN_S)
+            background.cancel()
+            await asyncio.wait([background])
+            await write_last(process)
     finally:
-        process.services.sampling.refuse_new()
-        await process.services.sampling.drain(DRAIN_S)
-        background.cancel()
-        await asyncio.wait([background])
         await close(process)
 
 
-async def close(process: ApiProcess) -> None:
-    """Write what is only in memory, and close the database. The process's background work has ended."""
+async def write_last(process: ApiProcess) -> None:
+    """Write what is only in memory. The process's background work has ended."""
     base, services = process.base, process.services
-    await base.notifier.close()
-    if services.client is not None:
-        await services.client.close()
     for name, last in (
         ("the usage since the last second", base.counter.flush),
         ("when keys were used", base.keys.note_uses),
@@ -62,6 +66,16 @@ async def close(process: ApiProcess) -> None:
             await last()
         except DatabaseError as error:
             logger.error("%s could not be written: %s", name, reason(error))
+
+
+async def close(process: ApiProcess) -> None:
+    """Close what is open, also where `begin` has failed. Samples that still run are left for the next start."""
+    base, services = process.base, process.services
+    services.sampling.refuse_new()
+    await services.sampling.drain(0)
+    await base.notifier.close()
+    if services.client is not None:
+        await services.client.close()
     await base.writer.close()
     base.database.close()
 

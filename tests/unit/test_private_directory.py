@@ -7,12 +7,14 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from skyrl.config.server import ConfigError, load_config
 from skyrl.db.database import Database
+from skyrl.db.migrate import migrate
 from skyrl.launcher.runtime import Runtime
 from skyrl.launcher.state_dir import lock_state_dir, private_directory
 
@@ -98,7 +100,8 @@ def test_only_its_user_may_enter_a_state_directory_that_is_made(
 ) -> None:
     with lock_state_dir(tmp_path / "by" / "serve"):
         pass
-    Database(f"sqlite:///{tmp_path / 'by' / 'keys' / 'skyrl.db'}").close()
+    with closing(Database(f"sqlite:///{tmp_path / 'by' / 'keys' / 'skyrl.db'}")) as database:
+        migrate(database)
     assert [(tmp_path / "by" / name).stat().st_mode & 0o777 for name in ("serve", "keys")] == [0o700, 0o700]
     assert caplog.text == ""
 
