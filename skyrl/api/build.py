@@ -35,8 +35,8 @@ from skyrl.futures.store import FutureStore
 from skyrl.futures.trace import Traces
 from skyrl.inference.adapter_host import AdapterHost, SharedDirectory
 from skyrl.inference.features import InferenceFeatures
-from skyrl.launcher.runtime import Runtime
 from skyrl.notify.notifier import Notifier
+from skyrl.processes.runtime import Runtime
 from skyrl.quotas.limits import Bounds, QuotaLimits
 from skyrl.quotas.tenants import Quotas
 from skyrl.sampling.admission import Admission

@@ -18,11 +18,11 @@ from skyrl.api.background import begin, run
 from skyrl.api.build import ApiProcess, Secrets, build
 from skyrl.api.connections import BoundedHttp
 from skyrl.api.services import Services
-from skyrl.db.faults import DatabaseError, reason
+from skyrl.db.faults import DatabaseError, outage, reason
 from skyrl.inference.features import inference_features
 from skyrl.inference.vllm_command import cuda_devices
-from skyrl.launcher.runtime import Runtime, run_process, set_up_process
 from skyrl.processes.listening import BACKLOG
+from skyrl.processes.runtime import Runtime, run_process, set_up_process
 
 logger = logging.getLogger(__name__)
 
@@ -135,7 +135,7 @@ async def serve(runtime: Runtime) -> None:
 def main() -> None:
     runtime = Runtime.from_environment()
     set_up_process(runtime.config)
-    run_process("the API", lambda: uvloop.run(serve(runtime)))
+    run_process("the API", lambda: uvloop.run(serve(runtime)), outage)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from skyrl.config.server import ConfigError, ServerConfig
 from skyrl.db import adapter_versions
 from skyrl.db.checkpoints import store_key_of
 from skyrl.db.database import Database
-from skyrl.db.faults import DatabaseError
+from skyrl.db.faults import DatabaseError, outage
 from skyrl.db.fence import Displaced, Fence, FencedDatabase
 from skyrl.db.periodic import Rounds, repeat
 from skyrl.db.retrying_database import RetryingDatabase
@@ -33,8 +33,8 @@ from skyrl.inference.adapter_host import AdapterHost, SharedDirectory
 from skyrl.inference.engine_group import EngineGroup
 from skyrl.inference.replica import Addresses, Replica
 from skyrl.inference.vllm_command import context_length, cuda_devices
-from skyrl.launcher.runtime import Runtime, run_process, set_up_process
 from skyrl.notify.doorbell import Doorbell, DoorbellListener
+from skyrl.processes.runtime import Runtime, run_process, set_up_process
 from skyrl.processes.startup import NotLoaded
 from skyrl.sampling.client import ForwardingClient
 from skyrl.sampling.endpoint import FixedEndpoint
@@ -268,7 +268,7 @@ def main() -> None:
     runtime = Runtime.from_environment()
     set_up_process(runtime.config)
     try:
-        run_process("the engine", lambda: asyncio.run(run(runtime)))
+        run_process("the engine", lambda: asyncio.run(run(runtime)), outage)
     except Displaced:
         logger.error(
             "the engine has ended: server %s does not hold the claim to this database any more, so another server "

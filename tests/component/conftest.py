@@ -20,7 +20,7 @@ from skyrl.api.server import open_services
 from skyrl.config.server import ServerConfig
 from skyrl.db.database import Database
 from skyrl.db.engine_state import publish_training, publish_url
-from skyrl.launcher.runtime import Runtime
+from skyrl.processes.runtime import Runtime
 
 
 @pytest.fixture(autouse=True)

@@ -25,7 +25,7 @@ from skyrl.db.database import Database
 from skyrl.db.migrate import migrate
 from skyrl.db.models import models
 from skyrl.engine import model_ends
-from skyrl.launcher.runtime import Runtime
+from skyrl.processes.runtime import Runtime
 from skyrl.types.kinds import Kind
 from skyrl.types.requests import NewRequest
 

@@ -15,8 +15,8 @@ import pytest
 from skyrl.config.server import ConfigError, load_config
 from skyrl.db.database import Database
 from skyrl.db.migrate import migrate
-from skyrl.launcher.runtime import Runtime
 from skyrl.launcher.state_dir import lock_state_dir, private_directory
+from skyrl.processes.runtime import Runtime
 
 
 def test_only_its_user_may_enter_and_nothing_is_left_at_exit(tmp_path: Path) -> None:

@@ -9,7 +9,8 @@ import pytest
 from sqlalchemy.exc import IntegrityError, OperationalError
 
 from skyrl.config.server import ConfigError, ServerConfig, load_config
-from skyrl.launcher.runtime import RUNTIME_ENV, SLOT_ENV, SOCKETS_ENV, Runtime, run_process
+from skyrl.db.faults import outage
+from skyrl.processes.runtime import RUNTIME_ENV, SLOT_ENV, SOCKETS_ENV, Runtime, run_process
 from skyrl.processes.startup import CANNOT_START, MAY_START, NotLoaded, cause_of_own
 
 
@@ -34,7 +35,7 @@ def test_process_without_its_database_ends_with_a_line(caplog: pytest.LogCapture
         raise OperationalError("SELECT 1", {}, Exception("the server\nis gone"))
 
     with caplog.at_level(logging.ERROR), pytest.raises(SystemExit) as ended:
-        run_process("the engine", run)
+        run_process("the engine", run, outage)
     assert ended.value.code == 1
     (record,) = caplog.records
     assert record.getMessage() == "the engine has ended, for the database cannot be used: the server is gone"
@@ -52,7 +53,7 @@ def test_a_process_that_cannot_start_says_why_in_the_last_line_and_by_its_code(
         raise error
 
     with pytest.raises(SystemExit) as ended:
-        run_process("the engine", run)
+        run_process("the engine", run, outage)
     assert ended.value.code == code
     cause = cause_of_own(code, "\n".join(caplog.messages))
     assert cause is not None
@@ -64,4 +65,4 @@ def test_any_other_trouble_is_told_whole() -> None:
         raise IntegrityError("INSERT", {}, Exception("there already"))
 
     with pytest.raises(IntegrityError):
-        run_process("the engine", run)
+        run_process("the engine", run, outage)

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from skyrl.config.server import ConfigError, ServerConfig, dump_config, restore_config
-from skyrl.db.faults import DatabaseError, is_transient, reason
 from skyrl.processes.log_format import LineFormat
 from skyrl.processes.startup import CANNOT_START, MARK, MAY_START, NotLoaded
 
@@ -100,10 +99,10 @@ class Runtime:
         )
 
 
-def run_process(name: str, run: Callable[[], None]) -> None:
-    """Run a process to its end. A wrong configuration, a model that cannot be loaded and a database that is away become
-    one log line and an exit code instead of a traceback. The exit code tells the launcher whether another start could
-    help (`skyrl.processes.startup`)."""
+def run_process(name: str, run: Callable[[], None], outage: Callable[[Exception], str | None]) -> None:
+    """Run a process to its end. A wrong configuration, a model that cannot be loaded, and an error that `outage` puts
+    into words, become one log line and an exit code instead of a traceback. The exit code tells the launcher whether
+    another start could help (`skyrl.processes.startup`)."""
     try:
         run()
     except ConfigError as error:
@@ -112,10 +111,11 @@ def run_process(name: str, run: Callable[[], None]) -> None:
     except NotLoaded as error:
         logger.critical("%s%s", MARK, " ".join(str(error).split()))
         sys.exit(MAY_START)
-    except DatabaseError as error:
-        if not is_transient(error):
+    except Exception as error:
+        away = outage(error)
+        if away is None:
             raise
-        logger.error("%s has ended, for the database cannot be used: %s", name, reason(error))
+        logger.error("%s has ended, for %s", name, away)
         sys.exit(1)
 
 
