@@ -85,7 +85,8 @@ async def test_command_that_is_read_while_its_session_ends_does_not_wait(
     async def one_more() -> None:
         sent.append(await trainer.optim_step(99))
         await other.optim_step(99)  # which is queued from now on: the log is not read from the start again
-        await harness.parts.file_commands.start_ready()
+        await harness.parts.log.read()
+        harness.parts.file_commands.start_ready()
 
     def end_and_one_more(database: Database) -> Any:
         ended = end_sessions(database)
