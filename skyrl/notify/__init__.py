@@ -17,5 +17,5 @@ Between the API processes of one database (`peers`), over PostgreSQL (`postgres`
 
 An API process builds one `Notifier` for all of this. Every hearer's own looks are named constants: of the engine
 `engine.loop.SAFETY_POLL_S`; of an API process `futures.store.SAFETY_POLL_S` for requests, `futures.stored_ends.LOOK_S`
-for polls, `api.readiness.POLL_S` for the engine's state, and `api.server.SESSION_CHECK_S` for sessions.
+for polls, `api.readiness.POLL_S` for the engine's state, and `api.background.SESSION_CHECK_S` for sessions.
 """
