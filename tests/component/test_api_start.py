@@ -14,7 +14,7 @@ from api_harness import BASE
 from sqlalchemy import text
 
 from skyrl.api.server import open_services
-from skyrl.config.server import ServerConfig
+from skyrl.config.server import load_config
 from skyrl.db.database import Database
 from skyrl.db.faults import DatabaseError
 from skyrl.processes.runtime import Runtime
@@ -52,7 +52,7 @@ def test_building_an_api_process_opens_no_file_no_socket_and_no_thread(tmp_path:
 async def test_a_start_that_fails_closes_what_it_has_opened(tmp_path: Path, migrated_url: str, missing: str) -> None:
     with closing(Database(migrated_url)) as database:
         database.write(lambda c: c.execute(text(f"DROP TABLE {missing}")))
-    config = ServerConfig(base_model=BASE, state_dir=tmp_path, database_url=migrated_url)
+    config = load_config({"base_model": BASE, "state_dir": tmp_path, "database_url": migrated_url})
     open_before = set(os.listdir("/proc/self/fd"))
     with pytest.raises(DatabaseError, match=missing):
         async with open_services(Runtime(config, tmp_path, None, "key")):
