@@ -1,5 +1,5 @@
-"""Builds the parts of an API process. `build` reads nothing and opens no connection; `begin` in `background.py`
-does."""
+"""Builds the parts of an API process. `build` reads nothing, opens nothing and starts no thread; `begin` in
+`background.py` does."""
 
 from __future__ import annotations
 
@@ -34,10 +34,9 @@ from skyrl.db.writer import GroupCommitWriter
 from skyrl.futures.store import FutureStore
 from skyrl.futures.trace import Traces
 from skyrl.inference.adapter_host import AdapterHost, SharedDirectory
-from skyrl.inference.features import inference_features
-from skyrl.inference.vllm_command import cuda_devices
-from skyrl.launcher.runtime import Runtime
+from skyrl.inference.features import InferenceFeatures
 from skyrl.notify.notifier import Notifier
+from skyrl.processes.runtime import Runtime
 from skyrl.quotas.limits import Bounds, QuotaLimits
 from skyrl.quotas.tenants import Quotas
 from skyrl.sampling.admission import Admission
@@ -112,10 +111,11 @@ class ApiProcess:
     retention: Retention
 
 
-def build(runtime: Runtime, secrets: Secrets) -> ApiProcess:
+def build(runtime: Runtime, secrets: Secrets, features: InferenceFeatures) -> ApiProcess:
+    """`features` are those of the inference server."""
     base = Base.of(runtime)
     database, writer = base.database, base.writer
-    services = _services(base, secrets)
+    services = _services(base, secrets, features)
     ownership = SampleOwnership(
         ApiProcesses(database, writer, runtime.process_id),
         base.notifier.peers,
@@ -133,14 +133,14 @@ def build(runtime: Runtime, secrets: Secrets) -> ApiProcess:
     )
 
 
-def _services(base: Base, secrets: Secrets) -> Services:
+def _services(base: Base, secrets: Secrets, features: InferenceFeatures) -> Services:
     config, database, writer = base.runtime.config, base.database, base.writer
     sessions, samplers = Sessions(database, writer, base.notifier.peers), Samplers(database, writer)
     models, checkpoints, store = Models(database, writer), Checkpoints(database, writer), open_store(config)
     adapters = SharedDirectory(partial(base.watch.adapters_in, config.state_dir), store, checkpoints.store_key_of)
     quotas = Quotas(database, QuotaLimits.of(config), Bounds.of(config), base.futures.is_pending)
     client = _client(base.runtime, database, adapters)
-    sampling = _sampling(base, samplers, sessions, client, quotas)
+    sampling = _sampling(base, samplers, sessions, client, quotas, FeatureGuard(features))
     return Services(
         config=config,
         process_id=base.runtime.process_id,
@@ -184,6 +184,7 @@ def _sampling(
     sessions: Sessions,
     client: ForwardingClient | None,
     quotas: Quotas,
+    guard: FeatureGuard,
 ) -> SampleService:
     config = base.runtime.config
     order = FairOrder() if config.modes.manages_inference or config.external_inference_priority else None
@@ -197,7 +198,7 @@ def _sampling(
         admission=Admission(config.max_pending_samples, config.max_pending_sample_bytes),
         order=order,
         base_name=config.served_names[0],
-        guard=FeatureGuard(inference_features(config, cuda=bool(cuda_devices()))),
+        guard=guard,
         usage=base.counter,
         quotas=quotas,
     )

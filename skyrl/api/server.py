@@ -18,9 +18,11 @@ from skyrl.api.background import begin, run
 from skyrl.api.build import ApiProcess, Secrets, build
 from skyrl.api.connections import BoundedHttp
 from skyrl.api.services import Services
-from skyrl.db.faults import DatabaseError, reason
-from skyrl.launcher.runtime import Runtime, run_process, set_up_process
+from skyrl.db.faults import DatabaseError, outage, reason
+from skyrl.inference.features import inference_features
+from skyrl.inference.vllm_command import cuda_devices
 from skyrl.processes.listening import BACKLOG
+from skyrl.processes.runtime import Runtime, run_process, set_up_process
 
 logger = logging.getLogger(__name__)
 
@@ -33,26 +35,28 @@ collections take a tenth of its time."""
 
 @contextlib.asynccontextmanager
 async def open_services(runtime: Runtime) -> AsyncIterator[Services]:
-    """The services, with the background work running. On exit, samples drain and queued writes are committed."""
-    process = build(runtime, Secrets.open(runtime))
-    await begin(process)
-    background = asyncio.create_task(run(process))
+    """The services, with the background work running. On exit, samples drain and queued writes are committed. Raises
+    what `begin` raises, and closes everything before."""
+    features = inference_features(runtime.config, cuda=bool(cuda_devices()))
+    process = build(runtime, Secrets.open(runtime), features)
     try:
-        yield process.services
+        await begin(process)
+        background = asyncio.create_task(run(process))
+        try:
+            yield process.services
+        finally:
+            process.services.sampling.refuse_new()
+            await process.services.sampling.drain(DRAIN_S)
+            background.cancel()
+            await asyncio.wait([background])
+            await write_last(process)
     finally:
-        process.services.sampling.refuse_new()
-        await process.services.sampling.drain(DRAIN_S)
-        background.cancel()
-        await asyncio.wait([background])
         await close(process)
 
 
-async def close(process: ApiProcess) -> None:
-    """Write what is only in memory, and close the database. The background work must have ended before."""
+async def write_last(process: ApiProcess) -> None:
+    """Write what is only in memory. The background work must have ended before."""
     base, services = process.base, process.services
-    await base.notifier.close()
-    if services.client is not None:
-        await services.client.close()
     for name, write in (
         ("the usage since the last second", base.counter.flush),
         ("when keys were used", base.keys.note_uses),
@@ -63,6 +67,16 @@ async def close(process: ApiProcess) -> None:
             await write()
         except DatabaseError as error:
             logger.error("%s could not be written: %s", name, reason(error))
+
+
+async def close(process: ApiProcess) -> None:
+    """Close what is open, also where `begin` has failed. Samples that still run are left for the next start."""
+    base, services = process.base, process.services
+    services.sampling.refuse_new()
+    await services.sampling.drain(0)
+    await base.notifier.close()
+    if services.client is not None:
+        await services.client.close()
     await base.writer.close()
     base.database.close()
 
@@ -122,7 +136,7 @@ async def serve(runtime: Runtime) -> None:
 def main() -> None:
     runtime = Runtime.from_environment()
     set_up_process(runtime.config)
-    run_process("the API", lambda: uvloop.run(serve(runtime)))
+    run_process("the API", lambda: uvloop.run(serve(runtime)), outage)
 
 
 if __name__ == "__main__":

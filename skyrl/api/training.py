@@ -35,31 +35,45 @@ def command_of(schema: Struct) -> Body:
     return Body(schema, read_as=SequencedRequest)
 
 
-def _identity(kind: Kind, body: bytes) -> bytes | None:
-    """The part of a body that a repeat of the request has too; None: the whole body. A save for sampling is compared
-    without the number of its sampling session: when the SDK repeats an unnamed save it takes a new number, and then it
-    uses the session that the answer names."""
-    if kind is not Kind.SAVE_WEIGHTS_FOR_SAMPLER:
-        return None
-    try:
-        fields = raw_fields(body)
-    except RequestError:
-        return None
-    fields.pop("sampling_session_seq_id", None)
-    return msgspec.json.encode(fields, order="deterministic")
+def router(services: Services) -> Routes:
+    routes = Routes("training")
+
+    @routes.post("/forward_backward", scope="train", body=PASS)
+    async def forward_backward(call: Call, body: bytes) -> Response:
+        return await _training_pass(services, call, Kind.FORWARD_BACKWARD, body)
+
+    @routes.post("/forward", scope="train", body=PASS)
+    async def forward(call: Call, body: bytes) -> Response:
+        return await _training_pass(services, call, Kind.FORWARD, body)
+
+    @routes.post("/create_custom_loss", scope="train")
+    async def create_custom_loss(call: Call) -> Response:
+        """No SDK calls this route, because client/config does not turn `custom_loss_server_side` on."""
+        raise RequestError(
+            "this server runs no losses that clients send; forward_backward_custom computes them in the client"
+        )
+
+    @routes.post("/optim_step", scope="train", body=command_of(OptimStepRequest))
+    async def optim_step(call: Call, header: SequencedRequest) -> Response:
+        return await submit_sequenced(services, Kind.OPTIM_STEP, call.tenant, header, call.body)
+
+    return routes
 
 
-async def _tokens_to_charge(services: Services, kind: Kind, tenant: str, body: bytes, encoding: str) -> int:
-    """How many of the tenant's tokens per minute a pass takes; 0 if they are not limited, or if the body cannot be
-    read: such a pass fails when its turn comes."""
-    if kind not in PASSES or not services.quotas.counts_tokens(tenant):
-        return 0
-    try:
-        if len(body) > LARGE_BODY_BYTES:
-            return await asyncio.to_thread(count_tokens, body, encoding)
-        return count_tokens(body, encoding)
-    except RequestError:
-        return 0
+async def _training_pass(services: Services, call: Call, kind: Kind, body: bytes) -> Response:
+    encoding = body_format(call.request)
+    return await submit_sequenced(services, kind, call.tenant, decode_header(body, encoding), body, encoding)
+
+
+async def submit_sequenced(
+    services: Services, kind: Kind, tenant: str, header: SequencedRequest, body: bytes, encoding: str = "json"
+) -> Response:
+    """`submit` for a command that names its model."""
+    services.served.check_trainable()
+    model = await services.models.find(header.model_id, tenant)
+    if model is None:
+        raise NotFound(f"no model {header.model_id!r}", field="model_id")
+    return await submit(services, kind, model, header.seq_id, body, encoding)
 
 
 async def submit(
@@ -97,41 +111,28 @@ async def submit(
     return reply({"request_id": request_id, "model_id": model.id})
 
 
-async def submit_sequenced(
-    services: Services, kind: Kind, tenant: str, header: SequencedRequest, body: bytes, encoding: str = "json"
-) -> Response:
-    """`submit` for a command that names its model."""
-    services.served.check_trainable()
-    model = await services.models.find(header.model_id, tenant)
-    if model is None:
-        raise NotFound(f"no model {header.model_id!r}", field="model_id")
-    return await submit(services, kind, model, header.seq_id, body, encoding)
+async def _tokens_to_charge(services: Services, kind: Kind, tenant: str, body: bytes, encoding: str) -> int:
+    """How many of the tenant's tokens per minute a pass takes; 0 if they are not limited, or if the body cannot be
+    read: such a pass fails when its turn comes."""
+    if kind not in PASSES or not services.quotas.counts_tokens(tenant):
+        return 0
+    try:
+        if len(body) > LARGE_BODY_BYTES:
+            return await asyncio.to_thread(count_tokens, body, encoding)
+        return count_tokens(body, encoding)
+    except RequestError:
+        return 0
 
 
-def router(services: Services) -> Routes:
-    routes = Routes("training")
-
-    async def training_pass(call: Call, kind: Kind, body: bytes) -> Response:
-        encoding = body_format(call.request)
-        return await submit_sequenced(services, kind, call.tenant, decode_header(body, encoding), body, encoding)
-
-    @routes.post("/forward_backward", scope="train", body=PASS)
-    async def forward_backward(call: Call, body: bytes) -> Response:
-        return await training_pass(call, Kind.FORWARD_BACKWARD, body)
-
-    @routes.post("/forward", scope="train", body=PASS)
-    async def forward(call: Call, body: bytes) -> Response:
-        return await training_pass(call, Kind.FORWARD, body)
-
-    @routes.post("/create_custom_loss", scope="train")
-    async def create_custom_loss(call: Call) -> Response:
-        """No SDK calls this route, because client/config does not turn `custom_loss_server_side` on."""
-        raise RequestError(
-            "this server runs no losses that clients send; forward_backward_custom computes them in the client"
-        )
-
-    @routes.post("/optim_step", scope="train", body=command_of(OptimStepRequest))
-    async def optim_step(call: Call, header: SequencedRequest) -> Response:
-        return await submit_sequenced(services, Kind.OPTIM_STEP, call.tenant, header, call.body)
-
-    return routes
+def _identity(kind: Kind, body: bytes) -> bytes | None:
+    """The part of a body that a repeat of the request has too; None: the whole body. A save for sampling is compared
+    without the number of its sampling session: when the SDK repeats an unnamed save it takes a new number, and then it
+    uses the session that the answer names."""
+    if kind is not Kind.SAVE_WEIGHTS_FOR_SAMPLER:
+        return None
+    try:
+        fields = raw_fields(body)
+    except RequestError:
+        return None
+    fields.pop("sampling_session_seq_id", None)
+    return msgspec.json.encode(fields, order="deterministic")

@@ -84,10 +84,14 @@ class Database:
         self.file: Path | None = None
         if self.is_sqlite and parsed.database and parsed.database != ":memory:":
             self.file = Path(parsed.database)
-            self.file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def _sqlite(self, begin: str, synchronous: str = "NORMAL") -> Engine:
         engine = create_engine(self.url, hide_parameters=True, connect_args={"check_same_thread": False})
+
+        @event.listens_for(engine, "do_connect")
+        def _make_directory(*_: object) -> None:
+            if self.file is not None:
+                self.file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
 
         @event.listens_for(engine, "connect")
         def _connect(connection: Any, _record: object) -> None:

@@ -45,6 +45,11 @@ def is_transient(error: BaseException) -> bool:
     return getattr(error.orig, "sqlstate", None) == _READ_ONLY_TRANSACTION
 
 
+def outage(error: Exception) -> str | None:
+    """In words, that the database cannot be used for now. None for another error."""
+    return f"the database cannot be used: {reason(error)}" if is_transient(error) else None
+
+
 def reason(error: BaseException) -> str:
     """The database's message, in one line, without the statement and its values."""
     message = getattr(error, "orig", None) or error

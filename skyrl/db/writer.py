@@ -72,6 +72,8 @@ class GroupCommitWriter:
     All writes of one turn of the event loop are given to the thread together, because waking the thread costs more than
     a row. Writes of one group with the same statement object run as one executemany. So the writes of a group do not
     run in their order, and a write that depends on another one must wait until that one is committed.
+
+    The thread starts with the first write.
     """
 
     def __init__(self, database: Database) -> None:
@@ -80,9 +82,8 @@ class GroupCommitWriter:
         self._queue: queue.SimpleQueue[list[_Write] | None] = queue.SimpleQueue()
         self._driver: sqlite3.Connection | None = None
         self._thread = threading.Thread(target=self._run, name="group-commit", daemon=True)
-        self._closed = False
+        self._begun = self._closed = False
         self.commits = 0
-        self._thread.start()
 
     async def execute(self, statement: Executable | RowStatement, parameters: dict[str, Any]) -> bool:
         """Run one statement, and return when it is committed. Returns True if the statement has surely changed its row,
@@ -113,13 +114,17 @@ class GroupCommitWriter:
         if self._turn:
             turn, self._turn = self._turn, []
             self._queue.put(turn)
+            if not self._begun:
+                self._begun = True
+                self._thread.start()
 
     async def close(self) -> None:
         """Commit the waiting writes, then end the thread. Later writes raise RuntimeError."""
         self._closed = True
         self._hand_over()
         self._queue.put(None)
-        await asyncio.to_thread(self._thread.join)
+        if self._begun:
+            await asyncio.to_thread(self._thread.join)
 
     def _run(self) -> None:
         last = False

@@ -13,7 +13,7 @@ import msgspec
 
 from skyrl.backends.base import AdamParams, Backend
 from skyrl.config.server import ServerConfig
-from skyrl.db import audit, checkpoints
+from skyrl.db import audit, checkpoints, futures
 from skyrl.db.database import Connection, Database
 from skyrl.db.models import ModelRecord, find_model, set_model
 from skyrl.engine.barrier_result import BarrierResult
@@ -124,9 +124,12 @@ class Barriers:
         if saved.tenant != model.tenant:
             details["reader"] = model.tenant
 
+        done = msgspec.json.encode(msgspec.structs.replace(request, loaded_key=saved.store_key))
+
         def change(connection: Connection) -> None:
             if creates:
                 ready(connection)
+            futures.rewrite_body(connection, command.request_id, done)
             audit.record(connection, saved.tenant, "checkpoint_loaded", **details)
 
         return BarrierResult({"type": "load_weights", "path": request.path, "model_id": model.id}, change)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Self
 
 from skyrl.backends.base import Backend
 from skyrl.config.server import ServerConfig
@@ -51,6 +52,35 @@ class EngineParts:
     sweep: Sweep
 
 
+@dataclass(frozen=True)
+class _Base:
+    """What the other parts stand on."""
+
+    config: ServerConfig
+    database: FencedDatabase
+    backend: Backend
+    store: CheckpointStore
+    threads: EngineThreads
+    scheduler: Scheduler
+    snapshots: Snapshots
+    settlement: Settlement
+    log: CommandLog
+    model_ends: ModelEnds
+
+    @classmethod
+    def of(
+        cls, config: ServerConfig, database: FencedDatabase, backend: Backend, store: CheckpointStore, api: Doorbell
+    ) -> Self:
+        threads = EngineThreads(FILES_AT_ONCE)
+        # Twice the micro-batch: enough to fill one, and small enough that every model's turn comes soon.
+        scheduler = Scheduler(2 * config.backend_config.trainer.micro_batch_tokens * BYTES_PER_TOKEN)
+        snapshots = Snapshots(config, database, backend)
+        settlement = Settlement(database, api)
+        log = CommandLog(database, scheduler, settlement)
+        model_ends = ModelEnds(database, backend, snapshots, threads, log, api)
+        return cls(config, database, backend, store, threads, scheduler, snapshots, settlement, log, model_ends)
+
+
 def build_engine(
     config: ServerConfig,
     database: FencedDatabase,
@@ -67,53 +97,75 @@ def build_engine(
     `group` is None where skyrl does not run the inference server. `sampler` is None where API processes forward
     samples.
     """
-    threads = EngineThreads(FILES_AT_ONCE)
-    # Two micro-batches: enough to fill one, and few enough that every model's turn comes soon.
-    scheduler = Scheduler(2 * config.backend_config.trainer.micro_batch_tokens * BYTES_PER_TOKEN)
-    snapshots = Snapshots(config, database, backend)
-    settlement = Settlement(database, api)
-    log = CommandLog(database, scheduler, settlement)
-    model_ends = ModelEnds(database, backend, snapshots, threads, log, api)
-    execution = Execution(
-        database,
-        backend,
-        Barriers(config, database, backend, store, threads),
-        snapshots,
-        settlement,
-        ledger,
-        threads,
-        scheduler,
-        AdapterPublisher(group, threads),
-        model_ends,
-    )
-    file_commands = FileCommands(log, scheduler, execution, signals)
+    base = _Base.of(config, database, backend, store, api)
+    execution = _execution(base, ledger, AdapterPublisher(group, base.threads))
+    file_commands = FileCommands(base.log, base.scheduler, execution, signals)
     sweeper = FileSweeper(config, database, store, database.confirm_claim)
-    sweep = Sweep(sweeper, group, scheduler, signals)
-    samples = SampleTurns(database, scheduler, settlement, sampler)
-    engine = Engine(
+    sweep = Sweep(sweeper, group, base.scheduler, signals)
+    samples = SampleTurns(database, base.scheduler, base.settlement, sampler)
+    return EngineParts(
+        engine=_engine(base, signals, execution, file_commands, samples, sweep),
+        recovery=_recovery(base, signals, ledger),
+        signals=signals,
+        threads=base.threads,
+        scheduler=base.scheduler,
+        log=base.log,
+        settlement=base.settlement,
+        snapshots=base.snapshots,
+        file_commands=file_commands,
+        model_ends=base.model_ends,
+        sweeper=sweeper,
+        sweep=sweep,
+    )
+
+
+def _execution(base: _Base, ledger: CrashLedger, publisher: AdapterPublisher) -> Execution:
+    return Execution(
+        base.database,
+        base.backend,
+        Barriers(base.config, base.database, base.backend, base.store, base.threads),
+        base.snapshots,
+        base.settlement,
+        ledger,
+        base.threads,
+        base.scheduler,
+        publisher,
+        base.model_ends,
+    )
+
+
+def _engine(
+    base: _Base,
+    signals: EngineSignals,
+    execution: Execution,
+    file_commands: FileCommands,
+    samples: SampleTurns,
+    sweep: Sweep,
+) -> Engine:
+    return Engine(
         signals,
-        threads,
-        scheduler,
-        log,
+        base.threads,
+        base.scheduler,
+        base.log,
         execution,
         file_commands,
         samples,
-        model_ends,
+        base.model_ends,
         sweep,
-        merges_passes=backend.merges_passes,
+        merges_passes=base.backend.merges_passes,
     )
-    recovery = Recovery(database, backend, scheduler, log, settlement, threads, snapshots, store, ledger, signals)
-    return EngineParts(
-        engine,
-        recovery,
+
+
+def _recovery(base: _Base, signals: EngineSignals, ledger: CrashLedger) -> Recovery:
+    return Recovery(
+        base.database,
+        base.backend,
+        base.scheduler,
+        base.log,
+        base.settlement,
+        base.threads,
+        base.snapshots,
+        base.store,
+        ledger,
         signals,
-        threads,
-        scheduler,
-        log,
-        settlement,
-        snapshots,
-        file_commands,
-        model_ends,
-        sweeper,
-        sweep,
     )

@@ -34,13 +34,13 @@ class FileCommands:
             await self._signals.arrived.wait()
             self._signals.arrived.clear()
             try:
-                await self.start_ready()
+                await self._log.read()
+                self.start_ready()
             except DatabaseError:
                 logger.exception("new commands could not be read; the next turn tries again")
 
-    async def start_ready(self) -> None:
-        """Read the command log, and start the saves and loads whose turn has come."""
-        await self._log.read()
+    def start_ready(self) -> None:
+        """Start the saves and loads that the scheduler has, and whose turn has come."""
         for command in self._scheduler.take_file_commands():
             task = asyncio.create_task(self._execution.run_barrier(command))
             self.running.add(task)

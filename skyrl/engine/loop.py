@@ -3,7 +3,7 @@
 The scheduler decides which command is next, `execution` how a command runs, the backend what a command computes. The
 functions that a pass goes through, from top to bottom:
 
-    Engine.run            a turn begins
+    Engine.run            read the command log, begin a turn
     Execution.run_passes  on the backend thread: read the bodies, then
     passes.run_passes     decode and check each body
     Backend.run           forward, backward
@@ -78,7 +78,8 @@ class Engine:
                 self._signals.raise_failure()
                 self._signals.work.clear()
                 await self._poll_if_due()
-                await self._file_commands.start_ready()
+                await self._log.read()
+                self._file_commands.start_ready()
                 await self._execution.snapshot_overdue()
                 self._samples.hold_or_release()
                 if self._scheduler.has_work:
@@ -129,7 +130,8 @@ class Engine:
         passes = self._scheduler.take_passes(model_ids)
         if passes:
             await self._execution.run_passes(passes)
-        await self._file_commands.start_ready()
+        await self._log.read()
+        self._file_commands.start_ready()
         barriers = self._scheduler.take_barriers(model_ids)
         for command in barriers:
             await self._execution.run_barrier(command)

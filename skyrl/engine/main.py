@@ -19,7 +19,7 @@ from skyrl.config.server import ConfigError, ServerConfig
 from skyrl.db import adapter_versions
 from skyrl.db.checkpoints import store_key_of
 from skyrl.db.database import Database
-from skyrl.db.faults import DatabaseError
+from skyrl.db.faults import DatabaseError, outage
 from skyrl.db.fence import Displaced, Fence, FencedDatabase
 from skyrl.db.periodic import Rounds, repeat
 from skyrl.db.retrying_database import RetryingDatabase
@@ -33,12 +33,13 @@ from skyrl.inference.adapter_host import AdapterHost, SharedDirectory
 from skyrl.inference.engine_group import EngineGroup
 from skyrl.inference.replica import Addresses, Replica
 from skyrl.inference.vllm_command import context_length, cuda_devices
-from skyrl.launcher.runtime import Runtime, run_process, set_up_process
 from skyrl.notify.doorbell import Doorbell, DoorbellListener
+from skyrl.processes.runtime import Runtime, run_process, set_up_process
 from skyrl.processes.startup import NotLoaded
 from skyrl.sampling.client import ForwardingClient
 from skyrl.sampling.endpoint import FixedEndpoint
 from skyrl.sampling.http import HttpTransport
+from skyrl.storage.base import CheckpointStore
 from skyrl.storage.registry import open_store
 from skyrl.types.weights import AdapterVersion
 
@@ -171,7 +172,8 @@ async def run(runtime: Runtime) -> None:
         opened.callback(ledger.close)
         api = opened.enter_context(closing(Doorbell(*runtime.api_doorbells)))
         state = EngineStatePublisher(unfenced, api, fence)
-        host = _adapter_host(config, unfenced)
+        store = open_store(config)
+        host = _adapter_host(config, unfenced, store)
         opened.push_async_callback(asyncio.to_thread, state.clear, "the engine has stopped")
         await asyncio.to_thread(database.confirm_claim)
         await asyncio.to_thread(state.training, ready=False, reason="loading the base model")
@@ -187,7 +189,6 @@ async def run(runtime: Runtime) -> None:
         sampler = _colocated_sampler(runtime, database, backend, group, host)
         if sampler is not None:
             opened.push_async_callback(sampler.close)
-        store = open_store(config)
         await asyncio.to_thread(adopt_adapters, config, database, store)
         parts = build_engine(config, database, backend, store, ledger, api, signals, group, sampler)
         listener = opened.enter_context(closing(DoorbellListener(runtime.engine_doorbell, parts.engine.ring)))
@@ -202,13 +203,13 @@ async def run(runtime: Runtime) -> None:
         raise Displaced("the claim to the database was lost while nothing ran")
 
 
-def _adapter_host(config: ServerConfig, database: Database) -> SharedDirectory:
+def _adapter_host(config: ServerConfig, database: Database, store: CheckpointStore) -> SharedDirectory:
     """The host of vLLM, which reads this server's state directory."""
 
     async def store_key(adapter: AdapterVersion) -> str | None:
         return await database.read_async(lambda c: store_key_of(c, adapter))
 
-    return SharedDirectory(lambda: config.state_dir, open_store(config), store_key)
+    return SharedDirectory(lambda: config.state_dir, store, store_key)
 
 
 def _group(runtime: Runtime, database: Database, state: EngineStatePublisher, host: AdapterHost) -> EngineGroup:
@@ -269,7 +270,7 @@ def main() -> None:
     runtime = Runtime.from_environment()
     set_up_process(runtime.config)
     try:
-        run_process("the engine", lambda: asyncio.run(run(runtime)))
+        run_process("the engine", lambda: asyncio.run(run(runtime)), outage)
     except Displaced:
         logger.error(
             "the engine has ended: server %s does not hold the claim to this database any more, because another server "

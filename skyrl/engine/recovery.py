@@ -19,7 +19,7 @@ from pathlib import Path
 from skyrl.backends.base import Backend, OutOfMemory
 from skyrl.db import commands as rows
 from skyrl.db import models as model_rows
-from skyrl.db.checkpoints import find_checkpoint
+from skyrl.db.checkpoints import Checkpoint, find_checkpoint
 from skyrl.db.database import Connection, Database
 from skyrl.db.faults import is_transient
 from skyrl.db.fence import Displaced
@@ -184,11 +184,12 @@ class Recovery:
         self._snapshots.restored(model.id, model.next_seq, commands)
 
     def _loaded_from(self, executed: ExecutedCommand, model: ModelRecord) -> str:
-        """The checkpoint store's key of the checkpoint that a command has loaded."""
+        """The checkpoint store's key of the checkpoint that a command has loaded. Raises FileNotFoundError when the
+        checkpoint has been deleted or replaced."""
         load = decode_json(LoadWeightsCommand, self._body(executed.command))
         reader = load.source_tenant or model.tenant
         saved = self._database.read(lambda c: find_checkpoint(c, parse_path(load.path), reader))
-        if saved is None or saved.store_key is None or saved.created_at > executed.completed_at:
+        if saved is None or saved.store_key is None or _is_replaced(saved, load, executed):
             raise FileNotFoundError(f"checkpoint {load.path} has been deleted or replaced since it was loaded")
         return saved.store_key
 
@@ -236,3 +237,11 @@ class Recovery:
 def _next_seq(connection: Connection, model: ModelRecord) -> int:
     """The number of a model's next command."""
     return max(model.next_seq, rows.highest_settled_seq(connection, model.id) + 1)
+
+
+def _is_replaced(saved: Checkpoint, load: LoadWeightsCommand, executed: ExecutedCommand) -> bool:
+    """Whether the checkpoint of that name is another one than the command has loaded. Early versions of skyrl did not
+    write the loaded key; their times tell."""
+    if load.loaded_key is None:
+        return saved.created_at > executed.completed_at
+    return saved.store_key != load.loaded_key

@@ -45,7 +45,7 @@ class Settlement:
         attempts = count()
 
         def write(connection: Connection) -> None:
-            if next(attempts) and rows.settled_at(connection, [request_id for request_id, _ in outcomes], now):
+            if next(attempts) and rows.settled_as(connection, outcomes):
                 return  # an earlier attempt did commit, although its answer was lost
             if change is not None:
                 change(connection)

@@ -14,10 +14,10 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from skyrl.db import sampled
 from skyrl.db.database import Connection, Database
+from skyrl.db.futures import StoredFuture
 from skyrl.futures.completions import Completion, Target, TargetGone, block_of, clone_of
 
 MAX_COMPLETIONS = 1_000
@@ -69,7 +69,9 @@ class StoredEnds:
     client's first poll, so that this process learns of their outcomes. `alone` returns whether no other API process
     lives now."""
 
-    def __init__(self, database: Database, follow: Callable[[Sequence[Any]], None], alone: Callable[[], bool]) -> None:
+    def __init__(
+        self, database: Database, follow: Callable[[Sequence[StoredFuture]], None], alone: Callable[[], bool]
+    ) -> None:
         self._database = database
         self._follow = follow
         self._alone = alone
@@ -157,7 +159,7 @@ class StoredEnds:
         after = _after(cursor)
         read_pending = not client.pending_read
 
-        def read(connection: Connection) -> tuple[list[sampled.EndedSample], Sequence[Any]]:
+        def read(connection: Connection) -> tuple[list[sampled.EndedSample], list[StoredFuture]]:
             pending = sampled.pending_of_sampler(connection, *block) if read_pending else []
             return sampled.ended_of_sampler(connection, *block, after, MAX_COMPLETIONS), pending
 

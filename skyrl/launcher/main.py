@@ -31,10 +31,10 @@ from skyrl.launcher.own_parts import (
 )
 from skyrl.launcher.parts import Part, Parts, ServerEnded
 from skyrl.launcher.preflight import Findings, check
-from skyrl.launcher.runtime import Runtime, set_up_process
 from skyrl.launcher.state_dir import lock_state_dir, private_directory
 from skyrl.launcher.training_claim import server_id
 from skyrl.processes.listening import listen
+from skyrl.processes.runtime import Runtime, set_up_process
 
 logger = logging.getLogger(__name__)
 

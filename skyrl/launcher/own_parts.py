@@ -17,8 +17,8 @@ from skyrl.db.database import Database
 from skyrl.inference.vllm_command import NO_PROGRESS_BARS, OFFLINE
 from skyrl.launcher.first_ready import FirstReady
 from skyrl.launcher.parts import Part
-from skyrl.launcher.runtime import RUNTIME_ENV, SLOT_ENV, SOCKETS_ENV, Runtime
 from skyrl.launcher.training_claim import TrainingClaim
+from skyrl.processes.runtime import RUNTIME_ENV, SLOT_ENV, SOCKETS_ENV, Runtime
 from skyrl.processes.startup import TAIL_LINES, cause_of_own
 from skyrl.processes.supervision import SupervisedProcess
 from skyrl.storage.space import watch_disk

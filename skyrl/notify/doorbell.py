@@ -10,6 +10,7 @@ import asyncio
 import logging
 import os
 import socket
+import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -24,12 +25,14 @@ STATE = "state"
 
 
 class Doorbell:
-    """Rings one or several listeners. Never blocks and never raises; lost rings are counted."""
+    """Rings one or several listeners. Never blocks and never raises; lost rings are counted. Threads may share it. The
+    first ring opens the socket."""
 
     def __init__(self, *paths: Path) -> None:
         self._paths = [str(path) for path in paths]
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        self._socket.setblocking(False)
+        self._socket: socket.socket | None = None
+        self._opening = threading.Lock()
+        self._closed = False
         self.lost = 0
 
     def ring(self, notices: Iterable[str] = ()) -> None:
@@ -46,12 +49,27 @@ class Doorbell:
     def _send(self, datagram: bytes) -> None:
         for path in self._paths:
             try:
-                self._socket.sendto(datagram, path)
+                self._opened().sendto(datagram, path)
             except OSError:
                 self.lost += 1
 
+    def _opened(self) -> socket.socket:
+        """Raises OSError after `close`."""
+        if self._socket is None:
+            with self._opening:
+                if self._closed:
+                    raise OSError("the doorbell is closed")
+                if self._socket is None:
+                    opened = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+                    opened.setblocking(False)
+                    self._socket = opened
+        return self._socket
+
     def close(self) -> None:
-        self._socket.close()
+        with self._opening:
+            self._closed = True
+            if self._socket is not None:
+                self._socket.close()
 
 
 class DoorbellListener:

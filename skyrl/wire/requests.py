@@ -164,18 +164,20 @@ class LoadTarget(msgspec.Struct):
     seq_id: int | None = None
 
 
-RESOLVED = ("source_tenant", "refused")
-"""Fields of a LoadWeightsCommand that only the API writes. It removes them from the bodies of clients."""
+RESOLVED = ("source_tenant", "refused", "loaded_key")
+"""Fields of a LoadWeightsCommand that only the server writes. The API removes them from the bodies of clients."""
 
 
 class LoadWeightsCommand(msgspec.Struct):
     """A LoadWeightsRequest in the command log. The access token is replaced by `source_tenant`, the tenant of the token
-    (None: the tenant of the model), or by `refused`, the reason why the token was refused."""
+    (None: the tenant of the model), or by `refused`, the reason why the token was refused. `loaded_key` is the
+    checkpoint store's key of the loaded checkpoint; None before the load has ended, and for loads of early versions."""
 
     path: str
     optimizer: bool = False
     source_tenant: str | None = None
     refused: str | None = None
+    loaded_key: str | None = None
 
 
 class CopyWeightsRequest(msgspec.Struct):

@@ -252,7 +252,7 @@ async def test_a_load_from_another_account_needs_that_accounts_key(world: World)
 
     assert (await outcome(into | {"seq_id": 1}))[1] == f"path: no training checkpoint {source!r}"
     assert (await world.ask("POST", "load_weights", made)).status_code == 404
-    forged = {"source_tenant": tenant_of_key(OTHER)}
+    forged = {"source_tenant": tenant_of_key(OTHER), "loaded_key": "forged"}
     assert "no training checkpoint" in str((await outcome(into | {"seq_id": 2} | forged))[1])
     assert (await world.ask("POST", "load_weights", made | forged)).status_code == 404
     for number, bad in enumerate(("eyJ.eyJ.bad", 7, ["x"])):
@@ -266,4 +266,5 @@ async def test_a_load_from_another_account_needs_that_accounts_key(world: World)
     assert await Trainer(world.harness, mine.session, model_id).state() == before
     bodies = world.harness.database.read(lambda c: list(c.execute(select(futures.c.body)).scalars()))
     assert not any(OTHER.encode() in (body or b"") for body in bodies), "an API key is never stored"
+    assert not any(b"forged" in (body or b"") for body in bodies)
     assert world.events(OTHER).count("checkpoint_loaded") == 2

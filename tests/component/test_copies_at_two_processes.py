@@ -23,7 +23,7 @@ from skyrl.config.server import ServerConfig
 from skyrl.db.checkpoints import checkpoints
 from skyrl.db.database import Database
 from skyrl.db.models import models
-from skyrl.launcher.runtime import Runtime
+from skyrl.processes.runtime import Runtime
 from tests.postgres_server import ON_BOTH
 
 pytestmark = ON_BOTH

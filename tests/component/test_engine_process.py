@@ -19,7 +19,7 @@ from sqlalchemy.exc import OperationalError
 from skyrl.config.loading import load_config
 from skyrl.db.database import Database
 from skyrl.db.engine_state import EngineState, claim, read_claim, read_state
-from skyrl.launcher.runtime import RUNTIME_ENV, Runtime
+from skyrl.processes.runtime import RUNTIME_ENV, Runtime
 from skyrl.tiny import model_path
 from tests.postgres_server import ON_BOTH, ON_POSTGRES, PostgresServer
 

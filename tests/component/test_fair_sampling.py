@@ -16,7 +16,7 @@ from skyrl.api.server import open_services
 from skyrl.api.tokens import tenant_of_key
 from skyrl.db.api_processes import processes
 from skyrl.db.database import Database
-from skyrl.launcher.runtime import Runtime
+from skyrl.processes.runtime import Runtime
 from skyrl.wire.results import encode_json
 from tests.postgres_server import ON_POSTGRES
 

@@ -3,6 +3,7 @@ repeats the write. Here every commit had succeeded."""
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -10,19 +11,21 @@ from typing import Any
 
 import pytest
 from engine_harness import Harness, Trainer, harness_in, until
-from sqlalchemy import select
+from sqlalchemy import select, update
 from sqlalchemy.exc import OperationalError
 
 from skyrl.db.database import Database
+from skyrl.db.futures import futures
 from skyrl.db.retrying_database import RetryingDatabase
 from skyrl.db.usage import usage
+from tests.postgres_server import ON_BOTH
 
 LOST = OperationalError("COMMIT", None, Exception("server closed the connection unexpectedly"))
 
 
 @pytest.fixture
-async def harness(tmp_path: Path) -> AsyncIterator[Harness]:
-    async with harness_in(tmp_path / "state") as running:
+async def harness(tmp_path: Path, migrated_url: str) -> AsyncIterator[Harness]:
+    async with harness_in(tmp_path / "state", database_url=migrated_url) as running:
         await running.start()
         yield running
 
@@ -59,6 +62,23 @@ async def test_usage_of_training_is_counted_once_though_its_write_is_repeated(
         await trainer.result(await trainer.forward_backward(seed, None, length))
     assert (await trainer.result(await trainer.optim_step()))["metrics"]["optimizer_step"] == 1
     assert writes["writes"] == 2 * 4
+    query = select(usage.c.amount).where(usage.c.session_id == trainer.session.id, usage.c.kind == "training")
+    assert harness.database.read(lambda c: c.execute(query).scalars().all()) == [9 + 14]
+
+
+@ON_BOTH
+async def test_training_is_counted_once_beside_a_clock_that_is_ahead(harness: Harness, writes: Counter[str]) -> None:
+    """Another process, whose clock is an hour ahead, has ended a request: each later end gets a later time than that,
+    and so another time than the engine's clock says."""
+    trainer = await Trainer.create(harness)
+    await trainer.state()
+    ahead = time.time() + 3600
+    harness.database.write(lambda c: c.execute(update(futures).values(completed_at=ahead)))
+    request_ids = [await trainer.forward_backward(seed, None, length) for seed, length in ((1, 9), (2, 14))]
+    for request_id in request_ids:
+        await trainer.result(request_id)
+    times = select(futures.c.completed_at).where(futures.c.id.in_(request_ids))
+    assert all(when > ahead for when in harness.database.read(lambda c: c.execute(times).scalars().all()))
     query = select(usage.c.amount).where(usage.c.session_id == trainer.session.id, usage.c.kind == "training")
     assert harness.database.read(lambda c: c.execute(query).scalars().all()) == [9 + 14]
 

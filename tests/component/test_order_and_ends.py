@@ -25,7 +25,7 @@ from skyrl.db.database import Database
 from skyrl.db.migrate import migrate
 from skyrl.db.models import models
 from skyrl.engine import model_ends
-from skyrl.launcher.runtime import Runtime
+from skyrl.processes.runtime import Runtime
 from skyrl.types.kinds import Kind
 from skyrl.types.requests import NewRequest
 
@@ -86,7 +86,8 @@ async def test_a_command_read_while_its_session_ends_fails_at_once(
         sent.append(await trainer.optim_step(99))
         # this command makes the queue non-empty, so the log is not read from the start again
         await other.optim_step(99)
-        await harness.parts.file_commands.start_ready()
+        await harness.parts.log.read()
+        harness.parts.file_commands.start_ready()
 
     def end_and_one_more(database: Database) -> Any:
         ended = end_sessions(database)

@@ -240,6 +240,49 @@ async def test_a_model_that_cannot_be_restored_fails_and_other_models_go_on(
     assert (await saver.step(3))["optimizer_step"] > 1
 
 
+@ON_BOTH
+async def test_a_load_is_repeated_with_its_own_files_whatever_the_clocks_say(
+    tmp_path: Path, migrated_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two loads without a snapshot. One is of a checkpoint that a machine has made whose clock is ahead. The other is
+    of a checkpoint that is replaced, while ends have later times than the engine's clock says."""
+    monkeypatch.setattr(Snapshots, "take", lambda *_: None)
+    async with harness_in(tmp_path / "state", database_url=migrated_url) as harness:
+        await harness.start()
+        saver, of_kept, of_replaced = [await Trainer.create(harness) for _ in range(3)]
+        await saver.step(1)
+        kept, replaced = [(await saver.do(Kind.SAVE_WEIGHTS, path=name))["path"] for name in ("kept", "replaced")]
+        hour, is_kept = time.time() + 3600, checkpoints.c.name == "kept"
+        harness.database.write(lambda c: c.execute(update(checkpoints).where(is_kept).values(created_at=hour)))
+        await of_kept.do(Kind.LOAD_WEIGHTS, path=kept)
+        before = await of_kept.state()
+        ended = rows.futures.c.model_id == saver.model_id
+        harness.database.write(lambda c: c.execute(update(rows.futures).where(ended).values(completed_at=hour)))
+        await of_replaced.do(Kind.LOAD_WEIGHTS, path=replaced)
+        await saver.step(2)
+        await saver.do(Kind.SAVE_WEIGHTS, path="replaced", overwrite=True)
+        await restart(harness)
+        assert await of_kept.state() == before
+        assert harness.model_row(of_replaced.model_id).status == "failed"
+
+
+async def test_the_time_shows_which_files_a_load_of_an_early_version_has_read(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Early versions did not write into a load which files it has read."""
+    monkeypatch.setattr(Snapshots, "take", lambda *_: None)
+    monkeypatch.setattr(rows, "rewrite_body", lambda *_: None)
+    saver, of_kept, of_replaced = [await Trainer.create(harness) for _ in range(3)]
+    paths = [(await saver.do(Kind.SAVE_WEIGHTS, path=name))["path"] for name in ("kept", "replaced")]
+    for loader, path in zip((of_kept, of_replaced), paths, strict=True):
+        await loader.do(Kind.LOAD_WEIGHTS, path=path)
+    before = await of_kept.state()
+    await saver.do(Kind.SAVE_WEIGHTS, path="replaced", overwrite=True)
+    await restart(harness)
+    assert await of_kept.state() == before
+    assert harness.model_row(of_replaced.model_id).status == "failed"
+
+
 async def test_a_lost_snapshot_fails_its_model_only(harness: Harness, caplog: pytest.LogCaptureFixture) -> None:
     lost, other = await Trainer.create(harness), await Trainer.create(harness)
     for trainer in (lost, other):

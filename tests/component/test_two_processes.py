@@ -29,7 +29,7 @@ from skyrl.db.api_processes import processes
 from skyrl.db.database import Database
 from skyrl.db.futures import SETTLE, Outcome, futures, settlement
 from skyrl.db.sessions import LONG_LOOK_S, sessions
-from skyrl.launcher.runtime import Runtime
+from skyrl.processes.runtime import Runtime
 from skyrl.sampling.ownership import MISSES, SampleOwnership
 from skyrl.types.kinds import Kind
 from skyrl.types.requests import NewRequest

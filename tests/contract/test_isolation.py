@@ -33,7 +33,7 @@ from skyrl.db.migrate import migrate
 from skyrl.db.models import models
 from skyrl.db.samplers import samplers
 from skyrl.db.sessions import sessions
-from skyrl.launcher.runtime import Runtime
+from skyrl.processes.runtime import Runtime
 from skyrl.types.weights import AdapterVersion
 from tests.contract.strangers import (
     BASE,

@@ -19,7 +19,7 @@ from skyrl.db.database import Database
 from skyrl.db.engine_state import publish_training
 from skyrl.db.migrate import migrate
 from skyrl.db.models import find_model
-from skyrl.launcher.runtime import Runtime
+from skyrl.processes.runtime import Runtime
 from skyrl.storage.adapters import adapter_directory
 from skyrl.tiny import model_path
 from skyrl.types.weights import AdapterVersion

@@ -21,7 +21,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from skyrl.demo.server import DemoServer
-from skyrl.launcher.runtime import RUNTIME_ENV
+from skyrl.processes.runtime import RUNTIME_ENV
 from skyrl.tiny import model_path
 
 from .conftest import ClientFactory, cross_entropy, greedy, train

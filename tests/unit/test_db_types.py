@@ -1,4 +1,5 @@
-"""Rows leave skyrl/db as typed values: no public function or class of it has `Any` in its annotations."""
+"""Rows leave skyrl/db as typed values: none of its public functions and classes has `Any` in its annotations, and the
+modules that use them name the types of rows."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ import skyrl.db
 PACKAGE = Path(skyrl.db.__file__).parent
 JSON = {"dict", "Mapping"}
 """Types whose `Any` is allowed, because `dict[str, Any]` is a JSON object."""
+OF_ROWS = {"Iterable", "Iterator", "Sequence", "frozenset", "list", "set", "tuple"}
 
 
 def has_any(annotation: ast.AST | None) -> bool:
@@ -54,4 +56,35 @@ def test_rows_leave_db_as_typed_values() -> None:
     found = {
         f"{path.name}:{line}" for path in sorted(PACKAGE.glob("*.py")) for line in lines_with_any(path.read_text())
     }
+    assert not found
+
+
+def of_any(annotation: ast.AST | None) -> bool:
+    """Whether an annotation says `Sequence[Any]`, `list[Any]` or the like."""
+    parts = [] if annotation is None else ast.walk(annotation)
+    found = [part.slice for part in parts if isinstance(part, ast.Subscript) and ast.unparse(part.value) in OF_ROWS]
+    return any(has_any(inner) for inner in found)
+
+
+def untyped_rows(source: str) -> list[int]:
+    """Lines of functions, also of private and nested ones, that take or return untyped rows."""
+    lines: list[int] = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            given = [each.annotation for each in ast.walk(node.args) if isinstance(each, ast.arg)]
+            lines += [node.lineno for annotation in (node.returns, *given) if of_any(annotation)]
+    return lines
+
+
+def test_untyped_rows_are_found_where_they_are_used() -> None:
+    assert untyped_rows("def wait(tell: Callable[[Sequence[Any]], None]) -> None: ...") == [1]
+    assert untyped_rows("class _Ends:\n    async def _read(self) -> tuple[list[Ended], Any]: ...") == [2]
+    assert untyped_rows("def f():\n    def read(*rows: list[Any]): ...") == [2]
+    assert untyped_rows("def reply(value: Any, notes: list[dict[str, Any]]) -> list[Ended]: ...") == []
+
+
+def test_rows_are_used_as_typed_values() -> None:
+    users = [path for path in PACKAGE.parent.rglob("*.py") if path.parent != PACKAGE and "skyrl.db" in path.read_text()]
+    assert len(users) > 50
+    found = {f"{path.relative_to(PACKAGE.parent)}:{line}" for path in users for line in untyped_rows(path.read_text())}
     assert not found

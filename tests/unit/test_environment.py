@@ -7,7 +7,7 @@ import pytest
 from skyrl.config.environment import OWN, refuse_unknown
 from skyrl.config.loading import load_config
 from skyrl.config.server import ConfigError, ServerConfig
-from skyrl.launcher.runtime import RUNTIME_ENV, SLOT_ENV, SOCKETS_ENV
+from skyrl.processes.runtime import RUNTIME_ENV, SLOT_ENV, SOCKETS_ENV
 from skyrl.vllm_plugin import FORK_ENGINE_VARIABLE
 
 

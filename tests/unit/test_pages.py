@@ -4,6 +4,7 @@ key exists, also in blocks that no test runs.
 
 from __future__ import annotations
 
+import re
 import shlex
 import shutil
 import subprocess
@@ -15,6 +16,7 @@ import typer
 
 from skyrl.cli.main import app
 from skyrl.config.loading import load_config
+from skyrl.db.migrate import newest_revision
 from tests.pages import OUTPUT, PROGRAMS, RUN_PAGES, SETTINGS, SHELL, Block, blocks_of, commands_in
 
 BLOCKS = [block for page in RUN_PAGES for block in blocks_of(page)]
@@ -63,6 +65,20 @@ def test_options_of_every_skyrl_command_exist(block: Block) -> None:
     for command in commands_in(block):
         for words in skyrl_commands(command.text):
             assert unknown_options(words) == [], command.text
+
+
+def revisions_in(text: str) -> list[str]:
+    return re.findall(r"\bat (?:revision )?(\d{4})\b", text)
+
+
+def test_pages_show_the_newest_revision_of_the_schema() -> None:
+    shown = {str(block): revisions_in(block.text) for block in of_language(*SHELL)}
+    assert any(shown.values())
+    assert {block: found for block, found in shown.items() if set(found) - {newest_revision()}} == {}
+
+
+def test_revisions_are_found() -> None:
+    assert revisions_in("the schema is at revision 0007; it was at 0006") == ["0007", "0006"]
 
 
 def test_skyrl_commands_are_found_and_wrong_options_noticed() -> None:

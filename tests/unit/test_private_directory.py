@@ -8,6 +8,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -15,8 +16,9 @@ import pytest
 from skyrl.config.loading import load_config
 from skyrl.config.server import ConfigError
 from skyrl.db.database import Database
-from skyrl.launcher.runtime import Runtime
+from skyrl.db.migrate import migrate
 from skyrl.launcher.state_dir import lock_state_dir, private_directory
+from skyrl.processes.runtime import Runtime
 
 
 def test_only_its_user_may_enter_the_private_directory_and_exit_removes_it(tmp_path: Path) -> None:
@@ -96,7 +98,8 @@ def umask_zero() -> Iterator[None]:
 def test_only_its_user_may_enter_a_new_state_directory(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with lock_state_dir(tmp_path / "by" / "serve"):
         pass
-    Database(f"sqlite:///{tmp_path / 'by' / 'keys' / 'skyrl.db'}").close()
+    with closing(Database(f"sqlite:///{tmp_path / 'by' / 'keys' / 'skyrl.db'}")) as database:
+        migrate(database)
     assert [(tmp_path / "by" / name).stat().st_mode & 0o777 for name in ("serve", "keys")] == [0o700, 0o700]
     assert caplog.text == ""
 

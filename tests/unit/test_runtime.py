@@ -10,7 +10,8 @@ from sqlalchemy.exc import IntegrityError, OperationalError
 
 from skyrl.config.loading import load_config
 from skyrl.config.server import ConfigError, ServerConfig
-from skyrl.launcher.runtime import RUNTIME_ENV, SLOT_ENV, SOCKETS_ENV, Runtime, run_process
+from skyrl.db.faults import outage
+from skyrl.processes.runtime import RUNTIME_ENV, SLOT_ENV, SOCKETS_ENV, Runtime, run_process
 from skyrl.processes.startup import CANNOT_START, MAY_START, NotLoaded, cause_of_own
 
 
@@ -35,7 +36,7 @@ def test_a_process_that_loses_its_database_ends_with_one_line(caplog: pytest.Log
         raise OperationalError("SELECT 1", {}, Exception("the server\nis gone"))
 
     with caplog.at_level(logging.ERROR), pytest.raises(SystemExit) as ended:
-        run_process("the engine", run)
+        run_process("the engine", run, outage)
     assert ended.value.code == 1
     (record,) = caplog.records
     assert record.getMessage() == "the engine has ended because the database cannot be used: the server is gone"
@@ -53,7 +54,7 @@ def test_a_process_that_cannot_start_gives_the_reason_in_its_last_line_and_exit_
         raise error
 
     with pytest.raises(SystemExit) as ended:
-        run_process("the engine", run)
+        run_process("the engine", run, outage)
     assert ended.value.code == code
     cause = cause_of_own(code, "\n".join(caplog.messages))
     assert cause is not None
@@ -65,4 +66,4 @@ def test_any_other_error_is_raised() -> None:
         raise IntegrityError("INSERT", {}, Exception("there already"))
 
     with pytest.raises(IntegrityError):
-        run_process("the engine", run)
+        run_process("the engine", run, outage)

@@ -15,7 +15,6 @@ from pathlib import Path
 
 from skyrl.config.loading import dump_config, restore_config
 from skyrl.config.server import ConfigError, ServerConfig
-from skyrl.db.faults import DatabaseError, is_transient, reason
 from skyrl.processes.log_format import LineFormat
 from skyrl.processes.startup import CANNOT_START, MARK, MAY_START, NotLoaded
 
@@ -102,10 +101,11 @@ class Runtime:
         )
 
 
-def run_process(name: str, run: Callable[[], None]) -> None:
+def run_process(name: str, run: Callable[[], None], outage: Callable[[Exception], str | None]) -> None:
     """Run a process to its end. If the configuration is wrong, the model cannot be loaded, or the database is away, the
     process logs one line without a traceback. Its exit code tells the launcher whether another start could help
-    (`skyrl.processes.startup`)."""
+    (`skyrl.processes.startup`). `outage` gives the reason if an error means that the database is away, and None if not.
+    """
     try:
         run()
     except ConfigError as error:
@@ -114,10 +114,11 @@ def run_process(name: str, run: Callable[[], None]) -> None:
     except NotLoaded as error:
         logger.critical("%s%s", MARK, " ".join(str(error).split()))
         sys.exit(MAY_START)
-    except DatabaseError as error:
-        if not is_transient(error):
+    except Exception as error:
+        away = outage(error)
+        if away is None:
             raise
-        logger.error("%s has ended because the database cannot be used: %s", name, reason(error))
+        logger.error("%s has ended because the database cannot be used: %s", name, away)
         sys.exit(1)
 
 
