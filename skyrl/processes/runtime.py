@@ -118,7 +118,7 @@ def run_process(name: str, run: Callable[[], None], outage: Callable[[Exception]
         away = outage(error)
         if away is None:
             raise
-        logger.error("%s has ended because the database cannot be used: %s", name, away)
+        logger.error("%s has ended because %s", name, away)
         sys.exit(1)
 
 
