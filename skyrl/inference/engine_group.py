@@ -12,10 +12,9 @@ from collections.abc import Awaitable, Callable, Sequence
 
 import httpx
 
-from skyrl.inference.adapter_host import AdapterMissing
+from skyrl.inference.adapter_host import AdapterMissing, AdapterUnavailable
 from skyrl.inference.replica import Replica, ReplicaState
 from skyrl.inference.vllm_client import VllmError
-from skyrl.storage.base import StoreError
 from skyrl.types.weights import AdapterVersion
 
 logger = logging.getLogger(__name__)
@@ -221,8 +220,10 @@ class EngineGroup:
         for it, so that a bad adapter keeps no replica away. Raises httpx.TransportError when the replica is gone."""
         try:
             await replica.load(adapter)
-        except (VllmError, AdapterMissing, StoreError) as error:
+        except (VllmError, AdapterMissing) as error:
             logger.warning("adapter %s was not loaded before vLLM is used: %s", adapter.name, error)
+        except AdapterUnavailable as error:
+            logger.warning("adapter %s was not loaded before vLLM is used: %s (%s)", adapter.name, error, error.reason)
         except httpx.TransportError as error:
             logger.warning("adapter %s was not loaded before vLLM is used: %s", adapter.name, error)
             if not await replica.is_healthy():

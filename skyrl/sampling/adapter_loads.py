@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from skyrl.inference.adapter_host import AdapterHost, AdapterMissing
+from skyrl.inference.adapter_host import AdapterHost, AdapterMissing, AdapterUnavailable
 from skyrl.sampling.endpoint import Endpoint
 from skyrl.sampling.error_messages import describe, server_failure
 from skyrl.sampling.health import Health, health_of
@@ -37,8 +37,8 @@ class AdapterLoads:
     async def load(self, adapter: AdapterVersion, endpoint: Endpoint) -> None:
         """Return when it is loaded, or when the server has died meanwhile.
 
-        Raises FailedRequest with what the server said, or when the adapter's files are gone, and what
-        `AdapterHost.bring` raises besides. When one caller is cancelled, the load goes on for the others.
+        Raises FailedRequest with what the server said, or when the adapter's files are gone, and AdapterUnavailable
+        when they cannot be brought to the server now. When one caller is cancelled, the load goes on for the others.
         """
         key = (endpoint.url, endpoint.generation, adapter.name)
         task = self._loading.get(key)
@@ -54,6 +54,9 @@ class AdapterLoads:
             directory = await self._host.bring(adapter)
         except AdapterMissing as error:
             raise server_failure(f"{lost}: {error}") from error
+        except AdapterUnavailable as error:
+            logger.warning("%s; samples from it wait (%s)", error, error.reason)
+            raise
         body = msgspec.json.encode({"lora_name": adapter.name, "lora_path": directory})
         url = f"{endpoint.url}/v1/load_lora_adapter"
         try:

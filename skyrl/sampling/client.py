@@ -18,7 +18,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
-from skyrl.inference.adapter_host import AdapterHost
+from skyrl.inference.adapter_host import AdapterHost, AdapterUnavailable
 from skyrl.processes.backoff import Backoff
 from skyrl.sampling import completion, prompt_apart
 from skyrl.sampling.adapter_loads import AdapterLoads
@@ -220,6 +220,10 @@ class ForwardingClient:
         except TimeoutError as error:
             attempts.trouble = f"adapter {adapter.name} is being loaded again"
             raise self._gave_up(attempts) from error
+        except AdapterUnavailable as error:
+            attempts.reloads -= 1  # the server was not asked
+            attempts.trouble = str(error)
+            await self._back_off(attempts)
 
     async def _ask_health(self, answer: Answer, endpoint: Endpoint, attempts: Attempts) -> None:
         """A server that is dying interrupts the sample; one that is well may fail it once, not twice."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from skyrl.inference.adapter_host import AdapterUnavailable
 from skyrl.types.weights import AdapterVersion
 
 
@@ -15,3 +16,16 @@ class AllThere:
 
     async def bring(self, adapter: AdapterVersion) -> str:
         return f"{self.root}/{adapter.name}"
+
+
+@dataclass
+class Away:
+    """A host that has no way to the files, the first `times` times that it is asked."""
+
+    times: float = float("inf")
+
+    async def bring(self, adapter: AdapterVersion) -> str:
+        if self.times > 0:
+            self.times -= 1
+            raise AdapterUnavailable(adapter, OSError("no route to 10.0.0.7"))
+        return await AllThere().bring(adapter)

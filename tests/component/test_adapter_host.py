@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import shutil
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+from engine_harness import until
+from sqlalchemy.exc import OperationalError
 
 from skyrl.config.server import ServerConfig, load_config
-from skyrl.inference.adapter_host import AdapterMissing, SharedDirectory
+from skyrl.inference.adapter_host import AdapterMissing, AdapterUnavailable, SharedDirectory
+from skyrl.storage import directories
 from skyrl.storage.adapters import adapter_directory, adapter_in, adapter_location
-from skyrl.storage.base import CheckpointStore
+from skyrl.storage.base import CheckpointStore, StoreError
 from skyrl.storage.registry import open_store
+from skyrl.storage.threads import in_store
 from skyrl.types.weights import AdapterVersion
 
 ADAPTER = AdapterVersion.of("s1:train:0", 7)
@@ -77,6 +86,64 @@ async def test_files_that_nobody_has_are_missing(
         await host_on(config.state_dir, store, keys).bring(ADAPTER)
     assert caught.value.adapter == ADAPTER
     assert not adapter_directory(config.state_dir, ADAPTER).exists()
+
+
+async def test_a_full_disk_a_database_and_a_store_that_are_away_are_passing_troubles(
+    config: ServerConfig, store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    locked = OperationalError("SELECT", None, Exception("database is locked"))
+    away = StoreError("no route to 10.0.0.7")
+
+    def fails(error: Exception) -> object:
+        def fail(*_: object) -> None:
+            raise error
+
+        return fail
+
+    async def no_key(_: AdapterVersion) -> None:
+        raise locked
+
+    async def unavailable(host: SharedDirectory, cause: Exception) -> AdapterUnavailable:
+        with pytest.raises(AdapterUnavailable) as caught:
+            await host.bring(ADAPTER)
+        assert caught.value.cause is caught.value.__cause__ is cause
+        assert caught.value.adapter == ADAPTER
+        assert str(caught.value) == f"the files of adapter {ADAPTER.name} cannot be brought to the inference server now"
+        return caught.value
+
+    host = host_on(config.state_dir, store, {ADAPTER: KEY})
+    with monkeypatch.context() as patched:
+        patched.setattr(directories, "_link", fails(full))
+        assert (await unavailable(host, full)).reason == f"OSError: {full}"
+    with monkeypatch.context() as patched:
+        patched.setattr(store, "reading", fails(away))
+        assert (await unavailable(host, away)).reason == "StoreError: no route to 10.0.0.7"
+    said = (await unavailable(SharedDirectory(lambda: config.state_dir, store, no_key), locked)).reason
+    assert said == "OperationalError: (builtins.Exception) database is locked"
+    assert files_in(await host.bring(ADAPTER)) == FILES
+
+
+@asynccontextmanager
+async def busy_store_threads() -> AsyncIterator[None]:
+    """Each thread for checkpoint stores waits for a store that does not answer."""
+    over = threading.Event()
+    busy = [asyncio.create_task(in_store(over.wait)) for _ in range(8)]
+    try:
+        yield
+    finally:
+        over.set()
+        await asyncio.gather(*busy)
+
+
+async def test_files_that_are_there_do_not_wait_for_slow_checkpoint_stores(
+    config: ServerConfig, store: CheckpointStore
+) -> None:
+    write(adapter_directory(config.state_dir, ADAPTER))
+    async with busy_store_threads():
+        bringing = asyncio.create_task(host_on(config.state_dir, store, {}).bring(ADAPTER))
+        await until(bringing.done)
+    assert files_in(bringing.result()) == FILES
 
 
 async def test_a_state_directory_that_only_the_replica_sees_is_named(tmp_path: Path, store: CheckpointStore) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from adapter_hosts import AllThere
+from adapter_hosts import AllThere, Away
 from fake_upstream import (
     FakeUpstream,
     Received,
@@ -115,7 +115,7 @@ async def connect(row: Row) -> AsyncIterator[Connect]:
             client = ForwardingClient(
                 HttpTransport(max_connections),
                 options.pop("endpoint", EngineEndpoint(row)),
-                AllThere(),
+                options.pop("host", AllThere()),
                 api_key="key",
                 deadline_s=deadline_s,
                 **options,
@@ -791,6 +791,24 @@ async def test_adapter_that_cannot_be_loaded(client: ForwardingClient, upstream:
     assert "lost adapter m1@1 and cannot load it again" in failed.message
     assert "No adapter found" in failed.message
     assert len(upstream.completions) == 1
+
+
+async def test_adapter_whose_files_come_late(connect: Connect, upstream: FakeUpstream) -> None:
+    """More tries to bring the files than a server may lose an adapter, and the server is told of the last one only."""
+    upstream.adapters = set()
+    client = connect(host=Away(times=MAX_RELOADS + 2))
+    assert decoded(await client.sample(ADAPTER)) == WHOLE
+    assert len(upstream.loads) == 1
+
+
+@pytest.mark.usefixtures("no_time_to_try_again")
+async def test_adapter_whose_files_do_not_come(connect: Connect, upstream: FakeUpstream) -> None:
+    upstream.adapters = set()
+    failed = await failure(connect(host=Away()), ADAPTER)
+    assert failed.category is ErrorCategory.SERVER
+    said = "the files of adapter m1@1 cannot be brought to the inference server now"
+    assert failed.message == f"gave up after 20 s: {said}", "the cause names the operator's addresses"
+    assert upstream.loads == []
 
 
 async def test_adapter_that_is_lost_whenever_it_was_loaded(client: ForwardingClient, upstream: FakeUpstream) -> None:

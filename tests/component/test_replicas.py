@@ -4,16 +4,22 @@ gone; and whose files may be deleted meanwhile. Scripted servers on real sockets
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 from collections import Counter
+from pathlib import Path
 
 import httpx
 import pytest
 from engine_harness import until
 from fake_upstream import COMPLETIONS, LOAD, after
-from replicas import NEVER_S, UNLOAD, WELL, Server, group_of, running, servers
+from replicas import BOUNDS, NEVER_S, UNLOAD, WELL, Server, group_of, running, servers
 
+from skyrl.inference.adapter_host import SharedDirectory
 from skyrl.inference.engine_group import EngineGroup
 from skyrl.inference.replica import Addresses, Bounds, Replica, ReplicaState
+from skyrl.storage import directories
+from skyrl.storage.local import LocalStore
 from skyrl.types.weights import AdapterVersion
 
 PROXY = "http://127.0.0.1:9"
@@ -227,3 +233,32 @@ async def test_files_that_do_not_come_hold_up_neither_a_save_nor_a_replica() -> 
                 await group.publish_adapter(B)
             assert group.ready, "the server itself answers"
             assert replica.adapters == set()
+
+
+async def test_a_full_disk_keeps_no_replica_away_and_does_not_end_the_watch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The files of the adapter in use are in the checkpoint store alone."""
+    store, state = LocalStore(tmp_path / "store"), tmp_path / "state"
+    state.mkdir()
+    with store.writing("m/saved-1") as directory:
+        (directory / "adapter_config.json").write_text("{}")
+
+    async def store_key(_: AdapterVersion) -> str:
+        return "m/saved-1"
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(directories, "_link", full)
+    async with servers(1) as (server,):
+        host = SharedDirectory(lambda: state, store, store_key)
+        group, _ = group_of(Replica("r", Addresses.same(server.url), "key", host, BOUNDS), in_use=[A])
+        async with running(group):
+            await until_ready(group, server)
+            server.dead = True
+            await until(lambda: is_in(group, server, ReplicaState.LOST))
+            monkeypatch.undo()
+            server.restart()
+            await until_ready(group, server)
+            assert server.adapters == {A.name}
