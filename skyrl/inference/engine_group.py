@@ -80,7 +80,10 @@ class EngineGroup:
         return "; ".join(said) or "there is no inference server"
 
     def add(self, replica: Replica) -> None:
-        """Watch one more replica, and use it once it is ready. Raises ValueError for a second one without a proxy."""
+        """Watch one more replica, and use it once it is ready. Raises ValueError for a second one without a proxy, and
+        for an id that another one has."""
+        if replica.id in self._replicas:
+            raise ValueError(f"there is a replica {replica.id!r} already")
         if self._proxy_url is None and self._replicas:
             raise ValueError(f"{len(self._replicas) + 1} replicas need a proxy_url in front of them")
         self._replicas[replica.id] = replica
@@ -166,7 +169,7 @@ class EngineGroup:
             except httpx.TransportError as error:
                 logger.warning("%s", error or type(error).__name__)
                 if replica.state is ReplicaState.READY and not await replica.is_healthy():
-                    self._set(replica, ReplicaState.LOST, f"lost ({error or type(error).__name__})")
+                    self._lose(replica, f"lost ({error or type(error).__name__})")
                 raise
 
         ready = [replica for replica in self.replicas if replica.state is ReplicaState.READY]
@@ -245,6 +248,11 @@ class EngineGroup:
                 failed = 0
             self._changed.set()  # again, in case the publisher failed
         self._set(replica, ReplicaState.LOST, f"not healthy ({self._failures} probes in a row)")
+
+    def _lose(self, replica: Replica, trouble: str) -> None:
+        """A ready replica does not answer. One that drains, or that was found to be lost already, stays what it is."""
+        if replica.state is ReplicaState.READY:
+            self._set(replica, ReplicaState.LOST, trouble)
 
     def _set(self, replica: Replica, state: ReplicaState, trouble: str = "") -> None:
         replica.become(state, trouble)

@@ -12,8 +12,8 @@ from pathlib import Path
 import httpx
 import pytest
 from engine_harness import until
-from fake_upstream import COMPLETIONS, LOAD, after
-from replicas import BOUNDS, NEVER_S, UNLOAD, WELL, Server, group_of, running, servers
+from fake_upstream import COMPLETIONS, LOAD, after, hang_up
+from replicas import BOUNDS, NEVER_S, UNLOAD, WELL, Server, group_of, replica_at, running, servers
 
 from skyrl.inference.adapter_host import SharedDirectory
 from skyrl.inference.engine_group import EngineGroup
@@ -165,6 +165,32 @@ async def test_replicas_come_and_go_while_samples_run() -> None:
             assert await group.retire([A]) == {A}, "nobody asks a server that is gone"
             assert (UNLOAD, A.name) not in one.told
             assert published == [PROXY]
+
+
+async def test_a_replica_that_drains_while_it_is_asked_for_its_health_is_not_lost() -> None:
+    async with servers(2) as (one, two):
+        group, _ = group_of(one.replica(), two.replica(), proxy_url=PROXY, watching_s=NEVER_S)
+        async with running(group):
+            await until_ready(group, one, two)
+            replica, go = replica_of(group, one), asyncio.Event()
+            one.upstream.requests.clear()
+            one.upstream.controls |= {LOAD: hang_up, "/health": after(go, hang_up)}
+            publishing = asyncio.create_task(group.publish_adapter(A))
+            await until(lambda: [request.path for request in one.upstream.requests] == [LOAD, "/health"])
+            group.drain(replica.id)
+            go.set()
+            await publishing
+            assert replica.state is ReplicaState.DRAINING
+            assert two.adapters == {A.name}
+
+
+async def test_a_second_replica_of_the_same_id_is_refused() -> None:
+    async with servers(2) as (one, two):
+        group, _ = group_of(replica_at(one.url, name="vllm"), proxy_url=PROXY)
+        with pytest.raises(ValueError, match="there is a replica 'vllm' already"):
+            group.add(replica_at(two.url, name="vllm"))
+        assert [replica.addresses.admin for replica in group.replicas] == [one.url]
+        await group.close()
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
