@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Sequence
 import httpx
 
 from skyrl.inference.adapter_host import AdapterMissing, AdapterUnavailable
-from skyrl.inference.replica import Replica, ReplicaState
+from skyrl.inference.replica import NoAnswer, Replica, ReplicaState
 from skyrl.inference.vllm_client import VllmError
 from skyrl.types.weights import AdapterVersion
 
@@ -29,6 +29,7 @@ class EngineGroup:
     """Replicas that serve the same model. `proxy_url` is the URL to publish; a single replica is its own proxy.
 
     The URL is published while at least one replica is ready. `failures` failed probes in a row make a replica lost.
+    `grace_s` is how long a replica that is slow to load or to unload adapters holds up a publication or a sweep.
     Replicas may be added, drained and removed at any time.
     """
 
@@ -42,6 +43,7 @@ class EngineGroup:
         starting_interval_s: float = 0.1,
         watching_interval_s: float = 1.0,
         failures: int = 3,
+        grace_s: float = 1.0,
     ) -> None:
         self._replicas: dict[str, Replica] = {}
         self._proxy_url = proxy_url
@@ -50,6 +52,7 @@ class EngineGroup:
         self._starting_interval_s = starting_interval_s
         self._watching_interval_s = watching_interval_s
         self._failures = failures
+        self._grace_s = grace_s
         self._tasks: asyncio.TaskGroup | None = None
         """While `run` runs."""
         self._watches: dict[str, asyncio.Task[None]] = {}
@@ -132,25 +135,56 @@ class EngineGroup:
     async def publish_adapter(self, adapter: AdapterVersion) -> None:
         """Load an adapter on every replica that is ready, all at once. One that warms up loads it before it is ready.
 
-        A replica that gives no answer holds this up until it is found to be lost, or until its bound. Raises VllmError
-        when a replica refuses the adapter (it is then not to be used), httpx.TransportError when no replica that is
-        ready has answered, and what `AdapterHost.bring` raises.
+        Once one replica has loaded it, this returns when no other has answered for `grace_s` seconds. A slower replica
+        goes on in the background. If it is lost meanwhile, it loads the adapter before it is ready again. A sample that
+        reaches it before it has loaded the adapter gets a 404, and loads the adapter. Until one replica has loaded it,
+        this waits until each has answered, is lost, or is beyond its bound.
+
+        Raises VllmError when a replica refuses the adapter (it is then not to be used), httpx.TransportError when no
+        replica that is ready has answered, and what `AdapterHost.bring` raises.
         """
         for replica in self.replicas:
             if replica.state is ReplicaState.WARMING:
                 replica.wanted.add(adapter)
-        await self._on_ready(lambda replica: replica.load(adapter))
+        silent = {replica.in_background(self._deliver(replica, adapter)) for replica in self._ready_ones()}
+        outcomes: list[BaseException | None] = []
+        while silent:
+            grace_s = self._grace_s if None in outcomes else None
+            answered, silent = await asyncio.wait(silent, timeout=grace_s, return_when=asyncio.FIRST_COMPLETED)
+            if not answered:
+                break
+            removed = NoAnswer("the replica was removed")
+            outcomes += [removed if task.cancelled() else task.result() for task in answered]
+        _raise_failure(outcomes)
+
+    async def _deliver(self, replica: Replica, adapter: AdapterVersion) -> Exception | None:
+        """Load an adapter on a replica. Returns why it could not be loaded: nobody may wait for this any more."""
+        try:
+            await self._ask(replica, replica.load(adapter))
+        except Exception as error:
+            if not isinstance(error, httpx.TransportError):  # `_ask` logs those
+                logger.warning("vLLM at %s has not loaded adapter %s: %s", replica.addresses.admin, adapter.name, error)
+            if isinstance(error, NoAnswer) and replica.state is not ReplicaState.READY:
+                replica.wanted.add(adapter)
+            return error
+        return None
 
     async def retire(self, adapters: Sequence[AdapterVersion]) -> set[AdapterVersion]:
         """Unload adapters everywhere. Returns those whose files no replica may read any more; only their files may be
         deleted. vLLM reads an evicted adapter's files again, and dies for all tenants if they are gone.
 
         A replica that does not answer may come back with its adapters loaded, so it keeps their files until it has
-        answered, refuses connections, or is removed. It holds up the others' answers for one bound at most.
+        answered, refuses connections, or is removed. Replicas have `grace_s` seconds; what one has not unloaded by then
+        it unloads in the background, and a later call returns it.
         """
         self._left_out.difference_update(adapters)
-        free = await asyncio.gather(*(replica.retire(adapters) for replica in self.replicas))
-        return set(adapters).intersection(*free)
+        unloading = [replica.retire(adapters) for replica in self.replicas]
+        if unloading:
+            ended, _ = await asyncio.wait(unloading, timeout=self._grace_s)
+            for task in ended:
+                if not task.cancelled():
+                    task.result()
+        return {adapter for adapter in adapters if not any(replica.may_read(adapter) for replica in self.replicas)}
 
     async def sleep(self) -> None:
         """Take device memory from all ready replicas. Raises VllmError, or httpx.TransportError when none answers."""
@@ -161,25 +195,22 @@ class EngineGroup:
         await self._on_ready(lambda replica: replica.wake())
 
     async def _on_ready(self, call: Callable[[Replica], Awaitable[None]]) -> None:
-        """Call every ready replica at once. One that answers neither this call nor `/health` is lost."""
+        """Call every ready replica at once, and wait for all."""
+        asked = (self._ask(replica, call(replica)) for replica in self._ready_ones())
+        _raise_failure(await asyncio.gather(*asked, return_exceptions=True))
 
-        async def ask(replica: Replica) -> None:
-            try:
-                await call(replica)
-            except httpx.TransportError as error:
-                logger.warning("%s", error or type(error).__name__)
-                if replica.state is ReplicaState.READY and not await replica.is_healthy():
-                    self._lose(replica, f"lost ({error or type(error).__name__})")
-                raise
+    async def _ask(self, replica: Replica, call: Awaitable[None]) -> None:
+        """Wait for a call to a ready replica. If the replica answers neither the call nor `/health`, it is lost."""
+        try:
+            await call
+        except httpx.TransportError as error:
+            logger.warning("%s", error or type(error).__name__)
+            if replica.state is ReplicaState.READY and not await replica.is_healthy():
+                self._lose(replica, f"lost ({error or type(error).__name__})")
+            raise
 
-        ready = [replica for replica in self.replicas if replica.state is ReplicaState.READY]
-        outcomes = await asyncio.gather(*(ask(replica) for replica in ready), return_exceptions=True)
-        failures = [outcome for outcome in outcomes if outcome is not None]
-        for failure in failures:
-            if not isinstance(failure, httpx.TransportError):
-                raise failure
-        if failures and len(failures) == len(outcomes):
-            raise failures[0]
+    def _ready_ones(self) -> list[Replica]:
+        return [replica for replica in self.replicas if replica.state is ReplicaState.READY]
 
     def _watch_in_background(self, replica: Replica) -> None:
         if self._tasks is not None and replica.state is not ReplicaState.DRAINING:
@@ -282,3 +313,13 @@ class EngineGroup:
             logger.exception("the inference URL %s could not be published", url)
         else:
             self._published = url
+
+
+def _raise_failure(outcomes: Sequence[BaseException | None]) -> None:
+    """Raise what a replica said against a call, or the first of the failures when no replica has answered."""
+    failures = [outcome for outcome in outcomes if outcome is not None]
+    for failure in failures:
+        if not isinstance(failure, httpx.TransportError):
+            raise failure
+    if failures and len(failures) == len(outcomes):
+        raise failures[0]

@@ -88,6 +88,10 @@ class Replica:
         self.wanted: set[AdapterVersion] = set()
         """Those that it is to load before it is ready."""
         self._loading: set[AdapterVersion] = set()
+        self._retired: dict[AdapterVersion, None] = {}
+        """Those that it is to unload, in this order."""
+        self._unloading: asyncio.Task[None] | None = None
+        self._background: set[asyncio.Task[Any]] = set()
         self._host = host
         self._bounds = bounds or Bounds()
         self._client = VllmClient(addresses.admin, api_key)
@@ -150,19 +154,30 @@ class Replica:
             self._loading.discard(adapter)
         if self.incarnation == incarnation:
             self.adapters.add(adapter)
+            self._retired.pop(adapter, None)
 
-    async def retire(self, adapters: Sequence[AdapterVersion]) -> set[AdapterVersion]:
-        """Unload adapters. Returns those whose files the server reads no more; it may read the others again.
+    def retire(self, adapters: Sequence[AdapterVersion]) -> asyncio.Task[None]:
+        """Mark adapters as not needed any more, in place of those of the call before. Returns the task that unloads
+        them in the background; `may_read` says for each of them how far it is.
 
-        Asked in every state: a server that is lost may come back with what it had loaded. The first call without an
-        answer is the last one, so that a server that hangs costs one bound. A server that refuses connections reads
-        nothing: it has ended, or is ending, and its successor starts without adapters.
+        They are unloaded in every state: a server that is lost may come back with what it had loaded.
         """
-        free: set[AdapterVersion] = set()
-        for adapter in adapters:
-            self.wanted.discard(adapter)
-            if adapter in self._loading:
-                continue
+        self.wanted.difference_update(adapters)
+        self._retired = dict.fromkeys(adapters)
+        if self._unloading is None or self._unloading.done():
+            self._unloading = self.in_background(self._unload_retired())
+        return self._unloading
+
+    def may_read(self, adapter: AdapterVersion) -> bool:
+        """Whether the server may read the files of this adapter, which it was told to load or to unload."""
+        return adapter in self.adapters or adapter in self._loading or adapter in self._retired
+
+    async def _unload_retired(self) -> None:
+        """The first call without an answer is the last one, so that a server that hangs costs one bound. A server that
+        refuses connections reads nothing: it has ended, or is ending, and its successor starts without adapters."""
+        asked: set[AdapterVersion] = set()
+        while (adapter := self._to_unload(asked)) is not None:
+            asked.add(adapter)
             self.adapters.discard(adapter)  # a server that goes on later takes the requests that waited for it
             try:
                 await self._bounded(self._client.unload_adapter(adapter.name), self._bounds.unload_s)
@@ -173,14 +188,29 @@ class Replica:
                 if _refused(error):
                     logger.info("vLLM at %s takes no connection, so it reads no adapter", self.addresses.admin)
                     self._note_start(None)
-                    return set(adapters) - self._loading
+                    self._retired.clear()
+                    return
                 said = error or type(error).__name__
                 logger.warning("adapters could not be unloaded yet from vLLM at %s: %s", self.addresses.admin, said)
-                break
-            free.add(adapter)
-        return free
+                return
+            self._retired.pop(adapter, None)
+
+    def _to_unload(self, asked: set[AdapterVersion]) -> AdapterVersion | None:
+        """The next adapter to unload that is not in `asked`. One that is being loaded is left for a later call."""
+        return next((each for each in self._retired if each not in asked and each not in self._loading), None)
+
+    def in_background(self, call: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """A task that goes on when nobody waits for it any more; `close` ends it."""
+        task = asyncio.create_task(call)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+        return task
 
     async def close(self) -> None:
+        background = list(self._background)
+        for task in background:
+            task.cancel()
+        await asyncio.gather(*background, return_exceptions=True)
         await self._client.close()
 
     def _note_start(self, incarnation: str | None) -> None:

@@ -49,6 +49,7 @@ def group_of(
     proxy_url: str | None = None,
     watching_s: float = SOON_S,
     in_use: Sequence[AdapterVersion] = (),
+    grace_s: float = NEVER_S,
 ) -> tuple[EngineGroup, list[str | None]]:
     """A group that looks often, not run yet; and what it publishes."""
     published: list[str | None] = []
@@ -66,6 +67,7 @@ def group_of(
         proxy_url=proxy_url,
         starting_interval_s=SOON_S,
         watching_interval_s=watching_s,
+        grace_s=grace_s,
     )
     return group, published
 

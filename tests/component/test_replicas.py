@@ -12,8 +12,8 @@ from pathlib import Path
 import httpx
 import pytest
 from engine_harness import until
-from fake_upstream import COMPLETIONS, LOAD, after, hang_up
-from replicas import BOUNDS, NEVER_S, UNLOAD, WELL, Server, group_of, replica_at, running, servers
+from fake_upstream import COMPLETIONS, LOAD, after, hang_up, never
+from replicas import BOUNDS, ILL, NEVER_S, SOON_S, UNLOAD, WELL, Server, group_of, replica_at, running, servers
 
 from skyrl.inference.adapter_host import SharedDirectory
 from skyrl.inference.engine_group import EngineGroup
@@ -71,6 +71,65 @@ async def test_a_replica_that_hangs_is_lost_and_holds_up_no_adapter(count: int) 
             while await group.retire([A, B]) != {A, B}:  # on a slow machine one answer may come too late
                 pass
             assert first.adapters == {C.name}
+
+
+@pytest.mark.parametrize("count", [2, 3])
+async def test_a_replica_that_hangs_is_not_waited_for_once_another_has_answered(count: int) -> None:
+    """All but one hang. Only the grace time ends the waiting: no call has a bound, and no replica is found lost."""
+    async with servers(count) as all_of_them:
+        *hanging, well = all_of_them
+        group, _ = group_of(
+            *(server.replica() for server in all_of_them), proxy_url=PROXY, watching_s=NEVER_S, grace_s=SOON_S
+        )
+        async with running(group):
+            await until_ready(group, *all_of_them)
+            await group.publish_adapter(A)
+            await until(lambda: all(replica.adapters == {A} for replica in group.replicas))
+            for server in hanging:
+                server.hang()
+            publishing = asyncio.create_task(group.publish_adapter(B))
+            await until(publishing.done)
+            publishing.result()
+            assert well.adapters == {A.name, B.name}
+            sweeping = asyncio.create_task(group.retire([A]))
+            await until(sweeping.done)
+            assert sweeping.result() == set(), "they may go on, and read the files"
+            await until(lambda: well.adapters == {B.name})
+            await until(lambda: all((UNLOAD, A.name) in server.told for server in hanging))
+            assert await group.retire([A]) == set()
+            for server in hanging:
+                assert server.told.count((UNLOAD, A.name)) == 1, "it still owes the answer"
+                assert is_in(group, server, ReplicaState.READY)
+                assert replica_of(group, server).adapters == set()
+                server.goes_on.set()
+            await until(lambda: all(server.adapters == {B.name} for server in hanging))
+            await until(lambda: all(replica.adapters == {B} for replica in group.replicas))
+            while await group.retire([A]) != {A}:
+                pass
+
+
+async def test_an_adapter_that_a_replica_was_too_slow_to_load_is_there_before_it_is_ready_again() -> None:
+    async with servers(2) as (one, two):
+        group, _ = group_of(one.replica(), two.replica(), proxy_url=PROXY, grace_s=SOON_S)
+        async with running(group):
+            await until_ready(group, one, two)
+            answers = dict(one.upstream.controls)
+            one.upstream.controls[LOAD] = never
+            publishing = asyncio.create_task(group.publish_adapter(A))
+            await until(publishing.done)
+            publishing.result()
+            assert two.adapters == {A.name}
+            assert is_in(group, one, ReplicaState.READY)
+            one.upstream.controls["/health"] = ILL
+            await until(lambda: A in replica_of(group, one).wanted)
+            assert is_in(group, one, ReplicaState.LOST)
+            may_warm_up = asyncio.Event()
+            one.upstream.controls = answers | {COMPLETIONS: after(may_warm_up, answers[COMPLETIONS])}
+            await until(lambda: is_in(group, one, ReplicaState.WARMING))
+            assert one.adapters == set()
+            may_warm_up.set()
+            await until_ready(group, one)
+            assert one.adapters == {A.name}
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])

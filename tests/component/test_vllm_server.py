@@ -114,7 +114,7 @@ async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Serv
         return in_use
 
     replica = Replica("vllm", Addresses.same(spec.url), KEY, host, Bounds(health_s=HANGS_S, unload_s=HANGS_S))
-    group = EngineGroup([replica], publish, adapters, watching_interval_s=0.3)
+    group = EngineGroup([replica], publish, adapters, watching_interval_s=0.3, grace_s=400)
     client = VllmClient(spec.url, KEY)
     running = asyncio.create_task(group.run())
     try:
@@ -480,7 +480,7 @@ async def test_a_replica_is_added_and_one_removed_while_samples_run(served: Serv
         return [version]
 
     first, second = (Replica(url, Addresses.same(url), KEY, served.host) for url in (served.spec.url, spec.url))
-    group = EngineGroup([first], publish, in_use, proxy_url="http://proxy", watching_interval_s=0.3)
+    group = EngineGroup([first], publish, in_use, proxy_url="http://proxy", watching_interval_s=0.3, grace_s=400)
     running, over, sampled, in_flight = asyncio.create_task(group.run()), asyncio.Event(), Counter(), Counter()
 
     async def sample(http: httpx.AsyncClient) -> None:
