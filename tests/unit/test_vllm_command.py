@@ -193,9 +193,28 @@ def test_options_that_skyrl_sets_cannot_be_passed_through(model: Path, name: str
         spec(model, generator__inference_engine__engine_init_kwargs={name: "x"})
 
 
+@pytest.mark.parametrize(
+    ("given", "added"),
+    [
+        ({}, []),
+        ({"middleware": None}, []),
+        ({"middleware": "a.B"}, ["a.B"]),
+        ({"middleware": ["a.B", "c"]}, ["a.B", "c"]),
+    ],
+)
+def test_middleware_of_an_operator_is_added_to_the_one_that_names_each_start(
+    model: Path, given: dict[str, Any], added: list[str]
+) -> None:
+    argv = spec(model, generator__inference_engine__engine_init_kwargs=given).argv
+    named = [argv[i + 1] for i, word in enumerate(argv) if word == "--middleware"]
+    assert named == ["skyrl.vllm_plugin.incarnation.IncarnationHeader", *added]
+
+
 def test_render() -> None:
     values = {"a_b": True, "c": False, "d": None, "e": 1.5, "f": ["x", 2], "g": {"k": 1}, "h": "s"}
+    values |= {"middleware": ["m.A", "m.B"]}
     expected = ["--a-b", "--no-c", "--e", "1.5", "--f", "x", "2", "--g", '{"k": 1}', "--h", "s"]
+    expected += ["--middleware", "m.A", "--middleware", "m.B"]
     assert render(values) == expected
 
 
