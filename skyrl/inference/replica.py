@@ -51,7 +51,7 @@ class Addresses:
 
 
 @dataclass(frozen=True, slots=True)
-class Bounds:
+class CallBounds:
     """How long a replica may take to answer each kind of call, in seconds. `load_s` includes bringing the files to its
     host. `/health` and the unloading of an adapter have short bounds, because they never wait for a step of the engine
     core."""
@@ -75,7 +75,7 @@ class Replica:
     """
 
     def __init__(
-        self, replica_id: str, addresses: Addresses, api_key: str, host: AdapterHost, bounds: Bounds | None = None
+        self, replica_id: str, addresses: Addresses, api_key: str, host: AdapterHost, bounds: CallBounds | None = None
     ) -> None:
         self.id = replica_id
         self.addresses = addresses
@@ -93,7 +93,7 @@ class Replica:
         self._unloading: asyncio.Task[None] | None = None
         self._background: set[asyncio.Task[Any]] = set()
         self._host = host
-        self._bounds = bounds or Bounds()
+        self._bounds = bounds or CallBounds()
         self._client = VllmClient(addresses.admin, api_key)
         self._lost = asyncio.Event()
 

@@ -58,7 +58,7 @@ class SupervisedProcess:
     """One child in a session of its own. `env` is added to this process's environment; the child inherits `pass_fds`.
 
     `on_exit(returncode)` is called each time the child ends without having been stopped (negative: a signal). It is
-    not called for a start that failed. `starts` counts the attempts, `restarts` those after the first.
+    not called for a start that failed. `starts` counts the attempts.
     """
 
     def __init__(
@@ -76,7 +76,6 @@ class SupervisedProcess:
         self.name = name
         self.log_path = log_path
         self.on_exit = on_exit
-        self.restarts = 0
         self.starts = 0
         self._argv = tuple(argv)
         self._env = dict(env)
@@ -114,7 +113,6 @@ class SupervisedProcess:
                 logger.warning("%s %s; again in %.1f s (%s)", self.name, ended, delay, self.log_path)
                 if await _set_within(self._stopping, delay):
                     return
-                self.restarts += 1
         finally:
             self._ended.set()
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from fake_upstream import COMPLETIONS, LOAD, FakeUpstream, Received, Reply, complete, fake_upstream, hang_up, reply
 
 from skyrl.inference.engine_group import EngineGroup
-from skyrl.inference.replica import Addresses, Bounds, Replica
+from skyrl.inference.replica import Addresses, CallBounds, Replica
 from skyrl.types.weights import AdapterVersion
 from skyrl.vllm_plugin.incarnation import HEADER
 
@@ -18,7 +18,7 @@ UNLOAD = "/v1/unload_lora_adapter"
 SOON_S = 0.01
 NEVER_S = 1000.0
 WELL, ILL, GONE = reply(200, b""), reply(503, b""), hang_up
-BOUNDS = Bounds(health_s=NEVER_S, load_s=NEVER_S, unload_s=NEVER_S, sleep_s=NEVER_S, warm_up_s=NEVER_S)
+BOUNDS = CallBounds(health_s=NEVER_S, load_s=NEVER_S, unload_s=NEVER_S, sleep_s=NEVER_S, warm_up_s=NEVER_S)
 """A server that answers is never too late, however slow the machine is."""
 
 
@@ -40,7 +40,7 @@ class Directories:
         return f"/adapters/{adapter.name}"
 
 
-def replica_at(url: str, *, name: str = "", bounds: Bounds = BOUNDS) -> Replica:
+def replica_at(url: str, *, name: str = "", bounds: CallBounds = BOUNDS) -> Replica:
     return Replica(name or url, Addresses.same(url), "key", Directories(), bounds)
 
 

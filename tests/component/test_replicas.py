@@ -17,7 +17,7 @@ from replicas import BOUNDS, ILL, NEVER_S, SOON_S, UNLOAD, WELL, Server, group_o
 
 from skyrl.inference.adapter_host import SharedDirectory
 from skyrl.inference.engine_group import EngineGroup
-from skyrl.inference.replica import Addresses, Bounds, Replica, ReplicaState
+from skyrl.inference.replica import Addresses, CallBounds, Replica, ReplicaState
 from skyrl.storage import directories
 from skyrl.storage.local import LocalStore
 from skyrl.types.weights import AdapterVersion
@@ -309,7 +309,7 @@ class Slow:
 
 async def test_files_that_do_not_come_hold_up_neither_a_save_nor_a_replica() -> None:
     async with servers(1) as (server,):
-        bounds = Bounds(health_s=NEVER_S, load_s=0.1, unload_s=NEVER_S, sleep_s=NEVER_S, warm_up_s=NEVER_S)
+        bounds = CallBounds(health_s=NEVER_S, load_s=0.1, unload_s=NEVER_S, sleep_s=NEVER_S, warm_up_s=NEVER_S)
         replica = Replica("slow", Addresses.same(server.url), "key", Slow(), bounds)
         group, _ = group_of(replica, in_use=[A])
         async with running(group):

@@ -29,7 +29,7 @@ from transformers import AutoModelForCausalLM
 from skyrl.config.server import ServerConfig, load_config
 from skyrl.inference.engine_group import EngineGroup
 from skyrl.inference.placement import LocalPlacement, LocalServer, ServerSpec, free_port
-from skyrl.inference.replica import Addresses, Bounds, Replica, ReplicaState
+from skyrl.inference.replica import Addresses, CallBounds, Replica, ReplicaState
 from skyrl.inference.vllm_client import VllmClient, VllmError
 from skyrl.inference.vllm_command import plugin_installed, vllm_spec
 from skyrl.sampling import completion, prompt_apart
@@ -113,7 +113,7 @@ async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Serv
     async def adapters() -> list[AdapterVersion]:
         return in_use
 
-    replica = Replica("vllm", Addresses.same(spec.url), KEY, host, Bounds(health_s=HANGS_S, unload_s=HANGS_S))
+    replica = Replica("vllm", Addresses.same(spec.url), KEY, host, CallBounds(health_s=HANGS_S, unload_s=HANGS_S))
     group = EngineGroup([replica], publish, adapters, watching_interval_s=0.3, grace_s=400)
     client = VllmClient(spec.url, KEY)
     running = asyncio.create_task(group.run())
@@ -416,6 +416,13 @@ async def test_sleep_and_wake(served: Served) -> None:
         assert len((await complete(http, prompt=[1, 2, 3]))["choices"][0]["token_ids"]) == 12
 
 
+def process_of(served: Served) -> int:
+    """The process id of the running server, which is also its process group."""
+    pid = served.handle._process.pid
+    assert pid is not None
+    return pid
+
+
 async def sample_of(served: Served, version: AdapterVersion) -> httpx.Response:
     body = {"model": version.name, "prompt": [1, 2, 3], "max_tokens": 2}
     async with asking(served) as http:
@@ -423,8 +430,7 @@ async def sample_of(served: Served, version: AdapterVersion) -> httpx.Response:
 
 
 async def test_a_server_that_hangs_is_lost_and_comes_back_with_what_it_had(served: Served, tmp_path: Path) -> None:
-    kept, retired, pid = AdapterVersion("kept@1"), AdapterVersion("retired@1"), served.handle.pid
-    assert pid is not None
+    kept, retired, pid = AdapterVersion("kept@1"), AdapterVersion("retired@1"), process_of(served)
     for version in (kept, retired):
         served.host.directories[version] = adapter(tmp_path / version.name, 8)
         await served.group.publish_adapter(version)
@@ -524,8 +530,7 @@ async def test_a_replica_is_added_and_one_removed_while_samples_run(served: Serv
 
 
 async def test_closing_withdraws_the_url_and_stopping_leaves_no_process(served: Served) -> None:
-    pid = served.handle.pid
-    assert pid is not None
+    pid = process_of(served)
     assert len(processes_of_group(pid)) >= 2
     await served.group.close()
     await served.running
@@ -533,4 +538,4 @@ async def test_closing_withdraws_the_url_and_stopping_leaves_no_process(served: 
     assert not served.group.ready
     await served.handle.stop()
     assert processes_of_group(pid) == {}
-    assert served.handle.pid is None
+    assert served.handle.incarnation is None
