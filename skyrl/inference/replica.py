@@ -84,7 +84,8 @@ class Replica:
         """Why it is lost, for people."""
         self.incarnation: str | None = None
         self.adapters: set[AdapterVersion] = set()
-        """Those that this incarnation has loaded, and that nobody has asked it to unload since."""
+        """Those that the engine has had this incarnation load, and has not asked it to unload since. The server may
+        have others: API processes load what their samples lack, and do not tell the engine."""
         self.wanted: set[AdapterVersion] = set()
         """Those that it is to load before it is ready."""
         self._loading: set[AdapterVersion] = set()

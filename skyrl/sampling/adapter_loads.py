@@ -9,6 +9,7 @@ from collections.abc import Mapping
 
 import msgspec
 
+from skyrl.inference import load_route
 from skyrl.inference.adapter_host import AdapterHost, AdapterMissing, AdapterUnavailable
 from skyrl.sampling.endpoint import Endpoint
 from skyrl.sampling.error_messages import describe, server_failure
@@ -57,14 +58,13 @@ class AdapterLoads:
         except AdapterUnavailable as error:
             logger.warning("%s; samples from it wait (%s)", error, error.reason)
             raise
-        body = msgspec.json.encode({"lora_name": adapter.name, "lora_path": directory})
-        url = f"{endpoint.url}/v1/load_lora_adapter"
+        body = msgspec.json.encode(load_route.load_request(adapter.name, directory))
         try:
-            answer = await self._transport.post(url, body, self._headers, LOAD_TIMEOUT_S)
+            answer = await self._transport.post(endpoint.url + load_route.PATH, body, self._headers, LOAD_TIMEOUT_S)
         except (NotAccepted, Interrupted) as error:
             logger.warning("adapter %s could not be loaded again: %s", adapter.name, error)
             return  # the sample is sent again, and learns whether the server is back
-        if answer.status == 200 or (answer.status == 400 and b"already been loaded" in answer.body):
+        if load_route.is_loaded(answer.status, answer.body):
             return
         if answer.status >= 500 and await health_of(self._transport, endpoint, self._headers) is not Health.ALIVE:
             return
