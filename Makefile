@@ -1,17 +1,17 @@
-# Every target uses .venv, which `make setup` makes from the pinned requirements and keeps up to date.
+# Every target uses .venv. `make setup` makes it from the pinned requirements and keeps it up to date.
 VENV := .venv
 PY := $(VENV)/bin/python
 UV := $(VENV)/bin/uv
-# uv does not read pip's find-links; where there are none, it knows where PyTorch keeps its CPU builds.
+# uv does not read pip's find-links. Without find-links, uv takes PyTorch's CPU builds from PyTorch's own index.
 ifneq ($(UV_FIND_LINKS)$(PIP_FIND_LINKS),)
 export UV_FIND_LINKS := $(if $(UV_FIND_LINKS),$(UV_FIND_LINKS),$(PIP_FIND_LINKS))
 TORCH :=
 else
 TORCH := --torch-backend cpu
 endif
-export UV_LINK_MODE ?= copy
 
-# Tests run in so many processes: one on the shared end-to-end server, the other beside it. WORKERS=0 runs all in one.
+# The number of test processes. With 2, one runs the tests on the shared end-to-end server, the other the rest.
+# WORKERS=0 runs all tests in one process.
 WORKERS ?= 2
 PYTEST = $(PY) -m pytest -n $(WORKERS) -r s
 
@@ -35,27 +35,27 @@ demo: setup
 serve: setup
 	$(VENV)/bin/skyrl serve
 
-# Tells at its end which tests it left out, and why.
+# Lists the skipped tests at its end, with reasons.
 test: setup
 	$(PYTEST)
 
 test-fast: setup
 	$(PYTEST) tests/unit tests/contract
 
-# What only a GPU can show (docs/gpu.md), with whatever Python holds a torch for that GPU: make test-gpu GPU_PY=python3
-# SKYRL_TEST_DEVICE=cpu rehearses it on a CPU.
+# The tests that need a GPU (docs/gpu.md), with a Python that has a torch for that GPU: make test-gpu GPU_PY=python3
+# SKYRL_TEST_DEVICE=cpu runs them on a CPU, as a rehearsal.
 GPU_PY ?= $(PY)
 test-gpu:
 	$(GPU_PY) -m pytest tests/gpu
 
-# The small packages that the GPU tests need beside torch, transformers and peft, as wheels for another machine
+# The small packages that the GPU tests need besides torch, transformers and peft, as wheels for another machine
 GPU_PYTHON ?= 3.12
 gpu-wheels:
 	python3 -m pip download --quiet --no-deps --only-binary=:all: --python-version $(GPU_PYTHON) --implementation cp \
 	  $(foreach n,28 27 17 12 5,--platform manylinux_2_$(n)_x86_64) --platform manylinux2014_x86_64 \
 	  --platform manylinux1_x86_64 -d build/gpu-wheels -r requirements/gpu-tests.txt
 
-# All but what is about SQLite, on a PostgreSQL that the tests start: make test-postgres TESTS="tests/e2e -k samples"
+# All tests except those of SQLite, on a PostgreSQL that the tests start: make test-postgres TESTS="tests/e2e -k samples"
 test-postgres: setup
 	SKYRL_TEST_DATABASE=postgres $(PYTEST) $(TESTS)
 
@@ -90,16 +90,16 @@ soak: setup
 chaos: setup
 	$(PY) -m tests.chaos $(CHAOS)
 
-# Seconds that other inputs than in the tests are tried for: make fuzz FUZZ=3600
+# FUZZ: for how many seconds new inputs are tried: make fuzz FUZZ=3600
 FUZZ ?= 300
 fuzz: setup
 	FUZZ_S=$(FUZZ) $(PY) -m pytest -q --timeout 0 tests/fuzz/test_fuzz.py
 
-# Known holes in what requirements/cpu.txt pins; AUDIT="--ignore-vuln ID" leaves out one that is no danger here.
-# Whether the advisories are there is asked with a version that is known to have some: a mirror may have none of them.
-HOLED := https://pypi.org/pypi/jinja2/2.4.1/json
+# Known vulnerabilities of the versions in requirements/cpu.txt; AUDIT="--ignore-vuln ID" ignores one of them.
+# A mirror may have no advisories. So first look for them at a version that is known to be vulnerable.
+VULNERABLE := https://pypi.org/pypi/jinja2/2.4.1/json
 audit: $(VENV)/bin/uv
-	@if $(PY) -c 'import json, urllib.request as r; json.load(r.urlopen("$(HOLED)", timeout=10))["vulnerabilities"][0]' \
+	@if $(PY) -c 'import json, urllib.request as r; json.load(r.urlopen("$(VULNERABLE)", timeout=10))["vulnerabilities"][0]' \
 	  2>/dev/null; \
 	then $(UV) tool run pip-audit==2.10.1 --disable-pip --no-deps $(AUDIT) -r requirements/cpu.txt; \
 	else echo 'skipped: no advisory data reachable'; fi

@@ -1,1 +1,2 @@
-"""Load, null upstream and reports: what skyrl costs, side by side with the server that it forwards to."""
+"""Load generators, a null upstream and reports. They measure the cost of skyrl beside the server that it forwards
+to."""

@@ -1,4 +1,4 @@
-"""Every benchmark in one run: prints the table, writes JSON with the raw results and an HTML report with plots.
+"""Runs every benchmark: prints the table, writes JSON with the raw results and an HTML report with plots.
 
 Usage: python -m benchmarks [--quick] [--only ROW ...] [--compare URL] [--out DIRECTORY]
 """
@@ -46,13 +46,13 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="short windows: two to three minutes, rougher")
     parser.add_argument("--only", nargs="+", choices=STEPS, metavar="ROW", help=f"of: {', '.join(STEPS)}")
-    parser.add_argument("--compare", metavar="URL", help="the same load on another Tinker-compatible server")
-    parser.add_argument("--api-key", default="tml-bench", help="for that server")
-    parser.add_argument("--base-model", default=MODEL, help="what that server calls its model")
+    parser.add_argument("--compare", metavar="URL", help="also send the load to this Tinker-compatible server")
+    parser.add_argument("--api-key", default="tml-bench", help="API key for the --compare server")
+    parser.add_argument("--base-model", default=MODEL, help="name of the model on the --compare server")
     parser.add_argument(
         "--upstream-port",
         type=int,
-        help="where the null upstream listens, so that the other server can forward to the same one",
+        help="port of the null upstream, so that the --compare server can forward to the same upstream",
     )
     parser.add_argument(
         "--out", type=Path, default=RESULTS, help="directory for bench.json and bench.html (default: out/bench)"
@@ -61,7 +61,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def run(stage: Stage, names: list[str]) -> list[Row]:
-    """A step that fails takes no other with it."""
+    """Run the named benchmarks. If one fails, its row counts an error and the others run all the same."""
     rows: list[Row] = []
     try:
         for name in names:
@@ -78,33 +78,33 @@ def run(stage: Stage, names: list[str]) -> list[Row]:
 
 
 def main() -> None:
-    asked = _arguments()
+    options = _arguments()
     began = time.perf_counter()
     facts = machine.facts()
-    with NullUpstream(asked.upstream_port) as upstream:
-        other = Other(asked.compare, asked.api_key, asked.base_model) if asked.compare else None
+    with NullUpstream(options.upstream_port) as upstream:
+        other = Other(options.compare, options.api_key, options.base_model) if options.compare else None
         stage = Stage(
-            upstream, asked.quick, facts["calibration_cpu_s"], other, exact_other=asked.upstream_port is not None
+            upstream, options.quick, facts["calibration_cpu_s"], other, exact_other=options.upstream_port is not None
         )
-        rows = run(stage, asked.only or list(STEPS))
+        rows = run(stage, options.only or list(STEPS))
     facts |= {
         "calibration_after_cpu_s": calibrate(),
         "wall_s": round(time.perf_counter() - began),
-        "quick": asked.quick,
+        "quick": options.quick,
     }
     foreign = max((load.get("foreign_cores", 0.0) for load in stage.raw), default=0.0)
     facts["foreign_cores"] = round(foreign, 2)
     print("\n" + text_table(rows) + "\n")
     if foreign > DISTURBED_CORES:
-        print(f"Disturbed: something else took up to {foreign:.1f} cores; the figures are worse than this server's.")
-    asked.out.mkdir(parents=True, exist_ok=True)
+        print(f"Disturbed: other programs took up to {foreign:.1f} cores, so the figures are worse than the server.")
+    options.out.mkdir(parents=True, exist_ok=True)
     table = [asdict(row) | {"met": row.met, "ratio": row.ratio} for row in rows]
-    (asked.out / "bench.json").write_text(
+    (options.out / "bench.json").write_text(
         json.dumps(without_nan({"facts": facts, "rows": table, "raw": stage.raw}), indent=1) + "\n"
     )
-    (asked.out / "bench.html").write_text(bench_page(facts, rows, stage.raw))
+    (options.out / "bench.html").write_text(bench_page(facts, rows, stage.raw))
     print(", ".join(f"{key} {value}" for key, value in facts.items()))
-    print(f"written: {asked.out / 'bench.json'}, {asked.out / 'bench.html'}")
+    print(f"written: {options.out / 'bench.json'}, {options.out / 'bench.html'}")
     if any(row.errors for row in rows):
         raise SystemExit(1)
 

@@ -1,4 +1,4 @@
-"""Whether an answer is a whole result of the request that was sent, at the price of a set lookup."""
+"""Checks that an answer is a complete result of its request. A repeated answer costs one set lookup."""
 
 from __future__ import annotations
 
@@ -15,29 +15,30 @@ REMEMBERED = 100_000
 
 
 class AnswerCheck:
-    """Answers that were found good once are recognised by their bytes; every other one is decoded and compared."""
+    """Decodes and compares each new answer. Bytes that were good once are recognised and not decoded again."""
 
     def __init__(self, sequences: int, max_tokens: int, exact: bool) -> None:
-        """`exact`: the null upstream generated it, so the tokens are known; else only that there are some."""
+        """`exact`: the null upstream generates the answers, so the tokens are known. Otherwise only their number is
+        checked."""
         self._sequences, self._max_tokens, self._exact = sequences, max_tokens, exact
         self._good: set[tuple[int, bytes]] = set()
 
     def problem(self, variant: int, answer: bytes) -> str | None:
-        """What is wrong with an answer to a prompt of this variant, in a few words; None when it is whole."""
+        """The fault of an answer to a prompt of this variant, in a few words; None if the answer is complete."""
         if (variant, answer) in self._good:
             return None
         try:
-            found = _decoded(answer)
+            sequences = _decoded(answer)
         except (DecodeError, ValueError, KeyError, TypeError) as error:
             return f"undecodable ({type(error).__name__})"
-        if isinstance(found, str):
-            return found
-        wrong = self._wrong(variant, found)
-        if wrong is None and len(self._good) < REMEMBERED:
+        if isinstance(sequences, str):
+            return sequences
+        problem = self._compare(variant, sequences)
+        if problem is None and len(self._good) < REMEMBERED:
             self._good.add((variant, answer))
-        return wrong
+        return problem
 
-    def _wrong(self, variant: int, sequences: list[tuple[list[int], int]]) -> str | None:
+    def _compare(self, variant: int, sequences: list[tuple[list[int], int]]) -> str | None:
         if len(sequences) != self._sequences:
             return f"{len(sequences)} sequences"
         expected = prompts.answer(variant, self._max_tokens)
@@ -50,7 +51,8 @@ class AnswerCheck:
 
 
 def _decoded(answer: bytes) -> list[tuple[list[int], int]] | str:
-    """Tokens and number of logprobs of each sequence, of a completion, a protobuf or a JSON result; or its error."""
+    """Tokens and number of logprobs of each sequence in a completion, a protobuf result or a JSON result. For a failure
+    the error."""
     if not answer.startswith(b"{"):
         response = pb.SampleResponse.FromString(answer)
         return [(np.frombuffer(s.tokens, np.int32).tolist(), len(s.logprobs) // 4) for s in response.sequences]

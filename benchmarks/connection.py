@@ -1,4 +1,4 @@
-"""HTTP/1.1 requests at little cost: one keep-alive connection with one request at a time."""
+"""A cheap HTTP/1.1 client: one keep-alive connection with one request at a time."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ _LENGTH = b"\r\ncontent-length:"
 
 
 class Connection(asyncio.Protocol):
-    """To one server; connects at the first request, and again at the next one after it was lost.
+    """A connection to one server. It connects at the first request, and at the next request after it was lost.
 
-    Answers without Content-Length are not read: `post` raises ConnectionError.
+    `post` raises ConnectionError for an answer without Content-Length.
     """
 
     def __init__(self, host: str, port: int, headers: bytes) -> None:
-        """`headers`: whole lines, each with its line end; they are sent with every request."""
+        """`headers`: complete lines with their line ends, sent with every request."""
         self._host, self._port = host, port
         self._rest = b" HTTP/1.1\r\nHost: bench\r\n" + headers + b"Content-Length: "
         self._transport: asyncio.Transport | None = None
@@ -25,7 +25,7 @@ class Connection(asyncio.Protocol):
         self._closed = 0
 
     async def post(self, path: bytes, body: bytes) -> tuple[int, bytes]:
-        """Status and body. Raises ConnectionError, OSError."""
+        """Send a request; returns status and body of the answer. Raises ConnectionError, OSError."""
         return await self.request(b"POST", path, body)
 
     async def request(self, method: bytes, path: bytes, body: bytes) -> tuple[int, bytes]:
@@ -48,7 +48,7 @@ class Connection(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        if self._closed:  # the end of one that `close` gave up: there may be a new one already
+        if self._closed:  # `close` gave this connection up, and a new one may exist already
             self._closed -= 1
             return
         self._transport = None
@@ -67,7 +67,7 @@ class Connection(asyncio.Protocol):
             self._answer.set_result((status, body))
 
     def _read_head(self) -> bool:
-        """Whether the head is whole; sets where it and the body end."""
+        """Whether the head is complete; then sets the ends of head and body."""
         head = self._buffer.find(b"\r\n\r\n")
         if head < 0:
             return False

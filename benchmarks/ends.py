@@ -1,12 +1,14 @@
-"""How a client hears which of its samples have ended: what each way costs, with the same samples on the same database.
+"""Compares the costs of three ways in which a client learns which of its samples have ended.
 
 `each`: one long poll for each sample (`retrieve_future`). `memory`: one long poll for all samples of a client, answered
-from a list in memory, which a restart would lose: the least that such a poll can cost. `stored`: one long poll for all
-samples of a client, answered from the database, which is what the server does (`skyrl/futures/stored_ends.py`).
+from a list in memory. A restart would lose the list, so this way only shows the lowest possible cost. `stored`: one
+long poll for all samples of a client, answered from the database. The server does this
+(`skyrl/futures/stored_ends.py`).
 
-In this process, on a new SQLite file, without HTTP and without an inference server: a sample is recorded, ends after
-UPSTREAM_S, is settled, told and read, and the client sends the next. The ways take turns for ROUNDS rounds. With
-`--server` the load generator of `make bench` asks a whole server, one poll for each sample and one for all in turn.
+Everything runs in this process, on a new SQLite file, without HTTP and without an inference server. A sample is
+recorded, ends after about UPSTREAM_S, and is settled; then the client learns of it, reads the result and sends the next
+sample. The ways take turns for ROUNDS rounds. With `--server` the load generator of `make bench` asks a real server,
+alternating between one poll for each sample and one poll for all.
 
 Usage: python -m benchmarks.ends [--server] [--rounds N] [--out FILE]
 """
@@ -45,7 +47,7 @@ from skyrl.types.kinds import Kind
 from skyrl.types.requests import NewRequest
 
 SETTINGS = ((1, 64, 0), (64, 8, 0), (1, 64, 50_000))
-"""Clients, samples that each has in flight, and samples that each has had before."""
+"""Number of clients, samples in flight of each, and earlier samples of each."""
 SAMPLES = 6_000
 ROUNDS = 5
 UPSTREAM_S = 0.02
@@ -54,13 +56,13 @@ HOLD_S = 30.0
 
 
 class Ends(Protocol):
-    """Tells which samples of a client have ended, after a cursor."""
+    """Answers a poll with the samples of a client that have ended after a cursor, and the next cursor."""
 
     async def poll(self, target: Target, cursor: int, timeout_s: float) -> tuple[int, list[Completion]]: ...
 
 
 class MemoryEnds:
-    """A list for each client in the order in which its samples ended here; a cursor is a place in that list."""
+    """A list of ended samples for each client. A cursor is a place in that list."""
 
     def __init__(self) -> None:
         self._ends: dict[Target, list[Completion]] = {}
@@ -89,42 +91,42 @@ class Client:
 
 
 class Run:
-    """Samples of several clients, until `samples` of them were told."""
+    """A run of `samples` samples, shared by several clients."""
 
     def __init__(self, store: FutureStore, way: str, memory: MemoryEnds, samples: int) -> None:
         self._store = store
         self._way = way
         self._memory = memory
         self._ends: Ends = memory if way == "memory" else store.ends
-        self._left = samples
+        self._remaining = samples
         self._tasks: set[asyncio.Task[None]] = set()
         self.polls = 0
         self.waits: list[float] = []
-        """Seconds from the end of each sample at the inference server until its client was told."""
+        """Seconds from the end of each sample at the inference server until its client knows."""
 
-    async def of(self, client: Client, in_flight: int) -> None:
+    async def serve(self, client: Client, in_flight: int) -> None:
         if self._way == "each":
             await asyncio.gather(*(self._one_by_one(client) for _ in range(in_flight)))
             return
         pending = 0
         while True:
-            wanted = min(in_flight - pending, self._left)
-            self._left -= wanted
-            pending += wanted
-            await asyncio.gather(*(self._send(client) for _ in range(wanted)))
+            new = min(in_flight - pending, self._remaining)
+            self._remaining -= new
+            pending += new
+            await asyncio.gather(*(self._send(client) for _ in range(new)))
             if not pending:
                 return
-            client.cursor, told = await self._ends.poll(client.target, client.cursor, HOLD_S)
+            client.cursor, completions = await self._ends.poll(client.target, client.cursor, HOLD_S)
             self.polls += 1
-            for end in told:
+            for end in completions:
                 if (ended_at := client.ended_at.pop(end.request_id, None)) is not None:
                     pending -= 1
                     self.waits.append(time.perf_counter() - ended_at)
                     assert await self._store.wait(end.request_id, "tenant", HOLD_S) is not None
 
     async def _one_by_one(self, client: Client) -> None:
-        while self._left:
-            self._left -= 1
+        while self._remaining:
+            self._remaining -= 1
             request_id = await self._send(client)
             assert await self._store.wait(request_id, "tenant", HOLD_S) is not None
             self.polls += 1
@@ -156,7 +158,7 @@ def _cpu_s() -> float:
 
 
 def _remember(database: Database, target: Target, count: int) -> int:
-    """Samples that the client has had and was told of; returns its cursor."""
+    """Insert `count` earlier samples whose ends the client knows; returns the client's cursor."""
     began = time.time() - 60
     for start in range(0, count, 1_000):
         database.write(
@@ -186,23 +188,23 @@ def _remember(database: Database, target: Target, count: int) -> int:
 
 
 async def measure(way: str, clients: int, in_flight: int, before: int, samples: int) -> dict[str, float]:
-    """CPU seconds of this process per 1,000 samples, and how long their clients waited to be told, in ms."""
+    """CPU seconds of this process per 1,000 samples, and the milliseconds until clients knew of the ends."""
     with tempfile.TemporaryDirectory(prefix="skyrl-ends-") as directory:
         database = Database(f"sqlite:///{Path(directory) / 'skyrl.db'}")
         migrate(database)
         writer = GroupCommitWriter(database)
         store = FutureStore(database, writer, "here")
         memory = MemoryEnds()
-        everybody = [Client(Target("s1", f"s1:sample:{number}", 0)) for number in range(clients)]
-        for client in everybody:
+        all_clients = [Client(Target("s1", f"s1:sample:{number}", 0)) for number in range(clients)]
+        for client in all_clients:
             newest = _remember(database, client.target, before)
             client.cursor = newest if way == "stored" else 0
         try:
             warm_up = Run(store, way, memory, samples // 5)
-            await asyncio.gather(*(warm_up.of(client, in_flight) for client in everybody))
+            await asyncio.gather(*(warm_up.serve(client, in_flight) for client in all_clients))
             run = Run(store, way, memory, samples)
             used, began = _cpu_s(), time.perf_counter()
-            await asyncio.gather(*(run.of(client, in_flight) for client in everybody))
+            await asyncio.gather(*(run.serve(client, in_flight) for client in all_clients))
             spent_s, wall_s = _cpu_s() - used, time.perf_counter() - began
         finally:
             await writer.close()
@@ -220,7 +222,7 @@ WAYS = ("each", "memory", "stored")
 
 
 def compare(rounds: int, samples: int) -> list[dict[str, Any]]:
-    found = []
+    rows_found = []
     for clients, in_flight, before in SETTINGS:
         results: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
         for _ in range(rounds):
@@ -228,16 +230,17 @@ def compare(rounds: int, samples: int) -> list[dict[str, Any]]:
                 results[way].append(uvloop.run(measure(way, clients, in_flight, before, samples)))
         for way in WAYS:
             row: dict[str, Any] = {"way": way, "clients": clients, "in_flight": in_flight, "before": before}
-            row |= {name: round(_median(r[name] for r in results[way]), 3) for name in results[way][0]}
-            costs = [r["cpu_s_per_1000"] for r in results[way]]
+            row |= {name: round(_median(result[name] for result in results[way]), 3) for name in results[way][0]}
+            costs = [result["cpu_s_per_1000"] for result in results[way]]
             row["cpu_range"] = [round(min(costs), 3), round(max(costs), 3)]
             print(json.dumps(row), flush=True)
-            found.append(row)
-    return found
+            rows_found.append(row)
+    return rows_found
 
 
 def through_server(rounds: int) -> list[dict[str, Any]]:
-    """The same comparison at a whole server in front of the null upstream: one client, and 64 with 8 in flight each."""
+    """The same comparison on a real server with the null upstream: one client with 64 samples in flight, and 64 clients
+    with 8 each."""
     with NullUpstream() as upstream, gateway(upstream) as server:
         stage = Stage(upstream, quick=False, calibration_s=1.0)
         api = parts_of(server.pid)["api"]
@@ -263,7 +266,7 @@ if __name__ == "__main__":
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--samples", type=int, default=SAMPLES)
     parser.add_argument("--server", action="store_true")
-    asked = parser.parse_args()
-    found = through_server(asked.rounds) if asked.server else compare(asked.rounds, asked.samples)
-    if asked.out is not None:
-        asked.out.write_text(json.dumps(found, indent=1) + "\n")
+    options = parser.parse_args()
+    rows_found = through_server(options.rounds) if options.server else compare(options.rounds, options.samples)
+    if options.out is not None:
+        options.out.write_text(json.dumps(rows_found, indent=1) + "\n")

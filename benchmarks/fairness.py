@@ -1,8 +1,9 @@
-"""What it costs and what it gains that vLLM goes by priorities: two servers, one with it and one first come, first
-served, in turns.
+"""Measures the cost and the gain of vLLM's priorities. Two servers take turns: one with priorities, one first come,
+first served.
 
-Alone: one tenant's samples, all queued at once, and how long the last one takes. Beside: one tenant queues as many, and
-then another one a few; how long those take, and how many of the first's have ended before them.
+`alone`: one tenant queues all its samples at once; measured is the time of the last one. `beside`: one tenant queues as
+many, then another tenant queues a few; measured are the time of the few, and how many samples of the first tenant have
+ended before them.
 
 Usage: python -m benchmarks.fairness [--rounds N] [--out FILE]
 """
@@ -31,7 +32,7 @@ POLICIES = ("fcfs", "priority")
 MANY, FEW = 300, 10
 PROMPT_TOKENS, MAX_TOKENS = 16, 64
 AT_ONCE = 16
-"""Sequences that vLLM runs at once."""
+"""The number of sequences that vLLM runs at once."""
 
 
 class Tenant:
@@ -41,13 +42,13 @@ class Tenant:
         self._server, self._key = server, key
         client = Client(server.port, key)
         session = json.loads(client.post("create_session", {"tags": [], "sdk_version": "0"}))["session_id"]
-        wanted = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "tiny"}
-        self._sampler = json.loads(client.post("create_sampling_session", wanted))["sampling_session_id"]
+        body = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "tiny"}
+        self._sampler = json.loads(client.post("create_sampling_session", body))["sampling_session_id"]
         self._client = client
         self._number = 0
 
     def queue(self, count: int) -> list[str]:
-        """Ids of so many new samples."""
+        """Submit `count` samples; returns their request ids."""
         return [self._submit() for _ in range(count)]
 
     def _submit(self) -> str:
@@ -62,15 +63,15 @@ class Tenant:
         return self._client.submit("asample", body)
 
     def ends(self, request_ids: list[str]) -> list[float]:
-        """When each has ended, by the clock of this process: as many polls wait as there are samples."""
+        """The time at which each sample's poll was answered, by the clock of this process. All polls wait at once."""
 
         def wait(request_id: str) -> float:
             client = Client(self._server.port, self._key)
-            said = client.result(request_id)
+            result = client.result(request_id)
             ended = time.perf_counter()
             client.close()
-            if b'"error"' in said:
-                raise RuntimeError(said[:300])
+            if b'"error"' in result:
+                raise RuntimeError(result[:300])
             return ended
 
         with ThreadPoolExecutor(len(request_ids)) as waiting:
@@ -78,10 +79,10 @@ class Tenant:
 
 
 def inference_cpu_seconds(server: DemoServer) -> float:
-    """CPU time of vLLM's processes so far: what belongs to the server and is none of ours."""
-    ours = set(parts_of(server.pid).values())
+    """CPU time of vLLM's processes so far: all children of the launcher but skyrl's own."""
+    skyrl_pids = set(parts_of(server.pid).values())
     children = psutil.Process(server.pid).children(recursive=True)
-    return sum(cpu_seconds(child.pid) for child in children if child.pid not in ours)
+    return sum(cpu_seconds(child.pid) for child in children if child.pid not in skyrl_pids)
 
 
 def alone(server: DemoServer, tenant: Tenant) -> dict[str, float]:
@@ -92,16 +93,16 @@ def alone(server: DemoServer, tenant: Tenant) -> dict[str, float]:
 
 def beside(many: Tenant, few: Tenant) -> dict[str, float]:
     queued = many.queue(MANY)
-    with ThreadPoolExecutor(1) as other:
-        theirs = other.submit(many.ends, queued)
+    with ThreadPoolExecutor(1) as thread:
+        waiting_for_many = thread.submit(many.ends, queued)
         began = time.perf_counter()
-        mine = few.ends(few.queue(FEW))
-        ends = theirs.result()
-    return {"few_waited_s": max(mine) - began, "ended_before": float(sum(end < max(mine) for end in ends))}
+        last_of_few = max(few.ends(few.queue(FEW)))
+        ends_of_many = waiting_for_many.result()
+    return {"few_waited_s": last_of_few - began, "ended_before": float(sum(end < last_of_few for end in ends_of_many))}
 
 
 def run(rounds: int) -> list[dict[str, Any]]:
-    """One row for each measurement. Every round has both policies, and every other one the other way round."""
+    """One row for each measurement. Each round measures both policies; their order alternates."""
     rows: list[dict[str, Any]] = []
     with ExitStack() as stack:
         tenants: dict[str, tuple[DemoServer, Tenant, Tenant]] = {}
@@ -114,7 +115,7 @@ def run(rounds: int) -> list[dict[str, Any]]:
             server.wait_ready()
             tenants[policy] = server, Tenant(server, "tml-many"), Tenant(server, "tml-few")
         for server, many, _ in tenants.values():
-            alone(server, many)  # to warm up
+            alone(server, many)  # warm-up
         for number in range(rounds):
             for policy in POLICIES if number % 2 == 0 else reversed(POLICIES):
                 server, many, few = tenants[policy]
@@ -136,10 +137,10 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--out", type=Path)
-    given = parser.parse_args()
+    options = parser.parse_args()
     machine = facts()
-    found = run(given.rounds)
-    told = medians(found)
-    print(json.dumps(told, indent=1))
-    if given.out is not None:
-        given.out.write_text(json.dumps({"facts": machine, "medians": told, "rows": found}, indent=1) + "\n")
+    found = run(options.rounds)
+    by_policy = medians(found)
+    print(json.dumps(by_policy, indent=1))
+    if options.out is not None:
+        options.out.write_text(json.dumps({"facts": machine, "medians": by_policy, "rows": found}, indent=1) + "\n")

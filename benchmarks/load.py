@@ -1,8 +1,10 @@
-"""A closed-loop load in a process of its own: so many samples in flight, over so many connections, for some seconds.
+"""A closed-loop load in its own process: a fixed number of samples in flight, each on its own connection, for some
+seconds.
 
 `direct` posts to the upstream's /v1/completions; `tinker` posts asample and then retrieve_future until there is a
-result; `one-poll` hears of all ends by retrieve_futures. 429 is heard (back-off), 408 is asked again, and every answer
-is checked to be whole. What is in flight when the time is over is waited for: accepted and never delivered is `lost`.
+result; `one-poll` learns of all ended samples by retrieve_futures. After 429 the load waits and tries again, after 408
+it polls again. Every answer is checked. At the end the load waits for the samples in flight; a sample that was accepted
+and never delivered counts as `lost`.
 Usage: python -m benchmarks.load '{"url": "http://127.0.0.1:8000", ...}' (the fields of LoadSpec); prints JSON.
 """
 
@@ -31,7 +33,7 @@ KINDS = {"direct": DirectSamples, "tinker": TinkerSamples, "one-poll": OnePollSa
 
 @dataclass(frozen=True)
 class Cpu:
-    """CPU seconds so far, of the processes of a load and of the whole machine."""
+    """CPU seconds so far of the processes of a load, and of the whole machine."""
 
     server_s: float
     generator_s: float
@@ -43,12 +45,12 @@ class Cpu:
 
     @property
     def foreign_s(self) -> float:
-        """What others took of the machine meanwhile; much of it means a disturbed measurement."""
+        """CPU seconds of all other processes of the machine. A large value means a disturbed measurement."""
         return max(0.0, self.machine_s - self.server_s - self.generator_s - self.upstream_s)
 
 
 class ClosedLoop:
-    """Workers that each keep one sample in flight; only what ends within the window counts as measured."""
+    """Workers that each keep one sample in flight. Only samples that end within the window are measured."""
 
     def __init__(self, spec: LoadSpec) -> None:
         self._spec = spec
@@ -77,7 +79,7 @@ class ClosedLoop:
         connection.close()
 
     async def _warm_up(self) -> None:
-        """Until the time has passed and as many samples as there are workers have ended."""
+        """Wait until the warm-up time has passed and as many samples have ended as there are workers."""
         began = time.perf_counter()
         while (spent := time.perf_counter() - began) < WARM_UP_AT_MOST_S:
             if spent >= self._spec.warm_up_s and self._finished >= self._spec.in_flight:

@@ -1,4 +1,4 @@
-"""What a result must be read with: machine, versions, commit, and how fast the machine is."""
+"""The facts that belong to a result: machine, versions, commit, and the speed of the machine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def _git(*arguments: str) -> str:
-    """Empty outside a clone."""
+    """The output of a git command; empty outside a clone."""
     try:
         done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=False)
     except FileNotFoundError:
@@ -31,7 +31,7 @@ def _processor() -> str:
 
 
 def facts() -> dict[str, Any]:
-    """Takes some 0.2 s of CPU, for the calibration loop."""
+    """Takes about 0.2 s of CPU for the calibration."""
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": _git("rev-parse", "--short", "HEAD"),

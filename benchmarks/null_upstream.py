@@ -1,8 +1,8 @@
-"""A vLLM-shaped completions server that does no work: what is measured in front of it is the forwarding alone.
+"""A completions server in vLLM's shape that does no work, so that a server in front of it is measured alone.
 
-POST /v1/completions answers `max_tokens` tokens with logprobs for each of `n` choices, in vLLM's full shape; bodies are
-built once per shape. POST /control?delay_ms=200 sets the delay of later answers, POST /control?release answers at once
-what is waiting; both say how many requests there were. Every other path answers {}.
+POST /v1/completions answers `max_tokens` tokens with logprobs for each of `n` choices, with all of vLLM's fields;
+bodies are built once per shape. POST /control?delay_ms=200 sets the delay of later answers. POST /control?release sends
+all delayed answers at once. Both answer with the number of requests so far. Every other path answers {}.
 Usage: python benchmarks/null_upstream.py PORT [DELAY_MS]
 """
 
@@ -52,7 +52,7 @@ def _choice(index: int, tokens: list[int]) -> dict[str, Any]:
 
 
 def completion(choices: int, max_tokens: int, variant: int) -> bytes:
-    """A whole HTTP answer."""
+    """A complete HTTP answer."""
     tokens = prompts.answer(variant, max_tokens)
     sampled = choices * max_tokens
     body = {
@@ -67,7 +67,7 @@ def completion(choices: int, max_tokens: int, variant: int) -> bytes:
 
 
 class Upstream:
-    """What all connections share. `waiting` are answers whose delay has not passed."""
+    """The state that all connections share. `waiting` holds the answers whose delay has not passed."""
 
     def __init__(self, delay_s: float) -> None:
         self.delay_s = delay_s
@@ -82,12 +82,12 @@ class Upstream:
             int(max_tokens[1]) if max_tokens else 16,
             prompts.variant(int(first[1])) if first else 0,
         )
-        found = self._answers.get(shape)
-        if found is None:
+        answer = self._answers.get(shape)
+        if answer is None:
             if shape[0] * shape[1] > MOST_TOKENS:
                 return _http(b'{"error":{"message":"too many tokens"}}').replace(b"200 OK", b"400 Bad Request", 1)
-            found = self._answers[shape] = completion(*shape)
-        return found
+            answer = self._answers[shape] = completion(*shape)
+        return answer
 
     def control(self, path: bytes) -> bytes:
         if delay := _DELAY.search(path):
@@ -108,10 +108,10 @@ class Upstream:
         if self.delay_s <= 0:
             transport.write(answer)
             return
-        timer = asyncio.get_running_loop().call_later(self.delay_s, self._late, self.requests)
+        timer = asyncio.get_running_loop().call_later(self.delay_s, self._send_delayed, self.requests)
         self.waiting[self.requests] = (timer, transport, answer)
 
-    def _late(self, request: int) -> None:
+    def _send_delayed(self, request: int) -> None:
         _, transport, answer = self.waiting.pop(request)
         transport.write(answer)
 

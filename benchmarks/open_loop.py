@@ -1,4 +1,6 @@
-"""A load by the clock: samples arrive at their times whether or not earlier ones are done, as independent users do."""
+"""An open-loop load: samples arrive by the clock, whether or not earlier samples have ended, as those of independent
+users do.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ IDLE_S = 2.0
 
 @dataclass
 class Counts:
-    """Of a whole run. `differing` are results whose second reading was not the bytes of the first."""
+    """Counts of a whole run. `differing` counts results whose second reading gave other bytes than the first."""
 
     read_again: int = 0
     differing: int = 0
@@ -30,9 +32,9 @@ class Counts:
 
 
 class OpenLoop:
-    """Arrivals at `rate` per second. Every 100th result is read a second time `again_after_s` later.
+    """Samples arrive at `rate` per second. Every 100th result is read a second time after `again_after_s`.
 
-    `take_latencies` hands out the seconds of the samples that ended since it was last called.
+    `take_latencies` returns the seconds of the samples that ended since the last call.
     """
 
     def __init__(self, spec: LoadSpec, rate: float, again_after_s: float) -> None:
@@ -57,7 +59,7 @@ class OpenLoop:
         return {**self._samples.counts(), **counted, "errors": dict(self.counts.errors)}
 
     async def run(self) -> None:
-        """Until the arrivals are over, every sample has ended and every second reading was made."""
+        """Returns after the last arrival, when every sample has ended and every second reading is made."""
         await self._samples.open()
         async with asyncio.TaskGroup() as group:
             beating = group.create_task(self._beat())
@@ -73,18 +75,18 @@ class OpenLoop:
         self._close_idle(0.0)
 
     def _connection(self) -> Connection:
-        """The one that was used last, so that those too many fall idle."""
+        """The free connection that was used last, or a new one. So surplus connections stay idle and are closed."""
         self._close_idle(IDLE_S)
         return self._free.pop()[1] if self._free else self._samples.connect()
 
     def _close_idle(self, longer_than_s: float) -> None:
-        """A server closes idle connections too, and a request that crosses its doing so would be lost."""
+        """Close idle connections before the server does: a request sent while the server closes would be lost."""
         before = time.monotonic() - longer_than_s
         while self._free and self._free[0][0] <= before:
             self._free.popleft()[1].close()
 
     async def _arrivals(self) -> None:
-        """Ends early when more samples are in flight than this process is ready to hold."""
+        """Start samples at their times. Ends early if more than AT_MOST_IN_FLIGHT samples are in flight."""
         began, number, total = time.perf_counter(), 0, round(self._seconds * self._rate)
         while number < total:
             due = min(total, int((time.perf_counter() - began) * self._rate) + 1)
@@ -113,27 +115,27 @@ class OpenLoop:
         self._free.append((time.monotonic(), connection))
 
     async def _sampled(self, connection: Connection, number: int) -> str | None:
-        wanted, refused = await self._samples.submit(connection, number)
-        if wanted is None:
-            return refused
-        status, answer = await self._samples.retrieve(connection, wanted)
+        poll, problem = await self._samples.submit(connection, number)
+        if poll is None:
+            return problem
+        status, answer = await self._samples.retrieve(connection, poll)
         if number % READ_AGAIN_EVERY == 0:
-            self._again.append((time.monotonic() + self._again_after_s, wanted, _digest(answer)))
+            self._again.append((time.monotonic() + self._again_after_s, poll, _digest(answer)))
         return self._samples.problem(number, status, answer)
 
     async def _read_again(self) -> None:
-        """Ends at an entry without a request, which stands after all others."""
+        """Read results again when they are due. An empty entry at the end of the queue ends this task."""
         connection = self._samples.connect()
         while True:
             if not self._again or (self._again[0][1] and self._again[0][0] > time.monotonic()):
                 await asyncio.sleep(0.1)
                 continue
-            _, wanted, digest = self._again.popleft()
-            if not wanted:
+            _, poll, digest = self._again.popleft()
+            if not poll:
                 connection.close()
                 return
             try:
-                status, answer = await self._samples.retrieve(connection, wanted)
+                status, answer = await self._samples.retrieve(connection, poll)
             except OSError as error:
                 self.counts.errors[f"second reading: {type(error).__name__}"] += 1
                 continue

@@ -1,7 +1,7 @@
-"""Large training bodies: 208 of 3.3 MB queued at once, and what everybody else feels of it.
+"""Large training bodies: 208 bodies of 3.3 MB are queued at once, and other requests are timed meanwhile.
 
-One tenant posts them all together for a model whose next command is missing, so that all of them wait. Meanwhile its
-heartbeats are timed, and so is another tenant's training.
+One tenant posts all bodies together for a model whose next command is missing, so all of them wait. Meanwhile the
+benchmark times this tenant's heartbeats and another tenant's training.
 
 Usage: python -m benchmarks.payloads [--out FILE]
 """
@@ -31,15 +31,15 @@ from skyrl.wire.training import PROTOBUF
 
 BODIES = 208
 SEQUENCES, LENGTH = 640, 256
-"""Of one body: 3.3 MB at 20 bytes per token."""
+"""Sequences of one body, and tokens of each: 3.3 MB at 20 bytes per token."""
 PERIOD_S = 0.01
-"""Between two heartbeats."""
+"""Seconds between two heartbeats."""
 WAITING_S = 5.0
-"""How long others are timed once all bodies have come."""
+"""Seconds for which other requests are timed after all bodies have arrived."""
 
 
 class Client:
-    """One connection of one API key. `post` raises RuntimeError for anything but 200 and 408."""
+    """One connection with one API key. `post` raises RuntimeError for a status other than 200 and 408."""
 
     def __init__(self, port: int, key: str) -> None:
         self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
@@ -50,31 +50,31 @@ class Client:
         named = {name.replace("_", "-"): value for name, value in headers.items()}
         self._connection.request("POST", f"/api/v1/{route}", content, {**self._headers, **named})
         answer = self._connection.getresponse()
-        said = answer.read()
+        content = answer.read()
         if answer.status not in (200, 408):
-            raise RuntimeError(f"{route}: {answer.status} {said[:200]!r}")
-        return said
+            raise RuntimeError(f"{route}: {answer.status} {content[:200]!r}")
+        return content
 
     def close(self) -> None:
         self._connection.close()
 
     def result(self, request_id: str) -> bytes:
-        while b"try_again" in (said := self.post("retrieve_future", {"request_id": request_id})):
+        while b"try_again" in (content := self.post("retrieve_future", {"request_id": request_id})):
             pass
-        return said
+        return content
 
     def submit(self, route: str, body: bytes | dict[str, Any], **headers: str) -> str:
         return json.loads(self.post(route, body, **headers))["request_id"]
 
-    def model(self) -> tuple[str, str]:
-        """Ids of a new session and of a model in it that is there."""
+    def create_model(self) -> tuple[str, str]:
+        """Create a session and a model in it; returns their ids when the model exists."""
         session = json.loads(self.post("create_session", {"tags": [], "sdk_version": "0"}))["session_id"]
-        wanted = {"session_id": session, "model_seq_id": 0, "base_model": "tiny", "lora_config": {"rank": 8}}
-        return session, json.loads(self.result(self.submit("create_model", wanted)))["model_id"]
+        body = {"session_id": session, "model_seq_id": 0, "base_model": "tiny", "lora_config": {"rank": 8}}
+        return session, json.loads(self.result(self.submit("create_model", body)))["model_id"]
 
 
 def training_body(sequences: int, length: int) -> bytes:
-    """The part of a ForwardBackwardRequest that says what to train on; the rest may be appended."""
+    """The data of a ForwardBackwardRequest, without model and number; they can be appended."""
     rng = np.random.default_rng(0)
     message = pb.ForwardBackwardRequest(loss_fn="importance_sampling")
     for _ in range(sequences):
@@ -92,13 +92,13 @@ def training_body(sequences: int, length: int) -> bytes:
 
 
 def with_number(data: bytes, model_id: str, seq_id: int) -> bytes:
-    """A whole request: protobuf messages that follow each other are one."""
+    """A complete request: concatenated protobuf messages are read as one."""
     return data + pb.ForwardBackwardRequest(model_id=model_id, seq_id=seq_id).SerializeToString()
 
 
 @contextmanager
 def repeated(action: Callable[[], object], period_s: float = 0.0) -> Iterator[list[float]]:
-    """Runs `action` over and over on a thread of its own; the list gets the seconds of each."""
+    """Inside the block `action` runs again and again on its own thread; the list gets the seconds of each run."""
     seconds: list[float] = []
     stop = threading.Event()
 
@@ -124,16 +124,18 @@ def _quantiles(what: str, seconds: list[float]) -> dict[str, Any]:
 
 
 def _training(port: int) -> Callable[[], None]:
-    """Another tenant's forward_backward of 1 x 8 and the step after it, submitted together."""
+    """A function that submits another tenant's forward_backward (1 sequence of 8 tokens) and optimizer step together
+    and waits for both."""
     client = Client(port, "tml-bench-other")
-    _, model_id = client.model()
+    _, model_id = client.create_model()
     numbers, small = itertools.count(1), training_body(1, 8)
 
     def step() -> None:
-        passed = client.submit("forward_backward", with_number(small, model_id, next(numbers)), content_type=PROTOBUF)
-        stepped = client.submit("optim_step", {"model_id": model_id, "seq_id": next(numbers)})
-        client.result(passed)
-        client.result(stepped)
+        body = with_number(small, model_id, next(numbers))
+        training_pass = client.submit("forward_backward", body, content_type=PROTOBUF)
+        optimizer_step = client.submit("optim_step", {"model_id": model_id, "seq_id": next(numbers)})
+        client.result(training_pass)
+        client.result(optimizer_step)
 
     return step
 
@@ -141,7 +143,7 @@ def _training(port: int) -> Callable[[], None]:
 def measure(server: DemoServer, encoding: str) -> dict[str, Any]:
     parts = parts_of(server.pid)
     tenant = Client(server.port, "tml-bench-large")
-    session, model_id = tenant.model()
+    session, model_id = tenant.create_model()
     data = training_body(SEQUENCES, LENGTH)
     bodies = [with_number(data, model_id, seq_id) for seq_id in range(2, BODIES + 2)]
     if encoding == "zstd":
@@ -184,7 +186,7 @@ def run() -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for encoding in ("identity", "zstd"):
         with tempfile.TemporaryDirectory() as state:
-            # Nobody samples here, so there need be no vLLM; the port is one that refuses.
+            # No client samples, so no vLLM is needed: the URL names a port that refuses connections.
             server = DemoServer(Path(state), "--external-inference-url", "http://127.0.0.1:9")
             server.start()
             try:
@@ -199,6 +201,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path)
     out = parser.parse_args().out
-    found = run()
+    rows = run()
     if out is not None:
-        out.write_text(json.dumps(found, indent=1) + "\n")
+        out.write_text(json.dumps(rows, indent=1) + "\n")

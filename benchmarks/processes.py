@@ -1,4 +1,4 @@
-"""What Linux knows of a process, and which processes a server consists of."""
+"""CPU time, memory and files of a process as Linux reports them, and the processes of a server."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from pathlib import Path
 
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 PARTS = {"api": "skyrl.api.server", "engine": "skyrl.engine.main"}
-"""Modules whose processes make up a server, beside its launcher."""
+"""The module of each process of a server, except for the launcher."""
 
 
 def cpu_seconds(pid: int) -> float:
-    """User and system CPU time of one process, all its threads."""
+    """User and system CPU time of all threads of a process."""
     fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
     return (int(fields[11]) + int(fields[12])) / TICKS_PER_S
 
 
 def busy_seconds() -> float:
-    """CPU time that the whole machine has spent on anything since it started."""
+    """CPU time that the whole machine has used since it started."""
     fields = [int(field) for field in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
     idle, waiting = fields[3:5]
     return (sum(fields) - idle - waiting) / TICKS_PER_S
@@ -35,7 +35,7 @@ def resident_mb(pid: int) -> float:
 
 
 def peak_resident_mb(pid: int) -> float:
-    """The largest it ever was."""
+    """The largest resident memory of the process so far."""
     return _status(pid, "VmHWM") / 1024
 
 
@@ -48,7 +48,7 @@ def open_files(pid: int) -> int:
 
 
 def parts_of(launcher: int) -> dict[str, int]:
-    """Process ids of a server's API and, where it has one, its engine."""
+    """The process ids of a server's API and, if the server has one, its engine."""
     import psutil
 
     found: dict[str, int] = {}
@@ -61,7 +61,7 @@ def parts_of(launcher: int) -> dict[str, int]:
 
 
 def disk_bytes(directory: Path) -> int:
-    """What a state directory takes on disk, logs left out."""
+    """The bytes that a state directory takes on disk, without logs."""
     total = 0
     for file in directory.rglob("*"):
         try:

@@ -1,4 +1,6 @@
-"""Which tokens are sent, and which ones the null upstream answers to them: a mixed-up result shows."""
+"""The tokens of each prompt, and the tokens that the null upstream answers. They differ by variant, so that a result of
+another request shows.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ FIRST, RANGE = 3, 400
 
 
 def prompt(index: int, tokens: int) -> list[int]:
-    """Sample `index`'s prompt; its first token says which of the 64 variants it is."""
+    """The prompt of sample `index`. Its first token tells its variant, one of 64."""
     return [FIRST + (index % VARIANTS + 7 * position) % RANGE for position in range(tokens)]
 
 
@@ -17,5 +19,5 @@ def variant(first_token: int) -> int:
 
 
 def answer(variant: int, tokens: int) -> list[int]:
-    """What the null upstream generates for a prompt of this variant."""
+    """The tokens that the null upstream generates for a prompt of this variant."""
     return [FIRST + (5 * variant + position) % RANGE for position in range(tokens)]

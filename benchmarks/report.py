@@ -1,4 +1,4 @@
-"""The HTML report: the table, plots and facts in one file that needs nothing else."""
+"""The HTML report: table, plots and facts in one file that loads nothing."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ small { color: #5b6875 } svg { max-width: 100%; height: auto }
 
 
 def inline_svg(figure: Figure) -> str:
-    """The figure as an element of an HTML page; closes it."""
+    """The figure as an SVG element for an HTML page. Closes the figure."""
     text = io.StringIO()
     with matplotlib.rc_context({"svg.hashsalt": "skyrl"}):
         figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
@@ -43,7 +43,7 @@ def facts_list(facts: dict[str, Any]) -> str:
 
 
 def page(title: str, parts: Iterable[str]) -> str:
-    """A whole page of HTML parts."""
+    """A complete HTML page with these parts."""
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>'
         f"<style>{STYLE}</style></head><body><h1>{html.escape(title)}</h1>\n" + "\n".join(parts) + "\n</body></html>\n"
@@ -64,7 +64,7 @@ def rows_table(rows: Sequence[Row]) -> str:
 
 
 def _loads(raw: Sequence[dict[str, Any]]) -> dict[str, dict[str, dict[str, Any]]]:
-    """Loads by row and path; of two direct ones the last."""
+    """Loads by row and path. Of two direct loads of a row the last is taken."""
     found: dict[str, dict[str, dict[str, Any]]] = {}
     for load in raw:
         if "samples_per_s" in load:
@@ -100,13 +100,13 @@ def _curves(name: str, by_path: dict[str, dict[str, Any]]) -> str:
 
 
 def bench_page(facts: dict[str, Any], rows: Sequence[Row], raw: Sequence[dict[str, Any]]) -> str:
-    """Table, throughput, CPU and latency of one run."""
+    """The page with facts, table, throughput, CPU and latency of one run."""
     parts = [facts_list(facts), rows_table(rows)]
     if loads := _loads(raw):
         parts += [
             "<h2>Samples per second</h2>",
             _bars("samples/s (log)", "samples_per_s", raw),
-            "<h2>CPU</h2><p>Of the process that answers: the API, or the null upstream itself.</p>",
+            "<h2>CPU</h2><p>CPU of the process that answers: the API, or the null upstream itself.</p>",
             _bars("CPU seconds per 1,000 samples (log)", "server_cpu_s_per_1000", raw),
             "<h2>Latency</h2>",
             *(_curves(name, by_path) for name, by_path in loads.items()),

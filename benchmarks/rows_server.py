@@ -1,4 +1,4 @@
-"""Rows about the server itself: memory, other routes under load, what it does when idle, how its database grows."""
+"""Rows about the server itself: memory, another route under load, CPU when idle, growth of its database."""
 
 from __future__ import annotations
 
@@ -39,26 +39,24 @@ def memory(stage: Stage) -> list[Row]:
 
 
 def heartbeats(stage: Stage) -> list[Row]:
-    """ "direct" is the same route with nothing waiting. Unless it must be quick, every poll is renewed meanwhile."""
+    """Here "direct" is the same route while no poll waits. Without --quick every poll is renewed once meanwhile."""
     spec = LoadSpec(stage.server.url, "tinker", IN_FLIGHT, 4.0 if stage.quick else LONGER_THAN_A_POLL_S)
     with stage.upstream.delayed(HELD_BACK_MS):
-        found = stage.generate(
+        load = stage.generate(
             "heartbeats", "forwarded", "benchmarks.waiting", json.dumps(asdict(spec)), stage.upstream.url
         )
-    failed = errors(found) + (IN_FLIGHT - found["waiting"])
-    note = (
-        f"{found['waiting']:,} polls waiting, all answered in the end" if not failed else f"errors: {found['errors']}"
-    )
+    failed = errors(load) + (IN_FLIGHT - load["waiting"])
+    note = f"{load['waiting']:,} polls waiting, all answered in the end" if not failed else f"errors: {load['errors']}"
     what = f"heartbeat {{}} while {IN_FLIGHT:,} long polls wait"
     return [
-        Row("heartbeats", what.format("p50"), "ms", found["p50_ms"], None, found["idle_p50_ms"], None, failed),
+        Row("heartbeats", what.format("p50"), "ms", load["p50_ms"], None, load["idle_p50_ms"], None, failed),
         Row(
             "heartbeats",
             what.format("p99"),
             "ms",
-            found["p99_ms"],
+            load["p99_ms"],
             Target(20),
-            found["idle_p99_ms"],
+            load["idle_p99_ms"],
             None,
             failed,
             note,
@@ -67,7 +65,7 @@ def heartbeats(stage: Stage) -> list[Row]:
 
 
 def idle(stage: Stage) -> list[Row]:
-    """CPU of a server that nobody asks anything, in percent of a core, one row for each of its parts."""
+    """CPU of a server without requests, in percent of a core, one row per process."""
     seconds = 10.0 if stage.quick else 15.0
     with trainer(stage.upstream) as server:
         percent = _idle_percent(parts_of(server.pid), seconds)
@@ -86,12 +84,13 @@ def _idle_percent(parts: dict[str, int], seconds: float) -> dict[str, float]:
 
 
 def growth(stage: Stage) -> list[Row]:
-    """Bytes on disk per sample, and what is left of them when the retention is over (waits for a sweep)."""
+    """Bytes on disk per sample, and the share that is left after the retention (waits for a sweep)."""
     retention_s = QUICK_RETENTION_S if stage.quick else RETENTION_S
     with gateway(stage.upstream, result_retention_s=retention_s) as server:
         before = disk_bytes(server.state_dir)
         load = stage.forwarded("growth", server, 64)
-        Database(f"sqlite:///{server.state_dir / 'skyrl.db'}").empty_log()  # it is bounded, however many there were
+        # SQLite's log has a fixed bound, so it is left out of the growth.
+        Database(f"sqlite:///{server.state_dir / 'skyrl.db'}").empty_log()
         grown = disk_bytes(server.state_dir)
         kept = _after_retention(server, grown)
     stage.raw.append({"row": "growth", "path": "disk", "bytes": {"before": before, "grown": grown, "kept": kept}})
@@ -101,12 +100,12 @@ def growth(stage: Stage) -> list[Row]:
     note = f"{load['accepted']:,} samples; MB on disk before, after and when retention is over: {sizes}"
     return [
         Row("growth", "growth on disk per sample", "kB", per_sample, Target(6), errors=errors(load), note=note),
-        Row("growth", "of that left after retention", "%", left),
+        Row("growth", "part of the growth left after retention", "%", left),
     ]
 
 
 def _after_retention(server: DemoServer, grown: int) -> int:
-    """Bytes on disk once they have shrunk and shrink no more, or when a sweep is long over."""
+    """Bytes on disk after they have shrunk and stay the same, or after RECLAIM_AT_MOST_S."""
     began, smallest, since = time.monotonic(), grown, time.monotonic()
     while time.monotonic() - began < RECLAIM_AT_MOST_S:
         time.sleep(1)

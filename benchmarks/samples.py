@@ -1,4 +1,4 @@
-"""One sample, straight to the upstream or through a Tinker server, on a connection that the caller keeps."""
+"""Sends one sample, directly to the upstream or through a Tinker server, on a connection of the caller."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ FIRST_BACK_OFF_S, LONGEST_BACK_OFF_S = 0.05, 2.0
 
 @dataclass(frozen=True)
 class LoadSpec:
-    """`pid`: the process whose CPU is read; `upstream_pid` is another one that the load uses. `exact`: the null
-    upstream answers, so its tokens are known. `clients`: sampling sessions of a load with one poll for each of them."""
+    """`pid`: the server process whose CPU is measured. `upstream_pid`: the upstream's process. `exact`: the null
+    upstream answers, so the tokens are known. `clients`: the number of sampling sessions; a `one-poll` load has one
+    poll for each."""
 
     url: str
     path: Literal["direct", "tinker", "one-poll"]
@@ -52,7 +53,7 @@ class _Samples:
 
 
 class DirectSamples(_Samples):
-    """The upstream's own /v1/completions."""
+    """Samples by the upstream's /v1/completions."""
 
     async def open(self) -> None:
         tail = {"n": self._spec.sequences, "max_tokens": self._spec.max_tokens, "logprobs": 0, "return_token_ids": True}
@@ -63,7 +64,7 @@ class DirectSamples(_Samples):
         )
 
     async def sample(self, connection: Connection, number: int) -> str | None:
-        """None, or what went wrong. Raises OSError."""
+        """Send a sample and wait for its result; returns the fault, or None. Raises OSError."""
         variant = number % VARIANTS
         status, answer = await connection.post(b"/v1/completions", self._body % self._prompts[variant])
         return self._check.problem(variant, answer) if status == 200 else f"completions {status}"
@@ -73,7 +74,7 @@ class DirectSamples(_Samples):
 
 
 class TinkerSamples(_Samples):
-    """asample and retrieve_future on one sampling session, opened at the start."""
+    """Samples by asample and retrieve_future, on sampling sessions that `open` creates."""
 
     def __init__(self, spec: LoadSpec) -> None:
         super().__init__(spec)
@@ -81,18 +82,18 @@ class TinkerSamples(_Samples):
         self.accepted = self.delivered = self.polls = self.told_to_wait = self.polls_for_all = 0
 
     async def open(self) -> None:
-        """Raises RuntimeError with the server's words where it does not let us."""
+        """Create the session and the sampling sessions. Raises RuntimeError with the server's message if it refuses."""
         setup = self.connect()
         session = await self._create(setup, "session", {"sdk_version": "0.38.0", "tags": [], "user_metadata": {}})
         self.session = session["session_id"]
         self.samplers: list[str] = []
         for number in range(self._spec.clients):
-            wanted = {
+            body = {
                 "session_id": self.session,
                 "sampling_session_seq_id": number,
                 "base_model": self._spec.base_model,
             }
-            self.samplers.append((await self._create(setup, "sampling_session", wanted))["sampling_session_id"])
+            self.samplers.append((await self._create(setup, "sampling_session", body))["sampling_session_id"])
         setup.close()
         params = {"max_tokens": self._spec.max_tokens, "seed": 1, "temperature": 1.0, "top_k": -1, "top_p": 1.0}
         head = {
@@ -111,12 +112,13 @@ class TinkerSamples(_Samples):
         return json.loads(answer)
 
     async def heartbeat(self, connection: Connection) -> int:
-        """The status."""
+        """Send a heartbeat; returns the status."""
         body = json.dumps({"session_id": self.session, "type": "session_heartbeat"}).encode()
         return (await connection.post(b"/api/v1/session_heartbeat", body))[0]
 
     async def submit(self, connection: Connection, number: int) -> tuple[bytes | None, str | None]:
-        """The body that asks for the result, or what went wrong. Waits as long as it is told to. Raises OSError."""
+        """Submit a sample; returns the body of the poll for its result, or the fault. Waits after each 429. Raises
+        OSError."""
         sampler = self.samplers[number % len(self.samplers)].encode()
         body = self._body % (self._prompts[number % VARIANTS], sampler, number)
         back_off_s = FIRST_BACK_OFF_S
@@ -132,26 +134,26 @@ class TinkerSamples(_Samples):
         self.accepted += 1
         return json.dumps({"request_id": json.loads(answer)["request_id"]}).encode(), None
 
-    async def retrieve(self, connection: Connection, wanted: bytes) -> tuple[int, bytes]:
-        """Status and body of the first answer that is not "try again". Raises OSError."""
+    async def retrieve(self, connection: Connection, poll: bytes) -> tuple[int, bytes]:
+        """Poll until the answer is not "try again"; returns its status and body. Raises OSError."""
         while True:
             self.polls += 1
-            status, answer = await connection.post(b"/api/v1/retrieve_future", wanted)
+            status, answer = await connection.post(b"/api/v1/retrieve_future", poll)
             if status != 408 and not (status == 200 and b'"try_again"' in answer[:200]):
                 return status, answer
 
     def problem(self, number: int, status: int, answer: bytes) -> str | None:
-        """What is wrong with a retrieved result; None counts it as delivered."""
-        found = self._check.problem(number % VARIANTS, answer) if status == 200 else f"retrieve_future {status}"
-        self.delivered += found is None
-        return found
+        """The fault of a retrieved result. A result without a fault counts as delivered."""
+        problem = self._check.problem(number % VARIANTS, answer) if status == 200 else f"retrieve_future {status}"
+        self.delivered += problem is None
+        return problem
 
     async def sample(self, connection: Connection, number: int) -> str | None:
-        """None, or what went wrong. Raises OSError."""
-        wanted, refused = await self.submit(connection, number)
-        if wanted is None:
-            return refused
-        return self.problem(number, *await self.retrieve(connection, wanted))
+        """Send a sample and wait for its result; returns the fault, or None. Raises OSError."""
+        poll, problem = await self.submit(connection, number)
+        if poll is None:
+            return problem
+        return self.problem(number, *await self.retrieve(connection, poll))
 
     def counts(self) -> dict[str, int]:
         lost = self.accepted - self.delivered
@@ -159,41 +161,42 @@ class TinkerSamples(_Samples):
 
 
 class OnePollSamples(TinkerSamples):
-    """asample, then one `retrieve_futures` at a time for all samples of a sampling session, and `retrieve_future` for
-    each sample that it tells of."""
+    """Samples by asample. One `retrieve_futures` poll per sampling session learns which samples have ended; then
+    `retrieve_future` gets the result of each."""
 
     async def open(self) -> None:
         await super().open()
-        self._told: set[str] = set()
+        self._ended: set[str] = set()
         self._waiting: dict[str, asyncio.Future[None]] = {}
         self._polling = [asyncio.create_task(self._poll(sampler)) for sampler in self.samplers]
 
     async def sample(self, connection: Connection, number: int) -> str | None:
-        wanted, problem = await self.submit(connection, number)
-        if wanted is None:
+        poll, problem = await self.submit(connection, number)
+        if poll is None:
             return problem
-        request_id = json.loads(wanted)["request_id"]
-        if request_id not in self._told:
+        request_id = json.loads(poll)["request_id"]
+        if request_id not in self._ended:
             self._waiting[request_id] = asyncio.get_running_loop().create_future()
             await self._waiting[request_id]
             del self._waiting[request_id]
-        self._told.discard(request_id)
-        return self.problem(number, *await self.retrieve(connection, wanted))
+        self._ended.discard(request_id)
+        return self.problem(number, *await self.retrieve(connection, poll))
 
     async def _poll(self, sampler: str) -> None:
-        """Raises RuntimeError with the server's words where it does not answer."""
+        """Poll for the ended samples of a sampling session. Raises RuntimeError with the server's message if it
+        refuses."""
         connection, cursor = self.connect(), 0
         target = {"type": "sampling_session", "sampling_session_id": sampler, "cloned_sampler_id": 0}
         while True:
-            wanted = {"target": target, "prev_cursor": cursor, "retrieved_request_ids": []}
-            status, answer = await connection.post(b"/api/v1/retrieve_futures", json.dumps(wanted).encode())
+            body = {"target": target, "prev_cursor": cursor, "retrieved_request_ids": []}
+            status, answer = await connection.post(b"/api/v1/retrieve_futures", json.dumps(body).encode())
             if status != 200:
                 raise RuntimeError(f"retrieve_futures: {status} {answer[:300].decode(errors='replace')}")
-            told = json.loads(answer)
-            cursor = told["cursor"]
+            ends = json.loads(answer)
+            cursor = ends["cursor"]
             self.polls_for_all += 1
-            for end in told["completions"]:
-                self._told.add(end["request_id"])
+            for end in ends["completions"]:
+                self._ended.add(end["request_id"])
                 if (waiter := self._waiting.get(end["request_id"])) is not None and not waiter.done():
                     waiter.set_result(None)
 

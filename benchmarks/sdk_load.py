@@ -1,4 +1,4 @@
-"""The real Tinker SDK as a load, with its own CPU, so that its limit shows.
+"""The real Tinker SDK as a load generator. It measures its own CPU, so that the limit of the SDK shows.
 
 Usage: python -m benchmarks.sdk_load URL IN_FLIGHT SECONDS; prints JSON.
 """
@@ -23,11 +23,11 @@ WARM_UP_S = 2.0
 
 
 async def run(client: tinker.SamplingClient, in_flight: int, seconds: float) -> dict[str, Any]:
-    """Closed loop; samples that end within the window count, after a warm-up."""
+    """A closed loop. After a warm-up, samples that end within the window are measured."""
     latencies: list[float] = []
     errors: Counter[str] = Counter()
     state = {"measuring": False, "stopping": False}
-    asked = [types.ModelInput.from_ints(prompts.prompt(index, 512)) for index in range(prompts.VARIANTS)]
+    inputs = [types.ModelInput.from_ints(prompts.prompt(index, 512)) for index in range(prompts.VARIANTS)]
     expected = [prompts.answer(index, MAX_TOKENS) for index in range(prompts.VARIANTS)]
     params = types.SamplingParams(max_tokens=MAX_TOKENS)
 
@@ -36,7 +36,7 @@ async def run(client: tinker.SamplingClient, in_flight: int, seconds: float) -> 
         while not state["stopping"]:
             began = time.perf_counter()
             try:
-                answer = await client.sample(asked[variant], 1, params)
+                answer = await client.sample(inputs[variant], 1, params)
             except tinker.TinkerError as error:
                 errors[type(error).__name__] += 1
                 continue

@@ -1,4 +1,4 @@
-"""Arithmetic on what was measured."""
+"""Arithmetic on measured series."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CURVE = (*(step / 50 for step in range(50)), 0.99, 0.995, 0.999, 1.0)
 
 
 def quantile(values: Sequence[float], q: float) -> float:
-    """NaN for no values: a run without one finished request has no latency."""
+    """The quantile `q`; NaN if there are no values."""
     return float(np.quantile(values, q)) if len(values) else float("nan")
 
 
@@ -29,7 +29,7 @@ def slope(times: Sequence[float], values: Sequence[float]) -> float:
 
 
 def drift(times: Sequence[float], values: Sequence[float]) -> float:
-    """How much a series changed from its first to its last time along its slope, as a part of its median."""
+    """The change of a series from its first to its last time along its slope, divided by its median."""
     if len(times) < 2:
         return 0.0
     median = quantile(values, 0.5)
@@ -37,7 +37,7 @@ def drift(times: Sequence[float], values: Sequence[float]) -> float:
 
 
 def without_nan(value: Any) -> Any:
-    """The same lists and dictionaries with None where there is no number, which JSON has a word for."""
+    """The same lists and dictionaries with None for NaN, because JSON has no NaN."""
     if isinstance(value, dict):
         return {key: without_nan(item) for key, item in value.items()}
     if isinstance(value, list):

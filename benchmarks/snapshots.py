@@ -1,6 +1,6 @@
-"""Rows about snapshots: how long one keeps the backend's thread from training, and how many bytes it writes.
+"""Rows about snapshots: how long a snapshot keeps the backend thread from training, and how many bytes it writes.
 
-In this process, without a server: the real backend, database and disk.
+Runs in this process, without a server, with the real backend, database and disk.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from benchmarks.stage import Stage
 from benchmarks.table import Row
 from skyrl.backends.base import AdamParams, Datum, TrainingPass
 from skyrl.backends.torch_lora.backend import TorchLoraBackend
-from skyrl.config.server import load_config
+from skyrl.config.loading import load_config
 from skyrl.db.database import Database
 from skyrl.db.migrate import migrate
 from skyrl.engine.snapshots import Snapshots
@@ -38,8 +38,8 @@ def snapshots(stage: Stage) -> list[Row]:
 
 
 def run(repeats: int) -> list[tuple[int, list[float], int]]:
-    """Ranks of the tiny model's adapters, with the milliseconds of each snapshot and the bytes of one: weights,
-    moments and a pending gradient."""
+    """For each rank of an adapter of the tiny model: the rank, the milliseconds of each snapshot, and the bytes of one
+    snapshot with weights, moments and a pending gradient."""
     with tempfile.TemporaryDirectory(prefix="skyrl-snapshots-") as state_dir:
         config = load_config({"state_dir": Path(state_dir), "base_model": str(model_path())})
         database = Database(config.database)

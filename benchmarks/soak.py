@@ -1,4 +1,5 @@
-"""A long steady load: does anything grow, slow down or get lost? Prints the verdicts; writes soak.json and soak.html.
+"""A long steady load that shows whether memory grows, answers slow down or samples get lost. Prints the verdicts;
+writes soak.json and soak.html.
 
 Usage: python -m benchmarks.soak [--minutes 30] [--rate 500] [--delay-ms 200] [--retention-s 120] [--out DIRECTORY]
 """
@@ -28,10 +29,10 @@ from benchmarks.table import Row, Target, text_table
 from skyrl.demo.server import DemoServer
 
 EVERY_S = 10.0
-SAFE = 0.8
+READ_AGAIN_AT = 0.8
 """Results are read again after this part of their retention."""
 SETTLED = 1 / 3
-"""Drift is told from what comes after this part of the run: caches and pools are filled, old results are swept."""
+"""After this part of the run caches and pools are full, and old results are swept. Drift is computed from the rest."""
 PLOTTED = {
     "samples_per_s": "samples/s",
     "p50_ms": "p50, ms",
@@ -43,13 +44,14 @@ PLOTTED = {
     "threads": "threads",
 }
 FLAT = {"rss_mb": 10, "p50_ms": 10, "p99_ms": 50, "open_files": 10, "threads": 25, "disk_mb": 25}
-"""Percent by which each may drift."""
+"""The allowed drift of each series in percent."""
 
 Point = dict[str, float]
 
 
 class Watch:
-    """One point every ten seconds: the API process, the disk, and the samples that ended meanwhile."""
+    """Records one point every ten seconds: the API process, the disk, and the samples that ended since the last
+    point."""
 
     def __init__(self, server: DemoServer, loop: OpenLoop) -> None:
         self._pid = parts_of(server.pid)["api"]
@@ -59,12 +61,11 @@ class Watch:
         self.points: list[Point] = []
 
     async def run(self, seconds: float) -> None:
-        """Points for so long; prints each."""
+        """Record and print points for `seconds`."""
         while time.perf_counter() - self._began < seconds:
             await asyncio.sleep(EVERY_S)
             self.points.append(self._point())
-            said = ", ".join(f"{key} {value:.4g}" for key, value in self.points[-1].items())
-            print(said, flush=True)
+            print(", ".join(f"{key} {value:.4g}" for key, value in self.points[-1].items()), flush=True)
 
     def _point(self) -> Point:
         now, latencies = time.perf_counter(), self._loop.take_latencies()
@@ -87,7 +88,8 @@ class Watch:
 
 
 def verdicts(points: Sequence[Point], totals: dict[str, Any]) -> list[Row]:
-    """What must be nothing, and what must be flat: drift in percent of the median over the settled part of the run."""
+    """Rows for the counts that must be 0, and for the drift of each series, in percent of its median over the settled
+    part of the run."""
     failed = sum(totals["errors"].values())
     rows = [
         Row("soak", f"lost, of {totals['accepted']:,} accepted", "", totals["lost"], Target(0)),
@@ -120,7 +122,7 @@ def plots(points: Sequence[Point]) -> str:
 async def soak(
     server: DemoServer, rate: float, seconds: float, retention_s: float
 ) -> tuple[list[Point], dict[str, Any]]:
-    loop = OpenLoop(LoadSpec(server.url, "tinker", 0, seconds), rate, SAFE * retention_s)
+    loop = OpenLoop(LoadSpec(server.url, "tinker", 0, seconds), rate, READ_AGAIN_AT * retention_s)
     watch = Watch(server, loop)
     async with asyncio.TaskGroup() as group:
         group.create_task(loop.run())
@@ -132,21 +134,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.soak", description=__doc__)
     parser.add_argument("--minutes", type=float, default=30)
     parser.add_argument("--rate", type=float, default=500, help="samples per second")
-    parser.add_argument("--delay-ms", type=float, default=200, help="of the null upstream")
+    parser.add_argument("--delay-ms", type=float, default=200, help="delay of the null upstream's answers")
     parser.add_argument("--retention-s", type=float, default=120, help="how long the server keeps results")
     parser.add_argument("--out", type=Path, default=Path("out/soak"))
-    asked = parser.parse_args()
-    facts = machine.facts() | {"minutes": asked.minutes, "rate": asked.rate, "delay_ms": asked.delay_ms}
-    with NullUpstream() as upstream, gateway(upstream, result_retention_s=asked.retention_s) as server:
-        upstream.control(f"delay_ms={asked.delay_ms}")
-        points, totals = uvloop.run(soak(server, asked.rate, asked.minutes * 60, asked.retention_s))
+    options = parser.parse_args()
+    facts = machine.facts() | {"minutes": options.minutes, "rate": options.rate, "delay_ms": options.delay_ms}
+    with NullUpstream() as upstream, gateway(upstream, result_retention_s=options.retention_s) as server:
+        upstream.control(f"delay_ms={options.delay_ms}")
+        points, totals = uvloop.run(soak(server, options.rate, options.minutes * 60, options.retention_s))
     rows = verdicts(points, totals)
     print("\n" + text_table(rows))
-    asked.out.mkdir(parents=True, exist_ok=True)
+    options.out.mkdir(parents=True, exist_ok=True)
     table = [asdict(row) | {"met": row.met} for row in rows]
     results = {"facts": facts, "rows": table, "totals": totals, "points": points}
-    (asked.out / "soak.json").write_text(json.dumps(without_nan(results), indent=1) + "\n")
-    (asked.out / "soak.html").write_text(page("Soak", [facts_list(facts), rows_table(rows), plots(points)]))
+    (options.out / "soak.json").write_text(json.dumps(without_nan(results), indent=1) + "\n")
+    (options.out / "soak.html").write_text(page("Soak", [facts_list(facts), rows_table(rows), plots(points)]))
     if not all(row.met for row in rows):
         raise SystemExit(1)
 

@@ -1,4 +1,6 @@
-"""The processes of a run: null upstream, servers, load generators. Sequential; nothing is left behind."""
+"""The processes of a run: null upstream, servers and load generators. Loads run one after the other, and no process is
+left behind.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ MODEL = "tiny"
 
 
 class NullUpstream:
-    """The process; `with` starts and ends it."""
+    """The null upstream as a process, which `with` starts and ends."""
 
     def __init__(self, port: int | None = None) -> None:
         self.port = port or free_port()
@@ -47,7 +49,7 @@ class NullUpstream:
                 time.sleep(0.05)
 
     def control(self, query: str) -> dict[str, int]:
-        """`delay_ms=200` or `release`; answers how many requests there were, and how many wait."""
+        """Send `delay_ms=200` or `release`; returns the numbers of requests so far and of requests that wait."""
         return httpx.post(f"{self.url}/control?{query}", timeout=30, trust_env=False).json()
 
     @contextmanager
@@ -65,7 +67,8 @@ class NullUpstream:
 
 @contextmanager
 def _server(*flags: str, **settings: float) -> Generator[DemoServer]:
-    """Started, with an empty database of its own; nothing is waited for. `settings` are those that have no flag."""
+    """Start a server with an empty database, without waiting for it. `settings` are configuration keys without a
+    flag."""
     with tempfile.TemporaryDirectory() as state:
         config = Path(state) / "config.toml"
         config.write_text("".join(f"{key} = {value}\n" for key, value in settings.items()))
@@ -79,7 +82,7 @@ def _server(*flags: str, **settings: float) -> Generator[DemoServer]:
 
 @contextmanager
 def gateway(upstream: NullUpstream, **settings: float) -> Generator[DemoServer]:
-    """A sampling-only server in front of the upstream."""
+    """A gateway, a server that only samples, in front of the upstream."""
     flags = ("--backend", "none", "--base-model", MODEL, "--external-inference-url", upstream.url)
     with _server(*flags, **settings) as server:
         server.wait_api()
@@ -88,7 +91,7 @@ def gateway(upstream: NullUpstream, **settings: float) -> Generator[DemoServer]:
 
 @contextmanager
 def trainer(upstream: NullUpstream) -> Generator[DemoServer]:
-    """A server with an engine; it would forward samples to the upstream, so that no vLLM runs beside it."""
+    """A server with an engine. It would forward samples to the upstream, so no vLLM runs."""
     with _server("--external-inference-url", upstream.url) as server:
         server.wait_ready()
         yield server
@@ -96,7 +99,7 @@ def trainer(upstream: NullUpstream) -> Generator[DemoServer]:
 
 @dataclass(frozen=True)
 class Other:
-    """A server to compare with."""
+    """Another server, for comparison."""
 
     url: str
     api_key: str
@@ -105,8 +108,8 @@ class Other:
 
 @dataclass
 class Stage:
-    """`quick`: short windows. `calibration_s`: of this machine, now. `exact_other`: the other server forwards to the
-    same upstream. `raw` collects every load's result under the name of the row that asked for it."""
+    """`quick`: use short windows. `calibration_s`: the calibration of this machine. `exact_other`: the other server
+    forwards to the same upstream. `raw` collects the result of every load with the name of its row."""
 
     upstream: NullUpstream
     quick: bool
@@ -118,7 +121,7 @@ class Stage:
 
     @cached_property
     def server(self) -> DemoServer:
-        """The gateway that rows share; started when first asked for."""
+        """The gateway that rows share. It starts at the first use."""
         return self._open.enter_context(gateway(self.upstream))
 
     @property
@@ -129,7 +132,7 @@ class Stage:
         self._open.close()
 
     def direct(self, row: str, in_flight: int, **changes: Any) -> dict[str, Any]:
-        """Half as long as a forwarded load: there are two of them."""
+        """A direct load. It takes half as long as a forwarded load, because each row has two of them."""
         half_s, upstream = self.window_s / 2, self.upstream
         spec = LoadSpec(upstream.url, "direct", in_flight, half_s, warm_up_s=0.5, pid=upstream.pid, **changes)
         return self.load(row, "direct", spec)
@@ -148,9 +151,9 @@ class Stage:
         return self.generate(row, name, "benchmarks.load", json.dumps(asdict(spec)))
 
     def generate(self, row: str, name: str, module: str, *arguments: str) -> dict[str, Any]:
-        """What a generator process prints. Raises CalledProcessError."""
+        """Run a generator process; returns the JSON that it prints. Raises CalledProcessError."""
         command = [sys.executable, "-m", module, *arguments]
-        said = subprocess.run(command, check=True, stdout=subprocess.PIPE, timeout=180).stdout
-        result = {"row": row, "path": name} | json.loads(said.splitlines()[-1])
+        output = subprocess.run(command, check=True, stdout=subprocess.PIPE, timeout=180).stdout
+        result = {"row": row, "path": name} | json.loads(output.splitlines()[-1])
         self.raw.append(result)
         return result

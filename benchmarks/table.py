@@ -1,4 +1,4 @@
-"""Rows of the result: what was wanted, what was measured, and what the direct way took in the same run."""
+"""Rows of the result table: target, measured value, and the value of the direct way in the same run."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ COLUMNS = ("what", "target", "measured", "direct", "ratio", "met")
 
 @dataclass(frozen=True)
 class Target:
-    """A bound on a measured value, in the unit that the value has."""
+    """A bound on a measured value, in the unit of the value."""
 
     bound: float
     at_most: bool = True
 
     def met(self, value: float) -> bool:
-        """NaN, which is what a run without results gives, meets nothing."""
+        """Whether the value meets the bound. NaN, the value of a run without results, never does."""
         return value <= self.bound if self.at_most else value >= self.bound
 
     def text(self, unit: str) -> str:
@@ -26,8 +26,8 @@ class Target:
 
 @dataclass(frozen=True)
 class Row:
-    """One line. `direct` and `other` are the same quantity by another way, in the same unit; `errors` counts failures
-    of every kind, and one is enough for a target not to be met; `note` says what the figure alone does not."""
+    """One row. `direct` and `other` are the same quantity measured in another way, in the same unit. `errors` counts
+    all failures; a row with an error misses its target. `note` explains the figure."""
 
     name: str
     what: str
@@ -41,12 +41,12 @@ class Row:
 
     @property
     def met(self) -> bool | None:
-        """None where there is no target."""
+        """Whether the target is met; None without a target."""
         return None if self.target is None else not self.errors and self.target.met(self.measured)
 
     @property
     def ratio(self) -> float | None:
-        """Measured over direct."""
+        """The measured value divided by the direct one."""
         return self.measured / self.direct if self.direct else None
 
     def cells(self, compared: bool) -> list[str]:
@@ -62,7 +62,7 @@ class Row:
 
 
 def number(value: float | None) -> str:
-    """Three significant digits, thousands with commas; nothing for None."""
+    """The value with three significant digits, or with commas between thousands; "" for None."""
     if value is None:
         return ""
     if math.isnan(value):
@@ -77,7 +77,7 @@ def headers(compared: bool) -> list[str]:
 
 
 def text_table(rows: Sequence[Row]) -> str:
-    """Aligned lines; a row's note stands below it."""
+    """The table as aligned lines; the note of a row follows the row."""
     compared = any(row.other is not None for row in rows)
     lines = [headers(compared), *(row.cells(compared) for row in rows)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]

@@ -1,6 +1,7 @@
-"""Rows about training commands: submit to result through the real server and SDK, tiny model, one CPU core.
+"""Rows about training commands: the time from submit to result through the real server and SDK, with the tiny model on
+one CPU core.
 
-The server forwards samples to the null upstream, so that no vLLM runs beside it.
+The server would forward samples to the null upstream, so no vLLM runs.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from skyrl.demo.latency import stream_data
 
 ADAM = types.AdamParams(learning_rate=1e-4)
 SIZES = ((1, 8, 40), (8, 128, 20), (32, 256, 8))
-"""Sequences, tokens of each, repeats."""
+"""Number of sequences, tokens of each, and repeats."""
 BOTH_MS = 20
 
 
 def timed(repeats: int, action: Callable[[], object]) -> list[float]:
-    """Milliseconds of each repeat, after one that is not counted."""
+    """The milliseconds of each repeat, after one uncounted run."""
     action()
     spent: list[float] = []
     for _ in range(repeats):
@@ -45,9 +46,9 @@ def _measure(stage: Stage, base_url: str) -> list[Row]:
         model = client.create_lora_training_client(base_model="tiny", rank=8).result()
 
         def both(data: list[types.Datum]) -> None:
-            passed, stepped = model.forward_backward(data, "cross_entropy"), model.optim_step(ADAM)
-            passed.result()
-            stepped.result()
+            training_pass, optimizer_step = model.forward_backward(data, "cross_entropy"), model.optim_step(ADAM)
+            training_pass.result()
+            optimizer_step.result()
 
         small = stream_data(1, 8)
         rows = [

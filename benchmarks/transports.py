@@ -1,6 +1,7 @@
-"""Which HTTP client forwards: skyrl's own, aiohttp and plain httpx; same requests, same null upstream.
+"""Compares HTTP clients for forwarding: skyrl's own, aiohttp and plain httpx, with the same requests to the same null
+upstream.
 
-Side by side: requests per second, and CPU seconds of the client's process per 1,000 requests.
+Measures requests per second, and CPU seconds of the client's process per 1,000 requests.
 
 Usage: python benchmarks/transports.py [--out FILE]
 """
@@ -37,7 +38,7 @@ class Client(Protocol):
 
 
 class HttpxClient:
-    """The same call on plain httpx, with an unlimited pool."""
+    """The same call with httpx, with an unlimited pool."""
 
     def __init__(self) -> None:
         self._client = httpx.AsyncClient(limits=httpx.Limits(), timeout=60, trust_env=False)
@@ -51,7 +52,7 @@ class HttpxClient:
 
 
 class AiohttpClient:
-    """The same call on aiohttp, with an unlimited pool."""
+    """The same call with aiohttp, with an unlimited pool."""
 
     def __init__(self) -> None:
         self._session = aiohttp.ClientSession(
@@ -121,6 +122,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path)
     out = parser.parse_args().out
-    found = run()
+    rows = run()
     if out is not None:
-        out.write_text(json.dumps(found, indent=1) + "\n")
+        out.write_text(json.dumps(rows, indent=1) + "\n")

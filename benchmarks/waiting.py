@@ -1,7 +1,7 @@
-"""How long another route takes while many long polls wait, and whether all of those are answered in the end.
+"""Times another route while many long polls wait, and checks that all polls are answered in the end.
 
-Usage: python -m benchmarks.waiting '{"url": ..., "in_flight": 2048, ...}' CONTROL_URL (the upstream's, which holds its
-answers back until it is told to release them); prints JSON.
+Usage: python -m benchmarks.waiting '{"url": ..., "in_flight": 2048, ...}' UPSTREAM_URL; prints JSON. The null upstream
+there delays its answers until this program releases them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SUBMIT_S = 30.0
 
 
 class Waiting:
-    """All samples are submitted first; their polls then wait while heartbeats are timed."""
+    """Submits all samples first. Then their polls wait while heartbeats are timed."""
 
     def __init__(self, spec: LoadSpec, upstream: str) -> None:
         self._spec = spec
@@ -40,9 +40,9 @@ class Waiting:
     async def _one(self, number: int) -> None:
         connection = self._samples.connect()
         try:
-            wanted, problem = await self._submit(connection, number)
-            if wanted is not None:
-                problem = self._samples.problem(number, *await self._samples.retrieve(connection, wanted))
+            poll, problem = await self._submit(connection, number)
+            if poll is not None:
+                problem = self._samples.problem(number, *await self._samples.retrieve(connection, poll))
         except OSError as error:
             problem = type(error).__name__
         if problem is not None:
@@ -58,7 +58,7 @@ class Waiting:
                 self._all_submitted.set()
 
     async def _beats(self, for_s: float) -> list[float]:
-        """Seconds of each heartbeat, one after the other at a steady pace."""
+        """Send heartbeats one after the other at a steady pace for `for_s`; returns the seconds of each."""
         connection, seconds = self._samples.connect(), []
         end = time.perf_counter() + for_s
         while (began := time.perf_counter()) < end:

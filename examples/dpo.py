@@ -1,4 +1,4 @@
-"""DPO: prefer right answers to sloppy ones, with a loss that is computed on the client.
+"""DPO: train a model to prefer right answers to sloppy ones, with a loss that the client computes.
 
 `forward_backward_custom` gets logprobs from the server, differentiates the loss here and sends the gradient back. The
 base model is the reference policy. Uses the Tinker SDK, torch and a task.
@@ -22,7 +22,7 @@ PAIRS = 12
 
 
 def datum(prompt: list[int], answer: list[int]) -> types.Datum:
-    """The weights mark the answer's tokens; the loss below reads them."""
+    """One answer. Its tokens have weight 1; the loss below uses the weights to find them."""
     weights = [0.0] * (len(prompt) - 1) + [1.0] * len(answer)
     return types.Datum(
         model_input=types.ModelInput.from_ints(prompt + answer[:-1]),
@@ -34,9 +34,9 @@ def datum(prompt: list[int], answer: list[int]) -> types.Datum:
 
 
 def answer_logprobs(data: list[types.Datum], logprobs: list[torch.Tensor]) -> torch.Tensor:
-    """Log-probability of each whole answer, [len(data)]."""
-    weights = [d.loss_fn_inputs["weights"].to_torch() for d in data]
-    return torch.stack([(w * lp).sum() for w, lp in zip(weights, logprobs, strict=True)])
+    """The log-probability of each whole answer, [len(data)]."""
+    weights = [datum.loss_fn_inputs["weights"].to_torch() for datum in data]
+    return torch.stack([(weight * logprob).sum() for weight, logprob in zip(weights, logprobs, strict=True)])
 
 
 def main() -> None:
@@ -60,10 +60,12 @@ def main() -> None:
                 prompt = tokenizer.encode(chat_prompt(question))
                 if chosen != rejected:
                     data += [datum(prompt, tokenizer.encode(text + IM_END)) for text in (chosen, rejected)]
-            whole = [d.model_input.to_ints() + [int(d.loss_fn_inputs["target_tokens"].data[-1])] for d in data]
-            asked = [base.compute_logprobs(types.ModelInput.from_ints(tokens)) for tokens in whole]
-            # The first token has no logprob; from the second on they stand where target_tokens stands.
-            scores = [torch.tensor(future.result()[1:], dtype=torch.float32) for future in asked]
+            sequences = [
+                pair.model_input.to_ints() + [int(pair.loss_fn_inputs["target_tokens"].data[-1])] for pair in data
+            ]
+            futures = [base.compute_logprobs(types.ModelInput.from_ints(tokens)) for tokens in sequences]
+            # The first token has no logprob. Without it, logprobs and target_tokens have the same positions.
+            scores = [torch.tensor(future.result()[1:], dtype=torch.float32) for future in futures]
             reference = answer_logprobs(data, scores)
 
             def dpo(
@@ -74,10 +76,10 @@ def main() -> None:
                 loss = -torch.nn.functional.logsigmoid(difference).mean()
                 return loss, {"accuracy:mean": float((difference > 0).float().mean())}
 
-            passed = trainer.forward_backward_custom(data, dpo)
-            stepped = trainer.optim_step(types.AdamParams(learning_rate=1e-3))
-            metrics = passed.result().metrics
-            stepped.result()
+            training_pass = trainer.forward_backward_custom(data, dpo)
+            optimizer_step = trainer.optim_step(types.AdamParams(learning_rate=1e-3))
+            metrics = training_pass.result().metrics
+            optimizer_step.result()
             print(f"step {step:3d}  loss {metrics['loss:sum']:.4f}  chosen preferred {metrics['accuracy:mean']:.2f}")
 
 

@@ -1,7 +1,8 @@
-"""GRPO with a reference policy: sample a group of answers to each question, reward the better ones, stay near the base.
+"""GRPO with a reference policy: sample a group of answers to each question, reward the better ones, and stay near the
+base model.
 
-Each token's advantage is its answer's reward within the group, less a share of log(policy / reference). Two versions
-of the weights are compared at the end. Uses the Tinker SDK and a task with a reward.
+The advantage of a token is its answer's reward, normalised within the group, minus KL_COEFFICIENT * log(policy /
+reference). At the end two versions of the weights are compared. Uses the Tinker SDK and a task with a reward.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ async def group_data(
     tokenizer,
     seed: int,
 ) -> tuple[list[types.Datum], list[float]]:
-    """One question: its group of answers as data for the ppo loss, and their rewards. Samples draw from `seed` on."""
+    """Sample a group of answers to one question. Returns them as data for the ppo loss, and their rewards. Sample i of
+    the group uses the seed `seed + i`."""
     prompt = tokenizer.encode(chat_prompt(question[0]))
     params = types.SamplingParams(max_tokens=32, temperature=1.0, seed=seed)
     sampled = await policy.sample(types.ModelInput.from_ints(prompt), num_samples=GROUP, sampling_params=params)
@@ -42,30 +44,30 @@ async def group_data(
     rewards = [task.reward(question[1], str(tokenizer.decode(answer))) for answer in answers]
     spread = float(np.std(rewards))
     if spread == 0:
-        return [], rewards  # all alike: nothing to prefer
-    # The base model's logprob of each token, from one request per answer; the prompt's own come first.
+        return [], rewards  # all rewards are equal, so no answer is better
+    # The base model's logprob of each token, from one request per answer. The prompt's tokens come first.
     scored = await asyncio.gather(
         *(base.compute_logprobs(types.ModelInput.from_ints(prompt + answer)) for answer in answers)
     )
     data = []
     for sequence, answer, reference, reward in zip(sampled.sequences, answers, scored, rewards, strict=True):
         assert sequence.logprobs is not None
-        before = [0.0] * (len(prompt) - 1)  # positions of the prompt: advantage 0, so that they do not count
+        prompt_zeros = [0.0] * (len(prompt) - 1)  # the advantage of the prompt's positions is 0, so they do not count
         drift = np.asarray(sequence.logprobs) - np.asarray(reference[len(prompt) :], np.float64)
         advantage = (reward - np.mean(rewards)) / spread - KL_COEFFICIENT * drift
         inputs = {
             "target_tokens": tensor([*prompt[1:], *answer], np.int64),
-            "logprobs": tensor([*before, *sequence.logprobs]),
-            "advantages": tensor([*before, *advantage]),
+            "logprobs": tensor([*prompt_zeros, *sequence.logprobs]),
+            "advantages": tensor([*prompt_zeros, *advantage]),
         }
         data.append(types.Datum(model_input=types.ModelInput.from_ints(prompt + answer[:-1]), loss_fn_inputs=inputs))
     return data, rewards
 
 
 async def grade(task: Task, sampler: tinker.SamplingClient, tokenizer) -> float:
-    """Mean reward of 4 answers to each of 24 questions: the same questions and seeds for every version."""
+    """The mean reward of 4 answers to each of 24 questions. All versions get the same questions and seeds."""
     rng = random.Random("held out")
-    asked = [task.prompt(rng) for _ in range(24)]
+    questions = [task.prompt(rng) for _ in range(24)]
     answers = await asyncio.gather(
         *(
             sampler.sample(
@@ -73,12 +75,12 @@ async def grade(task: Task, sampler: tinker.SamplingClient, tokenizer) -> float:
                 num_samples=4,
                 sampling_params=types.SamplingParams(max_tokens=32, temperature=1.0, seed=1000 * index),
             )
-            for index, (question, _) in enumerate(asked)
+            for index, (question, _) in enumerate(questions)
         )
     )
     rewards = [
         task.reward(state, str(tokenizer.decode(sequence.tokens)))
-        for (_, state), answer in zip(asked, answers, strict=True)
+        for (_, state), answer in zip(questions, answers, strict=True)
         for sequence in answer.sequences
     ]
     return float(np.mean(rewards))
@@ -101,13 +103,13 @@ async def run(service: tinker.ServiceClient, base_model: str, steps: int) -> Non
         )
         data = [datum for group, _ in groups for datum in group]
         if data:
-            # All updates are sent before the first is waited for; the server keeps their order.
-            sent = []
+            # Send all updates before waiting for the first one; the server keeps their order.
+            pending = []
             for _ in range(UPDATES):
-                sent.append(trainer.forward_backward(data, "ppo", CLIP))
-                sent.append(trainer.optim_step(types.AdamParams(learning_rate=2e-3)))
-            results = await asyncio.gather(*sent)
-            kl = results[-2].metrics["kl:mean"]  # of the last pass: how far the updates went from the sampler
+                pending.append(trainer.forward_backward(data, "ppo", CLIP))
+                pending.append(trainer.optim_step(types.AdamParams(learning_rate=2e-3)))
+            results = await asyncio.gather(*pending)
+            kl = results[-2].metrics["kl:mean"]  # the last pass shows how far the updates moved from the sampler
             rewards = [reward for _, graded in groups for reward in graded]
             print(f"step {step:3d}  reward {np.mean(rewards):.3f}  kl {kl:+.4f}", flush=True)
     last = (await trainer.save_weights_for_sampler("end")).path

@@ -1,7 +1,7 @@
-"""A training loop that goes on where it was, whatever died: run it again with the same name.
+"""A training loop that resumes after any interruption: run it again with the same name.
 
-Every few steps it saves weights and optimizer under the step's number, for a week. At the start it looks for the newest
-save of its name, whichever training run made it. Uses the Tinker SDK and a task to learn.
+Every few steps it saves weights and optimizer for a week, under the number of the step. At the start it looks for the
+newest save of its name among all training runs. Uses the Tinker SDK and a task to learn.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ WEEK_S = 7 * 24 * 3600
 
 
 def newest_save(rest: tinker.RestClient, name: str) -> types.Checkpoint | None:
-    """The last state that was saved for `name`; a run that was resumed is another training run of the same name."""
+    """The last saved state of all training runs with this name. Each resumed loop is another training run."""
     found: list[types.Checkpoint] = []
     offset = 0
     while True:
@@ -33,7 +33,7 @@ def newest_save(rest: tinker.RestClient, name: str) -> types.Checkpoint | None:
 
 
 def batch(task: SortTask, step: int, tokenizer) -> list[types.Datum]:
-    """Depends on the step alone, so that a resumed loop sees what it would have seen."""
+    """The data of a step. It depends only on the step, so a resumed loop sees the same data."""
     rng, data = random.Random(step), []
     for _ in range(8):
         question, state = task.prompt(rng)
@@ -51,7 +51,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--base-url", default=os.environ.get("TINKER_BASE_URL", "http://127.0.0.1:8000"))
     parser.add_argument("--base-model", default="tiny")
-    parser.add_argument("--name", default="sorting", help="What the runs of this loop are called together.")
+    parser.add_argument("--name", default="sorting", help="The common name of all runs of this loop.")
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--save-every", type=int, default=10)
     options = parser.parse_args()
@@ -73,10 +73,10 @@ def main() -> None:
             print(f"resumed from {saved.tinker_path}")
         tokenizer = trainer.get_tokenizer()
         for step in range(start, options.steps):
-            passed = trainer.forward_backward(batch(SortTask(), step, tokenizer), "cross_entropy")
-            stepped = trainer.optim_step(types.AdamParams(learning_rate=2e-3))
-            print(f"step {step:3d}  loss {passed.result().metrics['loss:sum']:.4f}", flush=True)
-            stepped.result()
+            training_pass = trainer.forward_backward(batch(SortTask(), step, tokenizer), "cross_entropy")
+            optimizer_step = trainer.optim_step(types.AdamParams(learning_rate=2e-3))
+            print(f"step {step:3d}  loss {training_pass.result().metrics['loss:sum']:.4f}", flush=True)
+            optimizer_step.result()
             if (step + 1) % options.save_every == 0:
                 path = trainer.save_state(f"step-{step + 1:06d}", ttl_seconds=WEEK_S).result().path
                 print(f"saved {path}", flush=True)

@@ -1,6 +1,6 @@
-"""Supervised fine-tuning against a running `skyrl serve`: learn to sort letters, then sort some that were never seen.
+"""Supervised fine-tuning on a running `skyrl serve`: the model learns to sort letters, then sorts new ones.
 
-Uses nothing but the Tinker SDK and a task to learn. Set TINKER_BASE_URL to train somewhere else.
+Uses the Tinker SDK and a task to learn. Set TINKER_BASE_URL to use another server.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from skyrl.tiny.corpus import IM_END, SortTask, chat_prompt
 
 
 def example(prompt: list[int], answer: list[int]) -> types.Datum:
-    """Next-token prediction that counts the answer only: input position i predicts token i + 1."""
+    """Data for next-token prediction: input position i predicts token i + 1. Only the answer's tokens have a weight."""
     tokens = prompt + answer
     weights = [0.0] * (len(prompt) - 1) + [1.0] * len(answer)
     return types.Datum(
@@ -47,11 +47,12 @@ def main() -> None:
                 question, state = task.prompt(rng)
                 answer = tokenizer.encode(task.answer(state) + IM_END)
                 data.append(example(tokenizer.encode(chat_prompt(question)), answer))
-            # Both are on their way before the first is waited for; the server keeps their order.
-            passed = trainer.forward_backward(data, "cross_entropy")
-            stepped = trainer.optim_step(types.AdamParams(learning_rate=3e-3))
-            loss = passed.result().metrics["loss:sum"] / sum(d.loss_fn_inputs["weights"].to_numpy().sum() for d in data)
-            stepped.result()
+            # Send both commands before waiting for the first one; the server keeps their order.
+            training_pass = trainer.forward_backward(data, "cross_entropy")
+            optimizer_step = trainer.optim_step(types.AdamParams(learning_rate=3e-3))
+            trained_tokens = sum(datum.loss_fn_inputs["weights"].to_numpy().sum() for datum in data)
+            loss = training_pass.result().metrics["loss:sum"] / trained_tokens
+            optimizer_step.result()
             if step % 5 == 0 or step == options.steps - 1:
                 print(f"step {step:3d}  loss per token {loss:.4f}")
 

@@ -1,7 +1,7 @@
-"""Two tenants, one server: each trains its own adapter by reinforcement learning while the other does the same.
+"""Two tenants on one server: each trains its own adapter by reinforcement learning at the same time.
 
-Each has its own API key, so neither can see the other's models. Samples go straight to vLLM, so that neither waits for
-the other's training either. Uses nothing but the Tinker SDK and two tasks with a reward.
+Each tenant has its own API key, so it cannot see the other's models. Samples go to vLLM without the trainer, so no
+sample waits for the other tenant's training. Uses the Tinker SDK and two tasks with a reward.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ PROMPTS, GROUP = 8, 4
 
 
 def datum(prompt: list[int], sequence: types.SampledSequence, advantage: float) -> types.Datum:
-    """One sampled answer for the importance-sampling loss; the prompt's positions have advantage 0."""
+    """One sampled answer as data for the importance-sampling loss. The prompt's positions have advantage 0."""
     assert sequence.logprobs is not None
-    tokens, before = list(sequence.tokens), len(prompt) - 1
-    logprobs = [0.0] * before + list(sequence.logprobs)
-    advantages = [0.0] * before + [advantage] * len(tokens)
+    tokens, prompt_positions = list(sequence.tokens), len(prompt) - 1
+    logprobs = [0.0] * prompt_positions + list(sequence.logprobs)
+    advantages = [0.0] * prompt_positions + [advantage] * len(tokens)
     return types.Datum(
         model_input=types.ModelInput.from_ints(prompt + tokens[:-1]),
         loss_fn_inputs={
@@ -37,7 +37,8 @@ def datum(prompt: list[int], sequence: types.SampledSequence, advantage: float) 
 
 
 def train(base_url: str, base_model: str, api_key: str, task: Task, steps: int) -> list[float]:
-    """Reward minus the group's mean is the advantage of a sample. Returns the mean reward of every step."""
+    """Train with the advantage (reward - mean) / standard deviation within each group. Returns the mean reward of every
+    step."""
     rewards: list[float] = []
     with tinker.ServiceClient(base_url=base_url, api_key=api_key) as service:
         trainer = service.create_lora_training_client(base_model=base_model, rank=8, seed=0).result()
@@ -46,26 +47,29 @@ def train(base_url: str, base_model: str, api_key: str, task: Task, steps: int) 
         rng = random.Random(0)
         for step in range(steps):
             sampler = trainer.save_weights_and_get_sampling_client().result()
-            asked = [task.prompt(rng) for _ in range(PROMPTS)]
-            prompts = [tokenizer.encode(chat_prompt(question)) for question, _ in asked]
+            questions = [task.prompt(rng) for _ in range(PROMPTS)]
+            prompts = [tokenizer.encode(chat_prompt(question)) for question, _ in questions]
             answers = [
                 sampler.sample(types.ModelInput.from_ints(prompt), num_samples=GROUP, sampling_params=params)
                 for prompt in prompts
             ]
             data: list[types.Datum] = []
             graded: list[float] = []
-            for prompt, (_, state), answer in zip(prompts, asked, answers, strict=True):
+            for prompt, (_, state), answer in zip(prompts, questions, answers, strict=True):
                 group = answer.result().sequences
-                scores = np.asarray([task.reward(state, str(tokenizer.decode(s.tokens))) for s in group])
+                scores = np.asarray([task.reward(state, str(tokenizer.decode(sample.tokens))) for sample in group])
                 graded += scores.tolist()
                 if scores.std() > 0:
                     advantages = (scores - scores.mean()) / scores.std()
-                    data += [datum(prompt, s, float(a)) for s, a in zip(group, advantages, strict=True)]
+                    data += [
+                        datum(prompt, sample, float(advantage))
+                        for sample, advantage in zip(group, advantages, strict=True)
+                    ]
             if data:
-                passed = trainer.forward_backward(data, "importance_sampling")
-                stepped = trainer.optim_step(types.AdamParams(learning_rate=3e-3))
-                passed.result()
-                stepped.result()
+                training_pass = trainer.forward_backward(data, "importance_sampling")
+                optimizer_step = trainer.optim_step(types.AdamParams(learning_rate=3e-3))
+                training_pass.result()
+                optimizer_step.result()
             rewards.append(float(np.mean(graded)))
             print(f"{task.name:6s} step {step:3d}  reward {rewards[-1]:.3f}", flush=True)
     return rewards

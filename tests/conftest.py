@@ -1,4 +1,4 @@
-"""What tests of several folders share: an S3-compatible server and a PostgreSQL server on loopback; databases."""
+"""Fixtures for tests of several folders: an S3-compatible server and a PostgreSQL server on loopback, and databases."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from skyrl.db.database import Database
 from skyrl.db.migrate import migrate
 from tests import databases
 from tests.databases import StateDatabases
-from tests.grouping import group_scheduling, start_of
+from tests.grouping import group_scheduling, start_position
 from tests.postgres_server import KIND, PostgresServer
 
-# Hypothesis' own profile `ci` tries the same examples in every run, and `--hypothesis-profile others` new ones. Neither
-# has a deadline, which a busy machine would miss.
+# Hypothesis' own profile `ci` tries the same examples in every run; `--hypothesis-profile others` tries new ones.
+# Neither profile has a deadline, because a busy machine would miss it.
 hypothesis.settings.register_profile("others", deadline=None)
 hypothesis.settings.load_profile("ci")
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """An empty bucket: what goes into `checkpoint_store` and `checkpoint_store_options`."""
+    """An empty bucket: the values of `checkpoint_store` and `checkpoint_store_options` for it."""
 
     url: str
     options: dict[str, str]
@@ -37,10 +37,10 @@ class Bucket:
 
 @pytest.fixture(scope="session")
 def s3_server() -> Iterator[str]:
-    """The address of a running server that speaks S3 and keeps what it is given in memory."""
+    """The address of a running S3 server that keeps its objects in memory."""
     from moto.server import ThreadedMotoServer
 
-    logging.getLogger("werkzeug").setLevel(logging.ERROR)  # it would log every request
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)  # below this level werkzeug logs every request
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()
@@ -50,7 +50,7 @@ def s3_server() -> Iterator[str]:
 
 @pytest.fixture
 def new_bucket(s3_server: str) -> Callable[[], Bucket]:
-    """Makes buckets; `url` has a prefix in its bucket."""
+    """A function that makes a bucket. The `url` of the bucket names a prefix in it."""
     import boto3
 
     keys = {"aws_access_key_id": "test", "aws_secret_access_key": "test"}
@@ -67,11 +67,11 @@ def new_bucket(s3_server: str) -> Callable[[], Bucket]:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if KIND == "postgres":
-        left = [item for item in items if item.get_closest_marker("sqlite")]
-        config.hook.pytest_deselected(items=left)
-        items[:] = [item for item in items if item not in left]
-    if hasattr(config, "workerinput"):  # one of several processes
-        items.sort(key=lambda item: start_of(item.nodeid))
+        deselected = [item for item in items if item.get_closest_marker("sqlite")]
+        config.hook.pytest_deselected(items=deselected)
+        items[:] = [item for item in items if item not in deselected]
+    if hasattr(config, "workerinput"):  # this is a worker of pytest-xdist
+        items.sort(key=lambda item: start_position(item.nodeid))
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -93,27 +93,27 @@ def state_databases(postgres: PostgresServer) -> StateDatabases:
 
 
 @pytest.fixture(scope="session", autouse=KIND == "postgres")
-def everywhere(state_databases: StateDatabases) -> Iterator[None]:
-    with databases.everywhere(state_databases):
+def one_database_per_state_directory(state_databases: StateDatabases) -> Iterator[None]:
+    with databases.used_by_every_server(state_databases):
         yield
 
 
 @pytest.fixture(autouse=KIND == "postgres")
-def none_left(state_databases: StateDatabases, tmp_path: Path) -> Iterator[None]:
-    """What a test made goes with it: a database takes megabytes of disk."""
+def drop_databases_of_the_test(state_databases: StateDatabases, tmp_path: Path) -> Iterator[None]:
+    """Drops the databases that a test made: each takes megabytes of disk."""
     yield
     state_databases.drop_below(tmp_path)
 
 
 @pytest.fixture
 def database_kind(request: pytest.FixtureRequest) -> str:
-    """`ON_BOTH` runs a test with each."""
+    """sqlite or postgres. `ON_BOTH` runs a test with each."""
     return getattr(request, "param", KIND)
 
 
 @pytest.fixture
 def empty_url(database_kind: str, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[str]:
-    """A database of this kind with nothing in it; SQLite's is where a server with this state directory has it."""
+    """An empty database of this kind. A SQLite file lies where a server with the state directory `tmp_path` has it."""
     if database_kind == "sqlite":
         yield f"sqlite:///{tmp_path / 'skyrl.db'}"
         return
@@ -133,11 +133,11 @@ def migrated_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def migrated_url(database_kind: str, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[str]:
-    """As `empty_url`, with the tables in it; of either kind, the one of a server with this state directory."""
+    """A database with tables and no rows. A server with the state directory `tmp_path` uses it."""
     if database_kind == "sqlite":
         shutil.copy(request.getfixturevalue("migrated_file"), tmp_path / "skyrl.db")
         yield f"sqlite:///{tmp_path / 'skyrl.db'}"
         return
-    of_states: StateDatabases = request.getfixturevalue("state_databases")
-    yield of_states.url_of(tmp_path)
-    of_states.drop_below(tmp_path)
+    state_databases: StateDatabases = request.getfixturevalue("state_databases")
+    yield state_databases.url_of(tmp_path)
+    state_databases.drop_below(tmp_path)

@@ -1,5 +1,5 @@
-"""Which database a server of the tests has: a SQLite file in its state directory, or, where SKYRL_TEST_DATABASE is
-postgres, a PostgreSQL database for each state directory.
+"""Chooses the database of a test's server: a SQLite file in the state directory or, if SKYRL_TEST_DATABASE is
+postgres, one PostgreSQL database for each state directory.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.postgres_server import PostgresServer
 
 
 class StateDatabases:
-    """PostgreSQL databases by state directory, each made when it is first asked for, with the tables in it."""
+    """One PostgreSQL database per state directory. The first request for a database makes it, with its tables."""
 
     def __init__(self, server: PostgresServer) -> None:
         self._server = server
@@ -35,8 +35,8 @@ class StateDatabases:
         return self._server.url(self._names[state_dir])
 
     def drop_below(self, directory: Path) -> None:
-        """Those of servers whose state directory is in there, or is it."""
-        for state_dir in [each for each in self._names if each.is_relative_to(directory)]:
+        """Drop the databases of all state directories that are `directory` or lie in it."""
+        for state_dir in [name for name in self._names if name.is_relative_to(directory)]:
             self._server.drop_database(self._names.pop(state_dir))
 
 
@@ -44,18 +44,18 @@ _databases: StateDatabases | None = None
 
 
 def url_of(state_dir: Path) -> str:
-    """The database of a server that has this state directory and was told of no other."""
+    """The database of a server that has this state directory and no `database_url`."""
     return f"sqlite:///{state_dir / 'skyrl.db'}" if _databases is None else _databases.url_of(state_dir)
 
 
 @contextmanager
-def everywhere(databases: StateDatabases) -> Iterator[None]:
-    """Every server that is started meanwhile, in this process or in its own, has one of these."""
+def used_by_every_server(databases: StateDatabases) -> Iterator[None]:
+    """Inside the block every server uses one of `databases`, whether it runs in this process or in its own."""
     init = DemoServer.__init__
 
     def init_with_url(self: DemoServer, state_dir: Path, *flags: str, **options: Any) -> None:
-        given = () if "--database-url" in flags else ("--database-url", url_of(state_dir))
-        init(self, state_dir, *flags, *given, **options)
+        added_flags = () if "--database-url" in flags else ("--database-url", url_of(state_dir))
+        init(self, state_dir, *flags, *added_flags, **options)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(f"{__name__}._databases", databases)
@@ -65,6 +65,6 @@ def everywhere(databases: StateDatabases) -> Iterator[None]:
 
 
 def rows_in(url: str, query: str, **values: Any) -> list[tuple[Any, ...]]:
-    """What a database answers; the query names its parameters as `:name`."""
+    """The rows that a query returns; the query names its parameters as `:name`."""
     with closing(Database(url)) as database:
         return database.read(lambda c: [tuple(row) for row in c.execute(text(query), values)])

@@ -1,6 +1,6 @@
 """Failures at a chosen point: the k-th operation of torch, or the k-th line of chosen modules, raises.
 
-Whoever counts k up until nothing fails has tried every point.
+A test that increases k until nothing fails has tried every point.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class FailingOperation(TorchDispatchMode):
-    """In this block, torch operation number `at` (from 0) of this thread raises `error` instead of running; those
-    after it run. Every operation that allocates is counted, and so is each that works in place."""
+    """Inside the block, operation number `at` (from 0) that this thread runs in torch raises `error`. Operations
+    after it run. Operations that work in place are counted like those that allocate."""
 
     def __init__(self, at: int, error: type[Exception] = torch.OutOfMemoryError) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class FailingOperation(TorchDispatchMode):
 
 
 class FailingLine:
-    """In this block, the `at`-th line (from 0) that this thread runs in `modules` raises MemoryError."""
+    """Inside the block, the `at`-th line (from 0) that this thread runs in `modules` raises MemoryError."""
 
     def __init__(self, at: int, modules: Sequence[ModuleType]) -> None:
         self._files = {module.__file__ for module in modules}
@@ -48,21 +48,21 @@ class FailingLine:
         return self._count > self._at
 
     def __enter__(self) -> FailingLine:
-        self._before = sys.gettrace()
-        sys.settrace(self._called)
+        self._previous_trace = sys.gettrace()
+        sys.settrace(self._trace_call)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        sys.settrace(self._before)
+        sys.settrace(self._previous_trace)
 
-    def _called(self, frame: FrameType, event: str, argument: Any) -> Any:
-        return self._ran if frame.f_code.co_filename in self._files else None
+    def _trace_call(self, frame: FrameType, event: str, argument: Any) -> Any:
+        return self._trace_line if frame.f_code.co_filename in self._files else None
 
-    def _ran(self, frame: FrameType, event: str, argument: Any) -> Any:
+    def _trace_line(self, frame: FrameType, event: str, argument: Any) -> Any:
         if event == "line":
             self._count += 1
             if self._count == self._at + 1:
                 raise MemoryError(f"injected at {frame.f_code.co_filename}:{frame.f_lineno}")
-        return self._ran
+        return self._trace_line

@@ -1,10 +1,11 @@
-"""Which tests stay together, and which start first, when pytest-xdist runs tests in several processes.
+"""Groups of tests, and the order in which groups start, when pytest-xdist runs tests in several processes.
 
-A group runs in one process, in the order of its files. A module is a group, so that its fixtures are made once. Two
-groups are larger: the tests on the server of tests/e2e/conftest.py, and those on the server of tests/fuzz/conftest.py.
+A group runs in one process, in the order of its files. Each module is a group, so that its fixtures are made once. Two
+groups are larger: the tests on the server of tests/e2e/conftest.py, and the tests on the server of
+tests/fuzz/conftest.py.
 
-This module knows paths of tests and nothing else of them. (pytest-xdist's own groups, `--dist loadgroup`, need marks
-and write into node ids, which pytest 9.2 does not let them do.)
+This module knows only the paths of tests. (pytest-xdist's own groups, `--dist loadgroup`, need marks and write into
+node ids, and pytest 9.2 does not allow that.)
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from xdist.scheduler import LoadScopeScheduling
 
 SHARED_SERVER = "tests/e2e"
-"""The group of the end-to-end tests that share a server. A new module in the folder belongs to it by default."""
+"""The group of the end-to-end tests that share a server. A new module of the folder belongs to it by default."""
 
 OWN_SERVERS = frozenset(
     {
@@ -32,7 +33,7 @@ OWN_SERVERS = frozenset(
         "tests/e2e/test_two_apis.py",
     }
 )
-"""Modules of that folder that do not use the shared server: each is a group."""
+"""Modules of `SHARED_SERVER` that do not use the shared server: each is a group."""
 
 FUZZ = "tests/fuzz"
 
@@ -46,8 +47,8 @@ ORDER = (
     "tests/contract",
     "tests/unit",
 )
-"""Groups, or folders of groups, in the order in which they start: slow ones first, so that all processes end at about
-the same time. What is not here starts last."""
+"""Groups, or folders of groups, in the order in which they start: slow groups first, so that all processes end at about
+the same time. Groups that are not listed start last."""
 
 
 def group_of(nodeid: str) -> str:
@@ -59,16 +60,16 @@ def group_of(nodeid: str) -> str:
     return path
 
 
-def start_of(nodeid: str) -> int:
-    """The place in `ORDER` of the test's group."""
+def start_position(nodeid: str) -> int:
+    """The place of the test's group in `ORDER`."""
     group = group_of(nodeid)
     name = group if group in ORDER else group.rpartition("/")[0]
     return ORDER.index(name) if name in ORDER else len(ORDER)
 
 
 def group_scheduling(config: pytest.Config, log: Producer) -> LoadScopeScheduling:
-    """Gives the next group, in the order of the collection, to a process that has little left to do."""
-    from xdist.scheduler import LoadScopeScheduling  # tests/gpu run where it may not be installed
+    """A scheduler that gives the next group, in the order of the collection, to a process with little left to do."""
+    from xdist.scheduler import LoadScopeScheduling  # the machine that runs tests/gpu may not have pytest-xdist
 
     class GroupScheduling(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:

@@ -1,4 +1,4 @@
-"""Draws which package of skyrl imports which. Writes the drawing into docs/development.md:
+"""Draws the imports between the packages of skyrl, and writes the drawing into docs/development.md:
 
 .venv/bin/python -m tests.import_drawing
 """
@@ -16,11 +16,11 @@ BEGIN = "<!-- begin: drawn by tests/import_drawing.py -->\n"
 END = "<!-- end: drawn by tests/import_drawing.py -->\n"
 
 Imports = Mapping[str, set[str]]
-"""Names, each with the names that it imports."""
+"""The imports of each name."""
 
 
 def file_imports() -> Imports:
-    """Imports between modules of skyrl, those inside functions and for type checkers included."""
+    """Imports between modules of skyrl, including imports inside functions and for type checkers."""
     graph = grimp.build_graph("skyrl", cache_dir=None)
     return {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
 
@@ -50,7 +50,7 @@ def levels(packages: Imports) -> list[list[str]]:
 
 
 def drawing() -> str:
-    """The levels from the highest to the lowest; then each package with its imports."""
+    """The levels from the highest to the lowest, then each package with its imports."""
     packages = package_imports(file_imports())
     from_top = levels(packages)[::-1]
     lines = [f"{len(from_top) - 1 - index:>2}   {'   '.join(level)}" for index, level in enumerate(from_top)]

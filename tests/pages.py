@@ -1,7 +1,7 @@
-"""The fenced blocks of the pages: what they hold, and which of them a page says cannot run in a test.
+"""Reads the fenced blocks of the pages: their text, their commands, and whether a test can run them.
 
-A page marks such a block with a comment on the line before: `<!-- not run: why -->`. Readers of the page do not see it.
-Knows the form of the pages; runs nothing.
+A page marks a block that no test can run with a comment on the line before: `<!-- not run: why -->`. The comment does
+not show on the page. This module knows the form of the pages and runs nothing.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ RUN_PAGES = [
 
 SHELL = ("bash", "console")
 PROGRAMS = (*SHELL, "python", "sql")
-"""Languages of blocks that are run, unless they are marked."""
+"""Languages of blocks that a test runs unless the page marks them."""
 
 SETTINGS = ("toml", "nginx", "ini", "logrotate")
-"""Languages of blocks that are checked as far as the machine allows."""
+"""Languages of blocks that a test checks as far as the machine allows."""
 
 OUTPUT = ("text", "json")
 
@@ -38,7 +38,7 @@ _NOT_RUN = re.compile(r"^ *<!-- not run: (\S.*) -->$")
 
 @dataclass(frozen=True)
 class Block:
-    """One fenced block; `line` is where its text begins, and `not_run` says why no test runs it."""
+    """One fenced block. `line` is the line where its text begins; `not_run` says why no test runs the block."""
 
     page: str
     line: int
@@ -52,42 +52,42 @@ class Block:
 
 @dataclass(frozen=True)
 class Command:
-    """A command as a page shows it, and the lines that the page shows as its output."""
+    """A command of a page, and the lines that the page shows as its output."""
 
     text: str
     output: tuple[str, ...] = ()
 
 
 def blocks_of(page: str) -> list[Block]:
-    """The fenced blocks of a page, in their order."""
+    """The fenced blocks of a page, in order."""
     blocks: list[Block] = []
     lines = (ROOT / page).read_text().splitlines()
-    begun: int | None = None
+    first_line: int | None = None
     for number, line in enumerate(lines):
         fence = _FENCE.match(line)
         if fence is None:
             continue
-        if begun is None:
-            begun = number
+        if first_line is None:
+            first_line = number
             continue
-        language = _FENCE.match(lines[begun])
+        language = _FENCE.match(lines[first_line])
         assert language is not None
-        mark = _NOT_RUN.match(lines[begun - 1]) if begun else None
-        text = textwrap.dedent("\n".join(lines[begun + 1 : number]))
-        blocks.append(Block(page, begun + 2, language[1], text, mark[1] if mark else None))
-        begun = None
-    assert begun is None, f"{page}: the block that begins in line {begun} does not end"
+        mark = _NOT_RUN.match(lines[first_line - 1]) if first_line else None
+        text = textwrap.dedent("\n".join(lines[first_line + 1 : number]))
+        blocks.append(Block(page, first_line + 2, language[1], text, mark[1] if mark else None))
+        first_line = None
+    assert first_line is None, f"{page}: the block that begins in line {first_line} does not end"
     return blocks
 
 
 def commands_in(block: Block) -> list[Command]:
-    """The commands of a shell block. In a `console` block they begin with `$ `, and other lines are output.
+    """The commands of a shell block. In a `console` block a command begins with `$ `; other lines are output.
 
-    A command goes on in the next line after a backslash, and while a quotation is open.
+    A command continues on the next line after a backslash, and while a quotation is open.
     """
     commands: list[Command] = []
     for line in block.text.replace("\\\n", " ").splitlines():
-        if commands and _is_open(commands[-1].text):
+        if commands and _has_open_quote(commands[-1].text):
             commands[-1] = Command(f"{commands[-1].text}\n{line}")
         elif block.language == "bash":
             commands += [Command(line)] if line and not line.startswith("#") else []
@@ -99,7 +99,7 @@ def commands_in(block: Block) -> list[Command]:
     return commands
 
 
-def _is_open(text: str) -> bool:
+def _has_open_quote(text: str) -> bool:
     try:
         shlex.split(text, comments=True)
     except ValueError:

@@ -1,1 +1,1 @@
-"""The HTTP face: parse, authorise, call a service, encode. Holds no SQL and no HTTP client."""
+"""The HTTP interface: its handlers decode a request, call a service and encode the answer. Holds no SQL."""

@@ -1,6 +1,6 @@
-"""Whom a key or a token stands for, and which scopes it has.
+"""The caller behind an API key or a token: its tenant and its scopes.
 
-Everything is answered from memory. Knows no routes: each declares the scope that it needs.
+Answers from memory. Knows no routes: each route declares the scope that it needs.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from skyrl.wire.errors import InvalidToken, RequestError
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Whom a key or a token stands for. `key` is None where the operator has not made it."""
+    """The tenant that a key or a token stands for, and its scopes. `key` is None for a key that the operator did not
+    make."""
 
     tenant: str
     scopes: frozenset[str]
@@ -22,52 +23,53 @@ class Caller:
 
 
 class Access:
-    """Tells callers from each other. Unless keys are `managed`, one that nobody made is a tenant of its own."""
+    """Finds the caller of a request. If keys are `managed`, only keys that the operator made are accepted; otherwise
+    every other key is accepted too, as a tenant of its own."""
 
     def __init__(self, keys: Keys, tokens: Tokens, *, managed: bool) -> None:
         self.keys = keys
         self.tokens = tokens
         self.managed = managed
 
-    def caller(self, given: str) -> Caller:
-        """Whom an API key or a token stands for.
+    def caller(self, key_or_token: str) -> Caller:
+        """The caller that an API key or a token stands for.
 
-        Raises RequestError 401 for a key that is not taken, InvalidToken for a token that is not.
+        Raises RequestError 401 for a key that is not accepted, InvalidToken for a token that is not.
         """
-        if is_token(given):
-            return self._bearer(given)
-        key = self.keys.find(given)
+        if is_token(key_or_token):
+            return self._caller_of_token(key_or_token)
+        key = self.keys.find(key_or_token)
         if key is None:
             if self.managed:
                 raise RequestError("this API key is unknown here, or was revoked", status=401)
-            return Caller(tenant_of_key(given), ALL_SCOPES)
+            return Caller(tenant_of_key(key_or_token), ALL_SCOPES)
         if key.expired:
             raise RequestError("this API key has expired", status=401)
-        return self._holder(key)
+        return self._caller_of_key(key)
 
-    def _bearer(self, token: str) -> Caller:
-        said = self.tokens.read(token)
-        if said.key_id is None and not self.managed:
-            return Caller(said.tenant, ALL_SCOPES)
-        key = None if said.key_id is None else self.keys.with_id(said.key_id)
+    def _caller_of_token(self, token: str) -> Caller:
+        claims = self.tokens.read(token)
+        if claims.key_id is None and not self.managed:
+            return Caller(claims.tenant, ALL_SCOPES)
+        key = None if claims.key_id is None else self.keys.with_id(claims.key_id)
         if key is None or key.expired:
-            raise InvalidToken("the API key that the token in X-API-Key was made for does not hold any more")
-        return self._holder(key)
+            raise InvalidToken("the API key behind the token in X-API-Key is no longer accepted")
+        return self._caller_of_key(key)
 
-    def _holder(self, key: ApiKey) -> Caller:
+    def _caller_of_key(self, key: ApiKey) -> Caller:
         self.keys.use(key)
         return Caller(key.tenant, key.scopes, key)
 
-    def reader(self, given: str, field: str = "weights_access_token") -> str:
-        """The tenant whose weights somebody else may read who has its key or token.
+    def tenant_of_access_token(self, key_or_token: str, field: str = "weights_access_token") -> str:
+        """The tenant that gave the caller this key or token to let it read the tenant's weights.
 
-        Raises RequestError 403 naming the field: its user is to get another, not to sign in again.
+        Raises RequestError 403 naming the field. A 401 would make the client renew its own key instead.
         """
         try:
-            caller = self.caller(given)
+            caller = self.caller(key_or_token)
             check_scope(caller, "train")
         except InvalidToken as error:
-            message = "has expired, does not hold any more, or was not made by this server"
+            message = "has expired, is no longer accepted, or was not made by this server"
             raise RequestError(message, field=field, status=403) from error
         except RequestError as error:
             raise RequestError(error.message, field=field, status=403) from error
@@ -77,5 +79,5 @@ class Access:
 def check_scope(caller: Caller, needed: Scope) -> None:
     """Raises RequestError 403 naming the scope that the caller's key lacks."""
     if needed not in caller.scopes:
-        has = ", ".join(scope for scope in SCOPES if scope in caller.scopes)
-        raise RequestError(f"this needs an API key with the scope {needed!r}; the given one has: {has}", status=403)
+        granted = ", ".join(scope for scope in SCOPES if scope in caller.scopes)
+        raise RequestError(f"this needs an API key with the scope {needed!r}; the given one has: {granted}", status=403)

@@ -1,4 +1,4 @@
-"""The application: all routes, behind the one table and its hooks."""
+"""The application: all routes, behind the HTTP table and its hooks."""
 
 from __future__ import annotations
 
@@ -65,13 +65,13 @@ class Framework(FastAPI):
             title="skyrl",
             version=__version__,
             description="A self-hosted server for the Tinker API",
-            docs_url=None,  # those pages load scripts from elsewhere; /openapi.json is there
+            docs_url=None,  # FastAPI's pages load scripts from other servers; /openapi.json stays
             redoc_url=None,
         )
         self.declared: list[Route] = []
 
     def openapi(self) -> dict[str, Any]:
-        """The document behind `/openapi.json`, made at the first call."""
+        """The document of `/openapi.json`, made at the first call."""
         if self.openapi_schema is None:
             self.openapi_schema = describe(self, self.declared)
         return self.openapi_schema

@@ -15,7 +15,7 @@ from skyrl.api.routes import Routes
 from skyrl.api.services import Services
 
 EventType = Literal["all", "checkpoints", "projects", "teams", "organizations"]
-"""No events are on teams and organizations: a key belongs to a tenant, and nothing is above tenants."""
+"""Teams and organizations have no events: this server knows tenants only."""
 
 DAY_S = 86_400
 

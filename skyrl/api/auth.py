@@ -1,4 +1,4 @@
-"""Keys and tokens: a key's token, what there is to say of a key, and a key that ends itself."""
+"""API keys: get a token for a key, describe a key, and revoke a key with itself."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from skyrl.db.keys import SCOPES
 from skyrl.wire.errors import RequestError
 
 _KEY_ID_BITS = 53
-"""What every reader of JSON takes as a whole number."""
-_UNLISTED = "This server keeps no list of keys: any key is taken, and is a tenant of its own."
+"""Every reader of JSON reads whole numbers of up to this many bits exactly."""
+_UNLISTED = "This server keeps no list of keys: any key is accepted, and is a tenant of its own."
 
 
-def _said_of(caller: Caller) -> dict[str, Any]:
+def _description(caller: Caller) -> dict[str, Any]:
     """A key's number, name and note."""
     key = caller.key
     if key is None:
         number = int(caller.tenant, 16) >> (128 - _KEY_ID_BITS)
         return {"key_id": number, "name": f"key of tenant {caller.tenant[:8]}", "note": _UNLISTED}
-    may = ", ".join(scope for scope in SCOPES if scope in key.scopes)
-    until = "does not expire" if key.expires_at is None else f"expires {timestamp(key.expires_at)}"
-    return {"key_id": int(key.id, 16), "name": key.name or key.id, "note": f"Key {key.id}; scopes: {may}; {until}."}
+    scopes = ", ".join(scope for scope in SCOPES if scope in key.scopes)
+    expiry = "does not expire" if key.expires_at is None else f"expires {timestamp(key.expires_at)}"
+    return {"key_id": int(key.id, 16), "name": key.name or key.id, "note": f"Key {key.id}; scopes: {scopes}; {expiry}."}
 
 
 def router(services: Services) -> Routes:
@@ -36,10 +36,11 @@ def router(services: Services) -> Routes:
 
     @routes.post("/token", scope="any")
     async def token(call: Call) -> Response:
-        """A token for a key. A token is answered with itself: it ends when it ends, whoever holds it."""
-        caller, given = call.caller, call.request.headers["x-api-key"]
-        if is_token(given):
-            return reply({"jwt": given})
+        """A token for the caller's key. A caller that sends a token gets that token back: asking does not prolong
+        it."""
+        caller, key_or_token = call.caller, call.request.headers["x-api-key"]
+        if is_token(key_or_token):
+            return reply({"jwt": key_or_token})
         return reply({"jwt": services.tokens.issue(caller.tenant, caller.key.id if caller.key is not None else None)})
 
     @routes.get("/apikey/me", scope="any")
@@ -49,15 +50,15 @@ def router(services: Services) -> Routes:
             "org_details": {"name": f"skyrl at {call.request.url.netloc}"},
             "user_details": {"email": f"tenant {caller.tenant[:8]}"},
         }
-        return reply(_said_of(caller) | {"details": details})
+        return reply(_description(caller) | {"details": details})
 
     @routes.delete("/apikey/me", scope="any")
     async def delete_own_key(call: Call) -> Response:
-        """The key, and every token that was made for it, is refused from now on."""
+        """Revoke the caller's key. The key, and every token made for it, is refused from now on."""
         caller = call.caller
         if caller.key is None:
             raise RequestError(
-                "this server keeps no list of keys, so that there is none to delete: any key is taken, this one too",
+                "this server keeps no list of keys and accepts any key, so there is no key to delete",
                 status=403,
             )
         await services.access.keys.revoke(caller.key.id)

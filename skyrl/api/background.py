@@ -1,4 +1,4 @@
-"""What an API process does beside answering requests: the work that repeats, and words with other processes."""
+"""What an API process does beside answering requests: repeated work, and notices to and from other processes."""
 
 from __future__ import annotations
 
@@ -23,39 +23,39 @@ LOG_S = 0.5
 USAGE_S = 1.0
 STORAGE_S = 60.0
 KEYS_S = 2.0
-"""A key that another process made or revoked is known here as such after this long."""
+"""How long until this process learns that another process made or revoked a key."""
 KEY_USES_S = 60.0
 SAMPLER_USES_S = 60.0
 DROPPED_S = 5.0
-"""How often adapters are looked for that have been dropped: several times in `adapter_versions.NOTICE_S`."""
+"""How often this process looks for dropped adapters: several times in `adapter_versions.NOTICE_S`."""
 QUOTAS_S = 2.0
-"""A quota that another process changed holds here after this long."""
+"""How long until a quota that another process changed holds in this process."""
 
 
 async def begin(process: ApiProcess) -> None:
-    """Read what the process must know before its first request, listen to other processes, and forward the samples that
-    its predecessor left. Raises DatabaseError."""
+    """Prepare for the first request: read keys, quotas and the engine's state, listen to other processes, and forward
+    the samples that this process's predecessor left. Raises DatabaseError."""
     services, keys = process.services, process.base.keys
     await keys.refresh()
     await services.quotas.open()
     if services.access.managed and not len(keys):
         logger.warning("there is no API key: every request is refused until `skyrl keys create` has made one")
     await services.watch.refresh()
-    process.base.notifier.listen(process.news.from_engine, process.news.from_peers)
+    process.base.notifier.listen(process.notices.from_engine, process.notices.from_peers)
     await _agree_on_order(process)
     await process.ownership.start()
 
 
 async def run(process: ApiProcess) -> None:
-    """All background work, until cancelled. A piece of it that fails is logged and stops no other."""
+    """Run all background work until cancelled. A failure is logged and stops no other work."""
     async with asyncio.TaskGroup() as group:
-        for name, period_s, action in _rounds(process):
+        for name, period_s, action in _repeated_work(process):
             group.create_task(repeat(name, period_s, action))
         group.create_task(once("talking to the other API processes", process.base.notifier.run))
 
 
-def _rounds(process: ApiProcess) -> list[tuple[str, float, Callable[[], Awaitable[object]]]]:
-    """Name, seconds between two rounds, and action of all work that repeats."""
+def _repeated_work(process: ApiProcess) -> list[tuple[str, float, Callable[[], Awaitable[object]]]]:
+    """Name, seconds between two rounds, and action of each piece of repeated work."""
     services, base, retention = process.services, process.base, process.retention
     return [
         ("looking for results", SAFETY_POLL_S, services.futures.poll_outcomes),
@@ -82,7 +82,7 @@ async def _agree_on_order(process: ApiProcess) -> None:
 
 
 async def _look_after_others(process: ApiProcess) -> None:
-    """On SQLite no other process joins later, and an idle server is to write little."""
+    """Skipped if this process is alone on SQLite: no other process can join, and an idle server should write little."""
     if process.ownership.sees_others or not process.base.database.is_sqlite:
         await process.ownership.round()
 

@@ -20,7 +20,7 @@ MAX_WINDOW = timedelta(days=14)
 
 
 def _hour(field: str, value: datetime | None) -> datetime:
-    """A time in UTC; a time without an offset is taken as UTC. Raises RequestError unless it is a full hour."""
+    """`value` in UTC; a time without an offset counts as UTC. Raises RequestError unless it is a full hour."""
     if value is None:
         raise RequestError("is missing", field=field)
     try:
@@ -66,15 +66,15 @@ def router(services: Services) -> Routes:
         amounts, sessions = await services.usage.between(tenant, *_window(starting_on, ending_before))
         data = [
             {
-                "bucket_start": timestamp(used.bucket),
-                "bucket_end": timestamp(used.bucket + HOUR_S),
-                "base_model": used.base_model,
+                "bucket_start": timestamp(usage.bucket),
+                "bucket_end": timestamp(usage.bucket + HOUR_S),
+                "base_model": usage.base_model,
                 "user_id": user_urn(tenant),
-                "session_id": used.session_id or None,
-                "project_id": sessions[used.session_id].project_id if used.session_id in sessions else None,
-                "event_info": _event_info(used.kind, used.amount),
+                "session_id": usage.session_id or None,
+                "project_id": sessions[usage.session_id].project_id if usage.session_id in sessions else None,
+                "event_info": _event_info(usage.kind, usage.amount),
             }
-            for used in amounts
+            for usage in amounts
         ]
         named = {
             session_id: {"user_metadata": strings(session.user_metadata)} for session_id, session in sessions.items()
@@ -85,7 +85,7 @@ def router(services: Services) -> Routes:
     async def current_checkpoints(call: Call, project_id: str | None = None) -> Response:
         """Number and size of the live checkpoints, by project."""
         tenant = call.tenant
-        stored = await services.usage.stored(tenant, project_id)
+        projects = await services.usage.stored(tenant, project_id)
         return reply(
             {
                 "data": [
@@ -96,7 +96,7 @@ def router(services: Services) -> Routes:
                         "size_bytes": project.size_bytes,
                         "size_gigabytes": project.size_bytes / GIGABYTE,
                     }
-                    for project in stored
+                    for project in projects
                 ]
             }
         )

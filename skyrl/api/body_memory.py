@@ -1,7 +1,7 @@
-"""Memory for large bodies: how many of their bytes may be on the way from the socket to the database at once, and how
-many more they may become when they are decompressed.
+"""Memory for large bodies: limits how many of their bytes, as received and as decompressed, this process holds at once.
 
-A body without memory is not read: its connection waits, and its bytes stay with the client. Small bodies need none.
+The server does not read a large body before there is memory for it: the connection waits, and the bytes stay with the
+client. Small bodies are read at once.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from skyrl.api.route import Bound
 from skyrl.storage.space import SPARE_DISK_BYTES
 from skyrl.wire.errors import NoSpace, RequestError
 
-ROOM_BYTES = 32 * 2**20
+MEMORY_BYTES = 32 * 2**20
 RETRY_S = 5.0
 ARRIVE_S = 20.0
 LEAST_BYTES_PER_S = 64 * 2**10
-"""A large body that has memory must arrive in ARRIVE_S plus its size at this rate. A client that fell asleep in the
-middle of a body would keep the memory, and the other bodies waiting."""
+"""A large body that has memory must arrive within ARRIVE_S plus its size divided by this rate. A client that stopped in
+the middle of a body would otherwise keep the memory, and other bodies would wait."""
 
 
 class Reservation:
-    """Memory for one body, taken by `take` or at the beginning of `async with`, and given back once."""
+    """Memory for one body. `take` or `async with` takes it, and it is given back once."""
 
     def __init__(self, memory: BodyMemory, size: int, tenant: str) -> None:
         self._memory = memory
@@ -38,8 +38,8 @@ class Reservation:
         self._taken = False
 
     async def take(self) -> None:
-        """Wait until there is memory. Raises NoSpace (503), with nothing read, when the disk has no space for the
-        body."""
+        """Wait until there is memory. Raises NoSpace (503) when the disk has no space for the body, which is then
+        unread."""
         if self._size > SMALL_BYTES:
             await self._memory.take(self._size, self._tenant)
             self._taken = True
@@ -58,31 +58,32 @@ class Reservation:
 
 
 class BodyMemory:
-    """The next body is one of the tenant that has least memory here, and of several such tenants, of the one that waits
-    longest; each tenant's bodies go in order of arrival. A body that is larger than the whole memory has it alone."""
+    """Shares memory between tenants. The next body is one of the tenant that holds the least memory; of several such
+    tenants, the one that has waited longest. Each tenant's bodies go in order of arrival. A body that is larger than
+    the whole memory waits until no other body holds any."""
 
-    def __init__(self, directory: Path, size: int = ROOM_BYTES) -> None:
+    def __init__(self, directory: Path, size: int = MEMORY_BYTES) -> None:
         self._directory = directory
         self._size = size
         self._taken: Counter[str] = Counter()
-        """Bytes, by tenant."""
+        """Bytes that each tenant holds."""
         self._waiting: dict[str, deque[tuple[int, asyncio.Future[None]]]] = {}
-        """By tenant; the tenant that waits longest comes first."""
+        """Size and turn of each waiting body, by tenant. The tenant that has waited longest comes first."""
 
     def of(self, request: Request, tenant: str) -> Reservation:
-        """For this request's body, by its size on the wire; a body that does not tell its size takes all."""
+        """For this request's body, by its Content-Length; for all memory if the request states none."""
         declared = request.headers.get("content-length", "")
-        return self.of_bytes(int(declared) if declared.isdigit() else self._size, tenant)
+        return self.of_size(int(declared) if declared.isdigit() else self._size, tenant)
 
-    def of_bytes(self, size: int, tenant: str) -> Reservation:
+    def of_size(self, size: int, tenant: str) -> Reservation:
         return Reservation(self, min(size, self._size), tenant)
 
     async def take(self, size: int, tenant: str) -> None:
         """Raises as `Reservation.take` does."""
         if shutil.disk_usage(self._directory).free < SPARE_DISK_BYTES + size:
             raise NoSpace(
-                f"the server's disk is full: this request of {size} bytes is taken when there is space for it, and is "
-                "sent again until then; tell the server's operator",
+                f"the server's disk is full: the client sends this request of {size} bytes again until there is space "
+                "for it; tell the server's operator",
                 retry_after_s=RETRY_S,
             )
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -107,20 +108,20 @@ class BodyMemory:
             size, turn = self._waiting[tenant][0]
             if not turn.cancelled() and self._taken.total() + size > self._size:
                 return
-            theirs = self._waiting.pop(tenant)
-            theirs.popleft()
-            if theirs:
-                self._waiting[tenant] = theirs  # behind the tenants that have waited longer
+            queue = self._waiting.pop(tenant)
+            queue.popleft()
+            if queue:
+                self._waiting[tenant] = queue  # behind the tenants that have waited longer
             if not turn.cancelled():
                 self._taken[tenant] += size
                 turn.set_result(None)
 
 
 class LargeBody:
-    """One body of a request, with memory for it: as it comes, and once more as it is decompressed.
+    """One body, with memory for its received bytes and more memory for its decompressed bytes.
 
-    A body that waits for the second memory holds some of the first, and never the other way round. Few bytes that would
-    become many wait like many.
+    A body takes memory for received bytes first and for decompressed bytes second, so two bodies never wait for each
+    other. A small body that decompresses to many bytes waits for memory for all of them.
     """
 
     def __init__(
@@ -134,12 +135,12 @@ class LargeBody:
         self._max_bytes = max_bytes
 
     async def read(self) -> bytes:
-        """The decompressed body, whose memory is held until `release`. Raises as `receive`, `expand` and
-        `Reservation.take` do, and RequestError 408 when the body does not come."""
+        """The decompressed body. Its memory is held until `release`. Raises as `receive`, `expand` and
+        `Reservation.take` do, and RequestError 408 when the body does not arrive in time."""
         await self._received.take()
         content = await self._receive()
         size = expanded_size(self._request, content, self._max_bytes)
-        self._expanded = self._memory_for_expanded.of_bytes(size, self._tenant)
+        self._expanded = self._memory_for_expanded.of_size(size, self._tenant)
         await self._expanded.take()
         return await expand(self._request, content, self._max_bytes)
 
@@ -169,26 +170,26 @@ class LargeBody:
 
 
 def bounds(max_body_bytes: int) -> dict[Bound, int]:
-    """The most bytes of a body, decompressed, where the configuration says `max_body_bytes`."""
+    """The most bytes of a body, decompressed, under each bound; `max_body_bytes` is the configuration's."""
     return {"control": CONTROL_BYTES, "sample": min(max_body_bytes, SAMPLE_BYTES), "training": max_body_bytes}
 
 
 class BodyReader:
-    """Reads the bodies of all routes, each within its route's bound. Bodies of each bound have memory of their own:
-    samples never wait for training passes."""
+    """Reads the bodies of all routes, each within its route's bound. Each bound has separate memory, so that samples
+    never wait for training passes."""
 
     def __init__(self, directory: Path, max_bytes: Mapping[Bound, int]) -> None:
         self._memory = {
             bound: (BodyMemory(directory), BodyMemory(directory), size) for bound, size in max_bytes.items()
         }
-        """By bound: memory for what is received and for what is decompressed, and the most bytes of a body."""
+        """By bound: memory for received bytes, memory for decompressed bytes, and the most bytes of a body."""
 
     def of(self, request: Request, tenant: str, bound: Bound) -> LargeBody:
         return LargeBody(request, tenant, *self._memory[bound])
 
     async def control(self, request: Request, tenant: str) -> bytes:
-        """The decompressed body of a route with the bound `control`. Its memory is given back when it was read: a poll
-        that waits for its result must hold none. Raises as `LargeBody.read` does."""
+        """The decompressed body of a route with the bound `control`. Its memory is given back once it is read, because
+        a poll must not hold memory while it waits. Raises as `LargeBody.read` does."""
         if _is_small(request):
             content = await receive(request, CONTROL_BYTES)
             return await expand(request, content, CONTROL_BYTES)

@@ -1,5 +1,5 @@
-"""Builds the parts of an API process. Reads nothing and opens no connection: that begins with `begin` in
-`background.py`."""
+"""Builds the parts of an API process. `build` reads nothing and opens no connection; `begin` in `background.py`
+does."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import partial
 from typing import Self
 
 from skyrl.api.access import Access
-from skyrl.api.news import News
+from skyrl.api.notices import NoticeHandler
 from skyrl.api.readiness import EngineWatch
 from skyrl.api.served import Served
 from skyrl.api.services import Services
@@ -53,21 +53,21 @@ from skyrl.storage.registry import open_store
 
 @dataclass(frozen=True)
 class Secrets:
-    """What only this server knows: it signs tokens and links with these."""
+    """Signs tokens and links, with secrets that only this server has."""
 
     tokens: Tokens
     urls: SignedUrls
 
     @classmethod
     def open(cls, runtime: Runtime) -> Self:
-        """From the state directory, made at first use."""
+        """Reads the secrets from the state directory, and makes them at first use."""
         config = runtime.config
         return cls(Tokens.open(config.state_dir), SignedUrls.open(config.state_dir, config.public_url))
 
 
 @dataclass(frozen=True)
 class Base:
-    """What the services stand on."""
+    """The parts that the services share."""
 
     runtime: Runtime
     database: Database
@@ -102,11 +102,11 @@ class Base:
 
 @dataclass(frozen=True)
 class ApiProcess:
-    """All parts of an API process: `services` are for the routes, the others for its background work and its end."""
+    """All parts of an API process. The routes use `services`; background work and shutdown use the others."""
 
     base: Base
     services: Services
-    news: News
+    notices: NoticeHandler
     ownership: SampleOwnership
     clocks: SampleClocks
     retention: Retention
@@ -126,7 +126,7 @@ def build(runtime: Runtime, secrets: Secrets) -> ApiProcess:
     return ApiProcess(
         base=base,
         services=services,
-        news=News(base.futures, services.sampling, base.watch, services.session_life.changed),
+        notices=NoticeHandler(base.futures, services.sampling, base.watch, services.session_life.changed),
         ownership=ownership,
         clocks=SampleClocks(writer, runtime.process_id),
         retention=Retention(database, writer, runtime.config.result_retention_s),
@@ -204,7 +204,7 @@ def _sampling(
 
 
 def _client(runtime: Runtime, database: Database, adapters: AdapterHost) -> ForwardingClient | None:
-    """None where the engine samples itself."""
+    """None if the engine runs the samples."""
     config = runtime.config
     if not config.modes.forwards:
         return None

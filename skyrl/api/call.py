@@ -1,4 +1,4 @@
-"""One HTTP request on its way through the API, and the head of its answer."""
+"""One HTTP request on its way through the hooks and its handler, and the head of its answer."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from skyrl.api.route import Route
 
 
 class Call:
-    """What the hooks have found out about a request, for its handler. `send` is where its answer goes."""
+    """A request with what the hooks add to it for the handler. The handler's answer goes to `send`."""
 
     __slots__ = (
         "_caller",
-        "_ending",
         "_send",
+        "_unended_hooks",
         "answered",
         "body",
         "headers",
-        "held",
         "id",
+        "large_body",
         "request",
         "route",
         "status",
@@ -35,28 +35,28 @@ class Call:
     ) -> None:
         self.request = Request(scope, receive, send)
         self.route = route
-        """None where no route has the path and method of the request."""
+        """None if no route has the path and method of the request."""
         self.id = "-"
-        """The request's name in the log and in the header `X-Request-Id` of the answer."""
+        """The request's id in the log and in the answer's header `X-Request-Id`."""
         self.body = b""
-        """The decompressed body, of a route that declares one."""
-        self.held: LargeBody | None = None
-        """The memory that a large body takes until the route has its answer."""
+        """The decompressed body; empty if the route declares none."""
+        self.large_body: LargeBody | None = None
+        """The body whose memory is held until the route has answered."""
         self.headers: list[tuple[bytes, bytes]] = []
-        """What hooks add to the headers of the answer."""
+        """Headers that hooks add to the answer."""
         self.status: int | None = None
-        """Of the answer; None while there is none."""
+        """The status of the answer; None before the answer."""
         self.answered = False
-        """Whether the head of the answer is sent, so that no other answer can be given."""
+        """Whether the head of the answer is sent. After that no other answer can be given."""
         self._caller: Caller | None = None
         self._send = send
-        self._ending = iter(hooks)
+        self._unended_hooks = iter(hooks)
 
     @property
     def caller(self) -> Caller:
-        """Whom the request's key stands for. Raises RuntimeError on a route that takes no key."""
+        """The caller that the request's key stands for. Raises RuntimeError on a route that takes no key."""
         if self._caller is None:
-            raise RuntimeError("this route asks for no key, so nobody is known to call it")
+            raise RuntimeError("this route takes no API key, so its caller is unknown")
         return self._caller
 
     @caller.setter
@@ -65,11 +65,11 @@ class Call:
 
     @property
     def tenant(self) -> str:
-        """Who owns what the request makes."""
+        """The caller's tenant, which owns what the request makes."""
         return self.caller.tenant
 
     async def send(self, message: Message) -> None:
-        """An ASGI `send`: the head of the answer ends the hooks' work and takes their headers."""
+        """An ASGI `send`. Before the head of the answer is sent, the hooks end, and their headers are added to it."""
         if message["type"] == "http.response.start":
             self.status = message["status"]
             self.end()
@@ -78,14 +78,13 @@ class Call:
         await self._send(message)
 
     def end(self) -> None:
-        """Tell each hook, once, that the request has its answer, or that it gets none. Raises what a hook raises; the
-        next call goes on with the hook behind it."""
-        for hook in self._ending:
+        """Call `end` of each hook, once. Raises what a hook raises; another call then goes on with the next hook."""
+        for hook in self._unended_hooks:
             hook.end(self)
 
 
 class Hook(Protocol):
-    """Sees each request before its route and each answer before it is sent."""
+    """Called for each request before its route, and for each answer before it is sent."""
 
     name: str
 
@@ -94,6 +93,6 @@ class Hook(Protocol):
         ...
 
     def end(self, call: Call) -> None:
-        """Called once for each request, also for one that an earlier hook refused. The answer's head is about to be
-        sent; or, where `call.status` is None, the client went away before it."""
+        """Called once for each request, even if an earlier hook refused it: before the head of the answer is sent, or,
+        with `call.status` None, after the client went away without an answer."""
         ...

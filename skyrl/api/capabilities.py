@@ -1,4 +1,4 @@
-"""What a client asks first: feature flags and capabilities; and where it reports to (telemetry is not kept)."""
+"""What a client asks first: feature flags and capabilities. Also accepts telemetry, which is not kept."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ CLIENT_CONFIG = {
     "proto_write_fwdbwd": True,
     "sample_join_sampling_session": True,
 }
-"""Flags that differ from an SDK's own default, or that older SDKs default otherwise."""
+"""Flags whose value differs from the default of the current SDK or of an older one."""
 
 MAX_CANCELS = 64
-"""Cancellations that a client may send at once: each is a request of its own."""
+"""How many cancellations a client may send at once. Each is a separate request."""
 
 
 def router(services: Services) -> Routes:

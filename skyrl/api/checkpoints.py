@@ -23,21 +23,21 @@ from skyrl.wire.requests import TtlRequest
 
 MIN_TTL_S, MAX_TTL_S = 3600, 10 * 365 * 86_400
 _TYPES = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
-_KNOWS_EXTERNAL = (0, 30)
-"""The first version of the SDK that knows the type `external`. Older ones refuse a list that holds one."""
-_BEFORE_EXTERNAL: tuple[CheckpointKind, ...] = ("weights", "sampler_weights")
+_EXTERNAL_SINCE = (0, 30)
+"""The first version of the SDK that knows the type `external`. Older versions cannot read a list that holds one."""
+_KINDS_OF_OLD_SDKS: tuple[CheckpointKind, ...] = ("weights", "sampler_weights")
 
 
 def seen_by_client(request: Request, scope: str) -> Seen:
     """What a list shows to this client: only the kinds that its version of the SDK can read."""
     version = request.headers.get("x-stainless-package-version", "")
     numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdecimal() and len(part) < 10)
-    old = len(numbers) == 2 and numbers < _KNOWS_EXTERNAL
-    return Seen(published=scope == "accessible", kinds=_BEFORE_EXTERNAL if old else KINDS)
+    old = len(numbers) == 2 and numbers < _EXTERNAL_SINCE
+    return Seen(published=scope == "accessible", kinds=_KINDS_OF_OLD_SDKS if old else KINDS)
 
 
 def ttl_end(ttl_seconds: int | None) -> float | None:
-    """When something with that time to live expires. Raises RequestError naming the field."""
+    """The time `ttl_seconds` from now, in seconds since the epoch. Raises RequestError naming the field."""
     if ttl_seconds is None:
         return None
     if not MIN_TTL_S <= ttl_seconds <= MAX_TTL_S:
@@ -46,7 +46,7 @@ def ttl_end(ttl_seconds: int | None) -> float | None:
 
 
 def checkpoint_json(checkpoint: Checkpoint) -> dict[str, Any]:
-    """The wire's Checkpoint."""
+    """A checkpoint as the wire's Checkpoint."""
     path, expires_at = checkpoint.path, checkpoint.expires_at
     return {
         "checkpoint_id": f"{path.kind}/{path.name}",
@@ -62,7 +62,7 @@ def checkpoint_json(checkpoint: Checkpoint) -> dict[str, Any]:
 
 def _training_run(model: ModelRecord, checkpoints: list[Checkpoint], tenant: str) -> dict[str, Any]:
     """A model as the wire's TrainingRun. Only its owner sees the metadata that the owner gave it."""
-    last = {saved.path.kind: checkpoint_json(saved) for saved in checkpoints if saved.path.model_id == model.id}
+    latest = {saved.path.kind: checkpoint_json(saved) for saved in checkpoints if saved.path.model_id == model.id}
     return {
         "training_run_id": model.id,
         "base_model": model.base_model,
@@ -71,8 +71,8 @@ def _training_run(model: ModelRecord, checkpoints: list[Checkpoint], tenant: str
         "corrupted": model.status == "failed",
         "lora_rank": model.lora.rank,
         "last_request_time": timestamp(model.last_request_at),
-        "last_checkpoint": last.get("weights"),
-        "last_sampler_checkpoint": last.get("sampler_weights"),
+        "last_checkpoint": latest.get("weights"),
+        "last_sampler_checkpoint": latest.get("sampler_weights"),
         "user_metadata": strings(model.user_metadata) if model.tenant == tenant else None,
     }
 
@@ -81,9 +81,9 @@ def router(services: Services) -> Routes:
     routes = Routes("checkpoints")
     page_limit, page_offset = Query(20, ge=1, le=1000), Query(0, ge=0, lt=2**31)
 
-    async def run_seen(model_id: str, tenant: str, seen: Seen) -> ModelRecord:
-        """The model of a training run: the tenant's own, or, if `seen` includes published checkpoints, another tenant's
-        that has one."""
+    async def visible_run(model_id: str, tenant: str, seen: Seen) -> ModelRecord:
+        """The model of a training run of the tenant. If `seen` includes published checkpoints, also that of another
+        tenant's run with a published checkpoint."""
         model = await services.models.record(model_id, tenant)
         if model is None and seen.published and await services.checkpoints.of_model(model_id, tenant, seen):
             model = await services.models.record(model_id, None)
@@ -99,7 +99,7 @@ def router(services: Services) -> Routes:
         access_scope: AccessScope = "owned",
         project_id: str | None = None,
     ) -> Response:
-        """The caller's own runs, whatever the scope: other tenants publish checkpoints, not runs."""
+        """The caller's own runs, whatever the scope: tenants publish checkpoints, not runs."""
         tenant = call.tenant
         models, total = await services.models.page(tenant, limit, offset, project_id)
         seen = seen_by_client(call.request, access_scope)
@@ -114,15 +114,15 @@ def router(services: Services) -> Routes:
     @routes.get("/training_runs/{model_id}", scope="any")
     async def get_training_run(call: Call, model_id: str, access_scope: AccessScope = "owned") -> Response:
         tenant, seen = call.tenant, seen_by_client(call.request, access_scope)
-        model = await run_seen(model_id, tenant, seen)
+        model = await visible_run(model_id, tenant, seen)
         return reply(_training_run(model, await services.checkpoints.latest([model_id], tenant, seen), tenant))
 
     @routes.get("/training_runs/{model_id}/checkpoints", scope="any")
     async def list_run_checkpoints(call: Call, model_id: str, access_scope: AccessScope = "accessible") -> Response:
-        """Without a scope, also the checkpoints that another tenant has published of its run: the SDK looks up single
-        checkpoints in this way."""
+        """By default also the published checkpoints of another tenant's run: the SDK finds single checkpoints in this
+        way."""
         tenant, seen = call.tenant, seen_by_client(call.request, access_scope)
-        await run_seen(model_id, tenant, seen)
+        await visible_run(model_id, tenant, seen)
         saved = await services.checkpoints.of_model(model_id, tenant, seen)
         return reply({"checkpoints": [checkpoint_json(checkpoint) for checkpoint in saved]})
 
@@ -139,36 +139,37 @@ def router(services: Services) -> Routes:
             }
         )
 
-    one = "/training_runs/{model_id}/checkpoints/{kind}/{name}"
+    one_checkpoint = "/training_runs/{model_id}/checkpoints/{kind}/{name}"
 
     async def change(call: Call, path: TinkerPath, event: str, details: dict[str, Any], **values: Any) -> Response:
         if not await services.checkpoints.change(path, call.tenant, event, details, **values):
             raise NotFound(f"no checkpoint {path}", field="checkpoint_id")
         return reply({})
 
-    def at(model_id: str, kind: str, name: str) -> TinkerPath:
+    def path_of(model_id: str, kind: str, name: str) -> TinkerPath:
         return parse_path(f"tinker://{model_id}/{kind}/{name}", "checkpoint_id")
 
-    @routes.delete(one, scope="train")
+    @routes.delete(one_checkpoint, scope="train")
     async def delete_checkpoint(call: Call, model_id: str, kind: str, name: str) -> Response:
-        """Clients no longer find it. The engine deletes the files when nobody samples from them any more."""
-        path = at(model_id, kind, name)
+        """Clients no longer find the checkpoint. The engine deletes its files when nobody samples from them any
+        more."""
+        path = path_of(model_id, kind, name)
         if not await services.checkpoints.delete(path, call.tenant):
             raise NotFound(f"no checkpoint {path}", field="checkpoint_id")
         return reply({})
 
-    @routes.post(f"{one}/publish", scope="train")
+    @routes.post(f"{one_checkpoint}/publish", scope="train")
     async def publish(call: Call, model_id: str, kind: str, name: str) -> Response:
-        return await change(call, at(model_id, kind, name), "checkpoint_published", {}, public=True)
+        return await change(call, path_of(model_id, kind, name), "checkpoint_published", {}, public=True)
 
-    @routes.delete(f"{one}/publish", scope="train")
+    @routes.delete(f"{one_checkpoint}/publish", scope="train")
     async def unpublish(call: Call, model_id: str, kind: str, name: str) -> Response:
-        return await change(call, at(model_id, kind, name), "checkpoint_unpublished", {}, public=False)
+        return await change(call, path_of(model_id, kind, name), "checkpoint_unpublished", {}, public=False)
 
-    @routes.put(f"{one}/ttl", scope="train", body=TtlRequest)
-    async def set_ttl(call: Call, wanted: TtlRequest, model_id: str, kind: str, name: str) -> Response:
-        path, details = at(model_id, kind, name), {"ttl_seconds": wanted.ttl_seconds}
-        end = ttl_end(wanted.ttl_seconds)
+    @routes.put(f"{one_checkpoint}/ttl", scope="train", body=TtlRequest)
+    async def set_ttl(call: Call, body: TtlRequest, model_id: str, kind: str, name: str) -> Response:
+        path, details = path_of(model_id, kind, name), {"ttl_seconds": body.ttl_seconds}
+        end = ttl_end(body.ttl_seconds)
         return await change(call, path, "checkpoint_ttl_changed", details, expires_at=end)
 
     return routes

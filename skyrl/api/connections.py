@@ -1,7 +1,7 @@
-"""The API's side of a connection: uvicorn's, with bounds for what comes before a request is whole.
+"""The API's side of a connection: uvicorn's protocol, with limits on requests that are not complete yet.
 
-Nobody has shown a key by then. uvicorn's parser keeps a head or a trailer of any length, and its connections wait for
-ever for a first request, or for the rest of one. Knows bytes and time; does not know routes.
+No API key has been checked by then. uvicorn keeps a head or a trailer of any length, and waits for ever for a first
+request, or for the rest of one. Knows bytes and time; does not know routes.
 """
 
 from __future__ import annotations
@@ -14,38 +14,41 @@ import msgspec
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 HEAD_BYTES = 64 * 2**10
-"""What a request may have beside its body: request line, headers, trailers, the frames of its chunks."""
+"""The most bytes of a request beside its body: request line, headers, trailers, and the frames of its chunks."""
 FRAMES_SHARE = 16
-"""And this part of the body more, for a long body has many chunks."""
+"""A request may have the bytes of its body, divided by this, beside HEAD_BYTES: a long body has many chunks."""
 IDLE_S = 75.0
-"""How long a connection may bring no request: as long as one that has brought some is kept."""
+"""How long a new connection may send no request: as long as uvicorn keeps a connection after a request."""
 REST_S = 30.0
-"""A head must be whole after so long; not while nobody reads it, behind requests that are not answered yet."""
+"""How long a head may take to arrive. No limit holds while the server does not read the connection, because earlier
+requests are unanswered."""
 LEAST_BYTES = 64 * 2**10
-"""What a body must bring in each REST_S, or end; not while nobody reads it."""
+"""How many bytes of an unfinished body must arrive in each REST_S in which the server reads it."""
 SPARE_DESCRIPTORS = 1024
-"""Files and sockets that connections leave for the database and the inference server; at most a quarter of all."""
+"""File descriptors that are kept for the database and the inference server; at most a quarter of the limit."""
 
 
 def most_connections() -> int:
-    """As many as the limit of open files allows."""
+    """How many connections the limit on open files allows."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return files - min(SPARE_DESCRIPTORS, files // 4)
 
 
 class BoundedHttp(HttpToolsProtocol):
-    """A request that comes whole with its connection's next bytes, as nearly all do, pays for two comparisons."""
+    """A request that arrives in one piece, as nearly all do, costs two comparisons."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._between = True
-        """No part of a request is there."""
+        self._between_requests = True
+        """All requests that have begun to arrive are complete."""
         self._in_head = False
-        self._beside = 0
-        self._body = 0
-        self._counted = 0
-        self._waited = False
-        self._until: float | None = None
+        self._bytes_beside_body = 0
+        self._body_bytes = 0
+        self._body_bytes_at_last_check = 0
+        self._was_paused = False
+        """The server has paused reading since the last check."""
+        self._deadline: float | None = None
+        """In the event loop's time; None until the next `_schedule_check`."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         if len(self.connections) >= most_connections():
@@ -53,68 +56,70 @@ class BoundedHttp(HttpToolsProtocol):
             transport.abort()
             return
         super().connection_made(transport)
-        self._expect_more()
+        self._schedule_check()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._unset_keepalive_if_required()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        self._beside += len(data)
+        self._bytes_beside_body += len(data)
         super().data_received(data)
-        if self._between and self.cycle is not None and not self.cycle.response_complete:
+        if self._between_requests and self.cycle is not None and not self.cycle.response_complete:
             return
         if self.transport.is_closing():
             return
-        if self._beside > HEAD_BYTES + self._body // FRAMES_SHARE:
+        if self._bytes_beside_body > HEAD_BYTES + self._body_bytes // FRAMES_SHARE:
             self._refuse(431, f"a request may have {HEAD_BYTES} bytes beside its body")
         else:
-            self._expect_more()
+            self._schedule_check()
 
     def on_message_begin(self) -> None:
-        self._between, self._in_head, self._until = False, True, None
+        self._between_requests, self._in_head, self._deadline = False, True, None
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
-        self._in_head, self._until = False, None
+        self._in_head, self._deadline = False, None
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        self._beside -= len(body)
-        self._body += len(body)
+        self._bytes_beside_body -= len(body)
+        self._body_bytes += len(body)
         super().on_body(body)
-        self._waited = self._waited or self.flow.read_paused
+        self._was_paused = self._was_paused or self.flow.read_paused
 
     def on_message_complete(self) -> None:
-        self._between, self._until = True, None
-        self._beside = self._body = self._counted = 0
+        self._between_requests, self._deadline = True, None
+        self._bytes_beside_body = self._body_bytes = self._body_bytes_at_last_check = 0
         super().on_message_complete()
 
-    def _expect_more(self) -> None:
-        """Close the connection if what is missing does not come in time; what came does not move the end."""
-        if self._until is None:
-            self._until = self.loop.time() + (IDLE_S if self._between else REST_S)
+    def _schedule_check(self) -> None:
+        """Check the connection at the deadline. Bytes that arrive before it do not move it."""
+        if self._deadline is None:
+            self._deadline = self.loop.time() + (IDLE_S if self._between_requests else REST_S)
         self._unset_keepalive_if_required()
-        self.timeout_keep_alive_task = self.loop.call_at(self._until, self._overdue)
+        self.timeout_keep_alive_task = self.loop.call_at(self._deadline, self._check_deadline)
 
-    def _overdue(self) -> None:
+    def _check_deadline(self) -> None:
+        """Close the connection if nothing, or too little, has arrived while the server read it."""
         if self.transport.is_closing():
             return
-        comes = self._body - self._counted >= LEAST_BYTES or self._waited
-        if not self.flow.read_paused and (self._between or self._in_head or not comes):
+        is_arriving = self._body_bytes - self._body_bytes_at_last_check >= LEAST_BYTES or self._was_paused
+        if not self.flow.read_paused and (self._between_requests or self._in_head or not is_arriving):
             self.transport.abort()
             return
-        self._counted, self._waited, self._until = self._body, self.flow.read_paused, None
-        self._expect_more()
+        self._body_bytes_at_last_check = self._body_bytes
+        self._was_paused, self._deadline = self.flow.read_paused, None
+        self._schedule_check()
 
     def _unsupported_upgrade_warning(self) -> None:
-        """Whoever asks for one could fill the log; the request is answered without."""
+        """Log nothing: clients could fill the log. The request is answered without an upgrade."""
 
     def send_400_response(self, msg: str) -> None:
-        self._refuse(400, "the request is not HTTP/1.1 as this server takes it")
+        self._refuse(400, "the request is not HTTP/1.1 as this server accepts it")
 
     def _refuse(self, status: int, detail: str) -> None:
-        """Close the connection; and answer first, unless the client would take it for the answer to another request."""
+        """Close the connection. Answer first, unless the client would read the answer as that to another request."""
         if self._may_answer():
             body = msgspec.json.encode({"detail": detail, "field": None})
             head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
@@ -122,7 +127,7 @@ class BoundedHttp(HttpToolsProtocol):
         self.transport.close()
 
     def _may_answer(self) -> bool:
-        """Whether the request at fault is the next to be answered, and nothing was said to it."""
-        if self._between or self._in_head:  # it is a new one, after those that run
+        """Whether the refused request is the next to be answered, and none of its answer has been sent."""
+        if self._between_requests or self._in_head:  # it comes after the requests that are running
             return self.cycle is None or self.cycle.response_complete
         return not self.pipeline and self.cycle is not None and not self.cycle.response_started

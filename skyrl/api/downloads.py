@@ -1,7 +1,7 @@
-"""Taking saved weights elsewhere: links to an archive or to exported files, and the routes behind those links.
+"""Downloads of saved weights: links to an archive or to exported files, and the routes behind those links.
 
-A link needs no API key, is valid for an hour, and is for one save: it ends when that save is deleted or replaced. Files
-are streamed from the checkpoint store; none is held in memory.
+A link needs no API key, is valid for an hour, and leads to one save: it stops working when that save is deleted or
+replaced. Files are streamed from the checkpoint store; none is held in memory.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ LINK_S = 3600.0
 ARCHIVED = ("adapter_config.json", "adapter_model.safetensors")
 """The files of an archive: an adapter that other programs load. Only this server can use the optimizer's files."""
 _LINKS = "/api/v1/downloads"
-_ONE = "/training_runs/{model_id}/checkpoints/{kind}/{name}"
+_CHECKPOINT = "/training_runs/{model_id}/checkpoints/{kind}/{name}"
 
 
-class _Readable(NamedTuple):
-    """A checkpoint whose files are in the checkpoint store, under `key`."""
+class _StoredCheckpoint(NamedTuple):
+    """A checkpoint whose files are in the checkpoint store, under `store_key`."""
 
-    saved: Checkpoint
-    key: str
+    checkpoint: Checkpoint
+    store_key: str
 
     @property
     def save(self) -> str:
-        """Differs from that of every other save under the same name, earlier or later."""
-        return self.key.rpartition("-")[2]
+        """Differs between all saves under the same name, earlier or later."""
+        return self.store_key.rpartition("-")[2]
 
 
 def router(services: Services) -> Routes:
     routes = Routes("downloads")
     store = services.checkpoint_store
 
-    async def readable(path: TinkerPath, tenant: str) -> _Readable:
+    async def find_for_download(path: TinkerPath, tenant: str) -> _StoredCheckpoint:
         """A checkpoint that the tenant may download. The download is noted in the owner's audit log."""
         saved = await services.checkpoints.find(path, tenant)
         if saved is None or saved.store_key is None:
@@ -57,18 +57,18 @@ def router(services: Services) -> Routes:
         await services.audit.record(
             saved.tenant, "checkpoint_downloaded", tinker_path=str(path), model_id=path.model_id, **reader
         )
-        return _Readable(saved, saved.store_key)
+        return _StoredCheckpoint(saved, saved.store_key)
 
-    async def linked(path: TinkerPath, save: str) -> _Readable:
+    async def find_for_link(path: TinkerPath, save: str) -> _StoredCheckpoint:
         """The checkpoint that a signed link is for."""
         saved = await services.checkpoints.live(path)
         if saved is not None and saved.store_key is not None:
-            found = _Readable(saved, saved.store_key)
+            found = _StoredCheckpoint(saved, saved.store_key)
             if found.save == save:
                 return found
         raise NotFound(f"{path} has been deleted or replaced since this link was made", field="checkpoint_id")
 
-    @routes.get(f"{_ONE}/archive", scope="train")
+    @routes.get(f"{_CHECKPOINT}/archive", scope="train")
     async def archive_url(call: Call, model_id: str, kind: str, name: str) -> Response:
         """A link to a tar of the adapter: as JSON to clients that accept JSON, as a redirect to others."""
         tenant, path = call.tenant, parse_path(f"tinker://{model_id}/{kind}/{name}", "checkpoint_id")
@@ -76,15 +76,15 @@ def router(services: Services) -> Routes:
             raise RequestError(
                 "exported files are fetched one by one, see external_weights_urls", field="checkpoint_id"
             )
-        found = await readable(path, tenant)
-        missing = set(ARCHIVED) - set(await in_store(store.files, found.key))
+        found = await find_for_download(path, tenant)
+        missing = set(ARCHIVED) - set(await in_store(store.files, found.store_key))
         if missing:
             raise NotFound(
                 f"{path} was saved by an older version, without {' and '.join(sorted(missing))}: load and save it",
                 field="checkpoint_id",
             )
         accepts = ",".join(call.request.headers.getlist("accept"))
-        gzipped = "application/gzip" in accepts  # SDKs before 0.25 accept this and JSON, and take only a redirect
+        gzipped = "application/gzip" in accepts  # SDKs before 0.25 accept gzip and JSON, but understand only a redirect
         ending = "tar.gz" if gzipped else "tar"
         link = services.urls.sign(
             call.request, f"{_LINKS}/archives/{model_id}/{kind}/{name}/{found.save}/{name}.{ending}", LINK_S
@@ -97,46 +97,47 @@ def router(services: Services) -> Routes:
     @routes.get("/downloads/archives/{model_id}/{kind}/{name}/{save}/{file}", scope="signed")
     async def archive(call: Call, model_id: str, kind: str, name: str, save: str, file: str) -> Response:
         path = parse_path(f"tinker://{model_id}/{kind}/{name}", "checkpoint_id")
-        found = await linked(path, save)
-        sizes = await in_store(store.files, found.key)
+        found = await find_for_link(path, save)
+        sizes = await in_store(store.files, found.store_key)
         sizes = {member: sizes[member] for member in ARCHIVED}
-        complete = manifest_of(sizes)
+        manifest = manifest_of(sizes)
 
         def members() -> Iterator[Member]:
             for member, size in sizes.items():
-                yield Member(member, size, store.stream(found.key, member))
-            yield Member(MANIFEST, len(complete), [complete])  # last, as in the store: what came is whole
+                yield Member(member, size, store.stream(found.store_key, member))
+            # Last, as in the checkpoint store: it marks an archive as complete.
+            yield Member(MANIFEST, len(manifest), [manifest])
 
-        pieces, size = tar(members(), found.saved.created_at), tar_size([*sizes.values(), len(complete)])
+        pieces, size = tar(members(), found.checkpoint.created_at), tar_size([*sizes.values(), len(manifest)])
         if file.endswith(".tar.gz"):
             return _attachment(gzip_stored(pieces), gzip_size(size), file, "application/gzip")
         return _attachment(pieces, size, file, "application/x-tar")
 
-    @routes.get(f"{_ONE}/external_weights_urls", scope="train")
+    @routes.get(f"{_CHECKPOINT}/external_weights_urls", scope="train")
     async def external_weights_urls(call: Call, model_id: str, kind: str, name: str) -> Response:
         tenant, path = call.tenant, parse_path(f"tinker://{model_id}/{kind}/{name}", "checkpoint_id")
         if path.kind != "external_weights":
             raise RequestError(
                 "only external_weights have download URLs; see save_weights_external", field="checkpoint_id"
             )
-        found = await readable(path, tenant)
+        found = await find_for_download(path, tenant)
         if services.config.presigned_downloads:
             expires_at = time.time() + LINK_S
-            urls = await in_store(store.sign, found.key, LINK_S)
+            urls = await in_store(store.sign, found.store_key, LINK_S)
             if urls is not None:
                 return reply({"urls": urls, "expires": timestamp(expires_at)})
-        files = await in_store(store.files, found.key)
-        at = f"{_LINKS}/files/{model_id}/{kind}/{name}/{found.save}"
-        links = {file: services.urls.sign(call.request, f"{at}/{file}", LINK_S) for file in files}
+        files = await in_store(store.files, found.store_key)
+        prefix = f"{_LINKS}/files/{model_id}/{kind}/{name}/{found.save}"
+        links = {file: services.urls.sign(call.request, f"{prefix}/{file}", LINK_S) for file in files}
         expires_at = min(link.expires_at for link in links.values())
         return reply({"urls": {file: link.url for file, link in links.items()}, "expires": timestamp(expires_at)})
 
     @routes.get("/downloads/files/{model_id}/{kind}/{name}/{save}/{file}", scope="signed")
     async def exported_file(call: Call, model_id: str, kind: str, name: str, save: str, file: str) -> Response:
         path = parse_path(f"tinker://{model_id}/{kind}/{name}", "checkpoint_id")
-        found = await linked(path, save)
-        sizes = await in_store(store.files, found.key)
-        pieces = await in_store(store.stream, found.key, file)
+        found = await find_for_link(path, save)
+        sizes = await in_store(store.files, found.store_key)
+        pieces = await in_store(store.stream, found.store_key, file)
         return _attachment(pieces, sizes[file], file, "application/octet-stream")
 
     return routes

@@ -1,4 +1,4 @@
-"""The one place where errors become answers: `{"detail": sentence, "field": name or null}`, and a line in the log."""
+"""The one place where an error becomes an answer, `{"detail": sentence, "field": name or null}`, and a log line."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from skyrl.wire.errors import InvalidToken, NoSpace, OverQuota, RequestError
 logger = logging.getLogger(__name__)
 
 DATABASE_RETRY_S = 2.0
-"""After so long a client sends a request again that the database did not take."""
+"""`Retry-After` of a request that failed because the database was away."""
 MAX_PATH = 200
-"""Characters of an unknown path that its answer repeats."""
+"""The most characters of an unknown path that the answer repeats."""
 
 
 class ErrorAnswers:
-    """Answers an error by its nearest class in `kinds`, which has one entry for `Exception`."""
+    """Answers an error by its nearest class in `kinds`, which ends with `Exception`."""
 
     def __init__(self, refusals: Refusals, quotas: Quotas) -> None:
         self._refusals = refusals
@@ -38,14 +38,14 @@ class ErrorAnswers:
             RequestError: self._refused,
             RequestValidationError: self._invalid,
             HTTPException: self._http_error,
-            NotStored: self._lost,
-            StoreError: self._store_away,
-            DatabaseError: self._database_away,
+            NotStored: self._files_lost,
+            StoreError: self._store_unavailable,
+            DatabaseError: self._database_unavailable,
             Exception: self._internal,
         }
 
     def answer(self, call: Call, error: Exception) -> Response:
-        """The answer, and a log line."""
+        """Log the error, and make its answer."""
         return next(self.kinds[kind] for kind in type(error).__mro__ if kind in self.kinds)(call, error)
 
     def _refused(self, call: Call, error: RequestError) -> Response:
@@ -69,15 +69,15 @@ class ErrorAnswers:
         self._refusals.note(call, error.status_code, detail)
         return reply({"detail": detail, "field": None}, error.status_code, dict(error.headers or {}))
 
-    def _lost(self, call: Call, error: NotStored) -> Response:
+    def _files_lost(self, call: Call, error: NotStored) -> Response:
         _log(call, ": %s", error)
         return reply({"detail": "the checkpoint's files are not in the checkpoint store any more", "field": None}, 404)
 
-    def _store_away(self, call: Call, error: StoreError) -> Response:
+    def _store_unavailable(self, call: Call, error: StoreError) -> Response:
         _log(call, ": %s", error)
         return reply({"detail": "the checkpoint store cannot be used now; try again", "field": None}, 503)
 
-    def _database_away(self, call: Call, error: DatabaseError) -> Response:
+    def _database_unavailable(self, call: Call, error: DatabaseError) -> Response:
         if is_transient(error):
             _log(call, ": the database cannot be used: %s", reason(error))
             detail = "the database cannot be used now; send the request again"
@@ -92,14 +92,15 @@ class ErrorAnswers:
 
 
 def _log(call: Call, sentence: str, *details: object, trace: Exception | None = None) -> None:
-    """An error's line: method and path of the request, then the sentence."""
+    """Log an error: method and path of the request, then the sentence."""
     extra = about_request(call.id)
     logger.error(f"%s %s{sentence}", call.request.method, call.request.url.path, *details, exc_info=trace, extra=extra)
 
 
 def _no_such_path(path: str) -> str:
-    """The sentence for a path that no route has. An SDK puts `/api/v1` behind its base URL."""
-    asked = path if len(path) <= MAX_PATH else f"{path[:MAX_PATH]}..."
+    """The sentence for a path without a route. The SDK adds `/api/v1` to its base URL, so that a base URL which ends in
+    `/api/v1` doubles it."""
+    shown = path if len(path) <= MAX_PATH else f"{path[:MAX_PATH]}..."
     if path.startswith(f"{API}{API}"):
-        return f"no such path {asked!r}; the base URL ends before {API}"
-    return f"no such path {asked!r}"
+        return f"no such path {shown!r}; the base URL ends before {API}"
+    return f"no such path {shown!r}"

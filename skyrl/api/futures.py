@@ -1,6 +1,6 @@
-"""Waiting for requests, one by one or all samples of a client at once, and taking samples back.
+"""Long polls, for one request or for all samples of a client, and the cancelling of a sample.
 
-Result bytes go out as they were stored.
+Results go out as the bytes that are stored; a client that cannot read protobuf gets them as JSON.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from skyrl.wire.results import to_json
 from skyrl.wire.training import PROTOBUF
 
 HOLD_S = 30.0
-"""How long a poll is held at most: the SDK gives up reading at 45 s."""
+"""How long a poll is held at most. The SDK stops reading at 45 s."""
 
 SHORTEST_HOLD = 0.8
-"""A poll is held for this part of HOLD_S or more: thousands that came together do not come again together."""
+"""The shortest hold, as a part of HOLD_S. Random holds spread thousands of polls that arrived together."""
 
 ERROR_HOLD_S = 1.0
-"""How long a poll that ends with 500 is held: the SDK asks again at once, whatever the reason was."""
+"""How long a poll that fails is held before its answer of 500: the SDK polls again at once."""
 
 MAX_CLONE = 2**33
-"""Far above the highest number that a copy of a sampling client gives itself, and its samples' numbers fit 64 bits."""
+"""Far above the number of any copy of a sampling client. The numbers of its samples still fit 64 bits."""
 
 
 def _hold_s() -> float:
@@ -39,8 +39,8 @@ def _hold_s() -> float:
 
 
 async def _queue_state(services: Services, request_id: str, tenant: str) -> dict[str, str]:
-    """What the SDK logs when a request takes long."""
-    if not services.quotas.any:
+    """The fields of a 408 that the SDK logs when a request takes long."""
+    if not services.quotas.in_use:
         return {"queue_state": "active"}
     started = services.sampling.forwards(request_id)
     reason = await services.quotas.pause_of(request_id, tenant, started=started)
@@ -55,14 +55,14 @@ def _completion(ended: Completion) -> dict[str, Any]:
     return {"state": "finished", "request_id": ended.request_id, "response_payload_uncompressed_size": ended.size}
 
 
-def _check(wanted: RetrieveFuturesRequest) -> None:
-    if wanted.target.type != "sampling_session":
-        raise RequestError(f"{wanted.target.type!r} is not known; there is: sampling_session", field="target.type")
-    if not 0 <= wanted.target.cloned_sampler_id < MAX_CLONE:
+def _check_fields(body: RetrieveFuturesRequest) -> None:
+    if body.target.type != "sampling_session":
+        raise RequestError(f"{body.target.type!r} is not known; there is: sampling_session", field="target.type")
+    if not 0 <= body.target.cloned_sampler_id < MAX_CLONE:
         raise RequestError(f"must be in [0, {MAX_CLONE})", field="target.cloned_sampler_id")
-    if not 0 <= wanted.prev_cursor < 2**62:
+    if not 0 <= body.prev_cursor < 2**62:
         raise RequestError("must be 0 or a cursor that was answered before", field="prev_cursor")
-    if wanted.timeout is not None and not wanted.timeout >= 0:
+    if body.timeout is not None and not body.timeout >= 0:
         raise RequestError("must not be negative", field="timeout")
 
 
@@ -70,20 +70,20 @@ def router(services: Services) -> Routes:
     routes = Routes("futures")
 
     @routes.post("/retrieve_future", scope="any", body=RetrieveFutureRequest)
-    async def retrieve_future(call: Call, wanted: RetrieveFutureRequest) -> Response:
+    async def retrieve_future(call: Call, body: RetrieveFutureRequest) -> Response:
         tenant = call.tenant
         try:
-            outcome = await services.futures.wait(wanted.request_id, tenant, _hold_s())
+            outcome = await services.futures.wait(body.request_id, tenant, _hold_s())
         except KeyError:
-            # 410 makes the SDK send a lost sample again; it cannot do so for a training command.
+            # After a 410 the SDK sends a lost sample again. It cannot send a training command again.
             status = 410 if call.request.headers.get("x-tinker-request-type") == "Sample" else 404
-            return reply({"detail": f"request_id: no request {wanted.request_id!r}", "field": "request_id"}, status)
+            return reply({"detail": f"request_id: no request {body.request_id!r}", "field": "request_id"}, status)
         except Exception:
             await asyncio.sleep(ERROR_HOLD_S)
             raise
         if outcome is None:
-            again = {"type": "try_again", "request_id": wanted.request_id}
-            return reply(again | await _queue_state(services, wanted.request_id, tenant), 408)
+            try_again = {"type": "try_again", "request_id": body.request_id}
+            return reply(try_again | await _queue_state(services, body.request_id, tenant), 408)
         if outcome.error is not None:
             return reply({"error": outcome.error, "category": outcome.error_category or "unknown"})
         if outcome.result_format != "json" and PROTOBUF in call.request.headers.get("accept", ""):
@@ -91,24 +91,24 @@ def router(services: Services) -> Routes:
         return Response(to_json(outcome.result, outcome.result_format), media_type="application/json")
 
     @routes.post("/retrieve_futures", scope="sample", body=RetrieveFuturesRequest)
-    async def retrieve_futures(call: Call, wanted: RetrieveFuturesRequest) -> Response:
-        """Which samples of one sampling client have ended since a cursor; their results are fetched one by one."""
+    async def retrieve_futures(call: Call, body: RetrieveFuturesRequest) -> Response:
+        """The samples of one sampling client that have ended since a cursor. Clients fetch the results one by one."""
         tenant = call.tenant
-        _check(wanted)
+        _check_fields(body)
         sampler = await services.sampling.open_sampler(
-            wanted.target.sampling_session_id, tenant, "target.sampling_session_id"
+            body.target.sampling_session_id, tenant, "target.sampling_session_id"
         )
-        target = Target(sampler.session_id, sampler.id, wanted.target.cloned_sampler_id)
-        hold_s = HOLD_S if wanted.timeout is None else min(wanted.timeout, HOLD_S)
+        target = Target(sampler.session_id, sampler.id, body.target.cloned_sampler_id)
+        hold_s = HOLD_S if body.timeout is None else min(body.timeout, HOLD_S)
         try:
-            cursor, ended = await services.futures.ends.poll(target, wanted.prev_cursor, hold_s)
+            cursor, ended = await services.futures.ends.poll(target, body.prev_cursor, hold_s)
         except TargetGone as error:
             raise NotFound(f"the session of {sampler.id!r} has ended", field="target.sampling_session_id") from error
         return reply({"cursor": cursor, "completions": [_completion(completion) for completion in ended]})
 
     @routes.post("/cancel_future", scope="any", body=CancelFutureRequest)
-    async def cancel_future(call: Call, wanted: CancelFutureRequest) -> Response:
-        await services.sampling.cancel_future(wanted.request_id, call.tenant)
+    async def cancel_future(call: Call, body: CancelFutureRequest) -> Response:
+        await services.sampling.cancel_future(body.request_id, call.tenant)
         return reply({})
 
     return routes

@@ -1,5 +1,5 @@
-"""Probes: the SDK's healthz (the process answers), readyz (it can train and sample), statusz (what it has done); and
-what this server is."""
+"""Probes: healthz (the process answers), readyz (the server can train and sample) and statusz (counts); and a page that
+names the server."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from skyrl.storage.space import shortage
 def router(services: Services) -> Routes:
     routes = Routes("health", prefix="")
 
-    async def look() -> tuple[bool, list[str]]:
-        """Whether the server is ready, and what is said of it. Little disk is said, and takes no server out of service:
-        samples go on."""
+    async def find_reasons() -> tuple[bool, list[str]]:
+        """Whether the server is ready, and the reasons to list. Too little disk space is listed, but the server stays
+        ready: samples go on."""
         await services.watch.refresh()
         reasons = services.watch.reasons()
         if not reasons and services.config.external_inference_url is not None and services.client is not None:
-            trouble = await services.client.probe()
-            reasons = [f"sampling: {trouble}"] if trouble is not None else []
-        low = shortage(services.config.state_dir)
-        return not reasons, [*reasons, f"disk: {low}"] if low is not None else reasons
+            failure = await services.client.probe()
+            reasons = [f"sampling: {failure}"] if failure is not None else []
+        disk_shortage = shortage(services.config.state_dir)
+        return not reasons, [*reasons, f"disk: {disk_shortage}"] if disk_shortage is not None else reasons
 
-    readiness = Readiness(look)
+    readiness = Readiness(find_reasons)
 
     @routes.get("/", scope="open")
     async def about(call: Call) -> Response:
-        """What somebody sees who opens the base URL."""
+        """What a browser shows at the base URL."""
         return reply(
             {
                 "name": "skyrl",
@@ -48,8 +48,8 @@ def router(services: Services) -> Routes:
 
     @routes.get("/readyz", scope="open")
     async def readyz(call: Call) -> Response:
-        ready, told = await readiness.now()
-        return reply({"ready": ready, "reasons": told}, 200 if ready else 503)
+        ready, reasons = await readiness.now()
+        return reply({"ready": ready, "reasons": reasons}, 200 if ready else 503)
 
     @routes.get("/statusz", scope="open")
     async def statusz(call: Call) -> Response:

@@ -1,6 +1,6 @@
-"""The hooks of the HTTP table: a name for each request, the caller's key, and the body.
+"""The hooks of the HTTP table: they give each request an id, check its key, and read its body.
 
-A hook that is to see more of the requests (metrics, tracing) is another class like these, listed in `create_app`.
+Metrics or tracing would be another class like these, listed in `create_app`.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from skyrl.db.keys import ALL_SCOPES
 from skyrl.wire.errors import RequestError
 
 MAX_KEY = 2_000
-"""Characters of a key or a token: tenants of the last 4,096 keys are remembered by them."""
+"""The most characters of a key or a token. `tenant_of_key` keeps the last 4,096 keys in memory."""
 MAX_REQUEST_ID = 128
-"""Characters of a request id that a client gives."""
-_SANE_ID = re.compile(rb"[!-~]{1,%d}" % MAX_REQUEST_ID)
+"""The most characters of a request id that a client gives."""
+_PRINTABLE_ID = re.compile(rb"[!-~]{1,%d}" % MAX_REQUEST_ID)
 
 
 class RequestIds:
-    """Names each request: by the client's `X-Request-Id` if that is printable ASCII of at most MAX_REQUEST_ID
-    characters, else by a number of this process. The answer has it in the same header."""
+    """Gives each request an id: the client's `X-Request-Id` if that is printable ASCII of at most MAX_REQUEST_ID
+    characters, else a number of this process. The answer carries the id in the same header."""
 
     name = "request id"
 
@@ -37,7 +37,7 @@ class RequestIds:
 
     async def begin(self, call: Call) -> None:
         for name, value in call.request.scope["headers"]:
-            if name == b"x-request-id" and _SANE_ID.fullmatch(value):
+            if name == b"x-request-id" and _PRINTABLE_ID.fullmatch(value):
                 call.id = value.decode()
                 call.headers.append((name, value))
                 return
@@ -45,12 +45,12 @@ class RequestIds:
         call.headers.append((b"x-request-id", call.id.encode()))
 
     def end(self, call: Call) -> None:
-        """The answer takes its headers from the call."""
+        """Nothing to do: the call puts the header on the answer."""
 
 
 class AccessCheck:
-    """Finds the caller by the key, and refuses a request that may not use its route: 401 without a key that is taken,
-    403 for a scope that the key lacks or a link that this server has not signed."""
+    """Finds the caller by the key, and refuses a request that may not use its route: with 401 if its key is missing or
+    not accepted, with 403 if its key lacks the route's scope or its link was not signed here or has expired."""
 
     name = "access"
 
@@ -70,12 +70,12 @@ class AccessCheck:
             check_scope(caller, route.scope)
 
     def end(self, call: Call) -> None:
-        """Nothing to give back."""
+        """Nothing to do."""
 
 
 class BodyMemoryHook:
-    """Reads the body of a route that declares one. A large body waits until there is memory for it; that of a sample or
-    a training pass is given back when the route has its answer, and then the body is recorded."""
+    """Reads the body of a route that declares one. A large body waits until there is memory for it. The memory for a
+    sample or a training pass is given back when the route answers: by then the body is in the database."""
 
     name = "body memory"
 
@@ -88,12 +88,12 @@ class BodyMemoryHook:
         if body.bound == "control":
             call.body = await self._bodies.control(call.request, call.tenant)
             return
-        call.held = held = self._bodies.of(call.request, call.tenant, body.bound)
-        call.body = await held.read()
+        call.large_body = large_body = self._bodies.of(call.request, call.tenant, body.bound)
+        call.body = await large_body.read()
 
     def end(self, call: Call) -> None:
-        if call.held is not None:
-            call.held.release()
+        if call.large_body is not None:
+            call.large_body.release()
 
 
 def key_of(request: Request) -> str:

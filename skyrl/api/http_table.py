@@ -1,8 +1,8 @@
-"""The one way in: every HTTP request passes this table and its hooks, whichever route it is for.
+"""The HTTP table: every HTTP request goes through it and its hooks, on every route.
 
 A POST to a path without parameters goes straight to its handler: FastAPI's routing, dependencies and middleware cost
 several times what the handlers of a sample do themselves. All other requests go on to FastAPI, which finds the handler
-and reads the parameters, or says that there is no such path.
+and reads the parameters, or answers that there is no such path.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from skyrl.api.route import Route
 
 
 class HttpTable:
-    """An ASGI application. `hooks` begin in their order, before the route; none is passed by."""
+    """An ASGI application. Each of `hooks` begins before the route, in their order; no request skips a hook."""
 
     def __init__(
         self, framework: FastAPI, routes: Iterable[Route], hooks: Sequence[Hook], errors: ErrorAnswers
@@ -34,7 +34,7 @@ class HttpTable:
             for route in self.routes
             if route.method == "POST" and "{" not in route.path and not route.parameters
         }
-        """By path: the routes that are called without FastAPI."""
+        """The routes that are called without FastAPI, by path."""
         self._patterns: list[tuple[str, re.Pattern[str], Route]] = [
             (route.method, compile_path(route.path)[0], route) for route in self.routes
         ]
@@ -62,9 +62,9 @@ class HttpTable:
             call.end()
 
     def _find(self, scope: Scope) -> Route | None:
-        """The route that FastAPI will find: the first whose method and path fit."""
+        """The route that FastAPI will find: the first with a method and a path that fit."""
         method, path = scope["method"], scope["path"]
-        for wanted, pattern, route in self._patterns:
-            if wanted == method and pattern.match(path):
+        for route_method, pattern, route in self._patterns:
+            if route_method == method and pattern.match(path):
                 return route
         return None

@@ -1,4 +1,4 @@
-"""Models: create one, ask what it is, take it out of memory."""
+"""Models: create, describe and unload one."""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ def check_optimizer(optimizer: OptimizerConfig | None) -> None:
         raise RequestError(f"{optimizer.type!r} is not served; there is: adamw", field="optimizer_config.type")
 
 
-def _lora_spec(wanted: LoraConfig, services: Services) -> LoraSpec:
-    """The shape that the request asks for. Raises RequestError naming the field."""
+def _lora_spec(lora: LoraConfig, services: Services) -> LoraSpec:
+    """The adapter's shape that the request asks for. Raises RequestError naming the field."""
     limits = services.config.backend_config.lora
-    if wanted.rank == 0:
+    if lora.rank == 0:
         raise RequestError("0 asks for full fine-tuning, which this server does not do yet", field="lora_config.rank")
-    if not 1 <= wanted.rank <= limits.max_lora_rank:
+    if not 1 <= lora.rank <= limits.max_lora_rank:
         raise RequestError(
-            f"must be in [1, {limits.max_lora_rank}] (the server's max_lora_rank), got {wanted.rank}",
+            f"must be in [1, {limits.max_lora_rank}] (the server's max_lora_rank), got {lora.rank}",
             field="lora_config.rank",
         )
-    if not (wanted.train_attn or wanted.train_mlp or wanted.train_unembed):
+    if not (lora.train_attn or lora.train_mlp or lora.train_unembed):
         raise RequestError("at least one of train_attn, train_mlp, train_unembed must be true", field="lora_config")
-    if wanted.seed is not None and not -(2**63) <= wanted.seed < 2**63:
+    if lora.seed is not None and not -(2**63) <= lora.seed < 2**63:
         raise RequestError("must fit signed 64 bits", field="lora_config.seed")
     return LoraSpec(
-        rank=wanted.rank,
+        rank=lora.rank,
         alpha=limits.alpha,
-        seed=secrets.randbits(31) if wanted.seed is None else wanted.seed,
-        train_attn=wanted.train_attn,
-        train_mlp=wanted.train_mlp,
-        train_unembed=wanted.train_unembed,
+        seed=secrets.randbits(31) if lora.seed is None else lora.seed,
+        train_attn=lora.train_attn,
+        train_mlp=lora.train_mlp,
+        train_unembed=lora.train_unembed,
     )
 
 
@@ -53,33 +53,33 @@ def router(services: Services) -> Routes:
     routes = Routes("models")
 
     @routes.post("/create_model", scope="train", body=CreateModelRequest)
-    async def create_model(call: Call, wanted: CreateModelRequest) -> Response:
+    async def create_model(call: Call, body: CreateModelRequest) -> Response:
         tenant = call.tenant
         services.served.check_trainable()
-        session = await services.session_life.active(wanted.session_id, tenant)
-        services.served.check_base_model(wanted.base_model)
-        check_optimizer(wanted.optimizer_config)
-        if not 0 <= wanted.model_seq_id < 2**31:
+        session = await services.session_life.active(body.session_id, tenant)
+        services.served.check_base_model(body.base_model)
+        check_optimizer(body.optimizer_config)
+        if not 0 <= body.model_seq_id < 2**31:
             raise RequestError("must be in [0, 2**31)", field="model_seq_id")
         model = Model(
-            id=model_id_of(session.id, wanted.model_seq_id),
+            id=model_id_of(session.id, body.model_seq_id),
             session_id=session.id,
             tenant=tenant,
-            base_model=wanted.base_model,
-            lora=_lora_spec(wanted.lora_config or LoraConfig(), services),
-            user_metadata=wanted.user_metadata,
+            base_model=body.base_model,
+            lora=_lora_spec(body.lora_config or LoraConfig(), services),
+            user_metadata=body.user_metadata,
         )
-        row = add_model(model, wanted.model_seq_id, services.quotas.models(tenant))
-        return await submit(services, Kind.CREATE_MODEL, model, 0, call.body, first=row)
+        add_row = add_model(model, body.model_seq_id, services.quotas.models(tenant))
+        return await submit(services, Kind.CREATE_MODEL, model, 0, call.body, first=add_row)
 
     @routes.post("/unload_model", scope="train", body=ModelRequest)
-    async def unload_model(call: Call, wanted: ModelRequest) -> Response:
-        """Runs after every command that was sent for the model so far. It has no number in the client's order."""
+    async def unload_model(call: Call, body: ModelRequest) -> Response:
+        """Runs after all commands of the model that the server has by now: the client gives this command no number."""
         tenant = call.tenant
         services.served.check_trainable()
-        model = await services.models.find(wanted.model_id, tenant)
+        model = await services.models.find(body.model_id, tenant)
         if model is None:
-            raise NotFound(f"no model {wanted.model_id!r}", field="model_id")
+            raise NotFound(f"no model {body.model_id!r}", field="model_id")
         request_id, _ = await services.futures.record(
             NewRequest(
                 kind=Kind.UNLOAD_MODEL, tenant=tenant, session_id=model.session_id, body=call.body, model_id=model.id
@@ -89,10 +89,10 @@ def router(services: Services) -> Routes:
         return reply({"request_id": request_id, "model_id": model.id})
 
     @routes.post("/get_info", scope="any", body=ModelRequest)
-    async def get_info(call: Call, wanted: ModelRequest) -> Response:
-        model = await services.models.find(wanted.model_id, call.tenant)
+    async def get_info(call: Call, body: ModelRequest) -> Response:
+        model = await services.models.find(body.model_id, call.tenant)
         if model is None:
-            raise NotFound(f"no model {wanted.model_id!r}", field="model_id")
+            raise NotFound(f"no model {body.model_id!r}", field="model_id")
         return reply(
             {
                 "type": "get_info",

@@ -1,5 +1,5 @@
-"""The OpenAPI document: FastAPI's routes and parameters, and with them what each route declares beside: its body (a
-msgspec struct), the shape of every refusal, and whether it needs an API key.
+"""The OpenAPI document: FastAPI's routes and parameters, completed with each route's body (a msgspec struct), the shape
+of every refusal, and whether the route needs an API key.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from skyrl.wire.training import PROTOBUF
 
 
 class Refusal(msgspec.Struct):
-    """Every answer of 400 and above. `field` is the one at fault, dotted, and then `detail` begins with it."""
+    """Every answer of 400 and above. If `field` names the field at fault (dotted), `detail` begins with that name."""
 
     detail: str
     field: str | None
@@ -31,7 +31,7 @@ def _body(body: Body) -> dict[str, Any]:
 
 
 def describe(app: FastAPI, declared: Sequence[Route]) -> dict[str, Any]:
-    """The OpenAPI 3.1 document of the application's routes, each as it is declared."""
+    """The OpenAPI 3.1 document of the application's routes."""
     document = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
     bodies = {route.body.schema for route in declared if route.body is not None}
     _, schemas = msgspec.json.schema_components(
@@ -40,9 +40,9 @@ def describe(app: FastAPI, declared: Sequence[Route]) -> dict[str, Any]:
     refusal = {"application/json": {"schema": {"$ref": "#/components/schemas/Refusal"}}}
     for route in declared:
         operation = document["paths"][route.path][route.method.lower()]
-        operation["responses"].pop("422", None)  # FastAPI's own; what it refuses is answered as everything else
-        for wrong, says in (("4XX", "Refused; nothing was done."), ("5XX", "The server's fault; ask again.")):
-            operation["responses"][wrong] = {"description": says, "content": refusal}
+        operation["responses"].pop("422", None)  # FastAPI's own refusals, which `ErrorAnswers` answers with 400
+        for statuses, description in (("4XX", "Refused; nothing was done."), ("5XX", "The server's fault; ask again.")):
+            operation["responses"][statuses] = {"description": description, "content": refusal}
         if route.body is not None:
             operation["requestBody"] = _body(route.body)
         if not route.keyless:

@@ -1,6 +1,6 @@
-"""What the API process knows of the engine: the state row, read again at every ring and every few seconds.
+"""The engine's state as the API process last read it: after each notice, and every few seconds.
 
-Also whether the server is ready, for probes that anybody may send."""
+Also `Readiness`, which limits how often probes find out whether the server is ready."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ T = TypeVar("T")
 
 POLL_S = 2.0
 STALE_S = 15.0
-"""The engine beats every 3 s from a thread of its own, so 15 s without a beat is an engine that is gone."""
+"""An engine without a heartbeat for this long counts as gone. A thread of its own writes one every 3 s."""
 
 FRESH_S = 1.0
-"""For so long an answer about readiness is given again."""
+"""How long an answer about readiness is used again."""
 
 
-def _heard(task: asyncio.Task[Any]) -> None:
-    """If all who waited have gone, nobody else asks a failed task why it failed, and asyncio would complain."""
+def _mark_exception_as_seen(task: asyncio.Task[Any]) -> None:
+    """If all waiters have gone, nobody reads the exception of a failed task, and asyncio would log that."""
     if not task.cancelled():
         task.exception()
 
 
 class EngineWatch:
-    """A cached reading of engine_state and what follows from it."""
+    """The row `engine_state` as last read, and what follows from it."""
 
     def __init__(self, read: Callable[[], Awaitable[EngineState]], modes: Modes) -> None:
         self._read = read
@@ -46,8 +46,8 @@ class EngineWatch:
         return ContextLimits(self.state.vocab_size, self.state.max_context)
 
     def adapters_in(self, own: Path) -> Path:
-        """The state directory in which the files of adapters lie: this server's `own`, or, for a gateway, that of the
-        server that trains on the same database."""
+        """The state directory that holds the adapters' files: `own`, which is this server's, or on a gateway that of
+        the server that trains on the same database."""
         return own if self._modes.trains or self.state.state_dir is None else Path(self.state.state_dir)
 
     def reasons(self) -> list[str]:
@@ -65,8 +65,8 @@ class EngineWatch:
 
 
 class Readiness(Generic[T]):
-    """What `find` says of the server, asked at most once a second and never twice at a time, however many ask:
-    `/readyz` needs no key, and finding out reads the database and may ask another server."""
+    """Calls `find` at most once a second, and never twice at a time, however many probes arrive: `/readyz` needs no
+    key, and `find` reads the database and may ask another server."""
 
     def __init__(self, find: Callable[[], Awaitable[T]], clock: Callable[[], float] = time.monotonic) -> None:
         self._find = find
@@ -80,8 +80,8 @@ class Readiness(Generic[T]):
             return self._found[1]
         if self._finding is None:
             self._finding = asyncio.create_task(self._refresh())
-            self._finding.add_done_callback(_heard)
-        return await asyncio.shield(self._finding)  # the caller may go away; others wait for the same
+            self._finding.add_done_callback(_mark_exception_as_seen)
+        return await asyncio.shield(self._finding)  # the caller may go away while others wait for the same task
 
     async def _refresh(self) -> T:
         try:

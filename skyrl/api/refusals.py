@@ -1,6 +1,6 @@
-"""What `api.log` says of refused requests: which route, which tenant or key, what was wrong.
+"""Log lines about refused requests: the route, the tenant or key, and what was wrong.
 
-Requests that succeed never come here. A line holds no secret: of a key only the part that names it.
+Requests that succeed never get here. A line holds no secret: it shows only the part of a key that names the key.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ from skyrl.wire.errors import OverQuota, RequestError
 logger = logging.getLogger(__name__)
 
 _MANAGED = re.compile(r"tml-[0-9a-f]{12}(?=-)")
-_SHOWN = 8
-"""Characters of a key in another form that are shown, but never more than a quarter of it."""
-_TO_THE_OPERATOR = frozenset({401, 403})
-"""Statuses that say something of keys, scopes and quotas: warnings. What is wrong with a request is its client's
-business, and is logged as information."""
+_SHOWN_CHARACTERS = 8
+"""How many characters of any other key are shown, but never more than a quarter of the key."""
+_WARNING_STATUSES = frozenset({401, 403})
+"""Refusals over keys, scopes and quotas are logged as warnings, for the operator. Other refusals are the client's
+mistakes and are logged as information."""
 
 
 def key_prefix(key: str) -> str:
-    """What may be shown of an API key: the id of one that `skyrl keys create` made, else a few letters."""
+    """The part of an API key that may be shown: its id if `skyrl keys create` made it, else its first characters."""
     if (managed := _MANAGED.match(key)) is not None:
         return f"{managed.group()}-..."
-    return f"{plain(key[: min(_SHOWN, len(key) // 4)])}..."
+    return f"{plain(key[: min(_SHOWN_CHARACTERS, len(key) // 4)])}..."
 
 
 def path_of(call: Call) -> str:
-    """The path of the request's route, with parameters in braces; the request's own path where it has no route."""
-    route = call.route or call.request.scope.get("route")  # FastAPI's, of another method of the same path
+    """The path of the request's route, with parameters in braces; the request's own path if it has no route."""
+    route = call.route or call.request.scope.get("route")  # FastAPI's: a route with this path and another method
     return call.request.scope["path"] if route is None else route.path
 
 
 class Refusals:
-    """Logs refused requests, with a limit on lines; `access` tells whose a key is. Callers whose key is not taken have
-    a limit of their own, so that they cannot keep others' lines out."""
+    """Logs refused requests, with a limit on lines. Callers without an accepted key have a separate limit, so that they
+    cannot use up that of the tenants."""
 
     def __init__(self, access: Access) -> None:
         self._access = access
@@ -47,7 +47,7 @@ class Refusals:
         self._strangers = LimitedLog(logger)
 
     def note(self, call: Call, status: int, sentence: str, error: RequestError | None = None) -> None:
-        """A request was answered with `status` and `sentence`."""
+        """Log a request that is answered with `status` and `sentence`."""
         request, path = call.request, path_of(call)
         known, caller = self._caller(request.headers.get("x-api-key", ""))
         quota = error.quota if isinstance(error, OverQuota) else None
@@ -55,14 +55,14 @@ class Refusals:
         about = f", quota {quota}" if quota is not None else f", field {plain(field)}" if field else ""
         cause = (request.method, path if error is not None else None, status, quota, field, caller)
         (self._tenants if known else self._strangers).say(
-            logging.WARNING if quota is not None or status in _TO_THE_OPERATOR else logging.INFO,
+            logging.WARNING if quota is not None or status in _WARNING_STATUSES else logging.INFO,
             cause,
             f"refused {request.method} {plain(path)} with {status}{about} ({caller}): {plain(sentence)}",
             call.id,
         )
 
     def _caller(self, key: str) -> tuple[bool, str]:
-        """Whether the key is taken, and the tenant and the key in words; of one that is not taken only its prefix."""
+        """Whether the key is accepted, and a description: its tenant and its id, or the prefix of a key that is not."""
         if not key:
             return False, "no key"
         try:

@@ -1,4 +1,4 @@
-"""Answers as bytes: JSON through msgspec, never through a second encoder."""
+"""JSON answers, encoded once, by msgspec."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What a resource declares of one route: method, path, what a request must show, and its body.
+"""The declaration of one route: method, path, the scope that it needs, and its body.
 
-Knows no handler's work and no server. `Routes` collects these declarations; the HTTP table, the OpenAPI document and
+Does not know what a handler does. `Routes` collects these declarations; the HTTP table, the OpenAPI document and
 the tests read them.
 """
 
@@ -14,42 +14,42 @@ import msgspec
 from starlette.responses import Response
 
 from skyrl.db.keys import Scope
-from skyrl.wire.requests import decode_json
+from skyrl.wire.decoding import decode_json
 
-Needs = Literal[Scope, "any", "open", "signed"]
-"""What a request must show: a key with that scope; `any`: any key; `open`: nothing; `signed`: the signature that a link
-of this server carries."""
-KEYLESS: frozenset[Needs] = frozenset({"open", "signed"})
+RouteScope = Literal[Scope, "any", "open", "signed"]
+"""What a route requires: a key with that scope; `any`: any accepted key; `open`: nothing; `signed`: a link that this
+server has signed."""
+KEYLESS: frozenset[RouteScope] = frozenset({"open", "signed"})
 Bound = Literal["control", "sample", "training"]
-"""Which bound holds for the bytes of a body: samples and training passes may be large, all other bodies are small."""
-NEEDS: tuple[str, ...] = get_args(Needs)
+"""Which bound holds for the bytes of a body. Samples and training passes may be large, all other bodies are small."""
+ROUTE_SCOPES: tuple[str, ...] = get_args(RouteScope)
 
 Struct = type[msgspec.Struct]
 
 
 @dataclass(frozen=True)
 class Body:
-    """A route's body. `schema` is what the OpenAPI document shows; the handler gets a `read_as`, which is `schema`
-    unless it says another struct, or `bytes` for a handler that decodes the body itself."""
+    """A route's body. The OpenAPI document shows `schema`. The handler gets the body as `read_as` if given, else as
+    `schema`; `read_as=bytes` is for a handler that decodes the body itself."""
 
     schema: Struct
     read_as: type[Any] | None = None
     optional: bool = False
-    """A request without a body counts as one with `{}`."""
+    """A request without a body counts as one with the body `{}`."""
     protobuf: bool = False
     """The route also takes the same message as protobuf."""
     bound: Bound = "control"
 
     @property
-    def given_as(self) -> type[Any]:
+    def handler_type(self) -> type[Any]:
         """The type that the handler gets."""
         return self.read_as or self.schema
 
     def decoded(self, content: bytes) -> Any:
-        """A `given_as`. Raises RequestError for a body that is none."""
+        """The body as `handler_type`. Raises RequestError for a body that does not fit."""
         if self.read_as is bytes:
             return content
-        return decode_json(self.given_as, content or b"{}" if self.optional else content)
+        return decode_json(self.handler_type, content or b"{}" if self.optional else content)
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,7 +59,7 @@ class Route:
     method: str
     path: str
     """From the root, with parameters in braces."""
-    scope: Needs
+    scope: RouteScope
     body: Body | None
     run: Callable[..., Awaitable[Response]]
     parameters: tuple[str, ...]

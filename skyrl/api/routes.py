@@ -11,15 +11,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from skyrl.api.call import Call
-from skyrl.api.route import NEEDS, Body, Needs, Route, Struct
+from skyrl.api.route import ROUTE_SCOPES, Body, Route, RouteScope, Struct
 
 API = "/api/v1"
 Handler = TypeVar("Handler", bound=Callable[..., Awaitable[Response]])
 
 
 class Routes:
-    """A resource's routes. A handler's first parameter is `call`, of a route with a body the second is the decoded
-    body; FastAPI reads the others from path and query.
+    """A resource's routes. A handler's first parameter is `call`. If the route has a body, the second is the decoded
+    body. FastAPI reads the others from path and query.
 
     Each method of this class returns a decorator, and raises TypeError or ValueError at start for a declaration that
     does not fit its handler.
@@ -30,49 +30,52 @@ class Routes:
         self.router = APIRouter(tags=[tag])
         self._prefix = prefix
 
-    def get(self, path: str, *, scope: Needs) -> Callable[[Handler], Handler]:
+    def get(self, path: str, *, scope: RouteScope) -> Callable[[Handler], Handler]:
         return self._declare("GET", path, scope, None)
 
-    def delete(self, path: str, *, scope: Needs) -> Callable[[Handler], Handler]:
+    def delete(self, path: str, *, scope: RouteScope) -> Callable[[Handler], Handler]:
         return self._declare("DELETE", path, scope, None)
 
-    def post(self, path: str, *, scope: Needs, body: Struct | Body | None = None) -> Callable[[Handler], Handler]:
+    def post(self, path: str, *, scope: RouteScope, body: Struct | Body | None = None) -> Callable[[Handler], Handler]:
         return self._declare("POST", path, scope, body)
 
-    def put(self, path: str, *, scope: Needs, body: Struct | Body | None = None) -> Callable[[Handler], Handler]:
+    def put(self, path: str, *, scope: RouteScope, body: Struct | Body | None = None) -> Callable[[Handler], Handler]:
         return self._declare("PUT", path, scope, body)
 
     def _declare(
-        self, method: str, path: str, scope: Needs, body: Struct | Body | None
+        self, method: str, path: str, scope: RouteScope, body: Struct | Body | None
     ) -> Callable[[Handler], Handler]:
-        whole = f"{self._prefix}{path}"
-        wanted = body if body is None or isinstance(body, Body) else Body(body)
-        if scope not in NEEDS:
-            raise ValueError(f"{method} {whole}: {scope!r} is no scope; there is: {', '.join(NEEDS)}")
-        if wanted is not None and scope in ("open", "signed"):
-            raise ValueError(f"{method} {whole}: a route without a key takes no body: nobody's memory would hold it")
+        full_path = f"{self._prefix}{path}"
+        declared_body = body if body is None or isinstance(body, Body) else Body(body)
+        if scope not in ROUTE_SCOPES:
+            raise ValueError(f"{method} {full_path}: {scope!r} is no scope; there is: {', '.join(ROUTE_SCOPES)}")
+        if declared_body is not None and scope in ("open", "signed"):
+            raise ValueError(
+                f"{method} {full_path}: a route without a key takes no body: memory for bodies is counted by tenant"
+            )
 
         def declare(handler: Handler) -> Handler:
-            parameters = _parameters(handler, f"{method} {whole}", wanted)
-            route = Route(method, whole, scope, wanted, _running(handler, wanted), tuple(p.name for p in parameters))
+            parameters = _parameters(handler, f"{method} {full_path}", declared_body)
+            names = tuple(parameter.name for parameter in parameters)
+            route = Route(method, full_path, scope, declared_body, _with_body(handler, declared_body), names)
             self.declared.append(route)
-            self.router.add_api_route(whole, _endpoint(route, handler, parameters), methods=[method])
+            self.router.add_api_route(full_path, _endpoint(route, handler, parameters), methods=[method])
             return handler
 
         return declare
 
 
 def _parameters(handler: Callable[..., Any], name: str, body: Body | None) -> list[inspect.Parameter]:
-    """The handler's parameters behind `call` and body. Raises TypeError if those two are not as declared."""
-    wanted = [Call] if body is None else [Call, body.given_as]
+    """The handler's parameters after `call` and body. Raises TypeError if those two are not as declared."""
+    expected = [Call] if body is None else [Call, body.handler_type]
     parameters = [*inspect.signature(handler, eval_str=True).parameters.values()]
-    if [parameter.annotation for parameter in parameters[: len(wanted)]] != wanted:
-        raise TypeError(f"{name}: its handler must begin with ({', '.join(kind.__name__ for kind in wanted)})")
-    return parameters[len(wanted) :]
+    if [parameter.annotation for parameter in parameters[: len(expected)]] != expected:
+        raise TypeError(f"{name}: its handler must begin with ({', '.join(kind.__name__ for kind in expected)})")
+    return parameters[len(expected) :]
 
 
-def _running(handler: Callable[..., Awaitable[Response]], body: Body | None) -> Callable[..., Awaitable[Response]]:
-    """The handler as a function of a call and the parameters of path and query."""
+def _with_body(handler: Callable[..., Awaitable[Response]], body: Body | None) -> Callable[..., Awaitable[Response]]:
+    """A function of a call and the parameters of path and query: it decodes the body for the handler."""
     if body is None:
         return handler
 
@@ -85,16 +88,16 @@ def _running(handler: Callable[..., Awaitable[Response]], body: Body | None) -> 
 def _endpoint(
     route: Route, handler: Callable[..., Any], parameters: list[inspect.Parameter]
 ) -> Callable[..., Awaitable[Response]]:
-    """The route as FastAPI calls it: named and described as the handler is, with a signature that FastAPI reads."""
+    """The route as FastAPI calls it, with the handler's name and docstring and a signature that FastAPI reads."""
 
     async def endpoint(request: Request, **parameters: Any) -> Response:
         call: Call = request.scope["call"]
-        if call.route is not route:  # then nobody has looked at the key for this route
+        if call.route is not route:  # then the hooks have checked the key for another route
             raise RuntimeError(f"{route.method} {route.path} was not found by the HTTP table")
         return await route.run(call, **parameters)
 
-    taken = inspect.Parameter("request", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=Request)
-    signature = inspect.Signature([taken, *parameters], return_annotation=Response)
+    request_parameter = inspect.Parameter("request", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=Request)
+    signature = inspect.Signature([request_parameter, *parameters], return_annotation=Response)
     endpoint.__name__, endpoint.__doc__ = handler.__name__, handler.__doc__
     endpoint.__signature__ = signature  # type: ignore[attr-defined]
     return endpoint

@@ -1,4 +1,4 @@
-"""The routes of sampling sessions and samples."""
+"""Sampling sessions and samples."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ from skyrl.api.services import Services
 from skyrl.db.checkpoints import Checkpoint
 from skyrl.db.samplers import Sampler
 from skyrl.inference.adapter_host import AdapterMissing, AdapterUnavailable
-from skyrl.sampling.service import served_name
+from skyrl.sampling.sampler_job import served_name
 from skyrl.types.weights import AdapterVersion, BaseWeights, WeightsRef
 from skyrl.wire.errors import NotFound, RequestError
 from skyrl.wire.paths import CheckpointKind, parse_path, sampling_session_id_of
-from skyrl.wire.requests import CreateSamplingSessionRequest, JoinSamplingSessionRequest, SampleRequest
+from skyrl.wire.requests import CreateSamplingSessionRequest, JoinSamplingSessionRequest
+from skyrl.wire.sample_request import SampleRequest
 
 logger = logging.getLogger(__name__)
 
 
 def _not_for_sampling(path: str, kind: CheckpointKind) -> str:
-    what = "training state, saved by save_weights" if kind == "weights" else "an export, made by save_weights_external"
-    return f"{path!r} is {what}; sample from what save_weights_for_sampler saved"
+    saved = "training state, saved by save_weights" if kind == "weights" else "an export, made by save_weights_external"
+    return f"{path!r} is {saved}; sample from what save_weights_for_sampler saved"
 
 
 def router(services: Services) -> Routes:
@@ -45,7 +46,7 @@ def router(services: Services) -> Routes:
         return saved, saved.weights
 
     async def bring(weights: WeightsRef) -> None:
-        """Have the files where the inference server reads them, so that the first sample does not wait for them."""
+        """Copy an adapter's files to where the inference server reads them, so that the first sample need not wait."""
         if isinstance(weights, AdapterVersion):
             try:
                 await services.adapters.bring(weights)
@@ -53,43 +54,43 @@ def router(services: Services) -> Routes:
                 logger.error("%s", error)
                 raise NotFound("the checkpoint's files are not in the checkpoint store any more") from error
             except AdapterUnavailable as error:
-                raise error.cause from error  # each cause has its own answer
+                raise error.cause from error  # each cause is answered by its own error handler
 
     @routes.post("/create_sampling_session", scope="sample", body=CreateSamplingSessionRequest)
-    async def create_sampling_session(call: Call, wanted: CreateSamplingSessionRequest) -> Response:
+    async def create_sampling_session(call: Call, body: CreateSamplingSessionRequest) -> Response:
         tenant = call.tenant
-        session = await services.session_life.active(wanted.session_id, tenant)
-        if not 0 <= wanted.sampling_session_seq_id < 2**31:
+        session = await services.session_life.active(body.session_id, tenant)
+        if not 0 <= body.sampling_session_seq_id < 2**31:
             raise RequestError("must be in [0, 2**31)", field="sampling_session_seq_id")
-        sampler_id = sampling_session_id_of(session.id, wanted.sampling_session_seq_id)
+        sampler_id = sampling_session_id_of(session.id, body.sampling_session_seq_id)
         weights: WeightsRef = BaseWeights()
         saved, adapts_unembed = None, False
-        if wanted.model_path is not None:
-            saved, weights = await saved_weights(wanted.model_path, tenant)
+        if body.model_path is not None:
+            saved, weights = await saved_weights(body.model_path, tenant)
             base_model, adapts_unembed = saved.base_model, saved.lora.train_unembed
-            if wanted.base_model is not None:
-                services.served.check_base_model(wanted.base_model)  # under any of its names: there is one base model
+            if body.base_model is not None:
+                services.served.check_base_model(body.base_model)  # any of its names will do: there is one base model
             await bring(weights)
-        elif wanted.base_model is not None:
-            base_model = services.served.check_base_model(wanted.base_model)
+        elif body.base_model is not None:
+            base_model = services.served.check_base_model(body.base_model)
         else:
             raise RequestError("give base_model or model_path", field="model_path")
         sampler = Sampler(
-            sampler_id, session.id, tenant, base_model, wanted.model_path, weights, adapts_unembed=adapts_unembed
+            sampler_id, session.id, tenant, base_model, body.model_path, weights, adapts_unembed=adapts_unembed
         )
         check = services.quotas.sampling_sessions(tenant)
-        stored = await services.samplers.create(sampler, wanted.sampling_session_seq_id, saved, check)
+        stored = await services.samplers.create(sampler, body.sampling_session_seq_id, saved, check)
         if stored != sampler:
             raise RequestError(
-                f"{wanted.sampling_session_seq_id} was used before for another sampler",
+                f"{body.sampling_session_seq_id} was used before for another sampler",
                 field="sampling_session_seq_id",
             )
         return reply({"type": "create_sampling_session", "sampling_session_id": stored.id})
 
     @routes.post("/join_sampling_session", scope="sample", body=JoinSamplingSessionRequest)
-    async def join_sampling_session(call: Call, wanted: JoinSamplingSessionRequest) -> Response:
-        """A copy of a sampling client in another process asks for a number, and numbers its samples after it."""
-        sampler = await services.sampling.open_sampler(wanted.sampling_session_id, call.tenant)
+    async def join_sampling_session(call: Call, body: JoinSamplingSessionRequest) -> Response:
+        """Give a copy of a sampling client in another process its number, from which it numbers its samples."""
+        sampler = await services.sampling.open_sampler(body.sampling_session_id, call.tenant)
         return reply({"type": "join_sampling_session", "client_counter": await services.samplers.join(sampler)})
 
     @routes.get("/samplers/{sampler_id}", scope="any")
@@ -97,7 +98,7 @@ def router(services: Services) -> Routes:
         sampler = await services.samplers.find(sampler_id, call.tenant)
         if sampler is None:
             raise NotFound(f"no sampling session {sampler_id!r}", field="sampler_id")
-        # The SDK loads a tokenizer by this name, and does nothing else with it.
+        # The SDK loads a tokenizer by this name, and uses it for nothing else.
         name = services.served.tokenizer_name(sampler.base_model)
         return reply({"sampler_id": sampler.id, "base_model": name, "model_path": sampler.model_path})
 
@@ -110,7 +111,7 @@ def router(services: Services) -> Routes:
         }
         if promise.max_tokens is not None:
             answer["max_tokens"] = promise.max_tokens
-        # This is the one header whose text the SDK writes to its user's log.
+        # The SDK writes the text of this header, and of no other, to its user's log.
         return reply(answer, headers=None if promise.note is None else {"x-deprecation-note": promise.note})
 
     return routes

@@ -1,4 +1,5 @@
-"""Whose things a list holds: the tenant's own, whether the SDK asks for its own or for all that it may see."""
+"""The query parameter `access_scope` of lists: `owned` asks for the tenant's own things, `accessible` also for what
+other tenants have published. Only checkpoints can be published."""
 
 from __future__ import annotations
 
@@ -7,4 +8,4 @@ from typing import Annotated, Literal
 from fastapi import Query
 
 AccessScope = Annotated[Literal["owned", "accessible"], Query()]
-"""A query parameter; another value is refused by the framework, with a 400 that names it."""
+"""FastAPI refuses any other value, and the answer is a 400 that names the parameter."""

@@ -30,14 +30,14 @@ MAX_LISTED = 100
 MAX_OWNERS = 10
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _STATUSES = {"active": "active", "client_finished": "finished"}
-"""Statuses on the wire, and as they are stored. No session here ever has the wire's other two, `_NEVER`."""
-_NEVER = ("cancelled", "failed")
+"""Statuses on the wire, and as they are stored. The wire has two more, which no session here ever has."""
+_UNUSED_STATUSES = ("cancelled", "failed")
 
 
 def _status(index: int, query: SessionStatusQuery) -> Status | None:
-    """None for a status that no session here ever has."""
-    if query.type not in (*_STATUSES, *_NEVER):
-        known = ", ".join((*_STATUSES, *_NEVER))
+    """The status to search for; None for one that no session here ever has."""
+    if query.type not in (*_STATUSES, *_UNUSED_STATUSES):
+        known = ", ".join((*_STATUSES, *_UNUSED_STATUSES))
         raise RequestError(f"{query.type!r} is not known; there is: {known}", field=f"statuses[{index}].type")
     if query.type != "client_finished" or query.reasons is None:
         return Status(_STATUSES[query.type]) if query.type in _STATUSES else None
@@ -56,7 +56,7 @@ def _statuses(queries: list[SessionStatusQuery] | None) -> tuple[Status, ...] | 
     return tuple(status for status in found if status is not None)
 
 
-def _is_asked_for(owner: SearchOwner | None, tenant: str) -> bool:
+def _includes_own_sessions(owner: SearchOwner | None, tenant: str) -> bool:
     """Whether a search by owner includes the tenant's own sessions. A tenant finds no other sessions."""
     if owner is None or owner.type in ("own", "accessible"):
         return True
@@ -67,7 +67,7 @@ def _is_asked_for(owner: SearchOwner | None, tenant: str) -> bool:
     return user_urn(tenant) in owner.owner_urns
 
 
-def _place(cursor: SessionSearchCursor | None) -> tuple[int, str] | None:
+def _position(cursor: SessionSearchCursor | None) -> tuple[int, str] | None:
     if cursor is None:
         return None
     if cursor.last_created_at.tzinfo is None:
@@ -80,7 +80,7 @@ def _created_at(session: FoundSession) -> str:
 
 
 def _status_json(session: FoundSession) -> dict[str, Any] | None:
-    """A session's status on the wire. None for a session that expired, or finished without a reason."""
+    """A session's status on the wire; None for a session that expired, or finished without a reason."""
     if session.status == "active":
         return {"type": "active"}
     if session.status == "finished" and session.finish_reason in FINISH_REASONS:
@@ -106,29 +106,29 @@ def router(services: Services) -> Routes:
     routes = Routes("sessions")
 
     @routes.post("/sessions/search", scope="any", body=SessionSearchRequest)
-    async def search_sessions(call: Call, wanted: SessionSearchRequest) -> Response:
+    async def search_sessions(call: Call, body: SessionSearchRequest) -> Response:
         tenant = call.tenant
-        if not 1 <= wanted.limit <= MAX_LIMIT:
-            raise RequestError(f"must be in [1, {MAX_LIMIT}], got {wanted.limit}", field="limit")
+        if not 1 <= body.limit <= MAX_LIMIT:
+            raise RequestError(f"must be in [1, {MAX_LIMIT}], got {body.limit}", field="limit")
         for field in ("project_ids", "statuses"):
-            if len(getattr(wanted, field) or ()) > MAX_LISTED:
+            if len(getattr(body, field) or ()) > MAX_LISTED:
                 raise RequestError(f"must hold at most {MAX_LISTED}", field=field)
-        check_length("display_name", wanted.display_name)
-        if wanted.display_name == "":
+        check_length("display_name", body.display_name)
+        if body.display_name == "":
             raise RequestError("must hold at least one character, or be left out", field="display_name")
         query = Query(
-            session_id=wanted.session_id,
-            words=tuple((wanted.display_name or "").split()),
-            project_ids=None if wanted.project_ids is None else tuple(wanted.project_ids),
-            user_metadata=wanted.user_metadata or {},
-            statuses=_statuses(wanted.statuses),
-            after=_place(wanted.cursor),
+            session_id=body.session_id,
+            words=tuple((body.display_name or "").split()),
+            project_ids=None if body.project_ids is None else tuple(body.project_ids),
+            user_metadata=body.user_metadata or {},
+            statuses=_statuses(body.statuses),
+            after=_position(body.cursor),
         )
-        if not _is_asked_for(wanted.owner, tenant):
+        if not _includes_own_sessions(body.owner, tenant):
             return reply({"sessions": []})
-        found, more = await services.search.page(tenant, query, wanted.limit)
+        found, more = await services.search.page(tenant, query, body.limit)
         last = found[-1] if more else None
         cursor = None if last is None else {"last_created_at": _created_at(last), "last_session_id": last.id}
-        return reply({"sessions": [_summary(one) for one in found], "next_cursor": cursor})
+        return reply({"sessions": [_summary(session) for session in found], "next_cursor": cursor})
 
     return routes

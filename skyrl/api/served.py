@@ -1,4 +1,4 @@
-"""What this server serves, by its configuration: base model, tokenizer, and trainer."""
+"""What this server serves: base model, tokenizer and trainer, by its configuration."""
 
 from __future__ import annotations
 
@@ -31,15 +31,16 @@ class Served:
             raise RequestError("this server only samples (backend 'none'); it has no trainer")
 
     def tokenizer_name(self, base_model: str) -> str:
-        """The name by which clients load a tokenizer: `tokenizer_id`, or a name with an organisation. Else it is the
-        directory, which clients on this machine have: a plain alias would send them to the model hub."""
+        """The name by which clients load a tokenizer: `tokenizer_id` if configured; the model's directory if
+        `base_model` is an alias; else `base_model`. Clients would look for an alias on the model hub; the directory
+        works on this machine."""
         if self._config.tokenizer_id is not None:
             return self._config.tokenizer_id
         path = self._config.base_model_path
         return path if "/" not in base_model and Path(path).is_dir() else base_model
 
     def session_warning(self) -> str | None:
-        """What every user of this server should know before they train."""
+        """What a client should know before it trains; None if there is nothing."""
         if self._config.losses.stable_reinforce == "cispo":
             return (
                 "stable_reinforce has no published formula: this server computes cispo for it, with cispo's clip "

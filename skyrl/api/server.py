@@ -25,14 +25,15 @@ from skyrl.processes.listening import BACKLOG
 logger = logging.getLogger(__name__)
 
 DRAIN_S = 10.0
+"""How long samples in flight may go on after a signal to stop."""
 YOUNG_OBJECTS = 50_000
-"""Allocations between two searches for garbage cycles: a sample makes next to none, and with 700, Python's own number,
-the searches are a tenth of its cost."""
+"""New objects between two garbage collections. A sample makes hardly any cycles; with Python's default of 700 the
+collections take a tenth of its time."""
 
 
 @contextlib.asynccontextmanager
 async def open_services(runtime: Runtime) -> AsyncIterator[Services]:
-    """Everything the API process works with; on exit samples drain and what is queued is committed."""
+    """The services, with the background work running. On exit, samples drain and queued writes are committed."""
     process = build(runtime, Secrets.open(runtime))
     await begin(process)
     background = asyncio.create_task(run(process))
@@ -47,19 +48,19 @@ async def open_services(runtime: Runtime) -> AsyncIterator[Services]:
 
 
 async def close(process: ApiProcess) -> None:
-    """Write what is only in memory, and close the database. The process's background work has ended."""
+    """Write what is only in memory, and close the database. The background work must have ended before."""
     base, services = process.base, process.services
     await base.notifier.close()
     if services.client is not None:
         await services.client.close()
-    for name, last in (
+    for name, write in (
         ("the usage since the last second", base.counter.flush),
         ("when keys were used", base.keys.note_uses),
         ("what was sampled from", services.samplers.write_uses),
         ("that this process has ended", process.ownership.leave),
     ):
         try:
-            await last()
+            await write()
         except DatabaseError as error:
             logger.error("%s could not be written: %s", name, reason(error))
     await base.writer.close()
@@ -67,7 +68,7 @@ async def close(process: ApiProcess) -> None:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn without its signal handling, which ends the process before the services are closed."""
+    """uvicorn without its signal handlers, which would end the process before the services are closed."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None]:
@@ -75,7 +76,7 @@ class _Server(uvicorn.Server):
 
 
 async def _drain(server: uvicorn.Server, services: Services) -> None:
-    """No new samples, time for those in flight while their clients can still poll, then the end."""
+    """Refuse new samples, give samples in flight time while clients can still poll, then end the server."""
     services.sampling.refuse_new()
     await services.sampling.drain(DRAIN_S)
     services.futures.release_waiters()
@@ -83,7 +84,7 @@ async def _drain(server: uvicorn.Server, services: Services) -> None:
 
 
 def _tune_garbage_collection() -> None:
-    """Modules and services are there until the end: they are not looked through again."""
+    """Exclude modules and services, which live until the end, from garbage collection."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(YOUNG_OBJECTS, 20, 20)
@@ -95,7 +96,7 @@ async def serve(runtime: Runtime) -> None:
             uvicorn.Config(
                 create_app(services),
                 http=BoundedHttp,
-                log_level="error",  # it warns of every request that is no HTTP
+                log_level="error",  # uvicorn would warn of every request that is not HTTP
                 access_log=False,
                 backlog=BACKLOG,
                 timeout_keep_alive=75,
@@ -112,8 +113,8 @@ async def serve(runtime: Runtime) -> None:
             if not draining:
                 draining.append(asyncio.create_task(_drain(server, services)))
 
-        for ending in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(ending, drain_once)
+        for stop_signal in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(stop_signal, drain_once)
         await server.serve([socket.socket(fileno=number) for number in runtime.listening])
         await asyncio.gather(*draining)
 

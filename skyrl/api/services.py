@@ -1,4 +1,4 @@
-"""What the routes work with: typed objects, built once by the process, passed in. Holds no rules of its own."""
+"""The objects that the routes use, built once by each process. Holds no rules of its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The life of sessions in an API process: active, closed by the client, expired in silence, ended by another process.
+"""Sessions in an API process: checks that a session is active, and ends sessions that finish or fall silent.
 
 Knows what else must stop with a session: its samples, its pending requests, its models in the engine.
 """
@@ -19,8 +19,8 @@ logger = logging.getLogger(__name__)
 
 
 class SessionLife:
-    """Ends sessions. On a server that does not train (`trains` false) this process fails the requests that an engine
-    would have run."""
+    """Ends sessions. On a server that trains, the engine fails a session's pending requests; otherwise this process
+    does."""
 
     def __init__(
         self,
@@ -55,15 +55,15 @@ class SessionLife:
     async def close(
         self,
         session: Session,
-        to: str,
+        status: str,
         reason: str | None,
         detail: str | None,
         *,
         silent_since: float | None = None,
     ) -> None:
-        """End a session: its samples stop, its pending requests are gone, the engine reclaims what it held. With
-        `silent_since`, only if that is still its heartbeat."""
-        if await self._sessions.end(session, to, reason, detail, silent_since=silent_since):
+        """End a session with `status`, "finished" or "expired": its samples stop, its pending requests end, and the
+        engine frees its models. With `silent_since`, only if that is still its last heartbeat."""
+        if await self._sessions.end(session, status, reason, detail, silent_since=silent_since):
             await self._forget(session.id)
 
     async def changed(self, session_id: str) -> None:
@@ -72,11 +72,11 @@ class SessionLife:
             await self._forget(session_id)
 
     async def check(self) -> None:
-        """Close the sessions that are silent, and forget those that another process has closed."""
-        look = await self._sessions.look(self._timeout_s)
-        for session_id in look.ended:
+        """Close the sessions that are silent, and forget those that another process has ended."""
+        found = await self._sessions.look(self._timeout_s)
+        for session_id in found.ended:
             await self._forget(session_id)
-        for session, heartbeat_at in look.silent:
+        for session, heartbeat_at in found.silent:
             logger.info("session %s is silent; closing it", session.id)
             await self.close(session, "expired", None, None, silent_since=heartbeat_at)
 

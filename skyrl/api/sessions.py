@@ -24,7 +24,7 @@ MAX_NAME = 1_000
 
 
 def check_length(field: str, value: str | None) -> None:
-    """Raises RequestError naming the field for a name that is too long."""
+    """Raises RequestError naming the field for a value that is too long."""
     if value is not None and len(value) > MAX_NAME:
         raise RequestError(f"must have at most {MAX_NAME} characters, got {len(value)}", field=field)
 
@@ -33,17 +33,17 @@ def router(services: Services) -> Routes:
     routes = Routes("sessions")
 
     @routes.post("/create_session", scope="any", body=CreateSessionRequest)
-    async def create_session(call: Call, wanted: CreateSessionRequest) -> Response:
+    async def create_session(call: Call, body: CreateSessionRequest) -> Response:
         tenant = call.tenant
-        check_length("project_id", wanted.project_id)
-        check_length("display_name", wanted.display_name)
+        check_length("project_id", body.project_id)
+        check_length("display_name", body.display_name)
         session = await services.sessions.create(
             tenant,
-            wanted.tags or [],
-            wanted.user_metadata,
-            wanted.sdk_version,
-            project_id=wanted.project_id or None,
-            display_name=wanted.display_name,
+            body.tags or [],
+            body.user_metadata,
+            body.sdk_version,
+            project_id=body.project_id or None,
+            display_name=body.display_name,
             check=services.quotas.sessions(tenant),
         )
         warning = services.served.session_warning()
@@ -51,19 +51,19 @@ def router(services: Services) -> Routes:
         return reply({"type": "create_session", "session_id": session.id} | notice)
 
     @routes.post("/session_heartbeat", scope="any", body=SessionRequest)
-    async def heartbeat(call: Call, wanted: SessionRequest) -> Response:
-        await services.sessions.beat(await services.session_life.active(wanted.session_id, call.tenant))
+    async def heartbeat(call: Call, body: SessionRequest) -> Response:
+        await services.sessions.beat(await services.session_life.active(body.session_id, call.tenant))
         return reply({"type": "session_heartbeat"})
 
     @routes.post("/sessions/{session_id}/finish", scope="any", body=Body(FinishSessionRequest, optional=True))
-    async def finish(call: Call, wanted: FinishSessionRequest, session_id: str) -> Response:
+    async def finish(call: Call, body: FinishSessionRequest, session_id: str) -> Response:
         session = await services.sessions.find(session_id, call.tenant)
         if session is None:
             raise NotFound(f"no session {session_id!r}", field="session_id")
-        reason = wanted.reason.type if wanted.reason is not None else None
+        reason = body.reason.type if body.reason is not None else None
         if reason is not None and reason not in FINISH_REASONS:
             raise RequestError(f"must be one of: {', '.join(FINISH_REASONS)}, got {reason!r}", field="reason.type")
-        await services.session_life.close(session, "finished", reason, wanted.detail)
+        await services.session_life.close(session, "finished", reason, body.detail)
         return reply({})
 
     @routes.get("/sessions", scope="any")
@@ -91,15 +91,15 @@ def router(services: Services) -> Routes:
         )
 
     @routes.put("/sessions/{session_id}/project", scope="any", body=AssignProjectRequest)
-    async def assign_project(call: Call, wanted: AssignProjectRequest, session_id: str) -> Response:
-        """A project is whatever name a tenant gives; it needs no making."""
-        if not wanted.project_id:
+    async def assign_project(call: Call, body: AssignProjectRequest, session_id: str) -> Response:
+        """Put a session into a project: any name that the tenant chooses. A project need not be created first."""
+        if not body.project_id:
             raise RequestError("must not be empty: a session cannot be taken out of its project", field="project_id")
-        check_length("project_id", wanted.project_id)
+        check_length("project_id", body.project_id)
         session = await services.sessions.find(session_id, call.tenant)
         if session is None:
             raise NotFound(f"no session {session_id!r}", field="session_id")
-        await services.sessions.assign_project(session, wanted.project_id)
+        await services.sessions.assign_project(session, body.project_id)
         return reply({})
 
     return routes

@@ -1,7 +1,7 @@
-"""Links that need no API key: a path and an end, signed with a secret that only this server has.
+"""Links that need no API key: a path and an expiry, signed with a secret that only this server has.
 
-Knows paths and clocks. Deliberately does not know what lies behind a link: the route that serves it calls `verify` and
-decides itself whether the thing is still there.
+Knows paths and clocks. Does not know what a link leads to: the access check calls `verify` before the route, and the
+route decides whether the file or trace still exists.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class SignedUrl:
 
 
 def stored_secret(file: Path) -> bytes:
-    """What only this server knows: the file's content, random bytes made at first use, readable by this user alone. If
-    several processes make it at once, one does."""
+    """The secret in this file: random bytes, made at first use, readable by this user alone. If several processes make
+    the file at once, all read the same one. Raises ValueError for a file that is too short."""
     if not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True)
         scratch = file.parent / f".tmp-{secrets.token_hex(8)}"
@@ -52,7 +52,7 @@ def stored_secret(file: Path) -> bytes:
 
 
 class SignedUrls:
-    """Makes and checks links. The secret lies in the state directory, so links survive a restart."""
+    """Makes and checks links. The secret is in the state directory, so links survive a restart."""
 
     def __init__(self, secret: bytes, public_url: str | None = None) -> None:
         self._secret = secret
@@ -60,23 +60,23 @@ class SignedUrls:
 
     @classmethod
     def open(cls, state_dir: Path, public_url: str | None = None) -> SignedUrls:
-        """With the secret in `state_dir`, made at first use."""
+        """Uses the secret in `state_dir`, made at first use."""
         return cls(stored_secret(state_dir / "url-secret"), public_url)
 
     def sign(self, request: Request, path: str, expires_in_s: float) -> SignedUrl:
-        """A link to `path` (not yet percent-encoded, from the root: `/api/v1/...`) on this server, under `public_url`
-        or else the name that the request's client used for it."""
+        """A link to `path` (from the root: `/api/v1/...`, not yet percent-encoded), under `public_url` if configured,
+        else under the host name that the request used."""
         expires_at = int(time.time() + expires_in_s)
         base = (self._public_url or str(request.base_url)).rstrip("/")
         signature = self._signature(path, str(expires_at))
         return SignedUrl(f"{base}{quote(path)}?expires={expires_at}&signature={signature}", expires_at)
 
     def verify(self, request: Request) -> None:
-        """Raises RequestError 403 unless the request's path was signed here and its time is not over."""
+        """Raises RequestError 403 unless the request's path was signed here and the link has not expired."""
         expires = request.query_params.get("expires", "")
-        given = request.query_params.get("signature", "")
-        wanted = self._signature(request.scope["path"], expires)
-        if not hmac.compare_digest(wanted.encode(), given.encode()):
+        signature = request.query_params.get("signature", "")
+        expected = self._signature(request.scope["path"], expires)
+        if not hmac.compare_digest(expected.encode(), signature.encode()):
             raise RequestError(
                 "this link was not made by this server; ask for a new one", field="signature", status=403
             )

@@ -1,7 +1,7 @@
-"""Tokens, which stand for an API key for a while, and the tenant that a key stands for which nobody made.
+"""Tokens, which stand for an API key for an hour, and the tenants of keys that the operator did not make.
 
-Knows signatures, not which keys hold. A token is a JWT signed with a secret that only this server has; it says what the
-SDK reads from it (`whoami` asks nobody).
+Knows signatures, not which keys are accepted. A token is a JWT signed with a secret that only this server has. The SDK
+reads its claims without asking the server (`whoami`).
 """
 
 from __future__ import annotations
@@ -20,47 +20,47 @@ from skyrl.wire.errors import InvalidToken
 LIFETIME_S = 3600
 _ALGORITHM = "HS256"
 _ISSUER = "passport-skyrl"
-"""The SDK takes a key for a token that says who it is by the first half of this name."""
+"""The SDK reads the claims of a token only if its issuer begins with `passport-`."""
 _USER_URN = "tml:user:"
 
 
 @lru_cache(maxsize=4096)
 def tenant_of_key(key: str) -> str:
-    """The tenant an API key stands for: a digest, so that no key is ever stored."""
+    """The tenant of an API key that the operator did not make: a digest, so that no key is ever stored."""
     return hashlib.blake2b(key.encode(), digest_size=16).hexdigest()
 
 
 def user_urn(tenant: str) -> str:
-    """What the wire calls a tenant. Each is one user, and an organization of its own."""
+    """A tenant's name on the wire. Each tenant is one user, and an organization of its own."""
     return _USER_URN + tenant
 
 
 def is_token(key: str) -> bool:
-    """Whether what came as an API key has a token's form: three parts, the first a JSON object in base64."""
+    """Whether an API key has a token's form: three parts, the first a JSON object in base64."""
     return key.startswith("eyJ") and key.count(".") == 2
 
 
 class TokenClaims(NamedTuple):
-    """Whose a token is, and which key it was made for (None: one that the operator did not make)."""
+    """The tenant of a token, and the id of the key it was made for (None: the operator did not make that key)."""
 
     tenant: str
     key_id: str | None
 
 
 class Tokens:
-    """Makes and reads tokens. The secret lies in the state directory, so tokens survive a restart."""
+    """Makes and reads tokens. The secret is in the state directory, so tokens survive a restart."""
 
     def __init__(self, secret: bytes) -> None:
         self._secret = secret
 
     @classmethod
     def open(cls, state_dir: Path) -> Tokens:
-        """With the secret in `state_dir`, made at first use."""
+        """Uses the secret in `state_dir`, made at first use."""
         return cls(stored_secret(state_dir / "token-secret"))
 
     def issue(self, tenant: str, key_id: str | None = None) -> str:
-        """A token that stands for a tenant's key for an hour; `key_id` is of one that the operator made. There is no
-        e-mail address to tell."""
+        """A token that stands for a tenant's key for an hour. `key_id` is the id of a key that the operator made. The
+        SDK reads `email`; this server knows no address."""
         now = int(time.time())
         claims = {
             "iss": _ISSUER,
@@ -75,7 +75,7 @@ class Tokens:
         return jwt.encode(claims, self._secret, algorithm=_ALGORITHM)
 
     def read(self, token: str) -> TokenClaims:
-        """What a token says. Raises InvalidToken."""
+        """The claims of a token. Raises InvalidToken."""
         try:
             claims = jwt.decode(
                 token,

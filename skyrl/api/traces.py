@@ -19,7 +19,7 @@ def router(services: Services) -> Routes:
 
     @routes.get("/sessions/{session_id}/trace_export", scope="any")
     async def trace_export(call: Call, session_id: str) -> Response:
-        """Answers with a link at once. The trace is made when the link is opened."""
+        """Answers with a link. The trace is made when the link is opened."""
         if await services.sessions.find(session_id, call.tenant) is None:
             raise NotFound(f"no session {session_id!r}", field="session_id")
         link = services.urls.sign(call.request, f"/api/v1/downloads/traces/{session_id}", LINK_S)

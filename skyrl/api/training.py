@@ -1,7 +1,7 @@
 """Commands of a model: forward, forward_backward, optim_step. Each becomes a future; the engine keeps their order.
 
-A command that names its model and number is always accepted: refusing it here would leave a hole in the model's order,
-for clients never send a refused number again. What is wrong with it fails its future.
+A command whose content is wrong is accepted all the same, and fails when its turn comes: clients never send a refused
+number again, so a refusal would leave a hole in the model's order.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from skyrl.db.models import Model
 from skyrl.futures.recording import LARGE_BODY_BYTES
 from skyrl.types.kinds import PASSES, Kind
 from skyrl.types.requests import NewRequest
+from skyrl.wire.decoding import raw_fields
 from skyrl.wire.errors import NotFound, RequestError
-from skyrl.wire.raw import raw_fields
 from skyrl.wire.requests import OptimStepRequest, SequencedRequest
 from skyrl.wire.training import JsonForwardBackward, count_tokens, decode_header
 
@@ -31,13 +31,14 @@ PASS = Body(JsonForwardBackward, read_as=bytes, protobuf=True, bound="training")
 
 
 def command_of(schema: Struct) -> Body:
-    """The body of a command of one model: the route reads the model and the number, the engine reads the rest."""
+    """The body of a command: the route reads the model's id and the number, the engine reads the rest."""
     return Body(schema, read_as=SequencedRequest)
 
 
 def _identity(kind: Kind, body: bytes) -> bytes | None:
-    """An unnamed save for sampling without the number of its sampling session: the SDK takes a new one each time it
-    sends the save again, and uses whichever session it is told. A body that cannot be read is the same byte by byte."""
+    """The part of a body that a repeat of the request has too; None: the whole body. A save for sampling is compared
+    without the number of its sampling session: when the SDK repeats an unnamed save it takes a new number, and then it
+    uses the session that the answer names."""
     if kind is not Kind.SAVE_WEIGHTS_FOR_SAMPLER:
         return None
     try:
@@ -48,9 +49,9 @@ def _identity(kind: Kind, body: bytes) -> bytes | None:
     return msgspec.json.encode(fields, order="deterministic")
 
 
-async def _tokens(services: Services, kind: Kind, tenant: str, body: bytes, encoding: str) -> int:
-    """What a pass takes of the tenant's tokens per minute, if those are counted. One that cannot be read takes none: it
-    fails when its turn comes."""
+async def _tokens_to_charge(services: Services, kind: Kind, tenant: str, body: bytes, encoding: str) -> int:
+    """How many of the tenant's tokens per minute a pass takes; 0 if they are not limited, or if the body cannot be
+    read: such a pass fails when its turn comes."""
     if kind not in PASSES or not services.quotas.counts_tokens(tenant):
         return 0
     try:
@@ -70,11 +71,12 @@ async def submit(
     encoding: str = "json",
     first: Change | None = None,
 ) -> Response:
-    """Record one command and ring the engine; answers with the promise. A command without a number goes after all
-    earlier ones of its model. `first` runs in the transaction that records the command (`FutureStore.record`)."""
+    """Record one command, ring the engine, and answer with the request's id. A command without a number runs after all
+    earlier commands of its model. `first` runs in the transaction that records the command (`FutureStore.record`)."""
     if seq_id is not None and not 0 <= seq_id < 2**63:
         raise RequestError("must be in [0, 2**63)", field="seq_id")
-    with services.quotas.charged(model.tenant, await _tokens(services, kind, model.tenant, body, encoding)) as charge:
+    tokens = await _tokens_to_charge(services, kind, model.tenant, body, encoding)
+    with services.quotas.charged(model.tenant, tokens) as charge:
         request_id, charge.kept = await services.futures.record(
             NewRequest(
                 kind=kind,
@@ -123,7 +125,7 @@ def router(services: Services) -> Routes:
 
     @routes.post("/create_custom_loss", scope="train")
     async def create_custom_loss(call: Call) -> Response:
-        """No SDK sends it: `custom_loss_server_side` is off in client/config."""
+        """No SDK calls this route, because client/config does not turn `custom_loss_server_side` on."""
         raise RequestError(
             "this server runs no losses that clients send; forward_backward_custom computes them in the client"
         )

@@ -1,4 +1,4 @@
-"""Saving and loading weights, and what a saved checkpoint holds."""
+"""Saves and loads of weights, and the description of a saved checkpoint."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from skyrl.api.services import Services
 from skyrl.api.training import command_of, submit, submit_sequenced
 from skyrl.db.models import Model, add_model
 from skyrl.types.kinds import Kind
+from skyrl.wire.decoding import decode_json, raw_fields, raw_value
 from skyrl.wire.errors import NotFound, RequestError
 from skyrl.wire.paths import model_id_of, parse_path
-from skyrl.wire.raw import raw_fields, raw_value
 from skyrl.wire.requests import (
     RESOLVED,
     LoadTarget,
@@ -26,15 +26,14 @@ from skyrl.wire.requests import (
     SaveWeightsRequest,
     SequencedRequest,
     WeightsInfoRequest,
-    decode_json,
 )
 
 
 def _resolved(body: bytes, services: Services) -> tuple[bytes, str | None]:
-    """A load as the command log keeps it, and the tenant whose access token came with it (None without a token).
+    """A load as the command log keeps it, and the tenant of the access token in it (None without a token).
 
-    The log keeps the tenant in place of the token. A client cannot set the fields in which it does. Raises RequestError
-    for a token that is not valid."""
+    The log keeps that tenant, and not the token, in the fields `RESOLVED`, which a client cannot set. Raises
+    RequestError for a token that is not valid."""
     fields = raw_fields(body)
     if fields.keys().isdisjoint(("weights_access_token", *RESOLVED)):
         return body, None
@@ -43,7 +42,7 @@ def _resolved(body: bytes, services: Services) -> tuple[bytes, str | None]:
     token = raw_value(fields.pop("weights_access_token", msgspec.Raw(b"null")), "weights_access_token")
     reader = None
     if isinstance(token, str) and token:
-        reader = services.access.reader(token)
+        reader = services.access.tenant_of_access_token(token)
         fields["source_tenant"] = msgspec.Raw(msgspec.json.encode(reader))
     elif token not in (None, ""):
         raise RequestError("must be a string", field="weights_access_token")
@@ -51,8 +50,8 @@ def _resolved(body: bytes, services: Services) -> tuple[bytes, str | None]:
 
 
 def _refused(model_id: str, error: RequestError) -> bytes:
-    """A load that fails when its turn comes. If the API refused it now, its number would be missing in its model's
-    order."""
+    """A command that fails when its turn comes, in place of a load that is wrong. If the API refused the load now, its
+    number would be missing in its model's order."""
     return msgspec.json.encode({"model_id": model_id, "path": "", "refused": error.message})
 
 
@@ -82,37 +81,37 @@ def router(services: Services) -> Routes:
             except RequestError as error:
                 command = _refused(target.model_id, error)
             return await submit_sequenced(services, Kind.LOAD_WEIGHTS, tenant, header, command)
-        wanted = decode_json(LoadWeightsRequest, body)
+        new_model = decode_json(LoadWeightsRequest, body)
         command, reader = _resolved(body, services)
-        if wanted.session_id is None or wanted.model_seq_id is None:
+        if new_model.session_id is None or new_model.model_seq_id is None:
             raise RequestError("give model_id, or session_id and model_seq_id")
         services.served.check_trainable()
-        session = await services.session_life.active(wanted.session_id, tenant)
-        check_optimizer(wanted.optimizer_config)
-        if not 0 <= wanted.model_seq_id < 2**31:
+        session = await services.session_life.active(new_model.session_id, tenant)
+        check_optimizer(new_model.optimizer_config)
+        if not 0 <= new_model.model_seq_id < 2**31:
             raise RequestError("must be in [0, 2**31)", field="model_seq_id")
-        path = parse_path(wanted.path)
+        path = parse_path(new_model.path)
         saved = await services.checkpoints.find(path, reader or tenant)
         if saved is None or path.kind != "weights":
-            raise NotFound(f"no training checkpoint {wanted.path!r}", field="path")
-        if wanted.base_model is not None:
-            services.served.check_base_model(wanted.base_model)
+            raise NotFound(f"no training checkpoint {new_model.path!r}", field="path")
+        if new_model.base_model is not None:
+            services.served.check_base_model(new_model.base_model)
         model = Model(
-            id=model_id_of(session.id, wanted.model_seq_id),
+            id=model_id_of(session.id, new_model.model_seq_id),
             session_id=session.id,
             tenant=tenant,
-            base_model=wanted.base_model or saved.base_model,
+            base_model=new_model.base_model or saved.base_model,
             lora=saved.lora,
-            user_metadata=wanted.user_metadata,
+            user_metadata=new_model.user_metadata,
         )
-        row = add_model(model, wanted.model_seq_id, services.quotas.models(tenant))
-        return await submit(services, Kind.LOAD_WEIGHTS, model, 0, command, first=row)
+        add_row = add_model(model, new_model.model_seq_id, services.quotas.models(tenant))
+        return await submit(services, Kind.LOAD_WEIGHTS, model, 0, command, first=add_row)
 
     @routes.post("/weights_info", scope="any", body=WeightsInfoRequest)
-    async def weights_info(call: Call, wanted: WeightsInfoRequest) -> Response:
-        saved = await services.checkpoints.find(parse_path(wanted.tinker_path, "tinker_path"), call.tenant)
+    async def weights_info(call: Call, body: WeightsInfoRequest) -> Response:
+        saved = await services.checkpoints.find(parse_path(body.tinker_path, "tinker_path"), call.tenant)
         if saved is None:
-            raise NotFound(f"no checkpoint {wanted.tinker_path!r}", field="tinker_path")
+            raise NotFound(f"no checkpoint {body.tinker_path!r}", field="tinker_path")
         return reply(
             {
                 "base_model": saved.base_model,

@@ -1,15 +1,15 @@
-"""What a training backend is: the protocol between the engine and whatever runs forward, backward and the optimizer.
+"""The protocol between the engine and a training backend, which runs forward, backward and the optimizer.
 
-Knows arrays and directories. Deliberately knows nothing of the database, the wire, the life of requests, or vLLM.
+Knows arrays and directories. Knows nothing of the database, the wire, requests or vLLM.
 
 Threads: all methods are synchronous. The engine calls them from one thread, except `save_state` and `save_adapter`:
 these may come from other threads while passes and steps of other models run.
 
-Ranks: a backend may compute on several ranks, in processes or on hosts of their own. The `Backend` object lives in the
-engine's process and hides them. A method returns when all ranks have done their part.
+Ranks: a backend may compute on several ranks, each in its own process or on its own host. The `Backend` object lives in
+the engine's process and hides the ranks. A method returns when all ranks have done their part.
 
-Files: a directory that a method is given lies on the engine's host. A rank cannot be expected to see that directory.
-The `Backend` object writes the files there, from tensors that ranks send it, and sends ranks what it reads there.
+Files: each directory argument is a directory on the engine's host, which a rank may not see. The `Backend` object
+writes files there from tensors that the ranks send, and sends the ranks the tensors that it reads there.
 """
 
 from __future__ import annotations
@@ -25,36 +25,37 @@ import numpy.typing as npt
 from skyrl.types.lora import LoraSpec
 
 AdapterDtype = Literal["float32", "bfloat16"]
-"""What the tensors of a saved adapter are stored in."""
+"""The dtype of the tensors in a saved adapter."""
 
 
 class InvalidRequest(ValueError):
-    """The caller's mistake. The message names the field and says what is allowed; nothing has been changed."""
+    """The client's mistake. The message names the field and says what is allowed. Nothing has changed."""
 
 
 class OutOfMemory(MemoryError):
-    """The device had no memory left for this command. The model is as before; others' commands may still run."""
+    """The device had too little memory for this command. The model has not changed, and other commands may still
+    run."""
 
 
 class BackendLost(BaseException):
-    """The backend cannot be used any more, whichever command comes next: the engine must end.
+    """The backend cannot run any more commands: the engine must end.
 
-    Not an Exception, so that no handler takes it for the failure of one command. The next engine process recovers all
-    models from their snapshots and the command log.
+    Not an Exception, so that no handler mistakes it for the failure of one command. The next engine process restores
+    all models from their snapshots and the command log.
     """
 
 
 class DeviceFault(BackendLost):
-    """The device does not answer any more, for example after a CUDA error that stays."""
+    """The device does not answer any more, for example after a CUDA error that breaks its context."""
 
 
 class RankDied(BackendLost):
-    """A process that is one rank of the backend has ended, or does not answer any more."""
+    """The process of one rank has ended, or does not answer any more."""
 
 
 @dataclass(frozen=True)
 class ModelLimits:
-    """What the base model allows: token ids are in [0, vocab_size), sequences have at most max_context tokens."""
+    """Limits of the base model: token ids are in [0, vocab_size), sequences have at most max_context tokens."""
 
     vocab_size: int
     max_context: int
@@ -70,7 +71,7 @@ class Datum:
 
 @dataclass(frozen=True)
 class TrainingPass:
-    """One `forward` (backward=False) or `forward_backward` command of one model."""
+    """One `forward` (backward=False) or `forward_backward` command of a model."""
 
     model_id: str
     data: Sequence[Datum]
@@ -89,7 +90,8 @@ class PassResult:
 
 @dataclass(frozen=True)
 class AdamParams:
-    """One AdamW step as torch defines it (decoupled decay); `grad_clip_norm` 0 is off. Defaults are Tinker's."""
+    """One AdamW step as torch defines it (decoupled decay); `grad_clip_norm` 0 means no clipping. Defaults are
+    Tinker's."""
 
     learning_rate: float = 1e-4
     beta1: float = 0.9
@@ -115,8 +117,8 @@ class Backend(Protocol):
 
     @property
     def repeats_exactly(self) -> bool:
-        """Whether the same commands of a model give the same bits again, whichever commands of other models run
-        beside them, and however passes are grouped. If not, they give the same up to rounding."""
+        """Whether repeating a model's commands gives the same bits, whichever commands of other models run at the same
+        time, and however passes are grouped. If not, results are the same up to rounding."""
         ...
 
     def create_model(self, model_id: str, spec: LoraSpec) -> None:
@@ -132,24 +134,23 @@ class Backend(Protocol):
         ...
 
     def run(self, passes: Sequence[TrainingPass]) -> list[PassResult | Exception]:
-        """Run passes of any models, together where possible; one outcome each, in order.
+        """Run passes of any models, together where possible. Returns one outcome per pass, in order.
 
-        Gradients add up (sums, never means) in the order of `passes` until the model's `optim_step`. A pass that
-        fails leaves its model's gradients as they were and never touches its neighbours. Results and gradients of
-        one pass depend on the other passes beside it by no more than rounding; where `repeats_exactly`, not at all.
+        Gradients add up (sums, never means) in the order of `passes` until the model's `optim_step`. A pass that fails
+        changes neither its model's gradients nor other passes. The other passes of a call change the results and
+        gradients of a pass by rounding at most; where `repeats_exactly`, not at all.
         """
         ...
 
     def check_step(self, params: AdamParams) -> None:
-        """Raise InvalidRequest for hyper-parameters that no step can be made with."""
+        """Raise InvalidRequest for invalid hyper-parameters."""
         ...
 
     def optim_step(self, model_id: str, params: AdamParams) -> dict[str, float]:
-        """Clip, step, clear gradients; returns metrics. Without accumulated gradients it changes nothing.
+        """Clip, step, clear the gradient; returns metrics. Without an accumulated gradient nothing changes.
 
-        The step is whole or not at all. Raises InvalidRequest, OutOfMemory or any other exception: nothing has
-        changed, the gradient included. Raises FloatingPointError for a gradient that is not finite: the gradient
-        is cleared, and nothing else has changed.
+        Raises FloatingPointError for a gradient that is not finite: the gradient is cleared, and nothing else has
+        changed. After any other exception (InvalidRequest, OutOfMemory) nothing has changed, and the gradient is kept.
         """
         ...
 
@@ -159,14 +160,14 @@ class Backend(Protocol):
 
     def save_state(self, model_id: str, directory: Path) -> None:
         """Write a checkpoint into the existing directory: adapter, gradient accumulator and optimizer (moments, step
-        count). Users download these files: they are flat, safetensors and JSON, the adapter in PEFT format as in
-        `save_adapter`. Never changes the model. If it raises, the directory may hold a part of the files: the caller
-        discards it."""
+        count). Users download these files: safetensors and JSON without sub-directories, the adapter in PEFT format as
+        in `save_adapter`. Never changes the model. After an error the directory may hold some of the files; the caller
+        discards the directory."""
         ...
 
     def load_state(self, model_id: str, directory: Path, *, optimizer: bool) -> None:
-        """Replace the adapter's weights by those of a checkpoint. With `optimizer`, also the moments, the step count
-        and the pending gradient; without, these are dropped.
+        """Replace the adapter's weights by the weights of a checkpoint. With `optimizer`, also replace the moments, the
+        step count and the pending gradient; without it, drop them.
 
         Raises InvalidRequest when the saved adapter has another rank or other target modules.
         """
@@ -174,25 +175,24 @@ class Backend(Protocol):
 
     def save_adapter(self, model_id: str, directory: Path, *, dtype: AdapterDtype = "float32") -> None:
         """Write the adapter in PEFT format (adapter_model.safetensors, adapter_config.json) into the existing
-        directory; with `dtype` bfloat16, rounded to the nearest."""
+        directory. With `dtype` bfloat16, round to the nearest."""
         ...
 
     def save_snapshot(self, model_id: str, directory: Path) -> None:
-        """Write into the existing directory whatever `restore_model` needs to bring back the model as it is now, with
-        gradient and optimizer. Never changes the model.
+        """Write into the existing directory all that `restore_model` needs to restore the model with its gradient and
+        optimizer. Never changes the model.
 
-        The content is the backend's own, in files and folders of any form, for example one file per rank. The engine
-        only moves the directory, hard-links its files into another one, and deletes it; nobody else reads it. So a
-        file may name its neighbours only relative to the directory, and may never change. If this raises, the caller
-        discards the directory.
+        The backend chooses the files and their format, for example one file per rank. The engine only moves the
+        directory, hard-links its files into another directory, and deletes it. So a file may name other files only
+        relative to the directory, and may never change. After an error the caller discards the directory.
         """
         ...
 
     def restore_model(self, model_id: str, spec: LoraSpec, directory: Path) -> None:
-        """Create the model from a snapshot, also from one that an earlier version of this backend wrote.
+        """Create the model from a snapshot that this or an earlier version of the backend wrote.
 
         Raises InvalidRequest when the model exists or `spec` cannot be honoured, and OSError or ValueError when files
-        are missing or damaged. If it raises, there is no such model.
+        are missing or damaged. After an error of the restore the model does not exist.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""The training backends by the name that the configuration gives them, and how each is built.
+"""The training backends, by their name in the configuration.
 
 Imports a backend's module only when that backend is built: importing this module does not import torch.
 """
@@ -23,7 +23,7 @@ _FACTORIES: dict[str, Callable[[ServerConfig], Backend]] = {"fsdp": _torch_lora}
 def create_backend(name: str, config: ServerConfig) -> Backend:
     """Build the backend `name` and load its base model.
 
-    Raises ConfigError: there is no such backend, or the base model cannot be trained by it.
+    Raises ConfigError: there is no such backend, or the backend cannot train the base model.
     """
     if name not in _FACTORIES:
         raise ConfigError(f"no training backend {name!r}; there are: {', '.join(sorted(_FACTORIES))}")

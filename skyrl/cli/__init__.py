@@ -1,1 +1,1 @@
-"""The command line. `main` imports nothing heavy: each command imports what it needs when it runs."""
+"""The command line. `main` starts fast: each command imports heavy modules only when it runs."""

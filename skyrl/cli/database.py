@@ -1,4 +1,4 @@
-"""Opens the server's database for commands that an operator runs, while the server runs or not."""
+"""Opens the server's database for an operator's commands. The server may run or not."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ StateDir = Annotated[Path | None, typer.Option(help="The server's state director
 DatabaseUrl = Annotated[str | None, typer.Option(help="The server's database, if it is not in the state directory.")]
 ConfigFile = Annotated[Path | None, typer.Option("--config", help="The server's TOML file.")]
 
-_NAME_IT = (
-    "name the server's with --config, --state-dir or --database-url (before the server's first start, "
+_NAME_DATABASE = (
+    "name the server's database with --config, --state-dir or --database-url (before the server's first start, "
     "`skyrl keys create --make-database` makes it)"
 )
 
 
-def where(database: Database) -> str:
-    """Words that name the database, without a password: a command prints where it has written."""
+def in_database(database: Database) -> str:
+    """The database's name in a sentence, without its password. Commands print which database they have changed."""
     from skyrl.db.urls import shown_url
 
     return f"in the database {database.file or shown_url(database.url)}"
 
 
-def refused(command: str, message: str) -> typer.Exit:
-    """Prints why `command` is refused. The caller raises the result, which ends the command."""
+def refusal(command: str, message: str) -> typer.Exit:
+    """Print why `command` is refused. Returns the exception that ends the command, for the caller to raise."""
     typer.echo(f"skyrl {command}: {message}", err=True)
     return typer.Exit(2)
 
 
 @contextmanager
-def opened(
+def open_database(
     command: str,
     state_dir: Path | None,
     database_url: str | None,
@@ -48,10 +48,11 @@ def opened(
 ) -> Iterator[tuple[ServerConfig, Database]]:
     """The configuration and the server's database. With `make`, a database that does not exist is made.
 
-    A database of an older version is refused: `skyrl serve` migrates it. An error, also one of `refusals`, ends
+    A database of an older version is refused: `skyrl serve` migrates it. An error, also an error in `refusals`, ends
     `command` with one line.
     """
-    from skyrl.config.server import ConfigError, load_config
+    from skyrl.config.loading import load_config
+    from skyrl.config.server import ConfigError
     from skyrl.db.database import Database
     from skyrl.db.faults import DatabaseError, reason
     from skyrl.db.migrate import SchemaError, migrate, newest_revision, revision_of
@@ -60,25 +61,25 @@ def opened(
     try:
         loaded = load_config({"state_dir": state_dir, "database_url": database_url}, config)
         if not make and (file := sqlite_file(loaded.database)) is not None and not file.is_file():
-            raise ConfigError(f"there is no database {file}: {_NAME_IT}")
+            raise ConfigError(f"there is no database {file}: {_NAME_DATABASE}")
         database = Database(loaded.database)
         try:
             revision = revision_of(database)
             if revision is None and make:
                 migrate(database)
             elif revision is None:
-                raise ConfigError(f"the database {shown_url(database.url)} is empty: {_NAME_IT}")
+                raise ConfigError(f"the database {shown_url(database.url)} is empty: {_NAME_DATABASE}")
             elif revision != newest_revision():
-                raise SchemaError("the database is an older version's: start the server once, which brings it up")
+                raise SchemaError("the database has an older version's schema: start the server once to upgrade it")
             yield loaded, database
         finally:
             database.close()
     except (ConfigError, SchemaError, OSError, DatabaseError, *refusals) as error:
-        raise refused(command, reason(error)) from error
+        raise refusal(command, reason(error)) from error
 
 
 def print_table(lines: list[tuple[str, ...]]) -> None:
-    """Prints lines in columns. The first line is the header."""
+    """Print lines in columns. The first line is the header."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     for line in lines:
         typer.echo("  ".join(word.ljust(width) for word, width in zip(line, widths, strict=True)).rstrip())

@@ -1,4 +1,4 @@
-"""`skyrl db`: back up, check, shrink and upgrade a server's database; carry it from SQLite to PostgreSQL."""
+"""`skyrl db`: back up, check, shrink and upgrade a server's database; copy it from SQLite to PostgreSQL."""
 
 from __future__ import annotations
 
@@ -9,39 +9,38 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from skyrl.cli.database import ConfigFile, DatabaseUrl, StateDir
+
 if TYPE_CHECKING:  # importing the database takes longer than `skyrl --help` may
     from skyrl.db.database import Database
 
 app = typer.Typer(help="Back up, check, vacuum, upgrade and import the database.", no_args_is_help=True)
-
-StateDir = Annotated[Path | None, typer.Option(help="The server's state directory. Default: ~/.local/share/skyrl.")]
-DatabaseUrl = Annotated[str | None, typer.Option(help="The server's database, if it is not in the state directory.")]
-ConfigFile = Annotated[Path | None, typer.Option("--config", help="The server's TOML file.")]
 
 
 @contextmanager
 def _database(
     state_dir: Path | None, database_url: str | None, config: Path | None, *, alone: bool = False
 ) -> Iterator[Database]:
-    """The server's database, which must exist. With `alone`, no server may run on it. An error ends the command with
-    one line."""
+    """The server's database, which must exist. With `alone`, no server may run in the state directory. An error ends
+    the command with one line."""
     import sqlite3
 
-    from skyrl.config.server import ConfigError, load_config
+    from skyrl.config.loading import load_config
+    from skyrl.config.server import ConfigError
     from skyrl.db.database import Database
     from skyrl.db.faults import DatabaseError, reason
     from skyrl.db.migrate import SchemaError, revision_of
     from skyrl.launcher.state_dir import lock_state_dir
 
     try:
-        with ExitStack() as held:
+        with ExitStack() as resources:
             loaded = load_config({"state_dir": state_dir, "database_url": database_url}, config)
             database = Database(loaded.database)
-            held.callback(database.close)
+            resources.callback(database.close)
             if database.file is not None and not database.file.is_file():
                 raise ConfigError(f"there is no database {database.file}")
             if alone:
-                held.enter_context(lock_state_dir(loaded.state_dir))
+                resources.enter_context(lock_state_dir(loaded.state_dir))
             revision_of(database)  # raises for a database that this version cannot use
             yield database
     except (ConfigError, SchemaError, OSError, sqlite3.Error, DatabaseError) as error:
@@ -51,12 +50,12 @@ def _database(
 
 @app.command()
 def backup(
-    file: Annotated[Path, typer.Argument(help="A file that is not there yet.")],
+    file: Annotated[Path, typer.Argument(help="The backup to write; the file must not exist.")],
     state_dir: StateDir = None,
     database_url: DatabaseUrl = None,
     config: ConfigFile = None,
 ) -> None:
-    """Copy a SQLite database, as it is at one moment, into FILE. A server may run meanwhile."""
+    """Copy a SQLite database, as it is at one moment, into FILE. The server may run meanwhile."""
     from skyrl.db import maintenance
 
     with _database(state_dir, database_url, config) as database:
@@ -66,7 +65,7 @@ def backup(
 
 @app.command()
 def check(state_dir: StateDir = None, database_url: DatabaseUrl = None, config: ConfigFile = None) -> None:
-    """Report problems of the file, the rows and the schema. Exits with 1 if there are any."""
+    """Report problems of the file, the rows and the schema. Exits with 1 if it finds any."""
     from skyrl.db import maintenance
 
     with _database(state_dir, database_url, config) as database:
@@ -78,7 +77,7 @@ def check(state_dir: StateDir = None, database_url: DatabaseUrl = None, config: 
 
 @app.command()
 def vacuum(state_dir: StateDir = None, database_url: DatabaseUrl = None, config: ConfigFile = None) -> None:
-    """Give back all free space. Requests that write wait meanwhile; best done when the server is down."""
+    """Shrink the file by its free space. Requests that write wait meanwhile; best done while the server is down."""
     from skyrl.db import maintenance
 
     with _database(state_dir, database_url, config) as database:
@@ -90,7 +89,7 @@ def vacuum(state_dir: StateDir = None, database_url: DatabaseUrl = None, config:
 
 @app.command()
 def upgrade(state_dir: StateDir = None, database_url: DatabaseUrl = None, config: ConfigFile = None) -> None:
-    """Bring the database to this version's schema, as the next start of the server would. The server must be down."""
+    """Upgrade the database to this version's schema, as the server does when it starts. The server must be down."""
     from skyrl.db.migrate import migrate, revision_of
 
     with _database(state_dir, database_url, config, alone=True) as database:
@@ -115,14 +114,14 @@ def import_rows(
     from skyrl.db.transfer import carry_over
     from skyrl.launcher.state_dir import lock_state_dir
 
-    with _database(state_dir, database_url, config) as target, ExitStack() as held:
+    with _database(state_dir, database_url, config) as target, ExitStack() as resources:
         if target.is_sqlite:
             raise ConfigError("the server's database is SQLite: give PostgreSQL's URL in SKYRL_DATABASE_URL")
         if not file.is_file():
             raise ConfigError(f"there is no database {file}")
-        if (file.parent / "lock").exists():  # a state directory, whose server must have stopped
-            held.enter_context(lock_state_dir(file.parent))
-        source = held.enter_context(closing(Database(f"sqlite:///{file}")))
+        if (file.parent / "lock").exists():  # in a state directory: its server must have stopped
+            resources.enter_context(lock_state_dir(file.parent))
+        source = resources.enter_context(closing(Database(f"sqlite:///{file}")))
         counts = carry_over(source, target)
     for table, rows in counts.items():
         typer.echo(f"{table}: {rows}")

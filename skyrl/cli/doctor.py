@@ -1,6 +1,6 @@
-"""`skyrl doctor`: what this machine lacks to run a server, and how to fix it.
+"""`skyrl doctor`: reports what this machine lacks to run a server, and how to fix it.
 
-Looks at files and at the metadata of installed packages: imports neither torch nor vLLM, starts and changes nothing.
+Reads files and the metadata of installed packages. Imports neither torch nor vLLM, starts and changes nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from skyrl.config.server import ConfigError, load_config
+from skyrl.config.loading import load_config
+from skyrl.config.server import ConfigError
 from skyrl.db.database import Database
 from skyrl.db.migrate import SchemaError, newest_revision, revision_of
 from skyrl.inference.vllm_command import cuda_devices, plugin_installed
@@ -41,7 +42,7 @@ REINSTALL = "pip install -e '.[cpu]' (or '.[gpu]')"
 
 @dataclass(frozen=True)
 class Check:
-    """One row of the report. With `missing` the server cannot start."""
+    """One row of the report. With the status `missing` the server cannot start."""
 
     name: str
     status: Status
@@ -57,7 +58,7 @@ def check_python() -> Check:
 
 
 def _installed(*names: str) -> tuple[str, str] | None:
-    """Name and version of the first of these distributions that is there."""
+    """The name and version of the first of these distributions that is installed."""
     for name in names:
         try:
             return name, version(name)
@@ -71,8 +72,8 @@ def _torch_cuda() -> str | None:
     spec = find_spec("torch")
     if spec is None or spec.origin is None:
         return None
-    about = Path(spec.origin).parent / "version.py"
-    match = re.search(r"^cuda\b[^=]*=\s*['\"]([^'\"]+)", about.read_text(), re.M) if about.is_file() else None
+    file = Path(spec.origin).parent / "version.py"
+    match = re.search(r"^cuda\b[^=]*=\s*['\"]([^'\"]+)", file.read_text(), re.M) if file.is_file() else None
     return match.group(1) if match else None
 
 
@@ -89,7 +90,7 @@ def check_torch() -> Check:
 
 
 def tested_vllm() -> str:
-    """The versions of vLLM that skyrl asks for, as a prefix; empty when skyrl itself is not installed."""
+    """The versions of vLLM that skyrl requires, as a prefix; empty if skyrl itself is not installed."""
     try:
         wanted = [re.match(r"vllm[a-z-]*==(\d+\.\d+\.)", requirement) for requirement in requires("skyrl") or ()]
     except PackageNotFoundError:
@@ -104,7 +105,7 @@ def check_vllm() -> Check:
         return Check("vLLM", "missing", "not installed", fix)
     found, tested = " ".join(installed), tested_vllm()
     if not installed[1].startswith(tested):
-        fix = f"{REINSTALL}: tested is {tested}*, with any other LoRA is wrong on a CPU"
+        fix = f"{REINSTALL}: skyrl is tested with {tested}*; with other versions LoRA is wrong on a CPU"
         return Check("vLLM", "warning", found, fix)
     return Check("vLLM", "ok", found)
 
@@ -117,13 +118,13 @@ def check_plugin() -> Check:
 
 
 def check_companions() -> Check:
-    """transformers imports these where they are, and fails if they were built for another torch."""
+    """transformers imports these packages if they are installed, and fails if they were built for another torch."""
     name = "torchvision, torchaudio"
-    there = [found for found in (_installed("torchvision"), _installed("torchaudio")) if found is not None]
-    if not there:
+    installed = [package for package in (_installed("torchvision"), _installed("torchaudio")) if package is not None]
+    if not installed:
         return Check(name, "ok", "not installed (not needed)")
-    found = ", ".join(" ".join(each) for each in there)
-    wrong = [package for package, number in there if ("+cpu" in number) == (_torch_cuda() is not None)]
+    found = ", ".join(" ".join(package) for package in installed)
+    wrong = [package for package, number in installed if ("+cpu" in number) == (_torch_cuda() is not None)]
     if wrong:
         fix = f"pip uninstall {' '.join(wrong)}: built for another torch, they break the import of transformers"
         return Check(name, "missing", found, fix)
@@ -151,13 +152,13 @@ def check_descriptors() -> Check:
 
 def check_state_dir(state_dir: Path) -> Check:
     name = "state directory"
-    there = next(path for path in (state_dir, *state_dir.parents) if path.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+    existing = next(path for path in (state_dir, *state_dir.parents) if path.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         return Check(name, "missing", f"{state_dir} cannot be written", "give another --state-dir")
     if _is_locked(state_dir / "lock"):
         fix = "stop the server that runs in it, or give another --state-dir"
         return Check(name, "missing", f"{state_dir} is in use", fix)
-    free = shutil.disk_usage(there).free
+    free = shutil.disk_usage(existing).free
     found = f"{state_dir}: {free / 2**30:.1f} GiB free"
     if free < FREE_BYTES:
         fix = "checkpoints and logs need space: at least 1 GiB, or another --state-dir"
@@ -245,7 +246,7 @@ def checks(port: int, state_dir: Path | None) -> list[Check]:
 
 
 def report(port: int, state_dir: Path | None) -> int:
-    """Print the table; 0 when a server can start with this port and state directory, else 1."""
+    """Print the table. Returns 0 if a server can start with this port and state directory, else 1."""
     rows = checks(port, state_dir)
     table = Table("", "", "found", "to fix it", show_edge=False)
     for row in rows:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
-from skyrl.cli.database import ConfigFile, DatabaseUrl, StateDir, opened, print_table, refused, where
+from skyrl.cli.database import ConfigFile, DatabaseUrl, StateDir, in_database, open_database, print_table, refusal
 
 if TYPE_CHECKING:  # importing the database takes longer than `skyrl --help` may
     from skyrl.db.database import Connection, Database
@@ -27,8 +27,8 @@ _TENANT = re.compile(r"[0-9a-f]{32}")
 MAX_NAME = 100
 
 
-def _refuse(message: str) -> typer.Exit:
-    return refused("keys", message)
+def _refusal(message: str) -> typer.Exit:
+    return refusal("keys", message)
 
 
 @contextmanager
@@ -37,49 +37,49 @@ def _database(
 ) -> Iterator[Database]:
     from skyrl.db.keys import KeyRefused
 
-    with opened("keys", state_dir, database_url, config, make=make, refusals=(KeyRefused,)) as (_, database):
+    with open_database("keys", state_dir, database_url, config, make=make, refusals=(KeyRefused,)) as (_, database):
         yield database
 
 
-def _expires_at(given: str | None) -> float | None:
-    if given is None:
+def _expires_at(text: str | None) -> float | None:
+    if text is None:
         return None
-    number, unit = given[:-1], given[-1:]
+    number, unit = text[:-1], text[-1:]
     if unit not in _UNITS or not number.isdecimal() or not 0 < int(number) * _UNITS[unit] <= _MAX_DAYS * 86_400:
-        raise _refuse(f"--expires: {given!r} is not a time such as 90d, 12h or 30m, of at most {_MAX_DAYS} days")
+        raise _refusal(f"--expires: {text!r} is not a time such as 90d, 12h or 30m, of at most {_MAX_DAYS} days")
     return time.time() + int(number) * _UNITS[unit]
 
 
-def _scopes(given: list[str] | None) -> list[Scope]:
+def _scopes(names: list[str] | None) -> list[Scope]:
     from skyrl.db.keys import SCOPES
 
-    for scope in given or ():
+    for scope in names or ():
         if scope not in SCOPES:
-            raise _refuse(f"--scope: {scope!r} is not one of: {', '.join(SCOPES)}")
-    return [cast("Scope", scope) for scope in given or ("train", "sample")]
+            raise _refusal(f"--scope: {scope!r} is not one of: {', '.join(SCOPES)}")
+    return [cast("Scope", scope) for scope in names or ("train", "sample")]
 
 
-def _adopted() -> str:
-    """The tenant of a key from before keys were managed. Reads the key from the terminal or standard input, so that no
-    list of processes shows it."""
+def _adopted_tenant() -> str:
+    """The tenant of a key from before keys were managed. Reads that key from the terminal or standard input, because a
+    list of processes shows the arguments of a command."""
     from skyrl.api.tokens import tenant_of_key
 
-    prompt = "The key whose tenant the new one is to stand for: "
+    prompt = "The old key (the new key will stand for the same tenant): "
     key = getpass.getpass(prompt) if sys.stdin.isatty() else sys.stdin.readline().strip()
     if not key:
-        raise _refuse("--adopt: give the key on standard input")
+        raise _refusal("--adopt: give the key on standard input")
     return tenant_of_key(key)
 
 
 def _owner(tenant: str | None, *, adopt: bool) -> Callable[[Connection], str | None]:
-    """Finds the tenant of the new key, in the transaction that makes the key. None: a new tenant."""
+    """A function that finds the tenant of the new key, in the transaction that makes the key; None for a new tenant."""
     from skyrl.db.keys import KeyRefused, known_tenant
 
     if tenant is not None and adopt:
-        raise _refuse("give --tenant or --adopt, not both")
+        raise _refusal("give --tenant or --adopt, not both")
     if tenant is not None and not _TENANT.fullmatch(tenant):
-        raise _refuse(f"--tenant: {tenant!r} is not a tenant as `skyrl keys list` shows them (32 hexadecimal digits)")
-    wanted = _adopted() if adopt else tenant
+        raise _refusal(f"--tenant: {tenant!r} is not a tenant as `skyrl keys list` shows them (32 hexadecimal digits)")
+    wanted = _adopted_tenant() if adopt else tenant
 
     def find(connection: Connection) -> str | None:
         if wanted is not None and not known_tenant(connection, wanted):
@@ -93,52 +93,52 @@ def _owner(tenant: str | None, *, adopt: bool) -> Callable[[Connection], str | N
 @app.command()
 def create(
     name: Annotated[str, typer.Option(help="What the key is for; shown by list.")] = "",
-    tenant: Annotated[str | None, typer.Option(help="A tenant that is there. Default: a new one.")] = None,
+    tenant: Annotated[str | None, typer.Option(help="An existing tenant. Default: a new tenant.")] = None,
     adopt: Annotated[
         bool,
-        typer.Option("--adopt", help="For the tenant of a key used before keys were managed: read from stdin."),
+        typer.Option("--adopt", help="Read a key used before keys were managed from stdin, and take its tenant."),
     ] = False,
     scope: Annotated[
         list[str] | None, typer.Option(help="train, sample, admin; several times. Default: train and sample.")
     ] = None,
     expires: Annotated[str | None, typer.Option(help="90d, 12h, 30m. Default: never.")] = None,
     make_database: Annotated[
-        bool, typer.Option("--make-database", help="Make the database if there is none: before the first start.")
+        bool, typer.Option("--make-database", help="Make the database if it does not exist: before the first start.")
     ] = False,
     state_dir: StateDir = None,
     database_url: DatabaseUrl = None,
     config: ConfigFile = None,
 ) -> None:
-    """Make a key and print it, this once. A running server accepts it two seconds later."""
+    """Make a key and print it. It cannot be shown again. A running server accepts the key two seconds later."""
     from skyrl.db import keys
 
     if len(name) > MAX_NAME or not (name.isprintable()):
-        raise _refuse(f"--name: must be at most {MAX_NAME} printable characters")
+        raise _refusal(f"--name: must be at most {MAX_NAME} printable characters")
     owner, scopes, end = _owner(tenant, adopt=adopt), _scopes(scope), _expires_at(expires)
 
-    def made(connection: Connection) -> tuple[str, keys.ApiKey]:
+    def make(connection: Connection) -> tuple[str, keys.ApiKey]:
         return keys.create(connection, tenant=owner(connection), name=name, scopes=scopes, expires_at=end)
 
     with _database(state_dir, database_url, config, make=make_database) as database:
-        text, key = database.write(made, power_safe=True)
-    typer.echo(f"key {key.id} of tenant {key.tenant}, {where(database)}; it is not shown again:", err=True)
+        text, key = database.write(make, power_safe=True)
+    typer.echo(f"key {key.id} of tenant {key.tenant}, {in_database(database)}; it is not shown again:", err=True)
     typer.echo(text)
 
 
 @app.command("list")
 def list_keys(
-    tenant: Annotated[str | None, typer.Option(help="Only this tenant's.")] = None,
+    tenant: Annotated[str | None, typer.Option(help="List only this tenant's keys.")] = None,
     state_dir: StateDir = None,
     database_url: DatabaseUrl = None,
     config: ConfigFile = None,
 ) -> None:
-    """Print all keys, one in a line, never their secrets. Revoked and expired keys are listed too."""
+    """Print all keys without their secrets, one per line. The list includes revoked and expired keys."""
     from skyrl.db import keys
 
     with _database(state_dir, database_url, config) as database:
         listed = database.read(lambda connection: keys.listed(connection, tenant))
     lines = [("KEY", "TENANT", "SCOPES", "CREATED", "EXPIRES", "LAST USED", "STATE", "NAME")]
-    lines += [_line(one) for one in listed]
+    lines += [_line(key) for key in listed]
     print_table(lines)
 
 
@@ -162,9 +162,9 @@ def revoke(
     database_url: DatabaseUrl = None,
     config: ConfigFile = None,
 ) -> None:
-    """Revoke a key, and every token made for it. A running server refuses them two seconds later."""
+    """Revoke a key and every token made for it. A running server refuses key and tokens two seconds later."""
     from skyrl.db import keys
 
     with _database(state_dir, database_url, config) as database:
         database.write(lambda connection: keys.revoke(connection, key), power_safe=True)
-    typer.echo(f"key {key} is revoked {where(database)}", err=True)
+    typer.echo(f"key {key} is revoked {in_database(database)}", err=True)

@@ -31,7 +31,7 @@ def serve(
     ] = None,
     served_model_name: Annotated[
         list[str] | None,
-        typer.Option(help="Name clients use for the base model; may be given several times."),
+        typer.Option(help="Name that clients use for the base model; may be given several times."),
     ] = None,
     backend: Annotated[str | None, typer.Option(help="fsdp (default), or none: a sampling-only gateway.")] = None,
     backend_config: Annotated[
@@ -47,11 +47,11 @@ def serve(
     ] = None,
     api_keys: Annotated[
         str | None,
-        typer.Option(help="open (default): any key is accepted. managed: only those of `skyrl keys create`."),
+        typer.Option(help="open (default): any key is accepted. managed: only keys of `skyrl keys create`."),
     ] = None,
     allow_remote: Annotated[
         bool | None,
-        typer.Option("--allow-remote", help="Let others reach the server although any key is accepted."),
+        typer.Option("--allow-remote", help="Listen beyond this machine even if any key is accepted."),
     ] = None,
     state_dir: Annotated[
         Path | None, typer.Option(help="Database, checkpoints, logs. Default: ~/.local/share/skyrl.")
@@ -59,20 +59,20 @@ def serve(
     checkpoint_store: Annotated[
         str | None,
         typer.Option(
-            help="Where checkpoints lie: file:///dir, s3://, gs:// or az://. Default: in the state directory."
+            help="Store of the checkpoints: file:///dir, s3://, gs:// or az://. Default: in the state directory."
         ),
     ] = None,
     external_inference_url: Annotated[
         str | None, typer.Option(help="Sample from this vLLM-compatible server instead of starting one.")
     ] = None,
     external_inference_api_key: Annotated[
-        str | None, typer.Option(help="Its API key; better given as SKYRL_EXTERNAL_INFERENCE_API_KEY.")
+        str | None, typer.Option(help="API key of that server; better set SKYRL_EXTERNAL_INFERENCE_API_KEY.")
     ] = None,
     forwarding_inference_max_connections: Annotated[
         int | None, typer.Option(help="Connections to the inference server. Default: no limit.")
     ] = None,
     forwarding_deadline_s: Annotated[
-        float | None, typer.Option(help="How long one sample may take, repeats included. Default: 600.")
+        float | None, typer.Option(help="How long one sample may take, with repeats, in seconds. Default: 600.")
     ] = None,
     session_timeout_s: Annotated[
         float | None,
@@ -81,12 +81,13 @@ def serve(
     snapshot_interval_s: Annotated[
         float | None, typer.Option(help="Seconds between snapshots of a model in training. Default: 30.")
     ] = None,
-    threads: Annotated[int | None, typer.Option(help="CPU threads of trainer and vLLM, each. Default: 1.")] = None,
+    threads: Annotated[int | None, typer.Option(help="CPU threads each for trainer and vLLM. Default: 1.")] = None,
     log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error. Default: info.")] = None,
-    config: Annotated[Path | None, typer.Option(help="TOML file; flags and SKYRL_* variables go before it.")] = None,
+    config: Annotated[Path | None, typer.Option(help="TOML file; flags and SKYRL_* variables override it.")] = None,
 ) -> None:
     """Run the server: API, training engine and vLLM."""
-    from skyrl.config.server import ConfigError, load_config
+    from skyrl.config.loading import load_config
+    from skyrl.config.server import ConfigError
 
     flags: dict[str, Any] = {
         "base_model": base_model,
@@ -134,7 +135,7 @@ def demo(
     steps: Annotated[int, typer.Option(min=2, help="Training steps of each run; rewards are judged from 26 on.")] = 26,
     compare: Annotated[bool, typer.Option(help="Also measure colocate_all: true, all in the engine loop.")] = True,
 ) -> None:
-    """Two tenants train and sample side by side on a server of their own; what that gains is measured."""
+    """Start a server, let two tenants train and sample at the same time, and measure the gain."""
     from skyrl.demo.rl import Settings
     from skyrl.demo.run import run_demo
 
@@ -146,7 +147,7 @@ def doctor(
     port: Annotated[int, typer.Option(help="The port that the server will listen on.")] = 8000,
     state_dir: Annotated[Path | None, typer.Option(help="Where the server will keep its state.")] = None,
 ) -> None:
-    """Say what is missing on this machine, and how to fix it."""
+    """Report what is missing on this machine to run a server, and how to fix it."""
     from skyrl.cli.doctor import report
 
     raise typer.Exit(report(port, state_dir))

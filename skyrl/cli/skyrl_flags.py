@@ -1,6 +1,6 @@
-"""`skyrl serve` with the flags of SkyRL's server: those that mean the same are taken, the others refused with a reason.
+"""SkyRL's flags for `skyrl serve`: flags with an equivalent here are translated, other flags are refused with a reason.
 
-Which flag is what is in `skyrl.config.skyrl_keys`; this module reads the command line before typer does.
+`skyrl.config.skyrl_keys` lists the flags; this module reads the command line before typer does.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from skyrl.config.skyrl_keys import FLAGS, checkpoint_store
 
 
 class SkyrlFlags(TyperCommand):
-    """A command that also understands SkyRL's flags."""
+    """A command that also accepts SkyRL's flags."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         return super().parse_args(ctx, own_flags(args))
 
 
 def own_flags(args: list[str]) -> list[str]:
-    """The command line under this server's names of flags.
+    """The command line with this server's flags in place of SkyRL's.
 
-    Raises typer.BadParameter for a flag of SkyRL's that cannot be honoured.
+    Raises typer.BadParameter for a flag of SkyRL's without an equivalent.
     """
     own: list[str] = []
     rest = iter(args)

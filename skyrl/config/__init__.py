@@ -1,1 +1,1 @@
-"""The server's configuration: its keys, where values come from, and keys of SkyRL that mean the same."""
+"""The server's configuration: its keys, how it is loaded, and what becomes of SkyRL's keys."""

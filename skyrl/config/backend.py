@@ -1,7 +1,7 @@
-"""What `--backend-config` takes: typed, strict keys under the names that operators of SkyRL know.
+"""The keys of `--backend-config`, with their types and bounds. They have the names that operators of SkyRL know.
 
-Knows names, types and bounds; a key that is not known is an error that names the nearest known one. What becomes of
-SkyRL's other keys is in `skyrl.config.skyrl_keys`.
+An unknown key is an error that names the nearest known key. `skyrl.config.skyrl_keys` tells what becomes of SkyRL's
+other keys.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ class ConfigError(ValueError):
 
 
 class Strict(BaseModel):
-    """Refuses what it does not know."""
+    """A model that refuses unknown keys."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class PlacementConfig(Strict):
-    """Where training runs. More than one policy rank needs FSDP ranks, which this version does not have."""
+    """Where training runs: this version trains with one rank. With `colocate_all`, trainer and vLLM share one device
+    and take turns."""
 
     colocate_all: bool = False
     policy_num_gpus_per_node: Literal[1] = 1
@@ -34,7 +35,8 @@ class PlacementConfig(Strict):
 
 
 class LoraConfig(Strict):
-    """Limits on adapters, of trainer and sampler alike (vLLM's `--max-loras`, `--max-cpu-loras`, `--max-lora-rank`)."""
+    """Limits on adapters. `max_loras`, `max_cpu_loras` and `max_lora_rank` are passed to vLLM's options of these names;
+    the trainer takes ranks up to `max_lora_rank`, too. `alpha` / rank is the scale of each adapter's update."""
 
     max_loras: int = Field(8, ge=1)
     max_cpu_loras: int = Field(64, ge=1)
@@ -57,9 +59,11 @@ class PolicyConfig(Strict):
 
 
 class TrainerConfig(Strict):
-    """Training. `micro_batch_tokens` bounds one forward/backward pass over the base model. `merge_passes` lets passes
-    of several tenants share one (None: on CUDA only); without it, on a CPU, a tenant's weights are the same bits
-    whoever else trains. With it, and on CUDA, they agree up to rounding."""
+    """`micro_batch_tokens` bounds the tokens of one forward/backward pass over the base model.
+
+    With `merge_passes` (None: only on CUDA), requests of several tenants share one pass over the base model. Then, and
+    on CUDA in any case, other tenants' training changes a tenant's weights by rounding. On a CPU without
+    `merge_passes` it does not change them."""
 
     placement: PlacementConfig = Field(default_factory=PlacementConfig)
     policy: PolicyConfig = Field(default_factory=PolicyConfig)
@@ -69,9 +73,10 @@ class TrainerConfig(Strict):
 
 
 class InferenceEngineConfig(Strict):
-    """Engine-managed vLLM; `engine_init_kwargs` passes vLLM's own options through under vLLM's own names. It is asked
-    every `probe_interval_s` whether it lives, and killed and started again when its API server gives no answer for
-    `health_timeout_s`, or its engine ends no step for `step_timeout_s`."""
+    """The vLLM that this server runs. `engine_init_kwargs` are options of vLLM under vLLM's own names.
+
+    A watchdog asks vLLM every `probe_interval_s` whether it works. vLLM is killed and started again when its API server
+    gives no answer for `health_timeout_s`, or when its engine finishes no step for `step_timeout_s`."""
 
     num_engines: Literal[1] = 1
     tensor_parallel_size: int = Field(1, ge=1)
@@ -92,7 +97,7 @@ class GeneratorConfig(Strict):
 
 
 class BackendConfig(Strict):
-    """What `--backend-config` takes, as nested objects or as dotted keys (`trainer.placement.colocate_all`)."""
+    """The value of `--backend-config`. `parse_backend_config` makes it from nested or dotted keys."""
 
     trainer: TrainerConfig = Field(default_factory=TrainerConfig)  # pyright: ignore[reportArgumentType]
     generator: GeneratorConfig = Field(default_factory=GeneratorConfig)
@@ -107,26 +112,26 @@ class BackendConfig(Strict):
 
 
 def known_keys(model: type[BaseModel], prefix: str = "") -> list[str]:
-    """The dotted names of all leaves."""
+    """The dotted names of all keys whose values are not objects with keys of their own."""
     keys: list[str] = []
     for name, field in model.model_fields.items():
         dotted = f"{prefix}{name}"
-        kind = field.annotation
-        if isinstance(kind, type) and issubclass(kind, BaseModel):
-            keys += known_keys(kind, f"{dotted}.")
+        field_type = field.annotation
+        if isinstance(field_type, type) and issubclass(field_type, BaseModel):
+            keys += known_keys(field_type, f"{dotted}.")
         else:
             keys.append(dotted)
     return keys
 
 
-def unknown(key: str, known: Iterable[str]) -> str:
-    """What to say of a key that is not among the known ones."""
+def unknown_key(key: str, known: Iterable[str]) -> str:
+    """The message for a key that is not among the known ones."""
     nearest = difflib.get_close_matches(key, known, n=1, cutoff=0.0)[0]
     return f"unknown key '{key}'; the nearest known one is '{nearest}'"
 
 
 def _flatten(value: dict[str, Any], leaves: Collection[str], prefix: str = "") -> dict[str, Any]:
-    """Nested or dotted keys as dotted ones; what is inside one of `leaves` is its value."""
+    """The values under dotted keys. The values of `leaves` (dotted keys) stay as they are, even if they are objects."""
     flat: dict[str, Any] = {}
     for key, item in value.items():
         dotted = f"{prefix}{key}"
@@ -138,9 +143,9 @@ def _flatten(value: dict[str, Any], leaves: Collection[str], prefix: str = "") -
 
 
 def dotted_keys(value: dict[str, Any]) -> dict[str, Any]:
-    """Nested or dotted keys, SkyRL's among them, as this server's dotted ones.
+    """The values of nested or dotted keys, this server's or SkyRL's, under this server's dotted keys.
 
-    Raises ConfigError for keys of SkyRL's that cannot be honoured: all of them, each with the reason.
+    Raises ConfigError when keys of SkyRL's cannot be honoured. The message names all of them, each with the reason.
     """
     known = known_keys(BackendConfig)
     flat = _flatten(value, {*known, *skyrl_keys.KEYS, *skyrl_keys.OLD_NAMES})
@@ -151,10 +156,10 @@ def dotted_keys(value: dict[str, Any]) -> dict[str, Any]:
 
 
 def parse_backend_config(value: dict[str, Any]) -> BackendConfig:
-    """Backend configuration from nested or dotted keys.
+    """The backend configuration from nested or dotted keys.
 
-    Raises ConfigError: an unknown key (naming the nearest known one), a key of SkyRL's that cannot be honoured, or a
-    value of the wrong type or range.
+    Raises ConfigError: a key is unknown, a key of SkyRL's cannot be honoured, or a value has the wrong type or is out
+    of bounds.
     """
     known = known_keys(BackendConfig)
     nested: dict[str, Any] = {}
@@ -162,7 +167,7 @@ def parse_backend_config(value: dict[str, Any]) -> BackendConfig:
         if any(key.startswith(f"{dotted}.") for key in known):
             raise ConfigError(f"backend-config: '{dotted}' must be an object (got {item!r})")
         if dotted not in known:
-            raise ConfigError(f"backend-config: {unknown(dotted, known)}")
+            raise ConfigError(f"backend-config: {unknown_key(dotted, known)}")
         *parents, leaf = dotted.split(".")
         node = nested
         for parent in parents:
@@ -173,5 +178,5 @@ def parse_backend_config(value: dict[str, Any]) -> BackendConfig:
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
-        what = first["msg"].removeprefix("Value error, ")
-        raise ConfigError(f"backend-config: '{where}': {what} (got {first['input']!r})") from error
+        message = first["msg"].removeprefix("Value error, ")
+        raise ConfigError(f"backend-config: '{where}': {message} (got {first['input']!r})") from error

@@ -1,16 +1,16 @@
-"""Checks a database URL as an operator wrote it.
+"""Checks a database URL that an operator wrote.
 
-Imports no SQLAlchemy, so that the configuration loads quickly. A refusal repeats no part of the URL, because a part
-that looks like a host may belong to the password.
+Imports no SQLAlchemy, so that the configuration loads quickly. The error messages repeat no part of the URL, because
+what looks like a host may be a part of the password.
 """
 
 from __future__ import annotations
 
 
 def readable_url(text: str) -> str:
-    """The URL, with `postgres://` spelled `postgresql://`.
+    """The URL, with `postgresql://` in place of `postgres://`.
 
-    Raises ValueError for one whose password cannot be told from its host, or whose port is no number.
+    Raises ValueError when the password cannot be told from the host, or when the port is not a number.
     """
     scheme, separator, rest = text.partition("://")
     if scheme.startswith("sqlite") or not separator:

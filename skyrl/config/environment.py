@@ -1,7 +1,6 @@
-"""Which `SKYRL_*` environment variables there are: one that nobody reads is a mistake, and is told before a start.
+"""The names of the `SKYRL_*` environment variables. An unknown one is an error, because it is probably misspelled.
 
-Knows names. Deliberately does not read values: the configuration does, and the few parts that have a variable of
-their own.
+Does not read their values: the configuration does, and the processes that tell each other something in a variable.
 """
 
 from __future__ import annotations
@@ -9,23 +8,23 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 
-from skyrl.config.backend import ConfigError, unknown
+from skyrl.config.backend import ConfigError, unknown_key
 
 PREFIX = "SKYRL_"
 OWN = ("SKYRL_RUNTIME_FILE", "SKYRL_API_SLOT", "SKYRL_API_SOCKETS", "SKYRL_VLLM_FORK_ENGINE")
-"""What processes of a server tell each other."""
+"""Variables by which the processes of a server tell each other something."""
 _TESTS = "SKYRL_TEST_"
 _KUBERNETES = re.compile(r"\w*(_SERVICE_HOST|_SERVICE_PORT(_\w+)?|_PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)")
-"""What Kubernetes tells every container of a namespace in which a service's name begins with `skyrl`."""
+"""Variables that Kubernetes sets in containers beside a service with a name that begins with `skyrl`."""
 
 
 def refuse_unknown(environment: Mapping[str, str], keys: Iterable[str]) -> None:
-    """Raises ConfigError for a variable that stands for none of the configuration's `keys`, with the nearest one that
-    does."""
+    """Raises ConfigError for a `SKYRL_*` variable that is unknown. `keys` are those of the configuration; each has a
+    variable."""
     known = [f"{PREFIX}{key.upper()}" for key in keys]
     for name in environment:
-        upper = name.upper()  # as the configuration reads them
+        upper = name.upper()  # the configuration ignores the case of a variable's name, too
         if not upper.startswith(PREFIX) or upper in known or upper in OWN or upper.startswith(_TESTS):
             continue
         if not _KUBERNETES.fullmatch(upper):
-            raise ConfigError(f"environment: {unknown(name, known)}")
+            raise ConfigError(f"environment: {unknown_key(name, known)}")

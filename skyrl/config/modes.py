@@ -1,7 +1,4 @@
-"""What a server does, as its configuration decides: it trains, it forwards samples, it manages vLLM.
-
-Knows names and truth values only. `ServerConfig.modes` makes the one value that every other module asks.
-"""
+"""What a server does: whether it trains, forwards samples, and runs vLLM. `ServerConfig.modes` decides."""
 
 from __future__ import annotations
 
@@ -10,10 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Modes:
-    """`trains`: there is an engine with a training backend; a gateway has none.
+    """`trains`: the server has an engine with a training backend. A gateway has none.
 
-    `forwards`: API processes send samples to the inference server. If not (`colocate_all`), trainer and sampler share
-    one device: samples are commands, and the engine runs them between two turns of training.
+    `forwards`: API processes send samples to the inference server. Otherwise (`colocate_all`) trainer and vLLM share
+    one device, samples are commands, and the engine runs them between two turns of training.
 
     `manages_inference`: this server starts vLLM itself, watches it and stops it.
     """

@@ -1,121 +1,122 @@
-"""The one typed, strict configuration: defaults, a TOML file, `SKYRL_*` environment variables, flags (rising priority).
+"""The configuration of a server: each key with its type, its default and its bounds.
 
-Imports neither torch nor vLLM nor the database, so that `skyrl --help` answers at once. Knows names, types and
-bounds; does not know whether a model directory holds a usable model (the backend says so when it loads it).
+Imports neither torch nor vLLM nor the database, so that `skyrl --help` answers at once. Does not read the TOML file or
+the environment (`skyrl.config.loading` does), and does not check whether a model directory holds a usable model (the
+launcher and the engine do).
 """
 
 from __future__ import annotations
 
 import json
-import os
-import tomllib
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from pydantic import Field, ValidationError, field_validator, model_validator
-from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
+from pydantic import Field, field_validator, model_validator
+from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from skyrl.config import skyrl_keys
-from skyrl.config.backend import BackendConfig, ConfigError, Strict, dotted_keys, parse_backend_config, unknown
+from skyrl.config.backend import BackendConfig, Strict, parse_backend_config
+from skyrl.config.backend import ConfigError as ConfigError
 from skyrl.config.database_url import readable_url
-from skyrl.config.environment import refuse_unknown
 from skyrl.config.modes import Modes
 
 BackendName = Literal["fsdp", "none"]
 TINY = "tiny"
-"""The built-in model's name. A directory of that name is `./tiny`."""
+"""The name of the model that ships with skyrl. Write `./tiny` for a directory of that name."""
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 BACKENDS: tuple[str, ...] = ("fsdp", "none")
 STORE_SCHEMES = ("file", "s3", "gs", "az")
 
 
 class LossesConfig(Strict):
-    """`stable_reinforce` has no published formula: refused, or served as cispo, which sessions and metrics then say."""
+    """`stable_reinforce` has no published formula. It is refused, or computed as cispo; sessions and metrics then say
+    so."""
 
     stable_reinforce: Literal["refuse", "cispo"] = "refuse"
 
 
 class ServerConfig(BaseSettings):
-    """Everything `skyrl serve` takes. Times are seconds, sizes bytes."""
+    """All keys of `skyrl serve`. Times are in seconds, sizes in bytes."""
 
     model_config = SettingsConfigDict(env_prefix="SKYRL_", extra="forbid", frozen=True)
 
     base_model: str | None = None
     """Directory or hub name of the base model; None or "tiny" serves the tiny model that ships with skyrl."""
     served_model_names: tuple[str, ...] = ()
-    """Names clients may use for the base model; empty means `base_model` itself (`tiny` for the tiny model)."""
+    """Names that clients may use for the base model; empty means `base_model` (`tiny` for the tiny model)."""
     tokenizer_id: str | None = None
-    """What clients load a tokenizer by, where the base model's name does not say it to them: a hub name, or a directory
-    that is there on their machines."""
+    """The name by which clients load the tokenizer, if they cannot load it by the base model's name: a hub name, or a
+    directory on their machines."""
     losses: LossesConfig = Field(default_factory=LossesConfig)  # pyright: ignore[reportArgumentType]
     backend: BackendName = "fsdp"
     backend_config: BackendConfig = Field(default_factory=BackendConfig)
     host: str = "127.0.0.1"
     port: int = Field(8000, ge=1, le=65535)
     api_processes: int = Field(1, ge=1, le=64)
-    """Processes that answer requests and forward samples, on one address; more than one needs PostgreSQL."""
+    """How many processes answer requests and forward samples, all at one address. More than one needs PostgreSQL."""
     api_keys: Literal["open", "managed"] = "open"
-    """`open`: any API key is accepted, and is a tenant of its own. `managed`: only those of `skyrl keys create` are."""
+    """`open`: any API key is accepted, and each key is a tenant. `managed`: only keys from `skyrl keys create` are."""
     allow_remote: bool = False
-    """Listen on an address that others can reach, although any API key is accepted there (`api_keys` is `open`)."""
+    """Allow a `host` that other machines can reach although `api_keys` is `open`, so that any API key is accepted."""
     jwt_auth: bool = False
-    """Tell clients to exchange their API key for tokens that expire, instead of sending the key every time."""
+    """Tell clients to exchange their API key for tokens that expire, so that they need not send the key every time."""
     state_dir: Path = Path("~/.local/share/skyrl")
     database_url: str | None = None
-    """SQLAlchemy URL; None is a SQLite file in `state_dir`."""
+    """SQLAlchemy URL; None means a SQLite file in `state_dir`."""
     checkpoint_store: str | None = None
-    """Where saved checkpoints lie: file:///dir, s3://bucket/prefix, gs://... or az://...; None is `state_dir`."""
+    """Where checkpoints are stored: file:///dir, s3://bucket/prefix, gs://... or az://...; None means `state_dir`."""
     checkpoint_store_options: dict[str, str] = Field(default_factory=dict)
-    """Of the object store (endpoint, region...); credentials are better left to the environment."""
+    """Options of the object store (endpoint, region...). Better leave credentials to the environment."""
     presigned_downloads: bool = True
-    """Hand out the object store's own signed URLs; without, exported files are streamed through this server."""
+    """Give clients signed URLs of the object store. Otherwise this server streams exported files to them."""
     public_url: str | None = None
-    """What download links begin with; None is the address that the client used to ask for one."""
+    """How download links begin; None means with the address that the client has used."""
     external_inference_url: str | None = None
-    """Base URL of a vLLM-compatible server that somebody else runs (`--backend none`: sampling-only gateway)."""
+    """Base URL of a vLLM-compatible server that somebody else runs. Samples go there; a gateway (`--backend none`)
+    needs it."""
     external_inference_api_key: str | None = None
     """Sent to that server as a bearer token."""
     external_inference_priority: bool = False
-    """That server goes by priorities (vLLM's `--scheduling-policy priority`): tenants share it fairly."""
+    """Send priorities, so that tenants share that server fairly. It needs vLLM's `--scheduling-policy priority`."""
     forwarding_inference_max_connections: int | None = Field(None, ge=1)
     forwarding_deadline_s: float = Field(600.0, gt=0)
-    """How long one sample may take, retries and restarts of vLLM included."""
+    """How long one sample may take, including retries and restarts of vLLM."""
     sample_use_retrieve_futures: bool = False
-    """Tell clients to wait for all samples of a sampling client in one long poll, instead of one for each sample."""
+    """Tell clients to wait for all samples of a sampling client with one long poll, instead of one for each sample."""
     forwarding_zero_fill_logprobs: bool = False
-    """Compatibility mode: missing sampled logprobs become 0.0 with a warning, instead of a failed future."""
+    """Compatibility mode: missing logprobs of sampled tokens become 0.0 with a warning, and do not fail the sample."""
     max_pending_samples: int = Field(20_000, ge=1)
     max_pending_sample_bytes: int = Field(512 * 2**20, ge=2**20)
     max_body_bytes: int = Field(256 * 2**20, ge=2**20)
     session_timeout_s: float = Field(300.0, gt=0)
-    """A session without a heartbeat for this long is closed and what it held is reclaimed."""
+    """A session without a heartbeat for this long is closed: its models are unloaded and its requests fail."""
     result_retention_s: float = Field(3600.0, gt=0)
-    """How long a finished request stays retrievable."""
+    """How long a client can retrieve the outcome of a request after it has ended."""
     quota_requests_in_flight: int | None = Field(None, ge=1, lt=2**63)
-    """Samples in flight that each tenant may have; None is no quota. `skyrl quotas` makes exceptions for tenants."""
+    """Samples in flight of each tenant; None means no quota. `skyrl quotas` makes exceptions for single tenants."""
     quota_tokens_per_minute: int | None = Field(None, ge=1, lt=2**63)
-    """Tokens that each tenant may sample and train on in a minute; what is beyond waits."""
+    """Tokens that each tenant may sample and train on in a minute. Requests beyond it wait."""
     quota_models: int | None = Field(None, ge=0, lt=2**63)
-    """Models that each tenant may have in training."""
+    """Models of each tenant in training."""
     quota_stored_bytes: int | None = Field(None, ge=0, lt=2**63)
-    """Bytes of checkpoints, and of weights saved for sampling without a name, that each tenant may have stored."""
+    """Stored bytes of each tenant: checkpoints, and weights saved for sampling without a name."""
     max_sessions_per_tenant: int = Field(10_000, ge=1, lt=2**63)
-    """Active sessions of one tenant. A quota cannot raise this bound, nor the next two."""
+    """Active sessions of one tenant. No quota can raise this bound or the next two."""
     max_sampling_sessions_per_tenant: int = Field(100_000, ge=1, lt=2**63)
-    """Sampling sessions in one tenant's active sessions: one for each sampling client, and for each unnamed save."""
+    """Sampling sessions in one tenant's active sessions. Each sampling client and each unnamed save makes one."""
     max_models_per_tenant: int = Field(1_000, ge=1, lt=2**63)
     """Models of one tenant in training."""
     unnamed_saves_idle_s: float = Field(6 * 3600.0, ge=300)
-    """Weights saved for sampling without a name are deleted when nobody has sampled from them for this long, but for
-    the four newest versions of a model. API processes write once a minute what was sampled from."""
+    """Weights saved for sampling without a name are deleted when nobody has sampled from them for this long. The four
+    newest versions of a model are kept. API processes write once a minute which weights were sampled from."""
     min_free_disk_bytes: int = Field(2**30, ge=0, lt=2**63)
-    """Saves are refused while less than this is free on a disk that they are written to."""
+    """Saves are refused while a disk that they are written to has less free space than this."""
     adapter_dtype: Literal["float32", "bfloat16"] = "float32"
-    """What saves for sampling store adapters in, and so what is sampled from; training state is always float32."""
+    """The dtype of adapters saved for sampling. Training state is always float32."""
     snapshot_interval_s: float = Field(30.0, gt=0)
-    """At most this much of a model's training is repeated after a crash of the engine."""
+    """After a crash of the engine at most this much of a model's training is repeated, and the command that ran."""
     threads: int = Field(1, ge=1)
-    """CPU threads of the trainer and of each vLLM (OMP_NUM_THREADS); ignored for work on a GPU."""
+    """CPU threads of the trainer and of vLLM (OMP_NUM_THREADS). Has no effect on a GPU."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
     @field_validator("backend", mode="before")
@@ -188,7 +189,7 @@ class ServerConfig(BaseSettings):
         return self
 
     @model_validator(mode="after")
-    def _processes_share_a_server(self) -> ServerConfig:
+    def _several_processes_need_postgresql(self) -> ServerConfig:
         if self.api_processes > 1 and not self.database.startswith("postgresql"):
             raise ValueError(
                 f"api_processes={self.api_processes} needs PostgreSQL, where processes hear of each other's results: "
@@ -197,7 +198,7 @@ class ServerConfig(BaseSettings):
         return self
 
     @model_validator(mode="after")
-    def _remote_by_name(self) -> ServerConfig:
+    def _open_keys_stay_local(self) -> ServerConfig:
         if self.api_keys == "open" and not self.allow_remote and self.host not in LOOPBACK:
             raise ValueError(
                 f"host {self.host!r} can be reached from elsewhere, and any API key is accepted: give --api-keys "
@@ -207,7 +208,7 @@ class ServerConfig(BaseSettings):
 
     @property
     def modes(self) -> Modes:
-        """What this server does. Nobody else draws conclusions from `backend`, `colocate_all` and the external URL."""
+        """What this server does. Other modules ask this instead of `backend`, `colocate_all` and the external URL."""
         external = self.external_inference_url is not None
         return Modes(
             trains=self.backend != "none",
@@ -221,27 +222,27 @@ class ServerConfig(BaseSettings):
 
     @property
     def adapters_dir(self) -> Path:
-        """Adapters in PEFT format, one immutable directory per sampler version."""
+        """Adapters in PEFT format, one directory for each version; a version never changes."""
         return self.state_dir / "adapters"
 
     @property
     def checkpoints_dir(self) -> Path:
-        """What was saved under a name, unless `checkpoint_store` says otherwise."""
+        """Checkpoints, unless `checkpoint_store` is set."""
         return self.state_dir / "checkpoints"
 
     @property
     def snapshots_dir(self) -> Path:
-        """What the engine continues from after a crash: the newest state of every model in training."""
+        """The last snapshot of each model in training. After a crash the engine continues from there."""
         return self.state_dir / "snapshots"
 
     @property
     def running_file(self) -> Path:
-        """What the engine is running now, and how often it died of what: see `skyrl.engine.crash_ledger`."""
+        """What the engine runs now, and how often it died while it ran each command (`skyrl.engine.crash_ledger`)."""
         return self.state_dir / "running.json"
 
     @property
     def base_model_path(self) -> str:
-        """Directory or hub name to load; the tiny model when none was given, or its name."""
+        """The directory or hub name to load: the tiny model's directory for `tiny` and for no name."""
         if self.base_model in (None, TINY):
             from skyrl.tiny import model_path
 
@@ -254,77 +255,3 @@ class ServerConfig(BaseSettings):
         if self.served_model_names:
             return self.served_model_names
         return (TINY if self.base_model is None else self.base_model,)
-
-
-def _with_flat_backend_config(values: dict[str, Any]) -> dict[str, Any]:
-    """Backend configuration under this server's dotted keys: sources merge key by key, however each spells them."""
-    given = values.get("backend_config")
-    if isinstance(given, str):
-        try:
-            given = json.loads(given)
-        except json.JSONDecodeError as error:
-            raise ConfigError(f"backend_config: not JSON: {error}") from error
-    if not isinstance(given, dict):
-        return values
-    try:
-        return values | {"backend_config": dotted_keys(given)}
-    except ConfigError as error:
-        raise ConfigError(str(error).replace("backend-config", "backend_config", 1)) from error
-
-
-def _one_line(error: ValidationError) -> str:
-    first = error.errors()[0]
-    where = ".".join(str(part) for part in first["loc"]) or "configuration"
-    if first["type"] == "extra_forbidden":
-        nested = [f"losses.{name}" for name in LossesConfig.model_fields]
-        return f"configuration: {unknown(where, [*ServerConfig.model_fields, *nested])}"
-    return f"{where}: {first['msg'].removeprefix('Value error, ').removeprefix('backend-config: ')}"
-
-
-def load_config(flags: dict[str, Any], config_file: Path | None = None) -> ServerConfig:
-    """Merge flags over environment over file over defaults; backend configuration is merged key by key.
-
-    Raises ConfigError with one line that names the option and what is allowed.
-    """
-    refuse_unknown(os.environ, ServerConfig.model_fields)
-    from_file: dict[str, Any] = {}
-    if config_file is not None:
-        try:
-            from_file = tomllib.loads(config_file.read_text())
-        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-            raise ConfigError(f"config file {config_file}: {error}") from error
-
-    class _WithFile(ServerConfig):
-        @classmethod
-        def settings_customise_sources(cls, settings_cls, init_settings, env_settings, **_: Any):  # type: ignore[override]
-            return (
-                init_settings,
-                lambda: _with_flat_backend_config(env_settings()),
-                lambda: _with_flat_backend_config(from_file),
-            )
-
-    given = _with_flat_backend_config({k: v for k, v in flags.items() if v is not None})
-    try:
-        merged = _WithFile(**given)
-    except SettingsError as error:
-        raise ConfigError(f"environment: {error}: {error.__cause__}") from error
-    except ValidationError as error:
-        raise ConfigError(_one_line(error)) from error
-    return ServerConfig.model_construct(_fields_set=merged.model_fields_set, **dict(merged))
-
-
-def dump_config(config: ServerConfig) -> str:
-    """JSON that `restore_config` reads back: how the launcher hands the configuration to its children."""
-    return config.model_dump_json()
-
-
-def restore_config(text: str) -> ServerConfig:
-    """What `dump_config` wrote, whatever the environment says by now."""
-
-    class _Dumped(ServerConfig):
-        @classmethod
-        def settings_customise_sources(cls, settings_cls, init_settings, **_: Any):  # type: ignore[override]
-            return (init_settings,)
-
-    dumped = _Dumped(**json.loads(text))
-    return ServerConfig.model_construct(_fields_set=dumped.model_fields_set, **dict(dumped))

@@ -1,7 +1,7 @@
-"""Configuration keys, backends and flags of SkyRL's Tinker server, and what this server makes of each.
+"""Configuration keys, backends and flags of SkyRL's Tinker server, and what becomes of each here.
 
-A key is taken (it says what this server does anyway), becomes this server's own key, or is refused with a reason and
-with what to use instead. This module is data and the lookup in it; it knows neither types nor bounds of the values.
+A key of SkyRL's is taken (its value means what this server does anyway), or is this server's key of another name, or is
+refused with the reason and with what to use instead. Does not check types or bounds of values.
 `docs/operating/coming-from-skyrl.md` shows the same tables, and a test compares them.
 """
 
@@ -20,15 +20,15 @@ MEGATRON = "trainer.policy.megatron_config."
 
 @dataclass(frozen=True)
 class Entry:
-    """What becomes of a key or a flag. `takes`: values that say what this server does anyway. `becomes`: this
-    server's name for it; a value of `takes` is not passed on. `why`: what is said of any other value."""
+    """What becomes of a key or a flag. `takes`: values that mean what this server does anyway; they are dropped.
+    `becomes`: this server's name for the key. `why`: the reason for which any other value is refused."""
 
     takes: tuple[object, ...] = ()
     becomes: str | None = None
     why: str = ""
 
     def accepts(self, value: object) -> bool:
-        """Whether `value` says what this server does; 1, 1.0 and True are three values."""
+        """Whether `value` means what this server does anyway. 1, 1.0 and True are different values."""
         return any(type(value) is type(taken) and value == taken for taken in self.takes)
 
 
@@ -189,7 +189,7 @@ KEYS: dict[str, Entry] = {
     "loss_chunk_size": _refused("logits are computed in chunks of a fixed number of bytes"),
     "external_inference_url": _refused(_EXTERNAL),
 }
-"""Keys of `--backend-config`; the last ones, without dots, are those of SkyRL's jax backend."""
+"""Keys of `--backend-config`. The last ones, without dots, belong to SkyRL's jax backend."""
 
 FAMILIES: dict[str, str] = {
     "data.": "clients send their data with each request",
@@ -211,7 +211,7 @@ FAMILIES: dict[str, str] = {
     "trainer.policy.torch_profiler_config.": "the trainer has no profiler",
     "trainer.ref.": _NO_REFERENCE,
 }
-"""What is said of any other key that begins so and is none of this server's; the longest match counts."""
+"""By prefix: why other keys are refused that begin with it and are not this server's. The longest prefix counts."""
 
 OLD_NAMES: dict[str, str] = {
     "generator.num_inference_engines": f"{ENGINE}num_engines",
@@ -237,7 +237,7 @@ OLD_NAMES: dict[str, str] = {
         )
     },
 }
-"""Names that SkyRL used before it had `generator.inference_engine`."""
+"""By SkyRL's names from before it had `generator.inference_engine`: the names that it uses since."""
 
 FLAGS: dict[str, Entry] = {
     "--checkpoints-base": _becomes("--checkpoint-store"),
@@ -260,17 +260,17 @@ FLAGS: dict[str, Entry] = {
 
 
 def checkpoint_store(base: str) -> str:
-    """`--checkpoints-base` as a store: a path of this machine becomes file:///..., an address stays as it is."""
+    """The value of `--checkpoint-store` for one of `--checkpoints-base`: file:///... for a path, a URL unchanged."""
     return base if "://" in base else f"file://{Path(base).expanduser().absolute()}"
 
 
 def own_keys(flat: dict[str, Any], known: Collection[str]) -> tuple[dict[str, Any], list[str]]:
-    """Dotted keys under this server's names, and a sentence for each key that is refused.
+    """The values of `flat` under this server's names, and a sentence for each key that is refused.
 
     `known` are this server's keys. A key that neither server has is kept as it is.
     """
     own: dict[str, Any] = {}
-    options: dict[str, Any] = {}
+    engine_options: dict[str, Any] = {}
     refused: list[str] = []
     for given, value in flat.items():
         key = OLD_NAMES.get(given, given)
@@ -279,21 +279,21 @@ def own_keys(flat: dict[str, Any], known: Collection[str]) -> tuple[dict[str, An
         if entry is not None and entry.accepts(value):
             continue
         if name.startswith(f"{ENGINE_OPTIONS}."):
-            options[name.removeprefix(f"{ENGINE_OPTIONS}.")] = value
+            engine_options[name.removeprefix(f"{ENGINE_OPTIONS}.")] = value
         elif entry is not None and not entry.becomes:
             refused.append(f"'{given}' cannot be {f'{value!r}' if entry.takes else 'set here'}: {entry.why}")
         elif name in own and own[name] != value:
             refused.append(f"'{given}' and another key both set '{name}': leave one of them")
-        elif name in known or (why := _family(key)) is None:
+        elif name in known or (why := _why_refused_by_prefix(key)) is None:
             own[name] = value
         else:
             refused.append(f"'{given}' cannot be set here: {why}")
-    if options:
+    if engine_options:
         given_options = own.get(ENGINE_OPTIONS, {})
-        own[ENGINE_OPTIONS] = options | given_options if isinstance(given_options, dict) else given_options
+        own[ENGINE_OPTIONS] = engine_options | given_options if isinstance(given_options, dict) else given_options
     return own, refused
 
 
-def _family(key: str) -> str | None:
+def _why_refused_by_prefix(key: str) -> str | None:
     matches = [prefix for prefix in FAMILIES if key.startswith(prefix)]
     return FAMILIES[max(matches, key=len)] if matches else None

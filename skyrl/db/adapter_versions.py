@@ -1,8 +1,8 @@
-"""Statements about adapter versions: which are needed, which nobody has sampled from for long, how much they take.
+"""Statements about adapter versions: which are needed, which are idle, and how many bytes they take.
 
-A version is needed by a checkpoint, by an open sampling session, and by a sample that still runs. A version that no
-checkpoint holds is dropped after a time without samples: its sampling session gets the status `dropped`, and later its
-files are deleted. Knows rows. The sweeper of files knows which files lie on disk, and what vLLM has loaded.
+A checkpoint, an open sampling session or a running sample needs its version. A version without a checkpoint is dropped
+when nobody has sampled from it for some time: its sampling session gets the status `dropped`, and later its files are
+deleted. Does not know which files exist and which versions vLLM has loaded; `skyrl.engine.sweeping` does.
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ _models: Any = ModelRow.__table__  # type: ignore[attr-defined]
 _sessions: Any = SessionRow.__table__  # type: ignore[attr-defined]
 
 NEWEST = 4
-"""This many newest versions of each model are never dropped."""
+"""How many of the newest versions of each model are never dropped."""
 NOTICE_S = 30.0
-"""The time between dropping a version and unloading it. API processes look for dropped versions every few seconds, and
-samples that they accepted before run to their ends."""
+"""How long after a version is dropped it may be unloaded. Until then API processes learn of the drop, and samples that
+they have accepted before end."""
 
-# Written into the query, not bound: SQLite uses a partial index only where the query's text implies its condition.
+# The values are literals and no parameters, because SQLite uses a partial index only if the query's text implies the
+# condition of the index.
 OPEN = samplers.c.status == literal_column("'active'")
 OPEN_ADAPTER = OPEN & (samplers.c.weights != literal_column("'base'"))
 _DROPPED = samplers.c.status == literal_column("'dropped'")
@@ -53,7 +54,7 @@ def dropped_sentence(sampling_session_id: str) -> str:
 
 
 def held(connection: Connection, now: float) -> set[WeightsRef]:
-    """Versions that a checkpoint or an open sampling session holds, or that were dropped less than NOTICE_S ago."""
+    """Versions that a checkpoint or an open sampling session needs, or that were dropped less than NOTICE_S ago."""
     queries = (
         select(samplers.c.weights).where(OPEN_ADAPTER),
         select(samplers.c.weights).where(_DROPPED, samplers.c.closed_at > now - NOTICE_S),
@@ -63,7 +64,7 @@ def held(connection: Connection, now: float) -> set[WeightsRef]:
 
 
 def in_use(connection: Connection, used_since: float, limit: int) -> list[AdapterVersion]:
-    """At most `limit` versions that open sampling sessions have sampled from since then, the latest first."""
+    """At most `limit` versions of open sampling sessions with samples since `used_since`, the last used first."""
     query = (
         select(samplers.c.weights)
         .where(OPEN_ADAPTER, samplers.c.last_used_at >= used_since)
@@ -75,7 +76,7 @@ def in_use(connection: Connection, used_since: float, limit: int) -> list[Adapte
 
 
 def sampled_now(connection: Connection, versions: Collection[AdapterVersion]) -> set[WeightsRef]:
-    """The versions among these (at most MAX_NAMED) that a pending sample is on."""
+    """The versions among `versions` (at most MAX_NAMED) that have pending samples."""
     query = (
         select(samplers.c.weights)
         .join(futures, futures.c.sampling_session_id == samplers.c.id)
@@ -85,8 +86,8 @@ def sampled_now(connection: Connection, versions: Collection[AdapterVersion]) ->
 
 
 def _unsaved() -> ColumnElement[bool]:
-    """Whether no checkpoint has the weights of a sampling session: they were saved without a name, or the checkpoint
-    has been deleted since."""
+    """The condition that no checkpoint has the weights of a sampling session: they were saved without a name, or the
+    checkpoint was deleted."""
     return ~select(checkpoints.c.id).where(checkpoints.c.weights == samplers.c.weights).exists()
 
 
@@ -115,10 +116,10 @@ def _newest_versions(connection: Connection, model_ids: Iterable[str]) -> dict[s
 
 
 def drop(connection: Connection, sampler_ids: Sequence[str], used_before: float) -> list[WeightsRef]:
-    """Mark these sampling sessions as dropped, and return what they sampled from.
+    """Mark sampling sessions as dropped, and return their weights.
 
-    A sampling session that was used meanwhile, or that a pending sample is on, stays open. Samples are recorded in
-    write transactions, which run one by one with this one."""
+    A sampling session stays open if it was used meanwhile or has a pending sample. No sample can be recorded during
+    this, because write transactions run one at a time."""
     running = select(futures.c.n).where(futures.c.sampling_session_id == samplers.c.id, _PENDING)
     dropped = (
         update(samplers)
@@ -135,7 +136,7 @@ def dropped_since(connection: Connection, since: float) -> list[str]:
 
 
 def note_uses(connection: Connection, sampler_ids: Collection[str], at: float) -> None:
-    """These sampling sessions were sampled from a moment ago."""
+    """Store when these sampling sessions were last used."""
     ids = sorted(sampler_ids)
     for start in range(0, len(ids), MAX_NAMED):
         named = samplers.c.id.in_(ids[start : start + MAX_NAMED])
@@ -143,11 +144,12 @@ def note_uses(connection: Connection, sampler_ids: Collection[str], at: float) -
 
 
 def unsaved_bytes(connection: Connection, tenant: str | None = None) -> dict[str, int]:
-    """Bytes by tenant, of all tenants or of one, of the versions that sampling sessions hold and no checkpoint does."""
-    mine = OPEN_ADAPTER if tenant is None else OPEN_ADAPTER & (samplers.c.tenant == tenant)
+    """By tenant: the bytes of versions that open sampling sessions need and no checkpoint has. With `tenant`, only of
+    that tenant."""
+    wanted = OPEN_ADAPTER if tenant is None else OPEN_ADAPTER & (samplers.c.tenant == tenant)
     versions = (
         select(samplers.c.tenant, func.max(samplers.c.size_bytes).label("size"))
-        .where(mine, _unsaved())
+        .where(wanted, _unsaved())
         .group_by(samplers.c.tenant, samplers.c.weights)
         .subquery()
     )
@@ -156,8 +158,8 @@ def unsaved_bytes(connection: Connection, tenant: str | None = None) -> dict[str
 
 
 def forget_closed(connection: Connection, closed_before: float, limit: int) -> int:
-    """Delete the rows, at most `limit`, of sampling sessions that closed before `closed_before` and whose session has
-    ended. Returns how many."""
+    """Delete at most `limit` rows of sampling sessions that closed before `closed_before`, if their session has ended.
+    Returns the number of deleted rows."""
     living = select(_sessions.c.id).where(_sessions.c.id == samplers.c.session_id, _sessions.c.status == "active")
     old = select(samplers.c.id).where(samplers.c.closed_at < closed_before, ~living.exists())
     old = old.order_by(samplers.c.closed_at).limit(limit)

@@ -17,7 +17,7 @@ audit_events = AuditEventRow.__table__  # type: ignore[attr-defined]
 
 @dataclass(frozen=True, slots=True)
 class AuditEvent:
-    """One event, at `at` (seconds since the epoch). `record` says what `event` and `details` hold."""
+    """One event. `at` is in seconds since the epoch. `event` and `details` are as in `record`."""
 
     at: float
     event: str
@@ -27,15 +27,15 @@ class AuditEvent:
 def record(connection: Connection, tenant: str, event: str, **details: Any) -> None:
     """Add an event in the transaction that makes the change.
 
-    `event` is `<resource>_<action>` (`checkpoint_created`). `details` are JSON values. For an event on a checkpoint
-    they hold `tinker_path` and `model_id`.
+    `event` is `<resource>_<action>` (`checkpoint_created`). `details` are JSON values. An event on a checkpoint has
+    `tinker_path` and `model_id` among them.
     """
     values = {"at": time.time(), "tenant": tenant, "event": event, "details": details}
     connection.execute(insert(audit_events), values)
 
 
 class Audit:
-    """The log, as the API writes and reads it."""
+    """The audit log in an API process."""
 
     def __init__(self, database: Database, writer: GroupCommitWriter) -> None:
         self._database = database

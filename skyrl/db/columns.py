@@ -12,7 +12,7 @@ from skyrl.types.weights import WeightsRef, parse_weights
 
 
 class WeightsText(TypeDecorator[WeightsRef]):
-    """A reference to weights, kept as its text (see `skyrl.types.weights`)."""
+    """A reference to weights, stored as its text (see `skyrl.types.weights`)."""
 
     impl = Text
     cache_ok = True

@@ -1,4 +1,4 @@
-"""Copies of checkpoints: rows of a model that is not trained, in a session that is there or that is made for it."""
+"""Copies of checkpoints. A copy belongs to a model that is not in training. Its session may be made for it."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from skyrl.wire.paths import TinkerPath
 
 @dataclass(frozen=True)
 class Copy:
-    """Where a copy goes. With `project_id`, its session is made too, as one that has ended. `copy_key` stands for the
-    request's idempotency key; None for a request that cannot be repeated."""
+    """The copy to make. With `project_id`, an ended session is made for it, too. `copy_key` is derived from the
+    request's idempotency key; None if the request has none."""
 
     path: TinkerPath
     tenant: str
@@ -35,29 +35,29 @@ class Copy:
 
 
 class Recorded(NamedTuple):
-    """The outcome of `Copies.add`. `path` is the recorded copy: this one, or the one that an earlier try has recorded.
-    None: another model has the number. `new` says that this copy was recorded; otherwise nobody needs its files."""
+    """The result of `Copies.add`. `path` is the recorded copy: this one, or the copy that an earlier try has recorded.
+    It is None when a model with the id exists already. If `new` is False, the files of this copy are not needed."""
 
     path: TinkerPath | None
     new: bool
 
 
 class Copies:
-    """Finds what a request has copied before; records what has been copied."""
+    """Finds and records copies."""
 
     def __init__(self, database: Database, writer: GroupCommitWriter) -> None:
         self._database = database
         self._writer = writer
 
     async def made_by(self, copy_key: str) -> TinkerPath | None:
-        """The copy that a request with this key has made, unless it is gone."""
+        """The copy that a request with this key has made, if it still exists."""
         return await self._database.read_async(lambda connection: _made_by(connection, copy_key))
 
     async def add(self, copy: Copy, source: Checkpoint, check: Callable[[Connection], None] | None = None) -> Recorded:
-        """Record that the files of `source` are stored again, in one transaction with all rows that the copy needs.
+        """Record a copy of `source` whose files are stored, with all rows that it needs, in one transaction.
 
-        Nothing is recorded if a request with the same key has made a copy already, in whichever API process, or if the
-        model exists. Raises what `check` raises."""
+        Nothing is recorded if a request with the same key has made a copy already, in any API process, or if the model
+        exists. Raises what `check` raises."""
         now = time.time()
         path = copy.path
         model = Model(path.model_id, copy.session_id, copy.tenant, source.base_model, source.lora, user_metadata=None)
@@ -84,7 +84,7 @@ class Copies:
         }
 
         def add(connection: Connection) -> Recorded:
-            # Write transactions run one by one: no other process can add a copy between this look-up and the insert.
+            # Write transactions run one at a time: no other process can add a copy between this look-up and the insert.
             if copy.copy_key is not None and (made := _made_by(connection, copy.copy_key)) is not None:
                 return Recorded(made, new=False)
             if find_model(connection, path.model_id) is not None:

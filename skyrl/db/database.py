@@ -31,13 +31,13 @@ BUSY_TIMEOUT_MS = 30_000
 """How long a transaction waits for a lock."""
 
 CONNECT_TIMEOUT_S = 10
-"""PostgreSQL: how long a server that does not answer is tried, by new and by open connections."""
+"""PostgreSQL: after this long without an answer a new or an open connection fails."""
 
 WRITE_LOCK = 0x736B79726C
 """PostgreSQL: the number of the advisory lock that every write transaction holds. The bytes spell `skyrl`."""
 
 EMPTY_LOG_WAIT_S = 0.25
-"""How long `empty_log` waits for readers. Writers wait for `empty_log` as long."""
+"""How long `empty_log` waits for readers. Writers wait for it meanwhile."""
 
 QUICK_COPY_S = 0.05
 COPY_ROUNDS = 5
@@ -45,16 +45,16 @@ COPY_ROUNDS = 5
 rounds. Then it copies the rest with the write lock held."""
 
 LOG_PAGES = 2**15
-"""At this length (128 MiB) of SQLite's log a commit copies the log itself and waits for the disk. `Retention` empties
-the log much earlier."""
+"""When SQLite's log is this long (128 MiB), a commit copies the log and waits for the disk. This should not happen,
+because `Retention` empties the log much earlier."""
 
 
 class Database:
     """The engines (in SQLAlchemy's sense) on one database.
 
-    A write transaction takes the write lock at its BEGIN. So two processes that write queue instead of failing, and
-    nothing changes between a read and a write of the same transaction. A read transaction sees one moment of the
-    database.
+    A write transaction takes the write lock at its BEGIN. So two processes that write at the same time wait for each
+    other and do not fail, and nothing changes between a read and a write of one transaction. A read transaction sees
+    the database as it was at one moment.
 
     On SQLite a commit survives the death of any process. A `power_safe` commit also syncs the log to disk (about 5 ms):
     then this commit and all earlier ones, of every process, survive a loss of power.
@@ -91,16 +91,16 @@ class Database:
 
         @event.listens_for(engine, "connect")
         def _connect(connection: Any, _record: object) -> None:
-            connection.isolation_level = None  # the driver would begin too late; `_begin` does it below
+            connection.isolation_level = None  # the driver's own BEGIN would come too late; `_begin` sends it below
             if connection.execute("PRAGMA page_count").fetchone() == (0,):
-                # Only on a new file: setting it on a file with tables would lock the file.
+                # Only for a new file: in a file with tables this would take a lock.
                 connection.execute("PRAGMA auto_vacuum=INCREMENTAL")
             for pragma in (
                 f"busy_timeout={BUSY_TIMEOUT_MS}",
                 "journal_mode=WAL",
                 f"wal_autocheckpoint={LOG_PAGES}",
                 f"synchronous={synchronous}",
-                "secure_delete=FAST",  # overwriting free pages would write each of them once more
+                "secure_delete=FAST",  # ON would overwrite each free page on the disk
                 "foreign_keys=ON",
                 "temp_store=MEMORY",
             ):
@@ -113,7 +113,7 @@ class Database:
         return engine
 
     def connect_driver(self) -> sqlite3.Connection:
-        """A connection of SQLite's own driver, set up as all others. The caller begins, commits and closes."""
+        """A connection of SQLite's own driver with the same settings. The caller begins, commits and closes."""
         pooled = self.writer.raw_connection()
         driver = cast(sqlite3.Connection, pooled.driver_connection)
         pooled.detach()
@@ -150,10 +150,10 @@ class Database:
             return True
         with closing(sqlite3.connect(self.file, EMPTY_LOG_WAIT_S, isolation_level=None)) as connection:
             try:
-                for _ in range(COPY_ROUNDS):  # copies most of the log while nobody waits
-                    began = time.monotonic()
+                for _ in range(COPY_ROUNDS):  # copies most of the log without a lock
+                    started_at = time.monotonic()
                     connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
-                    if time.monotonic() - began < QUICK_COPY_S:
+                    if time.monotonic() - started_at < QUICK_COPY_S:
                         break
                 busy, _, _ = connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
             except sqlite3.OperationalError:  # another connection is doing the same
@@ -161,10 +161,10 @@ class Database:
         return not busy
 
     def make_reclaimable(self) -> None:
-        """Rewrite a SQLite file that was made before files could shrink. Does nothing to other databases.
+        """Make a SQLite file of an early version able to shrink, by rewriting it. Does nothing to other databases.
 
-        The file needs its size on the disk once more meanwhile. Raises sqlite3.Error when the rewrite fails; the file
-        is then unchanged.
+        Meanwhile this takes twice the size of the file on the disk. Raises sqlite3.Error when the rewrite fails; then
+        the file is unchanged.
         """
         if self.file is None:
             return
@@ -175,7 +175,7 @@ class Database:
                 connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
 
     def _returned(self, _: object, connection: ConnectionPoolEntry) -> None:
-        """Close a connection that comes back to its pool after `close`: a thread may have been reading until then."""
+        """Close a connection that is returned to its pool after `close`: a thread may still have used it."""
         if self._closed:
             connection.invalidate()
 

@@ -1,4 +1,4 @@
-"""The time at which a request ends, as SQL: later than every other end, so that whoever reads ends can read on."""
+"""The time at which a request ends, as SQL: later than all stored ends, so that readers can continue from an end."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from sqlalchemy.sql.functions import FunctionElement
 
 
 class EndedAt(FunctionElement[float]):
-    """When a request has ended, in seconds since the epoch: what the clock of the writing process says, or 2 µs after
-    the latest end that is stored, whichever is later.
+    """When a request has ended, in seconds since the epoch: the time of the writing process, or 2 µs after the latest
+    stored end, whichever is later.
 
-    Several processes write ends, and their clocks differ. Write transactions run one at a time, so the ends have one
-    order, in which they were committed, and cursors tell two ends apart. A reader that has read all ends up to a moment
-    never misses one that is committed later."""
+    Several processes write ends, and their clocks differ. Write transactions run one at a time, so later commits have
+    later ends. A reader that has read all ends up to some time therefore misses none, and two ends never have the same
+    cursor."""
 
     inherit_cache = True
     type = Float()

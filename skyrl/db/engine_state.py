@@ -1,5 +1,5 @@
-"""The engine_state row: the inference endpoint, whether the engine can train, its heartbeat, and which server has the
-claim to train on this database."""
+"""The single row of the table engine_state: the inference endpoint, whether the engine can train, the engine's
+heartbeat, and which server has the claim to train on this database."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ state = EngineStateRow.__table__  # type: ignore[attr-defined]
 
 @dataclass(frozen=True, slots=True)
 class EngineState:
-    """The row as it was read. `generation` counts the endpoints that were published. `heartbeat_at` is in seconds since
-    the epoch; `vocab_size` and `max_context` are in tokens."""
+    """The row. `generation` counts the published endpoints. `heartbeat_at` is in seconds since the epoch. `vocab_size`
+    and `max_context` are in tokens."""
 
     inference_proxy_url: str | None = None
     generation: int = 0
@@ -30,7 +30,7 @@ class EngineState:
 
 
 def read_state(connection: Connection) -> EngineState:
-    """The state; that of an engine that has not started if there is no row."""
+    """The state. If there is no row, the state of an engine that has not started."""
     row = connection.execute(select(state).where(state.c.id == 1)).first()
     if row is None:
         return EngineState()
@@ -53,7 +53,7 @@ def _put(connection: Connection, **values: Any) -> None:
 
 
 def publish_url(connection: Connection, url: str | None) -> None:
-    """Store the inference endpoint; None: there is none now. An endpoint raises the generation by one."""
+    """Store the inference endpoint; None means that there is none now. Each endpoint raises the generation by one."""
     before = read_state(connection)
     generation = before.generation + (1 if url is not None else 0)
     _put(connection, inference_proxy_url=url, generation=generation)
@@ -86,8 +86,8 @@ def beat(connection: Connection) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """The server that trains on this database, and two times (seconds since the epoch). One of them changes every few
-    seconds while that server runs."""
+    """The server that trains on this database, when it renewed the claim, and the engine's heartbeat (both in seconds
+    since the epoch). While that server runs, one of the two changes every few seconds."""
 
     owner: str | None
     held_at: float | None
@@ -95,14 +95,14 @@ class Claim:
 
 
 def read_claim(connection: Connection) -> Claim:
-    """The claim; one without an owner if there is no row."""
+    """The claim. Without an owner if there is no row."""
     row = connection.execute(select(state).where(state.c.id == 1)).first()
     return Claim(None, None, 0.0) if row is None else Claim(row.owner, row.held_at, row.heartbeat_at)
 
 
 def claim(connection: Connection, owner: str, seen: Claim) -> bool:
-    """Make `owner` the server that trains on this database. False if another server has the claim, unless the claim is
-    still exactly as it was `seen`: then that server is dead, and `owner` takes over."""
+    """Make `owner` the server that trains on this database. Returns False if another server has the claim and the claim
+    is not equal to `seen`. If it is equal to `seen`, the caller has found that server dead, and `owner` takes over."""
     now = read_claim(connection)
     if now.owner not in (None, owner) and now != seen:
         return False
@@ -112,9 +112,9 @@ def claim(connection: Connection, owner: str, seen: Claim) -> bool:
 
 
 def hold(connection: Connection, owner: str) -> bool:
-    """Store that the server that trains is alive. False if another server has the claim."""
-    mine = state.c.owner == owner
-    return connection.execute(update(state).where(mine).values(held_at=time.time())).rowcount == 1
+    """Renew the claim of `owner`. Returns False if another server has the claim."""
+    renewal = update(state).where(state.c.owner == owner).values(held_at=time.time())
+    return connection.execute(renewal).rowcount == 1
 
 
 def owner(connection: Connection) -> str | None:

@@ -1,8 +1,4 @@
-"""Errors of the database: their names for other packages, and which of them are transient.
-
-Other packages catch these names and import no SQLAlchemy. Knows the codes of SQLite and PostgreSQL; does not know the
-statement that failed.
-"""
+"""Errors of the database: names under which other packages catch them without SQLAlchemy, and which are transient."""
 
 from __future__ import annotations
 
@@ -17,7 +13,7 @@ DatabaseError = SQLAlchemyError
 """The base of every error that the database raises in a read or a write."""
 
 ConstraintError = IntegrityError
-"""A row breaks a constraint: its key is stored already, or a row that it refers to is missing."""
+"""A row violates a constraint: its key is stored already, or a row to which it refers is missing."""
 
 OPERATIONAL_ERRORS: tuple[type[DatabaseError], ...] = (OperationalError, InterfaceError)
 """Errors of the database's operation, such as a full disk or a lost connection. The statement is not at fault."""
@@ -33,7 +29,7 @@ _SQLITE_TRANSIENT = {
     sqlite3.SQLITE_PROTOCOL,
 }
 _READ_ONLY_TRANSACTION = "25006"
-"""PostgreSQL's code of a standby, and of a server that refuses writes because its disk is nearly full."""
+"""PostgreSQL's code for writes on a standby, and on a server that refuses writes because its disk is nearly full."""
 
 
 def is_transient(error: BaseException) -> bool:

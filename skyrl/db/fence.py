@@ -1,9 +1,9 @@
 """Refuses the engine's writes once its server has lost the claim to the database.
 
-A server that was stopped for long may have been replaced by another server. Its engine does not know that, and would
-write results beside those of the new engine. So each write transaction of an engine first reads the owner of the claim.
-Write transactions run one at a time on both databases, and taking the claim is one of them. So no server takes the
-claim between that read and the commit. Knows the row of the claim; does not know what is written.
+If a server was suspended for long, another server may have taken its claim. The engine of the first server does not
+know that, and would write results beside those of the new engine. Therefore each write transaction of an engine first
+reads the owner of the claim. Write transactions run one at a time, and taking the claim is one, too. So no server takes
+the claim between that read and the commit.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ class Displaced(RuntimeError):
 
 
 class Fence:
-    """Checks whether `server` has the claim. Threads may share it.
+    """Checks whether `server` has the claim. Safe for threads.
 
-    `on_loss` is called each time a check finds the claim lost, on the thread of the check.
+    `on_loss` is called on the checking thread each time the claim is found lost.
     """
 
     def __init__(self, server: str, on_loss: Callable[[], object] = lambda: None) -> None:
         self._server = server
         self._on_loss = on_loss
         self.lost = False
-        """Whether a check has found the claim lost. The same process never takes it again."""
+        """Whether the claim was found lost. The same process never takes it again."""
 
     def holds(self, connection: Connection) -> bool:
-        """Whether this transaction sees the claim as this server's. Always False after the claim was lost once."""
+        """Whether this server has the claim. Always False after the claim was lost once."""
         if not self.lost and engine_state.owner(connection) == self._server:
             return True
         self.lost = True

@@ -1,6 +1,7 @@
 """Statements on the futures table: record, find and settle requests. One row is one request.
 
-To settle a request is to store its outcome. A row that has an outcome never gets another one.
+To settle a request is to store its outcome. The first outcome of a request stays. `skyrl.db.commands` has the
+statements by which the engine reads its commands from the same table.
 """
 
 from __future__ import annotations
@@ -15,11 +16,9 @@ from sqlalchemy import (
     Float,
     and_,
     bindparam,
-    func,
     insert,
     literal_column,
     null,
-    or_,
     select,
     update,
 )
@@ -27,7 +26,6 @@ from sqlalchemy import (
 from skyrl.db.ended_at import EndedAt
 from skyrl.db.tables import FutureRow
 from skyrl.db.writer import RowStatement
-from skyrl.types.command import Command, ExecutedCommand
 from skyrl.types.kinds import Kind
 from skyrl.wire.errors import ErrorCategory
 
@@ -65,10 +63,10 @@ SETTLE = (
         completed_at=EndedAt(bindparam("new_completed_at", type_=Float())),
     )
 )
-"""Stores one outcome. `settlement` makes the parameters. Changes no row that is deleted or settled already."""
+"""Stores one outcome. `settlement` makes the parameters. Does nothing if the row is deleted or settled already."""
 
 SETTLE_SAMPLE = RowStatement(SETTLE.values(body=null()))
-"""SETTLE for a forwarded sample. It also deletes the body, which nobody reads again."""
+"""SETTLE for a forwarded sample. Deletes the body, too, which is not needed any more."""
 
 MAX_NAMED = 500
 """The most ids in one query."""
@@ -76,8 +74,8 @@ MAX_NAMED = 500
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a request ended: a result with its format, or an error with its category. PostgreSQL stores no text with the
-    character U+0000, so an error spells it `\\0`."""
+    """How a request ended: a result with its format, or an error with its category. In an error the character U+0000 is
+    replaced by `\\0`, because PostgreSQL stores no text that contains it."""
 
     result: bytes = b""
     result_format: str = "json"
@@ -164,13 +162,13 @@ def find(connection: Connection, request_id: str) -> StoredFuture | None:
 
 
 def find_settled(connection: Connection, request_ids: Sequence[str]) -> list[StoredFuture]:
-    """Those of `request_ids` that have an outcome."""
+    """The requests among `request_ids` that have an outcome."""
     return _find(connection, and_(futures.c.id.in_(request_ids), futures.c.status != "pending"))
 
 
 def ended_among(connection: Connection, request_ids: Sequence[str]) -> list[str]:
-    """Those of `request_ids` that are stored and not pending. Reads indexes only: the status is stored after the body,
-    so reading it from the row would read a body of megabytes."""
+    """The ids among `request_ids` of stored requests that have an outcome. Reads indexes only: in the row, the status
+    comes after the body, and to read it SQLite would read the whole body."""
     pending = select(futures.c.n).where(futures.c.status == "pending")
     ended: list[str] = []
     for start in range(0, len(request_ids), MAX_NAMED):
@@ -194,111 +192,14 @@ def record(connection: Connection, parameters: dict[str, Any]) -> None:
     connection.execute(RECORD.statement, parameters)
 
 
-def highest_seq(connection: Connection, model_id: str) -> int:
-    """The highest seq_id that is recorded for a model; -1 if there is none."""
-    row = connection.execute(select(func.max(futures.c.seq_id)).where(futures.c.model_id == model_id)).first()
-    return -1 if row is None or row[0] is None else int(row[0])
-
-
-_HEADER = (
-    futures.c.n,
-    futures.c.id,
-    futures.c.kind,
-    futures.c.tenant,
-    futures.c.session_id,
-    futures.c.model_id,
-    futures.c.seq_id,
-    futures.c.sampling_session_id,
-    futures.c.sample_seq_id,
-    futures.c.body_format,
-    func.length(futures.c.body).label("size"),
-    futures.c.not_before,
-)
-
-
-_PENDING = (
-    select(*_HEADER)
-    .where(
-        futures.c.status == "pending",
-        futures.c.n > bindparam("after"),
-        futures.c.kind.in_(bindparam("kinds", expanding=True)),
-    )
-    .order_by(futures.c.n)
-)
-
-
-def _command(row: Any) -> Command:
-    return Command(
-        row.n,
-        row.id,
-        Kind(row.kind),
-        row.tenant,
-        row.session_id,
-        row.model_id,
-        row.seq_id,
-        row.sampling_session_id,
-        row.sample_seq_id,
-        row.body_format,
-        row.size or 0,
-        row.not_before,
-    )
-
-
-def pending(connection: Connection, kinds: Sequence[str], after: int = 0) -> list[Command]:
-    """Pending requests of these kinds that arrived after row number `after`, in order of arrival, without bodies.
-
-    `after` must be the number of a row that is still stored, or 0: SQLite gives the number of a deleted last row to the
-    next one.
-    """
-    return [_command(row) for row in connection.execute(_PENDING, {"kinds": kinds, "after": after})]
-
-
-def executed(connection: Connection, model_id: str, first_seq: int) -> list[ExecutedCommand]:
-    """A model's commands from number `first_seq` on that have changed the model, in their order. Recovery repeats them.
-
-    These are the commands that succeeded, and optimizer steps that failed by the caller's fault: a step whose gradient
-    is not finite drops the gradient. A failure by the server's fault left the model as it was.
-    """
-    dropped = and_(
-        futures.c.status == "failed",
-        futures.c.kind == Kind.OPTIM_STEP,
-        futures.c.error_category == ErrorCategory.USER,
-    )
-    changed = or_(futures.c.status == "done", dropped)
-    query = (
-        select(*_HEADER, futures.c.status, futures.c.completed_at)
-        .where(futures.c.model_id == model_id, futures.c.seq_id >= first_seq, changed)
-        .order_by(futures.c.seq_id)
-    )
-    return [ExecutedCommand(_command(row), row.status, row.completed_at) for row in connection.execute(query)]
-
-
-def highest_settled_seq(connection: Connection, model_id: str) -> int:
-    """The highest seq_id of a model that has an outcome; -1 if there is none."""
-    row = connection.execute(
-        select(func.max(futures.c.seq_id)).where(futures.c.model_id == model_id, futures.c.status != "pending")
-    ).first()
-    return -1 if row is None or row[0] is None else int(row[0])
-
-
-_BODIES = select(futures.c.id, futures.c.body).where(futures.c.id.in_(bindparam("ids", expanding=True)))
-_PENDING_BODIES = _BODIES.where(futures.c.status == "pending")
-
-
-def bodies(connection: Connection, request_ids: Sequence[str], *, pending: bool = False) -> dict[str, bytes]:
-    """Bodies by request id. Leaves out requests that are deleted, and with `pending` also those that have ended."""
-    query = _PENDING_BODIES if pending else _BODIES
-    return {row.id: row.body for row in connection.execute(query, {"ids": request_ids})}
-
-
 def settled_at(connection: Connection, request_ids: Sequence[str], moment: float) -> bool:
     """Whether any of these requests was settled at exactly `moment` (seconds since the epoch)."""
-    those = futures.c.id.in_(request_ids), futures.c.completed_at == moment
-    return connection.execute(select(futures.c.id).where(*those).limit(1)).first() is not None
+    settled = select(futures.c.id).where(futures.c.id.in_(request_ids), futures.c.completed_at == moment)
+    return connection.execute(settled.limit(1)).first() is not None
 
 
 def settle(connection: Connection, outcomes: Iterable[tuple[str, Outcome]], now: float) -> None:
-    """Store the outcomes of requests, given by id. Requests that are settled already stay as they are."""
+    """Store the outcomes of requests, given by id. Requests that are settled already do not change."""
     parameters = [settlement(request_id, outcome, now) for request_id, outcome in outcomes]
     if parameters:
         connection.execute(SETTLE, parameters)

@@ -1,6 +1,6 @@
 """Copies, checks and vacuums a database, for an operator.
 
-On SQLite all of this works while a server runs. PostgreSQL has tools of its own to copy a database and check its files.
+On SQLite all of this works while a server runs. PostgreSQL has its own tools to copy a database and to check its files.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ MOST_LISTED = 20
 def backup(database: Database, to: Path) -> int:
     """Copy a SQLite database, as it is at one moment, into a new file with mode 0600. Returns the size in bytes.
 
-    Writers do not wait. The file appears under its name when it is complete and synced. Raises FileExistsError when the
-    file exists, SchemaError on PostgreSQL, and sqlite3.Error or OSError when the copy fails; then no file is left.
+    Writers do not wait. The file gets its name when it is complete and synced. Raises FileExistsError when the file
+    exists, SchemaError on PostgreSQL, and sqlite3.Error or OSError when the copy fails; then no file is left.
     """
     if database.file is None:
-        raise SchemaError("only SQLite's databases are copied by skyrl; use pg_dump for this one")
+        raise SchemaError("skyrl copies only SQLite databases; use pg_dump for this one")
     if to.exists():
         raise FileExistsError(f"{to} exists")
     partial = to.with_name(f"{to.name}.partial")
@@ -50,26 +50,26 @@ def backup(database: Database, to: Path) -> int:
 
 
 def _sync(path: Path) -> None:
-    number = os.open(path, os.O_RDONLY)
+    descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(number)
+        os.fsync(descriptor)
     finally:
-        os.close(number)
+        os.close(descriptor)
 
 
 def problems(database: Database) -> list[str]:
-    """Problems of the file, of references between rows, and of the schema. Empty for a sound database.
+    """Problems of the file, of references between rows, and of the schema. Empty if there are none.
 
     Raises SchemaError as `revision_of` does.
     """
     revision, newest = revision_of(database), newest_revision()
     if revision != newest:
         return [f"schema: at revision {revision or 'none'}, this version's is {newest}: run `skyrl db upgrade`"]
-    found = database.read(_of_file) if database.is_sqlite else []
-    return found + database.read(_of_schema)
+    file_problems = database.read(_file_problems) if database.is_sqlite else []
+    return file_problems + database.read(_schema_problems)
 
 
-def _of_file(connection: Connection) -> list[str]:
+def _file_problems(connection: Connection) -> list[str]:
     try:
         lines = connection.exec_driver_sql(f"PRAGMA integrity_check({MOST_LISTED})").scalars().all()
     except DatabaseError as error:
@@ -77,10 +77,10 @@ def _of_file(connection: Connection) -> list[str]:
     if lines != ["ok"]:  # references between rows cannot be checked in a damaged file
         return [f"file: {line}" for line in lines]
     dangling = connection.exec_driver_sql("PRAGMA foreign_key_check").fetchmany(MOST_LISTED)
-    return [f"rows: {child} row {row} refers to a row of {parent} that is gone" for child, row, parent, _ in dangling]
+    return [f"rows: {child} row {row} refers to a missing row of {parent}" for child, row, parent, _ in dangling]
 
 
-def _of_schema(connection: Connection) -> list[str]:
+def _schema_problems(connection: Connection) -> list[str]:
     context = MigrationContext.configure(connection, opts={"compare_type": True})
     return [f"schema: differs from this version's: {change}" for change in compare_metadata(context, SQLModel.metadata)]
 
@@ -88,8 +88,8 @@ def _of_schema(connection: Connection) -> list[str]:
 def vacuum(database: Database) -> None:
     """Remove the free space of the database.
 
-    SQLite rewrites the file: writers wait, and the file needs its size on the disk once more. On PostgreSQL nobody
-    waits; the space becomes free for new rows, and the files stay as long as they are.
+    SQLite rewrites the file: writers wait, and meanwhile this takes twice the size of the file on the disk. On
+    PostgreSQL nobody waits; the space is used for new rows, and the files do not become smaller.
     """
     if database.file is None:
         with database.writer.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:

@@ -1,4 +1,4 @@
-"""Brings a database to this version's schema: migrates an empty or older database, refuses a newer one."""
+"""Migrates an empty or older database to this version's schema, and refuses a newer one."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class SchemaError(RuntimeError):
 
 
 class DatabaseAway(SchemaError):
-    """PostgreSQL cannot be reached now, or takes no connections yet. A later try may succeed."""
+    """PostgreSQL cannot be reached now, or accepts no connections yet. A later try may succeed."""
 
 
 _REFUSED = re.compile(r"FATAL:(?!.*(?:starting up|shutting down|recovery|too many|connection slots))", re.DOTALL)
-"""PostgreSQL's messages that refuse this user, password or database: a later try fails too."""
+"""PostgreSQL's messages that it refuses this user, password or database. A later try would fail, too."""
 
 
 def _script_location() -> Path:
@@ -51,10 +51,10 @@ def newest_revision() -> str | None:
 
 
 def revision_of(database: Database) -> str | None:
-    """The database's revision. None for an empty database.
+    """The database's revision; None for an empty database.
 
-    Raises SchemaError when a newer skyrl has made the database (its revision is unknown here), when it refuses the
-    user, and when the file is no database. Raises DatabaseAway when the database cannot be reached now.
+    Raises SchemaError when a newer version of skyrl has made the database, when the database refuses the user, and when
+    the file is no database. Raises DatabaseAway when the database cannot be reached now.
     """
     try:
         current = database.read(lambda c: MigrationContext.configure(c).get_current_revision())
@@ -76,8 +76,8 @@ def revision_of(database: Database) -> str | None:
 def migrate(database: Database) -> None:
     """Upgrade to the newest revision. Raises SchemaError as `revision_of` does.
 
-    A SQLite file that cannot shrink yet is rewritten once. When that fails, the file stays as it is, and the next start
-    tries again.
+    A SQLite file of an early version, which cannot shrink, is rewritten once. If that fails, the file is unchanged, and
+    the next start tries again.
     """
     if revision_of(database) != newest_revision():
         command.upgrade(_config(database.url), "head")

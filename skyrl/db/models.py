@@ -1,4 +1,4 @@
-"""Models (adapters in training): their rows, and what the API needs to know of one without asking the engine."""
+"""Models (adapters in training): their rows, and a cache of them in an API process."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from typing import Any
 from sqlalchemy import ColumnElement, Connection, bindparam, func, insert, select, update
 
 from skyrl.db.columns import lora_of, lora_values
+from skyrl.db.commands import highest_seq
 from skyrl.db.database import Database
-from skyrl.db.futures import RECORD, highest_seq
+from skyrl.db.futures import RECORD
 from skyrl.db.sessions import in_project, sessions
 from skyrl.db.tables import ModelRow
 from skyrl.db.writer import GroupCommitWriter
@@ -22,14 +23,14 @@ models = ModelRow.__table__  # type: ignore[attr-defined]
 _TOUCH = update(models).where(models.c.id == bindparam("model")).values(last_request_at=bindparam("now"))
 
 TOUCH_S = 1.0
-"""The time of a model's last request is written at most so often."""
+"""The time of a model's last request is written at most this often."""
 LIVING = ("creating", "ready")
 """Statuses of models that are being trained."""
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A model as its creator asked for it. These values never change."""
+    """The values that a client chose when it created a model. They never change."""
 
     id: str
     session_id: str
@@ -52,7 +53,6 @@ class ModelRecord(Model):
 
     @property
     def is_living(self) -> bool:
-        """Whether it is being trained."""
         return self.status in LIVING
 
 
@@ -94,36 +94,35 @@ def model_values(model: Model, model_seq_id: int, status: str, sampler_version: 
 def add_model(
     model: Model, model_seq_id: int, check: Callable[[Connection], None] | None = None
 ) -> Callable[[Connection], None]:
-    """A change that adds a model's row, for the transaction that records the command which makes the model. Nothing is
-    added when the row is there: the request is repeated. Raises what `check` raises of a new model.
+    """A change that adds a model's row, for the transaction that records the command which makes the model. It adds
+    nothing if the row exists, because then the request is a repeat. It raises what `check` raises for a new model.
 
-    Earlier versions stored the row first and the command after it. A crash in between left a row without a command.
-    Such a row gets the values of the request that comes now."""
+    Early versions stored the row before the command. A crash in between left a row without a command. Such a row gets
+    the values of the new request."""
     values = model_values(model, model_seq_id, "creating")
 
     def add(connection: Connection) -> None:
-        mine = models.c.id == model.id
-        known = connection.execute(select(models.c.status).where(mine)).first()
-        if known is None:
+        same_id = models.c.id == model.id
+        existing = connection.execute(select(models.c.status).where(same_id)).first()
+        if existing is None:
             if check is not None:
                 check(connection)
             connection.execute(insert(models), values)
-        elif known.status == "creating" and highest_seq(connection, model.id) < 0:
-            connection.execute(update(models).where(mine).values(values))
+        elif existing.status == "creating" and highest_seq(connection, model.id) < 0:
+            connection.execute(update(models).where(same_id).values(values))
 
     return add
 
 
 class Models:
-    """Find models, and note when each had its last request."""
+    """Finds models, and stores when each had its last request."""
 
     def __init__(self, database: Database, writer: GroupCommitWriter) -> None:
         self._database = database
         self._writer = writer
         self._known: dict[str, Model] = {}
         self._touched: dict[str, float] = {}
-        """The time of the last request of each model that had one in the last second, the oldest first. Models may be
-        closed meanwhile."""
+        """By model: the time that was written in the last TOUCH_S seconds, the oldest first."""
 
     async def find(self, model_id: str, tenant: str) -> Model | None:
         """The tenant's model, whatever its status."""
@@ -132,12 +131,12 @@ class Models:
             model = await self._database.read_async(lambda c: find_model(c, model_id))
             if model is None:
                 return None
-            if model.is_living:  # nothing would ever remove a closed one from `_known`
+            if model.is_living:  # `forget_session` would never remove a closed model
                 self._known[model_id] = model
         return model if model.tenant == tenant else None
 
     async def touch(self, model_id: str) -> None:
-        """Note the time of the last request, at most once a second."""
+        """Store the time of the last request, at most once in TOUCH_S."""
         now = time.time()
         touched = self._touched
         while touched and now - touched[oldest := next(iter(touched))] >= TOUCH_S:
@@ -153,18 +152,19 @@ class Models:
     async def page(
         self, tenant: str, limit: int, offset: int, project_id: str | None = None
     ) -> tuple[list[ModelRecord], int]:
-        """A tenant's models, newest first, and how many there are: all, or those of a project's sessions."""
-        mine: ColumnElement[bool] = models.c.tenant == tenant
+        """One page of a tenant's models, newest first, and the number of all its models. With `project_id`, only models
+        of that project's sessions."""
+        wanted: ColumnElement[bool] = models.c.tenant == tenant
         if project_id is not None:
-            mine &= models.c.session_id.in_(select(sessions.c.id).where(in_project(project_id)))
-        query = select(models).where(mine).order_by(models.c.created_at.desc()).limit(limit).offset(offset)
-        count = select(func.count()).select_from(models).where(mine)
+            wanted &= models.c.session_id.in_(select(sessions.c.id).where(in_project(project_id)))
+        query = select(models).where(wanted).order_by(models.c.created_at.desc()).limit(limit).offset(offset)
+        count = select(func.count()).select_from(models).where(wanted)
         return await self._database.read_async(
             lambda c: ([_record(row) for row in c.execute(query)], c.execute(count).scalar_one())
         )
 
     async def record(self, model_id: str, tenant: str | None) -> ModelRecord | None:
-        """The tenant's model as it is now, whatever its status. With None, any tenant's model."""
+        """The current row of the tenant's model, whatever its status. With `tenant` None, of any tenant's model."""
         model = await self._database.read_async(lambda c: find_model(c, model_id))
         return model if model is not None and tenant in (None, model.tenant) else None
 
@@ -175,10 +175,10 @@ def find_model(connection: Connection, model_id: str) -> ModelRecord | None:
 
 
 def record_numbered(connection: Connection, parameters: dict[str, Any]) -> None:
-    """Add the row of a model's command that came without a number. It gets the number after the model's highest one.
+    """Add the row of a model's command that came without a number. It gets the number after the model's highest number.
 
-    Commands that are in a snapshot may have been forgotten, but their numbers still count. Write transactions run one
-    by one, in whichever process, so no other command gets the same number."""
+    Rows of commands that are in a snapshot may be deleted, but their numbers still count. Write transactions of all
+    processes run one at a time, so no other command gets the same number."""
     model_id = parameters["model_id"]
     in_snapshot = connection.execute(select(models.c.next_seq).where(models.c.id == model_id)).scalar() or 0
     number = max(highest_seq(connection, model_id) + 1, in_snapshot)

@@ -1,4 +1,4 @@
-"""Repeats work every few seconds for as long as a process lives, and logs the rounds that fail."""
+"""Repeats an action every few seconds while a process lives, and logs the rounds that fail."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ logger = logging.getLogger(__name__)
 
 
 class Rounds:
-    """Logs the rounds of one repeated work that fail. While the database is away, it logs one line, and one more line
-    when the database is back: without tracebacks, because the code is not at fault."""
+    """Logs failed rounds of one repeated action. When the database goes away it logs one line, and another line when
+    the database is back, both without a traceback."""
 
     def __init__(self, name: str, period_s: float) -> None:
         self._name = name
@@ -49,7 +49,7 @@ async def repeat(name: str, period_s: float, action: Callable[[], Awaitable[obje
 
 
 async def once(name: str, action: Callable[[], Awaitable[object]]) -> None:
-    """Run `action` as a task that nobody awaits the result of: a failure is logged."""
+    """Run `action`, and log a failure. For a task whose result nobody awaits."""
     try:
         await action()
     except Exception as error:

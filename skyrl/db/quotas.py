@@ -1,6 +1,6 @@
-"""Statements about quotas: the exceptions of single tenants, and the amounts that tenants hold.
+"""Statements about quotas: the exceptions of single tenants, and the amounts that tenants use now.
 
-Does not know the quotas that the configuration sets.
+Does not know the quotas of the configuration.
 """
 
 from __future__ import annotations
@@ -43,10 +43,9 @@ def exceptions_of(connection: Connection, tenant: str) -> Exceptions:
 
 
 def change(connection: Connection, tenant: str, values: Mapping[str, int | None]) -> None:
-    """Set the given exceptions of a tenant. Its other exceptions stay."""
-    mine = quotas.c.tenant == tenant
+    """Set the given exceptions of a tenant. Its other exceptions do not change."""
     changed = {**values, "updated_at": time.time()}
-    if connection.execute(update(quotas).where(mine).values(changed)).rowcount == 0:
+    if connection.execute(update(quotas).where(quotas.c.tenant == tenant).values(changed)).rowcount == 0:
         connection.execute(insert(quotas), {"tenant": tenant} | changed)
 
 
@@ -56,8 +55,8 @@ def clear(connection: Connection, tenant: str) -> bool:
 
 
 def _active_sessions(tenant: str) -> ColumnElement[bool]:
-    """The condition that a session is active and the tenant's. The status is no parameter, because SQLite uses the
-    partial index of active sessions only if the statement's text has it."""
+    """The condition that a session is active and belongs to the tenant. The status is a literal and no parameter,
+    because SQLite uses the partial index of active sessions only if the query's text contains it."""
     return (sessions.c.tenant == tenant) & (sessions.c.status == literal_column("'active'"))
 
 
@@ -85,7 +84,7 @@ def _live(now: float) -> ColumnElement[bool]:
 
 
 def stored_bytes(connection: Connection, tenant: str, besides: TinkerPath | None = None) -> int:
-    """The size of a tenant's live checkpoints, and of adapters that its sampling sessions hold and no checkpoint does.
+    """Bytes of a tenant's live checkpoints, and of adapters that its sampling sessions need and no checkpoint has.
     Leaves out the checkpoint `besides`."""
     query = select(func.sum(checkpoints.c.size_bytes)).where(checkpoints.c.tenant == tenant, _live(time.time()))
     if besides is not None:
@@ -101,20 +100,21 @@ def stored_bytes(connection: Connection, tenant: str, besides: TinkerPath | None
 
 
 def paused(connection: Connection, now: float) -> dict[str, float]:
-    """By tenant with pending requests that may not start yet: when the last of them may, in seconds since the epoch."""
+    """By tenant with pending requests that must not start yet: when the last of them may start, in seconds since the
+    epoch."""
     later = (futures.c.status == "pending") & (futures.c.not_before > now)
     return _by_tenant(connection, futures, func.max(futures.c.not_before), later)
 
 
 def not_before(connection: Connection, request_id: str) -> float | None:
-    """When a pending request may start, in seconds since the epoch. None: at once, or the request has ended."""
+    """When a pending request may start, in seconds since the epoch. None if it may start at once or has ended."""
     query = select(futures.c.not_before).where(futures.c.id == request_id, futures.c.status == "pending")
     return connection.execute(query).scalar()
 
 
 @dataclass
 class Held:
-    """The amounts that a tenant holds now. Tokens are missing: only the API processes know how many are left."""
+    """The amounts that a tenant uses now, without tokens per minute, which only the API processes know."""
 
     samples: int = 0
     models: int = 0
@@ -123,24 +123,24 @@ class Held:
 
 
 def held(connection: Connection) -> dict[str, Held]:
-    """By tenant: all tenants that hold anything or have exceptions."""
+    """By tenant: the amounts of all tenants that use anything or have exceptions."""
     pending = (futures.c.status == "pending") & futures.c.kind.in_(SAMPLES)
     living = models.c.status.in_(("creating", "ready"))
-    found: dict[str, Held] = {}
+    amounts: dict[str, Held] = {}
     for tenant, count in _by_tenant(connection, futures, func.count(), pending).items():
-        found.setdefault(tenant, Held()).samples = count
+        amounts.setdefault(tenant, Held()).samples = count
     for tenant, count in _by_tenant(connection, models, func.count(), living).items():
-        found.setdefault(tenant, Held()).models = count
+        amounts.setdefault(tenant, Held()).models = count
     size = func.sum(checkpoints.c.size_bytes)
     for tenant, total in _by_tenant(connection, checkpoints, size, _live(time.time())).items():
-        found.setdefault(tenant, Held()).stored_bytes = int(total)
+        amounts.setdefault(tenant, Held()).stored_bytes = int(total)
     for tenant, total in unsaved_bytes(connection).items():
-        found.setdefault(tenant, Held()).stored_bytes += total
+        amounts.setdefault(tenant, Held()).stored_bytes += total
     for tenant, numbers in exceptions(connection).items():
-        found.setdefault(tenant, Held()).exceptions = numbers
-    return found
+        amounts.setdefault(tenant, Held()).exceptions = numbers
+    return amounts
 
 
-def _by_tenant(connection: Connection, table: Any, what: Any, where: Any) -> dict[str, Any]:
-    query = select(table.c.tenant, what.label("amount")).where(where).group_by(table.c.tenant)
+def _by_tenant(connection: Connection, table: Any, aggregate: Any, where: Any) -> dict[str, Any]:
+    query = select(table.c.tenant, aggregate.label("amount")).where(where).group_by(table.c.tenant)
     return {row.tenant: row.amount for row in connection.execute(query)}

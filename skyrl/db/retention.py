@@ -1,7 +1,6 @@
 """Deletes old rows (finished requests, closed sampling sessions), then gives their space back to the disk.
 
-Works in steps. Each step holds the write lock for some milliseconds, and other writers run between two steps. Knows the
-tables and SQLite's file; does not know what a request asked for.
+Works in steps. Each step holds the write lock for some milliseconds, and other writers run between two steps.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ PAUSE_S = 0.01
 """The pause between two steps. A process that waits for the lock asks for it every few milliseconds."""
 
 SAMPLING_SESSIONS_S = 24 * 3600.0
-"""How long a closed sampling session is still listed after its session has ended. It serves no samples then."""
+"""How long a closed sampling session is still listed. Nobody can sample from it any more."""
 
 SPARE_PAGES = 512
 SPARE_SHARE = 4
@@ -52,17 +51,17 @@ def forget(connection: Connection, completed_before: float, limit: int = FORGET_
         _models.c.status.in_(("ready", "creating")),
         _models.c.next_seq <= futures.c.seq_id,
     )
-    # Both databases know the length of a body without reading it. To read a column behind the body, such as `status`,
-    # SQLite reads the whole body.
+    # Neither database reads the body to get its length. But to read a column after the body, such as `status`, SQLite
+    # reads the whole body.
     size = func.coalesce(func.length(futures.c.body), func.length(futures.c.result), 0)
     old = select(futures.c.n, size).where(futures.c.completed_at < completed_before, ~replayable.exists())
     old = old.order_by(futures.c.completed_at).limit(limit)
     numbers: list[int] = []
-    held = 0
+    total_bytes = 0
     for number, row_bytes in connection.execute(old).all():
         numbers.append(number)
-        held += row_bytes
-        if held >= FORGET_BYTES:
+        total_bytes += row_bytes
+        if total_bytes >= FORGET_BYTES:
             break
     if numbers:
         connection.execute(delete(futures).where(futures.c.n.in_(numbers)))
@@ -81,9 +80,7 @@ def spare_pages(connection: Connection) -> int:
 def give_back(connection: Connection, pages: int) -> None:
     """Move free pages of a SQLite file to its end and cut them off. The next checkpoint shortens the file."""
     driver: Any = connection.connection.driver_connection
-    for _ in range(
-        pages
-    ):  # Python's driver runs one step of this statement, which is one page, whatever number it names
+    for _ in range(pages):  # Python's driver gives back one page with each execute, even if the statement names more
         driver.execute("PRAGMA incremental_vacuum(1)")
 
 
@@ -103,8 +100,8 @@ class Retention:
             await asyncio.to_thread(self._database.empty_log)
 
     async def shorten_log(self) -> None:
-        """Empty SQLite's log when it is long. Commits leave that to this method, because on a busy disk copying the log
-        would hold them up. When a reader prevents it, the next try is after the log has grown by LONG_LOG_BYTES."""
+        """Empty SQLite's log when it is long. Commits do not do that themselves, because on a busy disk they would take
+        long. If a reader prevents it, the next try comes when the log has grown by LONG_LOG_BYTES."""
         length = self._database.log_bytes()
         if length > self._log_limit:
             emptied = await asyncio.to_thread(self._database.empty_log)
@@ -113,14 +110,14 @@ class Retention:
     async def _forget(self) -> None:
         before = time.time() - self._retention_s
         while True:
-            gone = await self._writer.transact(lambda c: forget(c, before, FORGET_ROWS))
-            if gone == 0:
+            deleted = await self._writer.transact(lambda c: forget(c, before, FORGET_ROWS))
+            if deleted == 0:
                 break
             await asyncio.sleep(PAUSE_S)
         closed_before = time.time() - SAMPLING_SESSIONS_S
         while True:
-            gone = await self._writer.transact(lambda c: forget_closed(c, closed_before, FORGET_ROWS))
-            if gone < FORGET_ROWS:
+            deleted = await self._writer.transact(lambda c: forget_closed(c, closed_before, FORGET_ROWS))
+            if deleted < FORGET_ROWS:
                 return
             await asyncio.sleep(PAUSE_S)
 

@@ -1,4 +1,4 @@
-"""A database that is waited for: while it is away, locked or full, reads and writes are repeated and do not fail."""
+"""A database that repeats reads and writes while it is away, locked or full, so that they do not fail."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ MAX_RETRY_S = 5.0
 
 
 class RetryingDatabase(Database):
-    """For the engine. The engine waits for its database, because an engine that ends has to recover its models.
+    """The engine waits for its database, because an engine that ends must recover all its models.
 
-    A write is repeated also when the connection broke during its commit, so it may be applied twice. Every write must
-    therefore give the same when it is applied twice, or must look first whether it was applied.
+    A write is also repeated when the connection broke during its commit, so it may be applied twice. Therefore every
+    write must have the same effect when it is applied twice, or must check first whether it was applied.
     """
 
     def __init__(self, url: str) -> None:
@@ -33,7 +33,7 @@ class RetryingDatabase(Database):
         self._stopped_retrying = threading.Event()
 
     def stop_retrying(self) -> None:
-        """The process is about to end: from now on errors are raised at once, also to callers that wait already."""
+        """Raise errors at once from now on, also in calls that wait now: the process is about to end."""
         self._stopped_retrying.set()
 
     def read(self, query: Callable[[Connection], T]) -> T:

@@ -9,18 +9,19 @@ from skyrl.db.writer import GroupCommitWriter
 
 
 class SampleClocks:
-    """The column `sample_clock` of the processes' table, for the process `me`."""
+    """The sample clocks in the table of API processes, for the process `process_id`."""
 
-    def __init__(self, writer: GroupCommitWriter, me: str) -> None:
+    def __init__(self, writer: GroupCommitWriter, process_id: str) -> None:
         self._writer = writer
-        self._me = me
+        self._process_id = process_id
 
-    async def exchange(self, mine: int) -> int:
+    async def exchange(self, own_clock: int) -> int:
         """Store this process's clock. Returns the highest clock of the other processes, 0 when there are none."""
 
         def exchange(connection: Connection) -> int:
-            connection.execute(update(processes).where(processes.c.id == self._me).values(sample_clock=mine))
-            others = select(func.max(processes.c.sample_clock)).where(processes.c.id != self._me)
+            own_row = processes.c.id == self._process_id
+            connection.execute(update(processes).where(own_row).values(sample_clock=own_clock))
+            others = select(func.max(processes.c.sample_clock)).where(~own_row)
             return connection.execute(others).scalar() or 0
 
         return await self._writer.transact(exchange)

@@ -1,4 +1,4 @@
-"""Samples of sampling clients: which are pending, which have ended, in the order in which they ended."""
+"""The samples of sampling clients: those that are pending, and those that have ended in the order of their ends."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from skyrl.db.futures import StoredFuture, futures
 
 @dataclass(frozen=True, slots=True)
 class EndedSample:
-    """A sample that has ended. `size` is that of its result in bytes, None for a sample that failed; `ended_at` is in
-    seconds since the epoch, and later than that of every sample that ended before."""
+    """A sample that has ended. `size` is the size of its result in bytes, None for a sample that failed. `ended_at` is
+    in seconds since the epoch, and later than the end of every earlier sample."""
 
     request_id: str
     session_id: str
@@ -47,24 +47,24 @@ def _ended(row: Any) -> EndedSample:
 
 
 def last_end(connection: Connection) -> float:
-    """When the last request that is stored has ended, in seconds since the epoch; 0 if none is stored."""
+    """The end of the stored request that ended last, in seconds since the epoch; 0 if none has ended."""
     return connection.execute(_LAST_END).scalar() or 0.0
 
 
 def ends_after(connection: Connection, after: float, most: int) -> list[EndedSample]:
-    """The samples of all clients that ended after that moment, in the order of their ends, the first `most`."""
+    """The first `most` samples of all clients that ended after `after`, in the order of their ends."""
     return [_ended(row) for row in connection.execute(_ENDS_AFTER, {"after": after, "most": most})]
 
 
 def _of_sampler(sampling_session_id: str, first_seq: int | None, end_seq: int) -> ColumnElement[bool]:
-    """Samples of a sampling session numbered in [first_seq, end_seq). `first_seq` None: from 0 on, and those without a
-    number."""
+    """The condition that a sample belongs to this sampling session and has a number in [first_seq, end_seq). If
+    `first_seq` is None: in [0, end_seq), or no number."""
     number = futures.c.sample_seq_id
-    mine = number < end_seq
-    mine &= number >= first_seq if first_seq is not None else number >= 0
+    in_block = number < end_seq
+    in_block &= number >= first_seq if first_seq is not None else number >= 0
     if first_seq is None:
-        mine |= number.is_(None)
-    return and_(futures.c.sampling_session_id == sampling_session_id, mine)
+        in_block |= number.is_(None)
+    return and_(futures.c.sampling_session_id == sampling_session_id, in_block)
 
 
 def ended_of_sampler(
@@ -75,9 +75,9 @@ def ended_of_sampler(
     after: float,
     most: int,
 ) -> list[EndedSample]:
-    """The samples of one sampling client that ended after that moment, in the order of their ends, the first `most`."""
-    mine = _of_sampler(sampling_session_id, first_seq, end_seq)
-    query = select(*_ENDED).where(mine, futures.c.completed_at > after)
+    """The first `most` samples of one sampling client that ended after `after`, in the order of their ends."""
+    of_client = _of_sampler(sampling_session_id, first_seq, end_seq)
+    query = select(*_ENDED).where(of_client, futures.c.completed_at > after)
     query = query.order_by(futures.c.completed_at, futures.c.n).limit(most)
     return [_ended(row) for row in connection.execute(query)]
 
@@ -96,6 +96,6 @@ def pending_of_sampler(
         futures.c.sample_seq_id,
         futures.c.owner,
     )
-    mine = _of_sampler(sampling_session_id, first_seq, end_seq)
-    rows = connection.execute(select(*columns).where(mine, futures.c.status == "pending"))
+    of_client = _of_sampler(sampling_session_id, first_seq, end_seq)
+    rows = connection.execute(select(*columns).where(of_client, futures.c.status == "pending"))
     return [StoredFuture(*row, outcome=None) for row in rows]

@@ -30,15 +30,15 @@ class Ended:
 def over_sessions(connection: Connection) -> list[str]:
     """Ids of ended sessions that still have open models or sampling sessions, at most MAX_NAMED.
 
-    Starts from the open models and sampling sessions, so it does not read the many rows that were closed long ago.
+    The query starts from the open models and sampling sessions, so it does not read the many closed rows.
     """
 
-    def over(session_id: ColumnElement[str]) -> ColumnElement[bool]:
+    def has_ended(session_id: ColumnElement[str]) -> ColumnElement[bool]:
         return ~select(sessions.c.id).where(sessions.c.id == session_id, sessions.c.status == "active").exists()
 
     queries = (
-        select(models.c.session_id).where(_LIVING_MODEL, over(models.c.session_id)),
-        select(samplers.c.session_id).where(OPEN, over(samplers.c.session_id)),
+        select(models.c.session_id).where(_LIVING_MODEL, has_ended(models.c.session_id)),
+        select(samplers.c.session_id).where(OPEN, has_ended(samplers.c.session_id)),
     )
     return list(connection.execute(union(*queries).limit(MAX_NAMED)).scalars())
 
@@ -51,14 +51,14 @@ def end_sessions(database: Database) -> Ended:
         return ended
 
     def close(connection: Connection) -> None:
-        mine = and_(models.c.session_id.in_(session_ids), _LIVING_MODEL)
-        model_ids = [row.id for row in connection.execute(select(models.c.id).where(mine))]
-        connection.execute(update(models).where(mine).values(status="closed"))
+        open_models = and_(models.c.session_id.in_(session_ids), _LIVING_MODEL)
+        model_ids = [row.id for row in connection.execute(select(models.c.id).where(open_models))]
+        connection.execute(update(models).where(open_models).values(status="closed"))
         open_samplers = update(samplers).where(samplers.c.session_id.in_(session_ids), OPEN)
         connection.execute(open_samplers.values(status="closed", closed_at=time.time()))
         failed = end_requests_of_sessions(connection, session_ids, time.time())
-        # `write` may repeat this when a commit seemed lost and was not: the repetition finds nothing to close. So the
-        # ids of all attempts are collected.
+        # `write` repeats this when the connection breaks during the commit. If the commit had succeeded, the repetition
+        # finds nothing to close. So collect the ids of all tries.
         ended.model_ids.extend(model_ids)
         ended.request_ids.extend(failed)
 

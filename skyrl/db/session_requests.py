@@ -1,4 +1,4 @@
-"""The recorded requests of one session, without bodies and results: what a trace shows."""
+"""The recorded requests of one session, without bodies and results, for a trace."""
 
 from __future__ import annotations
 

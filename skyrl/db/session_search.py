@@ -1,7 +1,7 @@
 """Searches a tenant's sessions: newest first, page by page, with the number and size of their checkpoints.
 
-SQL compares whatever both databases compare alike. Words in names and pairs of metadata are compared in Python: SQLite
-folds only the case of ASCII letters, and the two databases read JSON in different ways.
+Words in names and pairs of metadata are compared in Python, because SQLite ignores the case of ASCII letters only, and
+because SQLite and PostgreSQL read JSON in different ways. SQL compares all other values.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class Status:
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """The conditions on a session. A field that is None or empty is no condition, but for `statuses`, which matches no
-    session when it is empty. With both `session_id` and `words`, either is enough.
+    """The conditions on a session. A field that is None or empty is no condition, except that empty `project_ids` or
+    `statuses` match no session. With both `session_id` and `words`, one of them is enough.
 
-    All `words` must appear in the display name, in any case. `after` is the place of the last session of the page
-    before: its creation in microseconds since the epoch, and its id.
+    All `words` must appear in the display name, in upper or lower case. `after` is the last session of the previous
+    page: its creation in microseconds since the epoch, and its id.
     """
 
     session_id: str | None = None
@@ -108,11 +108,11 @@ def _candidates(connection: Connection, tenant: str, query: Query) -> Iterator[A
 
 
 def _has(status: Status) -> ColumnElement[bool]:
-    same = sessions.c.status == status.status
+    same_status = sessions.c.status == status.status
     if status.reasons is not None:
-        return and_(same, sessions.c.finish_reason.in_(status.reasons))
+        return and_(same_status, sessions.c.finish_reason.in_(status.reasons))
     # A session that ended without a reason from its client has no status on the wire.
-    return same if status.status == "active" else and_(same, sessions.c.finish_reason.is_not(None))
+    return same_status if status.status == "active" else and_(same_status, sessions.c.finish_reason.is_not(None))
 
 
 def _matches(row: Any, query: Query) -> bool:

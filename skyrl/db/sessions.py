@@ -1,4 +1,4 @@
-"""Sessions: create, find, keep alive and end them. Caches active sessions in memory. A tenant finds only its own."""
+"""Creates, finds, keeps alive and ends sessions. Caches active sessions in memory. A tenant finds only its own."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ models = ModelRow.__table__  # type: ignore[attr-defined]
 samplers = SamplingSessionRow.__table__  # type: ignore[attr-defined]
 
 DEFAULT_PROJECT = "default"
-"""The project of sessions that were put into no project."""
+"""The project of sessions that were not put into a project."""
 
 LONG_LOOK_S = 20.0
-"""A longer time between two calls of `look` means that calls failed or that the process was stopped. That time does not
-count as silence of a session."""
+"""If the time between two calls of `look` is longer, calls have failed or the process was stopped. Sessions are not
+counted as silent for that time."""
 
 _INSERT = insert(sessions)
 _ACTIVE = select(sessions.c.id, sessions.c.tenant, sessions.c.heartbeat_at, sessions.c.project_id).where(
     sessions.c.status == "active"
 )
-"""All active sessions, without their metadata: there may be thousands of sessions, with up to 16 KiB each."""
+"""All active sessions, without their metadata: that may be 16 KiB for each of thousands of sessions."""
 _BEAT = (
     update(sessions)
     .where(sessions.c.id == bindparam("session"), sessions.c.status == "active")
@@ -77,14 +77,14 @@ def _session(row: Any) -> Session:
 
 def in_project(project_id: str) -> ColumnElement[bool]:
     """The condition that a session belongs to a project."""
-    here = sessions.c.project_id == project_id
-    return here | sessions.c.project_id.is_(None) if project_id == DEFAULT_PROJECT else here
+    named = sessions.c.project_id == project_id
+    return named | sessions.c.project_id.is_(None) if project_id == DEFAULT_PROJECT else named
 
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """What `Sessions.look` has found. `silent`: active sessions that sent no heartbeat for too long, each with its last
-    heartbeat. `ended`: ids of sessions that another process has ended."""
+    """The result of `Sessions.look`. `silent`: active sessions without a heartbeat for too long, each with the time of
+    its last heartbeat. `ended`: ids of sessions that another process has ended."""
 
     silent: list[tuple[Session, float]]
     ended: list[str]
@@ -94,7 +94,7 @@ class Sessions:
     """The sessions of one database, in one API process.
 
     Clients may send heartbeats to any API process. So a session is silent when its heartbeat in the database has not
-    changed for long. This process measures that with its own clock only, and does not count time in which it did not
+    changed for some time. This process measures the time with its own clock, and leaves out times in which it did not
     look.
     """
 
@@ -104,7 +104,7 @@ class Sessions:
         self._notifier = notifier or PeerNotifier()
         self._known: dict[str, Session] = {}
         self._heard: dict[str, tuple[float, float]] = {}
-        """By active session: the heartbeat that was read last, and the time (monotonic) at which it was first read."""
+        """By active session: its last heartbeat, and the monotonic time at which this process learned of it."""
         self._looked_at = time.monotonic()
 
     async def create(
@@ -172,11 +172,11 @@ class Sessions:
         *,
         silent_since: float | None = None,
     ) -> bool:
-        """Mark a session as finished or expired (`to`). The first end stays. With `silent_since`, end it only if that
-        is still its heartbeat. False if the session had ended before, or has sent a heartbeat since."""
+        """Mark a session as finished or expired (`to`). With `silent_since`, only if that is still its last heartbeat.
+        Returns False if the session had ended before, or has sent a heartbeat since."""
         if session.status != "active":
             return False
-        session.status = to  # before the write: nothing begins in the session while it is written
+        session.status = to  # before the write, so that no request starts in the session meanwhile
         ending = {"session": session.id, "to": to, "reason": reason, "detail": detail, "at": time.time()}
         end = _END if silent_since is None else _END.where(sessions.c.heartbeat_at == silent_since)
         ended = False
@@ -184,9 +184,9 @@ class Sessions:
             ended = await self._writer.transact(lambda c: c.execute(end, ending).rowcount == 1)
         finally:
             if not ended:
-                session.status = "active"  # perhaps it has ended all the same: the next `look` finds out
+                session.status = "active"  # if the commit succeeded all the same, the next `look` finds that out
         if ended:
-            self.forget(session.id)  # after the commit: a look-up before it would find an active session
+            self.forget(session.id)  # after the commit: before it, `find` would cache the session as active again
             self._notifier.session_changed(session.id)
         return ended
 
@@ -196,19 +196,19 @@ class Sessions:
         self._heard.pop(session_id, None)
 
     async def assign_project(self, session: Session, project_id: str) -> None:
-        """Move a session, active or ended, with everything in it, into a project. Recorded in the audit log."""
+        """Move an active or ended session, with everything in it, into a project. Adds an event to the audit log."""
 
         def assign(connection: Connection) -> None:
-            before = connection.execute(select(sessions.c.project_id).where(sessions.c.id == session.id)).scalar_one()
+            previous = connection.execute(select(sessions.c.project_id).where(sessions.c.id == session.id)).scalar_one()
             connection.execute(update(sessions).where(sessions.c.id == session.id).values(project_id=project_id))
-            if before != project_id:
+            if previous != project_id:
                 audit.record(
                     connection,
                     session.tenant,
                     "project_session_assigned",
                     session_id=session.id,
                     project_id=project_id,
-                    previous_project_id=before,
+                    previous_project_id=previous,
                 )
 
         await self._writer.transact(assign)

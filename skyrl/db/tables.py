@@ -1,4 +1,4 @@
-"""The schema as SQLModel tables. Times are seconds since the epoch, UTC. Alembic makes it from its revisions."""
+"""The schema as SQLModel tables. Times are in seconds since the epoch. Alembic's revisions make these tables."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from sqlmodel import Field, SQLModel
 from skyrl.db.columns import WeightsText
 from skyrl.types.weights import WeightsRef
 
-# SQLite only counts rows up in a column of type INTEGER; PostgreSQL needs 64 bits by name.
+# SQLite numbers new rows only in a column of type INTEGER. PostgreSQL's INTEGER has 32 bits, which is too few.
 _ROW_NUMBER = BigInteger().with_variant(Integer, "sqlite")
 
 _ACTIVE, _OPEN_ADAPTER = text("status = 'active'"), text("status = 'active' AND weights <> 'base'")
 _CLOSED = text("closed_at IS NOT NULL")
-"""Most rows are of closed sampling sessions. Partial indexes hold only the rows that are searched for."""
+"""Conditions of partial indexes. Each index contains only rows that are searched for by it."""
 
 
 class SessionRow(SQLModel, table=True):
-    """One client process's session; `status` is active, finished or expired. `project_id` is the tenant's own word."""
+    """A session of one client process. `status` is active, finished or expired. The tenant chooses `project_id`."""
 
     __tablename__ = "sessions"  # pyright: ignore[reportAssignmentType]
     __table_args__ = (Index("ix_sessions_active_tenant", "tenant", sqlite_where=_ACTIVE, postgresql_where=_ACTIVE),)
@@ -50,8 +50,8 @@ class SessionRow(SQLModel, table=True):
 
 
 class ModelRow(SQLModel, table=True):
-    """One adapter being trained; `status` is creating, ready, failed or closed. `next_seq` is the first command that is
-    not in the model's snapshot (0: there is none)."""
+    """One adapter in training. `status` is creating, ready, failed or closed. `next_seq` is the number of the first
+    command that is not in the model's last snapshot; 0 means that there is no snapshot."""
 
     __tablename__ = "models"  # pyright: ignore[reportAssignmentType]
     id: str = Field(primary_key=True)
@@ -74,14 +74,15 @@ class ModelRow(SQLModel, table=True):
 
 
 class SamplingSessionRow(SQLModel, table=True):
-    """What a sampling client samples from. `weights` never changes.
+    """A sampling session: the `weights` from which a sampling client samples. They never change.
 
-    `status` is active, closed (its session has ended) or dropped (its adapter's files are deleted, see
-    `skyrl.db.adapter_versions`). `closed_at` is when it stopped being active. `size_bytes` is the size of the adapter's
-    files. `last_used_at` is the time of the last sample, written about once a minute. Both are None for the base model.
-    `clones` counts the copies of the client that have asked for a number of their own. `old_directory` is where an
-    early version of skyrl put the adapter's files, if that is not the place that follows from the version's name. The
-    engine brings them to that place when it starts."""
+    `status` is active, closed (the session has ended) or dropped (the adapter's files are deleted, see
+    `skyrl.db.adapter_versions`). `closed_at` is when the status stopped being active. `size_bytes` is the size of the
+    adapter's files. `last_used_at` is the time of the last sample, written about once a minute. Both are None for the
+    base model. `clones` counts the copies of the client that have asked for a number.
+
+    `old_directory` is where an early version of skyrl has put the adapter's files, if that is not the directory that
+    follows from the version's name. When the engine starts, it brings them to that directory."""
 
     __tablename__ = "sampling_sessions"  # pyright: ignore[reportAssignmentType]
     __table_args__ = (
@@ -113,10 +114,10 @@ class SamplingSessionRow(SQLModel, table=True):
 
 
 class FutureRow(SQLModel, table=True):
-    """One request and its result. `n` orders rows by arrival; `status` is pending, done or failed.
+    """One request and its outcome. `n` numbers the rows in the order of arrival. `status` is pending, done or failed.
 
-    `owner` is the API process that forwards it; it is not to start before `not_before`, when its tenant's quota has
-    room for it."""
+    `owner` is the API process that forwards the sample. The request may start at `not_before`, when its tenant's quota
+    allows it."""
 
     __tablename__ = "futures"  # pyright: ignore[reportAssignmentType]
     __table_args__ = (
@@ -151,10 +152,10 @@ class CheckpointRow(SQLModel, table=True):
     """A named save. `kind` is weights (adapter and optimizer), sampler_weights (one adapter version) or
     external_weights (an adapter for download).
 
-    Its files are in the checkpoint store under `store_key`. That is None for sampler weights that were saved before
-    there was a checkpoint store, until the engine puts them there. `weights` is what samplers of this checkpoint sample
-    from; None where nobody can sample from it. `old_directory` is as that of a sampling session. `copy_key` stands for
-    the idempotency key of the request that made this checkpoint as a copy."""
+    The files are in the checkpoint store under `store_key`. It is None for sampler weights from a version without a
+    checkpoint store, until the engine stores them there. `weights` are for sampling; None if nobody can sample from
+    this checkpoint. `old_directory` is as in `SamplingSessionRow`. If the checkpoint is a copy, `copy_key` is derived
+    from the idempotency key of the request that made it."""
 
     __tablename__ = "checkpoints"  # pyright: ignore[reportAssignmentType]
     __table_args__ = (UniqueConstraint("model_id", "kind", "name"),)
@@ -182,7 +183,7 @@ class CheckpointRow(SQLModel, table=True):
 
 
 class StoreRow(SQLModel, table=True):
-    """A checkpoint store that holds files of this database's checkpoints; `owner` is what it is marked with."""
+    """A checkpoint store with checkpoints of this database. `owner` is the random text with which it is marked."""
 
     __tablename__ = "stores"  # pyright: ignore[reportAssignmentType]
     url: str = Field(primary_key=True)
@@ -190,9 +191,10 @@ class StoreRow(SQLModel, table=True):
 
 
 class EngineStateRow(SQLModel, table=True):
-    """The singleton through which the engine tells the API where samples go and whether it can train; `owner` is the
-    server whose engine that is, and said so last at `held_at`. `state_dir` is that server's: gateways name the files of
-    adapters there to their inference server."""
+    """The single row by which the engine tells the API where to send samples and whether it can train.
+
+    `owner` is the server that has the claim to train, and `held_at` is when it renewed the claim. `state_dir` is the
+    state directory of that server. Gateways give their inference server the paths of adapters in it."""
 
     __tablename__ = "engine_state"  # pyright: ignore[reportAssignmentType]
     id: int = Field(default=1, primary_key=True)
@@ -210,7 +212,7 @@ class EngineStateRow(SQLModel, table=True):
 
 
 class ApiProcessRow(SQLModel, table=True):
-    """An API process that serves this database: whose heartbeat is old is dead, and others forward what it left."""
+    """An API process that serves this database. When its heartbeat stops, other API processes forward its samples."""
 
     __tablename__ = "api_processes"  # pyright: ignore[reportAssignmentType]
     id: str = Field(primary_key=True)
@@ -221,7 +223,7 @@ class ApiProcessRow(SQLModel, table=True):
 
 
 class QuotaRow(SQLModel, table=True):
-    """What a tenant may use, where that is not what the configuration says for all: None is the configuration's."""
+    """The exceptions of one tenant from the quotas of the configuration. None means no exception; -1 means no quota."""
 
     __tablename__ = "quotas"  # pyright: ignore[reportAssignmentType]
     tenant: str = Field(primary_key=True)
@@ -233,9 +235,9 @@ class QuotaRow(SQLModel, table=True):
 
 
 class UsageRow(SQLModel, table=True):
-    """How much of something a session used in one hour of UTC: tokens, checkpoints, or gigabyte-hours of storage.
+    """How much of one kind a session used in one hour of UTC: tokens, checkpoints, or gigabyte-hours of storage.
 
-    `bucket` is the hour's start; `session_id` is empty for storage, which outlives sessions."""
+    `bucket` is the start of the hour. `session_id` is empty for storage, because checkpoints outlive sessions."""
 
     __tablename__ = "usage"  # pyright: ignore[reportAssignmentType]
     __table_args__ = (
@@ -251,7 +253,7 @@ class UsageRow(SQLModel, table=True):
 
 
 class MeterRow(SQLModel, table=True):
-    """Up to when `usage` has what is measured over time, and what each process has counted of its samples."""
+    """Up to which time the table `usage` contains the storage, and the samples that each process has counted."""
 
     __tablename__ = "meters"  # pyright: ignore[reportAssignmentType]
     name: str = Field(primary_key=True)
@@ -259,7 +261,7 @@ class MeterRow(SQLModel, table=True):
 
 
 class AuditEventRow(SQLModel, table=True):
-    """Something that happened to a tenant's checkpoints or projects; `event` is `<resource>_<action>`."""
+    """An event on a tenant's checkpoints, projects or keys. `event` is `<resource>_<action>`."""
 
     __tablename__ = "audit_events"  # pyright: ignore[reportAssignmentType]
     __table_args__ = (Index("ix_audit_events_tenant_at", "tenant", "at"),)
@@ -271,9 +273,8 @@ class AuditEventRow(SQLModel, table=True):
 
 
 class ApiKeyRow(SQLModel, table=True):
-    """An API key that the operator made; `digest` is SHA-256 of it, and `id` the part of it that is no secret.
-
-    `last_used_at` is a minute's start, and written a while after it."""
+    """An API key from `skyrl keys create`. `digest` is the SHA-256 of the key, `id` the part of the key that is not
+    secret. `last_used_at` is rounded down to the minute."""
 
     __tablename__ = "api_keys"  # pyright: ignore[reportAssignmentType]
     id: str = Field(primary_key=True)

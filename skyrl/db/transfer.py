@@ -1,6 +1,6 @@
-"""Carries a server's rows from SQLite to PostgreSQL: all rows in one transaction, compared before they are committed.
+"""Copies all rows of a server from SQLite to PostgreSQL in one transaction, and compares them before the commit.
 
-Knows the tables as they are declared. Does not know what their rows mean, and touches no file that rows name.
+Does not copy the files of the state directory or of the checkpoint store.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from skyrl.db.database import Database
 from skyrl.db.migrate import SchemaError, migrate, newest_revision, revision_of
 
 ROWS = 50
-"""Rows that are read and inserted at once. A row may hold the body of a request, which may be megabytes."""
+"""How many rows are read and inserted together. A row may contain a body of megabytes."""
 
 Value = str | int | float | bool | bytes | None
 
 
 @dataclass
 class Content:
-    """What a table holds, whatever the order of its rows: their number, and the sum of their digests."""
+    """The number of rows of a table, and the sum of their digests. Neither depends on the order of the rows."""
 
     rows: int = 0
     digests: int = 0
@@ -37,15 +37,15 @@ class Content:
 def carry_over(source: Database, target: Database) -> dict[str, int]:
     """Copy all rows of a SQLite database into an empty PostgreSQL database; returns the number of rows of each table.
 
-    Makes the tables in `target` if there are none. Nobody may write to either database meanwhile. Raises SchemaError:
-    `source` is not at this version's schema, `target` holds rows, a text holds U+0000, or what was written differs from
-    what was read. Then `target` has its tables and no rows.
+    Makes the tables in `target` if they are missing. Nobody may write to either database meanwhile. Raises SchemaError
+    when `source` is not at this version's schema, when `target` has rows, when a text contains U+0000, and when the
+    written rows differ from the read rows. Then `target` has no new rows.
     """
     revision, newest = revision_of(source), newest_revision()
     if revision != newest:
         raise SchemaError(f"{source.file} is at revision {revision or 'none'}, not {newest}: run `skyrl db upgrade`")
     migrate(target)
-    ordered = SQLModel.metadata.sorted_tables  # a table that others refer to comes before them
+    ordered = SQLModel.metadata.sorted_tables  # a table comes after the tables to which it refers
 
     def copy_all(reading: Connection, writing: Connection) -> dict[str, int]:
         for table in ordered:
@@ -78,7 +78,7 @@ def _names(table: Table) -> list[str]:
 
 
 def _parameter(column: Column[Value]) -> object:
-    """JSON goes over as the text that it is, so that null, the order of keys and every digit stay."""
+    """JSON is copied as text, so that null, the order of keys and all digits stay the same."""
     if isinstance(column.type, JSON):
         return cast(bindparam(f"value_of_{column.name}", type_=Text()), JSON)
     return bindparam(f"value_of_{column.name}", type_=column.type)
@@ -105,13 +105,13 @@ def _check_text(table: Table, row: Row[tuple[Value, ...]]) -> None:
 
 
 def _raise_counter(table: Table, connection: Connection) -> None:
-    """PostgreSQL counts new rows from the highest number that was copied."""
-    counted = table.autoincrement_column
-    if counted is None:
+    """Let PostgreSQL number new rows from the highest copied number on."""
+    number = table.autoincrement_column
+    if number is None:
         return
     sequence = connection.execute(
-        text("SELECT pg_get_serial_sequence(:table, :column)"), {"table": table.name, "column": counted.name}
+        text("SELECT pg_get_serial_sequence(:table, :column)"), {"table": table.name, "column": number.name}
     ).scalar_one()
-    highest = connection.execute(select(func.max(counted))).scalar_one()
+    highest = connection.execute(select(func.max(number))).scalar_one()
     if sequence is not None and highest is not None:
         connection.execute(text("SELECT setval(:sequence, :highest)"), {"sequence": sequence, "highest": highest})

@@ -10,7 +10,7 @@ from pathlib import Path
 from sqlalchemy.engine import make_url
 
 _SECRETS = ("password", "sslpassword")
-"""Parameters after the `?` that PostgreSQL's driver takes as secrets."""
+"""Parameters after the `?` that are secrets of PostgreSQL's driver."""
 
 
 def sqlite_file(url: str) -> Path | None:
@@ -20,7 +20,7 @@ def sqlite_file(url: str) -> Path | None:
 
 
 def shown_url(url: str) -> str:
-    """A URL that `readable_url` has returned, with its passwords hidden: for messages and logs."""
+    """A URL from `readable_url` without its passwords, for messages and logs."""
     parsed = make_url(url)
     query = {name: "hidden" if name in _SECRETS else value for name, value in parsed.query.items()}
     return parsed.set(query=query).render_as_string(hide_password=True)

@@ -1,7 +1,7 @@
-"""Usage by hour: tokens trained and sampled, checkpoints made, gigabyte-hours stored. Amounts only; no prices.
+"""Usage by hour: tokens trained and sampled, checkpoints made, gigabyte-hours stored. Amounts, no prices.
 
-Each row is a sum, and counting adds to it. Where one process does the work and counts it, both are one transaction. The
-project of a session is looked up when usage is read, because a session can move to another project.
+Each row is a sum, and counting adds to it. The engine counts work in the transaction that stores the work's outcome.
+The project of a session is looked up when usage is read, because a session can move to another project.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def add(connection: Connection, amounts: Mapping[UsageKey, float]) -> None:
 
 
 def count_training(connection: Connection, tokens: Mapping[str, int]) -> None:
-    """Count the tokens of training passes, given by model id."""
+    """Count the tokens of training passes. `tokens` has the numbers by model id."""
     query = select(_models.c.id, _models.c.tenant, _models.c.session_id, _models.c.base_model)
     bucket = bucket_of(time.time())
     counted: dict[UsageKey, float] = {}
@@ -86,14 +86,15 @@ def count_training(connection: Connection, tokens: Mapping[str, int]) -> None:
 
 
 def count_checkpoint(connection: Connection, tenant: str, session_id: str, base_model: str) -> None:
-    """Count one checkpoint made."""
+    """Count one new checkpoint."""
     add(connection, {UsageKey(tenant, bucket_of(time.time()), session_id, base_model, UsageKind.CHECKPOINT): 1})
 
 
 def sample_amounts(
     tenant: str, session_id: str, base_model: str, *, prompt: int, cached: int, sampled: int
 ) -> dict[UsageKey, int]:
-    """The amounts of one sample request, in tokens: its prompt, the cached part of the prompt, all sampled tokens."""
+    """The amounts of one sample request. `prompt`, `cached` (the cached part of the prompt) and `sampled` (in all
+    sequences) are numbers of tokens."""
     bucket = bucket_of(time.time())
     amounts = (
         (UsageKind.PREFILL, prompt - cached),
@@ -104,11 +105,11 @@ def sample_amounts(
 
 
 def meter_storage(connection: Connection, now: float) -> None:
-    """Count the storage of live checkpoints from the last call until `now` (seconds since the epoch). Time without a
-    running server counts too.
+    """Count the storage of live checkpoints from the last call until `now` (seconds since the epoch). Time in which no
+    server runs counts, too.
 
-    The very first call only starts the clock. A checkpoint that is deleted between two calls is counted until the
-    first of them.
+    The first call on a database counts nothing. A checkpoint that is deleted between two calls is counted until the
+    earlier call.
     """
     meter = _meters.c.name == UsageKind.STORAGE
     since = connection.execute(select(_meters.c.counted_until).where(meter)).scalar()
@@ -140,12 +141,12 @@ def add_once(connection: Connection, counter: str, at: float, amounts: Mapping[U
     """Add the amounts that `counter` has counted until `at`, unless they were added before: a counter repeats this call
     when it does not know whether its commit succeeded. Forgets counters that have added nothing for a day."""
     row = _meters.c.name == _COUNTER + counter
-    until = connection.execute(select(_meters.c.counted_until).where(row)).scalar()
-    if until == at:
+    counted_until = connection.execute(select(_meters.c.counted_until).where(row)).scalar()
+    if counted_until == at:
         return
-    if until is None:
-        silent = (_meters.c.name.startswith(_COUNTER), _meters.c.counted_until < at - 24 * HOUR_S)
-        connection.execute(delete(_meters).where(*silent))
+    if counted_until is None:
+        unused = (_meters.c.name.startswith(_COUNTER), _meters.c.counted_until < at - 24 * HOUR_S)
+        connection.execute(delete(_meters).where(*unused))
         connection.execute(insert(_meters), {"name": _COUNTER + counter, "counted_until": at})
     else:
         connection.execute(update(_meters).where(row).values(counted_until=at))
@@ -155,7 +156,7 @@ def add_once(connection: Connection, counter: str, at: float, amounts: Mapping[U
 class UsageCounter:
     """Counts samples in memory, so that a sample needs no second write. `flush` adds the counts to the table.
 
-    The API flushes every second and when it stops. A process that is killed loses the counts since its last flush.
+    API processes flush every second and when they stop. A killed process loses the counts since its last flush.
     """
 
     def __init__(self, writer: GroupCommitWriter) -> None:
@@ -163,8 +164,8 @@ class UsageCounter:
         self._name = secrets.token_hex(8)
         self._amounts: dict[UsageKey, float] = {}
         self._unsure: tuple[float, dict[UsageKey, float]] | None = None
-        """The amounts of a flush that failed, and the time until which they were counted. The flush may have been
-        committed all the same."""
+        """The amounts of a failed flush, and the time until which they were counted. The flush may have been committed
+        although it failed."""
 
     def count(self, amounts: Mapping[UsageKey, float]) -> None:
         for key, amount in amounts.items():
@@ -193,7 +194,7 @@ class UsedAmount:
 
 @dataclass(frozen=True, slots=True)
 class UsingSession:
-    """What usage tells of a session."""
+    """A session that has usage."""
 
     project_id: str | None
     user_metadata: dict[str, Any] | None
@@ -201,7 +202,7 @@ class UsingSession:
 
 @dataclass(frozen=True, slots=True)
 class StoredCheckpoints:
-    """Number and size of the live checkpoints of one project. `project_id` None: of sessions in no project."""
+    """Number and size of the live checkpoints of one project. `project_id` None stands for sessions without project."""
 
     project_id: str | None
     checkpoints: int
@@ -221,8 +222,8 @@ class Usage:
     async def between(
         self, tenant: str, start: datetime, end: datetime
     ) -> tuple[list[UsedAmount], dict[str, UsingSession]]:
-        """The sums of the hours in [start, end), by hour, the largest amounts of an hour first; and their sessions by
-        id."""
+        """The sums of the hours in [start, end), and their sessions by id. The sums are in the order of the hours, and
+        within an hour the largest first."""
         wanted = (
             usage.c.tenant == tenant,
             usage.c.bucket >= int(start.astimezone(UTC).timestamp()),
@@ -230,17 +231,17 @@ class Usage:
         )
         query = select(usage).where(*wanted).order_by(usage.c.bucket, usage.c.amount.desc(), usage.c.kind)
         columns = sessions.c.id, sessions.c.project_id, sessions.c.user_metadata
-        named = select(*columns).where(sessions.c.id.in_(select(usage.c.session_id).where(*wanted)))
+        with_usage = select(*columns).where(sessions.c.id.in_(select(usage.c.session_id).where(*wanted)))
 
         def read(connection: Connection) -> tuple[list[UsedAmount], dict[str, UsingSession]]:
             amounts = [_used(row) for row in connection.execute(query)]
-            found = {row.id: UsingSession(row.project_id, row.user_metadata) for row in connection.execute(named)}
-            return amounts, found
+            by_id = {row.id: UsingSession(row.project_id, row.user_metadata) for row in connection.execute(with_usage)}
+            return amounts, by_id
 
         return await self._database.read_async(read)
 
     async def stored(self, tenant: str, project_id: str | None = None) -> list[StoredCheckpoints]:
-        """A tenant's live checkpoints by project; only one project if `project_id` is given."""
+        """A tenant's live checkpoints by project. With `project_id`, only of that project."""
         live = or_(_checkpoints.c.expires_at.is_(None), _checkpoints.c.expires_at > time.time())
         query = (
             select(sessions.c.project_id, func.count().label("n"), func.sum(_checkpoints.c.size_bytes).label("size"))

@@ -1,8 +1,4 @@
-"""The group-commit writer: one thread owns the write connection, and commits all waiting writes in one transaction.
-
-The awaitable of a write resolves after the commit of the write. Knows statements and parameters; does not know what a
-future or a session is.
-"""
+"""The group-commit writer: one thread has the write connection, and commits all waiting writes in one transaction."""
 
 from __future__ import annotations
 
@@ -31,10 +27,10 @@ MAX_BATCH = 1_000
 
 
 class RowStatement:
-    """A statement that runs very often, on one row each time.
+    """A statement that runs very often and changes one row each time.
 
-    On SQLite the statement goes straight to the driver, because SQLAlchemy's overhead costs more than the row. Every
-    parameter is a bindparam of a type that the driver accepts without conversion.
+    On SQLite the driver executes it directly, because SQLAlchemy's overhead costs more than the row. Therefore every
+    parameter must be a bindparam of a type that the driver accepts without conversion.
     """
 
     def __init__(self, statement: Insert | Update) -> None:
@@ -68,14 +64,14 @@ class _Write:
 
 
 class GroupCommitWriter:
-    """Takes the writes of one event loop, and commits them in groups on one thread.
+    """Commits the writes of one event loop in groups, on one thread.
 
-    When the database is away or full, a group fails as a whole: none of its writes is committed. When the connection
-    broke during the commit, all of them may be committed.
+    When the database is away or full, a whole group fails and none of its writes is committed. But when the connection
+    breaks during the commit, they may all be committed although they fail.
 
-    All writes of one turn of the event loop go to the thread together, because waking the thread costs more than a row.
-    Writes of one group with the same statement object run as one executemany, in the order in which statements first
-    appear. So a write that depends on another one must wait until that one is committed.
+    All writes of one turn of the event loop are given to the thread together, because waking the thread costs more than
+    a row. Writes of one group with the same statement object run as one executemany. So the writes of a group do not
+    run in their order, and a write that depends on another one must wait until that one is committed.
     """
 
     def __init__(self, database: Database) -> None:
@@ -89,13 +85,13 @@ class GroupCommitWriter:
         self._thread.start()
 
     async def execute(self, statement: Executable | RowStatement, parameters: dict[str, Any]) -> bool:
-        """Run one prepared statement, and return when it is committed. True: the statement has changed its row. False:
-        it is not known whether it has, because a group counts the changed rows of all its writes together. Raises the
-        database's error."""
+        """Run one statement, and return when it is committed. Returns True if the statement has surely changed its row,
+        and False if that is not known: only the sum of the changed rows of a group is known. Raises the database's
+        error."""
         return await self._put(statement, parameters, None)
 
     async def transact(self, change: Callable[[Connection], T]) -> T:
-        """Run `change` in the transaction of a group. Returns the value of `change` once the group is committed."""
+        """Run `change` in the transaction of a group. Returns its value when the group is committed."""
         return await self._put(None, None, change)
 
     def _put(
@@ -162,11 +158,11 @@ class GroupCommitWriter:
         except Exception as error:
             self._roll_back()
             error = _as_sqlalchemy(error)
-            # A transient error, or one at BEGIN, would meet each write alone too.
+            # After a transient error, and after an error at BEGIN, each write alone would fail in the same way.
             if len(batch) == 1 or not begun or is_transient(error):
                 self._resolve(batch, error)
                 return
-            # One bad write must not fail its neighbours. The group was rolled back, so run each write alone.
+            # One bad write must not fail the others. The group was rolled back, so run each write alone.
             for write in batch:
                 self._commit([write])
             return
@@ -174,7 +170,7 @@ class GroupCommitWriter:
         self._resolve(batch, None)
 
     def _roll_back(self) -> None:
-        """End the transaction of the driver's connection. Give up the connection if it cannot roll back."""
+        """Roll back the transaction of the driver's connection, or close the connection if it cannot roll back."""
         if self._driver is None or not self._driver.in_transaction:
             return
         try:
@@ -187,11 +183,11 @@ class GroupCommitWriter:
 
     @staticmethod
     def _apply_rows(driver: sqlite3.Connection, batch: list[_Write]) -> None:
-        grouped: dict[RowStatement, list[_Write]] = {}
+        by_statement: dict[RowStatement, list[_Write]] = {}
         for write in batch:
             assert isinstance(write.statement, RowStatement)
-            grouped.setdefault(write.statement, []).append(write)
-        for statement, writes in grouped.items():
+            by_statement.setdefault(write.statement, []).append(write)
+        for statement, writes in by_statement.items():
             changed = driver.executemany(
                 statement.sql, [statement.ordered(w.parameters or {}) for w in writes]
             ).rowcount
@@ -206,11 +202,11 @@ class GroupCommitWriter:
             key = id(write.statement) if write.statement is not None else id(write)
             grouped.setdefault(key, []).append(write)
         for writes in grouped.values():
-            head = writes[0]
-            if head.change is not None:
-                head.result = head.change(connection)
-            elif head.statement is not None:
-                statement = head.statement.statement if isinstance(head.statement, RowStatement) else head.statement
+            first = writes[0]
+            if first.change is not None:
+                first.result = first.change(connection)
+            elif first.statement is not None:
+                statement = first.statement.statement if isinstance(first.statement, RowStatement) else first.statement
                 changed = connection.execute(statement, [write.parameters or {} for write in writes]).rowcount
                 for write in writes:
                     write.result = changed == len(writes)

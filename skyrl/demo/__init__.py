@@ -1,1 +1,1 @@
-"""`skyrl demo`: two tenants side by side through the unmodified SDK, and what that gained is measured."""
+"""`skyrl demo`: two tenants train at the same time through the unmodified SDK; the gain in time is measured."""

@@ -1,4 +1,4 @@
-"""How long a sample takes with training idle and with a training stream running, through the SDK."""
+"""The latency of a sample through the SDK: while training is idle, and during a training stream."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STREAM_STEPS = 24
 
 @dataclass(frozen=True)
 class Latency:
-    """Seconds. `stream` is the duration of the training stream; `busy` are samples that began and ended within it."""
+    """Seconds. `stream` is the duration of the training stream, `busy` the latencies of samples during the stream."""
 
     idle: list[float]
     busy: list[float]
@@ -30,12 +30,12 @@ class Latency:
 
     @property
     def ratio(self) -> float:
-        """A concurrent sample's median latency over the stream's duration."""
+        """The median latency during the stream, divided by the stream's duration."""
         return self.quantile(self.busy, 0.5) / self.stream
 
 
 def stream_data(sequences: int, length: int) -> list[types.Datum]:
-    """Cross-entropy data of the given size, in random tokens."""
+    """Cross-entropy data of random tokens: `sequences` sequences of `length` tokens."""
     rng = random.Random(1)
     data = []
     for _ in range(sequences):
@@ -59,7 +59,8 @@ def _client(base_url: str, name: str) -> tinker.ServiceClient:
 def measure(
     base_url: str, base_model: str, *, idle_samples: int = 20, sequences: int = 32, length: int = 128
 ) -> Latency:
-    """One client samples while another trains: 24 x (forward_backward + optim_step), submitted as a stream."""
+    """One client samples while another client trains: STREAM_STEPS times forward_backward and optim_step, all submitted
+    at once."""
     with _client(base_url, "stream") as training, _client(base_url, "reader") as sampling:
         trainer = training.create_lora_training_client(base_model=base_model, rank=8).result()
         tokenizer = trainer.get_tokenizer()

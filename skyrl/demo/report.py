@@ -1,4 +1,4 @@
-"""What the demo found: a table, a plot, and a JSON file for whoever wants the numbers."""
+"""The results of the demo: a table, a plot, and a JSON file with all figures."""
 
 from __future__ import annotations
 
@@ -16,38 +16,38 @@ from skyrl.demo.tenants import Run
 
 GAIN_WINDOW = 5
 MIN_GAIN = 0.15
-"""How much a tenant's reward must rise (mean of the last 5 steps over the first 5), out of 1."""
+"""How much a tenant's reward must rise: the mean of the last 5 steps minus the mean of the first 5, out of 1."""
 JUDGED_STEPS = Settings().steps
-"""A shorter run has not the time for that: its rewards are shown and not judged."""
+"""A shorter run cannot reach MIN_GAIN: its rewards are shown and not judged."""
 
 
 @dataclass
-class Walls:
-    """Seconds for the tenants one after the other, and side by side."""
+class WallTimes:
+    """Seconds for the tenants one after the other (`serial`), and at the same time (`parallel`)."""
 
     serial: float
-    beside: float
+    parallel: float
 
     @property
     def speedup(self) -> float:
-        return self.serial / self.beside
+        return self.serial / self.parallel
 
 
 @dataclass
 class Findings:
-    """All figures of one demo. `phases`: seconds per phase, in order."""
+    """All results of one demo. `phases`: seconds per phase, in order."""
 
     runs: dict[str, Run] = field(default_factory=dict)
     forwarded: int = 0
     engine_served: int = 0
     latency: Latency | None = None
-    walls: Walls | None = None
-    colocated_walls: Walls | None = None
+    walls: WallTimes | None = None
+    colocated_walls: WallTimes | None = None
     colocated_latency: Latency | None = None
     phases: dict[str, float] = field(default_factory=dict)
 
     def failures(self) -> list[str]:
-        """What must not be: a reward that did not rise, a sample that went through the engine."""
+        """Failed expectations: rewards that did not rise enough, samples that went through the engine."""
         failures = [
             f"tenant {name}: reward rose by {run.gain(GAIN_WINDOW):.2f}, less than {MIN_GAIN}"
             for name, run in self.runs.items()
@@ -58,14 +58,14 @@ class Findings:
         return failures
 
     def notes(self) -> list[str]:
-        """What was not judged, and why."""
+        """Expectations that were not checked, and why."""
         short = [len(run.rewards) for run in self.runs.values() if len(run.rewards) < JUDGED_STEPS]
         if not short:
             return []
         return [f"rewards were not judged: {min(short)} steps are too few, {JUDGED_STEPS} (the default) are enough"]
 
     def figures(self) -> dict[str, Any]:
-        """Plain numbers, seconds and ratios."""
+        """The figures as JSON: counts, seconds and ratios."""
         figures: dict[str, Any] = {
             "reward": {
                 name: {"first": r.rewards[:GAIN_WINDOW], "last": r.rewards[-GAIN_WINDOW:], "gain": r.gain(GAIN_WINDOW)}
@@ -90,16 +90,16 @@ class Findings:
             if walls is not None:
                 figures[key] = {
                     "a_then_b_s": walls.serial,
-                    "a_beside_b_s": walls.beside,
+                    "a_beside_b_s": walls.parallel,
                     "speedup": walls.speedup,
                 }
         if self.walls is not None and self.colocated_walls is not None:
-            figures["forwarded_over_colocated_beside"] = self.colocated_walls.beside / self.walls.beside
+            figures["forwarded_over_colocated_beside"] = self.colocated_walls.parallel / self.walls.parallel
         return figures
 
 
 def print_report(console: Console, findings: Findings) -> None:
-    table = Table(title="What was measured", title_style="bold", show_header=False, box=None, padding=(0, 2))
+    table = Table(title="Results", title_style="bold", show_header=False, box=None, padding=(0, 2))
     table.add_column(justify="left")
     table.add_column(justify="right")
     for name, run in findings.runs.items():
@@ -114,18 +114,18 @@ def print_report(console: Console, findings: Findings) -> None:
         idle = f"{latency.quantile(latency.idle, 0.5) * 1e3:.0f} / {latency.quantile(latency.idle, 0.95) * 1e3:.0f} ms"
         busy = f"{latency.quantile(latency.busy, 0.5) * 1e3:.0f} / {latency.quantile(latency.busy, 0.95) * 1e3:.0f} ms"
         table.add_row(f"sample p50 / p95, training idle{label}", idle)
-        table.add_row(f"sample p50 / p95, beside a training stream{label}", busy)
+        table.add_row(f"sample p50 / p95, during a training stream{label}", busy)
         table.add_row(
             f"  … as a share of the stream's {latency.stream:.1f} s ({len(latency.busy)} samples)",
             f"{latency.ratio:.3f}",
         )
     for label, walls in (("forwarded", findings.walls), ("colocate_all: true", findings.colocated_walls)):
         if walls is not None:
-            table.add_row(f"A then B / A beside B, {label}", f"{walls.serial:.1f} / {walls.beside:.1f} s")
+            table.add_row(f"A then B / A beside B, {label}", f"{walls.serial:.1f} / {walls.parallel:.1f} s")
             table.add_row("  … speed-up", f"{walls.speedup:.2f}×")
     if findings.walls is not None and findings.colocated_walls is not None:
-        gain = findings.colocated_walls.beside / findings.walls.beside
-        table.add_row("A beside B: forwarding over the engine loop", f"{gain:.2f}×")
+        gain = findings.colocated_walls.parallel / findings.walls.parallel
+        table.add_row("A beside B: forwarding is faster than the engine loop by", f"{gain:.2f}×")
     for phase, seconds in findings.phases.items():
         table.add_row(f"time: {phase}", f"{seconds:.1f} s")
     console.print(table)

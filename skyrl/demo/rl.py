@@ -1,6 +1,6 @@
 """A GRPO loop against the Tinker SDK, as a user would write it.
 
-Knows the SDK and a task. Does not know which server it talks to: a change of TINKER_BASE_URL and the loop runs there.
+Knows the SDK and a task. Works with any server: TINKER_BASE_URL chooses it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Step:
-    """What one step did. `reward` is the mean over its samples, times are seconds."""
+    """The result of one step. `reward` is the mean over its samples; times are in seconds."""
 
     index: int
     reward: float
@@ -43,14 +43,14 @@ class Step:
 
 
 def advantages(rewards: list[float]) -> list[float]:
-    """Reward minus the group's mean, over its standard deviation; zero for a group without variance."""
+    """Each reward minus the group's mean, divided by the group's standard deviation; 0 in a group of equal rewards."""
     values = np.asarray(rewards)
     spread = values.std()
     return [0.0] * len(rewards) if spread < 1e-6 else ((values - values.mean()) / spread).tolist()
 
 
 def datum(prompt: list[int], tokens: list[int], logprobs: list[float], advantage: float) -> types.Datum:
-    """One sampled answer for the PPO loss: nothing is learnt from the prompt's own positions."""
+    """One sampled answer for the PPO loss. Positions of the prompt have advantage 0, so they are not trained on."""
     before = len(prompt) - 1
     return types.Datum(
         model_input=types.ModelInput.from_ints(prompt + tokens[:-1]),
@@ -67,7 +67,7 @@ def datum(prompt: list[int], tokens: list[int], logprobs: list[float], advantage
 def train(
     service: tinker.ServiceClient, base_model: str, task: Task, settings: Settings, on_step: Callable[[Step], None]
 ) -> None:
-    """Run the loop; `on_step` hears of every step. Prompts depend on the seed and the step alone."""
+    """Run the loop, and call `on_step` after every step. Prompts depend only on the seed and the step."""
     trainer = service.create_lora_training_client(
         base_model=base_model, rank=settings.rank, seed=settings.seed
     ).result()

@@ -1,4 +1,4 @@
-"""The demo's course: start the server, run the tenants, measure, report, and leave no process behind."""
+"""The demo: starts a server, runs two tenants, measures, reports, and stops all its processes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.live import Live
 
 from skyrl.demo.latency import measure
-from skyrl.demo.report import Findings, Walls, plot, print_report, write_figures
+from skyrl.demo.report import Findings, WallTimes, plot, print_report, write_figures
 from skyrl.demo.rl import Settings
 from skyrl.demo.server import DemoServer
 from skyrl.demo.tenants import Run, Tenant
@@ -27,8 +27,8 @@ from skyrl.demo.view import live_view
 
 BASE_MODEL = "tiny"
 BACKEND_CONFIG = {"trainer.policy.model.lora.max_lora_rank": 8}
-"""vLLM pads every adapter to the highest rank it was started for; two adapters side by side decode 25 % faster at 8
-than at 32, on a CPU."""
+"""vLLM pads every adapter to the maximal rank. On a CPU, two adapters at the same time decode 25 % faster with 8 than
+with 32."""
 STATUS_S = 0.5
 
 
@@ -49,7 +49,7 @@ class Demo:
         self.findings.phases[name] = time.monotonic() - started
 
     def run(self) -> int:
-        """0 when no sample went through the engine, and both rewards rose or the runs were too short for that."""
+        """The exit status: 0 if no sample went through the engine, and both rewards rose or were not judged; else 1."""
         self._out.mkdir(parents=True, exist_ok=True)
         with contextlib.ExitStack() as stack:
             directory = Path(tempfile.mkdtemp(prefix="skyrl-demo-"))
@@ -80,10 +80,10 @@ class Demo:
             tenant.wait_up()
         self._warm_up(server, tenants)
         with self._phase("A beside B"):
-            beside, self.findings.runs = self._beside(server, tenants, "A beside B, samples forwarded")
+            parallel, self.findings.runs = self._parallel(server, tenants, "A beside B, samples forwarded")
         with self._phase("A then B"):
             serial = self._serial(server, tenants, "A then B, samples forwarded")
-        self.findings.walls = Walls(serial, beside)
+        self.findings.walls = WallTimes(serial, parallel)
         with self._phase("sample latency"), self._console.status("measuring sample latency"):
             self.findings.latency = measure(server.url, BASE_MODEL)
         samples = server.status()["samples"]
@@ -92,29 +92,31 @@ class Demo:
     def _colocated(self, server: DemoServer, tenants: list[Tenant]) -> None:
         self._warm_up(server, tenants)
         with self._phase("colocated: A beside B"):
-            beside, _ = self._beside(server, tenants, "A beside B, everything through the engine loop")
+            parallel, _ = self._parallel(server, tenants, "A beside B, everything through the engine loop")
         with self._phase("colocated: A then B"):
             serial = self._serial(server, tenants, "A then B, everything through the engine loop")
-        self.findings.colocated_walls = Walls(serial, beside)
+        self.findings.colocated_walls = WallTimes(serial, parallel)
         with self._phase("colocated: sample latency"), self._console.status("measuring sample latency, colocated"):
             self.findings.colocated_latency = measure(server.url, BASE_MODEL, idle_samples=5)
 
     def _warm_up(self, server: DemoServer, tenants: list[Tenant]) -> None:
-        """Two steps of each tenant that count for nothing: first times cost more, and only one order would pay."""
+        """Run two steps of each tenant and drop the results: first steps take longer, and would slow down only the
+        order that is measured first."""
         with self._console.status("warming up"):
             for tenant in tenants:
                 tenant.start(server.url, BASE_MODEL, replace(self._settings, steps=2))
             for tenant in tenants:
                 tenant.follow(Run(), lambda: None)
 
-    def _beside(self, server: DemoServer, tenants: list[Tenant], title: str) -> tuple[float, dict[str, Run]]:
-        """Wall-clock seconds, and the runs by tenant."""
+    def _parallel(self, server: DemoServer, tenants: list[Tenant], title: str) -> tuple[float, dict[str, Run]]:
+        """Run the tenants at the same time. Returns wall-clock seconds, and the runs by tenant."""
         runs = {tenant.name: Run() for tenant in tenants}
         started = time.monotonic()
         self._follow(server, tenants, runs, title)
         return time.monotonic() - started, runs
 
     def _serial(self, server: DemoServer, tenants: list[Tenant], title: str) -> float:
+        """Run one tenant after the other. Returns wall-clock seconds."""
         started = time.monotonic()
         runs = {tenant.name: Run() for tenant in tenants}
         for tenant in tenants:
@@ -122,7 +124,7 @@ class Demo:
         return time.monotonic() - started
 
     def _follow(self, server: DemoServer, tenants: list[Tenant], runs: dict[str, Run], title: str) -> None:
-        """Let these tenants run at the same time, and show it."""
+        """Run these tenants at the same time, and show their progress."""
         done = threading.Event()
         for tenant in tenants:
             tenant.start(server.url, BASE_MODEL, self._settings)
@@ -143,12 +145,12 @@ class Demo:
                     live.update(render(server.status()), refresh=True)
             except BaseException:
                 for tenant in tenants:
-                    tenant.kill()  # ends `follow`, for which the pool waits on the way out
+                    tenant.kill()  # ends `follow`, for which the pool waits when it closes
                 raise
             for future in following:
                 future.result()
         if not self._console.is_terminal:
-            self._console.print()  # a live view ends without a line's end in a file
+            self._console.print()  # in a file, the live view ends without a newline
 
     def _report(self) -> int:
         findings = self.findings
@@ -168,14 +170,14 @@ class Demo:
 
 
 def run_demo(out: Path, settings: Settings, *, compare: bool) -> int:
-    """The exit status: 0 for success, 1 when something did not hold, 130 after Ctrl-C (or SIGTERM)."""
+    """The exit status: 0 for success, 1 for a failed expectation, 130 after Ctrl-C, SIGTERM or SIGHUP."""
     console = Console()
 
     def interrupt(_signal: int, _frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
-    for ending in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(ending, interrupt)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, interrupt)
     try:
         return Demo(console, out, settings, compare=compare).run()
     except KeyboardInterrupt:

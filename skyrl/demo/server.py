@@ -1,4 +1,4 @@
-"""A `skyrl serve` process for the demo, the benchmarks and the tests: start, wait until ready, ask, stop."""
+"""A `skyrl serve` process for the demo, the benchmarks and the tests: start, wait until ready, read status, stop."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from skyrl.processes.supervision import dies_with_parent
 
 
 class ServerFailed(RuntimeError):
-    """The server ended, or was not ready in time; the message holds what it said."""
+    """The server ended, or was not ready in time. The message has the end of its log."""
 
 
 class DemoServer:
@@ -38,7 +38,7 @@ class DemoServer:
         return self._process.pid
 
     def start(self) -> None:
-        """Start without waiting. The server does not hear the terminal's Ctrl-C; `stop` is who ends it."""
+        """Start without waiting. The terminal's Ctrl-C does not reach the server; `stop` ends it."""
         self.state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         command = [sys.executable, "-m", "skyrl.cli.main", "serve", "--port", str(self.port)]
         with (self.state_dir / "serve.log").open("ab") as log:
@@ -53,11 +53,11 @@ class DemoServer:
         self._started = time.monotonic()
 
     def wait_ready(self, timeout_s: float = 180.0) -> float:
-        """Seconds from start until it can train and sample. Raises ServerFailed."""
+        """Wait until the server can train and sample. Returns seconds since the start. Raises ServerFailed."""
         return self._wait("/readyz", timeout_s)
 
     def wait_api(self, timeout_s: float = 120.0) -> float:
-        """Seconds from start until the API answers, whatever else is missing. Raises ServerFailed."""
+        """Wait until the API answers. Returns seconds since the start. Raises ServerFailed."""
         return self._wait("/api/v1/healthz", timeout_s)
 
     def _wait(self, path: str, timeout_s: float) -> float:
@@ -66,7 +66,7 @@ class DemoServer:
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             if self._process.poll() is not None:
-                raise ServerFailed(f"the server ended with {self._process.returncode}: {self._said()}")
+                raise ServerFailed(f"the server ended with {self._process.returncode}: {self._log_end()}")
             try:
                 answer = httpx.get(f"{self.url}{path}", timeout=5.0, trust_env=False)
             except httpx.TransportError:
@@ -77,13 +77,13 @@ class DemoServer:
                 return self.ready_s
             reasons = answer.json()["reasons"]
             time.sleep(0.1)
-        raise ServerFailed(f"not ready after {timeout_s:.0f} s: {reasons}: {self._said()}")
+        raise ServerFailed(f"not ready after {timeout_s:.0f} s: {reasons}: {self._log_end()}")
 
     def status(self) -> dict[str, Any]:
         return httpx.get(f"{self.url}/statusz", timeout=60.0, trust_env=False).json()
 
     def stop(self) -> None:
-        """SIGTERM, and wait until nothing of the server is left."""
+        """Send SIGTERM, and wait until the server has ended. Kills the server after 180 s."""
         if self._process is None or self._process.poll() is not None:
             return
         self._process.send_signal(signal.SIGTERM)
@@ -93,5 +93,5 @@ class DemoServer:
             self._process.kill()
             self._process.wait()
 
-    def _said(self) -> str:
+    def _log_end(self) -> str:
         return (self.state_dir / "serve.log").read_text()[-2000:]

@@ -1,7 +1,7 @@
-"""One tenant as a process of its own: reads runs to do from stdin, reports its steps on stdout, both as JSON lines.
+"""One tenant of the demo, as a process: reads orders for runs from stdin, reports steps on stdout, as JSON lines.
 
-A process per tenant, because that is what tenants are: nothing but the server is shared. It stays alive between runs,
-so that the time of a run holds no imports.
+Each tenant is a process, because real tenants share only the server. The process lives for several runs, so that the
+measured time of a run includes no imports.
 """
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ from skyrl.demo.rl import Settings, Step, train
 from skyrl.tiny.corpus import TASKS
 
 
-def say(**event: object) -> None:
+def report(**event: object) -> None:
     print(json.dumps(event), flush=True)
 
 
 def main() -> None:
-    """Usage: tenant.py TASK API_KEY. A line of stdin is {"base_url", "base_model", "settings"}; its end is the end."""
+    """Usage: tenant.py TASK API_KEY. A line of stdin is {"base_url", "base_model", "settings"}. The process ends at the
+    end of stdin."""
     task = TASKS[sys.argv[1]]
     os.environ["TINKER_API_KEY"] = sys.argv[2]
-    assert transformers.AutoTokenizer  # imported lazily: now, and not within the first run
-    say(event="up")
+    assert transformers.AutoTokenizer  # import the lazy module now, before the first run
+    report(event="up")
     for line in sys.stdin:
         order = json.loads(line)
         settings = Settings(**order["settings"])
@@ -36,10 +37,10 @@ def main() -> None:
             started = time.perf_counter()
 
             def on_step(step: Step) -> None:
-                say(event="step", **asdict(step))
+                report(event="step", **asdict(step))
 
             train(service, order["base_model"], task, settings, on_step)
-            say(event="done", seconds=time.perf_counter() - started)
+            report(event="done", seconds=time.perf_counter() - started)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The tenants' processes as the demo sees them: start, order a run, follow its events, stop."""
+"""The demo's control of its tenants' processes: start, order a run, follow its events, stop."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from skyrl.demo.rl import Settings
 
 
 class TenantFailed(RuntimeError):
-    """A tenant's process ended; the message holds the end of its log."""
+    """A tenant's process ended, or reported nothing in time."""
 
 
 @dataclass
@@ -36,13 +36,13 @@ class Run:
         self.samples += step["samples"]
 
     def gain(self, window: int) -> float:
-        """Mean reward of the last `window` steps minus that of the first."""
+        """The mean reward of the last `window` steps minus the mean of the first. Short runs use half their steps."""
         window = min(window, max(1, len(self.rewards) // 2))
         return sum(self.rewards[-window:]) / window - sum(self.rewards[:window]) / window
 
 
 class Tenant:
-    """One process of `skyrl.demo.tenant`. Does not hear the terminal's Ctrl-C: `stop` is who ends it."""
+    """One process of `skyrl.demo.tenant`. The terminal's Ctrl-C does not reach it; `stop` ends it."""
 
     def __init__(self, name: str, task: str, log_dir: Path) -> None:
         self.name = name
@@ -68,14 +68,14 @@ class Tenant:
         self._events.put(None)
 
     def wait_up(self) -> None:
-        """Return when its imports are done."""
+        """Wait until the process has done its imports."""
         self._next(60)
 
     def _next(self, timeout_s: float) -> dict[str, Any]:
         try:
             event = self._events.get(timeout=timeout_s)
         except queue.Empty as error:
-            raise TenantFailed(f"tenant {self.name} said nothing for {timeout_s:.0f} s") from error
+            raise TenantFailed(f"tenant {self.name} reported nothing for {timeout_s:.0f} s") from error
         if event is None:
             raise TenantFailed(f"tenant {self.name} ended: {self._log.read_text()[-2000:]}")
         return event
@@ -87,7 +87,7 @@ class Tenant:
         self._process.stdin.flush()
 
     def follow(self, run: Run, on_step: Callable[[], None]) -> None:
-        """Fill `run` until it is done. Raises TenantFailed."""
+        """Add the events of the ordered run to `run` until it is done. Raises TenantFailed."""
         while True:
             event = self._next(180)
             if event["event"] == "done":

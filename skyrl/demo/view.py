@@ -1,4 +1,4 @@
-"""The demo's live view: both tenants' rewards, samples, training steps, and where samples were served."""
+"""The demo's live view: both tenants' rewards, samples and training steps, and which process served the samples."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def sparkline(values: list[float], width: int = 40) -> str:
 
 
 def live_view(title: str, runs: dict[str, tuple[str, Run]], steps: int, status: dict[str, Any]) -> RenderableType:
-    """`runs`: tenant -> (task, run so far)."""
+    """`runs`: tenant -> (task, run so far). `status`: the server's `/statusz`."""
     table = Table(expand=True, box=None, header_style="bold")
     for column in ("tenant", "task", "reward", "", "steps", "samples", "sample s", "train s"):
         table.add_column(column, justify="left" if column in ("tenant", "task", "") else "right")
@@ -36,8 +36,8 @@ def live_view(title: str, runs: dict[str, tuple[str, Run]], steps: int, status: 
             f"{run.train_s[-1]:.2f}" if run.train_s else "–",
         )
     samples = status.get("samples", {})
-    where = (
+    served = (
         f"samples served by vLLM, forwarded by the API: [bold]{samples.get('forwarded', 0)}[/]   "
         f"through the engine loop: [bold]{samples.get('engine', 0)}[/]   in flight: {samples.get('in_flight', 0)}"
     )
-    return Panel(Group(table, Text.from_markup(where)), title=title)
+    return Panel(Group(table, Text.from_markup(served)), title=title)

@@ -1,1 +1,1 @@
-"""The engine process: a model's commands in their order, models in turn."""
+"""The engine process: runs each model's commands in order, and models in turn."""

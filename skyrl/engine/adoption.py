@@ -1,7 +1,7 @@
-"""What the engine does about adapters when it starts: says where their files lie, and completes rows of early versions.
+"""Adopting adapters at the engine's start: publish where their files are, and complete rows of earlier skyrl versions.
 
-A database of any earlier revision is served. Its rows may lack what only somebody with the files can add: a key in the
-checkpoint store, a size, or files in the place that follows from a version's name.
+A migration cannot complete these rows, because that needs the files: a key in the checkpoint store, a size, or files in
+the directory that follows from the version's name.
 """
 
 from __future__ import annotations
@@ -21,16 +21,17 @@ logger = logging.getLogger(__name__)
 
 
 def adopt_adapters(config: ServerConfig, database: Database, store: CheckpointStore) -> None:
-    """Complete the rows about adapters. What fails is logged, and tried again at the next start. Raises only what the
-    database raises."""
+    """Complete the rows of adapters. Failures are logged, and the next start tries again. Raises only the errors of the
+    database."""
     database.write(lambda c: publish_state_dir(c, str(config.state_dir)))
-    _bring_in(config.state_dir, database)
-    _store(config.state_dir, database, store)
-    _measure(config.state_dir, database)
+    _link_into_place(config.state_dir, database)
+    _store_sampler_weights(config.state_dir, database, store)
+    _record_sizes(config.state_dir, database)
 
 
-def _bring_in(state_dir: Path, database: Database) -> None:
-    """Put adapters that lie elsewhere where their names say. The files elsewhere stay as they are."""
+def _link_into_place(state_dir: Path, database: Database) -> None:
+    """Link the files of adapters in other directories into the directories that follow from their names. The old files
+    stay."""
     for adapter, elsewhere in database.read(early_rows.adapters_elsewhere).items():
         directory = adapter_directory(state_dir, adapter)
         try:
@@ -44,7 +45,7 @@ def _bring_in(state_dir: Path, database: Database) -> None:
         database.write(lambda c, adapter=adapter: early_rows.set_in_place(c, adapter))
 
 
-def _store(state_dir: Path, database: Database, store: CheckpointStore) -> None:
+def _store_sampler_weights(state_dir: Path, database: Database, store: CheckpointStore) -> None:
     """Store sampler weights that were saved before there was a checkpoint store."""
     for checkpoint_id, adapter in database.read(early_rows.adapters_not_stored).items():
         directory = adapter_directory(state_dir, adapter)
@@ -58,8 +59,8 @@ def _store(state_dir: Path, database: Database, store: CheckpointStore) -> None:
         database.write(lambda c, n=checkpoint_id, key=key: early_rows.set_stored(c, n, key))
 
 
-def _measure(state_dir: Path, database: Database) -> None:
-    """Note the sizes of adapters that were saved before sizes were noted."""
+def _record_sizes(state_dir: Path, database: Database) -> None:
+    """Record the sizes of adapters that were saved before sizes were recorded."""
     sizes = {}
     for sampler_id, adapter in database.read(early_rows.adapters_not_measured).items():
         directory = adapter_directory(state_dir, adapter)

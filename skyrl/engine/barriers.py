@@ -1,7 +1,7 @@
-"""The barriers: what each command that is no training pass does to its model. Saves are in `saving`.
+"""The barriers: one method per kind of command that is no pass. Saves are in `saving`.
 
-Barriers run on the backend's thread, one at a time. Saves and loads run on other threads, because they wait for files.
-They use the backend's thread only when the files are there.
+Most barriers run on the backend thread, one at a time. Saves and loads run on file threads, because they wait for
+files. A load calls the backend thread when its files have been fetched.
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ from skyrl.config.server import ServerConfig
 from skyrl.db import audit, checkpoints
 from skyrl.db.database import Connection, Database
 from skyrl.db.models import ModelRecord, find_model, set_model
-from skyrl.engine.done import Done
+from skyrl.engine.barrier_result import BarrierResult
 from skyrl.engine.saving import Saves
 from skyrl.engine.threads import EngineThreads
 from skyrl.storage.base import CheckpointStore
 from skyrl.types.command import Command
 from skyrl.types.kinds import Kind
+from skyrl.wire.decoding import decode_json
 from skyrl.wire.errors import FailedRequest
 from skyrl.wire.paths import parse_path
-from skyrl.wire.requests import LoadWeightsCommand, OptimStepRequest, decode_json
+from skyrl.wire.requests import LoadWeightsCommand, OptimStepRequest
 
 
 def model_is_gone(command: Command) -> FailedRequest:
@@ -35,7 +36,7 @@ def model_is_gone(command: Command) -> FailedRequest:
 
 
 def unloaded(model_id: str | None) -> dict[str, Any]:
-    """The result of unloading a model, also when the model is gone already."""
+    """The result of unloading a model, also when the model was closed before."""
     return {"type": "unload_model", "model_id": model_id}
 
 
@@ -44,7 +45,7 @@ def adam_params(request: OptimStepRequest) -> AdamParams:
 
 
 class Barriers:
-    """One method per kind. Raises FailedRequest, RequestError or InvalidRequest for the caller's mistakes."""
+    """One method per kind. Raises FailedRequest, RequestError or InvalidRequest for the client's mistakes."""
 
     def __init__(
         self,
@@ -59,7 +60,7 @@ class Barriers:
         self._store = store
         self._threads = threads
         saves = Saves(config, database, backend, store)
-        self._handlers: dict[Kind, Callable[[Command, bytes, ModelRecord], Done]] = {
+        self._handlers: dict[Kind, Callable[[Command, bytes, ModelRecord], BarrierResult]] = {
             Kind.CREATE_MODEL: self._create_model,
             Kind.OPTIM_STEP: self._optim_step,
             Kind.SAVE_WEIGHTS: saves.weights,
@@ -69,7 +70,7 @@ class Barriers:
             Kind.UNLOAD_MODEL: self._unload_model,
         }
 
-    def run(self, command: Command, body: bytes) -> Done:
+    def run(self, command: Command, body: bytes) -> BarrierResult:
         return self._handlers[command.kind](command, body, self._living(command))
 
     def _living(self, command: Command) -> ModelRecord:
@@ -79,19 +80,19 @@ class Barriers:
             raise model_is_gone(command)
         return model
 
-    def _create_model(self, command: Command, body: bytes, model: ModelRecord) -> Done:
+    def _create_model(self, command: Command, body: bytes, model: ModelRecord) -> BarrierResult:
         self._backend.create_model(model.id, model.lora)
-        return Done({"type": "create_model", "model_id": model.id}, set_model(model.id, status="ready"))
+        return BarrierResult({"type": "create_model", "model_id": model.id}, set_model(model.id, status="ready"))
 
-    def _unload_model(self, command: Command, body: bytes, model: ModelRecord) -> Done:
-        """Changes only the row. The loop drops the model when this is committed, as it does when a session ends."""
-        return Done(unloaded(model.id), set_model(model.id, status="closed"))
+    def _unload_model(self, command: Command, body: bytes, model: ModelRecord) -> BarrierResult:
+        """Changes only the row. `ModelEnds` drops the model after the commit, as when a session ends."""
+        return BarrierResult(unloaded(model.id), set_model(model.id, status="closed"))
 
-    def _optim_step(self, command: Command, body: bytes, model: ModelRecord) -> Done:
+    def _optim_step(self, command: Command, body: bytes, model: ModelRecord) -> BarrierResult:
         params = adam_params(decode_json(OptimStepRequest, body))
-        return Done({"type": "optim_step", "metrics": self._backend.optim_step(model.id, params)})
+        return BarrierResult({"type": "optim_step", "metrics": self._backend.optim_step(model.id, params)})
 
-    def _load_weights(self, command: Command, body: bytes, model: ModelRecord) -> Done:
+    def _load_weights(self, command: Command, body: bytes, model: ModelRecord) -> BarrierResult:
         request = decode_json(LoadWeightsCommand, body)
         if request.refused is not None:
             raise FailedRequest(request.refused)
@@ -105,7 +106,7 @@ class Barriers:
         creates = command.seq_id == 0
 
         def load() -> None:
-            self._living(command)  # its session may have ended while the files were fetched
+            self._living(command)  # the session may have ended while the files were fetched
             if creates:
                 self._backend.create_model(model.id, model.lora)
             try:
@@ -128,4 +129,4 @@ class Barriers:
                 ready(connection)
             audit.record(connection, saved.tenant, "checkpoint_loaded", **details)
 
-        return Done({"type": "load_weights", "path": request.path, "model_id": model.id}, change)
+        return BarrierResult({"type": "load_weights", "path": request.path, "model_id": model.id}, change)

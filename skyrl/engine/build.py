@@ -1,4 +1,4 @@
-"""Building an engine: the one place that makes its parts and hands them to each other. Nothing runs yet."""
+"""Building an engine: makes its parts and connects them. Starts nothing."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ BYTES_PER_TOKEN = 20
 
 @dataclass(frozen=True)
 class EngineParts:
-    """An engine, and its parts, which tests look into. Run `recovery` first, then `engine`."""
+    """An engine, and its parts for tests. Run `recovery` first, then `engine`."""
 
     engine: Engine
     recovery: Recovery
@@ -62,10 +62,13 @@ def build_engine(
     group: EngineGroup | None = None,
     sampler: ColocatedSampler | None = None,
 ) -> EngineParts:
-    """Must be called on the event loop. `group` is None where somebody else runs the inference server; `sampler` is
-    None where API processes forward samples."""
+    """Must be called on the event loop.
+
+    `group` is None where skyrl does not run the inference server. `sampler` is None where API processes forward
+    samples.
+    """
     threads = EngineThreads(FILES_AT_ONCE)
-    # Twice the micro-batch: enough to fill one, and small enough that every model's turn comes soon.
+    # Two micro-batches: enough to fill one, and few enough that every model's turn comes soon.
     scheduler = Scheduler(2 * config.backend_config.trainer.micro_batch_tokens * BYTES_PER_TOKEN)
     snapshots = Snapshots(config, database, backend)
     settlement = Settlement(database, api)

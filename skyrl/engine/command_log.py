@@ -1,6 +1,6 @@
 """Reading the command log: new commands go from the database to the scheduler.
 
-Commands whose model is gone are refused instead.
+Commands whose model is closed are refused instead.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 
-from skyrl.db import futures as rows
+from skyrl.db import commands as rows
 from skyrl.db.database import Connection, Database
 from skyrl.db.models import living_among
 from skyrl.engine.scheduler import Scheduler
@@ -19,7 +19,7 @@ from skyrl.types.kinds import ENGINE_KINDS
 
 
 class CommandLog:
-    """Several tasks may call `read` and `close_queue`; one runs at a time."""
+    """Several tasks may call `read` and `close_queue`; a lock runs them one at a time."""
 
     def __init__(self, database: Database, scheduler: Scheduler, settlement: Settlement) -> None:
         self._database = database
@@ -30,11 +30,11 @@ class CommandLog:
         self._reading = asyncio.Lock()
 
     def note_news(self) -> None:
-        """Commands may have arrived: the next `read` asks the database."""
+        """Commands may have arrived: let the next `read` ask the database."""
         self._has_news = True
 
     async def read(self) -> None:
-        """Queue the commands that have arrived, and those that were delayed until now."""
+        """Queue new commands, and delayed commands that may start now."""
         async with self._reading:
             if self._has_news:
                 self._has_news = False
@@ -46,10 +46,11 @@ class CommandLog:
         self._scheduler.start_due(time.time())
 
     async def close_queue(self, model_id: str) -> None:
-        """The model is closed or has failed: fail its queued commands, also those that wait for a missing number."""
-        async with self._reading:  # a read that runs now may be about to queue a command of this model
-            left = self._scheduler.close_model(model_id)
-        await self._refuse(left)
+        """Close the queue of a closed or failed model: fail its waiting commands, also commands that wait for a missing
+        seq_id."""
+        async with self._reading:  # a running `read` may be about to queue a command of this model
+            waiting = self._scheduler.close_model(model_id)
+        await self._refuse(waiting)
 
     async def _queue_new(self) -> None:
         last_row, known = self._scheduler.last_row, self._scheduler.model_ids
@@ -59,11 +60,11 @@ class CommandLog:
             unknown = {c.model_id for c in new if c.model_id is not None} - known
             return new, unknown - living_among(connection, unknown)
 
-        new, gone = await self._database.read_async(read)
+        new, closed = await self._database.read_async(read)
         # Refuse first. If that raises, nothing is queued, `last_row` stays, and the next read finds the same commands.
-        await self._refuse([command for command in new if command.model_id in gone])
+        await self._refuse([command for command in new if command.model_id in closed])
         for command in new:
-            if command.model_id not in gone:
+            if command.model_id not in closed:
                 self._scheduler.add(command)
 
     async def _refuse(self, commands: Sequence[Command]) -> None:

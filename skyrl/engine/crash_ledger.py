@@ -1,8 +1,8 @@
-"""The crash ledger: which commands were running whenever the engine died. So a poison command is found.
+"""The crash ledger: which commands were running whenever the engine died, to find a command that kills the engine.
 
-One small file, rewritten before and after each command, and never synced: it must outlive the process, not the machine,
-and for that the kernel's page cache is enough. A write costs microseconds; a commit would cost a good part of a small
-command. Knows keys and counts; recovery knows what a key stands for, and decides what follows.
+One small file, rewritten before and after each command, and never synced: it must survive the death of the process, not
+of the machine, and the kernel's page cache is enough for that. A write costs microseconds; a commit would cost a good
+part of a small command. Knows keys and counts; `recovery` knows what a key stands for, and which commands to skip.
 """
 
 from __future__ import annotations
@@ -21,90 +21,92 @@ from skyrl.db.fence import Displaced
 
 logger = logging.getLogger(__name__)
 
-POISON = 2
-"""If the engine has died so many times while one command ran, the command is blamed."""
+DEATHS_TO_BLAME = 2
+"""A command is blamed after the engine has died this often while the command ran."""
 DATABASE_TROUBLE = (*OPERATIONAL_ERRORS, Displaced)
-"""A full disk, a lost connection, a claim that another server has taken: the engine may die of these, but the command
-that it was running is not to blame."""
+"""A full disk, a lost connection, a claim taken by another server: the engine may die of these errors, but the running
+command is not to blame."""
 
 
 class CrashLedger:
-    """What runs now, and how often the engine has died while the same ran before. Threads may share it."""
+    """The keys that run now, and how often the engine has died while each key ran. Threads may share one ledger."""
 
     def __init__(self, file: Path) -> None:
-        """Read the file of the engine before this one: whatever was running then gets one more death."""
+        """Read the previous engine's file: each key that was running gets one more death."""
         file.parent.mkdir(parents=True, exist_ok=True)
         self._lock = threading.Lock()
         self._running: list[str] = []
-        self._listening = True
+        self._recording = True
         self._counts = _read(file)
         self._descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
         self._write()
 
     @property
     def counts(self) -> dict[str, int]:
-        """Deaths of the engine by key. A key whose block has ended well since is not in it."""
+        """Deaths of the engine by key, without keys whose block has succeeded since."""
         with self._lock:
             return dict(self._counts)
 
     @contextlib.contextmanager
-    def watching(self, keys: Sequence[str], innocent: tuple[type[Exception], ...] = DATABASE_TROUBLE) -> Iterator[None]:
+    def running(
+        self, keys: Sequence[str], not_blamed: tuple[type[Exception], ...] = DATABASE_TROUBLE
+    ) -> Iterator[None]:
         """While the block runs, a death of this process counts against `keys`.
 
-        If the block raises, the engine ends: that counts too, unless the error is one of `innocent`. When the block
-        ends well, earlier deaths of `keys` are forgotten.
+        If the block raises, the engine ends: that counts as a death, too, except for an error in `not_blamed`. If the
+        block succeeds, earlier deaths of `keys` are forgotten.
         """
         with self._lock:
             self._running += keys
             self._write()
         try:
             yield
-        except innocent:
+        except not_blamed:
             self._ended(keys)
             raise
-        self._ended(keys, well=True)
+        self._ended(keys, succeeded=True)
 
     def forget_all_but(self, keys: Collection[str]) -> None:
-        """Forget the deaths of all other keys: what these stand for has ended, or will never run again."""
+        """Forget the deaths of all other keys: their commands have ended or will never run again."""
         with self._lock:
             self._counts = {key: count for key, count in self._counts.items() if key in keys}
             self._write()
 
-    def disregard(self) -> None:
-        """The engine was told to end: from now on its death is nobody's fault."""
+    def stop_recording(self) -> None:
+        """The engine was told to end: from now on, blame no command for its death."""
         with self._lock:
-            self._listening = False
+            self._recording = False
             self._write()
 
     def close(self) -> None:
         os.close(self._descriptor)
 
-    def _ended(self, keys: Sequence[str], *, well: bool = False) -> None:
+    def _ended(self, keys: Sequence[str], *, succeeded: bool = False) -> None:
         with self._lock:
             for key in keys:
                 self._running.remove(key)
-                if well:
+                if succeeded:
                     self._counts.pop(key, None)
             self._write()
 
     def _write(self) -> None:
-        """One call writes all, and no signal cuts it short. A longer text from before may stay behind the line's end;
-        readers ignore it."""
-        running = self._running if self._listening else []
+        """Write one line in one call, which no signal interrupts. The rest of a longer earlier line may follow it in
+        the file; `_read` ignores that."""
+        running = self._running if self._recording else []
         line = json.dumps({"running": running, "deaths": self._counts}) + "\n"
         try:
             os.pwrite(self._descriptor, line.encode(), 0)
-        except OSError as error:  # a full disk: if the engine dies now, nothing is blamed
-            logger.warning("what runs could not be noted: %s", error)
+        except OSError as error:  # a full disk: if the engine dies now, no command is blamed
+            logger.warning("the running commands could not be recorded: %s", error)
 
 
 def _read(file: Path) -> dict[str, int]:
-    """Deaths by key, with the last one; empty if there is no such file, or if it is damaged."""
+    """Deaths by key, including the last death; empty if the file is missing or damaged."""
     try:
-        noted = json.loads(file.read_text().partition("\n")[0])
-        return dict(Counter(noted["deaths"]) + Counter(noted["running"]))
+        entry = json.loads(file.read_text().partition("\n")[0])
+        return dict(Counter(entry["deaths"]) + Counter(entry["running"]))
     except FileNotFoundError:
         return {}
     except (ValueError, KeyError, TypeError):
-        logger.warning("%s is damaged; nothing is held against the commands that were running", file)
+        logger.warning("%s is damaged: no command is blamed for the engine's deaths so far", file)
         return {}

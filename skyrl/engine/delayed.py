@@ -1,7 +1,7 @@
 """Delayed commands: their tenant's quota has no tokens for them yet.
 
-The scheduler does not see them before their time. The model's later commands wait as if the delayed command had not
-arrived yet; other models do not wait.
+The scheduler treats a delayed command as if it had not arrived yet: the model's later commands wait for it, and other
+models do not wait.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ class Delayed:
     def add(self, command: Command, start: float) -> None:
         heapq.heappush(self._heap, (start, command.n, command))
 
-    def behind(self, command: Command) -> Command:
-        """The command, to start after all delayed commands of its model. For commands without a seq_id, which would
-        otherwise overtake them."""
+    def start_after_delayed(self, command: Command) -> Command:
+        """A copy of `command` that starts after all delayed commands of its model. For commands without a seq_id, which
+        would otherwise overtake the delayed commands."""
         starts = [start for start, _, other in self._heap if other.model_id == command.model_id]
         return replace(command, not_before=max(starts)) if starts else command
 
@@ -35,11 +35,11 @@ class Delayed:
         return due
 
     def pop_model(self, model_id: str) -> list[Command]:
-        """Remove and return the commands of a model that is closed."""
-        gone = [command for _, _, command in self._heap if command.model_id == model_id]
+        """Remove and return the commands of a closed model."""
+        removed = [command for _, _, command in self._heap if command.model_id == model_id]
         self._heap = [entry for entry in self._heap if entry[2].model_id != model_id]
         heapq.heapify(self._heap)
-        return gone
+        return removed
 
     @property
     def next_start(self) -> float | None:

@@ -1,4 +1,4 @@
-"""Exports that only their recipients can read: every file as age (age-encryption.org) encrypts it."""
+"""Encrypted exports: every file is encrypted with age (age-encryption.org), so that only the recipients can read it."""
 
 from __future__ import annotations
 
@@ -13,27 +13,28 @@ from skyrl.wire.errors import RequestError
 SUFFIX = ".age"
 MAX_RECIPIENTS = 10
 _age: Any = pyrage
-"""The library is an extension without types."""
+"""pyrage has no type hints."""
 
 
-def parse_recipients(given: Sequence[str] | None, field: str) -> list[Any]:
-    """Native recipients (`age1...`) and SSH public keys; empty for None: nobody asked for encryption.
+def parse_recipients(texts: Sequence[str] | None, field: str) -> list[Any]:
+    """Native recipients (`age1...`) and SSH public keys. None, a request without encryption, gives an empty list.
 
-    Raises RequestError naming the field and the one that is none. An empty list is a mistake, too: who gives one
+    Raises RequestError that names the field and the invalid recipient. An empty list is an error, too: the client
     expects encryption.
     """
-    if given is None:
+    if texts is None:
         return []
-    if not 1 <= len(given) <= MAX_RECIPIENTS:
-        raise RequestError(f"must be 1 to {MAX_RECIPIENTS} recipients, or null for none, got {len(given)}", field=field)
+    if not 1 <= len(texts) <= MAX_RECIPIENTS:
+        raise RequestError(f"must be 1 to {MAX_RECIPIENTS} recipients, or null for none, got {len(texts)}", field=field)
     recipients: list[Any] = []
-    for index, text in enumerate(given):
+    for index, text in enumerate(texts):
         kind = _age.ssh.Recipient if text.startswith("ssh-") else _age.x25519.Recipient
         try:
             recipients.append(kind.from_str(text))
         except _age.RecipientError as error:
             raise RequestError(
-                f"is no age recipient ('age1...') and no SSH public key: {error}",  # not quoted: it may be a secret key
+                # Without the text, which may be a secret key.
+                f"is no age recipient ('age1...') and no SSH public key: {error}",
                 field=f"{field}[{index}]",
             ) from error
     return recipients

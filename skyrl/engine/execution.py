@@ -1,7 +1,7 @@
 """How a command runs: on which thread, and from its body to its stored outcome.
 
-A command does everything on one thread: read the body, run, write the outcome, ring the API. For a small command each
-hop to another thread would cost more than the reading or the writing. Does not know which command is next.
+All steps of a command run on one thread: read the body, run, write the outcome, ring the API. For a small command, a
+switch to another thread would cost more than the read or the write. Does not decide which command is next.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from skyrl.backends.base import Backend
-from skyrl.db import futures as rows
+from skyrl.db import commands as rows
 from skyrl.db import usage
 from skyrl.db.database import Change, Database
 from skyrl.db.fence import Displaced
@@ -36,8 +36,8 @@ logger = logging.getLogger(__name__)
 class Execution:
     """Runs commands that the scheduler has handed out, and tells the scheduler when they are settled.
 
-    The public methods belong to the event loop. They raise what the database raises, and BackendLost: then the engine
-    ends with the command unsettled, and the next engine finds it in the command log.
+    Call the public methods on the event loop. They raise DatabaseError, Displaced and BackendLost: then the engine ends
+    with the command unsettled, and the next engine finds the command in the command log.
     """
 
     def __init__(
@@ -64,26 +64,26 @@ class Execution:
         self._publisher = publisher
         self._model_ends = model_ends
 
-    # On the event loop: choose the thread, and go on when the command is settled.
+    # On the event loop: choose the thread, and wait until the command is settled.
 
     async def run_passes(self, commands: Sequence[Command]) -> None:
-        """Run passes of any models, together where the backend can."""
+        """Run passes of any models, merged where the backend can merge them."""
         await self._threads.on_backend(lambda: self._passes(commands))
         self._scheduler.finish(commands)
 
     async def run_barrier(self, command: Command) -> None:
-        """Run one command that is no pass: a save or a load on a file thread, any other on the backend's thread."""
+        """Run one barrier: a save or a load on a file thread, any other barrier on the backend thread."""
         on_thread = self._threads.on_files if command.kind in FILE_COMMANDS else self._threads.on_backend
         outcome = await on_thread(lambda: self._barrier(command))
         if outcome is not None:
-            await self._model_ends.after(command, outcome)
+            await self._model_ends.end_after(command, outcome)
         self._scheduler.finish([command])
 
     async def snapshot_overdue(self) -> None:
-        """Snapshot the models that have run commands, but have not stepped, for too long. A busy model waits."""
+        """Snapshot models that have run commands without a step for too long. A busy model waits for a later call."""
         for model_id in self._snapshots.overdue():
             if model_id not in self._scheduler:
-                self._snapshots.disregard(model_id)
+                self._snapshots.stop_tracking(model_id)
             elif not self._scheduler.is_busy(model_id):
                 self._scheduler.hold(model_id)
                 await self._threads.on_backend(lambda model_id=model_id: self._snapshot_now(model_id))
@@ -92,21 +92,21 @@ class Execution:
     # On the command's own thread.
 
     def _passes(self, commands: Sequence[Command]) -> None:
-        with self._ledger.watching([command.request_id for command in commands]):
+        with self._ledger.running([command.request_id for command in commands]):
             bodies = self._bodies(commands)
-            here = [command for command in commands if command.request_id in bodies]  # the other rows are gone
+            runnable = [command for command in commands if command.request_id in bodies]  # other rows were deleted
             started = time.perf_counter()
-            ran = run_passes(here, bodies, self._backend)
-            logger.debug("%d passes in %.1f ms", len(here), (time.perf_counter() - started) * 1e3)
-            outcomes = [(command.request_id, outcome) for command, outcome in ran.outcomes]
-            self._settlement.settle(outcomes, lambda connection: usage.count_training(connection, ran.tokens))
-            for command in here:
+            passes = run_passes(runnable, bodies, self._backend)
+            logger.debug("%d passes in %.1f ms", len(runnable), (time.perf_counter() - started) * 1e3)
+            outcomes = [(command.request_id, outcome) for command, outcome in passes.outcomes]
+            self._settlement.settle(outcomes, lambda connection: usage.count_training(connection, passes.tokens))
+            for command in runnable:
                 assert command.model_id is not None
                 self._snapshots.ran(command.model_id, command.kind)
 
     def _barrier(self, command: Command) -> Outcome | None:
-        """None when the command's row is gone: nothing was run."""
-        with self._ledger.watching([command.request_id]):
+        """Returns None, and runs nothing, when the command's row was deleted."""
+        with self._ledger.running([command.request_id]):
             body = self._bodies([command]).get(command.request_id)
             outcome = None if body is None else self._run_and_settle(command, body)
         if outcome is not None and command.model_id is not None and command.seq_id is not None:
@@ -118,11 +118,11 @@ class Execution:
     def _run_and_settle(self, command: Command, body: bytes) -> Outcome:
         change: Change | None = None
         try:
-            done = self._barriers.run(command, body)
-            outcome = Outcome(encode_json(done.result))
-            change = done.change
-            if done.adapter is not None:
-                self._publisher.publish(done.adapter)
+            ran = self._barriers.run(command, body)
+            outcome = Outcome(encode_json(ran.result))
+            change = ran.change
+            if ran.adapter is not None:
+                self._publisher.publish(ran.adapter)
         except Exception as error:
             outcome, change = failed(error, command), fails_model(command)
         self._settlement.settle([(command.request_id, outcome)], change, power_safe=command.kind in SAVES)
@@ -132,21 +132,22 @@ class Execution:
         ids = [command.request_id for command in commands]
         return self._database.read(lambda c: rows.bodies(c, ids))
 
-    # Snapshots, on the backend's thread.
+    # Snapshots, on the backend thread.
 
     def _snapshot_now(self, model_id: str) -> None:
         if not self._snapshot(model_id, self._snapshots.take):
             self._snapshots.put_off(model_id)
 
     def _snapshot_after(self, kind: Kind, model_id: str) -> None:
-        """After an optimizer step, if the last snapshot is old; after every load, which runs on a file thread."""
+        """Snapshot after an optimizer step if the last snapshot is old, and after every load (on a file thread)."""
         if kind is Kind.OPTIM_STEP:
             self._snapshot(model_id, self._snapshots.after_step)
         elif kind is Kind.LOAD_WEIGHTS:
             self._threads.wait_for_backend(lambda: self._snapshot(model_id, self._snapshots.take))
 
     def _snapshot(self, model_id: str, take: Callable[[str, int], None]) -> bool:
-        """Whether it went well. A snapshot that fails is logged: a crash would cost more time, and nothing else."""
+        """Whether no snapshot is missing. A failure is only logged: without the snapshot, recovery after a crash takes
+        longer and loses nothing."""
         next_seq = self._scheduler.next_seq(model_id)
         if next_seq is None:  # the model is closed
             return True

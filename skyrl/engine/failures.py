@@ -1,4 +1,4 @@
-"""The outcome of a command that raised: what its client is told, and what only the log says."""
+"""The outcome of a command that raised: a message for the client, and details for the log only."""
 
 from __future__ import annotations
 
@@ -17,27 +17,28 @@ OUT_OF_MEMORY = (
     "the server had too little memory for this command, which has changed nothing; send it again later, or fewer "
     "tokens at a time"
 )
-"""What a client is told of OutOfMemory. The log says where memory ran out."""
+"""The client's message for OutOfMemory. The log says where memory ran out."""
 
 
 def failed(error: Exception, command: Command) -> Outcome:
     """The outcome of `command`, which raised `error`.
 
-    A client is told of its own mistakes in the error's words. Of the server's failures it is told a plain sentence: the
-    error may name paths or addresses, so it goes to the log, with the request's id.
+    The text of an error goes to the client if the client made the mistake. For a failure of the server, the client gets
+    a general sentence, and the error goes to the log with the request id: its text may name paths or addresses.
     """
     if isinstance(error, FailedRequest):
         return Outcome(error=error.message, error_category=error.category)
-    if isinstance(error, RequestError | InvalidRequest | FloatingPointError):  # the last: a gradient that is not finite
+    # FloatingPointError: the gradient is not finite.
+    if isinstance(error, RequestError | InvalidRequest | FloatingPointError):
         return Outcome(error=str(error), error_category=ErrorCategory.USER)
     return Outcome(error=_sentence(error, command), error_category=ErrorCategory.SERVER)
 
 
 def _sentence(error: Exception, command: Command) -> str:
-    """What the client is told of a failure of the server; the details are logged."""
+    """The client's message for a failure of the server. Logs the details."""
     if is_full_disk(error):
         logger.error("%s %s failed: no space left on the disk: %s", command.kind, command.request_id, error)
-        return "no space left on the server's disk; tell the server's operator, and try again when there is"
+        return "no space left on the server's disk; tell the server's operator, and try again when there is space"
     if isinstance(error, StoreError):  # its text names the operator's store
         logger.warning("%s %s failed: %s", command.kind, command.request_id, error)
         lost = isinstance(error, NotStored)

@@ -1,7 +1,7 @@
-"""Saves and loads: they run on file threads, beside the training of other models.
+"""Saves and loads: they run on file threads while other models train.
 
-An RL loop samples from what it has just saved, so its save does not wait for a turn of training to end. For the same
-reason new commands are read while a turn runs.
+An RL loop samples from the adapter that it has just saved, so its save does not wait for a turn of training to end. For
+the same reason new commands are read while a turn runs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 class FileCommands:
-    """Belongs to the event loop. Each command that runs has a task of its own."""
+    """Call all methods on the event loop. Each running command has its own task."""
 
     def __init__(self, log: CommandLog, scheduler: Scheduler, execution: Execution, signals: EngineSignals) -> None:
         self._log = log
@@ -29,7 +29,7 @@ class FileCommands:
         self.running: set[asyncio.Task[None]] = set()
 
     async def listen(self) -> None:
-        """Start saves and loads whenever commands arrive, also while a turn runs. Until cancelled."""
+        """Until cancelled, start saves and loads whenever commands arrive, also while a turn runs."""
         while True:
             await self._signals.arrived.wait()
             self._signals.arrived.clear()
@@ -47,7 +47,8 @@ class FileCommands:
             task.add_done_callback(self._ended)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        """Commands that waited for this one may run now. An error here is not the command's: it ends the engine."""
+        """Wake the engine: commands that waited for this command may run. If the task raised, end the engine, because a
+        failure of the command itself is an outcome and raises nothing."""
         self.running.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             self._signals.fail(error)

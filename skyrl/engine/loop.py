@@ -1,10 +1,10 @@
-"""When things run: the engine's loop waits for work, takes commands from the scheduler, and runs them in turns.
+"""The engine's loop: waits for work, takes commands from the scheduler, and runs them in turns.
 
-Knows the order of things. The scheduler decides what is next, `execution` how a command runs, the backend what it
-computes. A command's way, from top to bottom:
+The scheduler decides which command is next, `execution` how a command runs, the backend what a command computes. The
+functions that a pass goes through, from top to bottom:
 
     Engine.run            a turn begins
-    Execution.run_passes  on the backend's thread: read the bodies, then
+    Execution.run_passes  on the backend thread: read the bodies, then
     passes.run_passes     decode and check each body
     Backend.run           forward, backward
     Settlement.settle     write the outcomes, ring the API
@@ -33,7 +33,7 @@ SAFETY_POLL_S = 2.0
 
 
 class Engine:
-    """Runs commands until it is stopped or fails. `build_engine` makes one of its parts."""
+    """Runs commands until it is stopped or fails. `build_engine` makes the engine and its parts."""
 
     def __init__(
         self,
@@ -61,18 +61,18 @@ class Engine:
         self._sweep = sweep
         self._merges_passes = merges_passes
         self._poll_due = 0.0
-        """When the database is asked next, in monotonic seconds."""
+        """When the next safety poll is due, in monotonic seconds."""
 
-    def ring(self, words: Sequence[str] = ()) -> None:
-        """Something has arrived in the database: commands, or the end of a session (the word SESSIONS)."""
-        if SESSIONS in words:
+    def ring(self, messages: Sequence[str] = ()) -> None:
+        """The database has new commands; or, if `messages` contain SESSIONS, a session that has ended."""
+        if SESSIONS in messages:
             self._poll_due = 0.0
         self._log.note_news()
         self._signals.wake()
 
     async def run(self) -> None:
-        """Run until stopped; the turn that runs ends first. Raises what the engine has failed of."""
-        beside = [asyncio.create_task(self._sweep.run()), asyncio.create_task(self._file_commands.listen())]
+        """Run until stopped; the running turn ends first. Raises the error that the engine has failed of."""
+        background = [asyncio.create_task(self._sweep.run()), asyncio.create_task(self._file_commands.listen())]
         try:
             while not self._signals.is_stopped:
                 self._signals.raise_failure()
@@ -87,9 +87,9 @@ class Engine:
                     await self._wait_for_work()
         finally:
             self._signals.stop()
-            for task in beside:
+            for task in background:
                 task.cancel()
-            await asyncio.gather(*beside, *self._file_commands.running, return_exceptions=True)
+            await asyncio.gather(*background, *self._file_commands.running, return_exceptions=True)
             await self._threads.shut_down()
 
     async def _poll_if_due(self) -> None:
@@ -99,7 +99,7 @@ class Engine:
             await self._model_ends.end_sessions()
 
     async def _wait_for_work(self) -> None:
-        """Until a ring, the next poll, or the start of a delayed command."""
+        """Wait for a ring, the next safety poll, or the start of a delayed command."""
         idle_s = self._poll_due - time.monotonic()
         if (start := self._scheduler.next_start) is not None:
             idle_s = min(idle_s, max(0.0, start - time.time()))
@@ -108,10 +108,10 @@ class Engine:
                 await self._signals.work.wait()
 
     async def _turn(self) -> None:
-        """One share of training, then the samples that wait.
+        """Run one share of training, then the waiting samples.
 
-        Without merging, a share is of one model. Alternating between models command by command would finish all tenants
-        at the same late moment; from then on they would all train, and all sample, at the same time
+        If passes are not merged, a share belongs to one model. Alternating between models command by command would
+        finish all tenants at the same late moment; from then on they would all train, and all sample, at the same time
         (docs/decisions/shares.md).
         """
         ready = self._scheduler.ready_models()
@@ -124,7 +124,8 @@ class Engine:
         await self._samples.run()
 
     async def _run_share(self, model_ids: Sequence[str]) -> int:
-        """Run passes of these models, then one barrier of each. Returns what that cost, in the scheduler's bytes."""
+        """Run passes of these models, then one barrier of each. Returns their cost as the scheduler counts it, in
+        bytes."""
         passes = self._scheduler.take_passes(model_ids)
         if passes:
             await self._execution.run_passes(passes)

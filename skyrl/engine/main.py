@@ -1,4 +1,4 @@
-"""The engine process: loads the backend while vLLM starts, publishes what is ready, runs the loop, cleans up."""
+"""The engine process: loads the backend while vLLM starts, publishes its state, runs the loop, cleans up."""
 
 from __future__ import annotations
 
@@ -44,15 +44,15 @@ from skyrl.types.weights import AdapterVersion
 
 logger = logging.getLogger(__name__)
 
-BEAT_S = 3.0
+HEARTBEAT_S = 3.0
 IN_USE_S = 600.0
-"""An adapter that somebody has sampled from in this time is loaded before vLLM is used again."""
+"""Adapters that were sampled from within this time are loaded before a restarted vLLM gets samples."""
 RETRY_S = 10.0
-"""How often the engine tries to restore models that are held: their checkpoint store was away, or memory was short."""
+"""How often the engine tries to restore held models: their checkpoint store was away, or memory was short."""
 
 
 class Heartbeat:
-    """Publishes a heartbeat from a thread of its own, so that an engine in a long step does not look dead."""
+    """Publishes a heartbeat from its own thread, so that an engine in a long step does not look dead."""
 
     def __init__(self, state: EngineStatePublisher) -> None:
         self._state = state
@@ -61,8 +61,8 @@ class Heartbeat:
         self._thread.start()
 
     def _run(self) -> None:
-        rounds = Rounds("the engine's heartbeat", BEAT_S)
-        while not self._stop.wait(BEAT_S):
+        rounds = Rounds("the engine's heartbeat", HEARTBEAT_S)
+        while not self._stop.wait(HEARTBEAT_S):
             try:
                 self._state.beat()
             except DatabaseError as error:
@@ -75,10 +75,10 @@ class Heartbeat:
         self._thread.join()
 
 
-def _colocated(
+def _colocated_sampler(
     runtime: Runtime, database: Database, backend: Backend, group: EngineGroup | None, host: AdapterHost
 ) -> ColocatedSampler | None:
-    """What runs samples between turns of training; None where API processes forward samples."""
+    """The sampler that runs between turns of training; None where API processes forward samples."""
     if runtime.config.modes.forwards:
         return None
     assert group is not None
@@ -99,9 +99,9 @@ def _colocated(
         group,
         backend.limits,
         runtime.config.served_names[0],
-        # On a CPU, vLLM's sleep frees no memory: it would only cost two calls around every batch.
+        # On a CPU, vLLM's sleep frees no memory and would cost two calls around every batch.
         sleeps=torch.cuda.is_available(),
-        patience_s=runtime.config.forwarding_deadline_s,
+        give_up_after_s=runtime.config.forwarding_deadline_s,
     )
 
 
@@ -111,11 +111,11 @@ def _sampling_limits(config: ServerConfig, limits: ModelLimits) -> ModelLimits:
     return limits if served is None else replace(limits, max_context=min(served, limits.max_context))
 
 
-def _load(config: ServerConfig) -> Backend:
+def _load_backend(config: ServerConfig) -> Backend:
     """The backend with its base model.
 
-    Raises ConfigError when it can never be loaded, and NotLoaded when it may be loaded later: the memory is used by
-    others, or a file system or a model hub is away.
+    Raises ConfigError when the model can never be loaded, and NotLoaded when a later try may succeed: other processes
+    use the memory, or a file system or a model hub is away.
     """
     try:
         return create_backend(config.backend, config)
@@ -125,23 +125,26 @@ def _load(config: ServerConfig) -> Backend:
         raise
     except Exception as error:
         logger.exception("loading the base model failed")
-        said = f"{type(error).__name__}: {error}"
-        raise NotLoaded(f"base_model: cannot load {config.base_model_path}: {said}") from error
+        cause = f"{type(error).__name__}: {error}"
+        raise NotLoaded(f"base_model: cannot load {config.base_model_path}: {cause}") from error
 
 
 @dataclass
-class _Ending:
-    """Ends the engine on SIGTERM, on SIGINT, and when the claim to the database is lost: after the running turn, also
-    while the database is away. While the base model is loaded, the process exits at once."""
+class _Shutdown:
+    """Ends the engine on SIGTERM, on SIGINT, and when the claim to the database is lost.
+
+    The running turn ends first, also while the database is away. While the base model is being loaded, the process
+    exits at once.
+    """
 
     signals: EngineSignals
     ledger: CrashLedger
     database: RetryingDatabase
     loading: bool = False
-    """The base model is being loaded, on a thread that nothing can interrupt. Nothing else runs yet."""
+    """The base model is being loaded on a thread that cannot be interrupted. Nothing else runs yet."""
 
     def begin(self) -> None:
-        self.ledger.disregard()  # a long command may outlast the launcher's patience; it is not to be blamed
+        self.ledger.stop_recording()  # the launcher may kill the engine in a long command, which is not to blame
         self.database.stop_retrying()
         if self.loading:
             logger.info("told to stop while the base model was being loaded")
@@ -152,36 +155,36 @@ class _Ending:
 async def run(runtime: Runtime) -> None:
     """Run the engine until SIGTERM or SIGINT.
 
-    Raises Displaced when another server trains on the database now; BackendLost when the backend has failed for good;
-    and what the database raises when the engine is told to end while the database cannot be used.
+    Raises Displaced when another server trains on the database now, BackendLost when the backend has failed for good,
+    and DatabaseError when the engine is told to end while the database cannot be used.
     """
     config, loop = runtime.config, asyncio.get_running_loop()
     signals, ledger = EngineSignals(), CrashLedger(config.running_file)
-    fence = Fence(runtime.server_id, lambda: loop.call_soon_threadsafe(ending.begin))
+    fence = Fence(runtime.server_id, lambda: loop.call_soon_threadsafe(shutdown.begin))
     database = FencedDatabase(config.database, fence)
-    ending = _Ending(signals, ledger, database)
+    shutdown = _Shutdown(signals, ledger, database)
     for name in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(name, ending.begin)
+        loop.add_signal_handler(name, shutdown.begin)
     async with AsyncExitStack() as opened:
         opened.callback(database.close)
-        notices = opened.enter_context(closing(Database(config.database)))
+        unfenced = opened.enter_context(closing(Database(config.database)))
         opened.callback(ledger.close)
         api = opened.enter_context(closing(Doorbell(*runtime.api_doorbells)))
-        state = EngineStatePublisher(notices, api, fence)
-        host = _adapter_host(config, notices)
+        state = EngineStatePublisher(unfenced, api, fence)
+        host = _adapter_host(config, unfenced)
         opened.push_async_callback(asyncio.to_thread, state.clear, "the engine has stopped")
         await asyncio.to_thread(database.confirm_claim)
         await asyncio.to_thread(state.training, ready=False, reason="loading the base model")
-        group, watching = await opened.enter_async_context(_inference(runtime, notices, state, host))
+        group, inference_watch = await opened.enter_async_context(_inference(runtime, unfenced, state, host))
         heartbeat = Heartbeat(state)
         opened.push_async_callback(asyncio.to_thread, heartbeat.stop)
-        if signals.is_stopped:  # a signal: load nothing. A lost claim has raised above, or raises here
+        if signals.is_stopped:  # by a signal: load nothing. By a lost claim: the next line raises Displaced
             await asyncio.to_thread(database.confirm_claim)
             return
-        ending.loading = True
-        backend = opened.enter_context(closing(await asyncio.to_thread(_load, config)))
-        ending.loading = False
-        sampler = _colocated(runtime, database, backend, group, host)
+        shutdown.loading = True
+        backend = opened.enter_context(closing(await asyncio.to_thread(_load_backend, config)))
+        shutdown.loading = False
+        sampler = _colocated_sampler(runtime, database, backend, group, host)
         if sampler is not None:
             opened.push_async_callback(sampler.close)
         store = open_store(config)
@@ -194,13 +197,13 @@ async def run(runtime: Runtime) -> None:
         if not signals.is_stopped:
             limits = _sampling_limits(config, backend.limits)
             await asyncio.to_thread(state.training, ready=True, reason="", limits=limits)
-        await run_until_stopped(parts, watching)
+        await run_until_stopped(parts, inference_watch)
     if fence.lost:
         raise Displaced("the claim to the database was lost while nothing ran")
 
 
 def _adapter_host(config: ServerConfig, database: Database) -> SharedDirectory:
-    """vLLM reads this server's state directory."""
+    """The host of vLLM, which reads this server's state directory."""
 
     async def store_key(adapter: AdapterVersion) -> str | None:
         return await database.read_async(lambda c: store_key_of(c, adapter))
@@ -214,7 +217,7 @@ def _group(runtime: Runtime, database: Database, state: EngineStatePublisher, ho
     assert url is not None
 
     async def in_use() -> list[AdapterVersion]:
-        """As many as a replica runs at once; it loads others when a sample asks for them."""
+        """As many adapters as a replica runs at once. The replica loads others when a sample asks for them."""
         limit = config.backend_config.lora.max_loras
         return await database.read_async(lambda c: adapter_versions.in_use(c, time.time() - IN_USE_S, limit))
 
@@ -226,31 +229,30 @@ def _group(runtime: Runtime, database: Database, state: EngineStatePublisher, ho
 async def _inference(
     runtime: Runtime, database: Database, state: EngineStatePublisher, host: AdapterHost
 ) -> AsyncIterator[tuple[EngineGroup | None, asyncio.Task[None] | None]]:
-    """The inference servers that this server manages, and the task that watches them; (None, None) without any."""
+    """The managed inference servers, and the task that watches them; (None, None) if this server manages none."""
     if runtime.inference_url is None:
         yield None, None
         return
     group = _group(runtime, database, state, host)
-    watching = asyncio.create_task(group.run())
+    inference_watch = asyncio.create_task(group.run())
     try:
-        yield group, watching
+        yield group, inference_watch
     finally:
         await group.close()
-        await asyncio.gather(watching, return_exceptions=True)
+        await asyncio.gather(inference_watch, return_exceptions=True)
 
 
-async def run_until_stopped(parts: EngineParts, watching: asyncio.Task[None] | None) -> None:
-    """Run the loop, and beside it try again to restore the models that are held. Returns when the engine was stopped,
-    after the running turn.
+async def run_until_stopped(parts: EngineParts, inference_watch: asyncio.Task[None] | None) -> None:
+    """Run the loop until the engine is stopped and its running turn has ended. Meanwhile retry restoring held models.
 
-    Raises what the loop raises. `watching` (the inference servers) and the tries to restore end only by an error, for
-    example because a device broke while a model was restored: that error is raised, too.
+    Raises the errors of the loop. `inference_watch` and the retries end only by an error, for example when a device
+    breaks while a model is restored: that error is raised, too.
     """
     running = asyncio.create_task(parts.engine.run())
     stopping = asyncio.create_task(parts.signals.stopped.wait())
     retrying = asyncio.create_task(repeat("restoring models", RETRY_S, parts.recovery.retry))
     try:
-        endless = [retrying] if watching is None else [retrying, watching]
+        endless = [retrying] if inference_watch is None else [retrying, inference_watch]
         await asyncio.wait({running, stopping, *endless}, return_when=asyncio.FIRST_COMPLETED)
         parts.signals.stop()
         await running
@@ -270,8 +272,8 @@ def main() -> None:
         run_process("the engine", lambda: asyncio.run(run(runtime)))
     except Displaced:
         logger.error(
-            "the engine has ended: server %s does not hold the claim to this database any more, so another server "
-            "trains on it. Nothing was written since",
+            "the engine has ended: server %s does not hold the claim to this database any more, because another server "
+            "trains on it. This engine has written nothing since",
             runtime.server_id,
         )
         sys.exit(1)

@@ -1,6 +1,7 @@
 """Ends of models: their session has ended, they were unloaded, or they could not be made.
 
-A model ends in this order: its row says so, its queued commands fail, the backend drops it, its snapshot is deleted.
+A model ends in four steps: its row is closed, its waiting commands fail, the backend drops the model, its snapshots are
+deleted.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from skyrl.types.kinds import Kind
 
 
 class ModelEnds:
-    """All methods belong to the event loop."""
+    """Call all methods on the event loop."""
 
     def __init__(
         self,
@@ -39,15 +40,15 @@ class ModelEnds:
         self._api = api
 
     async def end_sessions(self) -> None:
-        """Close the models, and fail the requests, of sessions that have ended since this was last called."""
+        """Close the models and fail the requests of the sessions that have ended since the last call."""
         ended = await asyncio.to_thread(end_sessions, self._database)
         for model_id in ended.model_ids:
             await self._drop(model_id)
         if ended.request_ids:
             self._api.ring(ended.request_ids)
 
-    async def after(self, command: Command, outcome: Outcome) -> None:
-        """Drop the model that `command` has unloaded, or that it should have made and has not."""
+    async def end_after(self, command: Command, outcome: Outcome) -> None:
+        """Drop the model that `command` has unloaded, or has failed to make."""
         if command.model_id is None:
             return
         if outcome.error is None and command.kind is Kind.UNLOAD_MODEL:
@@ -56,7 +57,7 @@ class ModelEnds:
             await self._log.close_queue(command.model_id)
 
     async def _drop(self, model_id: str) -> None:
-        """The model's row says that it is closed."""
+        """The model's row is closed already."""
 
         def forget() -> None:
             self._backend.delete_model(model_id)

@@ -1,4 +1,4 @@
-"""A batch of passes: decode and check each body, run the good ones together, encode their results."""
+"""A batch of passes: decode and check each body, run the valid passes together, encode their results."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from skyrl.wire.training import decode_forward_backward
 
 
 @dataclass(frozen=True)
-class Ran:
-    """One outcome per command, in order. `tokens`: by model id, the tokens of the passes that succeeded."""
+class PassOutcomes:
+    """One outcome per command, in order. `tokens`: by model id, the number of tokens in passes that succeeded."""
 
     outcomes: list[tuple[Command, Outcome]]
     tokens: Mapping[str, int] = field(default_factory=dict)
 
 
 def decode_pass(command: Command, body: bytes, backend: Backend) -> TrainingPass:
-    """The pass that a command asks for, checked. Raises RequestError or InvalidRequest, naming field and datum."""
-    assert command.model_id is not None  # the API has checked this id; the body's own is ignored
+    """The command's pass, checked. Raises RequestError or InvalidRequest, naming field and datum."""
+    assert command.model_id is not None  # checked by the API; the model_id in the body is ignored
     forward_only = command.kind is Kind.FORWARD
     decoded = decode_forward_backward(body, command.body_format, forward_only=forward_only)
     training_pass = TrainingPass(
@@ -39,8 +39,8 @@ def decode_pass(command: Command, body: bytes, backend: Backend) -> TrainingPass
     return training_pass
 
 
-def run_passes(commands: Sequence[Command], bodies: dict[str, bytes], backend: Backend) -> Ran:
-    """Run passes on the backend's thread. A bad request fails alone; the others run.
+def run_passes(commands: Sequence[Command], bodies: dict[str, bytes], backend: Backend) -> PassOutcomes:
+    """Run passes on the backend thread. An invalid pass fails alone; the other passes run.
 
     Raises BackendLost: then no outcome is known, and the engine must end.
     """
@@ -64,4 +64,4 @@ def run_passes(commands: Sequence[Command], bodies: dict[str, bytes], backend: B
             encoded = encode_forward_backward(result.logprobs, result.metrics)
             outcomes[command.request_id] = Outcome(encoded, "proto:forward_backward")
             tokens[training_pass.model_id] += sum(len(datum.tokens) for datum in training_pass.data)
-    return Ran([(command, outcomes[command.request_id]) for command in commands], tokens)
+    return PassOutcomes([(command, outcomes[command.request_id]) for command in commands], tokens)

@@ -1,4 +1,4 @@
-"""Telling the inference servers of an adapter that a save has just written."""
+"""Loading an adapter that a save has just written on the inference servers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 class AdapterPublisher:
-    """Without a group (somebody else runs the inference server), adapters are loaded when samples need them."""
+    """Without a group (skyrl does not run the inference server), adapters are loaded when samples need them."""
 
     def __init__(self, group: EngineGroup | None, threads: EngineThreads) -> None:
         self._group = group
@@ -25,7 +25,7 @@ class AdapterPublisher:
     def publish(self, adapter: AdapterVersion) -> None:
         """Load the adapter on all inference servers. Called on a file thread, before the save is settled.
 
-        If a server is away, the save succeeds all the same: a sample that needs the adapter loads it later.
+        The save succeeds even if a server is away: a sample that needs the adapter loads it later.
         """
         if self._group is None:
             return

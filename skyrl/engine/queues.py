@@ -11,22 +11,24 @@ from skyrl.types.kinds import Kind
 
 @dataclass(slots=True)
 class ModelQueue:
-    """Commands of one model that have arrived, by seq_id. `next_seq` is the number of the first command that has not
-    been taken. `unloads` have no seq_id: an unload runs after all commands that arrived before it and can run."""
+    """The waiting commands of one model, by seq_id. `next_seq` is the seq_id of the next command to take.
+
+    `unloads` have no seq_id: an unload runs after all runnable commands that arrived before the unload.
+    """
 
     next_seq: int
     waiting: dict[int, Command] = field(default_factory=dict)
     unloads: list[Command] = field(default_factory=list)
 
     def head(self) -> Command | None:
-        """The model's next command; None while it has not arrived."""
+        """The model's next command; None until the next command has arrived."""
         numbered = self._numbered()
         if self.unloads and (numbered is None or numbered.n > self.unloads[0].n):
             return self.unloads[0]
         return numbered
 
     def _numbered(self) -> Command | None:
-        """The next command with a seq_id. A number below next_seq has arrived late: it is next at once."""
+        """The next command with a seq_id. A command with a seq_id below `next_seq` has arrived late and runs next."""
         if (command := self.waiting.get(self.next_seq)) is not None:
             return command
         late = [seq for seq in self.waiting if seq < self.next_seq]
@@ -47,11 +49,11 @@ class ModelQueue:
 
 
 class SampleQueue:
-    """Samples that a colocated engine runs; those of one tenant in the order of their arrival."""
+    """Samples that a colocated engine runs. Each tenant's samples run in the order of their arrival."""
 
     def __init__(self) -> None:
         self._waiting: defaultdict[str, deque[Command]] = defaultdict(deque)
-        """By tenant. Tenants without samples are not in it."""
+        """By tenant. Tenants without samples have no entry."""
 
     def add(self, command: Command) -> None:
         self._waiting[command.tenant].append(command)
@@ -60,16 +62,16 @@ class SampleQueue:
         """Remove and return up to `limit` samples, one of each tenant in turn."""
         taken: list[Command] = []
         while self._waiting and len(taken) < limit:
-            for tenant, theirs in list(self._waiting.items())[: limit - len(taken)]:
-                taken.append(theirs.popleft())
-                if not theirs:
+            for tenant, samples in list(self._waiting.items())[: limit - len(taken)]:
+                taken.append(samples.popleft())
+                if not samples:
                     del self._waiting[tenant]
         return taken
 
     @property
     def last_row(self) -> int:
-        """The highest row number of the samples that wait, 0 without any."""
-        return max((command.n for theirs in self._waiting.values() for command in theirs), default=0)
+        """The highest row number of the waiting samples; 0 if none waits."""
+        return max((command.n for samples in self._waiting.values() for command in samples), default=0)
 
     def __len__(self) -> int:
         return sum(map(len, self._waiting.values()))

@@ -1,9 +1,9 @@
-"""Taking back what nobody can use: models and queues of ended sessions, stored checkpoints without a row, adapters.
+"""Deleting unused files: adapters, snapshots of closed models, stored checkpoints without a row, half-written files.
 
-Files are deleted last. First the row of an adapter that nobody has sampled from for long is marked, so that API
-processes refuse new samples from it. Then the adapter is unloaded from all inference servers. Its directory stays for a
-while after that: vLLM reads an evicted adapter again for a request that is still running, and dies if the directory is
-gone.
+An adapter's files are deleted last. First the row of an adapter that nobody has sampled from for long is marked, so
+that API processes refuse new samples from the adapter. Then the adapter is unloaded from all inference servers. Its
+directory stays for GRACE_S more: vLLM may read an evicted adapter again for a running request, and dies if the
+directory is gone.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from skyrl.types.weights import AdapterVersion
 logger = logging.getLogger(__name__)
 
 GRACE_S = 30.0
-"""The time between unloading an adapter and deleting its files. A younger directory without a row is left alone: it may
-be a save whose row is being written."""
+"""The time between unloading an adapter and deleting its files. Younger directories without a row are kept: a save may
+still be writing the row."""
 LISTING_S = 600.0
-"""How often an object store is listed, which costs requests. Younger files without a row are left alone there."""
+"""How often an object store is listed, because listing costs requests. Younger files without a row are kept there."""
 
 
 class FileSweeper:
-    """Deletes files that no row refers to. The steps for adapters are: `drop_idle`, `unused_adapters`, the caller
-    unloads these, `unloaded`, `delete_files`.
+    """Deletes files that no row refers to. The steps for adapters are: `drop_idle`; `unused_adapters`; the caller
+    unloads the returned adapters; `unloaded`; `delete_files`.
 
-    `saving` holds the models with a save that is running; the caller asks for it before each call. The files of a save
-    are there long before its row: they go to the checkpoint store and to vLLM first.
+    `saving` are the models with a running save, read anew for each call. A save writes its files long before its row,
+    because the files first go to the checkpoint store and to vLLM.
     """
 
     def __init__(
@@ -49,75 +49,75 @@ class FileSweeper:
         config: ServerConfig,
         database: Database,
         store: CheckpointStore,
-        confirm: Callable[[], object] = lambda: None,
+        confirm_claim: Callable[[], object] = lambda: None,
     ) -> None:
-        """`confirm` is called before each deletion. It raises when this server has lost its claim to train: the files
-        may be another server's by then."""
+        """`confirm_claim` is called before each deletion. It raises when this server has lost the claim: the files
+        may then belong to another server."""
         self._config = config
         self._database = database
         self._store = store
-        self._confirm = confirm
-        self._doomed: dict[Path, float] = {}
-        """Directories of unloaded adapters, with the time at which each may be deleted."""
+        self._confirm_claim = confirm_claim
+        self._deletable_at: dict[Path, float] = {}
+        """By directory of an unloaded adapter, when the directory may be deleted, in seconds since the epoch."""
         self._expired: set[str] = set()
-        """Keys in the checkpoint store of checkpoints that have expired."""
+        """The checkpoint store's keys of expired checkpoints."""
         self._started_at = time.time()
         self._remote = config.checkpoint_store is not None and not config.checkpoint_store.startswith("file:")
         self._listing_due = 0.0
 
     def drop_idle(self) -> None:
-        """Mark adapter versions that no checkpoint has and that nobody has sampled from for `unnamed_saves_idle_s`.
-        Their files are deleted after NOTICE_S, when samples that still run have ended."""
+        """Mark adapter versions that no checkpoint holds and that nobody has sampled from for `unnamed_saves_idle_s`.
+        Their files stay for `adapter_versions.NOTICE_S`, in which running samples end."""
         used_before = time.time() - self._config.unnamed_saves_idle_s
         if idle := self._database.read(lambda c: adapter_versions.idle(c, used_before)):
             dropped = self._database.write(lambda c: adapter_versions.drop(c, idle, used_before))
             if dropped:
-                logger.info("adapters that nobody sampled from for long are dropped: %s", ", ".join(map(str, dropped)))
+                logger.info("dropped adapters that nobody sampled from for long: %s", ", ".join(map(str, dropped)))
 
     def unused_adapters(self, saving: Collection[str]) -> list[AdapterVersion]:
-        """Adapter versions whose files are here and that no sampling session and no checkpoint holds, at most
-        MAX_NAMED: the next call finds the rest."""
+        """Adapter versions that have files here, and that no sampling session and no checkpoint holds. At most
+        MAX_NAMED; the next call finds the rest."""
         expired = self._database.write(lambda c: pop_expired(c, time.time()))
         self._expired |= {checkpoint.store_key for checkpoint in expired if checkpoint.store_key is not None}
         found = [path for model in _directories(self._config.adapters_dir) for path in _directories(model)]
-        left = [path for path in found if path not in self._doomed and not is_scratch(path)]
-        return list(self._database.read(lambda c: _unused(c, left, saving)))
+        loaded = [path for path in found if path not in self._deletable_at and not is_scratch(path)]
+        return list(self._database.read(lambda c: _unused(c, loaded, saving)))
 
     def unloaded(self, adapter: AdapterVersion) -> None:
-        """No inference server knows this adapter any more. Its files may be deleted after the grace time."""
-        self._doomed[adapter_directory(self._config.state_dir, adapter)] = time.time() + GRACE_S
+        """Note that no inference server has this adapter any more. Its files may be deleted after GRACE_S."""
+        self._deletable_at[adapter_directory(self._config.state_dir, adapter)] = time.time() + GRACE_S
 
     def delete_files(self, saving: Collection[str]) -> None:
-        """Delete unloaded adapters whose grace time is over, stored checkpoints without a row, and half-written files
-        of dead processes."""
-        due = [path for path, at in self._doomed.items() if at <= time.time()][:MAX_NAMED]
-        if due:  # a save that was repeated may have written the same version again
+        """Delete adapters GRACE_S after their unloading, stored checkpoints without a row, and half-written files of
+        dead processes."""
+        due = [path for path, at in self._deletable_at.items() if at <= time.time()][:MAX_NAMED]
+        if due:  # a repeated save may have written the same version again
             unused = self._database.read(lambda c: _unused(c, due, saving))
             for path in due:
                 if path in unused.values():
                     self._remove(path)
-                del self._doomed[path]
+                del self._deletable_at[path]
         self._delete_leftovers()
         self._sweep_store(saving)
 
     def _sweep_store(self, saving: Collection[str]) -> None:
-        """Delete the files of expired checkpoints at once, and other files without a row when the checkpoint store is
-        listed again."""
-        doomed, self._expired = self._expired, set()
+        """Delete the files of expired checkpoints. If a listing of the checkpoint store is due, also delete other files
+        without a row."""
+        unused, self._expired = self._expired, set()
         now = time.time()
         if now >= self._listing_due:
-            self._confirm()
+            self._confirm_claim()
             self._store.remove_leftovers(self._started_at)
             grace_s = LISTING_S if self._remote else GRACE_S
             old = {found.key for found in self._store.stored() if found.stored_at < now - grace_s}
-            doomed |= self._without_row(old, saving)
+            unused |= self._without_row(old, saving)
             self._listing_due = now + (LISTING_S if self._remote else 0.0)
-        for key in sorted(doomed):
-            self._confirm()
+        for key in sorted(unused):
+            self._confirm_claim()
             try:
                 self._store.delete(key)
             except StoreError as error:
-                logger.warning("checkpoint %s could not be deleted; it is tried again later: %s", key, error)
+                logger.warning("checkpoint %s could not be deleted; the server tries again later: %s", key, error)
 
     def _without_row(self, keys: set[str], saving: Collection[str]) -> set[str]:
         """The keys that no checkpoint and no running save holds."""
@@ -126,7 +126,8 @@ class FileSweeper:
         return {key for key in keys - kept if key.partition("/")[0] not in groups}
 
     def _delete_leftovers(self) -> None:
-        """Delete what a dead engine left: half-written or half-deleted directories, snapshots of closed models."""
+        """Delete what a dead engine left behind: half-written or half-deleted directories, snapshots of closed
+        models."""
         snapshots = self._config.snapshots_dir
         for root in (self._config.adapters_dir, snapshots):
             for parent in (root, *_directories(root)):
@@ -138,24 +139,24 @@ class FileSweeper:
             self._remove(by_id[model_id])
 
     def _remove(self, path: Path) -> None:
-        self._confirm()
+        self._confirm_claim()
         remove(path)
 
 
 def _unused(connection: Connection, paths: Sequence[Path], saving: Collection[str]) -> dict[AdapterVersion, Path]:
-    """The adapter directories, at most MAX_NAMED, that are old enough and that no checkpoint, no sampling session, no
-    sample and no running save needs. Two queries, however many directories there are."""
+    """The unused adapter directories, at most MAX_NAMED: older than GRACE_S, and needed by no checkpoint, no sampling
+    session, no sample and no running save. Makes two queries, however many directories there are."""
     groups = {safe_name(model_id) for model_id in saving}
     held = adapter_versions.held(connection, time.time()) if paths else set()
     named = ((adapter_in(path), path) for path in paths if path.parent.name not in groups)
     free = ((adapter, path) for adapter, path in named if adapter is not None and adapter not in held)
-    few = dict(islice(((adapter, path) for adapter, path in free if _is_old(path)), MAX_NAMED))
-    running = adapter_versions.sampled_now(connection, few.keys())
-    return {adapter: path for adapter, path in few.items() if adapter not in running}
+    old = dict(islice(((adapter, path) for adapter, path in free if _is_old(path)), MAX_NAMED))
+    sampled = adapter_versions.sampled_now(connection, old.keys())
+    return {adapter: path for adapter, path in old.items() if adapter not in sampled}
 
 
 def _directories(parent: Path) -> list[Path]:
-    """Sub-directories, sorted by name. One scan, with no further look at each of them."""
+    """Sub-directories, sorted by name. Makes one scan and no call per directory."""
     try:
         with os.scandir(parent) as entries:
             return [parent / name for name in sorted(entry.name for entry in entries if entry.is_dir())]
@@ -164,7 +165,7 @@ def _directories(parent: Path) -> list[Path]:
 
 
 def _is_old(path: Path) -> bool:
-    """Whether it is too old to be a save whose row is being written."""
+    """Whether the directory is so old that no save can still be writing its row."""
     return _changed_at(path) < time.time() - GRACE_S
 
 

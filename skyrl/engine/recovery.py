@@ -1,9 +1,9 @@
-"""After a restart: bring every living model back, from its last snapshot and the commands that ran after it.
+"""Recovery after a restart: every living model is restored from its last snapshot and the commands that ran after it.
 
 Every command that changed a model is repeated once, in the old order. Where the backend `repeats_exactly` (on a CPU
-whose passes are not merged), the model is then the same to the last bit. Elsewhere (on CUDA, or with merged passes) it
-is the same up to rounding: kernels may add in another order, and passes that ran together are repeated one by one. No
-model is failed for such a difference.
+without merged passes), the restored model is the same to the last bit. Elsewhere (on CUDA, or with merged passes) it is
+the same up to rounding: kernels may add in another order, and passes that ran together are repeated one by one. Such a
+difference fails no model.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 from skyrl.backends.base import Backend, OutOfMemory
-from skyrl.db import futures as rows
+from skyrl.db import commands as rows
 from skyrl.db import models as model_rows
 from skyrl.db.checkpoints import find_checkpoint
 from skyrl.db.database import Connection, Database
@@ -25,7 +25,7 @@ from skyrl.db.faults import is_transient
 from skyrl.db.fence import Displaced
 from skyrl.db.models import ModelRecord
 from skyrl.engine.command_log import CommandLog
-from skyrl.engine.crash_ledger import POISON, CrashLedger
+from skyrl.engine.crash_ledger import DEATHS_TO_BLAME, CrashLedger
 from skyrl.engine.repeating import repeat_command
 from skyrl.engine.scheduler import Scheduler
 from skyrl.engine.settlement import Settlement
@@ -35,27 +35,28 @@ from skyrl.engine.threads import EngineThreads
 from skyrl.storage.base import CheckpointStore, NotStored, StoreError
 from skyrl.types.command import Command, ExecutedCommand
 from skyrl.types.kinds import ENGINE_KINDS, Kind
+from skyrl.wire.decoding import decode_json
 from skyrl.wire.paths import parse_path
-from skyrl.wire.requests import LoadWeightsCommand, decode_json
+from skyrl.wire.requests import LoadWeightsCommand
 
 logger = logging.getLogger(__name__)
 
 SKIPPED = (
-    f"skipped: the engine died {POISON} times while it ran this command, so it is not tried again; its model is as the "
-    "commands before left it"
+    f"skipped: the engine died {DEATHS_TO_BLAME} times while it ran this command, so the command is not tried again; "
+    "it has not changed its model"
 )
 MEMORY_PAUSE = 9.0
-"""A try to restore models that found too little memory is followed by a pause of so many times its length. Each try
-repeats commands on the backend's thread; in the pause other models train."""
+"""A try that found too little memory is followed by a pause of MEMORY_PAUSE times the try's duration. Each try repeats
+commands on the backend thread; in the pause other models train."""
 
 
 class _Stopped(Exception):
-    """The engine is stopped: models that are not restored yet are left to the next start."""
+    """The engine is stopped: the next start restores the remaining models."""
 
 
 class Recovery:
-    """`run` once, before the engine's loop. Then `retry` now and then, for models that are held: their checkpoint store
-    was away, or there was too little memory."""
+    """Call `run` once, before the engine's loop. Then call `retry` now and then for held models: their checkpoint store
+    was away, or memory was short."""
 
     def __init__(
         self,
@@ -70,7 +71,7 @@ class Recovery:
         ledger: CrashLedger,
         signals: EngineSignals,
     ) -> None:
-        """When `signals` say that the engine is stopped, recovery ends between two commands."""
+        """After `signals.stop()`, recovery ends before the next command."""
         self._database = database
         self._backend = backend
         self._scheduler = scheduler
@@ -86,13 +87,13 @@ class Recovery:
         self._without_memory: set[str] = set()
         """The held models that wait for memory."""
         self._memory_due = 0.0
-        """When these are tried again, in monotonic seconds."""
+        """When these models are tried again, in monotonic seconds."""
 
     async def run(self) -> None:
         """Skip commands that have killed the engine too often, then restore all living models.
 
-        A model that cannot be restored is failed, and the log says why. A model whose checkpoint store is away, or for
-        which there is too little memory, is held: its commands wait. The other models go on.
+        A model that cannot be restored is failed, and the log says why. A model is held while its checkpoint store is
+        away or memory is short: its commands wait. Other models go on.
         """
         suspects = await asyncio.to_thread(self._skip_poison)
         for model in await self._database.read_async(model_rows.living):
@@ -108,8 +109,8 @@ class Recovery:
 
     async def retry(self) -> None:
         """Try again to restore the models that are held."""
-        for gone in self._held - self._scheduler.model_ids:
-            self._release(gone)
+        for closed in self._held - self._scheduler.model_ids:
+            self._release(closed)
         began = time.monotonic()
         due = self._held - (self._without_memory if began < self._memory_due else set())
         if due:
@@ -121,20 +122,21 @@ class Recovery:
             self._memory_due = now + MEMORY_PAUSE * (now - began)
 
     async def _restore(self, model: ModelRecord) -> None:
-        """Bring one model back, and let its commands run; or hold it, or fail it.
+        """Restore one model and let its commands run; or hold the model, or fail it.
 
-        Raises, and fails no model, when the claim is lost, or when the database is away and the engine is stopped.
+        Raises Displaced when the claim is lost, and DatabaseError when the database is away and the engine is stopped.
+        In these cases no model is failed.
         """
         if self._signals.is_stopped:
             return
         try:
-            await asyncio.to_thread(self._bring_back, model)
+            await asyncio.to_thread(self._restore_state, model)
         except _Stopped:
             return
         except Exception as error:
             if is_transient(error) or isinstance(error, Displaced):
                 raise
-            if self._signals.is_stopped:  # the threads may have been shut down: the model may well be fine
+            if self._signals.is_stopped:  # the error may come from the shutdown, so the model may be intact
                 logger.info("model %s is left to the next start: %s", model.id, error)
                 return
             if await self._hold(model.id, error):
@@ -142,17 +144,17 @@ class Recovery:
             logger.exception("model %s cannot be restored", model.id)
             await asyncio.to_thread(self._database.write, model_rows.set_model(model.id, status="failed"))
             await self._log.close_queue(model.id)
-        if model.id not in self._scheduler:  # it has failed, or its session has ended meanwhile
+        if model.id not in self._scheduler:  # the model has failed, or its session has ended meanwhile
             await self._threads.on_backend(lambda: self._backend.delete_model(model.id))
         self._release(model.id)
 
     async def _hold(self, model_id: str, error: Exception) -> bool:
-        """Whether a later try may succeed; then the model's commands wait for it."""
+        """Hold the model if a later try may succeed after `error`. Returns whether the model is held."""
         if isinstance(error, StoreError) and not isinstance(error, NotStored):
             logger.warning("model %s waits for a checkpoint that it has loaded: %s", model_id, error)
             self._without_memory.discard(model_id)
         elif isinstance(error, OutOfMemory):
-            logger.warning("model %s waits for memory to be restored in: %s", model_id, error)
+            logger.warning("model %s waits until there is memory to restore it: %s", model_id, error)
             await self._threads.on_backend(lambda: self._backend.delete_model(model_id))
             self._without_memory.add(model_id)
         else:
@@ -166,8 +168,8 @@ class Recovery:
         self._scheduler.release(model_id)
         self._signals.wake()
 
-    def _bring_back(self, model: ModelRecord) -> None:
-        """Runs beside the event loop. Fetches the files of all loads first: the backend's thread waits for no
+    def _restore_state(self, model: ModelRecord) -> None:
+        """Runs on a worker thread. Fetches the files of all loads first, so that the backend thread never waits for the
         network."""
         commands = self._database.read(lambda c: rows.executed(c, model.id, model.next_seq))
         with contextlib.ExitStack() as files:
@@ -182,7 +184,7 @@ class Recovery:
         self._snapshots.restored(model.id, model.next_seq, commands)
 
     def _loaded_from(self, executed: ExecutedCommand, model: ModelRecord) -> str:
-        """The store's key of the checkpoint that a command has loaded."""
+        """The checkpoint store's key of the checkpoint that a command has loaded."""
         load = decode_json(LoadWeightsCommand, self._body(executed.command))
         reader = load.source_tenant or model.tenant
         saved = self._database.read(lambda c: find_checkpoint(c, parse_path(load.path), reader))
@@ -191,43 +193,44 @@ class Recovery:
         return saved.store_key
 
     def _repeat_all(self, model: ModelRecord, commands: Sequence[ExecutedCommand], loaded: Mapping[str, Path]) -> None:
-        """On the backend's thread. The crash ledger knows what runs: the engine may die of that, too."""
+        """Runs on the backend thread. The crash ledger records each step, because the engine may die in it again."""
         if model.next_seq > 0:
-            with self._watching(f"snapshot {model.id}", "its snapshot was loaded"):
+            with self._recorded(f"snapshot {model.id}", "its snapshot was loaded"):
                 directory = self._snapshots.path(model.id, model.next_seq)
                 self._backend.restore_model(model.id, model.lora, directory)
         for executed in commands:
             if self._signals.is_stopped:
                 raise _Stopped
             command = executed.command
-            with self._watching(f"again {command.request_id}", f"command {command.seq_id} was repeated"):
+            with self._recorded(f"again {command.request_id}", f"command {command.seq_id} was repeated"):
                 repeat_command(executed, self._body(command), model, self._backend, loaded)
         logger.info("model %s: %d commands repeated", model.id, len(commands))
 
     def _body(self, command: Command) -> bytes:
         return self._database.read(lambda c: rows.bodies(c, [command.request_id]))[command.request_id]
 
-    def _watching(self, key: str, what: str) -> AbstractContextManager[None]:
-        if self._counts.get(key, 0) >= POISON:
-            raise RuntimeError(f"the engine died {POISON} times while {what}")
-        return self._ledger.watching([key], innocent=(Exception,))
+    def _recorded(self, key: str, action: str) -> AbstractContextManager[None]:
+        if self._counts.get(key, 0) >= DEATHS_TO_BLAME:
+            raise RuntimeError(f"the engine died {DEATHS_TO_BLAME} times while {action}")
+        return self._ledger.running([key], not_blamed=(Exception,))
 
     def _skip_poison(self) -> list[Command]:
-        """Fail the commands that have killed the engine too often. Returns the others that ran when it died."""
+        """Fail the commands that have killed the engine too often. Returns the other commands that were running when
+        the engine died."""
         if not self._counts:
             return []
         pending = self._database.read(lambda c: rows.pending(c, sorted(ENGINE_KINDS)))
-        left: list[Command] = []
+        suspects: list[Command] = []
         for command in pending:
-            if (died := self._counts.get(command.request_id, 0)) == 0:
+            if (deaths := self._counts.get(command.request_id, 0)) == 0:
                 continue
-            what = f"{command.kind} {command.request_id} (model {command.model_id}, command {command.seq_id})"
-            logger.warning("the engine died while it ran %s; deaths so far: %d", what, died)
-            if died >= POISON:
+            description = f"{command.kind} {command.request_id} (model {command.model_id}, command {command.seq_id})"
+            logger.warning("the engine died while it ran %s; deaths so far: %d", description, deaths)
+            if deaths >= DEATHS_TO_BLAME:
                 self._settlement.skip(command, SKIPPED)
             else:
-                left.append(command)
-        return left
+                suspects.append(command)
+        return suspects
 
 
 def _next_seq(connection: Connection, model: ModelRecord) -> int:

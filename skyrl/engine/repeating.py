@@ -1,7 +1,7 @@
 """Repeating one finished command on a backend, when a model is restored.
 
-Where the backend `repeats_exactly`, a command must end as it ended before. Elsewhere it may differ by rounding: a
-number that was finite at the end of float32's range may overflow now. Then a warning is logged, and the model goes on.
+Where the backend `repeats_exactly`, a command must end as it ended before. Elsewhere results may differ by rounding: a
+number near the end of float32's range may overflow now. Then a warning is logged, and the model goes on.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from skyrl.engine.barriers import adam_params
 from skyrl.engine.passes import decode_pass
 from skyrl.types.command import Command, ExecutedCommand
 from skyrl.types.kinds import Kind
+from skyrl.wire.decoding import decode_json
 from skyrl.wire.errors import RequestError
-from skyrl.wire.requests import LoadWeightsCommand, OptimStepRequest, decode_json
+from skyrl.wire.requests import LoadWeightsCommand, OptimStepRequest
 
 logger = logging.getLogger(__name__)
 
@@ -26,9 +27,9 @@ logger = logging.getLogger(__name__)
 def repeat_command(
     executed: ExecutedCommand, body: bytes, model: ModelRecord, backend: Backend, loaded: Mapping[str, Path]
 ) -> None:
-    """Do again what a command did to its model. Saves and forward passes did nothing to it.
+    """Repeat a command's change of its model. Saves and forward passes change nothing.
 
-    `loaded` has the directory with the files of each load, by request id. Runs on the backend's thread.
+    `loaded`: by request id of a load, the directory with its files. Runs on the backend thread.
     """
     command = executed.command
     if command.kind is Kind.CREATE_MODEL:
@@ -54,8 +55,8 @@ def _repeat_pass(command: Command, training_pass: TrainingPass, backend: Backend
 
 
 def _repeat_step(executed: ExecutedCommand, body: bytes, model_id: str, backend: Backend) -> None:
-    """A step that failed is not tried again, because rounding might let it succeed now. Either its hyper-parameters
-    were refused, which changed nothing, or its gradient was not finite and was dropped."""
+    """A step that failed is not repeated, because rounding might let it succeed now. The step had either refused
+    hyper-parameters, which changed nothing, or a gradient that was not finite and was dropped."""
     if executed.status == "done":
         params = adam_params(decode_json(OptimStepRequest, body))
         with _unless_rounding(executed.command, backend, FloatingPointError):
@@ -70,12 +71,12 @@ def _repeat_step(executed: ExecutedCommand, body: bytes, model_id: str, backend:
 
 @contextlib.contextmanager
 def _unless_rounding(command: Command, backend: Backend, error: type[Exception]) -> Iterator[None]:
-    """`error` means that a number is not finite now, although it was when the command first ran. Raise it where
-    repeating is exact: the model's state must be another one. Elsewhere rounding explains it: log it, and go on."""
+    """`error` means that a number is not finite now, but was finite when the command first ran. Where repeating is
+    exact, raise the error: the model's state must differ. Elsewhere rounding explains the error: log it and go on."""
     try:
         yield
     except error as found:
         if backend.repeats_exactly:
             raise
         name = command.model_id, command.seq_id
-        logger.warning("model %s: command %d succeeded, and repeated it fails: %s", *name, found)
+        logger.warning("model %s: command %d succeeded before and fails when repeated: %s", *name, found)

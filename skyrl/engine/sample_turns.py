@@ -1,7 +1,7 @@
-"""Samples as commands: each turn of training is followed by the samples that wait.
+"""Samples as commands: the waiting samples run after each turn of training.
 
-Only a server whose trainer and sampler share a device has them (`Modes.forwards` is false). Knows the scheduler and the
-rows; `sampling.ColocatedSampler` runs the samples.
+Samples are commands only where trainer and sampler share a device (`Modes.forwards` is false). Knows the scheduler and
+the rows; `sampling.ColocatedSampler` runs the samples.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from skyrl.db import futures as rows
+from skyrl.db import commands as rows
 from skyrl.db import usage
 from skyrl.db.database import Database
 from skyrl.db.futures import Outcome
@@ -21,8 +21,8 @@ from skyrl.wire.errors import ErrorCategory
 
 
 class SampleTurns:
-    """`sampler` is None where API processes forward samples. Such a server fails the sample commands that were left
-    when it was colocated."""
+    """`sampler` is None where API processes forward samples. There, sample commands from an earlier colocated run of
+    the server fail."""
 
     def __init__(
         self, database: Database, scheduler: Scheduler, settlement: Settlement, sampler: ColocatedSampler | None
@@ -37,7 +37,7 @@ class SampleTurns:
         self._scheduler.hold_samples(self._sampler is not None and not self._sampler.may_run)
 
     async def run(self) -> None:
-        """Run the samples that wait now, and settle them."""
+        """Run and settle the waiting samples."""
         commands = self._scheduler.take_samples()
         if not commands:
             return
@@ -47,15 +47,16 @@ class SampleTurns:
             await self._sample(commands, self._sampler)
 
     async def _fail(self, commands: Sequence[Command]) -> None:
-        gone = Outcome(error="this server forwards samples; send the sample again", error_category=ErrorCategory.SERVER)
-        await asyncio.to_thread(self._settlement.settle, [(command.request_id, gone) for command in commands])
+        message = "this server now forwards samples to its inference server; send the sample again"
+        outcome = Outcome(error=message, error_category=ErrorCategory.SERVER)
+        await asyncio.to_thread(self._settlement.settle, [(command.request_id, outcome) for command in commands])
         self._scheduler.finish(commands)
 
     async def _sample(self, commands: Sequence[Command], sampler: ColocatedSampler) -> None:
-        ids = [command.request_id for command in commands]
-        bodies = await self._database.read_async(lambda c: rows.bodies(c, ids, pending=True))  # some were cancelled
+        ids = [command.request_id for command in commands]  # some may have been cancelled: then they have no body
+        bodies = await self._database.read_async(lambda c: rows.bodies(c, ids, pending=True))
         sampled = await sampler.run(commands, bodies)
         await asyncio.to_thread(self._settlement.settle, sampled.outcomes, lambda c: usage.add(c, sampled.used))
         self._scheduler.finish(commands)
-        for command in sampled.left:
+        for command in sampled.postponed:
             self._scheduler.add(command)

@@ -1,4 +1,4 @@
-"""Colocated sampling: SAMPLE commands run between turns of training, all that wait at once."""
+"""Colocated sampling: waiting SAMPLE commands run together between turns of training."""
 
 from __future__ import annotations
 
@@ -21,32 +21,33 @@ from skyrl.inference.engine_group import EngineGroup
 from skyrl.inference.vllm_client import VllmError
 from skyrl.sampling.client import ForwardingClient
 from skyrl.sampling.job import ContextLimits
-from skyrl.sampling.service import job_for, usage_of
+from skyrl.sampling.sampler_job import job_for, usage_of
 from skyrl.types.command import Command
+from skyrl.wire.decoding import decode_json
 from skyrl.wire.errors import ErrorCategory, FailedRequest
-from skyrl.wire.requests import SampleRequest, decode_json
+from skyrl.wire.sample_request import SampleRequest
 
 logger = logging.getLogger(__name__)
 
 RETRY_S = 1.0
-"""How soon the engine tries again to wake a vLLM that did not wake up."""
+"""The time between two tries to wake vLLM."""
 
 
 @dataclass(frozen=True)
 class Sampled:
-    """Outcomes by request id, and the usage of these samples. `left` are commands that could not run now: give them to
-    the sampler again."""
+    """Outcomes by request id, and the usage of these samples. `postponed` are commands that could not run now: give
+    them to the sampler again."""
 
     outcomes: list[tuple[str, Outcome]]
     used: Mapping[UsageKey, int]
-    left: Sequence[Command] = ()
+    postponed: Sequence[Command] = ()
 
 
 class ColocatedSampler:
     """Runs batches of samples. With `sleeps`, vLLM holds the device's memory only while it samples.
 
-    vLLM is away after it has died, until the launcher has started it again. Meanwhile samples wait and training goes
-    on. After `patience_s` the samples fail.
+    After vLLM has died, it is away until the launcher has started it again. Meanwhile samples wait and training goes
+    on. After `give_up_after_s` the samples fail.
     """
 
     def __init__(
@@ -58,7 +59,7 @@ class ColocatedSampler:
         base_name: str,
         *,
         sleeps: bool,
-        patience_s: float,
+        give_up_after_s: float,
     ) -> None:
         self._database = database
         self._client = client
@@ -66,28 +67,28 @@ class ColocatedSampler:
         self._limits = ContextLimits(limits.vocab_size, limits.max_context)
         self._base_name = base_name
         self._sleeps = sleeps
-        self._patience_s = patience_s
+        self._give_up_after_s = give_up_after_s
         self._away_since: float | None = None
-        self._ask_again_at: float | None = None
-        """Set after vLLM did not wake up although it seemed to be there; in monotonic seconds."""
+        self._retry_wake_at: float | None = None
+        """When to wake vLLM again after a failed try, in monotonic seconds."""
 
     @property
     def may_run(self) -> bool:
-        """Whether to call `run` now: vLLM is there, or it has been away for so long that the samples must fail."""
+        """Whether to call `run` now: vLLM is ready, or has been away for so long that the samples must fail."""
         now = time.monotonic()
         if not self._group.ready:
-            self._ask_again_at = None
+            self._retry_wake_at = None
             self._note_away(now)
-        elif self._ask_again_at is None:
+        elif self._retry_wake_at is None:
             self._away_since = None
             return True
-        elif now >= self._ask_again_at:
+        elif now >= self._retry_wake_at:
             return True
-        return self._out_of_patience
+        return self._has_given_up
 
     @property
-    def _out_of_patience(self) -> bool:
-        return self._away_since is not None and time.monotonic() - self._away_since >= self._patience_s
+    def _has_given_up(self) -> bool:
+        return self._away_since is not None and time.monotonic() - self._away_since >= self._give_up_after_s
 
     def _note_away(self, now: float) -> None:
         if self._away_since is None:
@@ -95,22 +96,22 @@ class ColocatedSampler:
 
     async def run(self, commands: Sequence[Command], bodies: dict[str, bytes]) -> Sampled:
         """Wake vLLM, run the commands that have a body in `bodies`, put vLLM to sleep."""
-        here = [command for command in commands if command.request_id in bodies]
-        if not here:
+        runnable = [command for command in commands if command.request_id in bodies]
+        if not runnable:
             return Sampled([], {})
         if (trouble := await self._wake()) is not None:
-            if not self._out_of_patience:
-                return Sampled([], {}, here)
-            gone = FailedRequest(f"gave up after {self._patience_s:g} s: {trouble}", ErrorCategory.SERVER)
-            return Sampled([(command.request_id, failed(gone, command)) for command in here], {})
+            if not self._has_given_up:
+                return Sampled([], {}, runnable)
+            error = FailedRequest(f"gave up after {self._give_up_after_s:g} s: {trouble}", ErrorCategory.SERVER)
+            return Sampled([(command.request_id, failed(error, command)) for command in runnable], {})
         try:
-            ended = await asyncio.gather(*(self._sample(c, bodies[c.request_id]) for c in here))
+            ended = await asyncio.gather(*(self._sample(c, bodies[c.request_id]) for c in runnable))
         finally:
             await self._put_to_sleep()
         used: Counter[UsageKey] = Counter()
         for _, amounts in ended:
             used.update(amounts)
-        outcomes = [(command.request_id, outcome) for command, (outcome, _) in zip(here, ended, strict=True)]
+        outcomes = [(command.request_id, outcome) for command, (outcome, _) in zip(runnable, ended, strict=True)]
         return Sampled(outcomes, used)
 
     async def _wake(self) -> str | None:
@@ -124,14 +125,14 @@ class ColocatedSampler:
             trouble = f"vLLM does not wake up: {error or type(error).__name__}"
             logger.warning("%s; samples wait", trouble)
             now = time.monotonic()
-            self._ask_again_at = now + RETRY_S
+            self._retry_wake_at = now + RETRY_S
             self._note_away(now)
             return trouble
-        self._away_since = self._ask_again_at = None
+        self._away_since = self._retry_wake_at = None
         return None
 
     async def _put_to_sleep(self) -> None:
-        """An error is only logged: if vLLM has died, it holds no memory, and the launcher starts it again."""
+        """An error is only logged: a vLLM that has died holds no memory, and the launcher starts it again."""
         if not self._sleeps:
             return
         try:

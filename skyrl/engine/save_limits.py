@@ -1,7 +1,7 @@
 """Whether a save may be made: the tenant's stored bytes and sampling sessions, and free space on the server's disks.
 
-The engine asks when a save's turn comes. The API cannot refuse a save when it arrives: its number would be missing in
-its model's order. Knows sizes and limits; does not know what a save writes.
+The engine asks when a save's turn comes. The API cannot refuse a save on arrival: the save's seq_id would be missing,
+and the model's later commands would wait for it. Knows sizes and limits; does not know what a save writes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class SaveLimits:
         self._database = database
 
     def check_disk(self) -> None:
-        """Refuse when a disk that saves are written to has less than `min_free_disk_bytes` left."""
+        """Refuse when a disk that saves are written to has less than `min_free_disk_bytes` free."""
         bound = self._config.min_free_disk_bytes
         for directory in self._directories():
             free = shutil.disk_usage(directory).free
@@ -40,10 +40,11 @@ class SaveLimits:
                 )
 
     def check_stored(self, tenant: str, besides: TinkerPath | None = None) -> None:
-        """Refuse when the tenant has as many stored bytes as it may have, not counting what a save replaces."""
+        """Refuse when the tenant's stored bytes have reached its quota. The checkpoint at `besides`, which the save
+        would replace, does not count."""
 
         def read(connection: Connection) -> tuple[int, int | None]:
-            limits = QuotaLimits.of(self._config).but(quotas.exceptions_of(connection, tenant))
+            limits = QuotaLimits.of(self._config).with_exceptions(quotas.exceptions_of(connection, tenant))
             if limits.stored_bytes is None:
                 return 0, None
             return quotas.stored_bytes(connection, tenant, besides=besides), limits.stored_bytes
@@ -53,15 +54,16 @@ class SaveLimits:
             raise FailedRequest(f"over quota: {stored_sentence(stored, limit)}")
 
     def check_sampling_sessions(self, tenant: str) -> None:
-        """Refuse an unnamed save, which opens a sampling session, when the tenant has as many as it may have."""
+        """Refuse an unnamed save, which opens a sampling session, when the tenant's open sampling sessions have reached
+        their limit."""
         bound = self._config.max_sampling_sessions_per_tenant
         living = self._database.read(lambda c: quotas.living_samplers(c, tenant))
         if living >= bound:
             raise FailedRequest(sampling_sessions_sentence(living, bound))
 
     def _directories(self) -> Iterator[Path]:
-        """The state directory, and the directory of a checkpoint store on a disk; for each that is not made yet, its
-        nearest parent that exists."""
+        """The state directory, and the directory of a checkpoint store on a disk. For a directory that does not exist
+        yet: its nearest parent that exists."""
         for directory in (self._config.state_dir, local_directory(self._config)):
             if directory is not None:
                 yield next(path for path in (directory, *directory.parents) if path.is_dir())

@@ -1,8 +1,8 @@
-"""The saves: a model's training state, an adapter to sample from, an adapter to take elsewhere.
+"""The saves: a model's training state, an adapter to sample from, an adapter to export.
 
-Named saves go to the checkpoint store. Adapters to sample from are also written to the state directory, from which they
-are brought to vLLM. Unnamed ones are only there. Knows which rows a save writes. Deletes nothing: the sweeper deletes
-files that no row refers to.
+Named saves go to the checkpoint store. Adapters to sample from are also written to the state directory, from which vLLM
+loads them; unnamed adapters are stored only there. Knows which rows a save writes. Deletes no checkpoint: the sweeper
+deletes files that no row refers to.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from skyrl.db.checkpoints import Checkpoint
 from skyrl.db.database import Change, Connection, Database
 from skyrl.db.models import ModelRecord, set_model
 from skyrl.db.samplers import Sampler, add_sampler, sampler_exists
-from skyrl.engine.done import Done
+from skyrl.engine.barrier_result import BarrierResult
 from skyrl.engine.encryption import encrypt_files, parse_recipients
 from skyrl.engine.save_limits import SaveLimits
 from skyrl.storage.adapters import adapter_directory
@@ -27,20 +27,16 @@ from skyrl.storage.base import CheckpointStore
 from skyrl.storage.directories import atomic_directory, link_files, remove, safe_name, sizes_of
 from skyrl.types.command import Command
 from skyrl.types.weights import AdapterVersion, WeightsRef
+from skyrl.wire.decoding import decode_json
 from skyrl.wire.errors import FailedRequest, RequestError
 from skyrl.wire.paths import CheckpointKind, TinkerPath, check_name, sampling_session_id_of
-from skyrl.wire.requests import (
-    SaveWeightsExternalRequest,
-    SaveWeightsForSamplerRequest,
-    SaveWeightsRequest,
-    decode_json,
-)
+from skyrl.wire.requests import SaveWeightsExternalRequest, SaveWeightsForSamplerRequest, SaveWeightsRequest
 
 MAX_TTL_S = 10 * 365 * 86_400
 
 
 class Saves:
-    """One method per kind of save. Raises FailedRequest or RequestError for the caller's mistakes, StoreError for
+    """One method per kind of save. Raises FailedRequest or RequestError for the client's mistakes, StoreError for
     errors of the checkpoint store."""
 
     def __init__(self, config: ServerConfig, database: Database, backend: Backend, store: CheckpointStore) -> None:
@@ -50,14 +46,14 @@ class Saves:
         self._store = store
         self._limits = SaveLimits(config, database)
 
-    def weights(self, command: Command, body: bytes, model: ModelRecord) -> Done:
-        """The training state: the adapter, and the optimizer."""
+    def weights(self, command: Command, body: bytes, model: ModelRecord) -> BarrierResult:
+        """Save the training state: the adapter and the optimizer."""
         request = decode_json(SaveWeightsRequest, body)
         path = self._path("weights", model, request)
         return self._store_named(command, model, request, path, lambda d: self._backend.save_state(model.id, d))
 
-    def external(self, command: Command, body: bytes, model: ModelRecord) -> Done:
-        """An adapter as PEFT names it, each file encrypted if the request names recipients."""
+    def external(self, command: Command, body: bytes, model: ModelRecord) -> BarrierResult:
+        """Save an adapter in PEFT's format. Encrypt each file if the request names recipients."""
         request = decode_json(SaveWeightsExternalRequest, body)
         path = self._path("external_weights", model, request)
         recipients = parse_recipients(request.age_encryption_recipients, "age_encryption_recipients")
@@ -69,8 +65,8 @@ class Saves:
 
         return self._store_named(command, model, request, path, write)
 
-    def for_sampler(self, command: Command, body: bytes, model: ModelRecord) -> Done:
-        """The next version of the adapter: with a name as a checkpoint, without a name as a sampling session."""
+    def for_sampler(self, command: Command, body: bytes, model: ModelRecord) -> BarrierResult:
+        """Save the next version of the adapter: as a checkpoint if named, else as a sampling session."""
         request = decode_json(SaveWeightsForSamplerRequest, body)
         path = None
         if request.path is not None:
@@ -79,26 +75,26 @@ class Saves:
             self._check_unnamed(model, request)
         adapter = AdapterVersion.of(model.id, model.sampler_version + 1)
         directory = self._write_version(adapter)
-        bump = set_model(model.id, sampler_version=adapter.number)
+        count_version = set_model(model.id, sampler_version=adapter.number)
         if path is None:
-            return self._open_session(model, request, adapter, bump)
-        done = self._store_named(
+            return self._open_session(model, request, adapter, count_version)
+        stored = self._store_named(
             command, model, request, path, lambda scratch: link_files(directory, scratch), weights=adapter
         )
-        return Done(done.result, _both(bump, done.change), adapter)
+        return BarrierResult(stored.result, _both(count_version, stored.change), adapter)
 
     def _write_version(self, adapter: AdapterVersion) -> Path:
         """Write the files of a model's next version. Returns their directory."""
         directory = adapter_directory(self._config.state_dir, adapter)
-        remove(directory)  # an engine that died between the rename and the commit has left it
+        remove(directory)  # left by an engine that died between the rename and the commit
         with atomic_directory(directory) as scratch:
             self._backend.save_adapter(adapter.model_id, scratch, dtype=self._config.adapter_dtype)
         return directory
 
     def _open_session(
-        self, model: ModelRecord, request: SaveWeightsForSamplerRequest, adapter: AdapterVersion, bump: Change
-    ) -> Done:
-        """An unnamed save opens a sampling session on the new version."""
+        self, model: ModelRecord, request: SaveWeightsForSamplerRequest, adapter: AdapterVersion, count_version: Change
+    ) -> BarrierResult:
+        """Open a sampling session on the new version, for an unnamed save."""
         seq_id = request.sampling_session_seq_id
         assert seq_id is not None
         size_bytes = sum(sizes_of(adapter_directory(self._config.state_dir, adapter)).values())
@@ -113,11 +109,11 @@ class Saves:
         )
 
         def open_session(connection: Connection) -> None:
-            bump(connection)
+            count_version(connection)
             add_sampler(connection, sampler, seq_id, size_bytes)
 
         result = {"type": "save_weights_for_sampler", "sampling_session_id": sampler.id}
-        return Done(result, open_session, adapter)
+        return BarrierResult(result, open_session, adapter)
 
     def _store_named(
         self,
@@ -127,8 +123,8 @@ class Saves:
         path: TinkerPath,
         write: Callable[[Path], None],
         weights: WeightsRef | None = None,
-    ) -> Done:
-        """Store what `write` puts into a directory. `weights` is what samplers of this checkpoint sample from."""
+    ) -> BarrierResult:
+        """Store the files that `write` puts into a directory. Samples of this checkpoint use `weights`."""
         key = _new_key(command, path)
         with self._store.writing(key) as directory:
             write(directory)
@@ -148,16 +144,16 @@ class Saves:
         )
         event = "checkpoint_exported" if path.kind == "external_weights" else "checkpoint_created"
 
-        def keep(connection: Connection) -> None:
+        def add_rows(connection: Connection) -> None:
             checkpoints.put(connection, checkpoint)
             usage.count_checkpoint(connection, model.tenant, model.session_id, model.base_model)
             audit.record(connection, model.tenant, event, tinker_path=str(path), model_id=model.id)
 
-        return Done({"type": command.kind.lower(), "path": str(path)}, keep)
+        return BarrierResult({"type": command.kind.lower(), "path": str(path)}, add_rows)
 
     def _path(self, kind: CheckpointKind, model: ModelRecord, request: SaveWeightsRequest) -> TinkerPath:
-        """The path of a named save. Raises unless its name and its TTL are valid, the name is free, and the tenant and
-        the disk have room."""
+        """The path of a named save. Raises unless the name and the TTL are valid, the name is free, the tenant's stored
+        bytes are below its quota, and the disk has space."""
         if request.path is None:
             raise RequestError("is missing: name the checkpoint", field="path")
         path = TinkerPath(model.id, kind, check_name(request.path))
@@ -171,8 +167,8 @@ class Saves:
         return path
 
     def _check_unnamed(self, model: ModelRecord, request: SaveWeightsForSamplerRequest) -> None:
-        """Raises unless an unnamed save may open its sampling session. Each number of a sampling session names one
-        adapter: with a number used twice, a client would sample from the older one."""
+        """Raises unless an unnamed save may open its sampling session. The request numbers the sampling session: with
+        a number used twice, the client would sample from the older adapter."""
         if request.sampling_session_seq_id is None:
             raise RequestError("give a name, or sampling_session_seq_id for an unnamed save", field="path")
         sampler_id = sampling_session_id_of(model.session_id, request.sampling_session_seq_id)
@@ -185,9 +181,11 @@ class Saves:
 
 
 def _new_key(command: Command, path: TinkerPath) -> str:
-    """A key in the checkpoint store that no other save writes to. So a save that replaces a checkpoint does not touch
-    the files of the old one. Nor does a server that has lost its claim touch what its successor has stored, when it
-    ends the same command late."""
+    """A key in the checkpoint store that no other save writes to.
+
+    So a save that replaces a checkpoint does not touch the old checkpoint's files. And a server that has lost its
+    claim, but still ends the same command, does not touch the files that its successor has stored.
+    """
     save = f"{command.request_id[-12:]}-{secrets.token_hex(4)}"
     return f"{safe_name(path.model_id)}/{safe_name(path.name)[:180]}-{save}"
 

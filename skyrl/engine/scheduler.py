@@ -15,12 +15,12 @@ from skyrl.types.command import Command
 from skyrl.types.kinds import FILE_COMMANDS, PASSES, SAVES, Kind
 
 BARRIER_COST = 5_000
-"""The cost of a barrier in a share, in bytes: about that of a pass over 250 tokens."""
+"""The cost of a barrier in a share, in bytes: about the cost of a pass over 250 tokens."""
 SAMPLES_AT_ONCE = 512
-"""Samples that a colocated engine runs between two turns of training: enough to fill vLLM, and few enough that training
-and other tenants' samples come soon."""
+"""How many samples a colocated engine runs between two turns of training: enough to fill vLLM, and few enough that
+training and other tenants' samples come soon."""
 FILES_AT_ONCE = 4
-"""Saves and loads that run at a time. With an object store they spend their time waiting for the network."""
+"""How many saves and loads run at a time. With an object store they mostly wait for the network."""
 
 
 def cost_of(command: Command) -> int:
@@ -31,9 +31,9 @@ def cost_of(command: Command) -> int:
 class Scheduler:
     """One queue per model. `budget` bounds the cost of one turn, in bytes of bodies.
 
-    The next tenant is the one that has had least, however many models it has; of its models, the one that has had least
-    is next. The loop decides whether a turn is for one model or for all together. A command that was taken is running
-    until `finish`; while a command of a model runs, the model has no next command.
+    The next tenant is the tenant with the least cost so far, however many models it has; the next of its models is the
+    model with the least cost so far. The loop decides whether a turn runs one model or all models. A command runs from
+    the moment it is taken until `finish`; meanwhile its model has no next command.
     """
 
     def __init__(self, budget: int) -> None:
@@ -41,9 +41,9 @@ class Scheduler:
         self._queues: dict[str, ModelQueue] = {}
         self._tenants = Shares()
         self._models: defaultdict[str, Shares] = defaultdict(Shares)
-        """By tenant: the cost of the commands that each of its models has had."""
+        """By tenant, the cost so far of each of the tenant's models."""
         self._files = Shares()
-        """The number of saves and loads that each tenant has had."""
+        """The number of saves and loads of each tenant so far."""
         self._samples = SampleQueue()
         self._samples_held = False
         self._delayed = Delayed()
@@ -52,8 +52,8 @@ class Scheduler:
         self._suspects: set[str] = set()
 
     def suspect(self, request_ids: Collection[str]) -> None:
-        """These requests were running when the engine died. Each runs before all other commands, and alone: if the
-        engine dies again, it is known which request was the cause."""
+        """These requests were running when the engine died. Run each before all other commands, and alone: if the
+        engine dies again, the request that was running is the cause."""
         self._suspects |= set(request_ids)
 
     def open_model(self, model_id: str, next_seq: int = 0) -> None:
@@ -61,13 +61,13 @@ class Scheduler:
             self._queues[model_id] = ModelQueue(next_seq)
 
     def close_model(self, model_id: str) -> list[Command]:
-        """Forget a model. Returns its commands that will never run."""
+        """Forget a model. Returns its waiting commands, which will never run."""
         queue = self._queues.pop(model_id, None)
         if queue is None:
             return []
-        left = [*queue.commands(), *self._delayed.pop_model(model_id)]
-        self._suspects.difference_update(command.request_id for command in left)
-        return left
+        waiting = [*queue.commands(), *self._delayed.pop_model(model_id)]
+        self._suspects.difference_update(command.request_id for command in waiting)
+        return waiting
 
     def hold(self, model_id: str) -> None:
         """The model's commands wait until `release`."""
@@ -77,24 +77,24 @@ class Scheduler:
         self._busy.discard(model_id)
 
     def next_seq(self, model_id: str) -> int | None:
-        """The number of the model's first command that has not been taken; None for a model that is closed."""
+        """The seq_id of the model's next command to take; None for a closed model."""
         queue = self._queues.get(model_id)
         return None if queue is None else queue.next_seq
 
     def is_busy(self, model_id: str) -> bool:
-        """Whether a command of the model runs, or it is held."""
+        """Whether a command of the model runs, or the model is held."""
         return model_id in self._busy
 
     def hold_samples(self, held: bool) -> None:
-        """While samples are held, they wait: the sampler cannot run them now."""
+        """While `held`, samples wait: the sampler cannot run them now."""
         self._samples_held = held
 
     def add(self, command: Command) -> None:
-        """Queue a command, and open its model if need be. A command that may not start yet waits for `start_due`."""
+        """Queue a command; open its model if the model is not open. A delayed command waits for `start_due`."""
         if command.model_id is not None:
             self.open_model(command.model_id)
         if command.kind is Kind.UNLOAD_MODEL:
-            command = self._delayed.behind(command)
+            command = self._delayed.start_after_delayed(command)
         if command.not_before is not None:
             self._delayed.add(command, command.not_before)
         else:
@@ -107,7 +107,7 @@ class Scheduler:
 
     @property
     def next_start(self) -> float | None:
-        """When the next delayed command may start, in seconds since the epoch; None without any."""
+        """When the next delayed command may start, in seconds since the epoch; None if none is delayed."""
         return self._delayed.next_start
 
     def _queue(self, command: Command) -> None:
@@ -123,9 +123,11 @@ class Scheduler:
         queue.waiting[command.seq_id] = command
 
     def ready_models(self) -> list[str]:
-        """Models that have a next command for a turn; the model that is next comes first."""
+        """Models whose next command runs in a turn (is no save and no load). The model that is next comes first."""
         heads = {
-            m: head for m in self._queues if (head := self._next(m)) is not None and head.kind not in FILE_COMMANDS
+            m: head
+            for m in self._queues
+            if (head := self._runnable_head(m)) is not None and head.kind not in FILE_COMMANDS
         }
         models: defaultdict[str, list[str]] = defaultdict(list)
         for model_id, head in heads.items():
@@ -133,21 +135,21 @@ class Scheduler:
         self._tenants.compete(models)
         for tenant in self._models.keys() - models.keys():
             del self._models[tenant]
-        for tenant, theirs in models.items():
-            self._models[tenant].compete(theirs)
-        return sorted(heads, key=lambda model_id: self._had(heads[model_id]))
+        for tenant, model_ids in models.items():
+            self._models[tenant].compete(model_ids)
+        return sorted(heads, key=lambda model_id: self._cost_so_far(heads[model_id]))
 
-    def _had(self, head: Command) -> tuple[int, int]:
-        """The cost that the command's tenant, and its model, have had. The smallest pair is next."""
+    def _cost_so_far(self, head: Command) -> tuple[int, int]:
+        """The cost so far of the command's tenant and of its model. The smallest pair is next."""
         assert head.model_id is not None
-        return self._tenants.had(head.tenant), self._models[head.tenant].had(head.model_id)
+        return self._tenants.amount(head.tenant), self._models[head.tenant].amount(head.model_id)
 
     def _charge(self, command: Command) -> None:
         assert command.model_id is not None
         self._tenants.charge(command.tenant, cost_of(command))
         self._models[command.tenant].charge(command.model_id, cost_of(command))
 
-    def _next(self, model_id: str) -> Command | None:
+    def _runnable_head(self, model_id: str) -> Command | None:
         head = self._head(model_id)
         return None if head is None or (self._suspects and not self._may_run(head)) else head
 
@@ -156,24 +158,24 @@ class Scheduler:
         return None if queue is None or model_id in self._busy else queue.head()
 
     def _may_run(self, head: Command) -> bool:
-        """A suspect runs once nothing else runs. Other commands wait for suspects that could run, or that run."""
+        """A suspect runs once no other command runs. Other commands wait for running and for runnable suspects."""
         if head.request_id in self._suspects:
             return not self._running
         heads = (self._head(model_id) for model_id in self._queues)
         due = any(other is not None and other.request_id in self._suspects for other in heads)
         return not due and not any(command.request_id in self._suspects for command in self._running.values())
 
-    def _of_kinds(self, model_ids: Iterable[str], wanted: Callable[[Command], bool]) -> list[str]:
-        """The models whose next command is `wanted`; only the first if its command is a suspect."""
-        ready = [m for m in model_ids if (head := self._next(m)) is not None and wanted(head)]
-        alone = ready and (head := self._head(ready[0])) is not None and head.request_id in self._suspects
-        return ready[:1] if alone else ready
+    def _models_whose_head(self, model_ids: Iterable[str], wanted: Callable[[Command], bool]) -> list[str]:
+        """The models whose next command is `wanted`. Only the first model if its next command is a suspect."""
+        ready = [m for m in model_ids if (head := self._runnable_head(m)) is not None and wanted(head)]
+        suspect_first = ready and (head := self._head(ready[0])) is not None and head.request_id in self._suspects
+        return ready[:1] if suspect_first else ready
 
-    def _together(self, taken: Command, head: Command) -> bool:
-        """Whether the pass `head` may run in one batch with the pass `taken`: neither is a suspect."""
+    def _may_share_batch(self, taken: Command, head: Command) -> bool:
+        """Whether the passes `taken` and `head` may run in one batch: neither is a suspect."""
         return self._suspects.isdisjoint((taken.request_id, head.request_id))
 
-    def _run(self, commands: list[Command]) -> list[Command]:
+    def _mark_running(self, commands: list[Command]) -> list[Command]:
         for command in commands:
             self._running[command.n] = command
             if command.model_id is not None:
@@ -194,67 +196,67 @@ class Scheduler:
         return command
 
     def take_passes(self, model_ids: Sequence[str]) -> list[Command]:
-        """The next batch of passes of these models: as many as fit the budget, and at least one if there is any. A
-        model's passes come in order, and end at its next barrier."""
-        candidates = self._heads(self._of_kinds(model_ids, lambda head: head.is_pass))
+        """The next batch of passes of these models: as many as fit the budget, and at least one if any is ready. Each
+        model's passes come in order, up to the model's next barrier."""
+        candidates = self._heads_of(self._models_whose_head(model_ids, lambda head: head.is_pass))
         batch: list[Command] = []
         used = 0
         while candidates:
-            model_id = self._first(candidates)
+            model_id = self._next_model(candidates)
             used += candidates[model_id].size
             if batch and used > self.budget:
                 break
             batch.append(self._take(model_id))
             head = self._queues[model_id].head()
-            if head is not None and head.is_pass and self._together(batch[-1], head):
+            if head is not None and head.is_pass and self._may_share_batch(batch[-1], head):
                 candidates[model_id] = head
             else:
                 del candidates[model_id]
-        return self._run(batch)
+        return self._mark_running(batch)
 
     def take_barriers(self, model_ids: Sequence[str]) -> list[Command]:
-        """The next command of each of these models, unless it is a pass, a save or a load: as many as fit the budget,
-        and at least one if there is any."""
+        """The next command of each of these models, except passes, saves and loads: as many as fit the budget, and at
+        least one if any is ready."""
         kinds = PASSES | FILE_COMMANDS
-        candidates = self._heads(self._of_kinds(model_ids, lambda head: head.kind not in kinds))
+        candidates = self._heads_of(self._models_whose_head(model_ids, lambda head: head.kind not in kinds))
         batch: list[Command] = []
         while candidates and len(batch) * BARRIER_COST <= self.budget:
-            model_id = self._first(candidates)
+            model_id = self._next_model(candidates)
             del candidates[model_id]
             batch.append(self._take(model_id))
-        return self._run(batch)
+        return self._mark_running(batch)
 
-    def _first(self, candidates: Mapping[str, Command]) -> str:
-        """The model that is next, of these models and their next commands."""
-        return min(candidates, key=lambda model_id: self._had(candidates[model_id]))
+    def _next_model(self, candidates: Mapping[str, Command]) -> str:
+        """The model that is next. `candidates` has each model's next command."""
+        return min(candidates, key=lambda model_id: self._cost_so_far(candidates[model_id]))
 
-    def _heads(self, model_ids: Iterable[str]) -> dict[str, Command]:
+    def _heads_of(self, model_ids: Iterable[str]) -> dict[str, Command]:
         heads = ((model_id, self._queues[model_id].head()) for model_id in model_ids)
         return {model_id: head for model_id, head in heads if head is not None}
 
     def take_file_commands(self) -> list[Command]:
-        """Saves and loads that may run now: one command per model, and at most FILES_AT_ONCE with those that run.
+        """Take saves and loads that may run now: one per model, and so many that at most FILES_AT_ONCE run.
 
-        The next tenant is the one that has had fewest saves and loads; its command that arrived first is taken. These
-        commands also count in the tenant's share of training, as a step does. That share does not order them: a tenant
-        that trains much would wait for all saves of a tenant that only saves.
+        The tenant with the fewest saves and loads so far is next; its earliest command is taken. These commands also
+        count in the tenant's share of training, as a step does. The share of training does not order them: otherwise a
+        tenant that trains much would wait for all saves of a tenant that only saves.
         """
         free = FILES_AT_ONCE - sum(command.kind in FILE_COMMANDS for command in self._running.values())
         if free <= 0:
             return []
-        heads = self._heads(self._of_kinds(self._queues, lambda head: head.kind in FILE_COMMANDS))
+        heads = self._heads_of(self._models_whose_head(self._queues, lambda head: head.kind in FILE_COMMANDS))
         self._files.compete({head.tenant for head in heads.values()})
         taken: list[Command] = []
         while heads and len(taken) < free:
-            model_id = min(heads, key=lambda model: (self._files.had(heads[model].tenant), heads[model].n))
+            model_id = min(heads, key=lambda model: (self._files.amount(heads[model].tenant), heads[model].n))
             tenant = heads.pop(model_id).tenant
             self._files.charge(tenant, 1)
             taken.append(self._take(model_id))
-        return self._run(taken)
+        return self._mark_running(taken)
 
     def take_samples(self) -> list[Command]:
         """Up to SAMPLES_AT_ONCE samples, taken from the tenants in turn."""
-        return [] if self._samples_held else self._run(self._samples.take(SAMPLES_AT_ONCE))
+        return [] if self._samples_held else self._mark_running(self._samples.take(SAMPLES_AT_ONCE))
 
     def __contains__(self, model_id: str) -> bool:
         return model_id in self._queues
@@ -265,13 +267,13 @@ class Scheduler:
 
     @property
     def saving(self) -> frozenset[str]:
-        """Models of which a save is running."""
+        """Models with a running save."""
         running = self._running.values()
         return frozenset(c.model_id for c in running if c.kind in SAVES and c.model_id is not None)
 
     @property
     def last_row(self) -> int:
-        """The highest row number of all commands that are queued or running, 0 without any. New commands have higher
+        """The highest row number of all waiting and running commands; 0 if there is none. New commands have higher
         numbers."""
         queued = (command.n for queue in self._queues.values() for command in queue.commands())
         running = max(self._running, default=0)
@@ -279,12 +281,12 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether a turn would run anything. Saves and loads do not count: they run beside turns."""
-        heads = (self._next(model_id) for model_id in self._queues)
+        """Whether a turn would run any command. Saves and loads do not count: they run outside of turns."""
+        heads = (self._runnable_head(model_id) for model_id in self._queues)
         samples = bool(self._samples) and not self._samples_held
         return samples or any(head is not None and head.kind not in FILE_COMMANDS for head in heads)
 
     @property
     def waiting(self) -> int:
-        """How many commands are queued, with those that wait for an earlier number or for their time."""
+        """The number of waiting commands, including delayed commands and commands that wait for an earlier seq_id."""
         return len(self._delayed) + len(self._samples) + sum(len(queue.commands()) for queue in self._queues.values())

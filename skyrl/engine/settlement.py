@@ -1,6 +1,6 @@
-"""Settling commands: write their outcomes to the database, then tell the API.
+"""Settling commands: write their outcomes to the database, then ring the API.
 
-The one place of the engine that ends requests, except for the requests of a session that has ended (`model_ends`).
+All requests that the engine ends are settled here, except the requests of ended sessions (`model_ends`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from skyrl.wire.results import encode_json
 
 
 class Settlement:
-    """Threads may share it. Every method waits for the database on the calling thread, and raises what it raises."""
+    """Several threads may call one object. Every method waits for the database on the calling thread, and raises
+    DatabaseError or Displaced."""
 
     def __init__(self, database: Database, api: Doorbell) -> None:
         self._database = database
@@ -38,14 +39,14 @@ class Settlement:
     ) -> None:
         """Write outcomes by request id, and `change`, in one transaction; then ring the API processes.
 
-        With `power_safe`, the transaction survives a power cut once this returns.
+        With `power_safe`, the transaction survives a power cut after this method has returned.
         """
         now = time.time()
         attempts = count()
 
         def write(connection: Connection) -> None:
             if next(attempts) and rows.settled_at(connection, [request_id for request_id, _ in outcomes], now):
-                return  # the commit of an earlier attempt seemed lost, but was not
+                return  # an earlier attempt did commit, although its answer was lost
             if change is not None:
                 change(connection)
             rows.settle(connection, outcomes, now)
@@ -53,13 +54,13 @@ class Settlement:
         self._database.write(write, power_safe=power_safe)
         self._api.ring([request_id for request_id, _ in outcomes])
 
-    def skip(self, command: Command, why: str) -> None:
+    def skip(self, command: Command, message: str) -> None:
         """Fail a command without running it. Its model is unchanged, and the model's later commands run."""
-        outcome = Outcome(error=why, error_category=ErrorCategory.SERVER)
+        outcome = Outcome(error=message, error_category=ErrorCategory.SERVER)
         self.settle([(command.request_id, outcome)], fails_model(command))
 
     def refuse(self, commands: Sequence[Command]) -> None:
-        """Fail commands whose model is gone. A command that unloads the model succeeds: the model is unloaded."""
+        """Fail commands whose model is closed. A command that unloads the model succeeds."""
 
         def outcome(command: Command) -> Outcome:
             if command.kind is Kind.UNLOAD_MODEL:
@@ -70,7 +71,8 @@ class Settlement:
 
 
 def fails_model(command: Command) -> Change | None:
-    """What else the failure of a command changes: a model whose first command has failed was never made."""
+    """The change that the failure of a command makes besides its outcome: the failure of a model's first command fails
+    the model."""
     if command.seq_id == 0 and command.model_id is not None:
         return set_model(command.model_id, status="failed")
     return None

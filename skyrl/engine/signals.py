@@ -1,7 +1,4 @@
-"""What wakes the engine's tasks, and what ends them.
-
-Knows no command. All methods belong to the event loop's thread.
-"""
+"""Signals that wake the engine's tasks or end the engine. Call all methods on the event loop's thread."""
 
 from __future__ import annotations
 
@@ -9,15 +6,15 @@ import asyncio
 
 
 class EngineSignals:
-    """One per engine. Two tasks wait for it: the loop for `work`, the listener of `FileCommands` for `arrived`."""
+    """One object per engine. The loop waits for `work`, and `FileCommands.listen` waits for `arrived`."""
 
     def __init__(self) -> None:
         self.work = asyncio.Event()
-        """There may be something to do."""
+        """The loop may have something to do."""
         self.arrived = asyncio.Event()
-        """Commands may have arrived, or may have become ready. Also heard while a turn runs."""
+        """Commands may have arrived or become ready. `FileCommands.listen` hears this also while a turn runs."""
         self.stopped = asyncio.Event()
-        """The engine begins no turn any more: it was told to stop, or it has failed."""
+        """The engine was told to stop, or has failed: it begins no more turns."""
         self._failure: BaseException | None = None
 
     def wake(self) -> None:
@@ -34,11 +31,11 @@ class EngineSignals:
         return self.stopped.is_set()
 
     def fail(self, failure: BaseException) -> None:
-        """A task beside the loop has failed in a way that the engine cannot survive. The first failure counts."""
+        """End the engine: a background task has failed. The first failure is kept."""
         self._failure = self._failure or failure
         self.wake()
 
     def raise_failure(self) -> None:
-        """Raise what `fail` was told of, if anything."""
+        """Raise the failure that was given to `fail`, if any."""
         if self._failure is not None:
             raise self._failure

@@ -1,13 +1,13 @@
-"""Snapshots: the state of each model on disk, from which an engine that starts goes on.
+"""Snapshots: the state of each model on disk, from which a starting engine restores the model.
 
 A snapshot is taken at three moments:
 
 - after an optimizer step, when the last snapshot is old: this bounds how much a restart repeats;
 - after every load, because the checkpoint may be replaced or deleted later;
-- when a model has run commands for long, but has not stepped: the database keeps the bodies of all commands that no
-  snapshot holds.
+- when a model has run commands for long without a step: the database keeps the bodies of all commands that no snapshot
+  holds.
 
-Knows directories and the numbers of commands. What lies in a snapshot is the backend's business.
+Knows directories and the numbers of commands. The backend decides what a snapshot contains.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from skyrl.types.command import ExecutedCommand
 from skyrl.types.kinds import SAVES, Kind
 
 OVERDUE_S = 60.0
-"""A model that does not step is snapshotted so many seconds later than the interval."""
+"""A model without steps is snapshotted this long after the snapshot interval has passed."""
 _ONLY_READ = SAVES | {Kind.FORWARD}
-"""Commands that leave a model as it was."""
+"""Commands that do not change a model."""
 
 
 @dataclass
-class _Behind:
-    """Commands have run that the model's newest snapshot does not hold. `since` is when the first one ran, in monotonic
-    seconds; `changed` says whether any of them may have changed the model."""
+class _Uncovered:
+    """A model has run commands that its newest snapshot does not hold. `since` is when the first of these commands ran,
+    in monotonic seconds; `changed` says whether any of them may have changed the model."""
 
     since: float
     changed: bool = False
@@ -43,7 +43,7 @@ class _Behind:
 class Snapshots:
     """The newest state of each model, in `snapshots/<model>/<number>`.
 
-    The number is that of the first command that the snapshot does not hold. The model's row has it, too, as `next_seq`.
+    The number is the seq_id of the first command that the snapshot does not hold, as in `next_seq` of the model's row.
     A snapshot after a step needs no gradient: the step has just cleared it.
     """
 
@@ -55,22 +55,23 @@ class Snapshots:
         self._taken_at: dict[str, float] = {}
         self._newest: dict[str, int] = {}
         """By model, the number of its snapshot on disk."""
-        self._behind: dict[str, _Behind] = {}
+        self._uncovered: dict[str, _Uncovered] = {}
 
     def restored(self, model_id: str, next_seq: int, commands: Sequence[ExecutedCommand]) -> None:
-        """A model was restored from snapshot `next_seq` (0: from none), and `commands` were repeated after it."""
+        """Note that a model was restored from snapshot `next_seq` (0: no snapshot), and `commands` were repeated after
+        that."""
         if next_seq > 0:
             self._newest[model_id] = next_seq
         for executed in commands:
             self.ran(model_id, executed.command.kind)
 
     def ran(self, model_id: str, kind: str) -> None:
-        """A command of this model has run, with or without success."""
-        behind = self._behind.setdefault(model_id, _Behind(time.monotonic()))
-        behind.changed |= kind not in _ONLY_READ
+        """Note that a command of this model has run, with or without success."""
+        uncovered = self._uncovered.setdefault(model_id, _Uncovered(time.monotonic()))
+        uncovered.changed |= kind not in _ONLY_READ
 
     def after_step(self, model_id: str, next_seq: int) -> None:
-        """Snapshot a model that has just stepped, if its last snapshot is old. Runs on the backend's thread."""
+        """Snapshot a model that has just stepped, if its last snapshot is old. Runs on the backend thread."""
         now = time.monotonic()
         if now - self._taken_at.setdefault(model_id, now) >= self._interval_s:
             self.take(model_id, next_seq)
@@ -78,33 +79,33 @@ class Snapshots:
     def overdue(self) -> list[str]:
         """Models whose commands have waited for a snapshot for the interval and OVERDUE_S more."""
         latest = time.monotonic() - self._interval_s - OVERDUE_S
-        return [model_id for model_id, behind in list(self._behind.items()) if behind.since <= latest]
+        return [model_id for model_id, uncovered in list(self._uncovered.items()) if uncovered.since <= latest]
 
     def put_off(self, model_id: str) -> None:
-        """A snapshot could not be taken: count the time until the next try from now."""
-        self._behind[model_id].since = time.monotonic()
+        """A snapshot could not be taken: try again OVERDUE_S and the interval from now."""
+        self._uncovered[model_id].since = time.monotonic()
 
     def take(self, model_id: str, next_seq: int) -> None:
-        """Snapshot a model in which all commands before `next_seq` are done. Runs on the backend's thread.
+        """Snapshot a model that has run all commands before `next_seq`. Runs on the backend thread.
 
         If the model has not changed since its last snapshot, that snapshot only gets a new number.
         """
-        behind, newest = self._behind.get(model_id), self._newest.get(model_id)
-        if newest != next_seq:  # if equal, the commands that ran came late: their numbers are below the snapshot's
-            self._write(model_id, next_seq, newest if behind is not None and not behind.changed else None)
+        uncovered, newest = self._uncovered.get(model_id), self._newest.get(model_id)
+        if newest != next_seq:  # equal if only late commands ran, with numbers below the snapshot's number
+            self._write(model_id, next_seq, newest if uncovered is not None and not uncovered.changed else None)
             self._newest[model_id] = next_seq
         self._taken_at[model_id] = time.monotonic()
-        self._behind.pop(model_id, None)
+        self._uncovered.pop(model_id, None)
 
-    def _write(self, model_id: str, next_seq: int, same: int | None) -> None:
-        """`same` is the number of a snapshot that holds the same state."""
+    def _write(self, model_id: str, next_seq: int, same_state: int | None) -> None:
+        """`same_state` is the number of a snapshot that holds the same state."""
         target = self.path(model_id, next_seq)
         remove(target)
         with atomic_directory(target) as scratch:
-            if same is None:
+            if same_state is None:
                 self._backend.save_snapshot(model_id, scratch)
             else:
-                link_tree(self.path(model_id, same), scratch)
+                link_tree(self.path(model_id, same_state), scratch)
         self._database.write(model_rows.set_model(model_id, next_seq=next_seq), power_safe=True)
         for old in target.parent.iterdir():
             if old != target:
@@ -113,12 +114,12 @@ class Snapshots:
     def path(self, model_id: str, next_seq: int) -> Path:
         return self._root / safe_name(model_id) / str(next_seq)
 
-    def disregard(self, model_id: str) -> None:
+    def stop_tracking(self, model_id: str) -> None:
         """The model is closed or has failed: take no more snapshots of it."""
-        for known in (self._taken_at, self._newest, self._behind):
-            known.pop(model_id, None)
+        for by_model in (self._taken_at, self._newest, self._uncovered):
+            by_model.pop(model_id, None)
 
     def forget(self, model_id: str) -> None:
         """Delete the snapshots of a closed model."""
-        self.disregard(model_id)
+        self.stop_tracking(model_id)
         remove(self._root / safe_name(model_id))

@@ -1,4 +1,4 @@
-"""Publishing the engine's state: this module alone writes the row of engine_state, and then rings the API."""
+"""Publishing the engine's state: writes the row of the table engine_state, then rings the API."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ logger = logging.getLogger(__name__)
 
 
 class EngineStatePublisher:
-    """Writes the row. After the server has lost its claim it writes nothing: the row is then another engine's.
+    """Writes the row, but never after the server has lost its claim: the row is then another engine's.
 
     `publish_url` is the InferenceStatePublisher of the EngineGroup. The other methods wait for the database on the
-    calling thread; threads may share them.
+    calling thread; several threads may call them.
     """
 
     def __init__(self, database: Database, api: Doorbell, fence: Fence) -> None:
@@ -29,9 +29,10 @@ class EngineStatePublisher:
         self._api = api
         self._fence = fence
         self._publishing = threading.Lock()
-        self._newest = 0
-        """The number of the newest URL. An older one is not published any more."""
-        self._unpublished: Callable[[], None] | None = None
+        self._newest_number = 0
+        """The number of the newest URL. Older URLs are not published any more."""
+        self._retry_publishing: Callable[[], None] | None = None
+        """Publishes the URL again, after a write of it has failed."""
 
     def _write(self, change: Callable[[Connection], object]) -> None:
         def unless_displaced(connection: Connection) -> None:
@@ -41,20 +42,20 @@ class EngineStatePublisher:
         self._database.write(unless_displaced)
 
     async def publish_url(self, url: str | None) -> None:
-        """A write that fails is logged, and raises nothing; the next heartbeat tries again."""
-        self._newest += 1
-        await asyncio.to_thread(self._publish, url, self._newest)
+        """Raises nothing: a write that fails is logged, and the next heartbeat tries again."""
+        self._newest_number += 1
+        await asyncio.to_thread(self._publish, url, self._newest_number)
 
     def _publish(self, url: str | None, number: int) -> None:
         with self._publishing:
-            if number != self._newest:
+            if number != self._newest_number:
                 return
-            self._unpublished = None
+            self._retry_publishing = None
             try:
                 self._write(lambda c: engine_state.publish_url(c, url))
             except DatabaseError as error:
                 logger.error("the inference endpoint %s could not be published yet: %s", url, error)
-                self._unpublished = lambda: self._publish(url, number)
+                self._retry_publishing = lambda: self._publish(url, number)
                 return
         logger.info("inference endpoint: %s", url)
         self._api.ring([STATE])
@@ -73,11 +74,11 @@ class EngineStatePublisher:
 
     def beat(self) -> None:
         self._write(engine_state.beat)
-        if (again := self._unpublished) is not None:
-            again()
+        if (retry := self._retry_publishing) is not None:
+            retry()
 
     def clear(self, why: str) -> None:
-        """Say that nothing runs any more. If the database is away, that is logged; the launcher tries once more."""
+        """Publish that the engine has stopped. A write that fails is logged; the launcher tries once more."""
         try:
             self._write(lambda c: engine_state.clear(c, why))
         except DatabaseError as error:

@@ -1,6 +1,6 @@
-"""The sweep: every few seconds, unload adapters that nobody uses, then delete files that nobody refers to.
+"""The sweep: every SWEEP_S, unload unused adapters, then delete files that no row refers to.
 
-Knows the order of these steps. `reclaim.FileSweeper` decides which files may go.
+Knows the order of these steps. `reclaim.FileSweeper` decides which files are deleted.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ SWEEP_S = 10.0
 
 
 class Sweep:
-    """Belongs to the event loop; database and files are used on other threads."""
+    """Call all methods on the event loop. The sweeper uses the database and files on worker threads."""
 
     def __init__(
         self, sweeper: FileSweeper, group: EngineGroup | None, scheduler: Scheduler, signals: EngineSignals

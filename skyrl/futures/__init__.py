@@ -1,1 +1,1 @@
-"""Life of a request: its id, its durable row, who waits for it, how the engine hears of it, when it is forgotten."""
+"""The requests of an API process: recording them, waiting for their outcomes, settling them."""

@@ -1,7 +1,6 @@
-"""Requests in the memory of an API process: those that are pending, and outcomes that nobody has read yet.
+"""Requests in the memory of an API process: pending requests, and outcomes that no client has read yet.
 
-Knows ids, keys, who waits, and which process settles a request. Knows no database: a request that is not in memory is
-looked up there by `skyrl.futures.waiting`.
+Does not use the database: `skyrl.futures.waiting` looks there for a request that is not in memory.
 """
 
 from __future__ import annotations
@@ -16,12 +15,15 @@ from skyrl.types.requests import RequestKey
 
 KEPT_OUTCOMES = 20_000
 KEPT_BYTES = 64 * 2**20
-"""Outcomes that nobody has read yet are kept in memory up to here; older ones are read from the database."""
+"""Bounds of the outcomes in memory that no client has read yet. Beyond them the oldest are forgotten, and read from the
+database when a client asks."""
 
 
 class Entry:
-    """A request in memory. While `settling`, the request has ended and its outcome is being stored; `outcome` is set
-    once it is stored. While `recording`, its row is being written; `recorded` wakes repeats of the request after that.
+    """A request in memory.
+
+    While `recording`, its row is being written. Repeats that arrive meanwhile wait for `recorded`. While `settling`,
+    its outcome is being stored; `outcome` is set after that. `sampler` is as in `NewRequest`.
     """
 
     __slots__ = (
@@ -72,7 +74,7 @@ class Entry:
         return self.outcome is None and not self.settling
 
     async def next_change(self, timeout_s: float) -> None:
-        """Returns when the entry is woken, or after `timeout_s`."""
+        """Return when `wake` is called, or after `timeout_s`."""
         loop = asyncio.get_running_loop()
         waiter = loop.create_future()
         timer = loop.call_later(timeout_s, _wake, waiter)
@@ -94,8 +96,8 @@ def _wake(waiter: asyncio.Future[None]) -> None:
 
 
 class Entries:
-    """Entries by id and by key. `owned_elsewhere` are the ids of pending requests that another process settles: the
-    engine, or the API process that forwards the sample. This process settles all others."""
+    """Entries by id and by key. `owned_elsewhere` has the ids of the pending requests that another process settles: the
+    engine, or another API process that forwards the sample. This process settles all other requests."""
 
     def __init__(self) -> None:
         self.by_id: dict[str, Entry] = {}
@@ -109,7 +111,7 @@ class Entries:
         return len(self.by_id) - len(self._settled)
 
     def add(self, entry: Entry, *, owned_elsewhere: bool) -> None:
-        """Remember a request, and which process settles it. For one that is known already this changes the owner."""
+        """Remember a request, and whether another process settles it. For a known request only that may change."""
         self.by_id[entry.id] = entry
         if entry.key is not None:
             self.by_key[entry.key] = entry
@@ -133,19 +135,22 @@ class Entries:
         """Whether the request is in memory and this process settles it."""
         return request_id in self.by_id and request_id not in self.owned_elsewhere
 
-    def own(self) -> list[str]:
-        """Ids of pending requests that are recorded and that this process settles."""
+    def own_pending(self) -> list[str]:
+        """Ids of the recorded, pending requests that this process settles."""
         return [e.id for e in self.by_id.values() if e.pending and not e.recording and e.id not in self.owned_elsewhere]
 
     def hand_over(self, request_ids: Iterable[str]) -> list[str]:
-        """From now on another process settles these requests, as far as they are this process's own and pending. Local
-        waiters keep waiting, and are woken when that process has stored the outcome. Returns the ids."""
-        left = [request_id for request_id in request_ids if self.is_own(request_id) and self.is_pending(request_id)]
-        self.owned_elsewhere.update(left)
-        return left
+        """From now on another process settles these requests; requests that have ended or were not this process's own
+        are left out. Local waiters keep waiting, and are woken when that process has stored the outcome. Returns the
+        ids of the requests that were handed over."""
+        handed_over = [
+            request_id for request_id in request_ids if self.is_own(request_id) and self.is_pending(request_id)
+        ]
+        self.owned_elsewhere.update(handed_over)
+        return handed_over
 
-    def settled(self, entry: Entry, outcome: Outcome) -> None:
-        """The outcome is stored: keep it until it is read, or until newer outcomes need its room, and wake waiters."""
+    def set_outcome(self, entry: Entry, outcome: Outcome) -> None:
+        """Wake those who wait for this stored outcome, and keep it in memory, within the bounds, until it is read."""
         entry.outcome = outcome
         self.owned_elsewhere.discard(entry.id)
         entry.wake()
@@ -158,14 +163,14 @@ class Entries:
             self.forget(self.by_id[next(iter(self._settled))])
 
     def forget(self, entry: Entry) -> None:
-        """The outcome was read, or finds no room: from now on it is read from the database."""
+        """Remove a stored outcome from memory. From now on it is read from the database."""
         size = self._settled.pop(entry.id, None)
         if size is not None:
             self._settled_bytes -= size
             self.drop(entry)
 
     def drop_session(self, session_id: str) -> list[str]:
-        """Forget a closed session's pending requests, and wake who waits for them. Returns their ids."""
+        """Forget a closed session's pending requests, and wake those who wait for them. Returns their ids."""
         dropped = [e for e in self.by_id.values() if e.session_id == session_id and e.outcome is None]
         for entry in dropped:
             self.drop(entry)

@@ -1,7 +1,4 @@
-"""Recording requests: each is stored once, and a repeat gets the id of the first.
-
-Reads from top to bottom: `record`, then what it calls. Knows entries and rows; does not know what a request asks for.
-"""
+"""Records requests. Each request is recorded once; a repeat gets the id of the first."""
 
 from __future__ import annotations
 
@@ -18,36 +15,33 @@ from skyrl.db.writer import GroupCommitWriter
 from skyrl.futures.entries import Entries, Entry
 from skyrl.types.ids import new_request_id
 from skyrl.types.kinds import Kind
-from skyrl.types.requests import NewRequest, RequestKey, same_request
+from skyrl.types.requests import NewRequest, RequestKey, check_repeat
 
 LARGE_BODY_BYTES = 256 * 2**10
-"""Larger bodies are hashed on a thread, and written in a transaction of their own beside the group commit."""
+"""Larger bodies are hashed on a thread, and written in a transaction of their own instead of the group commit."""
 
 
 class Recording:
-    """Records the requests that come to one API process. That process is the `owner` of the samples it forwards."""
+    """Records the requests that arrive at one API process. `owner` is the name of this process."""
 
     def __init__(self, database: Database, writer: GroupCommitWriter, entries: Entries, owner: str | None) -> None:
         self._database = database
         self._writer = writer
         self._entries = entries
         self._owner = owner
-        self._large = asyncio.Lock()
+        self._large_writes = asyncio.Lock()
 
     async def record(self, request: NewRequest, first: Change | None) -> tuple[str, bool]:
-        """Store a request durably. Returns its id, and whether the caller is to start it: a repeat returns the id of
-        the first one, which was started then.
-
-        Raises RequestError when the key was used before with another body, and whatever `first` raises.
-        """
+        """See `FutureStore.record`."""
         key, large = request.key, len(request.body) > LARGE_BODY_BYTES
         digest = await asyncio.to_thread(request.digest) if large else request.digest()
         while key is not None and (known := self._entries.by_key.get(key)) is not None:
             if not known.recording:
-                return same_request(known.id, known.digest, digest, key), False
+                check_repeat(key, known.digest, digest)
+                return known.id, False
             if known.recorded is None:
                 known.recorded = asyncio.get_running_loop().create_future()
-            await asyncio.shield(known.recorded)  # then look again: recording the first one may have failed
+            await asyncio.shield(known.recorded)  # then look again: the first request may not have been recorded
         entry = Entry(
             request.id or new_request_id(),
             request.kind,
@@ -68,19 +62,20 @@ class Recording:
             stored = await self._find(key)
             if stored is None:
                 raise
-            return same_request(stored.id, stored.digest, digest, key), self._take_over(stored, entry)
+            check_repeat(key, stored.digest, digest)
+            return stored.id, self._take_over(stored, entry)
         finally:
             entry.recording = False
             if entry.recorded is not None:
                 entry.recorded.set_result(None)
         if entry.id not in self._entries.by_id:
-            # The session was closed while the row was written, so the row may have missed the settling of the others.
+            # The session was closed while the row was written, perhaps before the session's rows were failed.
             await self._writer.execute(rows.SETTLE, rows.settlement(entry.id, rows.SESSION_ENDED, time.time()))
             return entry.id, False
         return entry.id, True
 
     async def _insert(self, entry: Entry, request: NewRequest, first: Change | None, *, large: bool) -> None:
-        """Returns when the row is durable. Raises ConstraintError when a row has this key, and whatever `first`
+        """Returns when the row is durable. Raises ConstraintError when another row has this key, and what `first`
         raises."""
         parameters = self._parameters(entry, request)
         if not large and not request.numbered and first is None:
@@ -98,7 +93,7 @@ class Recording:
         if not large:
             await self._writer.transact(insert)
             return
-        async with self._large:  # one large write at a time, so that the group commit gets the write lock in between
+        async with self._large_writes:  # one at a time, so that the group commit gets the write lock in between
             await asyncio.to_thread(self._database.write, insert)
 
     def _parameters(self, entry: Entry, request: NewRequest) -> dict[str, Any]:
@@ -121,15 +116,15 @@ class Recording:
         }
 
     async def _find(self, key: RequestKey) -> StoredFuture | None:
-        """The request that was recorded under this key, by whichever process."""
-        kind, owner, seq_id = key
+        """The request that any process has recorded under this key."""
+        kind, source_id, seq_id = key
         find = rows.find_command if kind == "command" else rows.find_sample
-        return await self._database.read_async(lambda connection: find(connection, owner, seq_id))
+        return await self._database.read_async(lambda connection: find(connection, source_id, seq_id))
 
     def _take_over(self, stored: StoredFuture, entry: Entry) -> bool:
-        """Whether this process is to forward a stored sample now. The row may exist without a task that forwards it: if
-        the connection broke at its commit, the client was told that the sample was not recorded, and the row is there.
-        A sample whose owner is another process is left to that process."""
+        """Make this process the owner of a repeated sample that nobody forwards. Returns whether it did; the caller
+        then starts the sample. Such a row exists when the connection broke during the commit: the row was written, but
+        the client was told that the sample was not recorded."""
         if stored.outcome is not None or stored.kind != entry.kind or entry.kind != Kind.EXTERNAL:
             return False
         if self._entries.is_own(stored.id) or (stored.owner is not None and stored.owner != self._owner):
@@ -144,7 +139,7 @@ class Recording:
     def adopt(
         self, request_id: str, kind: Kind, tenant: str, session_id: str, digest: bytes, key: RequestKey | None
     ) -> bool:
-        """Take over a pending request found in the database. False if it is this process's own already."""
+        """See `FutureStore.adopt`."""
         if self._entries.is_own(request_id):
             return False
         sampler = (key[1], key[2]) if key is not None and key[0] == "sample" else None

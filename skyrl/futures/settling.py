@@ -1,7 +1,7 @@
-"""Settling requests: an outcome is stored first, and then told to all who wait for it, here and in other processes.
+"""Settles requests: stores the outcome, then tells it to those who wait for it, here and in other processes.
 
-Outcomes of samples that this process forwards come from `settle`. Outcomes that other processes have stored are read
-from the database: at once when one of them says so, and now and then in case its word was lost.
+`settle` gets the outcomes of samples that this process forwards. Outcomes that other processes have stored are read
+from the database: as soon as a notice of them arrives, and every second in case a notice was lost.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ logger = logging.getLogger(__name__)
 
 FIRST_RETRY_S = 0.1
 MAX_RETRY_S = 5.0
-"""How long a result waits between two tries to store it."""
+"""The pauses between tries to store an outcome."""
 
 
 class Settling:
-    """Ends the requests of one API process. `peers` are told of each end."""
+    """Settles the requests of one API process. `peers` tells the other API processes of each."""
 
     def __init__(
         self, database: Database, writer: GroupCommitWriter, entries: Entries, ends: StoredEnds, peers: PeerNotifier
@@ -45,10 +45,10 @@ class Settling:
         self._failures = LimitedLog(logger)
 
     async def settle(self, request_id: str, outcome: Outcome) -> None:
-        """End a forwarded sample: store its outcome, then tell all who wait; returns when the row is durable.
+        """End a forwarded sample: store its outcome, then tell those who wait. Returns when the outcome is durable.
 
-        Tries again for as long as the database does not take the outcome: an outcome that is told before it is stored
-        could be another one after a crash. The outcome of a request that was dropped meanwhile is logged and discarded.
+        Tries again until the database takes the outcome. Nobody is told before, because after a crash the sample is
+        forwarded again and may have another outcome. If the request was dropped meanwhile, the outcome is discarded.
         """
         entry = self._entries.by_id.get(request_id)
         if entry is None or not entry.pending:
@@ -62,9 +62,9 @@ class Settling:
         self._peers.request_ended(request_id, None if entry.sampler is None else entry.sampler[0])
 
     async def _store(self, request_id: str, outcome: Outcome, now: float) -> Outcome:
-        """What is stored as the outcome of a sample, once it is stored. That is the row's own outcome if the row has
-        ended otherwise meanwhile: with its session, or in another process. It is a failure in place of an outcome that
-        the database will never take."""
+        """Store the outcome of a sample. Returns the stored outcome, which may be another one: the row may have ended
+        before (with its session, or in another process), and a result that the database refuses for good is replaced by
+        a failure."""
         backoff = Backoff(FIRST_RETRY_S, MAX_RETRY_S)
         while True:
             try:
@@ -85,26 +85,25 @@ class Settling:
                 await asyncio.sleep(retry_s)
 
     def _tell(self, entry: Entry, outcome: Outcome) -> None:
-        """The outcome is stored: whoever waits for it in this process is told."""
+        """Tell a stored outcome to those who wait for it in this process."""
         if outcome.error is not None:
             self._log_failure(entry, outcome)
-        self._entries.settled(entry, outcome)
+        self._entries.set_outcome(entry, outcome)
         if len(self._ends) and (target := entry.target) is not None:
             self._ends.ended(target)
 
     def _log_failure(self, entry: Entry, outcome: Outcome) -> None:
-        """Not one line for each failure: a client may have thousands of requests that fail alike."""
-        ours = outcome.error_category != ErrorCategory.USER
+        """Log a limited number of failures: a client may have thousands of requests that fail with the same cause."""
+        server_fault = outcome.error_category != ErrorCategory.USER
         self._failures.say(
-            logging.WARNING if ours else logging.INFO,
+            logging.WARNING if server_fault else logging.INFO,
             (entry.tenant, entry.kind, outcome.error_category),
             f"failed {entry.kind} {entry.id} (tenant {entry.tenant}, category {outcome.error_category}): "
             f"{plain(outcome.error or '')}",
         )
 
     async def end(self, request_id: str, outcome: Outcome) -> bool:
-        """Settle a pending request without its result: nobody is to compute it any more. False if it had ended: the
-        first outcome stays."""
+        """See `FutureStore.end`."""
         entry = self._entries.by_id.get(request_id)
         if entry is not None and entry.kind == Kind.EXTERNAL:
             if not entry.pending:
@@ -118,19 +117,18 @@ class Settling:
         return ended
 
     async def fail_session(self, session_id: str) -> None:
-        """Settle a closed session's pending samples in the database. Where there is an engine, the engine does so."""
+        """See `FutureStore.fail_session`."""
         await self._writer.transact(
             lambda c: rows.end_requests_of_sessions(c, [session_id], time.time(), Kind.EXTERNAL)
         )
 
     async def read_outcomes(self, request_ids: Iterable[str]) -> list[str]:
-        """Read outcomes that another process has stored, and tell whoever waits for them. Returns the ids of those
-        requests that this process was forwarding."""
-        wanted = [request_id for request_id in request_ids if self._entries.is_pending(request_id)]
+        """See `FutureStore.read_outcomes`."""
+        pending_ids = [request_id for request_id in request_ids if self._entries.is_pending(request_id)]
         forwarded: list[str] = []
-        for start in range(0, len(wanted), rows.MAX_NAMED):
-            part = wanted[start : start + rows.MAX_NAMED]
-            for stored in await self._database.read_async(lambda c, ids=part: rows.find_settled(c, ids)):
+        for start in range(0, len(pending_ids), rows.MAX_NAMED):
+            some_ids = pending_ids[start : start + rows.MAX_NAMED]
+            for stored in await self._database.read_async(lambda c, ids=some_ids: rows.find_settled(c, ids)):
                 entry = self._entries.by_id.get(stored.id)
                 if entry is None or not entry.pending or stored.outcome is None:
                     continue
@@ -140,7 +138,7 @@ class Settling:
         return forwarded
 
     async def poll_outcomes(self) -> None:
-        """Look for outcomes of all requests that other processes settle."""
+        """See `FutureStore.poll_outcomes`."""
         if self._entries.owned_elsewhere:
-            owed = list(self._entries.owned_elsewhere)
-            await self.read_outcomes(await self._database.read_async(lambda c: rows.ended_among(c, owed)))
+            ids = list(self._entries.owned_elsewhere)
+            await self.read_outcomes(await self._database.read_async(lambda c: rows.ended_among(c, ids)))

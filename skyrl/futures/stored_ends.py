@@ -1,11 +1,12 @@
-"""Which samples of a sampling client have ended, as the database has them: what one long poll for all of them reads.
+"""Answers the long poll by which a sampling client learns which of its samples have ended.
 
-The database gives each end a later moment than the one before (`skyrl.db.ended_at.EndedAt`). A cursor is the moment of
-the last end that a client was told, so any process can read on from where another one stopped, also after a restart.
+An end is the row of a sample that has ended. The database gives each end a later time than the one before
+(`skyrl.db.ended_at.EndedAt`). A cursor is the time of the last end that a client was told. So any process can answer
+the client's next poll, also after a restart.
 
-While clients poll, one reader follows the ends of all samples in the table, and hands each to its client. It reads when
-somebody says that a sample has ended, and at most every READ_EVERY_S. What a client has not been told is kept in memory
-up to a bound. A client that asks for older ends, or whose ends were forgotten, is answered from the table.
+While clients poll, new ends of all samples are read from the table together, as soon as a sample is known to have
+ended, but at most every READ_EVERY_S. Ends that a client was not told yet are kept in memory, up to a bound. A client
+that asks for older ends, or whose ends were forgotten, is answered from the table.
 """
 
 from __future__ import annotations
@@ -20,29 +21,31 @@ from skyrl.db.database import Connection, Database
 from skyrl.futures.completions import Completion, Target, TargetGone, block_of, clone_of
 
 MAX_COMPLETIONS = 1_000
-"""Ends told in one answer."""
+"""The most ends in one answer."""
 READ_EVERY_S = 0.005
-"""From one read of new ends to the next: under load one read finds many, and nobody notices the time."""
+"""The least time between two reads of new ends. Under load one read then finds many ends. Clients notice no delay."""
 MAX_READ = 5_000
-"""Ends in one read of new ends. A reader that is further behind starts anew from the newest end."""
+"""The most ends in one read of new ends. If there are more, all clients are answered from the table until they have
+reached the newest end."""
 MAX_KEPT = 20_000
-"""Ends kept for all clients together, for those that do not ask: then the client with most is forgotten."""
+"""The most ends kept in memory for all clients together. Beyond that the ends of the client that has most are
+forgotten."""
 MAX_CLIENTS = 1_000
-"""Clients that are remembered while they do not ask."""
-LOOK_S = 1.0
-"""How often a poll that is held looks while other processes live, in case it was not told of an end there."""
+"""Beyond so many clients, those without a waiting poll are forgotten."""
+SAFETY_READ_S = 1.0
+"""How often a waiting poll reads new ends while other API processes live, in case a notice of theirs was lost."""
 
 
 class _Client:
-    """Ends that a client has not been told, in their order. They are whole from `since` on, which is a cursor."""
+    """The ends that a client was not told yet, in their order. All ends after the cursor `kept_from` are kept."""
 
-    def __init__(self, since: int) -> None:
-        self.since = since
+    def __init__(self, kept_from: int) -> None:
+        self.kept_from = kept_from
         self.ends: deque[Completion] = deque()
         self.polls = 0
-        self.gone = False
-        self.loaded = False
-        """Whether its pending samples have been read once."""
+        self.session_ended = False
+        self.pending_read = False
+        """Whether its pending samples were read from the table once."""
         self.changed = asyncio.Event()
 
     def wake(self) -> None:
@@ -50,26 +53,25 @@ class _Client:
         self.changed = asyncio.Event()
 
     def after(self, cursor: int) -> list[Completion]:
-        """What is kept after `cursor`, the first MAX_COMPLETIONS; what is not after it is forgotten."""
+        """The first MAX_COMPLETIONS kept ends after `cursor`. Earlier ends are forgotten."""
         while self.ends and self.ends[0].cursor <= cursor:
-            self.since = self.ends.popleft().cursor
-        return [self.ends[place] for place in range(min(len(self.ends), MAX_COMPLETIONS))]
+            self.kept_from = self.ends.popleft().cursor
+        return [self.ends[index] for index in range(min(len(self.ends), MAX_COMPLETIONS))]
 
     def forget(self, position: int) -> None:
-        """Nothing is kept of what ended up to `position`."""
+        """Forget all kept ends; ends after the cursor `position` will be kept."""
         self.ends.clear()
-        self.since = position
+        self.kept_from = position
 
 
 class StoredEnds:
-    """Answers the polls of one API process. `wait_for` gets the rows of a client's pending samples when it first asks,
-    so that this process hears of their ends. `alone` says that no other API process lives now."""
+    """Answers the polls of one API process. `follow` is called with the rows of a client's pending samples at the
+    client's first poll, so that this process learns of their outcomes. `alone` returns whether no other API process
+    lives now."""
 
-    def __init__(
-        self, database: Database, wait_for: Callable[[Sequence[Any]], None], alone: Callable[[], bool]
-    ) -> None:
+    def __init__(self, database: Database, follow: Callable[[Sequence[Any]], None], alone: Callable[[], bool]) -> None:
         self._database = database
-        self._wait_for = wait_for
+        self._follow = follow
         self._alone = alone
         self._clients: dict[Target, _Client] = {}
         self._closing = False
@@ -77,7 +79,7 @@ class StoredEnds:
         self._unread = True
         """Whether samples may have ended since the last read."""
         self._position: int | None = None
-        """Up to which cursor the ends of all samples were read and handed out; None before the first read."""
+        """The cursor up to which ends were read and handed to their clients; None before the first read."""
         self._read_at = float("-inf")
 
     def __len__(self) -> int:
@@ -85,16 +87,16 @@ class StoredEnds:
 
     @property
     def held(self) -> int:
-        """Polls that are waiting."""
+        """The number of waiting polls."""
         return sum(client.polls for client in self._clients.values())
 
     @property
     def kept(self) -> int:
-        """Ends that clients have not been told, in memory."""
+        """The number of ends in memory."""
         return sum(len(client.ends) for client in self._clients.values())
 
     def ended(self, target: Target) -> None:
-        """A sample of this client has ended, and its outcome is stored."""
+        """The outcome of a sample of this client is stored."""
         self._unread = True
         if (client := self._clients.get(target)) is not None:
             client.wake()
@@ -107,7 +109,7 @@ class StoredEnds:
                 client.wake()
 
     async def poll(self, target: Target, cursor: int, timeout_s: float) -> tuple[int, list[Completion]]:
-        """Ends after `cursor` (0: all) and the cursor of the last of them; waits up to `timeout_s` for one.
+        """The client's next cursor, and its ends after `cursor` (0: all). Waits up to `timeout_s` for the first end.
 
         Raises TargetGone when the session ends meanwhile.
         """
@@ -117,56 +119,55 @@ class StoredEnds:
         client = self._clients.get(target) or self._remember(target)
         client.polls += 1
         try:
-            ends = await self._next(client, target, cursor, deadline)
+            ends = await self._next_ends(client, target, cursor, deadline)
         finally:
             client.polls -= 1
-        if client.gone:
+        if client.session_ended:
             raise TargetGone(target.sampling_session_id)
         return (ends[-1].cursor if ends else cursor), ends
 
-    async def _next(self, client: _Client, target: Target, cursor: int, deadline: float) -> list[Completion]:
+    async def _next_ends(self, client: _Client, target: Target, cursor: int, deadline: float) -> list[Completion]:
         while True:
-            changed = client.changed  # before the read: an end that comes during the read sets it
-            await self._read_on()
-            if client.loaded and cursor >= client.since:
+            changed = client.changed  # before the read: an end that comes during the read sets this event
+            await self._read_new_ends()
+            if client.pending_read and cursor >= client.kept_from:
                 ends = client.after(cursor)
             else:
-                since = client.since
-                ends = await self._load(client, target, cursor)
-                if not ends:  # whatever ends from now on is handed out by `_read_on`
-                    cursor = max(cursor, since)
-            if ends or client.gone or self._closing:
+                kept_from = client.kept_from
+                ends = await self._read_from_table(client, target, cursor)
+                if not ends:  # so all ends after `cursor` are, or will be, among the kept ones
+                    cursor = max(cursor, kept_from)
+            if ends or client.session_ended or self._closing:
                 return ends
-            while not (changed.is_set() or client.gone or self._closing):
-                left = deadline - asyncio.get_running_loop().time()
-                if left <= 0:
+            while not (changed.is_set() or client.session_ended or self._closing):
+                remaining_s = deadline - asyncio.get_running_loop().time()
+                if remaining_s <= 0:
                     return []
                 try:
-                    async with asyncio.timeout(min(left, LOOK_S)):
+                    async with asyncio.timeout(min(remaining_s, SAFETY_READ_S)):
                         await changed.wait()
                 except TimeoutError:
                     if not self._alone():
                         self._unread = True
                         break
 
-    async def _load(self, client: _Client, target: Target, cursor: int) -> list[Completion]:
-        """A client's ends after `cursor` from the table, and once what it waits for."""
-        mine = target.sampling_session_id, *block_of(target.clone)
-        # A moment is a float, and its cursor is rounded. The next end is 2 µs later at least.
-        after = (cursor + 1) / 1e6
-        pending = not client.loaded
+    async def _read_from_table(self, client: _Client, target: Target, cursor: int) -> list[Completion]:
+        """A client's ends after `cursor`. The first time, also follow the client's pending samples."""
+        block = target.sampling_session_id, *block_of(target.clone)
+        after = _after(cursor)
+        read_pending = not client.pending_read
 
         def read(connection: Connection) -> tuple[list[sampled.EndedSample], Sequence[Any]]:
-            waiting = sampled.pending_of_sampler(connection, *mine) if pending else []
-            return sampled.ended_of_sampler(connection, *mine, after, MAX_COMPLETIONS), waiting
+            pending = sampled.pending_of_sampler(connection, *block) if read_pending else []
+            return sampled.ended_of_sampler(connection, *block, after, MAX_COMPLETIONS), pending
 
-        ended, waiting = await self._database.read_async(read)
-        self._wait_for(waiting)
-        client.loaded = True
+        ended, pending = await self._database.read_async(read)
+        self._follow(pending)
+        client.pending_read = True
         return [_completion(end) for end in ended]
 
-    async def _read_on(self) -> None:
-        """Read what has ended since the last read, and hand it to the clients. One read at a time serves all polls."""
+    async def _read_new_ends(self) -> None:
+        """Read the ends since the last read, and hand them to their clients. One read at a time serves all polls."""
         async with self._reading:
             if not self._unread and self._position is not None:
                 return
@@ -182,11 +183,11 @@ class StoredEnds:
                 self._read_at = loop.time()
 
     async def _hand_out(self) -> None:
-        after = self._position
+        position = self._position
         ends: list[sampled.EndedSample] = []
-        if after is not None:
-            ends = await self._database.read_async(lambda c: sampled.ends_after(c, (after + 1) / 1e6, MAX_READ))
-        if after is None or len(ends) == MAX_READ:
+        if position is not None:
+            ends = await self._database.read_async(lambda c: sampled.ends_after(c, _after(position), MAX_READ))
+        if position is None or len(ends) == MAX_READ:
             newest = round(await self._database.read_async(sampled.last_end) * 1e6)
             self._position = newest
             for client in self._clients.values():
@@ -199,9 +200,9 @@ class StoredEnds:
                 client.wake()
         if ends:
             self._position = _completion(ends[-1]).cursor
-            self._forget_some(self._position)
+            self._forget_beyond_bound(self._position)
 
-    def _forget_some(self, position: int) -> None:
+    def _forget_beyond_bound(self, position: int) -> None:
         while self.kept > MAX_KEPT:
             max(self._clients.values(), key=lambda client: len(client.ends)).forget(position)
 
@@ -215,14 +216,20 @@ class StoredEnds:
         """Forget a closed session's clients. Their polls raise TargetGone."""
         for target in [target for target in self._clients if target.session_id == session_id]:
             client = self._clients.pop(target)
-            client.gone = True
+            client.session_ended = True
             client.wake()
 
     def release(self) -> None:
-        """The process is about to end: polls that wait, and polls that come, are answered at once."""
+        """Answer at once all polls that wait, and all that come: the process is about to end."""
         self._closing = True
         for client in self._clients.values():
             client.wake()
+
+
+def _after(cursor: int) -> float:
+    """A time after the end that has this cursor and before the next end. The cursor is a rounded time, and the next end
+    is at least 2 µs later."""
+    return (cursor + 1) / 1e6
 
 
 def _completion(end: sampled.EndedSample) -> Completion:

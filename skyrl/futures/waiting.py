@@ -1,4 +1,4 @@
-"""Waiting for the outcome of a request: in memory while it is pending, from the database when it is not in memory."""
+"""Waits for outcomes of requests: in memory while a request is pending, else in the database."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from skyrl.types.kinds import Kind
 
 
 class Waiting:
-    """Those who wait in one API process, whichever process settles what they wait for."""
+    """Waits in one API process for outcomes, whichever process settles the requests."""
 
     def __init__(self, database: Database, entries: Entries) -> None:
         self._database = database
@@ -20,11 +20,7 @@ class Waiting:
         self._closing = False
 
     async def wait(self, request_id: str, tenant: str, timeout_s: float) -> Outcome | None:
-        """The outcome, or None when there is none after `timeout_s`. An outcome that is returned is stored, so whoever
-        asks again gets the same, and it need not stay in memory.
-
-        Raises KeyError when no such request is stored, or it is another tenant's.
-        """
+        """See `FutureStore.wait`. A returned outcome is removed from memory; the database still has it."""
         entry = self._entries.by_id.get(request_id)
         if entry is None:
             stored = await self._database.read_async(lambda connection: rows.find(connection, request_id))
@@ -32,7 +28,7 @@ class Waiting:
                 raise KeyError(request_id)
             if stored.outcome is not None:
                 return stored.outcome
-            entry = self._entries.by_id.get(request_id) or self._await_stored(stored)
+            entry = self._entries.by_id.get(request_id) or self._add_entry(stored)
         if entry.tenant != tenant:
             raise KeyError(request_id)
         if entry.outcome is None and not self._closing:
@@ -44,31 +40,31 @@ class Waiting:
             raise KeyError(request_id)
         return None
 
-    def _await_stored(self, stored: StoredFuture) -> Entry:
-        """Wait for a pending row that is not in memory. Another process settles it, whatever its kind: the samples that
+    def _add_entry(self, stored: StoredFuture) -> Entry:
+        """Add an entry for a pending row that is not in memory. Another process settles it, because the samples that
         this process forwards are in memory."""
-        sampling = stored.sampling_session_id
-        sampler = None if sampling is None else (sampling, stored.sample_seq_id)
+        sampling_session = stored.sampling_session_id
+        sampler = None if sampling_session is None else (sampling_session, stored.sample_seq_id)
         entry = Entry(stored.id, stored.kind, stored.tenant, stored.session_id, stored.digest, None, sampler)
         self._entries.add(entry, owned_elsewhere=True)
         return entry
 
-    def wait_for(self, pending: Sequence[StoredFuture]) -> None:
-        """Hear of the ends of these pending rows from now on."""
+    def follow(self, pending: Sequence[StoredFuture]) -> None:
+        """Learn of the outcomes of these pending rows from now on."""
         for stored in pending:
             if stored.id not in self._entries.by_id:
-                self._await_stored(stored)
+                self._add_entry(stored)
 
     async def kind_of(self, request_id: str, tenant: str) -> Kind:
-        """Raises KeyError when no such request is stored, or it is another tenant's."""
-        known = self._entries.by_id.get(request_id)
-        known = known or await self._database.read_async(lambda connection: rows.find(connection, request_id))
-        if known is None or known.tenant != tenant:
+        """Raises KeyError when no such request is stored, or when it belongs to another tenant."""
+        request = self._entries.by_id.get(request_id)
+        request = request or await self._database.read_async(lambda connection: rows.find(connection, request_id))
+        if request is None or request.tenant != tenant:
             raise KeyError(request_id)
-        return Kind(known.kind)
+        return Kind(request.kind)
 
     def release(self) -> None:
-        """The process is about to end: those who wait are told now that there is no outcome yet, as are those who
-        come."""
+        """Answer at once all that wait, and all that come, that there is no outcome yet: the process is about to
+        end."""
         self._closing = True
         self._entries.wake_all()

@@ -1,1 +1,1 @@
-"""Engine-managed vLLM: how a server is started, watched, told about adapters, put to sleep and taken down."""
+"""vLLM servers that skyrl manages: their command line, placement, watchdog, adapters and sleep."""

@@ -1,6 +1,6 @@
-"""How the files of an adapter version come to the host on which a replica runs.
+"""How the files of an adapter version come to the host of a replica.
 
-Knows names of versions and a way to their files. Does not tell a replica to load a version, and knows no rows.
+Knows the names of versions and where their files are. Loads no version on a replica, and reads no rows.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class AdapterMissing(Exception):
 class AdapterUnavailable(Exception):
     """The files of an adapter version cannot be brought to the replica's host now; they may be later.
 
-    `cause` is the error behind this one. `reason` says it in one line, for logs: it may name the operator's addresses,
-    which the message of this exception does not.
+    `cause` is the underlying error. `reason` is that error in one line, for logs: unlike the message of this exception,
+    it may name the operator's addresses.
     """
 
     def __init__(self, adapter: AdapterVersion, cause: Exception) -> None:
@@ -43,19 +43,20 @@ class AdapterUnavailable(Exception):
 
 
 class AdapterHost(Protocol):
-    """Brings adapter versions to the host on which a replica runs."""
+    """Brings adapter versions to the host of a replica."""
 
     async def bring(self, adapter: AdapterVersion) -> str:
-        """Make the version's files readable by the replica; returns their directory as the replica sees it.
+        """Make the version's files readable by the replica. Returns their directory as the replica sees it.
 
-        Raises AdapterMissing when nobody has the files any more, AdapterUnavailable when it fails in any other way."""
+        Raises AdapterMissing when the files are gone and no checkpoint holds them, AdapterUnavailable when the files
+        cannot be brought for any other reason."""
         ...
 
 
 class SharedDirectory:
     """The host of replicas that read the training server's state directory, under the same path as this process.
 
-    The files of a version are there since it was saved. Files that are gone are fetched from the checkpoint store.
+    A save writes a version's files there. If they are gone, they are fetched from the checkpoint store.
     """
 
     def __init__(self, state_dir: Callable[[], Path], store: CheckpointStore, store_key: StoreKey) -> None:
@@ -66,8 +67,8 @@ class SharedDirectory:
     async def bring(self, adapter: AdapterVersion) -> str:
         """As `AdapterHost.bring`.
 
-        A gateway on another host than the training server may not see the state directory. Its inference server does,
-        so the path is returned, and nobody here can tell whether the files are there.
+        A gateway on another host may not see the training server's state directory, but its inference server does.
+        There this method returns the path without a check.
         """
         try:
             state_dir = self._state_dir()
@@ -76,7 +77,7 @@ class SharedDirectory:
                 await self._fetch(adapter, directory)
         except AdapterMissing:
             raise
-        except Exception as error:  # the database is away, the disk is full, the checkpoint store is away
+        except Exception as error:  # a full disk, an unreachable database or checkpoint store
             raise AdapterUnavailable(adapter, error) from error
         return str(directory)
 
@@ -91,5 +92,5 @@ class SharedDirectory:
 
 
 def _is_missing(state_dir: Path, directory: Path) -> bool:
-    """Whether this process sees the state directory, and no such directory in it."""
+    """Whether this process sees the state directory, but not `directory` in it."""
     return state_dir.is_dir() and not directory.is_dir()

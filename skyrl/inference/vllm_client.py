@@ -1,7 +1,7 @@
 """Control of one vLLM server: health, adapters, sleep, warm-up.
 
-Knows vLLM's control endpoints and how they answer. Deliberately does not send samples: httpx degrades above some
-64 concurrent requests, which control calls never reach. Knows nothing of other replicas.
+Knows vLLM's control endpoints and how they answer. Sends no samples: httpx gets slow above some 64 concurrent requests,
+which control calls never reach. Knows one server only.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from skyrl.inference import load_route
 from skyrl.vllm_plugin.incarnation import HEADER
 
 Probe = Literal["/health", "/is_sleeping"]
-"""The API server answers `/health` by itself. For `/is_sleeping` it asks the engine core, which answers between two of
-its steps."""
+"""vLLM's API server answers `/health` by itself. For `/is_sleeping` it asks the engine core, which answers between two
+of its steps."""
 
 
-class Pulse(Enum):
-    """How a server takes a probe."""
+class ProbeResult(Enum):
+    """The result of one probe of a server."""
 
-    WELL = "answers"
-    SILENT = "takes connections and gives no good answer in time: none, one that its engine is dead, or garbage"
-    DEAF = "takes no connection (not yet, not any more), or breaks off: it starts, or it ends"
+    ANSWERED = "the server answered"
+    UNANSWERED = "the server accepts connections, but sent no answer in time, a 503 (dead engine core), or garbage"
+    REFUSED = "the server refuses or breaks connections: it is starting or ending"
 
 
 @dataclass(frozen=True, slots=True)
-class Alive:
-    """A server that answers `/health` with 200. `incarnation` is None where the server does not say it."""
+class Health:
+    """A server that answers `/health` with 200. `incarnation` is None if the server does not send it."""
 
     incarnation: str | None
 
@@ -52,34 +52,36 @@ class VllmClient:
             base_url=url,
             headers={"Authorization": f"Bearer {api_key}"},
             timeout=httpx.Timeout(timeout_s, connect=5.0),
-            trust_env=False,  # a proxy for the internet is no way to a server on loopback
+            trust_env=False,  # no proxy: the server is on loopback
         )
 
     async def close(self) -> None:
         await self._http.aclose()
 
-    async def health(self) -> Alive | None:
-        """None when the server or its engine is dead, or nothing answers in time."""
+    async def health(self) -> Health | None:
+        """None when the server or its engine core is dead, or does not answer in time."""
         try:
             response = await self._http.get("/health")
         except httpx.RequestError:  # also an answer that cannot be decoded
             return None
-        return Alive(response.headers.get(HEADER)) if response.status_code == httpx.codes.OK else None
+        return Health(response.headers.get(HEADER)) if response.status_code == httpx.codes.OK else None
 
-    async def pulse(self, probe: Probe, within_s: float) -> Pulse:
-        """How the server takes the probe; it has `within_s` seconds for each part of its answer."""
+    async def probe(self, probe: Probe, within_s: float) -> ProbeResult:
+        """Probe the server, which has `within_s` seconds for each part of its answer."""
         try:
             response = await self._http.get(probe, timeout=within_s)
         except httpx.TimeoutException:
-            return Pulse.SILENT
+            return ProbeResult.UNANSWERED
         except httpx.TransportError:
-            return Pulse.DEAF
+            return ProbeResult.REFUSED
         except httpx.RequestError:  # an answer that cannot be decoded, or that redirects in circles
-            return Pulse.SILENT
-        return Pulse.SILENT if response.status_code == httpx.codes.SERVICE_UNAVAILABLE else Pulse.WELL
+            return ProbeResult.UNANSWERED
+        if response.status_code == httpx.codes.SERVICE_UNAVAILABLE:
+            return ProbeResult.UNANSWERED
+        return ProbeResult.ANSWERED
 
     async def load_adapter(self, name: str, directory: str) -> None:
-        """Register an adapter directory. A name that is already loaded is success: names are never reused.
+        """Register an adapter directory. Succeeds if the name is loaded already: names are never reused.
 
         Raises VllmError: no such directory, unreadable files, a rank above the server's.
         """
@@ -88,22 +90,21 @@ class VllmClient:
             self._check(response, f"load adapter {name!r}")
 
     async def unload_adapter(self, name: str) -> None:
-        """Forget an adapter; an unknown name is success. Requests that run with the adapter finish."""
+        """Forget an adapter. Succeeds if the name is unknown. Requests that run with the adapter finish."""
         response = await self._http.post("/v1/unload_lora_adapter", json={"lora_name": name})
         if response.status_code != httpx.codes.NOT_FOUND:
             self._check(response, f"unload adapter {name!r}")
 
     async def sleep(self) -> None:
-        """Give device memory back. The weights stay in the host's memory; running work is aborted."""
+        """Free the device memory. The weights stay in the host's memory; running requests are aborted."""
         self._check(await self._http.post("/sleep", params={"level": 1}), "sleep")
 
     async def wake(self) -> None:
-        """Take the memory again."""
+        """Take the device memory again."""
         self._check(await self._http.post("/wake_up"), "wake up")
 
     async def is_sleeping(self) -> bool:
-        """Whether the server was put to sleep or paused, and nobody has woken it since. A server without development
-        endpoints cannot be."""
+        """Whether the server sleeps or is paused. Always False for a server without development endpoints."""
         response = await self._http.get("/is_sleeping")
         if response.status_code == httpx.codes.NOT_FOUND:
             return False
@@ -111,7 +112,8 @@ class VllmClient:
         return response.json()["is_sleeping"]
 
     async def warm_up(self) -> None:
-        """Touch each lazy path with 2 tokens, so that no user's first sample pays for it (2 s on a CPU)."""
+        """Generate 2 tokens on each path that vLLM initializes lazily, so that no user's first sample waits for it (2 s
+        on a CPU)."""
         await self._complete({})
         await self._complete({"n": 2, "logprobs": 1})
         await self._complete({"seed": 1})

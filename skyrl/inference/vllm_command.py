@@ -28,17 +28,17 @@ CPU_CONTEXT = 4096
 CPU_BLOCK_TOKENS = 128
 CPU_KV_BYTES = 256 * 2**20
 MAX_LOGPROBS = 64
-OURS = frozenset({"api_key", "host", "model", "port", "served_model_name"})
+SET_BY_SKYRL = frozenset({"api_key", "host", "model", "port", "served_model_name"})
 REPEATED = frozenset({"middleware"})
-"""Options of vLLM that take one value, and may be given several times."""
+"""Options of vLLM that take one value each, and may be given several times."""
 
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
-"""For processes that find the model on this machine: they do not ask the hub, and lose no time when it is away."""
+"""For processes that find the model on this machine: they do not ask the hub, and so do not wait when it is away."""
 NO_PROGRESS_BARS = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "TQDM_DISABLE": "1"}
 """For processes whose output goes to a log, where a progress bar would be one line of many kilobytes."""
 
 _MIDDLEWARE = (f"{IncarnationHeader.__module__}.{IncarnationHeader.__name__}",)
-"""Without it the engine cannot tell one start of vLLM from the next; an operator's own comes after it."""
+"""This middleware names each start of vLLM for the engine. An operator's own middleware comes after it."""
 
 _ENV = {
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True",
@@ -48,23 +48,23 @@ _ENV = {
     "VLLM_MAX_STOP_STRINGS": "64",  # default 4; Tinker has no limit
     # uvicorn's default closes idle connections after 5 s, just as a pool sends the next request on one.
     "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "120",
-    # vLLM's processes talk to each other over loopback. By default they use what the machine's name resolves to.
+    # vLLM's processes talk to each other over loopback. By default they use the address of the machine's name.
     "VLLM_HOST_IP": HOST,
     "GLOO_SOCKET_IFNAME": "lo",
     "NCCL_SOCKET_IFNAME": "lo",
     "TOKENIZERS_PARALLELISM": "false",
     **NO_PROGRESS_BARS,
-    # vLLM imports 5,000 modules: ready after 27 s without byte code, 16 s with. Empty means "do write it".
+    # vLLM imports 5,000 modules: ready after 27 s without byte code, 16 s with. Empty means "write byte code".
     "PYTHONDONTWRITEBYTECODE": "",
 }
 
 _CPU_ENV = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # without it a CPU platform turns `uni` into a third process
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # otherwise the executor `uni` starts a third process on a CPU
     "SKYRL_VLLM_FORK_ENGINE": "1",  # ready after 9 s instead of 16 s, and 200 MB less
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # `auto` puts every server on core 0
-    # Dynamo compiles one helper of the sampler in the first request: 1.8 s and a C++ compiler for nothing.
+    # Otherwise Dynamo compiles one helper of the sampler in the first request: 1.8 s, and it needs a C++ compiler.
     "TORCH_COMPILE_DISABLE": "1",
-    "VLLM_USE_V2_MODEL_RUNNER": "0",  # needs Triton; the plugin patches the other one
+    "VLLM_USE_V2_MODEL_RUNNER": "0",  # version 2 needs Triton; the plugin patches version 1
 }
 
 
@@ -78,22 +78,24 @@ def vllm_spec(
     offline: bool = False,
     tested: bool = True,
 ) -> ServerSpec:
-    """The server for this configuration. `directory` takes the sockets between its processes and its temporary files,
-    which vLLM leaves behind however it ends. `offline`: it does not ask the model hub. A version of vLLM that is not
-    `tested` gets no development endpoints, because the plugin does not put them behind the key there.
+    """The vLLM server for this configuration.
+
+    `directory` is for the sockets between the server's processes and for temporary files, which vLLM never deletes.
+    With `offline` the server does not ask the model hub. A version of vLLM that is not `tested` gets no development
+    endpoints, because the plugin does not protect them with the API key there.
 
     Raises ConfigError for options of vLLM that skyrl sets itself, and for tensor parallelism without GPUs.
     """
     inference = config.backend_config.inference
-    passed = {name.replace("-", "_"): value for name, value in inference.engine_init_kwargs.items()}
-    if "middleware" in passed:
-        passed["middleware"] = [*_MIDDLEWARE, *_names(passed["middleware"])]
-    if taken := sorted(OURS & passed.keys()):
+    passed_through = {name.replace("-", "_"): value for name, value in inference.engine_init_kwargs.items()}
+    if "middleware" in passed_through:
+        passed_through["middleware"] = [*_MIDDLEWARE, *_as_list(passed_through["middleware"])]
+    if taken := sorted(SET_BY_SKYRL & passed_through.keys()):
         raise ConfigError(f"engine_init_kwargs: '{taken[0]}' is set by skyrl and cannot be passed through")
     env = _ENV | {"VLLM_API_KEY": api_key}
     if directory is not None:
         env["TMPDIR"] = str(directory)
-        if cuda:  # what is compiled is for the next start too; torch's own default is in TMPDIR
+        if cuda:  # keep compiled code for the next start: torch's default is in TMPDIR
             cache = f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}"
             env["TORCHINDUCTOR_CACHE_DIR"] = os.environ.get("TORCHINDUCTOR_CACHE_DIR", cache)
     if not tested:
@@ -108,12 +110,12 @@ def vllm_spec(
         options |= cpu_options
         threads = str(config.threads)
         env |= _CPU_ENV | {"OMP_NUM_THREADS": threads, "VLLM_CPU_KVCACHE_SPACE": str(kv_gib)}
-    argv = (sys.executable, "-m", "vllm.entrypoints.openai.api_server", *render(options | passed))
+    argv = (sys.executable, "-m", "vllm.entrypoints.openai.api_server", *render(options | passed_through))
     return ServerSpec(argv=argv, env=env, host=HOST, port=port, log_name="vllm.log")
 
 
 def render(options: dict[str, Any]) -> list[str]:
-    """Command-line arguments: True is a flag, False its `--no-` form, None is left out, a mapping is JSON. An option of
+    """Command-line arguments: True gives a flag, False its `--no-` form, None nothing, a mapping JSON. An option of
     `REPEATED` is given once for each of its values."""
     argv: list[str] = []
     for name, value in options.items():
@@ -133,15 +135,16 @@ def render(options: dict[str, Any]) -> list[str]:
     return argv
 
 
-def _names(given: Any) -> list[str]:
-    """An operator's value of an option that may be given several times: one name, several, or None."""
+def _as_list(given: Any) -> list[str]:
+    """The values of an option of `REPEATED`. An operator gives one value, a list of values, or None."""
     if given is None:
         return []
     return list(given) if isinstance(given, list | tuple) else [given]
 
 
 def context_length(config: ServerConfig, *, cuda: bool) -> int | None:
-    """Longest sequence served: as configured, else (CPU) the model's own up to 4096, else None: vLLM decides."""
+    """The longest sequence served, in tokens: as configured; else, on a CPU, the model's length up to 4096; else None:
+    vLLM decides."""
     configured = config.backend_config.inference.max_model_len
     if configured is not None or cuda:
         return configured
@@ -167,8 +170,8 @@ def cuda_devices() -> list[str]:
 
 
 def inference_devices(config: ServerConfig, devices: Sequence[str]) -> list[str]:
-    """The CUDA devices that vLLM gets of this machine's `devices`: the ones after the trainer's. Colocated, or with too
-    few for both, the trainer and vLLM share the first ones."""
+    """The CUDA devices for vLLM: those after the trainer's devices. If colocated, or with too few devices for both, the
+    trainer and vLLM share the first devices."""
     wanted = config.backend_config.inference.tensor_parallel_size
     own = config.backend_config.trainer.placement.policy_num_gpus_per_node
     trainer = own if config.modes.forwards else 0
@@ -177,27 +180,29 @@ def inference_devices(config: ServerConfig, devices: Sequence[str]) -> list[str]
 
 
 def plugin_installed() -> bool:
-    """Whether vLLM will find `skyrl.vllm_plugin`; without it LoRA on a CPU is wrong, dev endpoints are open."""
+    """Whether vLLM will find `skyrl.vllm_plugin`. Without the plugin, LoRA on a CPU is wrong, and the development
+    endpoints need no key."""
     return any(point.name == "skyrl" for point in entry_points(group="vllm.general_plugins"))
 
 
 def options_named(config: ServerConfig, sentence: str) -> str:
-    """The configured options of vLLM that a sentence in vLLM's log names, with their values; empty for none."""
+    """The configured options of vLLM that `sentence` (from vLLM's log) names, with their values; empty if it names
+    none."""
     inference = config.backend_config.inference
     prefix = "generator.inference_engine"
-    given = {f"{prefix}.engine_init_kwargs.{name}": value for name, value in inference.engine_init_kwargs.items()}
+    values = {f"{prefix}.engine_init_kwargs.{name}": value for name, value in inference.engine_init_kwargs.items()}
     own = ("gpu_memory_utilization", "max_model_len", "max_num_seqs", "tensor_parallel_size")
-    given |= {f"{prefix}.{name}": getattr(inference, name) for name in own}
+    values |= {f"{prefix}.{name}": getattr(inference, name) for name in own}
     lora = config.backend_config.lora
-    given |= {f"trainer.policy.model.lora.{name}": getattr(lora, name) for name in ("max_loras", "max_cpu_loras")}
-    given["base_model"] = config.base_model_path
+    values |= {f"trainer.policy.model.lora.{name}": getattr(lora, name) for name in ("max_loras", "max_cpu_loras")}
+    values["base_model"] = config.base_model_path
     words = set(re.findall(r"[\w/.-]+", sentence.replace("--", " ")))
 
     def is_named(key: str) -> bool:
         name = key.rpartition(".")[2].replace("-", "_")
         return bool({name, name.replace("_", "-")} & words)
 
-    named = [f"{key}={json.dumps(value)}" for key, value in given.items() if value is not None and is_named(key)]
+    named = [f"{key}={json.dumps(value)}" for key, value in values.items() if value is not None and is_named(key)]
     return ", ".join(named)
 
 
@@ -214,7 +219,7 @@ def _common_options(config: ServerConfig, port: int, api_key: str) -> dict[str, 
         "max_loras": lora.max_loras,
         "max_cpu_loras": lora.max_cpu_loras,
         "max_lora_rank": lora.max_lora_rank,
-        # Otherwise a model's generation_config.json changes top_k and top_p of requests that leave them out.
+        # Otherwise a model's generation_config.json sets top_k and top_p of requests without these fields.
         "generation_config": "vllm",
         # vLLM's default is 0 for every server: restarts and replicas would draw the same "random" samples.
         "seed": int.from_bytes(hashlib.sha256(f"{api_key}:{port}".encode()).digest()[:4]) % 2**31,
@@ -260,11 +265,11 @@ def _cpu_options(config: ServerConfig, model: dict[str, Any]) -> tuple[dict[str,
 
 
 def _kv_cache(model: dict[str, Any], length: int, sequences: int) -> tuple[int | None, int]:
-    """Blocks of the key-value cache, and its size in GiB. None for the blocks: vLLM divides the GiB into blocks, and
+    """The number of blocks of the key-value cache, and its size in GiB. With None, vLLM divides the GiB into blocks and
     touches all of that memory.
 
-    The cache holds every sequence at full length if that fits into 256 MiB, else as many blocks as fit. A bigger model
-    gets whole GiB.
+    The cache holds all `sequences` at full length if they fit into 256 MiB, else as many blocks as fit. If fewer than 8
+    sequences fit, the cache has whole GiB: at least 4, and enough for one sequence.
     """
     try:
         heads = model.get("num_key_value_heads") or model["num_attention_heads"]

@@ -1,8 +1,7 @@
-"""Finds an inference server that hangs, and ends it, so that its supervisor starts it again.
+"""Finds an inference server that hangs, and kills it, so that its supervisor starts it again.
 
-Runs in the launcher, which supervises the server, and needs neither the engine nor the database. Knows when a server
-hangs. Does not publish or withdraw it (that is `engine_group`, which sees that it refuses connections), and starts
-nothing.
+Runs in the launcher, which supervises the server, and needs neither the engine nor the database. Publishes and
+withdraws no URL: `engine_group` does, when the server refuses connections.
 """
 
 from __future__ import annotations
@@ -12,17 +11,17 @@ import logging
 import time
 
 from skyrl.inference.placement import ServerHandle
-from skyrl.inference.vllm_client import Probe, Pulse, VllmClient
+from skyrl.inference.vllm_client import Probe, ProbeResult, VllmClient
 
 logger = logging.getLogger(__name__)
 
 
 class Watchdog:
-    """Asks one server two questions, each with its own bound in seconds.
+    """Sends one server two probes, each with its own timeout.
 
-    vLLM's API server answers `/health`; it never computes for long: `health_timeout_s`. The engine core answers
-    `/is_sleeping` between two of its steps, however many requests wait: `step_timeout_s` must be longer than its
-    longest step, which is that of a full batch of prompt tokens.
+    `health_timeout_s` is for `/health`, which vLLM's API server answers; it never computes for long. `step_timeout_s`
+    is for `/is_sleeping`, which the engine core answers between two of its steps, however many requests wait: it must
+    be longer than the longest step, which computes a full batch of prompt tokens.
 
     A server that used to answer and now refuses connections is shutting down. If it has not exited after the timeout,
     treat it as hung: vLLM waits for its requests in flight, and a request to an engine that has died may wait for ever.
@@ -40,14 +39,14 @@ class Watchdog:
         self._client = client
         self._server = server
         self._interval_s = interval_s
-        self._bounds: dict[Probe, float] = {"/health": health_timeout_s, "/is_sleeping": step_timeout_s}
+        self._timeouts: dict[Probe, float] = {"/health": health_timeout_s, "/is_sleeping": step_timeout_s}
         self._answered: str | None = None
-        """The last incarnation that has answered well."""
+        """The last incarnation that has answered."""
 
     async def run(self) -> None:
         """Watch until cancelled."""
         async with asyncio.TaskGroup() as tasks:
-            for probe, within_s in self._bounds.items():
+            for probe, within_s in self._timeouts.items():
                 tasks.create_task(self._watch(probe, within_s))
 
     async def _watch(self, probe: Probe, within_s: float) -> None:
@@ -60,14 +59,14 @@ class Watchdog:
                 logger.error("vLLM hangs (no good answer to %s for %.0f s): killed", probe, within_s)
 
     async def _hangs(self, incarnation: str, probe: Probe, within_s: float) -> bool:
-        """Whether no good answer came within `within_s` seconds. The server is asked at least twice: when the whole
-        machine was frozen for a while, the question of that time is answered too late, and the next one in time."""
+        """Whether the server gave no good answer within `within_s` seconds. It is probed at least twice: after the
+        whole machine was frozen for a while, the probe of that time fails, and the next probe succeeds."""
         began, asked = time.monotonic(), 0
         while asked < 2 or time.monotonic() - began < within_s:
-            pulse = await self._client.pulse(probe, within_s / 2)
-            if pulse is Pulse.WELL:
+            result = await self._client.probe(probe, within_s / 2)
+            if result is ProbeResult.ANSWERED:
                 self._answered = incarnation
-            if pulse is Pulse.WELL or (pulse is Pulse.DEAF and self._answered != incarnation):
+            if result is ProbeResult.ANSWERED or (result is ProbeResult.REFUSED and self._answered != incarnation):
                 return False
             asked += 1
             await asyncio.sleep(min(self._interval_s, within_s / 2))

@@ -1,7 +1,7 @@
-"""What happens until a server is ready for the first time: what each process does, and which start is hopeless.
+"""Watches the start of a server until it is ready for the first time: shows what each process does, and finds out when
+a start is hopeless.
 
-Knows processes by name, how long they run and how they end. Does not start or stop any. After the server was ready
-once, no end of a process is hopeless.
+Does not start or stop processes. After the server was ready once, processes that end are simply started again.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from skyrl.processes.startup import Cause, FirstStarts, StartupError
 
 logger = logging.getLogger(__name__)
 
-SHOWN_LINES, LONGEST_WORDS = 8, 200
-"""Lines of a log, and characters of each, that an error shows."""
+SHOWN_LINES, MAX_LINE = 8, 200
+"""How many lines of a log an error shows, and how many characters of each line."""
 
 
 class Supervised(Protocol):
-    """A process that is started again whenever it ends."""
+    """A process that is started again each time it ends."""
 
     @property
     def running_s(self) -> float | None: ...
@@ -40,58 +40,59 @@ class FirstReady:
         self._config = config
         self._logs = logs
         self._processes: dict[str, Supervised] = {}
-        self._began = time.monotonic()
+        self._started_at = time.monotonic()
         self._ready = False
         self._were_ready: set[str] = set()
-        """Processes that have done their part, although the server may wait for another process, or for an inference
-        server that it does not run."""
+        """Processes that were ready once. The server may still wait for another process, or for an external inference
+        server."""
         self._starts = FirstStarts()
-        self._last_words: dict[str, str] = {}
+        self._last_causes: dict[str, str] = {}
         """By process: why it last ended before the server was ready."""
         self._failure: StartupError | None = None
         self._hopeless = asyncio.Event()
 
     def watch(self, name: str, process: Supervised) -> None:
-        """Show what this process does."""
+        """Show from now on what this process does."""
         self._processes[name] = process
 
     def ended(self, name: str, code: int, cause: Cause | None) -> None:
-        """A process has ended by itself. One that can never start ends the server, unless the process or the server was
-        ready before."""
+        """Tell that a process has ended by itself. If its start is hopeless, and neither the process nor the server was
+        ready before, `until_hopeless` raises."""
         if self._ready:
             return
         process = self._processes[name]
         last_line = process.log_tail(1) or f"it ended with {code}"
-        self._last_words[name] = cause.sentence if cause is not None else last_line[:LONGEST_WORDS]
+        self._last_causes[name] = cause.sentence if cause is not None else last_line[:MAX_LINE]
         hopeless = name not in self._were_ready and self._starts.hopeless(name, cause)
         if hopeless and self._failure is None:
             process.give_up()
-            end = "\n".join(line[:LONGEST_WORDS] for line in process.log_tail(SHOWN_LINES).splitlines())
-            self._failure = StartupError(self._last_words[name], str(self._logs / f"{name}.log"), end)
+            log_end = "\n".join(line[:MAX_LINE] for line in process.log_tail(SHOWN_LINES).splitlines())
+            self._failure = StartupError(self._last_causes[name], str(self._logs / f"{name}.log"), log_end)
             self._hopeless.set()
 
     async def until_hopeless(self) -> None:
-        """Wait until it is known that the server can never become ready. Raises StartupError then."""
+        """Wait until the start of a process is hopeless, so that the server can never become ready. Raises StartupError
+        then."""
         await self._hopeless.wait()
         assert self._failure is not None
         raise self._failure
 
     async def announce(self) -> None:
-        """Show what each process does until the server is ready, and log that it is."""
+        """Show what each process does until the server is ready. Then log that it is ready."""
         host = "127.0.0.1" if self._config.host in ("0.0.0.0", "::") else self._config.host
         url = f"http://{f'[{host}]' if ':' in host else host}:{self._config.port}"
         await until_ready(url, self._stages, self._missing)
         self._ready = True
-        logger.info("ready at %s after %.1f s", url, time.monotonic() - self._began)
+        logger.info("ready at %s after %.1f s", url, time.monotonic() - self._started_at)
 
     def _stages(self, reasons: list[str] | None) -> dict[str, str]:
-        running_s = {name: process.running_s for name, process in self._processes.items()}
-        known = {name: seconds for name, seconds in running_s.items() if seconds is not None}
-        doing = stages(list(running_s), reasons, known)
-        self._were_ready |= {name for name, stage in doing.items() if stage == READY}
-        return doing
+        times = {name: process.running_s for name, process in self._processes.items()}
+        running_s = {name: seconds for name, seconds in times.items() if seconds is not None}
+        stage_of = stages(list(self._processes), reasons, running_s)
+        self._were_ready |= {name for name, stage in stage_of.items() if stage == READY}
+        return stage_of
 
     def _missing(self, reasons: list[str] | None) -> str:
-        last = [f"{name} last ended with: {words}" for name, words in self._last_words.items()]
+        last_ends = [f"{name} last ended with: {cause}" for name, cause in self._last_causes.items()]
         missing = ["the API is starting"] if reasons is None else reasons
-        return f"{'; '.join([*missing, *last])} (logs: {self._logs})"
+        return f"{'; '.join([*missing, *last_ends])} (logs: {self._logs})"

@@ -1,6 +1,6 @@
-"""The parts of the inference service that this server runs: vLLM, and the watch for a vLLM that hangs.
+"""The parts for inference: the vLLM of this server, and the watchdog that kills it when it hangs.
 
-Knows how vLLM is started and which sentence tells why it cannot start. Imports neither torch nor vLLM.
+Imports neither torch nor vLLM.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ VLLM, VLLM_WATCH = "vllm", "vllm watch"
 
 
 class InferenceParts:
-    """vLLM, placed somewhere, and its watchdog. `url` is where vLLM will listen, also before it is started."""
+    """Makes the parts of vLLM and its watchdog. `url` is known before vLLM is started."""
 
     def __init__(
         self,
@@ -80,9 +80,9 @@ class InferenceParts:
     def _ended(self, code: int) -> None:
         cause = cause_of_vllm(code, self._started.log_tail(TAIL_LINES))
         if cause is not None:
-            named = options_named(self._config, cause.sentence)
-            said = f"{named}: vLLM refuses it: {cause.sentence}" if named else f"vLLM cannot start: {cause.sentence}"
-            cause = Cause(said, cause.final)
+            option = options_named(self._config, cause.sentence)
+            prefix = f"{option}: vLLM refuses it" if option else "vLLM cannot start"
+            cause = Cause(f"{prefix}: {cause.sentence}", cause.final)
         self._first_ready.ended(VLLM, code, cause)
 
     async def _watch(self) -> None:

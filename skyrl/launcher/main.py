@@ -1,6 +1,6 @@
-"""`skyrl serve`: starts and supervises the API, the engine and vLLM as siblings, so that each survives the others.
+"""`skyrl serve`: decides which parts a server has, starts them, and stops them when the server ends.
 
-Knows which parts a server has and when it is over. Imports neither torch nor vLLM.
+The API processes, the engine and vLLM are siblings, so that each survives the others. Imports neither torch nor vLLM.
 """
 
 from __future__ import annotations
@@ -40,33 +40,33 @@ logger = logging.getLogger(__name__)
 
 
 class Launcher:
-    """Runs one server. `found`: what the checks before the start have found out about this machine."""
+    """Runs one server. `findings` are the results of the checks before the start."""
 
-    def __init__(self, config: ServerConfig, found: Findings) -> None:
+    def __init__(self, config: ServerConfig, findings: Findings) -> None:
         self._config = config
-        self._found = found
+        self._findings = findings
         self._logs = config.state_dir / "logs"
         self._parts = Parts()
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Serve until `stop`; returns when no process of this server is left.
+        """Serve until `stop` is set. Returns when all processes of this server have ended.
 
         Raises ConfigError (port, database, options of vLLM), StartupError when the server can never become ready, and
-        ServerEnded; also then no process is left.
+        ServerEnded. Before an error is raised, all processes have ended, too.
         """
         config = self._config
-        with ExitStack() as held:
-            sockets = [held.enter_context(opened) for opened in listen(config.host, config.port)]
-            database = held.enter_context(closing(Database(config.database)))
+        with ExitStack() as resources:
+            sockets = [resources.enter_context(listener) for listener in listen(config.host, config.port)]
+            database = resources.enter_context(closing(Database(config.database)))
             await asyncio.to_thread(migrate, database)
             name = server_id(config.state_dir)
             try:
                 if config.modes.trains:
                     await asyncio.to_thread(claim_store, config, database, name)
                     await self._add(*claim_parts(database, name))
-                if stop.is_set():  # taking the claim may have waited for another server's signs of life
+                if stop.is_set():  # taking the claim may have taken a while: another server may have had it
                     return
-                directory = held.enter_context(private_directory(config.state_dir))
+                directory = resources.enter_context(private_directory(config.state_dir))
                 await self._serve(stop, directory, name, sockets)
             finally:
                 await self._parts.stop()
@@ -82,23 +82,23 @@ class Launcher:
     async def _start_parts(
         self, directory: Path, name: str, sockets: list[socket.socket], first_ready: FirstReady
     ) -> None:
-        """vLLM, the engine, the port and the API processes. They stop the other way round: first the API processes,
-        which may end the samples in flight, then nobody may connect, then the engine, and vLLM last."""
+        """Start vLLM, the engine, the port and the API processes. They stop in reverse: the API processes first, so
+        that they can end the samples in flight, then the port, the engine, and vLLM last."""
         config, url = self._config, None
         key = config.external_inference_api_key
         if config.modes.manages_inference:
             key = secrets.token_urlsafe(32)
             placement = LocalPlacement(self._logs)
-            inference = InferenceParts(config, self._found, key, directory, placement, first_ready)
+            inference = InferenceParts(config, self._findings, key, directory, placement, first_ready)
             url = inference.url
             await self._add(*inference.parts((CLAIM_WATCH,)))
         runtime = Runtime(config, directory, url, key, name)
-        own = OwnProcesses(runtime, self._logs, first_ready, offline=self._found.offline)
-        before = tuple(part for part in (CLAIM_WATCH, VLLM_WATCH) if part in self._parts.names)
+        own = OwnProcesses(runtime, self._logs, first_ready, offline=self._findings.offline)
+        needs = tuple(part for part in (CLAIM_WATCH, VLLM_WATCH) if part in self._parts.names)
         if config.modes.trains:
-            await self._add(own.engine(before))
-            before = (ENGINE,)
-        await self._add(port_part(sockets, before))
+            await self._add(own.engine(needs))
+            needs = (ENGINE,)
+        await self._add(port_part(sockets, needs))
         await self._add(*(own.api(slot, sockets, (PORT,)) for slot in range(config.api_processes)))
         await self._add(disk_part(config.state_dir))
 
@@ -117,7 +117,7 @@ class Launcher:
                 if (failure := announcing.exception()) is not None:
                     raise ServerEnded(f"waiting until the server is ready has failed: {failure}") from failure
                 await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-            for end in ends:  # in this order, if several have come at once
+            for end in ends:  # if several have ended, the first in this order counts
                 if end.done():
                     await end
                     return
@@ -127,17 +127,17 @@ class Launcher:
             await asyncio.gather(*ends, announcing, return_exceptions=True)
 
 
-async def _main(config: ServerConfig, found: Findings) -> None:
+async def _main(config: ServerConfig, findings: Findings) -> None:
     stop = asyncio.Event()
 
-    def hear() -> None:
+    def on_signal() -> None:
         if stop.is_set():
-            logger.warning("already stopping: what still runs is waited for, and killed when its time is over")
+            logger.warning("already stopping: processes that do not end in time are killed")
         stop.set()
 
     for name in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        asyncio.get_running_loop().add_signal_handler(name, hear)
-    await Launcher(config, found).run(stop)
+        asyncio.get_running_loop().add_signal_handler(name, on_signal)
+    await Launcher(config, findings).run(stop)
 
 
 def serve(config: ServerConfig) -> None:
@@ -147,7 +147,7 @@ def serve(config: ServerConfig) -> None:
     version), DatabaseAway, StartupError (a process can never start) and ServerEnded.
     """
     set_up_process(config)
-    found = check(config)
+    findings = check(config)
     with lock_state_dir(config.state_dir):
         logger.info(
             "serving %s on %s:%d, state in %s",
@@ -156,5 +156,5 @@ def serve(config: ServerConfig) -> None:
             config.port,
             config.state_dir,
         )
-        asyncio.run(_main(config, found))
+        asyncio.run(_main(config, findings))
         logger.info("stopped")

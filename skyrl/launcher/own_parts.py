@@ -1,6 +1,7 @@
-"""The parts that are skyrl's own: the API processes, the engine, the port, the claim to the database, the disk's watch.
+"""The parts that are skyrl's own: the API processes, the engine, the port, the claim to the database, and the watch of
+the disk.
 
-Knows how each is started, and which part it needs. Imports neither torch nor vLLM.
+Imports neither torch nor vLLM.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ CLAIM, CLAIM_WATCH, ENGINE, PORT, DISK = "claim", "claim watch", "engine", "port
 
 
 def claim_parts(database: Database, server: str) -> list[Part]:
-    """The claim to train on the database, and what renews it."""
+    """The claim to train on the database, and the watch that renews it."""
     claim = TrainingClaim(database, server)
 
     async def release() -> None:
@@ -48,18 +49,18 @@ def disk_part(state_dir: Path) -> Part:
 
 
 def port_part(sockets: Sequence[socket.socket], needs: tuple[str, ...]) -> Part:
-    """The sockets that the API processes accept from. They are closed as soon as no API process is left, so that nobody
-    waits for an API that will not come."""
+    """The sockets from which the API processes accept connections. They are closed when all API processes have ended,
+    so that clients do not wait in vain for a connection."""
 
     async def close() -> None:
-        for opened in sockets:
-            opened.close()
+        for listener in sockets:
+            listener.close()
 
     return Part(PORT, needs, stop=close)
 
 
 class OwnProcesses:
-    """Makes the parts that are processes of skyrl's own."""
+    """Makes the parts of the engine and of the API processes."""
 
     def __init__(self, runtime: Runtime, logs: Path, first_ready: FirstReady, *, offline: bool) -> None:
         self._runtime = runtime
@@ -68,7 +69,7 @@ class OwnProcesses:
         self._environment = {
             RUNTIME_ENV: str(runtime.write()),
             "OMP_NUM_THREADS": str(runtime.config.threads),
-            "PYTHONDONTWRITEBYTECODE": "",  # torch and transformers take twice as long to import without byte code
+            "PYTHONDONTWRITEBYTECODE": "",  # without byte code the import of torch and transformers takes twice as long
             **NO_PROGRESS_BARS,
             **(OFFLINE if offline else {}),
         }
@@ -77,10 +78,10 @@ class OwnProcesses:
         return self._part(ENGINE, "skyrl.engine.main", needs, ENGINE_GRACE_S)
 
     def api(self, slot: int, sockets: Sequence[socket.socket], needs: tuple[str, ...]) -> Part:
-        """The API process of this slot. It inherits the sockets that it accepts from."""
-        numbers = [opened.fileno() for opened in sockets]
-        own = {SLOT_ENV: str(slot), SOCKETS_ENV: ",".join(map(str, numbers))}
-        return self._part(api_name(slot), "skyrl.api.server", needs, API_GRACE_S, own, numbers)
+        """The API process of this slot. It inherits the sockets and accepts connections from them."""
+        descriptors = [listener.fileno() for listener in sockets]
+        own_environment = {SLOT_ENV: str(slot), SOCKETS_ENV: ",".join(map(str, descriptors))}
+        return self._part(api_name(slot), "skyrl.api.server", needs, API_GRACE_S, own_environment, descriptors)
 
     def _part(
         self,
@@ -88,14 +89,14 @@ class OwnProcesses:
         module: str,
         needs: tuple[str, ...],
         grace_s: float,
-        own: Mapping[str, str] | None = None,
+        own_environment: Mapping[str, str] | None = None,
         pass_fds: Sequence[int] = (),
     ) -> Part:
         def ended(code: int) -> None:
-            self._restore()
+            self._restore_runtime_file()
             self._first_ready.ended(name, code, cause_of_own(code, process.log_tail(TAIL_LINES)))
 
-        environment = self._environment | dict(own or {})
+        environment = self._environment | dict(own_environment or {})
         log = self._logs / f"{name}.log"
         process = SupervisedProcess(name, _python(module), environment, log, on_exit=ended, pass_fds=pass_fds)
         self._first_ready.watch(name, process)
@@ -108,8 +109,8 @@ class OwnProcesses:
             grace_s=grace_s,
         )
 
-    def _restore(self) -> None:
-        """Write again what the next start of a process reads, if it is gone."""
+    def _restore_runtime_file(self) -> None:
+        """Write the file again that a process reads when it starts: somebody may have deleted it."""
         try:
             self._runtime.restore()
         except OSError as error:

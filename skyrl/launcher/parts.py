@@ -1,7 +1,7 @@
-"""The parts of a running server: processes, watches and whatever else must be there as long as the server.
+"""The parts of a running server: processes, watches, and other things that must exist as long as the server runs.
 
-Knows which part needs which, and in which order they stop. Does not know what a part does. Parts may be added and
-removed while the server runs.
+Starts and stops parts in the order in which they need each other. Does not know what a part does. Parts may be added
+and removed while the server runs.
 """
 
 from __future__ import annotations
@@ -15,17 +15,18 @@ logger = logging.getLogger(__name__)
 
 
 class ServerEnded(RuntimeError):
-    """Something that must run as long as the server has ended by itself. The server was stopped in order."""
+    """A part has ended by itself, although it must run as long as the server. The other parts were then stopped."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """One part. `start` returns once the part runs. `supervise` keeps it running. It returns or raises only when nobody
-    keeps the part running any more; `duty` says for people what `supervise` does. `stop` ends the part within about
-    `grace_s` seconds.
+    """One part of a server.
 
-    `needs` names the parts that must be there before this one starts, and until this one has stopped. A part without
-    `stop` ends when its supervision is cancelled.
+    `start` returns when the part runs. `supervise` keeps the part running; when it returns or raises, the server must
+    end. `duty` is the name of that work in the error message. `stop` ends the part within about `grace_s` seconds. A
+    part without `stop` ends when `supervise` is cancelled.
+
+    `needs` names the parts that must run before this part starts and until it has stopped.
     """
 
     name: str
@@ -38,7 +39,7 @@ class Part:
 
 
 class Parts:
-    """The parts that run now."""
+    """The running parts of a server."""
 
     def __init__(self) -> None:
         self._parts: dict[str, Part] = {}
@@ -48,17 +49,17 @@ class Parts:
 
     @property
     def names(self) -> list[str]:
-        """In the order in which they were added."""
+        """The names of the parts, in the order in which they were added."""
         return list(self._parts)
 
     @property
     def grace_s(self) -> float:
-        """How long `stop` takes at most, about."""
+        """The longest time, about, that `stop` takes."""
         return sum(max(self._parts[name].grace_s for name in names) for names in self._stop_order())
 
     async def add(self, part: Part) -> None:
-        """Start a part. Raises ValueError when a part has its name or a part that it needs is not there, and what its
-        start raises: it is not there then."""
+        """Start a part. Raises ValueError when another part has its name or a part that it needs is missing, and what
+        `start` raises. Then the part is not added."""
         if part.name in self._parts:
             raise ValueError(f"there is a part {part.name} already")
         if missing := [name for name in part.needs if name not in self._parts]:
@@ -74,7 +75,7 @@ class Parts:
             self._supervisions[part.name] = asyncio.create_task(self._supervise(part))
 
     async def remove(self, name: str) -> None:
-        """Stop a part. Raises ValueError when a part that runs needs it. An error of its stop is logged."""
+        """Stop a part. Raises ValueError when a running part needs it. An error while it stops is logged."""
         if users := [part.name for part in self._parts.values() if name in part.needs]:
             raise ValueError(f"{', '.join(users)} needs {name}")
         part = self._parts.pop(name)
@@ -90,12 +91,13 @@ class Parts:
                 await asyncio.gather(supervision, return_exceptions=True)
 
     async def stop(self) -> None:
-        """Stop all parts, each after those that need it. Whatever goes wrong with one, the others are stopped too."""
+        """Stop all parts, each after the parts that need it. If stopping one fails, the others are stopped all the
+        same."""
         for names in self._stop_order():
             await asyncio.gather(*(self.remove(name) for name in names))
 
     async def until_one_ends(self) -> None:
-        """Wait until the supervision of a part ends although the part was not removed. Raises ServerEnded then."""
+        """Wait until `supervise` of a part ends although the part was not removed. Raises ServerEnded then."""
         await self._ended.wait()
         assert self._failure is not None
         raise self._failure
@@ -108,17 +110,16 @@ class Parts:
         except Exception as error:
             failure = error
         if part.name in self._parts and self._failure is None:
-            said = f"{part.duty} has ended, without which no server is to run: {failure or 'see above'}"
-            self._failure = ServerEnded(said)
+            self._failure = ServerEnded(f"the server has stopped because {part.duty} ended: {failure or 'see above'}")
             self._failure.__cause__ = failure
             self._ended.set()
 
     def _stop_order(self) -> list[list[str]]:
-        """All parts in groups. A group may stop when those before it have: nobody that is left needs its parts."""
-        left, order = dict(self._parts), list[list[str]]()
-        while left:
-            needed = {name for part in left.values() for name in part.needs}
-            order.append([name for name in left if name not in needed])
+        """All parts in groups. When the groups before it have stopped, no running part needs a part of the group."""
+        remaining, order = dict(self._parts), list[list[str]]()
+        while remaining:
+            needed = {name for part in remaining.values() for name in part.needs}
+            order.append([name for name in remaining if name not in needed])
             for name in order[-1]:
-                del left[name]
+                del remaining[name]
         return order

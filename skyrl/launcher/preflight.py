@@ -1,8 +1,7 @@
-"""What `skyrl serve` checks before it starts anything: the base model, vLLM, the GPUs, and vLLM's port.
+"""The checks of `skyrl serve` before it starts any process: the base model, vLLM, the GPUs, and vLLM's port.
 
-Each check raises ConfigError with one sentence that names the option, its value and a value that would do. Knows files,
-package metadata and the model hub's answers; imports neither torch nor vLLM. The engine and vLLM find out whether a
-model can be trained or served, when they load it.
+Each check raises ConfigError with a sentence that names the option, its value and what to give instead. Imports neither
+torch nor vLLM. Whether a model can be trained or served is only known when the engine and vLLM load it.
 """
 
 from __future__ import annotations
@@ -34,22 +33,22 @@ _WEIGHTS = ("*.safetensors", "*.bin")
 
 
 def check_base_model(config: ServerConfig) -> bool:
-    """Whether the model's files are on this machine, so that no process has to ask the hub for them.
+    """Returns whether all processes take the model from this machine and need not ask the model hub.
 
-    Raises ConfigError: no such directory or hub name, or a directory without a model.
+    Raises ConfigError when there is no such directory or hub name, or when the directory holds no model.
     """
     try:
-        given = config.base_model_path
-        if Path(given).exists():
-            _check_directory(Path(given))
+        path_or_name = config.base_model_path
+        if Path(path_or_name).exists():
+            _check_directory(Path(path_or_name))
             return True
     except (OSError, RuntimeError) as error:  # no permission, a path that is too long, the home of an unknown user
         raise ConfigError(f"base_model: {config.base_model!r} cannot be read: {error}") from error
-    if _HUB_NAME.fullmatch(given) is None:
+    if _HUB_NAME.fullmatch(path_or_name) is None:
         raise ConfigError(
-            f"base_model: there is no directory {given!r} (looked in {Path.cwd()}), and it is no hub name"
+            f"base_model: there is no directory {path_or_name!r} (looked in {Path.cwd()}), and it is no hub name"
         )
-    return _check_hub(given)
+    return _check_hub(path_or_name)
 
 
 def _check_directory(directory: Path) -> None:
@@ -61,17 +60,18 @@ def _check_directory(directory: Path) -> None:
     if not description.is_file():
         raise ConfigError(f"base_model: the directory {directory} holds no model: it has no config.json")
     try:
-        read = json.loads(description.read_text())
+        model_config = json.loads(description.read_text())
     except (OSError, ValueError) as error:
         raise ConfigError(f"base_model: {description} cannot be read: {error}") from error
-    if not isinstance(read, dict):
+    if not isinstance(model_config, dict):
         raise ConfigError(f"base_model: {description} does not describe a model: it is no JSON object")
     if not any(True for pattern in _WEIGHTS for _ in directory.glob(pattern)):
         raise ConfigError(f"base_model: the directory {directory} holds no weights ({' or '.join(_WEIGHTS)})")
 
 
 def _check_hub(name: str) -> bool:
-    """Whether the hub does not give the model and the local cache has it. Raises ConfigError when neither has it."""
+    """Returns whether the model must come from the local cache, because the hub does not give it. Raises ConfigError
+    when the cache does not have it either."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
@@ -92,7 +92,8 @@ def _check_hub(name: str) -> bool:
 
 
 def _ask_hub(name: str) -> str | None:
-    """Why the hub does not give the model `name`; None when it does, or answers with an error of its own."""
+    """Why the hub does not give the model; None when it does. None also when the hub answers with an error of its own,
+    because that may be over when the model is loaded."""
     from huggingface_hub import constants, get_token
 
     for variable in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
@@ -109,7 +110,7 @@ def _ask_hub(name: str) -> str | None:
         except (httpx.HTTPError, httpx.InvalidURL, ImportError, ValueError) as error:  # the last two: a bad proxy URL
             answers.append(error)
 
-    # On a thread: looking up a name has no timeout of its own.
+    # On a thread, because a DNS look-up has no timeout.
     asking = threading.Thread(target=ask, daemon=True)
     asking.start()
     asking.join(HUB_TIMEOUT_S)
@@ -118,12 +119,12 @@ def _ask_hub(name: str) -> str | None:
     answer = answers[0]
     if isinstance(answer, Exception):
         return f"the model hub {constants.ENDPOINT} cannot be reached ({answer})"
-    return _meaning(answer)
+    return _why_refused(answer)
 
 
 def _head(url: str, headers: dict[str, str]) -> httpx.Response:
-    """The hub's answer. A redirection within the hub is followed. A redirection to another host, such as a mirror's
-    object store, counts as an answer: the model is there."""
+    """The hub's answer. Redirections within the hub are followed. A redirection to another host, such as a mirror's
+    object store, is returned: it shows that the hub has the model."""
     with httpx.Client(headers=headers, timeout=HUB_TIMEOUT_S) as client:
         answer = client.head(url)
         for _ in range(_REDIRECTIONS):
@@ -133,7 +134,7 @@ def _head(url: str, headers: dict[str, str]) -> httpx.Response:
         return answer
 
 
-def _meaning(answer: httpx.Response) -> str | None:
+def _why_refused(answer: httpx.Response) -> str | None:
     code = answer.headers.get("x-error-code")
     if code == "GatedRepo":
         return "the hub gives that model only to those who accepted its terms: do so, and set HF_TOKEN"
@@ -145,10 +146,10 @@ def _meaning(answer: httpx.Response) -> str | None:
 
 
 def check_vllm(*, cuda: bool, colocated: bool) -> bool:
-    """Whether the installed vLLM has a tested version. On a GPU another version is safe without its development
-    endpoints.
+    """Returns whether the installed version of vLLM was tested with skyrl. On a GPU another version runs, too, without
+    skyrl's changes and without vLLM's development endpoints.
 
-    Raises ConfigError when vLLM or skyrl's plugin is not installed, or another version would give wrong results.
+    Raises ConfigError when vLLM or skyrl's plugin is not installed, or when another version would be wrong or unsafe.
     """
     installed = vllm_version()
     if not installed:
@@ -176,12 +177,12 @@ def check_vllm(*, cuda: bool, colocated: bool) -> bool:
 
 
 def check_gpus(config: ServerConfig, devices: Sequence[str]) -> None:
-    """Raises ConfigError when CUDA_VISIBLE_DEVICES names a GPU that is not there, or too few are."""
-    there = [entry for entry in os.listdir("/dev") if re.fullmatch(r"nvidia\d+", entry)]
-    missing = [device for device in devices if device.strip().isdigit() and int(device) >= len(there)]
+    """Raises ConfigError when CUDA_VISIBLE_DEVICES names a GPU that does not exist, or when there are too few GPUs."""
+    gpus = [entry for entry in os.listdir("/dev") if re.fullmatch(r"nvidia\d+", entry)]
+    missing = [device for device in devices if device.strip().isdigit() and int(device) >= len(gpus)]
     if missing and not Path("/dev/dxg").exists():  # WSL has GPUs without such files
         raise ConfigError(
-            f"CUDA_VISIBLE_DEVICES: names GPU {missing[0].strip()}, and this machine has {len(there)}, counted "
+            f"CUDA_VISIBLE_DEVICES: names GPU {missing[0].strip()}, and this machine has {len(gpus)}, counted "
             "from 0; leave it unset for all of them, or set it to -1 for none"
         )
     wanted = config.backend_config.inference.tensor_parallel_size
@@ -193,7 +194,7 @@ def check_gpus(config: ServerConfig, devices: Sequence[str]) -> None:
 
 
 def check_inference_port(config: ServerConfig) -> None:
-    """Raises ConfigError when vLLM's port is fixed and taken."""
+    """Raises ConfigError when the configured port of vLLM is in use."""
     port = config.backend_config.inference.port
     if port is None:
         return
@@ -211,8 +212,8 @@ def check_inference_port(config: ServerConfig) -> None:
 
 @dataclass(frozen=True)
 class Findings:
-    """What the checks have found: the CUDA devices, whether no process may ask the model hub, and whether vLLM has a
-    tested version."""
+    """The results of the checks. `offline`: the model's files are on this machine, and no process asks the model hub.
+    `vllm_tested`: the version of vLLM was tested with skyrl."""
 
     devices: list[str]
     offline: bool = False
@@ -220,7 +221,7 @@ class Findings:
 
 
 def check(config: ServerConfig) -> Findings:
-    """All checks that this configuration needs. Raises ConfigError."""
+    """Run all checks that this configuration needs. Raises ConfigError."""
     devices = cuda_devices()
     if not config.modes.trains:
         return Findings(devices)

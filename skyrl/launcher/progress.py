@@ -1,6 +1,6 @@
-"""What the console shows while a server starts: a live line on a terminal, log lines elsewhere.
+"""Shows the start of a server: in a live line on a terminal, in log lines elsewhere.
 
-Knows terminals, and `/readyz` with its reasons. Does not know processes: callers say how long each has run.
+Asks `/readyz` why the server is not ready. The caller says which processes run and since when.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ import httpx
 logger = logging.getLogger(__name__)
 
 FIRST_LOOK_S, LONGEST_LOOK_S = 0.2, 10.0
-"""Seconds between two questions whether the server is ready. They grow: an external inference server may be away for
-days."""
+"""The first and the longest pause between two requests to `/readyz`. The pauses grow, because an external inference
+server may be down for days."""
 LIVE_LOOK_S = 1.0
-"""The longest of these pauses while a live line on a terminal shows how long the start takes."""
+"""The longest pause while there is a live line, which shows how long the start takes."""
 SAY_S = 30.0
 """How often the log says what is missing."""
-_CLEAR = "\r\x1b[2K"
-_PARTS = {"training": "engine", "sampling": "vllm"}
-"""The process that a reason of `/readyz` is about, by the reason's first word."""
+_CLEAR_LINE = "\r\x1b[2K"
+_PROCESS_OF = {"training": "engine", "sampling": "vllm"}
+"""By the first word of a reason of `/readyz`: the process that the reason is about."""
 READY = "ready"
 """The stage of a process for which `/readyz` gives no reason."""
 _UNPUBLISHED = "no inference server has been published"
@@ -35,47 +35,48 @@ _UNPUBLISHED = "no inference server has been published"
 
 
 def stages(names: Sequence[str], reasons: Sequence[str] | None, running_s: Mapping[str, float]) -> dict[str, str]:
-    """What each process does, by name. `reasons` are those of `/readyz`, None while the API does not answer.
-    `running_s` has the seconds since each process that runs was started."""
-    told = {word: rest for word, _, rest in (reason.partition(": ") for reason in reasons or ())}
-    doing: dict[str, str] = {}
+    """The stage of each process, by name. `reasons` are those of `/readyz`, None while the API does not answer.
+    `running_s` has the seconds since each running process was started."""
+    reason_of = {word: rest for word, _, rest in (reason.partition(": ") for reason in reasons or ())}
+    stage_of: dict[str, str] = {}
     for name in names:
-        reason = next((told[word] for word, part in _PARTS.items() if part == name and word in told), None)
-        waits = reason is not None or reasons is None
-        if not waits:
-            doing[name] = READY
+        words = (word for word, process in _PROCESS_OF.items() if process == name)
+        reason = next((reason_of[word] for word in words if word in reason_of), None)
+        if reason is None and reasons is not None:
+            stage_of[name] = READY
         elif name not in running_s:
-            doing[name] = "ended, starts again"
+            stage_of[name] = "ended, starts again"
         elif reason is None or reason == _UNPUBLISHED:
-            doing[name] = f"starting ({running_s[name]:.0f} s)"
+            stage_of[name] = f"starting ({running_s[name]:.0f} s)"
         else:
-            doing[name] = f"{reason} ({running_s[name]:.0f} s)"
-    if "vllm" not in names and "sampling" in told:  # somebody else's inference server
-        doing["inference server"] = told["sampling"]
-    return doing
+            stage_of[name] = f"{reason} ({running_s[name]:.0f} s)"
+    if "vllm" not in names and "sampling" in reason_of:  # an external inference server
+        stage_of["inference server"] = reason_of["sampling"]
+    return stage_of
 
 
 class _AboveTheLine:
-    """Replaces a stream that has a live line at its end. Text that is written appears above that line."""
+    """Replaces a stream while the live line is at its end. Written text appears above that line."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self.line = ""
 
     def write(self, text: str) -> None:
-        self._stream.write(f"{_CLEAR}{text}{self.line}")
+        self._stream.write(f"{_CLEAR_LINE}{text}{self.line}")
 
     def flush(self) -> None:
         self._stream.flush()
 
 
 class Progress:
-    """Shows stages until `close`. While a live line is on the terminal, the log goes above it."""
+    """Shows stages until `close`. While there is a live line, log lines appear above it."""
 
     def __init__(self, stream: TextIO) -> None:
         self.live = stream.isatty() and os.environ.get("TERM") != "dumb"
         self._above = _AboveTheLine(stream)
-        self._before: dict[str, str] = {}
+        self._logged_stage: dict[str, str] = {}
+        """By process."""
         self._handlers: list[logging.StreamHandler[Any]] = []
         if self.live:
             for handler in logging.getLogger().handlers:
@@ -84,18 +85,18 @@ class Progress:
                     self._handlers.append(handler)
         self._stream = stream
 
-    def show(self, doing: Mapping[str, str]) -> None:
+    def show(self, stage_of: Mapping[str, str]) -> None:
         """On a terminal show all stages in one line. Elsewhere log each stage that has changed."""
         if self.live:
             columns = shutil.get_terminal_size().columns
-            self._above.line = "  ".join(f"{name}: {stage}" for name, stage in doing.items())[: columns - 1]
+            self._above.line = "  ".join(f"{name}: {stage}" for name, stage in stage_of.items())[: columns - 1]
             self._above.write("")
             self._above.flush()
             return
-        for name, stage in doing.items():
+        for name, stage in stage_of.items():
             without_time = stage.partition(" (")[0]
-            if self._before.get(name) != without_time:
-                self._before[name] = without_time
+            if self._logged_stage.get(name) != without_time:
+                self._logged_stage[name] = without_time
                 logger.info("%s: %s", name, without_time)
 
     def close(self) -> None:
@@ -112,20 +113,21 @@ class Progress:
 
 async def until_ready(
     url: str,
-    doing: Callable[[list[str] | None], Mapping[str, str]],
+    stages_of: Callable[[list[str] | None], Mapping[str, str]],
     missing: Callable[[list[str] | None], str],
 ) -> None:
-    """Return when the server at `url` is ready. Until then show what its processes are `doing`, and log every SAY_S
-    seconds what is `missing`. Both get the reasons of `/readyz`, None while the API does not answer."""
-    said = time.monotonic()
+    """Return when the server at `url` is ready. Until then show the stages of its processes, and log every SAY_S
+    seconds what is missing. `stages_of` and `missing` get the reasons of `/readyz`, None while the API does not
+    answer."""
+    logged_at = time.monotonic()
     pause_s = FIRST_LOOK_S
     progress = Progress(sys.stderr)
     try:
         async with httpx.AsyncClient(trust_env=False, timeout=5.0) as client:
             while (reasons := await _reasons(client, url)) != []:
-                progress.show(doing(reasons))
-                if time.monotonic() - said > SAY_S:
-                    said = time.monotonic()
+                progress.show(stages_of(reasons))
+                if time.monotonic() - logged_at > SAY_S:
+                    logged_at = time.monotonic()
                     logger.info("not ready yet: %s", missing(reasons))
                 await asyncio.sleep(pause_s)
                 pause_s = min(1.05 * pause_s, LIVE_LOOK_S if progress.live else LONGEST_LOOK_S)
@@ -134,7 +136,7 @@ async def until_ready(
 
 
 async def _reasons(client: httpx.AsyncClient, url: str) -> list[str] | None:
-    """Why the server is not ready: empty when it is, None while the API does not answer."""
+    """The reasons why the server is not ready: empty when it is ready, None while the API does not answer."""
     try:
         answer = await client.get(f"{url}/readyz")
     except httpx.RequestError:

@@ -1,4 +1,5 @@
-"""What the launcher hands to the processes that it starts: one JSON file, with the configuration and the sockets."""
+"""How the launcher hands the configuration to the processes that it starts: one JSON file, and environment variables
+for what differs between API processes."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from skyrl.config.server import ConfigError, ServerConfig, dump_config, restore_config
+from skyrl.config.loading import dump_config, restore_config
+from skyrl.config.server import ConfigError, ServerConfig
 from skyrl.db.faults import DatabaseError, is_transient, reason
 from skyrl.processes.log_format import LineFormat
 from skyrl.processes.startup import CANNOT_START, MARK, MAY_START, NotLoaded
@@ -23,15 +25,15 @@ RUNTIME_ENV = "SKYRL_RUNTIME_FILE"
 SLOT_ENV = "SKYRL_API_SLOT"
 """The number of an API process within its server: 0, 1, ..."""
 SOCKETS_ENV = "SKYRL_API_SOCKETS"
-"""The file descriptors of the sockets that an API process accepts from."""
+"""The file descriptors of the sockets from which an API process accepts connections."""
 
 
 @dataclass(frozen=True)
 class Runtime:
-    """What a process of the server has to know. `directory` is private, has a short path, and holds the sockets.
-    `inference_url` is the address of the vLLM that the launcher runs, None if it runs none.
+    """The configuration of a process. `directory` is private, has a short path, and holds the sockets of the doorbells.
+    `inference_url` is the address of the vLLM that the launcher runs; None if it runs none.
 
-    Only API processes have a `slot` of their own and descriptors to listen on (`listening`)."""
+    Only API processes have a `slot`, and descriptors of sockets to accept connections from (`listening`)."""
 
     config: ServerConfig
     directory: Path
@@ -43,7 +45,7 @@ class Runtime:
 
     @property
     def process_id(self) -> str:
-        """The name of an API process in the database. The next process in the same slot has the same name."""
+        """The name of an API process in the database. A restarted process has the same slot and the same name."""
         return f"{self.server_id}/{self.slot}"
 
     @property
@@ -52,7 +54,7 @@ class Runtime:
 
     @property
     def api_doorbells(self) -> list[Path]:
-        """The doorbells of all API processes of the server."""
+        """The doorbells of all API processes of the server, by slot."""
         return [self.directory / f"api-{slot}.sock" for slot in range(self.config.api_processes)]
 
     @property
@@ -60,7 +62,8 @@ class Runtime:
         return self.directory / "engine.sock"
 
     def write(self) -> Path:
-        """Write the file that the processes read, for this user alone; returns its path, the value of RUNTIME_ENV."""
+        """Write the file that the processes read, with mode 0600. Returns its path, which is the value of
+        RUNTIME_ENV."""
         file = self.directory / "runtime.json"
         values = {
             "config": json.loads(dump_config(self.config)),
@@ -74,10 +77,9 @@ class Runtime:
         return file
 
     def restore(self) -> None:
-        """Write the file again for a process that is started again. The directory may be gone, because somebody has
-        tidied up all of /tmp.
+        """Make the directory and the file again for a process that is restarted: somebody may have cleaned /tmp.
 
-        Raises OSError, also when another user has made a directory of that name.
+        Raises OSError, among others when another user has made a directory of that name.
         """
         with suppress(FileExistsError):
             self.directory.mkdir(0o700)
@@ -101,9 +103,9 @@ class Runtime:
 
 
 def run_process(name: str, run: Callable[[], None]) -> None:
-    """Run a process to its end. A wrong configuration, a model that cannot be loaded and a database that is away become
-    one log line and an exit code instead of a traceback. The exit code tells the launcher whether another start could
-    help (`skyrl.processes.startup`)."""
+    """Run a process to its end. If the configuration is wrong, the model cannot be loaded, or the database is away, the
+    process logs one line without a traceback. Its exit code tells the launcher whether another start could help
+    (`skyrl.processes.startup`)."""
     try:
         run()
     except ConfigError as error:
@@ -115,12 +117,13 @@ def run_process(name: str, run: Callable[[], None]) -> None:
     except DatabaseError as error:
         if not is_transient(error):
             raise
-        logger.error("%s has ended, for the database cannot be used: %s", name, reason(error))
+        logger.error("%s has ended because the database cannot be used: %s", name, reason(error))
         sys.exit(1)
 
 
 def set_up_process(config: ServerConfig) -> None:
-    """Log to stderr, and allow as many file descriptors as the system does: clients hold thousands of polls open."""
+    """Log to stderr, and raise the limit of open files to the system's maximum: clients hold thousands of polls
+    open."""
     handler = logging.StreamHandler()
     handler.setFormatter(LineFormat())
     logging.basicConfig(level=config.log_level.upper(), handlers=[handler], force=True)

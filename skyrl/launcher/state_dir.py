@@ -1,7 +1,4 @@
-"""The directories of one server: its state directory, which is locked, and a private one for sockets and secrets.
-
-Knows files, locks and permissions. Does not know what is kept in the directories.
-"""
+"""The directories of one server: its state directory, which is locked, and a private one for sockets and secrets."""
 
 from __future__ import annotations
 
@@ -20,14 +17,15 @@ from skyrl.config.server import ConfigError
 logger = logging.getLogger(__name__)
 
 LONGEST_TMPDIR = 50
-"""A socket's path has 107 characters at most, and vLLM names its own sockets by UUIDs."""
+"""If TMPDIR is longer, /tmp is used: a socket's path has at most 107 characters, and vLLM's sockets have UUIDs in their
+names."""
 
 
 def lock_state_dir(state_dir: Path) -> IO[str]:
-    """Lock the state directory: it is for one server. A new one is for this user alone, because it will hold prompts,
-    weights and secrets. The lock is held while the returned file is open.
+    """Make the state directory if it is missing, and lock it for this server. A new one gets mode 0700, because it will
+    hold prompts, weights and secrets. The lock is held while the returned file is open.
 
-    Raises ConfigError when another server holds the lock, or the directory cannot be written to.
+    Raises ConfigError when another server holds the lock, or when the directory cannot be written to.
     """
     try:
         state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -49,8 +47,8 @@ def private_directory(state_dir: Path) -> Iterator[Path]:
     """A directory for sockets and secrets that only this user may enter. `state_dir/run` is a link to it. Both are
     removed at exit.
 
-    The directory is locked, so that programs that tidy temporary directories (systemd-tmpfiles) leave it alone while a
-    server runs for weeks.
+    The directory is locked, so that programs that clean temporary directories (systemd-tmpfiles) do not delete it
+    while the server runs.
     """
     run = state_dir / "run"
     if run.is_symlink():
@@ -70,8 +68,8 @@ def private_directory(state_dir: Path) -> Iterator[Path]:
 
 
 def _remove_unlocked(directory: Path) -> None:
-    """Remove what a killed launcher left. A directory that is locked belongs to a running server: `state_dir` may be a
-    copy of that server's state directory."""
+    """Remove the private directory that a killed launcher has left. A locked directory stays: it belongs to a running
+    server of which this state directory is a copy."""
     with suppress(OSError):
         descriptor = os.open(directory, os.O_RDONLY)
         try:

@@ -1,6 +1,5 @@
-"""The name of this server, and its claim to train on the database: two servers that train would each run every command.
-
-Knows the state directory and the row of the claim. Does not know what the engine does.
+"""The name of this server, and its claim to train on the database. Without the claim, two servers on one database would
+each run every command.
 """
 
 from __future__ import annotations
@@ -23,14 +22,16 @@ from skyrl.db.periodic import Rounds
 logger = logging.getLogger(__name__)
 
 HOLD_S = 3.0
+"""How often the claim is renewed."""
 DEAD_AFTER_S = 15.0
-"""A server that holds the claim is gone if it has given no sign of life while this one has looked for so long."""
+"""A server whose claim did not change for this long is dead."""
 LOOK_S = 0.5
+"""How often it is checked whether another server's claim has changed."""
 
 
 def server_id(state_dir: Path) -> str:
-    """The name of the server with this state directory. It stays after a restart, and is another one in a copy of the
-    directory. The caller holds the directory's lock."""
+    """The name of the server with this state directory. A restarted server has the same name; a server on a copy of the
+    directory has another one, because the inode of the file differs. The caller holds the directory's lock."""
     file = state_dir / "server-id"
     if file.exists():
         name, _, inode = file.read_text().partition(" ")
@@ -47,18 +48,18 @@ def server_id(state_dir: Path) -> str:
 
 
 class TrainingClaim:
-    """The claim of `server` to be the only one that trains on this database."""
+    """The claim of `server` to be the only server that trains on this database."""
 
     def __init__(self, database: Database, server: str) -> None:
         self._database = database
         self._server = server
 
     async def take(self) -> None:
-        """Take the claim. Raises ConfigError when another server trains. If another server has the claim, look for
-        DEAD_AFTER_S seconds whether it still gives signs of life."""
+        """Take the claim. If another server has it, watch for DEAD_AFTER_S seconds whether that server renews it.
+        Raises ConfigError if it does."""
         seen = await asyncio.to_thread(self._database.read, engine_state.read_claim)
         if seen.owner not in (None, self._server):
-            logger.info("server %s trained on this database: looking whether it still does", seen.owner)
+            logger.info("server %s trained on this database: checking whether it still runs", seen.owner)
         deadline = time.monotonic() + DEAD_AFTER_S
         while seen.owner not in (None, self._server) and time.monotonic() < deadline:
             await asyncio.sleep(LOOK_S)
@@ -67,17 +68,17 @@ class TrainingClaim:
                 raise self._taken(now.owner)
             seen = now
         if not await asyncio.to_thread(self._database.write, lambda c: engine_state.claim(c, self._server, seen)):
-            raise self._taken("another one, started in this moment,")
+            raise self._taken("another one, which has just started,")
 
     @staticmethod
     def _taken(server: str | None) -> ConfigError:
         return ConfigError(
-            f"database-url: server {server} trains on this database, and one database has one server that trains: stop "
-            "that one, or give this one a database of its own, or make it a gateway with --backend none"
+            f"database-url: server {server} trains on this database, and only one server may train on a database: stop "
+            "that server, or give this one its own database, or make it a gateway with --backend none"
         )
 
     async def hold(self) -> None:
-        """Renew the claim every HOLD_S seconds. Log and return when another server has it by now."""
+        """Renew the claim every HOLD_S seconds. When another server has taken it, log that and return."""
         rounds = Rounds("renewing the claim to this database", HOLD_S)
         while True:
             await asyncio.sleep(HOLD_S)
@@ -88,11 +89,12 @@ class TrainingClaim:
                 continue
             rounds.went_well()
             if not held:
-                logger.error("another server trains on this database by now, as this one gave no sign for long")
+                logger.error("another server trains on this database now: this one had not renewed its claim in time")
                 return
 
     def release(self) -> None:
-        """Give the claim back. While the database is away this is only logged; the claim then runs out."""
+        """Give the claim back. If the database is away, only log that; another server then takes the claim after
+        DEAD_AFTER_S seconds."""
         try:
             self._database.write(lambda c: engine_state.release(c, self._server, "the server has stopped"))
         except DatabaseError as error:

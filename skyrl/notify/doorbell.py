@@ -1,7 +1,7 @@
-"""The doorbell: a local datagram socket on which one process of a server tells another where to look.
+"""The doorbell: a local datagram socket on which one process of a server sends notices to another.
 
-A ring may be lost, because the listener is away or its buffer is full, so every listener also looks by itself now and
-then. With the doorbell an idle server uses no CPU, and work starts within a millisecond.
+A ring is lost when the listener does not run or its buffer is full. Because of the doorbell an idle server uses almost
+no CPU, and work starts within a millisecond.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ logger = logging.getLogger(__name__)
 MAX_DATAGRAM = 60_000
 
 SESSIONS = "sessions"
-"""Tells the engine that a session has ended. A ring without a word tells it of new commands."""
+"""The notice to the engine that a session has ended. A ring without a notice tells it of new commands."""
 STATE = "state"
-"""Tells an API process that the engine's state has changed. Other words are ids of requests that the engine settled."""
+"""The notice to an API process that the engine's state has changed. Its other notices are ids of settled requests."""
 
 
 class Doorbell:
-    """Rings one listener or several. Never blocks, and never raises: rings that are lost are counted."""
+    """Rings one or several listeners. Never blocks and never raises; lost rings are counted."""
 
     def __init__(self, *paths: Path) -> None:
         self._paths = [str(path) for path in paths]
@@ -32,16 +32,16 @@ class Doorbell:
         self._socket.setblocking(False)
         self.lost = 0
 
-    def ring(self, words: Iterable[str] = ()) -> None:
-        """Send words, or a ring without a word, in as many datagrams as the words need."""
-        buffer = b""
-        for word in words:
-            encoded = word.encode() + b"\n"
-            if len(buffer) + len(encoded) > MAX_DATAGRAM:
-                self._send(buffer)
-                buffer = b""
-            buffer += encoded
-        self._send(buffer)
+    def ring(self, notices: Iterable[str] = ()) -> None:
+        """Send notices in as many datagrams as they need, or a ring without a notice."""
+        datagram = b""
+        for notice in notices:
+            line = notice.encode() + b"\n"
+            if len(datagram) + len(line) > MAX_DATAGRAM:
+                self._send(datagram)
+                datagram = b""
+            datagram += line
+        self._send(datagram)
 
     def _send(self, datagram: bytes) -> None:
         for path in self._paths:
@@ -55,7 +55,7 @@ class Doorbell:
 
 
 class DoorbellListener:
-    """Listens, and calls `on_ring(words)` on the event loop for every datagram."""
+    """Calls `on_ring(notices)` on the event loop for every datagram."""
 
     def __init__(self, path: Path, on_ring: Callable[[list[str]], None]) -> None:
         self._path = path
@@ -63,7 +63,7 @@ class DoorbellListener:
         self._socket: socket.socket | None = None
 
     def start(self) -> None:
-        """Bind and listen on the running event loop. Replaces the socket that a dead predecessor left at the path."""
+        """Listen on the running event loop. Replaces the socket that a killed process has left at the path."""
         self._path.unlink(missing_ok=True)
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         listener.setblocking(False)

@@ -1,7 +1,4 @@
-"""All that one API process tells other processes, and all that they tell it.
-
-Knows words and how they travel; what a word makes the process do is its caller's. `skyrl.notify` lists the words.
-"""
+"""Sends the notices of one API process, and receives those for it. `skyrl.notify` lists the notices."""
 
 from __future__ import annotations
 
@@ -10,21 +7,23 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 
 from skyrl.notify.doorbell import Doorbell, DoorbellListener
-from skyrl.notify.peers import PeerNotifier, PeerWords
+from skyrl.notify.peers import PeerNotices, PeerNotifier
 from skyrl.notify.postgres import PostgresNotify
 
 FromEngine = Callable[[list[str]], Coroutine[object, object, None]]
-FromPeers = Callable[[PeerWords], Coroutine[object, object, None]]
+FromPeers = Callable[[PeerNotices], Coroutine[object, object, None]]
 
 
 class Notifier:
-    """`engine` rings the engine of this server; `peers` tells the other API processes of the database, under the id
-    `me`. Without `postgres_conninfo` there are no others: on SQLite an API process is alone."""
+    """`engine` rings the engine of this server. `peers` sends notices to the other API processes of the database, as
+    from the process `process_id`. Without `postgres_conninfo` there are no other API processes (SQLite)."""
 
-    def __init__(self, me: str, *, own_doorbell: Path, engine_doorbell: Path, postgres_conninfo: str | None) -> None:
+    def __init__(
+        self, process_id: str, *, own_doorbell: Path, engine_doorbell: Path, postgres_conninfo: str | None
+    ) -> None:
         self.engine = Doorbell(engine_doorbell)
         self.peers = PeerNotifier()
-        self._me = me
+        self._process_id = process_id
         self._own_doorbell = own_doorbell
         self._postgres_conninfo = postgres_conninfo
         self._listener: DoorbellListener | None = None
@@ -32,17 +31,20 @@ class Notifier:
         self._reactions: set[asyncio.Task[None]] = set()
 
     def listen(self, from_engine: FromEngine, from_peers: FromPeers) -> None:
-        """Hear the engine from now on, and the other API processes while `run` runs. Each time words are heard, one of
-        the two is called in a task of its own."""
-        self._listener = DoorbellListener(self._own_doorbell, lambda words: self._react(from_engine(words)))
+        """Receive notices of the engine from now on, and of the other API processes while `run` runs. `from_engine` or
+        `from_peers` is called with them in a task."""
+        self._listener = DoorbellListener(self._own_doorbell, lambda notices: self._react(from_engine(notices)))
         self._listener.start()
         if self._postgres_conninfo is not None:
             self._postgres = PostgresNotify(
-                self._postgres_conninfo, self._me, lambda words: self._react(from_peers(PeerWords.of(words)))
+                self._postgres_conninfo,
+                self._process_id,
+                lambda notices: self._react(from_peers(PeerNotices.of(notices))),
             )
 
     async def run(self) -> None:
-        """Carry words between this process and the other API processes until cancelled; nothing to do on SQLite."""
+        """Send notices to the other API processes and receive theirs until cancelled. On SQLite this returns at
+        once."""
         if self._postgres is not None:
             self.peers.send = self._postgres.send
             await self._postgres.run()
@@ -53,7 +55,7 @@ class Notifier:
         task.add_done_callback(self._reactions.discard)
 
     async def close(self) -> None:
-        """Hear and tell nothing any more. Reactions that still run are cancelled. `run` is to be cancelled before."""
+        """Stop receiving and sending, and cancel the tasks that still run. Cancel `run` before."""
         if self._listener is not None:
             self._listener.close()
         reactions = list(self._reactions)

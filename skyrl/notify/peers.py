@@ -1,7 +1,4 @@
-"""The other API processes of the database, as this one knows them: what it tells them, and what they tell.
-
-Knows the words, which are ids. Does not know how they travel.
-"""
+"""Notices between the API processes of a database. They are ids; `skyrl.notify.postgres` carries them."""
 
 from __future__ import annotations
 
@@ -11,8 +8,8 @@ from dataclasses import dataclass, field
 
 
 @dataclass(slots=True)
-class PeerWords:
-    """What another API process tells: ids of `requests` that have ended, of `sampling_sessions` that these belong to,
+class PeerNotices:
+    """Notices of another API process: ids of `requests` that have ended, of the `sampling_sessions` of such requests,
     and of `sessions` that have ended or changed."""
 
     requests: list[str] = field(default_factory=list)
@@ -20,48 +17,49 @@ class PeerWords:
     sessions: list[str] = field(default_factory=list)
 
     @classmethod
-    def of(cls, words: Iterable[str]) -> PeerWords:
-        """An id shows what it is of: that of a sampling session has a colon, and that of a session begins with s."""
-        told = cls()
-        for word in words:
-            if ":" in word:
-                told.sampling_sessions.append(word)
-            elif word.startswith("s"):
-                told.sessions.append(word)
+    def of(cls, notices: Iterable[str]) -> PeerNotices:
+        """The ids by what they stand for. The id of a sampling session contains a colon, the id of a session begins
+        with s, and the id of a request does neither."""
+        sorted_notices = cls()
+        for notice in notices:
+            if ":" in notice:
+                sorted_notices.sampling_sessions.append(notice)
+            elif notice.startswith("s"):
+                sorted_notices.sessions.append(notice)
             else:
-                told.requests.append(word)
-        return told
+                sorted_notices.requests.append(notice)
+        return sorted_notices
 
 
 class PeerNotifier:
-    """Tells the other API processes. `living` are the ids of those that live; while there is none, nothing is told.
-    The words of one turn of the event loop go to `send` together."""
+    """Sends notices to the other API processes. `living` has the ids of those that live; while it is empty, nothing is
+    sent. The notices of one turn of the event loop are sent together."""
 
     def __init__(self) -> None:
         self.living: frozenset[str] = frozenset()
         self.send: Callable[[list[str]], None] | None = None
-        self._turn: dict[str, None] = {}
+        self._unsent: dict[str, None] = {}
 
     @property
     def alone(self) -> bool:
         return not self.living
 
     def request_ended(self, request_id: str, sampling_session_id: str | None = None) -> None:
-        """A request has ended here. `sampling_session_id` is given for a sample."""
-        self._tell((request_id,) if sampling_session_id is None else (request_id, sampling_session_id))
+        """A request has ended in this process. For a sample give its sampling session."""
+        self._add((request_id,) if sampling_session_id is None else (request_id, sampling_session_id))
 
     def session_changed(self, session_id: str) -> None:
-        """A session has ended or changed here."""
-        self._tell((session_id,))
+        """A session has ended or changed in this process."""
+        self._add((session_id,))
 
-    def _tell(self, words: Iterable[str]) -> None:
+    def _add(self, notices: Iterable[str]) -> None:
         if self.alone or self.send is None:
             return
-        if not self._turn:
-            asyncio.get_running_loop().call_soon(self._send_turn)
-        self._turn.update(dict.fromkeys(words))
+        if not self._unsent:
+            asyncio.get_running_loop().call_soon(self._send_all)
+        self._unsent.update(dict.fromkeys(notices))
 
-    def _send_turn(self) -> None:
-        words, self._turn = list(self._turn), {}
-        if self.send is not None and words:
-            self.send(words)
+    def _send_all(self) -> None:
+        notices, self._unsent = list(self._unsent), {}
+        if self.send is not None and notices:
+            self.send(notices)

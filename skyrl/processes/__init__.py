@@ -1,1 +1,1 @@
-"""Child processes: sockets they listen on, how they are supervised, what their ends and their logs say."""
+"""Child processes: listening sockets, supervision, log lines, and the causes of failed starts."""

@@ -1,6 +1,7 @@
-"""The sockets that a server listens on. The launcher opens them, and its API processes accept from them.
+"""The sockets that a server listens on. The launcher opens them, and the API processes accept connections from them.
 
-So the death of an API process refuses no client: another API process accepts the connection, or the next one does.
+So clients can connect while an API process restarts: another API process accepts the connection, or the restarted one
+does.
 """
 
 from __future__ import annotations
@@ -11,41 +12,42 @@ import socket
 from skyrl.config.server import ConfigError
 
 BACKLOG = 4096
-_NOT_HERE = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
-"""Errors of a machine without IPv6 for `::1`, which is one of the addresses of `localhost`."""
+_NO_SUCH_ADDRESS = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
+"""Errors for `::1`, one of the addresses of `localhost`, on a machine without IPv6."""
 
 
 def listen(host: str, port: int) -> list[socket.socket]:
-    """Listen on each address that the host's name stands for. Raises ConfigError."""
+    """Listen on each address of the host. Raises ConfigError when it cannot listen on one of them; addresses that this
+    machine does not have are left out, unless it has none of them."""
     sockets: list[socket.socket] = []
-    missing: OSError | None = None
+    no_such_address: OSError | None = None
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        for family, _, _, _, address in dict.fromkeys(found):
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        for family, _, _, _, address in dict.fromkeys(addresses):
             try:
-                sockets.append(_listening(family, address))
+                sockets.append(_listening_socket(family, address))
             except OSError as error:
-                if error.errno not in _NOT_HERE:
+                if error.errno not in _NO_SUCH_ADDRESS:
                     raise
-                missing = error
-        if not sockets and missing is not None:
-            raise missing
+                no_such_address = error
+        if not sockets and no_such_address is not None:
+            raise no_such_address
     except OSError as error:
-        for opened in sockets:
-            opened.close()
+        for listener in sockets:
+            listener.close()
         raise ConfigError(f"port: cannot listen on {host}:{port} ({error.strerror})") from error
     return sockets
 
 
-def _listening(family: int, address: tuple[object, ...]) -> socket.socket:
-    opened = socket.socket(family, socket.SOCK_STREAM)
+def _listening_socket(family: int, address: tuple[object, ...]) -> socket.socket:
+    listener = socket.socket(family, socket.SOCK_STREAM)
     try:
-        opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if family == socket.AF_INET6:
-            opened.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-        opened.bind(address)
-        opened.listen(BACKLOG)
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        listener.bind(address)
+        listener.listen(BACKLOG)
     except OSError:
-        opened.close()
+        listener.close()
         raise
-    return opened
+    return listener

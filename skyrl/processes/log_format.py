@@ -1,4 +1,4 @@
-"""How a process writes log lines: when, level, logger, message, and the request that the line is about."""
+"""The format of log lines: time, level, logger, message, and the id of the request that the line is about."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ _REQUEST_ID = "request_id"
 
 
 def about_request(request_id: str | None) -> dict[str, str | None]:
-    """`extra` for a log call: the line is about the request of that id."""
+    """The `extra` of a log call for a line about this request."""
     return {_REQUEST_ID: request_id}
 
 
 class LineFormat(logging.Formatter):
-    """Puts the id of its request, if it has one, at the end of a line, before a traceback."""
+    """Ends a line about a request with the request's id. A traceback follows after that."""
 
     def __init__(self) -> None:
         super().__init__(LINE)

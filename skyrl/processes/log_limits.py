@@ -1,6 +1,6 @@
-"""Log lines that clients cause: a few for each cause, however often the cause comes.
+"""Limits the log lines that clients can cause, so that no client can flood the log.
 
-Knows causes and lines. Does not know their meaning.
+A cause is any hashable value; lines with the same cause count together.
 """
 
 from __future__ import annotations
@@ -13,40 +13,40 @@ from collections.abc import Callable, Hashable
 from skyrl.processes.log_format import about_request
 
 INTERVAL_S = 10.0
-"""Seconds for which a cause gets one line. Lines that were left out are counted in the cause's next line."""
+"""Seconds in which a cause gets at most one line. The cause's next line tells how many lines were left out."""
 MAX_LINES = 100
-"""Lines of all causes in INTERVAL_S."""
+"""The most lines of all causes together in INTERVAL_S."""
 MAX_CAUSES = 2_000
-"""Causes that are remembered. Beyond that the cause with the oldest line is forgotten."""
+"""The most causes that are remembered. Beyond that the cause with the oldest line is forgotten."""
 MAX_TEXT = 300
-"""Characters that are logged of a text that a client may have written parts of."""
+"""The most characters that are logged of a text that may come from a client."""
 
 
 def plain(text: str) -> str:
-    """One printable line of bounded length, whatever a client has sent."""
+    """The text as one printable line of bounded length."""
     cut = text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]}... ({len(text)} characters)"
     return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in cut)
 
 
 class LimitedLog:
-    """Writes to `logger`. `clock` tells seconds."""
+    """Writes limited lines to `logger`. `clock` returns seconds."""
 
     def __init__(self, logger: logging.Logger, clock: Callable[[], float] = time.monotonic) -> None:
         self._logger = logger
         self._clock = clock
         self._causes: OrderedDict[Hashable, tuple[float, int]] = OrderedDict()
-        """By cause: when it had its last line, and how often it came without a line since then."""
+        """By cause: the time of its last line, and how many lines were left out since."""
         self._window = (clock(), 0)
-        """When the current INTERVAL_S began, and how many lines it has had."""
+        """When the current INTERVAL_S began, and how many lines were written in it."""
         self._left_out = 0
 
     def say(self, level: int, cause: Hashable, line: str, request_id: str | None = None) -> None:
-        """Log `line`, unless its cause had a line a moment ago or there were too many lines of all causes. The request
-        id does not tell causes apart."""
+        """Log `line`, unless its cause had a line within INTERVAL_S or all causes together had MAX_LINES. `request_id`
+        is written after the line, and is no part of the cause."""
         now = self._clock()
-        last, missed = self._causes.pop(cause, (None, 0))
-        if last is not None and now - last < INTERVAL_S:
-            self._causes[cause] = (last, missed + 1)
+        last_line_at, missed = self._causes.pop(cause, (None, 0))
+        if last_line_at is not None and now - last_line_at < INTERVAL_S:
+            self._causes[cause] = (last_line_at, missed + 1)
             return
         self._causes[cause] = (now, 0)
         while len(self._causes) > MAX_CAUSES:
@@ -56,10 +56,10 @@ class LimitedLog:
             if self._left_out:
                 self._logger.warning("%d lines about other requests were left out", self._left_out)
                 self._left_out = 0
-        began, lines = self._window
+        window_began, lines = self._window
         if lines >= MAX_LINES:
             self._left_out += 1 + missed
             return
-        self._window = (began, lines + 1)
+        self._window = (window_began, lines + 1)
         more = f" (and {missed} more like it since the last line)" if missed else ""
         self._logger.log(level, "%s%s", line, more, extra=about_request(request_id))

@@ -1,11 +1,12 @@
-"""Supervised child processes: start, log to a file, restart with backoff, stop with the whole process group.
+"""Supervised child processes: they log to a file, start again with backoff, and are stopped with their process group.
 
-Knows processes, signals and time. Deliberately does not know what the children do or whether they are healthy. A
-killed supervisor leaves no child behind: the kernel kills the child with it (Linux; a child that starts processes of
-its own must ask for the same, as `skyrl.vllm_plugin` does for vLLM).
+Does not know whether a child works; the watchdog of vLLM kills a child that hangs.
 
-A child that cannot be started (no memory, no process id, no file descriptor, no log) counts as a child that has ended:
-the supervisor logs the error, waits and tries again.
+On Linux the kernel kills the child when the supervisor dies. It does not kill processes that the child has started:
+the child must ask for that itself, as `skyrl.vllm_plugin` does for vLLM.
+
+If a child cannot be started (no memory, no process id, no file descriptor, no log), the supervisor logs the error,
+waits and tries again, as it does after a child has ended.
 """
 
 from __future__ import annotations
@@ -28,12 +29,13 @@ logger = logging.getLogger(__name__)
 
 FIRST_DELAY_S, LONGEST_DELAY_S, STABLE_AFTER_S = 0.5, 30.0, 60.0
 POLL_S = 0.1
-"""Seconds between two looks at a child where the system cannot report its end."""
+"""How often it is checked whether a child has ended, where the system cannot report that."""
 KILL_AGAIN_S = 1.0
-"""A child that was being started while `stop` waited is killed after this long."""
+"""After a first SIGKILL, `stop` kills again this often: a child may have been started in between."""
 
-# Runs in the child before the real program, for 20 ms: a preexec_fn would be unsafe in a process with threads. The
-# kernel's signal follows the thread that forked. A parent that died before the call is seen by its pid.
+# Runs in the child for 20 ms and then becomes the real program. A preexec_fn would be unsafe in a process with threads.
+# The kernel sends the signal when the thread that forked ends. If the parent died before prctl was called, the child
+# has another parent by then and exits.
 _DIE_WITH_PARENT = """
 import ctypes, os, sys
 ctypes.CDLL(None).prctl(1, int(sys.argv[1]))
@@ -43,22 +45,22 @@ os.execvp(sys.argv[3], sys.argv[3:])
 """
 
 
-def dies_with_parent(argv: Sequence[str], death: signal.Signals = signal.SIGKILL) -> tuple[str, ...]:
-    """`argv` as a command that gets the signal `death` when this process ends, however it ends (Linux; else `argv`).
+def dies_with_parent(argv: Sequence[str], death_signal: signal.Signals = signal.SIGKILL) -> tuple[str, ...]:
+    """`argv` as a command that gets `death_signal` when this process ends (on Linux; elsewhere `argv` itself).
 
-    Start it from the main thread: the signal comes when the thread that started it ends.
+    Run the command from the main thread, because the kernel sends the signal when the thread that started it ends.
     """
     if sys.platform != "linux":
         return tuple(argv)
-    shim = (sys.executable, "-I", "-S", "-c", _DIE_WITH_PARENT, str(int(death)), str(os.getpid()))
+    shim = (sys.executable, "-I", "-S", "-c", _DIE_WITH_PARENT, str(int(death_signal)), str(os.getpid()))
     return (*shim, *argv)
 
 
 class SupervisedProcess:
-    """One child in a session of its own. `env` is added to this process's environment; the child inherits `pass_fds`.
+    """One child in a session of its own. `env` is added to this process's environment. The child inherits `pass_fds`.
 
-    `on_exit(returncode)` is called each time the child ends without having been stopped (negative: a signal). It is
-    not called for a start that failed. `starts` counts the attempts.
+    `on_exit(returncode)` is called each time the child ends by itself (a negative code is a signal), but not when a
+    start has failed. `starts` counts all tries to start the child.
     """
 
     def __init__(
@@ -82,47 +84,44 @@ class SupervisedProcess:
         self._pass_fds = tuple(pass_fds)
         self._backoff = Backoff(first_delay_s, LONGEST_DELAY_S, stable_s=stable_after_s)
         self._child: subprocess.Popen[bytes] | None = None
-        self._log_begins = 0
-        """Where in the log the output of the newest child begins."""
-        self._began = 0.0
-        self._started = False
+        self._log_offset = 0
+        """Bytes in the log before the output of the newest child."""
+        self._started_at = 0.0
+        self._run_called = False
         self._stopping = asyncio.Event()
         self._ended = asyncio.Event()
 
     @property
     def pid(self) -> int | None:
-        """Process id (and process group id) of the running child."""
+        """Process id and process group id of the running child; None while there is none."""
         return self._child.pid if self._child is not None and self._child.returncode is None else None
 
     @property
     def running_s(self) -> float | None:
         """Seconds since the running child was started; None while there is none."""
-        return None if self.pid is None else time.monotonic() - self._began
+        return None if self.pid is None else time.monotonic() - self._started_at
 
     async def run(self) -> None:
-        """Keep the child running until `stop`. When cancelled, kill it and its group at once."""
-        self._started = True
+        """Keep the child running until `stop`. If this is cancelled, the child and its group are killed at once."""
+        self._run_called = True
         try:
             while not self._stopping.is_set():
-                self._began = time.monotonic()
-                ended = await self._run_once()
+                self._started_at = time.monotonic()
+                how_ended = await self._run_once()
                 if self._stopping.is_set():
                     return
-                self._backoff.ran(time.monotonic() - self._began)
+                self._backoff.ran(time.monotonic() - self._started_at)
                 delay = self._backoff.pause()
-                logger.warning("%s %s; again in %.1f s (%s)", self.name, ended, delay, self.log_path)
+                logger.warning("%s %s; again in %.1f s (%s)", self.name, how_ended, delay, self.log_path)
                 if await _set_within(self._stopping, delay):
                     return
         finally:
             self._ended.set()
 
     async def stop(self, grace_s: float = 10.0) -> None:
-        """SIGTERM to the child, after `grace_s` seconds SIGKILL to its group. Returns when `run` is over.
-
-        A child that has ended by itself, and is just being reaped, is no error.
-        """
+        """Send SIGTERM to the child, and SIGKILL to its group after `grace_s` seconds. Returns when `run` has ended."""
         self._stopping.set()
-        if not self._started:
+        if not self._run_called:
             return
         self._terminate()
         while not await _set_within(self._ended, grace_s):
@@ -132,12 +131,12 @@ class SupervisedProcess:
             grace_s = KILL_AGAIN_S
 
     def give_up(self) -> None:
-        """Do not start the child again. A child that runs goes on, and `stop` must still be called."""
+        """Do not start the child again. A running child keeps running until `stop`, which must still be called."""
         self._stopping.set()
 
     def kill(self, pid: int) -> bool:
-        """Send SIGKILL to the child's group if the child still is the process `pid`; says whether it is. `run` then
-        starts it again. SIGKILL also ends a child that was stopped with SIGSTOP, which takes no other signal.
+        """Send SIGKILL to the child's group, if the child still has this process id; `run` then starts the child again.
+        Returns whether it was sent. SIGKILL also ends a child that was stopped with SIGSTOP; SIGTERM does not.
         """
         if self.pid != pid:
             return False
@@ -145,17 +144,16 @@ class SupervisedProcess:
         return True
 
     def log_tail(self, lines: int = 20) -> str:
-        """The last lines that the newest child wrote. Empty when it wrote none, or when the log cannot be read because
-        it is gone or no file descriptor is free."""
+        """The last lines that the newest child wrote. Empty when it wrote none, or when the log cannot be read."""
         with suppress(OSError), self.log_path.open("rb") as log:
             size = log.seek(0, os.SEEK_END)
-            begins = self._log_begins if self._log_begins <= size else 0  # somebody has shortened the log
-            log.seek(max(begins, size - 200 * lines))
+            offset = self._log_offset if self._log_offset <= size else 0  # somebody has shortened the log
+            log.seek(max(offset, size - 200 * lines))
             return "\n".join(log.read().decode(errors="replace").splitlines()[-lines:])
         return ""
 
     async def _run_once(self) -> str:
-        """Run one child from start to end. Returns how it ended, for people."""
+        """Run one child from start to end. Returns how it ended, for the log."""
         try:
             child = self._start()
         except OSError as error:
@@ -164,21 +162,21 @@ class SupervisedProcess:
         try:
             if self._stopping.is_set():
                 self._terminate()
-            code = await _reaped(child)
+            code = await _exit_code(child)
         finally:
             _kill_group(child.pid)
-            await _reaped(child)
-            await _group_gone(child.pid)
+            await _exit_code(child)
+            await _wait_for_group(child.pid)
         if self.on_exit is not None and not self._stopping.is_set():
             self.on_exit(code)
         return f"ended with {code}"
 
     def _start(self) -> subprocess.Popen[bytes]:
-        """Start a child. Raises OSError when it could not be started."""
+        """Raises OSError when the child could not be started."""
         self.starts += 1
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         with self.log_path.open("ab", buffering=0) as log:
-            self._log_begins = self._divide(log)
+            self._log_offset = self._write_divider(log)
             return subprocess.Popen(
                 dies_with_parent(self._argv),
                 env=os.environ | self._env,
@@ -189,23 +187,23 @@ class SupervisedProcess:
                 pass_fds=self._pass_fds,
             )
 
-    def _divide(self, log: FileIO) -> int:
-        """Write the line that divides this start from the one before; return where the child's output begins."""
+    def _write_divider(self, log: FileIO) -> int:
+        """Write the line that divides this start from the one before. Returns the size of the log in bytes."""
         line = f"===== {self.name}: start {self.starts}, {time.strftime('%Y-%m-%d %H:%M:%S')} =====\n"
         with suppress(OSError):  # a full disk is no reason not to start
             log.write(line.encode())
         return log.seek(0, os.SEEK_END)
 
     def _terminate(self) -> None:
-        """Send SIGTERM to the child, if there is one. A child that has ended is not reaped before the event loop runs
-        again, so no other process has its id yet."""
+        """Send SIGTERM to the child, if there is one. `pid` cannot be another process's by now: only `_exit_code` reaps
+        the child, and it cannot run while this method does."""
         if self.pid is not None:
             os.kill(self.pid, signal.SIGTERM)
 
 
-async def _reaped(child: subprocess.Popen[bytes]) -> int:
-    """The child's exit code, once it has ended. Needs no thread, unlike asyncio's own subprocesses: where no thread can
-    be started, they leave a child running without an owner."""
+async def _exit_code(child: subprocess.Popen[bytes]) -> int:
+    """Wait until the child has ended, and reap it. Needs no thread, unlike asyncio's subprocesses: where no thread can
+    be started, nobody waits for their child."""
     if (code := child.poll()) is not None:
         return code
     try:
@@ -231,11 +229,11 @@ def _kill_group(group: int) -> None:
         return
 
 
-async def _group_gone(group: int, within_s: float = 2.0) -> None:
-    """Wait until the killed grandchildren are gone, at most `within_s` seconds: an init process that never reaps keeps
-    zombies in the group."""
-    until = time.monotonic() + within_s
-    while time.monotonic() < until:
+async def _wait_for_group(group: int, timeout_s: float = 2.0) -> None:
+    """Wait until the killed grandchildren have ended, at most `timeout_s` seconds: under an init process that never
+    reaps, they stay in the group as zombies."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
         try:
             os.killpg(group, 0)
         except ProcessLookupError:

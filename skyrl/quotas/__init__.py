@@ -1,1 +1,1 @@
-"""What a tenant may use: limits, and the tokens and samples of each tenant as an API process counts them."""
+"""Quotas of tenants: limits, and the tokens and samples that an API process counts for each tenant."""

@@ -1,4 +1,4 @@
-"""What one tenant may use. Names and numbers only: who counts, and who refuses, is others' business."""
+"""The limits of one tenant: names, numbers, and the sentences of refusals. Other modules count and refuse."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from dataclasses import dataclass, fields
 from skyrl.config.server import ServerConfig
 
 UNLIMITED = -1
-"""In a tenant's exceptions: no quota, whatever the configuration says. None is what the configuration says."""
+"""In a tenant's exceptions: no quota, whatever the configuration says. None means the quota of the configuration."""
 
 
 @dataclass(frozen=True, slots=True)
 class QuotaLimits:
-    """None: no quota. Tokens are a rate; of the others so many are held at once. Stored bytes are of checkpoints and of
-    weights that were saved for sampling without a name."""
+    """None: no quota. `tokens_per_minute` is a rate; the others bound what a tenant has at one time. Stored bytes are
+    the bytes of checkpoints and of weights saved for sampling without a name."""
 
     requests_in_flight: int | None = None
     tokens_per_minute: int | None = None
@@ -23,18 +23,18 @@ class QuotaLimits:
 
     @classmethod
     def of(cls, config: ServerConfig) -> QuotaLimits:
-        """Those of every tenant without exceptions."""
+        """The quotas of all tenants without exceptions."""
         return cls(*(getattr(config, f"quota_{name}") for name in NAMES))
 
-    def but(self, exceptions: Sequence[int | None]) -> QuotaLimits:
-        """With one tenant's exceptions, in the order of NAMES."""
+    def with_exceptions(self, exceptions: Sequence[int | None]) -> QuotaLimits:
+        """The quotas of a tenant with these exceptions, in the order of NAMES."""
         defaults = (getattr(self, name) for name in NAMES)
-        return QuotaLimits(*(_meant(*pair) for pair in zip(defaults, exceptions, strict=True)))
+        return QuotaLimits(*(_override(*pair) for pair in zip(defaults, exceptions, strict=True)))
 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What no tenant may exceed, whatever its quotas are: each of these costs memory and rows of the database."""
+    """Upper bounds for every tenant, whatever its quotas are: each object costs memory and rows of the database."""
 
     sessions: int = 10_000
     sampling_sessions: int = 100_000
@@ -51,25 +51,25 @@ class Bounds:
 
 NAMES: tuple[str, ...] = tuple(field.name for field in fields(QuotaLimits))
 LEAST = {"requests_in_flight": 1, "tokens_per_minute": 1, "models": 0, "stored_bytes": 0}
-"""With less, what was accepted would wait for ever."""
+"""The smallest quotas. With 0 requests in flight or 0 tokens per minute, no request would ever start."""
 
 
-def _meant(default: int | None, exception: int | None) -> int | None:
+def _override(default: int | None, exception: int | None) -> int | None:
     if exception is None:
         return default
     return None if exception == UNLIMITED else exception
 
 
-def bound_sentence(what: str, bound: int, held: int, held_what: str, remedy: str) -> str:
-    """Says that a tenant holds as much as one of `Bounds` lets it. Names the configuration key, which bounds all
-    tenants."""
-    key = f"max_{what.replace(' ', '_')}_per_tenant"
-    return f"{key}: a tenant may have at most {bound}, and this API key's tenant has {held} {held_what}: {remedy}"
+def bound_sentence(kind: str, bound: int, count: int, objects: str, remedy: str) -> str:
+    """Says that a tenant has reached one of `Bounds`, and names its configuration key. `kind` are the words of that
+    key; `count` and `objects` say what the tenant has."""
+    key = f"max_{kind.replace(' ', '_')}_per_tenant"
+    return f"{key}: a tenant may have at most {bound}, and this API key's tenant has {count} {objects}: {remedy}"
 
 
 def sampling_sessions_sentence(living: int, bound: int) -> str:
-    held = "sampling sessions in active sessions"
-    return bound_sentence("sampling sessions", bound, living, held, "finish a session that is done")
+    objects = "sampling sessions in active sessions"
+    return bound_sentence("sampling sessions", bound, living, objects, "finish a session that is done")
 
 
 def stored_sentence(stored: int, limit: int) -> str:

@@ -1,7 +1,7 @@
-"""The quotas of all tenants, as one API process keeps them.
+"""The quotas of all tenants in one API process.
 
-Limits are the configuration's, with tenants' exceptions from the database, read again every few seconds. Samples and
-tokens are counted in memory, by each API process for itself; models and bytes in the database.
+The limits come from the configuration, and from the exceptions in the database, which are read again every few seconds.
+Each API process counts samples and tokens for itself, in memory. Models and bytes are counted in the database.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from skyrl.quotas.limits import Bounds, QuotaLimits, bound_sentence, sampling_se
 from skyrl.wire.errors import OverQuota
 
 Check = Callable[[Connection], None]
-"""Belongs into the transaction of what it checks. Raises OverQuota."""
+"""Raises OverQuota if the tenant may not add an object. Runs in the transaction that adds the object."""
 
 
 class Charge:
-    """What a training command was charged. It is given back unless the command is `kept`."""
+    """The tokens charged for a training command. They are given back unless the command was recorded (`kept`)."""
 
     def __init__(self, not_before: float | None) -> None:
         self.not_before = not_before
@@ -31,8 +31,8 @@ class Charge:
 
 
 class Quotas:
-    """`any` is false while no tenant has any quota: then there is nothing to ask. `is_pending` tells of a request in
-    this process whether it has not ended."""
+    """`in_use` is false while no tenant has a quota; then samples are not counted. `is_pending` returns whether a
+    request in this process has not ended."""
 
     def __init__(
         self,
@@ -50,24 +50,24 @@ class Quotas:
         self._exceptions: dict[str, QuotaLimits] = {}
         self._accounts: dict[str, Account] = {}
         self.waiting: dict[str, Ticket] = {}
-        """Samples in this process whose turn has not come, by request id."""
-        self.any = defaults != QuotaLimits()
+        """Samples in this process that wait for tokens, by request id."""
+        self.in_use = defaults != QuotaLimits()
         self.refused: Counter[str] = Counter()
         self._paused = 0
 
     async def open(self) -> None:
-        """Read the exceptions, and what is paused from before: a restart gives nobody new tokens for it."""
+        """Read the exceptions, and the paused requests from before this start: a restart gives no tenant new tokens."""
         await self.refresh()
-        if self.any:
+        if self.in_use:
             for tenant, until in (await self._database.read_async(lambda c: rows.paused(c, time.time()))).items():
                 if (account := self._account(tenant)) is not None:
                     account.owe(until)
 
     async def refresh(self) -> None:
-        """Read the exceptions again. When the database cannot be read, what was read last holds."""
+        """Read the exceptions again. If the database cannot be read, the last exceptions stay."""
         found = await self._database.read_async(rows.exceptions)
-        self._exceptions = {tenant: self._defaults.but(numbers) for tenant, numbers in found.items()}
-        self.any = any(limits != QuotaLimits() for limits in (self._defaults, *self._exceptions.values()))
+        self._exceptions = {tenant: self._defaults.with_exceptions(numbers) for tenant, numbers in found.items()}
+        self.in_use = any(limits != QuotaLimits() for limits in (self._defaults, *self._exceptions.values()))
         for tenant, account in list(self._accounts.items()):
             account.apply(self.of(tenant))
             if account.idle:
@@ -77,7 +77,7 @@ class Quotas:
         return self._exceptions.get(tenant, self._defaults)
 
     def _account(self, tenant: str) -> Account | None:
-        """None where there is nothing to count here."""
+        """None if the tenant has no quota that is counted in memory."""
         account = self._accounts.get(tenant)
         limits = self.of(tenant)
         if account is None and (limits.requests_in_flight is not None or limits.tokens_per_minute is not None):
@@ -85,7 +85,7 @@ class Quotas:
         return account
 
     def admit(self, tenant: str, request_id: str, tokens: int) -> Ticket | None:
-        """Admit a sample that may use so many tokens; None where there is no quota. Raises OverQuota."""
+        """Admit a sample that uses at most `tokens`; None if there is no quota. Raises OverQuota."""
         account = self._account(tenant)
         if account is None:
             return None
@@ -94,13 +94,13 @@ class Quotas:
         return ticket
 
     def adopt(self, tenant: str, request_id: str, not_before: float | None) -> Ticket | None:
-        """A sample that was admitted before."""
+        """A sample that another process, or the predecessor of this one, has admitted."""
         account = self._account(tenant)
         return None if account is None else account.adopt(request_id, not_before)
 
     def counts(self) -> dict[str, Any]:
-        """Of this process: requests refused, by quota; requests that had to wait for tokens, and samples that do; and
-        how many tenants have exceptions, as it knows."""
+        """Counts of this process: requests refused, by quota; requests that had to wait for tokens; samples that wait
+        now; tenants with exceptions."""
         return {
             "refused": dict(self.refused),
             "paused": self._paused,
@@ -109,12 +109,12 @@ class Quotas:
         }
 
     def counts_tokens(self, tenant: str) -> bool:
-        return self.any and self.of(tenant).tokens_per_minute is not None
+        return self.in_use and self.of(tenant).tokens_per_minute is not None
 
     @contextmanager
     def charged(self, tenant: str, tokens: int) -> Iterator[Charge]:
-        """A command that trains on so many tokens. It is never refused: a number that is never sent again would hold up
-        its model for ever."""
+        """Charge a training command. It is never refused: the SDK would not send its number again, and the later
+        commands of the model would wait for ever."""
         account = self._account(tenant) if tokens else None
         if account is None:
             yield Charge(None)
@@ -130,8 +130,8 @@ class Quotas:
                 self._paused += 1
 
     async def pause_of(self, request_id: str, tenant: str, *, started: bool) -> str | None:
-        """Why a pending request of the tenant has not begun, if that is its quota; `started` says that it has begun in
-        this process, unless it waits for its turn."""
+        """A sentence if a pending request of the tenant waits for tokens, else None. `started` says whether this
+        process forwards the request, or lets it wait for tokens."""
         if not self.counts_tokens(tenant):
             return None
         if (ticket := self.waiting.get(request_id)) is not None:
@@ -147,7 +147,7 @@ class Quotas:
         return f"the quota of {rate} tokens per minute is used up; this request starts in about {left_s:.0f} s"
 
     def models(self, tenant: str) -> Check:
-        """For the transaction that adds a model."""
+        """The check before a model is added."""
         quota, bound = self.of(tenant).models, self._bounds.models
 
         def check(connection: Connection) -> None:
@@ -159,24 +159,23 @@ class Quotas:
                     "finish a session that is done",
                 )
             if living >= bound:
-                held = "models in training"
-                raise OverQuota("models", bound_sentence("models", bound, living, held, "unload one"))
+                raise OverQuota("models", bound_sentence("models", bound, living, "models in training", "unload one"))
 
         return check
 
     def sessions(self, tenant: str) -> Check:
-        """For the transaction that adds a session."""
+        """The check before a session is added."""
         bound = self._bounds.sessions
 
         def check(connection: Connection) -> None:
             if (active := rows.active_sessions(connection, tenant)) >= bound:
-                done = "finish those that are done"
-                raise OverQuota("sessions", bound_sentence("sessions", bound, active, "active sessions", done))
+                remedy = "finish those that are done"
+                raise OverQuota("sessions", bound_sentence("sessions", bound, active, "active sessions", remedy))
 
         return check
 
     def sampling_sessions(self, tenant: str) -> Check:
-        """For the transaction that adds a sampling session."""
+        """The check before a sampling session is added."""
         bound = self._bounds.sampling_sessions
 
         def check(connection: Connection) -> None:
@@ -186,8 +185,8 @@ class Quotas:
         return check
 
     def stored_bytes(self, tenant: str, size: int) -> Check | None:
-        """For the transaction that adds checkpoints of that size."""
-        limit = self.of(tenant).stored_bytes if self.any else None
+        """The check before checkpoints of `size` bytes are added; None if the tenant has no quota of bytes."""
+        limit = self.of(tenant).stored_bytes if self.in_use else None
         if limit is None:
             return None
 
@@ -198,6 +197,6 @@ class Quotas:
         return check
 
     async def check(self, check: Check | None) -> None:
-        """Ahead of work that would be in vain."""
+        """Run a check early, before work that it would make useless."""
         if check is not None:
             await self._database.read_async(check)

@@ -1,1 +1,1 @@
-"""The forwarding path: from a sample request to vLLM's completion and back, without the engine."""
+"""The forwarding path: from a sample request to the completion of vLLM and back, without the engine."""

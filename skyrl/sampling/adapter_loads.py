@@ -1,4 +1,4 @@
-"""Tells an inference server to load an adapter that it does not know (any more), once for all samples that need it."""
+"""Loads an adapter into an inference server that does not know the adapter: one load for all samples that need it."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ LOAD_TIMEOUT_S = 60.0
 
 
 class AdapterLoads:
-    """One load at a time per adapter and server, however many samples wait for it. `host` brings the files to the
-    server. Each load counts as `adapter_reloads`."""
+    """One load at a time per adapter and server; all samples that need the adapter wait for the same load. `host`
+    brings the files to the server. Each load counts as `adapter_reloads`."""
 
     def __init__(
         self, transport: CompletionTransport, host: AdapterHost, headers: Mapping[str, str], counts: Counter[str]
@@ -36,10 +36,11 @@ class AdapterLoads:
         self._loading: dict[tuple[str, int, str], asyncio.Task[None]] = {}
 
     async def load(self, adapter: AdapterVersion, endpoint: Endpoint) -> None:
-        """Return when it is loaded, or when the server has died meanwhile.
+        """Return when the adapter is loaded, or when the server cannot be reached or is dying.
 
-        Raises FailedRequest with what the server said, or when the adapter's files are gone, and AdapterUnavailable
-        when they cannot be brought to the server now. When one caller is cancelled, the load goes on for the others.
+        Raises FailedRequest if the server refuses the load, with the server's answer, or if the adapter's files are
+        missing. Raises AdapterUnavailable if the files cannot be brought to the server now. If one caller is cancelled,
+        the load goes on for the others.
         """
         key = (endpoint.url, endpoint.generation, adapter.name)
         task = self._loading.get(key)
@@ -50,11 +51,11 @@ class AdapterLoads:
 
     async def _load(self, adapter: AdapterVersion, endpoint: Endpoint) -> None:
         self._counts["adapter_reloads"] += 1
-        lost = f"the inference server lost adapter {adapter.name} and cannot load it again"
+        failure = f"the inference server lost adapter {adapter.name} and cannot load it again"
         try:
             directory = await self._host.bring(adapter)
         except AdapterMissing as error:
-            raise server_failure(f"{lost}: {error}") from error
+            raise server_failure(f"{failure}: {error}") from error
         except AdapterUnavailable as error:
             logger.warning("%s; samples from it wait (%s)", error, error.reason)
             raise
@@ -63,12 +64,12 @@ class AdapterLoads:
             answer = await self._transport.post(endpoint.url + load_route.PATH, body, self._headers, LOAD_TIMEOUT_S)
         except (NotAccepted, Interrupted) as error:
             logger.warning("adapter %s could not be loaded again: %s", adapter.name, error)
-            return  # the sample is sent again, and learns whether the server is back
+            return  # the next try of the sample shows whether the server is back
         if load_route.is_loaded(answer.status, answer.body):
             return
         if answer.status >= 500 and await health_of(self._transport, endpoint, self._headers) is not Health.ALIVE:
             return
-        raise server_failure(f"{lost}: {describe(answer)}")
+        raise server_failure(f"{failure}: {describe(answer)}")
 
     async def close(self) -> None:
         loads = list(self._loading.values())

@@ -1,4 +1,4 @@
-"""How many samples may wait in this process, and how many of them one tenant's."""
+"""Bounds the samples that wait in this process, for all tenants together and for each tenant."""
 
 from __future__ import annotations
 
@@ -7,42 +7,41 @@ from dataclasses import dataclass
 from skyrl.wire.errors import RequestError
 
 SHARE = 8
-"""A tenant may have this many times what is still free: one tenant alone 8/9 of the whole, two tenants 8/17 each, and
-so on. So some is always left for a tenant that has little."""
+"""A tenant may hold up to SHARE times the capacity that is still free. One tenant alone gets 8/9 of the whole, two
+tenants get 8/17 each. So there is always room for a tenant that holds little."""
 
 
 @dataclass(slots=True)
-class _Held:
+class _TenantCount:
     requests: int = 0
     bytes: int = 0
 
 
 class Admission:
-    """Bounds the samples that wait in this process, in requests and bytes. Samples above the bound are refused, and not
-    recorded."""
+    """Counts waiting samples in requests and bytes. A sample above the bound is refused and not recorded."""
 
     def __init__(self, max_requests: int, max_bytes: int) -> None:
         self._max_requests = max_requests
         self._max_bytes = max_bytes
         self.requests = 0
         self.bytes = 0
-        self._tenants: dict[str, _Held] = {}
+        self._tenants: dict[str, _TenantCount] = {}
 
     def enter(self, tenant: str, size: int) -> None:
-        """Count a sample. Raises RequestError 429 when the bound is reached, or the tenant's part of it."""
+        """Count a sample. Raises RequestError 429 if the bound is reached, or the share of the tenant."""
         if self.requests >= self._max_requests or self.bytes + size > max(self._max_bytes, size):
-            raise _full(f"{self.requests} samples ({self.bytes} bytes) are waiting")
+            raise _refusal(f"{self.requests} samples ({self.bytes} bytes) are waiting")
         held = self._tenants.get(tenant)
         if held is not None and (
             held.requests >= SHARE * (self._max_requests - self.requests)
             or held.bytes >= SHARE * (self._max_bytes - self.bytes)
         ):
-            raise _full(f"{held.requests} samples ({held.bytes} bytes) of yours are waiting, which is your share")
+            raise _refusal(f"{held.requests} samples ({held.bytes} bytes) of yours are waiting, which is your share")
         self.add(tenant, size)
 
     def add(self, tenant: str, size: int) -> None:
-        """Count a sample that was admitted before, by this process or another. It is never refused."""
-        held = self._tenants.setdefault(tenant, _Held())
+        """Count a sample that this process or another has admitted before. Never refuses."""
+        held = self._tenants.setdefault(tenant, _TenantCount())
         held.requests += 1
         held.bytes += size
         self.requests += 1
@@ -58,5 +57,5 @@ class Admission:
         self.bytes -= size
 
 
-def _full(what: str) -> RequestError:
-    return RequestError(f"{what}; try again later", status=429, retry_after_s=1)
+def _refusal(reason: str) -> RequestError:
+    return RequestError(f"{reason}; try again later", status=429, retry_after_s=1)

@@ -1,8 +1,8 @@
-"""How many bytes the inference server's answer to a job can have.
+"""The largest answer, in bytes, that an inference server can give to a job.
 
-A bound against an upstream that sends anything, so each part is as long as vLLM could write it, not as long as it
-usually is: a token's text has up to some 128 characters, each of which JSON may write as two bytes, and it stands in
-several places. A usual cell of the prompt has 80 bytes, a usual sampled token 75.
+The bound protects against servers that send anything. Each part counts with the largest size that vLLM could write, not
+the usual one: the text of a token has up to some 128 characters, JSON may write each as two bytes, and the text occurs
+several times. Usually a cell of the prompt has 80 bytes and a sampled token 75.
 """
 
 from __future__ import annotations
@@ -11,21 +11,21 @@ from skyrl.sampling.job import SampleJob
 from skyrl.sampling.prompt_answer import prompt_scores
 
 MAX_ANSWER_BYTES = 512 * 2**20
-"""However much was asked for. Some five million sampled tokens with their logprobs."""
+"""For any job: some five million sampled tokens with their logprobs."""
 BASE_BYTES = 2**20
 SEQUENCE_BYTES = 4 * 2**10
 ECHOED_TOKEN_BYTES = 12
 """Each sequence repeats the prompt's token ids."""
 SAMPLED_TOKEN_BYTES = 1024
-"""Its id, text, logprob and offset, and its row of the best tokens, with itself in it."""
+"""The id, text, logprob and offset of a sampled token, and its cell in its row of best tokens."""
 SAMPLED_CELL_BYTES = 96
-"""One more of the best tokens of a sampled token. It is named by its id, not by its text: some 45 bytes."""
+"""Each further cell of that row: usually 45 bytes, because a cell has the id of its token instead of the text."""
 PROMPT_CELL_BYTES = 512
-"""One token of a row of the prompt, with its text."""
+"""A cell of a row of the prompt: one token with its text."""
 
 
 def answer_bound(job: SampleJob) -> int:
-    """In bytes. `job.max_tokens` must be known."""
+    """In bytes. `job.max_tokens` must not be None."""
     assert job.max_tokens is not None
     sequences, prompt = 1 if job.greedy else job.num_samples, len(job.prompt)
     sampled = sequences * job.max_tokens * (SAMPLED_TOKEN_BYTES + job.topk_sample * SAMPLED_CELL_BYTES)

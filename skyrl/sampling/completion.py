@@ -1,6 +1,6 @@
-"""The codec between a sample job and vLLM: requests it understands, answers that are believed only if they are whole.
+"""The codec between a sample job and vLLM: encodes requests, and decodes answers if they are complete.
 
-Knows the body of `/v1/completions` (`prompt_answer` its rows for the prompt). Knows nothing of connections, retries or
+Knows the body of `/v1/completions`; `prompt_answer` reads the rows of the prompt. Does not know connections, retries or
 futures.
 """
 
@@ -12,16 +12,16 @@ from typing import Any, Literal, cast
 import msgspec
 
 from skyrl.sampling.job import SampleJob
-from skyrl.sampling.prompt_answer import MalformedAnswer, PromptAnswer, best, prompt_scores
+from skyrl.sampling.prompt_answer import MalformedAnswer, PromptAnswer, best_first, prompt_scores
 from skyrl.wire.results import SampledSequence, SampleResult, TopkRow, encode_sample
 
 PATH = "/v1/completions"
 TOKEN_ID_PREFIX = "token_id:"
 LARGE_BYTES = 256 * 2**10
-"""An answer that is larger is decoded in pieces, and on a thread: all at once, one of 30 MB would keep the event loop
-from everything else for 0.2 s."""
+"""A larger answer is decoded on a thread, one choice at a time. Decoded at once on the event loop, an answer of 30 MB
+would stop the loop for 0.2 s."""
 MINUS_INFINITY = -9999.0
-"""What vLLM writes for it, since JSON has none."""
+"""vLLM writes this number for minus infinity, which JSON lacks."""
 
 
 class MissingLogprobs(MalformedAnswer):
@@ -30,10 +30,10 @@ class MissingLogprobs(MalformedAnswer):
 
 @dataclass(frozen=True, slots=True)
 class SampleAnswer:
-    """A decoded answer: the encoded SampleResponse, and what it cost in tokens.
+    """A decoded answer: `body` is the encoded SampleResponse.
 
-    `prompt_tokens` counts the prompt once, whatever `num_samples` is; `cached_tokens` of it came from the prefix
-    cache, 0 where the server does not say; `sampled_tokens` is the sum over the sequences in `body`.
+    `prompt_tokens` counts the prompt once, whatever `num_samples` is. `cached_tokens` is the part of the prompt that
+    came from the prefix cache, 0 if the server does not report it. `sampled_tokens` is the sum over all sequences.
     """
 
     body: bytes
@@ -43,7 +43,7 @@ class SampleAnswer:
 
 
 class AbortedAnswer(Exception):
-    """vLLM gave up on the request (`abort`), or gave no reason for ending: neither "stop" nor "length"."""
+    """vLLM aborted the request: the `finish_reason` is neither "stop" nor "length"."""
 
 
 class _Logprobs(msgspec.Struct):
@@ -57,7 +57,7 @@ class _Choice(msgspec.Struct):
     token_ids: list[int] | None = None
     logprobs: _Logprobs | None = None
     prompt_logprobs: list[msgspec.Raw] | None = None
-    """Rows that are decoded one by one: all at once, as objects, they would be several times as large as the body."""
+    """Undecoded rows. As objects, all rows together would take several times the memory of the body."""
 
 
 class _CachedTokens(msgspec.Struct):
@@ -73,9 +73,9 @@ class _Completion(msgspec.Struct):
     usage: _Usage | None = None
 
 
-class _InPieces(msgspec.Struct):
-    """A large completion, whose choices are decoded one by one: a decoder keeps all other threads waiting until it is
-    done."""
+class _LargeCompletion(msgspec.Struct):
+    """A large completion with undecoded choices. All other threads wait while msgspec decodes, so each choice is
+    decoded in a call of its own."""
 
     choices: list[msgspec.Raw]
     usage: _Usage | None = None
@@ -83,13 +83,13 @@ class _InPieces(msgspec.Struct):
 
 _encoder = msgspec.json.Encoder()
 _completion_decoder = msgspec.json.Decoder(_Completion)
-_pieces_decoder = msgspec.json.Decoder(_InPieces)
+_large_decoder = msgspec.json.Decoder(_LargeCompletion)
 _choice_decoder = msgspec.json.Decoder(_Choice)
 
 
 def encode_request(job: SampleJob, priority: int | None = None) -> bytes:
-    """The body to post. Greedy asks once, whatever `num_samples` is: vLLM refuses n > 1 there, and all were equal.
-    `priority` is for a server that goes by it: the lowest runs first."""
+    """The body to post. A greedy job asks for one sequence: vLLM refuses n > 1, and all sequences would be equal. The
+    server runs requests with lower `priority` first; None if the server ignores priorities."""
     params: dict[str, Any] = {
         "n": 1 if job.greedy else job.num_samples,
         "max_tokens": job.max_tokens,
@@ -101,7 +101,7 @@ def encode_request(job: SampleJob, priority: int | None = None) -> bytes:
     if job.seed is not None:
         params["seed"] = job.seed
     if job.stop_strings:
-        # Stop strings are looked for in the text, and a special token is only there if it is not skipped.
+        # vLLM looks for stop strings in the text. Special tokens are in the text only if they are not skipped.
         params |= {"stop": job.stop_strings, "skip_special_tokens": False}
     if job.stop_token_ids:
         params["stop_token_ids"] = job.stop_token_ids
@@ -115,7 +115,7 @@ def encode_request(job: SampleJob, priority: int | None = None) -> bytes:
     if priority is not None:
         params["priority"] = priority
     if job.topk_sample:
-        params["return_tokens_as_token_ids"] = True  # top-k keyed by text would merge tokens that look alike
+        params["return_tokens_as_token_ids"] = True  # keys by text would merge tokens that have the same text
     return _encoder.encode(
         {"model": job.model, "prompt": job.prompt, **params, "return_token_ids": True, "stream": False}
     )
@@ -128,7 +128,7 @@ def decode_answer(body: bytes, job: SampleJob, *, zero_fill: bool = False) -> Sa
     AbortedAnswer.
     """
     try:
-        answer = (_completion_decoder if len(body) <= LARGE_BYTES else _pieces_decoder).decode(body)
+        answer = (_completion_decoder if len(body) <= LARGE_BYTES else _large_decoder).decode(body)
         choices = [
             _choice_decoder.decode(choice) if isinstance(choice, msgspec.Raw) else choice for choice in answer.choices
         ]
@@ -138,7 +138,7 @@ def decode_answer(body: bytes, job: SampleJob, *, zero_fill: bool = False) -> Sa
     if len(choices) != expected:
         raise MalformedAnswer(f"{len(choices)} choices for {expected} samples")
     choices.sort(key=lambda choice: choice.index)
-    for choice in choices:  # first of all: what else an aborted answer lacks does not matter
+    for choice in choices:  # before other checks: an aborted answer may lack the parts that they need
         if choice.finish_reason not in ("stop", "length"):
             raise AbortedAnswer(f"finish_reason {choice.finish_reason!r}")
     try:
@@ -174,23 +174,23 @@ def _encode(choices: list[_Choice], usage: _Usage | None, job: SampleJob, zero_f
 def _sequence(choice: _Choice, job: SampleJob, zero_fill: bool) -> SampledSequence:
     if choice.token_ids is None:
         raise MalformedAnswer("no token_ids")
-    given = choice.logprobs.token_logprobs if choice.logprobs is not None else None
-    if given is None and choice.token_ids:
+    logprobs = choice.logprobs.token_logprobs if choice.logprobs is not None else None
+    if logprobs is None and choice.token_ids:
         if not zero_fill:
             raise MissingLogprobs("no logprobs for the sampled tokens")
-        given = [0.0] * len(choice.token_ids)
-    given = given or []
-    if len(given) != len(choice.token_ids):
-        raise MalformedAnswer(f"{len(given)} logprobs for {len(choice.token_ids)} tokens")
-    if any(value is None for value in given):
+        logprobs = [0.0] * len(choice.token_ids)
+    logprobs = logprobs or []
+    if len(logprobs) != len(choice.token_ids):
+        raise MalformedAnswer(f"{len(logprobs)} logprobs for {len(choice.token_ids)} tokens")
+    if any(value is None for value in logprobs):
         if not zero_fill:
             raise MissingLogprobs("a sampled token has no logprob")
-        given = [0.0 if value is None else value for value in given]
+        logprobs = [0.0 if value is None else value for value in logprobs]
     topk = _sample_topk(choice, job.topk_sample) if job.topk_sample else None
     return SampledSequence(
         cast(Literal["stop", "length"], choice.finish_reason),
         choice.token_ids,
-        cast(list[float], given),
+        cast(list[float], logprobs),
         topk,
     )
 
@@ -200,10 +200,10 @@ def _sample_topk(choice: _Choice, k: int) -> list[TopkRow]:
     if len(rows) != len(choice.token_ids or []):
         raise MalformedAnswer("top_logprobs do not match the tokens")
     return [
-        best(
+        best_first(
             (int(key.removeprefix(TOKEN_ID_PREFIX)), logprob)
             for key, logprob in (row or {}).items()
-            if logprob > MINUS_INFINITY  # cut off by top_p or top_k
+            if logprob > MINUS_INFINITY  # top_p and top_k give tokens minus infinity
         )[:k]
         for row in rows
     ]

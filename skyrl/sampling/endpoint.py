@@ -16,14 +16,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """A base URL without a trailing slash; `generation` tells one published endpoint from the next at the same URL."""
+    """A base URL without a trailing slash. `generation` distinguishes endpoints published at the same URL."""
 
     url: str
     generation: int
 
 
 class EndpointUnknown(Exception):
-    """The address cannot be looked up now. The text says why, in words that a tenant may read."""
+    """The address cannot be looked up now. The text gives the reason, without secrets: tenants read it."""
 
 
 class EndpointResolver(Protocol):
@@ -33,7 +33,7 @@ class EndpointResolver(Protocol):
 
 
 class FixedEndpoint:
-    """A server that skyrl does not manage: its address never changes."""
+    """An inference server that skyrl does not manage. Its address never changes."""
 
     def __init__(self, url: str) -> None:
         self._endpoint = Endpoint(url.rstrip("/"), 0)
@@ -43,8 +43,8 @@ class FixedEndpoint:
 
 
 class EngineEndpoint:
-    """The address in the engine's row, cached. While it works, the cache is read without a lock. After a failure one
-    reader refreshes it for all that wait."""
+    """The address in the engine's row, cached. As long as the endpoint works, the cache is read without a lock. After a
+    failure one caller reads the row again for all callers that wait."""
 
     def __init__(self, read: Callable[[], Awaitable[EngineState]]) -> None:
         self._read = read
@@ -52,7 +52,7 @@ class EngineEndpoint:
         self._cached: Endpoint | None = None
         self._reads = 0
         self._away = False
-        """Whether the last read failed, because the database cannot be used for now."""
+        """Whether the last read failed because the database is away."""
 
     async def resolve(self, stale: Endpoint | None = None) -> Endpoint | None:
         """The endpoint, None while none is published. If the endpoint `stale` has just failed, the row is read again;

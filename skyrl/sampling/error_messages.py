@@ -1,4 +1,4 @@
-"""What an inference server's answer says, for people: its own sentence, or status, type and an excerpt."""
+"""Error messages from answers of an inference server: its own sentence, or the status, type and an excerpt."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def server_failure(message: str) -> FailedRequest:
 
 
 def message_of(answer: Answer) -> str:
-    """vLLM's own sentence, with the parameter it names."""
+    """vLLM's own sentence, with the parameter that it names."""
     try:
         detail = msgspec.json.decode(answer.body, type=_ErrorBody).error
     except (msgspec.DecodeError, UnicodeDecodeError):

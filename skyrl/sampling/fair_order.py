@@ -1,7 +1,8 @@
-"""In which order samples of several tenants run: start-time fair queueing, with vLLM as the server.
+"""The order in which vLLM runs the samples of several tenants: start-time fair queueing.
 
-Time here is counted in tokens that a tenant which always waits is given. Every sample gets a stretch of its tenant's
-time, one after the other, and vLLM runs next what has the lowest number. Knows no server and no request but by tenant.
+Time is virtual: it counts the tokens that a tenant with waiting samples has been given. The samples of a tenant take up
+intervals of this time, one after another. vLLM runs the sample with the lowest priority number next. Knows tenants and
+jobs; does not know servers.
 """
 
 from __future__ import annotations
@@ -12,16 +13,16 @@ from skyrl.sampling.completion import SampleAnswer
 from skyrl.sampling.job import SampleJob
 
 FIRST_LENGTH = 256.0
-"""Tokens of a sequence of a tenant that has had none yet, if it asks for so many."""
+"""The expected length in tokens of a tenant's first sequence, unless the sample's `max_tokens` is lower."""
 WEIGHT = 1 / 16
-"""Of the newest sample in the average length of its tenant's sequences."""
+"""The weight of the newest sample in the moving average of its tenant's sequence lengths."""
 MAX_LENGTHS = 10_000
-"""Tenants whose average is kept."""
+"""Tenants whose averages are kept."""
 
 
 @dataclass(slots=True)
 class _Tenant:
-    """Of one with samples on their way: how many, and where the stretch of the last one ends."""
+    """A tenant with samples in flight: their number, and the end of the last sample's interval."""
 
     in_flight: int = 0
     end: int = 0
@@ -29,9 +30,9 @@ class _Tenant:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a sample's stretch begins, and the number that says when it is to run: the lower, the earlier.
+    """The start of a sample's interval, and its priority for vLLM: lower numbers run earlier.
 
-    The number is the stretch's middle: all sequences of a sample have the same, and it may have thousands.
+    The priority is the middle of the interval, because all sequences of a sample (up to thousands) share one priority.
     """
 
     tenant: str
@@ -40,38 +41,38 @@ class Place:
 
 
 class FairOrder:
-    """Gives samples their places. A tenant that had nothing on its way begins now: it is neither owed the time in which
-    it asked for nothing, nor held to what it got while nobody else asked.
+    """Gives samples their places. A tenant without samples in flight starts at the current time. So it gets no credit
+    for idle time, and pays nothing for tokens that it got while it was alone.
 
-    What a sample will cost is guessed from how long its tenant's sequences have been: what may be sampled at most would
-    be held against whoever asks for more than is used.
+    The cost of a sample is estimated from the average length of its tenant's sequences. Estimated from `max_tokens`, a
+    tenant would pay for tokens that are never sampled.
     """
 
     def __init__(self) -> None:
         self.now = 0
-        """The latest start of a sample that has been answered."""
+        """The current virtual time: the latest start of a sample that has been answered."""
         self._tenants: dict[str, _Tenant] = {}
         self._lengths: dict[str, float] = {}
 
     def enter(self, tenant: str, job: SampleJob) -> Place:
-        """The place of a sample that is sent now; every one is to `leave`."""
-        known = self._tenants.get(tenant)
-        if known is None:
-            known = self._tenants[tenant] = _Tenant()
+        """The place of a sample that is sent now. The caller must call `leave` when the sample has ended."""
+        state = self._tenants.get(tenant)
+        if state is None:
+            state = self._tenants[tenant] = _Tenant()
         length = self._lengths.get(tenant, FIRST_LENGTH)
         if job.max_tokens is not None and job.max_tokens < length:
             length = job.max_tokens
         cost = len(job.prompt) + int(job.num_samples * length)
-        start = max(self.now, known.end)
-        known.end = start + cost
-        known.in_flight += 1
+        start = max(self.now, state.end)
+        state.end = start + cost
+        state.in_flight += 1
         return Place(tenant, start, start + cost // 2)
 
     def leave(self, place: Place, sequences: int, answer: SampleAnswer | None) -> None:
-        """The sample has ended; without an answer if it was not run, or nobody knows."""
-        known = self._tenants[place.tenant]
-        known.in_flight -= 1
-        if not known.in_flight:
+        """The sample has ended. `answer` is None if it did not run, or if that is unknown."""
+        state = self._tenants[place.tenant]
+        state.in_flight -= 1
+        if not state.in_flight:
             del self._tenants[place.tenant]
         if answer is None:
             return
@@ -84,5 +85,5 @@ class FairOrder:
         self._lengths[place.tenant] = length if average is None else average + WEIGHT * (length - average)
 
     def catch_up(self, now: int) -> None:
-        """It is at least `now` in another process that sends to the same server."""
+        """Advance to `now`, the time of another process that sends to the same server."""
         self.now = max(self.now, now)

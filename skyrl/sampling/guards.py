@@ -1,17 +1,17 @@
-"""Refuses requests that the inference server cannot answer, or would answer with wrong numbers."""
+"""Refuses requests that the inference server would refuse, or would answer with wrong numbers."""
 
 from __future__ import annotations
 
 from skyrl.db.samplers import Sampler
 from skyrl.inference.features import InferenceFeatures
 from skyrl.wire.errors import RequestError
-from skyrl.wire.requests import SampleRequest
+from skyrl.wire.sample_request import SampleRequest
 
 VLLM_MAX_TEMPERATURE = 2.0
 
 
 class FeatureGuard:
-    """Checks requests against what the inference server can do."""
+    """Checks requests against the features of the inference server."""
 
     def __init__(self, features: InferenceFeatures) -> None:
         self._features = features
@@ -22,7 +22,7 @@ class FeatureGuard:
             for field in ("target_prompt_logprobs", "prompt_alt_tokens_k"):
                 if getattr(request, field):
                     raise RequestError(
-                        "needs skyrl's plugin in vLLM on a CPU, which this inference server is not", field=field
+                        "needs skyrl's plugin in vLLM on a CPU; this inference server does not have it", field=field
                     )
         temperature = request.sampling_params.temperature
         if temperature > VLLM_MAX_TEMPERATURE and not self._features.any_temperature:
@@ -32,8 +32,8 @@ class FeatureGuard:
             )
         wants_prompt_logprobs = request.prompt_logprobs or request.topk_prompt_logprobs
         if wants_prompt_logprobs and not self._features.unembed_prompt_logprobs and sampler.adapts_unembed:
-            # vLLM prepares its LoRA kernels on GPUs for one row of logits per request, not for the prompt's rows, and
-            # leaves lm_head out of most of them. Sampled logprobs are right. On a CPU the plugin mends the same fault.
+            # On a GPU vLLM prepares its LoRA kernels for one row of logits per request. It leaves the adapter's lm_head
+            # out of most rows of the prompt. Sampled logprobs are right. On a CPU the plugin corrects the same fault.
             raise RequestError(
                 "vLLM computes them wrongly on a GPU for adapters that train the unembedding; create the model with "
                 "train_unembed=False to have them",

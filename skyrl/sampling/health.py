@@ -1,4 +1,4 @@
-"""Whether an inference server lives, by its /health."""
+"""Asks an inference server's /health whether the server is alive, dying or gone."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ HEALTH_TIMEOUT_S = 5.0
 
 
 class Health(Enum):
-    """What a server's /health says. A server that has no /health is alive as long as it answers."""
+    """DYING: /health answers 503, or breaks off. GONE: the server cannot be reached. ALIVE: any other answer, so also a
+    404 of a server without /health."""
 
     ALIVE = "alive"
     DYING = "dying"

@@ -1,4 +1,4 @@
-"""One sample request, checked: the bounds of what a client may ask for, and the job that follows from a request."""
+"""Checks a sample request against its bounds, and makes the job."""
 
 from __future__ import annotations
 
@@ -9,31 +9,31 @@ import numpy as np
 
 from skyrl.types.weights import WeightsRef
 from skyrl.wire.errors import RequestError
-from skyrl.wire.requests import SampleRequest, tokens_of
-from skyrl.wire.tensors import Stored, stored_from_json
+from skyrl.wire.sample_request import SampleRequest, tokens_of
+from skyrl.wire.tensors import WireTensor, tensor_from_json
 
 MAX_NUM_SAMPLES = 4096
 MAX_TOPK = 64
-"""The bound that the managed vLLM is started with (`--max-logprobs`)."""
+"""The managed vLLM is started with this bound (`--max-logprobs`)."""
 MAX_PROMPT_SCORES = 2**17
-"""Named tokens and draws of one request, times 1 + topk_prompt_logprobs (as vLLM sends them)."""
+"""Target ids and drawn tokens of one request, times 1 + topk_prompt_logprobs, the cells that vLLM sends."""
 MAX_PROMPT_CELLS = 2**19
 """Prompt tokens, times 1 + topk_prompt_logprobs, of a request for prompt logprobs. vLLM's answer has some 80 bytes for
-each, and its front end is busy with nothing else while it writes them."""
+each, and vLLM's front end does nothing else while it writes them."""
 MAX_ECHOED = 2**24
-"""Prompt tokens, times `num_samples`: vLLM repeats their ids, some 7 bytes each, for every sequence."""
+"""Prompt tokens, times `num_samples`: vLLM repeats the ids of the prompt for every sequence, some 7 bytes each."""
 MAX_SAMPLED = 2**24
-"""Tokens that one request may sample at most, times 1 + topk_sample_logprobs. What is really sampled has a bound in
-bytes, see `answer_bound`."""
+"""`num_samples` times `max_tokens`, times 1 + topk_sample_logprobs. The answer also has a bound in bytes, see
+`answer_bound`."""
 MAX_STOP_STRINGS = 64
-"""The bound that the managed vLLM is started with (its default is 4)."""
+"""The managed vLLM is started with this bound (its default is 4)."""
 MAX_SEED = 2**63 - 2**15
-"""Seeds are 64 bit on the wire. vLLM takes signed 64 bit and gives sample i of one request seed + i."""
+"""Seeds of requests have 64 bits. vLLM takes signed 64 bits, and gives sample i of a request the seed `seed + i`."""
 
 
 @dataclass(frozen=True, slots=True)
 class ContextLimits:
-    """What the sampler can take. None where that is not known, for an external server, which then refuses by itself."""
+    """Limits of the inference server. None if unknown, for an external server, which then refuses requests itself."""
 
     vocab_size: int | None = None
     max_context: int | None = None
@@ -43,11 +43,11 @@ class ContextLimits:
 class SampleJob:
     """A checked request.
 
-    `weights` is what to sample from, and `model` is the name by which the inference servers know these weights.
-    `stop_strings` or `stop_token_ids` end a sequence, as EOS does; with `ignore_eos`, which is the client's empty stop
-    list, EOS does not. `seed` is in [0, 2**63 - 2**15). `max_tokens` fits the context. `target` holds token ids (int64,
-    -1 for none) as a tensor with one row per prompt token but the first. `alternatives` is the number of tokens to draw
-    in the place of each of those prompt tokens.
+    The job samples from `weights`; `model` is the name by which the inference servers know them. A sequence ends at
+    EOS, at one of `stop_strings` or at one of `stop_token_ids`. With `ignore_eos`, which an empty stop list sets, it
+    does not end at EOS. `seed` is in [0, 2**63 - 2**15). `max_tokens` fits the context; None if the context is not
+    known yet. `target` holds token ids (int64, -1 for none), one row per prompt token but the first. `alternatives`
+    tokens are drawn in place of each prompt token but the first.
     """
 
     request_id: str
@@ -68,7 +68,7 @@ class SampleJob:
     prompt_logprobs_last_n: int | None
     topk_prompt: int
     topk_sample: int
-    target: Stored | None = None
+    target: WireTensor | None = None
     alternatives: int = 0
 
     @property
@@ -77,12 +77,12 @@ class SampleJob:
 
     @property
     def wants_prompt(self) -> bool:
-        """Whether anything is asked of the prompt's own tokens."""
+        """Whether the answer needs rows of the prompt."""
         return self.prompt_logprobs or self.topk_prompt > 0 or self.target is not None or self.alternatives > 0
 
     @property
     def most_tokens(self) -> int:
-        """The prompt's tokens, and the most that may be sampled, as far as that is known."""
+        """The prompt's tokens and the most tokens that may be sampled; an unknown `max_tokens` counts as 0."""
         return len(self.prompt) + self.num_samples * (self.max_tokens or 0)
 
 
@@ -96,7 +96,7 @@ def _check(request: SampleRequest, prompt: list[int], limits: ContextLimits) -> 
             f"{len(prompt)} tokens leave no room to sample in a context of {limits.max_context}",
             field="prompt",
         )
-    _bounded("num_samples", request.num_samples, 1, MAX_NUM_SAMPLES)
+    _check_range("num_samples", request.num_samples, 1, MAX_NUM_SAMPLES)
     if params.max_tokens is not None and params.max_tokens < 1:
         raise RequestError(f"must be at least 1, got {params.max_tokens}", field="sampling_params.max_tokens")
     if not (math.isfinite(params.temperature) and params.temperature >= 0.0):
@@ -109,12 +109,12 @@ def _check(request: SampleRequest, prompt: list[int], limits: ContextLimits) -> 
         raise RequestError(f"must be -1 (off) or at least 1, got {params.top_k}", field="sampling_params.top_k")
     if params.seed is not None and not -(2**63) <= params.seed < 2**64:
         raise RequestError("must fit 64 bits", field="sampling_params.seed")
-    _bounded("topk_sample_logprobs", request.topk_sample_logprobs, 0, MAX_TOPK)
-    _bounded("topk_prompt_logprobs", request.topk_prompt_logprobs, 0, MAX_TOPK)
+    _check_range("topk_sample_logprobs", request.topk_sample_logprobs, 0, MAX_TOPK)
+    _check_range("topk_prompt_logprobs", request.topk_prompt_logprobs, 0, MAX_TOPK)
     _check_last_n(request, len(prompt))
 
 
-def _bounded(field: str, value: int, low: int, high: int) -> None:
+def _check_range(field: str, value: int, low: int, high: int) -> None:
     if not low <= value <= high:
         raise RequestError(f"must be in [{low}, {high}], got {value}", field=field)
 
@@ -125,19 +125,19 @@ def _check_last_n(request: SampleRequest, length: int) -> None:
         return
     if not request.prompt_logprobs:
         raise RequestError("applies to prompt logprobs; set prompt_logprobs too", field=field)
-    _bounded(field, request.prompt_logprobs_last_n, 1, length - 1)
+    _check_range(field, request.prompt_logprobs_last_n, 1, length - 1)
 
 
-def _check_answer(request: SampleRequest, length: int, max_tokens: int | None) -> None:
-    """Raises unless vLLM's answer to this request has a bounded size."""
+def _check_answer_size(request: SampleRequest, length: int, max_tokens: int | None) -> None:
+    """Bounds the size of vLLM's answer. Raises RequestError naming the field."""
     _check_sampled(request, max_tokens)
     wants_rows = request.prompt_logprobs or request.target_prompt_logprobs is not None or request.prompt_alt_tokens_k
     columns = 1 + request.topk_prompt_logprobs
     if (wants_rows or columns > 1) and length * columns > MAX_PROMPT_CELLS:
-        beside = "" if columns == 1 else f" with topk_prompt_logprobs={request.topk_prompt_logprobs}"
+        extra = "" if columns == 1 else f" with topk_prompt_logprobs={request.topk_prompt_logprobs}"
         raise RequestError(
             f"a prompt of {length} tokens is longer than the {MAX_PROMPT_CELLS // columns} whose logprobs one request "
-            f"may ask for{beside}",
+            f"may ask for{extra}",
             field="prompt_logprobs" if columns == 1 else "topk_prompt_logprobs",
         )
     if request.sampling_params.temperature and length * request.num_samples > MAX_ECHOED:
@@ -151,19 +151,19 @@ def _check_answer(request: SampleRequest, length: int, max_tokens: int | None) -
 def _check_sampled(request: SampleRequest, max_tokens: int | None) -> None:
     columns = 1 + request.topk_sample_logprobs
     if request.num_samples * (max_tokens or 1) * columns > MAX_SAMPLED:
-        beside = "" if columns == 1 else f" with topk_sample_logprobs={request.topk_sample_logprobs}"
+        extra = "" if columns == 1 else f" with topk_sample_logprobs={request.topk_sample_logprobs}"
         raise RequestError(
             f"{request.num_samples} samples of up to {max_tokens} tokens are more than the {MAX_SAMPLED // columns} "
-            f"tokens that one request may sample{beside}",
+            f"tokens that one request may sample{extra}",
             field="num_samples",
         )
 
 
-def _target(request: SampleRequest, length: int, limits: ContextLimits) -> Stored | None:
+def _decode_target(request: SampleRequest, length: int, limits: ContextLimits) -> WireTensor | None:
     field = "target_prompt_logprobs"
     if request.target_prompt_logprobs is None:
         return None
-    target = stored_from_json(request.target_prompt_logprobs, field)
+    target = tensor_from_json(request.target_prompt_logprobs, field)
     if target.values.dtype != np.int64:
         raise RequestError("must be an int64 tensor of token ids", field=field)
     if len(target.shape) != 2 or target.shape[0] != length - 1:
@@ -180,16 +180,16 @@ def _target(request: SampleRequest, length: int, limits: ContextLimits) -> Store
     return target
 
 
-def _check_scores(request: SampleRequest, length: int, target: Stored | None) -> None:
-    _bounded("prompt_alt_tokens_k", request.prompt_alt_tokens_k, 0, MAX_TOPK)
+def _check_scores(request: SampleRequest, length: int, target: WireTensor | None) -> None:
+    _check_range("prompt_alt_tokens_k", request.prompt_alt_tokens_k, 0, MAX_TOPK)
     named = 0 if target is None else int((target.values >= 0).sum())
     drawn = request.prompt_alt_tokens_k * (length - 1)
     columns = 1 + request.topk_prompt_logprobs
     if (named + drawn) * columns > MAX_PROMPT_SCORES:
-        beside = "" if columns == 1 else f" beside topk_prompt_logprobs={request.topk_prompt_logprobs}"
+        extra = "" if columns == 1 else f" with topk_prompt_logprobs={request.topk_prompt_logprobs}"
         raise RequestError(
             f"{named} target ids and {drawn} draws are more than the {MAX_PROMPT_SCORES // columns} that one request "
-            f"may ask for{beside}",
+            f"may ask for{extra}",
             field="target_prompt_logprobs" if named >= drawn else "prompt_alt_tokens_k",
         )
 
@@ -219,18 +219,18 @@ def make_job(
     weights: WeightsRef,
     limits: ContextLimits,
 ) -> SampleJob:
-    """The job for a request. Raises RequestError naming the field, for every fault that shows before sampling."""
+    """The job for a request. Raises RequestError naming the field."""
     params = request.sampling_params
     prompt = tokens_of(request.prompt)
     _check(request, prompt, limits)
-    target = _target(request, len(prompt), limits)
+    target = _decode_target(request, len(prompt), limits)
     _check_scores(request, len(prompt), target)
     strings, ids = _stop_lists(params.stop, limits)
     max_tokens = params.max_tokens
     if limits.max_context is not None:
-        room = limits.max_context - len(prompt)
-        max_tokens = room if max_tokens is None else min(max_tokens, room)
-    _check_answer(request, len(prompt), max_tokens)
+        fitting = limits.max_context - len(prompt)
+        max_tokens = fitting if max_tokens is None else min(max_tokens, fitting)
+    _check_answer_size(request, len(prompt), max_tokens)
     return SampleJob(
         request_id=request_id,
         session_key=session_key,

@@ -1,10 +1,10 @@
-"""Which API process forwards which sample, where several share a database.
+"""Decides which of several API processes on one database forwards a sample.
 
-Each process writes a heartbeat into the database every BEAT_S. When a process reads the same heartbeat of another for
-MISSES rounds, it treats that one as dead and takes over its samples; the first process to do so gets them. Rounds are
-counted, not seconds: while the database is away, or the counting process is stopped, no rounds pass. A process that was
-only stalled finds at its next round that its samples have another owner, and leaves them. The outcome that is stored
-first stays.
+Each process writes a heartbeat into the database every BEAT_S. If a process reads the same heartbeat of another process
+for MISSES rounds, it treats that process as dead and takes over its samples; the first process to do so gets them.
+Rounds are counted, not seconds, because no rounds pass while the database is away or the counting process is stopped.
+A process that was only stalled finds at its next round that its samples have another owner, and leaves them to that
+owner. The outcome that is stored first stays.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ MISSES = 5
 
 
 class SampleOwnership:
-    """Keeps `peers.living`, the other processes that live, and forwards the samples of those that do not. Where the
-    engine samples, this process `forwards` nothing."""
+    """Keeps `peers.living`, the other processes that are alive, and takes over the samples of dead ones. `forwards` is
+    false if the engine samples; then no samples are taken over."""
 
     def __init__(
         self,
@@ -42,22 +42,22 @@ class SampleOwnership:
         self._sampling = sampling
         self._forwards = forwards
         self._beats: dict[str, tuple[float, int]] = {}
-        """Of each other process: its last heartbeat that was read, and for how many rounds it has been the same."""
+        """By process: the last heartbeat that was read, and the number of rounds for which it has not changed."""
 
     async def start(self) -> None:
-        """Forward the samples that this process's predecessor left, and those that no process owns."""
-        self._note(await self._processes.beat())
+        """Forward the samples of this process's predecessor, and samples that no process owns."""
+        self._note_heartbeats(await self._processes.beat())
         if self._forwards:
             await self._processes.take_over({})
             await self._reconcile()
 
     async def round(self) -> None:
-        """To be called every BEAT_S: write this process's heartbeat, and take over from processes that are dead."""
-        self._note(await self._processes.beat())
+        """Call every BEAT_S: writes this process's heartbeat, and takes over the samples of dead processes."""
+        self._note_heartbeats(await self._processes.beat())
         if not self._forwards or self._sampling.stopping:
             return
         taken = 0
-        dead = {process: at for process, (at, same) in self._beats.items() if same >= MISSES}
+        dead = {process: heartbeat for process, (heartbeat, rounds) in self._beats.items() if rounds >= MISSES}
         if dead or await self._processes.left():
             taken = await self._processes.take_over(dead)
             logger.info("%d samples of API processes that are gone are forwarded here; dead: %s", taken, [*dead])
@@ -66,29 +66,29 @@ class SampleOwnership:
 
     @property
     def sees_others(self) -> bool:
-        """Whether the database lists other processes, living or not."""
+        """Whether the database lists other processes, alive or dead."""
         return bool(self._beats)
 
-    def _note(self, heartbeats: dict[str, float]) -> None:
-        """Compare the heartbeats of the others with those of the round before."""
+    def _note_heartbeats(self, heartbeats: dict[str, float]) -> None:
+        """Compare the heartbeats of other processes with those of the round before."""
         before = self._beats
         self._beats = {}
-        for process, at in heartbeats.items():
-            last, same = before.get(process, (None, 0))
-            self._beats[process] = (at, same + 1 if at == last else 0)
-        self._peers.living = frozenset(process for process, (_, same) in self._beats.items() if same < MISSES)
+        for process, heartbeat in heartbeats.items():
+            last, rounds = before.get(process, (None, 0))
+            self._beats[process] = (heartbeat, rounds + 1 if heartbeat == last else 0)
+        self._peers.living = frozenset(process for process, (_, rounds) in self._beats.items() if rounds < MISSES)
 
     async def _reconcile(self) -> None:
-        """Make memory agree with the database. A sample that the database gives to this process, and that is not in
-        memory, is forwarded: it was taken over, or the connection broke at its commit. A sample that is in memory, and
-        that the database gives to another process, is left to that process."""
+        """Make memory agree with the database. Forward a sample that this process owns in the database but does not
+        have in memory: it was taken over, or the connection broke when it was committed. Leave a sample that another
+        process owns in the database to that process."""
         forwarded = self._futures.forwarded()  # before the read: a sample recorded during the read is in the database
-        own = await self._processes.own()
-        await self._adopt([request_id for request_id in own if not self._futures.forwards(request_id)])
-        strays = [request_id for request_id in forwarded if request_id not in own]
-        if strays:
-            ended = await self._futures.read_outcomes(strays)
-            self._sampling.cancel(ended + self._futures.leave(strays))
+        owned = await self._processes.own()
+        await self._adopt([request_id for request_id in owned if not self._futures.forwards(request_id)])
+        not_owned = [request_id for request_id in forwarded if request_id not in owned]
+        if not_owned:
+            ended = await self._futures.read_outcomes(not_owned)
+            self._sampling.cancel(ended + self._futures.leave(not_owned))
 
     async def _adopt(self, request_ids: list[str]) -> None:
         for sample in await self._processes.samples(request_ids) if request_ids else []:
@@ -99,5 +99,5 @@ class SampleOwnership:
                 raise
 
     async def leave(self) -> None:
-        """This process ends. Samples that are still pending are for the others, or for its next start."""
+        """This process ends. Another process, or its next start, takes its pending samples over."""
         await self._processes.leave()

@@ -1,4 +1,4 @@
-"""What an answer of vLLM says of the prompt: its tokens' logprobs, the best tokens, and what the plugin has appended.
+"""Reads the prompt's part of a vLLM answer: logprobs, best tokens, and the rows that skyrl's plugin has appended.
 
 Knows the rows of `prompt_logprobs`. Does not know the rest of a completion.
 """
@@ -13,11 +13,11 @@ import numpy as np
 from skyrl.sampling.job import SampleJob
 from skyrl.vllm_plugin.xargs import PromptScores
 from skyrl.wire.results import Alternatives, TopkRow
-from skyrl.wire.tensors import Stored
+from skyrl.wire.tensors import WireTensor
 
 
 class MalformedAnswer(Exception):
-    """A 2xx answer that cannot be a completion, or not a whole one."""
+    """A 2xx answer that is no completion, or an incomplete one."""
 
 
 class PromptCell(msgspec.Struct, gc=False):
@@ -29,7 +29,7 @@ _row_decoder: msgspec.json.Decoder[PromptRow] = msgspec.json.Decoder(PromptRow)
 
 
 def prompt_scores(job: SampleJob) -> PromptScores | None:
-    """What is asked of the plugin in vLLM, None when that is nothing."""
+    """The scores that the job needs from the plugin in vLLM; None if it needs none."""
     if job.target is None and not job.alternatives:
         return None
     rows = ids = np.zeros(0, np.int32)
@@ -39,13 +39,13 @@ def prompt_scores(job: SampleJob) -> PromptScores | None:
     return PromptScores(rows, ids, job.alternatives, job.seed if job.alternatives else None)
 
 
-def best(cells: Iterable[tuple[int, float]]) -> TopkRow:
+def best_first(cells: Iterable[tuple[int, float]]) -> TopkRow:
     return sorted(cells, key=lambda cell: -cell[1])
 
 
 class PromptAnswer:
-    """The rows of one choice (all choices have the same), read for one job. Each part is None where the job does not
-    want it; MalformedAnswer or msgspec.DecodeError is raised for what is wanted and not there."""
+    """The prompt rows of one choice (all choices have the same rows), read for one job. A part that the job does not
+    want is None. Raises MalformedAnswer or msgspec.DecodeError if a part that the job wants is missing."""
 
     def __init__(self, rows: list[msgspec.Raw] | None, job: SampleJob) -> None:
         self._job = job
@@ -53,7 +53,8 @@ class PromptAnswer:
         self.logprobs: list[float | None] | None = None
         """One value per prompt token."""
         self.topk: list[TopkRow | None] | None = None
-        """The k best per position; the prompt's own token, always in the row, is dropped when it is not among them."""
+        """The k best tokens per position. vLLM also sends the token of the prompt; it is dropped unless it is one of
+        them."""
         if not job.wants_prompt:
             return
         scores = prompt_scores(job)
@@ -65,7 +66,7 @@ class PromptAnswer:
         self._appended = [_only_cell(_row_decoder.decode(row)) for row in rows[own:]]
 
     def _read_own(self, rows: list[msgspec.Raw]) -> None:
-        """Row by row: a row is decoded, read and dropped."""
+        """Decodes one row at a time, so that memory holds the objects of one row only."""
         job, first = self._job, self._first_wanted()
         logprobs: list[float | None] = []
         topk: list[TopkRow | None] = []
@@ -75,12 +76,12 @@ class PromptAnswer:
                 logprobs.append(None if index < first else _own_logprob(row, index, job.prompt[index]))
             if job.topk_prompt:
                 cells = None if row is None else ((int(token), cell.logprob) for token, cell in row.items())
-                topk.append(None if cells is None else best(cells)[: job.topk_prompt])
+                topk.append(None if cells is None else best_first(cells)[: job.topk_prompt])
         self.logprobs = logprobs if job.prompt_logprobs else None
         self.topk = topk if job.topk_prompt else None
 
-    def target_logprobs(self) -> Stored | None:
-        """float32 in the target's layout, 0.0 for cells without an id."""
+    def target_logprobs(self) -> WireTensor | None:
+        """float32 in the layout of the target; 0.0 for cells without an id."""
         target = self._job.target
         if target is None:
             return None
@@ -117,7 +118,7 @@ def _own_logprob(row: PromptRow, index: int, token: int) -> float:
 
 
 def _only_cell(row: PromptRow) -> tuple[int, float]:
-    """Token and logprob of an appended row."""
+    """The token and logprob of a row that the plugin appended."""
     if row is None or len(row) != 1:
         raise MalformedAnswer("a row appended to the prompt logprobs does not hold one token")
     ((token, cell),) = row.items()

@@ -1,25 +1,29 @@
-"""The longest sequence that an inference server takes. The server is asked once.
+"""Gives jobs without `max_tokens` a number that fits the inference server's context. Each server is asked once.
 
-Jobs without `max_tokens` need it: vLLM would take null for 16 tokens, so it must be told a number. Such jobs come while
-the engine has not yet said what fits, and in front of a server that skyrl does not manage.
+vLLM reads null as 16 tokens, so the request must have a number. A job has none while the engine has not yet published
+its limits, and if skyrl does not manage the inference server.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import msgspec
 
 from skyrl.sampling.endpoint import Endpoint
+from skyrl.sampling.job import MAX_SAMPLED, SampleJob
 from skyrl.sampling.transport import Answer, CompletionTransport
 from skyrl.sampling.verdict import Verdict, verdict_of
 from skyrl.wire.errors import ErrorCategory, FailedRequest
 
 MODELS_BYTES = 16 * 2**20
-"""The longest list of models that is read: some 25,000 loaded adapters."""
-_LATER = (Verdict.WAIT, Verdict.WAIT_LONGER, Verdict.ASK_HEALTH)
+"""The largest list of models that is read: some 25,000 loaded adapters."""
+_RETRY = (Verdict.WAIT, Verdict.WAIT_LONGER, Verdict.ASK_HEALTH)
 
 
 class ContextNotKnownYet(Exception):
-    """The server, or a proxy before it, gave `answer` instead of the list of models, as it might to a sample."""
+    """The server, or a proxy before the server, did not send the list of models now. The client handles `answer`
+    like an answer to a sample."""
 
     def __init__(self, answer: Answer) -> None:
         super().__init__(f"/v1/models answered status {answer.status}")
@@ -35,22 +39,28 @@ class _Models(msgspec.Struct):
 
 
 class ServedContext:
-    """Remembers the length of every endpoint that has told it."""
+    """Remembers the context length of each endpoint."""
 
     def __init__(self, transport: CompletionTransport, headers: dict[str, str]) -> None:
         self._transport = transport
         self._headers = headers
         self._lengths: dict[Endpoint, int] = {}
 
-    async def length(self, endpoint: Endpoint, timeout_s: float) -> int:
-        """In tokens, prompt included. Raises NotAccepted, Interrupted, ContextNotKnownYet, FailedRequest."""
-        if endpoint not in self._lengths:
-            self._lengths[endpoint] = await self._ask(endpoint, timeout_s)
-        return self._lengths[endpoint]
+    async def with_max_tokens(self, job: SampleJob, endpoint: Endpoint, timeout_s: float) -> SampleJob:
+        """The job with the largest `max_tokens` that fits after its prompt and under the bound MAX_SAMPLED.
 
-    async def _ask(self, endpoint: Endpoint, timeout_s: float) -> int:
+        Raises NotAccepted, Interrupted, ContextNotKnownYet, FailedRequest.
+        """
+        if endpoint not in self._lengths:
+            self._lengths[endpoint] = await self._ask_length(endpoint, timeout_s)
+        fitting = self._lengths[endpoint] - len(job.prompt)
+        fitting = min(fitting, MAX_SAMPLED // (job.num_samples * (1 + job.topk_sample)))
+        return replace(job, max_tokens=max(1, fitting))
+
+    async def _ask_length(self, endpoint: Endpoint, timeout_s: float) -> int:
+        """In tokens, prompt included."""
         answer = await self._transport.get(f"{endpoint.url}/v1/models", self._headers, timeout_s, MODELS_BYTES)
-        if verdict_of(answer, has_adapter=False) in _LATER:
+        if verdict_of(answer, has_adapter=False) in _RETRY:
             raise ContextNotKnownYet(answer)
         try:
             models = msgspec.json.decode(answer.body, type=_Models).data

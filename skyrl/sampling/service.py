@@ -1,51 +1,45 @@
-"""Sample requests in the API process: find the sampling session, check, record, and start the sample.
+"""Sample requests in the API process: finds the sampling session, checks and records the request, starts the sample.
 
-A forwarded sample becomes an EXTERNAL future, and a task that this service owns. A colocated sample becomes a SAMPLE
-future for the engine.
+A forwarded sample becomes an EXTERNAL future and a task (`forwarded_samples`). With `colocate_all` a sample becomes a
+SAMPLE future, which the engine runs.
 """
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from skyrl.db.adapter_versions import dropped_sentence
 from skyrl.db.api_processes import PendingSample
-from skyrl.db.faults import DatabaseError
 from skyrl.db.futures import Outcome
 from skyrl.db.samplers import Sampler, Samplers
 from skyrl.db.sessions import Sessions
-from skyrl.db.usage import UsageCounter, UsageKey, sample_amounts
+from skyrl.db.usage import UsageCounter
 from skyrl.futures.store import FutureStore
 from skyrl.notify.doorbell import Doorbell
 from skyrl.quotas.account import Ticket
 from skyrl.quotas.tenants import Quotas
 from skyrl.sampling.admission import Admission
 from skyrl.sampling.client import ForwardingClient
-from skyrl.sampling.completion import SampleAnswer
 from skyrl.sampling.cut import CutNotes, cut_to
 from skyrl.sampling.fair_order import FairOrder
+from skyrl.sampling.forwarded_samples import ForwardedSamples
 from skyrl.sampling.guards import FeatureGuard
-from skyrl.sampling.job import ContextLimits, SampleJob, make_job
+from skyrl.sampling.job import ContextLimits
+from skyrl.sampling.sampler_job import job_for
 from skyrl.types.ids import new_request_id, sample_sequence_ids
 from skyrl.types.kinds import SAMPLES, Kind
 from skyrl.types.requests import NewRequest
-from skyrl.types.weights import AdapterVersion, BaseWeights, FullWeights, WeightsRef
-from skyrl.wire.errors import ErrorCategory, FailedRequest, NotFound, RequestError
-from skyrl.wire.requests import SampleRequest, decode_json
-
-logger = logging.getLogger(__name__)
+from skyrl.wire.decoding import decode_json
+from skyrl.wire.errors import ErrorCategory, NotFound, RequestError
+from skyrl.wire.sample_request import SampleRequest
 
 CANCELLED = Outcome(error="cancelled by the client", error_category=ErrorCategory.USER)
 
 
 @dataclass(frozen=True, slots=True)
 class Promise:
-    """What asample answers at once. `max_tokens` is the bound to which it was cut; None when it was not cut. `note`
-    says so in words, to the first sample of a sampling session that is cut."""
+    """The immediate answer to `asample`. `max_tokens` is set if the request's `max_tokens` was cut to this number.
+    `note` is a sentence about the cut, for the first sample of a sampling session that is cut."""
 
     request_id: str
     sample_sequence_ids: list[str]
@@ -54,7 +48,8 @@ class Promise:
 
 
 class SampleService:
-    """Takes `asample` bodies. With a client it forwards samples. Without one the engine samples, in its own loop."""
+    """Takes `asample` bodies. With a `client` this process forwards the samples. Without one the engine samples, and
+    `engine` is its doorbell. `order` is None if the inference server ignores priorities."""
 
     def __init__(
         self,
@@ -75,21 +70,19 @@ class SampleService:
         self._futures = futures
         self._samplers = samplers
         self._sessions = sessions
-        self._client = client
+        self._forwards = client is not None
         self._engine = engine
         self._limits = limits
         self._admission = admission
         self.order = order
-        """None where the inference server does not go by priorities."""
         self._base_name = base_name
         self._guard = guard
-        self._usage = usage
         self._quotas = quotas
-        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._forwarded = ForwardedSamples(client, futures, samplers, admission, order, usage)
         self._stopping = False
         self.cuts = CutNotes()
-        self.forwarded = 0
         self.to_engine = 0
+        """Samples that were recorded for the engine."""
 
     async def submit(self, body: bytes, tenant: str) -> Promise:
         """Record one sample request and start it.
@@ -109,11 +102,11 @@ class SampleService:
         started = new = False
         ticket: Ticket | None = None
         try:
-            if self._quotas.any:
+            if self._quotas.in_use:
                 ticket = self._quotas.admit(tenant, request_id, job.most_tokens)
             request_id, new = await self._futures.record(
                 NewRequest(
-                    kind=Kind.EXTERNAL if self._client is not None else Kind.SAMPLE,
+                    kind=Kind.EXTERNAL if self._forwards else Kind.SAMPLE,
                     tenant=tenant,
                     session_id=sampler.session_id,
                     body=body,
@@ -127,10 +120,10 @@ class SampleService:
             if new:
                 if ticket is not None:
                     ticket.request_id = request_id
-                if self._client is not None:
+                if self._forwards:
                     if request_id != job.request_id:  # an earlier try was stored under another id
                         job = replace(job, request_id=request_id)
-                    self._start(job, sampler, len(body), ticket)
+                    self._forwarded.start(job, sampler, len(body), ticket)
                     started = True
                 elif self._engine is not None:
                     self.to_engine += 1
@@ -157,67 +150,14 @@ class SampleService:
             sampler = await self._samplers.find(sampling_session_id, tenant)
         if sampler is None:
             raise NotFound(f"no sampling session {sampling_session_id!r}", field=field)
-        # The engine closes the row later. The answer is not 410: on 410 the SDK sends the sample again for ever.
+        # The sampling session's row is closed later. Not 410: on a 410 the SDK sends the sample again for ever.
         session = await self._sessions.find(sampler.session_id, tenant)
         if session is None or session.status != "active":
             raise NotFound(f"the session of {sampling_session_id!r} has ended", field=field)
         return sampler
 
-    def _start(self, job: SampleJob, sampler: Sampler, size: int, ticket: Ticket | None) -> None:
-        task = asyncio.create_task(self._forward(job, sampler, ticket))
-        self._tasks[job.request_id] = task
-
-        def done(_: asyncio.Task[None]) -> None:
-            self._tasks.pop(job.request_id, None)
-            self._admission.leave(sampler.tenant, size)
-            self._samplers.note_use(sampler)  # its last use is now: the sample may have taken hours
-            if ticket is not None:  # it was cancelled
-                ticket.end()
-
-        task.add_done_callback(done)
-
-    async def _forward(self, job: SampleJob, sampler: Sampler, ticket: Ticket | None) -> None:
-        assert self._client is not None
-        try:
-            if ticket is not None:
-                await ticket.turn()
-            answer = await self._sample(self._client, job, sampler.tenant)
-            outcome = Outcome(answer.body, "proto:sample")
-            self._usage.count(usage_of(answer, sampler))
-            self.forwarded += 1
-            if ticket is not None:
-                ticket.used = answer.prompt_tokens + answer.sampled_tokens
-        except FailedRequest as error:
-            outcome = await self._failed(error, sampler)
-        except Exception:  # its text may hold addresses and names that only the operator may see
-            logger.exception("forwarding request %s failed", job.request_id)
-            told = f"the server could not compute this sample; its log says why, under request {job.request_id}"
-            outcome = Outcome(error=told, error_category=ErrorCategory.SERVER)
-        if ticket is not None:
-            ticket.end()  # before its client gets the outcome and sends its next sample
-        await self._futures.settle(job.request_id, outcome)
-
-    async def _failed(self, error: FailedRequest, sampler: Sampler) -> Outcome:
-        """The outcome of a sample that failed. When its adapter has been dropped, that is the cause, not the inference
-        server. This process may have been stopped meanwhile, and may not have learned of the drop."""
-        if error.category is ErrorCategory.SERVER and isinstance(sampler.weights, AdapterVersion):
-            with contextlib.suppress(DatabaseError):  # then this process cannot tell
-                if await self._samplers.is_dropped(sampler):
-                    return Outcome(error=dropped_sentence(sampler.id), error_category=ErrorCategory.USER)
-        return Outcome(error=error.message, error_category=error.category)
-
-    async def _sample(self, client: ForwardingClient, job: SampleJob, tenant: str) -> SampleAnswer:
-        if self.order is None:
-            return await client.sample(job)
-        place, answer = self.order.enter(tenant, job), None
-        try:
-            answer = await client.sample(job, place.priority)
-            return answer
-        finally:
-            self.order.leave(place, job.num_samples, answer)
-
     async def adopt(self, sample: PendingSample) -> None:
-        """Forward a pending sample that another API process, or an earlier one, has left."""
+        """Forward a pending sample that another API process, or the predecessor of this one, has left."""
         if sample.sampling_session_id is not None and sample.sample_seq_id is not None:
             key = ("sample", sample.sampling_session_id, sample.sample_seq_id)
         else:
@@ -232,14 +172,12 @@ class SampleService:
             await self._futures.settle(sample.id, Outcome(error=error.message, error_category=ErrorCategory.USER))
             return
         self._admission.add(sample.tenant, len(sample.body))
-        ticket = self._quotas.adopt(sample.tenant, sample.id, sample.not_before) if self._quotas.any else None
-        self._start(job, sampler, len(sample.body), ticket)
+        ticket = self._quotas.adopt(sample.tenant, sample.id, sample.not_before) if self._quotas.in_use else None
+        self._forwarded.start(job, sampler, len(sample.body), ticket)
 
     def cancel(self, request_ids: list[str]) -> None:
-        """Stop forwarding these samples. Closing the connection makes vLLM stop, too."""
-        for request_id in request_ids:
-            if (task := self._tasks.get(request_id)) is not None:
-                task.cancel()
+        """Stop forwarding these samples; vLLM stops computing them, too."""
+        self._forwarded.cancel(request_ids)
 
     async def cancel_future(self, request_id: str, tenant: str) -> None:
         """End a pending sample as cancelled. A sample that has ended stays as it is.
@@ -252,20 +190,26 @@ class SampleService:
             raise NotFound(f"no request {request_id!r}", field="request_id") from error
         if kind not in SAMPLES:
             raise RequestError(f"{request_id!r} is no sample, and only samples can be cancelled", field="request_id")
-        if self._futures.is_pending(request_id):  # otherwise its result is being written
+        if self._futures.is_pending(request_id):  # if not, its result is being written now
             self.cancel([request_id])
         await self._futures.end(request_id, CANCELLED)
 
     def forwards(self, request_id: str) -> bool:
         """Whether this process forwards a sample with this id now."""
-        return request_id in self._tasks
+        return request_id in self._forwarded
 
     @property
     def in_flight(self) -> int:
-        return len(self._tasks)
+        """Samples that this process forwards now."""
+        return len(self._forwarded)
+
+    @property
+    def forwarded(self) -> int:
+        """Samples that this process has forwarded, and that have a result."""
+        return self._forwarded.completed
 
     def refuse_new(self) -> None:
-        """Answer samples with 503 from now on: the server is stopping."""
+        """Answer new samples with 503 from now on: the server is stopping."""
         self._stopping = True
 
     @property
@@ -273,56 +217,7 @@ class SampleService:
         return self._stopping
 
     async def drain(self, grace_s: float) -> None:
-        """Let samples in flight end. Those that run after `grace_s` stay pending, and the next start forwards them."""
+        """Wait up to `grace_s` until samples in flight have ended. The others stay pending, and the next start of this
+        process forwards them."""
         self.cancel(list(self._quotas.waiting))  # these have not been sent yet
-        if self._tasks:
-            await asyncio.wait(list(self._tasks.values()), timeout=grace_s)
-        left = list(self._tasks.values())
-        for task in left:
-            task.cancel()
-        if left:
-            logger.info("%d samples in flight are left for the next start", len(left))
-            await asyncio.gather(*left, return_exceptions=True)
-
-
-def usage_of(answer: SampleAnswer, sampler: Sampler) -> dict[UsageKey, int]:
-    """What a sample counts as in its tenant's usage."""
-    return sample_amounts(
-        sampler.tenant,
-        sampler.session_id,
-        sampler.base_model,
-        prompt=answer.prompt_tokens,
-        cached=answer.cached_tokens,
-        sampled=answer.sampled_tokens,
-    )
-
-
-def job_for(
-    request: SampleRequest, request_id: str, sampler: Sampler, limits: ContextLimits, base_name: str
-) -> SampleJob:
-    """The job that samples from the weights of a sampling session. `base_name` is the inference servers' name for the
-    base model. Raises RequestError naming the field."""
-    return make_job(
-        request,
-        request_id=request_id,
-        session_key=f"{sampler.id}:{request.seq_id}",
-        model=served_name(sampler.weights, base_name, "sampling_session_id"),
-        weights=sampler.weights,
-        limits=limits,
-    )
-
-
-def served_name(weights: WeightsRef, base_name: str, field: str) -> str:
-    """The name by which inference servers know these weights. Raises RequestError naming `field` for weights that this
-    server cannot sample from."""
-    match weights:
-        case BaseWeights():
-            return base_name
-        case AdapterVersion(name):
-            return name
-        case FullWeights(version):
-            raise RequestError(
-                f"version {version!r} of the full weights cannot be sampled from: this server samples from the base "
-                "model and from adapters",
-                field=field,
-            )
+        await self._forwarded.drain(grace_s)

@@ -1,4 +1,4 @@
-"""How completion requests travel: what the forwarding client asks of a transport, and how one can fail."""
+"""The transport of the forwarding client: its interface, its answer, and its two failures."""
 
 from __future__ import annotations
 
@@ -7,27 +7,27 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 CONTROL_ANSWER_BYTES = 2**20
-"""The bound of an answer where its caller gives none (health, a load), and of all that are not 2xx."""
+"""The bound of answers that are not 2xx, and of answers for which the caller gives no bound (health, adapter loads)."""
 
 
 class NotAccepted(Exception):
-    """The request cannot have reached the server: nobody was listening, or the address is wrong."""
+    """The request did not reach the server: no connection was made, or the address is wrong."""
 
 
 class Interrupted(Exception):
-    """The connection broke after the request was sent; whether it was processed is unknown."""
+    """The connection broke after the request was sent. The server may have processed the request."""
 
 
-def _nothing() -> None:
-    """Most answers take no room that somebody waits for."""
+def _hold_nothing() -> None:
+    """The `release` of an answer without reserved memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """An HTTP answer. `whole` is False when it was longer than its bound: then `body` is only how it began.
+    """An HTTP answer. `whole` is False if it exceeded its bound; then `body` has only its beginning.
 
-    A large answer occupies room that other large answers wait for. Call `release` once its body is not needed any
-    more; calling it again, or for a small answer, does nothing.
+    A large answer holds memory for which other large answers wait. Call `release` when the body is not needed any more.
+    A second call does nothing, nor does a call for a small answer.
     """
 
     status: int
@@ -35,16 +35,16 @@ class Answer:
     body: bytes
     retry_after_s: float | None = None
     whole: bool = True
-    release: Callable[[], None] = field(default=_nothing, compare=False, repr=False)
+    release: Callable[[], None] = field(default=_hold_nothing, compare=False, repr=False)
 
 
 class CompletionTransport(Protocol):
-    """Sends a request, returns the answer. Raises NotAccepted or Interrupted, nothing else.
+    """Sends a request and returns the answer. Raises only NotAccepted and Interrupted.
 
     `max_bytes` bounds the body of a 2xx answer. The transport reads no more than that into memory, and closes the
-    connection of an answer that is longer.
+    connection if the answer is longer.
 
-    A caller that is cancelled closes its connection, which is how vLLM learns that nobody waits any more."""
+    If a caller is cancelled, its connection is closed; so vLLM learns that the answer is not needed."""
 
     async def post(
         self, url: str, body: bytes, headers: Mapping[str, str], timeout_s: float, max_bytes: int = CONTROL_ANSWER_BYTES

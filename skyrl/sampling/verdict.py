@@ -1,7 +1,7 @@
-"""What the forwarding client does with an answer, by its status. docs/how-it-works/forwarding.md has the table.
+"""Maps the status of an answer to the action of the forwarding client. docs/how-it-works/forwarding.md has the table.
 
-Knows statuses. Does not know how often a sample was sent: the client counts that, and may fail a sample that a verdict
-would send again.
+Knows statuses. Does not know how often a sample was sent: the client counts that, and may fail a sample although the
+verdict is to send it again.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from skyrl.sampling.transport import Answer
 
 
 class Verdict(Enum):
-    """What is to be done with an answer."""
+    """The action that follows from an answer."""
 
     READ = "the answer is a completion: decode it"
     WAIT = "the server, or a proxy before it, does not take the sample now: wait, and send the sample again"

@@ -1,7 +1,6 @@
-"""Where the files of adapter versions lie: `adapters/<model>/v<number>/` in the state directory of the training server.
+"""The directories of adapter versions: `adapters/<model>/v<number>/` in the state directory of the training server.
 
-The place follows from the version's name, so no row holds a path, and a state directory may be copied or moved. Knows
-nothing of the samplers that use a version.
+The directory follows from the version's name. So no row holds a path, and a state directory may be copied or moved.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ def adapter_directory(state_dir: Path, adapter: AdapterVersion) -> Path:
 
 
 def adapter_in(directory: Path) -> AdapterVersion | None:
-    """The version whose files a directory holds, by the directory's name; None for a directory with another name."""
+    """The version to which a directory belongs; None if the directory's name is not that of a version."""
     number = directory.name.removeprefix("v")
     if not number.isdecimal():
         return None

@@ -1,7 +1,7 @@
-"""Tar archives of stored files as a stream: nothing is held in memory or on disk, and the size is known beforehand.
+"""Tar archives of stored files as streams: an archive is never whole in memory or on disk, and its size is known first.
 
-Weights hardly compress, so the gzip form only wraps the tar in blocks that are stored as they are: it costs a checksum,
-and its size is known as well.
+Weights hardly compress. Therefore the gzip form does not compress the tar: it stores it in blocks and adds a checksum,
+so that its size is known first, too.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _GZIP_LAST = b"\x01\x00\x00\xff\xff"
 
 @dataclass(frozen=True)
 class Member:
-    """A file of an archive: `pieces` yield exactly `size` bytes."""
+    """A file of an archive. `pieces` yield exactly `size` bytes."""
 
     name: str
     size: int
@@ -35,7 +35,7 @@ def tar_size(sizes: Iterable[int]) -> int:
 
 
 def tar(members: Iterable[Member], modified_at: float) -> Iterator[bytes]:
-    """The archive in pieces. Raises ValueError when a member yields more or fewer bytes than it said."""
+    """The archive in pieces. Raises ValueError when a member does not yield `size` bytes."""
     for member in members:
         header = tarfile.TarInfo(member.name)
         header.size, header.mtime = member.size, int(modified_at)
@@ -51,7 +51,7 @@ def tar(members: Iterable[Member], modified_at: float) -> Iterator[bytes]:
 
 
 def gzip_size(size: int) -> int:
-    """Bytes of `gzip_stored` of so many bytes."""
+    """Bytes of the output of `gzip_stored` for `size` bytes of input."""
     return len(_GZIP_HEADER) + size + 5 * -(-size // _STORED_MAX) + len(_GZIP_LAST) + 8
 
 
@@ -59,18 +59,18 @@ def gzip_stored(pieces: Iterable[bytes]) -> Iterator[bytes]:
     """A gzip file that holds these bytes uncompressed (RFC 1951, 3.2.4), in pieces."""
     yield _GZIP_HEADER
     checksum = size = 0
-    left = b""
+    buffer = b""
     for piece in pieces:
         checksum, size = zlib.crc32(piece, checksum), size + len(piece)
-        left += piece
-        whole = len(left) - len(left) % _STORED_MAX
-        for start in range(0, whole, _STORED_MAX):
-            yield _stored(left[start : start + _STORED_MAX])
-        left = left[whole:]
-    if left:
-        yield _stored(left)
+        buffer += piece
+        full_blocks = len(buffer) - len(buffer) % _STORED_MAX
+        for start in range(0, full_blocks, _STORED_MAX):
+            yield _stored_block(buffer[start : start + _STORED_MAX])
+        buffer = buffer[full_blocks:]
+    if buffer:
+        yield _stored_block(buffer)
     yield _GZIP_LAST + struct.pack("<LL", checksum, size & 0xFFFFFFFF)
 
 
-def _stored(data: bytes) -> bytes:
+def _stored_block(data: bytes) -> bytes:
     return struct.pack("<BHH", 0, len(data), len(data) ^ 0xFFFF) + data

@@ -1,10 +1,11 @@
-"""What a checkpoint store is: directories of files under keys, each whole or not there.
+"""The interface of a checkpoint store. A store has directories of files under store keys. Each directory is complete or
+does not exist.
 
-Knows keys, file names and bytes. Deliberately knows nothing of models, tenants or the database: what a key stands for,
-and which keys somebody still needs, is its user's business. All methods block; call them from a thread.
+Knows nothing of models, tenants or the database: its caller knows what a store key stands for, and which are still
+needed. All methods block; call them from a thread.
 
-A key is `<group>/<name>`, both made by `safe_name`. Both kinds of store lay files out alike, `<key>/<file>` plus the
-manifest `<key>/checkpoint_complete`, so one becomes the other by copying everything.
+A store key is `<group>/<name>`, both made by `safe_name`. Local directories and object stores have the same layout:
+`<key>/<file>` and the manifest `<key>/checkpoint_complete`. To turn one kind of store into the other, copy all files.
 """
 
 from __future__ import annotations
@@ -21,39 +22,39 @@ OWNER = "skyrl-owner"
 
 
 class StoreError(RuntimeError):
-    """The store cannot be used: away, refused, or full. The message says what it said."""
+    """The store cannot be used: it is away, full, or refuses. The message contains the store's own message."""
 
 
 class NotStored(StoreError):
-    """Nothing is stored under this key, or no such file."""
+    """Nothing is stored under this key, or there is no such file under it."""
 
 
 @dataclass(frozen=True)
 class StoredKey:
-    """Something that is wholly stored, and since when (seconds since the epoch)."""
+    """A complete directory, and the time when it was stored (seconds since the epoch)."""
 
     key: str
     stored_at: float
 
 
 class CheckpointStore(Protocol):
-    """Raises StoreError everywhere, NotStored where a key must exist."""
+    """All methods raise StoreError. Methods for which a key must exist raise NotStored when it does not."""
 
     def writing(self, key: str) -> AbstractContextManager[Path]:
-        """An empty local directory to fill with files (no sub-directories). When the block ends, they are stored under
-        `key`, all of them or, if anything fails, none; what an earlier try left there is replaced."""
+        """An empty local directory to fill with files (no sub-directories). When the block ends, all files are stored
+        under `key`, in place of older ones. If anything fails, none is stored."""
         ...
 
     def reading(self, key: str) -> AbstractContextManager[Path]:
-        """A local directory that holds the stored files while the block runs; not to be written to."""
+        """A local directory that holds the stored files while the block runs. Do not write to it."""
         ...
 
     def copy(self, source: str, key: str) -> None:
-        """Store under `key` what is under `source`; each lives on when the other is deleted."""
+        """Store the files of the key `source` under `key`, too. Either may be deleted without harm to the other."""
         ...
 
     def files(self, key: str) -> dict[str, int]:
-        """Names and sizes in bytes, without the manifest."""
+        """The sizes in bytes by file name, without the manifest."""
         ...
 
     def stream(self, key: str, file: str) -> Iterator[bytes]:
@@ -61,28 +62,30 @@ class CheckpointStore(Protocol):
         ...
 
     def sign(self, key: str, expires_in_s: float) -> dict[str, str] | None:
-        """URLs by file name that anybody can download from, for a while; None where a store has no such thing."""
+        """Signed URLs by file name. Anybody can download from them for this time. None if the store has no signed
+        URLs."""
         ...
 
     def delete(self, key: str) -> None:
-        """Delete what is stored, if it is. A deletion that is cut short leaves nothing that looks whole."""
+        """Delete the files under this key, if there are any. If the deletion is interrupted, the rest does not count as
+        stored."""
         ...
 
     def stored(self) -> list[StoredKey]:
-        """Everything that is wholly stored."""
+        """All complete directories."""
         ...
 
     def remove_leftovers(self, before: float) -> None:
-        """Remove what writers and deleters left that died before that time (seconds since the epoch)."""
+        """Remove incomplete directories that are older than `before` (seconds since the epoch)."""
         ...
 
     def claim(self, owner: str, instead_of: str | None = None) -> str:
-        """Who this store belongs to: `owner`, if it had none, or was `instead_of`'s."""
+        """Mark the store as `owner`'s if it has no owner or if its owner is `instead_of`. Returns its owner."""
         ...
 
 
 def manifest_of(sizes: dict[str, int]) -> bytes:
-    """What `checkpoint_complete` says: the files that were stored, with their sizes."""
+    """The contents of `checkpoint_complete`: the stored files with their sizes."""
     return json.dumps({"files": dict(sorted(sizes.items()))}, indent=1).encode() + b"\n"
 
 

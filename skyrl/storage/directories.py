@@ -1,4 +1,4 @@
-"""Local directories that are either whole or not there: written under another name, synced, renamed."""
+"""Local directories that are complete or do not exist: they are written under another name, synced, then renamed."""
 
 from __future__ import annotations
 
@@ -14,32 +14,34 @@ from urllib.parse import quote, unquote
 from skyrl.storage.base import MANIFEST, CheckpointStore
 
 _SCRATCH = re.compile(r"\.tmp-[0-9a-f]{16}")
-"""No checkpoint is called so, whatever its user names it: a store's key ends with the save's own id."""
+"""No checkpoint's directory can have such a name, because a store key ends with the id of the save."""
 
 
 def safe_name(name: str) -> str:
-    """A file name for any id; nothing in it is a separator or has a meaning to the shell."""
+    """A file name for any id: percent-encoded, with `=` for `%`, so that it contains no separator."""
     return quote(name, safe="").replace("%", "=")
 
 
 def id_of(file_name: str) -> str:
-    """The id that `safe_name` made this file name of."""
+    """The reverse of `safe_name`."""
     return unquote(file_name.replace("=", "%"))
 
 
 def is_scratch(path: Path) -> bool:
-    """Whether a directory is being written or deleted, or was when its writer died."""
+    """Whether this is the name of a directory that is incomplete: it is being written or deleted, or the process that
+    did so has died."""
     return _SCRATCH.fullmatch(path.name) is not None
 
 
 def scratch_in(parent: Path) -> Path:
-    """A name of its own for a directory that is not whole."""
+    """A new name for an incomplete directory."""
     return parent / f".tmp-{secrets.token_hex(8)}"
 
 
 @contextlib.contextmanager
 def atomic_directory(target: Path) -> Iterator[Path]:
-    """Yields an empty directory to fill; on success it becomes `target` (which must not exist), else it is removed."""
+    """Yields an empty directory to fill. After the block it is synced and renamed to `target`, which must not exist. If
+    anything fails, it is removed."""
     target.parent.mkdir(parents=True, exist_ok=True)
     scratch = scratch_in(target.parent)
     scratch.mkdir()
@@ -47,7 +49,7 @@ def atomic_directory(target: Path) -> Iterator[Path]:
         yield scratch
         for path in scratch.rglob("*"):
             _sync(path)
-        os.utime(scratch)  # its age counts from now on, however long the files took
+        os.utime(scratch)  # so that its age does not include the time to write the files
         _sync(scratch)
         scratch.rename(target)
         _sync(target.parent)
@@ -70,16 +72,16 @@ def sizes_of(directory: Path) -> dict[str, int]:
 
 
 def link_files(source: Path, target: Path) -> None:
-    """Make all files of `source` but the manifest appear in `target`: as links, or as copies on another file system.
+    """Link all files of `source` except the manifest into `target`, or copy them if `target` is on another file system.
 
-    Stored files never change, so sharing their bytes is safe; either directory may be deleted."""
+    Links are safe because stored files never change. Either directory may be deleted."""
     for file in source.iterdir():
         if file.name != MANIFEST:
             _link(file, target / file.name)
 
 
 def link_tree(source: Path, target: Path) -> None:
-    """As `link_files`, with folders and all that is in them. `target` exists, and is empty."""
+    """Link or copy all files of `source` and of its sub-directories into `target`, an existing, empty directory."""
     shutil.copytree(source, target, copy_function=_link, dirs_exist_ok=True)
 
 
@@ -91,7 +93,7 @@ def _link(file: str | Path, target: str | Path) -> None:
 
 
 def fetch(store: CheckpointStore, key: str, target: Path) -> None:
-    """Bring what is stored to the local directory `target`, whole; whoever comes second finds it there."""
+    """Bring the stored files of a key to the local directory `target`. Does nothing if another caller was faster."""
     with store.reading(key) as source:
         try:
             with atomic_directory(target) as scratch:
@@ -102,8 +104,8 @@ def fetch(store: CheckpointStore, key: str, target: Path) -> None:
 
 
 def remove(directory: Path) -> None:
-    """Delete a directory if it is there. Renamed first, so that a partly deleted one never looks whole."""
-    doomed = scratch_in(directory.parent)
+    """Delete a directory if it exists. It is renamed first, so that a partly deleted directory never looks complete."""
+    scratch = scratch_in(directory.parent)
     with contextlib.suppress(FileNotFoundError):
-        directory.rename(doomed)
-        shutil.rmtree(doomed)
+        directory.rename(scratch)
+        shutil.rmtree(scratch)

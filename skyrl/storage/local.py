@@ -1,4 +1,5 @@
-"""The store on a local (or mounted) directory: `<root>/<group>/<name>/`, made whole by a rename."""
+"""The checkpoint store in a local or mounted directory: `<root>/<group>/<name>/`. A rename makes a directory appear at
+once with all its files."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ CHUNK_BYTES = 2**20
 
 
 class LocalStore:
-    """Copies share their bytes with what they were copied from where the file system has hard links."""
+    """A copy shares the bytes of its source if the file system has hard links."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -39,13 +40,13 @@ class LocalStore:
 
     def stream(self, key: str, file: str) -> Iterator[bytes]:
         try:
-            opened = (self._existing(key) / file).open("rb")
+            stream = (self._existing(key) / file).open("rb")
         except FileNotFoundError as error:
             raise NotStored(f"{key} has no file {file!r}") from error
 
         def pieces() -> Iterator[bytes]:
-            with opened:
-                while piece := opened.read(CHUNK_BYTES):
+            with stream:
+                while piece := stream.read(CHUNK_BYTES):
                     yield piece
 
         return pieces()
@@ -57,13 +58,13 @@ class LocalStore:
         remove(self._root / key)
 
     def stored(self) -> list[StoredKey]:
-        found = []
+        keys = []
         for group in _directories(self._root):
             for path in _directories(group):
                 with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
                     if not is_scratch(path):
-                        found.append(StoredKey(f"{group.name}/{path.name}", path.stat().st_mtime))
-        return found
+                        keys.append(StoredKey(f"{group.name}/{path.name}", path.stat().st_mtime))
+        return keys
 
     def remove_leftovers(self, before: float) -> None:
         for parent in (self._root, *_directories(self._root)):

@@ -1,6 +1,6 @@
-"""What an object store's library says, in one line for people: without XML, and without its pages of debugging.
+"""Makes one readable line of an error of obstore, the library for object stores: without XML and debugging output.
 
-Knows how obstore words its errors and how S3, Google Cloud Storage and Azure write theirs inside.
+Knows the form of obstore's errors, and the form of the errors of S3, Google Cloud Storage and Azure inside them.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ _MARKUP = re.compile(r"<[?!]?[A-Za-z].*", re.DOTALL)
 
 
 def names_no_bucket(text: str) -> bool:
-    """Whether an error says that the bucket itself is not there, not only an object in it."""
+    """Whether an error says that the bucket itself does not exist, and not only an object in it."""
     return _NO_BUCKET.search(text) is not None
 
 
-def in_words(text: str, bucket: str) -> str:
-    """One line. `bucket` is the bucket's name."""
+def readable_error(text: str, bucket: str) -> str:
+    """One line for the error `text` about a bucket of this name."""
     text = text.partition("Debug source:")[0].strip()
     host = _HOST.search(text)
     at = "" if host is None else f" at {host[0]}"
@@ -29,6 +29,6 @@ def in_words(text: str, bucket: str) -> str:
     status, code = _STATUS.search(text), _CODE.search(text)
     if status is not None and code is not None:
         message = _MESSAGE.search(text)
-        said = code[1] if message is None else f"{code[1]}, {message[1]}"
-        return f"the store{at} answers {status['method']} with {status['status'].strip()}: {said}"
+        error = code[1] if message is None else f"{code[1]}, {message[1]}"
+        return f"the store{at} answers {status['method']} with {status['status'].strip()}: {error}"
     return _MARKUP.sub("", text).partition("\n")[0].rstrip(" :")

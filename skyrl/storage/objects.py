@@ -1,7 +1,7 @@
-"""The store on S3, Google Cloud Storage or Azure: `<url>/<group>/<name>/<file>`, through obstore.
+"""The checkpoint store on S3, Google Cloud Storage or Azure, by obstore: `<url>/<group>/<name>/<file>`.
 
-An object store has no rename, so the manifest makes a checkpoint whole: it is written after every file and deleted
-before any, and a reader takes only what it lists.
+An object store cannot rename, so the manifest marks a directory as complete. The manifest is written after all other
+files and deleted before them. Readers read only the files that it lists.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from obstore.store import from_url
 from skyrl.storage.base import MANIFEST, OWNER, NotStored, StoredKey, StoreError, manifest_of, sizes_in
 from skyrl.storage.directories import scratch_in, sizes_of
 from skyrl.storage.local import LocalStore
-from skyrl.storage.object_errors import in_words, names_no_bucket
+from skyrl.storage.object_errors import names_no_bucket, readable_error
 
 CHUNK_BYTES = 2**20
 UPLOAD_S = 86_400.0
-"""An upload without a manifest is left alone for this long: it may still be running."""
+"""Files without a manifest are not deleted before this time: the upload may still be running."""
 CLIENT_OPTIONS = frozenset(
     {"allow_http", "allow_invalid_certificates", "connect_timeout", "proxy_url", "root_certificate", "timeout"}
 )
-"""Options that are the HTTP client's; all others are the store's own (`endpoint`, `region`, `access_key_id`...)."""
+"""Options of the HTTP client. All other options are the store's own (`endpoint`, `region`, `access_key_id`...)."""
 
 
 class ObjectStore:
-    """`scratch` is a local directory for what is on its way up or down. Credentials come from the environment, as the
-    provider's own tools read them, unless `options` hold them.
+    """`scratch` is a local directory for files before their upload and after their download. Credentials come from
+    `options`, or from the environment variables that the provider's own tools read.
 
-    Raises StoreError for a URL or options that cannot be read.
+    Raises StoreError for a wrong URL and for wrong options.
     """
 
     def __init__(self, url: str, options: Mapping[str, str], scratch: Path) -> None:
@@ -45,9 +45,9 @@ class ObjectStore:
         config = {name: value for name, value in options.items() if name not in CLIENT_OPTIONS}
         if any("endpoint" in name and value.startswith("http://") for name, value in config.items()):
             client.setdefault("allow_http", "true")
-        client.setdefault("timeout", "300s")  # of one request, a whole file's download included
+        client.setdefault("timeout", "300s")  # of one request, which may be the download of a whole file
         try:
-            # The options' names are checked by obstore; its types know them only as literals.
+            # obstore checks the names of the options; its types list them as literals, hence the casts.
             self._store = from_url(url, config=cast(Any, config), client_options=cast(Any, client))
         except (BaseError, ValueError) as error:
             raise StoreError(str(error).partition("\n")[0]) from error
@@ -57,14 +57,14 @@ class ObjectStore:
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
-        """Raises what obstore raises as ours, in words. Without its bucket a store is away: nothing is known of what it
-        holds."""
+        """Turns errors of obstore into StoreError or NotStored, with a readable message. A missing bucket is a
+        StoreError: the store is away, and nothing is known about its files."""
         try:
             yield
         except (BaseError, OSError) as error:
             text = str(error)
             missing = isinstance(error, FileNotFoundError) and not names_no_bucket(text)
-            raise (NotStored if missing else StoreError)(in_words(text, self._bucket)) from error
+            raise (NotStored if missing else StoreError)(readable_error(text, self._bucket)) from error
 
     @contextlib.contextmanager
     def writing(self, key: str) -> Iterator[Path]:
@@ -104,11 +104,11 @@ class ObjectStore:
 
     def stream(self, key: str, file: str) -> Iterator[bytes]:
         with self._explained():
-            found = obstore.get(self._store, f"{key}/{file}")
+            answer = obstore.get(self._store, f"{key}/{file}")
 
         def pieces() -> Iterator[bytes]:
             with self._explained():
-                for piece in found.stream(min_chunk_size=CHUNK_BYTES):
+                for piece in answer.stream(min_chunk_size=CHUNK_BYTES):
                     yield bytes(piece)
 
         return pieces()
@@ -117,51 +117,51 @@ class ObjectStore:
         names = list(self.files(key))
         with self._explained():
             paths = [f"{key}/{name}" for name in names]
-            # from_url also makes stores that cannot sign; those of our schemes all can.
+            # from_url may make a store that cannot sign, hence the cast; the stores of skyrl's schemes can.
             urls = obstore.sign(cast(Any, self._store), "GET", paths, timedelta(seconds=expires_in_s))
         return dict(zip(names, urls, strict=True))
 
     def delete(self, key: str) -> None:
         with self._explained():
-            paths = [str(found["path"]) for batch in obstore.list(self._store, f"{key}/") for found in batch]
+            paths = [str(item["path"]) for batch in obstore.list(self._store, f"{key}/") for item in batch]
             manifest = [path for path in paths if path.endswith(f"/{MANIFEST}")]
-            for doomed in (manifest, [path for path in paths if path not in manifest]):
-                if doomed:
-                    obstore.delete(self._store, doomed)
+            for some_paths in (manifest, [path for path in paths if path not in manifest]):
+                if some_paths:
+                    obstore.delete(self._store, some_paths)
 
     def stored(self) -> list[StoredKey]:
-        return [StoredKey(key, newest) for key, (newest, whole) in self._listed().items() if whole]
+        return [StoredKey(key, newest) for key, (newest, complete) in self._listed().items() if complete]
 
     def remove_leftovers(self, before: float) -> None:
         LocalStore(self._scratch).remove_leftovers(before)
         end = min(before, time.time() - UPLOAD_S)
-        for key, (newest, whole) in self._listed().items():
-            if not whole and newest < end:
+        for key, (newest, complete) in self._listed().items():
+            if not complete and newest < end:
                 self.delete(key)
 
     def claim(self, owner: str, instead_of: str | None = None) -> str:
         with self._explained():
             try:
-                there = bytes(obstore.get(self._store, OWNER).bytes()).decode()
+                current = bytes(obstore.get(self._store, OWNER).bytes()).decode()
             except FileNotFoundError:
-                there = None
-            if there is not None and there != instead_of:
-                return there
+                current = None
+            if current is not None and current != instead_of:
+                return current
             obstore.put(self._store, OWNER, owner.encode())
         return owner
 
     def _listed(self) -> dict[str, tuple[float, bool]]:
-        """By key, when its newest object was stored, and whether its manifest is there."""
-        found: dict[str, tuple[float, bool]] = {}
+        """By key: when its newest object was stored, and whether it has a manifest."""
+        keys: dict[str, tuple[float, bool]] = {}
         with self._explained():
             for batch in obstore.list(self._store):
                 for item in batch:
                     key, _, name = str(item["path"]).rpartition("/")
                     if key.count("/") == 1:
-                        newest, whole = found.get(key, (0.0, False))
+                        newest, complete = keys.get(key, (0.0, False))
                         stored_at = item["last_modified"].timestamp()
-                        found[key] = (max(newest, stored_at), whole or name == MANIFEST)
-        return found
+                        keys[key] = (max(newest, stored_at), complete or name == MANIFEST)
+        return keys
 
     @contextlib.contextmanager
     def _directory(self) -> Iterator[Path]:

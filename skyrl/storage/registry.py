@@ -1,4 +1,4 @@
-"""Which store a configuration asks for. The object stores' library is imported only where one is used."""
+"""Opens the checkpoint store of a configuration. Imports the library for object stores only if one is used."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from skyrl.storage.local import LocalStore
 
 
 def local_directory(config: ServerConfig) -> Path | None:
-    """Where the store lies on a disk of this machine; None for an object store."""
+    """The local directory of the store; None for an object store."""
     url = config.checkpoint_store
     if url is None:
         return config.checkpoints_dir
@@ -19,7 +19,7 @@ def local_directory(config: ServerConfig) -> Path | None:
 
 
 def open_store(config: ServerConfig) -> CheckpointStore:
-    """Raises ConfigError for options that the store does not know. Nothing is read or written yet."""
+    """Raises ConfigError for a wrong URL or wrong options. Does not read from or write to the store yet."""
     directory, url = local_directory(config), config.checkpoint_store
     if directory is not None:
         return LocalStore(directory)

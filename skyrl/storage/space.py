@@ -1,7 +1,5 @@
-"""Free space on the server's disk: how much is kept, who is told when there is less, and which errors mean a full disk.
-
-Knows a directory and the disk below it. Does not know what is written there.
-"""
+"""Free space on the server's disk: how much is kept free, a log line when there is less, and which errors mean that the
+disk is full."""
 
 from __future__ import annotations
 
@@ -15,15 +13,17 @@ from pathlib import Path
 logger = logging.getLogger(__name__)
 
 SPARE_DISK_BYTES = 512 * 2**20
-"""What large bodies leave free: results, snapshots and the database need some, too."""
+"""Large request bodies are refused while less than this is free, because results, snapshots and the database need
+space, too."""
 LOOK_S = 10.0
+"""How often `watch_disk` looks."""
 REPEAT_S = 600.0
-"""How often the log says again that there is little space."""
+"""How often the log repeats that there is little space."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def shortage(directory: Path) -> str | None:
-    """What to tell people while less than SPARE_DISK_BYTES are free, or nobody can say; None while there is enough."""
+    """A message if less than SPARE_DISK_BYTES are free or the free space cannot be read; None if there is enough."""
     try:
         free = shutil.disk_usage(directory).free
     except OSError as error:
@@ -37,29 +37,29 @@ def shortage(directory: Path) -> str | None:
 
 
 def is_full_disk(error: BaseException) -> bool:
-    """Whether an error, or one that it was raised from, says that no space is left. Libraries that are not written in
-    Python say so in their text alone."""
-    seen: BaseException | None = error
-    while seen is not None:
-        if isinstance(seen, OSError) and seen.errno in _FULL:
+    """Whether an error, or an error from which it was raised, says that no space is left. Errors of libraries that are
+    not written in Python say so only in their text."""
+    link: BaseException | None = error
+    while link is not None:
+        if isinstance(link, OSError) and link.errno in _FULL:
             return True
-        if "No space left on device" in str(seen) or "Disk quota exceeded" in str(seen):
+        if "No space left on device" in str(link) or "Disk quota exceeded" in str(link):
             return True
-        seen = seen.__cause__ or seen.__context__
+        link = link.__cause__ or link.__context__
     return False
 
 
 async def watch_disk(directory: Path) -> None:
     """Log when there is little space, again every REPEAT_S while that lasts, and when there is enough again. Runs until
-    it is cancelled; the first look is at once."""
-    said_at: float | None = None
+    it is cancelled."""
+    logged_at: float | None = None
     while True:
-        trouble = await asyncio.to_thread(shortage, directory)
+        message = await asyncio.to_thread(shortage, directory)
         now = time.monotonic()
-        if trouble is None and said_at is not None:
+        if message is None and logged_at is not None:
             logger.info("the server's disk has enough space again")
-            said_at = None
-        elif trouble is not None and (said_at is None or now - said_at >= REPEAT_S):
-            logger.warning("%s (%s)", trouble, directory)
-            said_at = now
+            logged_at = None
+        elif message is not None and (logged_at is None or now - logged_at >= REPEAT_S):
+            logger.warning("%s (%s)", message, directory)
+            logged_at = now
         await asyncio.sleep(LOOK_S)

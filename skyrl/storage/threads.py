@@ -1,4 +1,4 @@
-"""Threads for what waits for a checkpoint store: one that hangs keeps nobody who waits for the database or a digest."""
+"""Threads for calls of a checkpoint store. A store that hangs then blocks no thread that other work needs."""
 
 from __future__ import annotations
 
@@ -13,5 +13,5 @@ _THREADS = ThreadPoolExecutor(8, thread_name_prefix="checkpoint-store")
 
 
 async def in_store(action: Callable[..., T], *arguments: Any) -> T:
-    """`asyncio.to_thread` for methods of a CheckpointStore, and for what calls them."""
+    """`asyncio.to_thread` for methods of a CheckpointStore, and for functions that call them."""
     return await asyncio.get_running_loop().run_in_executor(_THREADS, action, *arguments)

@@ -1,7 +1,7 @@
-"""The tiny checked-in model: where it lies.
+"""The directory of the tiny checked-in model.
 
-`make.py` trains it, `corpus.py` holds the text and the tasks it was trained on. This file knows only the
-directory, so that importing it costs nothing.
+`make.py` trains the model on the text and the tasks of `corpus.py`. This module imports neither, so that importing it
+is cheap.
 """
 
 from __future__ import annotations
@@ -10,5 +10,5 @@ from pathlib import Path
 
 
 def model_path() -> Path:
-    """Directory of the checked-in model: config, weights and tokenizer in Hugging Face layout."""
+    """The directory of the checked-in model: config, weights and tokenizer in Hugging Face layout."""
     return Path(__file__).resolve().parent / "model"

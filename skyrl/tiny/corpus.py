@@ -1,8 +1,8 @@
 """Synthetic text for the tiny model: plain sentences, small chats, and two tasks with a reward.
 
-Everything is drawn from a `random.Random` that the caller seeds, so the same seed gives the same text. Each
-task also has a sloppy teacher (`Task.sloppy`), whose mistakes leave a model trained on it room to improve.
-This file does not know about tokenizers, models or training.
+Everything is drawn from a `random.Random` that the caller seeds, so the same seed gives the same text. Each task also
+has a teacher that makes mistakes (`Task.sloppy`), so that a model trained on its answers can still improve. Knows
+nothing of tokenizers, models or training.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ END_OF_TEXT = "<|endoftext|>"
 
 
 def chat_prompt(user_text: str) -> str:
-    """One user turn followed by the opening of the assistant's, as the model's chat template renders it."""
+    """One user turn, then the start of the assistant's turn, as the model's chat template renders them."""
     return f"{IM_START}user\n{user_text}{IM_END}\n{IM_START}assistant\n"
 
 
-def positional_reward(given: Sequence[str], wanted: Sequence[str]) -> float:
-    """Share of places that hold the wanted item; a length that differs counts against the answer."""
-    right = sum(a == b for a, b in zip(given, wanted, strict=False))
-    return right / max(len(given), len(wanted), 1)
+def positional_reward(answer: Sequence[str], solution: Sequence[str]) -> float:
+    """The share of places at which both hold the same item, out of the length of the longer one."""
+    correct = sum(a == b for a, b in zip(answer, solution, strict=False))
+    return correct / max(len(answer), len(solution), 1)
 
 
 class Task(ABC):
-    """A question whose answer can be graded place by place."""
+    """A question with an answer that can be graded place by place."""
 
     name: str
 
     @abstractmethod
     def prompt(self, rng: Random) -> tuple[str, Any]:
-        """A random question and the state from which its answer is computed and graded."""
+        """A random question, and the state from which its answer is computed and graded."""
 
     @abstractmethod
     def answer(self, state: Any) -> str:
@@ -43,14 +43,14 @@ class Task(ABC):
 
     @abstractmethod
     def sloppy(self, rng: Random, state: Any) -> str:
-        """An answer with random mistakes, each of which spoils the places after it."""
+        """An answer with random mistakes. Each mistake makes the later places wrong, too."""
 
     @abstractmethod
     def split(self, text: str) -> list[str]:
         """The items of an answer, in order."""
 
     def reward(self, state: Any, text: str) -> float:
-        """Grade in [0, 1]; 1 only for the right answer at exactly the right length."""
+        """The grade in [0, 1]; 1 only for the right answer at exactly the right length."""
         body = text.strip().removesuffix(IM_END).strip()
         return positional_reward(self.split(body), self.split(self.answer(state)))
 
@@ -153,7 +153,7 @@ def paragraph(rng: Random, sentences: int) -> str:
 
 
 def small_talk(rng: Random) -> tuple[str, str]:
-    """A question about an animal and a reply that repeats what was asked."""
+    """A question about an animal or a place, and a reply that names it."""
     animal, place, colour = rng.choice(_ANIMALS), rng.choice(_PLACES), rng.choice(_COLOURS)
     kind = rng.randrange(3)
     if kind == 0:

@@ -1,9 +1,8 @@
 """Train the tiny model and its tokenizer from synthetic text: `python -m skyrl.tiny.make [--out DIR]`.
 
-The run uses one thread and fixed seeds, so on one machine it writes the same bytes each time; another
-processor or PyTorch version may differ in the last bits. The tasks' sloppy teacher is on purpose: the
-result knows both tasks and makes mistakes, which is what reinforcement learning is to remove. This file
-does not know how the model is served or trained further.
+The run uses one thread and fixed seeds, so on one machine it writes the same bytes each time. With another processor or
+PyTorch version the last bits may differ. The model learns from teachers that make mistakes: it then knows both tasks,
+but makes mistakes that reinforcement learning can remove.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from skyrl.tiny import corpus, model_path
 VOCAB = 512
 CONTROL = (corpus.END_OF_TEXT, corpus.IM_START, corpus.IM_END)
 SPECIALS = (*CONTROL, "<think>", "</think>")
-# Words keep their leading space; every digit, and every mark between letters, stands alone.
+# A word includes its leading space. Each digit is one piece, and so are the marks between two letters.
 PIECES = r"\p{N}| ?\p{L}+|\s*[\r\n]+| ?[^\s\p{L}\p{N}]+|\s+"
 CHAT_TEMPLATE = (
     "{%- for message in messages %}"
@@ -40,7 +39,7 @@ IGNORE = -100
 
 
 def sample(rng: Random) -> tuple[str, str]:
-    """One training text as (context, target); the loss counts the target only."""
+    """One training text as (context, target). The loss covers only the target."""
     draw = rng.random()
     if draw < 0.12:
         return corpus.END_OF_TEXT, corpus.paragraph(rng, rng.randint(1, 4)) + corpus.END_OF_TEXT
@@ -53,7 +52,7 @@ def sample(rng: Random) -> tuple[str, str]:
 
 
 def train_tokenizer() -> Tokenizer:
-    """Byte-level BPE over the whole byte alphabet: any text encodes, and decodes to itself."""
+    """Byte-level BPE over the whole byte alphabet: any text can be encoded, and is decoded to itself."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -77,7 +76,7 @@ def train_tokenizer() -> Tokenizer:
 
 
 def rows(tokenizer: Tokenizer, rng: Random) -> Iterator[tuple[list[int], list[int], list[int]]]:
-    """Endless rows of LENGTH tokens packed from whole samples: (ids, targets, sample number per token)."""
+    """Yield rows of LENGTH tokens without end, packed from whole samples: (ids, targets, sample number per token)."""
     ids: list[int] = []
     targets: list[int] = []
     owner: list[int] = []
@@ -96,7 +95,7 @@ def rows(tokenizer: Tokenizer, rng: Random) -> Iterator[tuple[list[int], list[in
 
 
 def batch(source: Iterator[tuple[list[int], list[int], list[int]]]) -> dict[str, torch.Tensor]:
-    """ROWS rows as tensors; positions restart and attention stops at each sample's edge."""
+    """ROWS rows as tensors. Positions restart with each sample, and attention stays within a sample."""
     drawn = [next(source) for _ in range(ROWS)]
     ids, targets, owner = (torch.tensor(part) for part in zip(*drawn, strict=True))
     place = torch.arange(LENGTH).expand(ROWS, LENGTH)
@@ -172,7 +171,7 @@ def save(tokenizer: Tokenizer, model: Qwen3ForCausalLM, out: Path) -> None:
     (out / "model.safetensors").chmod(0o644)
     layout = json.loads(tokenizer.to_str())
     for token in layout["added_tokens"]:
-        token["special"] = token["content"] in CONTROL  # what decoding with skip_special_tokens drops
+        token["special"] = token["content"] in CONTROL  # decoding with skip_special_tokens drops special tokens
     (out / "tokenizer.json").write_text(json.dumps(layout, indent=1, ensure_ascii=False) + "\n", "utf-8")
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",

@@ -1,1 +1,1 @@
-"""Words that several packages share: ids, kinds of requests, what a request is."""
+"""Types that several packages share: ids, kinds of requests, requests, commands, LoRA shapes and names of weights."""

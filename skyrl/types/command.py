@@ -1,4 +1,4 @@
-"""A command of the engine without its body, and a command that has run."""
+"""A command for the engine without its body, and a command that the engine has executed."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from skyrl.types.kinds import PASSES, Kind
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """One request for the engine. `n` is its place by arrival, `size` the length of its body in bytes. It must not
-    start before `not_before` (seconds since the epoch)."""
+    """One request for the engine. `n` is its number in the order of arrival. `size` is the length of its body in bytes.
+    The engine must not start the command before `not_before` (seconds since the epoch)."""
 
     n: int
     request_id: str
@@ -33,8 +33,8 @@ class Command:
 
 @dataclass(frozen=True, slots=True)
 class ExecutedCommand:
-    """A command that has changed its model. `status` is `done`, or `failed` for an optimizer step that failed by its
-    caller's fault. `completed_at` is when the outcome was stored, in seconds since the epoch."""
+    """A command that has changed its model. `status` is `failed` only for an optimizer step that failed because of its
+    caller's mistake. `completed_at` is when the outcome was stored, in seconds since the epoch."""
 
     command: Command
     status: Literal["done", "failed"]

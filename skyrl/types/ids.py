@@ -1,4 +1,4 @@
-"""Request ids: opaque strings, ordered by time and unguessable, made in the process without a round trip."""
+"""Request and session ids: unguessable, ordered by time, and made without asking the database."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ def new_request_id() -> str:
 
 
 def new_session_id() -> str:
-    """Unguessable and free of '/' and ':', which separate the parts of model ids and paths."""
+    """Contains no '/' and no ':', because these separate the parts of model ids and of paths."""
     return f"s{new_request_id()}"
 
 
 def sample_sequence_ids(request_id: str, num_samples: int) -> list[str]:
-    """One id per sequence of a sample request; a repeated request gets the same ones."""
+    """One id for each sequence of a sample request. A repeat of the request gets the same ids."""
     return [f"{request_id}-{index}" for index in range(num_samples)]

@@ -1,4 +1,4 @@
-"""What a request is, and where it runs."""
+"""The kinds of requests, and which process runs each kind."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from enum import StrEnum
 
 
 class Kind(StrEnum):
-    """EXTERNAL samples are forwarded by the API process; everything else is a command for the engine."""
+    """An API process forwards EXTERNAL samples. The engine runs all other kinds."""
 
     CREATE_MODEL = "CREATE_MODEL"
     FORWARD = "FORWARD"
@@ -22,13 +22,13 @@ class Kind(StrEnum):
 
 
 PASSES = frozenset({Kind.FORWARD, Kind.FORWARD_BACKWARD})
-"""Kinds the engine may run together; all others are barriers in their model's order."""
+"""Kinds that the engine may run together. All other commands of a model are barriers."""
 
 SAVES = frozenset({Kind.SAVE_WEIGHTS, Kind.SAVE_WEIGHTS_FOR_SAMPLER, Kind.SAVE_WEIGHTS_EXTERNAL})
-"""Barriers that only read their model."""
+"""Barriers that do not change their model."""
 
 FILE_COMMANDS = SAVES | {Kind.LOAD_WEIGHTS}
-"""Barriers that wait for files most of the time, so that other models may train meanwhile."""
+"""Barriers that wait for files most of the time. Other models train meanwhile."""
 
 SAMPLES = frozenset({Kind.SAMPLE, Kind.EXTERNAL})
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class LoraSpec:
-    """A LoRA adapter as a client asked for it, and as a checkpoint was saved with.
+    """The shape of a LoRA adapter. A client chooses it when it creates a model, and each checkpoint records it.
 
     `alpha / rank` scales the adapter's update. `seed` fixes the first values of lora_A; lora_B starts at 0. The three
     flags say which parts of the base model the adapter changes.

@@ -1,4 +1,4 @@
-"""What is recorded of a request before it has an outcome, and what makes two requests the same one."""
+"""A request as it is recorded, and how a repeat of a request is recognized."""
 
 from __future__ import annotations
 
@@ -9,15 +9,18 @@ from skyrl.types.kinds import Kind
 from skyrl.wire.errors import RequestError
 
 RequestKey = tuple[str, str, int]
-"""("command", model_id, seq_id) or ("sample", sampling_session_id, seq_id): who repeats it gets the same request."""
+"""("command", model_id, seq_id) or ("sample", sampling_session_id, seq_id). A request whose key was used before is a
+repeat."""
 
 
 @dataclass(frozen=True, slots=True)
 class NewRequest:
-    """A request to record. `body` is stored as the bytes that arrived. `identity` is what a repeat has in common with
-    the first, the body when None. `id` is made when it is None; a repeat gets the first one's in any case. `not_before`
-    is when it may start, in seconds since the epoch. A `numbered` command has no `seq_id` of its client's, and gets
-    the one after all that the model has."""
+    """A request to record.
+
+    `body` is stored as it arrived. `identity` is the part that a repeat must have in common with the first request;
+    None stands for the body. If `id` is None, an id is made. A repeat gets the id of the first request, whatever its
+    own `id`. The request may start at `not_before` (seconds since the epoch). `numbered` marks a command that came
+    without a `seq_id`: it gets the number after the highest `seq_id` of its model."""
 
     kind: Kind
     tenant: str
@@ -35,7 +38,7 @@ class NewRequest:
 
     @property
     def sampler(self) -> tuple[str, int | None] | None:
-        """The sampling session it is from, and its number there."""
+        """The sampling session and the sample's number in it; None for a command."""
         return None if self.sampling_session_id is None else (self.sampling_session_id, self.sample_seq_id)
 
     @property
@@ -47,13 +50,13 @@ class NewRequest:
         return None
 
     def digest(self) -> bytes:
-        same = self.body if self.identity is None else self.identity
-        return hashlib.blake2b(same, digest_size=16, person=self.kind.encode()[:16]).digest()
+        """16 bytes: the hash of the kind and of `identity` or `body`."""
+        identity = self.body if self.identity is None else self.identity
+        return hashlib.blake2b(identity, digest_size=16, person=self.kind.encode()[:16]).digest()
 
 
-def same_request(request_id: str, recorded: bytes, repeated: bytes, key: RequestKey) -> str:
-    """The id, if the two digests are one. Raises RequestError when the key was used before with another body."""
-    if recorded != repeated:
-        name = "model_seq_id" if key[0] == "command" and key[2] == 0 else "seq_id"
-        raise RequestError(f"{key[2]} was used before for {key[1]} with another body", field=name)
-    return request_id
+def check_repeat(key: RequestKey, recorded_digest: bytes, digest: bytes) -> None:
+    """Raises RequestError when the request recorded under `key` has another digest than its repeat."""
+    if recorded_digest != digest:
+        field = "model_seq_id" if key[0] == "command" and key[2] == 0 else "seq_id"
+        raise RequestError(f"{key[2]} was used before for {key[1]} with another body", field=field)

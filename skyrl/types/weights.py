@@ -1,7 +1,7 @@
-"""What a sampler samples from: the base model, one version of an adapter, or one version of the full weights.
+"""Names of the weights to sample from: the base model, one version of an adapter, or one version of the full weights.
 
-A `WeightsRef` names weights. It holds no files and no path. Its text form, which the database keeps, is `base`,
-`adapter:<name>` or `full:<version>`.
+A `WeightsRef` holds neither files nor a path. The database stores its text: `base`, `adapter:<name>` or
+`full:<version>`.
 """
 
 from __future__ import annotations
@@ -19,26 +19,23 @@ class BaseWeights:
 
 @dataclass(frozen=True, slots=True)
 class AdapterVersion:
-    """One version of an adapter. A version never changes.
-
-    `name` is the name by which inference servers know the version: `<model_id>@<number>`.
-    """
+    """One version of an adapter. A version never changes. `name` is its name on inference servers:
+    `<model_id>@<number>`."""
 
     name: str
 
     @classmethod
     def of(cls, model_id: str, number: int) -> AdapterVersion:
-        """A model's version with this number. The first version of a model has number 1."""
+        """The first version of a model has number 1."""
         return cls(f"{model_id}@{number}")
 
     @property
     def model_id(self) -> str:
-        """The model whose adapter this is."""
         return self.name.rpartition("@")[0]
 
     @property
     def number(self) -> int:
-        """Raises ValueError for a name that `of` did not make."""
+        """Raises ValueError when the name does not end with a number."""
         return int(self.name.rpartition("@")[2])
 
     def __str__(self) -> str:
@@ -59,7 +56,7 @@ WeightsRef = BaseWeights | AdapterVersion | FullWeights
 
 
 def parse_weights(text: str) -> WeightsRef:
-    """The reference that `str` wrote. Raises ValueError for any other text."""
+    """The reverse of `str`. Raises ValueError for any other text."""
     if text == "base":
         return BaseWeights()
     kind, _, name = text.partition(":")

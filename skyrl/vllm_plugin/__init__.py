@@ -1,10 +1,11 @@
-"""vLLM general plugin: loaded by vLLM itself, in its API server, engine core and workers.
+"""vLLM general plugin: vLLM loads it in its API server, engine core and workers.
 
-Does five things: no process of vLLM outlives its parent; every endpoint asks for the API key; any temperature is
-taken; on a CPU, LoRA is right (see `punica_cpu`) and prompts are scored with more than vLLM's own logprobs (see
-`xargs`); and a CPU engine core is forked from the API server instead of importing everything again.
-Knows vLLM's internals, of exactly the versions it was tested with: it patches no other, and says so. Knows nothing
-of the rest of skyrl.
+Changes six things: no process of vLLM outlives its parent; every endpoint needs the API key; any temperature is
+allowed; on a CPU, LoRA computes correct results (see `punica_cpu`), prompts get more logprobs than vLLM's own (see
+`xargs`), and the engine core is forked from the API server, which saves its imports.
+
+Knows the internals of the tested versions of vLLM. In another version it logs an error and patches nothing. Knows
+nothing of the rest of skyrl.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ from skyrl.vllm_plugin.versions import TESTED_VERSIONS
 logger = logging.getLogger("vllm.skyrl_plugin")
 
 FORK_ENGINE_VARIABLE = "SKYRL_VLLM_FORK_ENGINE"
-"""Environment variable; "1" asks for a forked engine core (CPU and a single-process executor only)."""
+"""Environment variable; "1" forks the engine core (only on a CPU with a single-process executor)."""
 
 _PR_SET_PDEATHSIG = 1
 
 
 def register() -> None:
-    """Entry point (`vllm.general_plugins`); vLLM calls it once per process, spawned children included."""
+    """Entry point (`vllm.general_plugins`). vLLM calls it once per process, also in spawned children."""
     parent = multiprocessing.parent_process()
     if parent is not None and parent.pid is not None:
         _die_with(parent.pid)
@@ -38,8 +39,8 @@ def register() -> None:
 
     if not vllm.__version__.startswith(TESTED_VERSIONS):
         logger.error(
-            "skyrl's plugin is for vLLM %s*, this is %s: nothing is patched. On a CPU, base-model requests beside "
-            "LoRA requests may get another adapter's weights, and prompt logprobs may stop the engine; anywhere, "
+            "skyrl's plugin is for vLLM %s*, this is %s: nothing is patched. On a CPU, base-model requests in a batch "
+            "with LoRA requests may get an adapter's weights, and prompt logprobs may stop the engine. On all devices, "
             "development endpoints (/pause, /collective_rpc) are open to every user of this machine.",
             TESTED_VERSIONS[0],
             vllm.__version__,
@@ -57,7 +58,7 @@ def register() -> None:
 
 
 def _die_with(parent_pid: int) -> None:
-    """SIGKILL for this process once its parent is gone; at once if that has happened already."""
+    """Let the kernel kill this process when its parent ends. Exit at once if the parent has ended already."""
     if sys.platform != "linux":
         return
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -66,7 +67,7 @@ def _die_with(parent_pid: int) -> None:
 
 
 def _cover_forks() -> None:
-    """The same for processes forked from this one and from its children: a fork does not inherit it."""
+    """Call `_die_with` in all forked descendants, because a fork does not inherit the setting."""
     forking = [0]
 
     def before() -> None:
@@ -76,7 +77,7 @@ def _cover_forks() -> None:
 
 
 def _guard_all_endpoints() -> None:
-    """Ask for the key on every path: vLLM itself leaves /pause, /sleep and /collective_rpc open."""
+    """Require the API key on every path. vLLM leaves /pause, /sleep and /collective_rpc open."""
     from vllm.entrypoints.serve.middleware import authenticate
 
     authenticate.GUARDED_PREFIX = "/"

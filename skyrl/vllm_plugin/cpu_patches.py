@@ -1,8 +1,7 @@
 """Installs skyrl's LoRA wrapper, its prompt logprobs and the forked engine core into vLLM 0.32 on a CPU.
 
-Knows three places inside vLLM: which LoRA wrapper the platform names, how the runner scores prompt rows, and where the
-platform sets the start method of processes. Knows no LoRA arithmetic (that is `punica_cpu`) and not what is scored
-(that is `prompt_scores`).
+Knows three places inside vLLM: where the platform names its LoRA wrapper, how the runner scores prompt rows, and where
+the platform sets the start method of processes. `punica_cpu` has the LoRA arithmetic, `prompt_scores` the scores.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ WRAPPER = "skyrl.vllm_plugin.punica_cpu.GroupedPunicaWrapperCPU"
 
 
 def apply(*, fork_engine: bool) -> None:
-    """Patch this process; calling it again changes nothing."""
+    """Patch this process. A second call changes nothing."""
     if CpuPlatform.get_punica_wrapper() == WRAPPER:
         return
     CpuPlatform.get_punica_wrapper = classmethod(lambda cls: WRAPPER)  # type: ignore[method-assign]
@@ -30,11 +29,11 @@ def apply(*, fork_engine: bool) -> None:
 
 
 def _patch_prompt_logprobs() -> None:
-    """Tell the wrapper which rows of the forward pass the logits of a prompt belong to, and score what was asked.
+    """Tell the wrapper which rows of the forward pass a prompt's logits belong to, and score the prompt.
 
-    The runner asks for logits one request at a time, with a slice of the pass's hidden states: the slice's place
-    in that tensor is the place of its rows in the batch's row-to-adapter map (a part of a prompt included). Of the
-    logits it makes logprobs, and gathers some; there the plugin gathers its own.
+    The runner computes logits for one request at a time, from a slice of the pass's hidden states. The slice's place in
+    that tensor is the place of its rows in the batch's row-to-adapter map, also for a part of a prompt. Then the runner
+    turns logits into logprobs and gathers some of them; there the plugin gathers its own.
     """
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
@@ -51,7 +50,7 @@ def _patch_prompt_logprobs() -> None:
         first, step = int(hidden_states.storage_offset()), int(hidden_states.stride(0))
         start = 0
 
-        def of_prompt(rows: torch.Tensor) -> torch.Tensor:
+        def compute_prompt_logits(rows: torch.Tensor) -> torch.Tensor:
             nonlocal start
             assert rows.untyped_storage().data_ptr() == hidden_states.untyped_storage().data_ptr()
             start = (int(rows.storage_offset()) - first) // step
@@ -60,12 +59,12 @@ def _patch_prompt_logprobs() -> None:
             with prompt_rows(slice(start, start + rows.shape[0])):
                 return compute_logits(rows)
 
-        def and_score(logprobs: torch.Tensor, *args: Any) -> Any:
+        def gather_and_score(logprobs: torch.Tensor, *args: Any) -> Any:
             if (prompt := scored.get(start)) is not None:
                 prompt.add(logprobs)
             return gather_logprobs(logprobs, *args)
 
-        model.compute_logits, sampler.gather_logprobs = of_prompt, and_score
+        model.compute_logits, sampler.gather_logprobs = compute_prompt_logits, gather_and_score
         try:
             return original(runner, hidden_states, num_scheduled_tokens)
         finally:
@@ -75,13 +74,13 @@ def _patch_prompt_logprobs() -> None:
 
 
 def _scored_prompts(runner: Any, num_scheduled_tokens: dict[str, int]) -> dict[int, ScoredPrompt]:
-    """The prompts of this pass of which more is asked than vLLM gives, by their first row in it.
+    """The prompts of this forward pass that the plugin scores, by their first row in the pass.
 
-    Their answer goes into the tensors that the runner keeps with the request while its prompt is being computed; it
-    only makes them where there are none yet.
+    The scores go into the tensors that the runner keeps with a request while its prompt is computed. The runner makes
+    these tensors only if the request has none yet.
     """
     scored: dict[int, ScoredPrompt] = {}
-    for request_id, kept in runner.num_prompt_logprobs.items():
+    for request_id, kept_tokens in runner.num_prompt_logprobs.items():
         if request_id not in num_scheduled_tokens:
             continue
         request = runner.requests[request_id]
@@ -90,7 +89,7 @@ def _scored_prompts(runner: Any, num_scheduled_tokens: dict[str, int]) -> dict[i
                 request.sampling_params.extra_args,
                 request.prompt_token_ids,
                 vocab_size=runner.model_config.get_vocab_size(),
-                columns=1 + kept,
+                columns=1 + kept_tokens,
                 temperature=request.sampling_params.temperature,
             )
             if prompt is not None:
@@ -104,10 +103,10 @@ def _scored_prompts(runner: Any, num_scheduled_tokens: dict[str, int]) -> dict[i
 
 
 def _patch_start_method() -> None:
-    """Fork the engine core, as vLLM does on GPUs: importing everything twice is 40 % of the start-up time.
+    """Fork the engine core, as vLLM does on GPUs: a second import of all modules takes 40 % of the start-up time.
 
-    vLLM forces `spawn` on CPUs, because of OpenMP threads and CPU binding of its multi-process executor. Neither
-    exists here: with the `uni` executor the API server has run no parallel region before the fork.
+    vLLM forces `spawn` on CPUs, because of OpenMP threads and the CPU binding of its multi-process executor. With the
+    executor `uni` neither is a problem: the API server has run no parallel region before the fork.
     """
     original = CpuPlatform.check_and_update_config
 

@@ -1,7 +1,7 @@
-"""Which start of a vLLM server answers: a header on every answer of `/health`.
+"""The incarnation of a vLLM server (which start of it answers), as a header of every answer of `/health`.
 
-vLLM adds the middleware by its option `--middleware`. It runs in the API server, imports nothing of vLLM, and so works
-in any version. Knows nothing of the rest of skyrl.
+vLLM adds the middleware by its option `--middleware`. The middleware runs in the API server. It imports nothing of
+vLLM, so it works in any version. Knows nothing of the rest of skyrl.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Send = Callable[[Message], Awaitable[None]]
 
 
 class IncarnationHeader:
-    """ASGI middleware. The value is drawn when the server builds its application, so another start has another one."""
+    """ASGI middleware. The header's value is drawn when the server builds its application: each start has another."""
 
     def __init__(self, app: Callable[[Message, Receive, Send], Awaitable[None]]) -> None:
         self._app = app

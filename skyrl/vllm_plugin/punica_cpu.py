@@ -1,12 +1,12 @@
 """LoRA arithmetic for vLLM on a CPU: rows are grouped by adapter, and each group is two matrix products.
 
 Replaces vLLM's own CPU wrapper, which has three faults (seen in 0.32.0):
-- a row without an adapter carries index -1, and `weights[-1]` is the last slot: with every slot taken, base-model
-  rows in a batch with LoRA rows were computed with that slot's adapter;
-- logits of prompt rows were mapped with one index per request, not one per row, which killed the engine;
-- it copies an adapter's matrices once per row: decoding took twice the base model's time, now a fifth more.
+- A row without an adapter has index -1, and `weights[-1]` is the last slot. When every slot is taken, the wrapper
+  computes base-model rows in a batch with LoRA rows with the last slot's adapter.
+- The wrapper maps logits of prompt rows with one index per request, not one per row, which kills the engine.
+- The wrapper copies an adapter's matrices once per row. Decoding takes twice the base model's time; here a fifth more.
 
-Knows tensors and slots. Deliberately knows nothing of requests, adapters' names or how the wrapper is installed.
+Knows tensors and slots. Knows nothing of requests, adapters' names or how the wrapper is installed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _prompt_rows: slice | None = None
 
 
 class prompt_rows:
-    """Within it, logits are of these consecutive rows of the forward pass, not of one row per request."""
+    """A context in which logits belong to these consecutive rows of the forward pass, not to one row per request."""
 
     def __init__(self, rows: slice) -> None:
         self._rows = rows
@@ -38,7 +38,7 @@ class prompt_rows:
 
 
 def group_rows(slots: list[int]) -> Groups:
-    """Rows of each adapter slot, consecutive ones as a slice; rows without an adapter (-1) are in no group."""
+    """The rows of each adapter slot; consecutive rows are a slice. Rows without an adapter (-1) are in no group."""
     by_slot: dict[int, list[int]] = {}
     for row, slot in enumerate(slots):
         if slot >= 0:
@@ -63,10 +63,10 @@ def add_grouped(
     y [T, sum(widths)], x [T, H], lora_a[i] [slots, 1, rank, H], lora_b[i] [slots, 1, >= widths[i], rank].
     """
     for slot, rows in groups:
-        mine = x[rows]
+        inputs = x[rows]
         start = 0
         for a, b, width in zip(lora_a, lora_b, widths, strict=True):
-            down = mine.to(a.dtype) @ a[slot, 0].T
+            down = inputs.to(a.dtype) @ a[slot, 0].T
             up = b[slot, 0, :width].T
             columns = y[:, start : start + width]
             if isinstance(rows, slice):
@@ -77,7 +77,7 @@ def add_grouped(
 
 
 class GroupedPunicaWrapperCPU(PunicaWrapperCPU):
-    """vLLM's CPU wrapper with linear layers and logits computed per adapter."""
+    """vLLM's CPU wrapper, but with linear layers and logits computed per adapter."""
 
     _token_groups: Groups
     _request_groups: Groups

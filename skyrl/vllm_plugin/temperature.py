@@ -1,7 +1,6 @@
-"""Lets vLLM sample at any finite temperature; its own bound is 2, and Tinker has none.
+"""Lets vLLM sample at any finite temperature. vLLM's own bound is 2; Tinker has none.
 
-The bound is a check of requests alone, made in the API server and again in the engine; the sampler divides by
-whatever the temperature is.
+Only the checks of requests in the API server and in the engine have the bound; the sampler divides by any temperature.
 """
 
 from __future__ import annotations
@@ -12,13 +11,13 @@ VLLM_MAX = 2.0
 
 
 def allow_any_temperature() -> None:
-    """Patch this process; calling it again changes nothing."""
+    """Patch this process. A second call changes nothing."""
     original = SamplingParams._verify_args
     if original.__module__ == __name__:
         return
 
     def verify(params: SamplingParams) -> None:
-        """vLLM's own checks, for a temperature that they do not object to."""
+        """Run vLLM's own checks with a temperature that they allow."""
         temperature = params.temperature
         if not VLLM_MAX < temperature < float("inf"):
             return original(params)

@@ -1,4 +1,4 @@
-"""The versions of vLLM whose insides the plugin knows. Imports nothing, for those who only ask."""
+"""The versions of vLLM that the plugin was tested with. Imports nothing, so that reading them is cheap."""
 
 from __future__ import annotations
 

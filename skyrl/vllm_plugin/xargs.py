@@ -1,8 +1,8 @@
-"""What a completions request may ask of skyrl's plugin through `vllm_xargs`, and where its answer stands.
+"""The `vllm_xargs` that a completions request may send to skyrl's plugin, and the place of the plugin's answer.
 
-vLLM gives one list of prompt logprobs: a row per prompt token, each a map from token to logprob, so neither the order
-nor the number of equal draws survives in a row. The plugin therefore appends rows, one for each thing asked for, which
-hold one token each. This is the contract of both sides; it imports neither vLLM nor torch.
+vLLM gives one list of prompt logprobs, with a row per prompt token. Each row is a map from token to logprob, and a map
+keeps neither the order nor the number of equal draws. So the plugin appends one row for each requested cell and draw,
+with one token each. API and plugin both use this module; it imports neither vLLM nor torch.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _SEED = "skyrl_prompt_seed"
 
 @dataclass(frozen=True, eq=False)
 class PromptScores:
-    """Logprobs asked for beside vLLM's own, of a prompt with L tokens.
+    """Logprobs requested in addition to vLLM's own, for a prompt with L tokens.
 
     `rows` and `ids` (int32, one entry per cell): the token `ids[c]` in the place of prompt token `rows[c] + 1`, so
-    rows are in [0, L - 1). `draws`: how many tokens to draw in the place of every prompt token but the first, at the
-    request's temperature. `seed` (64 bit) makes them repeatable; it is not the request's own, because vLLM adds i to
-    that for sample i, and gives the prompt logprobs of whichever sample ended last.
+    rows are in [0, L - 1). `draws`: how many tokens to draw in the place of every prompt token except the first, at the
+    request's temperature. `seed` (64 bit) makes the draws repeatable. The request's own seed cannot: vLLM adds i to it
+    for sample i, and returns the prompt logprobs of the sample that ends last.
     """
 
     rows: npt.NDArray[np.int32]
@@ -37,11 +37,11 @@ class PromptScores:
     seed: int | None = None
 
     def appended(self, prompt_tokens: int) -> int:
-        """Rows after those of the prompt's own tokens: first the cells, then the draws, position by position."""
+        """The number of appended rows: first the cells, then the draws of each position."""
         return len(self.rows) + self.draws * (prompt_tokens - 1)
 
     def to_xargs(self) -> dict[str, str | int]:
-        """Cells as base64 text: vLLM looks at every element of a list four times."""
+        """Cells are base64 text, because vLLM reads every element of a list four times."""
         xargs: dict[str, str | int] = {}
         if len(self.rows):
             cells = np.stack([self.rows, self.ids]).astype("<i4")
@@ -54,7 +54,7 @@ class PromptScores:
 
     @classmethod
     def from_xargs(cls, xargs: Mapping[str, Any] | None, prompt_tokens: int, vocab_size: int) -> PromptScores | None:
-        """None when nothing was asked for. Raises ValueError for what cannot be answered for this prompt."""
+        """None without cells and draws. Raises ValueError for xargs that are invalid for this prompt."""
         if not xargs or not (_CELLS in xargs or _DRAWS in xargs):
             return None
         draws, seed = xargs.get(_DRAWS, 0), xargs.get(_SEED)

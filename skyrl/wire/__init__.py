@@ -1,1 +1,1 @@
-"""Messages as they travel: JSON and protobuf, tinker:// paths, error categories. Imports nothing else of skyrl."""
+"""Messages between clients and server: JSON, protobuf, tinker:// paths and errors. Imports nothing else of skyrl."""

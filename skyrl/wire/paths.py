@@ -47,7 +47,7 @@ def parse_path(text: str, field: str = "path") -> TinkerPath:
 
 
 def model_id_of(session_id: str, model_seq_id: int) -> str:
-    """The SDK computes the same id from the same two values."""
+    """The SDK computes the same id from these two values."""
     return f"{session_id}:train:{model_seq_id}"
 
 

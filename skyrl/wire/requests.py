@@ -1,40 +1,39 @@
-"""JSON request bodies as msgspec structs: decoding checks types and names the field at fault.
+"""JSON request bodies as msgspec structs, but for sample requests (`sample_request`) and training passes (`training`).
 
-Lenient where old SDKs are: explicit nulls, missing defaults and `type` tags, unknown fields. Ranges are checked where
-they are used.
+Decoding checks types. Old SDKs send explicit nulls, leave out defaults and `type` tags, and send unknown fields; the
+structs accept all of these. Ranges are checked by the code that uses a value.
 """
 
 from __future__ import annotations
 
-import re
 from datetime import datetime
 from typing import Any, TypeVar
 
 import msgspec
 
 from skyrl.wire.errors import RequestError
-from skyrl.wire.tensors import JsonTensor
 
 S = TypeVar("S", bound=msgspec.Struct)
 
-MAX_NOTES_BYTES = 16 * 2**10
-"""What a client may note on one of its things, as JSON: it is kept for ever, and becomes many times as much in memory
-where lists show a thousand things."""
-MAX_NOTES_DEPTH = 32
-"""Objects and lists in each other: what can be read can still be too deep to be written again."""
+MAX_METADATA_BYTES = 16 * 2**10
+"""Size, as JSON, of the metadata that a client may attach to one object. The database keeps metadata for ever, and
+lists of a thousand objects take many times their size in memory."""
+MAX_METADATA_DEPTH = 32
+"""Levels of nested objects and lists. JSON that can be decoded may still be too deep to be encoded again."""
 
 
-def _deeper(notes: object, levels: int) -> bool:
-    within = notes.values() if isinstance(notes, dict) else notes if isinstance(notes, list) else None
-    return within is not None and (levels == 0 or any(_deeper(value, levels - 1) for value in within))
+def _is_deeper(value: object, levels: int) -> bool:
+    """Whether `value` nests more than `levels` objects and lists."""
+    children = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
+    return children is not None and (levels == 0 or any(_is_deeper(child, levels - 1) for child in children))
 
 
-def _check_notes(field: str, notes: object) -> None:
+def _check_metadata(field: str, value: object) -> None:
     """Raises RequestError naming the field."""
-    if _deeper(notes, MAX_NOTES_DEPTH):
-        raise RequestError(f"must not be nested more than {MAX_NOTES_DEPTH} deep", field=field)
-    if notes and (size := len(msgspec.json.encode(notes))) > MAX_NOTES_BYTES:
-        raise RequestError(f"must have at most {MAX_NOTES_BYTES} bytes as JSON, got {size}", field=field)
+    if _is_deeper(value, MAX_METADATA_DEPTH):
+        raise RequestError(f"must not be nested more than {MAX_METADATA_DEPTH} deep", field=field)
+    if value and (size := len(msgspec.json.encode(value))) > MAX_METADATA_BYTES:
+        raise RequestError(f"must have at most {MAX_METADATA_BYTES} bytes as JSON, got {size}", field=field)
 
 
 class CreateSessionRequest(msgspec.Struct):
@@ -46,7 +45,7 @@ class CreateSessionRequest(msgspec.Struct):
 
     def __post_init__(self) -> None:
         for field in ("tags", "user_metadata", "sdk_version"):
-            _check_notes(field, getattr(self, field))
+            _check_metadata(field, getattr(self, field))
 
 
 class SessionRequest(msgspec.Struct):
@@ -65,7 +64,7 @@ class FinishSessionRequest(msgspec.Struct):
     detail: str | None = None
 
     def __post_init__(self) -> None:
-        _check_notes("detail", self.detail)
+        _check_metadata("detail", self.detail)
 
 
 class LoraConfig(msgspec.Struct):
@@ -77,7 +76,7 @@ class LoraConfig(msgspec.Struct):
 
 
 class OptimizerConfig(msgspec.Struct):
-    """`type` travels under that very name, so the struct must not claim it as a tag."""
+    """`type` is an ordinary field of the body. The struct must not use it as msgspec's tag."""
 
     type: str = "adamw"
 
@@ -91,7 +90,7 @@ class CreateModelRequest(msgspec.Struct):
     optimizer_config: OptimizerConfig | None = None
 
     def __post_init__(self) -> None:
-        _check_notes("user_metadata", self.user_metadata)
+        _check_metadata("user_metadata", self.user_metadata)
 
 
 class ModelRequest(msgspec.Struct):
@@ -99,7 +98,7 @@ class ModelRequest(msgspec.Struct):
 
 
 class SequencedRequest(msgspec.Struct):
-    """What routing needs of a training command; the rest is decoded by who runs it."""
+    """The fields of a training command by which the API routes it. The engine decodes the rest."""
 
     model_id: str
     seq_id: int | None = None
@@ -129,7 +128,7 @@ class SaveWeightsRequest(msgspec.Struct):
     user_metadata: dict[str, str] | None = None
 
     def __post_init__(self) -> None:
-        _check_notes("user_metadata", self.user_metadata)
+        _check_metadata("user_metadata", self.user_metadata)
 
 
 class SaveWeightsForSamplerRequest(SaveWeightsRequest):
@@ -141,7 +140,7 @@ class SaveWeightsExternalRequest(SaveWeightsRequest):
 
 
 class LoadWeightsRequest(msgspec.Struct):
-    """Both addressings: (session_id, model_seq_id) makes a model, (model_id, seq_id) loads into one."""
+    """With `session_id` and `model_seq_id` the load creates a model; with `model_id` and `seq_id` it loads into one."""
 
     path: str
     optimizer: bool = False
@@ -155,23 +154,23 @@ class LoadWeightsRequest(msgspec.Struct):
     weights_access_token: str | None = None
 
     def __post_init__(self) -> None:
-        _check_notes("user_metadata", self.user_metadata)
+        _check_metadata("user_metadata", self.user_metadata)
 
 
 class LoadTarget(msgspec.Struct):
-    """What routing needs of a LoadWeightsRequest."""
+    """The fields of a LoadWeightsRequest by which the API routes it."""
 
     model_id: str | None = None
     seq_id: int | None = None
 
 
 RESOLVED = ("source_tenant", "refused")
-"""Fields of a LoadWeightsCommand that the API writes, and nobody else."""
+"""Fields of a LoadWeightsCommand that only the API writes. It removes them from the bodies of clients."""
 
 
 class LoadWeightsCommand(msgspec.Struct):
-    """A LoadWeightsRequest as the command log keeps it: in place of the access token, the tenant it stands for (None:
-    the model's own), or why it was refused."""
+    """A LoadWeightsRequest in the command log. The access token is replaced by `source_tenant`, the tenant of the token
+    (None: the tenant of the model), or by `refused`, the reason why the token was refused."""
 
     path: str
     optimizer: bool = False
@@ -180,7 +179,8 @@ class LoadWeightsCommand(msgspec.Struct):
 
 
 class CopyWeightsRequest(msgspec.Struct):
-    """Copies into a new model of a session (session_id, model_seq_id), or of a session made for it in a project."""
+    """The copy becomes a new model: of the session `session_id`, as number `model_seq_id`, or of a new session in the
+    project `destination_project_id`."""
 
     source_path: str
     session_id: str | None = None
@@ -228,7 +228,7 @@ class RetrieveFuturesRequest(msgspec.Struct):
     target: FuturesTarget
     prev_cursor: int = 0
     timeout: float | None = None
-    retrieved_request_ids: list[str] | None = None  # checked only: what was read is not kept in memory anyhow
+    retrieved_request_ids: list[str] | None = None  # the type is checked; the ids are not used
 
 
 class AssignProjectRequest(msgspec.Struct):
@@ -236,14 +236,14 @@ class AssignProjectRequest(msgspec.Struct):
 
 
 class SearchOwner(msgspec.Struct):
-    """`owner_urns` is for type `user` alone."""
+    """Only the type `user` has `owner_urns`."""
 
     type: str = "own"
     owner_urns: list[str] | None = None
 
 
 class SessionStatusQuery(msgspec.Struct):
-    """`reasons` is for type `client_finished` alone."""
+    """Only the type `client_finished` has `reasons`."""
 
     type: str
     reasons: list[str] | None = None
@@ -263,86 +263,3 @@ class SessionSearchRequest(msgspec.Struct):
     statuses: list[SessionStatusQuery] | None = None
     limit: int = 50
     cursor: SessionSearchCursor | None = None
-
-
-class Chunk(msgspec.Struct):
-    """The chunk kind is read from which field is there: 0.16 sends no `type`."""
-
-    tokens: list[int] | None = None
-    data: str | None = None
-    location: str | None = None
-    dmel: str | None = None
-
-
-class ModelInput(msgspec.Struct):
-    chunks: list[Chunk]
-
-
-class SamplingParams(msgspec.Struct):
-    max_tokens: int | None = None
-    seed: int | None = None
-    stop: str | list[str | int] | None = None
-    temperature: float = 1.0
-    top_k: int = -1
-    top_p: float = 1.0
-
-
-class SampleRequest(msgspec.Struct):
-    prompt: ModelInput
-    sampling_params: SamplingParams = msgspec.field(default_factory=SamplingParams)
-    sampling_session_id: str | None = None
-    seq_id: int | None = None
-    num_samples: int = 1
-    prompt_logprobs: bool | None = None
-    topk_prompt_logprobs: int = 0
-    topk_sample_logprobs: int = 0
-    target_prompt_logprobs: JsonTensor | None = None
-    prompt_alt_tokens_k: int = 0
-    prompt_logprobs_last_n: int | None = None
-    base_model: str | None = None
-    model_path: str | None = None
-
-
-_decoders: dict[type, msgspec.json.Decoder[Any]] = {}
-_MISSING = re.compile(r"Object missing required field `(\w+)`")
-
-
-def decode_json(kind: type[S], body: bytes) -> S:
-    """Raises RequestError naming the field (a JSON path without the leading `$.`)."""
-    decoder = _decoders.get(kind)
-    if decoder is None:
-        decoder = _decoders[kind] = msgspec.json.Decoder(kind)
-    try:
-        return decoder.decode(body)
-    except msgspec.ValidationError as error:
-        raise _refusal(str(error)) from error
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise RequestError(f"the body is not JSON: {error}") from error
-    except RecursionError as error:
-        raise RequestError("the body is nested too deeply") from error
-
-
-def _refusal(text: str) -> RequestError:
-    """msgspec's sentence, "What is wrong - at `$.the.field`", as ours."""
-    problem, _, path = text.rpartition(" - at `$")
-    field = path.rstrip("`").lstrip(".") if problem else ""
-    if (missing := _MISSING.fullmatch(problem or text)) is not None:
-        return RequestError("is missing", field=f"{field}.{missing[1]}" if field else missing[1])
-    return RequestError(problem or text, field=field or None)
-
-
-def tokens_of(prompt: ModelInput, field: str = "prompt") -> list[int]:
-    """All token ids of a text-only input, in order. Raises RequestError for empty input and for other chunk kinds."""
-    if len(prompt.chunks) == 1 and prompt.chunks[0].tokens:
-        return prompt.chunks[0].tokens
-    tokens: list[int] = []
-    for index, chunk in enumerate(prompt.chunks):
-        if chunk.tokens is None:
-            raise RequestError(
-                "only encoded_text chunks are served; the base model takes text only",
-                field=f"{field}.chunks[{index}]",
-            )
-        tokens += chunk.tokens
-    if not tokens:
-        raise RequestError("must hold at least one token", field=field)
-    return tokens

@@ -1,4 +1,4 @@
-"""Results as they travel: protobuf for samples and training passes, or JSON for clients that do not take it."""
+"""Encodes results: protobuf for samples and training passes, and JSON for clients that do not read protobuf."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from skyrl.wire import tensors
 from skyrl.wire import tinker_pb2 as pb
 
 TOPK_EMPTY_LOGPROB = -99999.0
-"""What an empty top-k cell holds (with token 0); a row whose first cell is this reads as None."""
+"""The logprob of an empty top-k cell, whose token is 0. Clients read a row as None if its first cell is empty."""
 
 ResultFormat = Literal["json", "proto:sample", "proto:forward_backward"]
 TopkRow = list[tuple[int, float]]
@@ -24,7 +24,7 @@ TopkRow = list[tuple[int, float]]
 
 @dataclass(frozen=True)
 class SampledSequence:
-    """One sampled sequence: `tokens` with the matched stop token, `logprobs` one per token."""
+    """One sampled sequence: `tokens`, with the stop token that ended it, and one logprob per token."""
 
     stop_reason: Literal["stop", "length"]
     tokens: Sequence[int]
@@ -34,7 +34,8 @@ class SampledSequence:
 
 @dataclass(frozen=True)
 class Alternatives:
-    """Draws for every prompt token but the first: `tokens` int64 and `logprobs` float32, both [len(prompt) - 1, k]."""
+    """Tokens drawn in place of each prompt token but the first: `tokens` int64 and `logprobs` float32, both
+    [len(prompt) - 1, k]."""
 
     tokens: npt.NDArray[np.int64]
     logprobs: npt.NDArray[np.float32]
@@ -42,14 +43,14 @@ class Alternatives:
 
 @dataclass(frozen=True)
 class SampleResult:
-    """`prompt_logprobs` and `prompt_topk` have one entry per prompt token, None where there is no value;
-    `target_logprobs` (float32) has the layout of the ids that were asked for."""
+    """`prompt_logprobs` and `prompt_topk` have one entry per prompt token, None where there is no value.
+    `target_logprobs` (float32) has the layout of the request's `target_prompt_logprobs`."""
 
     sequences: list[SampledSequence]
     prompt_logprobs: Sequence[float | None] | None = None
     prompt_topk: list[TopkRow | None] | None = None
     cached_tokens: int = 0
-    target_logprobs: tensors.Stored | None = None
+    target_logprobs: tensors.WireTensor | None = None
     alternatives: Alternatives | None = None
 
 
@@ -64,17 +65,17 @@ def _topk(rows: Sequence[TopkRow | None], k: int) -> pb.TopkLogprobs:
     return pb.TopkLogprobs(token_ids=ids.tobytes(), logprobs=logprobs.tobytes(), k=k, length=len(rows))
 
 
-def _dense(array: tensors.Array) -> pb.Tensor:
-    return tensors.to_proto(tensors.Stored(array.ravel(), array.shape))
+def _dense_tensor(array: tensors.Array) -> pb.Tensor:
+    return tensors.to_proto(tensors.WireTensor(array.ravel(), array.shape))
 
 
 def encode_sample(result: SampleResult, *, topk_sample: int = 0, topk_prompt: int = 0) -> bytes:
-    """A SampleResponse. Missing prompt logprobs are NaN, empty top-k cells the sentinel."""
+    """A SampleResponse. Missing prompt logprobs are NaN; empty top-k cells are TOPK_EMPTY_LOGPROB."""
     message = pb.SampleResponse(prompt_cache_hit_tokens=result.cached_tokens)
     for sequence in result.sequences:
         added = message.sequences.add(
             stop_reason=pb.STOP if sequence.stop_reason == "stop" else pb.LENGTH,
-            tokens=array("i", sequence.tokens).tobytes(),  # for lists this short, several times cheaper than NumPy
+            tokens=array("i", sequence.tokens).tobytes(),  # several times cheaper than NumPy for lists this short
             logprobs=array("f", sequence.logprobs).tobytes(),
         )
         if topk_sample and sequence.topk is not None:
@@ -88,23 +89,22 @@ def encode_sample(result: SampleResult, *, topk_sample: int = 0, topk_prompt: in
     if result.target_logprobs is not None:
         message.target_prompt_logprobs.CopyFrom(tensors.to_proto(result.target_logprobs))
     if result.alternatives is not None:
-        drawn = result.alternatives
-        message.prompt_alt_tokens.tokens.CopyFrom(_dense(drawn.tokens))
-        message.prompt_alt_tokens.logprobs.CopyFrom(_dense(drawn.logprobs))
+        message.prompt_alt_tokens.tokens.CopyFrom(_dense_tensor(result.alternatives.tokens))
+        message.prompt_alt_tokens.logprobs.CopyFrom(_dense_tensor(result.alternatives.logprobs))
     return message.SerializeToString()
 
 
 def add_prompt(sequences: bytes, prompt: bytes) -> bytes:
-    """A SampleResponse with the sequences of one and what the other says of the prompt, its cache hits too."""
-    message, asked = pb.SampleResponse.FromString(sequences), pb.SampleResponse.FromString(prompt)
-    asked.ClearField("sequences")
-    message.ClearField("prompt_cache_hit_tokens")
-    message.MergeFrom(asked)
-    return message.SerializeToString()
+    """Merge two SampleResponses: the sequences of the first, and the prompt's logprobs and cache hits of the second."""
+    merged, prompt_part = pb.SampleResponse.FromString(sequences), pb.SampleResponse.FromString(prompt)
+    prompt_part.ClearField("sequences")
+    merged.ClearField("prompt_cache_hit_tokens")
+    merged.MergeFrom(prompt_part)
+    return merged.SerializeToString()
 
 
 def encode_forward_backward(logprobs: list[npt.NDArray[np.float32]], metrics: dict[str, float]) -> bytes:
-    """A ForwardBackwardOutput: `logprobs` of each datum, [N] or [N, K]; consecutive equal widths share a record."""
+    """A ForwardBackwardOutput. `logprobs` holds [N] or [N, K] per datum; neighbours of equal width K share a record."""
     message = pb.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord", metrics=metrics)
     start = 0
     while start < len(logprobs):
@@ -186,7 +186,7 @@ def _forward_backward_to_json(body: bytes) -> dict[str, Any]:
 
 
 def to_json(body: bytes, result_format: str) -> bytes:
-    """A protobuf result as the JSON that clients before 0.25 read; JSON is returned as it is."""
+    """A protobuf result as JSON, for SDKs before 0.25. A JSON result is returned unchanged."""
     if result_format == "proto:sample":
         return encode_json(_sample_to_json(body))
     if result_format == "proto:forward_backward":

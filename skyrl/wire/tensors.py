@@ -1,6 +1,6 @@
-"""Tensors of the wire, JSON and protobuf: as dense NumPy arrays (CSR filled with zeros), or as they were stored.
+"""Tensors in JSON and protobuf bodies: read in the layout in which they came (dense or CSR), or as dense arrays.
 
-Knows layouts and dtypes. Deliberately does not know what a tensor means, so not what an unlisted cell stands for.
+Knows layouts and dtypes. Does not know the meaning of a tensor; an unlisted cell of a CSR tensor becomes 0.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from skyrl.wire.errors import RequestError
 Array = npt.NDArray[np.int64] | npt.NDArray[np.float32]
 _PROTO_DTYPES: dict[int, Any] = {pb.FLOAT32: np.float32, pb.INT64: np.int64, pb.INT32: np.int32}
 MAX_DENSE_ELEMENTS = 2**28
-"""A CSR tensor names its dense size in a few bytes; larger ones are refused before memory is taken for them."""
+"""Elements of one tensor. A few bytes can declare a huge CSR tensor, so larger tensors are refused before memory is
+allocated for them."""
 MAX_FILLED_ELEMENTS = 2**27
-"""Cells of all CSR tensors of one body, whose memory is taken: 1 GiB at most."""
+"""Cells of all CSR tensors of one body, listed or not. Made dense, they take at most 1 GiB."""
 
 
 class JsonTensor(msgspec.Struct):
-    """`data` in row-major order; with `sparse_*` it holds the CSR values."""
+    """`data` holds all elements in row-major order, or with `sparse_*` the values of a CSR tensor."""
 
     data: list[int | float]
     dtype: Literal["int64", "float32"] = "float32"
@@ -36,9 +37,9 @@ class JsonTensor(msgspec.Struct):
 
 
 @dataclass(frozen=True, eq=False)
-class Stored:
-    """A tensor as it travels: `values` (1-D, int64 or float32) are all of its elements, row-major, or with `crow` and
-    `col` (int64) the listed ones of a two-dimensional CSR tensor."""
+class WireTensor:
+    """A tensor in the layout in which it came. `values` (1-D, int64 or float32) holds all elements in row-major order,
+    or, with `crow` and `col` (int64), the listed elements of a two-dimensional CSR tensor."""
 
     values: Array
     shape: tuple[int, ...]
@@ -46,14 +47,14 @@ class Stored:
     col: npt.NDArray[np.int64] | None = None
 
     def row_of_value(self) -> npt.NDArray[np.int64]:
-        """The row of each value; for tensors of two dimensions."""
+        """The row of each value. The tensor must have two dimensions."""
         rows, columns = self.shape
         if self.crow is None:
             return np.repeat(np.arange(rows), columns)
         return np.repeat(np.arange(rows), np.diff(self.crow))
 
     def dense(self, field: str) -> Array:
-        """Unlisted cells are 0. Raises RequestError naming `field` where that would take too much memory."""
+        """All cells as an array; unlisted cells are 0. Raises RequestError naming `field` if the array is too large."""
         _bounded(self.shape, field)
         if self.crow is None or self.col is None:
             return self.values.reshape(self.shape)
@@ -61,8 +62,8 @@ class Stored:
         filled[self.row_of_value(), self.col] = self.values
         return filled
 
-    def with_values(self, values: Array) -> Stored:
-        """Another tensor of the same shape and layout."""
+    def with_values(self, values: Array) -> WireTensor:
+        """A tensor of the same shape and layout with other values."""
         return replace(self, values=values)
 
 
@@ -71,19 +72,19 @@ def _bounded(shape: Sequence[int], field: str) -> None:
         raise RequestError(f"shape {list(shape)} is out of bounds", field=field)
 
 
-def _stored_dense(values: Array, shape: Sequence[int], field: str) -> Stored:
-    """Without a shape it is a vector."""
+def _dense_tensor(values: Array, shape: Sequence[int], field: str) -> WireTensor:
+    """A tensor without a shape is a vector."""
     if not shape:
-        return Stored(values, (len(values),))
+        return WireTensor(values, (len(values),))
     _bounded(shape, field)
     if math.prod(shape) != len(values):
         raise RequestError(f"shape {list(shape)} does not fit {len(values)} elements", field=field)
-    return Stored(values, tuple(shape))
+    return WireTensor(values, tuple(shape))
 
 
-def _stored_csr(
+def _csr_tensor(
     values: Array, crow: npt.NDArray[np.int64], col: npt.NDArray[np.int64], shape: Sequence[int], field: str
-) -> Stored:
+) -> WireTensor:
     if len(shape) != 2:
         raise RequestError(f"a CSR tensor needs a 2-D shape, got {list(shape)}", field=field)
     rows, columns = shape
@@ -99,19 +100,20 @@ def _stored_csr(
     )
     if bad:
         raise RequestError("crow_indices and col_indices do not describe a CSR tensor of this shape", field=field)
-    return Stored(values, (rows, columns), crow, col)
+    return WireTensor(values, (rows, columns), crow, col)
 
 
 def _widen(array: npt.NDArray[Any]) -> Array:
     return array.astype(np.int64) if array.dtype == np.int32 else array
 
 
-def dense(stored: dict[str, Stored], filled: int, field: str) -> tuple[dict[str, Array], int]:
-    """Tensors by name, dense, and how many cells are filled in now; `filled` were before, for the same body.
+def to_dense(tensors: dict[str, WireTensor], filled: int, field: str) -> tuple[dict[str, Array], int]:
+    """The tensors as dense arrays, by name, and the number of cells of all CSR tensors of the body so far. `filled` is
+    that number before this call.
 
     Raises RequestError naming `field` and the tensor."""
     arrays: dict[str, Array] = {}
-    for name, tensor in stored.items():
+    for name, tensor in tensors.items():
         if tensor.crow is not None:
             filled += math.prod(tensor.shape)
         if filled > MAX_FILLED_ELEMENTS:
@@ -123,8 +125,8 @@ def dense(stored: dict[str, Stored], filled: int, field: str) -> tuple[dict[str,
     return arrays, filled
 
 
-def stored_from_proto(tensor: pb.Tensor, field: str) -> Stored:
-    """The tensor in the layout it came in, int64 or float32. Raises RequestError naming `field`."""
+def tensor_from_proto(tensor: pb.Tensor, field: str) -> WireTensor:
+    """The tensor in its own layout, int64 or float32. Raises RequestError naming `field`."""
     dtype = _PROTO_DTYPES.get(tensor.dtype)
     if dtype is None:
         raise RequestError("dtype must be float32 or int64", field=field)
@@ -139,27 +141,27 @@ def stored_from_proto(tensor: pb.Tensor, field: str) -> Stored:
         if len(csr.crow_indices) % 8 or len(csr.col_indices) % 8 or not csr.crow_indices:
             raise RequestError("CSR indices must be int64", field=field)
         crow, col = np.frombuffer(csr.crow_indices, np.int64), np.frombuffer(csr.col_indices, np.int64)
-        return _stored_csr(values, crow, col, shape, field)
-    return _stored_dense(values, shape, field)
+        return _csr_tensor(values, crow, col, shape, field)
+    return _dense_tensor(values, shape, field)
 
 
-def stored_from_json(tensor: JsonTensor, field: str) -> Stored:
-    """The tensor in the layout it came in. Raises RequestError naming `field`."""
-    values = _numbers(tensor.data, np.int64 if tensor.dtype == "int64" else np.float32, "data", field)
+def tensor_from_json(tensor: JsonTensor, field: str) -> WireTensor:
+    """The tensor in its own layout, int64 or float32. Raises RequestError naming `field`."""
+    values = _to_array(tensor.data, np.int64 if tensor.dtype == "int64" else np.float32, "data", field)
     shape = tensor.shape or []
     if tensor.sparse_crow_indices is None and tensor.sparse_col_indices is None:
-        return _stored_dense(values, shape, field)
+        return _dense_tensor(values, shape, field)
     if not tensor.sparse_crow_indices or tensor.sparse_col_indices is None:
         raise RequestError(
             "a CSR tensor needs both sparse_crow_indices, which are never empty, and sparse_col_indices",
             field=field,
         )
-    crow = _numbers(tensor.sparse_crow_indices, np.int64, "sparse_crow_indices", field)
-    col = _numbers(tensor.sparse_col_indices, np.int64, "sparse_col_indices", field)
-    return _stored_csr(values, crow, col, shape, field)
+    crow = _to_array(tensor.sparse_crow_indices, np.int64, "sparse_crow_indices", field)
+    col = _to_array(tensor.sparse_col_indices, np.int64, "sparse_col_indices", field)
+    return _csr_tensor(values, crow, col, shape, field)
 
 
-def to_proto(tensor: Stored) -> pb.Tensor:
+def to_proto(tensor: WireTensor) -> pb.Tensor:
     message = pb.Tensor(dtype=pb.INT64 if tensor.values.dtype == np.int64 else pb.FLOAT32, shape=tensor.shape)
     if tensor.crow is None or tensor.col is None:
         message.dense = tensor.values.tobytes()
@@ -186,8 +188,9 @@ def proto_to_json(message: pb.Tensor) -> dict[str, Any]:
     return encoded
 
 
-def _numbers(data: Sequence[int | float], dtype: Any, name: str, field: str) -> npt.NDArray[Any]:
-    """All of `data`, none of it changed by the conversion but for float32's rounding."""
+def _to_array(data: Sequence[int | float], dtype: Any, name: str, field: str) -> npt.NDArray[Any]:
+    """`data` as an array of `dtype`. Raises RequestError unless every number keeps its value, but for the rounding to
+    float32."""
     given = np.asarray(data)
     try:
         if dtype is np.int64 and (given.dtype.kind == "u" or (given.dtype.kind == "f" and (given % 1).any())):

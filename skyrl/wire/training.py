@@ -1,4 +1,4 @@
-"""Bodies of forward and forward_backward, protobuf (SDK 0.25 and later) and JSON (before), as NumPy arrays."""
+"""Decodes the bodies of forward and forward_backward, protobuf (since SDK 0.25) or JSON (older), into NumPy arrays."""
 
 from __future__ import annotations
 
@@ -11,15 +11,17 @@ from google.protobuf.message import DecodeError
 
 from skyrl.wire import tensors
 from skyrl.wire import tinker_pb2 as pb
+from skyrl.wire.decoding import decode_json
 from skyrl.wire.errors import RequestError
-from skyrl.wire.requests import ModelInput, SequencedRequest, decode_json, tokens_of
+from skyrl.wire.requests import SequencedRequest
+from skyrl.wire.sample_request import ModelInput, tokens_of
 
 PROTOBUF = "application/x-protobuf"
 
 
 @dataclass(frozen=True)
 class ForwardBackward:
-    """One decoded command. `tokens[i]`: int64 [N_i]; `loss_inputs[i]`: name -> int64 or float32 array, dense."""
+    """One decoded command. `tokens[i]` is int64 [N_i]; `loss_inputs[i]` has int64 or float32 arrays by name."""
 
     model_id: str
     seq_id: int | None
@@ -62,7 +64,7 @@ class JsonForwardBackward(msgspec.Struct):
 
 
 def decode_header(body: bytes, body_format: str) -> SequencedRequest:
-    """Model and sequence number only. Raises RequestError when the body cannot be read at all."""
+    """Only the model and the sequence number. Raises RequestError if the body cannot be decoded."""
     if body_format != "proto":
         return decode_json(SequencedRequest, body)
     try:
@@ -75,11 +77,11 @@ def decode_header(body: bytes, body_format: str) -> SequencedRequest:
 
 
 def count_tokens(body: bytes, body_format: str) -> int:
-    """Tokens of the data, without the rest of the command. Raises RequestError when it cannot be read."""
+    """The number of tokens of all data. Raises RequestError if the body cannot be decoded."""
     if body_format != "proto":
-        given = decode_json(_TokensOfBody, body)
-        data = [part.data for part in (given.forward_backward_input, given.forward_input) if part is not None]
-        chunks = (chunk for datums in data for datum in datums for chunk in datum.model_input.chunks)
+        request = decode_json(_TokensOfBody, body)
+        inputs = [part for part in (request.forward_backward_input, request.forward_input) if part is not None]
+        chunks = (chunk for part in inputs for datum in part.data for chunk in datum.model_input.chunks)
         return sum(len(chunk.tokens or ()) for chunk in chunks)
     try:
         message = pb.ForwardBackwardRequest.FromString(body)
@@ -89,7 +91,7 @@ def count_tokens(body: bytes, body_format: str) -> int:
 
 
 def decode_forward_backward(body: bytes, body_format: str, *, forward_only: bool) -> ForwardBackward:
-    """The whole command; `forward_only` is what the route says (a protobuf body may say it too).
+    """The whole command. `forward_only` is true on the route `forward`; a protobuf body may set it, too.
 
     Raises RequestError naming the field and the datum.
     """
@@ -107,7 +109,7 @@ def _from_proto(body: bytes, forward_only: bool) -> ForwardBackward:
             raise RequestError("must be a number", field=f"loss_fn_config.{name}")
         config[name] = value.number
     tokens: list[npt.NDArray[np.int64]] = []
-    inputs: list[dict[str, tensors.Stored]] = []
+    inputs: list[dict[str, tensors.WireTensor]] = []
     for index, datum in enumerate(message.data):
         parts: list[npt.NDArray[np.int32]] = []
         for chunk in datum.model_input:
@@ -119,7 +121,7 @@ def _from_proto(body: bytes, forward_only: bool) -> ForwardBackward:
         tokens.append(np.concatenate(parts).astype(np.int64) if parts else np.zeros(0, np.int64))
         inputs.append(
             {
-                name: tensors.stored_from_proto(tensor, f"data[{index}].loss_fn_inputs.{name}")
+                name: tensors.tensor_from_proto(tensor, f"data[{index}].loss_fn_inputs.{name}")
                 for name, tensor in datum.loss_fn_inputs.items()
             }
         )
@@ -128,7 +130,7 @@ def _from_proto(body: bytes, forward_only: bool) -> ForwardBackward:
         message.seq_id,
         forward_only or message.forward_only,
         tokens,
-        _dense(inputs),
+        _to_dense(inputs),
         message.loss_fn,
         config,
     )
@@ -136,25 +138,25 @@ def _from_proto(body: bytes, forward_only: bool) -> ForwardBackward:
 
 def _from_json(body: bytes, forward_only: bool) -> ForwardBackward:
     request = decode_json(JsonForwardBackward, body)
-    given = request.forward_input if forward_only else request.forward_backward_input
-    if given is None:
+    command = request.forward_input if forward_only else request.forward_backward_input
+    if command is None:
         raise RequestError("is missing", field="forward_input" if forward_only else "forward_backward_input")
     return ForwardBackward(
         request.model_id,
         request.seq_id,
         forward_only,
-        [_tokens(datum, f"data[{index}].model_input") for index, datum in enumerate(given.data)],
-        _dense(
+        [_tokens(datum, f"data[{index}].model_input") for index, datum in enumerate(command.data)],
+        _to_dense(
             [
                 {
-                    name: tensors.stored_from_json(tensor, f"data[{index}].loss_fn_inputs.{name}")
+                    name: tensors.tensor_from_json(tensor, f"data[{index}].loss_fn_inputs.{name}")
                     for name, tensor in datum.loss_fn_inputs.items()
                 }
-                for index, datum in enumerate(given.data)
+                for index, datum in enumerate(command.data)
             ]
         ),
-        given.loss_fn,
-        given.loss_fn_config or {},
+        command.loss_fn,
+        command.loss_fn_config or {},
     )
 
 
@@ -165,10 +167,10 @@ def _tokens(datum: JsonDatum, field: str) -> npt.NDArray[np.int64]:
         raise RequestError("token ids must fit 64 bits", field=field) from error
 
 
-def _dense(inputs: list[dict[str, tensors.Stored]]) -> list[dict[str, tensors.Array]]:
+def _to_dense(inputs: list[dict[str, tensors.WireTensor]]) -> list[dict[str, tensors.Array]]:
     dense: list[dict[str, tensors.Array]] = []
     filled = 0
-    for index, stored in enumerate(inputs):
-        arrays, filled = tensors.dense(stored, filled, f"data[{index}].loss_fn_inputs")
+    for index, datum_inputs in enumerate(inputs):
+        arrays, filled = tensors.to_dense(datum_inputs, filled, f"data[{index}].loss_fn_inputs")
         dense.append(arrays)
     return dense

@@ -1,1 +1,1 @@
-"""`make chaos`: two tenants' RL on a real server whose processes are killed and stalled at random."""
+"""`make chaos`: two tenants do RL on a real server while a seeded script kills and stalls its processes."""

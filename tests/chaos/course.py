@@ -1,4 +1,6 @@
-"""A run from its start to its findings: the server, the tenants, the faults, and then the run without faults."""
+"""One run from start to findings: starts the server and the tenants, injects the faults, then repeats the training on a
+server without faults.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ import tinker
 from skyrl.demo.server import DemoServer, ServerFailed
 from skyrl.storage.base import MANIFEST
 from tests.chaos import journal, ledger, reference, training
-from tests.chaos.injector import Injector, NotBack
+from tests.chaos.injector import Injector, NotRecovered
 from tests.chaos.plan import plan
 from tests.chaos.processes import alive, tree
 from tests.chaos.report import Results, Row
@@ -29,18 +31,18 @@ from tests.e2e.fault_proxy import FaultProxy
 TASKS = ("count", "sort")
 START_S = 500.0
 END_S = 600.0
-"""For what is under way when the faults are over."""
+"""Within this time after the last fault the tenants must have ended."""
 BOUNDS = {"probe_interval_s": 1.0, "health_timeout_s": 12.0, "step_timeout_s": 20.0}
-"""A vLLM that hangs is replaced soon."""
+"""Short bounds, so that a vLLM that hangs is replaced soon."""
 BACKEND_CONFIG = {"generator": {"inference_engine": BOUNDS}, "trainer.policy.model.lora.max_lora_rank": training.RANK}
 
 
 class Course:
-    """One run. `injected` counts the faults by name; `work` says what the tenants got done meanwhile."""
+    """One run. `injected` counts the faults by name; `work` is one sentence about the steps that the tenants made."""
 
     def __init__(self, directory: Path, seed: int, seconds: float, say: Callable[[str], None]) -> None:
         self.injected: Counter[str] = Counter()
-        self.work = "nothing was done"
+        self.work = "the tenants made no step"
         self._directory = directory
         self._seed = seed
         self._seconds = seconds
@@ -66,54 +68,54 @@ class Course:
             for number, task in enumerate(TASKS)
         ]
         for tenant in tenants:
-            if not tenant.says("ready", START_S):
+            if not tenant.reports("ready", START_S):
                 raise ServerFailed(f"tenant {tenant.task} got no model: {tenant.log_tail()}")
         self._say("two tenants train")
         injector = Injector(server, proxy, self._say)
         try:
-            until = time.monotonic() + self._seconds
-            injector.run(plan(self._seed), until, lambda: all(tenant.running for tenant in tenants))
-        except (NotBack, ServerFailed) as error:
+            ends_at = time.monotonic() + self._seconds
+            injector.run(plan(self._seed), ends_at, lambda: all(tenant.running for tenant in tenants))
+        except (NotRecovered, ServerFailed) as error:
             results.troubles.append(str(error))
         self.injected = injector.injected
         self._say("no more faults")
         for tenant in tenants:
-            if not tenant.says("done", END_S):
-                results.troubles.append(f"tenant {tenant.task} did not come to its end: {tenant.log_tail()}")
-        results.findings = ledger.settle(server.url, ledger.promises(proxy.calls))
+            if not tenant.reports("done", END_S):
+                results.troubles.append(f"tenant {tenant.task} did not finish: {tenant.log_tail()}")
+        results.findings = ledger.read_again(server.url, ledger.promises(proxy.calls))
         self._say(f"{results.findings.accepted} results were read again")
         for tenant in tenants:
             tenant.end()
         return tenants
 
     def _end(self, server: DemoServer) -> None:
-        """Stop it, and look for what is left."""
+        """Stop the server, then look for processes and files that it left behind and check its database."""
         launcher = psutil.Process(server.pid)
         processes = tree(launcher)
         temporary = (server.state_dir / "run").resolve()
         server.stop()
-        self._results.left += [str(process) for process in processes if alive(process)]
-        self._results.left += [str(path) for path in (temporary, server.state_dir / "run") if path.exists()]
+        self._results.leftovers += [str(process) for process in processes if alive(process)]
+        self._results.leftovers += [str(path) for path in (temporary, server.state_dir / "run") if path.exists()]
         with (server.state_dir / "lock").open("w") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                self._results.left.append("the lock on the state directory")
+                self._results.leftovers.append("the lock on the state directory")
         command = [sys.executable, "-m", "skyrl.cli.main", "db", "check", "--state-dir", str(server.state_dir)]
         checked = subprocess.run(command, capture_output=True, text=True, check=False)
         if checked.returncode:
-            self._results.unsound += (checked.stdout + checked.stderr).splitlines()
+            self._results.database_faults += (checked.stdout + checked.stderr).splitlines()
         self._say("the server has stopped")
 
     def _without_faults(self, faulty: DemoServer, tenants: list[Tenant]) -> None:
-        """Train again what the tenants' journals say."""
+        """Repeat the training of the tenants' journals on a new server."""
         journals = {tenant: journal.read(tenant.journal) for tenant in tenants if tenant.journal.exists()}
-        every = [step for steps in journals.values() for step in steps]
-        if every:
+        all_steps = [step for steps in journals.values() for step in steps]
+        if all_steps:
             counts = " and ".join(str(len(steps)) for steps in journals.values())
-            seconds = sorted(step.seconds for step in every)
+            seconds = sorted(step.seconds for step in all_steps)
             self.work = (
-                f"{counts} RL steps on {sum(len(step.samples) for step in every):,} samples; a step took "
+                f"{counts} RL steps on {sum(len(step.samples) for step in all_steps):,} samples; a step took "
                 f"{median(seconds):.1f} s (median), {seconds[-1]:.0f} s at most"
             )
         with ExitStack() as stack:
@@ -126,18 +128,18 @@ class Course:
                     comparison, final = reference.replay(service, tenant.seed, steps)
                 self._results.comparisons[tenant.task] = comparison
                 if not tenant.final or state_files(faulty, tenant.final) != state_files(server, final):
-                    self._results.weights.append(tenant.task)
+                    self._results.tenants_with_other_weights.append(tenant.task)
                 self._say(f"{tenant.task}: trained again without faults")
 
 
 def state_files(server: DemoServer, path: str) -> dict[str, bytes]:
-    """What a saved state holds: the adapter's weights and the optimizer's."""
+    """The files of a saved state by name: the adapter's weights and the optimizer's state."""
     model, _, name = path.removeprefix("tinker://").split("/")
     with closing(sqlite3.connect(server.state_dir / "skyrl.db")) as connection:
         query = "select store_key from checkpoints where model_id = ? and kind = 'weights' and name = ?"
-        ((key,),) = connection.execute(query, (model, name)).fetchall()
+        ((store_key,),) = connection.execute(query, (model, name)).fetchall()
     return {
         file.name: file.read_bytes()
-        for file in (server.state_dir / "checkpoints" / key).iterdir()
+        for file in (server.state_dir / "checkpoints" / store_key).iterdir()
         if file.name != MANIFEST
     }

@@ -1,7 +1,8 @@
-"""Kills, stalls, locks and cuts as planned, each when the server has got over what would make it unfair.
+"""Injects the planned faults. Before each fault it waits until the server has recovered far enough to survive it.
 
-Unfair is what the server says it does not survive: a command that runs at two deaths of the engine is failed
-(docs/decisions/poison-commands.md), and so is a sample in the end that vLLM dies under again and again.
+The injector avoids two faults that the server does not survive by design: a command fails if the engine dies twice
+while the command runs (docs/decisions/poison-commands.md), and a sample fails in the end if vLLM dies again and again
+while the sample runs.
 """
 
 from __future__ import annotations
@@ -23,19 +24,19 @@ from tests.chaos.processes import alive, find
 from tests.e2e.fault_proxy import Answer, Call, FaultProxy, late, lost_request, lost_response
 from tests.e2e.fault_proxy import Fault as Effect
 
-BACK_S = 240.0
-"""Within it the server must have got over a fault."""
-LOOK_S = 0.1
+RECOVERY_S = 240.0
+"""Within this time the server must have recovered from a fault."""
+POLL_S = 0.1
 ENDS_ENGINE = {ENGINE, LAUNCHER}
 ENDS_VLLM = {VLLM_SERVER, VLLM_CORE, LAUNCHER}
 
 
-class NotBack(RuntimeError):
-    """The server has not got over a fault in time; the message says which and what was waited for."""
+class NotRecovered(RuntimeError):
+    """The server has not recovered from a fault in time; the message names the next fault and the missing condition."""
 
 
 class Injector:
-    """Counts what it did by name in `injected`."""
+    """Injects faults into one server, and counts them by name in `injected`."""
 
     def __init__(self, server: DemoServer, proxy: FaultProxy, say: Callable[[str], None]) -> None:
         self.injected: Counter[str] = Counter()
@@ -49,18 +50,18 @@ class Injector:
             "stall": self._stall,
             "hang": self._hang,
             "lock": self._lock,
-            "lose the answer": lambda fault: self._spoil(fault, lost_response),
-            "lose the request": lambda fault: self._spoil(fault, lost_request),
-            "delay": lambda fault: self._spoil(fault, late(fault.seconds)),
+            "lose the answer": lambda fault: self._harm_next_call(fault, lost_response),
+            "lose the request": lambda fault: self._harm_next_call(fault, lost_request),
+            "delay": lambda fault: self._harm_next_call(fault, late(fault.seconds)),
         }
 
-    def run(self, faults: Iterator[Fault], until: float, going: Callable[[], bool]) -> None:
-        """Until the monotonic time `until`, and as long as `going()`. Raises NotBack."""
+    def run(self, faults: Iterator[Fault], ends_at: float, tenants_run: Callable[[], bool]) -> None:
+        """Inject `faults` until the monotonic time `ends_at`, or until a tenant has ended. Raises NotRecovered."""
         for fault in faults:
-            time.sleep(max(0.0, min(fault.pause_s, until - time.monotonic())))
-            if time.monotonic() < until:
+            time.sleep(max(0.0, min(fault.pause_s, ends_at - time.monotonic())))
+            if time.monotonic() < ends_at:
                 self._await_fairness(fault)
-            if time.monotonic() >= until or not going():
+            if time.monotonic() >= ends_at or not tenants_run():
                 return
             self._say(f"{fault.name}{f' for {fault.seconds:.1f} s' if fault.seconds else ''}{self._where(fault)}")
             self.injected[fault.name] += self._actions[fault.kind](fault)
@@ -68,7 +69,7 @@ class Injector:
     def _where(self, fault: Fault) -> str:
         return f" ({fault.path})" if fault.victim == NETWORK else ""
 
-    # When it is fair
+    # Waiting until a fault is fair
 
     def _await_fairness(self, fault: Fault) -> None:
         if fault.victim == NETWORK:
@@ -85,12 +86,12 @@ class Injector:
             self._await(fault, "a sample since vLLM's last death", lambda: self._samples() > self._samples_at_death)
             self._samples_at_death = self._samples()
 
-    def _await(self, fault: Fault, what: str, true: Callable[[], bool]) -> None:
+    def _await(self, fault: Fault, what: str, condition: Callable[[], bool]) -> None:
         began = time.monotonic()
-        while not true():
-            if time.monotonic() - began > BACK_S:
-                raise NotBack(f"before '{fault.name}': {what} was waited for for {BACK_S:.0f} s")
-            time.sleep(LOOK_S)
+        while not condition():
+            if time.monotonic() - began > RECOVERY_S:
+                raise NotRecovered(f"before '{fault.name}': waited {RECOVERY_S:.0f} s in vain for {what}")
+            time.sleep(POLL_S)
 
     def _process(self, fault: Fault) -> psutil.Process | None:
         try:
@@ -104,10 +105,10 @@ class Injector:
         return False
 
     def _suspects(self) -> bool:
-        """Whether a command that the engine died of has not come to its end since."""
+        """Whether a command that ran at a death of the engine has not ended since."""
         try:
             return bool(json.loads((self._server.state_dir / "running.json").read_text().partition("\n")[0])["deaths"])
-        except ValueError:  # it is just being written
+        except ValueError:  # the engine is writing the file
             return True
 
     def _samples(self) -> int:
@@ -115,7 +116,7 @@ class Injector:
             query = "select count(*) from futures where status = 'done' and kind = 'EXTERNAL'"
             return connection.execute(query).fetchone()[0]
 
-    # What is done; each says whether it was (a process may have ended by itself)
+    # The faults. Each method returns whether the fault was injected: its process may have ended by itself.
 
     def _kill(self, fault: Fault) -> bool:
         victim = self._process(fault)
@@ -125,7 +126,7 @@ class Injector:
             self._server.stop()
             self._server.start()
         else:
-            psutil.wait_procs([victim], timeout=BACK_S)
+            psutil.wait_procs([victim], timeout=RECOVERY_S)
         return True
 
     def _stall(self, fault: Fault) -> bool:
@@ -137,23 +138,23 @@ class Injector:
         return True
 
     def _hang(self, fault: Fault) -> bool:
-        """Until the watchdog has killed it."""
+        """Stop the process, and wait until the watchdog has killed it."""
         victim = self._process(fault)
         if victim is None or not _signal(victim, signal.SIGSTOP):
             return False
-        self._await(fault, "the end of what hangs", lambda: not alive(victim))
+        self._await(fault, "the end of the process that hangs", lambda: not alive(victim))
         return True
 
     def _lock(self, fault: Fault) -> bool:
-        """Somebody else has the write lock: nothing is committed meanwhile."""
-        with closing(sqlite3.connect(self._database, isolation_level=None, timeout=BACK_S)) as connection:
+        """Hold the write lock: no process of the server can commit meanwhile."""
+        with closing(sqlite3.connect(self._database, isolation_level=None, timeout=RECOVERY_S)) as connection:
             connection.execute("BEGIN IMMEDIATE")
             time.sleep(fault.seconds)
             connection.execute("ROLLBACK")
         return True
 
-    def _spoil(self, fault: Fault, effect: Effect) -> bool:
-        """The next request of that path; counted when it comes."""
+    def _harm_next_call(self, fault: Fault, effect: Effect) -> bool:
+        """Harm the next request of the fault's path. The fault is counted when the request comes."""
 
         async def counted(call: Call) -> Answer | None:
             self.injected[fault.name] += 1
@@ -164,7 +165,7 @@ class Injector:
 
 
 def _signal(process: psutil.Process, number: signal.Signals) -> bool:
-    """Whether it was still there."""
+    """Send a signal; returns whether the process still existed."""
     try:
         process.send_signal(number)
     except psutil.NoSuchProcess:

@@ -1,4 +1,4 @@
-"""What a tenant has done and was told, one JSON line per step; floats come back as the bits they were."""
+"""A tenant's journal: its inputs and the server's answers, one JSON line per step. Floats keep every bit."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ class Sample:
 
 @dataclass
 class Step:
-    """`data` is what was trained on, as arguments of `skyrl.demo.rl.datum`; `told` is what each pass (metrics and
-    logprobs of every datum) and each optimizer step (metrics) answered. Then the state was saved under a name, or a
-    new model went on from the one of an earlier name. All of it took `seconds`."""
+    """One RL step. `data` are arguments of `skyrl.demo.rl.datum`. `answers` holds the answer of each pass (metrics, and
+    logprobs of every datum) and of each optimizer step (metrics). Afterwards the tenant saved its state under the name
+    `saved`, or went on with a new model made from the state `loaded`. The step took `seconds`."""
 
     samples: list[Sample] = field(default_factory=list)
     data: list[tuple[list[int], list[int], list[float], float]] = field(default_factory=list)
-    told: list[Any] = field(default_factory=list)
+    answers: list[Any] = field(default_factory=list)
     saved: str | None = None
     loaded: str | None = None
     seconds: float = 0.0

@@ -1,4 +1,6 @@
-"""What the server promised and told, as it went over the wire, and whether it stands by it."""
+"""Collects the requests that the server accepted and the results that it sent, and compares them with the results that
+it gives when they are read again.
+"""
 
 from __future__ import annotations
 
@@ -15,68 +17,70 @@ import httpx
 from tests.e2e.fault_proxy import Call
 
 READ_S = 240.0
-"""For all results together; they are there."""
-TRAVELLING = ("x-api-key", "accept", "x-tinker-request-type")
+"""The time for reading all results again. They exist already, so the reads do not wait for work."""
+REPEATED_HEADERS = ("x-api-key", "accept", "x-tinker-request-type")
 
 
 @dataclass
 class Promise:
-    """An accepted request: how its result was asked for, and what was told (normally once)."""
+    """An accepted request, the headers of the polls for its result, and the results that clients got (normally one)."""
 
     path: str
     headers: dict[str, str] = field(default_factory=dict)
-    told: set[bytes] = field(default_factory=set)
+    results: set[bytes] = field(default_factory=set)
 
 
 def promises(calls: Iterable[Call]) -> dict[str, Promise]:
-    """By request id: everything that the clients were told to have been accepted."""
-    found: dict[str, Promise] = {}
-    told: dict[str, set[bytes]] = defaultdict(set)
+    """By request id: every request whose acceptance reached a client."""
+    accepted: dict[str, Promise] = {}
+    results: dict[str, set[bytes]] = defaultdict(set)
     for call in calls:
         if call.told != HTTPStatus.OK or call.method != "POST":
             continue
         if call.path.endswith("/retrieve_future"):
-            told[json.loads(call.body)["request_id"]].add(call.answers[-1].body)
+            results[json.loads(call.body)["request_id"]].add(call.answers[-1].body)
             continue
         with suppress(ValueError):
-            answered = call.answers[-1].json()
-            if isinstance(answered, dict) and "request_id" in answered:
-                found.setdefault(answered["request_id"], Promise(call.path.rpartition("/")[2], _travelling(call)))
+            answer = call.answers[-1].json()
+            if isinstance(answer, dict) and "request_id" in answer:
+                path = call.path.rpartition("/")[2]
+                accepted.setdefault(answer["request_id"], Promise(path, _repeated_headers(call)))
     for call in calls:
         if call.path.endswith("/retrieve_future"):
-            promise = found.get(json.loads(call.body)["request_id"])
+            promise = accepted.get(json.loads(call.body)["request_id"])
             if promise is not None:
-                promise.headers |= _travelling(call)
-    for request_id, bodies in told.items():
-        found.setdefault(request_id, Promise("unknown")).told |= bodies
-    return found
+                promise.headers |= _repeated_headers(call)
+    for request_id, bodies in results.items():
+        accepted.setdefault(request_id, Promise("unknown")).results |= bodies
+    return accepted
 
 
-def _travelling(call: Call) -> dict[str, str]:
-    return {name: value for name, value in call.headers.items() if name.lower() in TRAVELLING}
+def _repeated_headers(call: Call) -> dict[str, str]:
+    return {name: value for name, value in call.headers.items() if name.lower() in REPEATED_HEADERS}
 
 
 @dataclass
 class Findings:
-    """`lost`: accepted, and there is no good result. `differing`: read again, or told twice, it was another one."""
+    """`accepted`: the number of accepted requests. `lost`: those without a result, or with a failure. `differing`:
+    those with more than one result, or with another result when it was read again."""
 
     accepted: int = 0
     lost: list[str] = field(default_factory=list)
     differing: list[str] = field(default_factory=list)
 
 
-def settle(url: str, found: dict[str, Promise]) -> Findings:
-    """Read every result once more, from the server itself."""
-    findings = Findings(len(found))
+def read_again(url: str, accepted: dict[str, Promise]) -> Findings:
+    """Read every result once more, from the server without the proxy."""
+    findings = Findings(len(accepted))
     deadline = time.monotonic() + READ_S
     with httpx.Client(base_url=url, timeout=60.0, trust_env=False) as client:
-        for request_id, promise in found.items():
+        for request_id, promise in accepted.items():
             name = f"{promise.path} {request_id}"
             content = _read(client, request_id, promise.headers, deadline)
             if content is None or is_failure(content):
-                said = b"no result" if content is None else content
-                findings.lost.append(f"{name}: {said[:300].decode(errors='replace')}")
-            elif promise.told - {content}:
+                reason = b"no result" if content is None else content
+                findings.lost.append(f"{name}: {reason[:300].decode(errors='replace')}")
+            elif promise.results - {content}:
                 findings.differing.append(name)
     return findings
 

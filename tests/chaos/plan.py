@@ -1,4 +1,4 @@
-"""What is done to the server, in which order: the same seed makes the same plan."""
+"""The faults of a run and their order. The same seed makes the same plan."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ Range = tuple[float, float]
 NONE: Range = (0.0, 0.0)
 STALL_S: Range = (1.0, 20.0)
 SHORT_STALL_S: Range = (1.0, 6.0)
-"""Of vLLM: shorter than the bound after which it is replaced."""
+"""Stalls of vLLM: shorter than the bound after which vLLM is replaced."""
 LOCK_S: Range = (1.0, 8.0)
 DELAY_S: Range = (1.0, 5.0)
 PAUSE_S: Range = (2.0, 10.0)
-"""From the end of one fault to the next."""
+"""From the end of one fault to the start of the next."""
 PATHS = (
     "asample",
     "retrieve_future",
@@ -29,7 +29,7 @@ PATHS = (
     "save_weights_for_sampler",
     "create_sampling_session",
 )
-"""What the network harms."""
+"""The routes that faults of the network harm."""
 
 DECK: list[tuple[Kind, str, Range, int]] = [
     ("kill", API, NONE, 3),
@@ -49,12 +49,13 @@ DECK: list[tuple[Kind, str, Range, int]] = [
     ("lose the request", NETWORK, NONE, 2),
     ("delay", NETWORK, DELAY_S, 1),
 ]
-"""Each so many times, shuffled; then again. So every kind comes, however short the run."""
+"""Each fault with its number of repetitions in a round. The plan shuffles the faults of each round."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """`path` is whose next request the network harms. Times in seconds; `pause_s` is waited before it."""
+    """One fault: it lasts `seconds` and starts `pause_s` after the last one. A fault of the network harms the next
+    request to `path`."""
 
     kind: Kind
     victim: str
@@ -68,7 +69,7 @@ class Fault:
 
 
 def plan(seed: int) -> Iterator[Fault]:
-    """Faults without end."""
+    """An endless sequence of faults."""
     chance = random.Random(seed)
     while True:
         deck = [card for card in DECK for _ in range(card[-1])]

@@ -1,4 +1,6 @@
-"""A running server's processes, found from its launcher down, never by name over the whole machine."""
+"""The processes of a running server, found among the descendants of its launcher. Other processes of the machine are
+not searched.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,7 @@ import psutil
 
 from tests.chaos.plan import API, ENGINE, LAUNCHER, VLLM_CORE, VLLM_SERVER
 
-WORDS = {
+COMMAND_WORDS = {
     API: "skyrl.api.server",
     ENGINE: "skyrl.engine.main",
     VLLM_SERVER: "vllm.entrypoints.openai.api_server",
@@ -15,20 +17,20 @@ WORDS = {
 
 
 def find(launcher: psutil.Process, victim: str) -> psutil.Process | None:
-    """None while there is none."""
+    """The process of that role, or None while none runs."""
     if victim == LAUNCHER:
         return launcher
     for process in tree(launcher)[1:]:
         try:
-            if any(WORDS[victim] in word for word in process.cmdline()):
+            if any(COMMAND_WORDS[victim] in word for word in process.cmdline()):
                 return process
-        except psutil.Error:  # it has ended meanwhile
+        except psutil.Error:  # the process has ended meanwhile
             continue
     return None
 
 
 def tree(launcher: psutil.Process) -> list[psutil.Process]:
-    """The launcher and all below it, parents first."""
+    """The launcher and its descendants, parents first."""
     try:
         return [launcher, *launcher.children(recursive=True)]
     except psutil.NoSuchProcess:

@@ -1,7 +1,7 @@
-"""The same training on a server that nothing happens to, and what it says of the samples.
+"""Repeats a tenant's training on a server without faults, and checks the tenant's samples against it.
 
-What was sampled cannot be drawn again bit for bit: vLLM rounds differently in other company. So the tenants' recorded
-batches are trained on, as they were built.
+The samples cannot be drawn again bit for bit, because vLLM's rounding depends on the other samples of a batch. So the
+recorded batches of the tenant are trained on again.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ from tests.chaos import training
 from tests.chaos.journal import Sample, Step
 
 TOLERANCE = 1e-3
-"""Between vLLM's logprobs and the trainer's, as in the other tests that compare them."""
+"""The largest allowed difference of a logprob between vLLM and the trainer, as in the other tests that compare them."""
 
 
 @dataclass
 class Comparison:
-    """`wrong`: samples whose logprobs are not those of the weights they should be from. `largest` is the largest
-    difference of one token; `apart` is the same, step by step, with the weights of the step after: what samples from
-    wrong weights would show. `differing`: steps in which something else was answered."""
+    """`wrong` counts samples whose logprobs differ by more than TOLERANCE from those of the weights that they should
+    come from. `largest` is the largest difference of one token. `apart` holds, for each step, the largest difference
+    from the weights of the next step: samples from wrong weights would differ so much. `differing` lists steps with
+    other answers than without faults."""
 
     steps: int = 0
     samples: int = 0
@@ -36,32 +37,32 @@ class Comparison:
 
 
 def replay(service: tinker.ServiceClient, seed: int, steps: Sequence[Step]) -> tuple[Comparison, str]:
-    """Train as the tenant did; returns how it compares, and the path of the final state."""
+    """Train as the tenant did; returns the comparison and the path of the final state."""
     trainer = training.new_trainer(service, seed)
-    drawn: dict[int, list[Sample]] = defaultdict(list)
+    samples_of_version: dict[int, list[Sample]] = defaultdict(list)
     for step in steps:
         for sample in step.samples:
-            drawn[sample.version].append(sample)
-    found, saved = Comparison(steps=len(steps)), dict[str, str]()
+            samples_of_version[sample.version].append(sample)
+    comparison, saved = Comparison(steps=len(steps)), dict[str, str]()
     for index, step in enumerate(steps):
-        if index and steps[index - 1].told:
-            found.apart.append(max(_differences(trainer, drawn[index - 1])))
-        differences = _differences(trainer, drawn[index])
-        found.samples += len(differences)
-        found.wrong += sum(difference > TOLERANCE for difference in differences)
-        found.largest = max([found.largest, *differences])
-        if training.train(trainer, step) != step.told:
-            found.differing.append(index)
+        if index and steps[index - 1].answers:
+            comparison.apart.append(max(_differences(trainer, samples_of_version[index - 1])))
+        differences = _differences(trainer, samples_of_version[index])
+        comparison.samples += len(differences)
+        comparison.wrong += sum(difference > TOLERANCE for difference in differences)
+        comparison.largest = max([comparison.largest, *differences])
+        if training.train(trainer, step) != step.answers:
+            comparison.differing.append(index)
         trainer = training.save_or_load(service, trainer, step, saved)
-    return found, trainer.save_state(training.FINAL).result().path
+    return comparison, trainer.save_state(training.FINAL).result().path
 
 
 def _differences(trainer: tinker.TrainingClient, samples: Sequence[Sample]) -> list[float]:
-    """The largest difference of a token's logprob from what the weights say now, of each sample."""
+    """For each sample, the largest difference of a token's logprob from the logprob of the trainer's weights now."""
     data = [datum(sample.prompt, sample.tokens, sample.logprobs, 0.0) for sample in samples]
     answer = trainer.forward(data, "ppo").result()
-    found = []
+    largest = []
     for sample, output in zip(samples, answer.loss_fn_outputs, strict=True):
         ours = np.asarray(output["logprobs"].data[len(sample.prompt) - 1 :])
-        found.append(float(np.abs(ours - np.asarray(sample.logprobs)).max()))
-    return found
+        largest.append(float(np.abs(ours - np.asarray(sample.logprobs)).max()))
+    return largest

@@ -1,4 +1,4 @@
-"""What a run has found, as rows of which each must be nothing."""
+"""The findings of a run as rows. A good run has no finding in any row."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from tests.chaos.reference import Comparison
 
 @dataclass(frozen=True)
 class Row:
-    """`found` must be empty; `told` is said of it either way."""
+    """The findings of one kind; a good run has none. `told` is a remark for the printed line, with or without
+    findings."""
 
     what: str
     found: list[str]
@@ -21,43 +22,49 @@ class Row:
 
 @dataclass
 class Results:
-    """Everything that was looked at. `weights` names the tenants whose final weights are others than without faults,
-    `left` what is there after the server's end, `unsound` what is wrong with its database."""
+    """Everything that the run compared. `tenants_with_other_weights` names the tenants whose final weights differ from
+    those of the run without faults. `leftovers` lists processes and files that remained after the server's end.
+    `database_faults` holds the output of `skyrl db check` if it failed."""
 
     troubles: list[str] = field(default_factory=list)
     findings: Findings = field(default_factory=Findings)
     comparisons: dict[str, Comparison] = field(default_factory=dict)
-    weights: list[str] = field(default_factory=list)
-    left: list[str] = field(default_factory=list)
-    unsound: list[str] = field(default_factory=list)
+    tenants_with_other_weights: list[str] = field(default_factory=list)
+    leftovers: list[str] = field(default_factory=list)
+    database_faults: list[str] = field(default_factory=list)
 
     def rows(self) -> list[Row]:
-        compared = self.comparisons
-        samples = sum(each.samples for each in compared.values())
-        steps = sum(each.steps for each in compared.values())
-        wrong = [f"{name}: {each.wrong}" for name, each in compared.items() if each.wrong]
-        differing = [f"{name}: steps {each.differing}" for name, each in compared.items() if each.differing]
-        largest = max((each.largest for each in compared.values()), default=0.0)
-        apart = [value for each in compared.values() for value in each.apart]
-        other = f", the next step's {median(apart):.2g}" if apart else ""
+        by_tenant = self.comparisons
+        samples = sum(comparison.samples for comparison in by_tenant.values())
+        steps = sum(comparison.steps for comparison in by_tenant.values())
+        wrong = [f"{name}: {comparison.wrong}" for name, comparison in by_tenant.items() if comparison.wrong]
+        differing = [
+            f"{name}: steps {comparison.differing}" for name, comparison in by_tenant.items() if comparison.differing
+        ]
+        largest = max((comparison.largest for comparison in by_tenant.values()), default=0.0)
+        apart = [value for comparison in by_tenant.values() for value in comparison.apart]
+        next_step = f", the next step's by {median(apart):.2g}" if apart else ""
         return [
-            Row("troubles of the run, and exceptions that clients saw", self.troubles),
+            Row("faults that the server did not recover from, and tenants that did not finish", self.troubles),
             Row(f"lost, of {self.findings.accepted:,} accepted requests", self.findings.lost),
-            Row("results that were others when they were read again", self.findings.differing),
+            Row("results that differed when they were read again", self.findings.differing),
             Row(
                 f"samples from wrong weights, of {samples:,}",
                 wrong,
-                f"their own weights differ by {largest:.1g} at most{other}",
+                f"the logprobs of their own weights differ by {largest:.1g} at most{next_step}",
             ),
-            Row(f"RL steps with other losses than without faults, of {steps:,}", differing),
-            Row(f"tenants with other final weights than without faults, of {len(compared)}", self.weights),
-            Row("processes, sockets and files that the server left behind", self.left),
-            Row("what `skyrl db check` found", self.unsound),
+            Row(f"RL steps with other answers than without faults, of {steps:,}", differing),
+            Row(
+                f"tenants with other final weights than without faults, of {len(by_tenant)}",
+                self.tenants_with_other_weights,
+            ),
+            Row("processes, sockets and files that the server left behind", self.leftovers),
+            Row("faults that `skyrl db check` found", self.database_faults),
         ]
 
 
 def text(rows: Sequence[Row]) -> str:
-    """One line per row, and what was found below it."""
+    """One line per row, and its findings below."""
     lines = []
     for row in rows:
         lines.append(f"{len(row.found):>5}  {row.what}{f' ({row.told})' if row.told else ''}")

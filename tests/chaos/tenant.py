@@ -1,7 +1,8 @@
-"""One tenant as a process: RL with the SDK, until its time is over, with a journal of all it did.
+"""One tenant as a process: does RL with the SDK for SECONDS, and writes each step into a journal.
 
-Usage: python -m tests.chaos.tenant URL KEY TASK SEED SECONDS JOURNAL. Says "ready" when it has a model, "done" and the
-path of the final state at the end, and stays until stdin ends: so its session is there for who reads its results again.
+Usage: python -m tests.chaos.tenant URL KEY TASK SEED SECONDS JOURNAL. Prints "ready" when it has a model, and "done"
+with the path of the final state at the end. Then it keeps its session alive until stdin ends, so that the course can
+read the results of the session again.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from tests.chaos.journal import Sample, Step
 
 PROMPTS, GROUP = 3, 6
 SAVE_EVERY, LOAD_EVERY = 3, 8
-"""Steps; a state is loaded that was saved before."""
+"""In steps. Every LOAD_EVERY steps the tenant goes on from one of its saved states."""
 
 
 @dataclass
 class Tenant:
-    """One who trains on a task. What is asked and in which order depends on the seed alone."""
+    """Trains on a task. The seed alone determines the questions and the order of saves and loads."""
 
     service: tinker.ServiceClient
     trainer: tinker.TrainingClient
@@ -36,14 +37,14 @@ class Tenant:
     seed: int
     file: Path
 
-    def live(self, until: float) -> str:
-        """Steps until the monotonic time `until`; returns the path of the final state."""
+    def train_until(self, ends_at: float) -> str:
+        """Make steps until the monotonic time `ends_at`; returns the path of the final state."""
         trainer = self.trainer
         tokenizer = trainer.get_tokenizer()
         saved: dict[str, str] = {}
         older: tinker.SamplingClient | None = None
         index = 0
-        while (began := time.monotonic()) < until:
+        while (began := time.monotonic()) < ends_at:
             chance = random.Random(f"{self.seed}/{index}")
             sampler = trainer.save_weights_and_get_sampling_client().result()
             questions = [self.task.prompt(chance) for _ in range(PROMPTS)]
@@ -59,9 +60,9 @@ class Tenant:
                 for sample, advantage in zip(group, advantages(rewards), strict=True):
                     if advantage:
                         step.data.append((prompt, sample.tokens, sample.logprobs, advantage))
-            beside = [] if older is None else [(prompt, self._ask(older, prompt, 1)) for prompt in prompts]
-            step.told = training.train(trainer, step)
-            for prompt, answer in beside:
+            older_pending = [] if older is None else [(prompt, self._ask(older, prompt, 1)) for prompt in prompts]
+            step.answers = training.train(trainer, step)
+            for prompt, answer in older_pending:
                 step.samples += sampled(index - 1, prompt, answer)
             trainer = training.save_or_load(self.service, trainer, step, saved)
             step.seconds = time.monotonic() - began
@@ -76,12 +77,12 @@ class Tenant:
 
 
 def sampled(version: int, prompt: list[int], answer: Any) -> list[Sample]:
-    """The sequences of an answer, once it is there."""
-    found = []
+    """Wait for an answer and return its sequences."""
+    samples = []
     for sequence in answer.result().sequences:
         assert sequence.logprobs is not None
-        found.append(Sample(version, prompt, list(sequence.tokens), list(sequence.logprobs)))
-    return found
+        samples.append(Sample(version, prompt, list(sequence.tokens), list(sequence.logprobs)))
+    return samples
 
 
 def main() -> None:
@@ -89,7 +90,9 @@ def main() -> None:
     with tinker.ServiceClient(base_url=url, api_key=key) as service:
         trainer = training.new_trainer(service, int(seed))
         print("ready", flush=True)
-        final = Tenant(service, trainer, TASKS[task], int(seed), Path(file)).live(time.monotonic() + float(seconds))
+        final = Tenant(service, trainer, TASKS[task], int(seed), Path(file)).train_until(
+            time.monotonic() + float(seconds)
+        )
         print("done", final, flush=True)
         sys.stdin.read()
 

@@ -1,4 +1,4 @@
-"""The tenants' processes as the run sees them: start, wait for their word, end."""
+"""Starts the tenants' processes, waits for their reports, and ends them."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Tenant:
         self.key = f"tml-chaos-{task}"
         self.journal = directory / f"{task}.jsonl"
         self.final = ""
-        """The path of the final state, once it has said "done"."""
+        """The path of the final state, once the process has reported "done"."""
         self._log = directory / f"{task}.log"
-        self._said: dict[str, threading.Event] = {"ready": threading.Event(), "done": threading.Event()}
+        self._reported: dict[str, threading.Event] = {"ready": threading.Event(), "done": threading.Event()}
         module = [sys.executable, "-m", "tests.chaos.tenant"]
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
@@ -41,16 +41,16 @@ class Tenant:
         for line in self._process.stdout:
             word, _, rest = line.strip().partition(" ")
             self.final = rest
-            self._said[word].set()
+            self._reported[word].set()
 
-    def says(self, word: str, within_s: float) -> bool:
-        """Whether it says so in time, and before it ends."""
+    def reports(self, word: str, within_s: float) -> bool:
+        """Whether the process prints `word` in time and before it ends."""
         for _ in range(int(within_s * 10)):
-            if self._said[word].wait(0.1):
+            if self._reported[word].wait(0.1):
                 return True
             if self._process.poll() is not None:
                 self._reader.join()
-                return self._said[word].is_set()
+                return self._reported[word].is_set()
         return False
 
     @property
@@ -61,7 +61,7 @@ class Tenant:
         return self._log.read_text()[-2000:]
 
     def end(self) -> None:
-        """Close its stdin, on which it waits at its end; kill it if it does not end of that."""
+        """Close the stdin of the process, which then ends. Kill the process if it does not end within 60 s."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         try:

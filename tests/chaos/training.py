@@ -1,4 +1,4 @@
-"""What is trained in a step, by the tenants and by the fault-free run after them."""
+"""The training of one step. The tenants and the run without faults both use it."""
 
 from __future__ import annotations
 
@@ -21,23 +21,24 @@ def new_trainer(service: tinker.ServiceClient, seed: int) -> tinker.TrainingClie
 
 
 def train(trainer: tinker.TrainingClient, step: Step) -> list[Any]:
-    """EPOCHS updates on the step's data, sent as a stream; what was answered."""
+    """Send EPOCHS updates on the step's data without waiting in between; returns the answers."""
     if not step.data:
         return []
     data = [datum(*each) for each in step.data]
     pending = [(trainer.forward_backward(data, "ppo"), trainer.optim_step(ADAM)) for _ in range(EPOCHS)]
-    told: list[Any] = []
-    for passed, stepped in pending:
-        output = passed.result()
-        told.append([output.metrics, [each["logprobs"].data for each in output.loss_fn_outputs]])
-        told.append(stepped.result().metrics)
-    return told
+    answers: list[Any] = []
+    for training_pass, optimizer_step in pending:
+        output = training_pass.result()
+        answers.append([output.metrics, [each["logprobs"].data for each in output.loss_fn_outputs]])
+        answers.append(optimizer_step.result().metrics)
+    return answers
 
 
 def save_or_load(
     service: tinker.ServiceClient, trainer: tinker.TrainingClient, step: Step, saved: dict[str, str]
 ) -> tinker.TrainingClient:
-    """The one to go on with. `saved` has the paths of states by their names, in this run."""
+    """Save and load as the step says; returns the training client to go on with. `saved` holds the paths of this run's
+    states by name."""
     if step.saved is not None:
         saved[step.saved] = trainer.save_state(step.saved).result().path
     if step.loaded is None:

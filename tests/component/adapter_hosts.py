@@ -1,4 +1,4 @@
-"""An AdapterHost for tests of those who ask one. `test_adapter_host.py` has the tests of the real one."""
+"""Fake AdapterHosts for tests of parts that use one. `test_adapter_host.py` tests the real one."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from skyrl.types.weights import AdapterVersion
 
 
 @dataclass
-class AllThere:
-    """The host of a replica that has the files of every version below `root`."""
+class HostWithAllAdapters:
+    """A host that has the files of every version under `root`."""
 
     root: str = "/adapters"
 
@@ -19,8 +19,8 @@ class AllThere:
 
 
 @dataclass
-class Away:
-    """A host that has no way to the files, the first `times` times that it is asked."""
+class UnreachableHost:
+    """A host whose first `times` calls fail, because the files cannot be brought to it."""
 
     times: float = float("inf")
 
@@ -28,4 +28,4 @@ class Away:
         if self.times > 0:
             self.times -= 1
             raise AdapterUnavailable(adapter, OSError("no route to 10.0.0.7"))
-        return await AllThere().bring(adapter)
+        return await HostWithAllAdapters().bring(adapter)

@@ -1,4 +1,4 @@
-"""A whole API process for tests: HTTP in, SQLite, and the requests that its clients send. `conftest` starts it."""
+"""A whole API process for tests: HTTP, SQLite, and the requests of its clients. `conftest` starts the process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LONG_S = 60.0
 
 @dataclass
 class Api:
-    """One running API process, and a client of it."""
+    """One running API process, and a client of this process."""
 
     services: Services
     http: httpx.AsyncClient
@@ -29,13 +29,13 @@ class Api:
         return await self.http.post(f"/api/v1/{path}", json=body, headers=headers)
 
     async def sampler(self, **headers: str) -> str:
-        """A sampling session on the base model, in a session of its own."""
+        """Create a session and, in it, a sampling session on the base model."""
         session = (await self.post("create_session", {}, **headers)).json()["session_id"]
         wanted = {"session_id": session, "sampling_session_seq_id": 0, "base_model": BASE}
         return (await self.post("create_sampling_session", wanted, **headers)).json()["sampling_session_id"]
 
     async def sample(self, sampler: str, seq_id: int, **changes: Any) -> dict[str, Any]:
-        answer = await self.post("asample", asked(sampler, seq_id, **changes))
+        answer = await self.post("asample", sample_body(sampler, seq_id, **changes))
         assert answer.status_code == 200, answer.text
         return answer.json()
 
@@ -50,7 +50,7 @@ def session_of(sampler: str) -> str:
     return sampler.partition(":")[0]
 
 
-def asked(sampler: str, seq_id: int | None, *, prompt: list[int] | None = None, **changes: Any) -> dict[str, Any]:
+def sample_body(sampler: str, seq_id: int | None, *, prompt: list[int] | None = None, **changes: Any) -> dict[str, Any]:
     chunks = [{"type": "encoded_text", "tokens": prompt or [5, 6, 7]}]
     params = {"max_tokens": 3}
     return {
@@ -68,4 +68,4 @@ def tokens(answer: httpx.Response) -> list[list[int]]:
 
 
 Serve = Callable[..., AbstractAsyncContextManager[Api]]
-"""Starts an API process with these options; starting another after it is a restart."""
+"""Starts an API process with these options. A second start after the end of the first is a restart."""

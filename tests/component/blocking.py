@@ -1,8 +1,8 @@
-"""A guard for event loops: it notes each call that waits for the database, or for another thread, and is made by our
-own coroutines on a thread that runs a loop. While such a call waits, nothing else runs there: no signal is heard, no
-poll is answered.
+"""A guard for event loops. The guard records every call by which a coroutine or callback of skyrl waits for the
+database or for another thread on a thread that runs an event loop. During such a wait the loop does nothing else: it
+handles no signal and answers no poll.
 
-It looks at who calls and not at a clock, so a busy machine makes no difference.
+The guard checks the caller and measures no time, so a busy machine does not change the result.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from unittest import mock
 import skyrl
 from skyrl.db.database import Database
 
-OURS = str(Path(skyrl.__file__).parent)
-WAITS: list[tuple[Any, str]] = [
+SKYRL_DIRECTORY = str(Path(skyrl.__file__).parent)
+BLOCKING_CALLS: list[tuple[Any, str]] = [
     (Database, "read"),
     (Database, "write"),
     (time, "sleep"),
@@ -34,7 +34,7 @@ WAITS: list[tuple[Any, str]] = [
 ]
 
 
-def _on_a_loop() -> bool:
+def _is_on_event_loop() -> bool:
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -42,9 +42,9 @@ def _on_a_loop() -> bool:
     return True
 
 
-def _is_ours(frame: FrameType | None) -> bool:
-    """Whether the call was made by one of skyrl's coroutines or callbacks, and not by a test that calls a function of
-    skyrl's by itself: whose is the nearest coroutine, or else the function that the loop has called?"""
+def _is_called_by_skyrl(frame: FrameType | None) -> bool:
+    """Whether a coroutine or callback of skyrl made the call, and not a test that calls a function of skyrl directly.
+    The nearest coroutine on the stack decides; without one, the function that the loop has called decides."""
     last = frame
     while frame is not None:
         if "/asyncio/" in frame.f_code.co_filename:
@@ -53,32 +53,32 @@ def _is_ours(frame: FrameType | None) -> bool:
         if frame.f_code.co_flags & (inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR):
             break
         frame = frame.f_back
-    return last is not None and last.f_code.co_filename.startswith(OURS)
+    return last is not None and last.f_code.co_filename.startswith(SKYRL_DIRECTORY)
 
 
 @contextmanager
 def noted_waits() -> Iterator[list[str]]:
-    """The calls that waited on a loop's thread, each with its stack."""
+    """The calls that waited on the thread of a loop, each with its stack."""
     found: list[str] = []
 
-    def guarded(really: Callable[..., Any], name: str) -> Callable[..., Any]:
-        def call(*given: Any, **options: Any) -> Any:
-            if _on_a_loop() and _is_ours(sys._getframe(1)) and not _has_ended(given):
+    def guarded(original: Callable[..., Any], name: str) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            if _is_on_event_loop() and _is_called_by_skyrl(sys._getframe(1)) and not _has_ended(arguments):
                 found.append(f"{name} was called on an event loop:\n{''.join(traceback.format_stack(limit=8)[:-1])}")
-            return really(*given, **options)
+            return original(*arguments, **options)
 
         return call
 
     with ExitStack() as patches:
-        for owner, name in WAITS:
-            really = getattr(owner, name)
-            patches.enter_context(mock.patch.object(owner, name, guarded(really, f"{owner.__name__}.{name}")))
+        for owner, name in BLOCKING_CALLS:
+            original = getattr(owner, name)
+            patches.enter_context(mock.patch.object(owner, name, guarded(original, f"{owner.__name__}.{name}")))
         yield found
 
 
-def _has_ended(given: tuple[Any, ...]) -> bool:
-    """A future that has its result, or a thread that has ended, is not waited for."""
-    match given:
+def _has_ended(arguments: tuple[Any, ...]) -> bool:
+    """A call on a finished future or thread does not wait."""
+    match arguments:
         case (concurrent.futures.Future() as future, *_):
             return future.done()
         case (threading.Thread() as thread, *_):

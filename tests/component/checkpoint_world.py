@@ -1,4 +1,4 @@
-"""The real engine and the real API on one state directory, and clients of them, for tests of checkpoints."""
+"""The real engine and the real API on one state directory, with clients, for tests of checkpoints."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ADAPTER = {"adapter_config.json", "adapter_model.safetensors"}
 
 @dataclass
 class World:
-    """An engine and an API on one state directory, and clients of it with two keys."""
+    """An engine and an API on one state directory, and clients with two keys."""
 
     harness: Harness
     services: Services
@@ -58,7 +58,8 @@ class World:
         return answer.json()
 
     async def outcome(self, request_id: str, key: str = KEY) -> Outcome:
-        """Of a command that the API recorded. The engine may have settled and told of it before anybody listened."""
+        """The outcome of a command that the API recorded. The engine may have settled the command and rung before this
+        wait began, so each round reads the database."""
         deadline = time.monotonic() + WAIT_S
         while (outcome := await self.harness.store.wait(request_id, tenant_of_key(key), 0.1)) is None:
             assert time.monotonic() < deadline, "the command has not ended"
@@ -68,8 +69,8 @@ class World:
     async def session(self, key: str = KEY) -> str:
         return (await self.post("create_session", {}, key))["session_id"]
 
-    async def linked(self, url: str) -> httpx.Response:
-        """What somebody gets who has nothing but the link."""
+    async def follow_link(self, url: str) -> httpx.Response:
+        """Follow a link without an API key."""
         if url.startswith("http://api/"):
             return await self.http.get(url)
         with await asyncio.to_thread(urllib.request.urlopen, url) as answer:
@@ -84,8 +85,8 @@ class World:
         return self.harness.database.read(lambda c: sum(c.execute(query).scalars()))
 
 
-def at(path: str) -> str:
-    """A checkpoint's place under the REST routes."""
+def rest_path(path: str) -> str:
+    """The REST path of a checkpoint."""
     model_id, kind, name = path.removeprefix("tinker://").split("/")
     return f"training_runs/{model_id}/checkpoints/{kind}/{name}"
 

@@ -1,4 +1,4 @@
-"""An engine that samples itself, between turns of training, from a vLLM that sleeps meanwhile."""
+"""An engine that runs samples itself, between turns of training, on a vLLM that sleeps during training."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from adapter_hosts import AllThere
-from api_harness import asked
+from adapter_hosts import HostWithAllAdapters
+from api_harness import sample_body
 from engine_harness import Harness, Trainer, harness_in, until
 from fake_upstream import COMPLETIONS, FakeUpstream, Received, Reply, after, complete, fake_upstream, hang_up, reply
 from replicas import SOON_S, group_of
@@ -33,18 +33,18 @@ LIMITS = ModelLimits(1000, 100)
 
 @dataclass
 class Vllm:
-    """One that sleeps and wakes, on a server that a test kills and starts again. Who samples from it while it sleeps
-    gets an error."""
+    """A vLLM that sleeps and wakes, on a server that a test kills and starts again. A sample during sleep fails with
+    500."""
 
     upstream: FakeUpstream
     asleep: bool = False
     dead: bool = False
     dies_of: str = ""
-    asked: list[str] = field(default_factory=list)
+    requested_paths: list[str] = field(default_factory=list)
     turns: list[str] = field(default_factory=list)
-    """Wake-ups, samples and times that it was put to sleep, in their order."""
+    """Wake-ups, samples and sleeps, in their order."""
     may_answer: asyncio.Event = field(default_factory=asyncio.Event)
-    """Samples wait for it; it is set."""
+    """Samples wait for this event, which is set at first."""
 
     def __post_init__(self) -> None:
         self.may_answer.set()
@@ -53,7 +53,7 @@ class Vllm:
 
     async def _answer(self, request: Received, writer: asyncio.StreamWriter) -> None:
         path = request.path.partition("?")[0]
-        self.asked.append(path)
+        self.requested_paths.append(path)
         self.dead = self.dead or path == self.dies_of
         await (hang_up if self.dead else self._reply(path, request))(request, writer)
 
@@ -63,7 +63,7 @@ class Vllm:
             self.asleep = path == "/sleep"
         if path == "/is_sleeping":
             return reply(200, {"is_sleeping": self.asleep})
-        if path == COMPLETIONS and "model" in request.json:  # else it is a warm-up, whose answer nobody reads
+        if path == COMPLETIONS and "model" in request.json:  # a warm-up names no model, and nobody reads its answer
             self.turns.append("sample")
             return reply(500, "asleep") if self.asleep else after(self.may_answer, complete())
         return reply(200, b"")
@@ -75,7 +75,7 @@ class Vllm:
 
 @dataclass
 class World:
-    """An engine whose samples take turns with training, one model in training, and a sampling session."""
+    """An engine whose samples take turns with training, one model in training, and one sampling session."""
 
     harness: Harness
     vllm: Vllm
@@ -85,7 +85,7 @@ class World:
     sent: int = 0
 
     async def sample(self, **fields: Any) -> str:
-        body = encode_json(asked(self.sampler.id, self.sent, **fields))
+        body = encode_json(sample_body(self.sampler.id, self.sent, **fields))
         ids = (self.sampler.tenant, self.sampler.session_id)
         request = NewRequest(Kind.SAMPLE, *ids, body, "json", None, None, self.sampler.id, self.sent)
         self.sent += 1
@@ -102,13 +102,15 @@ class World:
 
 
 @asynccontextmanager
-async def world(state_dir: Path, *, watching_s: float = SOON_S, patience_s: float = NEVER_S) -> AsyncIterator[World]:
+async def world(
+    state_dir: Path, *, watching_s: float = SOON_S, give_up_after_s: float = NEVER_S
+) -> AsyncIterator[World]:
     async with fake_upstream() as upstream, harness_in(state_dir) as harness:
         vllm = Vllm(upstream)
         group, published = group_of(upstream.url, watching_s=watching_s)
         watching = asyncio.create_task(group.run())
         client = ForwardingClient(
-            HttpTransport(), FixedEndpoint(upstream.url), AllThere(), api_key=None, deadline_s=NEVER_S
+            HttpTransport(), FixedEndpoint(upstream.url), HostWithAllAdapters(), api_key=None, deadline_s=NEVER_S
         )
         colocated = ColocatedSampler(
             harness.database,
@@ -117,7 +119,7 @@ async def world(state_dir: Path, *, watching_s: float = SOON_S, patience_s: floa
             LIMITS,
             "tiny",
             sleeps=True,
-            patience_s=patience_s,
+            give_up_after_s=give_up_after_s,
         )
         await until(lambda: published == [upstream.url])
         await harness.start(group=group, sampler=colocated)

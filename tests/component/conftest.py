@@ -1,4 +1,4 @@
-"""Fixtures of several tests: worlds with checkpoints; an API process over a database and an upstream of its own."""
+"""Fixtures of several tests: worlds with checkpoints; an API process with its own database and upstream."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 from api_harness import BASE, Api, Serve
 from blocking import noted_waits
 from checkpoint_world import World, world_in
+from engine_harness import NEVER_S
 from fake_upstream import FakeUpstream, fake_upstream
 
 import skyrl.api.server
@@ -20,15 +21,22 @@ from skyrl.api.server import open_services
 from skyrl.config.server import ServerConfig
 from skyrl.db.database import Database
 from skyrl.db.engine_state import publish_training, publish_url
+from skyrl.engine import sweeping
 from skyrl.launcher.runtime import Runtime
 
 
 @pytest.fixture(autouse=True)
 def no_loop_waits() -> Iterator[None]:
-    """No event loop of ours waits for the database or for a thread."""
+    """Fail the test if code of skyrl waits for the database or for a thread on an event loop."""
     with noted_waits() as found:
         yield
     assert not found, "\n".join(found)
+
+
+@pytest.fixture(autouse=True)
+def sweeps_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine's own come every ten seconds, so in the middle of a test on a slow machine."""
+    monkeypatch.setattr(sweeping, "SWEEP_S", NEVER_S)
 
 
 @pytest.fixture
@@ -44,8 +52,8 @@ def on_s3(new_bucket: Callable[[], Any]) -> dict[str, Any]:
 
 
 @pytest.fixture(params=["local", "s3"])
-async def either(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[World]:
-    """The same with each kind of store."""
+async def each_world(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[World]:
+    """The same world on each kind of checkpoint store."""
     flags = request.getfixturevalue("on_s3") if request.param == "s3" else {}
     async with world_in(tmp_path / "state", **flags) as world:
         yield world
@@ -59,7 +67,7 @@ async def upstream() -> AsyncIterator[FakeUpstream]:
 
 @pytest.fixture
 def database(migrated_url: str, upstream: FakeUpstream) -> Iterator[Database]:
-    """The API process's database, with the upstream published, as the engine does it."""
+    """The database of the API process. The upstream is published there, as the engine publishes it."""
     database = Database(migrated_url)
     database.write(lambda c: publish_url(c, upstream.url))
     database.write(lambda c: publish_training(c, ready=True, reason="", vocab_size=1000, max_context=100))
@@ -69,7 +77,7 @@ def database(migrated_url: str, upstream: FakeUpstream) -> Iterator[Database]:
 
 @pytest.fixture
 def serve(tmp_path: Path, database: Database) -> Serve:
-    """Starts an API process over the database; starting it again is a restart."""
+    """Starts an API process on the database. A second call after the first has ended is a restart."""
 
     @asynccontextmanager
     async def start(**options: Any) -> AsyncIterator[Api]:
@@ -91,5 +99,5 @@ async def api(serve: Serve) -> AsyncIterator[Api]:
 
 @pytest.fixture
 def drain_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The process ends without waiting for samples that never end."""
+    """The process ends without waiting for running samples."""
     monkeypatch.setattr(skyrl.api.server, "DRAIN_S", 0.05)

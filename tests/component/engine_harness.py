@@ -1,5 +1,5 @@
-"""The engine as its process runs it, in this process: real loop, real torch backend, real SQLite, no vLLM. Commands are
-recorded the way the API does."""
+"""The engine of its process, run inside the test: real loop, real torch backend, real SQLite, no vLLM. Commands are
+recorded as the API records them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import numpy as np
 from sqlalchemy import select
 
 from skyrl.backends.torch_lora.backend import TorchLoraBackend
-from skyrl.config.server import load_config
+from skyrl.config.loading import load_config
 from skyrl.db import engine_state
 from skyrl.db.checkpoints import checkpoints
 from skyrl.db.database import Database
@@ -50,18 +50,18 @@ from skyrl.wire.paths import model_id_of
 from skyrl.wire.results import to_json
 
 SERVER = "server"
-"""The name of the server whose engine it is."""
+"""The server name under which the engine's claim is held."""
 WAIT_S = 100.0
 NEVER_S = 1e9
 
 
 def claim_for_tests(database: Database, server: str) -> None:
-    """What a launcher does before it starts an engine, without a look at who had the claim before."""
+    """Take the claim, as a launcher does before it starts an engine, without checking who held the claim before."""
     assert database.write(lambda c: engine_state.claim(c, server, engine_state.read_claim(c)))
 
 
 class Killed(BaseException):
-    """The engine dies here, as if by SIGKILL: nothing after this point happens."""
+    """The engine dies at this point, as if by SIGKILL: nothing after this point happens."""
 
 
 def data(seed: int, *lengths: int) -> list[dict[str, Any]]:
@@ -80,7 +80,7 @@ def data(seed: int, *lengths: int) -> list[dict[str, Any]]:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """For what the engine does after it has answered, and tells nobody."""
+    """Wait for an effect that the engine produces after its answer and does not announce."""
     deadline = time.monotonic() + WAIT_S
     while not condition():
         assert time.monotonic() < deadline, "did not come true in time"
@@ -88,13 +88,13 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 async def asleep(signals: EngineSignals) -> None:
-    """Wait until the engine's loop has ended its turn, and it and its listener wait for a ring."""
+    """Wait until the engine's loop has ended its turn, and the loop and its listener wait for a ring."""
     for event in (signals.work, signals.arrived):
         await until(lambda event=event: not event.is_set() and any(not waiting.done() for waiting in event._waiters))
 
 
 class Models:
-    """Adds models' rows alone, for tests that send the command that makes the model themselves, late or never."""
+    """Adds only the rows of models, for tests that send the CREATE_MODEL command themselves, late or never."""
 
     def __init__(self, _: Database, writer: GroupCommitWriter) -> None:
         self._writer = writer
@@ -104,7 +104,7 @@ class Models:
 
 
 def files_in(directory: Path | str | None) -> dict[str, bytes]:
-    """Names and contents; empty when the directory is not there."""
+    """File names and contents; empty if the directory does not exist."""
     path = Path(directory or "/nowhere")
     return {file.name: file.read_bytes() for file in path.iterdir()} if path.is_dir() else {}
 
@@ -123,7 +123,7 @@ class Harness:
         self.checkpoint_store = open_store(self.config)
         self.sessions = Sessions(self.database, self.writer)
         self.models = Models(self.database, self.writer)
-        # Sockets need a short path; pytest's may be long.
+        # The path of a socket must be short; pytest's paths may be long.
         self._sockets = tempfile.TemporaryDirectory(prefix="skyrl-test-")
         self._doorbell = Path(self._sockets.name) / "api.sock"
         self._ringing: set[asyncio.Task[list[str]]] = set()
@@ -165,7 +165,9 @@ class Harness:
         return self.parts.threads
 
     async def sweep(self) -> None:
-        """One sweep of unused files, which an engine otherwise makes every few seconds."""
+        """Run one sweep of unused files. A sweep spares models with a running save, and a save still runs for a moment
+        after its outcome is stored."""
+        await until(lambda: not self.scheduler.saving)
         await self.parts.sweep.once()
 
     async def start(
@@ -176,8 +178,9 @@ class Harness:
         sampler: ColocatedSampler | None = None,
         run: Callable[[EngineParts], Coroutine[Any, Any, None]] = lambda parts: parts.engine.run(),
     ) -> None:
-        """A new backend and a new engine, recovered from what is in the state directory. Without a group there is no
-        vLLM; with a sampler the engine samples itself. `run` runs the engine; the process also retries to restore."""
+        """Start a new backend and a new engine, and recover from the state directory. Without a group there is no vLLM;
+        with a sampler the engine runs samples itself. `run` runs the engine; the engine process also retries failed
+        restorations."""
         claim_for_tests(self.database, SERVER)
         self.backend = TorchLoraBackend(self.config)
         self._api = Doorbell(self._doorbell)
@@ -203,10 +206,10 @@ class Harness:
             return
         self.parts.signals.stop()
         await self._running
-        self._gone()
+        self._clear_engine()
 
     def kill_before_commit_of(self, wanted: Callable[[str], bool]) -> None:
-        """Arm: the engine executes the command whose request id is `wanted`, and dies before its outcome is stored."""
+        """Let the engine execute the command whose request id is `wanted`, and die before it stores the outcome."""
         settle = self.parts.settlement.settle
 
         def settle_or_die(outcomes: Any, *rest: Any, **options: Any) -> None:
@@ -216,20 +219,20 @@ class Harness:
 
         self.parts.settlement.settle = settle_or_die  # type: ignore[method-assign]
 
-    async def killed(self, by: type[BaseException] = Killed) -> None:
-        """Wait until the engine has died of the armed death, or of `by`."""
+    async def wait_until_killed(self, by: type[BaseException] = Killed) -> None:
+        """Wait until the engine has died, by the armed death or by an exception of the type `by`."""
         assert self._running is not None
         with contextlib.suppress(by):
             await asyncio.wait_for(self._running, WAIT_S)
             raise AssertionError("the engine has ended by itself")
-        self._gone()
+        self._clear_engine()
 
-    def died_starting(self) -> None:
-        """After a `start` that has raised: what it had opened is closed, as the end of a process does."""
+    def close_after_failed_start(self) -> None:
+        """After a `start` that has raised: close what was opened, as the end of a process does."""
         self.parts.signals.stop()
-        self._gone()
+        self._clear_engine()
 
-    def _gone(self) -> None:
+    def _clear_engine(self) -> None:
         assert self._api is not None
         assert self._ledger is not None
         self._api.close()
@@ -251,14 +254,14 @@ class Harness:
         return outcome
 
     async def queued(self, count: int) -> None:
-        """Wait until the engine has read that many commands that it cannot run yet."""
+        """Wait until the engine has read `count` commands that it cannot run yet."""
         await until(lambda: self.scheduler.waiting >= count)
 
     def model_row(self, model_id: str) -> Any:
         return self.database.read(lambda c: c.execute(select(models).where(models.c.id == model_id)).one())
 
     def adapter(self, weights: WeightsRef) -> Path:
-        """Where the files of an adapter version lie."""
+        """The directory of an adapter version."""
         assert isinstance(weights, AdapterVersion)
         return adapter_directory(self.config.state_dir, weights)
 
@@ -267,7 +270,7 @@ class Harness:
         return self.database.read(lambda c: list(c.execute(query)))
 
     def stored(self, row: Any) -> dict[str, bytes]:
-        """Names and contents of a checkpoint's files; empty when they are not in the store."""
+        """Names and contents of a checkpoint's files; empty if the store does not have them."""
         try:
             with self.checkpoint_store.reading(row.store_key) as directory:
                 return {name: content for name, content in files_in(directory).items() if name != MANIFEST}
@@ -275,24 +278,28 @@ class Harness:
             return {}
 
     async def end(self, session: Session) -> None:
-        """What the API does when a client finishes; returns when the engine has closed the session's models."""
+        """End the session as the API does when a client finishes; return when the engine has closed its models."""
         assert await self.sessions.end(session, "finished", None, None)
         self.store.drop_session(session.id)
         self.engine.ring([SESSIONS])
-        mine = select(models.c.status).where(models.c.session_id == session.id)
-        await until(lambda: set(self.database.read(lambda c: c.execute(mine).scalars().all())) <= {"closed", "failed"})
+        models_of_session = select(models.c.status).where(models.c.session_id == session.id)
+        await until(
+            lambda: (
+                set(self.database.read(lambda c: c.execute(models_of_session).scalars().all())) <= {"closed", "failed"}
+            )
+        )
 
 
 @dataclass
 class Trainer:
-    """A client of one model: sends commands, numbered in order unless told otherwise."""
+    """A client of one model. It sends commands, numbered in order unless a test passes a number."""
 
     harness: Harness
     session: Session
     model_id: str
     seq_id: int = 0
     creating: str | None = None
-    """The request id of its CREATE_MODEL, while nobody has waited for that."""
+    """The request id of the CREATE_MODEL command, until its outcome was awaited."""
 
     @classmethod
     async def create(
@@ -306,7 +313,7 @@ class Trainer:
         rank: int = 4,
         create: bool = True,
     ) -> Trainer:
-        """A model row and, with `create`, its CREATE_MODEL command (not waited for)."""
+        """A model row and, with `create`, a CREATE_MODEL command, without waiting for its outcome."""
         session = session or await harness.sessions.create(tenant, [], None, "")
         model_id = model_id_of(session.id, model_seq_id)
         model = Model(model_id, session.id, tenant, "tiny", LoraSpec(rank, 32.0, seed), None)
@@ -317,7 +324,7 @@ class Trainer:
         return trainer
 
     async def send(self, kind: Kind, seq_id: int | None = None, **body: Any) -> str:
-        """Record a command and ring; returns its request id."""
+        """Record a command, ring the engine, and return the request id."""
         if seq_id is None:
             self.seq_id += 1
             seq_id = self.seq_id
@@ -337,11 +344,11 @@ class Trainer:
         return json.loads(to_json(outcome.result, outcome.result_format))
 
     async def do(self, kind: Kind, **body: Any) -> dict[str, Any]:
-        """Send and wait for the result."""
+        """Send a command and wait for its result."""
         return await self.result(await self.send(kind, **body))
 
     async def fails(self, kind: Kind, **body: Any) -> Outcome:
-        """Send and wait for the failure."""
+        """Send a command and wait for its failure."""
         outcome = await self.outcome(await self.send(kind, **body))
         assert outcome.error is not None
         return outcome
@@ -354,17 +361,17 @@ class Trainer:
         return await self.send(Kind.OPTIM_STEP, seq_id, adam_params={"learning_rate": 0.01, "grad_clip_norm": 1.0})
 
     async def step(self, seed: int) -> dict[str, Any]:
-        """Two chunks and a step; returns the step's metrics."""
+        """Send two chunks and a step; return the metrics of the step."""
         return (await self.result(await self.send_step(seed)))["metrics"]
 
     async def send_step(self, seed: int) -> str:
-        """`step` without waiting; returns the request id of its optim_step."""
+        """`step` without waiting; returns the request id of the optim_step."""
         await self.forward_backward(seed, None, 9, 14)
         await self.forward_backward(seed + 1000)
         return await self.optim_step()
 
     async def state(self) -> dict[str, bytes]:
-        """Everything that the backend holds of this model, to the last bit. Waits until there is such a model."""
+        """Everything that the backend holds of this model, to the last bit. Waits until the model exists."""
         if self.creating is not None:
             await self.result(self.creating)
             self.creating = None
@@ -379,7 +386,7 @@ class Trainer:
 
 @contextlib.asynccontextmanager
 async def harness_in(state_dir: Path, **flags: Any) -> AsyncIterator[Harness]:
-    """A harness whose engine is not started yet."""
+    """A harness without a started engine."""
     harness = Harness(state_dir, **flags)
     try:
         yield harness

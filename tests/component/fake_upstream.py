@@ -1,4 +1,4 @@
-"""A vLLM-compatible server on a real socket that does what a test tells it, request by request."""
+"""A vLLM-compatible server on a real socket that answers each request as a test tells it."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class Received:
 
 
 Reply = Callable[[Received, asyncio.StreamWriter], Awaitable[None]]
-"""Answers one request by writing to its connection, or by treating the connection badly."""
+"""Answers one request by writing to its connection, or injects a fault into the connection."""
 
 
 def completion(request: dict[str, Any]) -> dict[str, Any]:
-    """A whole answer to `request`, as vLLM gives it; sample i starts at token i, log-probabilities are -1, -2, ..."""
+    """A complete answer to `request` in vLLM's format; sample i starts at token i, log-probabilities are -1, -2, ..."""
     length = min(request["max_tokens"] or 4, 4)
     choices = []
     for index in range(request["n"]):
@@ -62,7 +62,7 @@ def completion(request: dict[str, Any]) -> dict[str, Any]:
 def reply(
     status: int, body: bytes | str | dict[str, Any], content_type: str = "application/json", **headers: str
 ) -> Reply:
-    """A fixed answer. Underscores in header names stand for dashes."""
+    """A fixed answer. Underscores in header names become dashes."""
 
     async def send(_: Received, writer: asyncio.StreamWriter) -> None:
         content = json.dumps(body) if isinstance(body, dict) else body
@@ -72,12 +72,12 @@ def reply(
 
 
 def error(status: int, message: str, param: str | None = None) -> Reply:
-    """A refusal in vLLM's own shape."""
+    """A refusal in vLLM's format."""
     return reply(status, {"error": {"message": message, "type": "BadRequestError", "param": param, "code": status}})
 
 
 def complete(change: Callable[[dict[str, Any]], object] = lambda _: None) -> Reply:
-    """A completion, after `change` has spoilt its body in place."""
+    """A completion whose body `change` has damaged in place."""
 
     async def send(request: Received, writer: asyncio.StreamWriter) -> None:
         body = completion(request.json)
@@ -88,7 +88,7 @@ def complete(change: Callable[[dict[str, Any]], object] = lambda _: None) -> Rep
 
 
 def every_choice(**values: Any) -> Callable[[dict[str, Any]], None]:
-    """A change for `complete`: set these fields of all choices."""
+    """A `change` for `complete`: set these fields in all choices."""
 
     def change(body: dict[str, Any]) -> None:
         for choice in body["choices"]:
@@ -98,7 +98,7 @@ def every_choice(**values: Any) -> Callable[[dict[str, Any]], None]:
 
 
 def after(event: asyncio.Event, then: Reply) -> Reply:
-    """`then`, once the event is set."""
+    """Reply with `then` once the event is set."""
 
     async def send(request: Received, writer: asyncio.StreamWriter) -> None:
         await event.wait()
@@ -108,7 +108,7 @@ def after(event: asyncio.Event, then: Reply) -> Reply:
 
 
 async def hang_up(_: Received, writer: asyncio.StreamWriter) -> None:
-    """Close without a byte of an answer."""
+    """Close the connection without sending a byte."""
     writer.close()
 
 
@@ -128,7 +128,7 @@ async def reset_after_headers(_: Received, writer: asyncio.StreamWriter) -> None
 
 
 async def never(_: Received, writer: asyncio.StreamWriter) -> None:
-    """No answer while the client stays."""
+    """Send no answer for as long as the client stays connected."""
     await asyncio.Event().wait()
 
 
@@ -144,10 +144,10 @@ def _write(writer: asyncio.StreamWriter, status: int, body: bytes, content_type:
 
 @dataclass
 class FakeUpstream:
-    """Replies to completions come from `script`, one each, then from `default`; `on_load` answers adapter loads.
+    """A completion is answered by the next entry of `script`, then by `default`; an adapter load by `on_load`.
 
-    With `adapters` set, a completion for another model is a 404, and a load that succeeds adds one. `controls` are
-    replies by path (without its query), before all others.
+    With `adapters` set, a completion for an unknown model gets 404, and a successful load adds its adapter. `controls`
+    maps a path (without query) to a reply, and comes before all other replies.
     """
 
     script: deque[Reply] = field(default_factory=deque)
@@ -158,7 +158,7 @@ class FakeUpstream:
     controls: dict[str, Reply] = field(default_factory=dict)
     requests: list[Received] = field(default_factory=list)
     disconnects: int = 0
-    """Requests whose client left before the answer."""
+    """Requests whose client disconnected before the answer."""
     busy: int = 0
     most_busy: int = 0
     url: str = ""
@@ -184,7 +184,7 @@ class FakeUpstream:
         self.url = f"http://{host}:{port}"
 
     async def stop(self) -> None:
-        """Close everything. Raises what went wrong in a reply."""
+        """Close everything. Raises the errors that replies raised."""
         assert self._server is not None
         self._stopped = True
         self._server.close()
@@ -197,7 +197,7 @@ class FakeUpstream:
             raise ExceptionGroup("replies failed", self._errors)
 
     async def until(self, condition: Callable[[FakeUpstream], bool]) -> None:
-        """Wait for something that arrivals and departures bring about."""
+        """Wait until the condition holds. It is checked again at each arrival and departure of a request."""
         async with asyncio.timeout(60), self._changed:
             await self._changed.wait_for(lambda: condition(self))
 
@@ -225,7 +225,8 @@ class FakeUpstream:
         try:
             while (first := await head) is not None:
                 request = await _read_request(first, reader)
-                head = asyncio.ensure_future(_read_head(reader))  # the next one, or the end: the client has left
+                # completes with the next request, or when the client leaves
+                head = asyncio.ensure_future(_read_head(reader))
                 self.requests.append(request)
                 self.busy += 1
                 self.most_busy = max(self.most_busy, self.busy)
@@ -236,7 +237,7 @@ class FakeUpstream:
                     self.busy -= 1
                     await self._notify()
         except (ConnectionError, asyncio.IncompleteReadError):
-            pass  # the client left, or a reply wants the connection gone
+            pass  # the client left, or a reply closes the connection
         finally:
             head.cancel()
             await asyncio.gather(head, return_exceptions=True)
@@ -244,7 +245,7 @@ class FakeUpstream:
     async def _answer(
         self, request: Received, writer: asyncio.StreamWriter, leaving: asyncio.Future[str | None]
     ) -> None:
-        """Run the reply, unless the client hangs up first."""
+        """Run the reply, unless the client disconnects first."""
         answering = asyncio.ensure_future(self._choose(request)(request, writer))
         try:
             await asyncio.wait({answering, leaving}, return_when=asyncio.FIRST_COMPLETED)
@@ -301,5 +302,5 @@ async def fake_upstream(**options: Any) -> AsyncIterator[FakeUpstream]:
 
 
 def closed_port() -> str:
-    """The URL of a port on which nobody listens, and which nobody is given who asks the system for a free one."""
+    """The URL of a port without a listener. The system gives this port to no process that asks for a free one."""
     return "http://127.0.0.1:1"

@@ -1,4 +1,4 @@
-"""An event loop's time in the hands of a test: a deadline comes when the test says so, however slow the machine is."""
+"""An event loop's clock that a test advances: a deadline passes when the test says so, however slow the machine is."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import asyncio
 
 
 class LoopClock:
-    """The running loop's clock. It goes on as always, and `advance` turns it on: timers due by then fire at once."""
+    """The clock of the running loop. It runs on as usual; `advance` adds seconds, and timers due by then fire at
+    once."""
 
     def __init__(self) -> None:
         loop = asyncio.get_running_loop()

@@ -1,6 +1,6 @@
-"""A backend whose models are the list of what was done to them, and an engine on it that dies wherever it is told to.
+"""An engine that dies at any instruction a test chooses, on a backend whose models record their history.
 
-Everything but the backend is real: store, writer, database, scheduler, execution, snapshots, recovery, checkpoints.
+All other parts are real: store, writer, database, scheduler, execution, snapshots, recovery, checkpoints.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from skyrl.storage.registry import open_store
 from skyrl.types.lora import LoraSpec
 
 ALL = 1000
-"""Turns: more than there is work for."""
+"""A number of turns that is enough for all work."""
 REFUSED, NOT_FINITE = 500, 400
-"""Tokens that the backend refuses, and whose gradient the next step cannot use."""
+"""Two tokens: the backend refuses the first, and the second makes the gradient not finite."""
 
 State = dict[str, list[Any]]
 """`done`: steps and loads; `gradient`: the passes since the last step."""
@@ -42,7 +42,7 @@ def fresh() -> State:
 
 
 def weight(state: State) -> float:
-    """A number that tells any two histories apart, exact in float32."""
+    """A number that differs for any two histories of a model, exact in float32."""
     value = 1
     for letter in json.dumps(state):
         value = (value * 31 + ord(letter)) % 8_388_593
@@ -50,7 +50,8 @@ def weight(state: State) -> float:
 
 
 def add_pass(state: State, token: int) -> PassResult:
-    """What a pass does to a model, and its result. Raises InvalidRequest, and changes nothing, for a bad token."""
+    """Apply a pass to a model; returns its result. Raises InvalidRequest for a bad token, and leaves the model
+    unchanged."""
     if token == REFUSED:
         raise InvalidRequest("data[0]: token 500 is refused")
     state["gradient"].append(token)
@@ -59,7 +60,7 @@ def add_pass(state: State, token: int) -> PassResult:
 
 
 def add_step(state: State, learning_rate: float) -> dict[str, float]:
-    """What a step does. Raises FloatingPointError, and drops the gradient, where that is not finite."""
+    """Apply a step. Raises FloatingPointError if the gradient is not finite, and drops the gradient."""
     gradient, state["gradient"] = state["gradient"], []
     if NOT_FINITE in gradient:
         raise FloatingPointError("the gradient is not finite")
@@ -68,7 +69,7 @@ def add_step(state: State, learning_rate: float) -> dict[str, float]:
 
 
 class HistoryBackend:
-    """The backend. `step()` is called before and after everything that it does."""
+    """A backend that calls `step()` before and after every operation."""
 
     limits = ModelLimits(vocab_size=512, max_context=16)
     repeats_exactly = True
@@ -136,7 +137,7 @@ class HistoryBackend:
         self.save_state(model_id, directory)
 
     def save_snapshot(self, model_id: str, directory: Path) -> None:
-        """In two shards, each in a folder of its own, as two ranks might write it."""
+        """Write two shards, each in its own folder, as two ranks would."""
         text = json.dumps(self.models[model_id])
         half = len(text) // 2
         for rank, shard in enumerate((text[:half], text[half:])):
@@ -156,7 +157,7 @@ class HistoryBackend:
 
 
 class _DyingDatabase(FencedDatabase):
-    """An engine may die before it writes, with its changes made and not committed, and when they are."""
+    """An engine may die before a write, between its changes and the commit, and after the commit."""
 
     def __init__(self, url: str, step: Callable[[], None]) -> None:
         super().__init__(url, Fence(SERVER))
@@ -174,21 +175,21 @@ class _DyingDatabase(FencedDatabase):
         return written
 
 
-class _Rings:
-    """Tells the API, or does not: `deaf` loses it."""
+class _LossyRings:
+    """Rings the API; while `are_lost` is set, rings are lost."""
 
-    def __init__(self, heard: Callable[[list[str]], None]) -> None:
-        self.deaf = False
-        self._heard = heard
+    def __init__(self, on_ring: Callable[[list[str]], None]) -> None:
+        self.are_lost = False
+        self._on_ring = on_ring
         self._loop = asyncio.get_running_loop()
 
     def ring(self, words: Iterable[str] = ()) -> None:
-        if not self.deaf:
-            self._loop.call_soon_threadsafe(self._heard, list(words))
+        if not self.are_lost:
+            self._loop.call_soon_threadsafe(self._on_ring, list(words))
 
 
-class _NotesUntilDeath(CrashLedger):
-    """What is begun after that was not running when the engine died."""
+class _LedgerUntilDeath(CrashLedger):
+    """A command that begins after the death was not running at the death, so it is not recorded."""
 
     def __init__(self, file: Path, dead: Callable[[], bool]) -> None:
         self._dead = dead
@@ -199,74 +200,74 @@ class _NotesUntilDeath(CrashLedger):
             super()._write()
 
 
-class _TurnByTurn:
-    """An engine that waits before each turn until it is let go."""
+class _SteppedEngine:
+    """An engine that waits before each turn until the test allows the turn."""
 
     def __init__(self, parts: EngineParts) -> None:
         self._parts = parts
-        self._turn, parts.engine._turn = parts.engine._turn, self._turn_when_let_go  # type: ignore[method-assign]
-        self._left = 0
+        self._turn, parts.engine._turn = parts.engine._turn, self._turn_when_allowed  # type: ignore[method-assign]
+        self._turns_left = 0
         self._go = asyncio.Event()
-        self._waits = self._in_turn = False
+        self._is_waiting = self._in_turn = False
         self.ring, self.run, self.stop = parts.engine.ring, parts.engine.run, parts.signals.stop
 
-    def let_go(self, turns: int) -> None:
-        self._left, self._waits = turns, False
+    def allow_turns(self, turns: int) -> None:
+        self._turns_left, self._is_waiting = turns, False
         self._go.set()
 
     def halt(self) -> None:
-        self._left = 0
+        self._turns_left = 0
 
     def die(self) -> None:
-        """To its end, wherever it is."""
+        """End the engine, wherever it is."""
         self._parts.signals.fail(Killed())
-        self.let_go(1)
+        self.allow_turns(1)
         self.ring()
 
-    async def _turn_when_let_go(self) -> None:
-        while not self._left:
+    async def _turn_when_allowed(self) -> None:
+        while not self._turns_left:
             self._go.clear()
-            self._waits = True
+            self._is_waiting = True
             await self._go.wait()
-        self._left -= 1
+        self._turns_left -= 1
         self._in_turn = True
         await self._turn()
         self._in_turn = False
 
     @property
     def idle(self) -> bool:
-        """Whether it waits: to be let go, or for a ring."""
+        """Whether the engine waits: for the test's permission, or for a ring."""
         parts, signals, log = self._parts, self._parts.signals, self._parts.log
-        waits = self._waits or not (self._in_turn or parts.scheduler.has_work or signals.work.is_set())
+        waits = self._is_waiting or not (self._in_turn or parts.scheduler.has_work or signals.work.is_set())
         reads = log._has_news or log._reading.locked() or signals.arrived.is_set()
         return waits and not (reads or parts.file_commands.running)
 
 
 class MortalEngine:
-    """The engine of one state directory, from start to death to start."""
+    """The engine of one state directory, through deaths and restarts."""
 
-    def __init__(self, config: ServerConfig, heard: Callable[[list[str]], None], *, merges_passes: bool) -> None:
-        self.rings = _Rings(heard)
+    def __init__(self, config: ServerConfig, on_ring: Callable[[list[str]], None], *, merges_passes: bool) -> None:
+        self.rings = _LossyRings(on_ring)
         self.running: list[str] = []
-        """What ran when it last died: request ids, and what recovery was at."""
+        """What ran at the last death: request ids, and what recovery was doing."""
         self._config = config
         self._merges = merges_passes
-        self._left: int | None = None
+        self._steps_left: int | None = None
         self._dead = True
-        self._engine: _TurnByTurn | None = None
+        self._engine: _SteppedEngine | None = None
         self._database = _DyingDatabase(config.database, self._step)
 
     def _step(self) -> None:
-        """Every instruction passes here. The dead do nothing any more."""
-        if self._left is not None and not self._dead:
-            self._left -= 1
-            self._dead = self._left < 0
+        """Called at every instruction. A dead engine does nothing any more."""
+        if self._steps_left is not None and not self._dead:
+            self._steps_left -= 1
+            self._dead = self._steps_left < 0
         if self._dead:
             raise Killed
 
-    def die_after(self, steps: int | None) -> None:
-        """Arm its death so many instructions from now; None: it lives."""
-        self._left = steps
+    def die_after_steps(self, steps: int | None) -> None:
+        """Let the engine die after that many instructions; None: let it live."""
+        self._steps_left = steps
 
     @property
     def alive(self) -> bool:
@@ -277,88 +278,89 @@ class MortalEngine:
             self._engine.ring(words)
 
     async def start(self) -> bool:
-        """Recover, and wait to be let go. False: it has died of that."""
+        """Recover, then wait for permission to take turns. False: the engine died while recovering."""
         with closing(Database(self._config.database)) as database:
             claim_for_tests(database, SERVER)
         self._dead = False
         self.backend = HistoryBackend(self._step, merges_passes=self._merges)
-        self._ledger = _NotesUntilDeath(self._config.running_file, lambda: self._dead)
+        self._ledger = _LedgerUntilDeath(self._config.running_file, lambda: self._dead)
         api: Any = self.rings
         store, signals = open_store(self._config), EngineSignals()
         parts = build_engine(self._config, self._database, self.backend, store, self._ledger, api, signals)
-        self._engine = _TurnByTurn(parts)
+        self._engine = _SteppedEngine(parts)
         try:
             await parts.recovery.run()
         except Killed:
             self._engine.stop()
             await self._engine.run()
-            self._gone()
+            self._clear_engine()
             return False
         self._task = asyncio.create_task(self._engine.run())
-        return await self.rest()
+        return await self.wait_until_idle()
 
     async def turns(self, count: int) -> bool:
-        """Let it go; returns when it waits again. False: it has died."""
+        """Allow so many turns; returns when the engine waits again. False: the engine has died."""
         assert self._engine is not None
-        self._engine.let_go(count)
-        return await self.rest()
+        self._engine.allow_turns(count)
+        return await self.wait_until_idle()
 
     @asynccontextmanager
     async def held_at_a_save(self) -> AsyncIterator[None]:
-        """While the next save is in the middle of it, if one comes; the rest of the engine runs. Nothing is to die."""
+        """Hold the engine in the middle of its next save, if a save comes; its other work goes on. The engine must not
+        be armed to die."""
         assert self._engine is not None
         self.backend.saves_may_go.clear()
         before = self.backend.saving
         self.ring()
         engine, backend = self._engine, self.backend
         await until(lambda: engine.idle or backend.saving > before)
-        self._engine.let_go(ALL)
+        self._engine.allow_turns(ALL)
         try:
             yield
         finally:
             self.backend.saves_may_go.set()
-        assert await self.rest()
+        assert await self.wait_until_idle()
 
-    async def look(self) -> bool:
-        """The time has come to look for lost rings. False: it has died of what it found."""
+    async def find_lost_rings(self) -> bool:
+        """Look for lost rings, as the safety poll does. False: the engine died of what it found."""
         assert self._engine is not None
         self._engine.ring([SESSIONS])
-        return await self.rest()
+        return await self.wait_until_idle()
 
-    async def rest(self) -> bool:
-        """Wait until it waits. False: it has died instead."""
+    async def wait_until_idle(self) -> bool:
+        """Wait until the engine is idle. False: the engine has died instead."""
         assert self._engine is not None
         engine, task = self._engine, self._task
 
-        def rests() -> bool:
+        def is_idle_or_done() -> bool:
             if self._dead:
                 engine.die()
             return task.done() or (engine.idle and not self._dead)
 
-        await until(rests)
+        await until(is_idle_or_done)
         if not self._task.done():
             self._engine.halt()
             return True
         with suppress(Killed):
             await self._task
             raise AssertionError("the engine has ended by itself")
-        self._gone()
+        self._clear_engine()
         return False
 
     async def stop(self) -> None:
-        """An end in order, which leaves no trace of what ran."""
+        """Stop the engine in order, which leaves no record of running commands."""
         if self._engine is None:
             return
-        self._left = None
+        self._steps_left = None
         self._engine.stop()
-        self._engine.let_go(1)
+        self._engine.allow_turns(1)
         await self._task
-        self._gone()
+        self._clear_engine()
 
-    def _gone(self) -> None:
+    def _clear_engine(self) -> None:
         self._ledger.close()
         self.running = json.loads(self._config.running_file.read_text().partition("\n")[0])["running"]
-        self._left, self._dead, self._engine = None, True, None
+        self._steps_left, self._dead, self._engine = None, True, None
 
     async def close(self) -> None:
         await self.stop()

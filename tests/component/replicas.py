@@ -1,4 +1,4 @@
-"""Scripted inference servers as an engine's group sees them: they load and unload adapters and say how they are."""
+"""Scripted inference servers for an EngineGroup: they load and unload adapters and report their health."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from fake_upstream import COMPLETIONS, LOAD, FakeUpstream, Received, Reply, complete, fake_upstream, hang_up, reply
 
 from skyrl.inference.engine_group import EngineGroup
-from skyrl.inference.replica import Addresses, CallBounds, Replica
+from skyrl.inference.replica import Addresses, CallTimeouts, Replica
 from skyrl.types.weights import AdapterVersion
 from skyrl.vllm_plugin.incarnation import HEADER
 
@@ -18,12 +18,12 @@ UNLOAD = "/v1/unload_lora_adapter"
 SOON_S = 0.01
 NEVER_S = 1000.0
 WELL, ILL, GONE = reply(200, b""), reply(503, b""), hang_up
-BOUNDS = CallBounds(health_s=NEVER_S, load_s=NEVER_S, unload_s=NEVER_S, sleep_s=NEVER_S, warm_up_s=NEVER_S)
-"""A server that answers is never too late, however slow the machine is."""
+TIMEOUTS = CallTimeouts(health_s=NEVER_S, load_s=NEVER_S, unload_s=NEVER_S, sleep_s=NEVER_S, warm_up_s=NEVER_S)
+"""Timeouts that no answer exceeds, however slow the machine is."""
 
 
-def set_up(upstream: FakeUpstream, health: Reply = WELL) -> None:
-    """What it answers from now on; it takes every adapter."""
+def set_replies(upstream: FakeUpstream, health: Reply = WELL) -> None:
+    """Set the replies of the upstream from now on; every adapter load succeeds."""
     upstream.controls = {
         "/health": health,
         "/is_sleeping": reply(200, {"is_sleeping": False}),
@@ -33,15 +33,15 @@ def set_up(upstream: FakeUpstream, health: Reply = WELL) -> None:
     }
 
 
-class Directories:
-    """An AdapterHost that has every adapter."""
+class AdapterDirectories:
+    """An AdapterHost that has the files of every adapter."""
 
     async def bring(self, adapter: AdapterVersion) -> str:
         return f"/adapters/{adapter.name}"
 
 
-def replica_at(url: str, *, name: str = "", bounds: CallBounds = BOUNDS) -> Replica:
-    return Replica(name or url, Addresses.same(url), "key", Directories(), bounds)
+def replica_at(url: str, *, name: str = "", timeouts: CallTimeouts = TIMEOUTS) -> Replica:
+    return Replica(name or url, Addresses.same(url), "key", AdapterDirectories(), timeouts)
 
 
 def group_of(
@@ -51,7 +51,7 @@ def group_of(
     in_use: Sequence[AdapterVersion] = (),
     grace_s: float = NEVER_S,
 ) -> tuple[EngineGroup, list[str | None]]:
-    """A group that looks often, not run yet; and what it publishes."""
+    """A group with short intervals, not yet running; and the list of URLs that it publishes."""
     published: list[str | None] = []
 
     async def publish(url: str | None) -> None:
@@ -74,22 +74,22 @@ def group_of(
 
 @dataclass
 class Server:
-    """An inference server that a test hangs, kills and starts again. It loses its adapters with each start, and
-    answers a sample for an adapter that it does not have with 404."""
+    """An inference server that a test hangs, kills and starts again. Each start loses its adapters. A sample for an
+    adapter that it does not have gets 404."""
 
     upstream: FakeUpstream
     adapters: set[str] = field(default_factory=set)
     starts: int = 1
     dead: bool = False
     dies_of: str = ""
-    """It dies when it is told to load this adapter."""
-    told: list[tuple[str, str]] = field(default_factory=list)
-    """Loads and unloads in their order, as path and adapter; also those that it never answered."""
-    goes_on: asyncio.Event = field(default_factory=asyncio.Event)
-    """Nothing is answered while it is not set, as by a process that was stopped with SIGSTOP."""
+    """The server dies when it gets a load of this adapter."""
+    calls: list[tuple[str, str]] = field(default_factory=list)
+    """Loads and unloads in their order, as (path, adapter), even those without an answer."""
+    may_answer: asyncio.Event = field(default_factory=asyncio.Event)
+    """While the event is not set, the server answers nothing, like a process after SIGSTOP."""
 
     def __post_init__(self) -> None:
-        self.goes_on.set()
+        self.may_answer.set()
         for path in ("/health", "/is_sleeping", "/sleep", "/wake_up", COMPLETIONS, LOAD, UNLOAD):
             self.upstream.controls[path] = self._answer
 
@@ -98,24 +98,24 @@ class Server:
         return self.upstream.url
 
     def replica(self, *, unload_s: float = NEVER_S, health_s: float = NEVER_S) -> Replica:
-        return replica_at(self.url, bounds=replace(BOUNDS, unload_s=unload_s, health_s=health_s))
+        return replica_at(self.url, timeouts=replace(TIMEOUTS, unload_s=unload_s, health_s=health_s))
 
     def hang(self) -> None:
-        self.goes_on.clear()
+        self.may_answer.clear()
 
     def restart(self) -> None:
-        """The next start of the server. It has nothing loaded."""
+        """Start the server again, without adapters."""
         self.starts += 1
         self.adapters.clear()
         self.dead = False
-        self.goes_on.set()
+        self.may_answer.set()
 
     async def _answer(self, request: Received, writer: asyncio.StreamWriter) -> None:
         path = request.path.partition("?")[0]
         name = request.json.get("lora_name", "") if path in (LOAD, UNLOAD) else ""
         if name:
-            self.told.append((path, name))
-        await self.goes_on.wait()
+            self.calls.append((path, name))
+        await self.may_answer.wait()
         if path == LOAD and name == self.dies_of:
             self.dead = True
         await (hang_up if self.dead else self._reply(path, name, request))(request, writer)
@@ -131,7 +131,7 @@ class Server:
             if name not in self.adapters:
                 return reply(404, {"error": "no such adapter"})
             self.adapters.remove(name)
-        if path == COMPLETIONS and "model" in request.json:  # else it is a warm-up, whose answer nobody reads
+        if path == COMPLETIONS and "model" in request.json:  # a warm-up names no model, and nobody reads its answer
             known = request.json["model"] in self.adapters
             return complete() if known else reply(404, {"error": "no such model"})
         return WELL

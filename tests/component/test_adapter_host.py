@@ -1,4 +1,5 @@
-"""The files of an adapter version come to where the replica reads them, from a real checkpoint store."""
+"""SharedDirectory brings the files of an adapter version from a real checkpoint store to where the replica reads
+them."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ import pytest
 from engine_harness import until
 from sqlalchemy.exc import OperationalError
 
-from skyrl.config.server import ServerConfig, load_config
+from skyrl.config.loading import load_config
+from skyrl.config.server import ServerConfig
 from skyrl.inference.adapter_host import AdapterMissing, AdapterUnavailable, SharedDirectory
 from skyrl.storage import directories
 from skyrl.storage.adapters import adapter_directory, adapter_in, adapter_location
@@ -60,14 +62,14 @@ def host_on(state_dir: Path, store: CheckpointStore, keys: dict[AdapterVersion, 
     return SharedDirectory(lambda: state_dir, store, store_key)
 
 
-async def test_files_that_are_there_are_used_as_they_are(config: ServerConfig, store: CheckpointStore) -> None:
+async def test_existing_files_are_used_unchanged(config: ServerConfig, store: CheckpointStore) -> None:
     write(adapter_directory(config.state_dir, ADAPTER))
     directory = await host_on(config.state_dir, store, {}).bring(ADAPTER)
     assert directory == f"{config.state_dir}/adapters/s1=3Atrain=3A0/v000007"
     assert files_in(directory) == FILES
 
 
-async def test_files_that_are_gone_are_fetched_by_the_key_of_their_checkpoint(
+async def test_missing_files_are_fetched_by_the_store_key_of_their_checkpoint(
     config: ServerConfig, store: CheckpointStore
 ) -> None:
     host = host_on(config.state_dir, store, {ADAPTER: KEY})
@@ -79,7 +81,7 @@ async def test_files_that_are_gone_are_fetched_by_the_key_of_their_checkpoint(
 
 
 @pytest.mark.parametrize("keys", [{}, {ADAPTER: "s1=3Atrain=3A0/deleted-2"}])
-async def test_files_that_nobody_has_are_missing(
+async def test_an_adapter_without_files_and_stored_copy_raises_adapter_missing(
     config: ServerConfig, store: CheckpointStore, keys: dict[AdapterVersion, str]
 ) -> None:
     with pytest.raises(AdapterMissing, match="the files of adapter s1:train:0@7 are gone") as caught:
@@ -88,39 +90,40 @@ async def test_files_that_nobody_has_are_missing(
     assert not adapter_directory(config.state_dir, ADAPTER).exists()
 
 
-async def test_a_full_disk_a_database_and_a_store_that_are_away_are_passing_troubles(
+async def test_a_full_disk_or_an_unreachable_database_or_store_raises_adapter_unavailable(
     config: ServerConfig, store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    locked = OperationalError("SELECT", None, Exception("database is locked"))
-    away = StoreError("no route to 10.0.0.7")
+    disk_full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    database_locked = OperationalError("SELECT", None, Exception("database is locked"))
+    store_away = StoreError("no route to 10.0.0.7")
 
-    def fails(error: Exception) -> object:
+    def failing(error: Exception) -> object:
         def fail(*_: object) -> None:
             raise error
 
         return fail
 
-    async def no_key(_: AdapterVersion) -> None:
-        raise locked
+    async def failing_store_key(_: AdapterVersion) -> None:
+        raise database_locked
 
-    async def unavailable(host: SharedDirectory, cause: Exception) -> AdapterUnavailable:
+    async def reason_of_failure(host: SharedDirectory, cause: Exception) -> str:
         with pytest.raises(AdapterUnavailable) as caught:
             await host.bring(ADAPTER)
         assert caught.value.cause is caught.value.__cause__ is cause
         assert caught.value.adapter == ADAPTER
         assert str(caught.value) == f"the files of adapter {ADAPTER.name} cannot be brought to the inference server now"
-        return caught.value
+        return caught.value.reason
 
     host = host_on(config.state_dir, store, {ADAPTER: KEY})
     with monkeypatch.context() as patched:
-        patched.setattr(directories, "_link", fails(full))
-        assert (await unavailable(host, full)).reason == f"OSError: {full}"
+        patched.setattr(directories, "_link", failing(disk_full))
+        assert await reason_of_failure(host, disk_full) == f"OSError: {disk_full}"
     with monkeypatch.context() as patched:
-        patched.setattr(store, "reading", fails(away))
-        assert (await unavailable(host, away)).reason == "StoreError: no route to 10.0.0.7"
-    said = (await unavailable(SharedDirectory(lambda: config.state_dir, store, no_key), locked)).reason
-    assert said == "OperationalError: (builtins.Exception) database is locked"
+        patched.setattr(store, "reading", failing(store_away))
+        assert await reason_of_failure(host, store_away) == "StoreError: no route to 10.0.0.7"
+    host_without_database = SharedDirectory(lambda: config.state_dir, store, failing_store_key)
+    reason = await reason_of_failure(host_without_database, database_locked)
+    assert reason == "OperationalError: (builtins.Exception) database is locked"
     assert files_in(await host.bring(ADAPTER)) == FILES
 
 
@@ -136,7 +139,7 @@ async def busy_store_threads() -> AsyncIterator[None]:
         await asyncio.gather(*busy)
 
 
-async def test_files_that_are_there_do_not_wait_for_slow_checkpoint_stores(
+async def test_existing_files_are_found_while_all_store_threads_are_busy(
     config: ServerConfig, store: CheckpointStore
 ) -> None:
     write(adapter_directory(config.state_dir, ADAPTER))
@@ -146,7 +149,9 @@ async def test_files_that_are_there_do_not_wait_for_slow_checkpoint_stores(
     assert files_in(bringing.result()) == FILES
 
 
-async def test_a_state_directory_that_only_the_replica_sees_is_named(tmp_path: Path, store: CheckpointStore) -> None:
+async def test_the_path_names_the_state_directory_as_the_replica_sees_it(
+    tmp_path: Path, store: CheckpointStore
+) -> None:
     far = tmp_path / "on another host"
     directory = await host_on(far, store, {ADAPTER: KEY}).bring(ADAPTER)
     assert directory == str(adapter_directory(far, ADAPTER))
@@ -154,12 +159,12 @@ async def test_a_state_directory_that_only_the_replica_sees_is_named(tmp_path: P
 
 
 @pytest.mark.parametrize("model_id", ["s1:train:0", "a/../b", "=3A", "v1"])
-def test_a_directory_says_whose_it_is(tmp_path: Path, model_id: str) -> None:
+def test_the_directory_name_gives_the_adapter_version(tmp_path: Path, model_id: str) -> None:
     adapter = AdapterVersion.of(model_id, 12)
     assert adapter_in(adapter_directory(tmp_path, adapter)) == adapter
     assert adapter_location(adapter).count("/") == 2
 
 
 @pytest.mark.parametrize("name", ["v12", "v", "12", "v-00001", "v00001a", "final"])
-def test_another_directory_is_no_versions(tmp_path: Path, name: str) -> None:
+def test_other_directory_names_give_no_adapter_version(tmp_path: Path, name: str) -> None:
     assert adapter_in(tmp_path / "adapters" / "s1=3Atrain=3A0" / name) is None

@@ -1,4 +1,4 @@
-"""A save for sampling, and an adapter that nobody needs any more: what the engine asks of vLLM, and in which order."""
+"""A save for sampling, and an adapter out of use: which calls the engine makes to vLLM, and in which order."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from adapter_hosts import Away
+from adapter_hosts import UnreachableHost
 from engine_harness import Harness, Trainer, files_in, harness_in, until
 from fake_upstream import LOAD, FakeUpstream, Received, Reply, after, error, fake_upstream, hang_up
-from replicas import BOUNDS, GONE, UNLOAD, WELL, group_of, set_up
+from replicas import GONE, TIMEOUTS, UNLOAD, WELL, group_of, set_replies
 
 from skyrl.db.samplers import find_sampler
 from skyrl.engine import reclaim
@@ -44,15 +44,15 @@ async def in_no_checkpoint(_: AdapterVersion) -> None:
 
 @asynccontextmanager
 async def world_in(state_dir: Path, host: AdapterHost | None = None) -> AsyncIterator[World]:
-    """An engine, the group of its one inference server, and a model."""
+    """An engine, the group of its one inference server, and one model."""
     async with fake_upstream() as upstream, harness_in(state_dir) as harness:
-        set_up(upstream)
+        set_replies(upstream)
         replica = Replica(
             "vllm",
             Addresses.same(upstream.url),
             "key",
             host or SharedDirectory(lambda: state_dir, harness.checkpoint_store, in_no_checkpoint),
-            BOUNDS,
+            TIMEOUTS,
         )
         group, published = group_of(replica)
         watching = asyncio.create_task(group.run())
@@ -66,24 +66,24 @@ async def world_in(state_dir: Path, host: AdapterHost | None = None) -> AsyncIte
         await watching
 
 
-async def test_an_adapter_is_loaded_from_whole_files_before_its_save_is_committed(tmp_path: Path) -> None:
-    """Who reads the result samples at once: the version must be there for it."""
+async def test_vllm_loads_an_adapter_from_complete_files_before_its_save_is_committed(tmp_path: Path) -> None:
+    """A client that reads the result samples at once, so vLLM must already have the version."""
     go = asyncio.Event()
     seen: list[set[str]] = []
 
-    async def look(request: Received, writer: asyncio.StreamWriter) -> None:
+    async def read_files_and_rows(request: Received, writer: asyncio.StreamWriter) -> None:
         seen.append(set(files_in(request.json["lora_path"])))
         await after(go, WELL)(request, writer)
 
     async with world_in(tmp_path / "state") as here:
-        here.upstream.controls[LOAD] = look
+        here.upstream.controls[LOAD] = read_files_and_rows
         save = await here.trainer.send(Kind.SAVE_WEIGHTS_FOR_SAMPLER, path="first")
         await until(lambda: bool(seen))
         assert seen == [{"adapter_config.json", "adapter_model.safetensors"}]
         assert here.version() == 0
         assert here.harness.checkpoint_rows(here.trainer.model_id) == []
         other = await Trainer.create(here.harness)
-        await other.step(1)  # others train while vLLM loads
+        await other.step(1)  # other models train while vLLM loads
         assert here.version() == 0
         go.set()
         await here.trainer.result(save)
@@ -93,7 +93,7 @@ async def test_an_adapter_is_loaded_from_whole_files_before_its_save_is_committe
 
 
 @pytest.mark.parametrize("load", [error(400, "no slot is free"), error(500, "broken"), hang_up])
-async def test_a_save_whose_adapter_cannot_be_loaded_now_succeeds_and_says_so(
+async def test_a_save_succeeds_and_logs_a_warning_when_vllm_cannot_load_its_adapter(
     tmp_path: Path, load: Reply, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with world_in(tmp_path / "state") as here:
@@ -104,10 +104,10 @@ async def test_a_save_whose_adapter_cannot_be_loaded_now_succeeds_and_says_so(
         assert here.version() == 1
 
 
-async def test_a_save_whose_files_cannot_be_brought_to_the_replica_succeeds_and_says_so(
+async def test_a_save_succeeds_and_logs_a_warning_when_its_files_cannot_be_brought_to_the_replica(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with world_in(tmp_path / "state", Away()) as here:
+    async with world_in(tmp_path / "state", UnreachableHost()) as here:
         await here.trainer.do(Kind.SAVE_WEIGHTS_FOR_SAMPLER, path="first")
         (row,) = here.harness.checkpoint_rows(here.trainer.model_id)
         assert f"adapter {row.weights.name} was saved but not loaded yet" in caplog.text
@@ -115,9 +115,9 @@ async def test_a_save_whose_files_cannot_be_brought_to_the_replica_succeeds_and_
         assert here.version() == 1
 
 
-async def test_a_server_that_is_not_ready_is_not_asked(tmp_path: Path) -> None:
+async def test_a_server_that_is_not_ready_gets_no_load_call(tmp_path: Path) -> None:
     async with world_in(tmp_path / "state") as here:
-        set_up(here.upstream, GONE)
+        set_replies(here.upstream, GONE)
         await until(lambda: not here.group.ready)
         await here.trainer.do(Kind.SAVE_WEIGHTS_FOR_SAMPLER, path="first")
         assert here.asked_for(LOAD) == []
@@ -126,19 +126,19 @@ async def test_a_server_that_is_not_ready_is_not_asked(tmp_path: Path) -> None:
 async def test_an_adapter_is_unloaded_before_its_files_are_deleted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """vLLM reads the directory of an adapter that it has evicted again, and dies if it is gone."""
-    monkeypatch.setattr(reclaim, "GRACE_S", -60.0)  # nothing is too young
+    """vLLM reads the directory of an evicted adapter again, and dies if the directory is gone."""
+    monkeypatch.setattr(reclaim, "GRACE_S", -60.0)  # so that no file is too young to be deleted
     async with world_in(tmp_path / "state") as here:
         saved = await here.trainer.do(Kind.SAVE_WEIGHTS_FOR_SAMPLER, sampling_session_seq_id=0)
         sampler = here.harness.database.read(lambda c: find_sampler(c, saved["sampling_session_id"]))
         assert sampler is not None
         assert isinstance(sampler.weights, AdapterVersion)
         directory = here.harness.adapter(sampler.weights)
-        there: list[tuple[str, bool]] = []
+        files_found: list[tuple[str, bool]] = []
 
         def noting(answer: Reply) -> Reply:
             async def note(request: Received, writer: asyncio.StreamWriter) -> None:
-                there.append((json.loads(request.body)["lora_name"], bool(files_in(directory))))
+                files_found.append((json.loads(request.body)["lora_name"], bool(files_in(directory))))
                 await answer(request, writer)
 
             return note
@@ -146,18 +146,19 @@ async def test_an_adapter_is_unloaded_before_its_files_are_deleted(
         here.upstream.controls[UNLOAD] = noting(error(500, "not now"))
         await here.harness.end(here.trainer.session)
         await here.harness.sweep()
-        assert there == [(sampler.weights.name, True)]
-        assert files_in(directory), "it could not be unloaded"
+        assert files_found == [(sampler.weights.name, True)]
+        assert files_in(directory), "the files stay while the adapter cannot be unloaded"
         here.upstream.controls[UNLOAD] = noting(WELL)
         await here.harness.sweep()
-        assert there == [(sampler.weights.name, True)] * 2
+        assert files_found == [(sampler.weights.name, True)] * 2
         assert not files_in(directory)
 
 
-async def test_a_server_that_does_not_answer_is_asked_once_in_a_sweep(
+async def test_a_silent_server_gets_one_unload_call_per_sweep(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """An answer is waited for for a minute: with hundreds of adapters to unload, nothing else would be swept."""
+    """An unload call may wait a minute for its answer. With hundreds of adapters to unload, the sweep would do nothing
+    else."""
     monkeypatch.setattr(reclaim, "GRACE_S", -60.0)
     async with world_in(tmp_path / "state") as here:
         for number in range(3):

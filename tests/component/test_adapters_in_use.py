@@ -1,4 +1,4 @@
-"""Which adapters a replica loads before it is used: those that were sampled from of late, on both databases."""
+"""Which adapters a replica loads before it is used: the recently sampled ones. Runs on both databases."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def add(
     sampler = Sampler(f"{session}:sample:{number}", session, "tenant", "tiny", None, weights, False)
     database.write(lambda c: add_sampler(c, sampler, number))
     at = None if adapter is None else NOW - used_s_ago
-    mine = update(samplers).where(samplers.c.id == sampler.id)
-    database.write(lambda c: c.execute(mine.values(last_used_at=at, status=status)))
+    statement = update(samplers).where(samplers.c.id == sampler.id)
+    database.write(lambda c: c.execute(statement.values(last_used_at=at, status=status)))
 
 
 @ON_BOTH
-async def test_the_adapters_in_use_are_those_that_were_sampled_from_last(database: Database) -> None:
+async def test_the_adapters_in_use_are_the_most_recently_sampled_ones(database: Database) -> None:
     writer = GroupCommitWriter(database)
     session = (await Sessions(database, writer).create("tenant", [], None, "")).id
     await writer.close()
@@ -46,9 +46,9 @@ async def test_the_adapters_in_use_are_those_that_were_sampled_from_last(databas
     def in_use(limit: int) -> list[str]:
         return [adapter.name for adapter in database.read(lambda c: adapter_versions.in_use(c, NOW - 600, limit))]
 
-    assert in_use(8) == ["m@1", "m@2", "n@1"], "each once, by its latest sample"
+    assert in_use(8) == ["m@1", "m@2", "n@1"], "each adapter once, ordered by its latest sample"
     assert in_use(2) == ["m@1", "m@2"]
     assert in_use(0) == []
     full = update(samplers).where(samplers.c.id == f"{session}:sample:2").values(weights=FullWeights("step-7"))
     database.write(lambda c: c.execute(full))
-    assert in_use(2) == ["m@2", "n@1"], "full weights are no adapter"
+    assert in_use(2) == ["m@2", "n@1"], "full weights are not an adapter"

@@ -1,4 +1,5 @@
-"""What `api.log` says: a line for each refused key, refused quota, refused and failed request, and none for others."""
+"""`api.log` gets one line for each refused key, refused quota, refused request and failed request, and none for
+others."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import logging
 import re
 
 import pytest
-from api_harness import BASE, Api, Serve, asked, session_of
+from api_harness import BASE, Api, Serve, sample_body, session_of
 from fake_upstream import FakeUpstream, error
 from sqlalchemy import update
 
@@ -22,16 +23,16 @@ ONE = tenant_of_key("tml-one")
 
 
 @pytest.fixture(autouse=True)
-def at_the_usual_level(caplog: pytest.LogCaptureFixture) -> None:
+def log_at_info(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "skyrl")
 
 
-def said(caplog: pytest.LogCaptureFixture) -> list[tuple[str, str]]:
+def log_lines(caplog: pytest.LogCaptureFixture) -> list[tuple[str, str]]:
     names = ("skyrl.api.refusals", "skyrl.futures.settling")
     return [(record.levelname, record.getMessage()) for record in caplog.records if record.name in names]
 
 
-async def test_key_that_is_refused_is_named_by_its_prefix_only(
+async def test_log_names_a_refused_key_by_its_prefix_only(
     serve: Serve, database: Database, caplog: pytest.LogCaptureFixture
 ) -> None:
     make = lambda c: keys.create(c, tenant=None, name="k", scopes=("sample",), expires_at=None)  # noqa: E731
@@ -44,7 +45,7 @@ async def test_key_that_is_refused_is_named_by_its_prefix_only(
             assert answer.status_code == 401
         answer = await api.post("create_model", {}, **{"X-API-Key": text})
         assert answer.status_code == 403
-    lines = said(caplog)
+    lines = log_lines(caplog)
     assert {level for level, _ in lines} == {"WARNING"}
     assert [line for _, line in lines] == [
         f"refused GET /api/v1/sessions with 401 (key tml-{key.id}-...): this API key is unknown here, or was revoked",
@@ -61,7 +62,7 @@ async def test_key_that_is_refused_is_named_by_its_prefix_only(
         assert secret not in caplog.text
 
 
-async def test_refused_quota_is_one_line_however_often_it_is_asked(
+async def test_a_refused_quota_is_logged_once_however_often_the_client_retries(
     serve: Serve, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with serve(quota_models=0) as api:
@@ -69,7 +70,7 @@ async def test_refused_quota_is_one_line_however_often_it_is_asked(
         for number in range(20):
             wanted = {"session_id": session, "model_seq_id": number, "base_model": BASE}
             assert (await api.post("create_model", wanted)).status_code == 403
-    assert said(caplog) == [
+    assert log_lines(caplog) == [
         (
             "WARNING",
             f"refused POST /api/v1/create_model with 403, quota models (tenant {ONE}): models: this API key's tenant "
@@ -78,42 +79,42 @@ async def test_refused_quota_is_one_line_however_often_it_is_asked(
     ]
 
 
-async def test_bad_requests_and_unknown_paths_are_told_on_one_line_each(
+async def test_each_bad_request_and_each_unknown_path_is_logged_on_one_line(
     api: Api, caplog: pytest.LogCaptureFixture
 ) -> None:
     sampler = await api.sampler()
-    answer = await api.post("asample", asked(sampler, 1, sampling_params={"max_tokens": 3, "temperature": -1.0}))
+    answer = await api.post("asample", sample_body(sampler, 1, sampling_params={"max_tokens": 3, "temperature": -1.0}))
     assert answer.status_code == 400
     assert (await api.http.get("/api/v1/sessions/s-nobody")).status_code == 404
     assert (await api.http.get("/api/v1/sessions?limit=x")).status_code == 400
     assert (await api.http.get("/nowhere%0Afake line")).status_code == 404
-    assert [re.sub(r": [^:]*$", "", line) for _, line in said(caplog)] == [
+    assert [re.sub(r": [^:]*$", "", line) for _, line in log_lines(caplog)] == [
         f"refused POST /api/v1/asample with 400, field sampling_params.temperature (tenant {ONE}): "
         "sampling_params.temperature",
         f"refused GET /api/v1/sessions/{{session_id}} with 404, field session_id (tenant {ONE}): session_id",
         f"refused GET /api/v1/sessions with 400, field limit (tenant {ONE}): limit",
         f"refused GET /nowhere\\nfake line with 404 (tenant {ONE})",
     ]
-    assert {level for level, _ in said(caplog)} == {"INFO"}
+    assert {level for level, _ in log_lines(caplog)} == {"INFO"}
 
 
-async def test_failed_requests_are_told_and_good_ones_are_not(
+async def test_failed_requests_are_logged_and_successful_ones_are_not(
     api: Api, upstream: FakeUpstream, database: Database, caplog: pytest.LogCaptureFixture
 ) -> None:
     sampler = await api.sampler()
     good = await api.sample(sampler, 1)
     assert (await api.result(good["request_id"])).status_code == 200
-    assert said(caplog) == []
+    assert log_lines(caplog) == []
     upstream.default = error(400, "no such thing")
     failed = [(await api.sample(sampler, number))["request_id"] for number in range(2, 6)]
     for request_id in failed:
         assert "no such thing" in (await api.result(request_id)).json()["error"]
-    ((level, line),) = said(caplog)
+    ((level, line),) = log_lines(caplog)
     assert level == "INFO"
     assert re.match(rf"failed EXTERNAL ({'|'.join(failed)}) \(tenant {ONE}, category user\): .*no such thing", line)
 
 
-async def test_failed_command_of_the_engine_is_told_too(
+async def test_a_failed_command_of_the_engine_is_logged(
     api: Api, database: Database, caplog: pytest.LogCaptureFixture
 ) -> None:
     session = session_of(await api.sampler())
@@ -124,4 +125,4 @@ async def test_failed_command_of_the_engine_is_told_too(
     database.write(lambda c: c.execute(update(futures).where(futures.c.id == request_id).values(values)))
     await api.services.futures.read_outcomes([request_id])
     expected = f"failed CREATE_MODEL {request_id} (tenant {ONE}, category server): out of memory"
-    assert said(caplog) == [("WARNING", expected)]
+    assert log_lines(caplog) == [("WARNING", expected)]

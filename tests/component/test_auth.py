@@ -1,4 +1,4 @@
-"""Keys and tokens: what a token stands for, when it ends, and what is said of a key."""
+"""API keys and tokens: which key a token stands for, when it expires, and what the routes reveal about a key."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from skyrl.api.tokens import Tokens, tenant_of_key, user_urn
 
 
 def claims(token: str) -> dict[str, object]:
-    """As the SDK reads them: without a look at the signature."""
+    """The claims as the SDK reads them, without checking the signature."""
     payload = token.split(".")[1]
     return json.loads(base64.urlsafe_b64decode(payload + "=" * (-len(payload) % 4)))
 
@@ -34,26 +34,26 @@ async def my_sessions(api: Api, key: str) -> httpx.Response:
     return await api.http.get("/api/v1/sessions", headers={"X-API-Key": key})
 
 
-async def test_token_stands_for_its_key_for_an_hour_also_after_a_restart(serve: Serve) -> None:
+async def test_a_token_stands_for_its_key_for_an_hour_even_after_a_restart(serve: Serve) -> None:
     async with serve() as api:
         session = (await api.post("create_session", {})).json()["session_id"]
         token = await token_of(api)
-        said = claims(token)
+        token_claims = claims(token)
         tenant = tenant_of_key("tml-one")
-        assert {name: said[name] for name in ("sub", "org_id", "email")} == {
+        assert {name: token_claims[name] for name in ("sub", "org_id", "email")} == {
             "sub": user_urn(tenant),
             "org_id": tenant,
             "email": "",
         }
-        assert abs(int(str(said["iat"])) - time.time()) < 60
-        assert int(str(said["exp"])) - int(str(said["iat"])) == 3600
+        assert abs(int(str(token_claims["iat"])) - time.time()) < 60
+        assert int(str(token_claims["exp"])) - int(str(token_claims["iat"])) == 3600
         assert (await my_sessions(api, token)).json() == {"sessions": [session]}
         assert (await my_sessions(api, await token_of(api, "tml-two"))).json() == {"sessions": []}
     async with serve() as api:
         assert (await my_sessions(api, token)).json() == {"sessions": [session]}
 
 
-async def test_token_does_not_outlive_itself(api: Api) -> None:
+async def test_a_token_asked_for_with_a_token_is_the_same_token(api: Api) -> None:
     token = await token_of(api)
     assert await token_of(api, token) == token
 
@@ -63,7 +63,7 @@ def signed(secret: bytes, **changes: object) -> str:
     return jwt.encode({name: value for name, value in (good | changes).items() if value is not None}, secret, "HS256")
 
 
-async def test_tokens_that_are_not_taken_make_the_client_get_a_new_one(
+async def test_a_refused_token_makes_the_client_get_a_new_one(
     api: Api, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     secret = (tmp_path / "token-secret").read_bytes()
@@ -87,24 +87,24 @@ async def test_tokens_that_are_not_taken_make_the_client_get_a_new_one(
     assert "expired" in (await my_sessions(api, await token_of(api))).json()["detail"]
 
 
-async def test_missing_key_is_no_invalid_token(api: Api) -> None:
+async def test_a_missing_key_is_not_reported_as_an_invalid_token(api: Api) -> None:
     answer = await my_sessions(api, "")
     assert answer.status_code == 401
     assert "WWW-Authenticate" not in answer.headers
 
 
-async def test_a_key_has_a_bound(api: Api) -> None:
+async def test_a_key_has_a_maximum_length(api: Api) -> None:
     assert (await my_sessions(api, "k" * MAX_KEY)).status_code == 200
     answer = await my_sessions(api, "k" * (MAX_KEY + 1))
     assert (answer.status_code, "www-authenticate" in answer.headers) == (401, False)
     assert "kkk" not in answer.text
 
 
-async def test_key_that_only_begins_like_a_token_is_a_key(api: Api) -> None:
+async def test_a_key_that_begins_like_a_token_is_still_a_key(api: Api) -> None:
     assert (await my_sessions(api, "eyJust a key")).status_code == 200
 
 
-def test_secret_is_for_this_user_alone_and_stays(tmp_path: Path) -> None:
+def test_the_secret_file_is_private_and_is_kept(tmp_path: Path) -> None:
     first = Tokens.open(tmp_path / "state")
     (file,) = (tmp_path / "state").iterdir()
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
@@ -115,12 +115,12 @@ def test_secret_is_for_this_user_alone_and_stays(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("wanted", [True, False])
-async def test_clients_use_tokens_only_where_the_operator_says_so(serve: Serve, wanted: bool) -> None:
+async def test_clients_use_tokens_only_if_the_operator_enables_them(serve: Serve, wanted: bool) -> None:
     async with serve(jwt_auth=wanted) as api:
         assert (await api.post("client/config", {})).json()["pjwt_auth_enabled"] is wanted
 
 
-async def test_what_is_said_of_a_key_does_not_give_it_away(api: Api) -> None:
+async def test_answers_about_a_key_do_not_reveal_it(api: Api) -> None:
     one, again, two = [
         (await api.http.get("/api/v1/auth/apikey/me", headers={"X-API-Key": key})).json()
         for key in ("tml-one", "tml-one", "tml-two")
@@ -133,7 +133,7 @@ async def test_what_is_said_of_a_key_does_not_give_it_away(api: Api) -> None:
     assert "tml-" not in json.dumps(one)
 
 
-async def test_keys_cannot_be_deleted_and_that_is_said(api: Api) -> None:
+async def test_deleting_a_key_is_refused_with_a_reason(api: Api) -> None:
     answer = await api.http.delete("/api/v1/auth/apikey/me")
     assert answer.status_code == 403
     assert "no list of keys" in answer.json()["detail"]

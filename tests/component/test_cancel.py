@@ -1,4 +1,4 @@
-"""Samples taken back by their client: vLLM is free at once, the future has failed, and nothing else changes."""
+"""A client cancels its samples: vLLM is free at once, the future has failed, and nothing else changes."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from api_harness import Api, Serve, session_of, tokens
 from fake_upstream import FakeUpstream, after, complete, never
 from sqlalchemy import select
 
+from skyrl.db.commands import bodies
 from skyrl.db.database import Database
-from skyrl.db.futures import SETTLE, Outcome, bodies, futures, settlement
+from skyrl.db.futures import SETTLE, Outcome, futures, settlement
 
 CANCELLED = {"error": "cancelled by the client", "category": "user"}
 
@@ -27,13 +28,16 @@ def statuses(database: Database) -> list[tuple[str, str]]:
     return [(kind, status) for kind, status in database.read(lambda c: list(c.execute(columns)))]
 
 
-async def test_cancelled_sample_frees_the_server_at_once(api: Api, upstream: FakeUpstream, database: Database) -> None:
+async def test_cancelling_a_sample_frees_the_inference_server_at_once(
+    api: Api, upstream: FakeUpstream, database: Database
+) -> None:
     upstream.default = never
     request_id = (await api.sample(await api.sampler(), 1))["request_id"]
     poll = asyncio.create_task(api.result(request_id))
     await upstream.until(lambda server: server.busy == 1)
     assert (await cancel(api, request_id)).status_code == 200
-    await upstream.until(lambda server: server.busy == 0)  # it never answers: its client has left
+    # the upstream never answers, so only the client can have left
+    await upstream.until(lambda server: server.busy == 0)
     assert upstream.disconnects == 1
     assert (await poll).json() == CANCELLED
     assert statuses(database) == [("EXTERNAL", "failed")]
@@ -41,7 +45,9 @@ async def test_cancelled_sample_frees_the_server_at_once(api: Api, upstream: Fak
     assert api.services.futures.pending == 0
 
 
-async def test_again_is_the_same_also_after_a_restart(serve: Serve, upstream: FakeUpstream) -> None:
+async def test_cancelling_again_gives_the_same_answer_even_after_a_restart(
+    serve: Serve, upstream: FakeUpstream
+) -> None:
     upstream.default = never
     async with serve() as api:
         request_id = (await api.sample(await api.sampler(), 1))["request_id"]
@@ -52,22 +58,22 @@ async def test_again_is_the_same_also_after_a_restart(serve: Serve, upstream: Fa
     async with serve() as api:
         assert (await cancel(api, request_id)).status_code == 200
         assert (await api.result(request_id)).json() == CANCELLED
-    assert len(upstream.completions) == asked, "it is not forwarded again"
+    assert len(upstream.completions) == asked, "a cancelled sample is not forwarded again"
 
 
-async def test_finished_sample_stays_finished(serve: Serve, database: Database) -> None:
+async def test_cancelling_a_finished_sample_changes_nothing(serve: Serve, database: Database) -> None:
     async with serve() as api:
         request_id = (await api.sample(await api.sampler(), 1))["request_id"]
         assert tokens(await api.result(request_id)) == [[0, 1, 2]]
         assert (await cancel(api, request_id)).status_code == 200
         assert tokens(await api.result(request_id)) == [[0, 1, 2]]
-    async with serve() as api:  # where it is read from the database
+    async with serve() as api:  # the new process reads the outcome from the database
         assert (await cancel(api, request_id)).status_code == 200
         assert tokens(await api.result(request_id)) == [[0, 1, 2]]
     assert statuses(database) == [("EXTERNAL", "done")]
 
 
-async def test_others_neither_see_nor_stop_it(api: Api, upstream: FakeUpstream) -> None:
+async def test_another_tenant_can_neither_see_nor_cancel_a_sample(api: Api, upstream: FakeUpstream) -> None:
     go = asyncio.Event()
     upstream.default = after(go, complete())
     request_id = (await api.sample(await api.sampler(), 1))["request_id"]
@@ -78,7 +84,7 @@ async def test_others_neither_see_nor_stop_it(api: Api, upstream: FakeUpstream) 
     assert tokens(await api.result(request_id)) == [[0, 1, 2]]
 
 
-async def test_training_command_is_refused_and_goes_on(api: Api, database: Database) -> None:
+async def test_cancelling_a_training_command_is_refused_and_the_command_goes_on(api: Api, database: Database) -> None:
     sampler = await api.sampler()
     wanted = {"session_id": session_of(sampler), "model_seq_id": 0, "base_model": "acme/base"}
     request_id = (await api.post("create_model", wanted)).json()["request_id"]
@@ -89,7 +95,7 @@ async def test_training_command_is_refused_and_goes_on(api: Api, database: Datab
     assert statuses(database) == [("CREATE_MODEL", "pending")]
 
 
-async def test_neighbours_go_on_and_the_number_stays_taken(api: Api, upstream: FakeUpstream) -> None:
+async def test_a_cancelled_sample_keeps_its_number_and_other_samples_go_on(api: Api, upstream: FakeUpstream) -> None:
     go = asyncio.Event()
     upstream.default = after(go, complete())
     sampler = await api.sampler()
@@ -99,11 +105,11 @@ async def test_neighbours_go_on_and_the_number_stays_taken(api: Api, upstream: F
     await upstream.until(lambda server: server.busy == 1)
     go.set()
     assert tokens(await api.result(second)) == [[0, 1, 2]]
-    assert (await api.sample(sampler, 1))["request_id"] == first, "sent again it is the cancelled one"
+    assert (await api.sample(sampler, 1))["request_id"] == first, "a repeated request gets the cancelled sample"
 
 
-async def test_result_that_comes_while_it_is_cancelled_loses(api: Api, upstream: FakeUpstream) -> None:
-    """Outcomes are final: whoever was told that it was cancelled must not find a result later, nor the other way."""
+async def test_a_result_that_arrives_during_cancellation_is_dropped(api: Api, upstream: FakeUpstream) -> None:
+    """Outcomes are final: a client that was told of a cancellation must not find a result later, nor the reverse."""
     sampler = await api.sampler()
     for seq_id in range(30):
         request_id = (await api.sample(sampler, seq_id))["request_id"]
@@ -115,11 +121,11 @@ async def test_result_that_comes_while_it_is_cancelled_loses(api: Api, upstream:
 
 @pytest.fixture
 def colocated(database: Database) -> dict[str, Any]:
-    """An API whose samples are for the engine, which is not there."""
+    """Options of an API that leaves samples to the engine. No engine runs."""
     return {"backend_config": {"trainer.placement.colocate_all": True}}
 
 
-async def test_sample_that_waits_for_the_engine_is_not_run(
+async def test_the_engine_does_not_run_a_cancelled_sample(
     serve: Serve, colocated: dict[str, Any], database: Database
 ) -> None:
 
@@ -133,10 +139,10 @@ async def test_sample_that_waits_for_the_engine_is_not_run(
     assert set(database.read(lambda c: bodies(c, [kept, taken_back], pending=True))) == {kept}
 
 
-async def test_sample_the_engine_has_just_settled_keeps_its_result(
+async def test_a_sample_that_the_engine_has_just_settled_keeps_its_result(
     serve: Serve, colocated: dict[str, Any], database: Database
 ) -> None:
-    """The ring about it was lost: the row knows better than this process."""
+    """The ring about the outcome was lost, so the API process must read the row."""
 
     async with serve(**colocated) as api:
         request_id = (await api.sample(await api.sampler(), 1))["request_id"]
@@ -147,7 +153,7 @@ async def test_sample_the_engine_has_just_settled_keeps_its_result(
     assert statuses(database) == [("SAMPLE", "done")]
 
 
-async def test_clients_are_told_that_they_may(api: Api) -> None:
-    said = (await api.post("client/dynamic_config", {"sdk_version": "0.38.0"})).json()
-    assert said["sample_cancel_enabled"] is True
-    assert said["sample_cancel_max_batch_size"] == 64
+async def test_the_server_tells_clients_that_samples_can_be_cancelled(api: Api) -> None:
+    flags = (await api.post("client/dynamic_config", {"sdk_version": "0.38.0"})).json()
+    assert flags["sample_cancel_enabled"] is True
+    assert flags["sample_cancel_max_batch_size"] == 64

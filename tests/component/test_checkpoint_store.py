@@ -1,4 +1,4 @@
-"""Where checkpoints lie: in the state directory or on S3, with an adapter's local copy; what is swept."""
+"""Where checkpoints lie: in the state directory or on S3, with local copies of adapters; and what the sweep deletes."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoint_world import ADAPTER, World, at, world_in
+from checkpoint_world import ADAPTER, World, rest_path, world_in
 from engine_harness import Trainer, files_in, harness_in, until
 from sqlalchemy import select, update
 
-from skyrl.config.server import ConfigError, load_config
+from skyrl.config.loading import load_config
+from skyrl.config.server import ConfigError
 from skyrl.db.checkpoints import checkpoints
 from skyrl.db.database import Database
 from skyrl.db.migrate import migrate
@@ -29,14 +30,14 @@ from skyrl.types.kinds import Kind
 from tests.postgres_server import ON_SQLITE, PostgresServer
 
 
-async def test_checkpoint_on_s3_outlives_the_state_directory_to_the_last_bit(
+async def test_a_checkpoint_on_s3_outlives_the_state_directory_bit_for_bit(
     tmp_path: Path, on_s3: dict[str, Any]
 ) -> None:
     async with harness_in(tmp_path / "state", **on_s3) as harness:
         await harness.start()
         trainer = await Trainer.create(harness)
         await trainer.step(1)
-        await trainer.forward_backward(7)  # a pending gradient is part of the state
+        await trainer.forward_backward(7)  # a gradient that no step has used is part of the state
         path = (await trainer.do(Kind.SAVE_WEIGHTS, path="far"))["path"]
         before = await trainer.state()
         config = harness.config
@@ -57,7 +58,7 @@ async def test_checkpoint_on_s3_outlives_the_state_directory_to_the_last_bit(
         assert await without.state() != await loader.state()
 
 
-async def test_load_that_was_not_snapshotted_is_repeated_from_s3(
+async def test_recovery_repeats_a_load_without_a_snapshot_from_s3(
     tmp_path: Path, on_s3: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with harness_in(tmp_path / "state", **on_s3) as harness:
@@ -73,72 +74,77 @@ async def test_load_that_was_not_snapshotted_is_repeated_from_s3(
         assert await loader.state() == before
 
 
-async def test_only_named_saves_are_stored(either: World) -> None:
-    trainer = await either.trainer()
+async def test_only_named_saves_are_in_the_checkpoint_store(each_world: World) -> None:
+    trainer = await each_world.trainer()
     await trainer.do(Kind.SAVE_WEIGHTS_FOR_SAMPLER, sampling_session_seq_id=0)
-    assert either.harness.checkpoint_store.stored() == []
+    assert each_world.harness.checkpoint_store.stored() == []
     for kind in (Kind.SAVE_WEIGHTS, Kind.SAVE_WEIGHTS_FOR_SAMPLER, Kind.SAVE_WEIGHTS_EXTERNAL):
         await trainer.do(kind, path="name", user_metadata={"kind": kind})
-    rows = {row.kind: row for row in either.harness.checkpoint_rows(trainer.model_id)}
-    stored = sorted(found.key for found in either.harness.checkpoint_store.stored())
+    rows = {row.kind: row for row in each_world.harness.checkpoint_rows(trainer.model_id)}
+    stored = sorted(found.key for found in each_world.harness.checkpoint_store.stored())
     assert stored == sorted(row.store_key for row in rows.values())
-    assert either.harness.stored(rows["weights"]).keys() == ADAPTER | {"state.json"}
-    assert either.harness.stored(rows["external_weights"]).keys() == ADAPTER
-    local = either.harness.adapter(rows["sampler_weights"].weights)
-    assert either.harness.stored(rows["sampler_weights"]) == files_in(local)
+    assert each_world.harness.stored(rows["weights"]).keys() == ADAPTER | {"state.json"}
+    assert each_world.harness.stored(rows["external_weights"]).keys() == ADAPTER
+    local = each_world.harness.adapter(rows["sampler_weights"].weights)
+    assert each_world.harness.stored(rows["sampler_weights"]) == files_in(local)
     for kind, row in rows.items():
-        assert row.size_bytes == sum(map(len, either.harness.stored(row).values())), kind
-    assert either.checkpoints_counted() == 3
+        assert row.size_bytes == sum(map(len, each_world.harness.stored(row).values())), kind
+    assert each_world.checkpoints_counted() == 3
 
 
-async def test_adapter_that_is_gone_here_is_fetched_for_a_sampling_session(either: World) -> None:
-    trainer = await either.trainer()
+async def test_a_missing_local_adapter_is_fetched_for_a_sampling_session(each_world: World) -> None:
+    trainer = await each_world.trainer()
     await trainer.step(1)
     path = (await trainer.do(Kind.SAVE_WEIGHTS_FOR_SAMPLER, path="kept"))["path"]
-    (row,) = either.harness.checkpoint_rows(trainer.model_id)
-    before = files_in(either.harness.adapter(row.weights))
+    (row,) = each_world.harness.checkpoint_rows(trainer.model_id)
+    before = files_in(each_world.harness.adapter(row.weights))
     assert before.keys() == ADAPTER
-    shutil.rmtree(either.harness.config.adapters_dir)
-    session = await either.session()
+    shutil.rmtree(each_world.harness.config.adapters_dir)
+    session = await each_world.session()
     numbers = iter(range(9))
 
     def wanted() -> dict[str, Any]:
         return {"session_id": session, "sampling_session_seq_id": next(numbers), "model_path": path}
 
-    await asyncio.gather(*(either.post("create_sampling_session", wanted()) for _ in range(3)))
-    assert files_in(either.harness.adapter(row.weights)) == before
-    either.harness.checkpoint_store.delete(row.store_key)
-    await either.post("create_sampling_session", wanted())
-    shutil.rmtree(either.harness.config.adapters_dir)
-    lost = await either.ask("POST", "create_sampling_session", wanted())
+    await asyncio.gather(*(each_world.post("create_sampling_session", wanted()) for _ in range(3)))
+    assert files_in(each_world.harness.adapter(row.weights)) == before
+    each_world.harness.checkpoint_store.delete(row.store_key)
+    await each_world.post("create_sampling_session", wanted())
+    shutil.rmtree(each_world.harness.config.adapters_dir)
+    lost = await each_world.ask("POST", "create_sampling_session", wanted())
     assert lost.status_code == 404
     assert "not in the checkpoint store" in lost.json()["detail"]
 
 
-async def test_store_that_is_away_fails_saves_and_nothing_else(either: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer = await either.trainer()
+async def test_an_unreachable_store_fails_saves_and_nothing_else(
+    each_world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = await each_world.trainer()
     path = (await trainer.do(Kind.SAVE_WEIGHTS_FOR_SAMPLER, path="kept"))["path"]
-    shutil.rmtree(either.harness.config.adapters_dir)
+    shutil.rmtree(each_world.harness.config.adapters_dir)
 
     def away(*_: object) -> Any:
         raise StoreError("no route to host")
 
-    for store in (either.harness.checkpoint_store, either.services.checkpoint_store):
+    for store in (each_world.harness.checkpoint_store, each_world.services.checkpoint_store):
         for name in ("writing", "reading", "files"):
             monkeypatch.setattr(store, name, away)
     for kind in (Kind.SAVE_WEIGHTS, Kind.SAVE_WEIGHTS_EXTERNAL, Kind.SAVE_WEIGHTS_FOR_SAMPLER):
         failed = await trainer.fails(kind, path="lost")
         assert failed.error_category == "server"
-        assert failed.error == "the server's checkpoint store cannot be used now"  # its address is the operator's
+        # the address of the store is shown to the operator only
+        assert failed.error == "the server's checkpoint store cannot be used now"
     assert (await trainer.step(1))["optimizer_step"] == 1
-    wanted = {"session_id": await either.session(), "sampling_session_seq_id": 0, "model_path": path}
-    answer = await either.ask("POST", "create_sampling_session", wanted)
+    wanted = {"session_id": await each_world.session(), "sampling_session_seq_id": 0, "model_path": path}
+    answer = await each_world.ask("POST", "create_sampling_session", wanted)
     assert answer.status_code == 503
     assert set(answer.json()) == {"detail", "field"}
-    assert [row.name for row in either.harness.checkpoint_rows(trainer.model_id)] == ["kept"]
+    assert [row.name for row in each_world.harness.checkpoint_rows(trainer.model_id)] == ["kept"]
 
 
-async def test_others_train_while_a_load_waits_for_its_files(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_other_models_train_while_a_load_waits_for_its_files(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     saver, loader, other = [await world.trainer() for _ in range(3)]
     await saver.step(1)
     path = (await saver.do(Kind.SAVE_WEIGHTS, path="slow"))["path"]
@@ -158,7 +164,9 @@ async def test_others_train_while_a_load_waits_for_its_files(world: World, monke
     await asyncio.to_thread(here.wait, 20)
     try:
         assert (await other.step(2))["optimizer_step"] == 1
-        assert await world.harness.store.wait(after, loader.session.tenant, 0.0) is None, "in its model's order"
+        assert await world.harness.store.wait(after, loader.session.tenant, 0.0) is None, (
+            "commands of one model run in order"
+        )
     finally:
         arrived.set()
     await loader.result(load)
@@ -167,7 +175,7 @@ async def test_others_train_while_a_load_waits_for_its_files(world: World, monke
     assert await loader.state() == await saver.state()
 
 
-async def test_model_whose_session_ends_during_its_load_is_not_made(
+async def test_a_model_is_not_created_if_its_session_ends_during_the_load(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saver = await world.trainer()
@@ -195,7 +203,9 @@ async def test_model_whose_session_ends_during_its_load_is_not_made(
     assert set(world.harness.backend._adapters) == {saver.model_id}
 
 
-async def test_sweep_of_an_object_store(tmp_path: Path, on_s3: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_sweep_of_an_object_store_deletes_expired_and_unknown_files(
+    tmp_path: Path, on_s3: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with world_in(tmp_path / "state", **on_s3) as world:
         trainer, store = await world.trainer(), world.harness.checkpoint_store
         for name in ("kept", "expired", "deleted"):
@@ -204,7 +214,7 @@ async def test_sweep_of_an_object_store(tmp_path: Path, on_s3: dict[str, Any], m
             (directory / "file").write_bytes(b"x")
         expire = update(checkpoints).where(checkpoints.c.name == "expired").values(expires_at=time.time() - 1)
         world.harness.database.write(lambda c: c.execute(expire))
-        assert (await world.ask("DELETE", at(f"tinker://{trainer.model_id}/weights/deleted"))).status_code == 200
+        assert (await world.ask("DELETE", rest_path(f"tinker://{trainer.model_id}/weights/deleted"))).status_code == 200
         listed: list[float] = []
         stored = store.stored
 
@@ -218,11 +228,13 @@ async def test_sweep_of_an_object_store(tmp_path: Path, on_s3: dict[str, Any], m
             return sorted(found.key.rpartition("/")[2].partition("-")[0] for found in stored())
 
         await world.harness.sweep()
-        assert names() == ["deleted", "kept", "left"], "what expired goes at once, the rest is too young to be sure"
+        assert names() == ["deleted", "kept", "left"], (
+            "expired checkpoints go at once; other files are too young to be deleted"
+        )
         monkeypatch.setattr(reclaim, "LISTING_S", -60.0)
         await world.harness.sweep()
         assert names() == ["deleted", "kept", "left"]
-        assert len(listed) == 1, "listing costs requests"
+        assert len(listed) == 1, "the store is listed once, because listing costs requests"
         world.harness.parts.sweeper._listing_due = 0.0
         await world.harness.sweep()
         assert names() == ["kept"]
@@ -230,7 +242,7 @@ async def test_sweep_of_an_object_store(tmp_path: Path, on_s3: dict[str, Any], m
         assert "checkpoint_deleted" in world.events()
 
 
-def test_store_belongs_to_one_database(tmp_path: Path, on_s3: dict[str, Any]) -> None:
+def test_a_checkpoint_store_belongs_to_one_database(tmp_path: Path, on_s3: dict[str, Any]) -> None:
     for store in (on_s3, {"checkpoint_store": f"file://{tmp_path}/shared"}):
         databases = []
         for number in range(2):
@@ -256,8 +268,10 @@ def test_store_belongs_to_one_database(tmp_path: Path, on_s3: dict[str, Any]) ->
 
 @ON_SQLITE
 @pytest.mark.parametrize("kind", ["s3", "file"])
-def test_store_is_not_served_to_a_copy_of_its_database(tmp_path: Path, on_s3: dict[str, Any], kind: str) -> None:
-    """The copy would delete what the original has stored since as nobody's."""
+def test_a_copy_of_the_database_may_not_use_the_checkpoint_store(
+    tmp_path: Path, on_s3: dict[str, Any], kind: str
+) -> None:
+    """Such a copy would delete everything that the original has stored since, because the copy has no rows for it."""
     store = on_s3 if kind == "s3" else {"checkpoint_store": f"file://{tmp_path}/shared"}
     config = load_config({"state_dir": tmp_path / "live", "database_url": f"sqlite:///{tmp_path}/live.db", **store})
     with closing(Database(config.database)) as database:
@@ -272,7 +286,7 @@ def test_store_is_not_served_to_a_copy_of_its_database(tmp_path: Path, on_s3: di
 
 
 @ON_SQLITE
-def test_store_marked_by_an_earlier_version_is_marked_anew(tmp_path: Path) -> None:
+def test_the_owner_mark_of_an_earlier_version_is_replaced(tmp_path: Path) -> None:
     config = load_config({"state_dir": tmp_path / "live", "checkpoint_store": f"file://{tmp_path}/shared"})
     with closing(Database(f"sqlite:///{tmp_path}/live.db")) as database:
         migrate(database)
@@ -300,7 +314,7 @@ def test_servers_on_one_postgresql_database_share_its_store(tmp_path: Path, post
         postgres.drop_database(name)
 
 
-async def test_sampler_weights_from_before_the_store_are_put_there(
+async def test_sampler_weights_from_before_the_store_existed_are_copied_into_the_store(
     world: World, caplog: pytest.LogCaptureFixture
 ) -> None:
     trainer = await world.trainer()
@@ -319,10 +333,10 @@ async def test_sampler_weights_from_before_the_store_are_put_there(
     assert len(world.harness.checkpoint_store.stored()) == 1
 
 
-async def test_a_checkpoint_without_weights_to_sample_from_is_left_alone(
+async def test_a_checkpoint_without_sampler_weights_is_left_unchanged(
     world: World, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The state directory itself, where secrets lie, is not read for it."""
+    """The sweep must not read the state directory itself, which holds secrets."""
     trainer = await world.trainer()
     await trainer.do(Kind.SAVE_WEIGHTS_FOR_SAMPLER, path="a")
     (row,) = world.harness.checkpoint_rows(trainer.model_id)

@@ -1,4 +1,4 @@
-"""Checkpoints through the API and the engine: listed, changed, copied, loaded from another account."""
+"""Checkpoints through the API and the engine: list, change, copy, load from another account."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 import pytest
-from checkpoint_world import ADAPTER, KEY, OTHER, World, at
+from checkpoint_world import ADAPTER, KEY, OTHER, World, rest_path
 from engine_harness import Trainer, files_in
 from sqlalchemy import select
 
@@ -18,10 +18,10 @@ from skyrl.types.kinds import Kind
 from skyrl.types.weights import AdapterVersion
 
 SOON_S = -3600.0
-"""Files count as old at once: S3 tells times in whole seconds, so a file may seem to be younger than it is."""
+"""Files count as old at once. S3 gives times in whole seconds, so a file may seem younger than it is."""
 
 
-async def test_what_was_saved_is_listed_with_its_metadata(world: World) -> None:
+async def test_saved_checkpoints_are_listed_with_their_metadata(world: World) -> None:
     trainer = await world.trainer()
     noted = {"step": "3", "note": "für später"}
     for kind in (Kind.SAVE_WEIGHTS, Kind.SAVE_WEIGHTS_FOR_SAMPLER):
@@ -54,10 +54,10 @@ async def test_what_was_saved_is_listed_with_its_metadata(world: World) -> None:
     assert pages[1]["cursor"] == {"limit": 2, "offset": 2, "total_count": 5}
     ids = [one["checkpoint_id"] for page in pages for one in page["checkpoints"]]
     assert sorted(ids) == sorted(listed)
-    assert ids[0] == "external_weights/export", "newest first"
+    assert ids[0] == "external_weights/export", "the newest checkpoint comes first"
 
 
-async def test_sdk_that_does_not_know_exports_is_not_told_of_them(world: World) -> None:
+async def test_old_sdks_without_exports_do_not_see_exports_in_lists(world: World) -> None:
     trainer = await world.trainer()
     await trainer.do(Kind.SAVE_WEIGHTS_EXTERNAL, path="export")
     await trainer.do(Kind.SAVE_WEIGHTS, path="state")
@@ -71,7 +71,7 @@ async def test_sdk_that_does_not_know_exports_is_not_told_of_them(world: World) 
             assert answer.get("cursor", {}).get("total_count", len(types)) == len(types)
 
 
-async def test_each_kind_is_deleted_expires_and_is_published_by_itself(world: World) -> None:
+async def test_each_kind_of_checkpoint_is_deleted_expired_and_published_alone(world: World) -> None:
     trainer = await world.trainer()
     for kind in (Kind.SAVE_WEIGHTS, Kind.SAVE_WEIGHTS_FOR_SAMPLER, Kind.SAVE_WEIGHTS_EXTERNAL):
         await trainer.do(kind, path="x")
@@ -83,12 +83,14 @@ async def test_each_kind_is_deleted_expires_and_is_published_by_itself(world: Wo
         found = await world.get(f"training_runs/{trainer.model_id}/checkpoints")
         return {one["checkpoint_id"].partition("/")[0]: one for one in found["checkpoints"]}
 
-    assert (await world.ask("PUT", f"{at(paths['external_weights'])}/ttl", {"ttl_seconds": 3600})).status_code == 200
+    assert (
+        await world.ask("PUT", f"{rest_path(paths['external_weights'])}/ttl", {"ttl_seconds": 3600})
+    ).status_code == 200
     assert [kind for kind, one in (await listed()).items() if one["expires_at"]] == ["external_weights"]
-    assert (await world.ask("POST", f"{at(paths['sampler_weights'])}/publish")).status_code == 200
+    assert (await world.ask("POST", f"{rest_path(paths['sampler_weights'])}/publish")).status_code == 200
     assert [kind for kind, one in (await listed()).items() if one["public"]] == ["sampler_weights"]
-    assert (await world.ask("DELETE", at(paths["weights"]))).status_code == 200
-    assert (await world.ask("DELETE", at(paths["weights"]))).status_code == 404
+    assert (await world.ask("DELETE", rest_path(paths["weights"]))).status_code == 200
+    assert (await world.ask("DELETE", rest_path(paths["weights"]))).status_code == 404
     assert set(await listed()) == {"sampler_weights", "external_weights"}
     assert world.events() == [
         "checkpoint_created",
@@ -101,7 +103,7 @@ async def test_each_kind_is_deleted_expires_and_is_published_by_itself(world: Wo
     await trainer.do(Kind.SAVE_WEIGHTS, path="x")
 
 
-async def test_scope_decides_whether_others_published_ones_are_seen(world: World) -> None:
+async def test_the_scope_decides_whether_other_tenants_published_checkpoints_are_listed(world: World) -> None:
     owner, reader = await world.trainer(), await world.trainer(OTHER)
     for name in ("public", "private"):
         await owner.do(Kind.SAVE_WEIGHTS, path=name, user_metadata={"of": "owner"})
@@ -109,12 +111,12 @@ async def test_scope_decides_whether_others_published_ones_are_seen(world: World
     run = f"training_runs/{owner.model_id}"
     assert (await world.ask("GET", f"{run}/checkpoints", key=OTHER)).status_code == 404
     public = f"tinker://{owner.model_id}/weights/public"
-    assert (await world.ask("POST", f"{at(public)}/publish")).status_code == 200
+    assert (await world.ask("POST", f"{rest_path(public)}/publish")).status_code == 200
 
     async def names(path: str, key: str = OTHER) -> list[str]:
         return sorted(one["checkpoint_id"] for one in (await world.get(path, key))["checkpoints"])
 
-    assert await names(f"{run}/checkpoints") == ["weights/public"], "the SDK looks up a published one so"
+    assert await names(f"{run}/checkpoints") == ["weights/public"], "the SDK finds a published checkpoint in this way"
     assert await names(f"{run}/checkpoints", KEY) == ["weights/private", "weights/public"]
     assert (await world.ask("GET", f"{run}/checkpoints?access_scope=owned", key=OTHER)).status_code == 404
     assert await names("checkpoints") == ["weights/mine"]
@@ -123,57 +125,59 @@ async def test_scope_decides_whether_others_published_ones_are_seen(world: World
     seen = await world.get(f"{run}?access_scope=accessible", OTHER)
     assert seen["last_checkpoint"]["tinker_path"] == public
     assert seen["user_metadata"] is None
-    assert (await world.ask("DELETE", f"{at(public)}/publish")).status_code == 200
+    assert (await world.ask("DELETE", f"{rest_path(public)}/publish")).status_code == 200
     assert (await world.ask("GET", f"{run}?access_scope=accessible", key=OTHER)).status_code == 404
 
 
-# Copies
+# Copy
 
 
-async def test_copy_lives_on_without_its_source(either: World, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_copy_outlives_its_source(each_world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reclaim, "GRACE_S", SOON_S)
     monkeypatch.setattr(reclaim, "LISTING_S", SOON_S)
-    trainer = await either.trainer()
+    trainer = await each_world.trainer()
     await trainer.step(1)
     before = await trainer.state()
     sources, copies = [], []
     for kind in (Kind.SAVE_WEIGHTS, Kind.SAVE_WEIGHTS_FOR_SAMPLER):
         sources.append((await trainer.do(kind, path="kept", user_metadata={"a": "b"}, ttl_seconds=3600))["path"])
         wanted = {"source_path": sources[-1], "destination_project_id": "archive"}
-        copies.append((await either.post("copy_weights", wanted))["tinker_path"])
+        copies.append((await each_world.post("copy_weights", wanted))["tinker_path"])
     for source, copy in zip(sources, copies, strict=True):
-        assert copy.split("/")[3:] == source.split("/")[3:], "the same kind and name"
-        assert (await either.ask("DELETE", at(source))).status_code == 200
-    await either.harness.end(trainer.session)
+        assert copy.split("/")[3:] == source.split("/")[3:], "a copy keeps its kind and name"
+        assert (await each_world.ask("DELETE", rest_path(source))).status_code == 200
+    await each_world.harness.end(trainer.session)
     for _ in range(2):
-        await either.harness.sweep()
-    assert len(either.harness.checkpoint_store.stored()) == 2
-    listed = {one["tinker_path"]: one for one in (await either.get("checkpoints"))["checkpoints"]}
+        await each_world.harness.sweep()
+    assert len(each_world.harness.checkpoint_store.stored()) == 2
+    listed = {one["tinker_path"]: one for one in (await each_world.get("checkpoints"))["checkpoints"]}
     assert set(listed) == set(copies)
     assert all(one["user_metadata"] == {"a": "b"} and one["expires_at"] is None for one in listed.values())
     run_id = copies[0].removeprefix("tinker://").partition("/")[0]
-    runs = await either.get("training_runs?project_id=archive")
+    runs = await each_world.get("training_runs?project_id=archive")
     assert run_id in [run["training_run_id"] for run in runs["training_runs"]]
-    # Loaded
-    session = await either.session()
+    # Load the copy
+    session = await each_world.session()
     load = {"session_id": session, "model_seq_id": 0, "path": copies[0], "optimizer": True}
-    promise = await either.post("load_weights", load)
-    assert (await either.outcome(promise["request_id"])).error is None
-    loaded = Trainer(either.harness, trainer.session, promise["model_id"])
+    promise = await each_world.post("load_weights", load)
+    assert (await each_world.outcome(promise["request_id"])).error is None
+    loaded = Trainer(each_world.harness, trainer.session, promise["model_id"])
     assert await loaded.state() == before
-    # Sampled from
+    # Sample from the copy
     wanted = {"session_id": session, "sampling_session_seq_id": 0, "model_path": copies[1]}
-    await either.post("create_sampling_session", wanted)
-    (row,) = [row for row in either.harness.checkpoint_rows(copies[1].split("/")[2]) if row.kind == "sampler_weights"]
-    assert files_in(either.harness.adapter(row.weights)) == {name: before[name] for name in ADAPTER}
+    await each_world.post("create_sampling_session", wanted)
+    (row,) = [
+        row for row in each_world.harness.checkpoint_rows(copies[1].split("/")[2]) if row.kind == "sampler_weights"
+    ]
+    assert files_in(each_world.harness.adapter(row.weights)) == {name: before[name] for name in ADAPTER}
     assert row.weights == AdapterVersion(f"{row.model_id}@1")
-    # Not trained on
-    late = await either.post("optim_step", {"model_id": run_id, "seq_id": 1, "adam_params": {}})
-    failed = await either.outcome(late["request_id"])
+    # A sampler copy cannot be trained on
+    late = await each_world.post("optim_step", {"model_id": run_id, "seq_id": 1, "adam_params": {}})
+    failed = await each_world.outcome(late["request_id"])
     assert "not there any more" in (failed.error or "")
 
 
-async def test_copy_into_a_session_and_for_a_time(world: World) -> None:
+async def test_a_copy_can_go_into_a_session_and_can_expire(world: World) -> None:
     trainer = await world.trainer()
     source = (await trainer.do(Kind.SAVE_WEIGHTS, path="kept"))["path"]
     session = await world.session()
@@ -190,7 +194,9 @@ async def test_copy_into_a_session_and_for_a_time(world: World) -> None:
     assert world.events()[-1] == "checkpoint_copied"
 
 
-async def test_copy_asked_for_twice_under_one_key_is_one(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_two_requests_with_one_idempotency_key_make_one_copy(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     trainer = await world.trainer()
     source = (await trainer.do(Kind.SAVE_WEIGHTS, path="kept"))["path"]
     wanted = {"source_path": source, "destination_project_id": "archive"}
@@ -207,15 +213,15 @@ async def test_copy_asked_for_twice_under_one_key_is_one(world: World, monkeypat
     assert await world.post("copy_weights", wanted, **{"X-Idempotency-Key": "other"}) != first
     assert await world.post("copy_weights", wanted) != first
     stranger = await world.ask("POST", "copy_weights", wanted, OTHER, **key)
-    assert stranger.status_code == 404, "another tenant's key is another key"
+    assert stranger.status_code == 404, "the same idempotency key of another tenant is another request"
     assert len(world.harness.checkpoint_store.stored()) == 4
 
 
-# Access tokens: another account's key, to read what it may read
+# Access tokens: a request carries another account's key and reads what that account may read
 
 
 @pytest.mark.parametrize("how", ["field", "header", "token"])
-async def test_copy_from_another_account(world: World, how: str) -> None:
+async def test_a_copy_from_another_account_needs_that_accounts_key_or_publication(world: World, how: str) -> None:
     owner = await world.trainer(OTHER)
     source = (await owner.do(Kind.SAVE_WEIGHTS, path="theirs"))["path"]
     wanted: dict[str, Any] = {"source_path": source, "destination_project_id": "mine"}
@@ -231,7 +237,7 @@ async def test_copy_from_another_account(world: World, how: str) -> None:
     assert world.events(OTHER)[-1] == world.events()[-1] == "checkpoint_copied"
 
 
-async def test_load_from_another_account(world: World) -> None:
+async def test_a_load_from_another_account_needs_that_accounts_key(world: World) -> None:
     owner, mine = await world.trainer(OTHER), await world.trainer()
     await owner.step(1)
     source = (await owner.do(Kind.SAVE_WEIGHTS, path="theirs"))["path"]
@@ -251,7 +257,7 @@ async def test_load_from_another_account(world: World) -> None:
     assert (await world.ask("POST", "load_weights", made | forged)).status_code == 404
     for number, bad in enumerate(("eyJ.eyJ.bad", 7, ["x"])):
         refused = (await outcome(into | forged | {"seq_id": 3 + number, "weights_access_token": bad}))[1]
-        assert str(refused).startswith("weights_access_token: "), "and its number counts"
+        assert str(refused).startswith("weights_access_token: "), "and the refused command uses up its number"
     token = {"weights_access_token": OTHER}
     assert await outcome(into | {"seq_id": 6} | token) == (mine.model_id, None)
     assert await mine.state() == before
@@ -259,5 +265,5 @@ async def test_load_from_another_account(world: World) -> None:
     assert error is None
     assert await Trainer(world.harness, mine.session, model_id).state() == before
     bodies = world.harness.database.read(lambda c: list(c.execute(select(futures.c.body)).scalars()))
-    assert not any(OTHER.encode() in (body or b"") for body in bodies), "a key is never stored"
+    assert not any(OTHER.encode() in (body or b"") for body in bodies), "an API key is never stored"
     assert world.events(OTHER).count("checkpoint_loaded") == 2

@@ -1,5 +1,5 @@
-"""Samples that the engine runs itself: vLLM is awake for them and for nothing else, what was cancelled is not run, and
-what was run is counted."""
+"""Samples that the engine runs itself: vLLM is awake for samples only, cancelled samples do not run, and usage counts
+the samples that ran."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ async def test_cancelled_samples_are_not_run_and_the_others_are_counted(tmp_path
         first = await here.sample(prompt=[5, 6, 7], num_samples=2)
         await until(lambda: "sample" in vllm.turns)
         kept, cancelled = [await here.sample(prompt=[5, 6, 7], num_samples=2) for _ in range(2)]
-        await harness.queued(2)  # taken from the log, and not begun
+        await harness.queued(2)  # the engine has read both samples and has begun neither
         assert await harness.store.end(cancelled, CANCELLED)
         vllm.may_answer.set()
         for request_id in (first, kept):
@@ -39,7 +39,7 @@ async def test_cancelled_samples_are_not_run_and_the_others_are_counted(tmp_path
         assert counted == {"sampling_prefill": 2 * 3, "sampling_sample": 2 * 2 * 3}
 
 
-async def test_samples_that_wait_at_once_are_one_turn_and_vllm_sleeps_while_models_train(tmp_path: Path) -> None:
+async def test_waiting_samples_run_in_one_turn_and_vllm_sleeps_while_models_train(tmp_path: Path) -> None:
     async with world(tmp_path / "state") as here:
         here.vllm.may_answer.clear()
         first = await here.sample()
@@ -54,7 +54,7 @@ async def test_samples_that_wait_at_once_are_one_turn_and_vllm_sleeps_while_mode
         assert here.vllm.turns == [*TURN, "/wake_up", *["sample"] * 3, "/sleep"]
 
 
-async def test_a_turn_in_which_all_samples_were_cancelled_wakes_nobody(tmp_path: Path) -> None:
+async def test_vllm_stays_asleep_if_all_waiting_samples_were_cancelled(tmp_path: Path) -> None:
     async with world(tmp_path / "state") as here:
         here.vllm.may_answer.clear()
         first = await here.sample()

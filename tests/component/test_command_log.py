@@ -1,7 +1,7 @@
-"""The command log against a plain list, whatever happens to it: commands that come reordered, twice, or changed; rings
-and answers that are lost; an API process and an engine that die anywhere and come back.
+"""The command log must behave like a plain list: under commands that come reordered, twice or changed, under lost rings
+and answers, and under deaths and restarts of the API process and the engine.
 
-Each run is the same; COMMAND_LOG_EXAMPLES=5000 tries so many others.
+Every run draws the same examples; COMMAND_LOG_EXAMPLES=5000 draws 5,000 other examples.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from sqlalchemy import func, select
 
 from skyrl.backends.base import InvalidRequest
 from skyrl.config.server import ServerConfig
+from skyrl.db import commands
 from skyrl.db import futures as rows
 from skyrl.db.database import Database
 from skyrl.db.futures import SESSION_ENDED, Outcome
@@ -41,7 +42,7 @@ from skyrl.db.models import Model, models
 from skyrl.db.sessions import Session, Sessions
 from skyrl.db.writer import GroupCommitWriter
 from skyrl.engine import loop as engine_loop
-from skyrl.engine.crash_ledger import POISON
+from skyrl.engine.crash_ledger import DEATHS_TO_BLAME
 from skyrl.engine.recovery import SKIPPED
 from skyrl.futures.store import FutureStore, NewRequest
 from skyrl.notify.doorbell import SESSIONS
@@ -56,28 +57,28 @@ from tests.postgres_server import ON_BOTH
 T = TypeVar("T")
 TENANT = "t" * 32
 EXAMPLES = {"sqlite": 30, "postgres": 3}
-OTHERS = int(os.environ.get("COMMAND_LOG_EXAMPLES", "0"))
+OTHER_EXAMPLES = int(os.environ.get("COMMAND_LOG_EXAMPLES", "0"))
 NEVER_S, ALWAYS_S = 1e9, 1e-9
 
 
-WHICH = st.integers(0, 5)
+INDEX = st.integers(0, 5)
 PASS, STEP, SAVE = (Kind.FORWARD_BACKWARD, 1), (Kind.OPTIM_STEP, 0.5), (Kind.SAVE_WEIGHTS, None)
 NEWEST = (Kind.LOAD_WEIGHTS, -1)
-WHAT = st.one_of(
+COMMAND = st.one_of(
     st.tuples(st.just(Kind.FORWARD_BACKWARD), st.sampled_from([1, 2, 3, REFUSED, NOT_FINITE])),
     st.tuples(st.just(Kind.OPTIM_STEP), st.sampled_from([0.5, 0.25])),
     st.just(SAVE),
-    st.tuples(st.just(Kind.LOAD_WEIGHTS), WHICH),
+    st.tuples(st.just(Kind.LOAD_WEIGHTS), INDEX),
 )
-WORK = st.one_of(
-    st.lists(WHAT, min_size=1, max_size=5),
+COMMANDS = st.one_of(
+    st.lists(COMMAND, min_size=1, max_size=5),
     st.sampled_from([[PASS, PASS, STEP], [PASS, STEP, SAVE], [SAVE, PASS, NEWEST, STEP], [PASS, SAVE, STEP, NEWEST]]),
 )
 
 
 @dataclass(frozen=True)
-class Sent:
-    """A command that was accepted."""
+class AcceptedCommand:
+    """A command that the API accepted."""
 
     id: str
     kind: Kind
@@ -87,54 +88,54 @@ class Sent:
 
 @dataclass
 class Client:
-    """One model, and the plain list of what it was told, by number."""
+    """A client of one model, with the plain list of the commands that it sent, by number."""
 
     session: Session
     model_id: str
-    sent: dict[int, Sent] = field(default_factory=dict)
+    sent: dict[int, AcceptedCommand] = field(default_factory=dict)
     ended: bool = False
 
     @property
     def missing(self) -> list[int]:
-        """The next numbers to send, three of them."""
+        """The three lowest numbers that the client has not sent."""
         return [number for number in range(len(self.sent) + 3) if number not in self.sent][:3]
 
-    def due(self) -> list[Sent]:
-        """In their order, up to the first number that is missing."""
+    def due(self) -> list[AcceptedCommand]:
+        """The commands that may run: in order, up to the first missing number."""
         return [self.sent[number] for number in range(self.missing[0])]
 
     def body(self, number: int, kind: Kind, value: Any) -> bytes:
-        told: dict[str, Any] = {}
+        fields: dict[str, Any] = {}
         if kind is Kind.FORWARD_BACKWARD:
             datum = {"model_input": {"chunks": [{"tokens": [value]}]}, "loss_fn_inputs": {}}
-            told = {"forward_backward_input": {"data": [datum], "loss_fn": "cross_entropy"}}
+            fields = {"forward_backward_input": {"data": [datum], "loss_fn": "cross_entropy"}}
         elif kind is Kind.OPTIM_STEP:
-            told = {"adam_params": {"learning_rate": value}}
+            fields = {"adam_params": {"learning_rate": value}}
         elif kind is Kind.SAVE_WEIGHTS:
-            told = {"path": value}
+            fields = {"path": value}
         elif kind is Kind.LOAD_WEIGHTS:
-            told = {"path": self.path(value), "optimizer": True}
-        return json.dumps({"model_id": self.model_id, "seq_id": number, **told}).encode()
+            fields = {"path": self.path(value), "optimizer": True}
+        return json.dumps({"model_id": self.model_id, "seq_id": number, **fields}).encode()
 
     def path(self, name: str) -> str:
         return f"tinker://{self.model_id}/weights/{name}"
 
 
 class Expected:
-    """What becomes of a model that is told one command after the other."""
+    """The outcomes of a model that runs one command after the other."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
         self._saved: dict[str, State] = {}
         self.state: State | None = None
 
-    def run(self, sent: Sent) -> Outcome:
+    def run(self, sent: AcceptedCommand) -> Outcome:
         try:
             return self._run(sent)
         except (InvalidRequest, FloatingPointError) as error:
             return Outcome(error=str(error), error_category=ErrorCategory.USER)
 
-    def _run(self, sent: Sent) -> Outcome:
+    def _run(self, sent: AcceptedCommand) -> Outcome:
         model_id = self._client.model_id
         if sent.kind is Kind.CREATE_MODEL:
             self.state = fresh()
@@ -156,10 +157,10 @@ class Expected:
 
 
 class CommandLog(RuleBasedStateMachine):
-    """Clients of one to three models, an API process and an engine.
+    """Clients of one to three models, one API process and one engine.
 
-    No rule has a precondition. After how many instructions the engine dies depends on its threads, so a rule that is
-    there only while it lives would make Hypothesis draw differently from one time to the next, which it refuses.
+    No rule has a precondition. The number of instructions until a death varies with the engine's threads. A rule that
+    exists only while the engine lives would make Hypothesis draw differently in each run, which Hypothesis refuses.
     """
 
     new_url: Callable[[Path], str]
@@ -168,17 +169,17 @@ class CommandLog(RuleBasedStateMachine):
         super().__init__()
         self.home = tempfile.TemporaryDirectory(prefix="skyrl-log-")
         self.loop = asyncio.new_event_loop()
-        self.looking: set[asyncio.Task[Any]] = set()
-        self.read: dict[str, Outcome] = {}
-        self.died: Counter[str] = Counter()
-        """Deaths of the engine that a command was running at, and had not ended."""
+        self.reading: set[asyncio.Task[Any]] = set()
+        self.outcomes_seen: dict[str, Outcome] = {}
+        self.deaths_while_running: Counter[str] = Counter()
+        """By request id: how often the engine died while this command ran and was pending."""
         self.clients: list[Client] = []
         self.died_at_start = False
 
-    def do(self, work: Coroutine[Any, Any, T]) -> T:
+    def run_on_loop(self, work: Coroutine[Any, Any, T]) -> T:
         return self.loop.run_until_complete(work)
 
-    # Beginning and end
+    # Start and end
 
     @initialize(count=st.integers(1, 3), merges=st.booleans(), snapshots=st.sampled_from([NEVER_S, ALWAYS_S]))
     def begin(self, count: int, merges: bool, snapshots: float) -> None:
@@ -187,7 +188,7 @@ class CommandLog(RuleBasedStateMachine):
             state_dir=state_dir, database_url=self.new_url(state_dir), snapshot_interval_s=snapshots
         )
         self.database = Database(self.config.database)
-        self.do(self.start(count, merges))
+        self.run_on_loop(self.start(count, merges))
 
     async def start(self, count: int, merges: bool) -> None:
         self.open_api()
@@ -198,7 +199,7 @@ class CommandLog(RuleBasedStateMachine):
             lora = LoraSpec(4, 32.0, number)
             await known.create(Model(model_id, session.id, TENANT, "tiny", lora, None), 0)
             self.clients.append(Client(session, model_id))
-        self.engine = MortalEngine(self.config, self.heard, merges_passes=merges)
+        self.engine = MortalEngine(self.config, self.read_rung_outcomes, merges_passes=merges)
         assert await self.engine.start()
 
     def open_api(self) -> None:
@@ -206,15 +207,15 @@ class CommandLog(RuleBasedStateMachine):
         self.store = FutureStore(self.database, self.writer)
         self.sessions = Sessions(self.database, self.writer)
 
-    def heard(self, words: list[str]) -> None:
+    def read_rung_outcomes(self, words: list[str]) -> None:
         task = self.loop.create_task(self.store.read_outcomes(words))
-        self.looking.add(task)
-        task.add_done_callback(self.looking.discard)
+        self.reading.add(task)
+        task.add_done_callback(self.reading.discard)
 
     def teardown(self) -> None:
         try:
             if self.clients:
-                self.do(self.end())
+                self.run_on_loop(self.end())
         finally:
             self.loop.run_until_complete(self.loop.shutdown_default_executor())
             self.loop.close()
@@ -222,24 +223,26 @@ class CommandLog(RuleBasedStateMachine):
 
     async def end(self) -> None:
         try:
-            self.engine.rings.deaf = False
+            self.engine.rings.are_lost = False
             await self.drain()
             for client in self.clients:
                 await self.check_all(client)
-                for number in client.missing:  # and so everything that waited has its turn
+                for number in client.missing:  # fill the gaps, so that every waiting command runs
                     await self.send(client, number, Kind.FORWARD_BACKWARD, number)
             await self.drain()
             for client in self.clients:
                 await self.check_all(client)
             stored = self.database.read(lambda c: c.execute(select(func.count()).select_from(rows.futures)).scalar())
-            assert stored == sum(len(client.sent) for client in self.clients), "nothing else was accepted"
+            assert stored == sum(len(client.sent) for client in self.clients), (
+                "the table holds the accepted commands only"
+            )
         finally:
             await self.engine.close()
-            await asyncio.gather(*self.looking)
+            await asyncio.gather(*self.reading)
             await self.writer.close()
             self.database.close()
 
-    # What clients do
+    # Rules for clients
 
     async def record(self, client: Client, number: int, kind: Kind, body: bytes) -> tuple[str, bool]:
         return await self.store.record(
@@ -251,7 +254,7 @@ class CommandLog(RuleBasedStateMachine):
         body = client.body(number, kind, value)
         request_id, new = await self.record(client, number, kind, body)
         assert new
-        client.sent[number] = Sent(request_id, kind, body, value)
+        client.sent[number] = AcceptedCommand(request_id, kind, body, value)
         if rings:
             self.engine.ring()
             await self.engine_rests()
@@ -259,8 +262,9 @@ class CommandLog(RuleBasedStateMachine):
     def client(self, index: int) -> Client:
         return self.clients[index % len(self.clients)]
 
-    def named(self, client: Client, number: int, kind: Kind, value: Any) -> Any:
-        """A save has a name of its own; a load asks for one that was sent, or for none that is there."""
+    def argument_of(self, client: Client, number: int, kind: Kind, value: Any) -> Any:
+        """The argument of a command. A save gets a new name; a load gets the name of a save that was sent, or an
+        unknown name."""
         if kind is Kind.SAVE_WEIGHTS:
             return f"c{number}"
         if kind is Kind.LOAD_WEIGHTS:
@@ -268,71 +272,76 @@ class CommandLog(RuleBasedStateMachine):
             return saves[value % len(saves)] if saves else "nothing"
         return value
 
-    @rule(which=WHICH, later=st.integers(0, 2), what=WHAT, rings=st.booleans())
-    def command_arrives(self, which: int, later: int, what: tuple[Kind, Any], rings: bool) -> None:
-        """The next one, or one that has overtaken others; its ring may be lost."""
-        client = self.client(which)
+    @rule(client_index=INDEX, later=st.integers(0, 2), command=COMMAND, rings=st.booleans())
+    def command_arrives(self, client_index: int, later: int, command: tuple[Kind, Any], rings: bool) -> None:
+        """Send the next command, or one that overtakes commands before it. The ring may be lost."""
+        client = self.client(client_index)
         number = client.missing[later]
-        self.do(self.send(client, number, what[0], self.named(client, number, *what), rings=rings))
+        self.run_on_loop(self.send(client, number, command[0], self.argument_of(client, number, *command), rings=rings))
 
-    @rule(which=WHICH, work=WORK, rings=st.booleans())
-    def work_arrives(self, which: int, work: list[tuple[Kind, Any]], rings: bool) -> None:
-        """As a client sends it: everything at once, in order."""
-        self.send_all(self.client(which), work, rings=rings)
+    @rule(client_index=INDEX, work=COMMANDS, rings=st.booleans())
+    def work_arrives(self, client_index: int, work: list[tuple[Kind, Any]], rings: bool) -> None:
+        """Send several commands at once and in order, as a client does."""
+        self.send_all(self.client(client_index), work, rings=rings)
 
     def send_all(self, client: Client, work: list[tuple[Kind, Any]], *, rings: bool) -> None:
         for kind, value in work:
             number = client.missing[0]
-            self.do(self.send(client, number, kind, self.named(client, number, kind, value), rings=rings))
+            self.run_on_loop(
+                self.send(client, number, kind, self.argument_of(client, number, kind, value), rings=rings)
+            )
 
-    @rule(which=WHICH, index=WHICH)
-    def command_is_repeated(self, which: int, index: int) -> None:
-        """Its answer was lost."""
-        if client := self.client(which) if self.client(which).sent else None:
+    @rule(client_index=INDEX, index=INDEX)
+    def command_is_repeated(self, client_index: int, index: int) -> None:
+        """The client lost the answer and sends the command again."""
+        if client := self.client(client_index) if self.client(client_index).sent else None:
             number = sorted(client.sent)[index % len(client.sent)]
             sent = client.sent[number]
-            assert self.do(self.record(client, number, sent.kind, sent.body)) == (sent.id, False)
+            assert self.run_on_loop(self.record(client, number, sent.kind, sent.body)) == (sent.id, False)
 
-    @rule(which=WHICH, index=WHICH)
-    def number_is_used_again(self, which: int, index: int) -> None:
-        """For something else, which is refused."""
-        if client := self.client(which) if self.client(which).sent else None:
+    @rule(client_index=INDEX, index=INDEX)
+    def number_is_used_again(self, client_index: int, index: int) -> None:
+        """The client sends another command under a used number, and the server refuses it."""
+        if client := self.client(client_index) if self.client(client_index).sent else None:
             number = sorted(client.sent)[index % len(client.sent)]
             sent = client.sent[number]
             with pytest.raises(RequestError, match="seq_id"):
-                self.do(self.record(client, number, sent.kind, sent.body + b" "))
+                self.run_on_loop(self.record(client, number, sent.kind, sent.body + b" "))
 
-    @rule(which=WHICH, index=WHICH)
-    def answer_is_polled(self, which: int, index: int) -> None:
-        client = self.client(which)
+    @rule(client_index=INDEX, index=INDEX)
+    def answer_is_polled(self, client_index: int, index: int) -> None:
+        client = self.client(client_index)
         if client.sent:
             sent = client.sent[sorted(client.sent)[index % len(client.sent)]]
-            self.do(self.poll(sent))
+            self.run_on_loop(self.poll(sent))
 
-    async def poll(self, sent: Sent) -> Outcome | None:
+    async def poll(self, sent: AcceptedCommand) -> Outcome | None:
         outcome = await self.store.wait(sent.id, TENANT, 0.0)
         if outcome is not None:
-            assert self.read.setdefault(sent.id, outcome) == outcome, "whoever asks again gets the same"
-        assert outcome is not None or sent.id not in self.read
+            assert self.outcomes_seen.setdefault(sent.id, outcome) == outcome, "every poll gets the same outcome"
+        assert outcome is not None or sent.id not in self.outcomes_seen
         return outcome
 
-    @rule(which=WHICH, really=st.sampled_from([False, False, True]), saving=st.booleans())
-    def session_ends(self, which: int, really: bool, saving: bool) -> None:
-        client = self.client(which)
-        if really and not client.ended:
-            self.do(self.end_saving(client) if saving and self.engine.alive else self.end_session(client))
+    @rule(client_index=INDEX, ends=st.sampled_from([False, False, True]), during_save=st.booleans())
+    def session_ends(self, client_index: int, ends: bool, during_save: bool) -> None:
+        client = self.client(client_index)
+        if ends and not client.ended:
+            self.run_on_loop(
+                self.end_session_during_save(client) if during_save and self.engine.alive else self.end_session(client)
+            )
 
-    async def end_saving(self, client: Client) -> None:
-        """In the middle of a save, if that has its turn: what the save comes to afterwards changes nothing."""
+    async def end_session_during_save(self, client: Client) -> None:
+        """End the session in the middle of a save, if the save gets its turn. The result of the save changes
+        nothing."""
         number = client.missing[0]
         await self.send(client, number, Kind.SAVE_WEIGHTS, f"c{number}", rings=False)
         async with self.engine.held_at_a_save():
             await self.end_session(client)
             self.engine.ring([SESSIONS])
-            await self.closed(client)
+            await self.wait_until_models_closed(client)
             assert await self.poll(client.sent[number]) is not None
 
-    async def closed(self, client: Client) -> None:
+    async def wait_until_models_closed(self, client: Client) -> None:
         living = select(models.c.id).where(models.c.id == client.model_id, models.c.status.in_(("creating", "ready")))
         await until(lambda: self.database.read(lambda c: c.execute(living).first()) is None)
 
@@ -341,85 +350,86 @@ class CommandLog(RuleBasedStateMachine):
             client.ended = True
             self.store.drop_session(client.session.id)
 
-    # What becomes of the processes
+    # Rules for the processes
 
     async def engine_rests(self) -> None:
-        if self.engine.alive and not await self.engine.rest():
+        if self.engine.alive and not await self.engine.wait_until_idle():
             self.note_death()
 
     def note_death(self) -> None:
-        """A command is to blame if it was running and has not ended."""
-        pending = self.database.read(lambda c: {command.request_id for command in rows.pending(c, sorted(Kind))})
-        self.died.update(pending.intersection(self.engine.running))
+        """A command is to blame for a death if it was running and is still pending."""
+        pending = self.database.read(lambda c: {command.request_id for command in commands.pending(c, sorted(Kind))})
+        self.deaths_while_running.update(pending.intersection(self.engine.running))
 
-    @rule(turns=st.integers(1, 3), deaf=st.booleans())
-    def engine_runs(self, turns: int, deaf: bool) -> None:
-        """Its rings to the API may be lost."""
+    @rule(turns=st.integers(1, 3), rings_lost=st.booleans())
+    def engine_runs(self, turns: int, rings_lost: bool) -> None:
+        """Let the engine take turns. Its rings to the API may be lost."""
         if self.engine.alive:
-            self.engine.rings.deaf = deaf
-            self.note(self.do(self.engine.turns(turns)))
+            self.engine.rings.are_lost = rings_lost
+            self.note(self.run_on_loop(self.engine.turns(turns)))
 
-    @rule(work=WORK, deaths=st.lists(st.integers(0, 25), min_size=1, max_size=4), back=st.booleans())
+    @rule(work=COMMANDS, deaths=st.lists(st.integers(0, 25), min_size=1, max_size=4), back=st.booleans())
     def engine_dies_at_work(self, work: list[tuple[Kind, Any]], deaths: list[int], back: bool) -> None:
-        """After so many instructions, again and again, while every model is at it."""
+        """Let the engine die several times, each time after so many instructions, while every model has work."""
         for client in self.clients:
             self.send_all(client, work if not client.ended else [], rings=True)
         for steps in deaths:
             self.start_engine()
-            self.engine.die_after(steps)
-            self.note(self.do(self.engine.turns(ALL)))
+            self.engine.die_after_steps(steps)
+            self.note(self.run_on_loop(self.engine.turns(ALL)))
         if back:
             self.start_engine()
 
     def start_engine(self) -> None:
         if not self.engine.alive:
-            assert self.do(self.engine.start())
+            assert self.run_on_loop(self.engine.start())
 
     def note(self, lives: bool) -> None:
-        self.engine.die_after(None)
+        self.engine.die_after_steps(None)
         if not lives:
             self.note_death()
 
     @rule(steps=st.one_of(st.none(), st.integers(0, 6)))
     def engine_looks(self, steps: int | None) -> None:
-        """For what nobody rang for; it may die of what it finds."""
+        """Let the engine look for commands whose ring was lost. It may die of what it finds."""
         if self.engine.alive:
-            self.engine.die_after(steps)
-            self.note(self.do(self.engine.look()))
+            self.engine.die_after_steps(steps)
+            self.note(self.run_on_loop(self.engine.find_lost_rings()))
 
     @rule()
     def engine_is_stopped(self) -> None:
-        self.do(self.engine.stop())
+        self.run_on_loop(self.engine.stop())
 
     @rule(steps=st.one_of(st.none(), st.integers(0, 20)))
     def engine_starts(self, steps: int | None) -> None:
-        """And may die of that, but not twice. One that lives is stopped before."""
-        self.do(self.engine.stop())
-        self.engine.die_after(None if self.died_at_start else steps)
-        lives = self.do(self.engine.start())
+        """Restart the engine. It may die while starting, but not twice in a row."""
+        self.run_on_loop(self.engine.stop())
+        self.engine.die_after_steps(None if self.died_at_start else steps)
+        lives = self.run_on_loop(self.engine.start())
         self.died_at_start = not lives
         self.note(lives)
 
     @rule()
     def api_looks(self) -> None:
-        self.do(self.store.poll_outcomes())
+        self.run_on_loop(self.store.poll_outcomes())
 
     @rule()
     def api_dies(self) -> None:
-        self.do(self.replace_api())
+        self.run_on_loop(self.replace_api())
 
     async def replace_api(self) -> None:
-        """What was not answered is still committed, or is not: `send` has waited for it."""
+        """Replace the API process. Its open writes are either committed or not by then, because the writer is closed
+        first."""
         await self.writer.close()
-        await asyncio.gather(*self.looking)
+        await asyncio.gather(*self.reading)
         self.open_api()
 
-    @rule(which=WHICH, turns=st.integers(0, 3), value=st.integers(1, 3))
-    def api_dies_before_it_answers(self, which: int, turns: int, value: int) -> None:
-        """The client sends it again, to the next API process."""
-        self.do(self.interrupted(self.client(which), turns, value))
+    @rule(client_index=INDEX, turns=st.integers(0, 3), value=st.integers(1, 3))
+    def api_dies_before_it_answers(self, client_index: int, turns: int, value: int) -> None:
+        """The API process dies; the client sends the same command to the next API process."""
+        self.run_on_loop(self.send_while_api_dies(self.client(client_index), turns, value))
 
-    async def interrupted(self, client: Client, turns: int, value: int) -> None:
+    async def send_while_api_dies(self, client: Client, turns: int, value: int) -> None:
         number = client.missing[0]
         kind = Kind.CREATE_MODEL if number == 0 else Kind.FORWARD_BACKWARD
         body = client.body(number, kind, value)
@@ -430,59 +440,61 @@ class CommandLog(RuleBasedStateMachine):
         await asyncio.gather(recording, return_exceptions=True)
         await self.replace_api()
         request_id, _ = await self.record(client, number, kind, body)
-        client.sent[number] = Sent(request_id, kind, body, value)
+        client.sent[number] = AcceptedCommand(request_id, kind, body, value)
 
-    # What holds
+    # What must hold
 
     async def drain(self) -> None:
-        """Everything that can run runs, however often the engine is started for it."""
+        """Start the engine as often as it takes, and let everything run that can run."""
         while not self.engine.alive:
             await self.engine.start()
-        assert await self.engine.look()
+        assert await self.engine.find_lost_rings()
         assert await self.engine.turns(ALL)
         await self.store.poll_outcomes()
 
     @invariant()
     def outcomes_never_change(self) -> None:
-        """Nor does anything run that is not in the list."""
+        """The engine holds no model that no client has created."""
         if self.clients and self.engine.alive:
             assert set(self.engine.backend.models) <= {client.model_id for client in self.clients}
 
     async def check_all(self, client: Client) -> None:
-        """Each command of the list has run once and in its order, and what waits for a missing number waits."""
-        expected, gone = Expected(client), False
+        """Each command of the list has run once, in its order. Commands after a missing number wait."""
+        expected, has_ended = Expected(client), False
         for sent in client.due():
             outcome = await self.poll(sent)
-            assert outcome is not None, "it has its turn, whatever other models wait for"
-            gone = gone or _is_gone(outcome)
-            if gone:
-                assert _is_gone(outcome), "nothing runs after the end"
+            assert outcome is not None, "the command runs even if other models wait"
+            has_ended = has_ended or _is_gone(outcome)
+            if has_ended:
+                assert _is_gone(outcome), "no command runs after the end of its session"
             elif outcome.error == SKIPPED:
-                assert self.died[sent.id] >= POISON
-                gone = sent.kind is Kind.CREATE_MODEL
+                assert self.deaths_while_running[sent.id] >= DEATHS_TO_BLAME
+                has_ended = sent.kind is Kind.CREATE_MODEL
             else:
                 assert outcome == expected.run(sent)
-                assert self.died[sent.id] < POISON
-        assert not gone or client.ended or client.sent[0].id in self.died
+                assert self.deaths_while_running[sent.id] < DEATHS_TO_BLAME
+        assert not has_ended or client.ended or client.sent[0].id in self.deaths_while_running
         waiting = [sent for number, sent in client.sent.items() if number > client.missing[0]]
         for sent in waiting:
             outcome = await self.poll(sent)
-            assert outcome is None or (_is_gone(outcome) and (gone or client.ended)), "it waits for a missing number"
+            assert outcome is None or (_is_gone(outcome) and (has_ended or client.ended)), (
+                "the command waits for a missing number"
+            )
         assert (client.model_id in self.engine.backend.models) == (
-            bool(expected.state) and not gone and not client.ended
+            bool(expected.state) and not has_ended and not client.ended
         )
         if client.model_id in self.engine.backend.models:
             assert self.engine.backend.models[client.model_id] == expected.state
 
 
 def _is_gone(outcome: Outcome) -> bool:
-    """Failed with its session, or after it."""
+    """Whether the command failed because its session or model has ended."""
     return outcome == SESSION_ENDED or (outcome.error is not None and "is not there any more" in outcome.error)
 
 
 @pytest.fixture
 def new_url(database_kind: str, request: pytest.FixtureRequest) -> Iterator[Callable[[Path], str]]:
-    """Makes databases with the tables in them, by state directory."""
+    """A function that makes a migrated database for a state directory and returns its URL."""
     if database_kind == "sqlite":
         file: Path = request.getfixturevalue("migrated_file")
 
@@ -498,7 +510,7 @@ def new_url(database_kind: str, request: pytest.FixtureRequest) -> Iterator[Call
 
 
 @ON_BOTH
-def test_command_log_is_a_plain_list(
+def test_the_command_log_behaves_like_a_plain_list(
     new_url: Callable[[Path], str], database_kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine_loop, "SAFETY_POLL_S", NEVER_S)
@@ -506,12 +518,12 @@ def test_command_log_is_a_plain_list(
     run_state_machine_as_test(
         CommandLog,
         settings=settings(
-            derandomize=not OTHERS,
-            max_examples=OTHERS or EXAMPLES[database_kind],
+            derandomize=not OTHER_EXAMPLES,
+            max_examples=OTHER_EXAMPLES or EXAMPLES[database_kind],
             stateful_step_count=40,
             deadline=None,
             database=None,
             suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
-            phases=[Phase.generate, Phase.shrink] if OTHERS else [Phase.generate],
+            phases=[Phase.generate, Phase.shrink] if OTHER_EXAMPLES else [Phase.generate],
         ),
     )

@@ -1,4 +1,5 @@
-"""What the API says waits for the commit that makes it true: with a slow commit it is said late, with none never."""
+"""An answer of the API waits for the commit on which it rests: with a slow commit it comes late, without a commit
+never."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
-from api_harness import Api, Serve, asked, tokens
+from api_harness import Api, Serve, sample_body, tokens
 from fake_upstream import FakeUpstream, after, complete
 from sqlalchemy import func, select
 
@@ -19,20 +20,20 @@ from tests.postgres_server import ON_BOTH
 pytestmark = ON_BOTH
 
 OTHER_REQUESTS = 50
-"""So many others are answered meanwhile, one after the other: on a slow machine they take as much longer as an answer
-that does not wait for its commit would."""
+"""The number of later requests that are answered before the check. On a slow machine they slow down as much as an
+answer that does not wait for its commit."""
 
 
 @contextmanager
 def commits_held(database: Database) -> Iterator[None]:
-    """Somebody else has the write lock."""
+    """Another process holds the write lock."""
     with database.writer.begin():
         yield
 
 
 @pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who waits for the write lock gives up at once: a commit that must wait fails."""
+def no_lock_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A write that waits for the lock fails at once."""
     monkeypatch.setattr(database_module, "BUSY_TIMEOUT_MS", 20)
 
 
@@ -42,19 +43,19 @@ def statuses(database: Database) -> dict[str, int]:
 
 
 async def is_early(task: asyncio.Task[object], api: Api) -> bool:
-    """Whether it has ended after other requests, which came later and read the database, were answered."""
+    """Whether the task has ended after later requests, which read the database, were answered."""
     for _ in range(OTHER_REQUESTS):
         assert (await api.http.get("/api/v1/sessions")).status_code == 200
     return task.done()
 
 
-async def test_an_answer_that_waits_for_no_commit_is_seen_to_be_early(api: Api) -> None:
-    """Without it, the tests below could pass on a server that waits for nothing."""
+async def test_the_check_notices_an_answer_that_waits_for_no_commit(api: Api) -> None:
+    """This test shows that the tests below would notice an answer that does not wait."""
     sampler = await api.sampler()
     assert await is_early(asyncio.create_task(api.sample(sampler, 1)), api)
 
 
-async def test_a_sample_is_acknowledged_and_sent_on_once_it_is_stored(
+async def test_a_sample_is_acknowledged_and_forwarded_after_its_commit(
     api: Api, upstream: FakeUpstream, database: Database
 ) -> None:
     sampler = await api.sampler()
@@ -66,14 +67,14 @@ async def test_a_sample_is_acknowledged_and_sent_on_once_it_is_stored(
     assert tokens(await api.result(promise["request_id"])) == [[0, 1, 2]]
 
 
-@pytest.mark.usefixtures("impatient")
-async def test_a_sample_that_cannot_be_stored_is_not_acknowledged_and_may_be_sent_again(
+@pytest.mark.usefixtures("no_lock_wait")
+async def test_a_sample_that_cannot_be_stored_is_refused_and_may_be_sent_again(
     serve: Serve, upstream: FakeUpstream, database: Database
 ) -> None:
     async with serve() as api:
         sampler = await api.sampler()
         with commits_held(database):
-            refused = await api.post("asample", asked(sampler, 1))
+            refused = await api.post("asample", sample_body(sampler, 1))
         assert refused.status_code >= 500
         assert statuses(database) == {}
         assert not upstream.completions
@@ -81,7 +82,7 @@ async def test_a_sample_that_cannot_be_stored_is_not_acknowledged_and_may_be_sen
         assert tokens(await api.result(promise["request_id"])) == [[0, 1, 2]]
 
 
-async def test_a_result_is_told_once_it_is_stored(api: Api, upstream: FakeUpstream, database: Database) -> None:
+async def test_a_result_is_answered_after_its_commit(api: Api, upstream: FakeUpstream, database: Database) -> None:
     go = asyncio.Event()
     upstream.default = after(go, complete())
     request_id = (await api.sample(await api.sampler(), 1))["request_id"]
@@ -94,8 +95,8 @@ async def test_a_result_is_told_once_it_is_stored(api: Api, upstream: FakeUpstre
     assert statuses(database) == {"done": 1}
 
 
-@pytest.mark.usefixtures("impatient")
-async def test_a_result_that_cannot_be_stored_is_told_when_it_can(
+@pytest.mark.usefixtures("no_lock_wait")
+async def test_a_result_that_cannot_be_stored_is_answered_once_it_is_stored(
     serve: Serve, upstream: FakeUpstream, database: Database
 ) -> None:
     go = asyncio.Event()
@@ -108,4 +109,4 @@ async def test_a_result_that_cannot_be_stored_is_told_when_it_can(
             assert not await is_early(hearing, api)
         assert tokens(await hearing) == [[0, 1, 2]]
         assert statuses(database) == {"done": 1}
-    assert len(upstream.completions) == 1, "the answer was kept, not asked for again"
+    assert len(upstream.completions) == 1, "the result was kept and not sampled again"

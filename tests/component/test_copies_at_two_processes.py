@@ -1,4 +1,5 @@
-"""copy_weights with one X-Idempotency-Key at two API processes: one copy, one answer, no files left over."""
+"""Several copy_weights requests with one X-Idempotency-Key at two API processes: one copy, one answer, no files left
+over."""
 
 from __future__ import annotations
 
@@ -34,8 +35,7 @@ WAIT_S = 60.0
 
 @pytest.fixture
 async def two(database: Database, tmp_path: Path) -> AsyncIterator[list[Api]]:
-    """Two API processes of one server, as far as they can be told apart: services, application and locks of their
-    own."""
+    """Two API processes of one server: each has its own services, application and locks."""
     async with AsyncExitStack() as running:
         apis = []
         for name in ("first", "second"):
@@ -56,7 +56,7 @@ async def session(two: list[Api]) -> str:
 
 @pytest.fixture
 def source(two: list[Api], session: str, database: Database) -> str:
-    """A saved checkpoint of the tenant's."""
+    """A saved checkpoint of the tenant."""
     with two[0].services.checkpoint_store.writing("group/saved-1") as directory:
         (directory / "adapter_model.safetensors").write_bytes(b"x" * SIZE)
     lora = {"base_model": BASE, "lora_rank": 8, "lora_alpha": 32.0, "seed": 1}
@@ -72,8 +72,8 @@ def source(two: list[Api], session: str, database: Database) -> str:
 
 @pytest.fixture
 def hold_first(two: list[Api], monkeypatch: pytest.MonkeyPatch) -> Callable[[], Any]:
-    """The first process copies its files and then waits until it is let go; the returned function says so and waits
-    until it has copied."""
+    """Returns a function that makes the first process copy its files and then wait. The function returns a handle,
+    which tells when the files are copied and lets the process go on."""
     copied, go = threading.Event(), threading.Event()
     store = two[0].services.checkpoint_store
     copy = store.copy
@@ -85,14 +85,14 @@ def hold_first(two: list[Api], monkeypatch: pytest.MonkeyPatch) -> Callable[[], 
 
     monkeypatch.setattr(store, "copy", copy_and_wait)
 
-    class Held:
+    class HeldCopy:
         async def copied(self) -> None:
             assert await asyncio.to_thread(copied.wait, WAIT_S)
 
         def let_go(self) -> None:
             go.set()
 
-    return Held
+    return HeldCopy
 
 
 def copies_in(database: Database) -> list[str]:
@@ -101,7 +101,7 @@ def copies_in(database: Database) -> list[str]:
 
 
 @pytest.mark.parametrize("destination", ["a project", "a session"])
-async def test_repeat_at_another_process_is_answered_with_the_one_copy(
+async def test_a_repeated_request_at_another_process_gets_the_same_copy(
     two: list[Api],
     session: str,
     source: str,
@@ -113,7 +113,7 @@ async def test_repeat_at_another_process_is_answered_with_the_one_copy(
     wanted = {"source_path": source, **place} | ({"model_seq_id": 3} if "session_id" in place else {})
     held = hold_first()
     slow = asyncio.create_task(two[0].post("copy_weights", wanted, **KEY))
-    await held.copied()  # its files are there, its rows are not
+    await held.copied()  # the files of the copy exist, its rows do not
     quick = await two[1].post("copy_weights", wanted, **KEY)
     held.let_go()
     answers = [quick, await slow, await two[0].post("copy_weights", wanted, **KEY)]
@@ -121,13 +121,13 @@ async def test_repeat_at_another_process_is_answered_with_the_one_copy(
     assert len({answer.json()["tinker_path"] for answer in answers}) == 1
     assert len(copies_in(database)) == 1
     kept = {one.key for one in two[0].services.checkpoint_store.stored()}
-    assert kept == {"group/saved-1", *copies_in(database)}, "the other copy's files are gone"
+    assert kept == {"group/saved-1", *copies_in(database)}, "the files of the losing copy are deleted"
 
 
-async def test_repeat_that_the_finished_copy_would_refuse_is_answered_with_it(
+async def test_a_repeated_request_gets_the_copy_that_was_recorded_meanwhile(
     two: list[Api], session: str, source: str, database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The other process records the copy after the repeat has looked for one: by then the model's number is taken."""
+    """The other process records the copy after the repeat has looked for it, so the model's number is taken by then."""
     wanted = {"source_path": source, "session_id": session, "model_seq_id": 3}
     made_by = two[1].services.copies.made_by
     answers: list[httpx.Response] = []
@@ -145,10 +145,10 @@ async def test_repeat_that_the_finished_copy_would_refuse_is_answered_with_it(
     assert len(copies_in(database)) == 1
 
 
-async def test_copy_that_is_refused_after_its_files_were_copied_leaves_none(
+async def test_a_copy_refused_after_copying_leaves_no_files(
     two: list[Api], session: str, source: str, hold_first: Callable[[], Any], database: Database
 ) -> None:
-    """Two requests with keys of their own want one number: one gets it."""
+    """Two requests with different keys want the same number: one gets it."""
     wanted = {"source_path": source, "session_id": session, "model_seq_id": 3}
     held = hold_first()
     slow = asyncio.create_task(two[0].post("copy_weights", wanted, **KEY))

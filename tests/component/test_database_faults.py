@@ -1,4 +1,5 @@
-"""A database that is locked, full, read-only or away: nothing is told that is not so, and all goes on afterwards."""
+"""A database that is locked, full, read-only or unreachable: no answer claims something false, and work goes on
+afterwards."""
 
 from __future__ import annotations
 
@@ -13,8 +14,8 @@ from typing import Any
 import httpx
 import psycopg
 import pytest
-from adapter_hosts import AllThere
-from api_harness import Api, Serve, asked, tokens
+from adapter_hosts import HostWithAllAdapters
+from api_harness import Api, Serve, sample_body, tokens
 from fake_upstream import FakeUpstream, after, complete, hang_up
 from sqlalchemy import Engine, event, func, make_url, select
 from sqlalchemy.dialects.postgresql.psycopg import PGDialect_psycopg
@@ -41,12 +42,12 @@ from skyrl.wire.errors import ErrorCategory, FailedRequest
 from tests.postgres_server import ON_BOTH, ON_POSTGRES, ON_SQLITE, PostgresServer
 
 LARGE = {"unknown": "x" * 200_000}
-"""What the free pages of a small file have no room for; bodies are stored as they come."""
+"""A body that does not fit into the free pages of a small file; bodies are stored unchanged."""
 
 
 @pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who waits for the write lock gives up soon."""
+def short_lock_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A write waits only briefly for the lock."""
     monkeypatch.setattr(database_module, "BUSY_TIMEOUT_MS", 50)
 
 
@@ -57,7 +58,8 @@ def locked(database: Database) -> Iterator[None]:
 
 
 class Connections:
-    """SQLite's connections of this process: a fault is given to all that are there or come, as a disk gives it."""
+    """The SQLite connections of this process. A fault is applied to all open and all new connections, as a failing disk
+    would."""
 
     def __init__(self) -> None:
         self._all: list[sqlite3.Connection] = []
@@ -81,7 +83,7 @@ class Connections:
             connection.execute(f"PRAGMA {pragma}").fetchall()
 
     def full(self) -> AbstractContextManager[None]:
-        """No page more than there is now."""
+        """The database file may not grow by a single page."""
         return self.faulty("max_page_count=1", "max_page_count=1000000")
 
     def read_only(self) -> AbstractContextManager[None]:
@@ -90,7 +92,7 @@ class Connections:
 
 @pytest.fixture
 def connections(database: Database) -> Iterator[Connections]:
-    """Of all that is opened after the fixtures."""
+    """Connections that are opened after the fixtures."""
     noted = Connections()
     event.listen(Engine, "connect", noted.note)
     yield noted
@@ -123,27 +125,27 @@ def assert_asked_to_come_again(answer: httpx.Response, caplog: pytest.LogCapture
 
 
 async def retried(send: Callable[[], Any]) -> httpx.Response:
-    """Sent again for as long as the answer is 503, as a client does."""
+    """Send the request again while the answer is 503, as a client does."""
     deadline = time.monotonic() + 120
     while (answer := await send()).status_code == 503:
-        assert time.monotonic() < deadline, "the database does not come back"
+        assert time.monotonic() < deadline, "the answer stays 503"
         await asyncio.sleep(0.05)
     return answer
 
 
 @ON_BOTH
-@pytest.mark.usefixtures("impatient")
-async def test_a_lock_that_does_not_come_is_503_for_each_kind_of_request(
+@pytest.mark.usefixtures("short_lock_wait")
+async def test_each_kind_of_writing_request_gets_503_while_the_write_lock_is_held(
     serve: Serve, database: Database, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with serve() as api:
         sampler = await api.sampler()
         model = {"session_id": sampler.partition(":")[0], "model_seq_id": 0, "base_model": "acme/base"}
-        sent = {"create_session": {}, "asample": asked(sampler, 1), "create_model": model}
+        sent = {"create_session": {}, "asample": sample_body(sampler, 1), "create_model": model}
         with locked(database):
             for path, body in sent.items():
                 assert_asked_to_come_again(await api.post(path, body), caplog)
-            assert (await api.http.get("/api/v1/sessions")).status_code == 200, "what only reads is answered"
+            assert (await api.http.get("/api/v1/sessions")).status_code == 200, "requests that only read are answered"
         assert count(database, sessions) == 1
         assert count(database, rows.futures) == 0
         for path, body in sent.items():
@@ -151,31 +153,31 @@ async def test_a_lock_that_does_not_come_is_503_for_each_kind_of_request(
 
 
 @ON_SQLITE
-async def test_a_full_disk_is_503_and_nothing_of_the_request_is_kept(
+async def test_a_request_on_a_full_disk_gets_503_and_leaves_nothing_stored(
     serve: Serve, database: Database, connections: Connections, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with serve() as api:
         sampler = await api.sampler()
         assert (await api.sample(sampler, 0))["request_id"]
         with connections.full():
-            answer = await api.post("asample", asked(sampler, 5_000) | LARGE)
+            answer = await api.post("asample", sample_body(sampler, 5_000) | LARGE)
             assert_asked_to_come_again(answer, caplog)
             seq_id, refused = 1, None
-            while refused is None and seq_id < 2_000:  # until the free pages are used up
-                answer = await api.post("asample", asked(sampler, seq_id))
+            while refused is None and seq_id < 2_000:  # until the free pages of the file are used up
+                answer = await api.post("asample", sample_body(sampler, seq_id))
                 refused = answer if answer.status_code != 200 else None
                 seq_id += 1
             assert refused is not None
             assert_asked_to_come_again(refused, caplog)
             stored = count(database, rows.futures)
-        assert stored == seq_id - 1, "what was acknowledged is there, what was refused is not"
-        assert (await api.post("asample", asked(sampler, 5_000) | LARGE)).status_code == 200
+        assert stored == seq_id - 1, "acknowledged samples are stored, refused samples are not"
+        assert (await api.post("asample", sample_body(sampler, 5_000) | LARGE)).status_code == 200
         promise = await api.sample(sampler, seq_id - 1)
         assert tokens(await api.result(promise["request_id"])) == [[0, 1, 2]]
 
 
 @ON_BOTH
-async def test_a_database_that_turns_read_only_is_503_until_it_is_not(
+async def test_requests_get_503_while_the_database_is_read_only(
     serve: Serve,
     database: Database,
     connections: Connections,
@@ -190,14 +192,14 @@ async def test_a_database_that_turns_read_only_is_503_until_it_is_not(
         sampler = await api.sampler()
         assert (await api.sample(sampler, 0))["request_id"]
         with read_only:
-            assert_asked_to_come_again(await api.post("asample", asked(sampler, 1)), caplog)
+            assert_asked_to_come_again(await api.post("asample", sample_body(sampler, 1)), caplog)
             assert_asked_to_come_again(await api.post("create_session", {}), caplog)
-        answer = await retried(lambda: api.post("asample", asked(sampler, 1)))
+        answer = await retried(lambda: api.post("asample", sample_body(sampler, 1)))
         assert tokens(await api.result(answer.json()["request_id"])) == [[0, 1, 2]]
 
 
 @ON_POSTGRES
-async def test_postgresql_that_goes_and_comes_back_loses_nothing_that_was_acknowledged(
+async def test_acknowledged_samples_survive_an_outage_of_postgresql(
     serve: Serve, upstream: FakeUpstream, postgres: PostgresServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     go = asyncio.Event()
@@ -206,11 +208,11 @@ async def test_postgresql_that_goes_and_comes_back_loses_nothing_that_was_acknow
         sampler = await api.sampler()
         early = [await api.sample(sampler, seq_id) for seq_id in range(20)]
         postgres.stop()
-        assert_asked_to_come_again(await api.post("asample", asked(sampler, 20)), caplog)
+        assert_asked_to_come_again(await api.post("asample", sample_body(sampler, 20)), caplog)
         hearing = [asyncio.create_task(api.result(promise["request_id"])) for promise in early]
         go.set()
         sending = [
-            asyncio.create_task(retried(lambda seq_id=seq_id: api.post("asample", asked(sampler, seq_id))))
+            asyncio.create_task(retried(lambda seq_id=seq_id: api.post("asample", sample_body(sampler, seq_id))))
             for seq_id in range(20, 40)
         ]
         await asyncio.sleep(0)
@@ -225,10 +227,10 @@ async def test_postgresql_that_goes_and_comes_back_loses_nothing_that_was_acknow
 
 
 @ON_POSTGRES
-async def test_a_sample_that_looks_for_its_endpoint_waits_for_postgresql(
+async def test_a_sample_that_reads_its_endpoint_waits_for_postgresql(
     serve: Serve, upstream: FakeUpstream, database: Database, postgres: PostgresServer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """vLLM dies and PostgreSQL is away at the same time: where vLLM is now cannot be read, and the sample waits."""
+    """vLLM dies while PostgreSQL is unreachable: the sample cannot read where the next vLLM is, and waits."""
     go = asyncio.Event()
     upstream.default = after(go, hang_up)
     async with serve() as api:
@@ -250,8 +252,8 @@ async def test_a_sample_that_looks_for_its_endpoint_waits_for_postgresql(
     assert "Traceback" not in caplog.text
 
 
-class Away:
-    """A database that does not answer, as the driver tells of it."""
+class UnreachableDatabase:
+    """A database that does not answer, with the errors of the driver."""
 
     def __init__(self) -> None:
         self.reads = 0
@@ -266,15 +268,15 @@ class Away:
         return self.back
 
 
-async def test_samples_share_one_look_for_the_endpoint_and_tell_nothing_of_the_database(
+async def test_samples_share_one_read_of_the_endpoint_and_hide_database_errors(
     upstream: FakeUpstream,
 ) -> None:
-    away = Away()
+    away = UnreachableDatabase()
     endpoint = EngineEndpoint(away)
     looks = await asyncio.gather(*(endpoint.resolve() for _ in range(100)), return_exceptions=True)
     assert away.reads == 1
     assert {type(look) for look in looks} == {EndpointUnknown}
-    client = ForwardingClient(HttpTransport(), endpoint, AllThere(), api_key=None, deadline_s=0.3)
+    client = ForwardingClient(HttpTransport(), endpoint, HostWithAllAdapters(), api_key=None, deadline_s=0.3)
     with pytest.raises(FailedRequest) as failed:
         await client.sample(JOB)
     assert failed.value.message == "gave up after 0.3 s: the server's database cannot be used now"
@@ -285,10 +287,10 @@ async def test_samples_share_one_look_for_the_endpoint_and_tell_nothing_of_the_d
     await client.close()
 
 
-async def test_what_an_internal_error_says_is_the_operators_alone(
+async def test_the_text_of_an_internal_error_reaches_the_log_only(
     serve: Serve, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A fault that is not waited for, in the middle of a sample; and the same in a training command."""
+    """A fault that no process waits for, during a sample and during a training command."""
     mistake = ProgrammingError("SELECT secret", {}, Exception('relation "secret" at 10.1.2.3:5544'))
 
     async def broken(*_: Any) -> None:
@@ -298,19 +300,22 @@ async def test_what_an_internal_error_says_is_the_operators_alone(
         sampler = await api.sampler()
         monkeypatch.setattr(EngineEndpoint, "resolve", broken)
         promise = await api.sample(sampler, 0)
-        told = (await api.result(promise["request_id"])).json()
+        answer = (await api.result(promise["request_id"])).json()
     request_id = promise["request_id"]
     expected = f"the server could not compute this sample; its log says why, under request {request_id}"
-    assert told == {"error": expected, "category": "server"}
-    assert "10.1.2.3" in caplog.text, "the log has it"
+    assert answer == {"error": expected, "category": "server"}
+    assert "10.1.2.3" in caplog.text, "the log names the address"
     command = Command(1, "r7", Kind.FORWARD, "t", "s", "m", 1, None, None, "proto", 10)
     of_training = failed(mistake, command)
     assert of_training.error == "the server failed while it ran this command; the server's log says why, under r7"
 
 
 @ON_POSTGRES
-async def test_no_route_tells_where_the_database_is(serve: Serve, postgres: PostgresServer, database: Database) -> None:
-    """Each of these reads or writes; 503 or what is known without it, never the driver's words."""
+async def test_no_route_reveals_the_address_of_the_database(
+    serve: Serve, postgres: PostgresServer, database: Database
+) -> None:
+    """Each of these requests reads or writes the database. It gets 503, or an answer that needs no database, and never
+    the words of the driver."""
     url = make_url(database.url)
     async with serve() as api:
         sampler = await api.sampler()
@@ -324,7 +329,7 @@ async def test_no_route_tells_where_the_database_is(serve: Serve, postgres: Post
         ]
         for path, body in {
             "create_session": {},
-            "asample": asked(sampler, 1),
+            "asample": sample_body(sampler, 1),
             "retrieve_future": {"request_id": unknown},
             "cancel_future": {"request_id": unknown},
             "session_heartbeat": {"session_id": session},
@@ -336,9 +341,9 @@ async def test_no_route_tells_where_the_database_is(serve: Serve, postgres: Post
     assert sum(answer.status_code == 503 for answer in answers) >= 8, [a.status_code for a in answers]
     for answer in answers:
         assert answer.status_code in (200, 404, 408, 410, 503), answer.text
-        said = answer.text.lower()
+        text_of_answer = answer.text.lower()
         for secret in (str(url.port), "psycopg", "sqlalche", "connection failed", str(url.database)):
-            assert secret not in said, answer.request.url
+            assert secret not in text_of_answer, answer.request.url
 
 
 READS = (
@@ -352,13 +357,13 @@ READS = (
 
 
 @ON_POSTGRES
-async def test_a_sample_that_was_stored_though_its_commit_seemed_lost_is_forwarded_when_it_is_sent_again(
+async def test_a_stored_sample_whose_commit_seemed_lost_is_forwarded_when_sent_again(
     serve: Serve, upstream: FakeUpstream, database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = PGDialect_psycopg.do_commit
     lost = 0
 
-    def committed_unheard(dialect: PGDialect_psycopg, connection: Any) -> None:
+    def commit_and_lose_the_answer(dialect: PGDialect_psycopg, connection: Any) -> None:
         nonlocal lost
         real(dialect, connection)
         lost += 1
@@ -368,20 +373,20 @@ async def test_a_sample_that_was_stored_though_its_commit_seemed_lost_is_forward
     async with serve() as api:
         sampler = await api.sampler()
         with monkeypatch.context() as broken:
-            broken.setattr(PGDialect_psycopg, "do_commit", committed_unheard)
-            assert (await api.post("asample", asked(sampler, 1))).status_code == 503
+            broken.setattr(PGDialect_psycopg, "do_commit", commit_and_lose_the_answer)
+            assert (await api.post("asample", sample_body(sampler, 1))).status_code == 503
         assert lost >= 1
         assert not upstream.completions
         assert count(database, rows.futures) == 1
         promise, again = await asyncio.gather(api.sample(sampler, 1), api.sample(sampler, 1))
         assert promise["request_id"] == again["request_id"]
         assert tokens(await api.result(promise["request_id"])) == [[0, 1, 2]]
-        assert len(upstream.completions) == 1, "by one of the two"
+        assert len(upstream.completions) == 1, "one of the two processes forwards the sample"
         assert count(database, rows.futures) == 1
 
 
 @ON_BOTH
-async def test_nul_in_text_is_kept_or_refused_by_name(api: Api, database: Database) -> None:
+async def test_a_nul_in_text_is_stored_or_refused_with_the_field_name(api: Api, database: Database) -> None:
     answer = await api.post("create_session", {"display_name": "a\0b"})
     if database.is_sqlite:
         assert answer.status_code == 200
@@ -414,42 +419,42 @@ def test_an_error_with_a_nul_can_be_stored(database: Database) -> None:
 
 
 @ON_BOTH
-@pytest.mark.usefixtures("impatient")
-def test_the_engine_waits_for_a_database_that_is_away(
+@pytest.mark.usefixtures("short_lock_wait")
+def test_the_engine_repeats_a_write_until_the_database_is_free(
     database: Database, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    patient = RetryingDatabase(database.url)
-    holding = database.writer.begin()
-    holding.__enter__()
+    retrying_database = RetryingDatabase(database.url)
+    lock = database.writer.begin()
+    lock.__enter__()
     waited: list[float] = []
 
-    def free(seconds: float) -> bool:
+    def release_lock(seconds: float) -> bool:
         waited.append(seconds)
         if len(waited) == 3:
-            holding.__exit__(None, None, None)
+            lock.__exit__(None, None, None)
         return False
 
-    monkeypatch.setattr(patient._stopped_retrying, "wait", free)
-    assert patient.write(lambda c: c.execute(select(1)).scalar()) == 1
+    monkeypatch.setattr(retrying_database._stopped_retrying, "wait", release_lock)
+    assert retrying_database.write(lambda c: c.execute(select(1)).scalar()) == 1
     assert len(waited) == 3
     assert waited == sorted(waited)
     assert "tried again" in caplog.text
     with locked(database):
-        patient.stop_retrying()
+        retrying_database.stop_retrying()
         with pytest.raises(Exception, match="lock"):
-            patient.write(lambda c: c.execute(select(1)))
-    patient.close()
+            retrying_database.write(lambda c: c.execute(select(1)))
+    retrying_database.close()
 
 
-def test_a_mistake_of_ours_is_not_waited_for(database: Database) -> None:
-    patient = RetryingDatabase(database.url)
+def test_a_programming_error_is_raised_at_once(database: Database) -> None:
+    retrying_database = RetryingDatabase(database.url)
     with pytest.raises(Exception, match="no such table|does not exist"):
-        patient.read(lambda c: c.exec_driver_sql("SELECT 1 FROM nowhere"))
-    patient.close()
+        retrying_database.read(lambda c: c.exec_driver_sql("SELECT 1 FROM nowhere"))
+    retrying_database.close()
 
 
-@pytest.mark.usefixtures("impatient")
-async def test_an_endpoint_that_could_not_be_published_is_published_by_the_next_heartbeat(
+@pytest.mark.usefixtures("short_lock_wait")
+async def test_the_next_heartbeat_publishes_an_endpoint_that_could_not_be_published(
     database: Database, tmp_path: Path
 ) -> None:
     own, api = Database(database.url), Doorbell(tmp_path / "nobody.sock")
@@ -462,6 +467,6 @@ async def test_an_endpoint_that_could_not_be_published_is_published_by_the_next_
     assert database.read(read_state).inference_proxy_url == "http://127.0.0.1:1"
     generation = database.read(read_state).generation
     state.beat()
-    assert database.read(read_state).generation == generation, "once"
+    assert database.read(read_state).generation == generation, "the endpoint is published once"
     api.close()
     own.close()

@@ -1,5 +1,5 @@
-"""A device that breaks under a command: the engine ends, and the next one goes on with all models. Out of memory, which
-is no fault of the device, is in test_failed_commands."""
+"""A device that breaks during a command: the engine ends, and the next engine goes on with all models.
+`test_failed_commands` tests running out of memory, which is not a device fault."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ POISON = 666.0
 
 
 class Device:
-    """Stands for a GPU: once a kernel has failed on it, nothing works any more until a new process uses it."""
+    """Stands for a GPU: after a failed kernel nothing works until a new process uses the device."""
 
     def __init__(self) -> None:
         self.broken = False
@@ -41,7 +41,7 @@ class Device:
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Device:
-    """The loss importance_sampling breaks it where an advantage is 666."""
+    """A device that the loss importance_sampling breaks if an advantage is 666."""
     gpu = Device()
     monkeypatch.setattr(device, "synchronize", gpu.synchronize)
 
@@ -75,8 +75,8 @@ async def send_pass(trainer: Trainer, advantage: float) -> str:
     return await trainer.send(Kind.FORWARD_BACKWARD, forward_backward_input=given)
 
 
-def blamed(harness: Harness) -> list[str]:
-    """What ran when the engine died."""
+def commands_blamed(harness: Harness) -> list[str]:
+    """The commands that ran when the engine died."""
     return json.loads(harness.config.running_file.read_text().partition("\n")[0])["running"]
 
 
@@ -92,21 +92,21 @@ def break_at(harness: Harness, gpu: Device, method: str) -> None:
 
 
 @pytest.mark.parametrize("at_once", [True, False], ids=["at-once", "later"])
-async def test_a_fault_in_a_pass_ends_the_engine_and_nothing_is_lost(
+async def test_a_device_fault_in_a_pass_ends_the_engine_and_loses_nothing(
     harness: Harness, gpu: Device, at_once: bool, tmp_path: Path
 ) -> None:
-    """Also one that shows after the kernel was started: it is held against the command that started it."""
+    """A fault that shows after the kernel was started is also blamed on the command that started the kernel."""
     other, culprit = await Trainer.create(harness), await Trainer.create(harness, seed=2)
     for trainer in (other, culprit):
         await trainer.step(1)
     gpu.says_so_at_once = at_once
     request_id = await send_pass(culprit, POISON)
-    await harness.killed(DeviceFault)
-    assert blamed(harness) == [request_id]
+    await harness.wait_until_killed(DeviceFault)
+    assert commands_blamed(harness) == [request_id]
     unharmed = await other.send_step(2)
     gpu.broken = False
     await harness.start()
-    await harness.killed(DeviceFault)
+    await harness.wait_until_killed(DeviceFault)
     gpu.broken = False
     await harness.start()
     outcome = await culprit.outcome(request_id)
@@ -131,7 +131,7 @@ async def test_a_fault_in_a_pass_ends_the_engine_and_nothing_is_lost(
         (Kind.SAVE_WEIGHTS, "save_state", {"path": "name"}),
     ],
 )
-async def test_a_fault_in_a_barrier_ends_the_engine_and_it_runs_after_the_restart(
+async def test_a_barrier_that_met_a_device_fault_runs_after_the_restart(
     harness: Harness, gpu: Device, kind: Kind, method: str, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer = await Trainer.create(harness)
@@ -143,21 +143,22 @@ async def test_a_fault_in_a_barrier_ends_the_engine_and_it_runs_after_the_restar
 
     break_at(harness, gpu, method)
     with monkeypatch.context() as patch:
-        patch.setattr(state, "save_file", fail)  # a step asks the device when it ends, a save only after an error
+        # a step synchronizes with the device at its end, a save only after an error
+        patch.setattr(state, "save_file", fail)
         request_id = await trainer.send(kind, **body)
-        await harness.killed(DeviceFault)
-    assert blamed(harness) == [request_id]
-    assert await harness.store.wait(request_id, "tenant", 0.0) is None, "it is still to be run"
+        await harness.wait_until_killed(DeviceFault)
+    assert commands_blamed(harness) == [request_id]
+    assert await harness.store.wait(request_id, "tenant", 0.0) is None, "the command is still pending"
     gpu.broken = False
     await harness.start()
     await trainer.result(request_id)
     assert (await trainer.step(2))["optimizer_step"] == (3 if kind is Kind.OPTIM_STEP else 2)
 
 
-async def test_a_fault_while_a_model_is_restored_ends_the_engine_and_is_held_against_that_command(
+async def test_a_device_fault_during_restoration_is_blamed_on_the_repeated_command(
     harness: Harness, gpu: Device
 ) -> None:
-    """Two such deaths fail that model; the other goes on. No model is failed by the first."""
+    """Two such deaths fail that model; the other model goes on. The first death fails no model."""
     poisoned, other = await Trainer.create(harness), await Trainer.create(harness)
     for trainer in (poisoned, other):
         await trainer.step(1)
@@ -177,20 +178,20 @@ async def test_a_fault_while_a_model_is_restored_ends_the_engine_and_is_held_aga
         gpu.broken = False
         with pytest.raises(DeviceFault):
             await harness.start(faulty)
-        harness.died_starting()
+        harness.close_after_failed_start()
         assert harness.model_row(poisoned.model_id).status == "ready"
-        assert len(blamed(harness)) == 1
-        assert blamed(harness)[0].startswith("again ")
+        assert len(commands_blamed(harness)) == 1
+        assert commands_blamed(harness)[0].startswith("again ")
     gpu.broken = False
     await harness.start(faulty)
     assert harness.model_row(poisoned.model_id).status == "failed"
     assert await other.state() == before
 
 
-async def test_a_fault_while_a_held_model_is_tried_again_ends_the_engine(
+async def test_a_device_fault_while_retrying_a_waiting_model_ends_the_engine(
     harness: Harness, gpu: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It waited for memory; the device breaks when there is some."""
+    """The model waited for memory; the device breaks when there is enough memory."""
     trainer = await Trainer.create(harness)
     await trainer.step(1)
     before = await trainer.state()
@@ -211,14 +212,14 @@ async def test_a_fault_while_a_held_model_is_tried_again_ends_the_engine(
         harness.backend.create_model = raise_once  # type: ignore[method-assign]
 
     await harness.start(short_of_memory, run=lambda parts: main.run_until_stopped(parts, None))
-    await harness.killed(DeviceFault)
+    await harness.wait_until_killed(DeviceFault)
     assert harness.model_row(trainer.model_id).status == "ready"
     gpu.broken = False
     await harness.start()
     assert await trainer.state() == before
 
 
-async def test_an_error_of_a_device_that_still_answers_fails_one_command(
+async def test_an_error_on_a_device_that_still_works_fails_one_command(
     harness: Harness, gpu: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer = await Trainer.create(harness)

@@ -1,4 +1,4 @@
-"""Routes that the HTTP table calls directly answer as they do through FastAPI: one API, with and without that way."""
+"""Routes that the HTTP table calls directly answer as they do through FastAPI. One API process serves both ways."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
-from api_harness import BASE, Api, Serve, asked, tokens
+from api_harness import BASE, Api, Serve, sample_body, tokens
 from fastapi.exceptions import RequestValidationError, WebSocketRequestValidationError
 from fastapi.routing import APIRoute
 from sqlalchemy.exc import SQLAlchemyError
@@ -28,8 +28,8 @@ from skyrl.storage.base import NotStored, StoreError
 from skyrl.wire.errors import InvalidToken, NotFound, OverQuota, RequestError
 
 
-class Odd(NotFound):
-    """An error without a handler of its own."""
+class ErrorWithoutHandler(NotFound):
+    """An error type without its own handler."""
 
 
 ERRORS = {
@@ -37,7 +37,7 @@ ERRORS = {
     "request, later": (RequestError("not now", status=429, retry_after_s=2.5), 429),
     "quota": (OverQuota("samples", "too many", retry_after_s=7), 429),
     "token": (InvalidToken("it has ended"), 401),
-    "subclass": (Odd("not here", field="name"), 404),
+    "subclass": (ErrorWithoutHandler("not here", field="name"), 404),
     "validation": (RequestValidationError([{"loc": ("body", "a", 0), "msg": "is odd", "type": "odd"}]), 400),
     "http": (HTTPException(418, "teapot", {"X-Tea": "green"}), 418),
     "files are gone": (NotStored("gone"), 404),
@@ -48,8 +48,8 @@ ERRORS = {
 }
 
 
-class Watch:
-    """Middleware of FastAPI's: notes the POST requests that come through it."""
+class PostRecorder:
+    """A middleware in FastAPI that records the POST requests which pass through FastAPI."""
 
     def __init__(self, app: ASGIApp, posts: set[str]) -> None:
         self._app, self._posts = app, posts
@@ -60,32 +60,33 @@ class Watch:
         await self._app(scope, receive, send)
 
 
-class Way:
-    """An application, a client of it, and the paths of the POST requests that came through FastAPI."""
+class RecordedApp:
+    """An application, its client, and the paths of the POST requests that passed through FastAPI."""
 
     def __init__(self, app: HttpTable) -> None:
         self.app = app
         self.posts = set[str]()
-        app.framework.add_middleware(Watch, posts=self.posts)
+        app.framework.add_middleware(PostRecorder, posts=self.posts)
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
         self.client = httpx.AsyncClient(transport=transport, base_url="http://api")
 
 
 @dataclass
-class Both:
-    """Two applications over the services of one API process."""
+class BothApps:
+    """Two applications on the services of one API process."""
 
     api: Api
-    short: Way
-    framework: Way
+    short: RecordedApp
+    framework: RecordedApp
 
     @property
     def whole_paths(self) -> list[str]:
-        """Routes with a body and without parameters in their path."""
+        """Routes with a body and without path parameters."""
         return sorted(route.path for route in self.short.app.routes if route.body is not None and "{" not in route.path)
 
     async def ask(self, method: str, path: str, **request: Any) -> httpx.Response:
-        """Send a request both ways, the short one first; the answer, which must be the same, headers included."""
+        """Send the request to the direct application, then through FastAPI; return the answer. Both answers must be
+        equal, with headers."""
         request["headers"] = {"X-API-Key": "tml-one", "X-Request-Id": "same"} | request.get("headers", {})
         answers = [await way.client.request(method, path, **request) for way in (self.short, self.framework)]
         short, framework = ((answer.status_code, answer.content, dict(answer.headers)) for answer in answers)
@@ -97,21 +98,21 @@ class Both:
 
 
 @pytest.fixture
-async def both(api: Api) -> AsyncIterator[Both]:
+async def both(api: Api) -> AsyncIterator[BothApps]:
     async with both_of(api) as both:
         yield both
 
 
 @asynccontextmanager
-async def both_of(api: Api) -> AsyncIterator[Both]:
+async def both_of(api: Api) -> AsyncIterator[BothApps]:
     short, framework = create_app(api.services), create_app(api.services)
     framework.direct.clear()
-    both = Both(api, Way(short), Way(framework))
+    both = BothApps(api, RecordedApp(short), RecordedApp(framework))
     async with both.short.client, both.framework.client:
         yield both
 
 
-async def test_posts_without_parameters_go_the_short_way(both: Both) -> None:
+async def test_posts_without_path_parameters_are_called_directly(both: BothApps) -> None:
     routes = [route for route in both.short.app.framework.routes if isinstance(route, APIRoute)]
     for path in sorted({route.path for route in routes}):
         await both.ask("POST", path, content=b"[]")
@@ -135,24 +136,24 @@ async def test_posts_without_parameters_go_the_short_way(both: Both) -> None:
     ],
     ids=["no key", "long key", "half", "not utf-8", "list", "list, and a query", "encoding", "too large"],
 )
-async def test_what_is_refused(both: Both, request_: dict[str, Any], status: int) -> None:
+async def test_both_ways_refuse_the_same_requests(both: BothApps, request_: dict[str, Any], status: int) -> None:
     for path in both.whole_paths:
         assert (await both.ask("POST", path, **request_)).status_code == status, path
 
 
-async def test_other_methods_and_spellings(both: Both) -> None:
+async def test_both_ways_treat_other_methods_and_path_spellings_alike(both: BothApps) -> None:
     for path in both.whole_paths:
-        other_route = path.endswith("/search")  # a session's, by the id "search"
+        other_route = path.endswith("/search")  # the path of a session whose id is "search"
         assert (await both.ask("GET", path)).status_code == (404 if other_route else 405), path
         assert (await both.ask("POST", f"{path}/", content=b"{}")).status_code == 307, path
         assert (await both.ask("POST", f"/{path}", content=b"{}")).status_code == 404, path
 
 
 @pytest.mark.parametrize("name", ERRORS)
-async def test_errors_on_the_way_become_the_same_answers(
-    both: Both, monkeypatch: pytest.MonkeyPatch, name: str
+async def test_both_ways_turn_errors_into_the_same_answers(
+    both: BothApps, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """Raised first by the last thing before every handler, then by the first hook."""
+    """The error is raised by the last step before the handlers, then by the first hook."""
     error, status = ERRORS[name]
 
     def fail(_: Body, content: bytes) -> None:
@@ -168,13 +169,13 @@ async def test_errors_on_the_way_become_the_same_answers(
                 assert (await both.ask("POST", path, content=b"{}")).status_code == status, path
 
 
-def test_each_handler_has_an_error_above(both: Both) -> None:
+def test_the_test_above_covers_every_error_handler(both: BothApps) -> None:
     handlers = both.short.app.framework.exception_handlers
     met = {next(kind for kind in type(error).__mro__ if kind in handlers) for error, _ in ERRORS.values()}
     assert met == handlers.keys() - {WebSocketRequestValidationError}
 
 
-async def test_a_key_that_may_not_do_it(serve: Serve, database: Database) -> None:
+async def test_both_ways_refuse_a_key_without_the_scope(serve: Serve, database: Database) -> None:
     text, _ = database.write(lambda c: key_rows.create(c, tenant=None, name="k", scopes=("sample",), expires_at=None))
     async with serve(api_keys="managed") as api, both_of(api) as both:
         refused = [
@@ -186,13 +187,13 @@ async def test_a_key_that_may_not_do_it(serve: Serve, database: Database) -> Non
     assert "/api/v1/asample" not in refused
 
 
-async def test_a_sample_that_is_sent_again_the_other_way_is_the_same_one(both: Both) -> None:
-    """Every step of it has a number, so that each way answers what the other one began."""
+async def test_a_sample_repeated_the_other_way_is_the_same_sample(both: BothApps) -> None:
+    """Each request carries a number, so the second application returns the result of the first."""
     session = (await both.api.post("create_session", {})).json()["session_id"]
     assert (await both.post("session_heartbeat", {"session_id": session})).status_code == 200
     wanted = {"session_id": session, "sampling_session_seq_id": 0, "base_model": BASE}
     sampler = (await both.post("create_sampling_session", wanted)).json()["sampling_session_id"]
-    promise = (await both.post("asample", asked(sampler, 1))).json()
+    promise = (await both.post("asample", sample_body(sampler, 1))).json()
     sample = {"X-Tinker-Request-Type": "Sample", "Accept": "application/x-protobuf"}
     result = await both.post("retrieve_future", {"request_id": promise["request_id"]}, **sample)
     assert tokens(result) == [[0, 1, 2]]

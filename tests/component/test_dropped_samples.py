@@ -1,11 +1,11 @@
-"""Samples from weights that are dropped, through the whole API process: each runs, or fails saying what happened."""
+"""Samples from dropped weights, through the whole API process: each sample runs, or fails with the reason."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
-from api_harness import BASE, LONG_S, Api, Serve, asked, session_of, tokens
+from api_harness import BASE, LONG_S, Api, Serve, sample_body, session_of, tokens
 from fake_upstream import FakeUpstream, error
 from sqlalchemy import select, update
 
@@ -23,7 +23,7 @@ SAYS = "have been deleted: no checkpoint holds them"
 
 
 async def sampler_on_adapter(api: Api, database: Database) -> str:
-    """A sampling session on an unnamed save, made as the engine makes it."""
+    """A sampling session on an unnamed save, created as the engine creates it."""
     session_id = session_of(await api.sampler())
     row = database.read(lambda c: c.execute(select(samplers.c.tenant)).scalar_one())
     sampler = Sampler(f"{session_id}:sample:7", session_id, row, BASE, None, ADAPTER)
@@ -39,14 +39,14 @@ def drop(database: Database, sampler_id: str, at: float | None = None) -> None:
 
 
 @pytest.fixture
-def losing(upstream: FakeUpstream) -> FakeUpstream:
-    """An inference server that knows the adapter once, and cannot load it again: its files are gone."""
+def upstream_without_files(upstream: FakeUpstream) -> FakeUpstream:
+    """An inference server that has the adapter once and cannot load it again, because the files are deleted."""
     upstream.adapters = {NAME}
     upstream.on_load = error(404, f"No adapter found for {LOCATION}")
     return upstream
 
 
-async def test_path_of_an_adapter_is_sent_whole(api: Api, upstream: FakeUpstream, database: Database) -> None:
+async def test_vllm_gets_the_full_path_of_an_adapter(api: Api, upstream: FakeUpstream, database: Database) -> None:
     upstream.adapters = set()
     sampler = await sampler_on_adapter(api, database)
     promise = await api.sample(sampler, 1)
@@ -55,7 +55,7 @@ async def test_path_of_an_adapter_is_sent_whole(api: Api, upstream: FakeUpstream
     assert load.json == {"lora_name": NAME, "lora_path": str(api.services.config.state_dir / LOCATION)}
 
 
-async def test_gateway_sends_the_path_in_the_state_directory_of_the_server_that_trains(
+async def test_a_gateway_sends_adapter_paths_in_the_training_servers_state_directory(
     serve: Serve, upstream: FakeUpstream, database: Database
 ) -> None:
     upstream.adapters = set()
@@ -66,44 +66,50 @@ async def test_gateway_sends_the_path_in_the_state_directory_of_the_server_that_
     assert [load.json["lora_path"] for load in upstream.loads] == [f"/the/trainer/{LOCATION}"]
 
 
-async def test_sample_after_the_drop_is_refused_saying_so(api: Api, losing: FakeUpstream, database: Database) -> None:
+async def test_a_sample_after_the_drop_is_refused_with_the_reason(
+    api: Api, upstream_without_files: FakeUpstream, database: Database
+) -> None:
     sampler = await sampler_on_adapter(api, database)
     assert tokens(await api.result((await api.sample(sampler, 1))["request_id"])) == [[0, 1, 2]]
     drop(database, sampler)
     await api.services.samplers.forget_dropped()
-    for route, body in (("asample", asked(sampler, 2)), ("join_sampling_session", {"sampling_session_id": sampler})):
+    for route, body in (
+        ("asample", sample_body(sampler, 2)),
+        ("join_sampling_session", {"sampling_session_id": sampler}),
+    ):
         refused = await api.post(route, body)
         assert refused.status_code == 404
         assert refused.json()["field"] == "sampling_session_id"
         assert SAYS in refused.json()["detail"]
         assert repr(sampler) in refused.json()["detail"]
-    assert len(losing.completions) == 1
+    assert len(upstream_without_files.completions) == 1
 
 
-async def test_process_that_has_not_heard_of_the_drop_says_the_same(
-    api: Api, losing: FakeUpstream, database: Database
+async def test_a_process_that_missed_the_drop_gives_the_same_reason(
+    api: Api, upstream_without_files: FakeUpstream, database: Database
 ) -> None:
-    """It was stopped for longer than the notice: the adapter is unloaded by now, and its files are gone."""
+    """The process was stopped for longer than the grace period: vLLM has unloaded the adapter, and its files are
+    deleted."""
     sampler = await sampler_on_adapter(api, database)
     assert tokens(await api.result((await api.sample(sampler, 1))["request_id"])) == [[0, 1, 2]]
     drop(database, sampler)
-    losing.adapters = set()
+    upstream_without_files.adapters = set()
     failed = (await api.result((await api.sample(sampler, 2))["request_id"])).json()
     assert failed["category"] == "user"
     assert SAYS in failed["error"]
 
 
-async def test_adapter_that_is_lost_without_having_been_dropped_is_the_servers_fault(
-    api: Api, losing: FakeUpstream, database: Database
+async def test_a_lost_adapter_that_was_not_dropped_is_a_server_error(
+    api: Api, upstream_without_files: FakeUpstream, database: Database
 ) -> None:
     sampler = await sampler_on_adapter(api, database)
-    losing.adapters = set()
+    upstream_without_files.adapters = set()
     failed = (await api.result((await api.sample(sampler, 2))["request_id"])).json()
     assert failed["category"] == "server"
     assert "lost adapter" in failed["error"]
 
 
-async def test_a_process_writes_once_what_was_sampled_from_also_when_it_ends(
+async def test_a_process_writes_the_time_of_use_once_and_again_at_its_end(
     serve: Serve, upstream: FakeUpstream, database: Database
 ) -> None:
     query = select(samplers.c.last_used_at).where(samplers.c.weights == ADAPTER)
@@ -117,11 +123,11 @@ async def test_a_process_writes_once_what_was_sampled_from_also_when_it_ends(
         for number in range(3):
             await api.sample(sampler, number)
         await api.services.sampling.drain(LONG_S)
-        assert used() == 1.0, "no sample writes it"
+        assert used() == 1.0, "samples do not write the time of use"
         await api.services.samplers.write_uses()
         assert used() > 1.0
         database.write(lambda c: c.execute(update(samplers).values(last_used_at=1.0)))
         await api.services.samplers.write_uses()
-        assert used() == 1.0, "nobody has sampled since"
+        assert used() == 1.0, "the time stays while there are no samples"
         await api.sample(sampler, 9)
     assert used() > 1.0

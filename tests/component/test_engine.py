@@ -1,4 +1,4 @@
-"""The engine on real parts: results, order, isolation between tenants, files."""
+"""The engine with real parts: results, order, isolation between tenants, files."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ async def harness(tmp_path: Path) -> AsyncIterator[Harness]:
 
 
 def note_batches(harness: Harness, batches: list[list[str]]) -> None:
-    """From now on `batches` gets the models of the passes of each call of the backend."""
+    """From now on `batches` receives, for each call of the backend, the model of each pass."""
     run = harness.backend.run
 
     def noted(passes: list[TrainingPass]) -> Any:
@@ -52,7 +52,7 @@ async def test_every_command_gives_its_result(harness: Harness) -> None:
     trainer = await Trainer.create(harness)
     forward = await trainer.do(Kind.FORWARD, forward_input={"data": data(1, 12), "loss_fn": "cross_entropy"})
     passed = await trainer.result(await trainer.forward_backward(1, None, 12))
-    assert passed == forward, "a forward pass computes the same"
+    assert passed == forward, "a forward pass and a forward_backward compute the same"
     (output,) = passed["loss_fn_outputs"]
     assert output["logprobs"]["shape"] == [12]
     assert max(output["logprobs"]["data"]) < 0
@@ -74,7 +74,7 @@ async def test_training_lowers_the_loss(harness: Harness) -> None:
     assert losses[-1] < 0.9 * losses[0]
 
 
-async def test_saved_weights_are_loaded_back_to_the_bit(harness: Harness) -> None:
+async def test_loaded_weights_equal_the_saved_ones_bit_for_bit(harness: Harness) -> None:
     trainer = await Trainer.create(harness)
     await trainer.step(1)
     before = await trainer.state()
@@ -98,7 +98,7 @@ async def test_saved_weights_are_loaded_back_to_the_bit(harness: Harness) -> Non
     assert await other.state() == await trainer.state()
 
 
-async def test_chunks_in_any_order_of_arrival_give_the_same_bits(harness: Harness) -> None:
+async def test_the_order_in_which_chunks_arrive_does_not_change_a_bit(harness: Harness) -> None:
     states = []
     for arrival in ((1, 2, 3), (2, 3, 1), (3, 2, 1)):
         trainer = await Trainer.create(harness)
@@ -115,7 +115,7 @@ async def test_chunks_in_any_order_of_arrival_give_the_same_bits(harness: Harnes
     assert states[0] == states[1] == states[2]
 
 
-async def test_bad_request_fails_alone_and_its_number_counts(tmp_path: Path) -> None:
+async def test_a_bad_request_fails_alone_and_uses_up_its_number(tmp_path: Path) -> None:
     async with harness_in(tmp_path / "state") as harness:
         one = await Trainer.create(harness, tenant="one")
         two = await Trainer.create(harness, tenant="two")
@@ -135,7 +135,9 @@ async def test_bad_request_fails_alone_and_its_number_counts(tmp_path: Path) -> 
         for trainer, request_id in zip((one, one, two), good, strict=True):
             await trainer.result(request_id)
         await one.result(step)
-        assert any(batch.count(one.model_id) == 2 for batch in batches), "the neighbours ran in one batch"
+        assert any(batch.count(one.model_id) == 2 for batch in batches), (
+            "the passes beside the bad one ran in one batch"
+        )
 
         alone = await Trainer.create(harness)
         await alone.forward_backward(1)
@@ -144,7 +146,7 @@ async def test_bad_request_fails_alone_and_its_number_counts(tmp_path: Path) -> 
         assert await one.state() == await alone.state()
 
 
-async def test_body_that_cannot_be_read_fails_its_future(harness: Harness) -> None:
+async def test_an_unreadable_body_fails_its_future(harness: Harness) -> None:
     trainer = await Trainer.create(harness)
     refused = await trainer.fails(Kind.FORWARD_BACKWARD, forward_backward_input={"data": [{}], "loss_fn": "x"})
     assert refused.error_category == "user"
@@ -167,7 +169,7 @@ async def test_epsilon_given_as_a_clip_bound_fails_the_pass_and_says_what_to_wri
     assert (refused.error or "").endswith("write clip_low_threshold 0.8 and clip_high_threshold 1.2")
 
 
-async def test_tenants_side_by_side_get_what_each_gets_alone(harness: Harness) -> None:
+async def test_a_tenant_gets_the_same_results_beside_others_as_alone(harness: Harness) -> None:
     alone = []
     for seed in (1, 2):
         trainer = await Trainer.create(harness, seed=seed, rank=2 * seed)
@@ -176,7 +178,7 @@ async def test_tenants_side_by_side_get_what_each_gets_alone(harness: Harness) -
         alone.append(await trainer.state())
     batches: list[list[str]] = []
     note_batches(harness, batches)
-    harness.scheduler.budget = 1  # a share is one pass
+    harness.scheduler.budget = 1  # one pass fills a tenant's share
     both_are_queued = threading.Event()
     holding = asyncio.create_task(harness.threads.on_backend(both_are_queued.wait))
     pair = [await Trainer.create(harness, tenant=f"t{seed}", seed=seed, rank=2 * seed) for seed in (1, 2)]
@@ -184,16 +186,16 @@ async def test_tenants_side_by_side_get_what_each_gets_alone(harness: Harness) -
     for trainer, seed in zip(pair, (1, 2), strict=True):
         sent = [await trainer.send_step(10 * seed + number) for number in range(3)]
         lasts.append(sent[-1])
-    await harness.queued(2 * (1 + 3 * 3) - 1)  # all but the one that waits for the backend
+    await harness.queued(2 * (1 + 3 * 3) - 1)  # all commands but the one that waits for the backend
     both_are_queued.set()
     await asyncio.gather(holding, *(trainer.result(last) for trainer, last in zip(pair, lasts, strict=True)))
     order = [model_id for batch in batches for model_id in batch]
     switches = sum(before != after for before, after in itertools.pairwise(order))
-    assert switches >= 3, "they did take turns"
+    assert switches >= 3, "the tenants took turns"
     assert [await trainer.state() for trainer in pair] == alone
 
 
-async def test_name_is_used_once_unless_told_to_overwrite(harness: Harness) -> None:
+async def test_a_name_is_used_once_unless_overwrite_is_set(harness: Harness) -> None:
     trainer = await Trainer.create(harness)
     await trainer.step(0)
     for kind in sorted(SAVES):
@@ -225,9 +227,7 @@ async def test_name_is_used_once_unless_told_to_overwrite(harness: Harness) -> N
         ({"path": "x", "user_metadata": {"a": "x" * 20_000}}, "user_metadata: must have at most 16384 bytes"),
     ],
 )
-async def test_save_that_makes_no_sense_is_the_callers_mistake(
-    harness: Harness, body: dict[str, Any], error: str
-) -> None:
+async def test_a_save_with_wrong_arguments_is_a_user_error(harness: Harness, body: dict[str, Any], error: str) -> None:
     trainer = await Trainer.create(harness)
     for kind in sorted(SAVES):
         refused = await trainer.fails(kind, **body)
@@ -239,13 +239,13 @@ async def test_save_that_makes_no_sense_is_the_callers_mistake(
     assert harness.checkpoint_store.stored() == []
 
 
-async def test_longest_name_fits_the_file_system(harness: Harness) -> None:
+async def test_the_longest_allowed_name_fits_the_file_system(harness: Harness) -> None:
     trainer = await Trainer.create(harness)
     for kind in sorted(SAVES):
         await trainer.do(kind, path="n" * 255)
 
 
-async def test_expired_name_may_be_used_again(harness: Harness) -> None:
+async def test_the_name_of_an_expired_checkpoint_may_be_used_again(harness: Harness) -> None:
     trainer = await Trainer.create(harness)
     await trainer.do(Kind.SAVE_WEIGHTS, path="brief", ttl_seconds=3600)
     (row,) = harness.checkpoint_rows(trainer.model_id)
@@ -257,7 +257,7 @@ async def test_expired_name_may_be_used_again(harness: Harness) -> None:
     await trainer.do(Kind.LOAD_WEIGHTS, path=path)
 
 
-async def test_every_sampler_save_is_a_version_of_its_own(harness: Harness) -> None:
+async def test_every_sampler_save_makes_a_new_version(harness: Harness) -> None:
     trainer = await Trainer.create(harness)
     named = await trainer.do(Kind.SAVE_WEIGHTS_FOR_SAMPLER, path="named")
     await trainer.step(1)
@@ -279,8 +279,8 @@ async def test_every_sampler_save_is_a_version_of_its_own(harness: Harness) -> N
     assert contents[0] != contents[1]
 
 
-async def test_number_of_a_sampling_session_is_used_once(harness: Harness) -> None:
-    """Answering with the older session would sample from older weights without a word."""
+async def test_the_number_of_a_sampling_session_is_used_once(harness: Harness) -> None:
+    """To answer with the older session would sample from older weights without notice."""
     trainer = await Trainer.create(harness)
     await trainer.do(Kind.SAVE_WEIGHTS_FOR_SAMPLER, sampling_session_seq_id=4)
     refused = await trainer.fails(Kind.SAVE_WEIGHTS_FOR_SAMPLER, sampling_session_seq_id=4)
@@ -289,7 +289,7 @@ async def test_number_of_a_sampling_session_is_used_once(harness: Harness) -> No
     assert harness.model_row(trainer.model_id).sampler_version == 1
 
 
-async def test_checkpoint_of_another_tenant_is_not_there(harness: Harness) -> None:
+async def test_a_tenant_cannot_find_another_tenants_checkpoint(harness: Harness) -> None:
     owner, stranger = await Trainer.create(harness), await Trainer.create(harness, tenant="stranger")
     path = (await owner.do(Kind.SAVE_WEIGHTS, path="mine"))["path"]
     refused = await stranger.fails(Kind.LOAD_WEIGHTS, path=path)
@@ -298,7 +298,7 @@ async def test_checkpoint_of_another_tenant_is_not_there(harness: Harness) -> No
     await stranger.do(Kind.LOAD_WEIGHTS, path=path)
 
 
-async def test_model_that_cannot_be_made_fails_all_its_commands(harness: Harness) -> None:
+async def test_all_commands_of_a_model_that_cannot_be_created_fail(harness: Harness) -> None:
     trainer = await Trainer.create(harness, rank=1000)
     chunk, step = await trainer.forward_backward(1), await trainer.optim_step()
     for request_id in (chunk, step):
@@ -309,7 +309,7 @@ async def test_model_that_cannot_be_made_fails_all_its_commands(harness: Harness
     assert (await other.step(1))["optimizer_step"] == 1
 
 
-async def test_failed_create_from_a_checkpoint_leaves_no_adapter(harness: Harness) -> None:
+async def test_a_failed_creation_from_a_checkpoint_leaves_no_adapter(harness: Harness) -> None:
     saver = await Trainer.create(harness, rank=4)
     path = (await saver.do(Kind.SAVE_WEIGHTS, path="rank4"))["path"]
     loader = await Trainer.create(harness, rank=8, create=False)
@@ -319,7 +319,7 @@ async def test_failed_create_from_a_checkpoint_leaves_no_adapter(harness: Harnes
     assert harness.model_row(loader.model_id).status == "failed"
 
 
-async def test_ended_session_gives_everything_back(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_ended_session_frees_its_models_and_files(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer, other = await Trainer.create(harness), await Trainer.create(harness)
     for each in (trainer, other):
         await each.step(1)
@@ -327,7 +327,7 @@ async def test_ended_session_gives_everything_back(harness: Harness, monkeypatch
         await each.do(Kind.SAVE_WEIGHTS_FOR_SAMPLER, path="kept")
         await each.do(Kind.SAVE_WEIGHTS_FOR_SAMPLER, sampling_session_seq_id=0)
         harness.snapshots.take(each.model_id, each.seq_id + 1)
-    waiting = await trainer.forward_backward(1, trainer.seq_id + 2)  # there is a gap before it
+    waiting = await trainer.forward_backward(1, trainer.seq_id + 2)  # a number before this command is missing
     await harness.queued(1)
     await harness.end(trainer.session)
     assert (await trainer.outcome(waiting)).error == "the session has ended"
@@ -339,7 +339,7 @@ async def test_ended_session_gives_everything_back(harness: Harness, monkeypatch
     assert harness.scheduler.waiting == 0
     adapters = harness.config.adapters_dir / safe_name(trainer.model_id)
     await harness.sweep()
-    assert len(list(adapters.iterdir())) == 2, "too young to be taken back"
+    assert len(list(adapters.iterdir())) == 2, "both versions are too young to be deleted"
     monkeypatch.setattr(reclaim, "GRACE_S", 0.0)
     await harness.sweep()
     await harness.sweep()
@@ -349,7 +349,9 @@ async def test_ended_session_gives_everything_back(harness: Harness, monkeypatch
     assert (await other.step(2))["optimizer_step"] == 2
 
 
-async def test_adapter_files_wait_for_samples_that_still_run(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_adapter_files_are_kept_while_samples_from_them_run(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(reclaim, "GRACE_S", 0.0)
     trainer = await Trainer.create(harness)
     saved = await trainer.do(Kind.SAVE_WEIGHTS_FOR_SAMPLER, sampling_session_seq_id=0)
@@ -369,7 +371,7 @@ async def test_adapter_files_wait_for_samples_that_still_run(harness: Harness, m
     assert not files_in(harness.adapter(sampler.weights))
 
 
-async def test_replaced_and_expired_checkpoints_lose_their_files(
+async def test_the_files_of_replaced_and_expired_checkpoints_are_deleted(
     harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer = await Trainer.create(harness)
@@ -381,14 +383,14 @@ async def test_replaced_and_expired_checkpoints_lose_their_files(
     directory = harness.config.checkpoints_dir / safe_name(trainer.model_id)
     assert len(list(directory.iterdir())) == 3
     await harness.sweep()
-    assert len(list(directory.iterdir())) == 2, "what was replaced may still be being loaded"
+    assert len(list(directory.iterdir())) == 2, "a client may still be loading the replaced checkpoint"
     monkeypatch.setattr(reclaim, "GRACE_S", 0.0)
     await harness.sweep()
     (row,) = harness.checkpoint_rows(trainer.model_id)
     assert [f"{directory.name}/{path.name}" for path in directory.iterdir()] == [row.store_key]
 
 
-async def test_sweep_spares_what_is_being_written_and_deletes_what_the_dead_left(
+async def test_the_sweep_keeps_files_being_written_and_deletes_those_of_dead_engines(
     harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reclaim, "GRACE_S", 0.0)
@@ -413,7 +415,9 @@ async def test_sweep_spares_what_is_being_written_and_deletes_what_the_dead_left
     assert [path.exists() for path in dead] == [False] * 4
 
 
-async def test_what_no_ring_tells_is_found(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_engine_finds_a_command_whose_ring_was_lost(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
     trainer = await Trainer.create(harness)
     await trainer.step(1)
     monkeypatch.setattr(harness.engine, "ring", lambda *_: None)
@@ -445,7 +449,7 @@ async def test_sessions_end_on_a_server_that_is_never_idle(harness: Harness) -> 
     assert seen[-1] == "closed"
 
 
-async def test_commands_after_the_end_fail_instead_of_waiting(harness: Harness) -> None:
+async def test_commands_after_the_end_of_their_session_fail_at_once(harness: Harness) -> None:
     trainer = await Trainer.create(harness)
     await trainer.step(1)
     await harness.end(trainer.session)
@@ -457,8 +461,8 @@ async def test_commands_after_the_end_fail_instead_of_waiting(harness: Harness) 
         assert outcome.error_category == "user"
 
 
-async def test_commands_are_seen_after_everything_before_was_forgotten(harness: Harness) -> None:
-    """SQLite numbers rows from 1 again once the table is empty."""
+async def test_new_commands_are_read_after_all_old_rows_were_deleted(harness: Harness) -> None:
+    """SQLite numbers rows from 1 again after the table has become empty."""
     first = await Trainer.create(harness)
     await first.step(1)
     await harness.end(first.session)
@@ -468,7 +472,7 @@ async def test_commands_are_seen_after_everything_before_was_forgotten(harness: 
     assert (await second.step(1))["optimizer_step"] == 1
 
 
-async def test_snapshot_that_fails_stops_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_failed_snapshot_stops_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with harness_in(tmp_path / "state", snapshot_interval_s=1e-9) as harness:
         await harness.start()
         trainer = await Trainer.create(harness)
@@ -487,7 +491,7 @@ async def test_snapshot_that_fails_stops_nothing(tmp_path: Path, monkeypatch: py
         assert [path.name for path in harness.snapshots.path(trainer.model_id, 0).parent.iterdir()] == ["11"]
 
 
-async def test_failed_model_never_stops_the_engine(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_failed_model_does_not_stop_the_engine(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async with harness_in(tmp_path / "state", snapshot_interval_s=1e-9) as harness:
         await harness.start()
         failed = await Trainer.create(harness, rank=1000)
@@ -495,10 +499,10 @@ async def test_failed_model_never_stops_the_engine(tmp_path: Path, caplog: pytes
             await failed.fails(Kind.OPTIM_STEP)
         trainer = await Trainer.create(harness)
         assert (await trainer.step(1))["optimizer_step"] == 1
-        assert "Traceback" not in caplog.text, "nothing tried to save a model that is not there"
+        assert "Traceback" not in caplog.text, "the engine saves no model that it does not hold"
 
 
-async def test_gradient_that_is_not_finite_is_the_callers_and_leaves_the_model_whole(harness: Harness) -> None:
+async def test_a_gradient_that_is_not_finite_is_a_user_error_and_leaves_the_model_unchanged(harness: Harness) -> None:
     trainer = await Trainer.create(harness)
     await trainer.step(1)
     before = await trainer.state()
@@ -510,7 +514,7 @@ async def test_gradient_that_is_not_finite_is_the_callers_and_leaves_the_model_w
 
 
 async def explode(trainer: Trainer) -> str:
-    """A pass whose loss is finite and whose gradient's norm is not."""
+    """Run a pass with a finite loss and a gradient whose norm is not finite."""
     datums = data(1, 12)
     datums[0]["loss_fn_inputs"]["weights"]["data"] = [1e30] * 12
     return await trainer.send(

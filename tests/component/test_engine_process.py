@@ -1,4 +1,5 @@
-"""The engine's process itself: told to end while PostgreSQL is away, stopped while another server takes over."""
+"""The engine process: it ends when asked to while PostgreSQL is away, and ends when another server has taken its
+claim."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ import pytest
 from engine_harness import claim_for_tests
 from sqlalchemy.exc import OperationalError
 
-from skyrl.config.server import load_config
+from skyrl.config.loading import load_config
 from skyrl.db.database import Database
 from skyrl.db.engine_state import EngineState, claim, read_claim, read_state
 from skyrl.launcher.runtime import RUNTIME_ENV, Runtime
@@ -24,12 +25,12 @@ from tests.postgres_server import ON_BOTH, ON_POSTGRES, PostgresServer
 
 SERVER = "first"
 WAIT_S = 300.0
-"""Ends what hangs. Nothing here takes longer than some seconds of one core."""
+"""Ends a hanging test. Every test takes at most some seconds of one core."""
 LOADING = "loading the base model"
 
 
 class EngineProcess:
-    """One engine of the server SERVER on a database that `owner` has claimed, with its log."""
+    """One engine process of the server SERVER, on a database that `owner` has claimed, with its log."""
 
     def __init__(self, state_dir: Path, url: str, owner: str = SERVER, model: Path | None = None) -> None:
         config = load_config({"state_dir": state_dir, "base_model": str(model or model_path()), "database_url": url})
@@ -94,7 +95,7 @@ def away(postgres: PostgresServer) -> Iterator[None]:
 
 @ON_POSTGRES
 @pytest.mark.parametrize("moment", ["while it starts", "when it runs"])
-def test_an_engine_whose_database_is_away_ends_when_it_is_told_to(
+def test_an_engine_without_database_ends_when_it_gets_a_signal(
     engine: EngineProcess, postgres: PostgresServer, moment: str
 ) -> None:
     if moment == "while it starts":
@@ -105,13 +106,13 @@ def test_an_engine_whose_database_is_away_ends_when_it_is_told_to(
         engine.until(lambda: "the database cannot be used, tried again in" in engine.log)
         engine.process.send_signal(signal.SIGTERM)
         assert engine.ended() == 1
-        assert "the engine has ended, for the database cannot be used" in engine.log
+        assert "the engine has ended because the database cannot be used" in engine.log
         assert "the database was not told that the engine has stopped" in engine.log
         assert "Traceback" not in engine.log
 
 
 @ON_BOTH
-def test_an_engine_that_was_stopped_while_another_server_took_over_ends_and_says_why(engine: EngineProcess) -> None:
+def test_an_engine_ends_with_the_reason_if_another_server_took_its_claim(engine: EngineProcess) -> None:
     engine.until(lambda: engine.state().training_ready)
     taken_over = False
     while not taken_over:
@@ -119,7 +120,7 @@ def test_an_engine_that_was_stopped_while_another_server_took_over_ends_and_says
         try:
             engine.database.write(lambda c: claim(c, "second", read_claim(c)))
             taken_over = True
-        except OperationalError:  # the engine was stopped inside a write of its own, and holds the lock
+        except OperationalError:  # the stopped engine is inside a write and holds the lock
             engine.process.send_signal(signal.SIGCONT)
     taken = engine.state()
     engine.process.send_signal(signal.SIGCONT)
@@ -129,9 +130,7 @@ def test_an_engine_that_was_stopped_while_another_server_took_over_ends_and_says
     assert engine.state() == taken
 
 
-def test_an_engine_that_starts_without_the_claim_ends_before_it_loads_anything(
-    tmp_path: Path, migrated_url: str
-) -> None:
+def test_an_engine_without_the_claim_ends_before_it_loads_the_model(tmp_path: Path, migrated_url: str) -> None:
     with closing(EngineProcess(tmp_path / "state", migrated_url, "second")) as engine:
         before = engine.database.read(read_claim), engine.state()
         assert engine.ended() == 1
@@ -139,11 +138,11 @@ def test_an_engine_that_starts_without_the_claim_ends_before_it_loads_anything(
         assert (engine.database.read(read_claim), engine.state()) == before
 
 
-def test_an_engine_that_is_told_to_end_before_it_loads_does_not_begin_to(tmp_path: Path, migrated_url: str) -> None:
+def test_an_engine_that_gets_a_signal_before_loading_does_not_load(tmp_path: Path, migrated_url: str) -> None:
     model = tmp_path / "model"
-    model.mkdir()  # to load this fails
+    model.mkdir()  # loading this model fails
     with closing(EngineProcess(tmp_path / "state", migrated_url, model=model)) as engine:
-        with engine.database.writer.begin():  # the engine waits for the write lock to say that it loads
+        with engine.database.writer.begin():  # the engine waits for the write lock to record that it is loading
             engine.until(lambda: engine.running_file.exists() and handles(engine.process.pid, signal.SIGTERM))
             os.utime(engine.running_file, (0, 0))
             engine.process.send_signal(signal.SIGTERM)

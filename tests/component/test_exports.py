@@ -1,4 +1,4 @@
-"""Taking saved weights elsewhere: archives and exported files, through links that need no key."""
+"""Downloads of saved weights: archives and exported files, through links that need no API key."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 
 import pyrage
 import pytest
-from checkpoint_world import ADAPTER, KEY, OTHER, World, at, world_in
+from checkpoint_world import ADAPTER, KEY, OTHER, World, rest_path, world_in
 from safetensors.torch import load_file, save_file
 
 from skyrl.storage.base import MANIFEST
@@ -31,24 +31,24 @@ def unpacked(archive: bytes) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("kind", [Kind.SAVE_WEIGHTS, Kind.SAVE_WEIGHTS_FOR_SAMPLER])
-async def test_archive_holds_the_adapter(either: World, kind: Kind) -> None:
-    trainer = await either.trainer()
+async def test_an_archive_holds_the_adapter(each_world: World, kind: Kind) -> None:
+    trainer = await each_world.trainer()
     await trainer.step(1)
     path = (await trainer.do(kind, path="final.1"))["path"]
     state = await trainer.state()
-    asked = time.time()
-    as_json = await either.ask("GET", f"{at(path)}/archive", Accept="application/json")
+    requested_at = time.time()
+    as_json = await each_world.ask("GET", f"{rest_path(path)}/archive", Accept="application/json")
     assert as_json.status_code == 200
     old_sdk = [("X-API-Key", KEY), ("Accept", "application/json"), ("Accept", "application/gzip")]
-    as_redirect = await either.http.get(f"/api/v1/{at(path)}/archive", headers=old_sdk)
+    as_redirect = await each_world.http.get(f"/api/v1/{rest_path(path)}/archive", headers=old_sdk)
     assert as_redirect.status_code == 302
     expires = parsedate_to_datetime(as_redirect.headers["expires"])
     assert as_redirect.headers["expires"].endswith(" GMT")
-    assert expires.timestamp() > asked + 600
+    assert expires.timestamp() > requested_at + 600
     urls = (as_json.json()["url"], as_redirect.headers["location"])
     contents = []
     for url in urls:
-        answer = await either.linked(url)
+        answer = await each_world.follow_link(url)
         assert answer.status_code == 200
         assert int(answer.headers["content-length"]) == len(answer.content)
         files = unpacked(answer.content)
@@ -56,39 +56,43 @@ async def test_archive_holds_the_adapter(either: World, kind: Kind) -> None:
         assert {name: files[name] for name in ADAPTER} == {name: state[name] for name in ADAPTER}
         contents.append(answer.content)
     assert gzip.decompress(contents[1]) == contents[0]
-    assert either.events()[-2:] == ["checkpoint_downloaded"] * 2
+    assert each_world.events()[-2:] == ["checkpoint_downloaded"] * 2
 
 
-async def test_link_is_for_one_save_of_one_path_and_ends(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_link_is_valid_for_one_save_of_one_path_and_expires(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     trainer = await world.trainer()
     path = (await trainer.do(Kind.SAVE_WEIGHTS, path="final"))["path"]
     await trainer.do(Kind.SAVE_WEIGHTS, path="other")
-    url = (await world.get(f"{at(path)}/archive", Accept="application/json"))["url"]
-    assert (await world.linked(url)).status_code == 200
+    url = (await world.get(f"{rest_path(path)}/archive", Accept="application/json"))["url"]
+    assert (await world.follow_link(url)).status_code == 200
     for forged in (url.replace("/final", "/other"), url.replace("expires=1", "expires=2"), f"{url[:-1]}x", url[:-70]):
-        answer = await world.linked(forged)
+        answer = await world.follow_link(forged)
         assert answer.status_code == 403, forged
         assert set(answer.json()) == {"detail", "field"}
     with monkeypatch.context() as later:
         now = time.time()
         later.setattr("skyrl.api.signing.time.time", lambda: now + 3601)
-        assert (await world.linked(url)).json()["field"] == "expires"
+        assert (await world.follow_link(url)).json()["field"] == "expires"
     await trainer.do(Kind.SAVE_WEIGHTS, path="final", overwrite=True)
-    assert (await world.linked(url)).status_code == 404
-    again = (await world.get(f"{at(path)}/archive", Accept="application/json"))["url"]
-    assert (await world.linked(again)).status_code == 200
-    assert (await world.ask("DELETE", at(path))).status_code == 200
-    assert (await world.linked(again)).status_code == 404
+    assert (await world.follow_link(url)).status_code == 404
+    again = (await world.get(f"{rest_path(path)}/archive", Accept="application/json"))["url"]
+    assert (await world.follow_link(again)).status_code == 200
+    assert (await world.ask("DELETE", rest_path(path))).status_code == 200
+    assert (await world.follow_link(again)).status_code == 404
 
 
-async def test_store_that_hangs_keeps_nobody_from_the_database(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_hanging_checkpoint_store_does_not_block_reads_of_the_database(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     trainer = await world.trainer()
     path = (await trainer.do(Kind.SAVE_WEIGHTS, path="final"))["path"]
     back = threading.Event()
     files = world.services.checkpoint_store.files
     monkeypatch.setattr(world.services.checkpoint_store, "files", lambda key: back.wait() and files(key))
-    # More than any pool has threads; what is asked after them is in a queue behind them.
-    many = [asyncio.create_task(world.ask("GET", f"{at(path)}/archive")) for _ in range(50)]
+    # More requests than any thread pool has threads, so later requests queue behind them.
+    many = [asyncio.create_task(world.ask("GET", f"{rest_path(path)}/archive")) for _ in range(50)]
     try:
         async with asyncio.timeout(60):
             for _ in range(20):
@@ -98,18 +102,18 @@ async def test_store_that_hangs_keeps_nobody_from_the_database(world: World, mon
     assert {answer.status_code for answer in await asyncio.gather(*many)} == {302}
 
 
-async def test_published_archive_is_everybodys_and_the_owner_reads_of_it(world: World) -> None:
+async def test_any_tenant_may_download_a_published_archive_and_the_owner_sees_the_event(world: World) -> None:
     trainer = await world.trainer()
     path = (await trainer.do(Kind.SAVE_WEIGHTS, path="final"))["path"]
-    assert (await world.ask("GET", f"{at(path)}/archive", key=OTHER)).status_code == 404
-    await world.post(f"{at(path)}/publish", None)
-    url = (await world.ask("GET", f"{at(path)}/archive", key=OTHER)).headers["location"]
-    assert (await world.linked(url)).status_code == 200
+    assert (await world.ask("GET", f"{rest_path(path)}/archive", key=OTHER)).status_code == 404
+    await world.post(f"{rest_path(path)}/publish", None)
+    url = (await world.ask("GET", f"{rest_path(path)}/archive", key=OTHER)).headers["location"]
+    assert (await world.follow_link(url)).status_code == 200
     assert world.events()[-1] == "checkpoint_downloaded"
     assert world.events(OTHER) == []
 
 
-async def test_state_in_the_first_format_loads_and_has_no_archive(world: World) -> None:
+async def test_a_state_in_the_first_format_loads_but_has_no_archive(world: World) -> None:
     trainer = await world.trainer()
     await trainer.step(1)
     path = (await trainer.do(Kind.SAVE_WEIGHTS, path="old"))["path"]
@@ -126,14 +130,14 @@ async def test_state_in_the_first_format_loads_and_has_no_archive(world: World) 
     await trainer.step(2)
     await trainer.do(Kind.LOAD_WEIGHTS, path=path, optimizer=True)
     assert await trainer.state() == before
-    answer = await world.ask("GET", f"{at(path)}/archive")
+    answer = await world.ask("GET", f"{rest_path(path)}/archive")
     assert answer.status_code == 404
     assert "older version" in answer.json()["detail"]
 
 
 @pytest.mark.parametrize("encrypted", [False, True])
-async def test_exported_files_are_fetched_one_by_one(either: World, encrypted: bool) -> None:
-    trainer = await either.trainer()
+async def test_exported_files_are_downloaded_one_by_one(each_world: World, encrypted: bool) -> None:
+    trainer = await each_world.trainer()
     await trainer.step(1)
     adapter = {name: content for name, content in (await trainer.state()).items() if name in ADAPTER}
     reader, second = age.x25519.Identity.generate(), age.x25519.Identity.generate()
@@ -141,40 +145,42 @@ async def test_exported_files_are_fetched_one_by_one(either: World, encrypted: b
     saved = await trainer.do(Kind.SAVE_WEIGHTS_EXTERNAL, path="download", age_encryption_recipients=recipients)
     path = f"tinker://{trainer.model_id}/external_weights/download"
     assert saved == {"type": "save_weights_external", "path": path}
-    answer = await either.get(f"{at(path)}/external_weights_urls")
+    answer = await each_world.get(f"{rest_path(path)}/external_weights_urls")
     expires = answer["expires"]
     assert expires.endswith("+00:00")
     assert set(answer["urls"]) == ({f"{name}.age" for name in ADAPTER} if encrypted else ADAPTER)
-    fetched = {name: await either.linked(url) for name, url in answer["urls"].items()}
+    fetched = {name: await each_world.follow_link(url) for name, url in answer["urls"].items()}
     assert all(int(one.headers["content-length"]) == len(one.content) for one in fetched.values())
     if encrypted:
         for identity in (reader, second):
             opened = {name: age.decrypt(one.content, [identity]) for name, one in fetched.items()}
             assert {name.removesuffix(".age"): content for name, content in opened.items()} == adapter
-        (row,) = either.harness.checkpoint_rows(trainer.model_id)
-        assert not any(b"lora_A" in content for content in either.harness.stored(row).values())
+        (row,) = each_world.harness.checkpoint_rows(trainer.model_id)
+        assert not any(b"lora_A" in content for content in each_world.harness.stored(row).values())
     else:
         assert {name: one.content for name, one in fetched.items()} == adapter
-    direct = either.harness.config.checkpoint_store is not None
+    direct = each_world.harness.config.checkpoint_store is not None
     assert all(url.startswith("http://api/") != direct for url in answer["urls"].values())
-    assert (await either.ask("DELETE", at(path))).status_code == 200
+    assert (await each_world.ask("DELETE", rest_path(path))).status_code == 200
     if not direct:
-        assert (await either.linked(next(iter(answer["urls"].values())))).status_code == 404
+        assert (await each_world.follow_link(next(iter(answer["urls"].values())))).status_code == 404
 
 
-async def test_store_that_clients_cannot_reach_is_streamed_through_us(tmp_path: Path, on_s3: dict[str, Any]) -> None:
+async def test_files_of_a_store_that_clients_cannot_reach_are_streamed_through_the_api(
+    tmp_path: Path, on_s3: dict[str, Any]
+) -> None:
     flags = on_s3 | {"presigned_downloads": False, "public_url": "https://skyrl.example/prefix/"}
     async with world_in(tmp_path / "state", **flags) as world:
         trainer = await world.trainer()
         path = (await trainer.do(Kind.SAVE_WEIGHTS_EXTERNAL, path="export"))["path"]
-        urls = (await world.get(f"{at(path)}/external_weights_urls"))["urls"]
+        urls = (await world.get(f"{rest_path(path)}/external_weights_urls"))["urls"]
         for name, url in urls.items():
             assert url.startswith("https://skyrl.example/prefix/api/v1/downloads/")
-            answer = await world.linked(url.replace("https://skyrl.example/prefix", "http://api"))
+            answer = await world.follow_link(url.replace("https://skyrl.example/prefix", "http://api"))
             assert answer.content == (await trainer.state())[name]
 
 
-async def test_ssh_key_may_be_a_recipient(world: World) -> None:
+async def test_an_ssh_key_may_be_a_recipient(world: World) -> None:
     trainer = await world.trainer()
     key = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIHsKLqeplhpW+uObz5dvMgjz1OxfM/XXUB+VHtZ6isGN alice@rust"
     await trainer.do(Kind.SAVE_WEIGHTS_EXTERNAL, path="export", age_encryption_recipients=[key])
@@ -182,7 +188,7 @@ async def test_ssh_key_may_be_a_recipient(world: World) -> None:
     assert all(b"-> ssh-ed25519" in content for content in world.harness.stored(row).values())
 
 
-async def test_recipient_that_is_none_fails_the_export(world: World) -> None:
+async def test_an_invalid_recipient_fails_the_export(world: World) -> None:
     good = str(age.x25519.Identity.generate().to_public())
     trainer = await world.trainer()
     for given, field in (
@@ -201,7 +207,7 @@ async def test_recipient_that_is_none_fails_the_export(world: World) -> None:
     assert world.harness.checkpoint_store.stored() == []
 
 
-async def test_export_is_neither_trained_on_nor_sampled_from(world: World) -> None:
+async def test_an_export_can_be_neither_trained_on_nor_sampled_from(world: World) -> None:
     trainer = await world.trainer()
     path = (await trainer.do(Kind.SAVE_WEIGHTS_EXTERNAL, path="export"))["path"]
     failed = await trainer.fails(Kind.LOAD_WEIGHTS, path=path)

@@ -1,5 +1,5 @@
-"""Commands that fail by the server's fault: the model, the files and what a restart makes of them are as if the command
-had never come; and what the client is told."""
+"""Commands that fail by a fault of the server: the model, its files and a restart are as if the command had never come.
+The client gets a message without internals."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ async def restart(harness: Harness, prepare: Callable[[Harness], None] = lambda 
     await harness.start(prepare)
 
 
-class Failing:
-    """The next call of one of the backend's methods fails at a point of its own; its thread may be any."""
+class FailingCall:
+    """The next call of one method of the backend fails at a chosen point, on whatever thread it runs."""
 
     def __init__(self, harness: Harness, method: str) -> None:
         self.failed = False
@@ -70,8 +70,11 @@ STEPS: dict[str, dict[str, float]] = {
 
 @pytest.mark.parametrize("name", STEPS)
 @pytest.mark.parametrize("steps", [0, 1], ids=["first", "later"])
-async def test_a_step_without_memory_is_not_made_and_a_restart_agrees(harness: Harness, name: str, steps: int) -> None:
-    """At each of the step's operations: the live model is as before, and the same to the last bit after a restart."""
+async def test_a_step_that_runs_out_of_memory_changes_nothing_even_after_a_restart(
+    harness: Harness, name: str, steps: int
+) -> None:
+    """The step fails at each of its operations in turn. The model stays the same, and is the same to the last bit after
+    a restart."""
     trainer = await Trainer.create(harness)
     for seed in range(steps):
         await trainer.step(seed)
@@ -79,7 +82,7 @@ async def test_a_step_without_memory_is_not_made_and_a_restart_agrees(harness: H
     before = await trainer.state()
     at = 0
     for at in itertools.count():
-        failing = Failing(harness, "optim_step")
+        failing = FailingCall(harness, "optim_step")
         failing.at(FailingOperation(at))
         outcome = await trainer.outcome(await trainer.send(Kind.OPTIM_STEP, adam_params=STEPS[name]))
         if outcome.error is None:
@@ -96,14 +99,14 @@ async def test_a_step_without_memory_is_not_made_and_a_restart_agrees(harness: H
     assert await trainer.state() == after
 
 
-async def test_passes_without_memory_add_no_gradient_and_a_restart_agrees(harness: Harness) -> None:
+async def test_passes_that_run_out_of_memory_add_no_gradient_even_after_a_restart(harness: Harness) -> None:
     trainer = await Trainer.create(harness)
     await trainer.step(1)
     await trainer.result(await trainer.forward_backward(2))
     before = await trainer.state()
     at = 0
     for at in itertools.count(0, 67):
-        failing = Failing(harness, "run")
+        failing = FailingCall(harness, "run")
         failing.at(FailingOperation(at))
         outcome = await trainer.outcome(await trainer.forward_backward(3))
         if outcome.error is None:
@@ -118,17 +121,19 @@ async def test_passes_without_memory_add_no_gradient_and_a_restart_agrees(harnes
 
 @pytest.mark.parametrize("kind", [Kind.SAVE_WEIGHTS, Kind.SAVE_WEIGHTS_FOR_SAMPLER, Kind.SAVE_WEIGHTS_EXTERNAL])
 @pytest.mark.parametrize("points", ["operations", "lines"])
-async def test_a_save_that_fails_anywhere_leaves_no_file_and_no_row(harness: Harness, kind: Kind, points: str) -> None:
+async def test_a_save_that_fails_at_any_point_leaves_no_file_and_no_row(
+    harness: Harness, kind: Kind, points: str
+) -> None:
     trainer = await Trainer.create(harness)
     await trainer.step(1)
     await trainer.result(await trainer.forward_backward(2))
     before = await trainer.state()
     method = "save_state" if kind is Kind.SAVE_WEIGHTS else "save_adapter"
     places = (harness.config.adapters_dir, harness.config.state_dir / "checkpoints")
-    step = 13 if points == "operations" else 7  # each is tried in test_torch_lora_memory
-    at, failing = 0, Failing(harness, method)
+    step = 13 if points == "operations" else 7  # test_torch_lora_memory tries every point
+    at, failing = 0, FailingCall(harness, method)
     for at in itertools.count(0, step):
-        failing = Failing(harness, method)
+        failing = FailingCall(harness, method)
         failing.at(FailingOperation(at) if points == "operations" else FailingLine(at, [state_module]))
         outcome = await trainer.outcome(await trainer.send(kind, path="name"))
         if outcome.error is None:
@@ -147,7 +152,7 @@ async def test_a_save_that_fails_anywhere_leaves_no_file_and_no_row(harness: Har
     assert await trainer.state() == before
 
 
-async def test_a_snapshot_that_fails_leaves_the_one_before_it(harness: Harness) -> None:
+async def test_a_failed_snapshot_keeps_the_snapshot_before_it(harness: Harness) -> None:
     trainer = await Trainer.create(harness)
     await trainer.step(1)
     await harness.threads.on_backend(lambda: harness.snapshots.take(trainer.model_id, trainer.seq_id + 1))
@@ -155,7 +160,7 @@ async def test_a_snapshot_that_fails_leaves_the_one_before_it(harness: Harness) 
     after = await trainer.state()
     at = 0
     for at in itertools.count(0, 3):
-        failing = Failing(harness, "save_snapshot")
+        failing = FailingCall(harness, "save_snapshot")
         failing.at(FailingLine(at, [state_module]))
         try:
             await harness.threads.on_backend(lambda: harness.snapshots.take(trainer.model_id, trainer.seq_id + 1))
@@ -169,7 +174,7 @@ async def test_a_snapshot_that_fails_leaves_the_one_before_it(harness: Harness) 
     assert await trainer.state() == after
 
 
-async def test_what_failed_inside_is_logged_and_not_told(
+async def test_internal_errors_are_logged_and_not_shown_to_the_client(
     harness: Harness, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def broken(*arguments: Any, **options: Any) -> None:
@@ -194,11 +199,13 @@ async def test_what_failed_inside_is_logged_and_not_told(
         (record,) = [one for one in caplog.records if request_id in one.getMessage() and one.exc_info]
         assert "password" in str(record.exc_info)
     refused = await trainer.fails(Kind.OPTIM_STEP, adam_params={"learning_rate": -1})
-    assert (refused.error or "").startswith("adam_params.learning_rate: must be"), "a user's mistake in its own words"
+    assert (refused.error or "").startswith("adam_params.learning_rate: must be"), (
+        "the message of a user error reaches the user"
+    )
 
 
 async def overflow(trainer: Trainer) -> None:
-    """Two passes whose losses are finite, and whose gradients add up beyond float32."""
+    """Run two passes with finite losses whose gradients exceed float32 in sum."""
     (datum,) = data(5, 4)
     datum["loss_fn_inputs"]["weights"] = HUGE
     for _ in range(2):
@@ -207,20 +214,20 @@ async def overflow(trainer: Trainer) -> None:
 
 
 def with_gradients(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Harness], None]:
-    """A backend that rounds otherwise: `change` of the gradient after every batch of passes."""
+    """A backend that rounds differently: it applies `change` to the gradient after every batch of passes."""
 
     def prepare(harness: Harness) -> None:
         backend = harness.backend
         run = backend.run
 
-        def run_otherwise(passes: Any) -> Any:
+        def run_and_change(passes: Any) -> Any:
             outcomes = run(passes)
             for adapter in backend._adapters.values():
                 if adapter.gradient is not None:
                     adapter.gradient = change(adapter.gradient)
             return outcomes
 
-        backend.run = run_otherwise  # type: ignore[method-assign]
+        backend.run = run_and_change  # type: ignore[method-assign]
 
     return prepare
 
@@ -229,8 +236,8 @@ def finite(gradient: torch.Tensor) -> torch.Tensor:
     return gradient.nan_to_num(0.0, 1.0, -1.0).clamp(-1, 1)
 
 
-async def test_a_step_that_was_not_finite_is_not_made_by_recovery_whatever_is_rounded(harness: Harness) -> None:
-    """Neither is one that was refused taken for it: that one keeps its gradient."""
+async def test_recovery_does_not_apply_a_step_that_was_not_finite_even_if_rounding_differs(harness: Harness) -> None:
+    """Recovery must tell this step from a step that was refused: a refused step keeps its gradient."""
     trainer = await Trainer.create(harness)
     await trainer.step(1)
     await overflow(trainer)
@@ -251,7 +258,7 @@ async def test_a_step_that_was_not_finite_is_not_made_by_recovery_whatever_is_ro
 
 
 @pytest.mark.parametrize("merged", [True, False], ids=["merged", "exact"])
-async def test_a_step_that_rounding_makes_fail_fails_its_model_only_where_repeating_is_exact(
+async def test_a_step_that_fails_when_repeated_fails_its_model_only_if_repeats_are_exact(
     tmp_path: Path, merged: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with harness_in(tmp_path / "state", backend_config={"trainer": {"merge_passes": merged}}) as harness:
@@ -261,14 +268,14 @@ async def test_a_step_that_rounding_makes_fail_fails_its_model_only_where_repeat
         await trainer.step(1)
         await restart(harness, with_gradients(lambda gradient: gradient * torch.inf))
         if merged:
-            assert "command 3 succeeded, and repeated it fails" in caplog.text
+            assert "command 3 succeeded before and fails when repeated" in caplog.text
             await restart(harness)
             assert (await trainer.step(2))["optimizer_step"] == 2
         else:
             assert harness.model_row(trainer.model_id).status == "failed"
 
 
-async def test_a_model_that_recovery_has_no_memory_for_waits_and_others_train(harness: Harness) -> None:
+async def test_a_model_without_memory_at_recovery_waits_and_other_models_train(harness: Harness) -> None:
     short = [True]
 
     def without_memory(harness: Harness) -> None:
@@ -302,10 +309,10 @@ async def test_a_model_that_recovery_has_no_memory_for_waits_and_others_train(ha
         assert await undisturbed.state() == await waits.state()
 
 
-async def test_tries_to_restore_a_model_without_memory_leave_most_of_the_time_to_others(
+async def test_retries_for_a_model_without_memory_leave_most_time_to_other_models(
     harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each try takes a minute of the backend's thread until it finds no memory."""
+    """Each try takes a minute on the backend's thread until it runs out of memory."""
     trainer = await Trainer.create(harness)
     await trainer.step(1)
     now, tries = 1000.0, 0

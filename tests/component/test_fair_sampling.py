@@ -1,4 +1,4 @@
-"""What the inference server is told of whose sample is to run first."""
+"""Which priority the inference server gets with each sample."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import defaultdict
 from pathlib import Path
 
 import pytest
-from api_harness import Api, Serve, asked
+from api_harness import Api, Serve, sample_body
 from fake_upstream import FakeUpstream, after, complete, never
 from sqlalchemy import select
 
@@ -24,12 +24,12 @@ FIRST, SECOND = "tml-one", "tml-two"
 
 
 async def send(api: Api, key: str, sampler: str, *seq_ids: int) -> list[str]:
-    answers = [await api.post("asample", asked(sampler, seq_id), **{"X-API-Key": key}) for seq_id in seq_ids]
+    answers = [await api.post("asample", sample_body(sampler, seq_id), **{"X-API-Key": key}) for seq_id in seq_ids]
     return [answer.json()["request_id"] for answer in answers]
 
 
 def priorities(upstream: FakeUpstream) -> dict[str, list[int]]:
-    """By sampling session, in the order of its samples' numbers."""
+    """The priorities by sampling session, ordered by the numbers of the samples."""
     sent: dict[str, list[tuple[int, int]]] = defaultdict(list)
     for each in upstream.completions:
         sampler, _, seq_id = each.headers["x-session-id"].rpartition(":")
@@ -37,7 +37,7 @@ def priorities(upstream: FakeUpstream) -> dict[str, list[int]]:
     return {sampler: [priority for _, priority in sorted(theirs)] for sampler, theirs in sent.items()}
 
 
-async def test_few_samples_go_before_what_another_tenant_has_queued(api: Api, upstream: FakeUpstream) -> None:
+async def test_few_samples_run_before_another_tenants_queue(api: Api, upstream: FakeUpstream) -> None:
     go = asyncio.Event()
     upstream.default = after(go, complete())
     many, few = await api.sampler(), await api.sampler(**{"X-API-Key": SECOND})
@@ -47,12 +47,12 @@ async def test_few_samples_go_before_what_another_tenant_has_queued(api: Api, up
     await upstream.until(lambda server: server.busy == 32)
     sent = priorities(upstream)
     assert sent[many] == sorted(set(sent[many]))
-    assert sent[few] == sent[many][:2], "beside the first ones, not behind the last"
+    assert sent[few] == sent[many][:2], "the second tenant runs beside the first samples, not behind the last ones"
     go.set()
     await api.result(last, **{"X-API-Key": SECOND})
 
 
-async def test_time_goes_on_with_what_has_been_answered(api: Api, upstream: FakeUpstream) -> None:
+async def test_the_virtual_time_advances_with_answered_samples(api: Api, upstream: FakeUpstream) -> None:
     go = asyncio.Event()
     upstream.default = after(go, complete())
     many, few = await api.sampler(), await api.sampler(**{"X-API-Key": SECOND})
@@ -72,7 +72,7 @@ async def test_time_goes_on_with_what_has_been_answered(api: Api, upstream: Fake
 
 
 @pytest.mark.usefixtures("drain_at_once")
-async def test_samples_of_before_a_restart_have_places_too(serve: Serve, upstream: FakeUpstream) -> None:
+async def test_samples_from_before_a_restart_get_priorities(serve: Serve, upstream: FakeUpstream) -> None:
     upstream.default = never
     async with serve() as api:
         many = await api.sampler()
@@ -85,22 +85,22 @@ async def test_samples_of_before_a_restart_have_places_too(serve: Serve, upstrea
         assert len(set(priorities(upstream)[many])) == 5
 
 
-@pytest.mark.parametrize("goes_by_it", [False, True])
-async def test_somebody_elses_server_is_told_only_if_it_goes_by_it(
-    serve: Serve, upstream: FakeUpstream, goes_by_it: bool
+@pytest.mark.parametrize("uses_priority", [False, True])
+async def test_an_external_server_gets_priorities_only_if_configured(
+    serve: Serve, upstream: FakeUpstream, uses_priority: bool
 ) -> None:
-    async with serve(external_inference_url=upstream.url, external_inference_priority=goes_by_it) as api:
+    async with serve(external_inference_url=upstream.url, external_inference_priority=uses_priority) as api:
         (request_id,) = await send(api, FIRST, await api.sampler(), 0)
         await api.result(request_id)
     (sent,) = upstream.completions
-    assert ("priority" in sent.json) == goes_by_it
+    assert ("priority" in sent.json) == uses_priority
 
 
 @ON_POSTGRES
-async def test_a_process_that_comes_later_goes_by_the_time_of_the_others(
+async def test_a_new_process_continues_at_the_virtual_time_of_the_others(
     serve: Serve, upstream: FakeUpstream, database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise all its samples would go before those of the process that has been at work for longer."""
+    """Otherwise all samples of the new process would run before those of the older process."""
     monkeypatch.setattr(skyrl.api.background, "BEAT_S", 0.02)
     go = asyncio.Event()
     upstream.default = after(go, complete())
@@ -116,9 +116,9 @@ async def test_a_process_that_comes_later_goes_by_the_time_of_the_others(
         assert now > 0
         async with asyncio.timeout(60):
             while await database.read_async(lambda c: c.execute(select(processes.c.sample_clock)).scalar()) != now:
-                pass  # the next beat tells it
+                pass  # the next heartbeat writes the time
         async with open_services(Runtime(api.services.config, tmp_path, None, "key", slot=1)) as later:
-            promise = await later.sampling.submit(encode_json(asked(sampler, 10)), tenant_of_key(FIRST))
+            promise = await later.sampling.submit(encode_json(sample_body(sampler, 10)), tenant_of_key(FIRST))
             assert await later.futures.wait(promise.request_id, tenant_of_key(FIRST), 60.0)
     sent = priorities(upstream)[sampler]
-    assert sent[10] == sent[9], "where the others' time is, and not where it begins"
+    assert sent[10] == sent[9], "the new process continues at the time of the others, not at zero"

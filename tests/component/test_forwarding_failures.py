@@ -1,4 +1,4 @@
-"""Every failure rule of the forwarding client, over real sockets, against an upstream that misbehaves as told."""
+"""The forwarding client's rule for each kind of failure, over real sockets, against a scripted upstream."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from adapter_hosts import AllThere, Away
+from adapter_hosts import HostWithAllAdapters, UnreachableHost
 from fake_upstream import (
     FakeUpstream,
     Received,
@@ -66,8 +66,8 @@ JOB = SampleJob(
 ADAPTER = dataclasses.replace(JOB, model="m1@1", weights=AdapterVersion("m1@1"))
 
 
-class Row:
-    """The engine's row, as the test wants it read."""
+class EngineRow:
+    """The engine's row, as the client reads it."""
 
     def __init__(self, url: str | None) -> None:
         self.state = EngineState(inference_proxy_url=url, generation=1)
@@ -96,8 +96,8 @@ async def upstream() -> AsyncIterator[FakeUpstream]:
 
 
 @pytest.fixture
-def row(upstream: FakeUpstream) -> Row:
-    return Row(upstream.url)
+def row(upstream: FakeUpstream) -> EngineRow:
+    return EngineRow(upstream.url)
 
 
 Connect = Callable[..., ForwardingClient]
@@ -105,8 +105,8 @@ DEADLINE_S = 20.0
 
 
 @pytest.fixture
-async def connect(row: Row) -> AsyncIterator[Connect]:
-    """Makes clients that are closed at the end."""
+async def connect(row: EngineRow) -> AsyncIterator[Connect]:
+    """Makes clients and closes them at the end."""
     async with contextlib.AsyncExitStack() as stack:
 
         def make(
@@ -115,7 +115,7 @@ async def connect(row: Row) -> AsyncIterator[Connect]:
             client = ForwardingClient(
                 HttpTransport(max_connections),
                 options.pop("endpoint", EngineEndpoint(row)),
-                options.pop("host", AllThere()),
+                options.pop("host", HostWithAllAdapters()),
                 api_key="key",
                 deadline_s=deadline_s,
                 **options,
@@ -137,8 +137,8 @@ async def clock() -> LoopClock:
 
 
 @pytest.fixture
-def no_time_to_try_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first back-off is longer than a sample may take."""
+def no_time_for_a_retry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first back-off is longer than the deadline of a sample."""
     monkeypatch.setattr(client_module, "FIRST_BACKOFF_S", 10 * DEADLINE_S)
 
 
@@ -164,28 +164,28 @@ async def failure(client: ForwardingClient, job: SampleJob = JOB) -> FailedReque
     return caught.value
 
 
-# What works
+# Success
 
 
-async def test_completion_is_asked_for_and_decoded(client: ForwardingClient, upstream: FakeUpstream) -> None:
+async def test_a_completion_is_requested_and_decoded(client: ForwardingClient, upstream: FakeUpstream) -> None:
     assert decoded(await client.sample(JOB)) == WHOLE
-    (asked,) = upstream.completions
-    assert asked.method == "POST"
-    assert asked.headers["authorization"] == "Bearer key"
-    assert asked.headers["x-session-id"] == "s1:sample:0:1"
-    assert asked.json["model"] == "base"
-    assert asked.json["prompt"] == [5, 6, 7]
-    assert asked.json["stream"] is False
+    (request,) = upstream.completions
+    assert request.method == "POST"
+    assert request.headers["authorization"] == "Bearer key"
+    assert request.headers["x-session-id"] == "s1:sample:0:1"
+    assert request.json["model"] == "base"
+    assert request.json["prompt"] == [5, 6, 7]
+    assert request.json["stream"] is False
     assert not client.counts
 
 
-async def test_endpoint_is_read_once_while_it_works(client: ForwardingClient, row: Row) -> None:
+async def test_the_endpoint_is_read_once_while_it_works(client: ForwardingClient, row: EngineRow) -> None:
     await asyncio.gather(*(client.sample(JOB) for _ in range(20)))
     await client.sample(JOB)
     assert row.reads == 1
 
 
-async def test_max_connections_bounds_what_the_upstream_sees(connect: Connect, upstream: FakeUpstream) -> None:
+async def test_max_connections_bounds_the_concurrent_requests(connect: Connect, upstream: FakeUpstream) -> None:
     go = asyncio.Event()
     upstream.default = after(go, complete())
     client = connect(max_connections=2)
@@ -196,7 +196,7 @@ async def test_max_connections_bounds_what_the_upstream_sees(connect: Connect, u
     assert upstream.most_busy == 2
 
 
-async def test_200_samples_at_once(client: ForwardingClient, upstream: FakeUpstream) -> None:
+async def test_200_samples_at_once_succeed(client: ForwardingClient, upstream: FakeUpstream) -> None:
     go = asyncio.Event()
     upstream.default = after(go, complete())
     samples = [asyncio.create_task(client.sample(JOB)) for _ in range(200)]
@@ -206,11 +206,11 @@ async def test_200_samples_at_once(client: ForwardingClient, upstream: FakeUpstr
     assert len(upstream.completions) == 200
 
 
-# The request cannot have arrived: refresh the URL, back off, go on until the deadline
+# The request cannot have arrived: read the URL again, back off, repeat until the deadline
 
 
-async def test_refused_connection_waits_for_the_next_url(
-    client: ForwardingClient, upstream: FakeUpstream, row: Row
+async def test_a_refused_sample_waits_for_the_next_url(
+    client: ForwardingClient, upstream: FakeUpstream, row: EngineRow
 ) -> None:
     row.publish(closed_port())
     sample = asyncio.create_task(client.sample(JOB))
@@ -224,7 +224,7 @@ async def test_refused_connection_waits_for_the_next_url(
 
 
 async def test_every_waiting_sample_moves_to_the_next_url(
-    client: ForwardingClient, upstream: FakeUpstream, row: Row
+    client: ForwardingClient, upstream: FakeUpstream, row: EngineRow
 ) -> None:
     async with fake_upstream() as old:
         row.publish(old.url)
@@ -236,7 +236,9 @@ async def test_every_waiting_sample_moves_to_the_next_url(
     assert len(upstream.completions) == 20
 
 
-async def test_no_url_yet(client: ForwardingClient, upstream: FakeUpstream, row: Row) -> None:
+async def test_a_sample_waits_until_a_url_is_published(
+    client: ForwardingClient, upstream: FakeUpstream, row: EngineRow
+) -> None:
     row.publish(None)
     sample = asyncio.create_task(client.sample(JOB))
     await row.read_again(3)
@@ -245,7 +247,7 @@ async def test_no_url_yet(client: ForwardingClient, upstream: FakeUpstream, row:
     assert not client.counts
 
 
-async def test_waiting_for_a_url_reads_the_row_once_for_all() -> None:
+async def test_samples_that_wait_for_a_url_share_one_read_of_the_row() -> None:
     gate, reads = asyncio.Event(), 0
 
     async def read() -> EngineState:
@@ -262,14 +264,14 @@ async def test_waiting_for_a_url_reads_the_row_once_for_all() -> None:
     assert reads == 1
 
 
-async def test_deadline_without_any_url(connect: Connect, row: Row) -> None:
+async def test_a_sample_without_any_url_fails_at_its_deadline(connect: Connect, row: EngineRow) -> None:
     row.publish(None)
     failed = await failure(connect(deadline_s=0.3))
     assert failed.category is ErrorCategory.SERVER
     assert failed.message == "gave up after 0.3 s: no inference server has been published"
 
 
-async def test_deadline_with_nobody_listening(connect: Connect, row: Row) -> None:
+async def test_a_sample_without_a_listener_fails_at_its_deadline(connect: Connect, row: EngineRow) -> None:
     row.publish(closed_port())
     failed = await failure(connect(deadline_s=0.3))
     assert failed.category is ErrorCategory.SERVER
@@ -277,16 +279,17 @@ async def test_deadline_with_nobody_listening(connect: Connect, row: Row) -> Non
     assert f"{row.state.inference_proxy_url} cannot be reached" in failed.message
 
 
-@pytest.mark.usefixtures("no_time_to_try_again")
+@pytest.mark.usefixtures("no_time_for_a_retry")
 @pytest.mark.parametrize("url", ["http://", "no url at all", "http://127.0.0.1:99999"])
-async def test_address_that_cannot_be(client: ForwardingClient, row: Row, url: str) -> None:
+async def test_an_impossible_address_fails_the_sample(client: ForwardingClient, row: EngineRow, url: str) -> None:
     row.publish(url)
     failed = await failure(client)
     assert failed.category is ErrorCategory.SERVER
     assert "cannot be reached" in failed.message
 
 
-# The connection broke after the request was sent: once more and, at last apart from others, twice more
+# The connection broke after the request was sent: repeat once, then up to three more times, at last without other
+# samples
 
 
 BROKEN = pytest.mark.parametrize("broken", [reset_after_headers, close_mid_body, hang_up])
@@ -294,7 +297,7 @@ BROKEN = pytest.mark.parametrize("broken", [reset_after_headers, close_mid_body,
 
 @BROKEN
 @pytest.mark.parametrize("times", range(1, MAX_INTERRUPTIONS + 1))
-async def test_broken_connection_is_tried_again(
+async def test_a_sample_is_repeated_after_its_connection_broke(
     client: ForwardingClient, upstream: FakeUpstream, broken: Reply, times: int
 ) -> None:
     upstream.script += [broken] * times
@@ -304,20 +307,20 @@ async def test_broken_connection_is_tried_again(
 
 
 @BROKEN
-async def test_connection_that_breaks_every_time_fails_the_sample(
+async def test_a_sample_fails_if_its_connection_breaks_every_time(
     client: ForwardingClient, upstream: FakeUpstream, broken: Reply
 ) -> None:
     upstream.default = broken
     failed = await failure(client)
     assert failed.category is ErrorCategory.SERVER
-    assert "broke 4 times under this sample, at last when it was sent apart from others like it" in failed.message
+    assert "broke 4 times during this sample, the last time when no other interrupted sample was sent" in failed.message
     assert len(upstream.completions) == 4
 
 
-async def test_broken_connection_then_restart_elsewhere(
-    client: ForwardingClient, upstream: FakeUpstream, row: Row
+async def test_a_sample_follows_a_dying_server_to_its_next_address(
+    client: ForwardingClient, upstream: FakeUpstream, row: EngineRow
 ) -> None:
-    """A server that dies under a request, is away, and comes back at another address."""
+    """The server dies during a request, is unreachable, and comes back at another address."""
 
     async def die(*_: Any) -> None:
         row.publish(closed_port())
@@ -332,7 +335,7 @@ async def test_broken_connection_then_restart_elsewhere(
     assert client.counts["interrupted"] == 1
 
 
-async def test_no_answer_before_the_deadline(
+async def test_a_sample_without_an_answer_fails_at_its_deadline(
     client: ForwardingClient, upstream: FakeUpstream, clock: LoopClock
 ) -> None:
     upstream.default = never
@@ -345,7 +348,7 @@ async def test_no_answer_before_the_deadline(
     assert len(upstream.completions) == 1
 
 
-async def test_cancelled_sample_hangs_up(client: ForwardingClient, upstream: FakeUpstream) -> None:
+async def test_a_cancelled_sample_closes_its_connection(client: ForwardingClient, upstream: FakeUpstream) -> None:
     upstream.default = never
     sample = asyncio.create_task(client.sample(JOB))
     await upstream.until(lambda server: server.busy == 1)
@@ -354,11 +357,11 @@ async def test_cancelled_sample_hangs_up(client: ForwardingClient, upstream: Fak
     assert upstream.disconnects == 1
 
 
-# 2xx that is no completion
+# A 2xx answer without a completion
 
 
 @pytest.mark.parametrize(
-    ("answer", "says"),
+    ("answer", "expected"),
     [
         (reply(200, "<html>Please log in</html>", "text/html"), "text/html: '<html>Please log in</html>'"),
         (reply(200, "it works", "text/plain"), "text/plain: 'it works'"),
@@ -369,20 +372,20 @@ async def test_cancelled_sample_hangs_up(client: ForwardingClient, upstream: Fak
         (reply(204, ""), "status 204"),
     ],
 )
-async def test_2xx_that_is_no_completion(
-    client: ForwardingClient, upstream: FakeUpstream, answer: Reply, says: str
+async def test_a_2xx_answer_that_is_not_a_completion_fails_the_sample(
+    client: ForwardingClient, upstream: FakeUpstream, answer: Reply, expected: str
 ) -> None:
     upstream.default = answer
     failed = await failure(client)
     assert failed.category is ErrorCategory.SERVER
     assert "the inference server answered status 20" in failed.message
-    assert says in failed.message
+    assert expected in failed.message
     assert client.counts == {"malformed": 1}
     assert len(upstream.completions) == 1
 
 
 @pytest.mark.parametrize(
-    ("spoil", "says"),
+    ("spoil", "expected"),
     [
         (every_choice(logprobs={"token_logprobs": [-1.0, -2.0]}), "2 logprobs for 3 tokens"),
         (every_choice(logprobs={"token_logprobs": [-1.0] * 4}), "4 logprobs for 3 tokens"),
@@ -394,20 +397,20 @@ async def test_2xx_that_is_no_completion(
         (every_choice(token_ids=[2**40, 1, 2]), "not token ids"),
     ],
 )
-async def test_completion_that_is_not_whole(
-    client: ForwardingClient, upstream: FakeUpstream, spoil: Callable[[dict[str, Any]], None], says: str
+async def test_an_incomplete_completion_fails_the_sample(
+    client: ForwardingClient, upstream: FakeUpstream, spoil: Callable[[dict[str, Any]], None], expected: str
 ) -> None:
     upstream.default = complete(spoil)
     failed = await failure(client)
     assert failed.category is ErrorCategory.SERVER
-    assert says in failed.message
+    assert expected in failed.message
     assert "status 200, application/json" in failed.message
     assert client.counts == {"malformed": 1}
     assert len(upstream.completions) == 1
 
 
 @pytest.mark.parametrize("job", [{"topk_sample": 2}, {"prompt_logprobs": True}, {"topk_prompt": 2}])
-async def test_what_was_asked_for_and_did_not_come(
+async def test_a_completion_without_a_requested_part_fails_the_sample(
     client: ForwardingClient, upstream: FakeUpstream, job: dict[str, Any]
 ) -> None:
     upstream.default = complete(every_choice(logprobs={"token_logprobs": [-1.0, -1.0, -1.0]}, prompt_logprobs=None))
@@ -416,8 +419,8 @@ async def test_what_was_asked_for_and_did_not_come(
     assert client.counts == {"malformed": 1}
 
 
-async def test_topk_keyed_by_text_is_no_answer(client: ForwardingClient, upstream: FakeUpstream) -> None:
-    """A server that ignores return_tokens_as_token_ids."""
+async def test_top_logprobs_keyed_by_text_fail_the_sample(client: ForwardingClient, upstream: FakeUpstream) -> None:
+    """Such a server ignores return_tokens_as_token_ids."""
     by_text = {"token_logprobs": [-1.0] * 3, "top_logprobs": [{" the": -1.0}] * 3}
     upstream.default = complete(every_choice(logprobs=by_text))
     failed = await failure(client, dataclasses.replace(JOB, topk_sample=1))
@@ -432,7 +435,7 @@ REASONS = pytest.mark.parametrize("reason", ["abort", None, "tool_calls"])
 
 
 @REASONS
-async def test_aborted_once_is_sampled_again(
+async def test_a_sample_aborted_once_is_sampled_again(
     client: ForwardingClient, upstream: FakeUpstream, reason: str | None
 ) -> None:
     upstream.script.append(complete(every_choice(finish_reason=reason)))
@@ -442,18 +445,18 @@ async def test_aborted_once_is_sampled_again(
 
 
 @REASONS
-async def test_aborted_twice_fails_and_is_never_length(
+async def test_a_sample_aborted_twice_fails_instead_of_stopping_by_length(
     client: ForwardingClient, upstream: FakeUpstream, reason: str | None
 ) -> None:
     upstream.default = complete(every_choice(finish_reason=reason))
     failed = await failure(client)
     assert failed.category is ErrorCategory.SERVER
-    assert f"gave the sample up 2 times (finish_reason {reason!r})" in failed.message
+    assert f"aborted the sample 2 times (finish_reason {reason!r})" in failed.message
     assert len(upstream.completions) == 2
 
 
-async def test_one_aborted_choice_of_several(client: ForwardingClient, upstream: FakeUpstream) -> None:
-    """Also when others before it lack their logprobs, as those of an aborted request may."""
+async def test_one_aborted_choice_repeats_the_whole_sample(client: ForwardingClient, upstream: FakeUpstream) -> None:
+    """The other choices may lack their logprobs, as those of an aborted request may."""
 
     def abort_last(body: dict[str, Any]) -> None:
         every_choice(logprobs=None)(body)
@@ -465,7 +468,7 @@ async def test_one_aborted_choice_of_several(client: ForwardingClient, upstream:
     assert client.counts == {"aborted": 1}
 
 
-async def test_stop_is_stop(client: ForwardingClient, upstream: FakeUpstream) -> None:
+async def test_the_finish_reason_stop_is_decoded_as_stop(client: ForwardingClient, upstream: FakeUpstream) -> None:
     upstream.default = complete(every_choice(finish_reason="stop"))
     assert decoded(await client.sample(JOB)) == [("STOP", *WHOLE[0][1:])]
 
@@ -496,7 +499,7 @@ async def test_missing_logprobs_fail_the_sample(
 
 
 @MISSING
-async def test_missing_logprobs_zero_filled_on_demand(
+async def test_missing_logprobs_become_zero_if_configured(
     connect: Connect, upstream: FakeUpstream, caplog: pytest.LogCaptureFixture, logprobs: Any, filled: list[float]
 ) -> None:
     client = connect(zero_fill_logprobs=True)
@@ -508,7 +511,7 @@ async def test_missing_logprobs_zero_filled_on_demand(
     assert "zero-filled" in caplog.text
 
 
-async def test_zero_filling_excuses_nothing_else(connect: Connect, upstream: FakeUpstream) -> None:
+async def test_zero_filling_hides_no_other_fault(connect: Connect, upstream: FakeUpstream) -> None:
     def spoil(body: dict[str, Any]) -> None:
         body["choices"][0]["logprobs"] = None
         body["choices"][1]["token_ids"] = None
@@ -519,7 +522,7 @@ async def test_zero_filling_excuses_nothing_else(connect: Connect, upstream: Fak
     assert "no token_ids; the inference server answered status 200" in failed.message
 
 
-# 4xx: the user's
+# 4xx: the user's error
 
 
 @pytest.mark.parametrize(
@@ -537,7 +540,7 @@ async def test_zero_filling_excuses_nothing_else(connect: Connect, upstream: Fak
         (reply(400, b'{"error": "\xff"}'), "status 400, application/json"),
     ],
 )
-async def test_4xx_is_the_users_with_the_servers_own_words(
+async def test_a_4xx_is_a_user_error_with_the_inference_servers_words(
     client: ForwardingClient, upstream: FakeUpstream, answer: Reply, message: str
 ) -> None:
     upstream.default = answer
@@ -549,7 +552,7 @@ async def test_4xx_is_the_users_with_the_servers_own_words(
 
 
 @pytest.mark.parametrize("status", [401, 403, 405])
-async def test_4xx_that_no_user_can_help(client: ForwardingClient, upstream: FakeUpstream, status: int) -> None:
+async def test_401_403_and_405_are_server_errors(client: ForwardingClient, upstream: FakeUpstream, status: int) -> None:
     upstream.default = error(status, "not like this")
     failed = await failure(client)
     assert failed.category is ErrorCategory.SERVER
@@ -557,11 +560,13 @@ async def test_4xx_that_no_user_can_help(client: ForwardingClient, upstream: Fak
     assert len(upstream.completions) == 1
 
 
-# 5xx and redirects: the server's
+# 5xx and redirects: the server's error
 
 
 @pytest.mark.parametrize("status", [500, 501, 507])
-async def test_5xx_says_what_came(client: ForwardingClient, upstream: FakeUpstream, status: int) -> None:
+async def test_a_5xx_fails_the_sample_with_the_answers_text(
+    client: ForwardingClient, upstream: FakeUpstream, status: int
+) -> None:
     upstream.default = reply(status, "EngineCore encountered an issue. " + "x" * 1000, "text/plain")
     failed = await failure(client)
     assert failed.category is ErrorCategory.SERVER
@@ -571,43 +576,47 @@ async def test_5xx_says_what_came(client: ForwardingClient, upstream: FakeUpstre
     assert len(upstream.completions) == 2
 
 
-async def test_5xx_of_a_server_that_has_been_replaced_meanwhile(
+async def test_a_sample_is_repeated_if_the_server_was_replaced_after_its_5xx(
     client: ForwardingClient, upstream: FakeUpstream
 ) -> None:
-    """Its last words are read late, and its successor at the same address is well."""
+    """The client reads the 500 of the dead server late. The next server at the same address is healthy."""
     upstream.script.append(DEAD_ENGINE)
     assert decoded(await client.sample(JOB)) == WHOLE
     assert client.counts == {"upstream_error": 1}
 
 
-class Health:
-    """/health of a vLLM whose engine has died: 503 for a while, then as told."""
+class HealthAfterDeath:
+    """/health of a vLLM whose engine has died: 503 for a number of probes, then the reply `then`."""
 
     def __init__(self, times: int, then: Reply) -> None:
-        self.asked = 0
+        self.probes = 0
         self._times = times
         self._then = then
 
     async def __call__(self, request: Any, writer: asyncio.StreamWriter) -> None:
-        self.asked += 1
-        await (reply(503, "") if self.asked <= self._times else self._then)(request, writer)
+        self.probes += 1
+        await (reply(503, "") if self.probes <= self._times else self._then)(request, writer)
 
 
 DEAD_ENGINE = error(500, "EngineCore encountered an issue. See stack trace (above) for the root cause.")
 
 
-async def test_500_of_a_dying_server_is_an_interruption(client: ForwardingClient, upstream: FakeUpstream) -> None:
-    """It answers 500 as long as it is there, so nothing is sent until it is well again."""
-    upstream.on_get = health = Health(3, reply(200, ""))
+async def test_a_500_of_a_dying_server_counts_as_an_interruption(
+    client: ForwardingClient, upstream: FakeUpstream
+) -> None:
+    """The dying server answers 500 until it exits, so the client sends nothing until /health is good again."""
+    upstream.on_get = health = HealthAfterDeath(3, reply(200, ""))
     upstream.script.append(DEAD_ENGINE)
     assert decoded(await client.sample(JOB)) == WHOLE
-    assert health.asked == 4
+    assert health.probes == 4
     assert len(upstream.completions) == 2
     assert client.counts == {"upstream_error": 1, "interrupted": 1}
 
 
-async def test_dying_server_comes_back_elsewhere(client: ForwardingClient, upstream: FakeUpstream, row: Row) -> None:
-    async with fake_upstream(default=DEAD_ENGINE, on_get=Health(2, never)) as dying:
+async def test_a_sample_follows_a_server_that_comes_back_at_another_address(
+    client: ForwardingClient, upstream: FakeUpstream, row: EngineRow
+) -> None:
+    async with fake_upstream(default=DEAD_ENGINE, on_get=HealthAfterDeath(2, never)) as dying:
         row.publish(dying.url)
         sample = asyncio.create_task(client.sample(JOB))
         await dying.until(lambda server: len(server.requests) == 4)
@@ -618,10 +627,10 @@ async def test_dying_server_comes_back_elsewhere(client: ForwardingClient, upstr
     assert len(dying.completions) == 1
 
 
-async def test_sample_that_kills_the_server_every_time(
+async def test_a_sample_that_kills_the_server_every_time_fails(
     client: ForwardingClient, upstream: FakeUpstream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After each completion it is dying for some probes, then well again."""
+    """After each completion the server fails some health probes, then is healthy again."""
     monkeypatch.setattr(client_module, "MAX_BACKOFF_S", client_module.FIRST_BACKOFF_S)
     probes: Counter[int] = Counter()
 
@@ -639,7 +648,7 @@ async def test_sample_that_kills_the_server_every_time(
     assert len(upstream.completions) == 4
 
 
-async def test_server_that_stays_unwell_until_the_deadline(
+async def test_a_sample_fails_if_the_server_stays_unhealthy_until_the_deadline(
     client: ForwardingClient, upstream: FakeUpstream, clock: LoopClock
 ) -> None:
     upstream.on_get = reply(503, "")
@@ -653,7 +662,7 @@ async def test_server_that_stays_unwell_until_the_deadline(
     assert len(upstream.completions) == 1
 
 
-async def test_redirects_are_not_followed(client: ForwardingClient, upstream: FakeUpstream) -> None:
+async def test_the_client_follows_no_redirects(client: ForwardingClient, upstream: FakeUpstream) -> None:
     upstream.default = reply(307, "elsewhere", "text/plain", Location="/v1/elsewhere")
     failed = await failure(client)
     assert failed.category is ErrorCategory.SERVER
@@ -661,9 +670,9 @@ async def test_redirects_are_not_followed(client: ForwardingClient, upstream: Fa
     assert [request.path for request in upstream.requests] == ["/v1/completions"]
 
 
-async def test_cookies_are_not_kept(client: ForwardingClient, upstream: FakeUpstream, row: Row) -> None:
-    """A load balancer's would send every sample of this process to one replica."""
-    row.publish(upstream.url.replace("127.0.0.1", "localhost"))  # cookies of bare addresses are never kept
+async def test_the_client_keeps_no_cookies(client: ForwardingClient, upstream: FakeUpstream, row: EngineRow) -> None:
+    """A cookie of a load balancer would send every sample of this process to one replica."""
+    row.publish(upstream.url.replace("127.0.0.1", "localhost"))  # clients never keep cookies of bare IP addresses
 
     async def set_cookie(request: Any, writer: asyncio.StreamWriter) -> None:
         await reply(200, completion(request.json), Set_Cookie="replica=1; Path=/")(request, writer)
@@ -674,27 +683,27 @@ async def test_cookies_are_not_kept(client: ForwardingClient, upstream: FakeUpst
     assert "cookie" not in upstream.completions[1].headers
 
 
-# Servers and proxies that do not take it now
+# Servers and proxies that are temporarily unavailable
 
 
 @pytest.mark.parametrize("status", [408, 502, 503, 504])
 @pytest.mark.parametrize("health", [200, 404, 503])
-async def test_what_passes_is_waited_for(
+async def test_a_sample_waits_while_the_server_is_temporarily_unavailable(
     client: ForwardingClient, upstream: FakeUpstream, monkeypatch: pytest.MonkeyPatch, status: int, health: int
 ) -> None:
-    """Also where a load balancer has no /health, or says that it is not well."""
+    """The client also waits if a load balancer has no /health, or answers 503 there."""
     monkeypatch.setattr(client_module, "FIRST_BACKOFF_S", 0.001)
     monkeypatch.setattr(client_module, "MAX_BACKOFF_S", 0.01)
     monkeypatch.setattr(client_module, "MAX_GATEWAY_BACKOFF_S", 0.01)
     upstream.on_get = reply(health, "")
     upstream.script += [reply(status, "<html>restarting", "text/html")] * 12
     assert decoded(await client.sample(JOB)) == WHOLE
-    assert len(upstream.requests) == 13, "its health is not asked"
+    assert len(upstream.requests) == 13, "the client sends no health probe"
     assert client.counts == {"upstream_away": 12}
 
 
 @pytest.mark.parametrize("status", [408, 502, 503, 504])
-async def test_what_does_not_pass_fails_at_the_deadline(
+async def test_a_sample_fails_at_its_deadline_if_the_server_stays_unavailable(
     client: ForwardingClient, upstream: FakeUpstream, clock: LoopClock, status: int
 ) -> None:
     upstream.default = reply(status, "<html>restarting", "text/html")
@@ -708,7 +717,9 @@ async def test_what_does_not_pass_fails_at_the_deadline(
 
 
 @pytest.mark.parametrize("status", [408, 502, 503, 504])
-async def test_retry_after_is_heeded(client: ForwardingClient, upstream: FakeUpstream, status: int) -> None:
+async def test_the_client_waits_as_long_as_retry_after_says(
+    client: ForwardingClient, upstream: FakeUpstream, status: int
+) -> None:
     upstream.script.append(reply(status, "", Retry_After="0.4"))
     started = asyncio.get_running_loop().time()
     assert decoded(await client.sample(JOB)) == WHOLE
@@ -718,7 +729,7 @@ async def test_retry_after_is_heeded(client: ForwardingClient, upstream: FakeUps
 # 429
 
 
-async def test_429_is_waited_out(client: ForwardingClient, upstream: FakeUpstream) -> None:
+async def test_a_sample_waits_out_a_429(client: ForwardingClient, upstream: FakeUpstream) -> None:
     upstream.script += [error(429, "busy"), reply(429, "", Retry_After="0.4")]
     started = asyncio.get_running_loop().time()
     assert decoded(await client.sample(JOB)) == WHOLE
@@ -727,7 +738,9 @@ async def test_429_is_waited_out(client: ForwardingClient, upstream: FakeUpstrea
     assert client.counts == {"upstream_busy": 2}
 
 
-async def test_429_that_lasts_longer_than_the_sample_may(client: ForwardingClient, upstream: FakeUpstream) -> None:
+async def test_a_429_that_outlasts_the_deadline_fails_the_sample(
+    client: ForwardingClient, upstream: FakeUpstream
+) -> None:
     upstream.default = reply(429, "", Retry_After="100")
     failed = await failure(client)
     assert failed.category is ErrorCategory.SERVER
@@ -735,8 +748,10 @@ async def test_429_that_lasts_longer_than_the_sample_may(client: ForwardingClien
     assert len(upstream.completions) == 1
 
 
-@pytest.mark.usefixtures("no_time_to_try_again")
-async def test_429_that_does_not_say_until_when(client: ForwardingClient, upstream: FakeUpstream) -> None:
+@pytest.mark.usefixtures("no_time_for_a_retry")
+async def test_a_429_with_an_unreadable_retry_after_fails_without_time_for_a_retry(
+    client: ForwardingClient, upstream: FakeUpstream
+) -> None:
     upstream.default = reply(429, "", Retry_After="soon")
     failed = await failure(client)
     assert failed.category is ErrorCategory.SERVER
@@ -746,7 +761,7 @@ async def test_429_that_does_not_say_until_when(client: ForwardingClient, upstre
 # Unknown adapters
 
 
-async def test_lost_adapter_is_loaded_once_for_all_samples(client: ForwardingClient, upstream: FakeUpstream) -> None:
+async def test_a_lost_adapter_is_loaded_once_for_all_samples(client: ForwardingClient, upstream: FakeUpstream) -> None:
     upstream.adapters = set()
     all_refused = asyncio.Event()
     upstream.on_load = after(all_refused, reply(200, "Success", "text/plain"))
@@ -761,15 +776,17 @@ async def test_lost_adapter_is_loaded_once_for_all_samples(client: ForwardingCli
     assert client.counts == {"adapter_reloads": 1}
 
 
-async def test_two_lost_adapters_are_loaded_both(client: ForwardingClient, upstream: FakeUpstream) -> None:
+async def test_two_lost_adapters_are_both_loaded(client: ForwardingClient, upstream: FakeUpstream) -> None:
     upstream.adapters = set()
     other = dataclasses.replace(ADAPTER, model="m2@4", weights=AdapterVersion("m2@4"))
     await asyncio.gather(client.sample(ADAPTER), client.sample(other))
     assert {load.json["lora_name"] for load in upstream.loads} == {"m1@1", "m2@4"}
 
 
-async def test_adapter_that_is_there_after_all(client: ForwardingClient, upstream: FakeUpstream) -> None:
-    """Another process has loaded it meanwhile."""
+async def test_a_sample_succeeds_if_the_adapter_is_already_loaded(
+    client: ForwardingClient, upstream: FakeUpstream
+) -> None:
+    """Another process has loaded the adapter meanwhile."""
     upstream.adapters = set()
     upstream.on_load = error(400, "The lora adapter 'm1@1' has already been loaded.")
     assert decoded(await client.sample(ADAPTER)) == WHOLE
@@ -783,7 +800,9 @@ async def test_adapter_that_is_there_after_all(client: ForwardingClient, upstrea
         error(400, "Loading lora m1@1 failed: No adapter found for /adapters/m1/v1"),
     ],
 )
-async def test_adapter_that_cannot_be_loaded(client: ForwardingClient, upstream: FakeUpstream, answer: Reply) -> None:
+async def test_an_adapter_that_cannot_be_loaded_fails_the_sample(
+    client: ForwardingClient, upstream: FakeUpstream, answer: Reply
+) -> None:
     upstream.script.append(error(404, "The model `m1@1` does not exist.", "model"))
     upstream.on_load = answer
     failed = await failure(client, ADAPTER)
@@ -793,25 +812,29 @@ async def test_adapter_that_cannot_be_loaded(client: ForwardingClient, upstream:
     assert len(upstream.completions) == 1
 
 
-async def test_adapter_whose_files_come_late(connect: Connect, upstream: FakeUpstream) -> None:
-    """More tries to bring the files than a server may lose an adapter, and the server is told of the last one only."""
+async def test_a_sample_waits_for_adapter_files_that_come_late(connect: Connect, upstream: FakeUpstream) -> None:
+    """Bringing the files fails more often than MAX_RELOADS allows, but only loads on the server are counted."""
     upstream.adapters = set()
-    client = connect(host=Away(times=MAX_RELOADS + 2))
+    client = connect(host=UnreachableHost(times=MAX_RELOADS + 2))
     assert decoded(await client.sample(ADAPTER)) == WHOLE
     assert len(upstream.loads) == 1
 
 
-@pytest.mark.usefixtures("no_time_to_try_again")
-async def test_adapter_whose_files_do_not_come(connect: Connect, upstream: FakeUpstream) -> None:
+@pytest.mark.usefixtures("no_time_for_a_retry")
+async def test_a_sample_whose_adapter_files_never_come_fails_at_its_deadline(
+    connect: Connect, upstream: FakeUpstream
+) -> None:
     upstream.adapters = set()
-    failed = await failure(connect(host=Away()), ADAPTER)
+    failed = await failure(connect(host=UnreachableHost()), ADAPTER)
     assert failed.category is ErrorCategory.SERVER
-    said = "the files of adapter m1@1 cannot be brought to the inference server now"
-    assert failed.message == f"gave up after 20 s: {said}", "the cause names the operator's addresses"
+    cause = "the files of adapter m1@1 cannot be brought to the inference server now"
+    assert failed.message == f"gave up after 20 s: {cause}", "the message does not name the operator's addresses"
     assert upstream.loads == []
 
 
-async def test_adapter_that_is_lost_whenever_it_was_loaded(client: ForwardingClient, upstream: FakeUpstream) -> None:
+async def test_an_adapter_that_is_lost_after_every_load_fails_the_sample(
+    client: ForwardingClient, upstream: FakeUpstream
+) -> None:
     upstream.default = error(404, "The model `m1@1` does not exist.", "model")
     failed = await failure(client, ADAPTER)
     assert failed.category is ErrorCategory.SERVER
@@ -819,23 +842,23 @@ async def test_adapter_that_is_lost_whenever_it_was_loaded(client: ForwardingCli
     assert len(upstream.loads) == MAX_RELOADS
 
 
-async def test_adapter_that_is_lost_with_every_server_that_dies(
-    client: ForwardingClient, upstream: FakeUpstream
-) -> None:
-    """Each successor has to be told of it."""
+async def test_an_adapter_is_loaded_again_on_each_next_server(client: ForwardingClient, upstream: FakeUpstream) -> None:
+    """Each next server needs the adapter loaded again."""
     upstream.script += [error(404, "The model `m1@1` does not exist.", "model"), hang_up] * MAX_INTERRUPTIONS
     assert decoded(await client.sample(ADAPTER)) == WHOLE
     assert len(upstream.loads) == MAX_INTERRUPTIONS > MAX_RELOADS
 
 
-async def test_server_that_dies_while_it_loads(client: ForwardingClient, upstream: FakeUpstream) -> None:
+async def test_a_server_that_dies_during_a_load_gets_the_load_again(
+    client: ForwardingClient, upstream: FakeUpstream
+) -> None:
     upstream.script.append(error(404, "The model `m1@1` does not exist.", "model"))
     upstream.on_load = hang_up
     assert decoded(await client.sample(ADAPTER)) == WHOLE
     assert len(upstream.loads) == 1
 
 
-async def test_load_that_takes_longer_than_the_sample_may(
+async def test_a_load_that_outlasts_the_deadline_fails_the_sample(
     client: ForwardingClient, upstream: FakeUpstream, clock: LoopClock
 ) -> None:
     upstream.adapters = set()
@@ -848,7 +871,7 @@ async def test_load_that_takes_longer_than_the_sample_may(
     assert "gave up after 20 s: adapter m1@1" in failed.message
 
 
-async def test_closing_ends_a_load(connect: Connect, upstream: FakeUpstream) -> None:
+async def test_closing_the_client_cancels_a_load(connect: Connect, upstream: FakeUpstream) -> None:
     client = connect()
     upstream.adapters = set()
     upstream.on_load = never
@@ -861,7 +884,7 @@ async def test_closing_ends_a_load(connect: Connect, upstream: FakeUpstream) -> 
     assert upstream.disconnects == 1
 
 
-async def test_base_model_is_never_loaded_as_an_adapter(client: ForwardingClient, upstream: FakeUpstream) -> None:
+async def test_the_base_model_is_never_loaded_as_an_adapter(client: ForwardingClient, upstream: FakeUpstream) -> None:
     upstream.adapters = set()
     await failure(client)
     assert not upstream.loads
@@ -874,11 +897,13 @@ OPEN = dataclasses.replace(JOB, max_tokens=None)
 
 
 def models(*lengths: int | None) -> Reply:
-    """The list of served models; adapters have no length of their own."""
+    """The list of served models. Adapters have no max_model_len."""
     return reply(200, {"object": "list", "data": [{"id": f"m{i}", "max_model_len": n} for i, n in enumerate(lengths)]})
 
 
-async def test_as_much_as_fits_is_asked_of_the_server_once(client: ForwardingClient, upstream: FakeUpstream) -> None:
+async def test_the_context_length_is_read_from_the_server_once(
+    client: ForwardingClient, upstream: FakeUpstream
+) -> None:
     upstream.on_get = models(None, 20, None)
     await client.sample(OPEN)
     await client.sample(OPEN)
@@ -887,14 +912,16 @@ async def test_as_much_as_fits_is_asked_of_the_server_once(client: ForwardingCli
     assert [request.path for request in upstream.requests if request.method == "GET"] == ["/v1/models"]
 
 
-async def test_as_much_is_asked_as_one_answer_may_hold(client: ForwardingClient, upstream: FakeUpstream) -> None:
+async def test_an_open_max_tokens_is_bounded_by_the_size_of_one_answer(
+    client: ForwardingClient, upstream: FakeUpstream
+) -> None:
     upstream.on_get = models(10**6)
     await client.sample(dataclasses.replace(OPEN, num_samples=64))
     assert [request.json["max_tokens"] for request in upstream.completions] == [MAX_SAMPLED // 64]
 
 
-async def test_another_server_may_have_another_context(
-    client: ForwardingClient, upstream: FakeUpstream, row: Row
+async def test_the_context_length_is_read_again_from_the_next_server(
+    client: ForwardingClient, upstream: FakeUpstream, row: EngineRow
 ) -> None:
     upstream.on_get = models(20)
     await client.sample(OPEN)
@@ -906,7 +933,7 @@ async def test_another_server_may_have_another_context(
 
 
 @pytest.mark.parametrize("answer", [models(None), models(), reply(404, "no"), reply(200, "<html>", "text/html")])
-async def test_a_server_that_does_not_say_what_fits(
+async def test_an_open_max_tokens_fails_if_the_server_gives_no_context_length(
     client: ForwardingClient, upstream: FakeUpstream, answer: Reply
 ) -> None:
     upstream.on_get = answer
@@ -916,7 +943,9 @@ async def test_a_server_that_does_not_say_what_fits(
     assert not upstream.completions
 
 
-async def test_a_server_that_is_dying_is_asked_again(client: ForwardingClient, upstream: FakeUpstream) -> None:
+async def test_a_dying_server_is_asked_again_for_its_context_length(
+    client: ForwardingClient, upstream: FakeUpstream
+) -> None:
     upstream.on_get = reply(503, "starting")
     sample = asyncio.create_task(client.sample(OPEN))
     await upstream.until(lambda server: len(server.requests) >= 3)
@@ -925,10 +954,10 @@ async def test_a_server_that_is_dying_is_asked_again(client: ForwardingClient, u
     assert upstream.completions[0].json["max_tokens"] == 17
 
 
-# Somebody else's server
+# External servers
 
 
-async def test_fixed_endpoint_and_probe(connect: Connect, upstream: FakeUpstream) -> None:
+async def test_a_fixed_endpoint_is_sampled_from_and_probed(connect: Connect, upstream: FakeUpstream) -> None:
     client = connect(endpoint=FixedEndpoint(upstream.url + "/"))
     assert decoded(await client.sample(JOB)) == WHOLE
     assert await client.probe() is None
@@ -938,15 +967,16 @@ async def test_fixed_endpoint_and_probe(connect: Connect, upstream: FakeUpstream
     assert [request.path for request in upstream.requests if request.method == "GET"] == ["/health"] * 2
 
 
-async def test_the_list_of_models_may_be_long(client: ForwardingClient, upstream: FakeUpstream) -> None:
-    """vLLM names each loaded adapter in some 600 bytes: 3,000 of them are more than other answers may have."""
+async def test_a_long_list_of_models_is_read(client: ForwardingClient, upstream: FakeUpstream) -> None:
+    """vLLM names each loaded adapter in some 600 bytes; the list of 3,000 adapters exceeds the bound for other
+    answers."""
     upstream.on_get = models(20, *[None] * 50_000)
     await client.sample(OPEN)
     assert upstream.completions[0].json["max_tokens"] == 17
 
 
 @pytest.mark.parametrize("status", [408, 429, 502, 503, 504])
-async def test_what_fits_is_asked_for_until_a_server_behind_a_proxy_is_back(
+async def test_the_context_length_is_asked_until_the_server_behind_the_proxy_answers(
     client: ForwardingClient, upstream: FakeUpstream, status: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(client_module, "FIRST_BACKOFF_S", 0.001)
@@ -959,7 +989,7 @@ async def test_what_fits_is_asked_for_until_a_server_behind_a_proxy_is_back(
     assert "interrupted" not in client.counts
 
 
-async def test_what_fits_is_asked_for_twice_of_a_server_that_answers_500(
+async def test_the_context_length_is_asked_twice_of_a_server_that_answers_500(
     client: ForwardingClient, upstream: FakeUpstream
 ) -> None:
     upstream.controls["/v1/models"] = reply(500, "no", "text/plain")

@@ -1,4 +1,5 @@
-"""Samples through the whole API process: HTTP in, SQLite, a real upstream socket out; restarts, duplicates, tenants."""
+"""Samples through a whole API process: HTTP, SQLite, and an upstream on a real socket; restarts, duplicates,
+tenants."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ import json
 from typing import Any
 
 import pytest
-from api_harness import BASE, LONG_S, Api, Serve, asked, session_of, tokens
+from api_harness import BASE, LONG_S, Api, Serve, sample_body, session_of, tokens
 from fake_upstream import FakeUpstream, after, complete, error, hang_up, never, reply
 from sqlalchemy import delete, select, update
 
@@ -20,7 +21,7 @@ from skyrl.db.sessions import sessions
 
 
 def rows(database: Database) -> list[tuple[str, str, bool]]:
-    """(kind, status, whether the body is there) of all futures, in order of arrival."""
+    """(kind, status, whether the body is stored) of all futures, in order of arrival."""
     columns = select(futures.c.kind, futures.c.status, futures.c.body.is_not(None)).order_by(futures.c.n)
     return [(kind, status, bool(body)) for kind, status, body in database.read(lambda c: list(c.execute(columns)))]
 
@@ -29,14 +30,16 @@ PENDING, DONE, FAILED = ("EXTERNAL", "pending", True), ("EXTERNAL", "done", Fals
 
 
 async def settled(api: Api) -> None:
-    """Wait for the forwarding tasks; their rows are written when they end."""
+    """Wait for the forwarding tasks, which write their rows when they end."""
     await api.services.sampling.drain(LONG_S)
 
 
 # One sample
 
 
-async def test_sample_there_and_back(api: Api, upstream: FakeUpstream, database: Database) -> None:
+async def test_a_sample_is_forwarded_and_its_result_is_returned(
+    api: Api, upstream: FakeUpstream, database: Database
+) -> None:
     sampler = await api.sampler()
     promise = await api.sample(sampler, 1, num_samples=2)
     assert len(set(promise["sample_sequence_ids"])) == 2
@@ -48,7 +51,9 @@ async def test_sample_there_and_back(api: Api, upstream: FakeUpstream, database:
     assert rows(database) == [DONE]
 
 
-async def test_result_is_there_again_in_either_form_and_after_a_restart(serve: Serve, upstream: FakeUpstream) -> None:
+async def test_a_result_can_be_read_again_in_both_formats_and_after_a_restart(
+    serve: Serve, upstream: FakeUpstream
+) -> None:
     async with serve() as api:
         request_id = (await api.sample(await api.sampler(), 1))["request_id"]
         first = await api.result(request_id)
@@ -60,7 +65,9 @@ async def test_result_is_there_again_in_either_form_and_after_a_restart(serve: S
     assert len(upstream.completions) == 1
 
 
-async def test_poll_before_the_result_is_408(api: Api, upstream: FakeUpstream, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_poll_before_the_result_gets_408(
+    api: Api, upstream: FakeUpstream, monkeypatch: pytest.MonkeyPatch
+) -> None:
     go = asyncio.Event()
     upstream.default = after(go, complete())
     monkeypatch.setattr(skyrl.api.futures, "HOLD_S", 0.02)
@@ -73,7 +80,7 @@ async def test_poll_before_the_result_is_408(api: Api, upstream: FakeUpstream, m
     assert tokens(await api.result(request_id)) == [[0, 1, 2]]
 
 
-async def test_several_polls_of_one_request(api: Api, upstream: FakeUpstream) -> None:
+async def test_several_polls_of_one_request_get_the_same_result(api: Api, upstream: FakeUpstream) -> None:
     go = asyncio.Event()
     upstream.default = after(go, complete())
     request_id = (await api.sample(await api.sampler(), 1))["request_id"]
@@ -84,22 +91,22 @@ async def test_several_polls_of_one_request(api: Api, upstream: FakeUpstream) ->
 
 
 @pytest.mark.parametrize(
-    ("answer", "category", "says"),
+    ("answer", "category", "expected"),
     [
         (error(400, "no such thing", "top_k"), "user", "top_k: no such thing"),
         (reply(500, "broken", "text/plain"), "server", "status 500"),
         (hang_up, "server", "broke 4 times"),
     ],
 )
-async def test_failed_sample_says_whose_fault_it_is_also_after_a_restart(
-    serve: Serve, upstream: FakeUpstream, database: Database, answer: Any, category: str, says: str
+async def test_a_failed_sample_keeps_its_error_category_after_a_restart(
+    serve: Serve, upstream: FakeUpstream, database: Database, answer: Any, category: str, expected: str
 ) -> None:
     upstream.default = answer
     async with serve() as api:
         request_id = (await api.sample(await api.sampler(), 1))["request_id"]
         failed = (await api.result(request_id)).json()
     assert failed["category"] == category
-    assert says in failed["error"]
+    assert expected in failed["error"]
     assert rows(database) == [FAILED]
     async with serve() as api:
         assert (await api.result(request_id)).json() == failed
@@ -118,7 +125,7 @@ async def test_sample_waits_for_the_engine_to_publish(
     assert tokens(await api.result(request_id)) == [[0, 1, 2]]
 
 
-async def test_200_samples_at_once(api: Api, upstream: FakeUpstream, database: Database) -> None:
+async def test_200_samples_at_once_succeed(api: Api, upstream: FakeUpstream, database: Database) -> None:
     go = asyncio.Event()
     upstream.default = after(go, complete())
     sampler = await api.sampler()
@@ -134,10 +141,10 @@ async def test_200_samples_at_once(api: Api, upstream: FakeUpstream, database: D
     assert api.services.futures.pending == 0
 
 
-# What vanishes meanwhile
+# Rows and sessions that disappear while a sample runs
 
 
-async def test_finished_session_drops_its_samples(api: Api, upstream: FakeUpstream) -> None:
+async def test_a_finished_session_drops_its_samples(api: Api, upstream: FakeUpstream) -> None:
     upstream.default = never
     sampler, other = await api.sampler(), await api.sampler()
     request_id = (await api.sample(sampler, 1))["request_id"]
@@ -147,24 +154,25 @@ async def test_finished_session_drops_its_samples(api: Api, upstream: FakeUpstre
     gone = await poll
     assert gone.status_code == 410
     assert gone.json()["field"] == "request_id"
-    await upstream.until(lambda server: server.busy == 0)  # vLLM is free
+    await upstream.until(lambda server: server.busy == 0)  # the request to vLLM was closed
     assert upstream.disconnects == 1
     await settled(api)
     upstream.default = complete()
     assert tokens(await api.result((await api.sample(other, 1))["request_id"])) == [[0, 1, 2]]
 
 
-async def test_finished_session_takes_no_samples(api: Api, database: Database) -> None:
+async def test_a_finished_session_accepts_no_samples(api: Api, database: Database) -> None:
     sampler = await api.sampler()
     await api.finish(sampler)
-    assert (await api.http.get(f"/api/v1/samplers/{sampler}")).status_code == 200  # which looks it up anew
-    refused = await api.post("asample", asked(sampler, 1))
-    assert refused.status_code == 404  # 410 would make the SDK send it again, for hours
+    # this route reads the session from the database again
+    assert (await api.http.get(f"/api/v1/samplers/{sampler}")).status_code == 200
+    refused = await api.post("asample", sample_body(sampler, 1))
+    assert refused.status_code == 404  # after a 410 the SDK would send the sample again for hours
     assert refused.json()["field"] == "sampling_session_id"
     assert rows(database) == []
 
 
-async def test_answer_that_comes_after_the_row_has_gone(
+async def test_a_waiting_poll_gets_the_result_even_if_its_row_was_deleted(
     api: Api, upstream: FakeUpstream, database: Database, caplog: pytest.LogCaptureFixture
 ) -> None:
     go = asyncio.Event()
@@ -175,17 +183,17 @@ async def test_answer_that_comes_after_the_row_has_gone(
     database.write(lambda c: c.execute(delete(futures)))
     poll = asyncio.create_task(api.result(request_id))
     go.set()
-    assert tokens(await poll) == [[0, 1, 2]]  # who waits has it
+    assert tokens(await poll) == [[0, 1, 2]]  # the waiting poll still gets the result
     await settled(api)
     assert rows(database) == []
     assert not [record for record in caplog.records if record.levelname in ("ERROR", "CRITICAL")]
     assert tokens(await api.result((await api.sample(sampler, 2))["request_id"])) == [[0, 1, 2]]
 
 
-async def test_sample_dropped_in_memory_while_it_was_answered(
+async def test_a_poll_gets_410_if_its_sample_was_dropped_during_the_answer(
     api: Api, upstream: FakeUpstream, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The answer wins the race against the cancellation, and finds nobody."""
+    """The answer arrives before the cancellation, and the entry of the sample has been removed."""
     go = asyncio.Event()
     upstream.default = after(go, complete())
     sampler = await api.sampler()
@@ -242,7 +250,7 @@ async def test_samples_in_flight_may_end_during_the_drain(
 
 
 @pytest.mark.usefixtures("drain_at_once")
-async def test_left_sample_of_a_session_that_has_ended(
+async def test_a_restart_fails_the_pending_samples_of_an_ended_session(
     serve: Serve, upstream: FakeUpstream, database: Database
 ) -> None:
     upstream.default = never
@@ -261,10 +269,10 @@ async def test_left_sample_of_a_session_that_has_ended(
 
 
 @pytest.mark.usefixtures("drain_at_once")
-async def test_left_sample_that_the_next_model_cannot_take(
+async def test_a_pending_sample_that_the_next_base_model_cannot_run_fails(
     serve: Serve, upstream: FakeUpstream, database: Database
 ) -> None:
-    """The server starts all the same, and the neighbour is forwarded."""
+    """The server starts nevertheless and forwards the other sample."""
     upstream.default = never
     async with serve() as api:
         sampler = await api.sampler()
@@ -283,7 +291,7 @@ async def test_left_sample_that_the_next_model_cannot_take(
 # Duplicates
 
 
-async def test_repeated_sample_is_the_same_request(api: Api, upstream: FakeUpstream, database: Database) -> None:
+async def test_a_repeated_sample_is_the_same_request(api: Api, upstream: FakeUpstream, database: Database) -> None:
     sampler = await api.sampler()
     at_once = await asyncio.gather(*(api.sample(sampler, 1, num_samples=2) for _ in range(5)))
     await api.result(at_once[0]["request_id"])
@@ -294,7 +302,7 @@ async def test_repeated_sample_is_the_same_request(api: Api, upstream: FakeUpstr
     assert rows(database) == [DONE]
 
 
-async def test_repeats_do_not_count_as_waiting(serve: Serve) -> None:
+async def test_repeated_samples_do_not_count_as_waiting(serve: Serve) -> None:
     async with serve(max_pending_samples=1) as api:
         sampler = await api.sampler()
         for _ in range(3):
@@ -303,7 +311,7 @@ async def test_repeats_do_not_count_as_waiting(serve: Serve) -> None:
         await api.sample(sampler, 2)
 
 
-async def test_same_number_in_another_sampling_session_is_another_request(api: Api, upstream: FakeUpstream) -> None:
+async def test_the_same_number_in_another_sampling_session_is_another_request(api: Api, upstream: FakeUpstream) -> None:
     first = await api.sample(await api.sampler(), 1)
     second = await api.sample(await api.sampler(), 1)
     assert first["request_id"] != second["request_id"]
@@ -312,19 +320,19 @@ async def test_same_number_in_another_sampling_session_is_another_request(api: A
     assert len(upstream.completions) == 2
 
 
-async def test_samples_without_a_number_are_all_new(api: Api, upstream: FakeUpstream) -> None:
+async def test_every_sample_without_a_number_is_new(api: Api, upstream: FakeUpstream) -> None:
     sampler = await api.sampler()
-    body = asked(sampler, None)
+    body = sample_body(sampler, None)
     promises = [(await api.post("asample", body)).json()["request_id"] for _ in range(2)]
     assert promises[0] != promises[1]
     await settled(api)
     assert len(upstream.completions) == 2
 
 
-async def test_other_body_under_the_same_number_is_refused(api: Api, upstream: FakeUpstream) -> None:
+async def test_another_body_under_the_same_number_is_refused(api: Api, upstream: FakeUpstream) -> None:
     sampler = await api.sampler()
     await api.sample(sampler, 7)
-    refused = await api.post("asample", asked(sampler, 7, prompt=[1, 2]))
+    refused = await api.post("asample", sample_body(sampler, 7, prompt=[1, 2]))
     assert refused.status_code == 400
     assert refused.json()["field"] == "seq_id"
     assert "7 was used before" in refused.json()["detail"]
@@ -334,7 +342,7 @@ async def test_other_body_under_the_same_number_is_refused(api: Api, upstream: F
 
 @pytest.mark.usefixtures("drain_at_once")
 @pytest.mark.parametrize("in_flight", [False, True])
-async def test_repeated_sample_after_a_restart(
+async def test_a_sample_repeated_after_a_restart_is_the_same_request(
     serve: Serve, upstream: FakeUpstream, database: Database, in_flight: bool
 ) -> None:
     upstream.default = never if in_flight else complete()
@@ -347,7 +355,7 @@ async def test_repeated_sample_after_a_restart(
     upstream.default = complete()
     async with serve() as api:
         assert await api.sample(sampler, 1, num_samples=2) == first
-        refused = await api.post("asample", asked(sampler, 1, num_samples=1))
+        refused = await api.post("asample", sample_body(sampler, 1, num_samples=1))
         assert refused.status_code == 400
         assert refused.json()["field"] == "seq_id"
         assert tokens(await api.result(first["request_id"])) == [[0, 1, 2], [1, 2, 3]]
@@ -358,7 +366,7 @@ async def test_repeated_sample_after_a_restart(
 # Admission
 
 
-async def test_429_above_the_bound_and_nothing_recorded(
+async def test_samples_beyond_the_bound_get_429_and_are_not_recorded(
     serve: Serve, upstream: FakeUpstream, database: Database
 ) -> None:
     go = asyncio.Event()
@@ -366,7 +374,7 @@ async def test_429_above_the_bound_and_nothing_recorded(
     async with serve(max_pending_samples=2) as api:
         sampler = await api.sampler()
         promises = [await api.sample(sampler, seq_id) for seq_id in (1, 2)]
-        refused = await api.post("asample", asked(sampler, 3))
+        refused = await api.post("asample", sample_body(sampler, 3))
         assert refused.status_code == 429
         assert float(refused.headers["Retry-After"]) > 0
         assert "2 samples" in refused.json()["detail"]
@@ -380,10 +388,12 @@ async def test_429_above_the_bound_and_nothing_recorded(
     assert len(upstream.completions) == 3
 
 
-async def test_429_above_the_bound_in_bytes(serve: Serve, upstream: FakeUpstream, database: Database) -> None:
+async def test_samples_beyond_the_bound_in_bytes_get_429(
+    serve: Serve, upstream: FakeUpstream, database: Database
+) -> None:
     upstream.default = never
     database.write(lambda c: publish_training(c, ready=True, reason="", vocab_size=10, max_context=2**20))
-    half = asked("", 0, prompt=[1] * (2**18 + 1))
+    half = sample_body("", 0, prompt=[1] * (2**18 + 1))
     async with serve(max_pending_sample_bytes=2**20) as api:
         half["sampling_session_id"] = sampler = await api.sampler()
         assert (await api.post("asample", half | {"seq_id": 1})).status_code == 200
@@ -391,7 +401,7 @@ async def test_429_above_the_bound_in_bytes(serve: Serve, upstream: FakeUpstream
         assert refused.status_code == 429
         assert "Retry-After" in refused.headers
         assert rows(database) == [PENDING]
-        assert (await api.post("asample", asked(sampler, 3))).status_code == 200
+        assert (await api.post("asample", sample_body(sampler, 3))).status_code == 200
         await api.finish(sampler)
         await settled(api)
 
@@ -399,14 +409,16 @@ async def test_429_above_the_bound_in_bytes(serve: Serve, upstream: FakeUpstream
 # Tenants
 
 
-async def test_another_tenant_sees_nothing(api: Api, upstream: FakeUpstream, database: Database) -> None:
+async def test_another_tenant_cannot_use_a_session_or_its_requests(
+    api: Api, upstream: FakeUpstream, database: Database
+) -> None:
     sampler = await api.sampler()
     session = session_of(sampler)
     request_id = (await api.sample(sampler, 1))["request_id"]
     await api.result(request_id)
     other = {"X-API-Key": "tml-two"}
     refusals = {
-        "asample": (await api.post("asample", asked(sampler, 2), **other), "sampling_session_id"),
+        "asample": (await api.post("asample", sample_body(sampler, 2), **other), "sampling_session_id"),
         "result": (await api.result(request_id, **other), "request_id"),
         "sampler": (await api.http.get(f"/api/v1/samplers/{sampler}", headers=other), "sampler_id"),
         "session": (await api.http.get(f"/api/v1/sessions/{session}", headers=other), "session_id"),
@@ -425,9 +437,9 @@ async def test_another_tenant_sees_nothing(api: Api, upstream: FakeUpstream, dat
             "session_id",
         ),
     }
-    for what, (answer, field) in refusals.items():
-        assert answer.status_code == (410 if what == "result" else 404), what
-        assert answer.json()["field"] == field, what
+    for route, (answer, field) in refusals.items():
+        assert answer.status_code == (410 if route == "result" else 404), route
+        assert answer.json()["field"] == field, route
     plain = await api.post("retrieve_future", {"request_id": request_id}, **other)
     assert plain.status_code == 404
     assert (await api.http.get("/api/v1/sessions", headers=other)).json() == {"sessions": []}
@@ -436,7 +448,7 @@ async def test_another_tenant_sees_nothing(api: Api, upstream: FakeUpstream, dat
     assert (await api.post("session_heartbeat", {"session_id": session})).status_code == 200
 
 
-async def test_result_read_from_the_database_is_still_the_tenants_own(serve: Serve) -> None:
+async def test_a_result_from_the_database_is_returned_to_its_tenant_only(serve: Serve) -> None:
     async with serve() as api:
         request_id = (await api.sample(await api.sampler(), 1))["request_id"]
         await api.result(request_id)
@@ -445,7 +457,7 @@ async def test_result_read_from_the_database_is_still_the_tenants_own(serve: Ser
         assert tokens(await api.result(request_id)) == [[0, 1, 2]]
 
 
-async def test_unknown_request_id(api: Api) -> None:
+async def test_an_unknown_request_id_gets_410_or_404(api: Api) -> None:
     lost = await api.result("nobody-knows")
     assert lost.status_code == 410
     assert json.loads(lost.content) == {"detail": "request_id: no request 'nobody-knows'", "field": "request_id"}

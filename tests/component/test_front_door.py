@@ -1,4 +1,4 @@
-"""What somebody finds who does not know the server yet: its root, paths that do not exist, and whether it is ready."""
+"""What a new user of the server meets first: its root page, unknown paths, wrong kinds of weights, and readiness."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from skyrl.db.database import Database
 from skyrl.db.models import models
 
 
-async def test_root_says_what_this_is_and_each_path_it_names_is_there(api: Api) -> None:
+async def test_the_root_describes_the_server_and_names_existing_paths_only(api: Api) -> None:
     answer = await api.http.get("/", headers={"X-API-Key": ""})
     assert answer.status_code == 200
     about = answer.json()
@@ -30,23 +30,23 @@ async def test_root_says_what_this_is_and_each_path_it_names_is_there(api: Api) 
 
 
 @pytest.mark.parametrize("method", ["GET", "POST"])
-async def test_base_url_that_ends_in_the_prefix_is_told_so(api: Api, method: str) -> None:
+async def test_a_base_url_that_ends_in_the_prefix_gets_an_explanation(api: Api, method: str) -> None:
     answer = await api.http.request(method, "/api/v1/api/v1/create_session", json={})
     assert answer.status_code == 404
     expected = "no such path '/api/v1/api/v1/create_session'; the base URL ends before /api/v1"
     assert answer.json() == {"detail": expected, "field": None}
 
 
-async def test_unknown_path_is_named(api: Api) -> None:
-    for path, told in (("/healthz", "'/healthz'"), ("/v1/models", "'/v1/models'"), ("/" + "x" * 5_000, "...'")):
+async def test_the_404_names_the_unknown_path(api: Api) -> None:
+    for path, ending in (("/healthz", "'/healthz'"), ("/v1/models", "'/v1/models'"), ("/" + "x" * 5_000, "...'")):
         answer = await api.http.get(path)
         assert answer.status_code == 404
         assert answer.json()["detail"].startswith("no such path ")
-        assert answer.json()["detail"].endswith(told)
+        assert answer.json()["detail"].endswith(ending)
         assert len(answer.text) < 300
 
 
-# Weights of another kind
+# Checkpoints of another kind
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ async def test_unknown_path_is_named(api: Api) -> None:
         ("external_weights", "an export, made by save_weights_external"),
     ],
 )
-async def test_weights_that_cannot_be_sampled_from_are_told_from_those_that_are_not_there(
+async def test_the_error_tells_weights_of_the_wrong_kind_from_missing_weights(
     api: Api, database: Database, kind: str, what: str
 ) -> None:
     session = session_of(await api.sampler())
@@ -70,17 +70,19 @@ async def test_weights_that_cannot_be_sampled_from_are_told_from_those_that_are_
     wanted = {"session_id": session, "sampling_session_seq_id": 5, "model_path": path}
     answer = await api.post("create_sampling_session", wanted)
     assert answer.status_code == 404
-    told = f"model_path: {path!r} is {what}; sample from what save_weights_for_sampler saved"
-    assert answer.json() == {"detail": told, "field": "model_path"}
+    detail = f"model_path: {path!r} is {what}; sample from what save_weights_for_sampler saved"
+    assert answer.json() == {"detail": detail, "field": "model_path"}
     stranger = {"session_id": session_of(await api.sampler(**{"X-API-Key": "tml-two"}))} | {
         name: wanted[name] for name in ("sampling_session_seq_id", "model_path")
     }
     answer = await api.post("create_sampling_session", stranger, **{"X-API-Key": "tml-two"})
-    assert answer.json()["detail"] == f"model_path: no sampler weights {path!r}", "nobody else learns that it is there"
+    assert answer.json()["detail"] == f"model_path: no sampler weights {path!r}", (
+        "other tenants do not learn that the checkpoint exists"
+    )
 
 
-async def test_directory_of_the_model_is_a_name_of_it(serve: Serve, tmp_path: Any) -> None:
-    """An SDK loads a sampling client's tokenizer by the name that it was made with: this one needs no model hub."""
+async def test_the_model_directory_is_accepted_as_the_base_models_name(serve: Serve, tmp_path: Any) -> None:
+    """The SDK loads a tokenizer by the base model's name. With the directory as the name it needs no model hub."""
     async with serve(served_model_names=("tiny",)) as api:
         session = session_of(await _named(api, "tiny"))
         made = await api.post("create_model", {"session_id": session, "model_seq_id": 0, "base_model": "tiny"})
@@ -104,7 +106,7 @@ async def flood(api: Api, count: int) -> list[httpx.Response]:
     return await asyncio.gather(*(api.http.get("/readyz", headers={"X-API-Key": ""}) for _ in range(count)))
 
 
-async def test_flood_of_probes_reads_the_database_once(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_many_probes_cause_one_read_of_the_database(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
     reads = 0
     read, reading, go = api.services.watch._read, asyncio.Event(), asyncio.Event()
 
@@ -123,30 +125,32 @@ async def test_flood_of_probes_reads_the_database_once(api: Api, monkeypatch: py
     go.set()
     assert {answer.status_code for answer in await answers} == {200}
     await flood(api, 100)
-    assert reads <= background + 1, "500 at once and 100 later: one reading, and at most one of the background's"
+    assert reads <= background + 1, (
+        "500 probes at once and 100 later cause one read, beside at most one in the background"
+    )
 
 
-async def test_flood_of_probes_asks_another_server_once(
+async def test_many_probes_probe_an_external_server_once(
     serve: Serve, upstream: FakeUpstream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(readiness, "FRESH_S", 3600.0)
     async with serve(external_inference_url=upstream.url) as api:
         probe = api.services.client.probe if api.services.client is not None else None
         assert probe is not None
-        asked = 0
+        probes = 0
 
         async def counted() -> str | None:
-            nonlocal asked
-            asked += 1
+            nonlocal probes
+            probes += 1
             return await probe()
 
         monkeypatch.setattr(api.services.client, "probe", counted)
         assert len({answer.text for answer in await flood(api, 200)}) == 1
         await flood(api, 50)
-        assert asked == 1
+        assert probes == 1
 
 
-async def test_readiness_is_found_again_after_a_second_and_after_a_failure() -> None:
+async def test_readiness_is_computed_again_after_a_second_and_after_a_failure() -> None:
     now, found = 0.0, [["starting"], OSError("away"), []]
 
     async def find() -> list[str]:
@@ -163,7 +167,7 @@ async def test_readiness_is_found_again_after_a_second_and_after_a_failure() -> 
     assert await watched.now() == []
 
 
-async def test_caller_that_goes_away_stops_nobody_elses_look() -> None:
+async def test_a_cancelled_probe_does_not_cancel_the_shared_check() -> None:
     go = asyncio.Event()
 
     async def find() -> list[str]:

@@ -1,4 +1,4 @@
-"""No request passes by a hook of the HTTP table: every route, unknown paths, wrong methods, errors."""
+"""Every request passes through each hook of the HTTP table: on every route, unknown path, wrong method and error."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ OTHERS = (
     ("OPTIONS", "/"),
     ("HEAD", "/readyz"),
 )
-"""What no route is declared for."""
+"""Requests that no route is declared for."""
 
 
-class Spy:
-    """A hook that notes what it sees before it hands on to the real one."""
+class RecordingHook:
+    """A hook that records each call and passes it to the real hook."""
 
     def __init__(self, hook: Hook) -> None:
         self._hook = hook
@@ -60,8 +60,8 @@ class Spy:
 
 
 @dataclass
-class Broken:
-    """A hook that raises where it is told to."""
+class RaisingHook:
+    """A hook that raises at the stage `at`."""
 
     at: str
     name: str = "broken"
@@ -90,24 +90,24 @@ async def client(app: HttpTable) -> AsyncIterator[httpx.AsyncClient]:
 
 
 def url_of(api: Api, route: Route) -> str:
-    """A path of the route; of a signed one with a signature, so that no hook refuses it."""
+    """A path of the route. A signed route gets a signature, so that no hook refuses the request."""
     path = route.path.format(**NAMES)
     if route.scope != "signed":
         return path
-    asked = Request(
+    request = Request(
         {"type": "http", "headers": [(b"host", b"api")], "scheme": "http", "path": "/", "query_string": b""}
     )
-    return api.services.urls.sign(asked, path, 60).url
+    return api.services.urls.sign(request, path, 60).url
 
 
 async def test_each_hook_sees_each_request(api: Api, app: HttpTable, client: httpx.AsyncClient) -> None:
-    app.hooks = spies = tuple(Spy(hook) for hook in app.hooks)
+    app.hooks = spies = tuple(RecordingHook(hook) for hook in app.hooks)
     assert [spy.name for spy in spies] == ["request id", "access", "body memory"]
-    asked = [(route.method, url_of(api, route)) for route in app.routes] + [*OTHERS]
-    assert len(asked) > 60
+    requests = [(route.method, url_of(api, route)) for route in app.routes] + [*OTHERS]
+    assert len(requests) > 60
     answers = [
         (f"r{number}", (await client.request(method, url, headers={"X-Request-Id": f"r{number}"})).status_code)
-        for number, (method, url) in enumerate(asked)
+        for number, (method, url) in enumerate(requests)
     ]
     assert {status for _, status in answers} >= {200, 307, 400, 403, 404, 405}
     for spy in spies:
@@ -116,16 +116,16 @@ async def test_each_hook_sees_each_request(api: Api, app: HttpTable, client: htt
 
 
 async def test_each_answer_names_its_request(api: Api, app: HttpTable, client: httpx.AsyncClient) -> None:
-    asked = [(route.method, url_of(api, route)) for route in app.routes] + [*OTHERS]
-    given = [(await client.request(method, url)).headers["x-request-id"] for method, url in asked]
-    assert len(set(given)) == len(asked)
-    for method, url in asked:
+    requests = [(route.method, url_of(api, route)) for route in app.routes] + [*OTHERS]
+    given = [(await client.request(method, url)).headers["x-request-id"] for method, url in requests]
+    assert len(set(given)) == len(requests)
+    for method, url in requests:
         headers = {"X-API-Key": "", "X-Request-Id": "mine"}
         assert (await client.request(method, url, headers=headers)).headers["x-request-id"] == "mine"
 
 
 @pytest.mark.parametrize("given", [b"a b", b"\xff", b"", b"x" * (MAX_REQUEST_ID + 1), b"a\tb"])
-async def test_request_id_that_is_not_sane_is_not_taken(client: httpx.AsyncClient, given: bytes) -> None:
+async def test_an_invalid_request_id_is_replaced(client: httpx.AsyncClient, given: bytes) -> None:
     answer = await client.get("/", headers=[(b"x-request-id", given)])
     assert answer.status_code == 200
     assert answer.headers["x-request-id"].encode() != given
@@ -134,12 +134,12 @@ async def test_request_id_that_is_not_sane_is_not_taken(client: httpx.AsyncClien
 
 @pytest.mark.parametrize("where", ["first", "last"])
 @pytest.mark.parametrize("at", ["begin", "end"])
-async def test_hook_that_raises_answers_an_error(
+async def test_a_hook_that_raises_gives_a_500_and_the_other_hooks_end(
     app: HttpTable, client: httpx.AsyncClient, at: str, where: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """And the other hooks end all the same: they may hold something."""
-    broken = Broken(at)
-    spies = [Spy(hook) for hook in app.hooks]
+    """The other hooks still run their end, because they may hold resources."""
+    broken = RaisingHook(at)
+    spies = [RecordingHook(hook) for hook in app.hooks]
     app.hooks = (broken, *spies) if where == "first" else (*spies, broken)
     client.headers["X-Request-Id"] = "r"
     for method, url in (("POST", "/api/v1/create_session"), ("GET", "/api/v1/sessions/s"), ("GET", "/nowhere")):
@@ -151,9 +151,9 @@ async def test_hook_that_raises_answers_an_error(
     assert [len(spy.ended) for spy in spies] == [3, 3, 3]
 
 
-async def test_hooks_end_when_the_client_has_gone(app: HttpTable) -> None:
-    """Its request gets no answer."""
-    spies = [Spy(hook) for hook in app.hooks]
+async def test_hooks_end_when_the_client_has_disconnected(app: HttpTable) -> None:
+    """A disconnected client gets no answer."""
+    spies = [RecordingHook(hook) for hook in app.hooks]
     app.hooks = (*spies,)
 
     async def receive() -> dict[str, object]:
@@ -169,7 +169,7 @@ async def test_hooks_end_when_the_client_has_gone(app: HttpTable) -> None:
     assert [len(spy.ended) for spy in spies] == [1, 1, 1]
 
 
-async def test_lines_of_refused_and_failed_requests_name_the_request(
+async def test_log_lines_of_refused_and_failed_requests_contain_the_request_id(
     api: Api, client: httpx.AsyncClient, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caplog.set_level(logging.INFO, "skyrl.api")
@@ -183,9 +183,9 @@ async def test_lines_of_refused_and_failed_requests_name_the_request(
     await client.post("/api/v1/create_session", json={}, headers={"X-Request-Id": "broken-2"})
     await client.post("/api/v1/create_session", json=[], headers={"X-Request-Id": "odd-3"})
     lines = caplog.text.splitlines()
-    for request_id, what in (
+    for request_id, beginning in (
         ("lost-1", "refused GET /nowhere"),
         ("broken-2", "POST /api/v1/create_session failed"),
         ("odd-3", "refused POST /api/v1/create_session"),
     ):
-        assert [what in line for line in lines if line.endswith(f" [request {request_id}]")] == [True], caplog.text
+        assert [beginning in line for line in lines if line.endswith(f" [request {request_id}]")] == [True], caplog.text

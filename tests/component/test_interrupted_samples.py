@@ -1,4 +1,4 @@
-"""An inference server that dies again and again: nobody loses a sample by it but the one that it dies of."""
+"""An inference server that dies repeatedly: the only sample that fails is the one that kills the server."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import random
 from collections.abc import AsyncIterator, Callable, Sequence
 
 import pytest
-from adapter_hosts import AllThere
+from adapter_hosts import HostWithAllAdapters
 from fake_upstream import FakeUpstream, Received, complete, fake_upstream, hang_up, never, reply
 from loop_clock import LoopClock
 from test_forwarding_failures import JOB, WHOLE, decoded
@@ -22,21 +22,22 @@ from skyrl.sampling.http import HttpTransport
 from skyrl.wire.errors import ErrorCategory, FailedRequest
 
 POISON = 499
-"""The first token of a prompt that the server dies of."""
+"""The first token of the prompt that kills the server."""
 DEADLINE_S = 300.0
 OVERLAP = 20
-"""Rounds of the loop that a sample takes: others arrive meanwhile."""
+"""Rounds of the event loop that a sample takes, so that others arrive meanwhile."""
 
 
-class Mortal:
-    """An upstream that dies with all that is in flight, is dying for some probes, and is well again.
+class MortalUpstream:
+    """An upstream that dies with all its requests in flight, fails some health probes, and is healthy again.
 
-    Each arrival asks `fatal()` whether it dies now. Nothing is answered before the second death, when `hold`.
+    Each arrival calls `fatal()`, which decides whether the upstream dies now. If `hold` is set, nothing is answered
+    before the second death.
     """
 
     def __init__(self, upstream: FakeUpstream) -> None:
         self.deaths: list[set[int]] = []
-        """Which samples were in flight at each, by the first token of their prompts."""
+        """For each death, the samples in flight, by the first tokens of their prompts."""
         self.in_flight: set[int] = set()
         self.hold = False
         self.fatal: Callable[[], bool] = lambda: False
@@ -49,21 +50,21 @@ class Mortal:
         await reply(503 if self._probes_left else 200, "")(request, writer)
 
     async def complete(self, request: Received, writer: asyncio.StreamWriter) -> None:
-        sample, lives = request.json["prompt"][0], len(self.deaths)
+        sample, deaths_before = request.json["prompt"][0], len(self.deaths)
         self.in_flight.add(sample)
         for _ in range(OVERLAP):
             await asyncio.sleep(0)
         async with self._changed:
-            if len(self.deaths) == lives and (self._probes_left or self.fatal()):
+            if len(self.deaths) == deaths_before and (self._probes_left or self.fatal()):
                 self._probes_left = 3
                 self.deaths.append(self.in_flight)
                 self.in_flight = set()
                 self._changed.notify_all()
             await self._changed.wait_for(
-                lambda: len(self.deaths) > lives or (sample != POISON and not (self.hold and lives < 2))
+                lambda: len(self.deaths) > deaths_before or (sample != POISON and not (self.hold and deaths_before < 2))
             )
             self.in_flight.discard(sample)
-        await (complete() if len(self.deaths) == lives else hang_up)(request, writer)
+        await (complete() if len(self.deaths) == deaths_before else hang_up)(request, writer)
 
 
 @pytest.fixture
@@ -73,8 +74,8 @@ async def upstream() -> AsyncIterator[FakeUpstream]:
 
 
 @pytest.fixture
-async def mortal(upstream: FakeUpstream) -> Mortal:
-    return Mortal(upstream)
+async def mortal(upstream: FakeUpstream) -> MortalUpstream:
+    return MortalUpstream(upstream)
 
 
 @pytest.fixture(autouse=True)
@@ -85,14 +86,15 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 async def client(upstream: FakeUpstream) -> AsyncIterator[ForwardingClient]:
     client = ForwardingClient(
-        HttpTransport(), FixedEndpoint(upstream.url), AllThere(), api_key=None, deadline_s=DEADLINE_S
+        HttpTransport(), FixedEndpoint(upstream.url), HostWithAllAdapters(), api_key=None, deadline_s=DEADLINE_S
     )
     yield client
     await client.close()
 
 
 async def sample_all(client: ForwardingClient, samples: Sequence[int]) -> dict[int, FailedRequest]:
-    """All at once, each with a prompt that begins with its number. Those that failed; all others must be right."""
+    """Send all samples at once, each with a prompt that begins with its number. Returns the failed samples; all other
+    results must be right."""
     jobs = [dataclasses.replace(JOB, request_id=f"r{sample}", prompt=[sample, 6, 7]) for sample in samples]
     answers = await asyncio.gather(*(client.sample(job) for job in jobs), return_exceptions=True)
     failed: dict[int, FailedRequest] = {}
@@ -109,10 +111,11 @@ async def sample_all(client: ForwardingClient, samples: Sequence[int]) -> dict[i
     ("innocents", "groups"),
     [(0, [1, 1, 1, 1]), (5, [6, 6, 1, 1]), (20, [21, 21, 8, 1]), (100, [101, 101, 64, 8, 1])],
 )
-async def test_a_sample_that_the_server_dies_of_is_the_only_one_that_fails(
-    client: ForwardingClient, mortal: Mortal, innocents: int, groups: list[int]
+async def test_only_the_sample_that_kills_the_server_fails(
+    client: ForwardingClient, mortal: MortalUpstream, innocents: int, groups: list[int]
 ) -> None:
-    """It takes with it all others at first, then as many as are let through beside it, at last none."""
+    """The sample first kills the server together with all others, then with the few that the client sends beside it, at
+    last alone."""
     mortal.hold = True
     mortal.fatal = lambda: (
         POISON in mortal.in_flight and (len(mortal.deaths) >= 2 or len(mortal.in_flight) == innocents + 1)
@@ -120,17 +123,17 @@ async def test_a_sample_that_the_server_dies_of_is_the_only_one_that_fails(
     failed = await sample_all(client, [*range(innocents), POISON])
     assert list(failed) == [POISON]
     assert failed[POISON].category is ErrorCategory.SERVER
-    its = [died for died in mortal.deaths if POISON in died]
-    assert f"broke {len(its)} times under this sample" in failed[POISON].message
-    assert 4 <= len(its) <= len(groups)
-    assert all(len(died) <= group for died, group in zip(its, groups, strict=False))
-    assert its[-1] == {POISON}
+    deaths_with_poison = [died for died in mortal.deaths if POISON in died]
+    assert f"broke {len(deaths_with_poison)} times during this sample" in failed[POISON].message
+    assert 4 <= len(deaths_with_poison) <= len(groups)
+    assert all(len(died) <= group for died, group in zip(deaths_with_poison, groups, strict=False))
+    assert deaths_with_poison[-1] == {POISON}
     assert client.counts["interrupted"] == sum(len(died) for died in mortal.deaths)
 
 
 @pytest.mark.parametrize("seed", range(5))
-async def test_a_server_that_dies_at_random_costs_nobody_a_sample(
-    client: ForwardingClient, mortal: Mortal, seed: int
+async def test_no_sample_fails_if_the_server_dies_at_random(
+    client: ForwardingClient, mortal: MortalUpstream, seed: int
 ) -> None:
     chance, arrivals = random.Random(seed), itertools.count()
     fatal = set(chance.sample(range(60), 3))
@@ -139,7 +142,7 @@ async def test_a_server_that_dies_at_random_costs_nobody_a_sample(
     assert len(mortal.deaths) >= len(fatal)
 
 
-async def test_a_suspect_whose_turn_does_not_come_ends_with_its_deadline(
+async def test_a_suspect_sample_without_a_turn_fails_at_its_deadline(
     client: ForwardingClient, upstream: FakeUpstream
 ) -> None:
     clock = LoopClock()
@@ -154,7 +157,7 @@ async def test_a_suspect_whose_turn_does_not_come_ends_with_its_deadline(
     assert len(upstream.completions) == 5
 
 
-async def test_a_suspect_that_is_cancelled_stands_in_nobodys_way(
+async def test_a_cancelled_suspect_sample_delays_no_other_sample(
     client: ForwardingClient, upstream: FakeUpstream
 ) -> None:
     upstream.script += [hang_up] * 6

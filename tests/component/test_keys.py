@@ -1,4 +1,4 @@
-"""Managed keys over HTTP: which are taken, what each may do, whose tenant they stand for, and how they end."""
+"""Managed API keys over HTTP: which keys are accepted, their scopes, their tenants, and their end."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
-from api_harness import BASE, Api, Serve, asked
+from api_harness import BASE, Api, Serve, sample_body
 from fake_upstream import FakeUpstream
 from sqlalchemy import event, select
 
@@ -25,7 +25,7 @@ CHECKPOINT = "training_runs/s:train:0/checkpoints/weights/n"
 
 
 def make(database: Database, *scopes: Scope, tenant: str | None = None, expires_at: float | None = None):
-    """A key, as the operator makes it in another process."""
+    """A key, created as the operator creates it in another process."""
     return database.write(
         lambda c: key_rows.create(c, tenant=tenant, name="k", scopes=scopes or SCOPES, expires_at=expires_at)
     )
@@ -44,14 +44,14 @@ async def token_of(api: Api, key: str) -> str:
 
 
 def refused(answer: httpx.Response, status: int) -> str:
-    """The sentence of a refusal that is no reason to get a new token."""
+    """The sentence of a refusal. The refusal must not tell the SDK to get a new token."""
     assert answer.status_code == status, answer.text
     assert "WWW-Authenticate" not in answer.headers
     assert answer.json()["field"] is None
     return answer.json()["detail"]
 
 
-async def test_only_keys_that_were_made_are_taken(serve: Serve, database: Database) -> None:
+async def test_only_created_keys_are_accepted(serve: Serve, database: Database) -> None:
     text, key = make(database)
     async with serve(api_keys="managed") as api:
         assert (await get(api, "sessions", text)).status_code == 200
@@ -64,7 +64,7 @@ async def test_only_keys_that_were_made_are_taken(serve: Serve, database: Databa
             assert (await api.post(path, {})).status_code == 200, path
 
 
-async def test_keys_of_a_tenant_share_what_is_theirs(serve: Serve, database: Database) -> None:
+async def test_keys_of_one_tenant_share_its_sessions(serve: Serve, database: Database) -> None:
     one, key = make(database)
     two, _ = make(database, "sample", tenant=key.tenant)
     other, _ = make(database)
@@ -75,22 +75,22 @@ async def test_keys_of_a_tenant_share_what_is_theirs(serve: Serve, database: Dat
         assert (await get(api, f"sessions/{session}", other)).status_code == 404
 
 
-async def test_key_made_and_revoked_beside_a_running_server_counts_soon(
+async def test_a_running_server_soon_learns_of_created_and_revoked_keys(
     serve: Serve, database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(skyrl.api.background, "KEYS_S", 0.01)
     read, refresh = asyncio.Event(), Keys.refresh
 
-    async def told(keys: Keys) -> None:
+    async def refresh_and_notify(keys: Keys) -> None:
         await refresh(keys)
         read.set()
 
     async def next_reading() -> None:
-        for _ in range(2):  # one may be under way already
+        for _ in range(2):  # one read may already be running
             read.clear()
             await read.wait()
 
-    monkeypatch.setattr(Keys, "refresh", told)
+    monkeypatch.setattr(Keys, "refresh", refresh_and_notify)
     async with serve(api_keys="managed") as api:
         text, key = make(database)
         await next_reading()
@@ -100,7 +100,7 @@ async def test_key_made_and_revoked_beside_a_running_server_counts_soon(
         assert "was revoked" in refused(await get(api, "sessions", text), 401)
 
 
-async def test_expired_key_is_refused_without_a_look_into_the_database(
+async def test_an_expired_key_is_refused_without_reading_the_database(
     serve: Serve, database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text, key = make(database, expires_at=time.time() + 3600)
@@ -112,30 +112,30 @@ async def test_expired_key_is_refused_without_a_look_into_the_database(
             assert refused(await get(api, "sessions", text), 401) == "this API key has expired"
 
 
-async def test_token_ends_with_its_key(serve: Serve, database: Database) -> None:
+async def test_a_token_ends_with_its_key(serve: Serve, database: Database) -> None:
     text, key = make(database, "sample")
     async with serve(api_keys="managed") as api:
         token = await token_of(api, text)
         assert (await get(api, "sessions", token)).status_code == 200
-        assert "'admin'" in refused(await get(api, "audit", token), 403), "it may do what its key may"
+        assert "'admin'" in refused(await get(api, "audit", token), 403), "a token has the scopes of its key"
         end(database, key)
         await api.services.access.keys.refresh()
         answer = await get(api, "sessions", token)
         assert answer.status_code == 401
-        assert answer.headers["WWW-Authenticate"] == 'Bearer error="invalid_token"', "get another, which fails for good"
+        assert answer.headers["WWW-Authenticate"] == 'Bearer error="invalid_token"', (
+            "the client asks for another token, and is refused for good"
+        )
         refused(await api.post("auth/token", {}, **{"X-API-Key": text}), 401)
 
 
-async def test_token_from_before_keys_were_managed_is_refused_after(serve: Serve, database: Database) -> None:
+async def test_a_token_from_before_managed_keys_is_refused(serve: Serve, database: Database) -> None:
     async with serve() as api:
         token = await token_of(api, "tml-one")
     async with serve(api_keys="managed") as api:
         assert (await get(api, "sessions", token)).headers["WWW-Authenticate"] == 'Bearer error="invalid_token"'
 
 
-async def test_while_any_key_is_accepted_those_that_were_made_stand_for_their_tenants(
-    serve: Serve, database: Database
-) -> None:
+async def test_with_open_keys_a_created_key_still_stands_for_its_tenant(serve: Serve, database: Database) -> None:
     text, key = make(database, "sample", tenant=tenant_of_key("tml-one"))
     async with serve() as api:
         session = (await api.post("create_session", {})).json()["session_id"]
@@ -144,9 +144,9 @@ async def test_while_any_key_is_accepted_those_that_were_made_stand_for_their_te
         assert (await get(api, "sessions", "tml-anything")).status_code == 200
 
 
-# What a key may do
+# Scopes
 
-ASKED: dict[Scope | None, list[tuple[str, str]]] = {
+ROUTES_BY_SCOPE: dict[Scope | None, list[tuple[str, str]]] = {
     "train": [
         ("POST", "create_model"),
         ("POST", "forward_backward"),
@@ -163,21 +163,23 @@ ASKED: dict[Scope | None, list[tuple[str, str]]] = {
 
 
 @pytest.mark.parametrize("held", SCOPES)
-async def test_key_does_what_its_scope_says_and_nothing_else(serve: Serve, database: Database, held: Scope) -> None:
+async def test_a_key_may_use_exactly_the_routes_of_its_scope(serve: Serve, database: Database, held: Scope) -> None:
     text, _ = make(database, held)
     async with serve(api_keys="managed") as api:
-        for needed, routes in ASKED.items():
+        for needed, routes in ROUTES_BY_SCOPE.items():
             for method, path in routes:
                 answer = await api.http.request(method, f"/api/v1/{path}", json={}, headers={"X-API-Key": text})
                 if needed in (held, None):
                     assert answer.status_code in (200, 400, 404), path
                 else:
-                    told = refused(answer, 403)
-                    assert repr(needed) in told, path
-                    assert told.endswith(f"has: {held}"), path
+                    refusal = refused(answer, 403)
+                    assert repr(needed) in refusal, path
+                    assert refusal.endswith(f"has: {held}"), path
 
 
-async def test_weights_of_another_tenant_are_given_by_keys_that_may_train(serve: Serve, database: Database) -> None:
+async def test_only_a_key_with_the_scope_train_gives_access_to_its_tenants_weights(
+    serve: Serve, database: Database
+) -> None:
     mine, _ = make(database)
     source = {"source_path": "tinker://s:train:0/weights/n", "destination_project_id": "p"}
     theirs, _ = make(database, "train")
@@ -185,33 +187,33 @@ async def test_weights_of_another_tenant_are_given_by_keys_that_may_train(serve:
     past, _ = make(database, expires_at=1.0)
     async with serve(api_keys="managed") as api:
         token = await token_of(api, theirs)
-        for given, status, told in (
+        for given, status, reason in (
             (theirs, 404, "no checkpoint"),
             (token, 404, "no checkpoint"),
             (samples, 403, "weights_access_token: this needs an API key with the scope 'train'"),
             (past, 403, "weights_access_token: this API key has expired"),
             ("tml-unknown", 403, "weights_access_token: this API key is unknown"),
-            (token[:-4], 403, "weights_access_token: has expired, does not hold any more, or was not made by"),
+            (token[:-4], 403, "weights_access_token: has expired, is no longer accepted, or was not made by"),
         ):
             body = source | {"weights_access_token": given}
             answer = await api.post("copy_weights", body, **{"X-API-Key": mine})
-            assert (answer.status_code, told in answer.json()["detail"]) == (status, True), answer.text
+            assert (answer.status_code, reason in answer.json()["detail"]) == (status, True), answer.text
 
 
-# What is said of a key, and its end
+# Answers about a key, and its deletion
 
 
-async def test_key_is_told_its_name_scopes_and_end(serve: Serve, database: Database) -> None:
+async def test_a_key_can_read_its_name_scopes_and_expiry(serve: Serve, database: Database) -> None:
     text, key = make(database, "train", "sample", expires_at=time.time() + 3600)
     async with serve(api_keys="managed") as api:
-        said = (await get(api, "auth/apikey/me", text)).json()
-        assert (said["key_id"], said["name"]) == (int(key.id, 16), "k")
-        assert "train, sample" in said["note"]
-        assert text[-43:] not in str(said)
+        answer = (await get(api, "auth/apikey/me", text)).json()
+        assert (answer["key_id"], answer["name"]) == (int(key.id, 16), "k")
+        assert "train, sample" in answer["note"]
+        assert text[-43:] not in str(answer)
         assert user_urn(key.tenant) == f"tml:user:{key.tenant}"
 
 
-async def test_key_that_deletes_itself_is_refused_at_once(serve: Serve, database: Database) -> None:
+async def test_a_key_that_deletes_itself_is_refused_at_once(serve: Serve, database: Database) -> None:
     text, key = make(database, "sample")
     async with serve(api_keys="managed") as api:
         answer = await api.http.delete("/api/v1/auth/apikey/me", headers={"X-API-Key": text})
@@ -220,7 +222,7 @@ async def test_key_that_deletes_itself_is_refused_at_once(serve: Serve, database
     assert database.read(lambda c: c.execute(select(api_keys.c.revoked_at)).scalar_one()) is not None
 
 
-async def test_last_use_is_noted_to_the_minute(serve: Serve, database: Database) -> None:
+async def test_the_last_use_of_a_key_is_recorded_to_the_minute(serve: Serve, database: Database) -> None:
     used, key = make(database)
     make(database)
     before = time.time()
@@ -233,20 +235,20 @@ async def test_last_use_is_noted_to_the_minute(serve: Serve, database: Database)
     assert list(noted.values()) == [None]
 
 
-# What it costs
+# Cost of authentication
 
 
-async def test_who_asks_is_known_without_the_database(
+async def test_a_caller_is_authenticated_without_reading_the_database(
     serve: Serve, database: Database, upstream: FakeUpstream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also when it cannot be read: what was read last holds."""
+    """This also holds while the keys cannot be read: the keys of the last read stay valid."""
     text, key = make(database)
     async with serve(api_keys="managed") as api:
         access = api.services.access
         token = await token_of(api, text)
         statements: list[str] = []
         for engine in (access.keys._database.reader, access.keys._database.writer):
-            event.listen(engine, "before_cursor_execute", lambda *said: statements.append(said[2]))
+            event.listen(engine, "before_cursor_execute", lambda *arguments: statements.append(arguments[2]))
         for given in (text, token):
             assert access.caller(given).tenant == key.tenant
         assert statements == []
@@ -259,7 +261,7 @@ async def test_who_asks_is_known_without_the_database(
         monkeypatch.setattr(access.keys._database, "read_async", unreadable)
         with pytest.raises(OSError, match="disk"):
             await access.keys.refresh()
-        promise = await api.post("asample", asked(sampler, 1, base_model=BASE), **headers)
+        promise = await api.post("asample", sample_body(sampler, 1, base_model=BASE), **headers)
         assert promise.status_code == 200
         assert (await api.result(promise.json()["request_id"], **headers)).status_code == 200
         assert not [statement for statement in statements if "FROM api_keys" in statement]

@@ -1,4 +1,5 @@
-"""Answers of the inference server that are larger than they should be, or large by right: bounded, and nobody waits."""
+"""Answers of the inference server that are too large, or large for good reason: they are bounded and delay no other
+work."""
 
 from __future__ import annotations
 
@@ -13,8 +14,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from adapter_hosts import AllThere
-from api_harness import Api, Serve, asked
+from adapter_hosts import HostWithAllAdapters
+from api_harness import Api, Serve, sample_body
 from fake_upstream import FakeUpstream, Received, completion, reply
 from test_forwarding_failures import JOB, WHOLE, decoded
 
@@ -22,7 +23,7 @@ from skyrl.db.database import Database
 from skyrl.db.engine_state import publish_training
 from skyrl.sampling import http as http_module
 from skyrl.sampling.answer_bound import answer_bound
-from skyrl.sampling.answer_room import LARGE_ANSWER_BYTES, AnswerRoom
+from skyrl.sampling.answer_memory import LARGE_ANSWER_BYTES, AnswerMemory
 from skyrl.sampling.client import ForwardingClient
 from skyrl.sampling.completion import decode_answer
 from skyrl.sampling.endpoint import FixedEndpoint
@@ -38,13 +39,15 @@ HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
 
 @pytest.fixture
 async def client(upstream: FakeUpstream) -> AsyncIterator[ForwardingClient]:
-    client = ForwardingClient(HttpTransport(), FixedEndpoint(upstream.url), AllThere(), api_key=None, deadline_s=300)
+    client = ForwardingClient(
+        HttpTransport(), FixedEndpoint(upstream.url), HostWithAllAdapters(), api_key=None, deadline_s=300
+    )
     yield client
     await client.close()
 
 
 def resident_peak() -> int:
-    """Bytes of memory that this process had at most since `reset_peak`."""
+    """The peak memory of this process in bytes since `reset_peak`."""
     return int(re.findall(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())[0]) * 1024
 
 
@@ -52,8 +55,8 @@ def reset_peak() -> None:
     Path("/proc/self/clear_refs").write_text("5")
 
 
-class Endless:
-    """Sends a GiB, in the way that it is told, for as long as anybody reads."""
+class EndlessAnswer:
+    """Sends a GiB in pieces after `head`, for as long as the client reads."""
 
     def __init__(self, head: bytes, piece: bytes = b"x" * MIB) -> None:
         self._head, self._piece = head, piece
@@ -68,17 +71,17 @@ class Endless:
 
 
 WAYS = {
-    "with its length": Endless(HEAD + b"Content-Length: %d\r\n\r\n" % GIB),
-    "without a length": Endless(HEAD + b"Connection: close\r\n\r\n"),
-    "in chunks": Endless(HEAD + b"Transfer-Encoding: chunked\r\n\r\n", b"100000\r\n" + b"x" * MIB + b"\r\n"),
-    "in tiny chunks": Endless(HEAD + b"Transfer-Encoding: chunked\r\n\r\n", b"1;" + b"e" * 1000 + b"\r\nx\r\n"),
-    "as a header": Endless(HEAD + b"X-Long: "),
-    "as headers": Endless(HEAD, b"X-Long: 1234567890\r\n" * 10_000),
+    "with its length": EndlessAnswer(HEAD + b"Content-Length: %d\r\n\r\n" % GIB),
+    "without a length": EndlessAnswer(HEAD + b"Connection: close\r\n\r\n"),
+    "in chunks": EndlessAnswer(HEAD + b"Transfer-Encoding: chunked\r\n\r\n", b"100000\r\n" + b"x" * MIB + b"\r\n"),
+    "in tiny chunks": EndlessAnswer(HEAD + b"Transfer-Encoding: chunked\r\n\r\n", b"1;" + b"e" * 1000 + b"\r\nx\r\n"),
+    "as a header": EndlessAnswer(HEAD + b"X-Long: "),
+    "as headers": EndlessAnswer(HEAD, b"X-Long: 1234567890\r\n" * 10_000),
 }
 
 
 @pytest.mark.parametrize("way", WAYS)
-async def test_an_answer_of_a_gib_costs_little_and_fails_one_sample(
+async def test_an_answer_of_a_gib_takes_little_memory_and_fails_one_sample(
     client: ForwardingClient, upstream: FakeUpstream, way: str
 ) -> None:
     endless = WAYS[way]
@@ -89,14 +92,14 @@ async def test_an_answer_of_a_gib_costs_little_and_fails_one_sample(
         await client.sample(JOB)
     assert resident_peak() - before < 50 * MIB
     assert failed.value.category is ErrorCategory.SERVER
-    assert "longer than what was asked for can be" in failed.value.message
+    assert "larger than any right answer to this request" in failed.value.message
     assert len(failed.value.message) < 600
     assert client.counts == {"malformed": 1}
-    assert endless.sent < 100 * MIB, "the connection was closed"
-    assert decoded(await client.sample(JOB)) == WHOLE, "the next one is not harmed"
+    assert endless.sent < 100 * MIB, "the client closed the connection early"
+    assert decoded(await client.sample(JOB)) == WHOLE, "the next answer is read"
 
 
-async def test_a_refusal_has_a_bound_too(client: ForwardingClient, upstream: FakeUpstream) -> None:
+async def test_a_refusal_of_the_inference_server_is_bounded(client: ForwardingClient, upstream: FakeUpstream) -> None:
     upstream.script.append(reply(400, b"x" * 3 * MIB, "text/plain"))
     many = dataclasses.replace(JOB, num_samples=1000, max_tokens=1000)
     with pytest.raises(FailedRequest) as failed:
@@ -106,7 +109,7 @@ async def test_a_refusal_has_a_bound_too(client: ForwardingClient, upstream: Fak
 
 
 def rows(prompt: list[int], columns: int) -> list[Any]:
-    """What vLLM gives for a prompt: per token itself and `columns` others, the best first."""
+    """vLLM's rows for a prompt: for each token the token itself and `columns` others, the best first."""
     return [None] + [
         {str(token): {"logprob": -9.0 - index % 7, "rank": 9, "decoded_token": "x" * 9}}
         | {
@@ -118,7 +121,7 @@ def rows(prompt: list[int], columns: int) -> list[Any]:
 
 
 def scored(job: SampleJob) -> bytes:
-    """A whole answer, as vLLM would give it to all of this job in one request: the rows in every choice."""
+    """A complete answer in vLLM's format, as to one request for the whole job: each choice repeats the prompt rows."""
     sent = {"prompt": job.prompt, "max_tokens": job.max_tokens, "n": job.num_samples, "model": job.model}
     body = completion(sent)
     given = rows(job.prompt, job.topk_prompt)
@@ -133,7 +136,7 @@ SCORED = dataclasses.replace(
 
 
 async def answer_scored(received: Received, writer: asyncio.StreamWriter) -> None:
-    """As vLLM: prompt rows in each choice, if they were asked for."""
+    """Answer as vLLM does: with prompt rows in each choice if the request asks for them."""
     sent = received.json
     body = completion({key: value for key, value in sent.items() if key != "prompt_logprobs"})
     if "prompt_logprobs" in sent:
@@ -145,7 +148,7 @@ async def answer_scored(received: Received, writer: asyncio.StreamWriter) -> Non
     await reply(200, body)(received, writer)
 
 
-async def test_the_prompt_is_asked_once_and_the_sequences_apart(
+async def test_prompt_logprobs_are_requested_once_and_apart_from_the_sequences(
     client: ForwardingClient, upstream: FakeUpstream
 ) -> None:
     upstream.default = answer_scored
@@ -158,10 +161,10 @@ async def test_the_prompt_is_asked_once_and_the_sequences_apart(
 
     whole = pb.SampleResponse.FromString(decode_whole(SCORED))
     given = pb.SampleResponse.FromString(answer.body)
-    assert given == whole, "the result is that of one request"
+    assert given == whole, "the result equals that of a single request"
     assert len(given.sequences) == 16
     assert (answer.prompt_tokens, answer.sampled_tokens) == (2000, 64)
-    assert (answer.cached_tokens, given.prompt_cache_hit_tokens) == (0, 0), "the prompt was computed, once"
+    assert (answer.cached_tokens, given.prompt_cache_hit_tokens) == (0, 0), "the prompt was computed once"
     assert np.frombuffer(given.prompt_logprobs, np.float32)[1:4].tolist() == [-10.0, -11.0, -12.0]
 
 
@@ -174,7 +177,7 @@ def decode_whole(job: SampleJob) -> bytes:
     [{"num_samples": 1}, {"temperature": 0.0}, {"prompt_logprobs": False, "topk_prompt": 0}],
     ids=["one sample", "greedy", "no prompt logprobs"],
 )
-async def test_what_needs_no_second_request_has_none(
+async def test_a_sample_without_prompt_logprobs_is_one_request(
     client: ForwardingClient, upstream: FakeUpstream, changes: dict[str, Any]
 ) -> None:
     upstream.default = answer_scored
@@ -182,7 +185,7 @@ async def test_what_needs_no_second_request_has_none(
     assert len(upstream.completions) == 1
 
 
-async def test_both_parts_are_within_one_deadline_and_one_failure_fails_the_sample(
+async def test_both_requests_share_one_deadline_and_either_failure_fails_the_sample(
     client: ForwardingClient, upstream: FakeUpstream
 ) -> None:
     upstream.script += [answer_scored, reply(400, "no such seed", "text/plain")]
@@ -191,14 +194,14 @@ async def test_both_parts_are_within_one_deadline_and_one_failure_fails_the_samp
     assert len(upstream.completions) == 2
 
 
-def test_right_answers_are_within_their_bound() -> None:
+def test_correct_answers_are_within_their_bound() -> None:
     for changes in ({}, {"num_samples": 1}, {"topk_prompt": 64, "prompt": [7] * 8000, "num_samples": 1}):
         job = dataclasses.replace(SCORED, **changes)
         assert len(scored(job)) < answer_bound(dataclasses.replace(job, num_samples=1)) * job.num_samples
 
 
-def test_the_bound_of_sampled_tokens_is_a_few_times_what_they_take() -> None:
-    """16 x 2,000 tokens with the 20 best: each is named by its id, so a cell is never long."""
+def test_the_bound_for_sampled_tokens_is_a_few_times_their_size() -> None:
+    """The case is 16 x 2,000 tokens with the 20 best each. Each token is named by its id, so no cell is long."""
     job = dataclasses.replace(JOB, num_samples=16, max_tokens=2000, topk_sample=20)
     longest = {f"token_id:{2**31 - 1 - k}": -1234.5678901234567 for k in range(21)}
     body = completion({"prompt": job.prompt, "max_tokens": 2000, "n": 16, "model": job.model, "logprobs": 0})
@@ -208,11 +211,12 @@ def test_the_bound_of_sampled_tokens_is_a_few_times_what_they_take() -> None:
     assert 25 * MIB < size < answer_bound(job) < 4 * size
 
 
-async def test_large_answers_hold_nobody_up(serve: Serve, upstream: FakeUpstream, database: Database) -> None:
-    """While samples with 16 sequences, 2,000 prompt tokens and the 20 best of each are computed, heartbeats are quick.
+async def test_large_answers_do_not_delay_heartbeats(serve: Serve, upstream: FakeUpstream, database: Database) -> None:
+    """Heartbeats stay quick while samples with 16 sequences, 2,000 prompt tokens and the 20 best tokens of each are
+    computed.
 
-    Compared with decoding one answer that repeats the prompt in every choice: on the event loop, that is how long
-    heartbeats would wait. Both are measured here, on the same machine. Run with `-s`, it prints the figures.
+    The comparison is decoding one answer that repeats the prompt in every choice: on the event loop, heartbeats would
+    wait that long. Both are measured here, on the same machine. With `-s` the test prints the figures.
     """
     whole = scored(SCORED)
 
@@ -225,24 +229,24 @@ async def test_large_answers_hold_nobody_up(serve: Serve, upstream: FakeUpstream
     prompt = [7] * 2000
     chunks = {"chunks": [{"tokens": prompt}]}
     one = {"prompt_logprobs": True, "topk_prompt_logprobs": 20, "num_samples": 16, "prompt": chunks}
-    upstream.default = ready_made()
+    upstream.default = answer_with_prepared_bodies()
     database.write(lambda c: publish_training(c, ready=True, reason="", vocab_size=1000, max_context=4096))
     async with serve() as api:
         sampler = await api.sampler()
-        waits = await heartbeats_while(api, sampler, [asked(sampler, i) | one for i in range(12)])
-    whole_s = max(before_s, decoding_s())  # the machine may have become busy meanwhile
+        waits = await heartbeats_while(api, sampler, [sample_body(sampler, i) | one for i in range(12)])
+    whole_s = max(before_s, decoding_s())  # measured again, because the machine may have become busy
     p50, p99 = np.quantile(waits, [0.5, 0.99])
     print(f"{len(waits)} heartbeats: p50 {p50 * 1e3:.1f} ms, p99 {p99 * 1e3:.1f} ms, max {max(waits) * 1e3:.1f} ms;")
     print(f"one answer of {len(whole) / 1e6:.0f} MB is decoded in {whole_s * 1e3:.0f} ms")
     assert len(upstream.completions) == 24
     assert np.quantile(waits, 0.75) < whole_s / 2, (
-        "the slowest are left out: a busy machine may keep any of them waiting"
+        "the slowest heartbeats do not count, because a busy machine may delay any of them"
     )
 
 
-def ready_made() -> Any:
-    """`answer_scored` with bodies made beforehand: the upstream shares the event loop that is watched."""
-    ready = {with_rows: make_ready(with_rows=with_rows) for with_rows in (True, False)}
+def answer_with_prepared_bodies() -> Any:
+    """`answer_scored` with bodies built beforehand, because the upstream shares the measured event loop."""
+    ready = {with_rows: prepare_body(with_rows=with_rows) for with_rows in (True, False)}
 
     async def send(received: Received, writer: asyncio.StreamWriter) -> None:
         writer.write(ready[b'"prompt_logprobs"' in received.body])
@@ -251,7 +255,7 @@ def ready_made() -> Any:
     return send
 
 
-def make_ready(*, with_rows: bool) -> bytes:
+def prepare_body(*, with_rows: bool) -> bytes:
     job = dataclasses.replace(SCORED, num_samples=1) if with_rows else SCORED
     body = json.loads(scored(job))
     if not with_rows:
@@ -287,32 +291,32 @@ async def heartbeats_while(api: Api, sampler: str, samples: list[dict[str, Any]]
     return waits
 
 
-# Room
+# Memory for answers in flight
 
 
-def test_room_is_given_in_turn_and_given_back_once() -> None:
-    room, came = AnswerRoom(10), list[str]()
-    first = room.ask(6, lambda: came.append("first"))
-    large = room.ask(11, lambda: came.append("large"))
-    last = room.ask(4, lambda: came.append("last"))
-    assert came == ["first"], "what is larger than all waits until it is alone, and is not overtaken"
-    first.leave()
-    first.leave()
-    assert came == ["first", "large"]
-    large.leave()
-    assert came == ["first", "large", "last"]
-    last.leave()
-    waiting = [room.ask(8, lambda: came.append("again")) for _ in range(2)]
-    waiting[1].leave()  # it gave up
-    waiting[0].leave()
-    assert came.count("again") == 1
-    assert room.ask(10, lambda: None).held
+def test_memory_for_answers_is_granted_in_order_and_returned_once() -> None:
+    memory, granted = AnswerMemory(10), list[str]()
+    first = memory.reserve(6, lambda: granted.append("first"))
+    large = memory.reserve(11, lambda: granted.append("large"))
+    last = memory.reserve(4, lambda: granted.append("last"))
+    assert granted == ["first"], "an answer larger than the bound waits until it is alone, and none overtakes it"
+    first.release()
+    first.release()
+    assert granted == ["first", "large"]
+    large.release()
+    assert granted == ["first", "large", "last"]
+    last.release()
+    waiting = [memory.reserve(8, lambda: granted.append("again")) for _ in range(2)]
+    waiting[1].release()  # this waiter gives up
+    waiting[0].release()
+    assert granted.count("again") == 1
+    assert memory.reserve(10, lambda: None).granted
 
 
-async def test_large_answers_are_read_when_there_is_room_for_them(
+async def test_large_answers_are_read_when_memory_is_free(
     upstream: FakeUpstream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(http_module, "AnswerRoom", lambda: AnswerRoom(LARGE_ANSWER_BYTES))
+    monkeypatch.setattr(http_module, "AnswerMemory", lambda: AnswerMemory(LARGE_ANSWER_BYTES))
     transport = HttpTransport()
     upstream.default = reply(200, b"x" * 8 * MIB, "text/plain")
 
@@ -324,7 +328,7 @@ async def test_large_answers_are_read_when_there_is_room_for_them(
     await upstream.until(lambda server: len(server.completions) == 4)
     for _ in range(20):
         assert (await transport.get(f"{upstream.url}/health", {}, 300)).status == 200, "small answers do not wait"
-    assert len(done) == 1, "the others wait, although they were sent"
+    assert len(done) == 1, "the other answers wait, although the server has sent them"
     assert not any(task.done() for task in waiting)
     cancelled = waiting.pop()
     cancelled.cancel()

@@ -1,4 +1,4 @@
-"""The guard of the component tests itself: which calls it notes."""
+"""The guard of the component tests: which calls it records."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from blocking import OURS, noted_waits
+from blocking import SKYRL_DIRECTORY, noted_waits
 
 from skyrl.db.database import Database
 
@@ -33,24 +33,24 @@ async def sleeps(clock):
 async def waits_for(future):
     return future.result()
 """
-"""As if a module of skyrl had it."""
+"""Compiled as if the source were a module of skyrl."""
 
 
 @pytest.fixture
 def no_loop_waits() -> None:
-    """Here the guard is to find something."""
+    """Replaces the automatic fixture, because here the guard must find calls."""
 
 
 @pytest.fixture
-def noted() -> Iterator[list[str]]:
+def recorded_waits() -> Iterator[list[str]]:
     with noted_waits() as found:
         yield found
 
 
 @pytest.fixture
-def ours() -> Any:
+def skyrl_code() -> Any:
     names: dict[str, Any] = {}
-    exec(compile(SOURCE, f"{OURS}/made_up.py", "exec"), names)
+    exec(compile(SOURCE, f"{SKYRL_DIRECTORY}/made_up.py", "exec"), names)
     return SimpleNamespace(**names)
 
 
@@ -61,45 +61,49 @@ def database(tmp_path: Path) -> Iterator[Database]:
     database.close()
 
 
-async def test_a_coroutine_of_ours_that_waits_is_noted_with_its_place(
-    noted: list[str], ours: Any, database: Database
+async def test_a_waiting_coroutine_of_skyrl_is_recorded_with_its_place(
+    recorded_waits: list[str], skyrl_code: Any, database: Database
 ) -> None:
-    assert await ours.reads(database) == 1
-    await ours.sleeps(time)
-    assert ["Database.read" in noted[0], "time.sleep" in noted[1]] == [True, True]
-    assert "made_up.py" in noted[0]
-    assert len(noted) == 2
+    assert await skyrl_code.reads(database) == 1
+    await skyrl_code.sleeps(time)
+    assert ["Database.read" in recorded_waits[0], "time.sleep" in recorded_waits[1]] == [True, True]
+    assert "made_up.py" in recorded_waits[0]
+    assert len(recorded_waits) == 2
 
 
-async def test_a_callback_of_ours_that_waits_is_noted(noted: list[str], ours: Any, database: Database) -> None:
-    asyncio.get_running_loop().call_soon(ours.ask, database)
+async def test_a_waiting_callback_of_skyrl_is_recorded(
+    recorded_waits: list[str], skyrl_code: Any, database: Database
+) -> None:
+    asyncio.get_running_loop().call_soon(skyrl_code.ask, database)
     await asyncio.sleep(0)
-    assert len(noted) == 1
+    assert len(recorded_waits) == 1
 
 
-async def test_what_waits_on_a_thread_or_is_a_tests_own_is_not_noted(
-    noted: list[str], ours: Any, database: Database
+async def test_waits_on_worker_threads_and_waits_of_tests_are_not_recorded(
+    recorded_waits: list[str], skyrl_code: Any, database: Database
 ) -> None:
-    assert await ours.reads_on_a_thread(database) == 1
+    assert await skyrl_code.reads_on_a_thread(database) == 1
     assert database.read(lambda _: 2) == 2
-    assert ours.ask(database) == 1
-    assert noted == []
+    assert skyrl_code.ask(database) == 1
+    assert recorded_waits == []
 
 
-async def test_a_future_is_waited_for_only_while_it_has_no_result(noted: list[str], ours: Any) -> None:
+async def test_a_finished_future_is_not_recorded_and_a_pending_one_is(
+    recorded_waits: list[str], skyrl_code: Any
+) -> None:
     done: Future[int] = Future()
     done.set_result(7)
-    assert await ours.waits_for(done) == 7
-    assert noted == []
+    assert await skyrl_code.waits_for(done) == 7
+    assert recorded_waits == []
     pending: Future[int] = Future()
 
-    def end_when_noted() -> None:
+    def end_when_recorded() -> None:
         deadline = time.monotonic() + 60
-        while not noted and time.monotonic() < deadline:
+        while not recorded_waits and time.monotonic() < deadline:
             time.sleep(0.005)
         pending.set_result(8)
 
     with ThreadPoolExecutor(1) as threads:
-        threads.submit(end_when_noted)
-        assert await ours.waits_for(pending) == 8
-    assert ["Future.result" in each for each in noted] == [True]
+        threads.submit(end_when_recorded)
+        assert await skyrl_code.waits_for(pending) == 8
+    assert ["Future.result" in each for each in recorded_waits] == [True]

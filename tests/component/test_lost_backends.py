@@ -1,7 +1,6 @@
-"""A rank of the backend dies under a command: the engine ends, and the next one goes on with all models.
+"""A rank of the backend dies during a command: the engine ends, and the next engine goes on with all models.
 
-Which rank has died, and how the backend noticed, is the backend's business: it raises RankDied. A device that breaks is
-in test_device_faults.
+The backend decides which rank has died, and raises RankDied. `test_device_faults` tests a device that breaks.
 """
 
 from __future__ import annotations
@@ -33,7 +32,8 @@ async def harness(tmp_path: Path) -> AsyncIterator[Harness]:
 
 
 def lose_a_rank(harness: Harness, method: str, *, half_done: bool = False) -> list[str]:
-    """From now on, every call of this method of the backend raises. Returns the names of the threads that called it."""
+    """From now on every call of this method of the backend raises. Returns a list of the threads that called the
+    method."""
     act: Callable[..., Any] = getattr(harness.backend, method)
     threads: list[str] = []
 
@@ -47,7 +47,7 @@ def lose_a_rank(harness: Harness, method: str, *, half_done: bool = False) -> li
     return threads
 
 
-def running_at_its_death(harness: Harness) -> list[str]:
+def running_at_death(harness: Harness) -> list[str]:
     return json.loads(harness.config.running_file.read_text().partition("\n")[0])["running"]
 
 
@@ -62,7 +62,7 @@ def running_at_its_death(harness: Harness) -> list[str]:
     ],
     ids=["pass", "step", "save", "save-for-sampler"],
 )
-async def test_a_rank_that_dies_under_a_command_ends_the_engine_and_nothing_is_lost(
+async def test_a_rank_that_dies_during_a_command_ends_the_engine_and_loses_nothing(
     harness: Harness, tmp_path: Path, kind: Kind, method: str, thread: str, body: dict[str, Any], half_done: bool
 ) -> None:
     other, trainer = await Trainer.create(harness, seed=2), await Trainer.create(harness)
@@ -71,10 +71,10 @@ async def test_a_rank_that_dies_under_a_command_ends_the_engine_and_nothing_is_l
         await each.result(await each.forward_backward(2))
     threads = lose_a_rank(harness, method, half_done=half_done)
     request_id = await trainer.send(kind, **body)
-    await harness.killed(RankDied)
+    await harness.wait_until_killed(RankDied)
     assert [name.rpartition("_")[0] for name in threads] == [thread]
-    assert running_at_its_death(harness) == [request_id]
-    assert await harness.store.wait(request_id, "tenant", 0.0) is None, "the command is still to be run"
+    assert running_at_death(harness) == [request_id]
+    assert await harness.store.wait(request_id, "tenant", 0.0) is None, "the command is still pending"
     unharmed = await other.optim_step()
     await harness.start()
     await trainer.result(request_id)
@@ -90,8 +90,8 @@ async def test_a_rank_that_dies_under_a_command_ends_the_engine_and_nothing_is_l
             assert await each.state() == state
 
 
-async def test_a_rank_that_dies_while_a_load_is_handed_to_the_backend_ends_the_engine(harness: Harness) -> None:
-    """A load runs on a file thread, and waits there for the backend's thread."""
+async def test_a_rank_that_dies_during_a_load_ends_the_engine(harness: Harness) -> None:
+    """A load runs on a file thread, which waits for the backend's thread."""
     trainer = await Trainer.create(harness)
     await trainer.step(1)
     path = (await trainer.do(Kind.SAVE_WEIGHTS, path="name"))["path"]
@@ -99,14 +99,14 @@ async def test_a_rank_that_dies_while_a_load_is_handed_to_the_backend_ends_the_e
     threads = lose_a_rank(harness, "load_state")
     await trainer.step(2)
     request_id = await trainer.send(Kind.LOAD_WEIGHTS, path=path, optimizer=True)
-    await harness.killed(RankDied)
+    await harness.wait_until_killed(RankDied)
     assert [name.rpartition("_")[0] for name in threads] == ["backend"]
     await harness.start()
     await trainer.result(request_id)
     assert await trainer.state() == before
 
 
-async def test_a_rank_that_dies_under_a_snapshot_ends_the_engine_and_the_snapshot_before_it_stays(
+async def test_a_rank_that_dies_during_a_snapshot_ends_the_engine_and_the_earlier_snapshot_stays(
     tmp_path: Path,
 ) -> None:
     async with harness_in(tmp_path / "state", snapshot_interval_s=1e-9) as harness:
@@ -118,8 +118,10 @@ async def test_a_rank_that_dies_under_a_snapshot_ends_the_engine_and_the_snapsho
         (snapshot,) = harness.config.snapshots_dir.glob("*/*")
         lose_a_rank(harness, "save_snapshot", half_done=True)
         request_id = await trainer.send_step(3)
-        await harness.killed(RankDied)
-        assert (await trainer.result(request_id))["metrics"]["optimizer_step"] == 3, "the step itself was settled"
+        await harness.wait_until_killed(RankDied)
+        assert (await trainer.result(request_id))["metrics"]["optimizer_step"] == 3, (
+            "the step was settled before the snapshot"
+        )
         assert list(harness.config.snapshots_dir.glob("*/*")) == [snapshot]
         await harness.start()
         assert await trainer.state() != before
@@ -127,9 +129,9 @@ async def test_a_rank_that_dies_under_a_snapshot_ends_the_engine_and_the_snapsho
 
 
 @pytest.mark.parametrize("method", ["restore_model", "run"], ids=["from its snapshot", "from its commands"])
-async def test_a_rank_that_dies_while_a_model_is_restored_ends_the_engine(harness: Harness, method: str) -> None:
-    """The engine dies at each start while the rank does. Two deaths with one model fail that model: no engine is
-    stopped for ever."""
+async def test_a_rank_that_dies_during_restoration_ends_the_engine(harness: Harness, method: str) -> None:
+    """While a rank dies at each start, the engine dies too. Two deaths with one model fail that model, so engines can
+    start again."""
     trainer, other = await Trainer.create(harness), await Trainer.create(harness, seed=2)
     await trainer.step(1)
     await harness.threads.on_backend(lambda: harness.snapshots.take(trainer.model_id, trainer.seq_id + 1))
@@ -139,16 +141,16 @@ async def test_a_rank_that_dies_while_a_model_is_restored_ends_the_engine(harnes
     for _ in range(2):
         with pytest.raises(RankDied):
             await harness.start(lambda harness: lose_a_rank(harness, method))
-        harness.died_starting()
+        harness.close_after_failed_start()
         assert harness.model_row(trainer.model_id).status == "ready"
-        (key,) = running_at_its_death(harness)
+        (key,) = running_at_death(harness)
         assert key.startswith("snapshot " if method == "restore_model" else "again ")
     await harness.start()
     assert harness.model_row(trainer.model_id).status == "failed"
     assert await other.state() == before
 
 
-async def test_a_rank_that_dies_while_a_held_model_is_tried_again_ends_the_engine(
+async def test_a_rank_that_dies_while_retrying_a_waiting_model_ends_the_engine(
     harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer = await Trainer.create(harness)
@@ -158,21 +160,21 @@ async def test_a_rank_that_dies_while_a_held_model_is_tried_again_ends_the_engin
     await harness.stop()
     monkeypatch.setattr(main, "RETRY_S", 0.01)
 
-    def away_and_then_lost(harness: Harness) -> None:
+    def fail_once_then_lose_a_rank(harness: Harness) -> None:
         def away(*_: Any) -> None:
             lose_a_rank(harness, "restore_model")
             raise StoreError("the store is away")
 
         harness.backend.restore_model = away  # type: ignore[method-assign]
 
-    await harness.start(away_and_then_lost, run=lambda parts: main.run_until_stopped(parts, None))
-    await harness.killed(RankDied)
+    await harness.start(fail_once_then_lose_a_rank, run=lambda parts: main.run_until_stopped(parts, None))
+    await harness.wait_until_killed(RankDied)
     assert harness.model_row(trainer.model_id).status == "ready"
     await harness.start()
     assert await trainer.state() == before
 
 
-async def test_commands_that_wait_when_the_backend_is_lost_run_in_the_next_engine(harness: Harness) -> None:
+async def test_commands_that_wait_at_the_loss_of_the_backend_run_in_the_next_engine(harness: Harness) -> None:
     """Nothing that was queued behind the lost command is settled by the engine that ends."""
     trainer = await Trainer.create(harness)
     await trainer.step(1)
@@ -182,7 +184,7 @@ async def test_commands_that_wait_when_the_backend_is_lost_run_in_the_next_engin
         await trainer.optim_step(),
         await trainer.send(Kind.SAVE_WEIGHTS, path="x"),
     ]
-    await harness.killed(RankDied)
+    await harness.wait_until_killed(RankDied)
     assert [await harness.store.wait(each, "tenant", 0.0) for each in sent] == [None] * 3
     await harness.start()
     results = await asyncio.gather(*(trainer.result(each) for each in sent))

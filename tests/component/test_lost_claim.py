@@ -1,5 +1,5 @@
-"""A server that was stopped for long finds another one training on its database: from then on its engine writes
-nothing, deletes nothing, and ends."""
+"""A server was stopped for a long time, and another server trains on its database. From then on the engine of the first
+server writes nothing, deletes nothing, and ends."""
 
 from __future__ import annotations
 
@@ -40,150 +40,150 @@ async def harness(tmp_path: Path, migrated_url: str) -> AsyncIterator[Harness]:
 
 
 def take_over(harness: Harness) -> None:
-    """Another server claims the database, as it may when this one has given no sign of life for long."""
+    """Another server claims the database, as it may when the first server has not renewed its claim for long."""
     claim_for_tests(harness.database, "another")
 
 
 def rows_of(database: Database) -> dict[str, list[Any]]:
-    """All that the database holds."""
+    """All rows of the database, by table."""
     tables: list[Table] = SQLModel.metadata.sorted_tables
     return database.read(lambda c: {t.name: sorted(map(repr, c.execute(select(t)))) for t in tables})
 
 
-async def displaced(harness: Harness) -> None:
-    """The engine ends by itself, because the claim is lost."""
+async def wait_until_displaced(harness: Harness) -> None:
+    """Wait until the engine ends by itself because the claim is lost."""
     assert harness._running is not None
     with pytest.raises(Displaced, match="does not train on this database any more"):
         await asyncio.wait_for(harness._running, WAIT_S)
-    harness._gone()
+    harness._clear_engine()
 
 
-async def saved(trainer: Trainer) -> str:
+async def save_checkpoint(trainer: Trainer) -> str:
     return (await trainer.do(Kind.SAVE_WEIGHTS, path="saved"))["path"]
 
 
-async def by_pass(trainer: Trainer, path: str) -> None:
+async def pass_(trainer: Trainer, path: str) -> None:
     await trainer.forward_backward(2)
 
 
-async def by_step(trainer: Trainer, path: str) -> None:
+async def step(trainer: Trainer, path: str) -> None:
     await trainer.optim_step()
 
 
-async def by_bad_request(trainer: Trainer, path: str) -> None:
+async def bad_request(trainer: Trainer, path: str) -> None:
     await trainer.send(Kind.OPTIM_STEP, adam_params={"beta1": 2.0})
 
 
-async def by_load(trainer: Trainer, path: str) -> None:
+async def load(trainer: Trainer, path: str) -> None:
     await trainer.send(Kind.LOAD_WEIGHTS, path=path)
 
 
-async def by_save(trainer: Trainer, path: str) -> None:
+async def save(trainer: Trainer, path: str) -> None:
     await trainer.send(Kind.SAVE_WEIGHTS, path="again")
 
 
-async def by_export(trainer: Trainer, path: str) -> None:
+async def export(trainer: Trainer, path: str) -> None:
     await trainer.send(Kind.SAVE_WEIGHTS_EXTERNAL, path="again")
 
 
-async def by_named_adapter(trainer: Trainer, path: str) -> None:
+async def named_adapter(trainer: Trainer, path: str) -> None:
     await trainer.send(Kind.SAVE_WEIGHTS_FOR_SAMPLER, path="again")
 
 
-async def by_unnamed_adapter(trainer: Trainer, path: str) -> None:
+async def unnamed_adapter(trainer: Trainer, path: str) -> None:
     await trainer.send(Kind.SAVE_WEIGHTS_FOR_SAMPLER, sampling_session_seq_id=0)
 
 
-async def by_new_model(trainer: Trainer, path: str) -> None:
+async def new_model(trainer: Trainer, path: str) -> None:
     await Trainer.create(trainer.harness, session=trainer.session, model_seq_id=1)
 
 
-async def by_command_of_a_closed_model(trainer: Trainer, path: str) -> None:
+async def command_of_a_closed_model(trainer: Trainer, path: str) -> None:
     harness = trainer.harness
     other = await Trainer.create(harness, session=trainer.session, model_seq_id=1, create=False)
     harness.database.write(set_model(other.model_id, status="closed"))
     await other.send(Kind.CREATE_MODEL, 0)
 
 
-async def by_ended_session(trainer: Trainer, path: str) -> None:
+async def ended_session(trainer: Trainer, path: str) -> None:
     assert await trainer.harness.sessions.end(trainer.session, "finished", None, None)
     trainer.harness.engine.ring([SESSIONS])
 
 
-COMMANDS: list[Callable[[Trainer, str], Awaitable[None]]] = [
-    by_pass,
-    by_step,
-    by_bad_request,
-    by_load,
-    by_save,
-    by_export,
-    by_named_adapter,
-    by_unnamed_adapter,
-    by_new_model,
-    by_command_of_a_closed_model,
-    by_ended_session,
+WAYS_TO_GIVE_WORK: list[Callable[[Trainer, str], Awaitable[None]]] = [
+    pass_,
+    step,
+    bad_request,
+    load,
+    save,
+    export,
+    named_adapter,
+    unnamed_adapter,
+    new_model,
+    command_of_a_closed_model,
+    ended_session,
 ]
 
 
-@pytest.mark.parametrize("ask", COMMANDS, ids=lambda ask: ask.__name__)
+@pytest.mark.parametrize("record_command", WAYS_TO_GIVE_WORK, ids=lambda record_command: record_command.__name__)
 async def test_no_command_is_settled_after_the_claim_is_lost(
-    harness: Harness, ask: Callable[[Trainer, str], Awaitable[None]]
+    harness: Harness, record_command: Callable[[Trainer, str], Awaitable[None]]
 ) -> None:
     trainer = await Trainer.create(harness)
     await trainer.step(1)
-    path = await saved(trainer)
+    path = await save_checkpoint(trainer)
     take_over(harness)
     ring, harness.engine.ring = harness.engine.ring, lambda words=(): None  # type: ignore[method-assign]
-    await ask(trainer, path)  # recorded by the API, whichever server trains
+    await record_command(trainer, path)  # the API records the command, whichever server trains
     before = rows_of(harness.database)
     harness.engine.ring = ring  # type: ignore[method-assign]
     harness.engine.ring([SESSIONS])
-    await displaced(harness)
+    await wait_until_displaced(harness)
     assert rows_of(harness.database) == before
 
 
-async def test_a_command_that_runs_when_the_claim_is_lost_may_end_and_its_result_is_refused(harness: Harness) -> None:
+async def test_the_result_of_a_command_that_ran_while_the_claim_was_lost_is_refused(harness: Harness) -> None:
     trainer = await Trainer.create(harness)
     await trainer.step(1)
-    begun, go, run = threading.Event(), threading.Event(), harness.backend.run
+    started, go, run = threading.Event(), threading.Event(), harness.backend.run
 
     def slow(passes: Any) -> Any:
-        begun.set()
+        started.set()
         assert go.wait(WAIT_S)
         return run(passes)
 
     harness.backend.run = slow  # type: ignore[method-assign]
     request_id = await trainer.forward_backward(2)
-    await until(begun.is_set)
+    await until(started.is_set)
     take_over(harness)
     before = rows_of(harness.database)
     go.set()
-    await displaced(harness)
+    await wait_until_displaced(harness)
     assert rows_of(harness.database) == before
     take_back(harness)
-    await harness.start()  # the server that has the claim runs the command, once
+    await harness.start()  # the server that holds the claim runs the command once
     await trainer.result(request_id)
     assert (await trainer.result(await trainer.optim_step()))["metrics"]["optimizer_step"] == 2
 
 
 def take_back(harness: Harness) -> None:
-    """A new start of this server, with another engine: the claim was given up meanwhile."""
+    """Start this server anew with another engine. The claim was given up meanwhile."""
     harness.engine_database.close()
     harness.engine_database = FencedDatabase(harness.config.database, Fence(SERVER))
 
 
-async def test_a_claim_that_was_taken_and_given_up_is_lost_all_the_same(harness: Harness) -> None:
-    """The other server has trained in between, so what this engine has in memory is old."""
+async def test_a_claim_that_another_server_took_and_gave_up_is_lost(harness: Harness) -> None:
+    """The other server has trained in between, so the state in this engine's memory is old."""
     trainer = await Trainer.create(harness)
     await trainer.step(1)
     take_over(harness)
     harness.database.write(lambda c: engine_state.release(c, "another", "the server has stopped"))
     await trainer.forward_backward(2)
-    await displaced(harness)
+    await wait_until_displaced(harness)
 
 
-def old(path: Path) -> Path:
-    """A directory as it was left long ago."""
+def make_old_directory(path: Path) -> Path:
+    """A directory that was last changed long ago."""
     path.mkdir(parents=True)
     (path / "file").write_bytes(b"x")
     then = time.time() - LONG_AGO_S
@@ -192,25 +192,25 @@ def old(path: Path) -> Path:
 
 
 async def test_no_file_is_deleted_after_the_claim_is_lost(harness: Harness) -> None:
-    """What this server takes for unused may be its successor's."""
+    """Files that look unused to this server may belong to the server that holds the claim now."""
     trainer = await Trainer.create(harness)
     await trainer.step(1)
-    await saved(trainer)
+    await save_checkpoint(trainer)
     root = harness.config
     left = [
-        old(root.adapters_dir / "model" / "v000001"),
-        old(root.adapters_dir / ".tmp-0123456789abcdef"),
-        old(root.snapshots_dir / ".tmp-0123456789abcdef"),
-        old(root.checkpoints_dir / "model" / "nobodys-1"),
+        make_old_directory(root.adapters_dir / "model" / "v000001"),
+        make_old_directory(root.adapters_dir / ".tmp-0123456789abcdef"),
+        make_old_directory(root.snapshots_dir / ".tmp-0123456789abcdef"),
+        make_old_directory(root.checkpoints_dir / "model" / "nobodys-1"),
     ]
     closed = await Trainer.create(harness)
     harness.snapshots.take(trainer.model_id, trainer.seq_id + 1)
-    left.append(old(harness.snapshots.path(closed.model_id, 7)))
+    left.append(make_old_directory(harness.snapshots.path(closed.model_id, 7)))
     await closed.outcome(await closed.send(Kind.FORWARD))
     expired = update(checkpoints).values(expires_at=time.time() - 1)
     harness.database.write(lambda c: c.execute(expired))
     harness.database.write(set_model(closed.model_id, status="closed"))
-    harness.parts.sweeper._doomed[left[0]] = 0.0  # unloaded, and its time has come
+    harness.parts.sweeper._deletable_at[left[0]] = 0.0  # the adapter is unloaded, and its grace period is over
     take_over(harness)
     before = rows_of(harness.database)
     kept = [files_in(path) for path in left]
@@ -222,7 +222,7 @@ async def test_no_file_is_deleted_after_the_claim_is_lost(harness: Harness) -> N
     with pytest.raises(Displaced):
         harness.parts.sweeper.unused_adapters(())
     await harness.sweep()
-    await displaced(harness)
+    await wait_until_displaced(harness)
     assert [files_in(path) for path in left] == kept
     assert all(kept)
     assert len(list(harness.checkpoint_store.stored())) == 2
@@ -243,23 +243,25 @@ async def test_no_snapshot_replaces_another_after_the_claim_is_lost(harness: Har
     assert rows_of(harness.database) == before
 
 
-async def test_recovery_and_what_is_published_write_nothing_after_the_claim_is_lost(
+async def test_recovery_and_the_state_publisher_write_nothing_after_the_claim_is_lost(
     harness: Harness, tmp_path: Path
 ) -> None:
     trainer = await Trainer.create(harness)
     await trainer.step(1)
-    await saved(trainer)
+    await save_checkpoint(trainer)
     await harness.threads.on_backend(lambda: harness.snapshots.take(trainer.model_id, 5))
     await harness.stop()
     await harness.start()
-    homeless = update(checkpoints).values(store_key=None, old_directory=str(old(tmp_path / "earlier" / "v000001")))
+    homeless = update(checkpoints).values(
+        store_key=None, old_directory=str(make_old_directory(tmp_path / "earlier" / "v000001"))
+    )
     harness.database.write(lambda c: c.execute(homeless))
     take_over(harness)
     before = rows_of(harness.database)
     with pytest.raises(Displaced):
         adopt_adapters(harness.config, harness.engine_database, harness.checkpoint_store)
     for path in harness.snapshots.path(trainer.model_id, 0).parent.iterdir():
-        path.rename(tmp_path / path.name)  # its successor has another snapshot of it
+        path.rename(tmp_path / path.name)  # the new server has another snapshot of this model
     harness.recovery._held.add(trainer.model_id)
     with pytest.raises(Displaced):
         await harness.recovery.retry()
@@ -271,24 +273,24 @@ async def test_recovery_and_what_is_published_write_nothing_after_the_claim_is_l
     state.training(ready=True, reason="")
     state.beat()
     state.clear("the engine has stopped")
-    assert len(lost) == 4, "each of them tells the engine that it is to end"
+    assert len(lost) == 4, "each refused write tells the engine to end"
     assert rows_of(harness.database) == before
     api.close()
 
 
-async def test_a_save_that_ends_late_leaves_alone_what_its_successor_has_stored(
+async def test_a_late_save_of_a_displaced_engine_keeps_the_new_servers_files(
     tmp_path: Path, migrated_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both servers have run the same command, and put their files into the same checkpoint store."""
+    """Both servers ran the same command and stored their files in the same checkpoint store."""
     flags = {"database_url": migrated_url, "checkpoint_store": f"file://{tmp_path}/shared"}
-    begun, go = threading.Event(), threading.Event()
+    started, go = threading.Event(), threading.Event()
     async with harness_in(tmp_path / "first", **flags) as first, harness_in(tmp_path / "second", **flags) as second:
         first.engine_database.close()
         first.engine_database = FencedDatabase(migrated_url, Fence("first"))
         writing = first.checkpoint_store.writing
 
         def begin(key: str) -> Any:
-            begun.set()
+            started.set()
             assert go.wait(WAIT_S)
             return writing(key)
 
@@ -307,21 +309,21 @@ async def test_a_save_that_ends_late_leaves_alone_what_its_successor_has_stored(
         trainer = await Trainer.create(first)
         await trainer.step(1)
         request_id = await trainer.send(Kind.SAVE_WEIGHTS, path="name")
-        await until(begun.is_set)
-        await second.start()  # which takes the claim
+        await until(started.is_set)
+        await second.start()  # this start takes the claim
         await second.outcome(request_id)
         (row,) = second.checkpoint_rows(trainer.model_id)
         before = second.stored(row)
         go.set()
-        await displaced(first)
+        await wait_until_displaced(first)
         assert second.checkpoint_rows(trainer.model_id) == [row]
         assert second.stored(row) == before != {}
-        assert len(second.checkpoint_store.stored()) == 2, "what the first has stored has no row, and is swept"
+        assert len(second.checkpoint_store.stored()) == 2, "the files of the first server have no row, and are swept"
 
 
 @ON_BOTH
-def test_nobody_takes_the_claim_between_the_look_at_it_and_the_commit(migrated_url: str) -> None:
-    """A write that saw its own claim is committed before anybody else has it; one that comes after is refused."""
+def test_no_server_takes_the_claim_between_the_check_and_the_commit_of_a_write(migrated_url: str) -> None:
+    """A write that has seen its own claim commits before another server gets the claim. A later write is refused."""
     other, engine = Database(migrated_url), FencedDatabase(migrated_url, Fence(SERVER))
     claim_for_tests(other, SERVER)
     seen: list[str | None] = []
@@ -329,7 +331,7 @@ def test_nobody_takes_the_claim_between_the_look_at_it_and_the_commit(migrated_u
 
     def write(connection: Any) -> None:
         taking.start()
-        taking.join(0.5)  # it waits for this transaction, however long that is
+        taking.join(0.5)  # the take-over waits for this transaction, however long the transaction lasts
         seen.append(other.read(engine_state.owner))
         connection.execute(update(sessions).values(status="active"))
 

@@ -1,5 +1,5 @@
-"""The engine's connection breaks while PostgreSQL commits: nobody can say whether it did, so the write is repeated. It
-had been done."""
+"""The engine's connection breaks while PostgreSQL commits. The engine cannot know whether the commit succeeded, so it
+repeats the write. Here every commit had succeeded."""
 
 from __future__ import annotations
 
@@ -28,41 +28,49 @@ async def harness(tmp_path: Path) -> AsyncIterator[Harness]:
 
 
 @pytest.fixture
-def lost(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
-    """Each write of the engine is done, and must be repeated. Counts them."""
-    patient, really, counted = RetryingDatabase(harness.config.database), Database.write, Counter[str]()
+def writes(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
+    """Every write of the engine commits and then fails, so the engine repeats it. Counts the writes."""
+    retrying_database, original_write, writes_so_far = (
+        RetryingDatabase(harness.config.database),
+        Database.write,
+        Counter[str](),
+    )
 
-    def unheard(database: Database, *given: Any, **options: Any) -> Any:
-        said = really(database, *given, **options)
-        if database is patient:
-            counted["writes"] += 1
-            if counted["writes"] % 2:
+    def write_and_lose_the_answer(database: Database, *arguments: Any, **options: Any) -> Any:
+        result = original_write(database, *arguments, **options)
+        if database is retrying_database:
+            writes_so_far["writes"] += 1
+            if writes_so_far["writes"] % 2:
                 raise LOST
-        return said
+        return result
 
-    monkeypatch.setattr(Database, "write", unheard)
-    monkeypatch.setattr(harness.parts.settlement, "_database", patient)
-    monkeypatch.setattr(harness.parts.model_ends, "_database", patient)
-    yield counted
-    patient.close()
+    monkeypatch.setattr(Database, "write", write_and_lose_the_answer)
+    monkeypatch.setattr(harness.parts.settlement, "_database", retrying_database)
+    monkeypatch.setattr(harness.parts.model_ends, "_database", retrying_database)
+    yield writes_so_far
+    retrying_database.close()
 
 
-async def test_training_is_counted_once(harness: Harness, lost: Counter[str]) -> None:
+async def test_usage_of_training_is_counted_once_though_its_write_is_repeated(
+    harness: Harness, writes: Counter[str]
+) -> None:
     trainer = await Trainer.create(harness)
     for seed, length in ((1, 9), (2, 14)):
         await trainer.result(await trainer.forward_backward(seed, None, length))
     assert (await trainer.result(await trainer.optim_step()))["metrics"]["optimizer_step"] == 1
-    assert lost["writes"] == 2 * 4
+    assert writes["writes"] == 2 * 4
     query = select(usage.c.amount).where(usage.c.session_id == trainer.session.id, usage.c.kind == "training")
     assert harness.database.read(lambda c: c.execute(query).scalars().all()) == [9 + 14]
 
 
-async def test_a_session_that_ends_gives_its_models_back(harness: Harness, lost: Counter[str]) -> None:
+async def test_an_ended_session_closes_its_models_though_the_writes_are_repeated(
+    harness: Harness, writes: Counter[str]
+) -> None:
     trainer = await Trainer.create(harness)
     await trainer.step(1)
-    waiting = await trainer.forward_backward(1, trainer.seq_id + 2)  # there is a gap before it
+    waiting = await trainer.forward_backward(1, trainer.seq_id + 2)  # a number before this command is missing
     await harness.queued(1)
     await harness.end(trainer.session)
     assert (await trainer.outcome(waiting)).error == "the session has ended"
     await until(lambda: not harness.backend._adapters and not harness.scheduler.waiting)
-    assert not lost["writes"] % 2
+    assert not writes["writes"] % 2

@@ -1,4 +1,4 @@
-"""A model's row and the command that makes the model are stored together, or neither is."""
+"""A model's row and the command that creates the model are stored in one transaction."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ async def main():
 
 asyncio.run(main())
 """
-"""An API process that is killed right after the first write of a `create_model` has been committed."""
+"""A program with an API process that is killed right after the commit of the first write of a `create_model`."""
 
 
 async def create(api: Api, session: str, **lora: Any) -> dict[str, Any]:
@@ -67,12 +67,12 @@ async def create(api: Api, session: str, **lora: Any) -> dict[str, Any]:
     return answer.json()
 
 
-def shapes(database: Database) -> list[tuple[int, int]]:
+def ranks_and_seeds(database: Database) -> list[tuple[int, int]]:
     return database.read(lambda c: [tuple(row) for row in c.execute(select(models.c.lora_rank, models.c.seed))])
 
 
 @ON_BOTH
-async def test_process_that_is_killed_after_its_first_write_has_stored_the_command_too(
+async def test_a_process_killed_after_its_first_write_has_stored_model_and_command(
     serve: Serve, database: Database, tmp_path: Path
 ) -> None:
     async with serve() as api:
@@ -83,11 +83,11 @@ async def test_process_that_is_killed_after_its_first_write_has_stored_the_comma
     )
     assert died.returncode == -signal.SIGKILL, died.stderr.decode()
     commands = database.read(lambda c: c.execute(select(futures.c.seq_id)).all())
-    assert (len(shapes(database)), len(commands)) == (1, 1)
+    assert (len(ranks_and_seeds(database)), len(commands)) == (1, 1)
 
 
 @ON_BOTH
-async def test_row_without_a_command_gets_the_values_of_the_request_that_comes_next(
+async def test_a_model_row_without_a_command_takes_the_values_of_the_next_request(
     serve: Serve, database: Database
 ) -> None:
     """Earlier versions left such rows when they were killed."""
@@ -99,14 +99,16 @@ async def test_row_without_a_command_gets_the_values_of_the_request_that_comes_n
         row |= {"next_seq": 0, "created_at": 1.0, "last_request_at": 1.0}
         database.write(lambda c: c.execute(insert(models), row))
         first = await create(api, session, rank=4, seed=1)
-        assert shapes(database) == [(4, 1)]
-        assert await create(api, session, rank=4, seed=1) == first, "a repeat finds the command and changes nothing"
+        assert ranks_and_seeds(database) == [(4, 1)]
+        assert await create(api, session, rank=4, seed=1) == first, (
+            "a repeated request finds the command and changes nothing"
+        )
         info = await api.post("get_info", {"model_id": first["model_id"]})
         assert info.json()["lora_rank"] == 4
 
 
 @ON_BOTH
-async def test_model_and_command_are_rolled_back_together(serve: Serve, database: Database) -> None:
+async def test_a_model_and_its_command_are_rolled_back_together(serve: Serve, database: Database) -> None:
     refuse = "CREATE TRIGGER refuse BEFORE INSERT ON futures BEGIN SELECT RAISE(ABORT, 'not now'); END"
     if not database.is_sqlite:
         function = "CREATE FUNCTION refuse() RETURNS trigger AS $$ BEGIN RAISE 'not now'; END $$ LANGUAGE plpgsql"
@@ -118,15 +120,15 @@ async def test_model_and_command_are_rolled_back_together(serve: Serve, database
         wanted = {"session_id": session, "model_seq_id": 0, "base_model": BASE, "lora_config": {"rank": 8}}
         assert (await api.post("create_model", wanted)).status_code == 500
         database.write(lambda c: c.execute(text("DROP TRIGGER refuse" + ("" if database.is_sqlite else " ON futures"))))
-        assert shapes(database) == []
+        assert ranks_and_seeds(database) == []
         await create(api, session, rank=4, seed=1)
-        assert shapes(database) == [(4, 1)]
+        assert ranks_and_seeds(database) == [(4, 1)]
 
 
-async def test_times_of_requests_are_not_kept_in_memory(
+async def test_the_process_keeps_no_times_of_requests_to_closed_models(
     api: Api, database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Commands of models that are closed are taken, and fail; the process must not remember each of them."""
+    """Commands of closed models are recorded and fail. The process must not keep the time of each of them."""
     monkeypatch.setattr(model_rows, "TOUCH_S", 0.0)
     known = api.services.models
     for number in range(50):

@@ -1,4 +1,4 @@
-"""Words between processes over a real PostgreSQL."""
+"""Notices between processes, over a real PostgreSQL."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from engine_harness import until
 
 from skyrl.db.urls import postgres_conninfo
 from skyrl.notify.notifier import Notifier
-from skyrl.notify.peers import PeerWords
+from skyrl.notify.peers import PeerNotices
 from skyrl.notify.postgres import MAX_PAYLOAD, PostgresNotify
 from tests.postgres_server import ON_POSTGRES, PostgresServer
 
@@ -21,8 +21,8 @@ pytestmark = ON_POSTGRES
 
 class Process:
     def __init__(self, url: str, name: str) -> None:
-        self.heard: list[str] = []
-        self.notices = PostgresNotify(postgres_conninfo(url), name, self.heard.extend)
+        self.received: list[str] = []
+        self.notices = PostgresNotify(postgres_conninfo(url), name, self.received.extend)
         self.running = asyncio.create_task(self.notices.run())
 
     async def stop(self) -> None:
@@ -34,83 +34,83 @@ class Process:
 @pytest.fixture
 async def two(migrated_url: str) -> AsyncIterator[tuple[Process, Process]]:
     first, second = Process(migrated_url, "first/0"), Process(migrated_url, "second/0")
-    await both_hear(first, second)
+    await wait_until_connected(first, second)
     yield first, second
     await first.stop()
     await second.stop()
 
 
-async def both_hear(first: Process, second: Process) -> None:
-    """Wait until each hears of the other."""
+async def wait_until_connected(first: Process, second: Process) -> None:
+    """Wait until each process receives the other's notices."""
 
-    def told(sender: Process, hearer: Process) -> bool:
+    def is_connected(sender: Process, receiver: Process) -> bool:
         sender.notices.send(["are you there"])
-        return "are you there" in hearer.heard
+        return "are you there" in receiver.received
 
     for pair in ((first, second), (second, first)):
-        pair[1].heard.clear()
-        await until(lambda pair=pair: told(*pair))
+        pair[1].received.clear()
+        await until(lambda pair=pair: is_connected(*pair))
     for process in (first, second):
         process.notices.send(["go"])
-    await until(lambda: "go" in first.heard and "go" in second.heard)
-    first.heard.clear()
-    second.heard.clear()
+    await until(lambda: "go" in first.received and "go" in second.received)
+    first.received.clear()
+    second.received.clear()
 
 
-async def test_all_words_are_heard_by_the_other_one_alone(two: tuple[Process, Process]) -> None:
+async def test_a_notice_reaches_the_other_process_only(two: tuple[Process, Process]) -> None:
     first, second = two
     words = [f"{number:036x}" for number in range(1_000)]
     assert sum(map(len, words)) > 2 * MAX_PAYLOAD
     first.notices.send(words)
-    await until(lambda: len(second.heard) == len(words))
-    assert second.heard == words
-    assert first.heard == []
+    await until(lambda: len(second.received) == len(words))
+    assert second.received == words
+    assert first.received == []
 
 
-async def test_words_are_heard_again_after_the_connections_broke(
+async def test_notices_arrive_again_after_the_connections_broke(
     two: tuple[Process, Process], postgres: PostgresServer
 ) -> None:
-    theirs = "query LIKE 'LISTEN%' OR query LIKE 'SELECT pg_notify%'"
-    postgres.execute(f"SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE {theirs}")
-    await both_hear(*two)
+    notify_queries = "query LIKE 'LISTEN%' OR query LIKE 'SELECT pg_notify%'"
+    postgres.execute(f"SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE {notify_queries}")
+    await wait_until_connected(*two)
     two[0].notices.send(["word"])
-    await until(lambda: two[1].heard == ["word"])
+    await until(lambda: two[1].received == ["word"])
 
 
-async def test_two_api_processes_hear_of_each_others_ends(migrated_url: str, tmp_path: Path) -> None:
-    heard: dict[str, list[PeerWords]] = {"one/0": [], "two/0": []}
+async def test_an_api_process_hears_of_requests_that_ended_in_the_other(migrated_url: str, tmp_path: Path) -> None:
+    received: dict[str, list[PeerNotices]] = {"one/0": [], "two/0": []}
 
     def start(name: str) -> tuple[Notifier, asyncio.Task[None]]:
-        async def hear(words: PeerWords) -> None:
-            heard[name].append(words)
+        async def hear(notices: PeerNotices) -> None:
+            received[name].append(notices)
 
         async def ignore(_: list[str]) -> None:
-            """No engine rings here."""
+            """This test has no engine, so nothing rings."""
 
         directory = tmp_path / name.replace("/", "-")
         directory.mkdir()
-        made = Notifier(
+        notifier = Notifier(
             name,
             own_doorbell=directory / "a.sock",
             engine_doorbell=directory / "e.sock",
             postgres_conninfo=postgres_conninfo(migrated_url),
         )
-        made.listen(ignore, hear)
-        made.peers.living = frozenset(heard) - {name}
-        return made, asyncio.create_task(made.run())
+        notifier.listen(ignore, hear)
+        notifier.peers.living = frozenset(received) - {name}
+        return notifier, asyncio.create_task(notifier.run())
 
     one, two = start("one/0"), start("two/0")
 
-    def told() -> bool:
-        """Words are lost until the other one listens."""
+    def send_and_check() -> bool:
+        """Send notices until one arrives; earlier ones are lost, because the other process does not listen yet."""
         one[0].peers.request_ended("r1", "s1:sample:0")
-        return bool(heard["two/0"])
+        return bool(received["two/0"])
 
-    await until(told)
-    assert heard["two/0"][0] == PeerWords(["r1"], ["s1:sample:0"], [])
-    assert heard["one/0"] == [], "nobody hears himself"
-    for made, running in (one, two):
+    await until(send_and_check)
+    assert received["two/0"][0] == PeerNotices(["r1"], ["s1:sample:0"], [])
+    assert received["one/0"] == [], "a process does not receive its own notices"
+    for notifier, running in (one, two):
         running.cancel()
         with suppress(asyncio.CancelledError):
             await running
-        await made.close()
+        await notifier.close()

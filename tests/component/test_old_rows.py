@@ -1,6 +1,6 @@
-"""What the engine does every few seconds reads what is open, however many sampling sessions and versions there were.
+"""The engine's periodic work reads open rows only, however many ended sampling sessions and old versions there are.
 
-By the statements that are sent and by their plans, which do not depend on how fast the machine is.
+The tests check the statements and their query plans, which do not depend on the speed of the machine.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 from sqlalchemy import Connection, event, func, insert, select, text
 
-from skyrl.config.server import ServerConfig, load_config
+from skyrl.config.loading import load_config
+from skyrl.config.server import ServerConfig
 from skyrl.db import adapter_versions, retention
 from skyrl.db.adapter_versions import samplers
 from skyrl.db.database import Database
@@ -32,7 +33,7 @@ from tests.postgres_server import ON_BOTH
 
 SESSIONS = 3000
 OLD, EACH = 40, 200
-"""Of the sessions that ended so many have sampling sessions, and so many each."""
+"""The number of ended sessions with sampling sessions, and the number of sampling sessions in each."""
 MODEL = "s0:train:0"
 LONG_AGO = time.time() - 1e6
 
@@ -53,7 +54,7 @@ def database(config: ServerConfig) -> Iterator[Database]:
 
 @contextmanager
 def listening(database: Database) -> Iterator[Sent]:
-    """Statements that are sent meanwhile, with their parameters."""
+    """Records the statements that are sent inside the block, with their parameters."""
     sent: Sent = []
 
     def note(_: Any, __: Any, statement: str, parameters: Any, *___: Any) -> None:
@@ -88,7 +89,7 @@ def sampler(session_id: str, number: int, model_id: str, status: str) -> dict[st
 
 
 def fill(database: Database, open_versions: int) -> None:
-    """A long history of sessions that are over, and one that is open and has so many versions."""
+    """A long history of ended sessions, and one open session with `open_versions` versions."""
     history = [
         sampler(f"s{number}", each, f"s{number}:train:0", "closed")
         for number in range(1, OLD + 1)
@@ -105,12 +106,12 @@ def fill(database: Database, open_versions: int) -> None:
         connection.execute(insert(samplers), history + living)
 
     database.write(change)
-    if not database.is_sqlite:  # its planner goes by statistics, which a server's autovacuum keeps
+    if not database.is_sqlite:  # PostgreSQL plans by statistics, which autovacuum maintains on a real server
         database.write(lambda c: c.execute(text("ANALYZE")))
 
 
 def plans(database: Database, sent: Sent) -> str:
-    """How the database finds the rows of these statements."""
+    """The query plans of these statements."""
     explain = "EXPLAIN QUERY PLAN" if database.is_sqlite else "EXPLAIN"
 
     def ask(connection: Connection) -> list[str]:
@@ -139,7 +140,7 @@ def on_disk(config: ServerConfig, versions: int) -> None:
 
 
 @ON_BOTH
-def test_ending_sessions_reads_what_is_open(database: Database) -> None:
+def test_ending_sessions_reads_open_rows_only(database: Database) -> None:
     fill(database, 50)
     with listening(database) as sent:
         assert end_sessions(database).model_ids == []
@@ -153,7 +154,7 @@ def test_ending_sessions_reads_what_is_open(database: Database) -> None:
 
 @ON_BOTH
 @pytest.mark.parametrize("versions", [10, 600])
-def test_sweeping_adapters_sends_the_same_statements_for_few_versions_and_for_many(
+def test_sweeping_adapters_sends_the_same_statements_for_few_and_for_many_versions(
     database: Database, config: ServerConfig, versions: int
 ) -> None:
     fill(database, versions)
@@ -168,12 +169,12 @@ def test_sweeping_adapters_sends_the_same_statements_for_few_versions_and_for_ma
     database.write(lambda c: c.execute(samplers.update().where(old).values(status="closed", closed_at=LONG_AGO)))
     with listening(database) as sent:
         found = sweeper.unused_adapters(set())
-    assert len(found) == min(versions, adapter_versions.MAX_NAMED), "the next call finds the rest"
+    assert len(found) == min(versions, adapter_versions.MAX_NAMED), "the next call returns the remaining versions"
     assert len([s for s, _ in sent if "sampling_sessions" in s]) == 2
 
 
 @ON_BOTH
-def test_looking_for_idle_and_dropped_versions_reads_only_those(database: Database) -> None:
+def test_finding_idle_and_dropped_versions_reads_those_rows_only(database: Database) -> None:
     fill(database, 50)
     now = time.time()
     looks: tuple[Callable[[Connection], object], ...] = (
@@ -189,7 +190,7 @@ def test_looking_for_idle_and_dropped_versions_reads_only_those(database: Databa
 
 
 @ON_BOTH
-async def test_sampling_sessions_are_forgotten_a_day_after_the_end_of_their_session(
+async def test_sampling_sessions_are_deleted_a_day_after_the_end_of_their_session(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(retention, "FORGET_ROWS", 1000)

@@ -1,6 +1,6 @@
-"""Snapshots that an earlier version has written: an engine goes on from them.
+"""An engine goes on from snapshots that an earlier version has written.
 
-`snapshot_format_2` was written by the version that stored snapshots with `Backend.save_state`. Its model has run
+`snapshot_format_2` was written by a version that stored snapshots with `Backend.save_state`. Its model has run
 CREATE_MODEL, two steps of two passes each, and one more pass: commands 0 to 7.
 """
 
@@ -22,7 +22,7 @@ TENSORS = ("adapter_model.safetensors", "optimizer.safetensors", "state.json")
 
 
 async def left_by_an_earlier_version(harness: Harness) -> Trainer:
-    """The row and the snapshot of a model, as the earlier version has left them."""
+    """The row and the snapshot of a model, as the earlier version left them."""
     session = await harness.sessions.create("tenant", [], None, "")
     adapter = LoraSpec(1, 32.0, 1, train_attn=False, train_mlp=False, train_unembed=True)
     model = Model(model_id_of(session.id, 0), session.id, "tenant", "tiny", adapter, None)
@@ -43,7 +43,7 @@ async def test_a_model_goes_on_from_a_snapshot_of_an_earlier_version(tmp_path: P
         assert (await trainer.result(await trainer.optim_step()))["metrics"]["optimizer_step"] == 3
 
 
-async def test_a_checkpoint_of_such_a_model_is_what_users_download(tmp_path: Path) -> None:
+async def test_a_checkpoint_of_such_a_model_can_be_downloaded(tmp_path: Path) -> None:
     async with harness_in(tmp_path / "state") as harness:
         trainer = await left_by_an_earlier_version(harness)
         await harness.start()

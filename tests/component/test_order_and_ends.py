@@ -1,5 +1,5 @@
-"""The corners of order and of endings that no client can be made to hit on time: a session that ends while a request is
-being written or read, a model that fails with commands behind a hole, steps that failed before a crash."""
+"""Races of order and endings that a client cannot hit on purpose: a session ends while a request is written or read, a
+model fails while its commands wait for a missing number, a step fails before a crash."""
 
 from __future__ import annotations
 
@@ -58,10 +58,10 @@ async def http(services: Services) -> AsyncIterator[httpx.AsyncClient]:
         yield http
 
 
-# A number that never comes
+# A number that is never sent
 
 
-async def test_model_that_cannot_be_made_fails_what_waits_for_a_missing_number(harness: Harness) -> None:
+async def test_commands_behind_a_missing_number_fail_if_the_model_cannot_be_created(harness: Harness) -> None:
     trainer = await Trainer.create(harness, create=False)
     waiting = await trainer.optim_step(5)
     await harness.queued(1)
@@ -73,7 +73,7 @@ async def test_model_that_cannot_be_made_fails_what_waits_for_a_missing_number(h
     assert harness.scheduler.waiting == 0
 
 
-async def test_command_that_is_read_while_its_session_ends_does_not_wait(
+async def test_a_command_read_while_its_session_ends_fails_at_once(
     harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer, other = await Trainer.create(harness), await Trainer.create(harness)
@@ -84,7 +84,8 @@ async def test_command_that_is_read_while_its_session_ends_does_not_wait(
 
     async def one_more() -> None:
         sent.append(await trainer.optim_step(99))
-        await other.optim_step(99)  # which is queued from now on: the log is not read from the start again
+        # this command makes the queue non-empty, so the log is not read from the start again
+        await other.optim_step(99)
         await harness.parts.file_commands.start_ready()
 
     def end_and_one_more(database: Database) -> Any:
@@ -103,10 +104,10 @@ async def test_command_that_is_read_while_its_session_ends_does_not_wait(
 # A session that ends while a request is written
 
 
-async def test_request_whose_session_ends_while_it_is_written_is_not_left_pending(
+async def test_a_request_fails_if_its_session_ends_while_the_request_is_written(
     services: Services, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The engine has settled the session's requests already: nobody else would ever settle this one."""
+    """The engine has already settled the session's requests, so no process would settle this one later."""
     store = services.futures
     execute = store._recording._writer.execute
 
@@ -124,10 +125,10 @@ async def test_request_whose_session_ends_while_it_is_written_is_not_left_pendin
     assert outcome.error == "the session has ended"
 
 
-# Sent again
+# Repeated requests
 
 
-async def test_unnamed_save_that_is_sent_again_takes_a_new_session_number(http: httpx.AsyncClient) -> None:
+async def test_a_repeated_unnamed_save_may_carry_another_session_number(http: httpx.AsyncClient) -> None:
     async def post(route: str, **body: Any) -> httpx.Response:
         return await http.post(route, json=body)
 
@@ -143,13 +144,13 @@ async def test_unnamed_save_that_is_sent_again_takes_a_new_session_number(http: 
         other = await post("save_weights_for_sampler", **(save | change), sampling_session_seq_id=3)
         assert (other.status_code, other.json()["field"]) == (400, "seq_id"), change
     step = await post("optim_step", model_id=model, seq_id=1)
-    assert step.status_code == 400, "another kind of command is another command"
+    assert step.status_code == 400, "a command of another kind is refused under the same number"
 
 
-async def test_poll_that_ends_with_500_is_held(
+async def test_a_poll_that_ends_with_500_is_held_for_a_while(
     services: Services, http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The SDK asks again at once, without end: a database that is away must not have to bear that, too."""
+    """The SDK polls again at once and without end. A database that is unreachable must not get this load as well."""
 
     async def away(*_: object) -> None:
         raise OSError("the database is away")
@@ -170,8 +171,11 @@ async def restart(harness: Harness) -> None:
     await harness.start()
 
 
-async def test_step_that_failed_by_our_fault_is_not_repeated(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It left the model as it was, the gradient included; repeated it would succeed, and change the weights."""
+async def test_recovery_does_not_repeat_a_step_that_failed_by_a_server_error(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The failed step left the model and its gradient unchanged. Repeated, the step would succeed and change the
+    weights."""
     trainer = await Trainer.create(harness)
     await trainer.step(1)
     await trainer.result(await trainer.forward_backward(2))
@@ -189,8 +193,9 @@ async def test_step_that_failed_by_our_fault_is_not_repeated(harness: Harness, m
     assert (await trainer.result(await trainer.optim_step()))["metrics"]["optimizer_step"] == 2
 
 
-async def test_step_that_failed_by_its_gradient_is_not_tried_again(harness: Harness) -> None:
-    """Its client was told that it had failed and had dropped the gradient, whatever it would come to now."""
+async def test_recovery_does_not_retry_a_step_that_failed_by_its_gradient(harness: Harness) -> None:
+    """The client was told that the step failed and dropped the gradient. The repetition must not try the step again,
+    even if the step would succeed now."""
     trainer, other = await Trainer.create(harness), await Trainer.create(harness)
     new = await trainer.state()
     for each in (trainer, other):
@@ -206,18 +211,18 @@ async def test_step_that_failed_by_its_gradient_is_not_tried_again(harness: Harn
     assert (await other.step(2))["optimizer_step"] == 2
 
 
-async def test_refusal_that_could_not_be_written_is_written_later(
+async def test_a_refusal_that_could_not_be_written_is_written_later(
     harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What was read with it, and is queued, must not hide it."""
-    gone, other = await Trainer.create(harness), await Trainer.create(harness)
+    """Commands that were read with the refused one, and are queued, must not hide it."""
+    closed, other = await Trainer.create(harness), await Trainer.create(harness)
     await other.step(1)
     harness.database.write(
-        lambda c: c.execute(update(models).where(models.c.id == gone.model_id).values(status="closed"))
+        lambda c: c.execute(update(models).where(models.c.id == closed.model_id).values(status="closed"))
     )
-    harness.scheduler.close_model(gone.model_id)
+    harness.scheduler.close_model(closed.model_id)
     engine = harness.engine
-    engine._poll_due = float("inf")  # the loop sleeps until it is rung, and its listener reads what arrives
+    engine._poll_due = float("inf")  # the loop sleeps until it is rung; its listener reads new commands
     engine.ring()
     await asleep(harness.parts.signals)
     refuse, failures = harness.parts.settlement.refuse, 1
@@ -230,8 +235,8 @@ async def test_refusal_that_could_not_be_written_is_written_later(
         refuse(commands)
 
     monkeypatch.setattr(harness.parts.settlement, "refuse", fail_once)
-    refused = await gone.optim_step(1)
-    waiting = await other.optim_step(9)  # for a number that does not come
+    refused = await closed.optim_step(1)
+    waiting = await other.optim_step(9)  # its number 1 is never sent
     outcome = await harness.store.wait(refused, "tenant", WAIT_S)
     assert outcome is not None
     assert outcome.error is not None

@@ -1,4 +1,5 @@
-"""Snapshots of models that do not step: without them the log could forget nothing of theirs."""
+"""Snapshots of models that take no steps. Without these snapshots no command of such a model could be deleted from the
+log."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ AT_ONCE_S = 1e-9
 
 @pytest.fixture
 async def harness(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Harness]:
-    """Every model is overdue as soon as a command of it has run."""
+    """A harness in which every model is due for a snapshot as soon as it has run a command."""
     monkeypatch.setattr(engine_snapshots, "OVERDUE_S", 0.0)
     async with harness_in(tmp_path / "state", snapshot_interval_s=AT_ONCE_S) as harness:
         await harness.start()
@@ -36,8 +37,8 @@ async def forward(trainer: Trainer, seed: int, seq_id: int | None = None) -> dic
     return await trainer.result(await trainer.send(Kind.FORWARD, seq_id, forward_input=given))
 
 
-def forget_all(harness: Harness) -> None:
-    """Retention's time is over for everything that has ended."""
+def delete_ended_commands(harness: Harness) -> None:
+    """Delete all ended commands that retention allows."""
     harness.database.write(lambda c: retention.forget(c, time.time() + 1))
 
 
@@ -51,14 +52,14 @@ def snapshots(harness: Harness, model_id: str) -> list[Path]:
     return sorted(group.iterdir()) if group.is_dir() else []
 
 
-async def snapshotted(harness: Harness, trainer: Trainer) -> None:
-    """Wait until a snapshot holds all that the model has run, and the one before is gone."""
+async def wait_for_snapshot(harness: Harness, trainer: Trainer) -> None:
+    """Wait until a snapshot holds all that the model has run, and the earlier snapshot is deleted."""
     await until(lambda: harness.model_row(trainer.model_id).next_seq == trainer.seq_id + 1)
     await until(lambda: [path.name for path in snapshots(harness, trainer.model_id)] == [str(trainer.seq_id + 1)])
 
 
 @ON_BOTH
-async def test_forward_passes_alone_leave_no_bodies(
+async def test_the_bodies_of_forward_passes_are_deleted(
     tmp_path: Path, migrated_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine_snapshots, "OVERDUE_S", 0.0)
@@ -67,26 +68,24 @@ async def test_forward_passes_alone_leave_no_bodies(
         await harness.start()
         trainer = await Trainer.create(harness)
         before = [await forward(trainer, seed) for seed in range(3)]
-        await snapshotted(harness, trainer)
-        forget_all(harness)
+        await wait_for_snapshot(harness, trainer)
+        delete_ended_commands(harness)
         assert numbers(harness, trainer.model_id) == []
         await harness.stop()
         await harness.start()
         assert [await forward(trainer, seed) for seed in range(3)] == before
-        await snapshotted(harness, trainer)
+        await wait_for_snapshot(harness, trainer)
         request = NewRequest(
             Kind.FORWARD, "tenant", trainer.session.id, b"{}", model_id=trainer.model_id, numbered=True
         )
         await harness.store.record(request)
-        assert numbers(harness, trainer.model_id)[-1] == trainer.seq_id + 1, "numbers go on, too"
+        assert numbers(harness, trainer.model_id)[-1] == trainer.seq_id + 1, "the numbers continue"
 
 
-async def test_a_model_that_did_not_change_is_not_written_again(
-    harness: Harness, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_unchanged_model_is_not_saved_again(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = await Trainer.create(harness)
     await trainer.step(1)
-    await snapshotted(harness, trainer)
+    await wait_for_snapshot(harness, trainer)
     (first,) = snapshots(harness, trainer.model_id)
     contents, inodes = files_in(first), {file.name: file.stat().st_ino for file in first.iterdir()}
     state = await trainer.state()
@@ -100,7 +99,7 @@ async def test_a_model_that_did_not_change_is_not_written_again(
     with monkeypatch.context() as patched:
         patched.setattr(harness.backend, "save_snapshot", noting)
         await forward(trainer, 1)
-        await snapshotted(harness, trainer)
+        await wait_for_snapshot(harness, trainer)
         assert written == []
     (second,) = snapshots(harness, trainer.model_id)
     assert files_in(second) == contents
@@ -108,15 +107,15 @@ async def test_a_model_that_did_not_change_is_not_written_again(
     await harness.stop()
     await harness.start()
     assert await trainer.state() == state
-    await forward(trainer, 2)  # also of a snapshot that the engine before has taken
-    await snapshotted(harness, trainer)
+    await forward(trainer, 2)  # also after a snapshot of an earlier engine
+    await wait_for_snapshot(harness, trainer)
     assert files_in(snapshots(harness, trainer.model_id)[0]) == contents
     await trainer.step(2)
-    await snapshotted(harness, trainer)
+    await wait_for_snapshot(harness, trainer)
     assert files_in(snapshots(harness, trainer.model_id)[0]) != contents
 
 
-async def test_a_gradient_that_no_step_has_used_is_in_the_snapshot(harness: Harness, tmp_path: Path) -> None:
+async def test_a_snapshot_holds_a_gradient_that_no_step_has_used(harness: Harness, tmp_path: Path) -> None:
     async with harness_in(tmp_path / "undisturbed") as steady:
         await steady.start()
         alone = await Trainer.create(steady)
@@ -127,34 +126,34 @@ async def test_a_gradient_that_no_step_has_used_is_in_the_snapshot(harness: Harn
     trainer = await Trainer.create(harness)
     for seed in (1, 2, 3):
         await trainer.result(await trainer.forward_backward(seed))
-        await snapshotted(harness, trainer)
-        forget_all(harness)
-        assert numbers(harness, trainer.model_id) == [], "the gradient is in the files"
+        await wait_for_snapshot(harness, trainer)
+        delete_ended_commands(harness)
+        assert numbers(harness, trainer.model_id) == [], "the snapshot holds the gradient, so its commands may go"
         await harness.stop()
         await harness.start()
     await trainer.result(await trainer.optim_step())
     assert await trainer.state() == expected
 
 
-async def test_a_gradient_that_is_in_no_snapshot_keeps_its_bodies(tmp_path: Path) -> None:
+async def test_the_bodies_of_a_gradient_without_a_snapshot_are_kept(tmp_path: Path) -> None:
     async with harness_in(tmp_path / "state", snapshot_interval_s=NEVER_S) as harness:
         await harness.start()
         trainer = await Trainer.create(harness)
         await trainer.result(await trainer.forward_backward(1))
         await forward(trainer, 2)
         before = await trainer.state()
-        forget_all(harness)
+        delete_ended_commands(harness)
         assert numbers(harness, trainer.model_id) == [0, 1, 2]
         await harness.stop()
         await harness.start()
         assert await trainer.state() == before
 
 
-async def test_a_snapshot_that_fails_is_put_off_and_stops_nothing(
+async def test_a_failed_snapshot_is_tried_later_and_stops_nothing(
     harness: Harness, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     trainer = await Trainer.create(harness)
-    await snapshotted(harness, trainer)
+    await wait_for_snapshot(harness, trainer)
     tries = 0
 
     def full(*_: object) -> None:
@@ -168,39 +167,39 @@ async def test_a_snapshot_that_fails_is_put_off_and_stops_nothing(
         await until(lambda: tries > 1)
         assert "has no snapshot at command 2" in caplog.text
         await trainer.result(await trainer.forward_backward(2))
-    await snapshotted(harness, trainer)
+    await wait_for_snapshot(harness, trainer)
 
 
-async def test_a_number_that_comes_late_takes_no_snapshot_back(harness: Harness) -> None:
-    """One was cancelled while it waited for numbers before it; after a restart these come late."""
+async def test_a_late_number_does_not_replace_a_newer_snapshot(harness: Harness) -> None:
+    """A command was cancelled while it waited for earlier numbers. After a restart these numbers arrive late."""
     trainer = await Trainer.create(harness)
     await trainer.result(await trainer.forward_backward(1))
     ahead = await trainer.forward_backward(2, 5)
     await harness.queued(1)
-    gone = rows.settlement(ahead, rows.Outcome(error="cancelled", error_category="user"), time.time())
-    harness.database.write(lambda c: c.execute(rows.SETTLE, gone))
+    cancelled = rows.settlement(ahead, rows.Outcome(error="cancelled", error_category="user"), time.time())
+    harness.database.write(lambda c: c.execute(rows.SETTLE, cancelled))
     await harness.stop()
     await harness.start()
     trainer.seq_id = 5
     await forward(trainer, 3)
-    await snapshotted(harness, trainer)
+    await wait_for_snapshot(harness, trainer)
     late = await trainer.forward_backward(4, 3)
     await trainer.result(late)
     await until(lambda: not harness.snapshots.overdue())
     assert harness.model_row(trainer.model_id).next_seq == 7
     assert [path.name for path in snapshots(harness, trainer.model_id)] == ["7"]
     await trainer.result(await trainer.optim_step())
-    await snapshotted(harness, trainer)
+    await wait_for_snapshot(harness, trainer)
     before = await trainer.state()
     await harness.stop()
     await harness.start()
     assert await trainer.state() == before
 
 
-async def test_a_closed_or_failed_model_has_no_snapshot(harness: Harness, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_closed_or_failed_model_gets_no_snapshot(harness: Harness, caplog: pytest.LogCaptureFixture) -> None:
     failed, closed = await Trainer.create(harness, rank=1000), await Trainer.create(harness)
     await failed.fails(Kind.OPTIM_STEP)
-    await snapshotted(harness, closed)
+    await wait_for_snapshot(harness, closed)
     await harness.end(closed.session)
     await until(lambda: not harness.snapshots.overdue())
     await until(lambda: snapshots(harness, closed.model_id) == snapshots(harness, failed.model_id) == [])
@@ -209,7 +208,7 @@ async def test_a_closed_or_failed_model_has_no_snapshot(harness: Harness, caplog
 
 @pytest.mark.parametrize("changed", [True, False], ids=["written", "linked"])
 @pytest.mark.parametrize("point", ["in the files", "before the commit", "after the commit"])
-async def test_a_death_in_the_middle_of_a_snapshot_loses_nothing(
+async def test_a_death_during_a_snapshot_loses_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: str, changed: bool
 ) -> None:
     async with harness_in(tmp_path / "state", snapshot_interval_s=NEVER_S) as harness:
@@ -238,7 +237,7 @@ async def test_a_death_in_the_middle_of_a_snapshot_loses_nothing(
                 patched.setattr(harness.engine_database, "write", die if "before" in point else write_and_die)
             with pytest.raises(Killed):
                 await harness.threads.on_backend(lambda: harness.snapshots.take(trainer.model_id, trainer.seq_id + 1))
-        forget_all(harness)
+        delete_ended_commands(harness)
         await harness.stop()
         await harness.start()
         assert await trainer.state() == before

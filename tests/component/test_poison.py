@@ -1,4 +1,4 @@
-"""A command that kills the engine whenever it runs: it is skipped, and is the only one that is."""
+"""A command that kills the engine whenever it runs is skipped, and only this command is skipped."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from skyrl.backends.base import TrainingPass
 from skyrl.types.kinds import Kind
 
 
-async def killed_by(harness: Harness, poison: str) -> None:
-    """Start an engine, which dies of this command before its outcome is stored."""
+async def start_and_die_of(harness: Harness, poison: str) -> None:
+    """Start an engine that dies of this command before the outcome is stored."""
     await harness.start(lambda started: started.kill_before_commit_of(lambda settled: settled == poison))
-    await harness.killed()
+    await harness.wait_until_killed()
 
 
 async def expect_skipped(trainer: Trainer, request_id: str) -> None:
@@ -26,8 +26,9 @@ async def expect_skipped(trainer: Trainer, request_id: str) -> None:
 
 
 @pytest.mark.parametrize("merged", [False, True], ids=["alone", "merged"])
-async def test_a_poison_pass_takes_nobody_with_it(tmp_path: Path, merged: bool) -> None:
-    """It runs in one batch with passes of its own model, and, if merged, of another's. Two deaths, one failure."""
+async def test_a_poison_pass_fails_no_other_pass(tmp_path: Path, merged: bool) -> None:
+    """The pass runs in one batch with other passes of its model and, if merged, of another model. Two deaths fail only
+    this pass."""
     flags = {"backend_config": {"trainer": {"merge_passes": merged}}}
     async with harness_in(tmp_path / "state", **flags) as harness:
         await harness.start()
@@ -40,8 +41,8 @@ async def test_a_poison_pass_takes_nobody_with_it(tmp_path: Path, merged: bool) 
         others = [await other.forward_backward(seed) for seed in (2, 3)]
         steps = [await trainer.optim_step() for trainer in pair]
         poison = passes.pop(1)
-        await killed_by(harness, poison)
-        await killed_by(harness, poison)
+        await start_and_die_of(harness, poison)
+        await start_and_die_of(harness, poison)
 
         await harness.start()
         await expect_skipped(mine, poison)
@@ -51,7 +52,7 @@ async def test_a_poison_pass_takes_nobody_with_it(tmp_path: Path, merged: bool) 
             await trainer.step(5)
         states = [await trainer.state() for trainer in pair]
 
-    if merged:  # the last bits depend on what ran together
+    if merged:  # in a merged batch the last bits depend on the other passes
         return
     async with harness_in(tmp_path / "without", **flags) as harness:
         await harness.start()
@@ -73,7 +74,9 @@ async def test_a_poison_pass_takes_nobody_with_it(tmp_path: Path, merged: bool) 
         (Kind.SAVE_WEIGHTS_FOR_SAMPLER, {"path": "name"}),
     ],
 )
-async def test_a_poison_barrier_leaves_its_model_as_it_was(tmp_path: Path, kind: Kind, body: dict[str, Any]) -> None:
+async def test_a_skipped_poison_barrier_leaves_its_model_unchanged(
+    tmp_path: Path, kind: Kind, body: dict[str, Any]
+) -> None:
     async with harness_in(tmp_path / "state") as harness:
         await harness.start()
         trainer = await Trainer.create(harness)
@@ -82,21 +85,21 @@ async def test_a_poison_barrier_leaves_its_model_as_it_was(tmp_path: Path, kind:
         before = await trainer.state()
         await harness.stop()
         poison = await trainer.send(kind, **body)
-        await killed_by(harness, poison)
-        await killed_by(harness, poison)
+        await start_and_die_of(harness, poison)
+        await start_and_die_of(harness, poison)
         await harness.start()
         await expect_skipped(trainer, poison)
         assert await trainer.state() == before
         assert harness.checkpoint_rows(trainer.model_id) == []
-        assert (await trainer.do(kind, **body))["type"] == kind.lower(), "the next one of its kind may be a good one"
+        assert (await trainer.do(kind, **body))["type"] == kind.lower(), "the next command of the same kind runs"
 
 
 async def test_a_poison_creation_fails_its_model_and_other_models_go_on(tmp_path: Path) -> None:
     async with harness_in(tmp_path / "state") as harness:
         poison = await Trainer.create(harness, create=False)
         request_id = await poison.send(Kind.CREATE_MODEL, 0)
-        await killed_by(harness, request_id)
-        await killed_by(harness, request_id)
+        await start_and_die_of(harness, request_id)
+        await start_and_die_of(harness, request_id)
         await harness.start()
         await expect_skipped(poison, request_id)
         assert harness.model_row(poison.model_id).status == "failed"
@@ -105,8 +108,9 @@ async def test_a_poison_creation_fails_its_model_and_other_models_go_on(tmp_path
         assert (await other.step(1))["optimizer_step"] == 1
 
 
-async def test_a_death_in_between_that_was_no_commands_fault_is_not_counted(tmp_path: Path) -> None:
-    """The command that ran at one death ends well afterwards, and another one has that fate: nobody fails."""
+async def test_two_deaths_under_different_commands_fail_no_command(tmp_path: Path) -> None:
+    """The command that ran at the first death succeeds afterwards, and another command runs at the second death: no
+    command is skipped."""
     async with harness_in(tmp_path / "state") as harness:
         await harness.start()
         trainer = await Trainer.create(harness)
@@ -114,13 +118,13 @@ async def test_a_death_in_between_that_was_no_commands_fault_is_not_counted(tmp_
         await harness.stop()
         for _ in range(3):
             unlucky = await trainer.forward_backward(2)
-            await killed_by(harness, unlucky)
+            await start_and_die_of(harness, unlucky)
             await harness.start()
             await trainer.result(unlucky)
             await harness.stop()
 
 
-async def test_a_model_whose_repetition_kills_the_engine_is_failed_and_others_go_on(
+async def test_a_model_fails_if_repeating_its_commands_kills_the_engine_and_others_go_on(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def die_of(harness: Harness) -> None:

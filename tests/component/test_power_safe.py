@@ -1,5 +1,5 @@
-"""What a loss of power must not take is on the disk before anybody is told of it. No test cuts the power: these watch
-what the disk is asked for, and in which order."""
+"""Data that must survive a loss of power is synced to the disk before any client hears of it. No test cuts the power:
+the tests record the sync calls and their order."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from skyrl.types.kinds import Kind
 AFTER_EVERY_STEP_S = 0.000_001
 COMMIT = "a synced commit"
 FULL, NORMAL = 2, 1
-"""SQLite's numbers: with FULL a commit syncs the log, and so whatever it holds."""
+"""SQLite's values of PRAGMA synchronous. With FULL a commit syncs the log, with everything in it."""
 
 
 @pytest.fixture
 def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Files and directories that were synced, by name, and synced commits, in their order."""
+    """The names of synced files and directories, and synced commits, in order."""
     noted: list[str] = []
     sync, write = os.fsync, Database.write
 
@@ -41,14 +41,14 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="reads names of open files in /proc")
-async def test_saves_and_snapshots_are_synced_before_their_commit_is(tmp_path: Path, events: list[str]) -> None:
+async def test_saves_and_snapshots_are_synced_before_their_commit(tmp_path: Path, events: list[str]) -> None:
     async with harness_in(tmp_path / "state", snapshot_interval_s=AFTER_EVERY_STEP_S) as harness:
         await harness.start()
         trainer = await Trainer.create(harness)
         await trainer.step(1)
-        assert events == [], "what can be computed again need not be"
+        assert events == [], "results that recovery can compute again are not synced"
         await trainer.step(2)
-        await trainer.do(Kind.SAVE_WEIGHTS, path="a")  # it comes after the snapshot of the second step
+        await trainer.do(Kind.SAVE_WEIGHTS, path="a")  # this save comes after the snapshot of the second step
         snapshot, save = events[: events.index(COMMIT)], events[events.index(COMMIT) + 1 :]
         for written in (snapshot, save):
             assert [name for name in written if name.endswith(".safetensors")]
@@ -59,8 +59,8 @@ async def test_saves_and_snapshots_are_synced_before_their_commit_is(tmp_path: P
 def test_a_power_safe_commit_syncs_the_log(tmp_path: Path) -> None:
     database = Database(f"sqlite:///{tmp_path / 'skyrl.db'}")
 
-    def synchronous(**how: Any) -> int:
-        return database.write(lambda c: c.exec_driver_sql("PRAGMA synchronous").scalar_one(), **how)
+    def synchronous(**options: Any) -> int:
+        return database.write(lambda c: c.exec_driver_sql("PRAGMA synchronous").scalar_one(), **options)
 
     assert (synchronous(power_safe=True), synchronous()) == (FULL, NORMAL)
     database.close()

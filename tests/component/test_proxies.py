@@ -1,4 +1,4 @@
-"""Inference servers behind a load balancer: while one of them restarts, nobody loses a sample."""
+"""Inference servers behind a load balancer: no sample fails while one server restarts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
-from adapter_hosts import AllThere
+from adapter_hosts import HostWithAllAdapters
 from fake_upstream import COMPLETIONS, FakeUpstream, closed_port, fake_upstream, hang_up, reply
 from test_forwarding_failures import JOB, WHOLE, decoded
 
@@ -22,10 +22,10 @@ AWAY = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 0.05\r\nContent-Length
 
 
 class Balancer:
-    """A small HTTP proxy: each request goes to the next replica, whether or not that is there.
+    """A small HTTP proxy that sends each request, /health included, to the next replica, whether or not the replica is
+    running.
 
-    A replica that cannot be reached, or breaks off, is a 502; without any replica it is a 503. Its own /health is a
-    page that it does not have, or any replica's.
+    If the replica cannot be reached or breaks the connection, the client gets 502; without any replica it gets 503.
     """
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class Balancer:
         self._turn = 0
 
     async def until(self, status: int, times: int) -> None:
-        """Wait until it has answered this status so often."""
+        """Wait until the balancer has answered this status so many times."""
         async with asyncio.timeout(120), self._changed:
             await self._changed.wait_for(lambda: self.answered[status] >= times)
 
@@ -46,7 +46,7 @@ class Balancer:
             self._changed.notify_all()
         return answer
 
-    async def talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def serve_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             while True:
                 head = await reader.readuntil(b"\r\n\r\n")
@@ -79,7 +79,7 @@ class Balancer:
 @asynccontextmanager
 async def balancing() -> AsyncIterator[Balancer]:
     balancer = Balancer()
-    listening = await asyncio.start_server(balancer.talk, "127.0.0.1", 0)
+    listening = await asyncio.start_server(balancer.serve_connection, "127.0.0.1", 0)
     balancer.url = "http://{}:{}".format(*listening.sockets[0].getsockname())
     async with listening:
         yield balancer
@@ -89,14 +89,14 @@ async def balancing() -> AsyncIterator[Balancer]:
 async def client() -> AsyncIterator[tuple[Balancer, ForwardingClient]]:
     async with balancing() as balancer:
         client = ForwardingClient(
-            HttpTransport(), FixedEndpoint(balancer.url), AllThere(), api_key=None, deadline_s=300
+            HttpTransport(), FixedEndpoint(balancer.url), HostWithAllAdapters(), api_key=None, deadline_s=300
         )
         yield balancer, client
         await client.close()
 
 
 class Load:
-    """Samples, one after the other on each of so many ways, until it is stopped."""
+    """Samples on `ways` parallel chains, one after the other on each, until `stop`."""
 
     def __init__(self, client: ForwardingClient, ways: int) -> None:
         self._client = client
@@ -109,8 +109,8 @@ class Load:
             assert decoded(await self._client.sample(JOB)) == WHOLE
             self.done += 1
 
-    async def goes_on(self, samples: int) -> None:
-        """Until so many more have ended. Raises what a sample failed with."""
+    async def wait_for_more(self, samples: int) -> None:
+        """Wait until so many more samples have ended. Raises the error of a failed sample."""
         until = self.done + samples
         async with asyncio.timeout(120):
             while self.done < until:
@@ -125,50 +125,54 @@ class Load:
 
 
 @pytest.mark.parametrize("health", [200, 404])
-async def test_a_rolling_restart_costs_no_sample(client: tuple[Balancer, ForwardingClient], health: int) -> None:
-    """Each replica is away for a while, one after the other; the balancer goes on sending to it."""
+async def test_no_sample_fails_during_a_rolling_restart(client: tuple[Balancer, ForwardingClient], health: int) -> None:
+    """The replicas are down one after the other, and the balancer keeps sending to them. Each answers /health with 200,
+    or has no such page."""
     balancer, forwarding = client
     servers = [FakeUpstream(on_get=reply(health, "")) for _ in range(2)]
     for server in servers:
         await server.start()
     balancer.replicas = [server.url for server in servers]
     load = Load(forwarding, 20)
-    await load.goes_on(50)
+    await load.wait_for_more(50)
     for index in range(2):
         await servers[index].stop()
-        await load.goes_on(30)
+        await load.wait_for_more(30)
         servers[index] = FakeUpstream(on_get=reply(health, ""))
         await servers[index].start()
         balancer.replicas[index] = servers[index].url
-        await load.goes_on(30)
+        await load.wait_for_more(30)
     await load.stop()
     assert balancer.answered[502] > 0
-    assert forwarding.counts["upstream_away"] == balancer.answered[502], "each was waited for"
+    assert forwarding.counts["upstream_away"] == balancer.answered[502], "the client has waited after each 502"
     for server in servers:
         await server.stop()
 
 
-async def test_the_only_server_behind_a_proxy_restarts(client: tuple[Balancer, ForwardingClient]) -> None:
+async def test_no_sample_fails_while_the_only_server_behind_a_proxy_restarts(
+    client: tuple[Balancer, ForwardingClient],
+) -> None:
     balancer, forwarding = client
     async with fake_upstream() as server:
         balancer.replicas = [server.url]
         load = Load(forwarding, 20)
-        await load.goes_on(50)
-        balancer.replicas = []  # 503, with Retry-After
+        await load.wait_for_more(50)
+        balancer.replicas = []  # the balancer answers 503 with Retry-After
         await balancer.until(503, 40)
-        balancer.replicas = [closed_port()]  # 502
+        balancer.replicas = [closed_port()]  # the balancer answers 502
         await balancer.until(502, 40)
         balancer.replicas = [server.url]
-        await load.goes_on(40)
+        await load.wait_for_more(40)
         await load.stop()
     assert forwarding.counts["upstream_away"] >= 80
     assert forwarding.counts["interrupted"] == 0
 
 
-async def test_a_sample_that_a_server_behind_a_proxy_dies_of_is_sent_rarely(
+async def test_a_sample_that_kills_a_server_behind_a_proxy_is_repeated_rarely(
     client: tuple[Balancer, ForwardingClient], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It looks like a restart, so it is repeated until the deadline; its pauses grow beyond those of a 503."""
+    """For the client such a death looks like a restart, so it repeats the sample until the deadline. Its pauses become
+    longer than after a 503."""
     balancer, forwarding = client
     waits: list[float] = []
 

@@ -1,4 +1,5 @@
-"""Quotas of samples and models over HTTP: what is refused, what waits and says why, and that nobody else notices."""
+"""Quotas of samples and models over HTTP: which requests are refused, which requests wait and why, and that other
+tenants are not affected."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
-from api_harness import BASE, Api, Serve, asked, session_of, tokens
+from api_harness import BASE, Api, Serve, sample_body, session_of, tokens
 from engine_harness import data, until
 from fake_upstream import FakeUpstream, after, complete, error
 from sqlalchemy import Connection, event, select, update
@@ -36,7 +37,7 @@ def polls_end_soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def change(api: Api, database: Database, tenant: str = ONE, **values: int | None) -> None:
-    """What the operator does, and the API process hears of it."""
+    """Change the quotas as the operator does, and let the API process read them."""
     database.write(lambda c: rows.change(c, tenant, values))
     await api.services.quotas.refresh()
 
@@ -46,15 +47,15 @@ def recorded(database: Database) -> list[Any]:
     return database.read(lambda c: list(c.execute(select(*columns).order_by(futures.c.n))))
 
 
-async def ended(api: Api, request_id: str, **headers: str) -> httpx.Response:
+async def result_when_ended(api: Api, request_id: str, **headers: str) -> httpx.Response:
     while (answer := await api.result(request_id, **headers)).status_code == 408:
         pass
     return answer
 
 
 async def sample_of_other(api: Api, sampler: str, seq_id: int) -> list[list[int]]:
-    answer = await api.post("asample", asked(sampler, seq_id), **OTHER)
-    return tokens(await ended(api, answer.json()["request_id"], **OTHER))
+    answer = await api.post("asample", sample_body(sampler, seq_id), **OTHER)
+    return tokens(await result_when_ended(api, answer.json()["request_id"], **OTHER))
 
 
 def refused(answer: httpx.Response) -> str:
@@ -64,7 +65,7 @@ def refused(answer: httpx.Response) -> str:
 
 
 def refused_until_the_tenant_acts(answer: httpx.Response) -> str:
-    """Waiting does not help, so nothing asks the client to: SDKs raise a 403 at once."""
+    """Waiting does not help here, so the answer does not ask for a retry: SDKs raise a 403 at once."""
     assert answer.status_code == 403, answer.text
     assert "Retry-After" not in answer.headers
     return answer.json()["detail"]
@@ -81,33 +82,33 @@ async def test_samples_above_the_quota_are_refused_and_not_recorded(
     async with serve(quota_requests_in_flight=2) as api:
         mine, theirs = await api.sampler(), await api.sampler(**OTHER)
         promises = [await api.sample(mine, seq_id) for seq_id in (1, 2)]
-        assert "has 2 samples in flight" in refused(await api.post("asample", asked(mine, 3)))
+        assert "has 2 samples in flight" in refused(await api.post("asample", sample_body(mine, 3)))
         assert len(recorded(database)) == 2
-        other = (await api.post("asample", asked(theirs, 1), **OTHER)).json()
+        other = (await api.post("asample", sample_body(theirs, 1), **OTHER)).json()
         await upstream.until(lambda server: server.busy == 3)
         go.set()
         for promise in promises:
-            await ended(api, promise["request_id"])
-        await ended(api, other["request_id"], **OTHER)
-        assert await ended(api, (await api.sample(mine, 3))["request_id"])
+            await result_when_ended(api, promise["request_id"])
+        await result_when_ended(api, other["request_id"], **OTHER)
+        assert await result_when_ended(api, (await api.sample(mine, 3))["request_id"])
         status = (await api.http.get("/statusz")).json()["quotas"]
         assert status == {"refused": {"requests_in_flight": 1}, "paused": 0, "waiting": 0, "exceptions": 0}
 
 
-async def test_failed_and_cancelled_samples_are_not_in_flight(serve: Serve, upstream: FakeUpstream) -> None:
+async def test_failed_and_cancelled_samples_do_not_count_as_in_flight(serve: Serve, upstream: FakeUpstream) -> None:
     upstream.script.append(error(400, "no"))
     async with serve(quota_requests_in_flight=1) as api:
         sampler = await api.sampler()
-        failed = await ended(api, (await api.sample(sampler, 1))["request_id"])
+        failed = await result_when_ended(api, (await api.sample(sampler, 1))["request_id"])
         assert failed.json()["category"] == "user"
         upstream.default = after(asyncio.Event(), complete())
         waits = await api.sample(sampler, 2)
-        refused(await api.post("asample", asked(sampler, 3)))
+        refused(await api.post("asample", sample_body(sampler, 3)))
         await api.post("cancel_future", {"request_id": waits["request_id"]})
-        assert (await api.post("asample", asked(sampler, 3))).status_code == 200
+        assert (await api.post("asample", sample_body(sampler, 3))).status_code == 200
 
 
-async def test_repeat_of_a_sample_counts_once(serve: Serve, upstream: FakeUpstream, database: Database) -> None:
+async def test_a_repeated_sample_counts_once(serve: Serve, upstream: FakeUpstream, database: Database) -> None:
     upstream.default = after(asyncio.Event(), complete())
     async with serve(quota_requests_in_flight=2, quota_tokens_per_minute=12) as api:
         sampler = await api.sampler()
@@ -115,17 +116,17 @@ async def test_repeat_of_a_sample_counts_once(serve: Serve, upstream: FakeUpstre
         assert len({promise["request_id"] for promise in promises}) == 1
         assert recorded(database)[0].not_before is None
         await api.sample(sampler, 2)
-        assert recorded(database)[1].not_before is None, "five repeats of 6 tokens took nothing"
+        assert recorded(database)[1].not_before is None, "five repeats of a sample of 6 tokens took no tokens"
 
 
-async def test_what_the_engine_samples_is_in_flight_until_it_has_ended(serve: Serve, database: Database) -> None:
+async def test_a_sample_of_the_engine_counts_as_in_flight_until_it_ends(serve: Serve, database: Database) -> None:
     colocated = {"trainer.placement.colocate_all": True}
     async with serve(quota_requests_in_flight=1, backend_config=colocated) as api:
         sampler = await api.sampler()
         promise = await api.sample(sampler, 1)
-        refused(await api.post("asample", asked(sampler, 2)))
+        refused(await api.post("asample", sample_body(sampler, 2)))
         await api.post("cancel_future", {"request_id": promise["request_id"]})
-        assert (await api.post("asample", asked(sampler, 2))).status_code == 200
+        assert (await api.post("asample", sample_body(sampler, 2))).status_code == 200
     assert [row.status for row in recorded(database)] == ["failed", "pending"]
 
 
@@ -133,7 +134,7 @@ async def test_what_the_engine_samples_is_in_flight_until_it_has_ended(serve: Se
 
 
 @ON_BOTH
-async def test_what_is_beyond_the_minutes_tokens_waits_and_says_why(
+async def test_a_sample_beyond_the_tokens_per_minute_waits_and_gives_the_reason(
     serve: Serve, upstream: FakeUpstream, database: Database
 ) -> None:
     upstream.default = after(asyncio.Event(), complete())
@@ -141,7 +142,9 @@ async def test_what_is_beyond_the_minutes_tokens_waits_and_says_why(
         mine, theirs = await api.sampler(), await api.sampler(**OTHER)
         await change(api, database, tokens_per_minute=6)
         first, second = [await api.sample(mine, seq_id) for seq_id in (1, 2)]
-        assert (await api.result(first["request_id"])).json()["queue_state"] == "active", "it is on its way"
+        assert (await api.result(first["request_id"])).json()["queue_state"] == "active", (
+            "the first sample is being forwarded"
+        )
         poll = await api.result(second["request_id"])
         assert poll.status_code == 408
         assert poll.json()["queue_state"] == "paused_rate_limit"
@@ -149,7 +152,7 @@ async def test_what_is_beyond_the_minutes_tokens_waits_and_says_why(
         await upstream.until(lambda server: bool(server.completions))
         assert len(upstream.completions) == 1
         upstream.default = complete()
-        assert await sample_of_other(api, theirs, 1) == [[0, 1, 2]], "nobody else waits"
+        assert await sample_of_other(api, theirs, 1) == [[0, 1, 2]], "samples of other tenants do not wait"
         assert (await api.result(second["request_id"])).json()["queue_state"] == "paused_rate_limit"
         assert (await api.http.get("/statusz")).json()["quotas"] == {
             "refused": {},
@@ -158,43 +161,48 @@ async def test_what_is_beyond_the_minutes_tokens_waits_and_says_why(
             "exceptions": 1,
         }
         await change(api, database, tokens_per_minute=None)
-        assert tokens(await ended(api, second["request_id"])) == [[0, 1, 2]], "no quota, nothing to wait for"
+        assert tokens(await result_when_ended(api, second["request_id"])) == [[0, 1, 2]], (
+            "without a quota the sample does not wait"
+        )
     paused = [row for row in recorded(database) if row.not_before is not None]
     assert [row.tenant for row in paused] == [ONE]
     assert 50 < paused[0].not_before - paused[0].created_at <= 60
 
 
-async def test_a_turn_comes_by_itself(serve: Serve, database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_waiting_sample_runs_once_enough_tokens_were_added(
+    serve: Serve, database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with serve(quota_tokens_per_minute=600) as api:
         sampler = await api.sampler()
-        stopped: float | None = time.monotonic()  # no token comes in until both samples have been sent
+        stopped: float | None = time.monotonic()  # no tokens are added until both samples have been sent
         monkeypatch.setattr(api.services.quotas, "_clock", lambda: time.monotonic() if stopped is None else stopped)
         large = {"prompt": [1] * 90, "sampling_params": {"max_tokens": 4}}
-        promises = [await api.sample(sampler, 1, num_samples=105, **large)]  # 510 tokens of 600
-        promises.append(await api.sample(sampler, 2, num_samples=2, **large))  # 98 more, and 10 come in each second
+        promises = [await api.sample(sampler, 1, num_samples=105, **large)]  # 510 of 600 tokens
+        # 98 more tokens, and 10 are added per second
+        promises.append(await api.sample(sampler, 2, num_samples=2, **large))
         stopped = None
         for promise, count in zip(promises, (105, 2), strict=True):
-            assert len(tokens(await ended(api, promise["request_id"]))) == count
+            assert len(tokens(await result_when_ended(api, promise["request_id"]))) == count
     first, second = recorded(database)
     assert first.not_before is None
     assert second.not_before is not None
 
 
-async def test_tokens_that_were_not_used_are_given_back(
-    serve: Serve, upstream: FakeUpstream, database: Database
-) -> None:
+async def test_unused_tokens_are_returned(serve: Serve, upstream: FakeUpstream, database: Database) -> None:
     go = asyncio.Event()
     upstream.script.append(after(go, complete()))
     async with serve(quota_tokens_per_minute=100) as api:
         sampler = await api.sampler()
-        long = {"sampling_params": {"max_tokens": 97}}  # 4 of them are sampled
+        long = {"sampling_params": {"max_tokens": 97}}  # the upstream samples 4 of them
         first, second = [await api.sample(sampler, seq_id, **long) for seq_id in (1, 2)]
         assert (await api.result(second["request_id"])).json()["queue_state"] == "paused_rate_limit"
         go.set()
-        await ended(api, first["request_id"])
+        await result_when_ended(api, first["request_id"])
         answer = await api.result(second["request_id"])
-        left = answer.json()["queue_state_reason"] if answer.status_code == 408 else "about 0 s"
-        assert int(left.partition("about ")[2].removesuffix(" s")) <= 10, "not a minute any more"
+        remaining = answer.json()["queue_state_reason"] if answer.status_code == 408 else "about 0 s"
+        assert int(remaining.partition("about ")[2].removesuffix(" s")) <= 10, (
+            "the wait has become shorter than a minute"
+        )
 
 
 async def test_samples_that_would_wait_too_long_are_refused(
@@ -206,34 +214,36 @@ async def test_samples_that_would_wait_too_long_are_refused(
         sampler = await api.sampler()
         for seq_id in (1, 2):
             await api.sample(sampler, seq_id)
-        assert "6 tokens per minute" in refused(await api.post("asample", asked(sampler, 3)))
+        assert "6 tokens per minute" in refused(await api.post("asample", sample_body(sampler, 3)))
         assert len(recorded(database)) == 2
-        huge = await api.post("asample", asked(await api.sampler(**OTHER), 1, prompt=[1] * 60), **OTHER)
-        assert huge.status_code == 200, "however large, it is not refused where nothing is before it"
+        huge = await api.post("asample", sample_body(await api.sampler(**OTHER), 1, prompt=[1] * 60), **OTHER)
+        assert huge.status_code == 200, "a sample of any size is accepted if no sample waits before it"
         status = (await api.http.get("/statusz")).json()["quotas"]["refused"]
         assert status == {"tokens_per_minute": 1}
 
 
 @ON_BOTH
-async def test_a_restart_gives_nobody_new_tokens(serve: Serve, database: Database) -> None:
+async def test_a_restart_gives_no_tenant_new_tokens(serve: Serve, database: Database) -> None:
     async with serve() as api:
         sampler = await api.sampler()
         await change(api, database, tokens_per_minute=6)
         promises = [await api.sample(sampler, seq_id) for seq_id in (1, 2)]
-        await ended(api, promises[0]["request_id"])
-        await api.services.sampling.drain(1e9)  # what waits for its turn is not waited for
+        await result_when_ended(api, promises[0]["request_id"])
+        await api.services.sampling.drain(1e9)  # waiting samples are not drained
     before = recorded(database)[1].not_before
     async with serve() as api:
         assert (await api.result(promises[1]["request_id"])).json()["queue_state"] == "paused_rate_limit"
         third = await api.sample(sampler, 3)
         assert recorded(database)[1].not_before == before
-        assert recorded(database)[2].not_before > before + 30, "behind what was promised before"
+        assert recorded(database)[2].not_before > before + 30, (
+            "the new sample waits behind the samples from before the restart"
+        )
         await change(api, database, tokens_per_minute=-1)
         for promise in (promises[1], third):
-            assert tokens(await ended(api, promise["request_id"])) == [[0, 1, 2]]
+            assert tokens(await result_when_ended(api, promise["request_id"])) == [[0, 1, 2]]
 
 
-async def test_ending_the_session_ends_what_waits(serve: Serve) -> None:
+async def test_the_end_of_the_session_fails_its_waiting_samples(serve: Serve) -> None:
     async with serve(quota_tokens_per_minute=60) as api:
         sampler, again = await api.sampler(), await api.sampler()
         for seq_id in (1, 2):
@@ -241,24 +251,26 @@ async def test_ending_the_session_ends_what_waits(serve: Serve) -> None:
         await api.finish(sampler)
         await until(lambda: not api.services.quotas.waiting)
         assert api.services.sampling.in_flight == 0
-        assert (await api.post("asample", asked(again, 1))).status_code == 200
+        assert (await api.post("asample", sample_body(again, 1))).status_code == 200
 
 
-async def test_default_holds_but_for_the_exceptions(serve: Serve, upstream: FakeUpstream, database: Database) -> None:
+async def test_the_default_quota_holds_for_tenants_without_their_own(
+    serve: Serve, upstream: FakeUpstream, database: Database
+) -> None:
     upstream.default = after(asyncio.Event(), complete())
     async with serve(quota_requests_in_flight=1) as api:
         mine, theirs = await api.sampler(), await api.sampler(**OTHER)
         await change(api, database, requests_in_flight=-1)
         for seq_id in range(3):
             await api.sample(mine, seq_id)
-        answers = [await api.post("asample", asked(theirs, seq_id), **OTHER) for seq_id in range(2)]
+        answers = [await api.post("asample", sample_body(theirs, seq_id), **OTHER) for seq_id in range(2)]
         assert [answer.status_code for answer in answers] == [200, 429]
         await change(api, database, requests_in_flight=None)
-        answers = [await api.post("asample", asked(mine, seq_id)) for seq_id in (3, 4)]
-        assert [answer.status_code for answer in answers] == [200, 429], "those from before were not counted"
+        answers = [await api.post("asample", sample_body(mine, seq_id)) for seq_id in (3, 4)]
+        assert [answer.status_code for answer in answers] == [200, 429], "samples from before the quota are not counted"
 
 
-async def test_change_beside_a_running_server_counts_soon(
+async def test_a_running_server_soon_learns_of_changed_quotas(
     serve: Serve, database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(skyrl.api.background, "QUOTAS_S", 0.01)
@@ -266,7 +278,7 @@ async def test_change_beside_a_running_server_counts_soon(
         database.write(lambda c: rows.change(c, ONE, {"models": 0}))
         await until(lambda: api.services.quotas.of(ONE).models == 0)
         database.write(lambda c: rows.clear(c, ONE))
-        await until(lambda: not api.services.quotas.any)
+        await until(lambda: not api.services.quotas.in_use)
 
 
 # Models
@@ -285,7 +297,7 @@ async def test_models_above_the_quota_are_refused(serve: Serve, database: Databa
         assert [answer.status_code for answer in made] == [200, 200]
         sentence = refused_until_the_tenant_acts(await create(api, session, 2))
         assert sentence.startswith("models: this API key's tenant may have 2 in training, and has 2: unload one")
-        assert (await create(api, session, 1)).json() == made[1].json(), "a repeat is no new model"
+        assert (await create(api, session, 1)).json() == made[1].json(), "a repeated request makes no new model"
         other = session_of(await api.sampler(**OTHER))
         assert (await create(api, other, 0, **OTHER)).status_code == 200
         closed = update(models).where(models.c.id == f"{session}:train:0").values(status="closed")
@@ -294,7 +306,7 @@ async def test_models_above_the_quota_are_refused(serve: Serve, database: Databa
 
 
 @ON_BOTH
-async def test_models_that_come_at_once_are_counted_one_by_one(serve: Serve) -> None:
+async def test_models_requested_at_once_are_counted_one_by_one(serve: Serve) -> None:
     async with serve(quota_models=3) as api:
         session = session_of(await api.sampler())
         answers = await asyncio.gather(*(create(api, session, number) for number in range(8)))
@@ -302,7 +314,7 @@ async def test_models_that_come_at_once_are_counted_one_by_one(serve: Serve) -> 
 
 
 @ON_BOTH
-async def test_refused_model_leaves_nothing_behind(serve: Serve, database: Database) -> None:
+async def test_a_refused_model_leaves_no_rows(serve: Serve, database: Database) -> None:
     async with serve(quota_models=0) as api:
         session = session_of(await api.sampler())
         refused_until_the_tenant_acts(await create(api, session, 0))
@@ -314,7 +326,7 @@ async def test_refused_model_leaves_nothing_behind(serve: Serve, database: Datab
 
 
 @ON_BOTH
-async def test_sessions_of_a_tenant_are_bounded(serve: Serve) -> None:
+async def test_the_number_of_sessions_of_a_tenant_is_bounded(serve: Serve) -> None:
     async with serve(max_sessions_per_tenant=2) as api:
         made = [(await api.post("create_session", {})).json()["session_id"] for _ in range(2)]
         sentence = refused_until_the_tenant_acts(await api.post("create_session", {}))
@@ -326,12 +338,14 @@ async def test_sessions_of_a_tenant_are_bounded(serve: Serve) -> None:
         await api.post(f"sessions/{made[0]}/finish", {})
         assert (await api.post("create_session", {})).status_code == 200
         answers = await asyncio.gather(*(api.post("create_session", {}, **OTHER) for _ in range(5)))
-        assert sorted(answer.status_code for answer in answers) == [200, *[403] * 4], "counted one by one"
+        assert sorted(answer.status_code for answer in answers) == [200, *[403] * 4], (
+            "concurrent requests are counted one by one"
+        )
         assert (await api.http.get("/statusz")).json()["quotas"]["refused"] == {"sessions": 5}
 
 
 @ON_BOTH
-async def test_sampling_sessions_of_a_tenant_are_bounded(serve: Serve) -> None:
+async def test_the_number_of_sampling_sessions_of_a_tenant_is_bounded(serve: Serve) -> None:
     async def add(api: Api, session: str, number: int, **headers: str) -> httpx.Response:
         wanted = {"session_id": session, "sampling_session_seq_id": number, "base_model": BASE}
         return await api.post("create_sampling_session", wanted, **headers)
@@ -342,14 +356,14 @@ async def test_sampling_sessions_of_a_tenant_are_bounded(serve: Serve) -> None:
         for session in (one, two):
             sentence = refused_until_the_tenant_acts(await add(api, session, 2))
             assert sentence.startswith("max_sampling_sessions_per_tenant: a tenant may have at most 3, and")
-        assert (await add(api, one, 1)).status_code == 200, "a repeat is no new one"
+        assert (await add(api, one, 1)).status_code == 200, "a repeated request makes no new sampling session"
         other = session_of(await api.sampler(**OTHER))
         assert (await add(api, other, 1, **OTHER)).status_code == 200
         await api.post(f"sessions/{one}/finish", {})
         assert (await add(api, two, 2)).status_code == 200
 
 
-async def test_models_of_a_tenant_are_bounded_whatever_its_quota_says(serve: Serve, database: Database) -> None:
+async def test_the_number_of_models_of_a_tenant_is_bounded_whatever_its_quota(serve: Serve, database: Database) -> None:
     async with serve(max_models_per_tenant=1) as api:
         await change(api, database, models=-1)
         session = session_of(await api.sampler())
@@ -365,8 +379,9 @@ LIVING = ("creating", "ready")
 
 
 @pytest.mark.sqlite
-def test_counting_active_sessions_does_not_look_at_those_that_ended(database: Database) -> None:
-    """Counted at every new session, sampling session and model: the cost must not grow with history."""
+def test_counting_active_sessions_does_not_read_ended_sessions(database: Database) -> None:
+    """Sessions are counted at every new session, sampling session and model. The cost must not grow with the
+    history."""
     plans: list[str] = []
 
     def explain(connection: Connection) -> None:
@@ -402,14 +417,14 @@ async def test_passes_take_tokens_and_are_never_refused(serve: Serve, database: 
 
         started = time.time()
         await train(1, 4, 3)
-        assert await train(1, 4, 3) == await train(1, 4, 3), "repeats take nothing"
+        assert await train(1, 4, 3) == await train(1, 4, 3), "repeated passes take no tokens"
         await train(2, 7, path="forward")
         await train(3, 1000)
         step = {"model_id": model_id, "seq_id": 4, "adam_params": {}}
         assert (await api.post("optim_step", step)).status_code == 200
         waits = await train(5, 5)
         unread = await api.post("forward", {"model_id": model_id, "seq_id": 6, "forward_input": {"data": "?"}})
-        assert unread.status_code == 200, "it fails its future"
+        assert unread.status_code == 200, "an unreadable pass is accepted and fails its future"
         poll = await api.post("retrieve_future", {"request_id": waits})
         assert poll.json()["queue_state"] == "paused_rate_limit"
         assert poll.json()["queue_state_reason"].startswith("the quota of 10 tokens per minute is used up")
@@ -417,7 +432,7 @@ async def test_passes_take_tokens_and_are_never_refused(serve: Serve, database: 
         assert wrong.status_code == 400
     created, first, second, third, optim, fifth, unreadable = [row.not_before for row in recorded(database)]
     assert (created, first, optim, unreadable) == (None, None, None, None)
-    assert 20 < second - started <= 24 + 5, "7 of 10 were taken, 7 more are wanted"
+    assert 20 < second - started <= 24 + 5, "7 of 10 tokens were taken, and 7 more are needed"
     assert third > second
     assert fifth > third + 900 / 10 * 60
 
@@ -438,7 +453,7 @@ async def test_protobuf_passes_are_counted(serve: Serve, database: Database) -> 
     assert [row.not_before is None for row in recorded(database)] == [True, True, False]
 
 
-async def test_answers_are_json_with_a_sentence(serve: Serve) -> None:
+async def test_refusals_are_json_with_a_sentence(serve: Serve) -> None:
     async with serve(quota_models=0) as api:
         answer = await create(api, session_of(await api.sampler()), 0)
         assert set(json.loads(answer.content)) == {"detail", "field"}

@@ -1,5 +1,5 @@
-"""Quotas where a real engine trains and saves: a paused model goes on where it was, others do not wait, and a save that
-its tenant has no room for harms nothing."""
+"""Quotas with a real engine that trains and saves: a paused model goes on where it stopped, other models do not wait,
+and a save beyond the tenant's storage quota harms nothing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoint_world import KEY, OTHER, World, at, world_in
+from checkpoint_world import KEY, OTHER, World, rest_path, world_in
 from engine_harness import Trainer, data, until
 from sqlalchemy import select
 
@@ -24,7 +24,7 @@ MINE = tenant_of_key(KEY)
 
 @dataclass
 class Client:
-    """Trains over HTTP, as the SDK does."""
+    """A client that trains over HTTP, as the SDK does."""
 
     world: World
     key: str
@@ -44,7 +44,7 @@ class Client:
         return answer["request_id"]
 
     async def train(self, *lengths: int) -> str:
-        """A pass and a step; returns the request id of the step."""
+        """Send a pass and a step; returns the request id of the step."""
         given = {"data": data(self.seq_id, *lengths), "loss_fn": "cross_entropy"}
         await self.send("forward_backward", forward_backward_input=given)
         return await self.send("optim_step", adam_params={"learning_rate": 0.01})
@@ -67,9 +67,11 @@ def recorded(world: World, kind: Kind) -> list[Any]:
     return world.harness.database.read(lambda c: list(c.execute(query)))
 
 
-async def test_a_loop_over_its_quota_ends_as_without_one(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_training_loop_over_its_quota_gives_the_same_results(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     now = time.monotonic()
-    monkeypatch.setattr(world.services.quotas, "_clock", lambda: now)  # no token comes in, however slow a request is
+    monkeypatch.setattr(world.services.quotas, "_clock", lambda: now)  # no tokens are added, however slow a request is
     await change(world, tokens_per_minute=600)
     paused, free = await Client.create(world, KEY), await Client.create(world, OTHER)
     for client in (paused, free):
@@ -81,12 +83,12 @@ async def test_a_loop_over_its_quota_ends_as_without_one(world: World, monkeypat
     assert all(row.completed_at >= row.not_before for row in passes if row.not_before is not None)
 
 
-async def test_while_one_tenant_is_paused_others_train_also_after_a_restart(world: World) -> None:
+async def test_other_tenants_train_while_one_is_paused_even_after_a_restart(world: World) -> None:
     await change(world, tokens_per_minute=20)
     paused, free = await Client.create(world, KEY), await Client.create(world, OTHER)
     assert (await world.outcome(await paused.train(20))).error is None
     await paused.train(400)
-    await paused.train(5)  # when the debt is paid, in some twenty minutes
+    await paused.train(5)  # runs when the debt is paid, in some twenty minutes
 
     def step_waits() -> bool:
         return [row for row in recorded(world, Kind.OPTIM_STEP) if row.tenant == MINE][2].status == "pending"
@@ -99,21 +101,21 @@ async def test_while_one_tenant_is_paused_others_train_also_after_a_restart(worl
     turns = 0
     start_due = world.harness.scheduler.start_due
 
-    def counted(now: float) -> None:
+    def count_turns(now: float) -> None:
         nonlocal turns
         turns += 1
         start_due(now)
 
-    world.harness.scheduler.start_due = counted  # type: ignore[method-assign]
+    world.harness.scheduler.start_due = count_turns  # type: ignore[method-assign]
     assert (await world.outcome(await free.train(20), OTHER)).error is None
     await until(lambda: not world.harness.scheduler.has_work)
     before = turns
     for _ in range(5000):
         await asyncio.sleep(0)
-    assert turns - before < 50, "the engine sleeps until somebody's time comes"
+    assert turns - before < 50, "the engine sleeps until the next model may run"
     await world.post(f"sessions/{paused.model_id.partition(':')[0]}/finish", {})
-    await until(lambda: not step_waits())
-    assert world.harness.scheduler.next_start is None
+    # the engine writes that the step is cancelled, then forgets it
+    await until(lambda: not step_waits() and world.harness.scheduler.next_start is None)
 
 
 async def test_saves_beyond_the_stored_bytes_fail_and_harm_nothing(tmp_path: Path) -> None:
@@ -142,26 +144,26 @@ async def test_saves_beyond_the_stored_bytes_fail_and_harm_nothing(tmp_path: Pat
         assert "bytes of checkpoints" in refused.json()["detail"]
         other = await world.trainer(OTHER)
         await other.do(Kind.SAVE_WEIGHTS, path="theirs")
-        assert (await world.ask("DELETE", at(first))).status_code == 200
+        assert (await world.ask("DELETE", rest_path(first))).status_code == 200
         await trainer.do(Kind.SAVE_WEIGHTS, path="second")
         world.harness.database.write(lambda c: rows.change(c, MINE, {"stored_bytes": -1}))
         await trainer.do(Kind.SAVE_WEIGHTS, path="third")
 
 
-async def test_a_copy_must_fit_whole(world: World) -> None:
+async def test_a_copy_must_fit_into_the_storage_quota(world: World) -> None:
     trainer = await world.trainer()
     source = (await trainer.do(Kind.SAVE_WEIGHTS, path="kept"))["path"]
     size = world.harness.checkpoint_rows(trainer.model_id)[0].size_bytes
     copy = {"source_path": source, "destination_project_id": "archive"}
     await change(world, stored_bytes=2 * size - 1)
     assert (await world.ask("POST", "copy_weights", copy)).status_code == 403
-    assert len(world.harness.checkpoint_store.stored()) == 1, "nothing was copied"
+    assert len(world.harness.checkpoint_store.stored()) == 1, "no files were copied"
     await change(world, stored_bytes=2 * size)
     await world.post("copy_weights", copy)
 
 
 @pytest.mark.parametrize("made_by", ["create_model", "load_weights"])
-async def test_models_are_counted_however_they_are_made(world: World, made_by: str) -> None:
+async def test_models_are_counted_however_they_are_created(world: World, made_by: str) -> None:
     trainer = await world.trainer()
     source = (await trainer.do(Kind.SAVE_WEIGHTS, path="kept"))["path"]
     await change(world, models=1)

@@ -1,4 +1,4 @@
-"""An engine that dies: what the next one makes of the same database and files, to the last bit."""
+"""The engine dies, and the next engine recovers from the same database and files, to the last bit."""
 
 from __future__ import annotations
 
@@ -30,28 +30,28 @@ AT_ONCE_S = 1e-9
 
 @pytest.fixture
 async def harness(tmp_path: Path) -> AsyncIterator[Harness]:
-    """With snapshots only where a test or a load takes them."""
+    """A harness that takes snapshots only when a test or a load asks for them."""
     async with harness_in(tmp_path / "state") as harness:
         await harness.start()
         yield harness
 
 
 async def die_at(trainer: Trainer, kind: Kind, **body: Any) -> str:
-    """The engine executes this command, and dies before anybody knows; returns the request id."""
+    """The engine executes this command and dies before it stores the outcome; returns the request id."""
     trainer.harness.kill_before_commit_of(lambda _: True)
     request_id = await trainer.send(kind, **body)
-    await trainer.harness.killed()
+    await trainer.harness.wait_until_killed()
     return request_id
 
 
 async def restart(harness: Harness) -> None:
-    """Clean up to the last commit, yet the engine takes nothing along: memory of the old one is gone."""
+    """Stop in order and start: every outcome is committed, and the new engine has nothing of the old one's memory."""
     await harness.stop()
     await harness.start()
 
 
 def numbers(harness: Harness, model_id: str) -> list[int]:
-    """Which commands of a model are still stored."""
+    """The numbers of a model's commands that are still stored."""
     query = select(rows.futures.c.seq_id).where(rows.futures.c.model_id == model_id)
     return sorted(harness.database.read(lambda c: c.execute(query).scalars()))
 
@@ -59,10 +59,11 @@ def numbers(harness: Harness, model_id: str) -> list[int]:
 @ON_BOTH
 @pytest.mark.parametrize("interval_s", [AT_ONCE_S, NEVER_S], ids=["snapshots", "log-only"])
 @pytest.mark.parametrize("kind", [Kind.FORWARD_BACKWARD, Kind.OPTIM_STEP])
-async def test_crash_in_mid_training_changes_no_bit(
+async def test_a_crash_during_training_changes_no_bit(
     tmp_path: Path, migrated_url: str, interval_s: float, kind: Kind
 ) -> None:
-    """Two tenants; the engine dies between two commits, with work executed but unknown and more queued behind it."""
+    """Two tenants train. The engine dies between two commits: some commands have run without a stored outcome, and more
+    commands are queued behind them."""
     async with harness_in(tmp_path / "steady") as harness:
         await harness.start()
         expected = []
@@ -79,7 +80,7 @@ async def test_crash_in_mid_training_changes_no_bit(
         for index, trainer in enumerate(pair):
             for number in range(3):
                 seen[index].append(await trainer.step(10 * (index + 1) + number))
-        # Both queue their fourth step; the engine dies with the last pass, or the last step, of the second tenant.
+        # Both queue their fourth step. The engine dies at the last pass, or at the last step, of the second tenant.
         pending = []
         for index, trainer in enumerate(pair):
             seed = 10 * (index + 1) + 3
@@ -97,7 +98,7 @@ async def test_crash_in_mid_training_changes_no_bit(
             if index == 0:
                 await trainer.result(step)
             pending.append((chunks, step))
-        await harness.killed()
+        await harness.wait_until_killed()
         snapshots = list(harness.config.snapshots_dir.glob("*/*"))
         assert len(snapshots) == (2 if interval_s == AT_ONCE_S else 0)
 
@@ -111,8 +112,8 @@ async def test_crash_in_mid_training_changes_no_bit(
             assert (seen[index], await trainer.state()) == expected[index]
 
 
-async def test_many_crashes_in_a_row(tmp_path: Path) -> None:
-    """After every single command, with snapshots of every second step."""
+async def test_a_crash_after_every_command_changes_no_bit(tmp_path: Path) -> None:
+    """The engine dies after every command; snapshots are taken after every second step."""
     async with harness_in(tmp_path / "steady") as harness:
         await harness.start()
         trainer = await Trainer.create(harness)
@@ -133,7 +134,7 @@ async def test_many_crashes_in_a_row(tmp_path: Path) -> None:
         assert await trainer.state() == expected
 
 
-async def test_gradient_between_steps_is_part_of_a_snapshot(harness: Harness) -> None:
+async def test_a_snapshot_holds_the_gradient_between_steps(harness: Harness) -> None:
     trainer = await Trainer.create(harness)
     await trainer.step(1)
     await trainer.result(await trainer.forward_backward(2))
@@ -143,7 +144,7 @@ async def test_gradient_between_steps_is_part_of_a_snapshot(harness: Harness) ->
     assert await trainer.state() == before
 
 
-async def test_pending_command_is_executed_once(harness: Harness) -> None:
+async def test_a_pending_command_is_executed_once(harness: Harness) -> None:
     trainer = await Trainer.create(harness)
     await trainer.step(1)
     chunk = await trainer.forward_backward(2)
@@ -156,8 +157,8 @@ async def test_pending_command_is_executed_once(harness: Harness) -> None:
     assert (await trainer.result(await trainer.optim_step()))["metrics"]["optimizer_step"] == 3
 
 
-async def test_order_holds_across_a_restart(harness: Harness) -> None:
-    """A command whose predecessor has not arrived yet keeps waiting for it."""
+async def test_the_order_of_commands_holds_across_a_restart(harness: Harness) -> None:
+    """A command whose predecessor has not arrived keeps waiting for it."""
     trainer = await Trainer.create(harness)
     await trainer.result(await trainer.forward_backward(1, 1))
     step = await trainer.optim_step(3)
@@ -175,7 +176,7 @@ async def test_order_holds_across_a_restart(harness: Harness) -> None:
 
 
 async def test_failed_commands_are_not_repeated_but_a_failed_step_drops_its_gradient_again(harness: Harness) -> None:
-    """A step on a gradient that is not finite fails and drops that gradient: so must its repetition."""
+    """A step on a gradient that is not finite fails and drops that gradient, so its repetition must drop it too."""
     trainer = await Trainer.create(harness)
     await trainer.step(1)
     await trainer.fails(Kind.FORWARD_BACKWARD, forward_backward_input={"data": [], "loss_fn": "cross_entropy"})
@@ -192,7 +193,7 @@ async def test_failed_commands_are_not_repeated_but_a_failed_step_drops_its_grad
 
 
 @pytest.mark.parametrize("fate", ["deleted", "replaced", "made private"])
-async def test_loaded_checkpoint_may_go_once_the_load_is_done(harness: Harness, fate: str) -> None:
+async def test_a_loaded_checkpoint_may_be_deleted_after_the_load(harness: Harness, fate: str) -> None:
     owner, trainer = await Trainer.create(harness, tenant="owner"), await Trainer.create(harness)
     await owner.step(1)
     path = (await owner.do(Kind.SAVE_WEIGHTS, path="start"))["path"]
@@ -213,10 +214,10 @@ async def test_loaded_checkpoint_may_go_once_the_load_is_done(harness: Harness, 
 
 
 @pytest.mark.parametrize("fate", ["deleted", "replaced"])
-async def test_model_that_cannot_be_restored_is_failed_and_others_go_on(
+async def test_a_model_that_cannot_be_restored_fails_and_other_models_go_on(
     harness: Harness, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fate: str
 ) -> None:
-    """The engine died between a load and its snapshot, and the checkpoint is another one since."""
+    """The engine died between a load and its snapshot, and the checkpoint has changed since."""
     monkeypatch.setattr(Snapshots, "take", lambda *_: None)
     saver, loader = await Trainer.create(harness), await Trainer.create(harness)
     path = (await saver.do(Kind.SAVE_WEIGHTS, path="start"))["path"]
@@ -239,7 +240,7 @@ async def test_model_that_cannot_be_restored_is_failed_and_others_go_on(
     assert (await saver.step(3))["optimizer_step"] > 1
 
 
-async def test_lost_snapshot_fails_its_model_only(harness: Harness, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_lost_snapshot_fails_its_model_only(harness: Harness, caplog: pytest.LogCaptureFixture) -> None:
     lost, other = await Trainer.create(harness), await Trainer.create(harness)
     for trainer in (lost, other):
         await trainer.step(1)
@@ -255,7 +256,7 @@ async def test_lost_snapshot_fails_its_model_only(harness: Harness, caplog: pyte
 
 
 @pytest.mark.parametrize("kind", sorted(SAVES))
-async def test_save_that_was_written_but_not_recorded_is_repeated(
+async def test_a_save_that_was_written_but_not_recorded_is_repeated(
     harness: Harness, kind: Kind, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer = await Trainer.create(harness)
@@ -267,7 +268,7 @@ async def test_save_that_was_written_but_not_recorded_is_repeated(
     (row,) = harness.checkpoint_rows(trainer.model_id)
     assert harness.stored(row)
     assert len(harness.checkpoint_store.stored()) == 2
-    monkeypatch.setattr(reclaim, "GRACE_S", -60.0)  # nothing is too young
+    monkeypatch.setattr(reclaim, "GRACE_S", -60.0)  # so that no file is too young to be deleted
     harness.parts.sweeper._sweep_store(())
     assert [found.key for found in harness.checkpoint_store.stored()] == [row.store_key]
     if kind is Kind.SAVE_WEIGHTS_FOR_SAMPLER:
@@ -276,8 +277,8 @@ async def test_save_that_was_written_but_not_recorded_is_repeated(
         assert [path.name for path in directory.parent.iterdir()] == [directory.name]
 
 
-async def test_snapshot_without_its_row_is_ignored_and_then_replaced(harness: Harness) -> None:
-    """The engine died after the snapshot's rename: the log still says to start from the one before."""
+async def test_a_snapshot_without_its_row_is_ignored_and_then_replaced(harness: Harness) -> None:
+    """The engine died after the rename of the snapshot, so the log still names the snapshot before it."""
     trainer = await Trainer.create(harness)
     await trainer.step(1)
     await harness.threads.on_backend(lambda: harness.snapshots.take(trainer.model_id, 4))
@@ -293,7 +294,7 @@ async def test_snapshot_without_its_row_is_ignored_and_then_replaced(harness: Ha
     assert await trainer.state() == before
 
 
-async def test_forget_keeps_what_recovery_needs(harness: Harness) -> None:
+async def test_retention_keeps_the_commands_that_recovery_needs(harness: Harness) -> None:
     snapshotted, living, failed, closed = [await Trainer.create(harness, rank=r) for r in (4, 4, 1000, 4)]
     for trainer in (snapshotted, living, closed):
         await trainer.step(1)
@@ -305,7 +306,7 @@ async def test_forget_keeps_what_recovery_needs(harness: Harness) -> None:
     await closed.fails(Kind.OPTIM_STEP)
     states = [await trainer.state() for trainer in (snapshotted, living)]
     later = time.time() + 1
-    assert harness.database.write(lambda c: retention.forget(c, 0.0)) == 0, "nothing is that old"
+    assert harness.database.write(lambda c: retention.forget(c, 0.0)) == 0, "no command is old enough"
     harness.database.write(lambda c: retention.forget(c, later))
     assert numbers(harness, snapshotted.model_id) == [4, 5, 6, 100]
     assert numbers(harness, living.model_id) == [0, 1, 2, 3]
@@ -316,8 +317,8 @@ async def test_forget_keeps_what_recovery_needs(harness: Harness) -> None:
     assert harness.database.read(lambda c: rows.find_settled(c, [pending])) == []
 
 
-async def test_numbers_given_by_the_server_go_on_after_forgotten_ones(harness: Harness) -> None:
-    """Given again, a number would run as one that came late, and be lost in the next recovery."""
+async def test_numbers_given_by_the_server_continue_after_deleted_ones(harness: Harness) -> None:
+    """A number that is given twice would run as a late one and be lost in the next recovery."""
     trainer = await Trainer.create(harness)
     await trainer.step(1)
     await harness.threads.on_backend(lambda: harness.snapshots.take(trainer.model_id, 4))
@@ -331,10 +332,10 @@ async def test_numbers_given_by_the_server_go_on_after_forgotten_ones(harness: H
         assert numbers(harness, trainer.model_id)[-1] == number
 
 
-async def test_an_engine_that_ends_while_a_held_model_is_tried_again_leaves_it_to_the_next(
+async def test_an_engine_that_ends_while_retrying_a_waiting_model_leaves_it_to_the_next(
     harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The checkpoint comes from the store when the engine's threads are gone."""
+    """The checkpoint arrives from the store after the engine's threads have ended."""
     with monkeypatch.context() as patched:
         patched.setattr(Snapshots, "take", lambda *_: None)
         saver, loader = await Trainer.create(harness), await Trainer.create(harness)
@@ -367,7 +368,7 @@ async def test_an_engine_that_ends_while_a_held_model_is_tried_again_leaves_it_t
     assert await loader.state() == before
 
 
-async def test_model_waits_for_a_store_that_is_away_and_others_train(
+async def test_a_model_waits_for_an_unreachable_store_and_other_models_train(
     harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The engine died between a load and its snapshot, and the checkpoint cannot be read for a while."""

@@ -1,5 +1,5 @@
-"""One, two and three replicas: one hangs, one starts again, one is added and one removed while samples run, all are
-gone; and whose files may be deleted meanwhile. Scripted servers on real sockets."""
+"""One, two and three replicas: a replica hangs, restarts, is added or removed while samples run, or all are lost; and
+which files may be deleted meanwhile. Scripted servers on real sockets."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ import httpx
 import pytest
 from engine_harness import until
 from fake_upstream import COMPLETIONS, LOAD, after, hang_up, never
-from replicas import BOUNDS, ILL, NEVER_S, SOON_S, UNLOAD, WELL, Server, group_of, replica_at, running, servers
+from replicas import ILL, NEVER_S, SOON_S, TIMEOUTS, UNLOAD, WELL, Server, group_of, replica_at, running, servers
 
 from skyrl.inference.adapter_host import SharedDirectory
 from skyrl.inference.engine_group import EngineGroup
-from skyrl.inference.replica import Addresses, CallBounds, Replica, ReplicaState
+from skyrl.inference.replica import Addresses, CallTimeouts, Replica, ReplicaState
 from skyrl.storage import directories
 from skyrl.storage.local import LocalStore
 from skyrl.types.weights import AdapterVersion
 
 PROXY = "http://127.0.0.1:9"
 HANGS_S = 1.0
-"""A server that takes longer than this to say how it is, three times in a row, has hung."""
+"""A server whose health answer takes longer than this three times in a row has hung."""
 A, B, C = AdapterVersion("m@1"), AdapterVersion("m@2"), AdapterVersion("m@3")
 
 
@@ -41,7 +41,7 @@ async def until_ready(group: EngineGroup, *wanted: Server) -> None:
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
-async def test_a_replica_that_hangs_is_lost_and_holds_up_no_adapter(count: int) -> None:
+async def test_a_hanging_replica_is_lost_and_delays_no_adapter(count: int) -> None:
     async with servers(count) as all_of_them:
         first, *others = all_of_them
         replicas = [first.replica(health_s=HANGS_S, unload_s=HANGS_S), *(server.replica() for server in others)]
@@ -64,20 +64,20 @@ async def test_a_replica_that_hangs_is_lost_and_holds_up_no_adapter(count: int) 
                 await until(lambda: published[-1] is None)
             assert await group.retire([A, B]) == set(), "the first one may go on, and read them"
             assert [server.adapters for server in others] == [{C.name}] * len(others)
-            assert [name for path, name in first.told if path == UNLOAD] == [A.name], "asked once"
-            first.goes_on.set()
+            assert [name for path, name in first.calls if path == UNLOAD] == [A.name], "the group sends one unload call"
+            first.may_answer.set()
             await until_ready(group, first)
-            assert replica_of(group, first).adapters == {C}, "it is the start that has loaded this one"
-            while await group.retire([A, B]) != {A, B}:  # on a slow machine one answer may come too late
+            assert replica_of(group, first).adapters == {C}, "this adapter was loaded at the start of the server"
+            while await group.retire([A, B]) != {A, B}:  # on a slow machine an answer may come too late
                 pass
             assert first.adapters == {C.name}
 
 
 @pytest.mark.parametrize("count", [2, 3])
-async def test_a_replica_that_hangs_is_not_waited_for_once_another_has_answered(count: int) -> None:
-    """All but one hang. Only the grace time ends the waiting: no call has a bound, and no replica is found lost."""
+async def test_a_hanging_replica_delays_nothing_after_another_has_answered(count: int) -> None:
+    """All replicas but one hang. Only `grace_s` ends the waiting: no call times out, and no replica is found lost."""
     async with servers(count) as all_of_them:
-        *hanging, well = all_of_them
+        *hanging, healthy = all_of_them
         group, _ = group_of(
             *(server.replica() for server in all_of_them), proxy_url=PROXY, watching_s=NEVER_S, grace_s=SOON_S
         )
@@ -90,25 +90,25 @@ async def test_a_replica_that_hangs_is_not_waited_for_once_another_has_answered(
             publishing = asyncio.create_task(group.publish_adapter(B))
             await until(publishing.done)
             publishing.result()
-            assert well.adapters == {A.name, B.name}
+            assert healthy.adapters == {A.name, B.name}
             sweeping = asyncio.create_task(group.retire([A]))
             await until(sweeping.done)
-            assert sweeping.result() == set(), "they may go on, and read the files"
-            await until(lambda: well.adapters == {B.name})
-            await until(lambda: all((UNLOAD, A.name) in server.told for server in hanging))
+            assert sweeping.result() == set(), "the hanging replicas may resume and read the files"
+            await until(lambda: healthy.adapters == {B.name})
+            await until(lambda: all((UNLOAD, A.name) in server.calls for server in hanging))
             assert await group.retire([A]) == set()
             for server in hanging:
-                assert server.told.count((UNLOAD, A.name)) == 1, "it still owes the answer"
+                assert server.calls.count((UNLOAD, A.name)) == 1, "the first call has no answer yet"
                 assert is_in(group, server, ReplicaState.READY)
                 assert replica_of(group, server).adapters == set()
-                server.goes_on.set()
+                server.may_answer.set()
             await until(lambda: all(server.adapters == {B.name} for server in hanging))
             await until(lambda: all(replica.adapters == {B} for replica in group.replicas))
             while await group.retire([A]) != {A}:
                 pass
 
 
-async def test_an_adapter_that_a_replica_was_too_slow_to_load_is_there_before_it_is_ready_again() -> None:
+async def test_a_slow_replica_that_is_lost_loads_the_adapter_before_it_is_ready_again() -> None:
     async with servers(2) as (one, two):
         group, _ = group_of(one.replica(), two.replica(), proxy_url=PROXY, grace_s=SOON_S)
         async with running(group):
@@ -133,7 +133,7 @@ async def test_an_adapter_that_a_replica_was_too_slow_to_load_is_there_before_it
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
-async def test_a_replica_that_starts_again_catches_up_before_it_is_ready(count: int) -> None:
+async def test_a_restarted_replica_loads_the_adapters_in_use_before_it_is_ready(count: int) -> None:
     async with servers(count) as all_of_them:
         first, *others = all_of_them
         group, published = group_of(*(server.replica() for server in all_of_them), proxy_url=PROXY, in_use=[A, B])
@@ -153,13 +153,13 @@ async def test_a_replica_that_starts_again_catches_up_before_it_is_ready(count: 
             may_warm_up.set()
             await until_ready(group, first)
             assert [server.adapters for server in all_of_them] == [{A.name, B.name, C.name}] * count
-            loads = [name for path, name in first.told if path == LOAD]
-            assert loads[2:] == [A.name, B.name, C.name], "what is in use first, in its order"
+            loads = [name for path, name in first.calls if path == LOAD]
+            assert loads[2:] == [A.name, B.name, C.name], "adapters in use are loaded first, in their order"
             await until(lambda: published[-1] == PROXY)
-        assert (None in published[:-1]) == (not others), "withdrawn only when no replica was left"
+        assert (None in published[:-1]) == (not others), "the URL is withdrawn only when no replica is ready"
 
 
-async def test_a_start_that_no_probe_has_missed_is_seen_by_its_incarnation() -> None:
+async def test_a_restart_between_two_probes_is_noticed_by_its_incarnation() -> None:
     async with servers(1) as (server,):
         group, _ = group_of(server.replica(), in_use=[A])
         async with running(group):
@@ -170,7 +170,7 @@ async def test_a_start_that_no_probe_has_missed_is_seen_by_its_incarnation() -> 
             assert replica_of(group, server).incarnation == "start 2"
 
 
-async def test_an_adapter_that_a_replica_dies_of_keeps_it_away_once() -> None:
+async def test_an_adapter_that_kills_a_replica_delays_it_once() -> None:
     async with servers(1) as (server,):
         server.dies_of = A.name
         group, _ = group_of(server.replica(), in_use=[A, B])
@@ -180,11 +180,11 @@ async def test_an_adapter_that_a_replica_dies_of_keeps_it_away_once() -> None:
             server.restart()
             await until_ready(group, server)
             assert server.adapters == {B.name}
-            assert server.told.count((LOAD, A.name)) == 1, "the first sample that needs it will load it"
+            assert server.calls.count((LOAD, A.name)) == 1, "the first sample that needs the adapter loads it"
 
 
-async def test_replicas_come_and_go_while_samples_run() -> None:
-    """Samples go to the replicas that are ready in turn. None meets a server without its adapter, or no server."""
+async def test_replicas_are_added_and_removed_while_samples_run() -> None:
+    """Samples go to the ready replicas in turn. No sample meets a server without its adapter, or no server."""
     async with servers(3) as (one, two, three), httpx.AsyncClient() as http:
         group, published = group_of(one.replica(), two.replica(), proxy_url=PROXY, in_use=[A])
         sampled, in_flight = Counter[str](), Counter[str]()
@@ -214,36 +214,36 @@ async def test_replicas_come_and_go_while_samples_run() -> None:
             await more_samples_of(one, two, three)
             group.drain(one.url)
             await until(lambda: in_flight[one.url] == 0)
-            assert await group.retire([B]) == {B}, "it still runs, and is asked"
-            assert (UNLOAD, B.name) in one.told
+            assert await group.retire([B]) == {B}, "the removed server still runs, and gets the unload call"
+            assert (UNLOAD, B.name) in one.calls
             one.dead = True
             await group.remove(one.url)
             await more_samples_of(two, three)
             over.set()
             await asyncio.gather(*sampling)
-            assert await group.retire([A]) == {A}, "nobody asks a server that is gone"
-            assert (UNLOAD, A.name) not in one.told
+            assert await group.retire([A]) == {A}, "a dead server gets no unload call"
+            assert (UNLOAD, A.name) not in one.calls
             assert published == [PROXY]
 
 
-async def test_a_replica_that_drains_while_it_is_asked_for_its_health_is_not_lost() -> None:
+async def test_a_replica_that_is_drained_during_a_health_check_stays_draining() -> None:
     async with servers(2) as (one, two):
         group, _ = group_of(one.replica(), two.replica(), proxy_url=PROXY, watching_s=NEVER_S)
         async with running(group):
             await until_ready(group, one, two)
-            replica, go = replica_of(group, one), asyncio.Event()
+            replica, may_answer = replica_of(group, one), asyncio.Event()
             one.upstream.requests.clear()
-            one.upstream.controls |= {LOAD: hang_up, "/health": after(go, hang_up)}
+            one.upstream.controls |= {LOAD: hang_up, "/health": after(may_answer, hang_up)}
             publishing = asyncio.create_task(group.publish_adapter(A))
             await until(lambda: [request.path for request in one.upstream.requests] == [LOAD, "/health"])
             group.drain(replica.id)
-            go.set()
+            may_answer.set()
             await publishing
             assert replica.state is ReplicaState.DRAINING
             assert two.adapters == {A.name}
 
 
-async def test_a_second_replica_of_the_same_id_is_refused() -> None:
+async def test_a_second_replica_with_the_same_id_is_refused() -> None:
     async with servers(2) as (one, two):
         group, _ = group_of(replica_at(one.url, name="vllm"), proxy_url=PROXY)
         with pytest.raises(ValueError, match="there is a replica 'vllm' already"):
@@ -253,7 +253,7 @@ async def test_a_second_replica_of_the_same_id_is_refused() -> None:
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
-async def test_when_all_are_gone_the_first_that_is_back_is_used(count: int) -> None:
+async def test_after_the_loss_of_all_replicas_the_first_that_returns_is_used(count: int) -> None:
     async with servers(count) as all_of_them:
         group, published = group_of(*(server.replica() for server in all_of_them), proxy_url=PROXY, in_use=[A])
         async with running(group):
@@ -270,7 +270,7 @@ async def test_when_all_are_gone_the_first_that_is_back_is_used(count: int) -> N
             assert [is_in(group, server, ReplicaState.LOST) for server in all_of_them[:-1]] == [True] * (count - 1)
 
 
-async def test_files_are_kept_for_a_hung_replica_until_its_server_is_known_to_be_gone() -> None:
+async def test_files_are_kept_for_a_hanging_replica_until_its_server_is_known_to_be_dead() -> None:
     async with servers(2) as (one, two):
         group, _ = group_of(one.replica(unload_s=HANGS_S, health_s=HANGS_S), two.replica(), proxy_url=PROXY)
         async with running(group):
@@ -284,22 +284,22 @@ async def test_files_are_kept_for_a_hung_replica_until_its_server_is_known_to_be
             assert await group.retire([A]) == {A}
 
 
-async def test_files_that_a_replica_is_loading_are_kept() -> None:
+async def test_files_are_kept_while_a_replica_loads_them() -> None:
     async with servers(1) as (server,):
         group, _ = group_of(server.replica())
         async with running(group):
             await until_ready(group, server)
-            go = asyncio.Event()
-            server.upstream.controls[LOAD] = after(go, WELL)
+            may_answer = asyncio.Event()
+            server.upstream.controls[LOAD] = after(may_answer, WELL)
             loading = asyncio.create_task(group.publish_adapter(A))
             await until(lambda: any(request.path == LOAD for request in server.upstream.requests))
             assert await group.retire([A]) == set()
-            go.set()
+            may_answer.set()
             await loading
             assert await group.retire([A]) == {A}
 
 
-class Slow:
+class HangingHost:
     """An AdapterHost whose checkpoint store does not answer."""
 
     async def bring(self, adapter: AdapterVersion) -> str:
@@ -307,20 +307,20 @@ class Slow:
         raise AssertionError(adapter)
 
 
-async def test_files_that_do_not_come_hold_up_neither_a_save_nor_a_replica() -> None:
+async def test_missing_files_delay_neither_a_save_nor_a_replica() -> None:
     async with servers(1) as (server,):
-        bounds = CallBounds(health_s=NEVER_S, load_s=0.1, unload_s=NEVER_S, sleep_s=NEVER_S, warm_up_s=NEVER_S)
-        replica = Replica("slow", Addresses.same(server.url), "key", Slow(), bounds)
+        timeouts = CallTimeouts(health_s=NEVER_S, load_s=0.1, unload_s=NEVER_S, sleep_s=NEVER_S, warm_up_s=NEVER_S)
+        replica = Replica("slow", Addresses.same(server.url), "key", HangingHost(), timeouts)
         group, _ = group_of(replica, in_use=[A])
         async with running(group):
             await until_ready(group, server)
             with pytest.raises(httpx.TransportError, match="no answer"):
                 await group.publish_adapter(B)
-            assert group.ready, "the server itself answers"
+            assert group.ready, "the group stays ready, because the server answers"
             assert replica.adapters == set()
 
 
-async def test_a_full_disk_keeps_no_replica_away_and_does_not_end_the_watch(
+async def test_a_full_disk_delays_no_replica_and_does_not_end_the_watch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The files of the adapter in use are in the checkpoint store alone."""
@@ -332,13 +332,13 @@ async def test_a_full_disk_keeps_no_replica_away_and_does_not_end_the_watch(
     async def store_key(_: AdapterVersion) -> str:
         return "m/saved-1"
 
-    def full(*_: object) -> None:
+    def raise_disk_full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(directories, "_link", full)
+    monkeypatch.setattr(directories, "_link", raise_disk_full)
     async with servers(1) as (server,):
         host = SharedDirectory(lambda: state, store, store_key)
-        group, _ = group_of(Replica("r", Addresses.same(server.url), "key", host, BOUNDS), in_use=[A])
+        group, _ = group_of(Replica("r", Addresses.same(server.url), "key", host, TIMEOUTS), in_use=[A])
         async with running(group):
             await until_ready(group, server)
             server.dead = True

@@ -1,4 +1,4 @@
-"""A copy of a state directory is served beside the original, or after it: nothing of the original is touched."""
+"""A copy of a state directory is served beside the original or after it. The original stays unchanged."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ State = dict[str, tuple[int, bytes]]
 
 
 def state_of(directory: Path) -> State:
-    """Everything below a directory: times of change, and contents."""
+    """Everything under a directory: modification times and contents."""
     return {
         str(path.relative_to(directory)): (path.lstat().st_mtime_ns, path.read_bytes() if path.is_file() else b"")
         for path in sorted(directory.rglob("*"))
     }
 
 
-async def work(world: World, trainer: Trainer, number: int) -> None:
-    """Every kind of save, training, and a sweep."""
+async def train_and_save(world: World, trainer: Trainer, number: int) -> None:
+    """Train, save in every way, and sweep."""
     await trainer.step(number)
     await trainer.do(Kind.SAVE_WEIGHTS, path=f"state-{number}")
     await trainer.do(Kind.SAVE_WEIGHTS_EXTERNAL, path=f"export-{number}")
@@ -51,7 +51,8 @@ async def work(world: World, trainer: Trainer, number: int) -> None:
 
 
 async def sample(world: World, sampler: str, upstream: FakeUpstream) -> str:
-    """Sample from it; returns the path from which the inference server was told to load the adapter."""
+    """Sample from the sampling session; returns the path from which the inference server was told to load the
+    adapter."""
     upstream.adapters = set()
     prompt = {"chunks": [{"type": "encoded_text", "tokens": [5]}]}
     body = {"sampling_session_id": sampler, "seq_id": 1, "prompt": prompt, "sampling_params": {"max_tokens": 2}}
@@ -62,8 +63,8 @@ async def sample(world: World, sampler: str, upstream: FakeUpstream) -> str:
     return upstream.loads[-1].json["lora_path"]
 
 
-def as_before_0006(state_dir: Path, written_in: Path) -> None:
-    """The database as an older version left it: with absolute paths."""
+def downgrade_to_absolute_paths(state_dir: Path, written_in: Path) -> None:
+    """The database as a version before migration 0006 left it: with absolute paths."""
     database = Database(f"sqlite:///{state_dir / 'skyrl.db'}")
     command.downgrade(_config(database.url), "0005")
     for table, column in (("sampling_sessions", "adapter_path"), ("checkpoints", "directory")):
@@ -74,7 +75,7 @@ def as_before_0006(state_dir: Path, written_in: Path) -> None:
 
 @pytest.mark.parametrize("rows", ["of this version", "of an older version"])
 @pytest.mark.parametrize("original", ["is there", "is gone"])
-async def test_a_served_copy_leaves_the_original_alone(
+async def test_serving_a_copy_leaves_the_original_unchanged(
     tmp_path: Path, upstream: FakeUpstream, monkeypatch: pytest.MonkeyPatch, original: str, rows: str
 ) -> None:
     monkeypatch.setattr(reclaim, "GRACE_S", 0.0)
@@ -82,10 +83,10 @@ async def test_a_served_copy_leaves_the_original_alone(
     options: dict[str, Any] = {"external_inference_url": upstream.url}
     async with world_in(here, **options) as world:
         trainer = await world.trainer()
-        await work(world, trainer, 1)
+        await train_and_save(world, trainer, 1)
         await trainer.do(Kind.SAVE_WEIGHTS_FOR_SAMPLER, path="deleted")
     if rows == "of an older version":
-        as_before_0006(here, here)
+        downgrade_to_absolute_paths(here, here)
     shutil.copytree(here, copy, symlinks=True)
     if original == "is gone":
         here.rename(tmp_path / "elsewhere")
@@ -103,7 +104,7 @@ async def test_a_served_copy_leaves_the_original_alone(
         unnamed = f"{trainer.session.id}:sample:1"
         assert await sample(world, unnamed, upstream) == str(second)
         assert files_in(upstream.loads[-1].json["lora_path"])
-        await work(world, again, 2)
+        await train_and_save(world, again, 2)
         world.harness.database.write(lambda c: c.execute(checkpoints.delete().where(checkpoints.c.name == "deleted")))
         await world.harness.sweep()
         await world.harness.sweep()
@@ -114,10 +115,8 @@ async def test_a_served_copy_leaves_the_original_alone(
     assert original == "is there" or not (tmp_path / "live one").exists()
 
 
-async def test_adapters_outside_the_state_directory_are_brought_in_and_stay_there(
-    tmp_path: Path, upstream: FakeUpstream
-) -> None:
-    """Named ones and unnamed ones, from an absolute path and from another place in the state directory."""
+async def test_adapters_outside_the_state_directory_are_copied_into_it(tmp_path: Path, upstream: FakeUpstream) -> None:
+    """Named and unnamed adapters, from an absolute path and from another place in the state directory."""
     async with world_in(tmp_path / "state", external_inference_url=upstream.url) as world:
         trainer, harness = await world.trainer(), world.harness
         await trainer.step(1)
@@ -150,7 +149,7 @@ async def test_adapters_outside_the_state_directory_are_brought_in_and_stay_ther
             }
 
 
-async def test_an_adapter_that_cannot_be_brought_in_is_told_and_tried_again(
+async def test_an_adapter_that_cannot_be_copied_in_is_logged_and_tried_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with world_in(tmp_path / "state") as world:

@@ -1,4 +1,5 @@
-"""The database's size: what is finished is forgotten after its time, in small steps, and its space is given back."""
+"""The size of the database: ended requests are deleted after their time, in small steps, and their space is
+returned."""
 
 from __future__ import annotations
 
@@ -29,11 +30,11 @@ pytestmark = ON_SQLITE
 
 RETENTION_S = 100.0
 LONG_AGO, JUST_NOW = 1_000.0, 0.0
-"""Seconds since a sample ended: its time is over, or it is not."""
+"""Seconds since the end of a sample: beyond its retention, or within it."""
 ROUND = 1_000
 PAGE = 4096
 BODY, RESULT = b"b" * 2900, Outcome(b"r" * 600, "protobuf")
-"""A sample of 512 tokens that generated 64."""
+"""Sizes as for a prompt of 512 tokens and 64 sampled tokens."""
 
 
 @pytest.fixture
@@ -58,7 +59,7 @@ def database(file: Path):
 
 
 def record(database: Database, count: int, ended_s_ago: float | None) -> None:
-    """Forwarded samples; with None they have not ended."""
+    """Record `count` forwarded samples; with `ended_s_ago` None they are pending."""
     now = time.time()
     ids = [str(uuid.uuid4()) for _ in range(count)]
     new = dict.fromkeys(rows.RECORD.parameters) | {
@@ -86,23 +87,23 @@ def count(connection: Connection) -> int:
 
 
 def size(database: Database, file: Path) -> int:
-    """Bytes on disk, once all that is committed is in the file."""
+    """Bytes on disk after a checkpoint, when all commits are in the file."""
     assert database.empty_log()
     return file.stat().st_size
 
 
-def at_rest(file: Path) -> int:
-    """Bytes of the file alone."""
+def file_bytes(file: Path) -> int:
+    """Bytes of the database file without the log."""
     return file.stat().st_size
 
 
-def shrunk(database: Database, file: Path) -> int:
-    """Bytes on disk after a sweep, which has left no log."""
+def size_after_sweep(database: Database, file: Path) -> int:
+    """Bytes on disk after a sweep that has emptied the log."""
     assert database.log_bytes() == 0
     return file.stat().st_size
 
 
-async def test_a_round_of_samples_leaves_the_file_as_small_as_it_was(
+async def test_the_file_is_as_small_after_a_round_of_samples_as_before(
     database: Database, writer: GroupCommitWriter, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(retention, "SPARE_PAGES", 16)
@@ -114,12 +115,12 @@ async def test_a_round_of_samples_leaves_the_file_as_small_as_it_was(
         peaks.append(size(database, file))
         await sweeper.sweep()
         assert database.read(count) == 0
-        assert shrunk(database, file) <= start * 2 + 16 * PAGE
+        assert size_after_sweep(database, file) <= start * 2 + 16 * PAGE
     assert peaks[0] > start + ROUND * len(RESULT.result)
     assert max(peaks) <= peaks[0] + 32 * PAGE
 
 
-async def test_space_of_what_was_forgotten_is_used_again(
+async def test_the_space_of_deleted_rows_is_used_again(
     database: Database, writer: GroupCommitWriter, file: Path
 ) -> None:
     sweeper = Retention(database, writer, RETENTION_S)
@@ -131,13 +132,13 @@ async def test_space_of_what_was_forgotten_is_used_again(
     assert max(sizes) <= sizes[0] + 32 * PAGE
 
 
-async def test_growth_of_a_sample_is_bounded(database: Database, file: Path) -> None:
+async def test_the_growth_of_the_file_per_sample_is_bounded(database: Database, file: Path) -> None:
     start = size(database, file)
     record(database, ROUND, JUST_NOW)
     assert (size(database, file) - start) / ROUND <= 6_000
 
 
-async def test_what_is_young_or_has_not_ended_stays(database: Database, writer: GroupCommitWriter) -> None:
+async def test_young_and_pending_requests_are_kept(database: Database, writer: GroupCommitWriter) -> None:
     record(database, 3, LONG_AGO)
     record(database, 5, JUST_NOW)
     record(database, 7, None)
@@ -145,8 +146,10 @@ async def test_what_is_young_or_has_not_ended_stays(database: Database, writer: 
     assert database.read(count) == 5 + 7
 
 
-async def test_free_pages_stay_for_what_comes_next(database: Database, writer: GroupCommitWriter, file: Path) -> None:
-    """A sweep under load gives back nothing that the next minute would ask for again."""
+async def test_free_pages_are_kept_for_the_next_requests(
+    database: Database, writer: GroupCommitWriter, file: Path
+) -> None:
+    """A sweep under load keeps the space that the next minute will need again."""
     record(database, 4 * ROUND, JUST_NOW)
     record(database, ROUND // 2, LONG_AGO)
     before = size(database, file)
@@ -154,7 +157,7 @@ async def test_free_pages_stay_for_what_comes_next(database: Database, writer: G
     assert size(database, file) == before
 
 
-async def test_others_write_between_two_steps(
+async def test_other_writers_run_between_two_steps(
     database: Database, writer: GroupCommitWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(retention, "FORGET_ROWS", 10)
@@ -168,8 +171,8 @@ async def test_others_write_between_two_steps(
     assert await writer.transact(count) == 0
 
 
-async def test_a_step_deletes_few_rows_that_hold_much(database: Database, writer: GroupCommitWriter) -> None:
-    """Training commands keep their bodies; to take a long one out of the file takes long."""
+async def test_a_step_deletes_few_rows_if_they_are_large(database: Database, writer: GroupCommitWriter) -> None:
+    """Training commands keep their bodies, and deleting a long body takes long."""
     commands, bytes_each = 10, retention.FORGET_BYTES // 4
     record(database, commands, None)
     ended = {"status": "done", "completed_at": time.time() - LONG_AGO, "body": b"b" * bytes_each}
@@ -179,7 +182,7 @@ async def test_a_step_deletes_few_rows_that_hold_much(database: Database, writer
     assert database.read(count) == 0
 
 
-async def test_a_grown_log_is_emptied_once_no_reader_holds_it(
+async def test_a_long_log_is_emptied_once_no_reader_holds_it(
     database: Database, writer: GroupCommitWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(retention, "LONG_LOG_BYTES", PAGE)
@@ -189,34 +192,34 @@ async def test_a_grown_log_is_emptied_once_no_reader_holds_it(
         record(database, 100, JUST_NOW)
         grown = database.log_bytes()
         await keeper.shorten_log()
-        assert database.log_bytes() >= grown > PAGE, "the reader still reads from it"
+        assert database.log_bytes() >= grown > PAGE, "the reader still holds the log"
     await keeper.shorten_log()
-    assert database.log_bytes() == grown, "not tried again and again, for who writes waits meanwhile"
+    assert database.log_bytes() == grown, "the sweep does not retry at once, because writers wait meanwhile"
     while database.log_bytes() <= 2 * grown:
         record(database, 100, JUST_NOW)
     await keeper.shorten_log()
     assert database.log_bytes() == 0
     record(database, 100, JUST_NOW)
     await keeper.shorten_log()
-    assert database.log_bytes() == 0, "and from then on at its usual length"
+    assert database.log_bytes() == 0, "the log is emptied after the reader has ended"
 
 
 async def test_commits_do_not_copy_the_log(database: Database, writer: GroupCommitWriter, file: Path) -> None:
-    """Who commits would wait for the disk."""
-    copied = at_rest(file)
+    """A commit that copies the log would wait for the disk."""
+    copied = file_bytes(file)
     for _ in range(10):
         record(database, ROUND // 4, JUST_NOW)
         sample = dict.fromkeys(rows.RECORD.parameters) | {"tenant": "t", "session_id": "s", "digest": b""}
         sample |= {"created_at": 0.0, "kind": "EXTERNAL", "body_format": "json"}
         sample |= {"id": str(uuid.uuid4()), "body": BODY, "status": "pending"}
         await writer.execute(rows.RECORD, sample)
-    assert database.log_bytes() > 4 * 2**20, "more than SQLite would let it grow"
-    assert at_rest(file) == copied
+    assert database.log_bytes() > 4 * 2**20, "the log is larger than SQLite would allow by itself"
+    assert file_bytes(file) == copied
     assert size(database, file) > copied
 
 
-def made_before(file: Path) -> None:
-    """A file of a version that gave nothing back."""
+def make_old_file(file: Path) -> None:
+    """A database file of an old version, which does not return space."""
     with closing(sqlite3.connect(file)) as connection:
         connection.execute("PRAGMA journal_mode=WAL")
         connection.execute("CREATE TABLE kept (thing INTEGER)")
@@ -225,8 +228,8 @@ def made_before(file: Path) -> None:
         assert connection.execute("PRAGMA auto_vacuum").fetchone() == (0,)
 
 
-async def test_an_older_file_gives_space_back_from_its_next_start_on(file: Path) -> None:
-    made_before(file)
+async def test_an_old_file_returns_space_after_its_next_start(file: Path) -> None:
+    make_old_file(file)
     database = Database(f"sqlite:///{file}")
     migrate(database)
     assert database.read(lambda c: c.exec_driver_sql("SELECT thing FROM kept").scalar()) == 7
@@ -235,14 +238,14 @@ async def test_an_older_file_gives_space_back_from_its_next_start_on(file: Path)
     writer = GroupCommitWriter(database)
     await Retention(database, writer, RETENTION_S).sweep()
     await writer.close()
-    assert shrunk(database, file) < peak - ROUND * len(RESULT.result)
+    assert size_after_sweep(database, file) < peak - ROUND * len(RESULT.result)
     database.close()
 
 
-async def test_an_older_file_that_cannot_be_rewritten_now_is_used_all_the_same(
+async def test_an_old_file_that_cannot_be_rewritten_is_used_unchanged(
     file: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    made_before(file)
+    make_old_file(file)
     database = Database(f"sqlite:///{file}")
     rewrite = database.make_reclaimable
     monkeypatch.setattr(database, "make_reclaimable", lambda: None)
@@ -257,22 +260,22 @@ async def test_an_older_file_that_cannot_be_rewritten_now_is_used_all_the_same(
     async with asyncio.timeout(60):
         await Retention(
             database, writer, RETENTION_S
-        ).sweep()  # which would never end if it waited for free pages to go
+        ).sweep()  # this call would never end if it waited for the free pages to go
     assert database.read(count) == 0
     await writer.close()
     database.close()
 
 
-def test_postgresql_understands_what_forgets() -> None:
-    class Spoken(list[str]):
-        def execute(self, statement: Any) -> Spoken:
+def test_postgresql_accepts_the_statements_of_retention() -> None:
+    class RecordedStatements(list[str]):
+        def execute(self, statement: Any) -> RecordedStatements:
             self.append(str(statement.compile(dialect=postgresql.dialect())))
             return self
 
         def all(self) -> list[tuple[int, int]]:
             return [(1, 2_900)]
 
-    spoken = Spoken()
+    spoken = RecordedStatements()
     assert retention.forget(spoken, 0.0, 5) == 1  # type: ignore[arg-type]
     found, deleted = spoken
     assert "LIMIT" in found

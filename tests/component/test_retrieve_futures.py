@@ -1,4 +1,4 @@
-"""One long poll for all samples of a sampling client: what it tells, how often, and what it costs."""
+"""One long poll for all samples of a sampling client: which ends it reports, how often, and what it costs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import httpx
 import pytest
-from api_harness import LONG_S, Api, Serve, asked, tokens
+from api_harness import LONG_S, Api, Serve, sample_body, tokens
 from engine_harness import until
 from fake_upstream import FakeUpstream, after, complete, error, never
 from sqlalchemy import select
@@ -40,58 +40,58 @@ async def poll(
     return answer.json()["cursor"], answer.json()["completions"]
 
 
-async def held_by(api: Api, asking: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-    """A poll, once it waits for an end."""
+async def start_held_poll(api: Api, asking: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+    """A poll, returned once the poll waits for an end."""
     task = asyncio.create_task(asking)
     await until(lambda: api.services.futures.ends.held > 0)
     return task
 
 
 async def gather(api: Api, sampler: str, count: int, cursor: int = 0, clone: int = 0) -> tuple[int, list[str]]:
-    """Poll, each time from where the last one ended, until `count` samples were told, each of them once."""
+    """Poll again and again, from the last cursor, until `count` samples were reported, each once."""
     ids: list[str] = []
     while len(ids) < count:
-        cursor, told = await asyncio.wait_for(poll(api, sampler, cursor, clone), LONG_S)
-        ids += [end["request_id"] for end in told]
+        cursor, reported = await asyncio.wait_for(poll(api, sampler, cursor, clone), LONG_S)
+        ids += [end["request_id"] for end in reported]
     assert len(set(ids)) == len(ids)
     return cursor, ids
 
 
-async def test_each_end_is_told_once_with_its_size(api: Api, upstream: FakeUpstream) -> None:
+async def test_each_ended_sample_is_reported_once_with_its_size(api: Api, upstream: FakeUpstream) -> None:
     go = asyncio.Event()
     upstream.default = after(go, complete())
     sampler = await api.sampler()
     wanted = [(await api.sample(sampler, seq_id, num_samples=seq_id + 1))["request_id"] for seq_id in range(5)]
-    held = await held_by(api, poll(api, sampler))
+    held = await start_held_poll(api, poll(api, sampler))
     go.set()
-    cursor, told = await held
-    while len(told) < 5:
+    cursor, reported = await held
+    while len(reported) < 5:
         cursor, more = await poll(api, sampler, cursor)
-        told += more
-    assert sorted(end["request_id"] for end in told) == sorted(wanted)
-    for end in told:
+        reported += more
+    assert sorted(end["request_id"] for end in reported) == sorted(wanted)
+    for end in reported:
         assert end["state"] == "finished"
         result = await api.result(end["request_id"])
         assert end["response_payload_uncompressed_size"] == len(result.content)
     assert await poll(api, sampler, cursor, timeout=0) == (cursor, [])
 
 
-async def test_poll_is_held_until_a_sample_ends(api: Api, upstream: FakeUpstream) -> None:
+async def test_a_poll_is_held_until_a_sample_ends(api: Api, upstream: FakeUpstream) -> None:
     go = asyncio.Event()
     upstream.default = after(go, complete())
     sampler = await api.sampler()
     request_id = (await api.sample(sampler, 1))["request_id"]
-    held = await held_by(api, poll(api, sampler))
+    held = await start_held_poll(api, poll(api, sampler))
     await upstream.until(lambda server: server.busy == 1)
     await asyncio.sleep(0.05)
     assert not held.done()
     go.set()
-    _, told = await asyncio.wait_for(held, LONG_S)
-    assert [end["request_id"] for end in told] == [request_id]
+    _, reported = await asyncio.wait_for(held, LONG_S)
+    assert [end["request_id"] for end in reported] == [request_id]
 
 
 @pytest.mark.usefixtures("drain_at_once")
-async def test_timeout_zero_answers_now_and_a_long_one_is_cut(
+async def test_a_poll_with_timeout_zero_answers_at_once_and_a_long_timeout_is_cut(
     api: Api, upstream: FakeUpstream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     upstream.default = never
@@ -104,19 +104,19 @@ async def test_timeout_zero_answers_now_and_a_long_one_is_cut(
     assert await asyncio.wait_for(poll(api, sampler, 7), LONG_S) == (7, [])
 
 
-async def test_failed_and_cancelled_samples_are_told_as_failed(api: Api, upstream: FakeUpstream) -> None:
+async def test_failed_and_cancelled_samples_are_reported_as_failed(api: Api, upstream: FakeUpstream) -> None:
     sampler = await api.sampler()
     upstream.script.extend([error(400, "no"), never])
     failed = (await api.sample(sampler, 1))["request_id"]
-    cursor, told = await poll(api, sampler)
-    assert told == [{"state": "failed", "request_id": failed}]
+    cursor, reported = await poll(api, sampler)
+    assert reported == [{"state": "failed", "request_id": failed}]
     cancelled = (await api.sample(sampler, 2))["request_id"]
     await api.post("cancel_future", {"request_id": cancelled})
     assert (await poll(api, sampler, cursor))[1] == [{"state": "failed", "request_id": cancelled}]
     assert "no" in (await api.result(failed)).json()["error"]
 
 
-async def test_lost_answer_is_told_again(api: Api) -> None:
+async def test_the_samples_of_a_lost_answer_are_reported_again(api: Api) -> None:
     sampler = await api.sampler()
     wanted = {(await api.sample(sampler, seq_id))["request_id"] for seq_id in range(3)}
     cursor, ids = await gather(api, sampler, 3)
@@ -126,38 +126,39 @@ async def test_lost_answer_is_told_again(api: Api) -> None:
     assert again >= cursor
 
 
-async def test_copies_of_a_client_hear_of_their_own(api: Api) -> None:
+async def test_each_clone_of_a_client_gets_its_own_samples(api: Api) -> None:
     sampler = await api.sampler()
     first = (await api.sample(sampler, 0))["request_id"]
     copy = (await api.sample(sampler, 3 * CLONE_BLOCK + 5))["request_id"]
     last = (await api.sample(sampler, 4 * CLONE_BLOCK - 1))["request_id"]
-    unnumbered = (await api.post("asample", asked(sampler, None))).json()["request_id"]
+    unnumbered = (await api.post("asample", sample_body(sampler, None))).json()["request_id"]
     assert set((await gather(api, sampler, 2))[1]) == {first, unnumbered}
     assert set((await gather(api, sampler, 2, clone=3))[1]) == {copy, last}
     assert (await poll(api, sampler, clone=4, timeout=0))[1] == []
 
 
-async def test_cursor_outlives_the_process(serve: Serve, upstream: FakeUpstream) -> None:
-    """What ended before the cursor need not be told again; what ended after it, or while nobody listened, is."""
+async def test_a_cursor_stays_valid_after_a_restart(serve: Serve, upstream: FakeUpstream) -> None:
+    """The poll does not report samples that ended before the cursor again; it reports those that ended after it, or
+    while no client polled."""
     async with serve() as api:
         sampler = await api.sampler()
         seen = {(await api.sample(sampler, seq_id))["request_id"] for seq_id in range(3)}
         cursor, ids = await gather(api, sampler, 3)
         assert set(ids) == seen
-        unheard = {(await api.sample(sampler, seq_id))["request_id"] for seq_id in range(3, 6)}
+        not_reported = {(await api.sample(sampler, seq_id))["request_id"] for seq_id in range(3, 6)}
         await api.services.sampling.drain(LONG_S)
     async with serve() as api:
-        told, at = set(), cursor
-        while not unheard <= told:
+        reported, at = set(), cursor
+        while not not_reported <= reported:
             at, more = await asyncio.wait_for(poll(api, sampler, at), LONG_S)
-            told |= {end["request_id"] for end in more}
+            reported |= {end["request_id"] for end in more}
         assert at > cursor
         late = (await api.sample(sampler, 6))["request_id"]
         _, ids = await gather(api, sampler, 1, at)
         assert ids == [late]
 
 
-async def test_long_ago_is_not_told_again_after_a_restart(serve: Serve) -> None:
+async def test_samples_that_ended_long_ago_are_not_reported_after_a_restart(serve: Serve) -> None:
     async with serve() as api:
         sampler = await api.sampler()
         for seq_id in range(3):
@@ -170,10 +171,11 @@ async def test_long_ago_is_not_told_again_after_a_restart(serve: Serve) -> None:
         assert len((await poll(api, sampler, 0, timeout=0))[1]) == 3
 
 
-async def test_samples_of_before_the_first_poll_and_during_it_are_all_told(
+async def test_samples_from_before_and_during_the_first_poll_are_all_reported(
     api: Api, upstream: FakeUpstream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Some are written, some not yet, some end while the database is read: none is lost."""
+    """Some samples are written, some are being written, some end while the database is read: the poll reports them
+    all."""
     read = api.services.futures._waiting._database.read_async
 
     async def slowly(query: Callable[[Any], Any]) -> Any:
@@ -195,7 +197,7 @@ async def test_samples_of_before_the_first_poll_and_during_it_are_all_told(
     assert set(ids) == wanted
 
 
-async def test_results_stay_readable_after_they_were_told_and_read(api: Api) -> None:
+async def test_results_stay_readable_after_they_were_reported_and_read(api: Api) -> None:
     sampler = await api.sampler()
     request_id = (await api.sample(sampler, 1))["request_id"]
     cursor, _ = await gather(api, sampler, 1)
@@ -205,7 +207,7 @@ async def test_results_stay_readable_after_they_were_told_and_read(api: Api) -> 
     assert tokens(first) == [[0, 1, 2]]
 
 
-async def test_memory_is_what_the_client_has_not_seen_and_nothing_after_its_end(api: Api) -> None:
+async def test_memory_holds_unreported_ends_only_and_nothing_after_the_session(api: Api) -> None:
     ends = api.services.futures.ends
     sampler, silent = await api.sampler(), await api.sampler()
     cursor = 0
@@ -215,16 +217,16 @@ async def test_memory_is_what_the_client_has_not_seen_and_nothing_after_its_end(
         cursor, _ = await gather(api, sampler, 1, cursor)
     await poll(api, sampler, cursor, timeout=0)
     assert ends.kept == 0
-    assert len(ends) == 1, "nothing is kept for a client that never asks"
+    assert len(ends) == 1, "nothing is kept for a client that never polls"
     await api.finish(sampler)
     assert len(ends) == 0
 
 
-async def test_end_of_the_session_ends_the_poll(api: Api, upstream: FakeUpstream) -> None:
+async def test_the_end_of_the_session_ends_the_poll(api: Api, upstream: FakeUpstream) -> None:
     upstream.default = never
     sampler = await api.sampler()
     await api.sample(sampler, 1)
-    held = await held_by(api, ask(api, sampler))
+    held = await start_held_poll(api, ask(api, sampler))
     await api.finish(sampler)
     for answer in (await asyncio.wait_for(held, LONG_S), await ask(api, sampler)):
         assert answer.status_code == 404
@@ -232,28 +234,26 @@ async def test_end_of_the_session_ends_the_poll(api: Api, upstream: FakeUpstream
 
 
 @pytest.mark.usefixtures("drain_at_once")
-async def test_end_of_the_process_ends_the_poll(api: Api, upstream: FakeUpstream) -> None:
+async def test_the_end_of_the_process_ends_the_poll(api: Api, upstream: FakeUpstream) -> None:
     upstream.default = never
     sampler = await api.sampler()
     await api.sample(sampler, 1)
-    held = await held_by(api, poll(api, sampler, 5))
+    held = await start_held_poll(api, poll(api, sampler, 5))
     api.services.futures.release_waiters()
     assert await asyncio.wait_for(held, LONG_S) == (5, [])
 
 
-async def test_samples_of_the_engine_are_told_too_also_those_of_before_a_restart(
-    serve: Serve, database: Database
-) -> None:
-    """Nobody polls for them one by one, so the first poll for all makes the process wait for them."""
+async def test_samples_of_the_engine_are_reported_even_from_before_a_restart(serve: Serve, database: Database) -> None:
+    """No client polls for these samples one by one, so the first poll for all makes the process wait for them."""
     colocated: dict[str, Any] = {"backend_config": {"trainer.placement.colocate_all": True}}
     async with serve(**colocated) as api:
         sampler = await api.sampler()
         before = (await api.sample(sampler, 1))["request_id"]
     async with serve(**colocated) as api:
-        cursor, told = await poll(api, sampler, timeout=0)
-        assert told == []
+        cursor, reported = await poll(api, sampler, timeout=0)
+        assert reported == []
         during = (await api.sample(sampler, 2))["request_id"]
-        held = await held_by(api, gather(api, sampler, 2, cursor))
+        held = await start_held_poll(api, gather(api, sampler, 2, cursor))
         done = [settlement(each, Outcome(b"abc", "proto:sample"), time.time()) for each in (before, during)]
         database.write(lambda c: c.execute(SETTLE, done))
         await api.services.futures.read_outcomes([before, during])
@@ -262,14 +262,14 @@ async def test_samples_of_the_engine_are_told_too_also_those_of_before_a_restart
 
 
 @pytest.mark.parametrize("wanted", [True, False])
-async def test_clients_poll_so_only_where_the_operator_says_so(serve: Serve, wanted: bool) -> None:
+async def test_clients_poll_for_all_samples_only_if_the_operator_allows(serve: Serve, wanted: bool) -> None:
     async with serve(sample_use_retrieve_futures=wanted) as api:
         flags = (await api.post("client/config", {"sdk_version": "0.38.0"})).json()
     assert flags["sample_use_retrieve_futures"] is wanted
     assert flags["sample_join_sampling_session"] is True
 
 
-async def test_copies_are_counted_and_the_count_is_kept(serve: Serve) -> None:
+async def test_clones_are_counted_and_the_count_is_stored(serve: Serve) -> None:
     async def join(api: Api, sampler: str) -> int:
         answer = await api.post("join_sampling_session", {"sampling_session_id": sampler})
         assert answer.json()["type"] == "join_sampling_session"

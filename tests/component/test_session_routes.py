@@ -43,7 +43,7 @@ async def finish(api: Api, session: str, reason: str, detail: str | None = None)
     assert (await api.post(f"sessions/{session}/finish", body)).status_code == 200
 
 
-async def test_name_and_metadata_are_read_back_also_after_a_restart(serve: Serve) -> None:
+async def test_name_and_metadata_are_read_back_even_after_a_restart(serve: Serve) -> None:
     async with serve() as api:
         session = await create(api, display_name="Größe 1", user_metadata={"lr": 0.1, "who": "me"}, project_id="p")
         expected = {
@@ -61,10 +61,10 @@ async def test_name_and_metadata_are_read_back_also_after_a_restart(serve: Serve
             assert (await api.http.get(f"/api/v1/sessions?access_scope={scope}")).json() == {"sessions": [session]}
 
 
-async def test_search_is_newest_first_and_pages_meet_without_gaps(api: Api, database: Database) -> None:
+async def test_a_search_lists_the_newest_first_in_pages_without_gaps(api: Api, database: Database) -> None:
     made = [await create(api) for _ in range(7)]
     await create(api, OTHER)
-    # Made in the same microsecond, as far as the clock can tell.
+    # Created in the same microsecond, as far as the clock can tell.
     database.write(lambda c: c.execute(update(sessions).where(sessions.c.id.in_(made[2:5])).values(created_at=5.25)))
     order = [made[6], made[5], made[1], made[0], *sorted(made[2:5], reverse=True)]
     assert await search(api) == order
@@ -80,7 +80,7 @@ async def test_search_is_newest_first_and_pages_meet_without_gaps(api: Api, data
         assert found == order, size
 
 
-async def test_search_by_name_is_for_words_in_any_case(api: Api) -> None:
+async def test_a_search_by_name_matches_words_in_any_case(api: Api) -> None:
     nightly = await create(api, display_name="Nightly RUN über alles")
     other = await create(api, display_name="nightly eval")
     nameless = await create(api)
@@ -88,12 +88,14 @@ async def test_search_by_name_is_for_words_in_any_case(api: Api) -> None:
     assert await search(api, display_name="run NIGHT") == [nightly]
     assert await search(api, display_name="ÜBER") == [nightly]
     assert await search(api, display_name="run eval") == []
-    assert await search(api, display_name="eval", session_id=nameless) == [nameless, other], "either is enough"
+    assert await search(api, display_name="eval", session_id=nameless) == [nameless, other], (
+        "one matching name or id is enough"
+    )
     assert await search(api, session_id=nightly) == [nightly]
     assert await search(api, session_id="nobody") == []
 
 
-async def test_search_by_metadata_needs_every_pair(api: Api) -> None:
+async def test_a_search_by_metadata_requires_every_pair(api: Api) -> None:
     one = await create(api, user_metadata={"run": "7", "lr": 0.1})
     two = await create(api, user_metadata={"run": "7", "lr": "0.2", 'odd "key"': "x"})
     assert await search(api, user_metadata={"run": "7"}) == [two, one]
@@ -103,15 +105,15 @@ async def test_search_by_metadata_needs_every_pair(api: Api) -> None:
     assert await search(api, user_metadata={"walk": "7"}) == []
 
 
-async def test_session_that_ended_without_a_reason_has_no_status_and_is_found_by_none(api: Api) -> None:
-    told, untold = await create(api), await create(api)
-    await finish(api, told, "success")
-    assert (await api.post(f"sessions/{untold}/finish", {})).status_code == 200
-    assert await search(api) == [untold, told]
-    assert await search(api, statuses=[{"type": "client_finished"}]) == [told]
+async def test_a_session_that_ended_without_a_reason_has_no_status_and_matches_no_search_by_status(api: Api) -> None:
+    with_reason, without_reason = await create(api), await create(api)
+    await finish(api, with_reason, "success")
+    assert (await api.post(f"sessions/{without_reason}/finish", {})).status_code == 200
+    assert await search(api) == [without_reason, with_reason]
+    assert await search(api, statuses=[{"type": "client_finished"}]) == [with_reason]
 
 
-async def test_search_by_project_owner_and_status(api: Api, database: Database) -> None:
+async def test_a_search_filters_by_project_owner_and_status(api: Api, database: Database) -> None:
     free, placed = await create(api), await create(api, project_id="blue")
     won, lost = await create(api, project_id="red"), await create(api)
     await finish(api, won, "success")
@@ -121,7 +123,9 @@ async def test_search_by_project_owner_and_status(api: Api, database: Database) 
     everyone = [silent, lost, won, placed, free]
     assert await search(api) == everyone
     assert await search(api, project_ids=["blue", "red"]) == [won, placed]
-    assert await search(api, project_ids=["default"]) == [silent, lost, free], "those in no project"
+    assert await search(api, project_ids=["default"]) == [silent, lost, free], (
+        "the default project holds the sessions without a project"
+    )
     assert await search(api, project_ids=[]) == []
     for owner in ({"type": "own"}, {"type": "accessible"}, {"type": "user", "owner_urns": ["x", user_urn(TENANT)]}):
         assert await search(api, owner=owner) == everyone
@@ -143,7 +147,7 @@ def checkpoint(model_id: str, name: str, size: int, **more: Any) -> dict[str, An
     return row | {"store_key": name, "size_bytes": size, "public": False, "created_at": time.time()} | more
 
 
-async def test_summary_says_what_there_is(api: Api, database: Database) -> None:
+async def test_a_summary_counts_the_sessions_contents(api: Api, database: Database) -> None:
     session = await create(api, display_name="one", user_metadata={"n": 3}, project_id="blue")
     bare = await create(api)
     for number in (0, 1):
@@ -181,7 +185,9 @@ async def test_summary_says_what_there_is(api: Api, database: Database) -> None:
 
 
 @pytest.mark.parametrize(("status", "reason"), [("expired", None), ("finished", None)])
-async def test_nobody_said_how_it_ended(api: Api, database: Database, status: str, reason: str | None) -> None:
+async def test_the_status_of_a_session_that_ended_without_a_reason_is_none(
+    api: Api, database: Database, status: str, reason: str | None
+) -> None:
     session = await create(api)
     ended = {"status": status, "finish_reason": reason}
     database.write(lambda c: c.execute(update(sessions).where(sessions.c.id == session).values(**ended)))
@@ -189,7 +195,7 @@ async def test_nobody_said_how_it_ended(api: Api, database: Database, status: st
     assert found["status"] is None
 
 
-async def test_first_reason_wins_and_the_end_has_a_time(api: Api, database: Database) -> None:
+async def test_the_first_reason_is_kept_and_the_end_has_a_time(api: Api, database: Database) -> None:
     before = time.time()
     session = await create(api)
     await finish(api, session, "errored", "boom")
@@ -199,7 +205,7 @@ async def test_first_reason_wins_and_the_end_has_a_time(api: Api, database: Data
     assert before <= row.ended_at <= time.time()
 
 
-async def test_session_is_moved_into_a_project_with_its_runs(api: Api, database: Database) -> None:
+async def test_a_session_is_moved_into_a_project_with_its_runs(api: Api, database: Database) -> None:
     session, other = await create(api), await create(api)
     for each in (session, other):
         await api.post("create_model", {"session_id": each, "model_seq_id": 0, "base_model": BASE})
@@ -210,7 +216,7 @@ async def test_session_is_moved_into_a_project_with_its_runs(api: Api, database:
     assert await search(api, project_ids=["red"]) == [session]
     assert await search(api, project_ids=["blue"]) == []
     ended = await api.http.put(f"/api/v1/sessions/{other}/project", json={"project_id": "blue"})
-    assert ended.status_code == 200, "one that has ended can be moved as well"
+    assert ended.status_code == 200, "an ended session can be moved as well"
     tenant = database.read(lambda c: c.execute(select(models.c.tenant).limit(1)).scalar_one())
     for project, expected in (("red", session), ("blue", other), ("green", None)):
         rows, total = await api.services.models.page(tenant, 10, 0, project)
@@ -229,15 +235,15 @@ async def test_session_is_moved_into_a_project_with_its_runs(api: Api, database:
 
 
 async def trace(api: Api, session: str) -> dict[str, Any]:
-    said = (await api.http.get(f"/api/v1/sessions/{session}/trace_export")).json()
-    assert said["status"] == "ready"
-    fetched = await api.http.get(said["url"], headers={"X-API-Key": ""})
+    link = (await api.http.get(f"/api/v1/sessions/{session}/trace_export")).json()
+    assert link["status"] == "ready"
+    fetched = await api.http.get(link["url"], headers={"X-API-Key": ""})
     assert fetched.status_code == 200, fetched.text
     return json.loads(fetched.content)
 
 
 @pytest.mark.usefixtures("drain_at_once")
-async def test_timeline_has_each_request_on_its_track(api: Api, upstream: FakeUpstream) -> None:
+async def test_the_timeline_has_each_request_on_its_track(api: Api, upstream: FakeUpstream) -> None:
     started = time.time()
     sampler = await api.sampler()
     session = session_of(sampler)
@@ -246,7 +252,7 @@ async def test_timeline_has_each_request_on_its_track(api: Api, upstream: FakeUp
     await api.result(failed)
     running = (await api.sample(sampler, 2))["request_id"]
     created = (await api.post("create_model", {"session_id": session, "model_seq_id": 0, "base_model": BASE})).json()
-    elsewhere = await api.sampler()
+    other_sampler = await api.sampler()
     await api.services.futures.read_outcomes([])
     events = (await trace(api, session))["traceEvents"]
     tracks = {event["args"]["name"]: event["pid"] for event in events if event["name"] == "process_name"}
@@ -260,12 +266,12 @@ async def test_timeline_has_each_request_on_its_track(api: Api, upstream: FakeUp
     assert {event["name"] for event in begun.values()} == {"external", "create_model"}
     assert begun[failed]["args"] == {"request_id": failed, "seq_id": 1, "status": "failed", "error": "no"}
     for key in ("name", "cat", "id", "pid", "tid"):
-        assert begun[failed][key] == ended[failed][key], "Perfetto pairs them by these"
+        assert begun[failed][key] == ended[failed][key], "Perfetto pairs the events by these fields"
     assert started * 1e6 <= begun[failed]["ts"] <= ended[failed]["ts"] <= time.time() * 1e6
-    assert (await trace(api, session_of(elsewhere)))["traceEvents"] == []
+    assert (await trace(api, session_of(other_sampler)))["traceEvents"] == []
 
 
-async def test_link_to_a_timeline_is_for_that_one_alone(api: Api) -> None:
+async def test_a_link_is_valid_for_one_timeline_only(api: Api) -> None:
     one, two = await create(api), await create(api)
     url = (await api.http.get(f"/api/v1/sessions/{one}/trace_export")).json()["url"]
     assert (await api.http.get(url)).status_code == 200
@@ -274,7 +280,7 @@ async def test_link_to_a_timeline_is_for_that_one_alone(api: Api) -> None:
 
 async def test_a_timeline_holds_the_newest_requests(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
     sampler = await api.sampler()
-    asked = [(await api.sample(sampler, seq_id))["request_id"] for seq_id in range(3)]
+    request_ids = [(await api.sample(sampler, seq_id))["request_id"] for seq_id in range(3)]
     monkeypatch.setattr(timelines, "MAX_REQUESTS", 2)
     events = (await trace(api, session_of(sampler)))["traceEvents"]
-    assert [event["id"] for event in events if event["ph"] == "b"] == asked[1:]
+    assert [event["id"] for event in events if event["ph"] == "b"] == request_ids[1:]

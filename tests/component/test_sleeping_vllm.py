@@ -1,4 +1,4 @@
-"""vLLM dies in the engine's loop, asleep or when it is to sleep or to wake: samples wait, training goes on."""
+"""vLLM dies while it sleeps, is put to sleep or is woken by the engine: samples wait and training goes on."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from replicas import SOON_S, group_of
 from skyrl.engine.sampling import ColocatedSampler
 
 
-@pytest.mark.parametrize("watching_s", [SOON_S, NEVER_S], ids=["noticed by the watch", "noticed by who wakes it"])
-async def test_a_vllm_that_dies_in_its_sleep_holds_up_samples_alone(tmp_path: Path, watching_s: float) -> None:
+@pytest.mark.parametrize("watching_s", [SOON_S, NEVER_S], ids=["noticed by the watch", "noticed by the wake-up"])
+async def test_a_vllm_that_dies_asleep_delays_samples_only(tmp_path: Path, watching_s: float) -> None:
     async with world(tmp_path / "state", watching_s=watching_s) as here:
         assert await here.error_of(await here.sample()) is None
         await until(lambda: here.vllm.asleep)
         here.vllm.dead = True
-        here.vllm.asked.clear()
+        here.vllm.requested_paths.clear()
         if watching_s == SOON_S:
             await until(lambda: not here.group.ready)
         waiting = await here.sample()
         if watching_s == NEVER_S:
-            await until(lambda: "/wake_up" in here.vllm.asked)
+            await until(lambda: "/wake_up" in here.vllm.requested_paths)
         await here.trainer.step(1)
         assert await here.pending(waiting)
         here.vllm.start_again()
@@ -36,7 +36,7 @@ async def test_a_vllm_that_dies_in_its_sleep_holds_up_samples_alone(tmp_path: Pa
 
 
 @pytest.mark.parametrize("victim", ["/wake_up", "/sleep"])
-async def test_a_vllm_that_dies_of_waking_or_of_going_to_sleep_costs_nothing(tmp_path: Path, victim: str) -> None:
+async def test_a_vllm_that_dies_when_woken_or_put_to_sleep_loses_nothing(tmp_path: Path, victim: str) -> None:
     async with world(tmp_path / "state") as here:
         here.vllm.dies_of = victim
         first = await here.sample()
@@ -47,8 +47,8 @@ async def test_a_vllm_that_dies_of_waking_or_of_going_to_sleep_costs_nothing(tmp
         assert await here.error_of(await here.sample()) is None
 
 
-async def test_samples_of_a_vllm_that_stays_away_fail_and_say_why(tmp_path: Path) -> None:
-    async with world(tmp_path / "state", patience_s=0.0) as here:
+async def test_samples_fail_with_a_reason_if_vllm_stays_down(tmp_path: Path) -> None:
+    async with world(tmp_path / "state", give_up_after_s=0.0) as here:
         here.vllm.dead = True
         error = await here.error_of(await here.sample())
         assert error is not None
@@ -59,33 +59,34 @@ async def test_samples_of_a_vllm_that_stays_away_fail_and_say_why(tmp_path: Path
         assert await here.error_of(await here.sample()) is None
 
 
-def test_an_absence_is_counted_from_its_own_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_absence_is_measured_from_its_own_start(monkeypatch: pytest.MonkeyPatch) -> None:
     now, group = 0.0, SimpleNamespace(ready=False, reason="gone")
     monkeypatch.setattr("skyrl.engine.sampling.time", SimpleNamespace(monotonic=lambda: now))
-    nobody: Any = None
-    options: Any = {"sleeps": True, "patience_s": 10.0}
-    sampler = ColocatedSampler(nobody, nobody, cast(Any, group), LIMITS, "tiny", **options)
+    unused: Any = None
+    options: Any = {"sleeps": True, "give_up_after_s": 10.0}
+    sampler = ColocatedSampler(unused, unused, cast(Any, group), LIMITS, "tiny", **options)
     assert not sampler.may_run
     now, group.ready = 5.0, True
     assert sampler.may_run
     now, group.ready = 100.0, False
-    assert not sampler.may_run, "it is away since now, and not since the beginning"
+    assert not sampler.may_run, "the absence begins now, not at the start"
     now = 109.0
     assert not sampler.may_run
     now = 110.0
-    assert sampler.may_run, "what waits is to fail"
+    assert sampler.may_run, "waiting samples may run, and fail"
 
 
-async def test_an_engine_that_finds_vllm_asleep_neither_asks_it_for_a_sample_nor_wakes_it(tmp_path: Path) -> None:
-    """As one does that starts again after its death: the trainer may need the memory."""
+async def test_an_engine_that_finds_vllm_asleep_neither_samples_nor_wakes_it(tmp_path: Path) -> None:
+    """An engine that restarts after its death finds vLLM asleep. Waking vLLM could take the memory that the trainer
+    needs."""
     async with world(tmp_path / "state") as here:
         assert await here.error_of(await here.sample()) is None
         await until(lambda: here.vllm.asleep)
-        here.vllm.asked.clear()
+        here.vllm.requested_paths.clear()
         group, _ = group_of(here.vllm.upstream.url, watching_s=1.0)
         watching = asyncio.create_task(group.run())
         await until(lambda: group.ready)
         assert here.vllm.asleep
-        assert not set(here.vllm.asked) & {COMPLETIONS, "/wake_up"}
+        assert not set(here.vllm.requested_paths) & {COMPLETIONS, "/wake_up"}
         await group.close()
         await watching

@@ -1,4 +1,4 @@
-"""Ends of samples as the database orders them: what a poll tells that may come to any process."""
+"""The ends of samples in the order that the database gives them, so that a poll may come to any process."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ OK = Outcome(b"abc", "proto:sample")
 LONG_S = 60.0
 
 
-class World:
-    """Two processes of one database."""
+class TwoProcesses:
+    """Two processes on one database."""
 
     def __init__(self, database: Database, writer: GroupCommitWriter) -> None:
         self.database = database
-        self.others = PeerNotifier()
-        self.others.living = frozenset({"another"})
-        self.here, self.there = (FutureStore(database, writer, name, self.others) for name in ("here", "there"))
+        self.peers = PeerNotifier()
+        self.peers.living = frozenset({"another"})
+        self.here, self.there = (FutureStore(database, writer, name, self.peers) for name in ("here", "there"))
 
     async def record(self, store: FutureStore, count: int, first: int = 0, target: Target = TARGET) -> list[str]:
         sampler, block = target.sampling_session_id, target.clone * CLONE_BLOCK
@@ -51,7 +51,7 @@ class World:
         return [(await store.record(sample))[0] for sample in samples]
 
     async def end(self, count: int, first: int = 0, target: Target = TARGET) -> list[str]:
-        """Samples that end in this process, one after the other."""
+        """End `count` samples in this process, one after the other."""
         ids = await self.record(self.here, count, first, target)
         for request_id in ids:
             await self.here.settle(request_id, OK)
@@ -73,30 +73,30 @@ class World:
         self.database.write(lambda c: c.execute(rows.SETTLE, rows.settlement(request_id, OK, now)))
 
 
-def names(told: list[Completion]) -> list[str]:
-    return [end.request_id for end in told]
+def names(reported: list[Completion]) -> list[str]:
+    return [end.request_id for end in reported]
 
 
-async def everything(ends: StoredEnds, cursor: int = 0, target: Target = TARGET) -> tuple[int, list[str]]:
-    """Poll, each time from where the last poll ended, until nothing is told."""
+async def poll_until_empty(ends: StoredEnds, cursor: int = 0, target: Target = TARGET) -> tuple[int, list[str]]:
+    """Poll again and again, from the last cursor, until the poll reports nothing."""
     ids: list[str] = []
     while True:
-        cursor, told = await ends.poll(target, cursor, 0)
-        if not told:
+        cursor, reported = await ends.poll(target, cursor, 0)
+        if not reported:
             return cursor, ids
-        ids += names(told)
+        ids += names(reported)
 
 
 @pytest.fixture
-async def world(migrated_url: str) -> AsyncIterator[World]:
+async def world(migrated_url: str) -> AsyncIterator[TwoProcesses]:
     database = Database(migrated_url)
     writer = GroupCommitWriter(database)
-    yield World(database, writer)
+    yield TwoProcesses(database, writer)
     await writer.close()
     database.close()
 
 
-async def test_each_end_is_later_than_the_one_before_whatever_the_clocks_say(world: World) -> None:
+async def test_each_end_is_later_than_the_one_before_even_if_clocks_differ(world: TwoProcesses) -> None:
     ids = await world.record(world.here, 4)
     for request_id, now in zip(ids, (100.0, 50.0, 100.0, 200.0), strict=True):
         world.settle(request_id, now)
@@ -104,58 +104,60 @@ async def test_each_end_is_later_than_the_one_before_whatever_the_clocks_say(wor
     moments = world.database.read(lambda c: list(c.execute(query).scalars()))
     assert [moments[0], moments[3]] == [100.0, 200.0]
     assert all(later - earlier > 1e-6 for earlier, later in zip(moments, moments[1:], strict=False))
-    cursor, told = 0, []
+    cursor, reported = 0, []
     for turn in range(4):
         store = (world.here, world.there)[turn % 2]
         cursor, ends = await store.ends.poll(TARGET, cursor, 0)
-        told += [end.request_id for end in ends]
-    assert told == ids
+        reported += [end.request_id for end in ends]
+    assert reported == ids
 
 
-async def test_many_that_end_in_one_moment_come_in_pages_from_either(
-    world: World, monkeypatch: pytest.MonkeyPatch
+async def test_samples_that_end_at_the_same_moment_come_in_pages_from_both_processes(
+    world: TwoProcesses, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stored_ends, "MAX_COMPLETIONS", 7)
     ids = await world.record(world.here, 50)
     await asyncio.gather(*(world.here.settle(request_id, OK) for request_id in ids))
-    cursor, told = 0, []
+    cursor, reported = 0, []
     for turn in range(9):
         cursor, ends = await (world.here, world.there)[turn % 2].ends.poll(TARGET, cursor, 0)
-        told += [end.request_id for end in ends]
+        reported += [end.request_id for end in ends]
         assert len(ends) <= 7
-    assert sorted(told) == sorted(ids)
+    assert sorted(reported) == sorted(ids)
 
 
-@pytest.mark.parametrize("told", [True, False])
-async def test_poll_that_is_held_hears_of_an_end_elsewhere_told_or_not(
-    world: World, monkeypatch: pytest.MonkeyPatch, told: bool
+@pytest.mark.parametrize("notified", [True, False])
+async def test_a_held_poll_reports_an_end_of_the_other_process_with_or_without_notice(
+    world: TwoProcesses, monkeypatch: pytest.MonkeyPatch, notified: bool
 ) -> None:
-    monkeypatch.setattr(stored_ends, "LOOK_S", 1000.0 if told else 0.01)
+    monkeypatch.setattr(stored_ends, "SAFETY_READ_S", 1000.0 if notified else 0.01)
     held = asyncio.create_task(world.there.ends.poll(TARGET, 0, LONG_S))
     await until(lambda: world.there.ends.held == 1)
-    if told:
+    if notified:
 
         def tell(words: list[str]) -> None:
             for word in words:
                 world.there.ends.ended_elsewhere(word)
 
-        world.others.send = tell
+        world.peers.send = tell
     (request_id,) = await world.record(world.here, 1)
     await world.here.settle(request_id, OK)
     _, ends = await asyncio.wait_for(held, LONG_S)
     assert [end.request_id for end in ends] == [request_id]
 
 
-async def test_alone_a_poll_that_is_held_reads_no_more(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stored_ends, "LOOK_S", 0.001)
-    world.others.living = frozenset()
+async def test_a_held_poll_does_not_read_the_database_if_its_process_is_alone(
+    world: TwoProcesses, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stored_ends, "SAFETY_READ_S", 0.001)
+    world.peers.living = frozenset()
     await world.here.ends.poll(TARGET, 5, 0)
     reads = world.count_reads(monkeypatch)
     assert await world.here.ends.poll(TARGET, 5, 0.2) == (5, [])
-    assert len(reads) <= 1, "one for a cursor that is older than what is kept"
+    assert len(reads) <= 1, "at most one read, for a cursor older than the ends in memory"
 
 
-async def test_closed_session_ends_its_polls(world: World) -> None:
+async def test_a_closed_session_ends_its_polls(world: TwoProcesses) -> None:
     held = asyncio.create_task(world.here.ends.poll(TARGET, 0, LONG_S))
     await until(lambda: world.here.ends.held == 1)
     world.here.drop_session("s1")
@@ -164,10 +166,10 @@ async def test_closed_session_ends_its_polls(world: World) -> None:
     assert len(world.here.ends) == 0
 
 
-async def test_client_is_told_all_after_its_first_poll_could_not_read(
-    world: World, monkeypatch: pytest.MonkeyPatch
+async def test_a_client_gets_all_ends_after_its_first_poll_failed_to_read(
+    world: TwoProcesses, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also what was pending is read then, so that this process waits for it."""
+    """The first successful poll also reads the pending samples, so that this process waits for them."""
     ended, pending = await world.record(world.there, 2)
     world.settle(ended, 1.0)
     read, left = world.database.read_async, [1, 1]
@@ -183,15 +185,15 @@ async def test_client_is_told_all_after_its_first_poll_could_not_read(
         with pytest.raises(OSError, match="away"):
             await world.here.ends.poll(TARGET, 0, LONG_S)
         assert not world.here.is_pending(pending)
-    cursor, told = await world.here.ends.poll(TARGET, 0, LONG_S)
-    assert names(told) == [ended]
+    cursor, reported = await world.here.ends.poll(TARGET, 0, LONG_S)
+    assert names(reported) == [ended]
     assert world.here.is_pending(pending)
     await world.there.settle(pending, OK)
     assert names((await world.here.ends.poll(TARGET, cursor, LONG_S))[1]) == [pending]
 
 
-async def test_reader_tries_again_after_it_could_not_read(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    world.others.living = frozenset()
+async def test_the_reader_tries_again_after_a_failed_read(world: TwoProcesses, monkeypatch: pytest.MonkeyPatch) -> None:
+    world.peers.living = frozenset()
     cursor, _ = await world.here.ends.poll(TARGET, 0, 0)
     (request_id,) = await world.record(world.here, 1)
     await world.here.settle(request_id, OK)
@@ -206,94 +208,96 @@ async def test_reader_tries_again_after_it_could_not_read(world: World, monkeypa
     assert names((await world.here.ends.poll(TARGET, cursor, LONG_S))[1]) == [request_id]
 
 
-async def test_end_is_told_once_however_its_moment_is_rounded(world: World) -> None:
+async def test_an_end_is_reported_once_however_its_time_is_rounded(world: TwoProcesses) -> None:
     (request_id,) = await world.record(world.here, 1)
     world.settle(request_id, 1800000000.0000026)
-    cursor, told = await world.here.ends.poll(TARGET, 0, 0)
-    assert [end.request_id for end in told] == [request_id]
+    cursor, reported = await world.here.ends.poll(TARGET, 0, 0)
+    assert [end.request_id for end in reported] == [request_id]
     assert await world.there.ends.poll(TARGET, cursor, 0) == (cursor, [])
 
 
-async def test_clock_that_was_set_back_hides_no_end(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A client whose cursor is later than the clock hears of what ends now."""
+async def test_a_clock_that_was_set_back_hides_no_end(world: TwoProcesses, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client whose cursor is later than the clock still gets the samples that end now."""
     (first,) = await world.end(1)
-    cursor, told = await world.here.ends.poll(TARGET, 0, LONG_S)
-    assert names(told) == [first]
+    cursor, reported = await world.here.ends.poll(TARGET, 0, LONG_S)
+    assert names(reported) == [first]
     an_hour_ago = time.time() - 3600
     monkeypatch.setattr(settling.time, "time", lambda: an_hour_ago)
     (second,) = await world.end(1, first=1)
-    later, told = await world.here.ends.poll(TARGET, cursor, LONG_S)
-    assert names(told) == [second]
+    later, reported = await world.here.ends.poll(TARGET, cursor, LONG_S)
+    assert names(reported) == [second]
     assert later > cursor
 
 
-async def test_many_that_end_between_two_polls_cost_one_read(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also for several clients: one read of new ends serves all of them."""
-    world.others.living = frozenset()
+async def test_many_ends_between_two_polls_cost_one_read(world: TwoProcesses, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One read of new ends serves several clients."""
+    world.peers.living = frozenset()
     targets = [TARGET, Target("s1", "s1:sample:1", 0), Target("s1", "s1:sample:1", 3)]
     cursors = [(await world.here.ends.poll(target, 0, 0))[0] for target in targets]
     ids = [await world.end(5, target=target) for target in targets]
     reads = world.count_reads(monkeypatch)
-    told = [await world.here.ends.poll(t, cursor, LONG_S) for t, cursor in zip(targets, cursors, strict=True)]
-    cursors = [cursor for cursor, _ in told]
-    assert len(reads) <= 1 + len(targets), "each cursor was older than what was kept"
-    assert [names(ends) for _, ends in told] == ids
+    reported = [await world.here.ends.poll(t, cursor, LONG_S) for t, cursor in zip(targets, cursors, strict=True)]
+    cursors = [cursor for cursor, _ in reported]
+    assert len(reads) <= 1 + len(targets), "one read per client, because each cursor is older than the ends in memory"
+    assert [names(ends) for _, ends in reported] == ids
     more = [await world.end(5, first=5, target=target) for target in targets]
     reads.clear()
-    told = [await world.here.ends.poll(t, cursor, LONG_S) for t, cursor in zip(targets, cursors, strict=True)]
-    assert [names(ends) for _, ends in told] == more
+    reported = [await world.here.ends.poll(t, cursor, LONG_S) for t, cursor in zip(targets, cursors, strict=True)]
+    assert [names(ends) for _, ends in reported] == more
     assert len(reads) == 1
 
 
-async def test_what_a_client_does_not_ask_for_is_forgotten_and_nothing_is_lost(
-    world: World, monkeypatch: pytest.MonkeyPatch
+async def test_ends_that_no_client_polls_leave_memory_and_are_not_lost(
+    world: TwoProcesses, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stored_ends, "MAX_KEPT", 10)
     silent, asking = TARGET, Target("s1", "s1:sample:1", 0)
     seen = await world.end(1, target=silent)
-    cursor, ids = await everything(world.here.ends, 0, silent)
+    cursor, ids = await poll_until_empty(world.here.ends, 0, silent)
     assert ids == seen
-    position, told = 0, []
+    position, reported = 0, []
     for number in range(5):
         unseen = await world.end(5, first=1 + 5 * number, target=silent)
-        told += [*unseen]
+        reported += [*unseen]
         await world.end(1, first=number, target=asking)
-        position, _ = await everything(world.here.ends, position, asking)
+        position, _ = await poll_until_empty(world.here.ends, position, asking)
         assert world.here.ends.kept <= 10
-    assert (await everything(world.here.ends, cursor, silent))[1] == told
+    assert (await poll_until_empty(world.here.ends, cursor, silent))[1] == reported
 
 
-async def test_reader_that_is_far_behind_starts_anew_and_nothing_is_lost(
-    world: World, monkeypatch: pytest.MonkeyPatch
+async def test_a_reader_that_is_far_behind_starts_anew_and_loses_nothing(
+    world: TwoProcesses, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stored_ends, "MAX_READ", 10)
     monkeypatch.setattr(stored_ends, "MAX_COMPLETIONS", 7)
     seen = await world.end(1)
-    cursor, ids = await everything(world.here.ends)
+    cursor, ids = await poll_until_empty(world.here.ends)
     assert ids == seen
     unseen = await world.end(25, first=1)
-    assert (await everything(world.here.ends, cursor))[1] == unseen
+    assert (await poll_until_empty(world.here.ends, cursor))[1] == unseen
 
 
-async def test_number_of_clients_that_do_not_ask_is_bounded_and_they_lose_nothing(
-    world: World, monkeypatch: pytest.MonkeyPatch
+async def test_the_number_of_remembered_idle_clients_is_bounded_and_they_lose_nothing(
+    world: TwoProcesses, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stored_ends, "MAX_CLIENTS", 3)
     targets = [Target("s1", "s1:sample:0", clone) for clone in range(10)]
-    cursors = [(await everything(world.here.ends, 0, target))[0] for target in targets]
+    cursors = [(await poll_until_empty(world.here.ends, 0, target))[0] for target in targets]
     assert len(world.here.ends) <= 3
     ids = [await world.end(2, target=target) for target in targets]
     for target, cursor, wanted in zip(targets, cursors, ids, strict=True):
-        assert (await everything(world.here.ends, cursor, target))[1] == wanted
+        assert (await poll_until_empty(world.here.ends, cursor, target))[1] == wanted
 
 
-async def test_one_poll_that_waits_hears_of_an_end_although_another_asks_from_the_beginning(world: World) -> None:
+async def test_a_waiting_poll_gets_an_end_although_another_poll_starts_from_the_beginning(world: TwoProcesses) -> None:
     first = await world.end(1)
-    cursor, ids = await everything(world.here.ends)
+    cursor, ids = await poll_until_empty(world.here.ends)
     assert ids == first
     waiting = asyncio.create_task(world.here.ends.poll(TARGET, cursor, LONG_S))
     await until(lambda: world.here.ends.held == 1)
     assert names((await world.here.ends.poll(TARGET, 0, 0))[1]) == first
     second = await world.end(1, first=1)
     assert names((await asyncio.wait_for(waiting, LONG_S))[1]) == second
-    assert names((await world.here.ends.poll(TARGET, 0, 0))[1]) == first + second, "an answer may have been lost"
+    assert names((await world.here.ends.poll(TARGET, 0, 0))[1]) == first + second, (
+        "the samples are reported again, because an answer may have been lost"
+    )

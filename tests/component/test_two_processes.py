@@ -1,4 +1,5 @@
-"""Two API processes on one database, both in this one: who forwards what, who hears of what, who is dead."""
+"""Two API processes on one database, both run inside the test: which process forwards a sample, which processes hear of
+its end, and when a process counts as dead."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from typing import Any
 
 import httpx
 import pytest
-from api_harness import BASE, LONG_S, Api, asked, session_of, tokens
+from api_harness import BASE, LONG_S, Api, sample_body, session_of, tokens
 from engine_harness import until
 from fake_upstream import FakeUpstream, after, complete, never
 from sqlalchemy import event, insert, select, text, update
@@ -41,29 +42,29 @@ TIMEOUT_S = 300.0
 
 
 @pytest.fixture(autouse=True)
-def by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tests say when a process looks after the others."""
+def no_periodic_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tests call the periodic work themselves."""
     monkeypatch.setattr(skyrl.api.background, "BEAT_S", NEVER_S)
     monkeypatch.setattr(skyrl.api.background, "SESSION_CHECK_S", NEVER_S)
 
 
 @pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch) -> list[SampleOwnership]:
-    """What the processes know each other by, in the order of their starts."""
+def ownerships(monkeypatch: pytest.MonkeyPatch) -> list[SampleOwnership]:
+    """The SampleOwnership of each process, in the order of their starts."""
     instances: list[SampleOwnership] = []
 
-    class Kept(SampleOwnership):
+    class RecordedOwnership(SampleOwnership):
         def __init__(self, *parts: Any, **options: Any) -> None:
             super().__init__(*parts, **options)
             instances.append(self)
 
-    monkeypatch.setattr(skyrl.api.build, "SampleOwnership", Kept)
+    monkeypatch.setattr(skyrl.api.build, "SampleOwnership", RecordedOwnership)
     return instances
 
 
 @pytest.fixture
 def directory() -> Iterator[Path]:
-    """A short one: sockets lie in it."""
+    """A directory with a short path, for the sockets."""
     with TemporaryDirectory(prefix="skyrl-test-") as path:
         yield Path(path)
 
@@ -73,7 +74,7 @@ Start = Callable[[str], Any]
 
 @pytest.fixture
 def start(database: Database, tmp_path: Path, directory: Path) -> Start:
-    """Starts the API process of this name."""
+    """Starts the API process with this name."""
 
     @asynccontextmanager
     async def named(name: str) -> AsyncIterator[Api]:
@@ -91,10 +92,10 @@ def start(database: Database, tmp_path: Path, directory: Path) -> Start:
 
 
 @pytest.fixture
-async def two(start: Start, made: list[SampleOwnership]) -> AsyncIterator[tuple[Api, Api]]:
+async def two(start: Start, ownerships: list[SampleOwnership]) -> AsyncIterator[tuple[Api, Api]]:
     async with AsyncExitStack() as running:
         first, second = [await running.enter_async_context(start(name)) for name in ("first", "second")]
-        await made[0].round()  # it was there before the other one
+        await ownerships[0].round()  # the first process, which started earlier, learns of the second one
         yield first, second
 
 
@@ -110,7 +111,7 @@ def in_flight(api: Api) -> int:
     return api.services.sampling.in_flight
 
 
-async def test_each_sample_is_forwarded_once_wherever_it_is_repeated(
+async def test_a_sample_repeated_at_the_other_process_is_forwarded_once(
     two: tuple[Api, Api], upstream: FakeUpstream, database: Database
 ) -> None:
     first, second = two
@@ -122,15 +123,15 @@ async def test_each_sample_is_forwarded_once_wherever_it_is_repeated(
         assert tokens(await second.result(promise["request_id"])) == [[0, 1, 2]]
     assert len(upstream.completions) == 10
     assert len(owners(database)) == 10
-    other = await second.post("asample", asked(sampler, 3, prompt=[9]))
+    other = await second.post("asample", sample_body(sampler, 3, prompt=[9]))
     assert other.status_code == 400
     assert other.json()["field"] == "seq_id"
 
 
-async def test_end_is_told_to_a_process_that_does_not_look(
+async def test_a_process_hears_of_an_end_without_reading_the_database(
     monkeypatch: pytest.MonkeyPatch,
     start: Start,
-    made: list[SampleOwnership],
+    ownerships: list[SampleOwnership],
     upstream: FakeUpstream,
     database: Database,
 ) -> None:
@@ -143,23 +144,25 @@ async def test_end_is_told_to_a_process_that_does_not_look(
         "SELECT count(*) FROM pg_stat_activity WHERE query LIKE 'LISTEN%' AND datname = current_database()"
     )
     async with start("first") as first, start("second") as second:
-        await made[0].round()
+        await ownerships[0].round()
         await until(lambda: database.read(lambda c: c.execute(listening).scalar_one()) == 2)
         sampler = await first.sampler()
-        assert (await second.post("asample", asked(sampler, 0))).status_code == 200, "it knows the session"
+        assert (await second.post("asample", sample_body(sampler, 0))).status_code == 200, (
+            "the second process knows the session"
+        )
         request_id = (await first.sample(sampler, 1))["request_id"]
         poll = asyncio.create_task(second.result(request_id))
         await until(lambda: second.services.futures.pending == 2)
         go.set()
         assert tokens(await asyncio.wait_for(poll, LONG_S)) == [[0, 1, 2]]
         await first.finish(sampler)
-        while (answer := await second.post("asample", asked(sampler, 2))).status_code != 404:
+        while (answer := await second.post("asample", sample_body(sampler, 2))).status_code != 404:
             assert answer.status_code == 200
-            await asyncio.sleep(0.001)  # nothing else would run: it is answered from memory
+            await asyncio.sleep(0.001)  # only this test's own tasks run, because the poll is answered from memory
 
 
-async def test_who_gives_no_sign_of_life_loses_its_samples_to_one(
-    two: tuple[Api, Api], made: list[SampleOwnership], upstream: FakeUpstream, database: Database
+async def test_one_process_takes_over_the_samples_of_a_silent_process(
+    two: tuple[Api, Api], ownerships: list[SampleOwnership], upstream: FakeUpstream, database: Database
 ) -> None:
     first, second = two
     upstream.default = never
@@ -172,15 +175,15 @@ async def test_who_gives_no_sign_of_life_loses_its_samples_to_one(
     database.write(lambda c: c.execute(insert(processes), dead))
     set_owner(database, left, "dead/0")
     for _ in range(MISSES):
-        await made[1].round()
+        await ownerships[1].round()
         assert in_flight(second) == 0
-        await made[0].round()
+        await ownerships[0].round()
     upstream.default = complete()
-    await made[1].round()
+    await ownerships[1].round()
     assert owners(database) == ["second/0"]
     assert tokens(await asyncio.wait_for(poll, LONG_S)) == [[0, 1, 2]]
-    await made[0].round()
-    assert in_flight(first) == 0, "it knows that it is another's"
+    await ownerships[0].round()
+    assert in_flight(first) == 0, "the first process knows that it lost the sample"
     assert await poll_of(first, left) == (await poll).content
 
 
@@ -188,54 +191,54 @@ async def poll_of(api: Api, request_id: str) -> bytes:
     return (await asyncio.wait_for(api.result(request_id), LONG_S)).content
 
 
-async def test_who_beats_or_was_not_looked_at_keeps_its_samples(
-    two: tuple[Api, Api], made: list[SampleOwnership], upstream: FakeUpstream, database: Database
+async def test_a_process_with_heartbeats_or_not_observed_long_enough_keeps_its_samples(
+    two: tuple[Api, Api], ownerships: list[SampleOwnership], upstream: FakeUpstream, database: Database
 ) -> None:
     upstream.default = never
     first, _ = two
     await first.sample(await first.sampler(), 1)
     for _ in range(3):
         for _ in range(MISSES):
-            await made[1].round()
-        await made[0].round()
-    await made[1].round()
+            await ownerships[1].round()
+        await ownerships[0].round()
+    await ownerships[1].round()
     assert owners(database) == ["first/0"]
     assert in_flight(first) == 1
 
 
-async def test_samples_of_one_that_has_stopped_are_taken_at_the_next_round(
-    start: Start, made: list[SampleOwnership], upstream: FakeUpstream, database: Database
+async def test_the_samples_of_a_stopped_process_are_taken_over_at_the_next_round(
+    start: Start, ownerships: list[SampleOwnership], upstream: FakeUpstream, database: Database
 ) -> None:
     upstream.default = never
     async with start("second") as second:
         async with start("first") as first:
-            await made[0].round()
+            await ownerships[0].round()
             promise = await first.sample(await first.sampler(), 1)
         assert in_flight(second) == 0
         upstream.default = complete()
-        await made[0].round()
+        await ownerships[0].round()
         assert owners(database) == ["second/0"]
         assert tokens(await second.result(promise["request_id"])) == [[0, 1, 2]]
 
 
-async def test_sample_whose_owner_is_not_there_is_taken_at_the_next_round(
-    two: tuple[Api, Api], made: list[SampleOwnership], upstream: FakeUpstream, database: Database
+async def test_a_sample_of_an_unknown_owner_is_taken_over_at_the_next_round(
+    two: tuple[Api, Api], ownerships: list[SampleOwnership], upstream: FakeUpstream, database: Database
 ) -> None:
-    """Its owner was stopped, declared dead and killed after it went on; or a round failed just then."""
+    """The owner was stopped, declared dead, went on and was killed; or one round of it failed."""
     upstream.default = never
     first, second = two
     request_id = (await first.sample(await first.sampler(), 1))["request_id"]
     await until(lambda: upstream.busy == 1)
     set_owner(database, request_id, "gone/0")
     upstream.default = complete()
-    await made[1].round()
+    await ownerships[1].round()
     assert owners(database) == ["second/0"]
     assert tokens(await second.result(request_id)) == [[0, 1, 2]]
 
 
 @pytest.fixture
-def repeated(monkeypatch: pytest.MonkeyPatch) -> dict[str, Callable[[], Any]]:
-    """What a process does again and again, by name; it is for the test to do it."""
+def periodic_work(monkeypatch: pytest.MonkeyPatch) -> dict[str, Callable[[], Any]]:
+    """The periodic work of a process, by name; the test calls it."""
     actions: dict[str, Callable[[], Any]] = {}
 
     async def kept(name: str, _: float, action: Callable[[], Any]) -> None:
@@ -246,13 +249,13 @@ def repeated(monkeypatch: pytest.MonkeyPatch) -> dict[str, Callable[[], Any]]:
 
 
 async def settle() -> None:
-    """Let every task run until it waits for another."""
+    """Let every task run until it waits for another task."""
     for _ in range(10):
         await asyncio.sleep(0)
 
 
-async def test_on_sqlite_who_is_alone_does_not_write_that_it_lives(
-    start: Start, repeated: dict[str, Callable[[], Any]], database: Database
+async def test_a_single_process_on_sqlite_writes_no_heartbeats(
+    start: Start, periodic_work: dict[str, Callable[[], Any]], database: Database
 ) -> None:
     def beats() -> float:
         return database.read(lambda c: c.execute(select(processes.c.heartbeat_at)).scalar_one())
@@ -260,14 +263,14 @@ async def test_on_sqlite_who_is_alone_does_not_write_that_it_lives(
     async with start("first"):
         await settle()
         before = beats()
-        await repeated["looking after the other API processes"]()
+        await periodic_work["looking after the other API processes"]()
         assert (beats() == before) is database.is_sqlite
 
 
-async def test_on_sqlite_what_a_process_of_another_name_left_is_forwarded(
-    start: Start, repeated: dict[str, Callable[[], Any]], upstream: FakeUpstream, database: Database
+async def test_on_sqlite_the_samples_of_a_process_of_another_name_are_forwarded(
+    start: Start, periodic_work: dict[str, Callable[[], Any]], upstream: FakeUpstream, database: Database
 ) -> None:
-    """Its state directory was copied, and it was killed."""
+    """The state directory of a killed process was copied."""
     upstream.default = never
     async with start("first") as first:
         request_id = (await first.sample(await first.sampler(), 1))["request_id"]
@@ -276,14 +279,14 @@ async def test_on_sqlite_what_a_process_of_another_name_left_is_forwarded(
     async with start("second") as second:
         await settle()
         for _ in range(MISSES):
-            await repeated["looking after the other API processes"]()
+            await periodic_work["looking after the other API processes"]()
         assert tokens(await second.result(request_id)) == [[0, 1, 2]]
 
 
-async def test_sample_that_nobody_owns_is_forwarded_at_the_next_start(
+async def test_a_sample_without_owner_is_forwarded_at_the_next_start(
     start: Start, upstream: FakeUpstream, database: Database
 ) -> None:
-    """It is from before there were owners."""
+    """The row is from a version without owners."""
     upstream.default = never
     async with start("first") as first:
         request_id = (await first.sample(await first.sampler(), 1))["request_id"]
@@ -293,25 +296,25 @@ async def test_sample_that_nobody_owns_is_forwarded_at_the_next_start(
         assert tokens(await second.result(request_id)) == [[0, 1, 2]]
 
 
-async def test_own_sample_that_is_not_in_memory_is_found(
-    two: tuple[Api, Api], made: list[SampleOwnership], upstream: FakeUpstream
+async def test_a_process_finds_its_own_sample_that_is_not_in_memory(
+    two: tuple[Api, Api], ownerships: list[SampleOwnership], upstream: FakeUpstream
 ) -> None:
-    """The connection broke at its commit, and its client repeats it to the other process."""
+    """The connection broke at the commit of the sample, and the client repeats the sample at the other process."""
     first, second = two
     upstream.default = never
     sampler = await first.sampler()
     promise = await first.sample(sampler, 1)
     first.services.sampling.cancel(first.services.futures.drop_session(session_of(sampler)))
     assert await second.sample(sampler, 1) == promise
-    assert in_flight(second) == 0, "it is the other's"
+    assert in_flight(second) == 0, "the sample belongs to the other process"
     await until(lambda: in_flight(first) == 0)
     upstream.default = complete()
-    await made[0].round()
+    await ownerships[0].round()
     assert tokens(await second.result(promise["request_id"])) == [[0, 1, 2]]
 
 
-async def test_taken_back_or_ended_at_the_other_process(
-    two: tuple[Api, Api], made: list[SampleOwnership], upstream: FakeUpstream, database: Database
+async def test_a_sample_can_be_cancelled_or_ended_at_the_other_process(
+    two: tuple[Api, Api], ownerships: list[SampleOwnership], upstream: FakeUpstream, database: Database
 ) -> None:
     first, second = two
     upstream.default = never
@@ -319,20 +322,20 @@ async def test_taken_back_or_ended_at_the_other_process(
     cancelled, left = [(await first.sample(sampler, number))["request_id"] for number in (1, 2)]
     waiting = asyncio.create_task(first.result(cancelled))
     await second.post("cancel_future", {"request_id": cancelled})
-    await made[0].round()
+    await ownerships[0].round()
     assert (await asyncio.wait_for(waiting, LONG_S)).json()["error"] == "cancelled by the client"
     await until(lambda: in_flight(first) == 1)
 
     await second.finish(sampler)
     await first.services.session_life.check()
     await until(lambda: in_flight(first) == 0)
-    assert (await first.post("asample", asked(sampler, 3))).status_code == 404
-    ended = [settlement(left, Outcome(error="the session has ended"), time.time())]  # as the engine does it
+    assert (await first.post("asample", sample_body(sampler, 3))).status_code == 404
+    ended = [settlement(left, Outcome(error="the session has ended"), time.time())]  # written as the engine writes it
     database.write(lambda c: c.execute(SETTLE, ended))
     assert (await first.result(left)).json() == (await second.result(left)).json()
 
 
-async def test_project_is_known_to_both(two: tuple[Api, Api]) -> None:
+async def test_both_processes_know_a_new_project(two: tuple[Api, Api]) -> None:
     first, second = two
     session = session_of(await first.sampler())
     key = first.services.access.caller("tml-one").tenant
@@ -345,7 +348,7 @@ async def test_project_is_known_to_both(two: tuple[Api, Api]) -> None:
 
 
 class Clock:
-    """Seconds that pass when a test says so."""
+    """A clock that a test advances."""
 
     def __init__(self) -> None:
         self.now = 1_000.0
@@ -372,7 +375,7 @@ async def pass_time(clock: Clock, seconds: float, *apis: Api) -> None:
             await api.services.session_life.check()
 
 
-async def test_session_that_beats_at_one_process_lives_at_both(
+async def test_a_session_with_heartbeats_at_one_process_lives_at_both(
     clock: Clock, two: tuple[Api, Api], database: Database
 ) -> None:
     first, second = two
@@ -387,7 +390,7 @@ async def test_session_that_beats_at_one_process_lives_at_both(
         assert (await api.post("session_heartbeat", {"session_id": session})).status_code == 410
 
 
-async def test_nobody_is_silent_while_the_process_did_not_look(
+async def test_no_session_expires_for_the_time_in_which_the_process_did_not_run(
     clock: Clock, two: tuple[Api, Api], database: Database
 ) -> None:
     first, second = two
@@ -398,8 +401,8 @@ async def test_nobody_is_silent_while_the_process_did_not_look(
     assert status_of(database, session) == "active"
 
 
-async def test_a_look_reads_nobodys_metadata(two: tuple[Api, Api], database: Database) -> None:
-    """Thousands of sessions may be there, with 16 KiB each."""
+async def test_the_search_for_silent_sessions_reads_no_metadata(two: tuple[Api, Api], database: Database) -> None:
+    """There may be thousands of sessions with 16 KiB of metadata each."""
     first, _ = two
     await first.sampler()
     asked_for: list[str] = []
@@ -410,7 +413,7 @@ async def test_a_look_reads_nobodys_metadata(two: tuple[Api, Api], database: Dat
     assert "user_metadata" not in asked_for[-1]
 
 
-async def test_heartbeat_at_the_last_moment_counts(two: tuple[Api, Api], database: Database) -> None:
+async def test_a_heartbeat_at_the_last_moment_counts(two: tuple[Api, Api], database: Database) -> None:
     first, second = two
     session = session_of(await first.sampler())
     (silent, seen), *_ = (await first.services.sessions.look(-1.0)).silent
@@ -420,7 +423,7 @@ async def test_heartbeat_at_the_last_moment_counts(two: tuple[Api, Api], databas
     assert (await first.post("session_heartbeat", {"session_id": session})).status_code == 200
 
 
-async def test_commands_without_a_number_get_different_ones(two: tuple[Api, Api], database: Database) -> None:
+async def test_commands_without_a_number_get_different_numbers(two: tuple[Api, Api], database: Database) -> None:
     unnumbered = NewRequest(Kind.OPTIM_STEP, "tenant", "s1", b"{}", model_id="m", numbered=True)
     recorded = await asyncio.gather(*(two[turn % 2].services.futures.record(unnumbered) for turn in range(20)))
     assert all(new for _, new in recorded)

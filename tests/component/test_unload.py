@@ -1,4 +1,4 @@
-"""Models taken out of memory by their client: after what was sent before, for good, and nobody else's."""
+"""A client unloads its model: the unload runs after earlier commands, is final, and touches no other model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ async def harness(tmp_path: Path) -> AsyncIterator[Harness]:
 
 
 async def unload(trainer: Trainer) -> str:
-    """As the API records it: without a number."""
+    """Record the unload as the API records it: without a number."""
     request = NewRequest(
         Kind.UNLOAD_MODEL, trainer.session.tenant, trainer.session.id, b"{}", model_id=trainer.model_id
     )
@@ -37,7 +37,7 @@ async def unload(trainer: Trainer) -> str:
     return request_id
 
 
-async def test_unload_comes_after_what_was_sent_before_it(harness: Harness) -> None:
+async def test_an_unload_runs_after_earlier_commands(harness: Harness) -> None:
     trainer, other = await Trainer.create(harness), await Trainer.create(harness)
     passes = [await trainer.forward_backward(seed) for seed in range(3)]
     step = await trainer.optim_step()
@@ -55,23 +55,23 @@ async def test_unload_comes_after_what_was_sent_before_it(harness: Harness) -> N
     await until(lambda: trainer.model_id not in harness.backend._adapters)
     with pytest.raises(InvalidRequest):
         await trainer.state()
-    await other.step(1)  # who goes on as if nothing had been
+    await other.step(1)  # the other model trains on unchanged
 
 
-async def test_its_numbers_go_on_and_fail_clearly(harness: Harness) -> None:
+async def test_later_commands_of_an_unloaded_model_fail_with_a_reason(harness: Harness) -> None:
     trainer = await Trainer.create(harness)
     await trainer.result(await unload(trainer))
     for _ in range(2):
         assert GONE in str((await trainer.fails(Kind.OPTIM_STEP)).error)
 
 
-async def test_unloading_again_succeeds(harness: Harness) -> None:
+async def test_a_second_unload_succeeds(harness: Harness) -> None:
     trainer = await Trainer.create(harness)
     for _ in range(2):
         assert (await trainer.result(await unload(trainer)))["model_id"] == trainer.model_id
 
 
-async def test_commands_that_wait_for_a_missing_number_do_not_hold_it_up(harness: Harness) -> None:
+async def test_commands_behind_a_missing_number_do_not_delay_an_unload(harness: Harness) -> None:
     trainer = await Trainer.create(harness)
     await trainer.step(1)
     waiting = await trainer.forward_backward(2, 17)
@@ -80,7 +80,7 @@ async def test_commands_that_wait_for_a_missing_number_do_not_hold_it_up(harness
     assert GONE in str((await trainer.outcome(waiting)).error)
 
 
-async def test_what_it_saved_stays_and_its_snapshots_go(harness: Harness) -> None:
+async def test_an_unload_keeps_checkpoints_and_deletes_snapshots(harness: Harness) -> None:
     trainer = await Trainer.create(harness)
     for seed in range(2):  # the first snapshot is taken at the second step
         await trainer.step(seed)
@@ -93,21 +93,21 @@ async def test_what_it_saved_stays_and_its_snapshots_go(harness: Harness) -> Non
     assert harness.stored(row)
 
 
-async def test_engine_that_dies_before_the_unload_is_settled_unloads_when_it_is_back(harness: Harness) -> None:
+async def test_an_unload_interrupted_by_the_engines_death_runs_in_the_next_engine(harness: Harness) -> None:
     trainer = await Trainer.create(harness)
     await trainer.step(1)
     await asyncio.sleep(0.01)
     request_id = ""
     harness.kill_before_commit_of(lambda settled: settled == request_id)
     request_id = await unload(trainer)
-    await harness.killed()
+    await harness.wait_until_killed()
     assert harness.model_row(trainer.model_id).status == "ready"
     await harness.start()
     await trainer.result(request_id)
     assert harness.model_row(trainer.model_id).status == "closed"
 
 
-async def test_closed_model_is_not_restored(harness: Harness) -> None:
+async def test_a_closed_model_is_not_restored(harness: Harness) -> None:
     trainer = await Trainer.create(harness)
     await trainer.step(1)
     await trainer.result(await unload(trainer))
@@ -117,7 +117,7 @@ async def test_closed_model_is_not_restored(harness: Harness) -> None:
     assert GONE in str((await trainer.fails(Kind.OPTIM_STEP)).error)
 
 
-async def test_through_the_api_it_is_a_future_of_its_model(api: Api) -> None:
+async def test_an_unload_through_the_api_is_a_future_of_its_model(api: Api) -> None:
     session = (await api.post("create_session", {})).json()["session_id"]
     wanted: dict[str, Any] = {"session_id": session, "model_seq_id": 0, "base_model": BASE}
     model_id = (await api.post("create_model", wanted)).json()["model_id"]
@@ -125,4 +125,4 @@ async def test_through_the_api_it_is_a_future_of_its_model(api: Api) -> None:
     assert promise["model_id"] == model_id
     assert isinstance(promise["request_id"], str)
     step = await api.post("optim_step", {"model_id": model_id, "seq_id": 1})
-    assert step.status_code == 200, "an unload takes none of the client's numbers"
+    assert step.status_code == 200, "an unload uses up none of the client's numbers"

@@ -1,6 +1,6 @@
-"""Weights saved for sampling without a name: counted, bounded by time and by free disk, and gone in the right order.
+"""Unnamed saves for sampling: they are counted, bounded by time and by free disk, and deleted in a safe order.
 
-Real saves by the real engine, with a clock that runs ahead.
+The engine really saves; the clock runs ahead.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def status_of(harness: Harness, *sampler_ids: str) -> list[str]:
 
 
 async def use(harness: Harness, *sampler_ids: str) -> None:
-    """What an API process does when somebody samples from these, and a minute later."""
+    """Note a use of these sampling sessions, as a sample does, and write it, as an API process does each minute."""
     api = Samplers(harness.database, harness.writer)
     for sampler_id in sampler_ids:
         api.note_use(sampler_of(harness, sampler_id))
@@ -83,36 +83,36 @@ async def use(harness: Harness, *sampler_ids: str) -> None:
 
 
 async def sweep(harness: Harness, clock: Clock) -> None:
-    """As often as it takes to mark what is idle, to unload it and to delete its files."""
+    """Sweep until idle versions are marked, unloaded and deleted."""
     for wait_s in (0.0, NOTICE_S + 1, GRACE_S + 1):
         clock.now += wait_s
         await harness.sweep()
 
 
 def versions(harness: Harness, model_id: str) -> list[int]:
-    """Versions of a model whose files are on the disk."""
+    """The versions of a model with files on the disk."""
     directory = harness.config.adapters_dir / safe_name(model_id)
     return sorted(int(path.name.removeprefix("v")) for path in directory.iterdir())
 
 
 def pending(harness: Harness, sampler_id: str) -> None:
-    """A sample that is on its way."""
+    """A pending sample of this sampling session."""
     row = dict.fromkeys(rows.RECORD.parameters) | {"id": "r", "kind": "EXTERNAL", "tenant": "tenant"}
     row |= {"session_id": "elsewhere", "digest": b"", "created_at": 0, "body_format": "json", "status": "pending"}
     row |= {"sampling_session_id": sampler_id, "sample_seq_id": 0}
     harness.database.write(lambda c: c.execute(rows.RECORD.statement, row))
 
 
-async def test_a_thousand_steps_of_one_model_stay_flat_on_disk(
+async def test_a_thousand_steps_of_one_model_take_constant_disk_space(
     harness: Harness, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A step every ten minutes for a week; each version is sampled from until the next one is there."""
-    # Thousands of waits for the disk, on which nothing here depends.
+    """One step every ten minutes for a week. Each version is sampled from until the next version exists."""
+    # The test does not depend on syncs, and there would be thousands.
     monkeypatch.setattr(directories, "_sync", lambda _: None)
     monkeypatch.setattr(harness.database, "_syncing_writer", harness.database.writer)
     step_s, group, steps = 600.0, 20, 1000
     trainer = await Trainer.create(harness, rank=1)
-    most = []
+    counts = []
     for first in range(0, steps, group):
         sent = [
             await trainer.send(Kind.SAVE_WEIGHTS_FOR_SAMPLER, sampling_session_seq_id=first + number)
@@ -122,13 +122,13 @@ async def test_a_thousand_steps_of_one_model_stay_flat_on_disk(
         await use(harness, *saved)
         clock.now += group * step_s
         await sweep(harness, clock)
-        most.append(len(versions(harness, trainer.model_id)))
-    assert max(most) <= IDLE_S / step_s + group, "what was used within the idle time, and the last group"
-    assert max(most[25:]) <= max(most[:25]), "no more at the end of the week than at its beginning"
+        counts.append(len(versions(harness, trainer.model_id)))
+    assert max(counts) <= IDLE_S / step_s + group, "the versions used within the idle time, and the last group"
+    assert max(counts[25:]) <= max(counts[:25]), "as few at the end of the week as at its beginning"
     assert versions(harness, trainer.model_id)[-NEWEST:] == list(range(steps - NEWEST + 1, steps + 1))
 
 
-async def test_only_what_is_idle_and_not_among_the_newest_goes(harness: Harness, clock: Clock) -> None:
+async def test_only_idle_versions_that_are_not_the_newest_are_deleted(harness: Harness, clock: Clock) -> None:
     trainer = await Trainer.create(harness)
     saved = [await save(trainer, number) for number in range(4)]
     await trainer.do(Kind.SAVE_WEIGHTS_FOR_SAMPLER, path="named")
@@ -137,21 +137,21 @@ async def test_only_what_is_idle_and_not_among_the_newest_goes(harness: Harness,
     await use(harness, saved[1])
     pending(harness, saved[2])
     await sweep(harness, clock)
-    assert status_of(harness, *saved) == ["active"] * len(saved), "their time is not over"
+    assert status_of(harness, *saved) == ["active"] * len(saved), "their idle time is not over"
     clock.now += 300
     await sweep(harness, clock)
     assert status_of(harness, *saved) == ["dropped", "active", "active", "dropped", *["active"] * NEWEST]
     assert versions(harness, trainer.model_id) == [2, 3, 5, 6, 7, 8, 9]
     clock.now += 2 * IDLE_S
     await sweep(harness, clock)
-    assert versions(harness, trainer.model_id) == [3, 5, 6, 7, 8, 9], "the sample still runs"
+    assert versions(harness, trainer.model_id) == [3, 5, 6, 7, 8, 9], "version 3 stays while its sample runs"
     api = Samplers(harness.database, harness.writer)
     with pytest.raises(SamplerDropped, match=r"^sampling_session_id: the weights of sampling session 's.*:sample:0' "):
         await api.find(saved[0], "tenant")
     assert await api.find(saved[0], "somebody else") is None
 
 
-async def test_weights_of_a_deleted_checkpoint_are_like_unnamed_ones(harness: Harness, clock: Clock) -> None:
+async def test_the_weights_of_a_deleted_checkpoint_are_treated_as_unnamed(harness: Harness, clock: Clock) -> None:
     trainer = await Trainer.create(harness)
     await trainer.do(Kind.SAVE_WEIGHTS_FOR_SAMPLER, path="named")
     (row,) = harness.checkpoint_rows(trainer.model_id)
@@ -162,7 +162,7 @@ async def test_weights_of_a_deleted_checkpoint_are_like_unnamed_ones(harness: Ha
     unnamed = harness.database.read(lambda c: quotas.stored_bytes(c, "tenant")) - row.size_bytes
     clock.now += 2 * IDLE_S
     await sweep(harness, clock)
-    assert status_of(harness, sampler.id) == ["active"], "a checkpoint holds them"
+    assert status_of(harness, sampler.id) == ["active"], "a checkpoint holds the weights"
     harness.database.write(lambda c: c.execute(checkpoints.delete()))
     assert harness.database.read(lambda c: quotas.stored_bytes(c, "tenant")) == unnamed + row.size_bytes
     await sweep(harness, clock)
@@ -170,9 +170,7 @@ async def test_weights_of_a_deleted_checkpoint_are_like_unnamed_ones(harness: Ha
     assert versions(harness, trainer.model_id) == [2, 3, 4, 5]
 
 
-async def test_a_use_that_is_not_written_yet_is_not_lost_by_a_fault(
-    harness: Harness, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_use_is_written_later_if_its_write_failed(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = await Trainer.create(harness)
     sampler = sampler_of(harness, await save(trainer, 0))
     api = Samplers(harness.database, harness.writer)
@@ -187,8 +185,8 @@ async def test_a_use_that_is_not_written_yet_is_not_lost_by_a_fault(
     assert harness.database.read(lambda c: c.execute(query).scalar_one()) > 1.0
 
 
-async def test_a_sample_that_was_recorded_first_keeps_its_weights(harness: Harness, clock: Clock) -> None:
-    """The engine looks for idle versions, then a sample comes, and only then the engine would drop the version."""
+async def test_a_sample_recorded_before_the_drop_keeps_its_weights(harness: Harness, clock: Clock) -> None:
+    """The engine lists idle versions, then a sample arrives, then the engine tries to drop the version."""
     trainer = await Trainer.create(harness)
     saved = [await save(trainer, number) for number in range(NEWEST + 1)]
     clock.now += 2 * IDLE_S
@@ -199,8 +197,8 @@ async def test_a_sample_that_was_recorded_first_keeps_its_weights(harness: Harne
     assert status_of(harness, saved[0]) == ["active"]
 
 
-class Group:
-    """Stands for the inference servers: notes what still lies on the disk when an adapter is unloaded."""
+class RecordingGroup:
+    """Stands for the inference servers: records which files are still on the disk when an adapter is unloaded."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -214,13 +212,13 @@ class Group:
         return set(adapters)
 
 
-async def test_the_row_goes_first_then_the_api_knows_then_vllm_unloads_then_the_files_go(
+async def test_a_drop_marks_the_row_then_waits_then_unloads_then_deletes_the_files(
     harness: Harness, clock: Clock
 ) -> None:
     trainer = await Trainer.create(harness)
     saved = [await save(trainer, number) for number in range(NEWEST + 1)]
     directory = harness.adapter(AdapterVersion.of(trainer.model_id, 1))
-    harness.parts.sweep._group = group = Group(directory)  # type: ignore[assignment]
+    harness.parts.sweep._group = group = RecordingGroup(directory)  # type: ignore[assignment]
     api = Samplers(harness.database, harness.writer)
     assert await api.find(saved[0], "tenant") is not None
     clock.now += 2 * IDLE_S
@@ -232,24 +230,24 @@ async def test_the_row_goes_first_then_the_api_knows_then_vllm_unloads_then_the_
     assert api.cached(saved[0], "tenant") is None
     clock.now += NOTICE_S - 1
     await harness.sweep()
-    assert group.unloaded == [], "an API process may not know yet"
+    assert group.unloaded == [], "an API process may not know of the drop yet"
     pending(harness, saved[0])
     clock.now += 2
     await harness.sweep()
-    assert group.unloaded == [], "a sample that came before that runs to its end"
+    assert group.unloaded == [], "a sample from before the notice runs to its end"
     harness.database.write(lambda c: c.execute(rows.futures.delete().where(rows.futures.c.id == "r")))
     await harness.sweep()
     assert group.unloaded == [(f"{trainer.model_id}@1", True)]
     clock.now += GRACE_S - 1
     await harness.sweep()
-    assert files_in(directory), "vLLM may read them again for a request that still runs"
+    assert files_in(directory), "vLLM may read the files again for a running request"
     clock.now += 2
     await harness.sweep()
     assert not directory.exists()
     assert len(group.unloaded) == 1
 
 
-async def test_unnamed_saves_count_as_stored_bytes_and_end_at_the_quota(tmp_path: Path) -> None:
+async def test_unnamed_saves_count_as_stored_bytes_and_fail_beyond_the_quota(tmp_path: Path) -> None:
     async with harness_in(tmp_path / "state", quota_stored_bytes=1000) as harness:
         await harness.start()
         trainer = await Trainer.create(harness)
@@ -274,10 +272,10 @@ async def test_saves_are_refused_before_the_disk_is_full(harness: Harness, monke
     trainer = await Trainer.create(harness)
     usage = namedtuple("usage", "total used free")
     bound = harness.config.min_free_disk_bytes
-    asked: list[Path] = []
+    checked_directories: list[Path] = []
 
     def almost_full(directory: Path) -> Any:
-        asked.append(Path(directory))
+        checked_directories.append(Path(directory))
         return usage(2 * bound, bound + 1, bound - 1)
 
     with monkeypatch.context() as patch:
@@ -291,9 +289,9 @@ async def test_saves_are_refused_before_the_disk_is_full(harness: Harness, monke
             refused = await trainer.fails(kind, **body)
             assert refused.error_category == "server"
             assert (refused.error or "").startswith(f"the server's disk is nearly full: {bound - 1} bytes are free")
-    assert set(asked) == {harness.config.state_dir}
+    assert set(checked_directories) == {harness.config.state_dir}
     assert not harness.config.adapters_dir.exists()
-    assert shutil.disk_usage(harness.config.state_dir).free >= bound, "this test needs some disk"
+    assert shutil.disk_usage(harness.config.state_dir).free >= bound, "this test needs free disk space"
     await save(trainer, 0)
 
 
@@ -321,7 +319,7 @@ async def test_only_saves_for_sampling_are_stored_in_bfloat16(tmp_path: Path) ->
         await trainer.do(Kind.LOAD_WEIGHTS, path=f"tinker://{trainer.model_id}/weights/named")
 
 
-async def test_number_of_dropped_weights_is_not_used_again(harness: Harness, clock: Clock) -> None:
+async def test_the_number_of_a_dropped_version_is_not_used_again(harness: Harness, clock: Clock) -> None:
     trainer = await Trainer.create(harness)
     saved = [await save(trainer, number) for number in range(NEWEST + 1)]
     clock.now += 2 * IDLE_S
@@ -331,7 +329,7 @@ async def test_number_of_dropped_weights_is_not_used_again(harness: Harness, clo
     assert "exists already" in (refused.error or "")
 
 
-async def test_unnamed_saves_are_among_the_sampling_sessions_a_tenant_may_have(tmp_path: Path) -> None:
+async def test_unnamed_saves_count_as_sampling_sessions_of_the_tenant(tmp_path: Path) -> None:
     async with harness_in(tmp_path / "state", max_sampling_sessions_per_tenant=2) as harness:
         await harness.start()
         trainer = await Trainer.create(harness)

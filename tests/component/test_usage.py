@@ -1,4 +1,4 @@
-"""What was used and what happened: amounts equal what was sent and received, and each tenant reads its own."""
+"""Usage and the audit log: amounts equal what clients sent and received, and each tenant reads its own only."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def hour(seconds: float) -> str:
 
 
 async def events(api: Api, **headers: str) -> dict[str, Any]:
-    """Usage of the last and the current hour."""
-    await api.services.sampling._usage.flush()
+    """The usage of the last and the current hour."""
+    await api.services.sampling._forwarded._usage.flush()
     window = {"starting_on": hour(time.time() - HOUR_S), "ending_before": hour(time.time() + HOUR_S)}
     answer = await api.http.get("/api/v1/billing/usage/events", params=window, headers=headers)
     assert answer.status_code == 200, answer.text
@@ -46,7 +46,7 @@ async def events(api: Api, **headers: str) -> dict[str, Any]:
 
 
 def tokens_by_kind(answer: dict[str, Any], session: str) -> dict[tuple[str, bool | None], int]:
-    """Token counts by type and, of prefill, whether they were cached."""
+    """Token counts by type and, for prefill, by whether the tokens were cached."""
     sums: Counter[tuple[str, bool | None]] = Counter()
     for event in answer["data"]:
         if event["session_id"] == session:
@@ -62,7 +62,7 @@ def cached(count: int) -> Any:
 
 
 @ON_BOTH
-async def test_samples_count_what_was_sent_and_received(api: Api, upstream: FakeUpstream) -> None:
+async def test_usage_of_samples_counts_the_tokens_sent_and_received(api: Api, upstream: FakeUpstream) -> None:
     sampler, other = await api.sampler(), await api.sampler()
     theirs = await api.sampler(**OTHER)
     upstream.script.extend([cached(0), cached(2), error(400, "no")])
@@ -73,20 +73,23 @@ async def test_samples_count_what_was_sent_and_received(api: Api, upstream: Fake
         received += sum(len(sequence["tokens"]) for sequence in result.json().get("sequences", []))
     await api.result((await api.sample(other, 0))["request_id"])
     assert received == 3 + 3 * 3
-    said = await events(api)
-    assert tokens_by_kind(said, session_of(sampler)) == {
+    usage_events = await events(api)
+    assert tokens_by_kind(usage_events, session_of(sampler)) == {
         ("sampling_prefill", False): 3 + 2,
         ("sampling_prefill", True): 2,
         ("sampling_sample", None): received,
     }
-    assert tokens_by_kind(said, session_of(other)) == {("sampling_prefill", False): 3, ("sampling_sample", None): 3}
-    assert set(said["sessions"]) == {session_of(sampler), session_of(other)}
+    assert tokens_by_kind(usage_events, session_of(other)) == {
+        ("sampling_prefill", False): 3,
+        ("sampling_sample", None): 3,
+    }
+    assert set(usage_events["sessions"]) == {session_of(sampler), session_of(other)}
     assert await events(api, **OTHER) == {"data": [], "sessions": {}}
-    assert session_of(theirs) not in said["sessions"]
+    assert session_of(theirs) not in usage_events["sessions"]
 
 
 @ON_BOTH
-async def test_envelope_says_whose_and_when_and_no_price(api: Api) -> None:
+async def test_a_usage_event_names_tenant_and_time_and_no_price(api: Api) -> None:
     made = await api.post("create_session", {"user_metadata": {"run": 7}, "project_id": "blue"})
     session = made.json()["session_id"]
     wanted = {"session_id": session, "sampling_session_seq_id": 0, "base_model": BASE}
@@ -109,11 +112,11 @@ async def test_envelope_says_whose_and_when_and_no_price(api: Api) -> None:
 
 
 @ON_BOTH
-async def test_counts_survive_a_restart_and_are_added_to(serve: Serve) -> None:
+async def test_counts_survive_a_restart_and_go_on(serve: Serve) -> None:
     async with serve() as api:
         sampler = await api.sampler()
         await api.result((await api.sample(sampler, 0))["request_id"])
-    async with serve() as api:  # nothing flushed by hand before: the end of the process did
+    async with serve() as api:  # no flush by hand: the end of the process has written the counts
         assert tokens_by_kind(await events(api), session_of(sampler))[("sampling_sample", None)] == 3
         for seq_id in (1, 2):
             await api.result((await api.sample(sampler, seq_id))["request_id"])
@@ -121,10 +124,12 @@ async def test_counts_survive_a_restart_and_are_added_to(serve: Serve) -> None:
 
 
 @ON_BOTH
-async def test_failed_write_is_tried_again_and_counts_once(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_failed_write_of_usage_is_tried_again_and_counts_once(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sampler = await api.sampler()
     await api.result((await api.sample(sampler, 0))["request_id"])
-    counter = api.services.sampling._usage
+    counter = api.services.sampling._forwarded._usage
 
     async def fail(_: object) -> None:
         raise OSError("disk full")
@@ -138,7 +143,7 @@ async def test_failed_write_is_tried_again_and_counts_once(api: Api, monkeypatch
 
 
 @ON_BOTH
-async def test_window_is_whole_hours_in_utc(api: Api, database: Database) -> None:
+async def test_the_window_covers_whole_hours_in_utc(api: Api, database: Database) -> None:
     now = bucket_of(time.time())
     for ago in (0, 1, 2, 14 * 24):
         key = UsageKey(TENANT, now - ago * HOUR_S, "", BASE, UsageKind.TRAINING)
@@ -149,12 +154,12 @@ async def test_window_is_whole_hours_in_utc(api: Api, database: Database) -> Non
         answer = await api.http.get("/api/v1/billing/usage/events", params=window)
         return [event["event_info"]["token_count"] for event in answer.json()["data"]]
 
-    assert await counts(hour(now - 2 * HOUR_S), hour(now)) == [3, 2], "the end is not in it"
+    assert await counts(hour(now - 2 * HOUR_S), hour(now)) == [3, 2], "the window excludes its end"
     assert await counts(hour(now - 14 * 24 * HOUR_S), hour(now)) == [14 * 24 + 1, 3, 2]
     assert await counts(hour(now), hour(now + HOUR_S)) == [1]
     elsewhere = datetime.fromtimestamp(now, UTC).astimezone(datetime.strptime("+0200", "%z").tzinfo).isoformat()
     assert await counts(elsewhere, hour(now + HOUR_S)) == [1]
-    assert await counts(hour(now).removesuffix("Z"), hour(now + HOUR_S)) == [1], "without an offset it is UTC"
+    assert await counts(hour(now).removesuffix("Z"), hour(now + HOUR_S)) == [1], "a time without offset is UTC"
 
 
 # Storage
@@ -178,7 +183,7 @@ def test_storage_is_size_times_time_split_by_the_hour(database: Database) -> Non
     for row in rows:
         database.write(lambda c, row=row: c.execute(insert(checkpoints), row))
     database.write(lambda c: meter_storage(c, start))
-    assert database.read(lambda c: c.execute(select(usage)).all()) == [], "before the first reading nothing is known"
+    assert database.read(lambda c: c.execute(select(usage)).all()) == [], "no usage is known before the first reading"
     for now in (start + 60, start + 60, start + 2000, start + 1900, start + 5400):
         database.write(lambda c, now=now: meter_storage(c, now))
     found = database.read(lambda c: c.execute(select(usage).order_by(usage.c.bucket)).all())
@@ -191,7 +196,7 @@ def test_storage_is_size_times_time_split_by_the_hour(database: Database) -> Non
 
 
 @ON_BOTH
-async def test_storage_is_told_without_a_session(api: Api, database: Database) -> None:
+async def test_storage_is_reported_without_a_session(api: Api, database: Database) -> None:
     now = float(bucket_of(time.time()))
     database.write(lambda c: c.execute(insert(checkpoints), saved("a", 3 * 10**9, now - 100)))
     for at in (now, now + 360):
@@ -203,7 +208,7 @@ async def test_storage_is_told_without_a_session(api: Api, database: Database) -
 
 
 @ON_BOTH
-async def test_current_storage_by_project(api: Api, database: Database) -> None:
+async def test_current_storage_is_reported_by_project(api: Api, database: Database) -> None:
     model_ids = []
     for project in ("blue", None):
         session = (await api.post("create_session", {"project_id": project})).json()["session_id"]
@@ -256,7 +261,7 @@ def amounts(harness: Harness, session: str) -> dict[str, float]:
     return dict(sums)
 
 
-async def test_training_tokens_of_passes_that_succeeded(harness: Harness) -> None:
+async def test_usage_counts_the_tokens_of_successful_passes(harness: Harness) -> None:
     one, two = await Trainer.create(harness), await Trainer.create(harness, model_seq_id=0)
     await one.result(await one.forward_backward(1, None, 9, 14))
     await one.result(await one.send(Kind.FORWARD, forward_input={"data": data(2, 5), "loss_fn": "cross_entropy"}))
@@ -267,7 +272,7 @@ async def test_training_tokens_of_passes_that_succeeded(harness: Harness) -> Non
     assert amounts(harness, two.session.id) == {"training": 6}
 
 
-async def test_saves_count_as_checkpoints_when_they_have_a_name(harness: Harness) -> None:
+async def test_named_saves_count_as_checkpoints(harness: Harness) -> None:
     trainer = await Trainer.create(harness)
     await trainer.do(Kind.SAVE_WEIGHTS, path="a")
     await trainer.do(Kind.SAVE_WEIGHTS_FOR_SAMPLER, path="a")
@@ -276,7 +281,7 @@ async def test_saves_count_as_checkpoints_when_they_have_a_name(harness: Harness
     assert amounts(harness, trainer.session.id) == {"checkpoint": 2}
 
 
-async def test_recovery_repeats_commands_and_counts_none_again(harness: Harness) -> None:
+async def test_commands_repeated_by_recovery_are_not_counted_again(harness: Harness) -> None:
     trainer = await Trainer.create(harness)
     await trainer.step(1)
     counted = amounts(harness, trainer.session.id)
@@ -285,35 +290,41 @@ async def test_recovery_repeats_commands_and_counts_none_again(harness: Harness)
     await harness.outcome(dying)
     harness.kill_before_commit_of(lambda _: True)
     lost = await trainer.forward_backward(6, None, 13)
-    await harness.killed()
-    assert amounts(harness, trainer.session.id) == {"training": 35 + 11}, "what is not settled is not counted"
+    await harness.wait_until_killed()
+    assert amounts(harness, trainer.session.id) == {"training": 35 + 11}, (
+        "a command without a stored outcome is not counted"
+    )
     await harness.start()
     await trainer.result(lost)
     assert amounts(harness, trainer.session.id) == {"training": 35 + 11 + 13}
 
 
-# Commits that seemed lost
+# Commits with a lost answer
 
 
 LOST = OperationalError("COMMIT", None, Exception("server closed the connection unexpectedly"))
 
 
 @ON_BOTH
-async def test_samples_whose_commit_seemed_lost_count_once(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_sample_whose_commit_seemed_lost_counts_once(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
     writer = GroupCommitWriter(database)
     counter, neighbour = UsageCounter(writer), UsageCounter(writer)
     key = UsageKey(TENANT, bucket_of(time.time()), "session", BASE, UsageKind.SAMPLE)
-    really = writer.transact
+    original_transact = writer.transact
 
-    async def unheard(change: Any) -> None:
-        await really(change)
+    async def commit_and_lose_the_answer(change: Any) -> None:
+        await original_transact(change)
         raise LOST
 
-    async def unsent(_: Any) -> None:
+    async def fail_before_commit(_: Any) -> None:
         raise LOST
 
     counted = 0
-    for number, answer in enumerate((unheard, unsent, unsent, unheard), 1):
+    for number, answer in enumerate(
+        (commit_and_lose_the_answer, fail_before_commit, fail_before_commit, commit_and_lose_the_answer), 1
+    ):
         for one in (counter, neighbour):
             one.count({key: number})
             counted += number
@@ -329,7 +340,7 @@ async def test_samples_whose_commit_seemed_lost_count_once(database: Database, m
 
 
 @ON_BOTH
-def test_counters_of_processes_that_are_gone_leave_no_rows(database: Database) -> None:
+def test_the_counters_of_ended_processes_leave_no_rows(database: Database) -> None:
     noon = datetime(2026, 3, 1, 12, tzinfo=UTC).timestamp()
     for name, at in (("gone", noon), ("there", noon + HOUR_S), ("new", noon + 25 * HOUR_S - 1)):
         database.write(lambda c, name=name, at=at: add_once(c, name, at, {}))
@@ -346,7 +357,7 @@ def test_counters_of_processes_that_are_gone_leave_no_rows(database: Database) -
 
 
 @ON_BOTH
-async def test_log_is_by_day_and_kind_and_tenant(api: Api, database: Database) -> None:
+async def test_the_audit_log_is_read_by_day_kind_and_tenant(api: Api, database: Database) -> None:
     noon = datetime(2026, 3, 1, 12, tzinfo=UTC).timestamp()
     at = [noon - 12 * HOUR_S - 0.001, noon - 12 * HOUR_S, noon, noon + 12 * HOUR_S - 0.001, noon + 12 * HOUR_S]
     names = ["checkpoint_created", "checkpoint_deleted", "project_session_assigned", "checkpoint_created", "x_y"]
@@ -380,7 +391,7 @@ async def test_log_is_by_day_and_kind_and_tenant(api: Api, database: Database) -
 
 
 @ON_BOTH
-async def test_sampling_from_a_checkpoint_is_in_its_owners_log(api: Api, database: Database) -> None:
+async def test_sampling_from_a_checkpoint_is_in_the_audit_log_of_its_owner(api: Api, database: Database) -> None:
     weights = AdapterVersion("m@1")
     adapter_directory(api.services.config.state_dir, weights).mkdir(parents=True)
     adapter = {
@@ -395,7 +406,7 @@ async def test_sampling_from_a_checkpoint_is_in_its_owners_log(api: Api, databas
     for headers in ({}, OTHER):
         session = (await api.post("create_session", {}, **headers)).json()["session_id"]
         wanted = {"session_id": session, "sampling_session_seq_id": 0, "model_path": path}
-        for _ in range(2):  # sent again, it is the same one
+        for _ in range(2):  # the repeated request is the same sample
             assert (await api.post("create_sampling_session", wanted, **headers)).status_code == 200
     own, foreign = (await api.http.get("/api/v1/audit")).json()["entries"]
     assert own["event"] == foreign["event"] == "checkpoint_sampled"

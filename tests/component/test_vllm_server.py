@@ -1,6 +1,6 @@
-"""One real vLLM server, started, watched, told about adapters and stopped through `skyrl.inference`.
+"""One real vLLM server: `skyrl.inference` starts it, watches it, loads adapters into it and stops it.
 
-The tests share the server and run in this order; the last one takes it down.
+The tests share the server and run in the order of this file; the last test stops the server.
 """
 
 from __future__ import annotations
@@ -21,15 +21,16 @@ import httpx
 import pytest
 import pytest_asyncio
 import torch
-from adapter_hosts import AllThere
+from adapter_hosts import HostWithAllAdapters
 from safetensors.torch import load_file, save_file
 from tinker.proto.response_conv import deserialize_sample_response
 from transformers import AutoModelForCausalLM
 
-from skyrl.config.server import ServerConfig, load_config
+from skyrl.config.loading import load_config
+from skyrl.config.server import ServerConfig
 from skyrl.inference.engine_group import EngineGroup
 from skyrl.inference.placement import LocalPlacement, LocalServer, ServerSpec, free_port
-from skyrl.inference.replica import Addresses, CallBounds, Replica, ReplicaState
+from skyrl.inference.replica import Addresses, CallTimeouts, Replica, ReplicaState
 from skyrl.inference.vllm_client import VllmClient, VllmError
 from skyrl.inference.vllm_command import plugin_installed, vllm_spec
 from skyrl.sampling import completion, prompt_apart
@@ -46,17 +47,17 @@ pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module"), pytest
 MODEL = model_path()
 KEY = "test-key"
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head")
-# As many as there are slots: vLLM's own CPU code gives base-model rows the adapter in the last slot.
+# As many adapters as slots: vLLM's CPU code applies the adapter in the last slot to base-model rows.
 RANKS = {"rank8": 8, "rank32": 32}
 SLOTS = len(RANKS)
 HANGS_S = 5.0
-"""A server that takes longer than this to say how it is, three times in a row, has hung."""
+"""A server whose health answer takes longer than this three times in a row has hung."""
 PROBES = 200
-"""Questions after vLLM's health, one after the other: together they take far longer than a sample of 12 tokens."""
+"""Health requests in a row: together they take far longer than a sample of 12 tokens."""
 
 
-class Given:
-    """The host of a server that reads this machine's files, with the adapters that a test has put somewhere."""
+class ScriptedHost:
+    """The host of a server that reads the files of this machine, with the directories that a test sets."""
 
     def __init__(self) -> None:
         self.directories: dict[AdapterVersion, Path] = {}
@@ -66,17 +67,17 @@ class Given:
 
 
 @dataclass
-class Served:
-    """The running server and what was published about it."""
+class RunningServer:
+    """The running server and the URLs that were published for it."""
 
     config: ServerConfig
     spec: ServerSpec
     handle: LocalServer
     group: EngineGroup
     replica: Replica
-    host: Given
+    host: ScriptedHost
     in_use: list[AdapterVersion]
-    """What the replica is to have before it is ready."""
+    """The adapters that the replica must load before it is ready."""
     client: VllmClient
     running: asyncio.Task[None]
     published: list[str | None] = field(default_factory=list)
@@ -90,7 +91,7 @@ async def until(condition: Callable[[], object], within_s: float) -> None:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Served]:
+async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[RunningServer]:
     assert plugin_installed(), "vLLM does not find the plugin: pip install -e . --no-deps"
     logs = tmp_path_factory.mktemp("logs")
     backend = {
@@ -108,18 +109,18 @@ async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Serv
             raise OSError("the first write fails: database is locked")
         published.append(url)
 
-    host, in_use = Given(), list[AdapterVersion]()
+    host, in_use = ScriptedHost(), list[AdapterVersion]()
 
     async def adapters() -> list[AdapterVersion]:
         return in_use
 
-    replica = Replica("vllm", Addresses.same(spec.url), KEY, host, CallBounds(health_s=HANGS_S, unload_s=HANGS_S))
+    replica = Replica("vllm", Addresses.same(spec.url), KEY, host, CallTimeouts(health_s=HANGS_S, unload_s=HANGS_S))
     group = EngineGroup([replica], publish, adapters, watching_interval_s=0.3, grace_s=400)
     client = VllmClient(spec.url, KEY)
     running = asyncio.create_task(group.run())
     try:
         await until(lambda: group.ready, 400)
-        yield Served(config, spec, handle, group, replica, host, in_use, client, running, published)
+        yield RunningServer(config, spec, handle, group, replica, host, in_use, client, running, published)
     except AssertionError as error:
         raise AssertionError(f"{error}: {group.reason}\n{handle.log_tail(40)}") from error
     finally:
@@ -161,7 +162,7 @@ def adapter(directory: Path, rank: int) -> Path:
 
 
 class Reference:
-    """Hugging Face in float32, adapters merged into the weights."""
+    """Hugging Face transformers in float32, with adapters merged into the weights."""
 
     def __init__(self, adapters: dict[str, Path]) -> None:
         self.models = {"base": self._base()}
@@ -183,20 +184,20 @@ class Reference:
 
     @torch.no_grad()
     def logprobs(self, name: str, tokens: list[int]) -> list[float]:
-        """Of every token but the first, given those before it."""
+        """Logprobs of every token but the first, given the tokens before it."""
         logits = self.models[name](torch.tensor([tokens])).logits[0, :-1].log_softmax(-1)
         return logits.gather(1, torch.tensor(tokens[1:])[:, None])[:, 0].tolist()
 
 
-def asking(served: Served, headers: dict[str, str] | None = None) -> httpx.AsyncClient:
-    """A client with the server's key, or with these headers; the test's own limit ends what takes too long."""
+def client_of(served: RunningServer, headers: dict[str, str] | None = None) -> httpx.AsyncClient:
+    """A client with the server's key, or with these headers. It has no timeout; the test's own limit applies."""
     given = {"Authorization": f"Bearer {KEY}"} if headers is None else headers
     return httpx.AsyncClient(base_url=served.spec.url, headers=given, timeout=None)
 
 
-async def models(served: Served) -> list[str]:
-    """Names of the base model and of every adapter that the server knows."""
-    async with asking(served) as http:
+async def models(served: RunningServer) -> list[str]:
+    """The names of the base model and of all loaded adapters."""
+    async with client_of(served) as http:
         answer = await http.get("/v1/models")
         answer.raise_for_status()
         return [model["id"] for model in answer.json()["data"]]
@@ -216,7 +217,7 @@ def tokens_of(rows: Any) -> list[list[int]]:
 
 
 def processes_of_group(group: int) -> dict[int, str]:
-    """Pid and name of every process in a group, zombies left out."""
+    """Pid and name of every process in a group, without zombies."""
     found = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -230,27 +231,27 @@ def processes_of_group(group: int) -> dict[int, str]:
     return found
 
 
-async def test_ready_means_warmed_up_and_published(served: Served) -> None:
-    await until(lambda: served.published, 60)  # the first attempt failed, and was made again
+async def test_a_ready_server_is_warmed_up_and_published(served: RunningServer) -> None:
+    await until(lambda: served.published, 60)  # the first publication failed and was repeated
     assert served.published == [served.spec.url]
     assert served.group.reason == ""
     assert await models(served) == [str(MODEL)]
-    async with asking(served) as http:
+    async with client_of(served) as http:
         metrics = (await http.get("/metrics")).text.splitlines()
         done = sum(float(line.split()[-1]) for line in metrics if line.startswith("vllm:request_success_total{"))
-        assert done >= 4, "what makes the first request of a cold server slow has been done before"
+        assert done >= 4, "the warm-up has done the slow work of a first request"
         await complete(http, prompt=[5, 6, 7], max_tokens=2)
 
 
 @pytest.mark.parametrize("key", [None, "wrong"])
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/load_lora_adapter", "/pause", "/collective_rpc"])
-async def test_every_endpoint_asks_for_the_key(served: Served, path: str, key: str | None) -> None:
+async def test_every_endpoint_requires_the_key(served: RunningServer, path: str, key: str | None) -> None:
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-    async with asking(served, headers) as http:
+    async with client_of(served, headers) as http:
         assert (await http.post(path, json={})).status_code == 401
 
 
-async def test_adapter_can_be_loaded_twice_and_unloaded_twice(served: Served, tmp_path: Path) -> None:
+async def test_an_adapter_can_be_loaded_twice_and_unloaded_twice(served: RunningServer, tmp_path: Path) -> None:
     version = AdapterVersion("tenant@1")
     served.host.directories[version] = adapter(tmp_path / "a", 8)
     await served.group.publish_adapter(version)
@@ -261,7 +262,7 @@ async def test_adapter_can_be_loaded_twice_and_unloaded_twice(served: Served, tm
     assert version.name not in await models(served)
 
 
-async def test_bad_adapter_is_an_error_and_harms_nobody(served: Served, tmp_path: Path) -> None:
+async def test_a_bad_adapter_is_refused_and_the_server_goes_on(served: RunningServer, tmp_path: Path) -> None:
     with pytest.raises(VllmError) as missing:
         await served.client.load_adapter("missing", str(tmp_path / "nowhere"))
     assert missing.value.status == 404
@@ -275,13 +276,13 @@ async def test_bad_adapter_is_an_error_and_harms_nobody(served: Served, tmp_path
     assert await served.client.health()
 
 
-async def test_adapter_stored_in_bfloat16_is_sampled_from_as_it_is_stored(served: Served, tmp_path: Path) -> None:
+async def test_an_adapter_stored_in_bfloat16_is_used_in_bfloat16(served: RunningServer, tmp_path: Path) -> None:
     exact, rounded = adapter(tmp_path / "exact", 8), adapter(tmp_path / "rounded", 8)
     tensors = load_file(exact / "adapter_model.safetensors")
     halves = {key: tensor.to(torch.bfloat16) for key, tensor in tensors.items()}
     save_file(halves, rounded / "adapter_model.safetensors")
     await served.client.load_adapter("rounded@1", str(rounded))
-    async with asking(served) as http:
+    async with client_of(served) as http:
         answer = await complete(http, prompt=[9, 8, 7], model="rounded@1")
     await served.client.unload_adapter("rounded@1")
     (choice,) = answer["choices"]
@@ -291,11 +292,15 @@ async def test_adapter_stored_in_bfloat16_is_sampled_from_as_it_is_stored(served
         return Reference({"rank8": directory}).logprobs("rank8", [9, 8, 7, *choice["token_ids"]])[2:]
 
     assert given == pytest.approx(expected(rounded), abs=1e-4)
-    assert given != pytest.approx(expected(exact), abs=1e-4), "the rounding shows, so the test can tell them apart"
+    assert given != pytest.approx(expected(exact), abs=1e-4), (
+        "rounding changes the logprobs, so the test can tell the two dtypes apart"
+    )
 
 
-async def test_mixed_batches_agree_with_hugging_face(served: Served, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Base model and adapters (unembedding trained) side by side, with and without prompt logprobs."""
+async def test_mixed_batches_agree_with_hugging_face(
+    served: RunningServer, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Base model and adapters (unembedding trained) in one batch, with and without prompt logprobs."""
     directory = tmp_path_factory.mktemp("adapters")
     adapters = {name: adapter(directory / name, rank) for name, rank in RANKS.items()}
     for name, path in adapters.items():
@@ -305,7 +310,7 @@ async def test_mixed_batches_agree_with_hugging_face(served: Served, tmp_path_fa
     names = ["base", *RANKS]
     requests = [(names[i % 3], [rng.randrange(256) for _ in range(rng.choice((1, 2, 17, 60, 150)))]) for i in range(24)]
 
-    async with asking(served) as http:
+    async with client_of(served) as http:
 
         async def ask(i: int, name: str, prompt: list[int]) -> dict[str, Any]:
             model = {} if name == "base" else {"model": name}
@@ -328,8 +333,8 @@ async def test_mixed_batches_agree_with_hugging_face(served: Served, tmp_path_fa
     assert prompts_checked == 36
 
 
-async def test_prompt_and_sequences_asked_apart_are_those_of_one_request(served: Served, tmp_path: Path) -> None:
-    """vLLM repeats the prompt's rows in every choice; the forwarding client asks for them once."""
+async def test_prompt_and_sequences_requested_apart_equal_one_request(served: RunningServer, tmp_path: Path) -> None:
+    """vLLM repeats the prompt's rows in every choice, so the forwarding client requests them once."""
     await served.client.load_adapter("apart", str(adapter(tmp_path / "apart", 8)))
     prompt = [Random(3).randrange(256) for _ in range(300)]
     job = SampleJob(
@@ -353,39 +358,41 @@ async def test_prompt_and_sequences_asked_apart_are_those_of_one_request(served:
         topk_sample=2,
     )
     transport = HttpTransport()
-    client = ForwardingClient(transport, FixedEndpoint(served.spec.url), AllThere(), api_key=KEY, deadline_s=120)
+    client = ForwardingClient(
+        transport, FixedEndpoint(served.spec.url), HostWithAllAdapters(), api_key=KEY, deadline_s=120
+    )
     headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
     in_one = await transport.post(
         served.spec.url + completion.PATH, completion.encode_request(job), headers, 120, answer_bound(job)
     )
     assert in_one.status == 200, in_one.body[:500]
     rows = [choice["prompt_logprobs"] for choice in json.loads(in_one.body)["choices"]]
-    assert rows[1:] == rows[:1] * 4, "each choice repeats them"
+    assert rows[1:] == rows[:1] * 4, "each choice repeats the prompt rows"
     expected = deserialize_sample_response(completion.decode_answer(in_one.body, job).body)
     given = deserialize_sample_response((await client.sample(job)).body)
     assert [sequence.tokens for sequence in given.sequences] == [sequence.tokens for sequence in expected.sequences]
     assert [sequence.stop_reason for sequence in given.sequences] == ["length"] * 5
-    for mine, theirs in zip(given.sequences, expected.sequences, strict=True):
-        assert mine.logprobs == pytest.approx(theirs.logprobs, abs=1e-4)
-        assert tokens_of(mine.topk_logprobs) == tokens_of(theirs.topk_logprobs)
+    for ours, reference in zip(given.sequences, expected.sequences, strict=True):
+        assert ours.logprobs == pytest.approx(reference.logprobs, abs=1e-4)
+        assert tokens_of(ours.topk_logprobs) == tokens_of(reference.topk_logprobs)
     assert given.prompt_logprobs is not None
     assert expected.prompt_logprobs is not None
     assert given.prompt_logprobs[1:] == pytest.approx(expected.prompt_logprobs[1:], abs=1e-4)
     assert tokens_of(given.topk_prompt_logprobs) == tokens_of(expected.topk_prompt_logprobs)
-    assert given.prompt_cache_hit_tokens == 0, "the prompt was computed, once"
+    assert given.prompt_cache_hit_tokens == 0, "the prompt was computed once"
     hits = []
     for part in (prompt_apart.prompt_part(job), prompt_apart.sequences_part(job)):
         url, body = served.spec.url + completion.PATH, completion.encode_request(part)
         answer = await transport.post(url, body, headers, 120, answer_bound(part))
         assert answer.whole
         hits.append(completion.decode_answer(answer.body, part).cached_tokens)
-    assert hits[0] == 0 < hits[1], "the sequences find the prompt in the cache"
+    assert hits[0] == 0 < hits[1], "the request for the sequences finds the prompt in the cache"
     await client.close()
 
 
-async def test_base_model_alone_ignores_loaded_adapters(served: Served) -> None:
+async def test_samples_of_the_base_model_ignore_loaded_adapters(served: RunningServer) -> None:
     reference = Reference({})
-    async with asking(served) as http:
+    async with client_of(served) as http:
         answer = await complete(http, prompt=[9, 8, 7], prompt_logprobs=0)
     tokens = answer["choices"][0]["token_ids"]
     assert answer["choices"][0]["logprobs"]["token_logprobs"] == pytest.approx(
@@ -393,8 +400,8 @@ async def test_base_model_alone_ignores_loaded_adapters(served: Served) -> None:
     )
 
 
-async def test_pause_freezes_and_resume_continues(served: Served) -> None:
-    async with asking(served) as http:
+async def test_a_pause_freezes_sampling_and_a_resume_continues_it(served: RunningServer) -> None:
+    async with client_of(served) as http:
         (await http.post("/pause", params={"mode": "keep"})).raise_for_status()
         sample = asyncio.create_task(complete(http, prompt=[1, 2, 3]))
         for _ in range(PROBES):
@@ -404,32 +411,31 @@ async def test_pause_freezes_and_resume_continues(served: Served) -> None:
         assert len((await sample)["choices"][0]["token_ids"]) == 12
 
 
-async def test_sleep_and_wake(served: Served) -> None:
-    """That vLLM was put to sleep, and woken. What it gives back of a device's memory cannot be seen here: on a CPU vLLM
-    keeps all of it."""
+async def test_vllm_sleeps_and_wakes(served: RunningServer) -> None:
+    """vLLM sleeps and wakes. The test cannot show how much device memory vLLM frees: on a CPU vLLM frees none."""
     assert not await served.client.is_sleeping()
     await served.group.sleep()
     assert await served.client.is_sleeping()
     await served.group.wake()
     assert not await served.client.is_sleeping()
-    async with asking(served) as http:
+    async with client_of(served) as http:
         assert len((await complete(http, prompt=[1, 2, 3]))["choices"][0]["token_ids"]) == 12
 
 
-def process_of(served: Served) -> int:
+def process_of(served: RunningServer) -> int:
     """The process id of the running server, which is also its process group."""
     pid = served.handle._process.pid
     assert pid is not None
     return pid
 
 
-async def sample_of(served: Served, version: AdapterVersion) -> httpx.Response:
+async def sample_of(served: RunningServer, version: AdapterVersion) -> httpx.Response:
     body = {"model": version.name, "prompt": [1, 2, 3], "max_tokens": 2}
-    async with asking(served) as http:
+    async with client_of(served) as http:
         return await http.post("/v1/completions", json=body)
 
 
-async def test_a_server_that_hangs_is_lost_and_comes_back_with_what_it_had(served: Served, tmp_path: Path) -> None:
+async def test_a_hanging_server_is_lost_and_returns_with_its_adapters(served: RunningServer, tmp_path: Path) -> None:
     kept, retired, pid = AdapterVersion("kept@1"), AdapterVersion("retired@1"), process_of(served)
     for version in (kept, retired):
         served.host.directories[version] = adapter(tmp_path / version.name, 8)
@@ -439,7 +445,7 @@ async def test_a_server_that_hangs_is_lost_and_comes_back_with_what_it_had(serve
     os.killpg(pid, signal.SIGSTOP)
     try:
         await until(lambda: served.replica.state is ReplicaState.LOST, 400)
-        assert await served.group.retire([retired]) == set(), "it may go on, and read the files"
+        assert await served.group.retire([retired]) == set(), "the hanging server may go on and read the files"
         await until(lambda: served.published[-1] is None, 60)
     finally:
         os.killpg(pid, signal.SIGCONT)
@@ -447,13 +453,13 @@ async def test_a_server_that_hangs_is_lost_and_comes_back_with_what_it_had(serve
     assert served.replica.incarnation == incarnation
     assert kept in served.replica.adapters
     assert (await sample_of(served, kept)).status_code == 200
-    while await served.group.retire([retired]) != {retired}:  # on a slow machine one answer may come too late
+    while await served.group.retire([retired]) != {retired}:  # on a slow machine an answer may come too late
         pass
     assert (await sample_of(served, retired)).status_code == 404
 
 
-async def test_a_server_that_starts_again_has_the_adapters_in_use_before_it_is_ready(
-    served: Served, tmp_path: Path
+async def test_a_restarted_server_loads_the_adapters_in_use_before_it_is_ready(
+    served: RunningServer, tmp_path: Path
 ) -> None:
     version, started = AdapterVersion("used@1"), served.handle.incarnation
     assert started is not None
@@ -471,8 +477,8 @@ async def test_a_server_that_starts_again_has_the_adapters_in_use_before_it_is_r
     assert (await sample_of(served, version)).status_code == 200
 
 
-async def test_a_replica_is_added_and_one_removed_while_samples_run(served: Served, tmp_path: Path) -> None:
-    """Two servers. Samples for an adapter go to those that are ready, in turn, and none fails."""
+async def test_a_replica_is_added_and_one_removed_while_samples_run(served: RunningServer, tmp_path: Path) -> None:
+    """Two servers. Samples for an adapter go to the ready servers in turn, and none fails."""
     version = AdapterVersion("everywhere@1")
     served.host.directories[version] = adapter(tmp_path / "everywhere", 8)
     spec = vllm_spec(served.config, free_port(), KEY, cuda=False)
@@ -506,7 +512,7 @@ async def test_a_replica_is_added_and_one_removed_while_samples_run(served: Serv
 
     try:
         await until(lambda: group.ready, 400)
-        async with asking(served) as http, asyncio.TaskGroup() as sampling:
+        async with client_of(served) as http, asyncio.TaskGroup() as sampling:
             for _ in range(2):
                 sampling.create_task(sample(http))
             await more_samples(first.id)
@@ -520,7 +526,7 @@ async def test_a_replica_is_added_and_one_removed_while_samples_run(served: Serv
             over.set()
         assert published == ["http://proxy"]
         assert await group.retire([version]) == {version}
-        assert version.name in await models(served), "the one that was removed is asked for nothing"
+        assert version.name in await models(served), "the removed server gets no unload call"
         assert await served.group.retire([version]) == {version}
     finally:
         over.set()
@@ -529,7 +535,7 @@ async def test_a_replica_is_added_and_one_removed_while_samples_run(served: Serv
         await handle.stop()
 
 
-async def test_closing_withdraws_the_url_and_stopping_leaves_no_process(served: Served) -> None:
+async def test_closing_the_group_withdraws_the_url_and_stopping_leaves_no_process(served: RunningServer) -> None:
     pid = process_of(served)
     assert len(processes_of_group(pid)) >= 2
     await served.group.close()

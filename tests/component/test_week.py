@@ -1,6 +1,6 @@
 """A week of load with a clock that runs ahead: the database and the directories of adapters and checkpoints stay small.
 
-The steps are those of the server's processes, called in their order; the rows and files are those that they make.
+The test calls the steps of the server's processes in their order, so rows and files are the real ones.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import pytest
 from engine_harness import Trainer, asleep, data, harness_in, until
 from sqlalchemy import func, insert, select, update
 
-from skyrl.config.server import ServerConfig, load_config
+from skyrl.config.loading import load_config
+from skyrl.config.server import ServerConfig
 from skyrl.db import checkpoints as checkpoint_rows
 from skyrl.db import futures as rows
 from skyrl.db.checkpoints import Checkpoint
@@ -40,12 +41,12 @@ from tests.postgres_server import ON_SQLITE
 HOUR_S = 3600.0
 EVERY_S = 3 * HOUR_S
 DAY = 8
-"""Sessions a day: one every EVERY_S."""
+"""The number of sessions per day, one every EVERY_S."""
 SAMPLES, VERSIONS = 20, 2
-"""What each session asks for, and the adapter versions that it samples from."""
+"""Samples per session, and adapter versions that the session samples from."""
 TTL_S = 6 * HOUR_S
 KEPT_BYTES = 4_000
-"""Of a session, of its model and of its sampling sessions: rows that stay."""
+"""Bytes of a session, its model and its sampling sessions, whose rows are kept."""
 BODY, RESULT = b"b" * 2900, rows.Outcome(b"r" * 600, "protobuf")
 
 
@@ -58,7 +59,7 @@ class Clock:
 
 
 class Server:
-    """One state directory, and a session of its life at a time."""
+    """One state directory, with one session at a time."""
 
     def __init__(self, config: ServerConfig, clock: Clock) -> None:
         self.config, self.clock = config, clock
@@ -68,7 +69,7 @@ class Server:
         self.store = open_store(config)
         self.files = FileSweeper(config, self.database, self.store)
 
-    def work(self, session_id: str) -> None:
+    def run_session(self, session_id: str) -> None:
         """A session that trains, saves for sampling, samples, saves a checkpoint for some hours, and ends."""
         model_id, now = f"{session_id}:train:0", self.clock()
         session = {"id": session_id, "tenant": "t", "status": "active", "created_at": now, "heartbeat_at": now}
@@ -119,7 +120,7 @@ class Server:
         connection.execute(rows.SETTLE_SAMPLE.statement, settled)
 
     async def sweep(self) -> None:
-        """What the API process and the engine do every few seconds."""
+        """The periodic work of the API process and the engine."""
         end_sessions(self.database)
         for adapter in self.files.unused_adapters(set()):
             self.files.unloaded(adapter)
@@ -136,7 +137,7 @@ class Server:
 
 
 def file_bytes(database: Database) -> int:
-    """What SQLite's file takes without its log, which has a bound of its own."""
+    """The size of SQLite's file without the log, which has its own bound."""
     assert database.file is not None
     assert database.empty_log()
     return database.file.stat().st_size
@@ -161,7 +162,7 @@ async def server(tmp_path: Path, migrated_url: str, clock: Clock) -> AsyncIterat
 async def test_a_week_keeps_the_database_and_the_directories_small(server: Server, clock: Clock) -> None:
     day_one = 0
     for number in range(7 * DAY):
-        server.work(f"s{number}")
+        server.run_session(f"s{number}")
         assert server.requests() <= SAMPLES
         for _ in range(2):
             clock.now += EVERY_S / 2
@@ -178,14 +179,14 @@ async def test_a_week_keeps_the_database_and_the_directories_small(server: Serve
 
 
 PASSES, ROUND_S = 3, 12 * HOUR_S
-"""Forward passes in a round of a living model, and how often there is one."""
+"""Forward passes per round of the model, and the length of a round."""
 
 
 @ON_SQLITE
 async def test_a_model_that_only_runs_forward_passes_for_a_week_stays_small(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A teacher or a reference model: it never steps and never ends. Engine, loop and backend are the real ones."""
+    """A teacher or a reference model, which never steps and never ends, with the real engine, loop and backend."""
     clock, ahead = Clock(), 0.0
     monotonic = time.monotonic
     async with harness_in(tmp_path / "state", snapshot_interval_s=30.0) as harness:
@@ -194,26 +195,30 @@ async def test_a_model_that_only_runs_forward_passes_for_a_week_stays_small(
         await teacher.step(1)
         retention = Retention(harness.database, harness.writer, harness.config.result_retention_s)
         count = select(func.count()).select_from(rows.futures)
-        small, asked = 0, {"data": data(0, 100), "loss_fn": "cross_entropy"}
+        small, forward_input = 0, {"data": data(0, 100), "loss_fn": "cross_entropy"}
         with monkeypatch.context() as patched:
             patched.setattr(time, "monotonic", lambda: monotonic() + ahead)
             patched.setattr(time, "time", clock)
             for _ in range(14):
-                for request_id in [await teacher.send(Kind.FORWARD, forward_input=asked) for _ in range(PASSES)]:
+                for request_id in [
+                    await teacher.send(Kind.FORWARD, forward_input=forward_input) for _ in range(PASSES)
+                ]:
                     await teacher.result(request_id)
-                await asleep(harness.parts.signals)  # what it has run is noted with the time of now
+                await asleep(harness.parts.signals)  # the commands are recorded with the time of now
                 ahead += ROUND_S
                 clock.now += ROUND_S
                 harness.engine.ring()
                 await until(lambda: harness.model_row(teacher.model_id).next_seq == teacher.seq_id + 1)
                 await retention.sweep()
                 await retention.shorten_log()
-                assert harness.database.read(lambda c: c.execute(count).scalar_one()) <= 2 * PASSES, "the last day's"
+                assert harness.database.read(lambda c: c.execute(count).scalar_one()) <= 2 * PASSES, (
+                    "the commands of the last day are kept"
+                )
                 small = small or file_bytes(harness.database)
         files = [path.name for path in harness.snapshots.path(teacher.model_id, 0).parent.iterdir()]
         assert files == [str(teacher.seq_id + 1)]
         assert file_bytes(harness.database) <= 1.5 * small
-        before = await teacher.result(await teacher.send(Kind.FORWARD, forward_input=asked))
+        before = await teacher.result(await teacher.send(Kind.FORWARD, forward_input=forward_input))
         await harness.stop()
         await harness.start()
-        assert await teacher.result(await teacher.send(Kind.FORWARD, forward_input=asked)) == before
+        assert await teacher.result(await teacher.send(Kind.FORWARD, forward_input=forward_input)) == before

@@ -1,4 +1,4 @@
-"""What a sampling session samples from: adapters whose files come back, and full weights, which are refused."""
+"""The weights of a sampling session: adapters, whose missing files are fetched, and full weights, which are refused."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ async def world(tmp_path: Path, upstream: FakeUpstream) -> AsyncIterator[World]:
         yield world
 
 
-def asked(sampler: str, seq_id: int = 1) -> dict[str, Any]:
+def sample_request(sampler: str, seq_id: int = 1) -> dict[str, Any]:
     prompt = {"chunks": [{"type": "encoded_text", "tokens": [5]}]}
     return {"sampling_session_id": sampler, "seq_id": seq_id, "prompt": prompt, "sampling_params": {"max_tokens": 2}}
 
 
 async def sampled(world: World, sampler: str, seq_id: int = 1) -> Outcome:
-    promise = await world.post("asample", asked(sampler, seq_id))
+    promise = await world.post("asample", sample_request(sampler, seq_id))
     outcome = await world.services.futures.wait(promise["request_id"], tenant_of_key("tml-one"), 60.0)
     assert outcome is not None
     return outcome
@@ -49,7 +49,7 @@ async def sampler_on(world: World, path: str) -> str:
     return (await world.post("create_sampling_session", wanted))["sampling_session_id"]
 
 
-async def test_an_adapter_that_is_gone_here_and_there_is_fetched_for_a_sample(
+async def test_an_adapter_missing_in_vllm_and_on_disk_is_fetched_for_a_sample(
     world: World, upstream: FakeUpstream
 ) -> None:
     trainer = await world.trainer()
@@ -64,7 +64,7 @@ async def test_an_adapter_that_is_gone_here_and_there_is_fetched_for_a_sample(
     assert files_in(directory) == files != {}
 
 
-async def test_an_adapter_whose_files_nobody_has_fails_its_samples(world: World, upstream: FakeUpstream) -> None:
+async def test_samples_fail_if_the_adapters_files_are_lost(world: World, upstream: FakeUpstream) -> None:
     trainer = await world.trainer()
     saved = await trainer.do(Kind.SAVE_WEIGHTS_FOR_SAMPLER, sampling_session_seq_id=0)
     shutil.rmtree(world.harness.config.adapters_dir)
@@ -78,7 +78,7 @@ async def test_an_adapter_whose_files_nobody_has_fails_its_samples(world: World,
     assert upstream.loads == []
 
 
-async def test_full_weights_are_refused_in_words(world: World, upstream: FakeUpstream) -> None:
+async def test_full_weights_are_refused_with_a_reason(world: World, upstream: FakeUpstream) -> None:
     trainer, database = await world.trainer(), world.harness.database
     path = (await trainer.do(Kind.SAVE_WEIGHTS_FOR_SAMPLER, path="all"))["path"]
     sampler = await sampler_on(world, path)
@@ -91,7 +91,7 @@ async def test_full_weights_are_refused_in_words(world: World, upstream: FakeUps
             {"session_id": await world.session(), "sampling_session_seq_id": 1, "model_path": path},
             "model_path",
         ),
-        ("asample", asked(sampler), "sampling_session_id"),
+        ("asample", sample_request(sampler), "sampling_session_id"),
         ("copy_weights", {"source_path": path, "destination_project_id": "p"}, "source_path"),
     ):
         refused = await world.ask("POST", route, body)
@@ -102,7 +102,7 @@ async def test_full_weights_are_refused_in_words(world: World, upstream: FakeUps
 
 
 @pytest.mark.parametrize("trained", [True, False])
-async def test_a_sampler_says_whether_its_adapter_trains_the_unembedding(world: World, trained: bool) -> None:
+async def test_a_sampler_tells_whether_its_adapter_trains_the_unembedding(world: World, trained: bool) -> None:
     trainer, database = await world.trainer(), world.harness.database
     database.write(lambda c: c.execute(update(models).values(train_unembed=trained)))
     unnamed = (await trainer.do(Kind.SAVE_WEIGHTS_FOR_SAMPLER, sampling_session_seq_id=0))["sampling_session_id"]

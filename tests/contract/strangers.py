@@ -1,5 +1,6 @@
-"""What another tenant gets on every route, as data: `test_isolation` sends these requests, and the fuzzer's good bodies
-begin with them."""
+"""Requests of another tenant to every route, with the expected answers. `test_isolation` sends them, and the fuzzer
+builds its good bodies from them.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +21,15 @@ MESSAGE = {"prompt": {"chunks": [{"tokens": [1, 2]}]}, "sampling_params": {"max_
 
 @dataclass(frozen=True)
 class Try:
-    """One request of a stranger's. `{names}` stand for the owner's things, `{my_session}` for the stranger's own."""
+    """One request of a stranger, and the expected status. `{names}` stand for ids of the owner, `{my_session}` for the
+    stranger's own session."""
 
     body: dict[str, Any] = field(default_factory=dict)
     query: str = ""
     status: int = 404
     headers: dict[str, str] = field(default_factory=dict)
     owner: int = 200
-    """What the owner gets for the same request: that it is the asker who makes the difference."""
+    """The status that the owner gets for the same request. It shows that only the caller makes the difference."""
     kind: str = "weights"
 
 
@@ -111,7 +113,7 @@ LISTS: dict[tuple[str, str], list[Try]] = {
         Try({"limit": 200, "owner": {"type": "user", "owner_urns": [user_urn(TENANT)]}}),
     ],
 }
-"""Answer everybody, with what is the caller's own."""
+"""Routes that answer every tenant with the tenant's own objects."""
 HARMLESS = {
     ("GET", "/"),
     ("GET", "/api/v1/auth/apikey/me"),
@@ -127,10 +129,10 @@ HARMLESS = {
     ("POST", "/api/v1/create_session"),
     ("POST", "/api/v1/telemetry"),
 }
-"""Name nothing of anybody's: they are sent all of the owner's ids, which must make no difference to the owner."""
+"""Routes that name no tenant's objects. The test sends them all ids of the owner, which must not affect the owner."""
 SIGNED = {
     ("GET", f"/api/v1/downloads/archives{LINK}"),
     ("GET", f"/api/v1/downloads/files{LINK}"),
     ("GET", "/api/v1/downloads/traces/{session_id}"),
 }
-"""Open to who has a link for that very thing, and 403 to everybody else."""
+"""Routes that need a signed link for exactly one object; without it they answer 403."""

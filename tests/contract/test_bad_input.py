@@ -1,4 +1,4 @@
-"""Every refusal of the API: its status, the field it names, that nothing was recorded, and that the next one works."""
+"""Every refusal of the API: it has this status, names this field, records nothing, and the next good request works."""
 
 from __future__ import annotations
 
@@ -51,27 +51,27 @@ TABLES = (sessions, models, samplers, futures, checkpoints)
 
 @dataclass
 class World:
-    """An API without an engine, and things in it. `{names}` in cases stand for its fields."""
+    """An API without an engine, and ids of objects in it. `{names}` in cases stand for fields of this class."""
 
     app: HttpTable
     services: Services
     http: httpx.AsyncClient
     session: str = ""
     ended: str = ""
-    theirs: str = ""
-    """Another tenant's session."""
+    their_session: str = ""
+    """A session of another tenant."""
     sampler: str = ""
     their_sampler: str = ""
     model: str = ""
     their_model: str = ""
-    good: int = 0
+    samples: int = 0
 
     def fill(self, value: Any) -> Any:
         """`value` with `{names}` replaced."""
         if isinstance(value, dict):
             return {key: self.fill(item) for key, item in value.items()}
         if isinstance(value, str) and "{" in value:
-            names = ("session", "ended", "theirs", "sampler", "their_sampler", "model", "their_model")
+            names = ("session", "ended", "their_session", "sampler", "their_sampler", "model", "their_model")
             for name in names:
                 value = value.replace("{" + name + "}", getattr(self, name))
         return value
@@ -130,7 +130,7 @@ async def world(directory: Path, database: Database) -> AsyncIterator[World]:
             world = World(app, services, http)
             await _populate(world, database)
             yield world
-            for session, key in ((world.session, KEY), (world.theirs, OTHER)):
+            for session, key in ((world.session, KEY), (world.their_session, OTHER)):
                 await world.post(f"sessions/{session}/finish", {}, key)
 
 
@@ -146,28 +146,28 @@ async def _populate(world: World, database: Database) -> None:
         body = {"session_id": session_id, "model_seq_id": 0, "base_model": BASE}
         return (await world.post("create_model", body, headers)).json()["model_id"]
 
-    world.session, world.ended, world.theirs = await session(KEY), await session(KEY), await session(OTHER)
-    world.sampler, world.their_sampler = await sampler(world.session, KEY), await sampler(world.theirs, OTHER)
-    world.model, world.their_model = await model(world.session, KEY), await model(world.theirs, OTHER)
+    world.session, world.ended, world.their_session = await session(KEY), await session(KEY), await session(OTHER)
+    world.sampler, world.their_sampler = await sampler(world.session, KEY), await sampler(world.their_session, OTHER)
+    world.model, world.their_model = await model(world.session, KEY), await model(world.their_session, OTHER)
     for model_id in (world.model, world.their_model):
         adapter_directory(world.services.config.state_dir, AdapterVersion.of(model_id, 1)).mkdir(parents=True)
     assert (await world.post("sessions/{ended}/finish".replace("{ended}", world.ended), {})).status_code == 200
     tenants = dict(database.read(lambda c: list(c.execute(select(models.c.id, models.c.tenant)))))
-    mine, theirs = (world.model, tenants[world.model]), (world.their_model, tenants[world.their_model])
+    own_model, other_model = (world.model, tenants[world.model]), (world.their_model, tenants[world.their_model])
     saved = [
         checkpoint(tenant, model_id, kind, "saved")
-        for model_id, tenant in (mine, theirs)
+        for model_id, tenant in (own_model, other_model)
         for kind in ("weights", "sampler_weights")
     ]
-    gone = checkpoint(mine[1], mine[0], "weights", "expired", expires_at=time.time() - 1)
-    for values in [*saved, gone]:
+    expired = checkpoint(own_model[1], own_model[0], "weights", "expired", expires_at=time.time() - 1)
+    for values in [*saved, expired]:
         database.write(lambda c, values=values: c.execute(insert(checkpoints), values))
 
 
-async def refused(
+async def check_refused(
     world: World, database: Database, answer: httpx.Response, before: dict[str, int], status: int, field: str | None
 ) -> str:
-    """Check one refusal; returns its sentence."""
+    """Check one refusal; returns its message."""
     assert answer.status_code == status, answer.text
     assert answer.headers["content-type"] == "application/json"
     body = answer.json()
@@ -179,10 +179,10 @@ async def refused(
     return body["detail"]
 
 
-async def still_serves(world: World) -> None:
-    """The next good requests work: a sample is taken, a session created."""
-    world.good += 1
-    sample = SAMPLE | {"seq_id": world.good}
+async def check_still_serves(world: World) -> None:
+    """Check that good requests still work: a sample and a heartbeat."""
+    world.samples += 1
+    sample = SAMPLE | {"seq_id": world.samples}
     assert (await world.post("asample", sample)).status_code == 200
     assert (await world.post("session_heartbeat", {"session_id": world.session})).status_code == 200
 
@@ -203,7 +203,7 @@ INTO: dict[str, Any] = {"source_path": "tinker://{model}/weights/saved", "sessio
 
 NAMES = {"session_id": "s", "sampler_id": "x", "model_id": "m", "kind": "weights", "name": "n"}
 NAMES |= {"save": "0123", "file": "f"}
-"""Parameters of paths."""
+"""Parameters in paths."""
 
 
 def without(body: dict[str, Any], *names: str) -> dict[str, Any]:
@@ -223,7 +223,7 @@ def lora(**values: Any) -> dict[str, Any]:
 
 
 LONG = {"note": [[]] * 6_000}
-"""18 kB as JSON, and twenty times that in memory."""
+"""18 kB in JSON, but twenty times as much in memory."""
 DEEP = {"note": functools.reduce(lambda inner, _: [inner], range(500), [])}
 NO_TRAINING = {"train_attn": False, "train_mlp": False, "train_unembed": False}
 
@@ -234,10 +234,10 @@ CASES: list[tuple[str, Any, int, str | None]] = [
     ("create_session", [], 400, None),
     ("session_heartbeat", {}, 400, "session_id"),
     ("session_heartbeat", {"session_id": "s-nobody"}, 404, "session_id"),
-    ("session_heartbeat", {"session_id": "{theirs}"}, 404, "session_id"),
+    ("session_heartbeat", {"session_id": "{their_session}"}, 404, "session_id"),
     ("session_heartbeat", {"session_id": "{ended}"}, 410, "session_id"),
     ("sessions/s-nobody/finish", {}, 404, "session_id"),
-    ("sessions/{theirs}/finish", {}, 404, "session_id"),
+    ("sessions/{their_session}/finish", {}, 404, "session_id"),
     ("sessions/{session}/finish", {"reason": "done"}, 400, "reason"),
     ("sessions/{session}/finish", {"reason": {"type": "bored"}}, 400, "reason.type"),
     ("create_session", {"project_id": 7}, 400, "project_id"),
@@ -248,7 +248,7 @@ CASES: list[tuple[str, Any, int, str | None]] = [
     ("create_session", {"tags": ["t"] * 10_000}, 400, "tags"),
     ("create_session", {"sdk_version": "1" * 20_000}, 400, "sdk_version"),
     ("sessions/{session}/finish", {"detail": "d" * 20_000}, 400, "detail"),
-    # Searching them
+    # Searches for sessions
     ("sessions/search", {"limit": 0}, 400, "limit"),
     ("sessions/search", {"limit": 201}, 400, "limit"),
     ("sessions/search", {"display_name": ""}, 400, "display_name"),
@@ -276,7 +276,7 @@ CASES: list[tuple[str, Any, int, str | None]] = [
     ("create_model", without(MODEL, "model_seq_id"), 400, "model_seq_id"),
     ("create_model", without(MODEL, "base_model"), 400, "base_model"),
     ("create_model", MODEL | {"session_id": "s-nobody"}, 404, "session_id"),
-    ("create_model", MODEL | {"session_id": "{theirs}"}, 404, "session_id"),
+    ("create_model", MODEL | {"session_id": "{their_session}"}, 404, "session_id"),
     ("create_model", MODEL | {"session_id": "{ended}"}, 410, "session_id"),
     ("create_model", MODEL | {"base_model": "acme/other"}, 400, "base_model"),
     ("create_model", MODEL | {"model_seq_id": "1"}, 400, "model_seq_id"),
@@ -359,7 +359,7 @@ CASES: list[tuple[str, Any, int, str | None]] = [
     ("copy_weights", COPY | {"model_seq_id": 3}, 400, None),
     ("copy_weights", COPY | {"destination_project_id": ""}, 400, "destination_project_id"),
     ("copy_weights", COPY | {"destination_project_id": "p" * 1001}, 400, "destination_project_id"),
-    ("copy_weights", INTO | {"session_id": "{theirs}"}, 404, "session_id"),
+    ("copy_weights", INTO | {"session_id": "{their_session}"}, 404, "session_id"),
     ("copy_weights", INTO | {"session_id": "{ended}"}, 410, "session_id"),
     ("copy_weights", INTO | {"model_seq_id": -1}, 400, "model_seq_id"),
     ("copy_weights", INTO | {"model_seq_id": 0}, 400, "model_seq_id"),
@@ -368,7 +368,7 @@ CASES: list[tuple[str, Any, int, str | None]] = [
     ("create_sampling_session", without(SAMPLER, "session_id"), 400, "session_id"),
     ("create_sampling_session", without(SAMPLER, "sampling_session_seq_id"), 400, "sampling_session_seq_id"),
     ("create_sampling_session", without(SAMPLER, "base_model"), 400, "model_path"),
-    ("create_sampling_session", SAMPLER | {"session_id": "{theirs}"}, 404, "session_id"),
+    ("create_sampling_session", SAMPLER | {"session_id": "{their_session}"}, 404, "session_id"),
     ("create_sampling_session", SAMPLER | {"session_id": "{ended}"}, 410, "session_id"),
     ("create_sampling_session", SAMPLER | {"base_model": "acme/other"}, 400, "base_model"),
     ("create_sampling_session", SAMPLER | {"sampling_session_seq_id": -1}, 400, "sampling_session_seq_id"),
@@ -466,19 +466,19 @@ CASES: list[tuple[str, Any, int, str | None]] = [
 
 
 @pytest.mark.parametrize(("path", "body", "status", "field"), CASES)
-async def test_bad_bodies(
+async def test_a_bad_body_is_refused_with_its_field(
     world: World, database: Database, path: str, body: Any, status: int, field: str | None
 ) -> None:
     before = rows(database)
-    await refused(world, database, await world.post(world.fill(path), body), before, status, field)
-    await still_serves(world)
+    await check_refused(world, database, await world.post(world.fill(path), body), before, status, field)
+    await check_still_serves(world)
 
 
 @pytest.mark.parametrize(
     ("method", "path", "body", "status", "field"),
     [
         ("GET", "sessions/s-nobody", None, 404, "session_id"),
-        ("GET", "sessions/{theirs}", None, 404, "session_id"),
+        ("GET", "sessions/{their_session}", None, 404, "session_id"),
         ("GET", "sessions?limit=0", None, 400, "limit"),
         ("GET", "sessions?limit=many", None, 400, "limit"),
         ("GET", "sessions?offset=-1", None, 400, "offset"),
@@ -486,11 +486,11 @@ async def test_bad_bodies(
         ("GET", "sessions?access_scope=all", None, 400, "access_scope"),
         ("GET", "sessions/{session}?access_scope=all", None, 400, "access_scope"),
         ("GET", "sessions/s-nobody/trace_export", None, 404, "session_id"),
-        ("GET", "sessions/{theirs}/trace_export", None, 404, "session_id"),
+        ("GET", "sessions/{their_session}/trace_export", None, 404, "session_id"),
         ("PUT", "sessions/{session}/project", {}, 400, "project_id"),
         ("PUT", "sessions/{session}/project", {"project_id": ""}, 400, "project_id"),
         ("PUT", "sessions/{session}/project", {"project_id": "p" * 1001}, 400, "project_id"),
-        ("PUT", "sessions/{theirs}/project", {"project_id": "p"}, 404, "session_id"),
+        ("PUT", "sessions/{their_session}/project", {"project_id": "p"}, 404, "session_id"),
         ("GET", "audit?event_type=secrets", None, 400, "event_type"),
         ("GET", "audit?day=yesterday", None, 400, "day"),
         ("GET", "billing/usage/events", None, 400, "starting_on"),
@@ -552,45 +552,47 @@ async def test_bad_bodies(
         ("GET", "asample", None, 405, None),
     ],
 )
-async def test_bad_paths_and_queries(
+async def test_a_bad_path_or_query_is_refused_with_its_field(
     world: World, database: Database, method: str, path: str, body: Any, status: int, field: str | None
 ) -> None:
     before = rows(database)
     answer = await world.http.request(method, f"/api/v1/{world.fill(path)}", json=body, headers=KEY)
-    await refused(world, database, answer, before, status, field)
-    await still_serves(world)
+    await check_refused(world, database, answer, before, status, field)
+    await check_still_serves(world)
 
 
-# Bodies that are no bodies
+# Bodies that cannot be decoded
 
 
 @pytest.mark.parametrize("content", [b"", b"no json", b'{"session_id": "\xff', b'{"x": ' + b"[" * 50_000])
-async def test_what_is_not_json(world: World, database: Database, content: bytes) -> None:
+async def test_a_body_that_is_not_json_is_refused_by_every_route(
+    world: World, database: Database, content: bytes
+) -> None:
     before = rows(database)
     for route in world.app.routes:
         if route.body is None or (route.body.optional and not content):
             continue
         answer = await world.http.request(route.method, route.path.format(**NAMES), content=content, headers=KEY)
-        says = await refused(world, database, answer, before, 400, None)
-        assert "not JSON" in says or "nested too deeply" in says, route
-    await still_serves(world)
+        message = await check_refused(world, database, answer, before, 400, None)
+        assert "not JSON" in message or "nested too deeply" in message, route
+    await check_still_serves(world)
 
 
-async def test_what_is_not_protobuf(world: World, database: Database) -> None:
+async def test_an_invalid_protobuf_body_is_refused(world: World, database: Database) -> None:
     before = rows(database)
     for content, field in ((b"\xff\xff", None), (b"", "model_id"), (b'{"model_id": "m"}', None)):
         answer = await world.http.post("/api/v1/forward_backward", content=content, headers=KEY | PROTO)
-        await refused(world, database, answer, before, 400, field)
+        await check_refused(world, database, answer, before, 400, field)
     for model_id, status, seq_id, field in (
         (world.their_model, 404, 1, "model_id"),
         (world.model, 400, -1, "seq_id"),
     ):
         content = pb.ForwardBackwardRequest(model_id=model_id, seq_id=seq_id).SerializeToString()
         answer = await world.http.post("/api/v1/forward_backward", content=content, headers=KEY | PROTO)
-        await refused(world, database, answer, before, status, field)
+        await check_refused(world, database, answer, before, status, field)
 
 
-async def test_what_is_too_large(world: World, database: Database) -> None:
+async def test_a_body_above_the_limit_is_refused(world: World, database: Database) -> None:
     before = rows(database)
     large = b" " * (MAX_BODY + 1)
 
@@ -600,12 +602,12 @@ async def test_what_is_too_large(world: World, database: Database) -> None:
 
     for content in (large, in_pieces()):
         answer = await world.http.post("/api/v1/asample", content=content, headers=KEY)
-        assert str(MAX_BODY) in await refused(world, database, answer, before, 413, None)
-    await still_serves(world)
+        assert str(MAX_BODY) in await check_refused(world, database, answer, before, 413, None)
+    await check_still_serves(world)
 
 
 def _streamed(data: bytes) -> bytes:
-    """A zstd frame that does not say how much it holds."""
+    """A zstd frame that does not tell its decompressed size."""
     target = io.BytesIO()
     with zstandard.ZstdCompressor().stream_writer(target, closefd=False) as writer:
         writer.write(data)
@@ -613,22 +615,22 @@ def _streamed(data: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("compress", [zstandard.compress, _streamed])
-async def test_zstd_bomb(world: World, database: Database, compress: Any) -> None:
+async def test_a_zstd_bomb_is_refused(world: World, database: Database, compress: Any) -> None:
     before = rows(database)
     bomb = compress(b" " * (64 * MAX_BODY))
     assert len(bomb) < 10_000
     answer = await world.http.post("/api/v1/asample", content=bomb, headers=KEY | {"Content-Encoding": "zstd"})
-    assert "decompresses to more than" in await refused(world, database, answer, before, 413, None)
-    await still_serves(world)
+    assert "decompresses to more than" in await check_refused(world, database, answer, before, 413, None)
+    await check_still_serves(world)
 
 
-async def test_bad_encodings(world: World, database: Database) -> None:
+async def test_a_damaged_or_unknown_encoding_is_refused(world: World, database: Database) -> None:
     before = rows(database)
     whole = zstandard.compress(json.dumps(world.fill(SAMPLE)).encode())
-    for content, encoding, status, says in (
+    for content, encoding, status, message in (
         (b"not zstd", "zstd", 400, "not zstd"),
         (b"", "zstd", 400, "not zstd"),
-        (whole[:-5], "zstd", 400, "not whole"),
+        (whole[:-5], "zstd", 400, "incomplete"),
         (whole + whole, "zstd", 400, "more than one zstd frame"),
         (_streamed(b"{}") + _streamed(b"{}"), "zstd", 400, "more than one zstd frame"),
         (whole + b"garbage", "zstd", 400, "not zstd"),
@@ -636,7 +638,7 @@ async def test_bad_encodings(world: World, database: Database) -> None:
     ):
         headers = KEY | {"Content-Encoding": encoding}
         answer = await world.http.post("/api/v1/asample", content=content, headers=headers)
-        assert says in await refused(world, database, answer, before, status, None)
+        assert message in await check_refused(world, database, answer, before, status, None)
     for good in (whole, _streamed(json.dumps(world.fill(SAMPLE)).encode())):
         answer = await world.http.post("/api/v1/asample", content=good, headers=KEY | {"Content-Encoding": "zstd"})
         assert answer.status_code == 200, answer.text
@@ -646,7 +648,9 @@ async def test_bad_encodings(world: World, database: Database) -> None:
 
 
 @pytest.mark.parametrize("headers", [{}, {"X-API-Key": ""}, {"Authorization": "Bearer tml-one"}])
-async def test_every_other_route_wants_a_key(world: World, database: Database, headers: dict[str, str]) -> None:
+async def test_every_route_that_is_not_open_needs_a_key_or_a_signature(
+    world: World, database: Database, headers: dict[str, str]
+) -> None:
     before = rows(database)
     for route in world.app.routes:
         path = route.path
@@ -654,18 +658,18 @@ async def test_every_other_route_wants_a_key(world: World, database: Database, h
         if route.scope == "open":
             assert answer.status_code in (200, 503), path
         elif route.scope == "signed":
-            await refused(world, database, answer, before, 403, "signature")
+            await check_refused(world, database, answer, before, 403, "signature")
         else:
-            assert "X-API-Key" in await refused(world, database, answer, before, 401, None), path
+            assert "X-API-Key" in await check_refused(world, database, answer, before, 401, None), path
 
 
-# What is not refused
+# Odd requests that are accepted
 
 
-async def test_command_that_names_its_model_and_number_is_taken_whatever_else_it_says(
+async def test_a_command_with_a_model_and_a_number_is_accepted_whatever_its_other_fields(
     world: World, database: Database
 ) -> None:
-    """Refused, it would leave a hole in the model's order: clients never send a number again."""
+    """A refusal would leave a gap in the model's order, because clients never send a number again."""
     before = rows(database)["futures"]
     wrong = {"forward_backward_input": 7, "adam_params": "fast", "path": "../../x", "ttl_seconds": -1}
     wrong |= {"weights_access_token": 5, "age_encryption_recipients": "me"}
@@ -677,7 +681,7 @@ async def test_command_that_names_its_model_and_number_is_taken_whatever_else_it
     assert rows(database)["futures"] == before + len(commands)
 
 
-async def test_internal_errors_have_the_same_shape(
+async def test_an_internal_error_has_the_same_form_and_hides_its_message(
     world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def fail(*_: object, **__: object) -> None:
@@ -690,10 +694,10 @@ async def test_internal_errors_have_the_same_shape(
     assert "secret detail" in caplog.text
 
 
-# The routes and what they need, frozen: adding or removing one is a decision
+# The routes and their scopes are listed here, so that adding or removing one is a deliberate decision
 
 
-async def test_routes_are_these(world: World) -> None:
+async def test_the_server_has_exactly_these_routes(world: World) -> None:
     served = {(method, r.path) for r in world.app.framework.routes if isinstance(r, APIRoute) for method in r.methods}
     assert served == {(route.method, route.path) for route in world.app.routes}
     assert {(route.method, route.path, route.scope) for route in world.app.routes} == {
@@ -756,7 +760,7 @@ async def test_routes_are_these(world: World) -> None:
     assert len(world.app.routes) == len(served)
 
 
-async def test_what_is_odd_but_no_mistake_is_answered(world: World) -> None:
+async def test_odd_but_valid_requests_are_answered(world: World) -> None:
     assert (await world.http.get("/api/v1/audit?day=9999-12-31", headers=KEY)).json() == {"entries": []}
     odd = KEY | {"X-Stainless-Package-Version": "9" * 5000 + ".1"}
     assert (await world.http.get("/api/v1/checkpoints", headers=odd)).status_code == 200

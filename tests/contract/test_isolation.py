@@ -1,6 +1,7 @@
-"""Another tenant's ids on every route of the OpenAPI document: 404, or an answer that shows and changes nothing.
+"""A stranger sends another tenant's ids to every route of the OpenAPI document. Each route answers 404, or it shows and
+changes nothing of the owner.
 
-A route that is in none of the lists of `strangers.py` fails the test: say there what a stranger gets.
+A route that is in none of the lists of `strangers.py` fails the test: add there what a stranger gets.
 """
 
 from __future__ import annotations
@@ -57,49 +58,49 @@ TABLES = (sessions, models, samplers, futures, checkpoints, audit_events)
 
 @dataclass
 class World:
-    """An API without an engine, an owner's things in it, and a stranger."""
+    """An API without an engine, the ids of an owner's objects, and a stranger."""
 
     app: HttpTable
     services: Services
     http: httpx.AsyncClient
     database: Database
-    theirs: dict[str, str] = field(default_factory=dict)
+    ids: dict[str, str] = field(default_factory=dict)
     rounds: int = 0
 
-    async def ask(self, key: str, method: str, path: str, tried: Try) -> httpx.Response:
-        names = self.theirs | {"kind": tried.kind, "name": "n", "save": "5a7e", "file": "adapter_config.json"}
-        names["path"] = f"tinker://{self.theirs['model_id']}/{tried.kind}/n"
-        body = json.dumps(tried.body)
+    async def ask(self, key: str, method: str, path: str, request: Try) -> httpx.Response:
+        names = self.ids | {"kind": request.kind, "name": "n", "save": "5a7e", "file": "adapter_config.json"}
+        names["path"] = f"tinker://{self.ids['model_id']}/{request.kind}/n"
+        body = json.dumps(request.body)
         for name, value in names.items():
             body = body.replace("{" + name + "}", value)
-        url = path.format(**names) + (f"?{tried.query.format(**names)}" if tried.query else "")
-        headers = {"X-API-Key": key, "Content-Type": "application/json"} | tried.headers
+        url = path.format(**names) + (f"?{request.query.format(**names)}" if request.query else "")
+        headers = {"X-API-Key": key, "Content-Type": "application/json"} | request.headers
         content = None if method == "GET" else body
         return await self.http.request(method, url, content=content, headers=headers, follow_redirects=False)
 
-    async def made(self, key: str, path: str, **body: Any) -> dict[str, Any]:
+    async def create(self, key: str, path: str, **body: Any) -> dict[str, Any]:
         answer = await self.http.post(f"/api/v1/{path}", json=body, headers={"X-API-Key": key})
         assert answer.status_code == 200, answer.text
         return answer.json()
 
     async def populate(self) -> None:
-        """New things of the owner's, and a new session of the stranger's."""
+        """Create new objects of the owner, and a new session of the stranger."""
         self.rounds += 1
         project = f"secret-project-{self.rounds}"
-        session = (await self.made(OWNER, "create_session", project_id=project))["session_id"]
+        session = (await self.create(OWNER, "create_session", project_id=project))["session_id"]
         own = {"session_id": session, "base_model": BASE}
-        sampler = await self.made(OWNER, "create_sampling_session", sampling_session_seq_id=0, **own)
-        model = await self.made(OWNER, "create_model", model_seq_id=0, **own)
+        sampler = await self.create(OWNER, "create_sampling_session", sampling_session_seq_id=0, **own)
+        model = await self.create(OWNER, "create_model", model_seq_id=0, **own)
         sampler_id = sampler["sampling_session_id"]
-        sample = await self.made(OWNER, "asample", sampling_session_id=sampler_id, seq_id=1, **MESSAGE)
-        self.theirs = {
+        sample = await self.create(OWNER, "asample", sampling_session_id=sampler_id, seq_id=1, **MESSAGE)
+        self.ids = {
             "session_id": session,
             "sampler_id": sampler_id,
             "model_id": model["model_id"],
             "future": model["request_id"],
             "sample": sample["request_id"],
             "project": project,
-            "my_session": (await self.made(STRANGER, "create_session"))["session_id"],
+            "my_session": (await self.create(STRANGER, "create_session"))["session_id"],
         }
         for kind in KINDS:
             self._save(model["model_id"], kind)
@@ -131,14 +132,14 @@ class World:
         self.database.write(lambda c: c.execute(insert(checkpoints), row))
 
     def owned(self) -> dict[str, list[Any]]:
-        """Every row of the owner's."""
+        """All rows of the owner."""
         return self.database.read(
             lambda c: {t.name: [tuple(row) for row in c.execute(select(t).where(t.c.tenant == TENANT))] for t in TABLES}
         )
 
-    def shows_nothing(self, answer: httpx.Response) -> None:
-        """No id of the owner's, and nothing of its weights."""
-        secret = [value for name, value in self.theirs.items() if name != "my_session"]
+    def check_shows_nothing(self, answer: httpx.Response) -> None:
+        """Fail if the answer holds an id or the weights of the owner."""
+        secret = [value for name, value in self.ids.items() if name != "my_session"]
         assert not [value for value in [*secret, TENANT, "the owner's weights"] if value in answer.text], answer.text
 
 
@@ -166,21 +167,21 @@ async def world(running: World, monkeypatch: pytest.MonkeyPatch) -> World:
     return running
 
 
-async def test_every_route_is_tried(world: World) -> None:
+async def test_every_route_is_in_a_list_of_strangers(world: World) -> None:
     document = (await world.http.get("/openapi.json")).json()
     routes = {(method.upper(), path) for path, methods in document["paths"].items() for method in methods}
     assert {*TRIED, *LISTS, *HARMLESS, *SIGNED} == routes
 
 
-async def test_every_route_that_is_not_open_or_signed_wants_a_key(world: World) -> None:
-    """As it is declared, and as the lists of `strangers.py` say: whatever names a tenant's things is neither."""
+async def test_only_routes_in_the_lists_of_strangers_are_open_or_signed(world: World) -> None:
+    """The declared scopes agree with the lists of `strangers.py`: no route that names a tenant's objects is open."""
     declared = {(route.method, route.path): route.scope for route in world.app.routes}
     assert {route for route, scope in declared.items() if scope == "signed"} == SIGNED
     assert {route for route, scope in declared.items() if scope == "open"} < HARMLESS
 
 
 def rows_of_the_page() -> set[tuple[str, str]]:
-    """Method and path of what `docs/reference/endpoints.md` says is served; parameters are `{}`."""
+    """Method and path of each route that `docs/reference/endpoints.md` lists as served; parameters are `{}`."""
     page = (Path(__file__).parents[2] / "docs/reference/endpoints.md").read_text()
     found: set[tuple[str, str]] = set()
     for line in page.partition("## Not served")[0].splitlines():
@@ -188,69 +189,69 @@ def rows_of_the_page() -> set[tuple[str, str]]:
         for named in re.findall(r"`([^`]+)`", line.split("|")[1]) if line.startswith("| `") else []:
             method, _, path = named.partition(" ")
             methods.append(method)
-            if path:  # one without a path shares that of the next
+            if path:  # a method without a path shares the path of the next method
                 path = path.replace("...", "training_runs/{id}/checkpoints", 1) if path.startswith("...") else path
                 whole = path if path.startswith("/") else f"/api/v1/{path}"
-                found |= {(each, re.sub(r"{\w+}", "{}", whole)) for each in methods}
+                found |= {(verb, re.sub(r"{\w+}", "{}", whole)) for verb in methods}
                 methods = []
     return found
 
 
 async def test_every_route_is_in_the_table_of_endpoints() -> None:
     routes = {(method, re.sub(r"{\w+}", "{}", path)) for method, path in (*TRIED, *LISTS, *HARMLESS)}
-    routes -= {("POST", "/api/v1/create_custom_loss")}  # only says that it is not served
-    others = {("GET", "/openapi.json"), ("GET", "/api/v1/downloads/...")}  # these stand for the signed links
-    assert rows_of_the_page() == routes | others
+    routes -= {("POST", "/api/v1/create_custom_loss")}  # this route only answers that it is not served
+    unlisted = {("GET", "/openapi.json"), ("GET", "/api/v1/downloads/...")}  # these stand for the signed links
+    assert rows_of_the_page() == routes | unlisted
 
 
 @pytest.mark.parametrize("route", TRIED, ids=" ".join)
-async def test_stranger_does_not_find_what_its_owner_finds(world: World, route: tuple[str, str]) -> None:
+async def test_a_stranger_does_not_find_what_the_owner_finds(world: World, route: tuple[str, str]) -> None:
     before = world.owned()
-    for tried in TRIED[route]:
-        answer = await world.ask(STRANGER, *route, tried)
-        assert answer.status_code == tried.status, answer.text
+    for request in TRIED[route]:
+        answer = await world.ask(STRANGER, *route, request)
+        assert answer.status_code == request.status, answer.text
         assert TENANT not in answer.text
-        assert world.owned() == before, "nothing of the owner's changed"
-    world.theirs["my_session"] = world.theirs["session_id"]
-    for tried in TRIED[route]:
-        answer = await world.ask(OWNER, *route, tried)
-        assert answer.status_code == tried.owner, answer.text
+        assert world.owned() == before, "the request changed the owner's rows"
+    world.ids["my_session"] = world.ids["session_id"]
+    for request in TRIED[route]:
+        answer = await world.ask(OWNER, *route, request)
+        assert answer.status_code == request.owner, answer.text
 
 
 @pytest.mark.parametrize("route", LISTS, ids=" ".join)
-async def test_lists_hold_the_callers_own(world: World, route: tuple[str, str]) -> None:
+async def test_lists_hold_only_the_callers_own_objects(world: World, route: tuple[str, str]) -> None:
     before = world.owned()
-    for tried in LISTS[route]:
-        answer = await world.ask(STRANGER, *route, tried)
+    for request in LISTS[route]:
+        answer = await world.ask(STRANGER, *route, request)
         assert answer.status_code == 200, answer.text
-        world.shows_nothing(answer)
+        world.check_shows_nothing(answer)
     assert world.owned() == before
 
 
 @pytest.mark.parametrize("route", sorted(HARMLESS), ids=" ".join)
-async def test_routes_of_nobodys_things_take_no_notice_of_ids(world: World, route: tuple[str, str]) -> None:
+async def test_routes_that_name_no_objects_ignore_the_owners_ids(world: World, route: tuple[str, str]) -> None:
     before = world.owned()
-    ids = {name: value for name, value in world.theirs.items() if name != "my_session"}
+    ids = {name: value for name, value in world.ids.items() if name != "my_session"}
     answer = await world.ask(STRANGER, *route, Try(ids | {"tenant": TENANT, "org_id": TENANT, "seq_id": 1}))
     assert answer.status_code < 500 or route == ("GET", "/readyz")
-    world.shows_nothing(answer)
+    world.check_shows_nothing(answer)
     assert world.owned() == before
 
 
 @pytest.mark.parametrize("route", sorted(SIGNED), ids=" ".join)
-async def test_links_open_what_they_were_made_for_and_nothing_else(world: World, route: tuple[str, str]) -> None:
-    asked = ("GET", f"{CHECKPOINT}/archive", Try(kind="sampler_weights"))
-    link = (await world.ask(OWNER, *asked)).headers["location"]
+async def test_a_signed_link_opens_only_the_object_it_was_made_for(world: World, route: tuple[str, str]) -> None:
+    archive_request = ("GET", f"{CHECKPOINT}/archive", Try(kind="sampler_weights"))
+    link = (await world.ask(OWNER, *archive_request)).headers["location"]
     opened = await world.http.get(link)
     assert "the owner's weights" in opened.text
     for query in ("", "expires=9999999999&signature=00", link.partition("?")[2]):
         answer = await world.ask(STRANGER, *route, Try(query=query))
         assert answer.status_code == 403, answer.text
-        world.shows_nothing(answer)
+        world.check_shows_nothing(answer)
 
 
-async def test_another_tenants_idempotency_key_is_another_key(world: World) -> None:
+async def test_the_same_idempotency_key_of_two_tenants_is_two_keys(world: World) -> None:
     route = ("POST", "/api/v1/copy_weights")
-    tried = Try({"source_path": "{path}", "destination_project_id": "p"}, headers={"X-Idempotency-Key": "same"})
-    assert (await world.ask(OWNER, *route, tried)).status_code == 200
-    assert (await world.ask(STRANGER, *route, tried)).status_code == 404
+    request = Try({"source_path": "{path}", "destination_project_id": "p"}, headers={"X-Idempotency-Key": "same"})
+    assert (await world.ask(OWNER, *route, request)).status_code == 200
+    assert (await world.ask(STRANGER, *route, request)).status_code == 404

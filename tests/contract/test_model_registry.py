@@ -1,4 +1,4 @@
-"""One base model under several names: which names are served, what clients are told of them, what is refused."""
+"""One base model under several names: the names that are served, the answers about them, and names that are refused."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sqlalchemy import update
 
 from skyrl.api.app import create_app
 from skyrl.api.server import open_services
-from skyrl.config.server import load_config
+from skyrl.config.loading import load_config
 from skyrl.db.checkpoints import Checkpoint, checkpoints, put
 from skyrl.db.database import Database
 from skyrl.db.engine_state import publish_training
@@ -54,16 +54,16 @@ def serve(tmp_path: Path, database: Database) -> Api:
     return start
 
 
-async def created(http: httpx.AsyncClient, base_model: str) -> tuple[str, str]:
-    """A session with a model of that name."""
+async def create_model(http: httpx.AsyncClient, base_model: str) -> tuple[str, str]:
+    """Create a session and a model of that base model; returns their ids."""
     session = (await http.post("create_session", json={})).json()["session_id"]
-    wanted = {"session_id": session, "model_seq_id": 0, "base_model": base_model}
-    answer = await http.post("create_model", json=wanted)
+    body = {"session_id": session, "model_seq_id": 0, "base_model": base_model}
+    answer = await http.post("create_model", json=body)
     assert answer.status_code == 200, answer.text
     return session, answer.json()["model_id"]
 
 
-async def test_every_name_is_a_model_with_its_context_and_capabilities(serve: Api) -> None:
+async def test_every_served_name_is_listed_with_its_context_and_capabilities(serve: Api) -> None:
     async with serve() as http:
         served = (await http.get("get_server_capabilities")).json()["supported_models"]
     facts = {"max_context_length": 4096, "trainable": True, "sampleable": True}
@@ -71,44 +71,44 @@ async def test_every_name_is_a_model_with_its_context_and_capabilities(serve: Ap
 
 
 @pytest.mark.parametrize("name", NAMES)
-async def test_a_model_is_called_what_its_client_called_it(serve: Api, name: str) -> None:
+async def test_a_model_keeps_the_base_model_name_that_its_client_used(serve: Api, name: str) -> None:
     async with serve() as http:
-        _, model = await created(http, name)
+        _, model = await create_model(http, name)
         info = (await http.post("get_info", json={"model_id": model})).json()
         run = (await http.get(f"training_runs/{model}")).json()
-    # A name without an organisation would send the client to the model hub for its tokenizer.
+    # With a name without an organisation the client would look for the tokenizer on the model hub.
     tokenizer = name if "/" in name else str(model_path())
     assert info["model_data"] == {"model_name": name, "tokenizer_id": tokenizer}
     assert info["model_name"] == run["base_model"] == name
 
 
-async def test_a_configured_tokenizer_is_what_clients_are_told(serve: Api) -> None:
+async def test_clients_get_the_configured_tokenizer(serve: Api) -> None:
     async with serve(tokenizer_id="acme/tokenizer") as http:
-        session, model = await created(http, "plain")
+        session, model = await create_model(http, "plain")
         info = (await http.post("get_info", json={"model_id": model})).json()
-        wanted = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "plain"}
-        sampler = (await http.post("create_sampling_session", json=wanted)).json()["sampling_session_id"]
-        told = (await http.get(f"samplers/{sampler}")).json()
+        body = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "plain"}
+        sampler = (await http.post("create_sampling_session", json=body)).json()["sampling_session_id"]
+        sampler_info = (await http.get(f"samplers/{sampler}")).json()
     assert info["model_data"]["tokenizer_id"] == "acme/tokenizer"
     assert info["model_data"]["model_name"] == "plain"
-    assert told["base_model"] == "acme/tokenizer"
+    assert sampler_info["base_model"] == "acme/tokenizer"
 
 
 @pytest.mark.parametrize("path", ["create_model", "create_sampling_session"])
-async def test_another_base_model_is_refused_with_what_there_is(serve: Api, path: str) -> None:
+async def test_the_refusal_of_another_base_model_names_the_served_ones(serve: Api, path: str) -> None:
     async with serve() as http:
         session = (await http.post("create_session", json={})).json()["session_id"]
-        wanted = {"session_id": session, "model_seq_id": 0, "sampling_session_seq_id": 0, "base_model": "acme/other"}
-        answer = await http.post(path, json=wanted)
+        body = {"session_id": session, "model_seq_id": 0, "sampling_session_seq_id": 0, "base_model": "acme/other"}
+        answer = await http.post(path, json=body)
     assert answer.status_code == 400
     assert answer.json()["field"] == "base_model"
     for name in NAMES:
         assert name in answer.json()["detail"]
 
 
-async def _saved(http: httpx.AsyncClient, state_dir: Path, database: Database, base_model: str) -> str:
-    """A named sampler save, of a model that was trained under this name."""
-    _, model = await created(http, "acme/base")
+async def _save_trained_as(http: httpx.AsyncClient, state_dir: Path, database: Database, base_model: str) -> str:
+    """Store a named sampler save of a model that was trained under the name `base_model`; returns its path."""
+    _, model = await create_model(http, "acme/base")
     record = database.read(lambda c: find_model(c, model))
     assert record is not None
     adapter = AdapterVersion.of(model, 1)
@@ -131,32 +131,32 @@ async def _saved(http: httpx.AsyncClient, state_dir: Path, database: Database, b
     return f"tinker://{model}/sampler_weights/saved"
 
 
-async def test_weights_trained_under_one_name_are_sampled_from_under_another(
+async def test_weights_trained_under_one_name_can_be_sampled_under_another(
     tmp_path: Path, serve: Api, database: Database
 ) -> None:
     async with serve() as http:
-        path = await _saved(http, tmp_path, database, "acme/base")
+        path = await _save_trained_as(http, tmp_path, database, "acme/base")
         session = (await http.post("create_session", json={})).json()["session_id"]
-        wanted = {"session_id": session, "sampling_session_seq_id": 0, "model_path": path, "base_model": "plain"}
-        answer = await http.post("create_sampling_session", json=wanted)
+        body = {"session_id": session, "sampling_session_seq_id": 0, "model_path": path, "base_model": "plain"}
+        answer = await http.post("create_sampling_session", json=body)
     assert answer.status_code == 200, answer.text
 
 
-async def test_weights_of_a_base_model_that_is_not_served_any_more_are_refused(
+async def test_weights_of_a_base_model_that_is_no_longer_served_are_refused(
     tmp_path: Path, serve: Api, database: Database
 ) -> None:
     async with serve() as http:
-        path = await _saved(http, tmp_path, database, "acme/earlier")
+        path = await _save_trained_as(http, tmp_path, database, "acme/earlier")
         session = (await http.post("create_session", json={})).json()["session_id"]
-        wanted = {"session_id": session, "sampling_session_seq_id": 0, "model_path": path}
-        answer = await http.post("create_sampling_session", json=wanted)
+        body = {"session_id": session, "sampling_session_seq_id": 0, "model_path": path}
+        answer = await http.post("create_sampling_session", json=body)
     assert answer.status_code == 400
     assert answer.json()["field"] == "model_path"
     assert "acme/earlier" in answer.json()["detail"]
 
 
 @pytest.mark.parametrize("served", ["refuse", "cispo"])
-async def test_a_session_is_warned_of_a_loss_that_is_computed_as_another(serve: Api, served: str) -> None:
+async def test_a_new_session_is_warned_if_stable_reinforce_is_computed_as_cispo(serve: Api, served: str) -> None:
     async with serve(losses={"stable_reinforce": served}) as http:
         answer = (await http.post("create_session", json={})).json()
     assert ("cispo" in answer.get("warning_message", "")) == (served == "cispo")

@@ -21,11 +21,11 @@ from tests.databases import rows_in, url_of
 ClientFactory = Callable[..., tinker.ServiceClient]
 
 ALIAS = "Qwen/Qwen3.5-4B"
-"""A second name of the served model: clients that know models by their hub names ask for this one."""
+"""A second name of the served model, for clients that know models by their hub names."""
 
 
 SLOW_START_S = 500.0
-"""A server is given this long to come up, where a machine has other work."""
+"""Seconds until a server must be ready, on a busy machine."""
 
 
 @pytest.fixture(scope="session")
@@ -48,7 +48,7 @@ def tokenizer() -> PreTrainedTokenizerBase:
 
 @pytest.fixture
 def connect(server: DemoServer) -> Iterator[ClientFactory]:
-    """Makes service clients, each with a session of its own; all sessions are finished after the test."""
+    """Makes service clients, each with its own session; all sessions are finished after the test."""
     clients: list[tinker.ServiceClient] = []
 
     def make(key: str = "tml-test") -> tinker.ServiceClient:
@@ -74,7 +74,7 @@ def cross_entropy(tokens: list[int]) -> types.Datum:
 
 
 def train(client: tinker.TrainingClient, data: list[types.Datum], steps: int, learning_rate: float) -> list[float]:
-    """Cross-entropy steps, submitted as a stream; the loss of each."""
+    """Run cross-entropy steps, submitted as a stream; returns the loss of each step."""
     pending = []
     for _ in range(steps):
         passed = client.forward_backward(data, "cross_entropy")
@@ -93,14 +93,14 @@ def greedy(sampler: tinker.SamplingClient, prompt: list[int], max_tokens: int = 
 
 
 def ask(server: DemoServer, query: str, **values: Any) -> list[tuple[Any, ...]]:
-    """Rows of the server's database; the query names its parameters as `:name`."""
+    """Rows of the server's database. Parameters in the query are written `:name`."""
     return rows_in(url_of(server.state_dir), query, **values)
 
 
 def find_process(server: DemoServer, word: str) -> psutil.Process:
-    """The one of the server's processes whose command line has `word`. Raises LookupError."""
+    """The server's process with `word` in its command line. Raises LookupError."""
     for process in psutil.Process(server.pid).children(recursive=True):
-        with contextlib.suppress(psutil.Error):  # it has ended meanwhile
+        with contextlib.suppress(psutil.Error):  # the process has ended meanwhile
             if word in " ".join(process.cmdline()):
                 return process
     raise LookupError(word)

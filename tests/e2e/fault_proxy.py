@@ -1,7 +1,8 @@
-"""A reverse proxy on loopback that misbehaves as told, between an unmodified client and a real server.
+"""A reverse proxy on loopback that injects planned faults between an unmodified client and a real server.
 
-Knows paths, statuses and bytes; deliberately nothing of what they mean. A fault is planned for the next request of a
-path, is used up by it, and every request is recorded, with what the server said and what the client heard.
+The proxy knows paths, statuses and bytes, and deliberately no meaning of a request. A fault is planned for the next
+request to a path and used once. Every request is recorded, with the server's answers and the status that the client
+got.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Answer:
-    """What a server said, or what the client shall hear."""
+    """An answer of the server, or an answer that the client will get."""
 
     status: int
     body: bytes = b""
@@ -41,12 +42,12 @@ class Answer:
 
 @dataclass
 class Call:
-    """One request of the client. `answers` are the server's, in order; `told` is the status the client heard, None
-    when it heard nothing (yet)."""
+    """One request of the client. `answers` are the server's answers, in order. `told` is the status that the client
+    got; None if it has got none so far."""
 
     method: str
     target: str
-    """Path and query as they were sent."""
+    """Path and query as the client sent them."""
     body: bytes
     headers: CIMultiDict[str]
     _send: Callable[[Call], Awaitable[Answer]]
@@ -62,32 +63,33 @@ class Call:
         return hashlib.sha256(self.body).hexdigest()
 
     async def forward(self) -> Answer:
-        """Send it to the server (again)."""
+        """Send the request to the server; may be called again."""
         answer = await self._send(self)
         self.answers.append(answer)
         return answer
 
 
 Fault = Callable[[Call], Awaitable[Answer | None]]
-"""Does something with a call; None closes the client's connection without a word."""
+"""Acts on a call; None closes the client's connection without an answer."""
 
 
 async def lost_response(call: Call) -> None:
-    """The server does it, the client never hears of it."""
+    """The server handles the request, and the client gets no answer."""
     await call.forward()
 
 
 async def lost_request(_: Call) -> None:
-    """The connection breaks before the server has heard anything."""
+    """The connection breaks before the server receives the request."""
 
 
 async def twice(call: Call) -> Answer:
-    """The network sends it twice at the same moment; the client hears the second answer."""
+    """The network delivers the request twice at the same moment; the client gets the second answer."""
     return (await asyncio.gather(call.forward(), call.forward()))[1]
 
 
 def answer(status: int, body: Any = None, **headers: str) -> Fault:
-    """The server never hears of it, the client is told this. Underscores in header names are dashes."""
+    """The server does not receive the request; the client gets this answer. Underscores in header names become
+    dashes."""
     text = b"" if body is None else json.dumps(body).encode()
     named = {name.replace("_", "-"): value for name, value in headers.items()}
 
@@ -98,12 +100,12 @@ def answer(status: int, body: Any = None, **headers: str) -> Fault:
 
 
 def busy(status: int, **headers: str) -> Fault:
-    """`answer` with a body like the server's own."""
+    """`answer` with a body in the server's format."""
     return answer(status, {"detail": f"{status} on purpose", "field": None}, **headers)
 
 
 def edited(change: Callable[[Any], Any]) -> Fault:
-    """The server's JSON answer, changed on its way."""
+    """Change the server's JSON answer on its way to the client."""
 
     async def fault(call: Call) -> Answer:
         original = await call.forward()
@@ -121,7 +123,7 @@ def late(seconds: float) -> Fault:
 
 
 class Gate:
-    """Holds calls until the test opens it, from its own thread."""
+    """Holds calls until the test, on its own thread, opens the gate."""
 
     def __init__(self) -> None:
         self._open = threading.Event()
@@ -132,7 +134,7 @@ class Gate:
         return await call.forward()
 
     async def swallow(self, _: Call) -> None:
-        """Held like the others, and then never sent."""
+        """Hold the call like the others, and never forward it."""
         self._reached.set()
         await asyncio.to_thread(self._open.wait, WAIT_S)
 
@@ -143,43 +145,45 @@ class Gate:
         assert self._reached.wait(WAIT_S), "no call came to the gate"
 
 
-def _travels(header: str) -> bool:
+def _is_end_to_end(header: str) -> bool:
     return header.lower() not in _HOP_BY_HOP
 
 
 class FaultProxy:
-    """Runs in a thread of its own while it is entered. Slow drips: `drip_bytes` of a body at a time, 2 ms apart."""
+    """A proxy that runs in its own thread inside the `with` block. With `drip_bytes` set, a body is sent in pieces of
+    that size, 2 ms apart."""
 
     def __init__(self, upstream: str) -> None:
         self.drip_bytes = 0
         self.calls: list[Call] = []
         self.url = ""
         self._upstream = upstream
-        self._plans: dict[str, deque[Fault]] = defaultdict(deque)
-        self._standing: dict[str, Fault] = {}
+        self._planned_faults: dict[str, deque[Fault]] = defaultdict(deque)
+        self._permanent_faults: dict[str, Fault] = {}
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="fault-proxy", daemon=True)
 
     def plan(self, path: str, *faults: Fault) -> None:
-        """The next requests whose path ends with `path` get these, in order, one each."""
-        self._plans[path].extend(faults)
+        """The next requests with a path that ends with `path` get these faults, one each, in order."""
+        self._planned_faults[path].extend(faults)
 
     def always(self, path: str, fault: Fault) -> None:
-        """Every request whose path ends with `path` and for which nothing else is planned."""
-        self._standing[path] = fault
+        """Every request with a path that ends with `path` gets this fault, unless another fault is planned for it."""
+        self._permanent_faults[path] = fault
 
     def seen(self, path: str) -> list[Call]:
-        """Requests so far whose path ends with `path`, in order of arrival."""
+        """The requests so far with a path that ends with `path`, in order of arrival."""
         return [call for call in self.calls if call.path.endswith(path)]
 
     def unused(self) -> list[str]:
-        """Paths whose planned faults have not all happened: a test that left some tested nothing."""
-        return [path for path, faults in self._plans.items() if faults]
+        """Paths with planned faults that were not used. A test that leaves faults unused has tested less than it
+        claims."""
+        return [path for path, faults in self._planned_faults.items() if faults]
 
     def wait_for(self, condition: Callable[[], bool]) -> None:
         deadline = time.monotonic() + WAIT_S
         while not condition():
-            assert time.monotonic() < deadline, "the client did not send it in time"
+            assert time.monotonic() < deadline, "the client did not send the request in time"
             time.sleep(0.005)
 
     def __enter__(self) -> Self:
@@ -213,13 +217,13 @@ class FaultProxy:
         await self._session.close()
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:
-        headers = CIMultiDict((name, value) for name, value in request.headers.items() if _travels(name))
+        headers = CIMultiDict((name, value) for name, value in request.headers.items() if _is_end_to_end(name))
         call = Call(request.method, request.raw_path, await request.read(), headers, self._send)
         self.calls.append(call)
         try:
             told = await self._fault_for(call.path)(call)
         except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError):
-            told = None  # the server has hung up, and so do we
+            told = None  # the server has closed the connection, so the proxy does the same
         if told is None:
             if request.transport is not None:
                 request.transport.abort()
@@ -227,7 +231,7 @@ class FaultProxy:
         call.told = told.status
         response = web.StreamResponse(status=told.status, headers=told.headers)
         response.content_length = len(told.body)
-        with suppress(aiohttp.ClientConnectionResetError):  # the client has left
+        with suppress(aiohttp.ClientConnectionResetError):  # the client has disconnected
             await response.prepare(request)
             step = self.drip_bytes or max(len(told.body), 1)
             for start in range(0, len(told.body), step):
@@ -238,10 +242,10 @@ class FaultProxy:
         return response
 
     def _fault_for(self, path: str) -> Fault:
-        for suffix, faults in self._plans.items():
+        for suffix, faults in self._planned_faults.items():
             if faults and path.endswith(suffix):
                 return faults.popleft()
-        for suffix, fault in self._standing.items():
+        for suffix, fault in self._permanent_faults.items():
             if path.endswith(suffix):
                 return fault
         return Call.forward
@@ -249,5 +253,5 @@ class FaultProxy:
     async def _send(self, call: Call) -> Answer:
         url = URL(self._upstream + call.target, encoded=True)
         async with self._session.request(call.method, url, data=call.body, headers=call.headers) as response:
-            kept = CIMultiDict((name, value) for name, value in response.headers.items() if _travels(name))
+            kept = CIMultiDict((name, value) for name, value in response.headers.items() if _is_end_to_end(name))
             return Answer(response.status, await response.read(), kept)

@@ -1,6 +1,5 @@
-"""A server whose processes are killed by tests, an upstream that never gives the same answer twice, and a client that
-insists. No vLLM.
-"""
+"""A server with processes that tests kill, an upstream that never gives the same answer twice, and a client that
+repeats interrupted requests. No vLLM."""
 
 from __future__ import annotations
 
@@ -25,34 +24,34 @@ WAIT_S = 300.0
 VOCABULARY = 500
 PROTOBUF, JSON = "application/x-protobuf", "application/json"
 STEP = {"adam_params": {"learning_rate": 0.01}}
-"""An optim_step's body."""
+"""The body of an optim_step."""
 T = TypeVar("T")
 
 
 def insist(action: Callable[[], T]) -> T:
-    """Repeat what the server's death interrupts."""
+    """Repeat the action while the server's death interrupts it."""
     deadline = time.monotonic() + WAIT_S
     while True:
         try:
             return action()
         except httpx.TransportError:
-            assert time.monotonic() < deadline, "the server does not come back"
+            assert time.monotonic() < deadline, "the server did not come back in time"
             time.sleep(0.02)
 
 
 class MortalServer(DemoServer):
-    """The launcher starts a process again, 0.5 s after its first death, later after the second."""
+    """A server whose launcher starts a killed process again: after 0.5 s at first, later after the second death."""
 
     def api(self) -> psutil.Process:
-        """The API process; waits for one while there is none."""
+        """The API process; waits until there is one."""
         return self._running("skyrl.api.server")[0]
 
     def engine(self) -> psutil.Process:
-        """The engine process; waits for one while there is none."""
+        """The engine process; waits until there is one."""
         return self._running("skyrl.engine.main")[0]
 
     def apis(self, count: int) -> list[psutil.Process]:
-        """The API processes, oldest first; waits until there are so many."""
+        """The API processes, oldest first; waits until there are `count`."""
         return self._running("skyrl.api.server", count)
 
     def _running(self, module: str, count: int = 1) -> list[psutil.Process]:
@@ -69,14 +68,14 @@ class MortalServer(DemoServer):
         raise AssertionError(f"there are no {count} processes of {module}")
 
     def kill_api(self) -> None:
-        """SIGKILL; returns when it is dead."""
+        """Send SIGKILL; return when the process is dead."""
         victim = self.api()
         victim.kill()
         victim.wait(WAIT_S)
 
     @contextmanager
     def commits_held(self) -> Iterator[None]:
-        """Nothing is committed meanwhile: somebody else has the write lock."""
+        """Hold the write lock, so that nothing is committed inside the block."""
         with closing(Database(url_of(self.state_dir))) as database, database.writer.begin():
             yield
 
@@ -85,7 +84,7 @@ class MortalServer(DemoServer):
 
 
 class Client:
-    """Bare requests of one session, its own unless one is given; threads may share it."""
+    """Plain HTTP requests in one session: a new session unless one is given. Threads may share a client."""
 
     def __init__(self, url: str, session: str | None = None) -> None:
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=None)
@@ -96,7 +95,7 @@ class Client:
         self.session: str = session or self.ok("create_session", {})["session_id"]
 
     def ok(self, path: str, body: Any) -> dict[str, Any]:
-        """The answer, which must be 200; raises httpx.TransportError when the server dies."""
+        """The answer, whose status must be 200. Raises httpx.TransportError when the server dies."""
         answer = self.http.post(path, json=body)
         assert answer.status_code == 200, answer.text
         return answer.json()
@@ -106,7 +105,7 @@ class Client:
         return self.ok("create_sampling_session", wanted)["sampling_session_id"]
 
     def sample(self, sampler: str, seq_id: int) -> dict[str, Any]:
-        """Ask for a sample; returns the promise."""
+        """Request a sample; returns the promise."""
         return self.ok("asample", self.sample_body(sampler, seq_id))
 
     @staticmethod
@@ -118,7 +117,7 @@ class Client:
     def result(
         self, request_id: str, on_first_bytes: Callable[[], object] = lambda: None, *, accept: str = PROTOBUF
     ) -> bytes:
-        """The whole result, however many polls it takes. Raises httpx.TransportError when the server dies."""
+        """The whole result, after as many polls as it takes. Raises httpx.TransportError when the server dies."""
         headers = {"X-Tinker-Request-Type": "Sample", "Accept": accept}
         deadline = time.monotonic() + WAIT_S
         while time.monotonic() < deadline:
@@ -132,11 +131,11 @@ class Client:
         raise AssertionError("no result in time")
 
     def outcome(self, request_id: str) -> dict[str, Any]:
-        """The result, or the error, as JSON."""
+        """The result or the error, as JSON."""
         return json.loads(self.result(request_id, accept=JSON))
 
     def model(self, number: int) -> str:
-        """Make a model, and wait for it; all are the same. Returns its id."""
+        """Create a model and wait for it; returns its id. All models are alike."""
         wanted = {"session_id": self.session, "model_seq_id": number, "base_model": "tiny"}
         wanted |= {"lora_config": {"rank": 4, "seed": 1}}
         return self.outcome(self.ok("create_model", wanted)["request_id"])["model_id"]
@@ -146,7 +145,7 @@ class Client:
 
 
 def training_pass(seed: int, count: int = 1, length: int = 9) -> dict[str, Any]:
-    """A forward_backward's body: so many sequences of so many tokens."""
+    """The body of a forward_backward with `count` sequences of `length` tokens."""
     data = []
     for number in range(count):
         tokens = [(20 + seed + 7 * number + step) % VOCABULARY for step in range(length + 1)]
@@ -156,7 +155,7 @@ def training_pass(seed: int, count: int = 1, length: int = 9) -> dict[str, Any]:
 
 
 class Upstream:
-    """Speaks vLLM's completions. Answers wait while it is `hold`ing; no two of them are alike."""
+    """Answers vLLM's completions. Every answer differs. While held, answers wait."""
 
     def __init__(self) -> None:
         self.url = ""

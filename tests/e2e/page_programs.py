@@ -1,7 +1,7 @@
-"""Runs `skyrl`, `tinker` and scripts of the pages in processes that need not import everything again.
+"""Runs `skyrl`, `tinker` and the scripts of the pages without importing all packages for each command.
 
-One process imports the packages once, which takes seconds. For every command it forks, and the child runs the program's
-own entry point with the caller's arguments, directory, variables and standard streams. A client is a line of shell.
+One process imports the packages once, which takes seconds. For each command it forks, and the child runs the program's
+own entry point with the caller's arguments, directory, variables and standard streams. A client is one line of shell.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ with socket.socket(socket.AF_UNIX) as programs:
 
 
 def _skyrl() -> None:
-    """The real command, but `skyrl serve` stops where it would start the server."""
+    """The real command, except that `skyrl serve` stops where it would start the server."""
     from skyrl.cli.main import main
     from skyrl.launcher import main as launcher
 
@@ -73,13 +73,13 @@ IMPORTED = (
 
 
 def command(address: Path, program: str) -> list[str]:
-    """The words that run `program`; its arguments come after them."""
+    """The words that run `program`; the program's arguments follow."""
     return [sys.executable, "-S", "-E", str(address.with_suffix(".py")), str(address), program]
 
 
 @contextlib.contextmanager
 def running(directory: Path) -> Iterator[Path]:
-    """The address at which programs are run until the block ends."""
+    """The address that runs programs until the block ends."""
     address = directory / "programs"
     address.with_suffix(".py").write_text(CLIENT)
     process = subprocess.Popen(
@@ -98,7 +98,7 @@ def running(directory: Path) -> Iterator[Path]:
 def _serve(address: str) -> None:
     for name in IMPORTED:
         importlib.import_module(name)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the children
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no process waits for the children
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(address)
         listener.listen()
@@ -112,7 +112,7 @@ def _serve(address: str) -> None:
 
 
 def _run(connection: socket.socket) -> None:
-    """In the child: run what the client asks for, and answer with the exit code."""
+    """In the child: run what the client requests, and answer with the exit code."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     first, streams, _, _ = socket.recv_fds(connection, LARGEST_REQUEST, 3)
     with connection.makefile("rb") as rest:

@@ -1,8 +1,8 @@
-"""Runs the blocks of one page, one after the other, as a reader would who types them in one terminal.
+"""Runs the blocks of one page in order, as a reader who types them into one terminal.
 
-Commands are the real ones, with three exceptions that would cost a machine or minutes: `skyrl serve` reads its options
-and its configuration and starts nothing (`tests.e2e.page_programs`), `make` looks whether the target exists, and `sudo`
-runs its command as this user. Paths and addresses that the pages use are replaced by those of the test.
+Commands are the real ones, with three exceptions: `skyrl serve` reads its options and configuration and starts nothing
+(`tests.e2e.page_programs`), `make` only checks that the target exists, and `sudo` runs its command as this user. Paths
+and addresses of the pages are replaced by those of the test.
 """
 
 from __future__ import annotations
@@ -30,33 +30,33 @@ exec "$@"
 """
 
 TIMEOUT_S = 400.0
-"""Ends a command that hangs."""
+"""Ends a hanging command."""
 
 _VARYING = re.compile(r"(\.\.\.|\b[0-9a-f]{12,}\b|\d+|\s+)")
-"""What differs each time: text that the page leaves out, identifiers, numbers, and the width of columns."""
+"""The parts of an output that differ each time: omitted text, identifiers, numbers, and the width of columns."""
 
 
 class PageFailed(AssertionError):
-    """A command of a page ended with an error, or said something else than the page shows."""
+    """A command of a page failed, or its output differs from the page."""
 
 
 @dataclass
 class Terminal:
-    """A shell in a directory of its own; the directory and exported variables stay from one command to the next.
+    """A shell in its own directory. The directory and exported variables last from one command to the next.
 
-    `names` are texts of the pages and what stands for them here. Identifiers that a page shows in an output are added
-    when the real ones are known, so that later commands name the real ones.
+    `names` maps texts of the pages to the texts of this test. Identifiers in the output that a page shows are added
+    once the real identifiers are known, so that later commands use the real ones.
     """
 
     home: Path
     address: Path
-    """Where `tests.e2e.page_programs` runs programs."""
+    """The address at which `tests.e2e.page_programs` runs programs."""
     variables: dict[str, str]
     names: dict[str, str]
     typed: dict[str, str] = field(default_factory=dict)
-    """What a person types into a command that has this word in it."""
+    """The input for a command that contains this word."""
     work: Path = field(init=False)
-    """The directory that the terminal is in."""
+    """The directory of the terminal."""
 
     def __post_init__(self) -> None:
         programs = self.home / "bin"
@@ -73,7 +73,7 @@ class Terminal:
         self._environment = keep | start | self.variables
 
     def add_programs(self, directory: Path) -> None:
-        """They go before programs of the same name."""
+        """Put this directory before all others on the PATH."""
         self._environment["PATH"] = f"{directory}{os.pathsep}{self._environment['PATH']}"
 
     def real(self, text: str) -> str:
@@ -98,20 +98,20 @@ class Terminal:
             timeout=TIMEOUT_S,
             check=False,
         )
-        said = done.stdout + done.stderr
+        output = done.stdout + done.stderr
         if done.returncode != 0:
-            raise PageFailed(f"$ {text}\n{said}\nended with {done.returncode}")
+            raise PageFailed(f"$ {text}\n{output}\nended with {done.returncode}")
         where, _, variables = after.read_text().partition("\n")
         self.work = Path(where)
         self._environment = dict(line.split("=", 1) for line in variables.split("\0") if "=" in line)
         for line in shown.output:
-            self._compare(line, said, text)
+            self._compare(line, output, text)
 
-    def _compare(self, line: str, said: str, text: str) -> None:
+    def _compare(self, line: str, output: str, text: str) -> None:
         parts = _VARYING.split(self.real(line).strip())
-        found = re.search("".join(_pattern(part) for part in parts), said)
+        found = re.search("".join(_pattern(part) for part in parts), output)
         if found is None:
-            raise PageFailed(f"$ {text}\n{said}\nThe page shows a line that is not there: {line}")
+            raise PageFailed(f"$ {text}\n{output}\nThe page shows a line that is not there: {line}")
         shown = [part for part in parts if re.fullmatch(r"[0-9a-f]{12,}", part)]
         for name, real in zip(shown, found.groups(), strict=True):
             self.names[name] = real
@@ -128,16 +128,17 @@ def _pattern(part: str) -> str:
 
 
 def run_python(texts: list[str], terminal: Terminal) -> None:
-    """Run the python blocks of a page in one process, where each finds what those before it have made.
+    """Run the python blocks of a page in one process, so that each block sees the names of earlier blocks.
 
-    Raises PageFailed."""
+    Raises PageFailed.
+    """
     script = terminal.home / "page.py"
     script.write_text(f"from {__name__} import execute\nexecute({[terminal.real(text) for text in texts]!r})\n")
     terminal.run(Command(f"script {script}"))
 
 
 def execute(texts: list[str]) -> None:
-    """As a notebook does: a block with `await` runs in an event loop, the others do not."""
+    """Run the blocks as a notebook does: a block with `await` runs in an event loop, other blocks do not."""
     import ast
     import inspect
 

@@ -1,4 +1,4 @@
-"""The numbers that sampling should give: transformers and PEFT, float32, on the tiny model."""
+"""The expected numbers of sampling: transformers and PEFT in float32, on the tiny model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from skyrl.tiny import model_path
 
 
 class Reference:
-    """The base model, or with `adapter` (a PEFT directory) that adapter on it."""
+    """The base model, with the adapter in the PEFT directory `adapter` if one is given."""
 
     def __init__(self, adapter: Path | None = None) -> None:
         model = AutoModelForCausalLM.from_pretrained(model_path(), dtype=torch.float32)
@@ -21,11 +21,11 @@ class Reference:
 
     @torch.no_grad()
     def logits(self, tokens: list[int]) -> torch.Tensor:
-        """[len(tokens), vocabulary]: row i is what the model says comes after token i."""
+        """float32 [len(tokens), vocabulary]: row i holds the logits for the token after token i."""
         return self._model(torch.tensor([tokens])).logits[0]
 
     def logprobs(self, tokens: list[int], temperature: float = 1.0) -> np.ndarray:
-        """[len(tokens) - 1, vocabulary]: row i is the distribution in the place of token i + 1."""
+        """[len(tokens) - 1, vocabulary]: row i holds the distribution of token i + 1."""
         return (self.logits(tokens)[:-1] / temperature).log_softmax(-1).numpy()
 
     def of_tokens(self, tokens: list[int], temperature: float = 1.0) -> np.ndarray:

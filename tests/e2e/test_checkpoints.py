@@ -1,4 +1,4 @@
-"""Checkpoints of the real server, taken elsewhere: stock PEFT and stock vLLM compute what skyrl computes with them."""
+"""Downloaded checkpoints of the real server: stock PEFT and stock vLLM compute the same logprobs as skyrl."""
 
 from __future__ import annotations
 
@@ -37,12 +37,13 @@ def rest_client(server: DemoServer, key: str = "tml-test") -> tinker.RestClient:
 
 
 def archive_of(server: DemoServer, path: str, directory: Path, key: str = "tml-test") -> Path:
-    """A checkpoint's archive, as SDKs up to 0.30 fetch it, unpacked."""
+    """A checkpoint's archive, unpacked, fetched as SDKs up to 0.30 fetch it."""
     model_id, kind, name = path.removeprefix("tinker://").split("/")
     route = f"{server.url}/api/v1/training_runs/{model_id}/checkpoints/{kind}/{name}/archive"
     answer = httpx.get(route, headers={"X-API-Key": key, "Accept": "application/json"}, trust_env=False)
     assert answer.status_code == 200, answer.text
-    with urllib.request.urlopen(answer.json()["url"]) as download:  # the SDK's command line sends no headers
+    # without headers, as the SDK's command line sends the request
+    with urllib.request.urlopen(answer.json()["url"]) as download:
         archive = download.read()
     with tarfile.open(fileobj=io.BytesIO(archive)) as opened:
         opened.extractall(directory, filter="data")
@@ -51,7 +52,7 @@ def archive_of(server: DemoServer, path: str, directory: Path, key: str = "tml-t
 
 
 def vllm_of(server: DemoServer) -> httpx.Client:
-    """The server's own vLLM, past the server."""
+    """A client of the server's own vLLM."""
     for process in psutil.Process(server.pid).children(recursive=True):
         if (file := process.environ().get(RUNTIME_ENV)) is not None:
             runtime = json.loads(Path(file).read_text())
@@ -61,7 +62,7 @@ def vllm_of(server: DemoServer) -> httpx.Client:
 
 
 def logprobs_in_peft(adapter: Path, tokens: list[int]) -> np.ndarray:
-    """Of each token after the first."""
+    """Logprobs of each token after the first."""
     base = AutoModelForCausalLM.from_pretrained(model_path(), dtype=torch.float32)
     model = PeftModel.from_pretrained(base, str(adapter)).eval()
     with torch.no_grad():
@@ -70,7 +71,7 @@ def logprobs_in_peft(adapter: Path, tokens: list[int]) -> np.ndarray:
 
 
 def logprobs_in_vllm(server: DemoServer, adapter: Path, tokens: list[int]) -> np.ndarray:
-    """Of each token after the first."""
+    """Logprobs of each token after the first."""
     name = "taken-elsewhere"
     with vllm_of(server) as vllm:
         loaded = vllm.post("/v1/load_lora_adapter", json={"lora_name": name, "lora_path": str(adapter)})
@@ -91,7 +92,7 @@ def trained(server: DemoServer, tokenizer: PreTrainedTokenizerBase) -> Iterator[
 
 
 @pytest.mark.parametrize("kind", ["weights", "sampler_weights"])
-def test_archive_loads_in_stock_peft_and_stock_vllm(
+def test_an_archive_loads_in_stock_peft_and_stock_vllm(
     server: DemoServer,
     trained: tinker.TrainingClient,
     tokenizer: PreTrainedTokenizerBase,
@@ -110,7 +111,7 @@ def test_archive_loads_in_stock_peft_and_stock_vllm(
         np.testing.assert_allclose(logprobs_in_peft(adapter, tokens), ours, atol=1e-4)
         np.testing.assert_allclose(logprobs_in_vllm(server, adapter, tokens), ours, atol=1e-3)
         if text == TEXT:
-            assert ours.mean() > -1.0, "it has learned the text: without the adapter it would be far less likely"
+            assert ours.mean() > -1.0, "the adapter has learned the text, which is far less likely without it"
 
 
 def test_copies_sample_and_train_like_their_sources(
@@ -140,7 +141,7 @@ def test_copies_sample_and_train_like_their_sources(
         client.create_training_client_from_state(state).result()
 
 
-def test_another_account_reads_with_this_ones_key(
+def test_another_account_reads_a_checkpoint_with_the_owners_key(
     server: DemoServer, connect: ClientFactory, trained: tinker.TrainingClient, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     data = [cross_entropy(tokenizer.encode(TEXT))]
@@ -159,7 +160,7 @@ def test_another_account_reads_with_this_ones_key(
     assert stranger.create_training_client_from_state(copy).result().model_id != made.model_id
 
 
-def test_adapter_whose_local_files_are_gone_is_sampled_from(
+def test_an_adapter_without_local_files_can_be_sampled_from(
     server: DemoServer, connect: ClientFactory, trained: tinker.TrainingClient, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     prompt = tokenizer.encode(TEXT)[:4]
@@ -172,7 +173,7 @@ def test_adapter_whose_local_files_are_gone_is_sampled_from(
     assert greedy(again, prompt) == expected
 
 
-def test_export_through_the_sdk(
+def test_the_sdk_exports_an_adapter(
     server: DemoServer, trained: tinker.TrainingClient, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
 ) -> None:
     rest = rest_client(server)

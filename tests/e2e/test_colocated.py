@@ -1,4 +1,5 @@
-"""`colocate_all: true` on a server of its own: samples go through the engine loop. Its end is what teardown leaves."""
+"""A separate server with `colocate_all: true`: samples run in the engine's loop. The last test checks what the end of
+the server leaves."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ def colocated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DemoServer]:
         running.stop()
 
 
-def test_samples_are_engine_commands(colocated: DemoServer, tokenizer: PreTrainedTokenizerBase) -> None:
+def test_samples_run_as_engine_commands(colocated: DemoServer, tokenizer: PreTrainedTokenizerBase) -> None:
     with tinker.ServiceClient(base_url=colocated.url, api_key="tml-test") as client:
         trainer = client.create_lora_training_client(base_model="tiny", rank=4, seed=1).result()
         prompt = tokenizer.encode("The old")
@@ -50,7 +51,7 @@ def test_samples_are_engine_commands(colocated: DemoServer, tokenizer: PreTraine
     assert "EXTERNAL" not in kinds
 
 
-def test_prompts_are_scored_through_the_engine_too(colocated: DemoServer) -> None:
+def test_the_engine_scores_prompts(colocated: DemoServer) -> None:
     prompt, ids = [5, 6, 7], np.asarray([[1, -1], [2, 3]])
     logprobs = Reference().logprobs(prompt)
     with tinker.ServiceClient(base_url=colocated.url, api_key="tml-test") as client:
@@ -73,15 +74,15 @@ def test_prompts_are_scored_through_the_engine_too(colocated: DemoServer) -> Non
     assert (answer.prompt_alt_tokens.tokens.to_numpy() == logprobs.argmax(1)[:, None]).all()
 
 
-def test_a_sample_waits_for_the_pass_that_runs(colocated: DemoServer, tokenizer: PreTrainedTokenizerBase) -> None:
-    """The opposite of what test_sampling.py shows of a server that does not colocate, by the same measurement."""
+def test_a_sample_waits_for_the_running_pass(colocated: DemoServer, tokenizer: PreTrainedTokenizerBase) -> None:
+    """With the same measurement, test_sampling.py shows the opposite for a server that does not colocate."""
     with tinker.ServiceClient(base_url=colocated.url, api_key="tml-test") as client:
         trainer = client.create_lora_training_client(base_model="tiny", rank=8).result()
         sampler = trainer.save_weights_and_get_sampling_client().result()
         assert not sample_ends_first(colocated, trainer, sampler, tokenizer.encode("The old"))
 
 
-def test_teardown_clears_the_row_and_leaves_no_process(colocated: DemoServer) -> None:
+def test_the_end_of_the_server_clears_its_row_and_leaves_no_process(colocated: DemoServer) -> None:
     family = [psutil.Process(colocated.pid), *psutil.Process(colocated.pid).children(recursive=True)]
     assert len(family) >= 4
     colocated.stop()

@@ -1,7 +1,7 @@
-"""What a forwarded sample costs the API process is bounded: CPU seconds by the speed of the machine, not time.
+"""The API process's cost of forwarding a sample is bounded, in CPU seconds relative to the speed of the machine.
 
-Coarse: the speed of a machine varies within a test. tests/component/test_call_count.py sees a tenth, but only what is
-done by calls; this one sees all, the web server and the kernel included.
+The bound is coarse, because a machine's speed varies during a test. tests/component/test_call_count.py notices a change
+of a tenth, but counts calls only; this test measures everything, with the web server and the kernel.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from .conftest import find_process
 IN_FLIGHT = 64
 WARM_UP, SAMPLES = 500, 2_000
 MOST = 25.0
-"""CPU of the API process for 1,000 samples, in calibration loops: twice the 10.3 to 12.4 that were measured (0.26 to
-0.31 s, loops of 25 ms), on a quiet machine as with four busy processes on its two cores."""
+"""CPU seconds of the API process for 1,000 samples, in calibration loops. The bound is twice the measured 10.3 to 12.4
+(0.26 to 0.31 s, loops of 25 ms), measured on a quiet machine and with four busy processes on two cores."""
 
 
 async def forward(samples: TinkerSamples, numbers: range) -> set[str]:
-    """A sample for each number, IN_FLIGHT at a time; what was wrong with them."""
+    """Send a sample for each number, IN_FLIGHT at a time; returns the errors."""
     todo, problems = iter(numbers), set[str]()
 
     async def worker() -> None:
@@ -41,7 +41,7 @@ async def forward(samples: TinkerSamples, numbers: range) -> set[str]:
 
 
 @ON_SQLITE
-async def test_forwarding_costs_no_more_cpu_than_it_did() -> None:
+async def test_forwarding_costs_no_more_cpu_than_its_bound() -> None:
     with NullUpstream() as upstream, gateway(upstream) as server:
         api = find_process(server, "skyrl.api.server").pid
         samples = TinkerSamples(LoadSpec(server.url, "tinker", IN_FLIGHT, seconds=0))

@@ -1,7 +1,8 @@
-"""What the server has answered survives SIGKILL of its API process, at whatever moment: an acknowledged request ends, a
+"""What the API has answered survives a SIGKILL of the API process at any moment: an acknowledged request ends, a
 delivered result is delivered again, an acknowledged command runs once.
 
-Two kinds of moment: some at random (seeded), and the worst one, made on purpose by holding all commits back.
+The API process dies at seeded random moments, and at the worst moment, which the tests create by holding all commits
+back.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ WAITING = 40
 COMMANDS = 8
 STATUSES = "SELECT status, count(*) FROM futures GROUP BY status"
 OTHERS = 100
-"""Requests that read the database. An answer that waits for nothing takes as many steps as one of them."""
+"""The number of later requests that read the database. An answer that waits for no commit takes as many steps as one of
+them."""
 
 
 @pytest.fixture
@@ -60,10 +62,11 @@ def read_all(client: Client, ids: list[str]) -> dict[str, bytes]:
         return dict(zip(ids, pool.map(lambda each: insist(lambda: client.result(each)), ids), strict=True))
 
 
-def test_acknowledged_samples_end_however_often_the_api_is_killed(
+def test_acknowledged_samples_end_although_the_api_is_killed_repeatedly(
     server: MortalServer, client: Client, upstream: Upstream
 ) -> None:
-    """Four clients ask as fast as they can; who gets no acknowledgement asks again, with the same number."""
+    """Four clients send samples as fast as they can. A client without an acknowledgement repeats the sample under the
+    same number."""
     sampler = client.sampler()
     upstream.hold()
     promises: dict[int, dict[str, Any]] = {}
@@ -74,8 +77,8 @@ def test_acknowledged_samples_end_however_often_the_api_is_killed(
         promise = insist(lambda: client.sample(sampler, number))
         with lock:
             promises[number] = promise
-            deadly = len(promises) in deaths
-        if deadly:
+            is_fatal = len(promises) in deaths
+        if is_fatal:
             server.api().kill()
 
     with ThreadPoolExecutor(CLIENTS) as pool:
@@ -89,11 +92,11 @@ def test_acknowledged_samples_end_however_often_the_api_is_killed(
     assert server.ask(STATUSES) == [("done", SAMPLES)]
 
 
-def test_delivered_results_stay_the_same_when_the_api_is_killed_on_delivery(
+def test_delivered_results_stay_the_same_if_the_api_is_killed_during_delivery(
     server: MortalServer, client: Client, upstream: Upstream
 ) -> None:
-    """Forty clients wait; the API dies at the first bytes of one of their results. What others had got by then counts,
-    and what was delivered in earlier rounds still does."""
+    """Forty clients wait. The API dies at the first bytes of one of their results. Results delivered before the death,
+    and in earlier rounds, must be the same afterwards."""
     sampler = client.sampler()
     chance = random.Random(5)
     delivered: dict[str, bytes] = {}
@@ -115,17 +118,18 @@ def test_delivered_results_stay_the_same_when_the_api_is_killed_on_delivery(
         again = read_all(client, list(delivered))
         assert again == delivered
         read_all(client, ids)
-    assert len(delivered) > 3, "the server died before it had delivered anything"
+    assert len(delivered) > 3, "the server has delivered some results before it died"
 
 
 def is_early(client: Client, answers: list[Future[Any]]) -> bool:
-    """Whether one of them comes while others come and go: no matter of time, so it holds on a slow machine too."""
+    """Whether one of the answers came although other requests were answered in between. The check measures no time, so
+    it also holds on a slow machine."""
     for _ in range(OTHERS):
         assert client.http.get("sessions").status_code == 200
     return any(answer.done() for answer in answers)
 
 
-def test_nothing_is_acknowledged_before_its_commit(server: MortalServer, client: Client) -> None:
+def test_no_sample_is_acknowledged_before_its_commit(server: MortalServer, client: Client) -> None:
     sampler = client.sampler()
     with ThreadPoolExecutor(CLIENTS) as pool:
         with server.commits_held():
@@ -140,9 +144,9 @@ def test_nothing_is_acknowledged_before_its_commit(server: MortalServer, client:
     assert server.ask(STATUSES) == [("done", CLIENTS)]
 
 
-def test_nothing_is_delivered_before_its_commit(server: MortalServer, client: Client, upstream: Upstream) -> None:
-    """The upstream has answered, the row is not written, the API dies: nobody may have heard the answer, since another
-    one takes its place."""
+def test_no_result_is_delivered_before_its_commit(server: MortalServer, client: Client, upstream: Upstream) -> None:
+    """The upstream has answered, the row is not written, and the API dies. No client may have got the answer, because a
+    new sample replaces it."""
     sampler = client.sampler()
     upstream.hold()
     ids = [client.sample(sampler, number)["request_id"] for number in range(CLIENTS)]
@@ -162,8 +166,8 @@ def test_nothing_is_delivered_before_its_commit(server: MortalServer, client: Cl
 
 
 def learn(client: Client, number: int, *, between: Callable[[int], object] = lambda _: None) -> list[dict[str, Any]]:
-    """Passes and steps of a new model, sent as a stream; their metrics. `between(n)` is called after the n-th
-    acknowledgement."""
+    """Run passes and steps of a new model, sent as a stream; returns their metrics. `between(n)` is called after the
+    n-th acknowledgement."""
     model = client.model(number)
     promised = []
     for seq_id in range(1, COMMANDS + 1):
@@ -174,7 +178,9 @@ def learn(client: Client, number: int, *, between: Callable[[int], object] = lam
     return [insist(lambda r=request_id: client.outcome(r))["metrics"] for request_id in promised]
 
 
-def test_acknowledged_commands_run_once_however_often_the_api_is_killed(upstream: Upstream, tmp_path: Path) -> None:
+def test_acknowledged_commands_run_once_although_the_api_is_killed_repeatedly(
+    upstream: Upstream, tmp_path: Path
+) -> None:
     server = MortalServer(tmp_path / "state", "--served-model-name", "tiny", "--external-inference-url", upstream.url)
     deaths = random.Random(6).sample(range(1, COMMANDS), 2)
     try:

@@ -1,4 +1,4 @@
-"""The scripts of examples/ that pages on how to do things lead through, as processes against a real server."""
+"""The scripts in examples/ that the how-to pages use, run as processes against a real server."""
 
 from __future__ import annotations
 
@@ -27,23 +27,25 @@ def numbers(output: str, name: str) -> list[float]:
     return [float(number) for number in re.findall(rf"{name} ([-+\d.]+)", output)]
 
 
-def test_grpo_compares_its_first_and_its_last_version(server: DemoServer) -> None:
+def test_the_grpo_example_compares_its_first_and_last_version(server: DemoServer) -> None:
     output = run(server, "grpo.py", "--steps", "8")
     assert all(abs(kl) < 0.5 for kl in numbers(output, "kl"))
     start, end = re.findall(r"/sampler_weights/(?:start|end): reward ([\d.]+)", output)
     assert float(end) > float(start)
 
 
-def test_dpo_begins_at_the_reference_and_learns_to_prefer(server: DemoServer) -> None:
+def test_the_dpo_example_begins_at_the_reference_and_learns_the_preference(server: DemoServer) -> None:
     losses = numbers(run(server, "dpo.py", "--steps", "4"), "loss")
-    assert losses[0] == pytest.approx(0.6931, abs=2e-3), "ln 2: policy and reference agree before the first step"
+    assert losses[0] == pytest.approx(0.6931, abs=2e-3), (
+        "the loss is ln 2, because policy and reference agree before the first step"
+    )
     assert losses[-1] < losses[0]
 
 
-def test_resume_goes_on_as_if_nothing_had_happened(server: DemoServer) -> None:
+def test_the_resume_example_continues_without_a_difference(server: DemoServer) -> None:
     once = run(server, "resume.py", "--name", "whole", "--steps", "6", "--save-every", "3")
     first = run(server, "resume.py", "--name", "halves", "--steps", "5", "--save-every", "3")
     second = run(server, "resume.py", "--name", "halves", "--steps", "6", "--save-every", "3")
     assert second.startswith("resumed from tinker://")
-    assert "step-000003" in second.splitlines()[0], "the save, not the step at which the first run ended"
+    assert "step-000003" in second.splitlines()[0], "the second run resumes at the last save, not at the last step"
     assert numbers(once, "loss") == numbers(first, "loss")[:3] + numbers(second, "loss")

@@ -1,4 +1,4 @@
-"""Processes that die under a client's hands: the client sees nothing but a wait."""
+"""Processes die while a client works: the client only waits longer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.vllm
 TEXT = "The old fox watches the river at dawn."
 
 
-def test_a_killed_engine_costs_no_training_and_no_samples(
+def test_a_killed_engine_loses_no_training_and_no_samples(
     server: DemoServer, connect: ClientFactory, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     client = connect()
@@ -35,10 +35,11 @@ def test_a_killed_engine_costs_no_training_and_no_samples(
     assert before + after == uninterrupted
 
 
-def test_a_killed_engine_of_vllm_costs_no_samples(
+def test_a_killed_engine_of_vllm_loses_no_samples(
     server: DemoServer, connect: ClientFactory, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """vLLM's API server outlives it for a moment. That one is killed in tests/faults/test_vllm_replaced.py."""
+    """vLLM's API server lives a moment longer than its engine. tests/faults/test_vllm_replaced.py kills the API
+    server."""
     trainer = connect().create_lora_training_client(base_model="tiny", rank=8, seed=1).result()
     prompt = tokenizer.encode("The old")
     train(trainer, [cross_entropy(prompt + tokenizer.encode(TEXT))], 4, 2e-2)

@@ -1,4 +1,4 @@
-"""Samples taken back, awaited all at once, and sent by copies of a client: the unmodified SDK on real vLLM."""
+"""Samples that are cancelled, polled all at once, or sent by clones of a client: the unmodified SDK on real vLLM."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ LIMIT_S = 300.0
 
 
 class Vllm:
-    """What vLLM says of itself."""
+    """vLLM's own metrics."""
 
     def __init__(self, http: httpx.Client) -> None:
         self._http = http
 
     @property
     def running(self) -> int:
-        """Sequences it is working on."""
+        """The number of sequences that vLLM is computing."""
         return self._sum("vllm:num_requests_running{", "vllm:num_requests_waiting{")
 
     @property
     def generated(self) -> int:
-        """Tokens it has sampled since it runs: abandoned samples that it went on with would show."""
+        """The number of tokens that vLLM has sampled since its start. Work on abandoned samples would show here."""
         return self._sum("vllm:generation_tokens_total{")
 
     def _sum(self, *names: str) -> int:
@@ -66,7 +66,7 @@ def proxy(server: DemoServer) -> Iterator[FaultProxy]:
 def wait_until(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + LIMIT_S
     while not condition():
-        assert time.monotonic() < deadline, "not in time"
+        assert time.monotonic() < deadline, "the condition did not come true in time"
         time.sleep(0.01)
 
 
@@ -80,11 +80,12 @@ CANCELLED = ("failed", "cancelled by the client")
 
 
 def wait_until_polled(proxy: FaultProxy, count: int) -> None:
-    """Until the SDK has asked for that many samples by their ids: it cannot cancel what it has no id of yet."""
+    """Wait until the SDK has polled for that many samples by their ids. Without the id the SDK cannot cancel a
+    sample."""
     wait_until(lambda: len({call.body for call in proxy.seen("/retrieve_future")}) == count)
 
 
-def test_abandoned_task_frees_vllm(server: DemoServer, proxy: FaultProxy, vllm: Vllm) -> None:
+def test_an_abandoned_task_frees_vllm(server: DemoServer, proxy: FaultProxy, vllm: Vllm) -> None:
     with tinker.ServiceClient(base_url=proxy.url, api_key="tml-test") as client:
         sampler = client.create_sampling_client(base_model="tiny").result()
 
@@ -104,14 +105,12 @@ def test_abandoned_task_frees_vllm(server: DemoServer, proxy: FaultProxy, vllm: 
         before = vllm.generated
         for sent in (1, 2, 3):
             asyncio.run(abandon(sent))
-        assert vllm.generated - before < 3 * 4 * ENDLESS_TOKENS, "it sampled on"
+        assert vllm.generated - before < 3 * 4 * ENDLESS_TOKENS, "vLLM stopped the abandoned samples"
         wait_until(lambda: outcomes(server, sampler._sampling_session_id) == [CANCELLED] * 3)
-        assert len(sampler.sample(PROMPT, 1, SHORT).result().sequences[0].tokens) == 4, "the client goes on"
+        assert len(sampler.sample(PROMPT, 1, SHORT).result().sequences[0].tokens) == 4, "the client still works"
 
 
-def test_cancelled_futures_are_stopped_and_the_others_are_not(
-    server: DemoServer, proxy: FaultProxy, vllm: Vllm
-) -> None:
+def test_cancelled_futures_stop_in_vllm_and_the_others_go_on(server: DemoServer, proxy: FaultProxy, vllm: Vllm) -> None:
     with tinker.ServiceClient(base_url=proxy.url, api_key="tml-test") as client:
         sampler = client.create_sampling_client(base_model="tiny").result()
         before = vllm.generated
@@ -124,15 +123,15 @@ def test_cancelled_futures_are_stopped_and_the_others_are_not(
         assert len(kept.result().sequences[0].tokens) == ENDLESS_TOKENS
         wait_until(lambda: outcomes(server, sampler._sampling_session_id).count(CANCELLED) == 6)
         wait_until(lambda: vllm.running == 0)
-        assert vllm.generated - before < 6 * ENDLESS_TOKENS, "it sampled on"
+        assert vllm.generated - before < 6 * ENDLESS_TOKENS, "vLLM stopped the cancelled samples"
 
 
-def poll_for_all(proxy: FaultProxy) -> None:
+def enable_polls_for_all(proxy: FaultProxy) -> None:
     proxy.always("/client/config", edited(lambda config: config | {"sample_use_retrieve_futures": True}))
 
 
 def test_one_poll_serves_all_samples(proxy: FaultProxy) -> None:
-    poll_for_all(proxy)
+    enable_polls_for_all(proxy)
     with tinker.ServiceClient(base_url=proxy.url, api_key="tml-test") as client:
         sampler = client.create_sampling_client(base_model="tiny").result()
         answers = [sampler.sample(PROMPT, 2, SHORT) for _ in range(100)]
@@ -141,17 +140,19 @@ def test_one_poll_serves_all_samples(proxy: FaultProxy) -> None:
         with pytest.raises(tinker.BadRequestError):
             sampler.sample(types.ModelInput.from_ints([9999]), 1, SHORT).result()
     fetched = proxy.seen("/retrieve_future")
-    assert len(fetched) == 100, "one for each result, none in vain"
+    assert len(fetched) == 100, "one fetch for each result"
     assert {call.told for call in fetched} == {200}
     assert all(b'"allow_metadata_only":false' in call.body.replace(b" ", b"") for call in fetched)
     polls = proxy.seen("/retrieve_futures")
     assert 0 < len(polls) < 100 + 100
     ends = [end for call in polls for end in (call.answers[0].json()["completions"] if call.told == 200 else [])]
-    assert len(ends) == len({end["request_id"] for end in ends}) == 100, "each is told once"
+    assert len(ends) == len({end["request_id"] for end in ends}) == 100, "each end is reported once"
 
 
-def test_abandoned_samples_are_stopped_in_that_mode_too(proxy: FaultProxy, server: DemoServer, vllm: Vllm) -> None:
-    poll_for_all(proxy)
+def test_abandoned_samples_stop_in_vllm_with_one_poll_for_all(
+    proxy: FaultProxy, server: DemoServer, vllm: Vllm
+) -> None:
+    enable_polls_for_all(proxy)
     with tinker.ServiceClient(base_url=proxy.url, api_key="tml-test") as client:
         sampler = client.create_sampling_client(base_model="tiny").result()
         before = vllm.generated
@@ -161,12 +162,12 @@ def test_abandoned_samples_are_stopped_in_that_mode_too(proxy: FaultProxy, serve
         wait_until(lambda: vllm.running == 3)
         abandoned.future().cancel()
         wait_until(lambda: vllm.running == 0)
-        assert vllm.generated - before < 3 * ENDLESS_TOKENS, "it sampled on"
+        assert vllm.generated - before < 3 * ENDLESS_TOKENS, "vLLM stopped the abandoned samples"
         wait_until(lambda: CANCELLED in outcomes(server, sampler._sampling_session_id))
         assert len(sampler.sample(PROMPT, 1, SHORT).result().sequences) == 1
 
 
-COPY = """
+CLONE_PROGRAM = """
 import sys, tinker
 from tinker import types
 sampler = tinker.SamplingClient.from_sampler_handle(sys.argv[1], api_key="tml-test")
@@ -176,16 +177,19 @@ print(len(answer.sequences[0].tokens))
 
 
 @pytest.mark.parametrize("for_all", [True, False])
-def test_copies_of_a_client_number_their_samples_apart(server: DemoServer, proxy: FaultProxy, for_all: bool) -> None:
+def test_clones_of_a_client_use_different_sample_numbers(server: DemoServer, proxy: FaultProxy, for_all: bool) -> None:
     if for_all:
-        poll_for_all(proxy)
+        enable_polls_for_all(proxy)
     with tinker.ServiceClient(base_url=proxy.url, api_key="tml-test") as client:
         sampler = client.create_sampling_client(base_model="tiny").result()
         copies = [pickle.loads(pickle.dumps(sampler)) for _ in range(2)]
         for each in (sampler, *copies, *copies):
             assert len(each.sample(PROMPT, 1, SHORT).result().sequences[0].tokens) == 4
         elsewhere = subprocess.run(
-            [sys.executable, "-c", COPY, sampler.get_sampler_handle()], capture_output=True, text=True, timeout=LIMIT_S
+            [sys.executable, "-c", CLONE_PROGRAM, sampler.get_sampler_handle()],
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
         )
         assert elsewhere.stdout == "4\n", elsewhere.stderr
         session = sampler._sampling_session_id

@@ -1,4 +1,5 @@
-"""`--backend none`: a sampling-only gateway in front of a vLLM that somebody else runs (here the shared server's)."""
+"""`--backend none`: a gateway, which only samples, in front of an external vLLM (here the vLLM of the shared
+server)."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ def gateway(server: DemoServer, tmp_path_factory: pytest.TempPathFactory) -> Ite
         running.stop()
 
 
-def test_gateway_samples_and_does_not_train(gateway: DemoServer, tokenizer: PreTrainedTokenizerBase) -> None:
+def test_a_gateway_samples_and_does_not_train(gateway: DemoServer, tokenizer: PreTrainedTokenizerBase) -> None:
     with tinker.ServiceClient(base_url=gateway.url, api_key="tml-test") as client:
         sampler = client.create_sampling_client(base_model="tiny").result()
         prompt = tokenizer.encode("The old")
@@ -42,7 +43,7 @@ def test_gateway_samples_and_does_not_train(gateway: DemoServer, tokenizer: PreT
             sampler.sample(
                 types.ModelInput.from_ints([9999]), num_samples=1, sampling_params=types.SamplingParams(max_tokens=1)
             ).result()
-        # The gateway knows neither the context nor whether this vLLM has skyrl's plugin.
+        # The gateway knows neither the context length nor whether this vLLM has skyrl's plugin.
         long = types.ModelInput.from_ints([5] * 4086)
         open_ended = types.SamplingParams(max_tokens=None, stop=[])
         assert len(sampler.sample(long, num_samples=1, sampling_params=open_ended).result().sequences[0].tokens) == 10

@@ -1,6 +1,7 @@
-"""Managed keys under the unmodified SDK, with tokens on: what it raises for a key that is unknown, may not, or ended.
+"""Managed keys with the unmodified SDK and tokens: which errors the SDK raises for an unknown key, a missing scope, or
+a revoked key.
 
-A gateway in front of nothing: no model, no vLLM, and every process is the real one.
+The server is a gateway without a model and without vLLM; every process is the real one.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[DemoServ
 
 
 def until_taken(server: DemoServer, key: str) -> None:
-    """Returns when the running server knows of a new key."""
+    """Wait until the running server accepts a new key."""
     deadline = time.monotonic() + WAIT_S
     while httpx.get(f"{server.url}/api/v1/sessions", headers={"X-API-Key": key}).status_code == 401:
         assert time.monotonic() < deadline
@@ -51,7 +52,7 @@ def until_taken(server: DemoServer, key: str) -> None:
 
 
 def until_refused(action: Callable[[], object]) -> Exception:
-    """What the SDK raises for a key once the server knows of its end."""
+    """The SDK's error for a key, once the server knows that the key has ended."""
     deadline = time.monotonic() + WAIT_S
     while time.monotonic() < deadline:
         try:
@@ -61,8 +62,8 @@ def until_refused(action: Callable[[], object]) -> Exception:
     raise AssertionError("the key is still taken")
 
 
-def test_sdk_raises_what_a_key_lacks(server: DemoServer) -> None:
-    """The address is one that others can reach: managed keys are enough to ask for that."""
+def test_the_sdk_raises_an_error_that_says_what_a_key_lacks(server: DemoServer) -> None:
+    """The server listens on an address that other machines can reach, which managed keys permit."""
     key = run(server, "create", "--scope", "sample")
 
     until_taken(server, key)

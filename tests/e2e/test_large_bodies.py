@@ -1,4 +1,5 @@
-"""208 training bodies of 3.3 MB that come at once and must wait: others go on, nobody holds or decodes them all."""
+"""208 training bodies of 3.3 MB arrive at once and must wait: other requests go on, and no process holds or decodes all
+bodies."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ CONTENT = np.random.default_rng(0).bytes(BODY_BYTES // 2)
 
 @pytest.fixture
 def trainer() -> Iterator[DemoServer]:
-    """A server without vLLM: nobody samples, so its upstream may be a port that refuses. Leaves no gigabyte behind."""
+    """A server without vLLM. No test samples, so the upstream may be a port that refuses connections. The files are
+    deleted at the end."""
     with tempfile.TemporaryDirectory() as state:
         server = DemoServer(Path(state), "--external-inference-url", "http://127.0.0.1:9")
         server.start()
@@ -42,10 +44,10 @@ def trainer() -> Iterator[DemoServer]:
 
 
 def undecodable(model_id: str, seq_id: int) -> bytes:
-    """A command whose model and number can be read, and whose data cannot: who decodes it, notices."""
+    """A command with readable model and number and undecodable data, so that decoding fails."""
     tail = b"\xff" * (BODY_BYTES - len(CONTENT))
     data = CONTENT + tail
-    field = b"\x1a" + _varint(len(data)) + data  # field 3: one datum, which is none
+    field = b"\x1a" + _varint(len(data)) + data  # field 3: one invalid datum
     return pb.ForwardBackwardHeader(model_id=model_id, seq_id=seq_id).SerializeToString() + field
 
 
@@ -58,20 +60,22 @@ def _varint(number: int) -> bytes:
             return bytes(groups)
 
 
-class Senders:
-    """Threads that send one body each, in a process of their own: heartbeats are timed where nobody else runs."""
+class SendingProcess:
+    """Threads that send one body each, in a separate process, so that heartbeats are timed in an undisturbed
+    process."""
 
     bodies: ClassVar[list[bytes]] = []
 
     @classmethod
     def prepare(cls, model_id: str, encoding: str) -> None:
-        """Compresses first: two hundred threads that compress would take both cores from the server."""
-        plain = [undecodable(model_id, seq_id) for seq_id in range(2, BODIES + 2)]  # number 1 is missing: none can run
+        """Compress all bodies in advance: two hundred compressing threads would take both cores from the server."""
+        # number 1 is missing, so none can run
+        plain = [undecodable(model_id, seq_id) for seq_id in range(2, BODIES + 2)]
         cls.bodies = [zstandard.compress(body, 1) for body in plain] if encoding == "zstd" else plain
 
     @classmethod
     def send(cls, port: int, encoding: str) -> tuple[list[str], float]:
-        """Sends all bodies at the same time; returns their request ids and the seconds until all were accepted."""
+        """Send all bodies at the same time; returns their request ids and the seconds until all were accepted."""
 
         def send_one(body: bytes) -> str:
             with closing(Client(port, "tml-test")) as sender:
@@ -83,32 +87,32 @@ class Senders:
 
 
 @pytest.mark.parametrize("encoding", ["identity", "zstd"])
-def test_large_bodies_that_wait_hold_nobody_up(trainer: DemoServer, encoding: str) -> None:
+def test_waiting_large_bodies_do_not_delay_other_requests(trainer: DemoServer, encoding: str) -> None:
     with closing(Client(trainer.port, "tml-test")) as client, closing(Client(trainer.port, "tml-test")) as heart:
-        session, model_id = client.model()
+        session, model_id = client.create_model()
         parts = parts_of(trainer.pid)
         before = {name: peak_resident_mb(pid) for name, pid in parts.items()}
 
         with ProcessPoolExecutor(1, get_context("spawn")) as process:
-            process.submit(Senders.prepare, model_id, encoding).result()
-            sending = process.submit(Senders.send, trainer.port, encoding)
+            process.submit(SendingProcess.prepare, model_id, encoding).result()
+            sending = process.submit(SendingProcess.send, trainer.port, encoding)
             with repeated(lambda: heart.post("session_heartbeat", {"session_id": session}), PERIOD_S) as beats:
-                request_ids, took = sending.result()
+                request_ids, elapsed_s = sending.result()
         assert len(set(request_ids)) == BODIES
-        waited = {quantile: float(np.quantile(beats, quantile)) / took for quantile in (0.5, 0.95, 1.0)}
+        waited = {quantile: float(np.quantile(beats, quantile)) / elapsed_s for quantile in (0.5, 0.95, 1.0)}
         bounds = {0.5: 0.05, 0.95: 0.2, 1.0: 0.5}
         assert all(waited[quantile] < bound for quantile, bound in bounds.items()), (
-            f"a heartbeat waits for a few of them, not for all: {waited} of {took:.1f} s"
+            f"a heartbeat waits for a few of them, not for all: {waited} of {elapsed_s:.1f} s"
         )
-        assert parts_of(trainer.pid) == parts, "nobody died"
+        assert parts_of(trainer.pid) == parts, "no process died"
         grown = {name: peak_resident_mb(pid) - before[name] for name, pid in parts.items()}
         assert max(grown.values()) < BODIES * BODY_BYTES / 2**20 / 2, f"no process holds them all: {grown}"
 
-        with pytest.raises(RuntimeError, match="^retrieve_futures: 400"):  # the connection still answers
+        with pytest.raises(RuntimeError, match="^retrieve_futures: 400"):  # the connection still works
             client.post("retrieve_futures", {})
         missing = {"model_id": model_id, "seq_id": 1, "adam_params": {"learning_rate": 1e-4}}
         assert "metrics" in json.loads(client.result(client.submit("optim_step", missing)))
         first = json.loads(client.result(request_ids[0]))
-        assert first["category"] == "user", "decoded when its turn has come, and not before"
+        assert first["category"] == "user", "the body is decoded only when its turn has come"
         assert "not a ForwardBackwardRequest" in first["error"]
         client.post(f"sessions/{session}/finish", {})

@@ -1,8 +1,8 @@
-"""How clients leave: by finishing, by falling silent, by SIGKILL between two chunks. What they held is taken back, from
-the database, the trainer and vLLM, and whoever stays notices nothing.
+"""How clients leave: they finish, fall silent, or are killed between two chunks. The server frees their rows, models
+and adapters in the database, the trainer and vLLM, and other clients notice nothing.
 
-A server of its own, whose sessions expire after 20 s of silence (the SDK beats every 10 s) and which holds 24 samples
-at most. All clients come at the start, so that the tests wait for their ends together; they run in the order of this
+The tests use a separate server with at most 24 samples. Its sessions expire after 20 s of silence (the SDK beats every
+10 s). All clients start at once, so that the tests wait for their ends together; the tests run in the order of this
 file.
 """
 
@@ -35,7 +35,8 @@ pytestmark = pytest.mark.vllm
 TIMEOUT_S = 20
 MAX_PENDING = 24
 ENDED_S = 300.0
-"""Until what a session held is taken back: it is looked for every 5 s, and the engine has other work."""
+"""Seconds until an ended session's resources must be freed. The server looks every 5 s, and the engine has other
+work."""
 KEY, OTHER_KEY = "tml-leaving", "tml-staying"
 PROMPT = [5, 6, 7, 8]
 DATA = [cross_entropy([20 + step for step in range(9)])]
@@ -49,23 +50,23 @@ def until(condition: Callable[[], bool], within_s: float) -> None:
 
 
 @dataclass
-class Holder:
-    """A client's session with one model, trained a little, and one unnamed save for sampling."""
+class ClientSession:
+    """A client's session with one model, trained for one step, and one unnamed save for sampling."""
 
     session: str
     model: str
 
     @property
     def adapter(self) -> str:
-        """The name vLLM knows the save by."""
+        """The name of the save in vLLM."""
         return f"{self.model}@1"
 
     def files(self, server: DemoServer) -> list[Path]:
-        """The directory of the save, while there is one."""
+        """The directory of the save, if it exists."""
         return list((server.state_dir / "adapters").glob(f"{self.model.replace(':', '*')}/v000001"))
 
 
-class Somebody(Holder):
+class LocalClient(ClientSession):
     """A client in this process."""
 
     def __init__(self, url: str, key: str) -> None:
@@ -73,31 +74,31 @@ class Somebody(Holder):
         self.trainer = self.client.create_lora_training_client(base_model="tiny", rank=4, seed=7).result()
         train(self.trainer, DATA, 1, 1e-3)
         self.sampler = self.trainer.save_weights_and_get_sampling_client().result()
-        self.said = greedy(self.sampler, PROMPT, 4)
+        self.first_tokens = greedy(self.sampler, PROMPT, 4)
         super().__init__(self.client.holder.get_session_id(), self.trainer.model_id)
 
 
-def victim(url: str, told: Connection) -> None:
-    """A client in a process of its own, which is killed in its second pass."""
+def run_client_until_killed(url: str, connection: Connection) -> None:
+    """A client in a separate process, which the test kills during its second pass."""
     client = tinker.ServiceClient(base_url=url, api_key=KEY)
     trainer = client.create_lora_training_client(base_model="tiny", rank=4, seed=7).result()
     train(trainer, DATA, 1, 1e-3)
     greedy(trainer.save_weights_and_get_sampling_client().result(), PROMPT, 4)
-    told.send((client.holder.get_session_id(), trainer.model_id))
+    connection.send((client.holder.get_session_id(), trainer.model_id))
     passed = trainer.forward_backward(DATA * 6, "cross_entropy")
     trainer.optim_step(types.AdamParams()).result()
     passed.result()
 
 
-class Steady:
-    """Another tenant, who trains from the first moment to the last."""
+class SteadyTenant:
+    """Another tenant, who trains from the first test to the last."""
 
     def __init__(self, url: str) -> None:
         self._url = url
         self._stop = threading.Event()
         self._pool = ThreadPoolExecutor(1)
         self.losses: list[float] = []
-        """Of all its steps so far."""
+        """The losses of all steps so far."""
         self._training: Future[None] = self._pool.submit(self._train)
 
     def _train(self) -> None:
@@ -113,8 +114,8 @@ class Steady:
         self._training.result()
         return self.losses
 
-    def twin(self, steps: int) -> list[float]:
-        """The losses of one who does the same alone."""
+    def losses_alone(self, steps: int) -> list[float]:
+        """The losses of the same training without other tenants."""
         with tinker.ServiceClient(base_url=self._url, api_key=OTHER_KEY) as client:
             trainer = client.create_lora_training_client(base_model="tiny", rank=4, seed=9).result()
             return train(trainer, DATA, steps, 1e-3)
@@ -124,20 +125,20 @@ class Steady:
 class World:
     server: DemoServer
     http: httpx.Client
-    steady: Steady
-    idle: Somebody
-    finished: Somebody
+    steady: SteadyTenant
+    idle: LocalClient
+    finished: LocalClient
     waiting: str
-    """A command of the finished one, which waited for a number that never came."""
-    silent: Somebody
-    killed: Holder
+    """A command of the finished client that waited for a number that was never sent."""
+    silent: LocalClient
+    killed: ClientSession
 
     def ask(self, query: str, whose: str) -> list[Any]:
-        """Rows of the database, of whom the query calls `:whose`; a row of one column is its value."""
+        """Rows of the database; `:whose` in the query stands for the id. A row of one column is its value."""
         found = ask(self.server, query, whose=whose)
         return [row[0] if len(row) == 1 else row for row in found]
 
-    def status(self, who: Holder) -> str:
+    def status(self, who: ClientSession) -> str:
         return self.ask("select status from sessions where id = :whose", who.session)[0]
 
     def in_vllm(self) -> set[str]:
@@ -156,31 +157,33 @@ class World:
         return answer.json()
 
 
-def make_old(server: DemoServer, who: Holder) -> None:
-    """The sweeper leaves young directories alone."""
-    (directory,) = who.files(server)
+def make_old(server: DemoServer, client: ClientSession) -> None:
+    """Make the save's directory old, because the sweeper keeps young directories."""
+    (directory,) = client.files(server)
     os.utime(directory, (time.time() - 60, time.time() - 60))
 
 
-def kill_between_chunks(server: DemoServer) -> Holder:
-    """The later chunks of a pass are with the server, the first one never comes."""
+def kill_between_chunks(server: DemoServer) -> ClientSession:
+    """Kill a client after the server has received the later chunks of its pass and before the first chunk arrives."""
     gate = Gate()
     with FaultProxy(server.url) as proxy:
         proxy.always("/client/config", edited(lambda config: config | {"fwdbwd_max_chunk_len": 2}))
         proxy.plan("/forward_backward", Call.forward, Call.forward, Call.forward, gate.swallow)
-        ours, theirs = multiprocessing.Pipe()
-        process = multiprocessing.get_context("spawn").Process(target=victim, args=(proxy.url, theirs))
+        parent_end, child_end = multiprocessing.Pipe()
+        process = multiprocessing.get_context("spawn").Process(
+            target=run_client_until_killed, args=(proxy.url, child_end)
+        )
         process.start()
         try:
-            assert ours.poll(300), "the client does not come up"
-            holder = Holder(*ours.recv())
+            assert parent_end.poll(300), "the client did not start in time"
+            holder = ClientSession(*parent_end.recv())
             gate.wait_reached()
         finally:
             process.kill()
             process.join()
             process.close()
-            ours.close()
-            theirs.close()
+            parent_end.close()
+            child_end.close()
         gate.open()
     return holder
 
@@ -198,11 +201,13 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         http = stack.enter_context(
             httpx.Client(base_url=f"{server.url}/api/v1/", headers={"X-API-Key": KEY}, timeout=60, trust_env=False)
         )
-        mute = stack.enter_context(FaultProxy(server.url))
-        steady = Steady(server.url)
+        proxy_without_heartbeats = stack.enter_context(FaultProxy(server.url))
+        steady = SteadyTenant(server.url)
         stack.callback(steady.stop)
-        silent, idle, finished = (Somebody(url, KEY) for url in (mute.url, server.url, server.url))
-        mute.always("/session_heartbeat", busy(503))
+        silent, idle, finished = (
+            LocalClient(url, KEY) for url in (proxy_without_heartbeats.url, server.url, server.url)
+        )
+        proxy_without_heartbeats.always("/session_heartbeat", busy(503))
         for who in (silent, idle):
             stack.callback(lambda who=who: who.client.close("success").result())
         make_old(server, finished)
@@ -214,10 +219,10 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         yield World(server, http, steady, idle, finished, waiting, silent, killed)
 
 
-def test_a_finished_session_is_over_at_once(world: World) -> None:
+def test_a_finished_session_accepts_no_requests(world: World) -> None:
     gone = world.finished
     beat = world.post("session_heartbeat", session_id=gone.session)
-    assert (beat.status_code, beat.json()["field"]) == (410, "session_id"), "the SDK stops beating"
+    assert (beat.status_code, beat.json()["field"]) == (410, "session_id"), "the SDK stops its heartbeats"
     for path, more in (
         ("create_model", {"model_seq_id": 1, "base_model": "tiny"}),
         ("create_sampling_session", {"sampling_session_seq_id": 5, "base_model": "tiny"}),
@@ -232,15 +237,16 @@ def test_a_finished_session_is_over_at_once(world: World) -> None:
     assert "not there any more" in world.result(late.json()["request_id"])["error"]
 
 
-def test_the_first_reason_wins(world: World) -> None:
+def test_the_first_reason_for_the_end_is_kept(world: World) -> None:
     again = world.post(f"sessions/{world.finished.session}/finish", reason={"type": "errored"}, detail="no, badly")
     assert again.status_code == 200
     query = "select status, finish_reason, finish_detail from sessions where id = :whose"
     assert world.ask(query, world.finished.session) == [("finished", "success", "all done")]
 
 
-def test_samples_beyond_the_bound_are_told_to_wait_and_all_finish(world: World) -> None:
-    """The SDK meets a server that is really full: a 429 has recorded nothing, and every sample is there once."""
+def test_samples_beyond_the_bound_get_429_and_all_finish(world: World) -> None:
+    """A full server answers 429 and records nothing, so the SDK repeats the sample, and every sample is recorded
+    once."""
     tokens = 150  # long enough to fill the server
     params = types.SamplingParams(max_tokens=tokens, stop=[])
     with FaultProxy(world.server.url) as proxy, tinker.ServiceClient(base_url=proxy.url, api_key=KEY) as client:
@@ -252,18 +258,18 @@ def test_samples_beyond_the_bound_are_told_to_wait_and_all_finish(world: World) 
             "select sample_seq_id from futures where session_id = :whose order by 1", client.holder.get_session_id()
         )
     assert numbers == list(range(200))
-    assert refused, "the bound was not met"
+    assert refused, "the samples have reached the bound"
     assert all(answer.headers["Retry-After"] and answer.json()["detail"] for answer in refused)
 
 
-def test_a_silent_session_expires_and_one_that_beats_does_not(world: World) -> None:
+def test_a_silent_session_expires_and_one_with_heartbeats_stays(world: World) -> None:
     until(lambda: world.status(world.silent) == world.status(world.killed) == "expired", ENDED_S)
     (created_at,) = world.ask("select created_at from sessions where id = :whose", world.idle.session)
     assert time.time() - created_at > TIMEOUT_S
     assert world.status(world.idle) == "active"
     beat = world.post("session_heartbeat", session_id=world.silent.session)
     assert beat.status_code == 410
-    # Its owner comes back and is told, whatever it tries.
+    # The silent client comes back; each of its requests gets the reason.
     gone = world.silent
     until(lambda: world.ask("select status from models where id = :whose", gone.model) == ["closed"], ENDED_S)
     with pytest.raises(tinker.RequestFailedError, match="not there any more"):
@@ -275,39 +281,41 @@ def test_a_silent_session_expires_and_one_that_beats_does_not(world: World) -> N
     assert refused.value.status_code == 410
 
 
-def test_a_client_killed_between_chunks_leaves_nothing_in_the_queue(world: World) -> None:
+def test_a_client_killed_between_chunks_leaves_no_pending_requests(world: World) -> None:
     model = world.killed.model
     until(lambda: world.ask("select status from models where id = :whose", model) == ["closed"], ENDED_S)
     sent = world.ask(
         "select seq_id, status, error from futures where model_id = :whose and seq_id > 2 order by 1", model
     )
     ended = "the session has ended"
-    assert sent == [(3, "done", None), (5, "failed", ended), (6, "failed", ended)], "the first chunk, 4, never came"
+    assert sent == [(3, "done", None), (5, "failed", ended), (6, "failed", ended)], (
+        "the first chunk, number 4, never arrived"
+    )
     assert world.ask(
         "select count(*) from futures where status = 'pending' and session_id = :whose", world.killed.session
     ) == [0]
 
 
-def test_adapters_of_the_gone_leave_vllm_and_those_of_the_others_stay(world: World) -> None:
+def test_vllm_unloads_the_adapters_of_ended_sessions_and_keeps_the_others(world: World) -> None:
     left = {world.finished.adapter, world.killed.adapter}
     until(lambda: not left & world.in_vllm(), ENDED_S)
     assert world.idle.adapter in world.in_vllm()
-    assert greedy(world.idle.sampler, PROMPT, 4) == world.idle.said
+    assert greedy(world.idle.sampler, PROMPT, 4) == world.idle.first_tokens
     assert train(world.idle.trainer, DATA, 1, 1e-3)[0] > 0
 
 
-def test_their_files_go_last(world: World) -> None:
-    gone = Somebody(world.server.url, KEY)
+def test_the_files_of_ended_sessions_are_deleted_after_the_unload(world: World) -> None:
+    gone = LocalClient(world.server.url, KEY)
     make_old(world.server, gone)
     gone.client.close("success").result()
     until(lambda: gone.adapter not in world.in_vllm(), ENDED_S)
-    assert gone.files(world.server), "just unloaded: vLLM may still read it"
+    assert gone.files(world.server), "vLLM may still read the files shortly after the unload"
     for who in (world.finished, world.killed, gone):
         until(lambda who=who: not who.files(world.server), ENDED_S)
     assert world.idle.files(world.server)
 
 
-def test_who_trained_all_the_while_got_what_it_gets_alone(world: World) -> None:
+def test_a_tenant_that_trained_meanwhile_gets_the_same_losses_as_alone(world: World) -> None:
     until(lambda: len(world.steady.losses) > 30, ENDED_S)
     losses = world.steady.stop()
-    assert world.steady.twin(len(losses)) == losses
+    assert world.steady.losses_alone(len(losses)) == losses

@@ -1,7 +1,7 @@
 """Every command on the pages for users and operators, run page by page on a real server.
 
-HTTP and the SDK go to the server that the end-to-end tests share. Commands that work on files and on the database go to
-a copy of its state directory, because pages also back up, change and upgrade it.
+HTTP and the SDK use the server that the end-to-end tests share. Commands on files and on the database use a copy of its
+state directory, because pages also back up, change and upgrade it.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from tests.e2e.page_runner import PageFailed, Terminal, run_python
 from tests.pages import ROOT, RUN_PAGES, SHELL, Command, blocks_of, commands_in
 from tests.postgres_server import ON_SQLITE, PostgresServer
 
-pytestmark = [pytest.mark.vllm, ON_SQLITE]  # the pages show SQLite, and PostgreSQL where they are about PostgreSQL
+pytestmark = [pytest.mark.vllm, ON_SQLITE]  # the pages show SQLite, and PostgreSQL where a page is about PostgreSQL
 
 KEY = "tml-pages"
-"""The pages' keys stand for this tenant."""
+"""The key of the tenant for whom the pages' keys stand."""
 
 CONFIG = 'state_dir = "{state}"\napi_keys = "managed"\nquota_tokens_per_minute = 50000\nquota_models = 4\n'
-"""`skyrl.toml`, which pages about keys and quotas name."""
+"""The `skyrl.toml` that pages about keys and quotas name."""
 
 PASSWORD = "p@ss/w:rd"
 POSTGRES_PAGES = ("docs/operating/postgresql.md", "docs/operating/backup.md")
 
 
 @dataclass(frozen=True)
-class Work:
-    """What a tenant has left on the shared server: one run with a checkpoint, and a copy of the state directory."""
+class TenantData:
+    """A tenant's data on the shared server: one run with a checkpoint; and a copy of the state directory."""
 
     state: Path
     run: str
@@ -50,7 +50,7 @@ class Work:
 
 
 @pytest.fixture(scope="module")
-def work(server: DemoServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Work]:
+def work(server: DemoServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TenantData]:
     with tinker.ServiceClient(base_url=server.url, api_key=KEY) as service:
         trainer = service.create_lora_training_client(base_model="tiny", rank=8).result()
         train(trainer, [cross_entropy(list(range(5, 20)))], steps=1, learning_rate=1e-3)
@@ -59,11 +59,12 @@ def work(server: DemoServer, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         state = tmp_path_factory.mktemp("pages") / "state"
         copy_state(server.state_dir, state)
         run = trainer.get_info().model_id
-        yield Work(state, run, run.partition(":")[0])
+        yield TenantData(state, run, run.partition(":")[0])
 
 
 def copy_state(running: Path, to: Path) -> None:
-    """As the page on backups says. Repeated when the server deleted a file meanwhile."""
+    """Copy the directory as the page on backups describes. The copy is repeated if the server deletes a file
+    meanwhile."""
     while True:
         to.mkdir(mode=0o700)
         with closing(Database(f"sqlite:///{running / 'skyrl.db'}")) as database:
@@ -87,8 +88,8 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.fixture
-def terminal(server: DemoServer, work: Work, programs: Path, tmp_path: Path) -> Terminal:
-    """A terminal on this machine, where the paths, ids and addresses that the pages show lead to the test's own."""
+def terminal(server: DemoServer, work: TenantData, programs: Path, tmp_path: Path) -> Terminal:
+    """A terminal on this machine in which the paths, ids and addresses of the pages lead to those of the test."""
     state, etc = tmp_path / "state", tmp_path / "etc"
     shutil.copytree(work.state, state)
     etc.mkdir()
@@ -118,7 +119,7 @@ def terminal(server: DemoServer, work: Work, programs: Path, tmp_path: Path) -> 
 
 @pytest.fixture
 def postgresql(terminal: Terminal, postgres: PostgresServer) -> Iterator[str]:
-    """PostgreSQL at the address that the pages show, and its programs; returns the name of this test's role, which the
+    """PostgreSQL and its programs at the address that the pages show; returns the name of this test's role, which the
     pages call `skyrl`."""
     role = f"pages_{secrets.token_hex(4)}"
     terminal.names |= {
@@ -136,7 +137,7 @@ def postgresql(terminal: Terminal, postgres: PostgresServer) -> Iterator[str]:
 
 
 def run_page(page: str, terminal: Terminal, execute: Callable[[str], None] | None = None) -> None:
-    """Every block that is not marked; `execute` is for SQL. The python blocks run last, in one process."""
+    """Run every unmarked block; `execute` runs SQL. The python blocks run last, in one process."""
     blocks = [block for block in blocks_of(page) if block.not_run is None]
     for block in blocks:
         if block.language in SHELL:
@@ -151,15 +152,15 @@ def run_page(page: str, terminal: Terminal, execute: Callable[[str], None] | Non
 
 
 @pytest.mark.parametrize("page", [page for page in RUN_PAGES if page not in POSTGRES_PAGES])
-def test_commands_of_a_page_run(page: str, terminal: Terminal) -> None:
+def test_all_commands_of_a_page_run(page: str, terminal: Terminal) -> None:
     run_page(page, terminal)
 
 
-def test_a_server_moves_to_postgresql(terminal: Terminal, postgresql: str, postgres: PostgresServer) -> None:
+def test_the_page_moves_a_server_to_postgresql(terminal: Terminal, postgresql: str, postgres: PostgresServer) -> None:
     run_page("docs/operating/postgresql.md", terminal, postgres.execute)
 
 
-def test_backups_are_made_and_restored(terminal: Terminal, postgresql: str, postgres: PostgresServer) -> None:
+def test_the_page_makes_and_restores_backups(terminal: Terminal, postgresql: str, postgres: PostgresServer) -> None:
     postgres.execute(f"CREATE ROLE {postgresql} LOGIN PASSWORD '{PASSWORD}'")
     for database in (postgresql, f"{postgresql}_restored"):
         postgres.execute(f"CREATE DATABASE {database} OWNER {postgresql}")
@@ -169,7 +170,7 @@ def test_backups_are_made_and_restored(terminal: Terminal, postgresql: str, post
     run_page("docs/operating/backup.md", terminal)
 
 
-def test_what_a_page_gets_wrong_is_noticed(terminal: Terminal) -> None:
+def test_a_wrong_page_fails(terminal: Terminal) -> None:
     with pytest.raises(PageFailed, match="ended with 2"):
         terminal.run(Command("skyrl serve --prot 8000"))
     with pytest.raises(PageFailed, match="not there: the database is gone"):

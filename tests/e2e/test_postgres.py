@@ -1,4 +1,5 @@
-"""A whole server on PostgreSQL under the unmodified SDK: it trains, samples and keeps, and both its processes die."""
+"""A whole server on PostgreSQL with the unmodified SDK: it trains, samples and saves, and both its processes are
+killed."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ def upstream() -> Iterator[Upstream]:
 
 @pytest.fixture
 def url(postgres: PostgresServer) -> Iterator[str]:
-    """An empty database: the server brings it to its schema."""
+    """An empty database; the server creates the tables."""
     name = postgres.new_database()
     yield postgres.url(name)
     postgres.drop_database(name)
@@ -43,7 +44,7 @@ def server(tmp_path: Path, url: str, upstream: Upstream) -> Iterator[MortalServe
         running.stop()
 
 
-def test_training_sampling_and_checkpoints(server: MortalServer, url: str) -> None:
+def test_a_server_on_postgresql_trains_samples_and_saves_through_deaths(server: MortalServer, url: str) -> None:
     with tinker.ServiceClient(base_url=server.url, api_key="tml-test") as client:
         trainer = client.create_lora_training_client(base_model="tiny", rank=4, seed=3).result()
         first = train(trainer, DATA, 3, 1e-3)
@@ -56,7 +57,9 @@ def test_training_sampling_and_checkpoints(server: MortalServer, url: str) -> No
         server.kill_api()
         assert len(greedy(client.create_sampling_client(base_model="tiny").result(), [5, 6, 7])) == 4
         resumed = client.create_training_client_from_state_with_optimizer(saved).result()
-        assert train(resumed, DATA, 3, 1e-3) == steady, "from the checkpoint as from memory, death or not"
+        assert train(resumed, DATA, 3, 1e-3) == steady, (
+            "a model from the checkpoint trains like the model in memory, in spite of the deaths"
+        )
     rest = tinker.RestClient(base_url=server.url, api_key="tml-test")
     listed = rest.list_user_checkpoints().result().checkpoints
     assert [checkpoint.tinker_path for checkpoint in listed] == [saved]

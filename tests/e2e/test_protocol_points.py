@@ -1,8 +1,8 @@
-"""The twenty points of the wire protocol where a server that is nearly right fails (docs/reference/protocol.md), one
-test each, on the real server: by the unmodified SDK where a point is about the SDK, by plain HTTP where it is about
+"""The twenty points of the wire protocol on which an almost correct server fails (docs/reference/protocol.md), one test
+each, on the real server. The tests use the unmodified SDK for points about the SDK, and plain HTTP for points about
 bytes.
 
-Knows nothing of retries and lost messages, which have a file of their own.
+Retries and lost messages are tested in test_sdk_retries.py.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from .fault_proxy import FaultProxy, edited
 PROTO = "application/x-protobuf"
 TEXT = list(range(20, 32))
 REDUCTIONS = {"sum", "min", "max", "mean", "slack", "hash2", "unique"}
-"""What the SDK can combine the chunks of a pass by; a metric with another reduction disappears."""
+"""The reductions with which the SDK combines the chunks of a pass. The SDK drops a metric with another reduction."""
 LIMIT_S = 300.0
 
 
-class Raw:
-    """A client of bare requests, with a session and a model of its own."""
+class HttpClient:
+    """A client of plain HTTP requests, with its own session and model."""
 
     def __init__(self, url: str, key: str = "tml-raw") -> None:
         self.http = httpx.Client(
@@ -81,14 +81,14 @@ class Raw:
 
 
 @pytest.fixture
-def raw(server: DemoServer) -> Iterator[Raw]:
-    with closing(Raw(server.url)) as client:
+def raw(server: DemoServer) -> Iterator[HttpClient]:
+    with closing(HttpClient(server.url)) as client:
         yield client
 
 
 @pytest.fixture
 def proxy(server: DemoServer) -> Iterator[FaultProxy]:
-    """Watches what the SDK sends and hears; cuts passes into chunks of two sequences."""
+    """A proxy that records the requests and answers of the SDK and cuts passes into chunks of two sequences."""
     with FaultProxy(server.url) as proxy:
         proxy.always("/client/config", edited(lambda config: config | {"fwdbwd_max_chunk_len": 2}))
         yield proxy
@@ -102,8 +102,8 @@ def client(proxy: FaultProxy) -> Iterator[tinker.ServiceClient]:
 
 @pytest.fixture(scope="module", autouse=True)
 def held_poll(server: DemoServer) -> Iterator[Future[tuple[float, httpx.Response]]]:
-    """A poll of a command whose turn never comes: it is held for half a minute, in which the other tests run."""
-    with closing(Raw(server.url)) as client, ThreadPoolExecutor(1) as pool:
+    """A poll for a command that never runs. The server holds the poll for half a minute, while the other tests run."""
+    with closing(HttpClient(server.url)) as client, ThreadPoolExecutor(1) as pool:
         request_id = client.ok("optim_step", {"model_id": client.model(), "seq_id": 2})["request_id"]
 
         def poll() -> tuple[float, httpx.Response]:
@@ -132,7 +132,7 @@ def json_sample(sampler: str, seq_id: int, **params: Any) -> dict[str, Any]:
 
 
 def rl_datum(tokens: list[int]) -> types.Datum:
-    """What every loss but cross_entropy takes, with the mask that gspo wants besides."""
+    """The inputs of every loss but cross_entropy, and the mask for gspo."""
     length = len(tokens) - 1
     arrays = {
         "target_tokens": np.asarray(tokens[1:], np.int64),
@@ -150,18 +150,20 @@ def without_mask(datum: types.Datum) -> types.Datum:
 
 
 def test_point_01_passes_and_their_results_travel_as_protobuf(
-    proxy: FaultProxy, client: tinker.ServiceClient, raw: Raw
+    proxy: FaultProxy, client: tinker.ServiceClient, raw: HttpClient
 ) -> None:
     trainer = client.create_lora_training_client(base_model="tiny", rank=4).result()
     trainer.forward([cross_entropy(TEXT)], "cross_entropy").result()
     trainer.forward_backward([cross_entropy(TEXT)], "cross_entropy").result()
     greedy(client.create_sampling_client(base_model="tiny").result(), TEXT, 2)
     assert [call.headers["Content-Type"] for call in proxy.seen("/forward_backward")] == [PROTO, PROTO]
-    heard: dict[str, str] = {}
+    content_types: dict[str, str] = {}
     for call in proxy.seen("/retrieve_future"):
         if call.told == 200:
-            heard[call.headers["X-Tinker-Request-Type"]] = call.answers[-1].headers["Content-Type"]
-    assert heard == {"CreateModel": "application/json"} | dict.fromkeys(("Forward", "ForwardBackward", "Sample"), PROTO)
+            content_types[call.headers["X-Tinker-Request-Type"]] = call.answers[-1].headers["Content-Type"]
+    assert content_types == {"CreateModel": "application/json"} | dict.fromkeys(
+        ("Forward", "ForwardBackward", "Sample"), PROTO
+    )
 
     promise = raw.ok("forward_backward", json_pass(raw.model(), 1))
     forms = {
@@ -214,7 +216,7 @@ def test_point_04_every_metric_says_how_chunks_are_combined(
     assert len(sent) == 3
     for metrics in sent:
         assert all(name.count(":") == 1 and name.partition(":")[2] in REDUCTIONS for name in metrics), dict(metrics)
-        assert set(metrics) == set(combined), "the SDK dropped a metric"
+        assert set(metrics) == set(combined), "the SDK keeps every metric"
 
 
 def test_point_05_there_is_a_metric_called_loss_sum(client: tinker.ServiceClient) -> None:
@@ -229,11 +231,11 @@ def test_point_05_there_is_a_metric_called_loss_sum(client: tinker.ServiceClient
     custom = trainer.forward_backward_custom(data, loss).result().metrics
     assert custom["loss:sum"] == pytest.approx(expected, rel=1e-5)
     assert custom["surrogate_loss:sum"] == pytest.approx(expected, rel=1e-5)
-    trainer.optim_step(types.AdamParams()).result()  # the client has not been poisoned
+    trainer.optim_step(types.AdamParams()).result()  # the client is not poisoned
 
 
-def test_point_06_chunks_out_of_order_run_in_order_and_none_waits_for_its_promise(
-    proxy: FaultProxy, client: tinker.ServiceClient, raw: Raw
+def test_point_06_chunks_out_of_order_run_in_order_and_get_their_promises_at_once(
+    proxy: FaultProxy, client: tinker.ServiceClient, raw: HttpClient
 ) -> None:
     trainer = client.create_lora_training_client(base_model="tiny", rank=4).result()
     trainer.forward_backward([cross_entropy(TEXT)] * 6, "cross_entropy").result()
@@ -258,8 +260,8 @@ def test_point_06_chunks_out_of_order_run_in_order_and_none_waits_for_its_promis
     assert results[0] == results[1]
 
 
-def test_point_07_a_refused_number_does_not_stop_the_ones_after_it(raw: Raw) -> None:
-    """Whatever a command says, if model and number can be read it is taken, and fails alone."""
+def test_point_07_a_failed_command_does_not_stop_later_numbers(raw: HttpClient) -> None:
+    """A command with a readable model and number is accepted whatever else it contains, and fails alone."""
     model = raw.model()
     raw.result(raw.ok("forward_backward", json_pass(model, 1)))
     assert raw.post("forward_backward", json_pass(model, 1, TEXT[::-1])).status_code == 400
@@ -278,7 +280,7 @@ def test_point_07_a_refused_number_does_not_stop_the_ones_after_it(raw: Raw) -> 
 
 
 def test_point_09_failed_work_is_a_200_with_an_error_and_a_category(
-    raw: Raw, client: tinker.ServiceClient, proxy: FaultProxy
+    raw: HttpClient, client: tinker.ServiceClient, proxy: FaultProxy
 ) -> None:
     trainer = client.create_lora_training_client(base_model="tiny", rank=4).result()
     with pytest.raises(tinker.RequestFailedError, match="loss_fn") as failed:
@@ -287,15 +289,15 @@ def test_point_09_failed_work_is_a_200_with_an_error_and_a_category(
     last = [call for call in proxy.seen("/retrieve_future") if "ForwardBackward" in call.headers.values()][-1]
     assert last.told == 200
     assert set(last.answers[0].json()) == {"error", "category"}
-    # Nothing to fetch is another matter: 410 lets the SDK sample again, 404 ends a training call.
+    # A request without a result is different: 410 lets the SDK sample again, 404 ends a training call.
     assert raw.poll("no-such-request", kind="Sample").status_code == 410
     assert raw.poll("no-such-request", kind="OptimStep").status_code == 404
 
 
 def test_point_10_a_name_or_number_in_use_is_never_a_409(
-    proxy: FaultProxy, client: tinker.ServiceClient, raw: Raw
+    proxy: FaultProxy, client: tinker.ServiceClient, raw: HttpClient
 ) -> None:
-    """All SDKs send a request again that was answered with 409, a save for five minutes."""
+    """Every SDK repeats a request that gets 409, and repeats a save for five minutes."""
     trainer = client.create_lora_training_client(base_model="tiny", rank=4).result()
     for save in (trainer.save_state, trainer.save_weights_for_sampler):
         save("taken").result()
@@ -317,8 +319,8 @@ def test_point_10_a_name_or_number_in_use_is_never_a_409(
     assert 409 not in {call.told for call in proxy.calls}
 
 
-def test_point_11_no_refusal_has_an_empty_body(raw: Raw, server: DemoServer) -> None:
-    """The SDK takes an empty 400 for a broken connection, and sends the request again."""
+def test_point_11_no_refusal_has_an_empty_body(raw: HttpClient, server: DemoServer) -> None:
+    """The SDK takes an empty 400 for a broken connection and repeats the request."""
     refused = [
         raw.post("no_such_route", {}),
         raw.http.get("create_session"),
@@ -345,7 +347,7 @@ def test_point_11_no_refusal_has_an_empty_body(raw: Raw, server: DemoServer) -> 
         assert answer.json()["detail"], answer.url
 
 
-def test_point_12_the_configuration_is_there_before_anything_else(server: DemoServer) -> None:
+def test_point_12_the_client_configuration_needs_no_session(server: DemoServer) -> None:
     with httpx.Client(base_url=f"{server.url}/api/v1/client/", trust_env=False) as anybody:
         for body in ({"sdk_version": "0.38.0"}, {"sdk_version": "99.0.0", "more": 1}, {}):
             config = anybody.post("config", json=body)
@@ -361,7 +363,7 @@ def test_point_13_leaving_the_with_block_finishes_the_session(proxy: FaultProxy,
     badly = tinker.ServiceClient(base_url=proxy.url, api_key="tml-one")
     badly.create_sampling_client(base_model="tiny").result()
     with pytest.raises(ZeroDivisionError), badly:
-        _ = 1 / 0  # the user's own
+        _ = 1 / 0  # an error of the user's program
     sessions = [call.answers[0].json()["session_id"] for call in proxy.seen("/create_session")]
     query = "select status, finish_reason from sessions where id in (:first, :second) order by created_at"
     assert ask(server, query, first=sessions[0], second=sessions[1]) == [
@@ -371,9 +373,9 @@ def test_point_13_leaving_the_with_block_finishes_the_session(proxy: FaultProxy,
     assert [call.told for call in proxy.seen("/finish")] == [200, 200]
 
 
-def test_point_14_clients_come_with_tml_keys_or_with_tokens(server: DemoServer) -> None:
-    """Any `tml-` key is a tenant; a token (`eyJ...`) stands for the key that it was made for."""
-    with closing(Raw(server.url, "tml-of-token")) as raw:
+def test_point_14_clients_send_tml_keys_or_tokens(server: DemoServer) -> None:
+    """Any `tml-` key is a tenant; a token (`eyJ...`) stands for the key from which it was made."""
+    with closing(HttpClient(server.url, "tml-of-token")) as raw:
         token = raw.ok("auth/token", {})["jwt"]
     assert token.startswith("eyJ")
     made: dict[str, set[str]] = {}
@@ -388,7 +390,7 @@ def test_point_14_clients_come_with_tml_keys_or_with_tokens(server: DemoServer) 
     assert mine < tokens
 
 
-def test_point_15_request_ids_are_strings(raw: Raw) -> None:
+def test_point_15_request_ids_are_strings(raw: HttpClient) -> None:
     model = raw.model()
     of_model = {"model_id": model}
     create = {"session_id": raw.session, "model_seq_id": raw.models, "base_model": "tiny"}
@@ -422,9 +424,7 @@ def test_point_16_sampled_tokens_always_have_logprobs(client: tinker.ServiceClie
             assert any(logprob != 0 for logprob in sequence.logprobs) or params
 
 
-def test_point_17_the_stop_that_was_hit_is_in_the_tokens(
-    client: tinker.ServiceClient, tokenizer: PreTrainedTokenizerBase
-) -> None:
+def test_point_17_the_tokens_include_the_stop(client: tinker.ServiceClient, tokenizer: PreTrainedTokenizerBase) -> None:
     sampler = client.create_sampling_client(base_model="tiny").result()
     prompt = tokenizer.encode("The old")
     free = greedy(sampler, prompt, 30)
@@ -440,12 +440,12 @@ def test_point_17_the_stop_that_was_hit_is_in_the_tokens(
         said = list(sequence.tokens)
         assert sequence.stop_reason == "stop"
         assert ends(said)
-        assert not ends(said[:-1]), "it stands once, at the end"
+        assert not ends(said[:-1]), "the stop stands once, at the end"
         assert said == free[: len(said)]
 
 
 @pytest.mark.parametrize("encode", [str, lambda part: quote(part, safe="")], ids=["plain", "percent-encoded"])
-def test_point_18_urls_hold_ids_with_colons_and_slashes(raw: Raw, encode: Callable[[str], str]) -> None:
+def test_point_18_urls_contain_ids_with_colons_and_slashes(raw: HttpClient, encode: Callable[[str], str]) -> None:
     model = raw.model()
     raw.result(raw.ok("save_weights", {"model_id": model, "seq_id": 1, "path": "a.b-c_1"}))
     raw.result(raw.ok("save_weights_for_sampler", {"model_id": model, "seq_id": 2, "path": "a.b-c_1"}))
@@ -467,8 +467,8 @@ def test_point_18_urls_hold_ids_with_colons_and_slashes(raw: Raw, encode: Callab
     assert raw.http.get(f"samplers/{encode(raw.sampler())}").json()["sampler_id"] == raw.sampler()
 
 
-async def test_point_19_two_thousand_idle_polls_and_four_hundred_samples_at_once(
-    server: DemoServer, raw: Raw, connect: ClientFactory
+async def test_point_19_two_thousand_idle_polls_do_not_delay_four_hundred_samples(
+    server: DemoServer, raw: HttpClient, connect: ClientFactory
 ) -> None:
     model = raw.model()
     held = raw.ok("optim_step", {"model_id": model, "seq_id": 2})["request_id"]
@@ -478,7 +478,7 @@ async def test_point_19_two_thousand_idle_polls_and_four_hundred_samples_at_once
     async with aiohttp.ClientSession(f"{server.url}/api/v1/", connector=connector, headers=headers) as http:
 
         async def poll() -> tuple[int, bytes]:
-            """As the SDK does it: told to come again, it comes again."""
+            """Poll as the SDK does: repeat after each answer that asks for a repetition."""
             while True:
                 async with http.post("retrieve_future", json={"request_id": held}) as answer:
                     if answer.status != httpx.codes.REQUEST_TIMEOUT:
@@ -493,7 +493,7 @@ async def test_point_19_two_thousand_idle_polls_and_four_hundred_samples_at_once
         started = time.monotonic()
         async with http.get("healthz") as health:
             assert health.status == 200
-        assert time.monotonic() - started < 20, "it waited for the polls"
+        assert time.monotonic() - started < 20, "the samples did not wait for the polls"
         assert not any(poll.done() for poll in polls)
         async with http.post("optim_step", json={"model_id": model, "seq_id": 1}) as released:
             assert released.status == 200
@@ -502,7 +502,7 @@ async def test_point_19_two_thousand_idle_polls_and_four_hundred_samples_at_once
     assert len({body for _, body in told}) == 1
 
 
-def test_point_20_a_new_model_and_a_new_sampler_say_at_once_what_they_are(
+def test_point_20_a_new_model_and_a_new_sampler_can_be_described_at_once(
     proxy: FaultProxy, client: tinker.ServiceClient
 ) -> None:
     trainer = client.create_lora_training_client(base_model="tiny", rank=4).result()
@@ -516,17 +516,17 @@ def test_point_20_a_new_model_and_a_new_sampler_say_at_once_what_they_are(
     info = trainer.get_info()
     assert (info.is_lora, info.lora_rank) == (True, 4)
     assert len(trainer.get_tokenizer()) == len(sampler.get_tokenizer()) == 512
-    # The SDK loads a base model's tokenizer by the name that the client gave: the directory is one, and needs no hub.
+    # The SDK loads a base model's tokenizer by the name that the client gave. The directory as a name needs no hub.
     directory = trainer.get_info().model_data.tokenizer_id
     assert directory is not None
     base = client.create_sampling_client(base_model=directory).result()
     assert len(base.get_tokenizer()) == 512
 
 
-def test_point_08_a_poll_is_held_and_then_told_to_come_again(
+def test_point_08_a_poll_is_held_and_then_gets_408(
     held_poll: Future[tuple[float, httpx.Response]],
 ) -> None:
-    """Last in this file: the poll has been held while the others ran."""
+    """The last test of the file: the poll was held while the other tests ran."""
     held_s, answer = held_poll.result(timeout=LIMIT_S)
     shortest_s = SHORTEST_HOLD * HOLD_S
     assert 0.99 * shortest_s < held_s < 45, "the SDK polls again at once, and gives up reading after 45 s"
@@ -535,7 +535,7 @@ def test_point_08_a_poll_is_held_and_then_told_to_come_again(
     assert answer.json()["queue_state"] == "active"
 
 
-def test_every_point_has_a_test_and_a_place_in_the_docs() -> None:
+def test_every_point_has_a_test_and_a_section_in_the_docs() -> None:
     names = {name for name in globals() if name.startswith("test_point_")}
     assert {int(name[11:13]) for name in names} == set(range(1, 21))
     page = Path(__file__).parents[2] / "docs" / "reference" / "protocol.md"

@@ -1,5 +1,5 @@
-"""Quotas under the unmodified SDK: a training loop over its tokens per minute ends as without a quota, only later, and
-the tenant beside it does not wait. A quota that only the tenant can make room in is an error at once."""
+"""Quotas with the unmodified SDK. A training loop beyond its tokens per minute gives the same results later, and
+another tenant does not wait. A quota that only the tenant can free raises an error at once."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ KEY = "tml-over-quota"
 TENANT = tenant_of_key(KEY)
 PER_MINUTE = 120
 MINUTE = [cross_entropy(list(range(30, 61)))] * 4
-"""A minute's worth of tokens."""
+"""The tokens of one minute."""
 SECONDS = [cross_entropy(list(range(30, 55)))]
-"""Some 12 s worth of them."""
+"""The tokens of some 12 s."""
 PROMPT = [5, 6, 7]
 
 
 def quotas(server: DemoServer, *arguments: str) -> None:
-    """What the operator runs beside the server; returns when the server knows."""
+    """Run the operator's command beside the server; return when the server has read the new quotas."""
     before = server.status()["quotas"]["exceptions"]
     here = ("--state-dir", str(server.state_dir), "--database-url", url_of(server.state_dir))
     command = [sys.executable, "-m", "skyrl.cli.main", "quotas", *arguments, *here]
@@ -46,14 +46,14 @@ def quotas(server: DemoServer, *arguments: str) -> None:
 @pytest.fixture
 def over_quota(server: DemoServer, connect: ClientFactory) -> Iterator[tinker.ServiceClient]:
     client = connect(KEY)
-    client.holder.get_session_id()  # a tenant is known by what it has
+    client.holder.get_session_id()  # a tenant becomes known by its first session
     quotas(server, "set", TENANT, "--tokens-per-minute", str(PER_MINUTE))
     yield client
     quotas(server, "clear", TENANT)
 
 
 def loop(client: tinker.ServiceClient) -> tuple[list[float], list[int]]:
-    """The losses of two steps, sent at once, and a sample after them."""
+    """Run two steps, sent at once, then a sample; returns the losses and the sampled tokens."""
     trainer = client.create_lora_training_client(base_model="tiny", rank=4, seed=11).result()
     losses = [
         (trainer.forward_backward(data, "cross_entropy"), trainer.optim_step(types.AdamParams(learning_rate=1e-3)))
@@ -70,29 +70,33 @@ def passes(server: DemoServer) -> list[tuple[Any, ...]]:
     return ask(server, query, t=TENANT, k="FORWARD_BACKWARD")
 
 
-def test_an_unchanged_loop_ends_right_and_the_tenant_beside_it_does_not_wait(
+def test_a_loop_over_quota_gives_the_same_results_and_another_tenant_does_not_wait(
     server: DemoServer, connect: ClientFactory, over_quota: tinker.ServiceClient
 ) -> None:
-    free = connect("tml-free")
-    expected, said = loop(free)
+    other_tenant = connect("tml-free")
+    expected, other_answer = loop(other_tenant)
     losses, answer = loop(over_quota)
     assert losses == expected
-    assert len(answer) == len(said) == 2
+    assert len(answer) == len(other_answer) == 2
     first, second = passes(server)
-    assert first[1] is None, "a minute's worth is there at the beginning"
-    assert second[0] < second[1] <= second[2], "what is beyond has waited"
-    # Now for minutes, so that whatever waits for it would be seen.
+    assert first[1] is None, "the first pass uses the tokens of the first minute"
+    assert second[0] < second[1] <= second[2], "the second pass has waited"
+    # These passes exceed the quota by minutes, so that a tenant that waits for them would be noticed.
     trainer = over_quota.create_lora_training_client(base_model="tiny", rank=4, seed=11).result()
     trainer.forward_backward(MINUTE * 5, "cross_entropy")
-    waits = trainer.forward_backward(SECONDS, "cross_entropy")
-    again = train(free.create_lora_training_client(base_model="tiny", rank=4, seed=11).result(), MINUTE, 1, 1e-3)
+    waiting_pass = trainer.forward_backward(SECONDS, "cross_entropy")
+    again = train(
+        other_tenant.create_lora_training_client(base_model="tiny", rank=4, seed=11).result(), MINUTE, 1, 1e-3
+    )
     assert again == expected[:1]
-    assert not waits.future().done()
+    assert not waiting_pass.future().done()
     assert server.status()["quotas"]["paused"] > 0
 
 
-def test_quota_that_only_the_tenant_can_lift_is_raised_at_once(server: DemoServer, connect: ClientFactory) -> None:
-    """The SDK repeats a 429 in silence, for 50 s here; what it does not repeat it asks for once."""
+def test_a_quota_that_only_the_tenant_can_free_raises_an_error_at_once(
+    server: DemoServer, connect: ClientFactory
+) -> None:
+    """The SDK repeats a 429 without a message, for 50 s here. A refusal that it does not repeat is requested once."""
     client = connect("tml-over-models")
     client.holder.get_session_id()
     quotas(server, "set", tenant_of_key("tml-over-models"), "--models", "1", "--stored-bytes", "1")

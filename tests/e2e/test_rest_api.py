@@ -38,8 +38,8 @@ def this_hour(offset: int = 0) -> datetime:
     return datetime.now(UTC).replace(minute=0, second=0, microsecond=0) + timedelta(hours=offset)
 
 
-def used(admin: tinker.AdminClient, session: str) -> Counter[str]:
-    """Amounts of a session by type; of prefill those from the cache apart."""
+def usage_of(admin: tinker.AdminClient, session: str) -> Counter[str]:
+    """The amounts of a session by type; cached prefill is counted separately."""
     said: BillingUsageResponse = admin.get_billing_usage(this_hour(-1), this_hour(1)).result()
     sums: Counter[str] = Counter()
     for event in said.data:
@@ -56,7 +56,7 @@ def used(admin: tinker.AdminClient, session: str) -> Counter[str]:
     return sums
 
 
-def test_usage_is_what_was_sent_and_received(
+def test_usage_counts_the_tokens_sent_and_received(
     server: DemoServer, connect: ClientFactory, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     client = connect("tml-usage")
@@ -81,8 +81,8 @@ def test_usage_is_what_was_sent_and_received(
     } | ({"cached": cached} if cached else {})
     admin = tinker.AdminClient(base_url=server.url, api_key="tml-usage")
     deadline = time.monotonic() + 60
-    while used(admin, session_of(client)) != expected:
-        assert time.monotonic() < deadline, (used(admin, session_of(client)), expected)
+    while usage_of(admin, session_of(client)) != expected:
+        assert time.monotonic() < deadline, (usage_of(admin, session_of(client)), expected)
         time.sleep(0.2)
     stored = admin.get_current_checkpoint_storage_usage().result()
     (item,) = stored.data
@@ -92,7 +92,7 @@ def test_usage_is_what_was_sent_and_received(
     assert item.estimated_monthly_cost_usd is None
 
 
-def test_sessions_are_found_and_moved(server: DemoServer) -> None:
+def test_sessions_are_found_by_search_and_moved_between_projects(server: DemoServer) -> None:
     def make(name: str, **more: object) -> tinker.ServiceClient:
         return tinker.ServiceClient(base_url=server.url, api_key="tml-search", display_name=name, **more)  # type: ignore[arg-type]
 
@@ -123,7 +123,7 @@ def test_sessions_are_found_and_moved(server: DemoServer) -> None:
     assert len(rest.search_sessions(ended).result().sessions) == 2
 
 
-def test_audit_log_follows_a_checkpoint(server: DemoServer, connect: ClientFactory) -> None:
+def test_the_audit_log_records_the_life_of_a_checkpoint(server: DemoServer, connect: ClientFactory) -> None:
     client = connect("tml-audit")
     rest = tinker.RestClient(base_url=server.url, api_key="tml-audit")
     trainer = client.create_lora_training_client(base_model="tiny", rank=4).result()
@@ -147,7 +147,7 @@ def test_audit_log_follows_a_checkpoint(server: DemoServer, connect: ClientFacto
     assert admin.get_audit_log(day=date(2020, 1, 1)).result().entries == []
 
 
-def test_timeline_of_a_session_opens_without_a_key(
+def test_the_timeline_of_a_session_opens_without_a_key(
     server: DemoServer, connect: ClientFactory, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
 ) -> None:
     client = connect("tml-trace")
@@ -173,18 +173,18 @@ def test_timeline_of_a_session_opens_without_a_key(
     assert all(began[request] <= ended[request] for request in began)
 
 
-# Who one is
+# Identity
 
 
 @pytest.fixture
 def with_tokens(server: DemoServer) -> Iterator[FaultProxy]:
-    """A server whose clients exchange their key for tokens."""
+    """A proxy for a server whose clients exchange their key for tokens."""
     with FaultProxy(server.url) as proxy:
         proxy.always("/client/config", edited(lambda config: config | {"pjwt_auth_enabled": True}))
         yield proxy
 
 
-def test_whoami_and_work_with_tokens(server: DemoServer, with_tokens: FaultProxy) -> None:
+def test_a_client_identifies_itself_and_works_with_tokens(server: DemoServer, with_tokens: FaultProxy) -> None:
     by_key = tinker.RestClient(base_url=server.url, api_key="tml-me")
     me = tinker.RestClient(base_url=with_tokens.url, api_key="tml-me").whoami().result()
     with tinker.ServiceClient(base_url=with_tokens.url, api_key="tml-me") as client:
@@ -195,13 +195,13 @@ def test_whoami_and_work_with_tokens(server: DemoServer, with_tokens: FaultProxy
         answer = sampler.sample(types.ModelInput.from_ints([5]), num_samples=1, sampling_params=SHORT).result()
         assert len(answer.sequences[0].tokens) == 5
         session = session_of(client)
-        assert session in by_key.list_sessions().result().sessions, "the token is the key's own tenant"
+        assert session in by_key.list_sessions().result().sessions, "the token stands for the key's tenant"
     sent = {call.headers["X-API-Key"][:3] for call in with_tokens.seen("/asample")}
     assert sent == {"eyJ"}
-    assert len(with_tokens.seen("/auth/token")) == 2, "one for each client"
+    assert len(with_tokens.seen("/auth/token")) == 2, "one token request per client"
 
 
-def test_token_that_is_refused_is_replaced_once(with_tokens: FaultProxy) -> None:
+def test_a_refused_token_is_replaced_once(with_tokens: FaultProxy) -> None:
     rest = tinker.RestClient(base_url=with_tokens.url, api_key="tml-nobody")
     rest.whoami().result()
     provider = rest.holder._default_auth
@@ -230,7 +230,7 @@ def run(cli: CliRunner, *arguments: str, given: str | None = None) -> Result:
     return result
 
 
-def test_log_in_ask_and_log_out(cli: CliRunner, tmp_path: Path) -> None:
+def test_the_command_line_logs_in_asks_and_logs_out(cli: CliRunner, tmp_path: Path) -> None:
     assert "Logged in as tenant" in run(cli, "auth", "login", given="tml-cli\n").output
     stored = json.loads((tmp_path / ".tinker" / "credentials.json").read_text())
     assert [record["key"] for record in stored["keys"].values()] == ["tml-cli"]
@@ -240,11 +240,11 @@ def test_log_in_ask_and_log_out(cli: CliRunner, tmp_path: Path) -> None:
     assert usage == {"data": [], "sessions": {}, "cost_data_through": None}
     storage = json.loads(run(cli, "--format", "json", "billing", "checkpoint-storage").output)
     assert storage["data"] == []
-    assert "still active" in run(cli, "auth", "logout").output, "which it is"
+    assert "still active" in run(cli, "auth", "logout").output, "the key is still active"
     assert json.loads((tmp_path / ".tinker" / "credentials.json").read_text())["keys"] == {}
 
 
-def test_log_out_with_a_generated_key_says_that_it_is_not_deleted(cli: CliRunner, tmp_path: Path) -> None:
+def test_the_log_out_with_a_generated_key_says_that_the_key_stays(cli: CliRunner, tmp_path: Path) -> None:
     run(cli, "auth", "login", given="tml-cli\n")
     file = tmp_path / ".tinker" / "credentials.json"
     stored = json.loads(file.read_text())
@@ -254,10 +254,10 @@ def test_log_out_with_a_generated_key_says_that_it_is_not_deleted(cli: CliRunner
     result = cli.invoke(main_cli, ["auth", "logout"])
     assert isinstance(result.exception, TinkerCliError)
     assert "Could not delete the API key" in result.exception.message
-    assert json.loads(file.read_text())["keys"] == {}, "it is forgotten here all the same"
+    assert json.loads(file.read_text())["keys"] == {}, "the local copy of the key is deleted nevertheless"
 
 
-def test_timeline_from_the_command_line(cli: CliRunner, connect: ClientFactory, tmp_path: Path) -> None:
+def test_the_command_line_downloads_a_timeline(cli: CliRunner, connect: ClientFactory, tmp_path: Path) -> None:
     client = connect("tml-cli")
     client.create_lora_training_client(base_model="tiny", rank=4).result()
     target = tmp_path / "out.pftrace"

@@ -1,4 +1,4 @@
-"""Sampling through the real server: where it is served, from which weights, and that it never waits for training."""
+"""Sampling on the real server: which server answers, from which weights, and that a sample never waits for training."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def kinds(server: DemoServer) -> dict[str, int]:
     return dict(ask(server, "select kind, count(*) from futures group by kind"))
 
 
-def test_engine_state_carries_the_proxy_url_after_a_save(server: DemoServer, connect: ClientFactory) -> None:
+def test_the_engine_state_holds_the_inference_url_after_a_save(server: DemoServer, connect: ClientFactory) -> None:
     trainer = connect().create_lora_training_client(base_model="tiny", rank=4).result()
     trainer.save_weights_and_get_sampling_client().result()
     (url, generation), *rest = ask(server, "select inference_proxy_url, generation from engine_state")
@@ -34,7 +34,7 @@ def test_engine_state_carries_the_proxy_url_after_a_save(server: DemoServer, con
     assert generation >= 1
 
 
-def test_a_sample_is_an_external_future_and_no_engine_command(
+def test_a_sample_is_a_forwarded_future_and_not_an_engine_command(
     server: DemoServer, connect: ClientFactory, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     before = kinds(server)
@@ -46,10 +46,10 @@ def test_a_sample_is_an_external_future_and_no_engine_command(
     assert "SAMPLE" not in after
 
 
-def test_a_sample_ends_while_one_pass_of_seconds_runs(
+def test_a_sample_ends_while_a_long_pass_runs(
     server: DemoServer, connect: ClientFactory, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """On a server where samples wait for training it does not: see test_colocated.py."""
+    """On a server that colocates, the sample waits for the pass: see test_colocated.py."""
     trainer = connect().create_lora_training_client(base_model="tiny", rank=8).result()
     sampler = trainer.save_weights_and_get_sampling_client().result()
     assert sample_ends_first(server, trainer, sampler, tokenizer.encode(TEXT))
@@ -72,7 +72,9 @@ def test_64_concurrent_samples_each_come_from_their_own_weights(
     assert together == [alone[i % 3] for i in range(64)]
 
 
-def test_a_sampling_client_keeps_its_snapshot(connect: ClientFactory, tokenizer: PreTrainedTokenizerBase) -> None:
+def test_a_sampling_client_keeps_its_weights_while_training_goes_on(
+    connect: ClientFactory, tokenizer: PreTrainedTokenizerBase
+) -> None:
     client = connect()
     trainer = client.create_lora_training_client(base_model="tiny", rank=8, seed=1).result()
     prompt = tokenizer.encode("The old")
@@ -111,9 +113,7 @@ def test_trainer_and_sampler_agree_on_logprobs(connect: ClientFactory, tokenizer
     assert np.abs(after - base).max() > 0.1
 
 
-def test_sampled_logprobs_are_those_the_trainer_gives(
-    connect: ClientFactory, tokenizer: PreTrainedTokenizerBase
-) -> None:
+def test_the_logprobs_of_samples_equal_the_trainers(connect: ClientFactory, tokenizer: PreTrainedTokenizerBase) -> None:
     client = connect()
     trainer = client.create_lora_training_client(base_model="tiny", rank=8, seed=1).result()
     sampler = trainer.save_weights_and_get_sampling_client().result()
@@ -128,7 +128,7 @@ def test_sampled_logprobs_are_those_the_trainer_gives(
         np.testing.assert_allclose(given, np.asarray(sequence.logprobs), atol=1e-3)
 
 
-def test_stop_rules(connect: ClientFactory, tokenizer: PreTrainedTokenizerBase) -> None:
+def test_stop_tokens_and_stop_strings_end_a_sample(connect: ClientFactory, tokenizer: PreTrainedTokenizerBase) -> None:
     sampler = connect().create_sampling_client(base_model="tiny").result()
     prompt = types.ModelInput.from_ints(tokenizer.encode(chat_prompt("sort: d,a,c,x,k,m,z,b,t")))
 
@@ -153,7 +153,9 @@ def test_stop_rules(connect: ClientFactory, tokenizer: PreTrainedTokenizerBase) 
     assert list(special.tokens) == list(ended.tokens)
 
 
-def test_seeds_and_greedy_groups(connect: ClientFactory, tokenizer: PreTrainedTokenizerBase) -> None:
+def test_seeds_repeat_samples_and_greedy_samples_are_equal(
+    connect: ClientFactory, tokenizer: PreTrainedTokenizerBase
+) -> None:
     sampler = connect().create_sampling_client(base_model="tiny").result()
     prompt = types.ModelInput.from_ints(tokenizer.encode("The old"))
 

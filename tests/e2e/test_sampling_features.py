@@ -1,4 +1,4 @@
-"""Everything a sample can be asked for, through the SDK on real vLLM, against transformers and PEFT in float32."""
+"""All options of a sample, through the SDK on real vLLM, compared with transformers and PEFT in float32."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ ATOL = 1e-4
 
 @dataclass(frozen=True)
 class Model:
-    """What is sampled from, and what it should give."""
+    """A sampling client, and the reference for its numbers."""
 
     sampler: tinker.SamplingClient
     reference: Reference
@@ -61,7 +61,7 @@ def client(server: DemoServer) -> Iterator[tinker.ServiceClient]:
 
 @pytest.fixture(scope="module")
 def models(server: DemoServer, client: tinker.ServiceClient, tokenizer: PreTrainedTokenizerBase) -> dict[str, Model]:
-    """The base model, and two adapters that are far from it: one with an lm_head part, one on attention alone."""
+    """The base model, and two adapters that differ much from it: one with an lm_head part, one on attention only."""
     made = {"base": Model(client.create_sampling_client(base_model="tiny").result(), Reference())}
     for name, unembed in (("unembed", True), ("attention", False)):
         trainer = client.create_lora_training_client(
@@ -85,7 +85,7 @@ def prompt(tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 @pytest.fixture
 def question(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """A prompt whose answer ends by itself after about twenty tokens."""
+    """A prompt with an answer that ends by itself after about twenty tokens."""
     return tokenizer.encode(chat_prompt("sort: d,a,c,x,k,m,z,b,t"))
 
 
@@ -127,9 +127,7 @@ def expected_targets(logprobs: np.ndarray, ids: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_all_that_can_be_asked_of_a_prompt_in_one_request(
-    models: dict[str, Model], prompt: list[int], name: str
-) -> None:
+def test_one_request_returns_all_values_for_a_prompt(models: dict[str, Model], prompt: list[int], name: str) -> None:
     model = models[name]
     ids = random_ids(len(prompt) - 1, 3)
     ids[::2, 1] = -1
@@ -166,10 +164,11 @@ def test_all_that_can_be_asked_of_a_prompt_in_one_request(
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_several_sequences_and_the_prompt_in_one_request(
+def test_sequences_and_prompt_values_of_one_request_are_independent(
     models: dict[str, Model], prompt: list[int], name: str
 ) -> None:
-    """What is said of the prompt does not depend on `num_samples`, nor the sequences on what is asked of the prompt."""
+    """The values for the prompt do not depend on `num_samples`, and the sequences do not depend on the values requested
+    for the prompt."""
     model, params = models[name], {"max_tokens": 12, "seed": 11}
     ids = dense(random_ids(len(prompt) - 1, 2))
     asked = {"include_prompt_logprobs": True, "topk_prompt_logprobs": 5, "prompt_alt_tokens_k": 3}
@@ -204,13 +203,13 @@ def test_several_sequences_and_the_prompt_in_one_request(
     assert both.prompt_alt_tokens.tokens.tolist() == one.prompt_alt_tokens.tokens.tolist()
 
 
-def test_adapters_are_far_apart(models: dict[str, Model], prompt: list[int]) -> None:
-    """Otherwise the comparisons with their references would say nothing."""
+def test_the_adapters_of_these_tests_differ_much(models: dict[str, Model], prompt: list[int]) -> None:
+    """If the adapters were alike, the comparisons with the references would prove nothing."""
     scores = [models[name].reference.of_tokens(prompt) for name in MODELS]
     assert min(np.abs(a - b).max() for i, a in enumerate(scores) for b in scores[:i]) > 0.5
 
 
-def test_targets_come_back_in_the_layout_they_came_in(base: Model, prompt: list[int]) -> None:
+def test_targets_are_returned_in_the_layout_of_the_request(base: Model, prompt: list[int]) -> None:
     ids = np.full((len(prompt) - 1, 40), -1)
     ids[3, 7], ids[-1, :] = 11, np.arange(40)
     asked = sparse(ids)
@@ -223,7 +222,7 @@ def test_targets_come_back_in_the_layout_they_came_in(base: Model, prompt: list[
     close(answer.to_numpy(), expected_targets(logprobs, ids))
 
 
-def test_a_listed_cell_without_an_id_and_a_row_of_the_whole_vocabulary(base: Model, prompt: list[int]) -> None:
+def test_targets_may_have_empty_cells_and_rows_with_the_whole_vocabulary(base: Model, prompt: list[int]) -> None:
     rows = len(prompt) - 1
     one = types.TensorData(
         data=[-1, 9],
@@ -242,7 +241,7 @@ def test_a_listed_cell_without_an_id_and_a_row_of_the_whole_vocabulary(base: Mod
     close(np.exp(np.asarray(answer.data)).sum(), 1.0)
 
 
-def test_the_last_n_bound_logprobs_and_topk_and_nothing_else(base: Model, prompt: list[int]) -> None:
+def test_the_last_n_limit_logprobs_and_topk_only(base: Model, prompt: list[int]) -> None:
     ids = random_ids(len(prompt) - 1, 1)
     answer = base.sample(
         prompt,
@@ -264,7 +263,7 @@ def test_the_last_n_bound_logprobs_and_topk_and_nothing_else(base: Model, prompt
     assert answer.prompt_alt_tokens.tokens.shape == [len(prompt) - 1, 1]
 
 
-def test_compute_logprobs(models: dict[str, Model], prompt: list[int]) -> None:
+def test_compute_logprobs_equals_the_reference(models: dict[str, Model], prompt: list[int]) -> None:
     model = models["unembed"]
     tokens = types.ModelInput.from_ints(prompt)
     whole = model.sampler.compute_logprobs(tokens).result()
@@ -273,7 +272,7 @@ def test_compute_logprobs(models: dict[str, Model], prompt: list[int]) -> None:
     assert end == [None] * (len(prompt) - 2) + whole[-2:]
 
 
-def test_prompt_scores_cover_the_whole_prompt_when_its_beginning_is_cached(base: Model) -> None:
+def test_prompt_logprobs_cover_the_whole_prompt_even_if_its_beginning_is_cached(base: Model) -> None:
     long = random_ids(1, 300, seed=1)[0].tolist()
     base.sample(long)
     assert base.sample(long).prompt_cache_hit_tokens > 0
@@ -317,7 +316,7 @@ def test_alternatives_are_repeatable_by_seed(base: Model, prompt: list[int]) -> 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 3.0])
 def test_alternatives_follow_the_distribution_at_their_temperature(base: Model, temperature: float) -> None:
-    """The mean logprob of many draws at every place is its expectation, within five standard errors."""
+    """For every position, the mean logprob of many draws equals its expectation within five standard errors."""
     prompt = random_ids(1, 9, seed=3)[0].tolist()
     drawn = np.concatenate(
         [alternatives(base, prompt, 64, seed=seed, temperature=temperature) for seed in range(8)], axis=1
@@ -354,7 +353,9 @@ def test_logprobs_are_of_the_distribution_at_the_temperature(
 
 
 @pytest.mark.parametrize(("cut", "value"), [("top_k", 3), ("top_p", 0.6)])
-def test_logprobs_are_of_what_top_k_and_top_p_leave(base: Model, prompt: list[int], cut: str, value: float) -> None:
+def test_logprobs_are_of_the_distribution_after_top_k_and_top_p(
+    base: Model, prompt: list[int], cut: str, value: float
+) -> None:
     params = {"max_tokens": 8, "stop": [], "seed": 4, cut: value}
     (sequence,) = base.sample(prompt, 1, params, topk_sample_logprobs=8).sequences
     chances = np.exp(base.reference.logprobs(prompt + list(sequence.tokens))[len(prompt) - 1 :])
@@ -369,7 +370,7 @@ def test_logprobs_are_of_what_top_k_and_top_p_leave(base: Model, prompt: list[in
         assert np.isclose(sequence.logprobs[step], dict(row)[sequence.tokens[step]]) or len(kept) > 8
 
 
-def test_top_k_of_nothing_is_off(base: Model, prompt: list[int]) -> None:
+def test_a_top_k_of_zero_or_minus_one_is_off(base: Model, prompt: list[int]) -> None:
     def tokens(**params: Any) -> list[int]:
         return list(base.sample(prompt, 1, {"max_tokens": 16, "seed": 1, "stop": [], **params}).sequences[0].tokens)
 
@@ -379,7 +380,7 @@ def test_top_k_of_nothing_is_off(base: Model, prompt: list[int]) -> None:
 
 
 @pytest.mark.parametrize("seed", [0, 2**63 - 1, 2**63, 2**64 - 1])
-def test_seeds_of_64_bits_make_distinct_repeatable_groups(base: Model, prompt: list[int], seed: int) -> None:
+def test_64_bit_seeds_give_distinct_repeatable_groups(base: Model, prompt: list[int], seed: int) -> None:
     def group() -> list[tuple[int, ...]]:
         answer = base.sample(prompt, 4, {"max_tokens": 12, "seed": seed, "stop": []})
         return [tuple(sequence.tokens) for sequence in answer.sequences]
@@ -389,7 +390,7 @@ def test_seeds_of_64_bits_make_distinct_repeatable_groups(base: Model, prompt: l
     assert group() == first
 
 
-def test_a_greedy_group_is_one_answer_repeated(base: Model, prompt: list[int]) -> None:
+def test_all_samples_of_a_greedy_group_are_equal(base: Model, prompt: list[int]) -> None:
     params = {"temperature": 0.0, "max_tokens": 6, "stop": []}
     answer = base.sample(prompt, 3, params, include_prompt_logprobs=True, topk_sample_logprobs=2)
     assert len(answer.sequences) == 3
@@ -401,7 +402,7 @@ def test_a_greedy_group_is_one_answer_repeated(base: Model, prompt: list[int]) -
 
 
 @pytest.mark.parametrize("max_tokens", [None, 50, CONTEXT, 10**9])
-def test_sampling_ends_where_the_context_ends(base: Model, max_tokens: int | None) -> None:
+def test_a_sample_ends_at_the_end_of_the_context(base: Model, max_tokens: int | None) -> None:
     long = random_ids(1, CONTEXT - 20, seed=2)[0].tolist()
     answer = base.sample(long, 1, {"max_tokens": max_tokens, "stop": []})
     assert len(answer.sequences[0].tokens) == 20
@@ -411,7 +412,7 @@ def test_sampling_ends_where_the_context_ends(base: Model, max_tokens: int | Non
 # Stops
 
 
-def test_without_a_stop_only_the_end_of_the_turn_ends_it(
+def test_without_stops_only_the_end_of_the_turn_ends_a_sample(
     base: Model, question: list[int], tokenizer: PreTrainedTokenizerBase
 ) -> None:
     ended = base.greedy(question, None)
@@ -423,12 +424,12 @@ def test_without_a_stop_only_the_end_of_the_turn_ends_it(
     endless = base.greedy(question, [])
     assert (endless.stop_reason, len(endless.tokens)) == ("length", 40)
     assert list(endless.tokens)[: len(ended.tokens)] == list(ended.tokens)
-    # A renderer for base models stops at the next turn's first words; the end of the turn still ends it.
+    # A renderer for base models stops at the first words of the next turn; the end of the turn ends the sample too.
     assert list(base.greedy(question, ["\n\nUser:"]).tokens) == list(ended.tokens)
     assert list(base.greedy(question, [511]).tokens) == list(ended.tokens)
 
 
-def test_stops_by_id_and_by_text_include_what_stopped_once(
+def test_the_tokens_include_a_stop_by_id_or_by_text_once(
     base: Model, question: list[int], tokenizer: PreTrainedTokenizerBase
 ) -> None:
     free = list(base.greedy(question, None).tokens)
@@ -463,10 +464,10 @@ def test_a_stop_string_may_begin_and_end_within_tokens(base: Model, tokenizer: P
     assert len(stopped.logprobs) == at + 2
 
 
-# Many at once
+# Many samples at once
 
 
-def test_64_mixed_requests_give_the_numbers_they_give_alone(models: dict[str, Model]) -> None:
+def test_64_mixed_requests_give_the_same_numbers_as_alone(models: dict[str, Model]) -> None:
     rng = Random(5)
 
     def made(number: int) -> tuple[str, list[int], int, dict[str, Any], dict[str, Any]]:
@@ -508,7 +509,7 @@ def test_64_mixed_requests_give_the_numbers_they_give_alone(models: dict[str, Mo
 
 
 def numbers(answer: types.SampleResponse) -> dict[str, Any]:
-    """Every number of an answer, missing ones as NaN."""
+    """Every number of an answer; missing numbers are NaN."""
     found: dict[str, Any] = {}
     for index, sequence in enumerate(answer.sequences):
         found[f"tokens {index}"], found[f"logprobs {index}"] = sequence.tokens, sequence.logprobs
@@ -526,7 +527,7 @@ def numbers(answer: types.SampleResponse) -> dict[str, Any]:
     return found
 
 
-# What is refused, and other clients
+# Refusals, and clients without protobuf
 
 
 @pytest.mark.parametrize(

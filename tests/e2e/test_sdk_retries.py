@@ -1,7 +1,7 @@
-"""A network and a server that fail, under the unmodified SDK: whatever is lost, refused, sent twice or late, the client
-ends where it would have ended without, to the last bit, and nothing is done twice.
+"""Faults of the network and the server with the unmodified SDK. Whatever is lost, refused, delivered twice or late, the
+client gets the same results to the last bit, and no request runs twice.
 
-Every fault is made by a proxy between the two (fault_proxy.py); the server is the real one.
+A proxy between SDK and server creates every fault (fault_proxy.py); the server is the real one.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ CHANGES = (
     "load_weights",
     "finish",
 )
-"""Everything the program below sends that changes something."""
+"""Every request of the program below that changes state."""
 
 
 def data(first: int, count: int = 5) -> list[types.Datum]:
@@ -70,21 +70,22 @@ def client(proxy: FaultProxy) -> Iterator[tinker.ServiceClient]:
 
 
 def saved_files(server: DemoServer, path: str) -> dict[str, bytes]:
-    """What a checkpoint holds, its name being used once: the adapter and both moments of every weight."""
+    """The files of a checkpoint with a unique name: the adapter and both moments of every weight."""
     model, _, name = path.removeprefix("tinker://").split("/")
     (directory,) = (server.state_dir / "checkpoints").glob(f"{model.replace(':', '*')}/{name}-*")
     return {file.name: file.read_bytes() for file in directory.iterdir()}
 
 
 def rows(server: DemoServer, session: str) -> list[tuple[str, int]]:
-    """(kind, seq_id) of every request of a session, in their order."""
+    """(kind, seq_id) of every request of a session, in order."""
     query = "select kind, coalesce(seq_id, sample_seq_id) from futures where session_id = :session"
     return sorted((kind, number) for kind, number in ask(server, query, session=session))
 
 
 @dataclass
 class Outcome:
-    """What a program has to show: the numbers it was told, what it sampled, its weights, and what was recorded."""
+    """The results of a program: the numbers that the SDK returned, the samples, the weights, and the recorded
+    requests."""
 
     told: list[dict[str, float]]
     sampled: list[list[int]]
@@ -93,7 +94,7 @@ class Outcome:
 
 
 def run_program(server: DemoServer, proxy: FaultProxy) -> Outcome:
-    """A short life: train in chunks, save in all ways, sample, resume, train on."""
+    """A short program: train in chunks, save in all ways, sample, resume, train on."""
     with connect_through(proxy) as client:
         trainer = client.create_lora_training_client(base_model="tiny", rank=4, seed=7).result()
         told = []
@@ -122,13 +123,13 @@ def run_program(server: DemoServer, proxy: FaultProxy) -> Outcome:
 def undisturbed(server: DemoServer) -> Outcome:
     with FaultProxy(server.url) as proxy:
         outcome = run_program(server, proxy)
-    assert outcome.weights[1] == outcome.weights[2], "resuming is exact"
+    assert outcome.weights[1] == outcome.weights[2], "a resumed model trains exactly like the original"
     assert outcome.weights[0] != outcome.weights[1], "training changes the weights"
     assert outcome.told[1]["optimizer_step"] == 1
     return outcome
 
 
-def each_once(fault: Fault) -> Callable[[FaultProxy], None]:
+def fault_first_of_each_kind(fault: Fault) -> Callable[[FaultProxy], None]:
     """The fault for the first request of every kind."""
 
     def plan(proxy: FaultProxy) -> None:
@@ -139,14 +140,14 @@ def each_once(fault: Fault) -> Callable[[FaultProxy], None]:
 
 
 def lose_answers(proxy: FaultProxy) -> None:
-    each_once(lost_response)(proxy)
-    proxy.plan("/save_weights_for_sampler", Call.forward, lost_response)  # the one without a name
+    fault_first_of_each_kind(lost_response)(proxy)
+    proxy.plan("/save_weights_for_sampler", Call.forward, lost_response)  # the save without a name
     proxy.plan("/retrieve_future", lost_response)
     proxy.plan("/get_info", lost_response)
 
 
 def refuse(proxy: FaultProxy) -> None:
-    """Each kind of "not now", once per kind of request; all of them leave the server untouched."""
+    """Each kind of "not now", once per kind of request. None of them changes the server's state."""
     statuses = (503, 500, 429, 408, 502, 409, 500, 503, 503, 500, 429)
     for path, status in zip(CHANGES, statuses, strict=True):
         proxy.plan(f"/{path}", busy(status, Retry_After="0.1"))
@@ -155,7 +156,7 @@ def refuse(proxy: FaultProxy) -> None:
 
 
 def delay(proxy: FaultProxy) -> None:
-    """Slow answers, in drips; the first of two chunks that are sent together comes after the other."""
+    """Slow answers, sent in drips. Of two chunks that are sent together, the first one arrives last."""
     proxy.drip_bytes = 40
     proxy.plan("/forward_backward", late(0.2))
     proxy.plan("/optim_step", late(0.2))
@@ -163,10 +164,10 @@ def delay(proxy: FaultProxy) -> None:
 
 @pytest.mark.parametrize(
     "plan",
-    [lose_answers, each_once(lost_request), each_once(twice), refuse, delay],
+    [lose_answers, fault_first_of_each_kind(lost_request), fault_first_of_each_kind(twice), refuse, delay],
     ids=["answers-lost", "requests-lost", "sent-twice", "refused-for-now", "late-and-slow"],
 )
-def test_a_program_ends_where_it_would_have_ended(
+def test_a_program_gets_the_same_results_in_spite_of_faults(
     server: DemoServer, proxy: FaultProxy, undisturbed: Outcome, plan: Callable[[FaultProxy], None]
 ) -> None:
     plan(proxy)
@@ -174,11 +175,13 @@ def test_a_program_ends_where_it_would_have_ended(
     assert outcome.told == undisturbed.told
     assert outcome.sampled == undisturbed.sampled
     assert outcome.weights == undisturbed.weights
-    assert outcome.recorded == undisturbed.recorded, "nothing is there twice"
+    assert outcome.recorded == undisturbed.recorded, "no request is recorded twice"
 
 
-def test_a_killed_api_process_is_a_pause(server: DemoServer, proxy: FaultProxy, undisturbed: Outcome) -> None:
-    """What was promised before is kept after: promises, results, samplers, the session itself."""
+def test_a_killed_api_process_only_delays_the_program(
+    server: DemoServer, proxy: FaultProxy, undisturbed: Outcome
+) -> None:
+    """Promises, results, samplers and the session from before the kill stay valid."""
     api = find_process(server, "skyrl.api.server")
 
     async def kill_then_forward(call: Call) -> Any:
@@ -194,8 +197,8 @@ def test_a_killed_api_process_is_a_pause(server: DemoServer, proxy: FaultProxy, 
     server.wait_ready(SLOW_START_S)
 
 
-def test_a_client_that_must_pay_first_waits(proxy: FaultProxy, client: tinker.ServiceClient) -> None:
-    """402 is a pause of five seconds for the SDK, on every kind of request."""
+def test_a_client_waits_after_402(proxy: FaultProxy, client: tinker.ServiceClient) -> None:
+    """The SDK waits five seconds after a 402, for every kind of request."""
     trainer = client.create_lora_training_client(base_model="tiny", rank=4).result()
     sampler = client.create_sampling_client(base_model="tiny").result()
     for path in ("/forward_backward", "/asample"):
@@ -225,14 +228,14 @@ def test_repeated_requests_get_the_same_promise(proxy: FaultProxy, client: tinke
         assert [sequence.sequence_id for sequence in answer.sequences] == ids
     (step,) = proxy.seen("/optim_step")
     assert len({answer.json()["request_id"] for answer in step.answers}) == 1
-    assert stepped.metrics == {}, "there was no gradient"
+    assert stepped.metrics == {}, "the step had no gradient"
 
 
 def test_200_samples_under_back_pressure_all_finish(
     server: DemoServer, proxy: FaultProxy, client: tinker.ServiceClient
 ) -> None:
-    """A 429 records nothing: each sample is there once, under the number it was first sent with. Its Retry-After is not
-    for samples, or this would take an hour."""
+    """A 429 records nothing, so each sample is recorded once, under its first number. The Retry-After header does not
+    apply to samples; otherwise the test would take an hour."""
     sampler = client.create_sampling_client(base_model="tiny").result()
     proxy.plan("/asample", *[Call.forward, busy(429, Retry_After="3600")] * 10)
     params = types.SamplingParams(max_tokens=3, stop=[])
@@ -244,7 +247,7 @@ def test_200_samples_under_back_pressure_all_finish(
     assert rows(server, client.holder.get_session_id()) == [("EXTERNAL", number) for number in range(200)]
 
 
-def test_a_sample_whose_promise_is_gone_is_sent_again_under_a_new_number(
+def test_a_sample_with_a_lost_promise_is_sent_again_under_a_new_number(
     proxy: FaultProxy, client: tinker.ServiceClient
 ) -> None:
     sampler = client.create_sampling_client(base_model="tiny").result()
@@ -257,18 +260,18 @@ def test_a_sample_whose_promise_is_gone_is_sent_again_under_a_new_number(
     assert first.answers[0].json()["sample_sequence_ids"] != second.answers[0].json()["sample_sequence_ids"]
 
 
-def test_a_training_call_whose_promise_is_gone_fails_alone(proxy: FaultProxy, client: tinker.ServiceClient) -> None:
+def test_a_training_call_with_a_lost_promise_fails_alone(proxy: FaultProxy, client: tinker.ServiceClient) -> None:
     trainer = client.create_lora_training_client(base_model="tiny", rank=4, seed=7).result()
     proxy.plan("/retrieve_future", busy(410))
     with pytest.raises(Exception, match="Promise expired"):
         trainer.forward_backward(data(20, 1), "cross_entropy").result()
-    assert (trainer.optim_step(ADAM).result().metrics or {})["optimizer_step"] == 1, "the pass itself was run"
+    assert (trainer.optim_step(ADAM).result().metrics or {})["optimizer_step"] == 1, "the pass itself ran"
 
 
-def test_all_later_chunks_before_the_first(
+def test_later_chunks_wait_for_the_first_one(
     proxy: FaultProxy, client: tinker.ServiceClient, connect: ClientFactory
 ) -> None:
-    """The first chunk is held for as long as it takes all others to arrive; meanwhile none of them runs."""
+    """The first chunk is held until all others have arrived. Until then none of them runs."""
     gate = Gate()
 
     async def hold_the_first(call: Call) -> Any:
@@ -288,10 +291,12 @@ def test_all_later_chunks_before_the_first(
     alone = connect().create_lora_training_client(base_model="tiny", rank=4, seed=7).result()
     expected = alone.forward_backward(data(20, 8), "cross_entropy").result().metrics["loss:sum"]
     assert passed.result().metrics["loss:sum"] == pytest.approx(expected, rel=1e-6)
-    assert stepped.result().metrics == alone.optim_step(ADAM).result().metrics, "the gradient is the same to the bit"
+    assert stepped.result().metrics == alone.optim_step(ADAM).result().metrics, (
+        "the gradient is the same to the last bit"
+    )
 
 
-def test_a_pass_that_fails_between_others_leaves_them_alone(
+def test_a_failed_pass_does_not_change_the_passes_around_it(
     server: DemoServer, client: tinker.ServiceClient, connect: ClientFactory
 ) -> None:
     wrong = [cross_entropy([1, 2, 99_999])]
@@ -313,10 +318,10 @@ def test_a_pass_that_fails_between_others_leaves_them_alone(
     assert ends[0][1].keys() == ends[1][1].keys()
 
 
-def test_another_body_under_a_used_number_is_refused_and_the_next_number_runs(
+def test_another_body_under_a_used_number_is_refused_and_later_numbers_run(
     server: DemoServer, proxy: FaultProxy, client: tinker.ServiceClient
 ) -> None:
-    """The SDK never sends a refused number again: the ones after it must not wait for it."""
+    """The SDK never repeats a refused number, so later numbers must not wait for it."""
     trainer = client.create_lora_training_client(base_model="tiny", rank=4).result()
     trainer.forward_backward(data(20, 1), "cross_entropy").result()
     used = trainer.model_id, 2
@@ -332,7 +337,7 @@ def test_another_body_under_a_used_number_is_refused_and_the_next_number_runs(
     assert (trainer.optim_step(ADAM).result().metrics or {})["optimizer_step"] == 2
 
 
-async def test_many_wait_for_one_result_and_read_it_again(
+async def test_many_polls_wait_for_one_result_and_can_read_it_again(
     server: DemoServer, proxy: FaultProxy, client: tinker.ServiceClient
 ) -> None:
     created = await asyncio.to_thread(client.create_lora_training_client, base_model="tiny", rank=4)
@@ -360,8 +365,11 @@ async def test_many_wait_for_one_result_and_read_it_again(
     assert (await passed.result_async()).metrics["loss:sum"] > 0
 
 
-def test_a_custom_loss_that_raises_poisons_its_own_client_only(proxy: FaultProxy, client: tinker.ServiceClient) -> None:
-    """The numbers reserved for its second half never come; the session's other models do not wait for them."""
+def test_a_custom_loss_that_raises_poisons_its_own_training_client_only(
+    proxy: FaultProxy, client: tinker.ServiceClient
+) -> None:
+    """The numbers reserved for the second half of the loss never arrive. Other models of the session do not wait for
+    them."""
     broken, other = (client.create_lora_training_client(base_model="tiny", rank=4, seed=n).result() for n in (1, 2))
 
     def loss(_: list[types.Datum], __: list[Any]) -> tuple[Any, dict[str, float]]:
@@ -381,10 +389,10 @@ def test_a_custom_loss_that_raises_poisons_its_own_client_only(proxy: FaultProxy
     assert third.forward_backward(data(20), "cross_entropy").result().metrics["loss:sum"] > 0
 
 
-def test_a_pass_that_finds_no_space_is_told_and_taken_when_there_is(
+def test_a_pass_refused_for_lack_of_disk_space_is_explained_and_accepted_later(
     proxy: FaultProxy, client: tinker.ServiceClient, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The SDK repeats most refusals without a word."""
+    """The SDK repeats most refusals without a message."""
     full = NoSpace("the server's disk is full", retry_after_s=5.0)
     refused = fault_proxy.answer(full.status, {"detail": full.message, "field": None}, **full.headers)
     trainer = client.create_lora_training_client(base_model="tiny", rank=4).result()

@@ -1,4 +1,4 @@
-"""Training through the real server: learning works, checkpoints resume, mistakes hurt nobody else."""
+"""Training on the real server: learning works, checkpoints resume, and a mistake affects no other request."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.vllm
 TEXT = "The old fox watches the river at dawn."
 
 
-def test_rl_improves_reward(connect: ClientFactory) -> None:
+def test_reinforcement_learning_raises_the_reward(connect: ClientFactory) -> None:
     steps: list[Step] = []
     settings = Settings(steps=12, prompts=8, group=8, epochs=1, learning_rate=3e-3)
     train_rl(connect(), "tiny", TASKS["count"], settings, steps.append)
@@ -27,9 +27,9 @@ def test_rl_improves_reward(connect: ClientFactory) -> None:
     assert np.mean(rewards[-3:]) > np.mean(rewards[:3]) + 0.15, rewards
 
 
-def test_sft_lowers_loss(connect: ClientFactory, tokenizer: PreTrainedTokenizerBase) -> None:
+def test_supervised_training_lowers_the_loss(connect: ClientFactory, tokenizer: PreTrainedTokenizerBase) -> None:
     trainer = connect().create_lora_training_client(base_model="tiny", rank=8, seed=1).result()
-    # At three times this rate a few seeds diverge within ten steps.
+    # At three times this learning rate a few seeds diverge within ten steps.
     losses = train(trainer, [cross_entropy(tokenizer.encode(TEXT))], 10, 3e-3)
     assert losses[-1] < losses[0] / 2
 
@@ -44,7 +44,9 @@ def test_a_model_is_named_after_its_session(connect: ClientFactory) -> None:
     assert len(trainer.get_tokenizer()) == 512
 
 
-def test_resume_with_optimizer_continues_exactly(connect: ClientFactory, tokenizer: PreTrainedTokenizerBase) -> None:
+def test_a_run_resumed_with_its_optimizer_continues_exactly(
+    connect: ClientFactory, tokenizer: PreTrainedTokenizerBase
+) -> None:
     client = connect()
     data = [cross_entropy(tokenizer.encode(TEXT))]
     trainer = client.create_lora_training_client(base_model="tiny", rank=8, seed=5).result()
@@ -60,7 +62,7 @@ def test_resume_with_optimizer_continues_exactly(connect: ClientFactory, tokeniz
     assert fresh[1:] != whole[1:]
 
 
-def test_custom_loss(connect: ClientFactory, tokenizer: PreTrainedTokenizerBase) -> None:
+def test_a_custom_loss_trains_the_model(connect: ClientFactory, tokenizer: PreTrainedTokenizerBase) -> None:
     trainer = connect().create_lora_training_client(base_model="tiny", rank=8, seed=1).result()
     tokens = tokenizer.encode(TEXT)
     data = [

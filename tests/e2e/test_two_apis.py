@@ -1,6 +1,5 @@
-"""Servers that share a PostgreSQL database: three gateways, whose clients may go to any of them. One is stopped and one
-killed while their samples are under way; the third ends those.
-"""
+"""Servers that share a PostgreSQL database: three gateways, and clients that may use any of them. While samples run,
+one gateway is stopped and one is killed; the third one ends their samples."""
 
 from __future__ import annotations
 
@@ -53,7 +52,7 @@ def servers(
         for name in ("first", "second", "third")
     ]
     made[0].start()
-    made[0].wait_api(SLOW_START_S)  # it makes the tables
+    made[0].wait_api(SLOW_START_S)  # the first server creates the tables
     try:
         for server in made[1:]:
             server.start()
@@ -67,7 +66,7 @@ def servers(
 
 @pytest.fixture
 def clients(servers: list[MortalServer]) -> Iterator[list[Client]]:
-    """One of each server, all in the session that the first one made."""
+    """One client per server, all in the session that the first client created."""
     first = Client(servers[0].url)
     session: list[Client] = [first, *(Client(server.url, session=first.session) for server in servers[1:])]
     yield session
@@ -93,7 +92,7 @@ def settled(database: Database, sampler: str) -> dict[str, tuple[str, Any]]:
     return {row.id: (row.status, row.owner) for row in rows}
 
 
-def test_any_server_takes_what_belongs_to_a_client(
+def test_any_server_answers_requests_of_a_clients_session(
     servers: list[MortalServer], clients: list[Client], upstream: Upstream, database: Database
 ) -> None:
     sampler = clients[0].sampler()
@@ -103,7 +102,7 @@ def test_any_server_takes_what_belongs_to_a_client(
     ids = [promise["request_id"] for promise in promises]
     results = [[client.result(each) for each in ids] for client in clients]
     assert results[0] == results[1] == results[2]
-    assert upstream.answered == answered + SAMPLES, "each was forwarded once"
+    assert upstream.answered == answered + SAMPLES, "each sample was forwarded once"
     assert {status for status, _ in settled(database, sampler).values()} == {"done"}
     assert len({owner for _, owner in settled(database, sampler).values()}) == 3
 
@@ -112,7 +111,7 @@ def test_any_server_takes_what_belongs_to_a_client(
     assert "was used before" in other.json()["detail"]
 
 
-def test_long_polls_tell_each_end_once_whichever_server_they_come_to(clients: list[Client], upstream: Upstream) -> None:
+def test_long_polls_to_any_server_report_each_end_once(clients: list[Client], upstream: Upstream) -> None:
     sampler = clients[0].sampler()
     target = {"type": "sampling_session", "sampling_session_id": sampler, "cloned_sampler_id": 0}
     upstream.hold()
@@ -122,24 +121,24 @@ def test_long_polls_tell_each_end_once_whichever_server_they_come_to(clients: li
         held = pool.submit(clients[1].ok, "retrieve_futures", body)
         upstream.release()
         answer = held.result(WAIT_S)
-    told, turn = [], 0
-    while answer["completions"] or len(told) < SAMPLES:
-        told += [end["request_id"] for end in answer["completions"]]
+    reported, turn = [], 0
+    while answer["completions"] or len(reported) < SAMPLES:
+        reported += [end["request_id"] for end in answer["completions"]]
         turn += 1
         body = {"target": target, "prev_cursor": answer["cursor"], "retrieved_request_ids": []}
-        answer = clients[turn % 3].ok("retrieve_futures", body | ({"timeout": 0} if len(told) == SAMPLES else {}))
-    assert sorted(told) == sorted(wanted)
+        answer = clients[turn % 3].ok("retrieve_futures", body | ({"timeout": 0} if len(reported) == SAMPLES else {}))
+    assert sorted(reported) == sorted(wanted)
 
 
-def test_a_sample_is_cancelled_and_a_session_ended_where_they_are_not(
+def test_a_sample_can_be_cancelled_and_a_session_ended_at_another_server(
     servers: list[MortalServer], clients: list[Client], upstream: Upstream
 ) -> None:
     sampler = clients[0].sampler()
     upstream.hold()
     cancelled, left = (clients[0].sample(sampler, number)["request_id"] for number in range(2))
     clients[1].ok("cancel_future", {"request_id": cancelled})
-    told = [client.http.post("retrieve_future", json={"request_id": cancelled}).json() for client in clients]
-    assert [answer["error"] for answer in told] == ["cancelled by the client"] * 3
+    answers = [client.http.post("retrieve_future", json={"request_id": cancelled}).json() for client in clients]
+    assert [answer["error"] for answer in answers] == ["cancelled by the client"] * 3
     until(lambda: in_flight(servers[0]) == 1, "its forwarding is not stopped")
 
     clients[2].ok(f"sessions/{clients[0].session}/finish", {})
@@ -152,7 +151,7 @@ def test_a_sample_is_cancelled_and_a_session_ended_where_they_are_not(
     upstream.release()
 
 
-def test_the_survivor_ends_the_samples_of_one_that_hangs_and_of_one_that_is_dead(
+def test_the_remaining_server_ends_the_samples_of_a_hanging_and_of_a_dead_one(
     servers: list[MortalServer], clients: list[Client], upstream: Upstream, database: Database
 ) -> None:
     hanging, dead, survivor = servers
@@ -180,8 +179,8 @@ def test_the_survivor_ends_the_samples_of_one_that_hangs_and_of_one_that_is_dead
     assert clients[2].result(again) == clients[0].result(again)
 
 
-class Alternating(Client):
-    """Its requests go to one connection and to the other in turn."""
+class AlternatingClient(Client):
+    """A client that sends its requests to its connections in turn."""
 
     def __init__(self, connections: list[httpx.Client], session: str) -> None:
         self.session = session
@@ -194,7 +193,8 @@ class Alternating(Client):
 
 @contextmanager
 def connected_to_each(server: MortalServer) -> Iterator[list[Client]]:
-    """A client of each of the server's two API processes: the other one does not accept connections meanwhile."""
+    """A client for each of the server's two API processes. While one client connects, the other process accepts no
+    connections."""
     first, second = server.apis(2)
     with ExitStack() as held:
         clients: list[Client] = []
@@ -210,7 +210,7 @@ def connected_to_each(server: MortalServer) -> Iterator[list[Client]]:
         yield clients
 
 
-def test_one_server_trains_through_two_processes_and_no_second_server_does(
+def test_one_server_trains_with_two_api_processes_and_a_second_server_may_not_train(
     upstream: Upstream, postgres: PostgresServer, tmp_path: Path
 ) -> None:
     name = postgres.new_database()
@@ -229,7 +229,7 @@ def test_one_server_trains_through_two_processes_and_no_second_server_does(
             assert len({insist(lambda each=each: clients[0].result(each)) for each in ids}) == SAMPLES
         with connected_to_each(server) as clients:
             undisturbed = learn(clients[0], 0)
-            both = Alternating([client.http for client in clients], clients[0].session)
+            both = AlternatingClient([client.http for client in clients], clients[0].session)
             assert learn(both, 1) == undisturbed
             victim = server.apis(2)[0]
             assert learn(both, 2, between=lambda count: count == 3 and victim.kill()) == undisturbed

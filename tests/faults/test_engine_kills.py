@@ -1,6 +1,7 @@
-"""The engine of a real server is killed (SIGKILL) at every stage of its work; its clients notice a wait, at most.
+"""The engine of a real server is killed (SIGKILL) at every stage of its work; its clients only wait longer.
 
-The moment is no luck: the engine is stopped while a command is acknowledged, and its commit is held back until it dies.
+The moment does not depend on timing: the engine is stopped while a command is acknowledged, and its commit is held back
+until it dies.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ AFTER_EVERY_STEP_S = 0.000_001
 
 Send = Callable[[], str]
 """Sends a command; returns its request id."""
-Death = Callable[[MortalServer, Send], str]
+KillAtStage = Callable[[MortalServer, Send], str]
 LONG_PASS = 60
-"""Sequences of 500 tokens: seconds, however fast the machine."""
+"""A pass of this many sequences of 500 tokens takes seconds on any machine."""
 
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[MortalServer]:
-    """Snapshots after every step, and no vLLM: samples go to a stand-in."""
+    """A server that takes snapshots after every step, with a stand-in for vLLM."""
     with Upstream() as upstream:
         flags = ("--served-model-name", "tiny", "--external-inference-url", upstream.url)
         running = MortalServer(tmp_path / "state", *flags, "--snapshot-interval-s", f"{AFTER_EVERY_STEP_S:f}")
@@ -53,7 +54,7 @@ def client(server: MortalServer) -> Iterator[Client]:
 
 @dataclass
 class Model:
-    """One in training. Sends commands in their order."""
+    """A model in training. Sends its commands in order."""
 
     client: Client
     number: int
@@ -71,13 +72,13 @@ class Model:
         return self.client.outcome(request_id)
 
 
-def is_run(server: MortalServer, request_id: str, deaths: int) -> bool:
-    """Whether the engine runs the command now, and that many engines have died of it before."""
+def is_running(server: MortalServer, request_id: str, deaths: int) -> bool:
+    """Whether the engine runs the command now, after `deaths` engines have died while they ran it."""
     try:
-        noted = json.loads((server.state_dir / "running.json").read_text().partition("\n")[0])
-    except ValueError:  # it is just being written
+        ledger = json.loads((server.state_dir / "running.json").read_text().partition("\n")[0])
+    except ValueError:  # the engine is writing the file
         return False
-    return request_id in noted["running"] and noted["deaths"].get(request_id, 0) == deaths
+    return request_id in ledger["running"] and ledger["deaths"].get(request_id, 0) == deaths
 
 
 def kill(engine: psutil.Process) -> None:
@@ -87,14 +88,14 @@ def kill(engine: psutil.Process) -> None:
 
 def kill_when_running(server: MortalServer, engine: psutil.Process, request_id: str, deaths: int = 0) -> None:
     deadline = time.monotonic() + WAIT_S
-    while not is_run(server, request_id, deaths):
-        assert time.monotonic() < deadline, "the command does not run"
+    while not is_running(server, request_id, deaths):
+        assert time.monotonic() < deadline, "the command did not run in time"
         time.sleep(0.001)
     kill(engine)
 
 
 def kill_while_queueing(server: MortalServer, send: Send) -> str:
-    """The command was acknowledged, and the engine has not read it."""
+    """Kill the engine after the command was acknowledged and before the engine reads it."""
     engine = server.engine()
     engine.suspend()
     request_id = send()
@@ -103,7 +104,7 @@ def kill_while_queueing(server: MortalServer, send: Send) -> str:
 
 
 def kill_while_running(server: MortalServer, send: Send) -> str:
-    """The engine is at the command, or done with it and waiting for its commit."""
+    """Kill the engine while it runs the command or waits for its commit."""
     engine = server.engine()
     engine.suspend()
     request_id = send()
@@ -114,7 +115,7 @@ def kill_while_running(server: MortalServer, send: Send) -> str:
 
 
 def weights(server: MortalServer, model: Model, name: str) -> dict[str, bytes]:
-    """A saved checkpoint's files."""
+    """The files of a saved checkpoint."""
     query = f"SELECT store_key FROM checkpoints WHERE model_id = '{model.id}' AND name = '{name}'"
     ((key,),) = server.ask(query)
     files = (server.state_dir / "checkpoints" / key).iterdir()
@@ -123,11 +124,11 @@ def weights(server: MortalServer, model: Model, name: str) -> dict[str, bytes]:
 
 ROUTES = ("forward_backward", "forward_backward", "optim_step", "save_weights") * 3
 DEATHS = {0: kill_while_queueing, 5: kill_while_running, 6: kill_while_running, 7: kill_while_running}
-"""By index in ROUTES: of a command that waits, of the second pass of a step, of a step, of a save."""
+"""By index in ROUTES: the death at a waiting command, at the second pass of a step, at a step, at a save."""
 
 
-def learn(server: MortalServer, model: Model, deaths: Mapping[int, Death], between: Callable[[], object]) -> Any:
-    """Run ROUTES; returns what passes and steps answered, and what was saved. Calls `between` after each death."""
+def learn(server: MortalServer, model: Model, deaths: Mapping[int, KillAtStage], between: Callable[[], object]) -> Any:
+    """Run ROUTES; returns the results of passes and steps, and the saved files. Calls `between` after each death."""
     answers = []
     for index, route in enumerate(ROUTES):
         bodies = {"optim_step": STEP, "save_weights": {"path": f"at-{index}"}, "forward_backward": training_pass(index)}
@@ -160,10 +161,8 @@ def test_an_engine_killed_at_every_stage_changes_no_bit_and_stops_no_sample(
     assert next(numbers) == len(DEATHS)
 
 
-def test_a_command_that_kills_the_engine_twice_is_skipped_and_the_only_one(
-    server: MortalServer, client: Client
-) -> None:
-    """A pass that takes long enough to be seen, between others of its model."""
+def test_only_a_command_that_kills_the_engine_twice_is_skipped(server: MortalServer, client: Client) -> None:
+    """The pass takes long enough to be observed, and stands between other passes of its model."""
     poisoned, clean = Model(client, 0), Model(client, 1)
     engine = server.engine()
     engine.suspend()

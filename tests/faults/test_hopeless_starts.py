@@ -1,4 +1,4 @@
-"""`skyrl serve` that can never become ready ends soon, with a sentence: the real engine, and the real vLLM."""
+"""`skyrl serve` ends soon, with a sentence, if it can never become ready: with the real engine and the real vLLM."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def serve(state_dir: Path, *options: str, **backend: Any) -> subprocess.Complete
     return subprocess.run(command, env=clean, capture_output=True, text=True, timeout=SLOW_START_S, check=False)
 
 
-def test_a_model_that_the_engine_cannot_train(tmp_path: Path) -> None:
+def test_serve_ends_with_a_reason_if_the_engine_cannot_train_the_model(tmp_path: Path) -> None:
     model = tmp_path / "bert"
     model.mkdir()
     (model / "config.json").write_text(json.dumps(BERT))
@@ -47,7 +47,7 @@ def test_a_model_that_the_engine_cannot_train(tmp_path: Path) -> None:
 
 
 @pytest.mark.vllm
-def test_an_option_that_vllm_refuses(tmp_path: Path) -> None:
+def test_serve_ends_with_a_reason_if_vllm_refuses_an_option(tmp_path: Path) -> None:
     refused = {"generator.inference_engine.engine_init_kwargs": {"kv_cache_dtype": "banana"}}
     done = serve(tmp_path, **refused)
     assert done.returncode == 2, done.stderr
@@ -55,4 +55,6 @@ def test_an_option_that_vllm_refuses(tmp_path: Path) -> None:
     assert f'\nskyrl serve: {key}="banana": vLLM refuses it: argument --kv-cache-dtype: invalid choice' in done.stderr
     assert f"\nthe end of {tmp_path}/logs/vllm.log:\n" in done.stderr
     assert (tmp_path / "logs" / "vllm.log").read_text().count("vllm: start") == 1
-    assert "\rLoading" not in (tmp_path / "logs" / "engine.log").read_text(), "no library's progress bars"
+    assert "\rLoading" not in (tmp_path / "logs" / "engine.log").read_text(), (
+        "the log has no progress bars of libraries"
+    )

@@ -1,4 +1,4 @@
-"""What a server leaves behind, however it ends: nothing. The whole tree of processes, sockets, files, shared memory."""
+"""A server leaves nothing behind, however it ends: no processes, sockets, files or shared memory."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ ENDED_S = 300.0
 
 
 @dataclass
-class Tree:
-    """All processes of a running server, and the shared memory that they have names for."""
+class ProcessTree:
+    """All processes of a running server, and the shared memory that they have named."""
 
     processes: list[psutil.Process]
     shared: set[str]
@@ -34,23 +34,23 @@ class Tree:
         assert [path for path in self.shared if os.path.exists(path)] == []
 
 
-def tree_of(server: DemoServer) -> Tree:
+def tree_of(server: DemoServer) -> ProcessTree:
     processes = [psutil.Process(server.pid), *psutil.Process(server.pid).children(recursive=True)]
     shared = {region.path for process in processes for region in process.memory_maps() if "/dev/shm/" in region.path}
-    assert any("EngineCore" in " ".join(process.cmdline()) for process in processes), "grandchildren are in it"
-    return Tree(processes, shared)
+    assert any("EngineCore" in " ".join(process.cmdline()) for process in processes), "the tree includes grandchildren"
+    return ProcessTree(processes, shared)
 
 
 @pytest.fixture
 def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The server's directory for temporary files; one with a short path, as sockets need."""
+    """The server's directory for temporary files, with a short path, as sockets need it."""
     directory = Path(tempfile.mkdtemp(prefix="t-", dir="/tmp"))
     monkeypatch.setenv("TMPDIR", str(directory))
     yield directory
     shutil.rmtree(directory)
 
 
-def test_nothing_is_left_of_a_killed_launcher_nor_of_a_server_that_was_stopped_while_vllm_hangs(
+def test_a_killed_launcher_and_a_server_stopped_with_a_hanging_vllm_leave_nothing(
     temporary: Path, tmp_path: Path
 ) -> None:
     server = DemoServer(tmp_path)
@@ -61,7 +61,7 @@ def test_nothing_is_left_of_a_killed_launcher_nor_of_a_server_that_was_stopped_w
         os.kill(server.pid, signal.SIGKILL)
         server.stop()
         tree.assert_gone()
-        assert list(temporary.iterdir()) == [left], "nobody is there to remove it before the next start"
+        assert list(temporary.iterdir()) == [left], "no process removes the directory before the next start"
 
         server.start()
         server.wait_ready(SLOW_START_S)

@@ -1,4 +1,4 @@
-"""A launcher that is told to stop, more than once: what it says, and that it ends in order."""
+"""A launcher that gets several stop signals: what it logs, and that it ends in order."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import psutil
 from tests.e2e.mortal_server import WAIT_S, MortalServer, Upstream
 
 
-def said(server: MortalServer) -> str:
+def serve_log(server: MortalServer) -> str:
     return (server.state_dir / "serve.log").read_text()
 
 
-def test_the_second_interrupt_says_what_goes_on_and_the_last_line_is_stopped(tmp_path: Path) -> None:
+def test_the_second_interrupt_is_explained_and_the_last_line_says_stopped(tmp_path: Path) -> None:
     with Upstream() as upstream:
         gateway = ("--backend", "none", "--base-model", "tiny", "--external-inference-url", upstream.url)
         server = MortalServer(tmp_path, *gateway)
@@ -24,18 +24,18 @@ def test_the_second_interrupt_says_what_goes_on_and_the_last_line_is_stopped(tmp
         try:
             server.wait_ready(WAIT_S)
             api = server.api()
-            api.suspend()  # so that it does not end before the second signal
+            api.suspend()  # so that the API process does not end before the second signal
             os.kill(server.pid, signal.SIGINT)
             deadline = time.monotonic() + WAIT_S
-            while "stopping; this takes at most" not in said(server):
+            while "stopping; this takes at most" not in serve_log(server):
                 assert time.monotonic() < deadline
                 time.sleep(0.05)
             os.kill(server.pid, signal.SIGINT)
-            while "already stopping" not in said(server):
+            while "already stopping" not in serve_log(server):
                 assert time.monotonic() < deadline
                 time.sleep(0.05)
             api.resume()
             assert psutil.Process(server.pid).wait(WAIT_S) == 0
         finally:
             server.stop()
-        assert said(server).splitlines()[-1].endswith("skyrl.launcher.main: stopped")
+        assert serve_log(server).splitlines()[-1].endswith("skyrl.launcher.main: stopped")

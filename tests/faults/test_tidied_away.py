@@ -1,4 +1,5 @@
-"""Somebody tidies temporary directories, and with them a running server's sockets and what its processes start from."""
+"""A cleaner of temporary directories deletes a running server's sockets and the files from which its processes
+start."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from pathlib import Path
 from tests.e2e.mortal_server import WAIT_S, Client, MortalServer, Upstream, insist
 
 
-def test_processes_start_again_although_their_directory_was_deleted(tmp_path: Path) -> None:
+def test_processes_restart_although_their_directory_was_deleted(tmp_path: Path) -> None:
     with Upstream() as upstream:
         gateway = ("--backend", "none", "--base-model", "tiny", "--external-inference-url", upstream.url)
         server = MortalServer(tmp_path, *gateway)

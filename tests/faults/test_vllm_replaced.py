@@ -1,6 +1,7 @@
-"""vLLM hangs or dies under two tenants' hands: it is replaced, and each gets what its own weights say.
+"""vLLM hangs or dies while two tenants work: vLLM is replaced, and each tenant's samples come from its own weights.
 
-One server whose bounds for a hang are short. The tests run in this order; the last one stops it.
+The tests share one server with short bounds for hangs. They run in the order of this file; the last test stops the
+server.
 """
 
 from __future__ import annotations
@@ -24,17 +25,17 @@ from tests.e2e.conftest import SLOW_START_S, ask, cross_entropy, find_process, t
 pytestmark = pytest.mark.vllm
 
 HANG_S = 20.0
-"""Long enough for the slowest step of the tiny model (the first ones) on a slow machine."""
+"""Longer than the slowest step of the tiny model (one of the first) on a slow machine."""
 PROMPT = [5, 6, 7, 8]
 SHORT, LONG = 12, 1500
 DRAINED = 100
-"""Tokens that end within the grace of a stop."""
+"""A number of tokens that can be sampled within the grace period of a stop."""
 API_SERVER, ENGINE = "vllm.entrypoints.openai.api_server", "EngineCore"
 
 
 @dataclass
 class Tenant:
-    """A client with weights of its own, and what they say."""
+    """A client with its own weights, and the tokens that they give."""
 
     sampler: tinker.SamplingClient
     tokens: list[int]
@@ -68,27 +69,27 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DemoServer]:
 
 @pytest.fixture(scope="module")
 def tenants(server: DemoServer) -> list[Tenant]:
-    """Two, who have trained different things. They stay until after the server's end."""
+    """Two tenants that have trained different texts. Their clients live until after the server's end."""
     found = []
     for name, first in (("tml-one", 20), ("tml-two", 90)):
         client = tinker.ServiceClient(base_url=server.url, api_key=name)
         trainer = client.create_lora_training_client(base_model="tiny", rank=8, seed=first).result()
         train(trainer, [cross_entropy(PROMPT + list(range(first, first + 20)))], 6, 2e-2)
         sampler = trainer.save_weights_and_get_sampling_client().result()
-        said = _sample(sampler, SHORT)
-        assert said.logprobs is not None
-        found.append(Tenant(sampler, list(said.tokens), list(said.logprobs)))
+        sample_of_tenant = _sample(sampler, SHORT)
+        assert sample_of_tenant.logprobs is not None
+        found.append(Tenant(sampler, list(sample_of_tenant.tokens), list(sample_of_tenant.logprobs)))
     assert found[0].logprobs != pytest.approx(found[1].logprobs, abs=0.1)
     return found
 
 
 @pytest.mark.parametrize(
-    ("victim", "how"),
+    ("victim", "signal_number"),
     [(ENGINE, signal.SIGSTOP), (API_SERVER, signal.SIGSTOP), (API_SERVER, signal.SIGKILL)],
     ids=["the engine hangs", "the API server hangs", "killed"],
 )
 def test_each_tenant_gets_its_own_weights_from_the_next_vllm(
-    server: DemoServer, tenants: list[Tenant], victim: str, how: signal.Signals
+    server: DemoServer, tenants: list[Tenant], victim: str, signal_number: signal.Signals
 ) -> None:
     leader = find_process(server, API_SERVER)
     old = [leader, *leader.children(recursive=True)]
@@ -97,18 +98,18 @@ def test_each_tenant_gets_its_own_weights_from_the_next_vllm(
         in_flight = [pool.submit(tenant.sample, LONG) for tenant in tenants for _ in range(2)]
         while server.status()["samples"]["in_flight"] < len(in_flight):
             time.sleep(0.01)
-        os.kill(find_process(server, victim).pid, how)
+        os.kill(find_process(server, victim).pid, signal_number)
         later = [pool.submit(tenant.sample, SHORT) for tenant in tenants for _ in range(2)]
-        for who, (before, after) in enumerate(zip(in_flight, later, strict=True)):
+        for number, (before, after) in enumerate(zip(in_flight, later, strict=True)):
             assert len(before.result().tokens) == LONG
-            tenants[who // 2].assert_own_weights(before.result())
-            tenants[who // 2].assert_own_weights(after.result())
+            tenants[number // 2].assert_own_weights(before.result())
+            tenants[number // 2].assert_own_weights(after.result())
     assert not [process for process in old if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
     assert server.status()["inference_generation"] > generation, "the URL was withdrawn and published again"
 
 
-def test_a_killed_api_costs_no_sample_and_no_command(server: DemoServer, tenants: list[Tenant]) -> None:
-    """With the SDK, the trainer and vLLM at work; the losses are those of commands that ran once each, in order."""
+def test_a_killed_api_process_loses_no_sample_and_no_command(server: DemoServer, tenants: list[Tenant]) -> None:
+    """The SDK, the trainer and vLLM are at work. The losses show that each command ran once, in order."""
     data = [cross_entropy(PROMPT + list(range(40, 60)))]
     steps = 12
     with tinker.ServiceClient(base_url=server.url, api_key="tml-trains") as client, ThreadPoolExecutor(8) as pool:
@@ -128,8 +129,8 @@ def test_a_killed_api_costs_no_sample_and_no_command(server: DemoServer, tenants
             tenant.assert_own_weights(sample.result())
 
 
-def test_nothing_of_the_server_listens_for_other_machines(server: DemoServer) -> None:
-    """Sockets with a path are in the private directory."""
+def test_the_server_listens_on_loopback_only(server: DemoServer) -> None:
+    """Sockets with a path lie in the private directory."""
     private = (server.state_dir / "run").resolve()
     assert private.stat().st_mode & 0o777 == 0o700
     paths, addresses = set(), set()
@@ -143,8 +144,8 @@ def test_nothing_of_the_server_listens_for_other_machines(server: DemoServer) ->
     assert {os.path.dirname(path) for path in paths if path} == {str(private)}
 
 
-def test_every_route_of_vllm_asks_for_the_key(server: DemoServer) -> None:
-    """The key is in the memory of the server's own processes and in the private directory, nowhere else."""
+def test_every_route_of_vllm_requires_the_key(server: DemoServer) -> None:
+    """The key exists only in the memory of the server's own processes and in the private directory."""
     url, key = vllm_of(server)
     assert key not in " ".join(find_process(server, API_SERVER).cmdline())
     with httpx.Client(base_url=url, timeout=60, trust_env=False) as anybody:
@@ -156,15 +157,15 @@ def test_every_route_of_vllm_asks_for_the_key(server: DemoServer) -> None:
                 assert anybody.request(method, path, headers=wrong).status_code == 401, (method, path)
 
 
-def test_a_server_that_is_stopped_lets_a_sample_in_flight_end_and_leaves_nothing(
+def test_a_stopped_server_lets_a_running_sample_end_and_leaves_nothing(
     server: DemoServer, tenants: list[Tenant]
 ) -> None:
-    """SIGTERM with a sample in flight: its client gets the result, and nothing is left behind."""
+    """The server gets SIGTERM while a sample runs: the client gets the result, and nothing is left behind."""
     family = [psutil.Process(server.pid), *psutil.Process(server.pid).children(recursive=True)]
     with ThreadPoolExecutor(1) as pool:
         sample = pool.submit(tenants[0].sample, DRAINED)
         while not server.status()["samples"]["in_flight"]:
-            if sample.done():  # before anybody saw it
+            if sample.done():  # the sample ended before the test saw it run
                 sample = pool.submit(tenants[0].sample, DRAINED)
             time.sleep(0.01)
         os.kill(server.pid, signal.SIGTERM)

@@ -1,5 +1,5 @@
-"""What counts as a hang of vLLM and what does not: a scripted server on a real socket, and a handle
-without a process behind it."""
+"""When the watchdog treats vLLM as hung and when not: a scripted server on a real socket, and a server handle without a
+process."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ GARBAGE = -1
 """An answer that cannot be decoded."""
 
 Answer = Callable[[int], int | None]
-"""The status for the n-th question (from 0); `SILENCE` takes it and never answers."""
+"""The status for the n-th request (from 0); `SILENCE` accepts the request and never answers."""
 
 
 class Upstream:
-    """Answers by path; counts the questions."""
+    """Answers by path; counts the requests per path."""
 
     def __init__(self, **answers: Answer) -> None:
         self.url = ""
-        self.asked: Counter[str] = Counter()
+        self.requests_by_path: Counter[str] = Counter()
         self._answers = answers
         self._connections: set[asyncio.Task[None]] = set()
 
@@ -38,8 +38,8 @@ class Upstream:
         try:
             while head := await reader.read(65_536):
                 path = head.split()[1].decode().removeprefix("/")
-                status = self._answers[path](self.asked[path])
-                self.asked[path] += 1
+                status = self._answers[path](self.requests_by_path[path])
+                self.requests_by_path[path] += 1
                 if status == GARBAGE:
                     head = b"HTTP/1.1 200 x\r\ncontent-encoding: gzip\r\ncontent-length: 7\r\n\r\n"
                     writer.write(head + b"no gzip")
@@ -66,7 +66,7 @@ class Upstream:
 
 
 class Server:
-    """A server as the watchdog sees it."""
+    """A server handle for the watchdog."""
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -104,7 +104,7 @@ async def watched(url: str, *, health_s: float = LONG_S, step_s: float = LONG_S)
     watching = asyncio.create_task(watchdog.run())
     try:
         yield server
-        assert not watching.done(), "the watchdog goes on"
+        assert not watching.done(), "the watchdog has not ended"
     finally:
         watching.cancel()
         await asyncio.gather(watching, return_exceptions=True)
@@ -116,67 +116,67 @@ async def until(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0.01)
 
 
-@pytest.mark.parametrize("health", [SILENCE, DEAD], ids=["takes questions and never answers", "stays 503"])
-async def test_an_api_server_that_hangs_is_killed(health: int | None) -> None:
+@pytest.mark.parametrize("health", [SILENCE, DEAD], ids=["accepts requests and never answers", "stays 503"])
+async def test_a_hanging_api_server_is_killed(health: int | None) -> None:
     upstream = Upstream(health=lambda _: health, is_sleeping=lambda _: WELL)
     async with upstream.running(), watched(upstream.url, health_s=0.3) as server:
         await server.killed.wait()
 
 
-async def test_an_answer_that_cannot_be_decoded_does_not_end_the_watchdog() -> None:
+async def test_an_undecodable_answer_does_not_end_the_watchdog() -> None:
     upstream = Upstream(health=lambda n: GARBAGE if n < 3 else WELL, is_sleeping=lambda _: WELL)
     async with upstream.running(), watched(upstream.url) as server:
-        await until(lambda: upstream.asked["health"] > 5)
+        await until(lambda: upstream.requests_by_path["health"] > 5)
         assert not server.killed.is_set()
     upstream = Upstream(health=lambda _: GARBAGE, is_sleeping=lambda _: WELL)
     async with upstream.running(), watched(upstream.url, health_s=0.3) as server:
         await server.killed.wait()
 
 
-async def test_an_engine_that_hangs_behind_a_living_api_server_is_killed() -> None:
+async def test_a_hanging_engine_behind_a_healthy_api_server_is_killed() -> None:
     upstream = Upstream(health=lambda _: WELL, is_sleeping=lambda _: SILENCE)
     async with upstream.running(), watched(upstream.url, step_s=0.3) as server:
         await server.killed.wait()
 
 
-async def test_a_long_step_is_not_measured_by_the_bound_for_health() -> None:
+async def test_a_long_step_is_allowed_beyond_the_bound_for_health() -> None:
     upstream = Upstream(health=lambda _: WELL, is_sleeping=lambda _: SILENCE)
     bound_s = 2.0
     async with upstream.running(), watched(upstream.url, health_s=bound_s) as server:
-        await until(lambda: upstream.asked["health"] > 1.5 * bound_s / INTERVAL_S)
-        assert upstream.asked["is_sleeping"] == 1, "it still waits for the first answer"
+        await until(lambda: upstream.requests_by_path["health"] > 1.5 * bound_s / INTERVAL_S)
+        assert upstream.requests_by_path["is_sleeping"] == 1, "the watchdog still waits for the first answer"
         assert not server.killed.is_set()
 
 
-async def test_one_question_lost_while_the_machine_was_frozen_is_no_hang() -> None:
+async def test_one_unanswered_probe_is_not_a_hang() -> None:
     upstream = Upstream(health=lambda n: WELL if n else SILENCE, is_sleeping=lambda _: WELL)
     async with upstream.running(), watched(upstream.url, health_s=4.0) as server:
-        await until(lambda: upstream.asked["health"] > 5)
+        await until(lambda: upstream.requests_by_path["health"] > 5)
         assert not server.killed.is_set()
 
 
-async def test_a_server_that_does_not_listen_is_left_to_start() -> None:
+async def test_a_server_that_does_not_listen_yet_is_not_killed() -> None:
     async with watched(f"http://127.0.0.1:{free_port()}", health_s=0.01, step_s=0.01) as server:
         await until(lambda: server.looked > 10)
         assert not server.killed.is_set()
 
 
-async def test_a_server_that_has_stopped_listening_and_does_not_end_is_killed() -> None:
+async def test_a_server_that_stopped_listening_and_does_not_exit_is_killed() -> None:
     upstream = Upstream(health=lambda _: WELL, is_sleeping=lambda _: WELL)
     async with AsyncExitStack() as stack:
         async with upstream.running():
             server = await stack.enter_async_context(watched(upstream.url, health_s=4.0))
-            await until(lambda: upstream.asked["health"] > 1)
+            await until(lambda: upstream.requests_by_path["health"] > 1)
             assert not server.killed.is_set()
         await server.killed.wait()
 
 
-async def test_the_successor_of_a_server_that_hung_is_not_killed_in_its_place() -> None:
+async def test_the_server_after_a_hung_one_is_not_killed() -> None:
     upstream = Upstream(health=lambda n: SILENCE if n < 2 else WELL, is_sleeping=lambda _: WELL)
     async with upstream.running(), watched(upstream.url, health_s=4.0) as server:
-        await until(lambda: upstream.asked["health"] == 1)
+        await until(lambda: upstream.requests_by_path["health"] == 1)
         server.restarts = 1
-        await until(lambda: upstream.asked["health"] > 5)
+        await until(lambda: upstream.requests_by_path["health"] > 5)
         assert not server.killed.is_set()
 
 

@@ -1,1 +1,1 @@
-"""Input that nobody would send on purpose, against a real server: nothing breaks it, and no answer tells of others."""
+"""Random input to a real server: no input breaks the server, and no answer shows data of another tenant."""

@@ -1,4 +1,6 @@
-"""One server for all of it, and how long each property is tried: a fixed number of inputs, or FUZZ_S seconds."""
+"""One server for all fuzz tests. Each property is tried with a fixed number of inputs, or for its share of FUZZ_S
+seconds.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from tests.e2e.mortal_server import MortalServer, Upstream
 from tests.fuzz.target import QUICK, Target
 
 INPUTS = "inputs"
-"""The property of a test's report that counts its inputs, also when the test ran in another process."""
+"""The name of the property of a test report that holds the number of inputs. It works across processes."""
 
 
 class Run(Protocol):
@@ -37,8 +39,8 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
 
 @pytest.fixture
 def run(request: pytest.FixtureRequest, target: Target) -> Iterator[Run]:
-    """Tries a property with so many examples, the same each time; where FUZZ_S is set, with others, for this test's
-    part of that many seconds, or the given share of it."""
+    """A function that tries a property. Without FUZZ_S it tries `examples` inputs, the same in every run. With FUZZ_S
+    it tries random inputs for this test's part of FUZZ_S seconds, or for `share` of that part."""
     tests = sum("run" in item.fixturenames for item in request.session.items if isinstance(item, pytest.Function))
     seconds = float(os.environ.get("FUZZ_S", "0")) / tests
     before, processes = target.statuses.copy(), target.pids()
@@ -48,9 +50,9 @@ def run(request: pytest.FixtureRequest, target: Target) -> Iterator[Run]:
             settings(QUICK, max_examples=examples)(prop)()
             return
         deadline = time.monotonic() + seconds * share
-        tried = settings(QUICK, derandomize=False, max_examples=10)(prop)
+        random_property = settings(QUICK, derandomize=False, max_examples=10)(prop)
         while time.monotonic() < deadline:
-            seed(random.getrandbits(64))(tried)()
+            seed(random.getrandbits(64))(random_property)()
 
     yield attempt
     assert target.pids() == processes, "a process of the server died"
@@ -59,11 +61,11 @@ def run(request: pytest.FixtureRequest, target: Target) -> Iterator[Run]:
 
 @pytest.hookimpl
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    tried: Counter[str] = Counter()
+    inputs: Counter[str] = Counter()
     for report in [report for reports in terminalreporter.stats.values() for report in reports]:
         if isinstance(report, pytest.TestReport) and report.when == "teardown":
             counts: dict[str, Any] = dict(report.user_properties)
-            tried[report.location[2].partition("[")[0]] += counts.get(INPUTS, 0)
-    for name, count in tried.items():
+            inputs[report.location[2].partition("[")[0]] += counts.get(INPUTS, 0)
+    for name, count in inputs.items():
         if count:
             terminalreporter.write_line(f"{count} inputs: {name}")

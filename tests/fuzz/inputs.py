@@ -1,4 +1,4 @@
-"""Bodies that are nearly right: a good one of a route with some parts exchanged, and bytes changed after that."""
+"""Nearly valid bodies: a valid body of a route with some values replaced, and then some bytes changed."""
 
 from __future__ import annotations
 
@@ -77,27 +77,27 @@ FULL: dict[str, dict[str, Any]] = {
     },
     "cancel_future": {"request_id": "nobody"},
 }
-"""Bodies of POST routes with all their fields; a query, which no route reads, tells two of the same route apart. A body
-that would end or fill the first tenant's session names the other tenant's."""
+"""Bodies of POST routes with all their fields. If a route has two bodies, a query tells them apart; no route reads it.
+Bodies that would end or fill a session name the other tenant's session, so that the first tenant's stays usable."""
 _THEIRS = {"session_id": "their_session", "my_session": "session", "model_id": "their_model"}
 _THEIRS |= {"sampler_id": "their_sampler", "path": "their_path"}
 
 
 def _from_strangers() -> dict[str, dict[str, Any]]:
-    """A body of each POST route that takes one, from what `test_isolation` sends there."""
+    """A body for each POST route with a body, taken from the requests of `test_isolation`."""
     found: dict[str, dict[str, Any]] = {}
     for (method, path), tries in (TRIED | LISTS).items():
         if method == "POST" and not path.endswith("/publish"):
             text = json.dumps([path.removeprefix("/api/v1/"), tries[0].body])
-            for name, theirs in _THEIRS.items():
-                text = text.replace("{" + name + "}", "{" + theirs + "}")
+            for name, their_name in _THEIRS.items():
+                text = text.replace("{" + name + "}", "{" + their_name + "}")
             route, body = json.loads(text)
             found[route] = body
     return found
 
 
 GOOD = _from_strangers() | FULL
-"""A body of every POST route that takes one."""
+"""A valid body of every POST route with a body."""
 
 NESTED = 20_000
 STRINGS = (
@@ -126,31 +126,31 @@ FRAGMENTS = (
     *(b"NaN", b"Infinity", b"-Infinity", b"1e999", b"9" * 5000, b"01", b"'x'", b'"\xff"', b'"\\ud800"', b'"\\ud800x"'),
     *(b"[" * NESTED + b"]" * NESTED, b'{"a":' * 900 + b"1" + b"}" * 900, b"[" * NESTED, b"[" + b"1," * 50_000 + b"1]"),
 )
-"""JSON texts, and what only looks like one."""
+"""JSON texts, and texts that only look like JSON."""
 _HOLE = "\x01hole\x01"
 
 
 def _places(value: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """Where something is in `value`, itself included."""
+    """The paths of keys and indices to every part of `value`, including `value` itself."""
     inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     return [at, *(place for key, item in inside for place in _places(item, (*at, key)))]
 
 
-def _exchanged(value: Any, at: tuple[Any, ...], to: Any) -> Any:
+def _replaced(value: Any, at: tuple[Any, ...], to: Any) -> Any:
     if not at:
         return to
     copy = value.copy()
-    copy[at[0]] = _exchanged(value[at[0]], at[1:], to)
+    copy[at[0]] = _replaced(value[at[0]], at[1:], to)
     return copy
 
 
 @st.composite
 def json_bodies(draw: st.DrawFn, good: dict[str, Any]) -> bytes:
-    """`good` with one to three of its values exchanged, a key given twice, or a field that nobody knows."""
+    """`good` with one to three values replaced, and perhaps with a repeated key or an unknown field."""
     body: Any = good
     fragments: list[bytes] = []
     for _ in range(draw(st.integers(1, 3))):
-        body = _exchanged(body, draw(st.sampled_from(_places(body))), _HOLE)
+        body = _replaced(body, draw(st.sampled_from(_places(body))), _HOLE)
         fragments.append(draw(st.sampled_from(FRAGMENTS)))
         if body == _HOLE:
             break
@@ -167,7 +167,7 @@ def json_bodies(draw: st.DrawFn, good: dict[str, Any]) -> bytes:
 
 @st.composite
 def damaged(draw: st.DrawFn, body: bytes) -> bytes:
-    """`body`, seldom whole."""
+    """`body`, usually with a cut, a changed byte, inserted bytes, or repeated."""
     how = draw(st.sampled_from(["not", "not", "cut", "flip", "insert", "repeat"]))
     at = draw(st.integers(0, max(0, len(body) - 1)))
     if how == "cut":
@@ -181,7 +181,7 @@ def damaged(draw: st.DrawFn, body: bytes) -> bytes:
 
 @st.composite
 def encoded(draw: st.DrawFn, body: bytes) -> tuple[bytes, dict[str, str]]:
-    """What goes over the wire, and its headers: also compressed, also under a wrong name."""
+    """The bytes of a body and its headers: plain, compressed, or with a wrong Content-Encoding."""
     how = draw(st.sampled_from(["plain", "plain", "zstd", "damaged", "twice", "not zstd", "gzip"]))
     if how == "plain":
         return body, {}
@@ -265,7 +265,7 @@ def datums(draw: st.DrawFn) -> pb.Datum:
 
 @st.composite
 def passes(draw: st.DrawFn) -> pb.ForwardBackwardRequest:
-    """Without a model and a number."""
+    """A pass without model and number."""
     message = pb.ForwardBackwardRequest(loss_fn=draw(LOSSES), forward_only=draw(st.booleans()))
     message.data.extend(draw(st.lists(datums(), max_size=3)))
     for name in draw(st.lists(NAMES, max_size=2)):

@@ -1,4 +1,4 @@
-"""The server that is fuzzed, two tenants' things in it, and what every one of its answers must be like."""
+"""The server that is fuzzed, objects of two tenants in it, and the checks of every answer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from skyrl.wire import tinker_pb2 as pb
 from tests.e2e.mortal_server import MortalServer
 
 CANARY = f"canary-{secrets.token_hex(8)}"
-"""The other tenant writes it wherever it can. No answer to the first one may hold it."""
+"""The other tenant writes this text into every free field. No answer to the first tenant may hold it."""
 SAVED = "saved"
 BEAT_EVERY = 100
 WAIT_S = 300.0
@@ -24,12 +24,12 @@ QUIET = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_to
 QUICK = settings(
     deadline=None, derandomize=True, database=None, suppress_health_check=QUIET, phases=[Phase.explicit, Phase.generate]
 )
-"""The same examples at every run."""
+"""The same examples in every run."""
 
 
 @dataclass
 class Target:
-    """`ids` are what routes take: `session`, `model`, ..., and `their_*` of another tenant."""
+    """`ids` holds the ids that routes take: `session`, `model`, ..., and `their_session`, ... of the other tenant."""
 
     server: MortalServer
     ids: dict[str, str] = field(default_factory=dict)
@@ -58,8 +58,8 @@ class Target:
         session = ok("create_session", {"user_metadata": note, "display_name": note["note"], "project_id": "p"})
         session = session["session_id"]
         model = f"{session}:train:0"
-        wanted = {"session_id": session, "model_seq_id": 0, "base_model": "tiny", "lora_config": {"rank": 2}}
-        done("create_model", wanted | {"user_metadata": note})
+        new_model = {"session_id": session, "model_seq_id": 0, "base_model": "tiny", "lora_config": {"rank": 2}}
+        done("create_model", new_model | {"user_metadata": note})
         for seq_id, route in enumerate(("save_weights", "save_weights_for_sampler"), start=1):
             done(route, {"model_id": model, "seq_id": seq_id, "path": SAVED, "user_metadata": note})
         sampler = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "tiny"}
@@ -74,10 +74,10 @@ class Target:
         self.seq_id = 2
 
     def outcome(self, request_id: str, headers: dict[str, str] | None = None) -> dict[str, Any]:
-        """How a request ended."""
-        asked = {"request_id": request_id}
+        """Poll until a request has ended; returns its result."""
+        poll = {"request_id": request_id}
         while True:
-            answer = self.http.post("/api/v1/retrieve_future", json=asked, headers=headers)
+            answer = self.http.post("/api/v1/retrieve_future", json=poll, headers=headers)
             if answer.status_code != 408:
                 assert answer.status_code == 200, answer.text
                 return answer.json()
@@ -89,7 +89,7 @@ class Target:
         return text
 
     def send(self, method: str, path: str, **request: Any) -> httpx.Response:
-        """One request, whose answer is checked."""
+        """Send one request and check its answer."""
         if self.statuses.total() % BEAT_EVERY == 0:
             for owner, key in (("", "tml-fuzz"), ("their_", "tml-other")):
                 beat = {"session_id": self.ids[f"{owner}session"]}
@@ -101,22 +101,22 @@ class Target:
         return answer
 
     def check(self, answer: httpx.Response) -> None:
-        """No failure of the server's own, no empty refusal, nothing of the other tenant's."""
-        said = f"{answer.request.method} {answer.request.url}: {answer.status_code} {answer.text[:300]}"
-        assert CANARY not in answer.text, said
+        """Fail if the server failed, if a refusal has no detail, or if the answer shows data of the other tenant."""
+        description = f"{answer.request.method} {answer.request.url}: {answer.status_code} {answer.text[:300]}"
+        assert CANARY not in answer.text, description
         if answer.status_code < 400 or answer.status_code == 408:
             return
-        away = answer.status_code == 503 and answer.request.url.path == "/readyz"
-        assert answer.status_code < 500 or away, said
-        if not away:
+        not_ready = answer.status_code == 503 and answer.request.url.path == "/readyz"
+        assert answer.status_code < 500 or not_ready, description
+        if not not_ready:
             body = answer.json()
-            assert set(body) == {"detail", "field"}, said
-            assert body["detail"], said
-            assert body["field"] is None or body["detail"].startswith(f"{body['field']}: "), said
+            assert set(body) == {"detail", "field"}, description
+            assert body["detail"], description
+            assert body["field"] is None or body["detail"].startswith(f"{body['field']}: "), description
 
     def command(self, route: str, content: bytes, content_type: str = "application/json") -> dict[str, Any] | None:
-        """How a command of the model under the next number ended (which `content` must say): well, or as its user's
-        fault. None if it was refused at once."""
+        """Send a command; returns its result, which may be a failure of category "user". None if the command was
+        refused at once. `content` must name the model and its next number."""
         answer = self.send("POST", f"/api/v1/{route}", content=content, headers={"Content-Type": content_type})
         if answer.status_code != httpx.codes.OK:
             return None
@@ -126,17 +126,17 @@ class Target:
         return ended
 
     def numbered(self, fields: bytes) -> bytes:
-        """A JSON body of a command: its model and next number come last, so that nothing in `fields` says others."""
+        """A JSON body of a command. Model and number come last, so that they override any in `fields`."""
         named = f'"model_id":"{self.ids["model"]}","seq_id":{self.seq_id + 1}'
         return b"{" + fields + b"," + named.encode() + b"}"
 
     def numbered_proto(self, fields: bytes) -> bytes:
-        """The same in protobuf."""
+        """The same as `numbered`, in protobuf."""
         header = pb.ForwardBackwardHeader(model_id=self.ids["model"], seq_id=self.seq_id + 1)
         return fields + header.SerializeToString()
 
     def peak_mib(self, module: str) -> float:
-        """The most memory that a process of the server ever had resident."""
+        """The largest resident memory so far of the server's process that runs `module`."""
         for process in psutil.Process(self.server.pid).children(recursive=True):
             if process.cmdline()[-1] == module:
                 status = Path(f"/proc/{process.pid}/status").read_text()

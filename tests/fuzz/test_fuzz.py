@@ -1,4 +1,4 @@
-"""No input breaks the server: not in what its OpenAPI document tells of, and not beside that."""
+"""No input breaks the server: inputs from the OpenAPI document, and inputs that the document does not allow."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ from tests.fuzz.conftest import Run
 from tests.fuzz.inputs import FRAGMENTS, GOOD, STRINGS, damaged, encoded, json_bodies, passes
 from tests.fuzz.target import Target
 
-pytestmark = pytest.mark.filterwarnings("ignore:Generating overly large repr")  # of an input that failed
+# Hypothesis gives this warning about an input that failed.
+pytestmark = pytest.mark.filterwarnings("ignore:Generating overly large repr")
 
 
-def test_every_operation_of_the_openapi_document(target: Target, run: Run) -> None:
-    """Requests that fit the document, and ones that miss it by a little."""
+def test_every_operation_of_the_openapi_document_survives_valid_and_invalid_requests(target: Target, run: Run) -> None:
+    """Requests that fit the document, and requests that violate it slightly."""
     document = schemathesis.openapi.from_dict(target.http.get("/openapi.json").json())
     document.config.base_url = target.server.url
     operations = [found.ok() for found in document.get_all_operations() if isinstance(found, Ok)]
@@ -32,57 +33,57 @@ def test_every_operation_of_the_openapi_document(target: Target, run: Run) -> No
         for mode in (GenerationMode.POSITIVE, *wrong):
 
             @given(operation.as_strategy(generation_mode=mode))
-            def sound(case: Any) -> None:
+            def answer_is_sound(case: Any) -> None:
                 sent = case.as_transport_kwargs()
                 body = {name: sent[name] for name in ("params", "json") if sent.get(name) is not None}
                 target.send(sent["method"], sent["url"].removeprefix(target.server.url), **body)
 
-            run(sound, 3, share=1 / (2 * len(operations)))
+            run(answer_is_sound, 3, share=1 / (2 * len(operations)))
 
 
 @pytest.mark.parametrize("route", GOOD)
-def test_bodies_that_are_nearly_right(target: Target, run: Run, route: str) -> None:
+def test_nearly_valid_bodies_get_sound_answers(target: Target, run: Run, route: str) -> None:
     path = f"/api/v1/{target.fill(route)}"
 
     @given(st.data())
-    def sound(data: st.DataObject) -> None:
+    def answer_is_sound(data: st.DataObject) -> None:
         text = data.draw(json_bodies(GOOD[route])).decode("utf-8", "surrogateescape")
         body = data.draw(damaged(target.fill(text).encode("utf-8", "surrogateescape")))
         content, headers = data.draw(encoded(body))
         target.send("POST", path, content=content, headers=headers)
 
-    run(sound, 40)
+    run(answer_is_sound, 40)
 
 
-def test_training_passes_as_json(target: Target, run: Run) -> None:
-    """They are accepted, and fail as their user's fault when their turn comes."""
+def test_nearly_valid_json_passes_get_sound_answers(target: Target, run: Run) -> None:
+    """The server accepts such passes; each succeeds or fails with category "user" when it runs."""
 
     @given(json_bodies(GOOD["forward_backward"]["forward_backward_input"]))
-    def sound(body: bytes) -> None:
+    def answer_is_sound(body: bytes) -> None:
         target.command("forward_backward", target.numbered(b'"forward_backward_input":' + body))
 
-    run(sound, 60)
+    run(answer_is_sound, 60)
 
 
-def test_training_passes_as_protobuf(target: Target, run: Run) -> None:
+def test_nearly_valid_protobuf_passes_get_sound_answers(target: Target, run: Run) -> None:
     @given(passes(), st.data())
-    def sound(message: pb.ForwardBackwardRequest, data: st.DataObject) -> None:
+    def answer_is_sound(message: pb.ForwardBackwardRequest, data: st.DataObject) -> None:
         body = data.draw(damaged(message.SerializeToString()))
         target.command("forward_backward", target.numbered_proto(body), PROTOBUF)
 
-    run(sound, 100)
+    run(answer_is_sound, 100)
 
 
-def test_bodies_under_another_content_type(target: Target, run: Run) -> None:
+def test_bodies_of_another_content_type_get_sound_answers(target: Target, run: Run) -> None:
     @given(st.sampled_from([*GOOD]), st.binary(max_size=200))
-    def sound(route: str, body: bytes) -> None:
+    def answer_is_sound(route: str, body: bytes) -> None:
         target.send("POST", f"/api/v1/{target.fill(route)}", content=body, headers={"Content-Type": PROTOBUF})
 
-    run(sound, 100)
+    run(answer_is_sound, 100)
 
 
 LONGEST = 5_000
-"""Bytes of a name: percent-encoded and given twice they still fit what the client takes for a URL."""
+"""Bytes of a name. Percent-encoded and used twice in a URL, a name of this length still fits the client's limit."""
 PLACES = (
     ("GET", "sessions/{}"),
     ("GET", "sessions/{}/trace_export"),
@@ -111,22 +112,22 @@ PLACES = (
 
 
 @pytest.mark.parametrize(("method", "place"), PLACES)
-def test_paths_and_queries(target: Target, run: Run, method: str, place: str) -> None:
+def test_odd_paths_and_queries_get_sound_answers(target: Target, run: Run, method: str, place: str) -> None:
     texts = st.one_of(st.sampled_from(STRINGS), st.sampled_from(FRAGMENTS), st.binary(max_size=20))
 
     @given(texts)
-    def sound(text: str | bytes) -> None:
+    def answer_is_sound(text: str | bytes) -> None:
         raw = target.fill(text).encode() if isinstance(text, str) else text
         name = quote(raw[:LONGEST], safe="")
         target.send(method, f"/api/v1/{place.format(name, name)}", json={} if method == "PUT" else None)
 
-    run(sound, 15)
+    run(answer_is_sound, 15)
 
 
 CONTROL = {*range(32), 127}
 
 
-def test_headers(target: Target, run: Run) -> None:
+def test_odd_headers_get_sound_answers(target: Target, run: Run) -> None:
     names = ("X-API-Key", "Content-Type", "Content-Encoding", "Accept", "X-Tinker-Request-Type", "X-Idempotency-Key")
     more = ("X-Stainless-Package-Version", "X-Tinker-Weights-Access-Token", "Host")
     values = st.binary(max_size=30).map(
@@ -134,10 +135,10 @@ def test_headers(target: Target, run: Run) -> None:
     )
 
     @given(st.sampled_from([*names, *more]), values)
-    def sound(name: str, value: bytes) -> None:
+    def answer_is_sound(name: str, value: bytes) -> None:
         headers: Any = [(name.encode(), value)]
         for path, body in (("create_session", b"{}"), ("asample", b"{}"), ("copy_weights", b"{}")):
             target.send("POST", f"/api/v1/{path}", content=body, headers=headers)
         target.send("GET", "/api/v1/checkpoints", headers=headers)
 
-    run(sound, 60)
+    run(answer_is_sound, 60)

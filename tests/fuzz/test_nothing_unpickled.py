@@ -1,4 +1,4 @@
-"""No byte that came from outside is unpickled: weights are safetensors, and everything else is JSON or protobuf."""
+"""skyrl unpickles nothing: weights are safetensors, and all other data is JSON or protobuf."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ EVALUATE = {"eval", "exec", "compile"}
 SOURCES = sorted(Path(skyrl.__file__).parent.rglob("*.py"))
 
 
-def _said(call: ast.Call, name: str) -> object:
-    """A constant that a call is given by that name."""
-    return next((k.value.value for k in call.keywords if k.arg == name and isinstance(k.value, ast.Constant)), None)
+def _constant_argument(call: ast.Call, name: str) -> object:
+    """The keyword argument `name` of a call if it is a constant, else None."""
+    values = (keyword.value for keyword in call.keywords if keyword.arg == name)
+    return next((value.value for value in values if isinstance(value, ast.Constant)), None)
 
 
 def unpickles(source: str) -> Iterator[str]:
-    """Lines that could run what they read."""
+    """The lines of `source` that could run code which they read."""
     for node in ast.walk(ast.parse(source)):
         modules: list[str] = []
         if isinstance(node, ast.Import):
@@ -33,9 +34,9 @@ def unpickles(source: str) -> Iterator[str]:
             found.append(node.func.id)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             called = ast.unparse(node.func)
-            if called == "torch.load" and _said(node, "weights_only") is not True:
+            if called == "torch.load" and _constant_argument(node, "weights_only") is not True:
                 found.append(called)
-            if called in ("np.load", "numpy.load") and _said(node, "allow_pickle") not in (None, False):
+            if called in ("np.load", "numpy.load") and _constant_argument(node, "allow_pickle") not in (None, False):
                 found.append(called)
             if called == "yaml.load" or called.endswith(".read_pickle"):
                 found.append(called)
@@ -54,18 +55,18 @@ def unpickles(source: str) -> Iterator[str]:
         "yaml.load(f)",
     ],
 )
-def test_it_is_seen(source: str) -> None:
+def test_unpickling_and_evaluation_are_found(source: str) -> None:
     assert [*unpickles(source)]
 
 
 @pytest.mark.parametrize(
     "source", ["torch.load(f, weights_only=True)", "np.load(f)", "model.eval()", "yaml.safe_load(f)"]
 )
-def test_what_is_harmless(source: str) -> None:
+def test_harmless_calls_are_not_reported(source: str) -> None:
     assert not [*unpickles(source)]
 
 
-def test_nothing_is_unpickled() -> None:
+def test_skyrl_unpickles_nothing() -> None:
     assert len(SOURCES) > 100
     found = [f"{path.name}, {line}" for path in SOURCES for line in unpickles(path.read_text())]
     assert not found

@@ -1,4 +1,4 @@
-"""The OpenAPI document tells of every body and of who needs a key."""
+"""The OpenAPI document describes every body, and says which routes need a key."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ from tests.fuzz.target import Target
 def operations(target: Target) -> dict[tuple[str, str], Any]:
     document = target.http.get("/openapi.json").json()
     return {
-        (method.upper(), path): one for path, methods in document["paths"].items() for method, one in methods.items()
+        (method.upper(), path): operation
+        for path, methods in document["paths"].items()
+        for method, operation in methods.items()
     }
 
 
-def test_bodies(target: Target) -> None:
-    """Of every route that takes one; the fuzzer has a good one of each."""
-    bodies = {path: one["requestBody"] for (_, path), one in operations(target).items() if "requestBody" in one}
+def test_the_document_describes_the_body_of_every_route_and_the_fuzzer_has_one(target: Target) -> None:
+    described = operations(target).items()
+    bodies = {path: operation["requestBody"] for (_, path), operation in described if "requestBody" in operation}
     assert {path for path, body in bodies.items() if PROTOBUF in body["content"]} == {
         "/api/v1/forward",
         "/api/v1/forward_backward",
@@ -29,7 +31,7 @@ def test_bodies(target: Target) -> None:
     assert posted <= {route.partition("?")[0].rpartition("/")[2] for route in GOOD}
 
 
-def test_every_reference_leads_somewhere_and_requests_tell_their_fields(target: Target) -> None:
+def test_every_reference_of_the_document_resolves_and_requests_list_their_fields(target: Target) -> None:
     document = target.http.get("/openapi.json")
     schemas = document.json()["components"]["schemas"]
     references = {part.partition('"')[0] for part in document.text.split("#/components/schemas/")[1:]}
@@ -38,7 +40,7 @@ def test_every_reference_leads_somewhere_and_requests_tell_their_fields(target: 
     assert {"model_id", "seq_id", "path", "ttl_seconds"} <= {*schemas["SaveWeightsRequest"]["properties"]}
 
 
-def test_keys_are_needed_where_it_says_so(target: Target) -> None:
+def test_exactly_the_routes_marked_with_security_need_a_key(target: Target) -> None:
     names = {"session_id": "s", "sampler_id": "x", "model_id": "m", "kind": "weights", "name": "n"}
     names |= {"save": "0123", "file": "f"}
     for (method, path), operation in operations(target).items():

@@ -1,4 +1,4 @@
-"""Where the GPU tests run and where they are skipped, and what is printed at the end."""
+"""Skips the GPU tests on machines without a GPU, and prints their figures at the end."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before cuBLAS is first used
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # must be set before cuBLAS is first used
 HERE = Path(__file__).parent
-WANTED = os.environ.get("SKYRL_TEST_DEVICE")
-if WANTED == "cpu":
+DEVICE = os.environ.get("SKYRL_TEST_DEVICE")
+if DEVICE == "cpu":
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
-def _why_not() -> str | None:
-    if WANTED == "cpu":
+def _skip_reason() -> str | None:
+    if DEVICE == "cpu":
         return None
     import torch
 
@@ -26,14 +26,14 @@ def _why_not() -> str | None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    here = [item for item in items if HERE in item.path.parents]
-    why = _why_not() if here else None
-    for item in here:
+    gpu_tests = [item for item in items if HERE in item.path.parents]
+    reason = _skip_reason() if gpu_tests else None
+    for item in gpu_tests:
         item.add_marker(pytest.mark.gpu)
-        # torch says so where it has no deterministic kernel; the tests compare numbers instead
+        # torch warns where it has no deterministic kernel; the tests compare numbers, not bits, there
         item.add_marker(pytest.mark.filterwarnings("ignore:.*deterministic:UserWarning"))
-        if why is not None:
-            item.add_marker(pytest.mark.skip(reason=why))
+        if reason is not None:
+            item.add_marker(pytest.mark.skip(reason=reason))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
@@ -52,8 +52,8 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def memory_is_given_back() -> Iterator[None]:
-    """What a test took is free for the next one."""
+def free_memory() -> Iterator[None]:
+    """Frees the GPU memory of a test for the next one."""
     yield
     import gc
 

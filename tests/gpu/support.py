@@ -1,4 +1,4 @@
-"""What the GPU tests share: where they run, base models built from their configuration, backends, errors, figures."""
+"""Helpers for the GPU tests: the device, base models with random weights, backends, distances, and figures."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from skyrl.backends.base import Datum, PassResult
 from skyrl.backends.torch_lora import model as model_module
 from skyrl.backends.torch_lora.backend import TorchLoraBackend
-from skyrl.config.server import load_config
+from skyrl.config.loading import load_config
 
 DEVICE = os.environ.get("SKYRL_TEST_DEVICE") or "cuda"
 REHEARSAL = DEVICE == "cpu"
 FIGURES: dict[str, Any] = {}
-"""What was measured, by name; the run prints it at its end, and writes it to $SKYRL_TEST_FIGURES as JSON."""
+"""Measured values by name. The run prints them at its end, and writes them to $SKYRL_TEST_FIGURES as JSON."""
 
 _COMMON: dict[str, Any] = {
     "model_type": "qwen3",
@@ -73,11 +73,11 @@ LARGE = QWEN3_600M if not REHEARSAL else NUMERICS | {"vocab_size": 4000, "max_po
 
 
 def build(settings: dict[str, Any], directory: Path) -> str:
-    """A base model with random weights, drawn on the device; returns its directory."""
+    """Make a base model with random weights, drawn on the device; returns its directory."""
     path = directory / f"{settings['model_type']}-{settings['hidden_size']}-{settings['vocab_size']}"
     if not path.exists():
-        given = dict(settings)
-        config = AutoConfig.for_model(given.pop("model_type"), **given)
+        values = dict(settings)
+        config = AutoConfig.for_model(values.pop("model_type"), **values)
         torch.manual_seed(7)
         with torch.device(DEVICE):
             model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
@@ -88,7 +88,7 @@ def build(settings: dict[str, Any], directory: Path) -> str:
 def backend_on(
     path: str, *, dtype: torch.dtype = torch.bfloat16, merge: bool = False, budget: int = 4096
 ) -> TorchLoraBackend:
-    """A backend whose base model has this dtype; on CUDA bfloat16 is what it has by itself."""
+    """A backend whose base model has this dtype. On CUDA the backend uses bfloat16 by default."""
     settings = {
         "trainer.micro_batch_tokens": budget,
         "trainer.merge_passes": merge,
@@ -102,13 +102,13 @@ def backend_on(
 
 
 def stock(path: str, dtype: torch.dtype) -> Any:
-    """transformers' own model, with the attention that is written out in plain torch."""
+    """The model of transformers, with its eager attention in plain torch."""
     model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="eager")
     return model.to(DEVICE).eval()
 
 
 def texts(seed: int, vocab: int, *lengths: int) -> list[Datum]:
-    """Next-token data whose every token is trained on."""
+    """Next-token data in which every token has a weight of 1 or 0.5."""
     rng = np.random.default_rng(seed)
     data = []
     for length in lengths:
@@ -119,7 +119,7 @@ def texts(seed: int, vocab: int, *lengths: int) -> list[Datum]:
 
 
 def logprobs_of(model: Any, datum: Datum) -> Tensor:
-    """Of the targets, float32 [N], one sequence at a time."""
+    """The logprobs of the targets, float32 [N], computed for one sequence at a time."""
     logits = model(input_ids=torch.from_numpy(datum.tokens).to(DEVICE)[None], use_cache=False).logits[0].float()
     targets = torch.from_numpy(datum.loss_inputs["target_tokens"]).to(DEVICE)
     return logits.log_softmax(-1).gather(1, targets[:, None])[:, 0]
@@ -135,7 +135,7 @@ def ok(outcomes: Iterable[PassResult | Exception]) -> list[PassResult]:
 
 
 def flat(result: PassResult) -> Tensor:
-    return torch.from_numpy(np.concatenate([one.reshape(-1) for one in result.logprobs]))
+    return torch.from_numpy(np.concatenate([logprobs.reshape(-1) for logprobs in result.logprobs]))
 
 
 def gradient_of(backend: TorchLoraBackend, model_id: str, directory: Path) -> dict[str, Tensor]:
@@ -143,14 +143,14 @@ def gradient_of(backend: TorchLoraBackend, model_id: str, directory: Path) -> di
     directory.mkdir(parents=True, exist_ok=True)
     backend.save_state(model_id, directory)
     stored = load_file(directory / "optimizer.safetensors")
-    return {name.removeprefix("gradient."): one for name, one in stored.items() if name.startswith("gradient.")}
+    return {name.removeprefix("gradient."): value for name, value in stored.items() if name.startswith("gradient.")}
 
 
 def distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
     """||one - other|| / ||other|| over all matrices together."""
     assert one.keys() == other.keys()
-    apart = sum(float((one[name] - other[name]).square().sum()) for name in one)
-    return (apart / sum(float(value.square().sum()) for value in other.values())) ** 0.5
+    difference = sum(float((one[name] - other[name]).square().sum()) for name in one)
+    return (difference / sum(float(value.square().sum()) for value in other.values())) ** 0.5
 
 
 def wait() -> None:

@@ -1,4 +1,4 @@
-"""A real engine in a process of its own: killed in mid-training, and ended by a fault of its device."""
+"""A real engine in its own process: it is killed during training, and it ends after a fault of its device."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from tests.gpu.support import DEVICE, FIGURES
 ROOT = Path(__file__).parents[2]
 STEPS = 6
 BOUND = 0.02
-"""How far the losses of two runs of the same commands may be apart, relative, where they agree up to rounding."""
+"""The largest allowed relative difference of the losses of two runs that agree up to rounding."""
 LIMIT_S = 240
 
 
-def start(directory: Path, **wanted: Any) -> subprocess.Popen[str]:
-    given = {
+def start(directory: Path, **changes: Any) -> subprocess.Popen[str]:
+    options = {
         "state_dir": str(directory / "state"),
         "out": str(directory / "out"),
         "steps": STEPS,
@@ -28,14 +28,14 @@ def start(directory: Path, **wanted: Any) -> subprocess.Popen[str]:
         "snapshot_interval_s": 1e9,
     }
     directory.mkdir(exist_ok=True)
-    command = [sys.executable, "-m", "tests.gpu.engine_process", json.dumps(given | wanted)]
+    command = [sys.executable, "-m", "tests.gpu.engine_process", json.dumps(options | changes)]
     with (directory / "stderr").open("a") as stderr:
         return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=stderr, text=True)
 
 
-def run(directory: Path, **wanted: Any) -> list[dict[str, Any]]:
-    """What it printed; it must end well."""
-    process = start(directory, **wanted)
+def run(directory: Path, **changes: Any) -> list[dict[str, Any]]:
+    """The JSON lines that the process printed. The process must end with exit code 0."""
+    process = start(directory, **changes)
     out, _ = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 0, (directory / "stderr").read_text()[-3000:]
     return [json.loads(line) for line in out.splitlines()]
@@ -47,55 +47,59 @@ def same_files(one: Path, other: Path) -> bool:
     return all((one / file).read_bytes() == (other / file).read_bytes() for file in files)
 
 
-def apart(some: list[dict[str, Any]], others: list[dict[str, Any]]) -> float:
-    """The greatest relative difference of two runs' losses."""
-    assert [(a["model"], a["step"]) for a in some] == [(b["model"], b["step"]) for b in others]
-    return max(abs(a["loss"] - b["loss"]) / b["loss"] for a, b in zip(some, others, strict=True))
+def largest_difference(lines: list[dict[str, Any]], expected_lines: list[dict[str, Any]]) -> float:
+    """The largest relative difference between the losses of two runs."""
+    assert [(line["model"], line["step"]) for line in lines] == [
+        (line["model"], line["step"]) for line in expected_lines
+    ]
+    pairs = zip(lines, expected_lines, strict=True)
+    return max(abs(line["loss"] - expected["loss"]) / expected["loss"] for line, expected in pairs)
 
 
 @pytest.mark.parametrize("merge", [False, True], ids=["alone", "merged"])
-def test_a_killed_engine_goes_on_where_it_was(tmp_path: Path, merge: bool) -> None:
-    """SIGKILL after the third step of six, with snapshots or from the log alone. Exactly on a CPU, else up to BOUND."""
+def test_training_continues_after_the_engine_is_killed(tmp_path: Path, merge: bool) -> None:
+    """SIGKILL after the third of six steps; the next engine uses snapshots, or the command log alone. Results are equal
+    on a CPU, and equal up to BOUND elsewhere."""
     steady = run(tmp_path / "steady", merge=merge)
-    assert steady[-1]["loss"] < 0.9 * steady[1]["loss"], "nothing was learnt, so nothing would be seen"
+    assert steady[-1]["loss"] < 0.9 * steady[1]["loss"], "the loss must fall, or else a lost step would not show"
     for interval_s in (1e9,) if merge else (1e-9, 1e9):
         directory = tmp_path / str(interval_s)
         process = start(directory, merge=merge, snapshot_interval_s=interval_s)
         assert process.stdout is not None
-        seen = []
+        lines_before = []
         for line in process.stdout:
-            seen.append(json.loads(line))
-            if len(seen) == 6:
+            lines_before.append(json.loads(line))
+            if len(lines_before) == 6:
                 process.kill()
                 break
         process.wait(LIMIT_S)
         process.stdout.close()
-        again = run(directory, merge=merge, snapshot_interval_s=interval_s)
-        assert again[:6] == seen, "what was told stays as it was told"
-        how = f"replay, {'merged' if merge else 'alone'}, {'snapshots' if interval_s < 1 else 'log only'}"
+        lines_after = run(directory, merge=merge, snapshot_interval_s=interval_s)
+        assert lines_after[:6] == lines_before, "results that were given stay the same"
+        case = f"replay, {'merged' if merge else 'alone'}, {'snapshots' if interval_s < 1 else 'log only'}"
         same = same_files(tmp_path / "steady" / "out", directory / "out")
-        FIGURES[f"{how}: the same bits"] = same
-        FIGURES[f"{how}: greatest relative difference of a loss"] = apart(again, steady)
+        FIGURES[f"{case}: the same bits"] = same
+        FIGURES[f"{case}: greatest relative difference of a loss"] = largest_difference(lines_after, steady)
         assert same or merge or DEVICE == "cuda"
-        assert apart(again, steady) < BOUND
+        assert largest_difference(lines_after, steady) < BOUND
 
 
-def test_a_device_fault_ends_the_engine_and_the_second_death_skips_its_command(tmp_path: Path) -> None:
+def test_a_device_fault_ends_the_engine_and_after_two_deaths_the_command_is_skipped(tmp_path: Path) -> None:
     directory = tmp_path / "faulty"
     for death in (1, 2):
         process = start(directory, poison_at=2)
         out, _ = process.communicate(timeout=LIMIT_S)
         assert process.returncode != 0, f"death {death}: {out}"
-        told = [json.loads(line)["step"] for line in out.splitlines()]
-        assert told == [1, 1, 2, 2][: len(told)], "after the first death the command is the first that runs"
-        assert death == 2 or len(told) == 4
+        steps = [json.loads(line)["step"] for line in out.splitlines()]
+        assert steps == [1, 1, 2, 2][: len(steps)], "after the first death the command that failed runs first"
+        assert death == 2 or len(steps) == 4
         assert (directory / "stderr").read_text().count("DeviceFault: ") >= death
     lines = run(directory, poison_at=2)
     (poison,) = [line["poison"] for line in lines if "poison" in line]
     assert "the engine died 2 times while it ran this command" in poison
-    again = [line for line in lines if "poison" not in line]
+    lines_after = [line for line in lines if "poison" not in line]
     steady = run(tmp_path / "steady")
-    FIGURES["device fault: greatest relative difference of a loss afterwards"] = apart(again, steady)
-    assert apart(again, steady) < BOUND
+    FIGURES["device fault: greatest relative difference of a loss afterwards"] = largest_difference(lines_after, steady)
+    assert largest_difference(lines_after, steady) < BOUND
     if DEVICE != "cuda":
-        assert [line["loss"] for line in again] == [line["loss"] for line in steady]
+        assert [line["loss"] for line in lines_after] == [line["loss"] for line in steady]

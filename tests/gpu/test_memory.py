@@ -1,4 +1,6 @@
-"""Memory of the device that runs out: in the middle of a step, and in a pass; and what a model of 0.6 billion takes."""
+"""Memory of the device that runs out during an optimizer step and during a pass; and the memory and speed of a model
+with 0.6 billion parameters.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ SEQUENCE = 1024 if not REHEARSAL else 64
 
 @contextmanager
 def _memory_left(bytes_left: int) -> Any:
-    """The allocator gets no more than what is in use and this."""
+    """Inside the block the allocator can get only `bytes_left` more than it holds now."""
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction(min(1.0, (torch.cuda.memory_reserved() + bytes_left) / total))
@@ -38,30 +40,30 @@ def _memory_left(bytes_left: int) -> Any:
 
 
 class _NoLargeTensors(TorchDispatchMode):
-    """The rehearsal's lack of memory: no tensor of more than `elements`."""
+    """Lack of memory in a rehearsal: an operation that makes a tensor of more than `elements` raises."""
 
     def __init__(self, elements: int) -> None:
         super().__init__()
         self._elements = elements
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        if isinstance(made, Tensor) and made.numel() > self._elements:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor) and result.numel() > self._elements:
             raise torch.OutOfMemoryError("too large, injected")
-        return made
+        return result
 
 
 def _train(model_id: str, seed: int, *lengths: int) -> TrainingPass:
     return TrainingPass(model_id, texts(seed, VOCAB, *lengths), "cross_entropy")
 
 
-def _held(backend: TorchLoraBackend, model_id: str) -> list[Tensor | int | None]:
+def _copy_of(backend: TorchLoraBackend, model_id: str) -> list[Tensor | int | None]:
     adapter = backend._adapters[model_id]
     tensors = (adapter.weights, adapter.exp_avg, adapter.exp_avg_sq, adapter.gradient)
     return [*(None if one is None else one.cpu().clone() for one in tensors), adapter.step]
 
 
-def _same(one: list[Tensor | int | None], other: list[Tensor | int | None]) -> bool:
+def _equal(one: list[Tensor | int | None], other: list[Tensor | int | None]) -> bool:
     return all(
         torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else a == b
         for a, b in zip(one, other, strict=True)
@@ -69,13 +71,14 @@ def _same(one: list[Tensor | int | None], other: list[Tensor | int | None]) -> b
 
 
 def _shortages(buffer_bytes: int) -> list[Callable[[], AbstractContextManager[Any]]]:
-    """Ever less a lack of memory: on a GPU the allocator has room for 0 to 3.2 buffers of the adapter's size."""
+    """Shortages of memory, the worst first. On a GPU the allocator has room for 0 to 3.2 buffers of the adapter's
+    size."""
     if REHEARSAL:
         return [lambda at=at: FailingOperation(at) for at in range(0, 8)]
     return [lambda room=room: _memory_left(int(room * buffer_bytes)) for room in (0, 0.6, 1.2, 1.8, 2.4, 3.2)]
 
 
-def test_a_step_without_memory_changes_nothing_wherever_memory_ends(bases: Path) -> None:
+def test_a_step_that_runs_out_of_memory_anywhere_changes_nothing(bases: Path) -> None:
     backend = backend_on(build(LARGE, bases), merge=True)
     for model_id in ("m", "control"):
         backend.create_model(model_id, LoraSpec(64, 32.0, 1))
@@ -88,7 +91,7 @@ def test_a_step_without_memory_changes_nothing_wherever_memory_ends(bases: Path)
         if seed == 0:
             for model_id in ("m", "control"):
                 backend.optim_step(model_id, STEP)
-    before = _held(backend, "m")
+    before = _copy_of(backend, "m")
     buffer_bytes = backend._adapters["m"].weights.nbytes
     failures = 0
     for shortage in _shortages(buffer_bytes):
@@ -97,7 +100,7 @@ def test_a_step_without_memory_changes_nothing_wherever_memory_ends(bases: Path)
                 backend.optim_step("m", STEP)
         except OutOfMemory:
             failures += 1
-            assert _same(_held(backend, "m"), before)
+            assert _equal(_copy_of(backend, "m"), before)
             continue
         break
     FIGURES["step: bytes of one buffer"] = buffer_bytes
@@ -106,30 +109,30 @@ def test_a_step_without_memory_changes_nothing_wherever_memory_ends(bases: Path)
     if backend._adapters["m"].step == 1:
         backend.optim_step("m", STEP)
     backend.optim_step("control", STEP)
-    for mine, control in zip(_held(backend, "m"), _held(backend, "control"), strict=True):
-        if isinstance(mine, Tensor):
-            torch.testing.assert_close(mine, control, rtol=1e-6, atol=0)
+    for tensor, expected in zip(_copy_of(backend, "m"), _copy_of(backend, "control"), strict=True):
+        if isinstance(tensor, Tensor):
+            torch.testing.assert_close(tensor, expected, rtol=1e-6, atol=0)
 
 
-def test_a_pass_without_memory_fails_alone_and_gives_its_memory_back(bases: Path) -> None:
-    """In one micro-batch with a small one of another model, which trains."""
+def test_a_pass_that_runs_out_of_memory_fails_alone_and_frees_its_memory(bases: Path) -> None:
+    """A small pass of another model shares the micro-batch and succeeds."""
     backend = backend_on(build(LARGE, bases), merge=True, budget=64 * SEQUENCE)
     for model_id in ("small", "large"):
         backend.create_model(model_id, LoraSpec(8, 32.0, 1))
-    ok(backend.run([_train("small", 0, 16), _train("large", 0, 16)]))  # what is allocated once is there
-    before = _held(backend, "large")
+    ok(backend.run([_train("small", 0, 16), _train("large", 0, 16)]))  # makes the allocations that happen only once
+    before = _copy_of(backend, "large")
     wait()
     shortage = _NoLargeTensors(5_000_000) if REHEARSAL else _memory_left(1024 * MIB)
     with shortage:
         small, large = backend.run([_train("small", 1, 16), _train("large", 1, *[SEQUENCE] * 48)])
     assert isinstance(small, PassResult)
     assert isinstance(large, OutOfMemory)
-    assert _same(_held(backend, "large"), before)
+    assert _equal(_copy_of(backend, "large"), before)
     ok(backend.run([_train("large", 2, SEQUENCE)]))
 
 
 def _timed(work: Callable[[], object], times: int) -> float:
-    """Seconds of one, the median."""
+    """The median of the seconds that `work` takes, after one uncounted run."""
     work()
     taken = []
     for _ in range(times):
@@ -142,8 +145,10 @@ def _timed(work: Callable[[], object], times: int) -> float:
 
 
 @pytest.mark.parametrize("merge", [False, True], ids=["alone", "merged"])
-def test_memory_and_tokens_per_second(bases: Path, tmp_path: Path, merge: bool) -> None:
-    """Four models; one large pass, and many small ones. No bound on time: those are the figures."""
+def test_memory_after_passes_and_steps_is_bounded_and_speed_is_recorded(
+    bases: Path, tmp_path: Path, merge: bool
+) -> None:
+    """Four models; one large pass and many small ones. Times have no bound and are recorded as figures."""
     name = "merged" if merge else "alone"
     times = 3 if REHEARSAL else 5
     started = time.perf_counter()
@@ -172,9 +177,12 @@ def test_memory_and_tokens_per_second(bases: Path, tmp_path: Path, merge: bool) 
     backend.save_state("m0", tmp_path)
     FIGURES[f"{name}: seconds to save a state of rank 32"] = time.perf_counter() - started
     FIGURES[f"{name}: MiB of a state of rank 32"] = sum(file.stat().st_size for file in tmp_path.iterdir()) / MIB
-    if DEVICE == "cuda":  # three more gradients and four pairs of moments, and nothing else, are held now
+    if DEVICE == "cuda":  # since `before`, the backend allocated three gradients and four pairs of moments
         held = sum(
-            one.nbytes for m in backend._adapters.values() for one in (m.exp_avg, m.exp_avg_sq) if one is not None
+            moments.nbytes
+            for adapter in backend._adapters.values()
+            for moments in (adapter.exp_avg, adapter.exp_avg_sq)
+            if moments is not None
         )
         assert torch.cuda.memory_allocated() <= before + held + 64 * MIB
     assert backend._adapters["m0"].step == 1

@@ -1,4 +1,4 @@
-"""A tenant's account when its quota is taken away and given back while samples are under way."""
+"""A tenant's account whose token quota is removed and set again while samples are in flight."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ def account(clock: Clock, waiting: dict[str, Ticket]) -> Account:
     return Account(QuotaLimits(tokens_per_minute=RATE), lambda _: True, clock, waiting)
 
 
-def renew(account: Account) -> None:
+def remove_and_set_quota(account: Account) -> None:
     account.apply(QuotaLimits())
     account.apply(QuotaLimits(tokens_per_minute=RATE))
 
 
-async def test_what_was_taken_under_an_ended_quota_is_not_given_to_the_next_one() -> None:
+async def test_a_sample_admitted_under_the_old_quota_gives_no_tokens_to_the_new_one() -> None:
     waiting: dict[str, Ticket] = {}
-    of_tenant = account(Clock(), waiting)
-    before = of_tenant.admit("before", 10 * RATE)
-    renew(of_tenant)
-    of_tenant.admit("full", RATE)
-    turn = asyncio.create_task(of_tenant.admit("waits", RATE).turn())
+    tenant_account = account(Clock(), waiting)
+    before = tenant_account.admit("before", 10 * RATE)
+    remove_and_set_quota(tenant_account)
+    tenant_account.admit("full", RATE)
+    turn = asyncio.create_task(tenant_account.admit("waits", RATE).wait_turn())
     await asyncio.sleep(0)
     before.end()
     assert set(waiting) == {"waits"}
@@ -44,11 +44,11 @@ async def test_what_was_taken_under_an_ended_quota_is_not_given_to_the_next_one(
     await asyncio.gather(turn, return_exceptions=True)
 
 
-async def test_turn_under_an_ended_quota_is_over_also_when_there_is_a_new_one() -> None:
+async def test_a_sample_that_waits_under_the_old_quota_starts_at_once_when_a_new_quota_is_set() -> None:
     clock = Clock()
-    of_tenant = account(clock, {})
+    tenant_account = account(clock, {})
     clock.now = 7 * 86_400.0
-    of_tenant.admit("full", RATE)
-    late = of_tenant.admit("late", RATE)
-    renew(of_tenant)
-    await asyncio.wait_for(late.turn(), WAIT_S)
+    tenant_account.admit("full", RATE)
+    late = tenant_account.admit("late", RATE)
+    remove_and_set_quota(tenant_account)
+    await asyncio.wait_for(late.wait_turn(), WAIT_S)

@@ -1,4 +1,4 @@
-"""What repeats goes on whatever happens, and says of the database's absence no more than that."""
+"""A repeated action goes on after every error. While the database is away it logs one line without a traceback."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sqlalchemy.exc import DBAPIError
 from skyrl.db.periodic import repeat
 
 
-def away() -> Exception:
+def database_is_locked() -> Exception:
     locked = sqlite3.OperationalError("database is locked")
     locked.sqlite_errorcode = sqlite3.SQLITE_BUSY  # type: ignore[misc]
     error = DBAPIError.instance("SELECT secrets", None, locked, sqlite3.Error, dialect=sqlite.dialect())
@@ -23,13 +23,13 @@ def away() -> Exception:
 
 
 async def logged(rounds: list[Exception | None], caplog: pytest.LogCaptureFixture) -> list[tuple[str, str, bool]]:
-    """Level, text and whether there is a traceback, of what these rounds say."""
+    """Run one round per entry, which the round raises; returns level, text and "has a traceback" of each log record."""
     ended = asyncio.Event()
-    left: Iterator[Exception | None] = iter(rounds)
+    remaining: Iterator[Exception | None] = iter(rounds)
 
     async def action() -> None:
         try:
-            error = next(left)
+            error = next(remaining)
         except StopIteration:
             ended.set()
             return
@@ -43,16 +43,32 @@ async def logged(rounds: list[Exception | None], caplog: pytest.LogCaptureFixtur
     return [(record.levelname, record.getMessage(), record.exc_info is not None) for record in caplog.records]
 
 
-async def test_a_database_that_is_away_is_told_once_and_once_that_it_is_back(caplog: pytest.LogCaptureFixture) -> None:
-    said = await logged([None, away(), away(), away(), None, None, away(), None], caplog)
-    gone = ("ERROR", "counting: the database cannot be used, tried every 0 s: database is locked", False)
+async def test_the_log_says_once_that_the_database_is_away_and_once_that_it_is_back(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    records = await logged(
+        [
+            None,
+            database_is_locked(),
+            database_is_locked(),
+            database_is_locked(),
+            None,
+            None,
+            database_is_locked(),
+            None,
+        ],
+        caplog,
+    )
+    away = ("ERROR", "counting: the database cannot be used, tried every 0 s: database is locked", False)
     back = ("INFO", "counting: the database can be used again", False)
-    assert said == [gone, back, gone, back]
+    assert records == [away, back, away, back]
 
 
-async def test_a_fault_of_ours_is_told_with_its_place_every_time(caplog: pytest.LogCaptureFixture) -> None:
-    said = await logged([ValueError("mine"), away(), ValueError("mine"), away(), None], caplog)
-    assert [(level, traceback) for level, _, traceback in said] == [
+async def test_every_other_error_is_logged_with_its_traceback_each_time(caplog: pytest.LogCaptureFixture) -> None:
+    records = await logged(
+        [ValueError("a bug"), database_is_locked(), ValueError("a bug"), database_is_locked(), None], caplog
+    )
+    assert [(level, traceback) for level, _, traceback in records] == [
         ("ERROR", True),
         ("ERROR", False),
         ("ERROR", True),

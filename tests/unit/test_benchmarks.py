@@ -1,4 +1,4 @@
-"""The benchmarks' arithmetic, their judgement of answers, and their reports; no process is started."""
+"""The benchmarks' arithmetic, their checks of answers, and their reports. No process is started."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from benchmarks.table import Row, Target, number, text_table
 from skyrl.wire.results import SampledSequence, SampleResult, encode_sample
 
 ROUND = 20_011_275
-"""What a round of the calibration adds up to. Another number is other work: figures in rounds change their meaning."""
+"""The sum that a round of the calibration computes. If it changes, a round is other work, and figures in rounds cannot
+be compared with earlier ones."""
 
 
 def result_of(*token_lists: list[int]) -> bytes:
@@ -25,24 +26,24 @@ def result_of(*token_lists: list[int]) -> bytes:
     return encode_sample(SampleResult(sequences))
 
 
-def test_calibration_is_cpu_of_a_fixed_amount_of_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The sum of a round tells that all of it was done; a clock that counts rounds tells what is divided by what."""
+def test_calibration_is_the_median_cpu_time_of_a_fixed_amount_of_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sum shows that a round did all its work; a fake clock shows which times the calibration uses."""
     assert calibration._one_round() == ROUND
-    assert calibration._one_round() == ROUND, "each round does the same"
-    took = iter([5.0, 1.0, 3.0, 2.0, 4.0])
+    assert calibration._one_round() == ROUND, "each round does the same work"
+    durations = iter([5.0, 1.0, 3.0, 2.0, 4.0])
     clock = [0.0]
 
     def round_of_some_seconds() -> int:
-        clock[0] += next(took)
+        clock[0] += next(durations)
         return ROUND
 
     monkeypatch.setattr(calibration, "_one_round", round_of_some_seconds)
     monkeypatch.setattr(calibration, "time", SimpleNamespace(thread_time=lambda: clock[0]))
     assert calibration.calibrate() == 3.0, "the median of the rounds"
-    assert next(took, None) is None
+    assert next(durations, None) is None
 
 
-def test_quantiles() -> None:
+def test_quantiles_and_the_curve_are_computed() -> None:
     values = [float(value) for value in range(101)]
     assert series.quantile(values, 0.5) == 50
     assert series.quantile(values, 0.99) == 99
@@ -50,11 +51,11 @@ def test_quantiles() -> None:
     assert series.curve(values) == sorted(series.curve(values))
 
 
-def test_no_number_is_null_in_json() -> None:
+def test_nan_becomes_null_in_json() -> None:
     assert json.dumps(series.without_nan({"a": [1.5, math.nan], "b": "x"})) == '{"a": [1.5, null], "b": "x"}'
 
 
-def test_slope_and_drift() -> None:
+def test_slope_is_per_second_and_drift_is_a_share_of_the_level() -> None:
     times = [0.0, 10.0, 20.0, 30.0]
     assert series.slope(times, [1.0, 2.0, 3.0, 4.0]) == pytest.approx(0.1)
     assert series.drift(times, [90.0, 100.0, 100.0, 110.0]) == pytest.approx(0.18)
@@ -62,11 +63,11 @@ def test_slope_and_drift() -> None:
     assert series.drift([1.0], [7.0]) == 0
 
 
-def test_the_upstream_answers_what_the_check_expects() -> None:
+def test_the_null_upstream_gives_the_answer_that_the_check_expects() -> None:
     tokens = prompts.prompt(77, 512)
-    asked = {"model": "tiny", "prompt": tokens, "n": 2, "max_tokens": 16}
+    request = {"model": "tiny", "prompt": tokens, "n": 2, "max_tokens": 16}
     upstream = null_upstream.Upstream(0.0)
-    body = upstream.answer(json.dumps(asked).encode()).split(b"\r\n\r\n", 1)[1]
+    body = upstream.answer(json.dumps(request).encode()).split(b"\r\n\r\n", 1)[1]
     check = AnswerCheck(sequences=2, max_tokens=16, exact=True)
     assert len(tokens) == 512
     assert check.problem(prompts.variant(tokens[0]), body) is None
@@ -91,19 +92,19 @@ def test_every_variant_has_its_own_prompt_and_answer() -> None:
         (b'{"type": "sample"}', "undecodable (KeyError)"),
     ],
 )
-def test_an_answer_is_whole_or_it_is_said_what_is_wrong(answer: bytes, problem: str | None) -> None:
+def test_the_check_names_what_is_wrong_with_an_answer(answer: bytes, problem: str | None) -> None:
     check = AnswerCheck(sequences=1, max_tokens=8, exact=True)
     assert check.problem(3, answer) == problem
     assert check.problem(3, answer) == problem
 
 
-def test_unknown_tokens_count_where_the_upstream_is_not_known() -> None:
+def test_an_inexact_check_accepts_any_tokens_but_counts_logprobs() -> None:
     check = AnswerCheck(sequences=1, max_tokens=8, exact=False)
     assert check.problem(3, result_of([9, 9])) is None
     assert check.problem(3, b'{"sequences": [{"tokens": [1, 2], "logprobs": [-1.0]}]}') == "2 tokens with 1 logprobs"
 
 
-def test_a_target_is_missed_by_a_bad_figure_by_errors_and_by_no_figure() -> None:
+def test_a_bad_figure_errors_and_a_missing_figure_miss_the_target() -> None:
     assert Row("a", "a", "ms", 1.0, Target(1.2)).met
     assert not Row("a", "a", "ms", 1.3, Target(1.2)).met
     assert not Row("a", "a", "ms", 1.0, Target(1.2), errors=1).met
@@ -127,7 +128,7 @@ def test_the_table_shows_every_row_and_a_column_for_another_server() -> None:
     assert "other" in text_table([*rows, Row("c", "c", "ms", 1.0, other=2.0)]).splitlines()[0]
 
 
-def test_numbers_have_three_digits() -> None:
+def test_numbers_are_shown_with_three_digits() -> None:
     assert [number(value) for value in (None, 0.01234, 12.345, 123.4, 12345.6)] == [
         "",
         "0.0123",
@@ -137,7 +138,7 @@ def test_numbers_have_three_digits() -> None:
     ]
 
 
-def test_the_report_is_one_page_with_plots_that_needs_nothing_else() -> None:
+def test_the_report_is_one_page_with_plots_and_loads_nothing() -> None:
     load = {"samples_per_s": 10.0, "server_cpu_s_per_1000": 0.3, "latency_curve_ms": [1.0 + q for q in series.CURVE]}
     raw = [{"row": "latency", "path": path, **load} for path in ("direct", "forwarded", "direct")]
     page = bench_page({"cores": 2}, [Row("latency", "added <p50>", "ms", 1.0, Target(1.2))], raw)
@@ -147,7 +148,7 @@ def test_the_report_is_one_page_with_plots_that_needs_nothing_else() -> None:
     assert not [word for word in ('src="', "@import", "<link") if word in page]
 
 
-def test_a_soak_that_grows_or_loses_is_told() -> None:
+def test_the_soak_reports_growing_memory_and_lost_requests() -> None:
     flat = {"samples_per_s": 500.0, "in_flight": 100, "p50_ms": 205.0, "p99_ms": 230.0, "rss_mb": 120.0, "cores": 0.2}
     flat |= {"disk_mb": 90.0, "open_files": 150, "threads": 8}
     totals = {"accepted": 900, "lost": 0, "read_again": 9, "differing": 0, "errors": {}}
@@ -158,11 +159,11 @@ def test_a_soak_that_grows_or_loses_is_told() -> None:
     assert [row.what for row in soak.verdicts(steady, totals | {"lost": 1}) if not row.met] == ["lost, of 900 accepted"]
 
 
-async def test_a_connection_reads_answers_in_pieces_and_connects_again() -> None:
-    heard: list[bytes] = []
+async def test_a_connection_reads_an_answer_in_pieces_and_connects_again_after_a_close() -> None:
+    requests: list[bytes] = []
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        heard.append(await reader.readuntil(b"hello"))
+        requests.append(await reader.readuntil(b"hello"))
         for piece in (b"HTTP/1.1 200 OK\r\ncontent-", b"length: 4\r\n", b"\r\nab", b"cd"):
             writer.write(piece)
             await writer.drain()
@@ -174,10 +175,10 @@ async def test_a_connection_reads_answers_in_pieces_and_connects_again() -> None
         for _ in range(2):
             assert await connection.post(b"/path", b"hello") == (200, b"abcd")
             connection.close()
-    assert all(request.startswith(b"POST /path HTTP/1.1\r\n") and b"X-Key: 1\r\n" in request for request in heard)
+    assert all(request.startswith(b"POST /path HTTP/1.1\r\n") and b"X-Key: 1\r\n" in request for request in requests)
 
 
-async def test_a_connection_that_breaks_within_an_answer_raises() -> None:
+async def test_a_connection_that_breaks_within_an_answer_raises_connection_error() -> None:
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"hello")
         writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\nab")

@@ -1,4 +1,4 @@
-"""The parts of `make chaos` that decide: which faults come, and what counts as lost."""
+"""The parts of `make chaos` that decide: the plan of faults, and the rules for lost and differing results."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ def faults(seed: int, count: int = 5 * ROUND) -> list[Any]:
     return list(islice(plan(seed), count))
 
 
-def test_a_seed_makes_one_plan() -> None:
+def test_the_same_seed_makes_the_same_plan() -> None:
     assert faults(1) == faults(1) != faults(2)
 
 
-def test_every_kind_comes_in_every_round() -> None:
+def test_every_round_has_every_kind_of_fault() -> None:
     kinds = {(kind, victim) for kind, victim, *_ in DECK}
     planned = faults(3)
     for first in range(0, len(planned), ROUND):
@@ -35,55 +35,55 @@ def test_every_kind_comes_in_every_round() -> None:
     assert {fault.path for fault in planned} == set(PATHS)
 
 
-def call(path: str, body: Any, answer: Any, told: int | None = 200) -> Call:
+def call(path: str, body: Any, answer: Any, status_at_client: int | None = 200) -> Call:
     headers = CIMultiDict({"X-API-Key": "tml-me", "Accept": "application/json", "User-Agent": "me"})
-    made = Call("POST", f"/api/v1/{path}", json.dumps(body).encode(), headers, lambda _: asyncio.sleep(0))  # type: ignore[arg-type]
-    made.answers.append(Answer(200, json.dumps(answer).encode()))
-    made.told = told
-    return made
+    recorded_call = Call("POST", f"/api/v1/{path}", json.dumps(body).encode(), headers, lambda _: asyncio.sleep(0))  # type: ignore[arg-type]
+    recorded_call.answers.append(Answer(200, json.dumps(answer).encode()))
+    recorded_call.told = status_at_client
+    return recorded_call
 
 
-def test_what_was_promised_is_what_clients_were_told() -> None:
+def test_only_answers_that_reached_a_client_count_as_promises() -> None:
     found = promises(
         [
             call("asample", {}, {"request_id": "r1"}),
-            call("asample", {}, {"request_id": "r2"}, told=None),
+            call("asample", {}, {"request_id": "r2"}, status_at_client=None),
             call("optim_step", {}, {"request_id": "r3"}),
             call("session_heartbeat", {}, {"type": "session_heartbeat"}),
             call("retrieve_future", {"request_id": "r1"}, {"tokens": [1]}),
             call("retrieve_future", {"request_id": "r1"}, {"tokens": [2]}),
-            call("retrieve_future", {"request_id": "r3"}, {"metrics": {}}, told=None),
+            call("retrieve_future", {"request_id": "r3"}, {"metrics": {}}, status_at_client=None),
         ]
     )
     assert {request_id: promise.path for request_id, promise in found.items()} == {"r1": "asample", "r3": "optim_step"}
-    assert found["r1"].told == {b'{"tokens": [1]}', b'{"tokens": [2]}'}
-    assert not found["r3"].told
+    assert found["r1"].results == {b'{"tokens": [1]}', b'{"tokens": [2]}'}
+    assert not found["r3"].results
     assert found["r1"].headers == {"X-API-Key": "tml-me", "Accept": "application/json"}
 
 
-def test_a_failure_is_no_result() -> None:
+def test_an_answer_with_an_error_is_a_failure() -> None:
     assert is_failure(b'{"error": "gave up", "category": "server"}')
     assert not is_failure(b'{"metrics": {}}')
     assert not is_failure(b"\x0a\x03\x01\x02\x03")
 
 
-def test_a_journal_keeps_every_bit(tmp_path: Any) -> None:
+def test_a_journal_keeps_every_bit_of_a_step(tmp_path: Any) -> None:
     steps = [Step([Sample(0, [1], [2], [0.1 + 0.2])], [([1], [2], [-1e-7], 1 / 3)], [[{"loss": 2 / 3}, [[0.1]]]], "a")]
     steps.append(Step(loaded="a"))
     for step in steps:
         append(tmp_path / "j", step)
-    back = read(tmp_path / "j")
-    assert [step.samples for step in back] == [step.samples for step in steps]
-    assert back[0].told == steps[0].told
-    assert [tuple(each) for each in back[0].data] == steps[0].data
-    assert [(step.saved, step.loaded) for step in back] == [("a", None), (None, "a")]
+    read_steps = read(tmp_path / "j")
+    assert [step.samples for step in read_steps] == [step.samples for step in steps]
+    assert read_steps[0].answers == steps[0].answers
+    assert [tuple(each) for each in read_steps[0].data] == steps[0].data
+    assert [(step.saved, step.loaded) for step in read_steps] == [("a", None), (None, "a")]
 
 
-def test_the_report_names_what_was_found() -> None:
+def test_the_report_names_every_finding() -> None:
     good = Comparison(steps=3, samples=40, largest=2e-5, apart=[0.1, 0.3])
     assert not any(row.found for row in Results(comparisons={"count": good}).rows())
     bad = Results(comparisons={"count": good, "sort": Comparison(steps=2, samples=9, wrong=1, differing=[1])})
     bad.findings.lost.append("asample r1: no result")
-    bad.weights.append("sort")
+    bad.tenants_with_other_weights.append("sort")
     assert sum(bool(row.found) for row in bad.rows()) == 4
     assert "    1  lost, of 0 accepted requests\n         asample r1: no result\n" in text(bad.rows())

@@ -1,4 +1,4 @@
-"""The command line as a user meets it: real processes, exit codes, messages, and that help costs nothing."""
+"""The command line in real processes: exit codes, messages, and the imports that help must not need."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from skyrl.inference.placement import free_port
 HEAVY = ("torch", "transformers", "vllm", "sqlalchemy", "fastapi", "numpy")
 
 
-def skyrl(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def run_skyrl(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     clean = {name: value for name, value in os.environ.items() if not name.startswith("SKYRL_")}
     command = [sys.executable, "-X", "importtime", "-m", "skyrl.cli.main", *arguments]
     done = subprocess.run(
@@ -36,23 +36,23 @@ def skyrl(*arguments: str, **environment: str) -> subprocess.CompletedProcess[st
 
 def heavy_imports(done: subprocess.CompletedProcess[str]) -> list[str]:
     imported = done.imported  # type: ignore[attr-defined]
-    assert "typer" in imported, "the probe sees imports at all"
+    assert "typer" in imported, "the probe sees imports"
     return [name for name in HEAVY if any(module.split(".")[0] == name for module in imported)]
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "words"),
     [(["--help"], ["serve", "doctor"]), (["serve", "--help"], ["--backend-config", "--state-dir", "--port"])],
 )
-def test_help_answers_without_a_heavy_import(arguments: list[str], told: list[str]) -> None:
-    done = skyrl(*arguments)
+def test_help_answers_without_a_heavy_import(arguments: list[str], words: list[str]) -> None:
+    done = run_skyrl(*arguments)
     assert done.returncode == 0
-    assert all(word in done.stdout for word in told)
+    assert all(word in done.stdout for word in words)
     assert heavy_imports(done) == []
 
 
-def test_version() -> None:
-    done = skyrl("version")
+def test_version_prints_the_version_without_a_heavy_import() -> None:
+    done = run_skyrl("version")
     assert (done.returncode, done.stdout) == (0, f"{__version__}\n")
     assert heavy_imports(done) == []
 
@@ -66,7 +66,7 @@ def test_version() -> None:
         (["--config", "nowhere.toml"], "config file nowhere.toml: "),
     ],
 )
-def test_bad_value_is_one_clear_line(tmp_path: Path, arguments: list[str], message: str) -> None:
+def test_a_bad_value_is_refused_in_one_line_that_names_it(tmp_path: Path, arguments: list[str], message: str) -> None:
     done = CliRunner().invoke(app, ["serve", "--state-dir", str(tmp_path / "state"), *arguments])
     assert done.exit_code == 2
     (line,) = done.stderr.splitlines()
@@ -74,9 +74,9 @@ def test_bad_value_is_one_clear_line(tmp_path: Path, arguments: list[str], messa
     assert not (tmp_path / "state").exists()
 
 
-def test_bad_database_url_is_one_clear_line(tmp_path: Path) -> None:
+def test_a_bad_database_url_is_refused_in_one_line(tmp_path: Path) -> None:
     options = ["--port", str(free_port()), "--state-dir", str(tmp_path), "--log-level", "error"]
-    done = skyrl("serve", "--database-url", "nosuch://host/db", *options)
+    done = run_skyrl("serve", "--database-url", "nosuch://host/db", *options)
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
     assert line.startswith("skyrl serve: database_url: must begin with sqlite:/// or postgresql://, got 'nosuch'")
@@ -84,8 +84,8 @@ def test_bad_database_url_is_one_clear_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("arguments", [["--port", "http"], ["--prot", "1"]], ids=["wrong type", "unknown"])
-def test_flag_that_cannot_be_read_names_itself(arguments: list[str]) -> None:
-    done = skyrl("serve", *arguments)
+def test_the_message_about_a_bad_flag_names_the_flag(arguments: list[str]) -> None:
+    done = run_skyrl("serve", *arguments)
     assert done.returncode == 2
     assert arguments[0] in done.stderr
     assert "Traceback" not in done.stderr
@@ -97,36 +97,36 @@ def test_serve_refuses_a_port_in_use(tmp_path: Path) -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        done = skyrl("serve", "--port", str(port), "--state-dir", str(tmp_path))
+        done = run_skyrl("serve", "--port", str(port), "--state-dir", str(tmp_path))
     assert done.returncode == 2
     assert f"skyrl serve: port: cannot listen on 127.0.0.1:{port} (Address already in use)" in done.stderr
     assert not (tmp_path / "logs").exists(), "no child was started"
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("base_model", "message"),
     [
         ("./nope", "skyrl serve: base_model: there is no directory './nope'"),
         (".", "skyrl serve: base_model: the directory {} is empty"),
     ],
 )
-def test_serve_refuses_a_base_model_that_is_not_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str, said: str
+def test_serve_refuses_a_missing_or_empty_base_model_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, base_model: str, message: str
 ) -> None:
     (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path / "empty")
     options = ["--port", str(free_port()), "--state-dir", str(tmp_path / "state")]
-    done = skyrl("serve", "--base-model", given, *options)
+    done = run_skyrl("serve", "--base-model", base_model, *options)
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
-    assert line.startswith(said.format(tmp_path / "empty"))
-    assert not (tmp_path / "state").exists(), "nothing was made"
+    assert line.startswith(message.format(tmp_path / "empty"))
+    assert not (tmp_path / "state").exists(), "serve made no directory"
 
 
 def test_serve_refuses_a_state_directory_in_use(tmp_path: Path) -> None:
     with (tmp_path / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        done = skyrl("serve", "--port", str(free_port()), "--state-dir", str(tmp_path))
+        done = run_skyrl("serve", "--port", str(free_port()), "--state-dir", str(tmp_path))
     assert done.returncode == 2
     assert f"skyrl serve: state-dir: another skyrl server is running in {tmp_path}" in done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["lock"]
@@ -137,16 +137,16 @@ def test_serve_refuses_a_newer_database(tmp_path: Path) -> None:
     migrate(database)
     database.write(lambda c: c.execute(text("UPDATE alembic_version SET version_num = '9999'")))
     database.close()
-    done = skyrl("serve", "--port", str(free_port()), "--state-dir", str(tmp_path))
+    done = run_skyrl("serve", "--port", str(free_port()), "--state-dir", str(tmp_path))
     assert done.returncode == 2
     assert "skyrl serve: the database is at revision 9999, which this version of skyrl does not know" in done.stderr
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "logs").exists(), "no child was started"
 
 
-def test_a_postgresql_that_is_away_is_worth_another_start(tmp_path: Path) -> None:
+def test_serve_exits_with_1_and_hides_the_password_when_postgresql_is_away(tmp_path: Path) -> None:
     url = f"postgresql://skyrl:secret@127.0.0.1:{free_port()}/skyrl"
-    done = skyrl("serve", "--port", str(free_port()), "--state-dir", str(tmp_path), SKYRL_DATABASE_URL=url)
+    done = run_skyrl("serve", "--port", str(free_port()), "--state-dir", str(tmp_path), SKYRL_DATABASE_URL=url)
     assert done.returncode == 1
     assert "skyrl serve: the database postgresql" in done.stderr
     assert "Connection refused" in done.stderr
@@ -154,9 +154,9 @@ def test_a_postgresql_that_is_away_is_worth_another_start(tmp_path: Path) -> Non
     assert "secret" not in done.stderr
 
 
-def test_doctor_exits_with_its_verdict(tmp_path: Path) -> None:
+def test_doctor_exits_with_1_when_a_check_fails(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    done = skyrl("doctor", "--port", str(free_port()), "--state-dir", str(tmp_path / "file" / "state"))
+    done = run_skyrl("doctor", "--port", str(free_port()), "--state-dir", str(tmp_path / "file" / "state"))
     assert done.returncode == 1
     assert "cannot be written" in done.stdout
     assert [name for name in heavy_imports(done) if name in ("torch", "transformers", "vllm")] == []

@@ -1,4 +1,6 @@
-"""What is asked of vLLM for a job, and what is made of its answer; results are read with the SDK's own decoder."""
+"""The request that a sample job sends to vLLM, and the result made of vLLM's answer. The SDK's own decoder reads the
+results.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ from skyrl.sampling.job import SampleJob
 from skyrl.types.weights import AdapterVersion
 from skyrl.vllm_plugin.xargs import PromptScores
 from skyrl.wire.results import to_json
-from skyrl.wire.tensors import Stored
+from skyrl.wire.tensors import WireTensor
 
 JOB = SampleJob(
     request_id="r1",
@@ -51,12 +53,12 @@ def job(**changes: Any) -> SampleJob:
 
 
 def choice(tokens: list[int], logprobs: list[float] | None = None, **more: Any) -> dict[str, Any]:
-    given = [-0.5 * (step + 1) for step in range(len(tokens))] if logprobs is None else logprobs
+    token_logprobs = [-0.5 * (step + 1) for step in range(len(tokens))] if logprobs is None else logprobs
     return {
         "index": 0,
         "finish_reason": "stop",
         "token_ids": tokens,
-        "logprobs": {"token_logprobs": given},
+        "logprobs": {"token_logprobs": token_logprobs},
     } | more
 
 
@@ -64,7 +66,7 @@ def answer(*choices: dict[str, Any], **more: Any) -> bytes:
     return json.dumps({"choices": choices} | more).encode()
 
 
-def asked(**changes: Any) -> dict[str, Any]:
+def request_of(**changes: Any) -> dict[str, Any]:
     return json.loads(encode_request(job(**changes)))
 
 
@@ -76,8 +78,8 @@ def read(body: bytes, job: SampleJob, **options: Any) -> SampleResponse:
 # Requests
 
 
-def test_plain_request_says_everything_and_nothing_more() -> None:
-    assert asked() == {
+def test_a_plain_request_names_every_parameter_and_no_other() -> None:
+    assert request_of() == {
         "model": "m1@2",
         "prompt": [5, 6, 7],
         "n": 1,
@@ -91,10 +93,10 @@ def test_plain_request_says_everything_and_nothing_more() -> None:
     }
 
 
-def test_a_priority_is_asked_for_where_there_is_one() -> None:
-    assert json.loads(encode_request(JOB, 7)) == asked() | {"priority": 7}
+def test_the_request_has_a_priority_only_if_one_is_given() -> None:
+    assert json.loads(encode_request(JOB, 7)) == request_of() | {"priority": 7}
     assert json.loads(encode_request(JOB, 0))["priority"] == 0
-    assert "priority" not in asked()
+    assert "priority" not in request_of()
 
 
 @pytest.mark.parametrize(
@@ -113,19 +115,19 @@ def test_a_priority_is_asked_for_where_there_is_one() -> None:
         ({"temperature": 0.5, "top_p": 0.9, "top_k": 7}, {"temperature": 0.5, "top_p": 0.9, "top_k": 7}),
     ],
 )
-def test_what_a_job_adds_to_the_request(changes: dict[str, Any], adds: dict[str, Any]) -> None:
-    assert asked(**changes) == asked() | adds
+def test_a_jobs_options_become_request_parameters(changes: dict[str, Any], adds: dict[str, Any]) -> None:
+    assert request_of(**changes) == request_of() | adds
 
 
-def test_greedy_asks_once_and_repeats_the_answer() -> None:
+def test_a_greedy_job_asks_for_one_choice_and_repeats_it() -> None:
     greedy = {"temperature": 0.0, "num_samples": 3}
-    assert asked(**greedy)["n"] == 1
+    assert request_of(**greedy)["n"] == 1
     result = read(answer(choice([1, 2])), job(**greedy))
     assert [sequence.tokens for sequence in result.sequences] == [[1, 2]] * 3
     assert [sequence.logprobs for sequence in result.sequences] == [[-0.5, -1.0]] * 3
 
 
-def test_greedy_wants_one_choice() -> None:
+def test_a_greedy_job_refuses_two_choices() -> None:
     with pytest.raises(MalformedAnswer, match="2 choices for 1 samples"):
         decode_answer(answer(choice([1]), choice([1])), job(temperature=0.0, num_samples=2))
 
@@ -148,7 +150,7 @@ def test_sequences_come_in_the_order_of_their_index() -> None:
 
 @pytest.mark.parametrize("topk", [0, 2])
 @pytest.mark.parametrize("logprobs", [None, {"token_logprobs": [], "top_logprobs": []}])
-def test_no_tokens_at_all(topk: int, logprobs: Any) -> None:
+def test_an_answer_without_tokens_is_an_empty_sequence(topk: int, logprobs: Any) -> None:
     body = answer(choice([]) | {"logprobs": logprobs})
     result = read(body, job(topk_sample=topk))
     assert result.sequences[0].tokens == []
@@ -164,12 +166,12 @@ def test_no_tokens_at_all(topk: int, logprobs: Any) -> None:
         ({"prompt_tokens_details": {"cached_tokens": 2}}, 2),
     ],
 )
-def test_cached_tokens(usage: Any, hits: int) -> None:
+def test_the_prompt_cache_hits_come_from_vllms_usage(usage: Any, hits: int) -> None:
     result = read(answer(choice([1]), usage=usage), JOB)
     assert result.prompt_cache_hit_tokens == hits
 
 
-def test_token_counts() -> None:
+def test_an_answer_counts_prompt_cached_and_sampled_tokens() -> None:
     usage = {"prompt_tokens_details": {"cached_tokens": 2}}
     counted = decode_answer(answer(choice([1, 2, 3]), choice([1], index=1), usage=usage), job(num_samples=2))
     assert (counted.prompt_tokens, counted.cached_tokens, counted.sampled_tokens) == (3, 2, 4)
@@ -210,14 +212,14 @@ def test_prompt_logprobs_are_those_of_the_prompts_own_tokens() -> None:
         (99, [None, -1.5, -2.0], [None, [(9, -0.25)], [(7, -2.0)]]),
     ],
 )
-def test_only_the_last_n_prompt_positions(last_n: int, logprobs: list[Any], topk: list[Any]) -> None:
-    wanted = job(prompt_logprobs=True, prompt_logprobs_last_n=last_n, topk_prompt=1)
-    result = read(answer(SCORED), wanted)
+def test_only_the_last_n_prompt_positions_have_logprobs(last_n: int, logprobs: list[Any], topk: list[Any]) -> None:
+    scored_job = job(prompt_logprobs=True, prompt_logprobs_last_n=last_n, topk_prompt=1)
+    result = read(answer(SCORED), scored_job)
     assert result.prompt_logprobs == logprobs
     assert result.topk_prompt_logprobs == topk
 
 
-def test_prompt_topk_is_sorted_cut_and_empty_at_the_start() -> None:
+def test_prompt_topk_is_sorted_and_cut_and_none_for_the_first_token() -> None:
     body = decode_answer(answer(SCORED), job(topk_prompt=2)).body
     result = deserialize_sample_response(body)
     rows = [None, [(9, -0.25), (8, -0.5)], [(7, -2.0), (1, -3.0)]]
@@ -227,7 +229,7 @@ def test_prompt_topk_is_sorted_cut_and_empty_at_the_start() -> None:
     assert in_json == [None, [[9, -0.25], [8, -0.5]], [[7, -2.0], [1, -3.0]]]
 
 
-def test_prompt_topk_of_fewer_than_k() -> None:
+def test_prompt_topk_may_have_fewer_than_k_entries() -> None:
     result = read(answer(SCORED), job(topk_prompt=5))
     assert result.topk_prompt_logprobs == [
         None,
@@ -237,7 +239,7 @@ def test_prompt_topk_of_fewer_than_k() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "says"),
+    ("rows", "message"),
     [
         (None, "0 rows of prompt logprobs for 3 tokens"),
         (ROWS[:2], "2 rows of prompt logprobs for 3 tokens"),
@@ -246,37 +248,37 @@ def test_prompt_topk_of_fewer_than_k() -> None:
         ([None, {"6": {}}, ROWS[2]], "not a completion"),
     ],
 )
-def test_prompt_logprobs_that_are_not_whole(rows: Any, says: str) -> None:
-    with pytest.raises(MalformedAnswer, match=says):
+def test_incomplete_prompt_logprobs_are_malformed(rows: Any, message: str) -> None:
+    with pytest.raises(MalformedAnswer, match=message):
         decode_answer(answer(choice([1], prompt_logprobs=rows)), job(prompt_logprobs=True))
 
 
-# What the plugin appends
+# Rows that the plugin appends
 
 IDS = np.asarray([[4, -1], [9, 4]])
-DENSE = Stored(IDS.ravel(), (2, 2))
-SPARSE = Stored(np.asarray([9, -1, 4]), (2, 400), np.asarray([0, 1, 3]), np.asarray([399, 0, 7]))
+DENSE = WireTensor(IDS.ravel(), (2, 2))
+SPARSE = WireTensor(np.asarray([9, -1, 4]), (2, 400), np.asarray([0, 1, 3]), np.asarray([399, 0, 7]))
 
 
 def appended(*cells: tuple[int, float]) -> bytes:
-    """SCORED's rows and after them one row per cell."""
+    """The rows of SCORED, then one row per cell."""
     return answer(choice([1], prompt_logprobs=[*ROWS, *({str(token): {"logprob": value}} for token, value in cells)]))
 
 
-def test_target_ids_and_draws_are_asked_of_the_plugin() -> None:
-    def plugin_is_asked(**changes: Any) -> PromptScores:
-        body = asked(**changes)
+def test_target_ids_and_alternatives_are_requested_from_the_plugin() -> None:
+    def plugin_request(**changes: Any) -> PromptScores:
+        body = request_of(**changes)
         assert body["prompt_logprobs"] == changes.get("topk_prompt", 0)
         arrived = PromptScores.from_xargs(body["vllm_xargs"], 3, 500)
         assert arrived is not None
         return arrived
 
-    dense = plugin_is_asked(target=DENSE, topk_prompt=2, seed=5)
+    dense = plugin_request(target=DENSE, topk_prompt=2, seed=5)
     assert (dense.rows.tolist(), dense.ids.tolist(), dense.draws, dense.seed) == ([0, 1, 1], [4, 9, 4], 0, None)
-    sparse = plugin_is_asked(target=SPARSE, alternatives=3, seed=5)
+    sparse = plugin_request(target=SPARSE, alternatives=3, seed=5)
     assert (sparse.rows.tolist(), sparse.ids.tolist(), sparse.draws, sparse.seed) == ([0, 1], [9, 4], 3, 5)
-    assert plugin_is_asked(alternatives=1).seed is None
-    assert "vllm_xargs" not in asked(seed=5, prompt_logprobs=True)
+    assert plugin_request(alternatives=1).seed is None
+    assert "vllm_xargs" not in request_of(seed=5, prompt_logprobs=True)
 
 
 def test_target_logprobs_have_the_layout_of_the_ids() -> None:
@@ -300,8 +302,8 @@ def test_target_logprobs_have_the_layout_of_the_ids() -> None:
 
 def test_alternatives_keep_order_and_repetitions() -> None:
     cells = [(4, -1.0), (9, -2.0), (4, -3.0), (7, -0.5), (7, -0.5), (8, -1.5), (8, -1.25)]
-    wanted = job(target=DENSE, alternatives=2, prompt_logprobs=True, topk_prompt=1)
-    body = decode_answer(appended(*cells), wanted).body
+    scored_job = job(target=DENSE, alternatives=2, prompt_logprobs=True, topk_prompt=1)
+    body = decode_answer(appended(*cells), scored_job).body
     result = deserialize_sample_response(body)
     assert result.prompt_alt_tokens is not None
     assert result.prompt_alt_tokens.tokens.dtype == "int64"
@@ -315,7 +317,7 @@ def test_alternatives_keep_order_and_repetitions() -> None:
     }
 
 
-def test_alternatives_of_one_token() -> None:
+def test_a_prompt_of_one_token_has_no_alternatives() -> None:
     body = answer(choice([1], prompt_logprobs=[None]))
     drawn = read(body, job(prompt=[5], alternatives=3)).prompt_alt_tokens
     assert drawn is not None
@@ -323,7 +325,7 @@ def test_alternatives_of_one_token() -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "says"),
+    ("body", "message"),
     [
         (answer(SCORED), "3 rows of prompt logprobs for 3 tokens and 3 of the plugin"),
         (appended((4, -1.0), (9, -2.0)), "5 rows"),
@@ -333,9 +335,9 @@ def test_alternatives_of_one_token() -> None:
         (answer(choice([1])), "0 rows"),
     ],
 )
-def test_answers_without_what_the_plugin_was_asked_for(body: bytes, says: str) -> None:
-    """A vLLM that the plugin does not patch ignores the question."""
-    with pytest.raises(MalformedAnswer, match=says):
+def test_an_answer_without_the_plugins_rows_is_malformed(body: bytes, message: str) -> None:
+    """A vLLM without the plugin ignores the request for them."""
+    with pytest.raises(MalformedAnswer, match=message):
         decode_answer(body, job(target=DENSE))
 
 
@@ -349,7 +351,7 @@ def sampled_topk(*rows: dict[str, float] | None) -> bytes:
 
 
 def test_sample_topk_is_sorted_and_cut() -> None:
-    """vLLM adds the sampled token to the k best, and writes -9999 for what top_p and top_k have cut off."""
+    """vLLM adds the sampled token to the k best tokens, and writes -9999 for tokens that top_p or top_k excludes."""
     body = sampled_topk(
         {"token_id:4": -2.0, "token_id:0": -1.0, "token_id:1": -9.0},
         {"token_id:2": -0.5, "token_id:7": -9999.0},
@@ -371,7 +373,7 @@ def test_sample_topk_is_sorted_and_cut() -> None:
     ],
     ids=["keyed by text", "ragged", "absent"],
 )
-def test_sample_topk_that_is_not_whole(body: bytes) -> None:
+def test_incomplete_sample_topk_is_malformed(body: bytes) -> None:
     with pytest.raises(MalformedAnswer):
         decode_answer(body, job(topk_sample=2))
 
@@ -383,20 +385,20 @@ def test_sample_topk_that_is_not_whole(body: bytes) -> None:
 def test_any_other_finish_reason_is_an_abort(reason: str | None) -> None:
     with pytest.raises(AbortedAnswer, match=f"finish_reason {reason!r}"):
         decode_answer(answer(choice([1], finish_reason=reason)), JOB)
-    without = choice([1])
-    del without["finish_reason"]
+    choice_without_reason = choice([1])
+    del choice_without_reason["finish_reason"]
     with pytest.raises(AbortedAnswer):
-        decode_answer(answer(without), JOB)
+        decode_answer(answer(choice_without_reason), JOB)
 
 
-def test_abort_comes_before_all_else_that_is_wrong() -> None:
+def test_an_aborted_answer_is_an_abort_whatever_else_is_wrong_with_it() -> None:
     aborted = choice([1], finish_reason="abort") | {"logprobs": None, "token_ids": None, "index": 1}
     with pytest.raises(AbortedAnswer):
         decode_answer(answer(choice([1]) | {"logprobs": None}, aborted), job(num_samples=2))
 
 
 @pytest.mark.parametrize("logprobs", [None, {}, {"token_logprobs": None}, {"token_logprobs": [-1.0, None]}])
-def test_missing_logprobs(logprobs: Any) -> None:
+def test_missing_logprobs_raise_or_become_zeros(logprobs: Any) -> None:
     body = answer(choice([1, 2]) | {"logprobs": logprobs})
     with pytest.raises(MissingLogprobs):
         decode_answer(body, JOB)
@@ -406,19 +408,19 @@ def test_missing_logprobs(logprobs: Any) -> None:
 
 
 @pytest.mark.parametrize("zero_fill", [False, True])
-def test_ragged_logprobs_are_never_filled(zero_fill: bool) -> None:
+def test_logprobs_of_another_number_than_tokens_are_never_filled_with_zeros(zero_fill: bool) -> None:
     with pytest.raises(MalformedAnswer, match="1 logprobs for 2 tokens") as caught:
         decode_answer(answer(choice([1, 2], logprobs=[-1.0])), JOB, zero_fill=zero_fill)
     assert not isinstance(caught.value, MissingLogprobs)
 
 
 @pytest.mark.parametrize("body", [b"", b"null", b"<html>", b"{}", b'{"choices": "\xff"}', b'{"choices": [1]}'])
-def test_what_is_no_completion(body: bytes) -> None:
+def test_a_body_that_is_no_completion_is_malformed(body: bytes) -> None:
     with pytest.raises(MalformedAnswer, match="not a completion"):
         decode_answer(body, JOB)
 
 
 @pytest.mark.parametrize("tokens", [[2**31], [-(2**31) - 1]])
-def test_tokens_beyond_32_bits(tokens: list[int]) -> None:
+def test_tokens_beyond_32_bits_are_malformed(tokens: list[int]) -> None:
     with pytest.raises(MalformedAnswer, match="not token ids"):
         decode_answer(answer(choice(tokens)), JOB)

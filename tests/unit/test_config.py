@@ -1,4 +1,4 @@
-"""The configuration: names, types, bounds, where values come from."""
+"""The configuration: its keys, types, bounds and sources."""
 
 from __future__ import annotations
 
@@ -10,19 +10,13 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
+from skyrl.config.backend import BackendConfig, ConfigError, parse_backend_config
+from skyrl.config.loading import dump_config, load_config, restore_config
 from skyrl.config.modes import Modes
-from skyrl.config.server import (
-    BackendConfig,
-    ConfigError,
-    ServerConfig,
-    dump_config,
-    load_config,
-    parse_backend_config,
-    restore_config,
-)
+from skyrl.config.server import ServerConfig
 from tests.postgres_server import ON_SQLITE
 
-# A key that disappears or is renamed breaks somebody's server: change this list knowingly.
+# Removing or renaming a key breaks existing configurations, so a change of this list must be deliberate.
 SERVER_KEYS = {
     "allow_remote",
     "adapter_dtype",
@@ -93,7 +87,7 @@ BACKEND_KEYS = {
 
 
 @pytest.fixture(autouse=True)
-def no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_skyrl_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in os.environ if name.startswith("SKYRL_")]:
         monkeypatch.delenv(name)
 
@@ -112,7 +106,7 @@ def toml(tmp_path: Path, text: str) -> Path:
     return file
 
 
-def test_the_keys_there_are() -> None:
+def test_the_configuration_has_exactly_these_keys() -> None:
     assert set(ServerConfig.model_fields) == SERVER_KEYS
     assert set(leaves(BackendConfig())) == BACKEND_KEYS
 
@@ -148,7 +142,7 @@ def test_backend_config_takes_dotted_and_nested_keys(given: dict[str, Any]) -> N
         assert config.lora.max_loras == 8
 
 
-def test_options_of_vllm_pass_through_whatever_they_look_like() -> None:
+def test_options_of_vllm_keep_their_names_and_values() -> None:
     options = {"kv_cache_dtype": "fp8", "compilation_config": {"level": 3}, "a.b": [1]}
     for given in (
         {"generator.inference_engine.engine_init_kwargs": options},
@@ -189,7 +183,7 @@ def test_options_of_vllm_pass_through_whatever_they_look_like() -> None:
         ),
     ],
 )
-def test_bad_backend_config_names_the_key(given: dict[str, Any], message: str) -> None:
+def test_a_bad_backend_config_is_refused_in_one_line_that_names_the_key(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as raised:
         parse_backend_config(given)
     assert str(raised.value).startswith(f"backend-config: {message}")
@@ -224,19 +218,19 @@ def test_bad_backend_config_names_the_key(given: dict[str, Any], message: str) -
         ({"prot": 1}, "configuration: unknown key 'prot'; the nearest known one is 'port'"),
     ],
 )
-def test_bad_option_is_named_in_one_line(flags: dict[str, Any], message: str) -> None:
+def test_a_bad_option_is_refused_in_one_line_that_names_it(flags: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as raised:
         load_config(flags)
     assert str(raised.value).startswith(message)
     assert "\n" not in str(raised.value)
 
 
-def test_who_can_be_reached_by_others_says_which_keys_are_taken() -> None:
+def test_a_remote_host_needs_managed_keys_or_allow_remote() -> None:
     assert load_config({"host": "0.0.0.0", "api_keys": "managed"}).host == "0.0.0.0"
     assert load_config({"host": "0.0.0.0", "allow_remote": True}).api_keys == "open"
 
 
-def test_gateway_without_a_trainer() -> None:
+def test_a_gateway_forwards_and_does_not_train() -> None:
     config = load_config({"backend": "none", "base_model": "m", "external_inference_url": "http://x"})
     assert config.modes == Modes(trains=False, forwards=True, manages_inference=False)
     assert config.served_names == ("m",)
@@ -254,11 +248,13 @@ def test_gateway_without_a_trainer() -> None:
     ],
     ids=["own-vllm", "external", "gateway"],
 )
-def test_one_device_is_shared_only_with_a_vllm_that_skyrl_starts(flags: dict[str, Any], modes: Modes) -> None:
+def test_only_a_vllm_that_skyrl_starts_shares_the_trainers_device(flags: dict[str, Any], modes: Modes) -> None:
     assert load_config({"backend_config": '{"trainer.placement.colocate_all": true}', **flags}).modes == modes
 
 
-def test_flags_before_environment_before_file_before_defaults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flags_override_the_environment_which_overrides_the_file_which_overrides_defaults(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = toml(tmp_path, 'port = 1001\nthreads = 2\nlog_level = "error"\nserved_model_names = ["f"]')
     monkeypatch.setenv("SKYRL_PORT", "1002")
     monkeypatch.setenv("SKYRL_THREADS", "3")
@@ -275,7 +271,7 @@ def test_flags_before_environment_before_file_before_defaults(tmp_path: Path, mo
     ],
     ids=["dotted", "nested"],
 )
-def test_backend_config_merges_key_by_key_however_it_is_spelled(
+def test_sources_of_backend_config_merge_key_by_key_in_dotted_or_nested_form(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_environment: dict[str, Any]
 ) -> None:
     file = toml(
@@ -287,9 +283,9 @@ def test_backend_config_merges_key_by_key_however_it_is_spelled(
     monkeypatch.setenv("SKYRL_BACKEND_CONFIG", json.dumps(in_environment))
     flags = {"backend_config": '{"trainer": {"micro_batch_tokens": 300}}'}
     trainer = load_config(flags, file).backend_config.trainer
-    assert trainer.micro_batch_tokens == 300, "the flag's"
-    assert trainer.placement.colocate_all is False, "the environment's"
-    assert trainer.gradient_checkpointing is True, "the file's"
+    assert trainer.micro_batch_tokens == 300, "from the flag"
+    assert trainer.placement.colocate_all is False, "from the environment"
+    assert trainer.gradient_checkpointing is True, "from the file"
     assert load_config(flags, file).backend_config.inference.max_num_seqs == 1
 
 
@@ -302,7 +298,7 @@ def test_backend_config_merges_key_by_key_however_it_is_spelled(
         ("SKYRL_PORT", "high", "port: Input should be a valid integer"),
     ],
 )
-def test_bad_environment_is_an_error_of_configuration(
+def test_a_bad_environment_variable_is_a_config_error(
     monkeypatch: pytest.MonkeyPatch, name: str, value: str, message: str
 ) -> None:
     monkeypatch.setenv(name, value)
@@ -311,7 +307,9 @@ def test_bad_environment_is_an_error_of_configuration(
     assert str(raised.value).startswith(message)
 
 
-def test_store_is_configured_from_a_file_and_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_file_and_the_environment_configure_the_checkpoint_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = toml(tmp_path, 'checkpoint_store = "s3://bucket/p"\n[checkpoint_store_options]\nregion = "eu-west-1"\n')
     config = load_config({}, file)
     assert config.checkpoint_store == "s3://bucket/p"
@@ -323,12 +321,12 @@ def test_store_is_configured_from_a_file_and_the_environment(tmp_path: Path, mon
 
 
 @pytest.mark.parametrize("key", ["line\r\nend", "schlüssel", "tab\t"])
-def test_key_that_fits_no_header_is_refused(key: str) -> None:
+def test_an_inference_key_that_fits_no_http_header_is_refused(key: str) -> None:
     with pytest.raises(ConfigError, match="^external_inference_api_key: must be printable ASCII"):
         load_config({"external_inference_api_key": key})
 
 
-def test_password_in_an_address_is_refused() -> None:
+def test_a_password_in_the_inference_url_is_refused() -> None:
     with pytest.raises(ConfigError, match="^external_inference_url: holds a user or a password"):
         load_config({"external_inference_url": "http://me:secret@gpu.example/v1"})
 
@@ -342,7 +340,7 @@ def test_password_in_an_address_is_refused() -> None:
         (b'backend_config = "{bad"', "backend_config: not JSON"),
     ],
 )
-def test_bad_file_is_an_error_of_configuration(tmp_path: Path, content: bytes, message: str) -> None:
+def test_a_bad_configuration_file_is_a_config_error(tmp_path: Path, content: bytes, message: str) -> None:
     file = tmp_path / "skyrl.toml"
     file.write_bytes(content)
     with pytest.raises(ConfigError) as raised:
@@ -350,12 +348,12 @@ def test_bad_file_is_an_error_of_configuration(tmp_path: Path, content: bytes, m
     assert str(raised.value).startswith(message)
 
 
-def test_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_the_message_about_a_missing_file_names_it(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="nowhere.toml"):
         load_config({}, tmp_path / "nowhere.toml")
 
 
-def test_dumped_configuration_is_restored_whatever_the_environment(
+def test_a_dumped_configuration_is_restored_independently_of_the_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     flags = {
@@ -386,7 +384,7 @@ def test_relative_and_home_directories_become_absolute(monkeypatch: pytest.Monke
     assert load_config({"base_model": "org/model"}).base_model_path == "org/model"
 
 
-def test_tiny_is_the_built_in_model_wherever_it_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_tiny_names_the_built_in_model_in_every_source(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tiny").mkdir()
     (tmp_path / "skyrl.toml").write_text('base_model = "tiny"')

@@ -1,4 +1,6 @@
-"""What a connection may hold, and for how long, before anybody has shown a key. Real sockets; uvicorn's own server."""
+"""Bounds on the bytes and the time of a connection before its client has shown a key. The tests use real sockets and
+uvicorn's own server.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +20,11 @@ from skyrl.api.connections import HEAD_BYTES, BoundedHttp
 GET = b"GET / HTTP/1.1\r\nHost: x\r\n"
 POST = b"POST /echo HTTP/1.1\r\nHost: x\r\n"
 SOON_S = 0.05
-PATIENCE_S = 60
+ANSWER_S = 60
 
 
 class Server:
-    """An application that answers with the length of the body; at /held once it is `released`."""
+    """An application that answers with the length of the body. A request to /held gets its answer after `released`."""
 
     def __init__(self) -> None:
         self.released = asyncio.Event()
@@ -58,18 +60,18 @@ class Connection:
         self.writer.write(data)
         await self.writer.drain()
 
-    async def all(self) -> bytes:
-        """What the server says until it closes the connection."""
-        said = b""
-        async with asyncio.timeout(PATIENCE_S):
+    async def read_until_closed(self) -> bytes:
+        """All bytes that the server sends until it closes the connection."""
+        received = b""
+        async with asyncio.timeout(ANSWER_S):
             with suppress(ConnectionError):
                 while part := await self.reader.read(65536):
-                    said += part
-        return said
+                    received += part
+        return received
 
     async def answer(self) -> bytes:
         """The body of one answer."""
-        async with asyncio.timeout(PATIENCE_S):
+        async with asyncio.timeout(ANSWER_S):
             head = await self.reader.readuntil(b"\r\n\r\n")
             length = head.lower().split(b"content-length: ")[1].split(b"\r\n")[0]
             return await self.reader.readexactly(int(length))
@@ -109,30 +111,32 @@ async def server() -> AsyncIterator[Server]:
     ],
     ids=["header", "url", "headers", "trailer", "chunk extension"],
 )
-async def test_what_is_beside_a_body_has_a_bound(server: Server, endless: bytes) -> None:
+async def test_bytes_outside_a_body_are_bounded(server: Server, endless: bytes) -> None:
     connection = await server.open(endless)
-    await connection.send(b"a" * (HEAD_BYTES - len(endless)))  # not yet too much: it is waited for
+    await connection.send(b"a" * (HEAD_BYTES - len(endless)))  # exactly the bound: the server waits for more
     await connection.send(b"a")
-    said = await connection.all()
-    assert said.startswith(b"HTTP/1.1 431 "), said[:80]
-    assert b'"detail":"a request may have' in said
+    answer = await connection.read_until_closed()
+    assert answer.startswith(b"HTTP/1.1 431 "), answer[:80]
+    assert b'"detail":"a request may have' in answer
 
 
 @pytest.mark.parametrize("pieces", [1, 3000])
-async def test_long_bodies_pass(server: Server, pieces: int) -> None:
-    """In one chunk, and in so many that their frames are longer than a head may be."""
+async def test_long_bodies_are_accepted(server: Server, pieces: int) -> None:
+    """In one chunk, and in so many chunks that their frames are longer than the bound of a head."""
     piece = b"b" * (6_000_000 // pieces)
     head = POST + b"X-Long: " + b"a" * (HEAD_BYTES - 1000) + b"\r\nTransfer-Encoding: chunked\r\n\r\n"
     connection = await server.open(head + (b"%x\r\n%s\r\n" % (len(piece), piece)) * pieces + b"0\r\n\r\n")
     assert await connection.answer() == b"6000000"
     await connection.send(POST + b"Content-Length: 2\r\n\r\nbb" + POST + b"Content-Length: 3\r\n\r\nbbb")
-    assert [await connection.answer(), await connection.answer()] == [b"2", b"3"], "the next ones are counted anew"
+    assert [await connection.answer(), await connection.answer()] == [b"2", b"3"], (
+        "the count starts anew with each request"
+    )
 
 
-async def test_what_is_no_http_is_refused_as_everything_else(server: Server) -> None:
-    said = await (await server.open(b"\x16\x03\x01\x02\x00")).all()
-    assert said.startswith(b"HTTP/1.1 400 ")
-    assert said.endswith(b'{"detail":"the request is not HTTP/1.1 as this server takes it","field":null}')
+async def test_bytes_that_are_not_http_get_a_400_in_json(server: Server) -> None:
+    answer = await (await server.open(b"\x16\x03\x01\x02\x00")).read_until_closed()
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert answer.endswith(b'{"detail":"the request is not HTTP/1.1 as this server accepts it","field":null}')
 
 
 @pytest.mark.parametrize(
@@ -145,25 +149,25 @@ async def test_what_is_no_http_is_refused_as_everything_else(server: Server) -> 
     ],
     ids=["garbage", "endless head", "no version", "broken chunk"],
 )
-async def test_a_request_that_runs_is_not_answered_for_the_one_behind_it(server: Server, behind: bytes) -> None:
-    """Its client would take a 400 for its own answer."""
+async def test_a_broken_request_behind_a_running_one_gets_no_answer(server: Server, behind: bytes) -> None:
+    """The client would take a 400 for the answer of its running request."""
     connection = await server.open(b"GET /held HTTP/1.1\r\nHost: x\r\n\r\n")
-    assert await answered_elsewhere(server)
+    assert await answers_another_connection(server)
     with suppress(ConnectionError):
         await connection.send(behind)
-    assert await connection.all() == b""
+    assert await connection.read_until_closed() == b""
 
 
 @pytest.mark.parametrize("behind", [b"\x00garbage\r\n\r\n", b"GET /broken HTTP/9\r\n\r\n"])
-async def test_a_broken_request_behind_one_that_was_answered_is_answered(server: Server, behind: bytes) -> None:
+async def test_a_broken_request_behind_an_answered_one_gets_a_400(server: Server, behind: bytes) -> None:
     connection = await server.open(GET + b"\r\n")
     assert await connection.answer() == b"0"
     await connection.send(behind)
-    assert (await connection.all()).startswith(b"HTTP/1.1 400 ")
+    assert (await connection.read_until_closed()).startswith(b"HTTP/1.1 400 ")
 
 
-async def answered_elsewhere(server: Server) -> bool:
-    """By then the server has read what was sent on other connections before."""
+async def answers_another_connection(server: Server) -> bool:
+    """Ask on a new connection. When the answer comes, the server has read all earlier bytes of other connections."""
     return await (await server.open(GET + b"\r\n")).answer() == b"0"
 
 
@@ -178,41 +182,46 @@ async def answered_elsewhere(server: Server) -> bool:
     ],
     ids=["nothing", "blank lines", "head", "body", "chunk"],
 )
-async def test_what_does_not_become_whole_is_closed(part: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A request that is whole may take longer."""
+async def test_a_request_that_stays_incomplete_is_closed(part: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A complete request may take longer."""
     async with serving() as server:
         held = await server.open(b"GET /held HTTP/1.1\r\nHost: x\r\n\r\n")
         monkeypatch.setattr(connections, "IDLE_S", SOON_S)
         monkeypatch.setattr(connections, "REST_S", SOON_S)
-        await (await server.open(part)).all()
+        await (await server.open(part)).read_until_closed()
         server.released.set()
         assert await held.answer() == b"0"
 
 
-async def test_drops_do_not_keep_a_head_alive(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_head_that_comes_line_by_line_is_closed_in_time(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(connections, "REST_S", SOON_S)
     connection = await server.open(GET)
-    closed = asyncio.create_task(connection.all())
+    closed = asyncio.create_task(connection.read_until_closed())
     while not closed.done():
         connection.writer.write(b"X: y\r\n")
         await asyncio.sleep(SOON_S / 10)
     assert await closed == b""
 
 
-async def test_connections_leave_room_for_other_files(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_connection_above_the_limit_is_closed_without_an_answer(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(connections, "most_connections", lambda: 2)
     first, second = await server.open(GET), await server.open()
-    assert await (await server.open(GET + b"\r\n")).all() == b""
+    assert await (await server.open(GET + b"\r\n")).read_until_closed() == b""
     second.writer.close()
     await first.send(b"\r\n")
     assert await first.answer() == b"0"
 
 
-async def test_a_head_is_waited_for_while_nobody_reads_it(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It came behind two requests that are not answered yet, and those are not to be lost."""
+async def test_a_head_behind_unanswered_requests_may_wait(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server does not read the head before the two earlier requests are answered; closing the connection would lose
+    them."""
     monkeypatch.setattr(connections, "REST_S", SOON_S)
     connection = await server.open(b"GET /held HTTP/1.1\r\nHost: x\r\n\r\n" + GET + b"\r\n" + GET)
-    assert await (await server.open(GET)).all() == b"", "one that is read is closed by then"
+    assert await (await server.open(GET)).read_until_closed() == b"", "by now a head that is read has been closed"
     server.released.set()
     assert [await connection.answer() for _ in range(2)] == [b"0", b"0"]
     await connection.send(b"\r\n")

@@ -1,4 +1,4 @@
-"""Database URLs: what is taken, and that no part of a password is ever printed."""
+"""Database URLs: which are accepted, and that no part of a password is ever printed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typer.testing import CliRunner
 
 from skyrl.cli.main import app
 from skyrl.config.database_url import readable_url
-from skyrl.config.server import ConfigError, load_config
+from skyrl.config.loading import load_config
+from skyrl.config.server import ConfigError
 from skyrl.db.database import Database
 from skyrl.db.urls import shown_url, sqlite_file
 
@@ -21,7 +22,7 @@ LEAKY = [
     "postgresql://127.0.0.1:1/skyrl?user=skyrl&password=hush",
     "mysql://skyrl:hush@127.0.0.1:1/skyrl",
 ]
-"""Each names a server that is not there, or none, and holds `hush` in a password, or what may be one."""
+"""URLs that no command can connect to. Each holds `hush` in its password, or where a password may be."""
 
 
 @pytest.mark.parametrize("url", LEAKY)
@@ -30,21 +31,21 @@ LEAKY = [
 def test_password_is_never_printed(
     command: list[str], source: str, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    where = ["--state-dir", str(tmp_path / "state")]
+    options = ["--state-dir", str(tmp_path / "state")]
     if source == "option":
-        where += ["--database-url", url]
+        options += ["--database-url", url]
     elif source == "file":
         (tmp_path / "skyrl.toml").write_text(f'database_url = "{url}"\n')
-        where += ["--config", str(tmp_path / "skyrl.toml")]
+        options += ["--config", str(tmp_path / "skyrl.toml")]
     else:
         monkeypatch.setenv("SKYRL_DATABASE_URL", url)
-    done = CliRunner().invoke(app, [*command, *where])
+    done = CliRunner().invoke(app, [*command, *options])
     assert done.exit_code == 2, done.output
     assert "hush" not in done.output
     assert "database" in done.output
 
 
-def test_postgres_is_postgresql() -> None:
+def test_the_scheme_postgres_means_postgresql() -> None:
     assert readable_url("postgres://u:p@h:5432/d") == "postgresql://u:p@h:5432/d"
     assert load_config({"database_url": "postgres://u@h/d"}).database == "postgresql://u@h/d"
     assert load_config({"database_url": "postgres://u@h/d", "api_processes": 2}).api_processes == 2
@@ -63,11 +64,11 @@ def test_postgres_is_postgresql() -> None:
         "sqlite:////srv/a@b@c/skyrl.db",
     ],
 )
-def test_what_is_plain_is_taken_as_it_is(url: str) -> None:
+def test_an_unambiguous_url_is_not_changed(url: str) -> None:
     assert readable_url(url) == url
 
 
-def test_refusal_says_how_to_write_a_password() -> None:
+def test_the_refusal_says_how_to_encode_a_password() -> None:
     with pytest.raises(ConfigError) as raised:
         load_config({"database_url": LEAKY[0]})
     assert str(raised.value) == (
@@ -78,12 +79,12 @@ def test_refusal_says_how_to_write_a_password() -> None:
         Database(LEAKY[1])
 
 
-def test_what_is_shown_keeps_the_place_and_hides_the_password() -> None:
+def test_a_shown_url_keeps_the_host_and_hides_the_password() -> None:
     assert shown_url("postgresql://u:hush@h:1/d") == "postgresql://u:***@h:1/d"
     assert shown_url("postgresql://h/d?password=hush&user=u") == "postgresql://h/d?password=hidden&user=u"
     assert shown_url("sqlite:////srv/skyrl.db") == "sqlite:////srv/skyrl.db"
 
 
-def test_only_sqlite_has_a_file() -> None:
+def test_only_a_sqlite_url_has_a_file() -> None:
     assert sqlite_file("sqlite:////srv/skyrl.db") == Path("/srv/skyrl.db")
     assert sqlite_file("sqlite://") is sqlite_file("sqlite:///:memory:") is sqlite_file("postgresql://h/d") is None

@@ -1,4 +1,4 @@
-"""`skyrl db`: copies, checks, vacuums and upgrades of a database, and what they refuse."""
+"""`skyrl db`: backups, checks, vacuums and upgrades of a database, and the cases that they refuse."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from skyrl.db.migrate import _config, newest_revision, revision_of
 from skyrl.launcher.state_dir import lock_state_dir
 from tests.postgres_server import ON_BOTH, ON_POSTGRES, ON_SQLITE
 
-PREVIOUS = "0003"
-"""The schema of the release before this one."""
+OLDER = "0003"
+"""The revision of an older schema."""
 
 
 @pytest.fixture
@@ -30,12 +30,12 @@ def database(migrated_url: str):
 
 
 def run(database: Database, name: str, *arguments: str) -> Result:
-    """On the state directory that the file is in, as an operator gives it, or on the server's URL."""
+    """Run `skyrl db NAME`: with the state directory of a SQLite file, or with the URL of a PostgreSQL database."""
     if database.file is not None:
-        where = ["--state-dir", str(database.file.parent)]
+        options = ["--state-dir", str(database.file.parent)]
     else:
-        where = ["--database-url", database.url]
-    return CliRunner().invoke(app, ["db", name, *arguments, *where])
+        options = ["--database-url", database.url]
+    return CliRunner().invoke(app, ["db", name, *arguments, *options])
 
 
 def add_session(database: Database, name: str) -> None:
@@ -50,7 +50,7 @@ def sessions_in(file: Path) -> list[str]:
 
 
 @ON_SQLITE
-def test_backup_is_the_last_commit_also_while_another_is_under_way(database: Database, tmp_path: Path) -> None:
+def test_backup_holds_the_last_commit_while_another_transaction_runs(database: Database, tmp_path: Path) -> None:
     add_session(database, "committed")
     copy = tmp_path / "copy.db"
     with database.writer.begin() as connection:
@@ -67,11 +67,11 @@ def test_backup_is_the_last_commit_also_while_another_is_under_way(database: Dat
 
 
 @ON_SQLITE
-def test_backup_replaces_nothing_and_leaves_nothing_when_it_fails(database: Database, tmp_path: Path) -> None:
-    (tmp_path / "mine").write_text("mine")
-    done = run(database, "backup", str(tmp_path / "mine"))
-    assert (done.exit_code, done.stderr) == (2, f"skyrl db: {tmp_path / 'mine'} exists\n")
-    assert (tmp_path / "mine").read_text() == "mine"
+def test_a_backup_that_fails_replaces_no_file_and_leaves_none(database: Database, tmp_path: Path) -> None:
+    (tmp_path / "old").write_text("old")
+    done = run(database, "backup", str(tmp_path / "old"))
+    assert (done.exit_code, done.stderr) == (2, f"skyrl db: {tmp_path / 'old'} exists\n")
+    assert (tmp_path / "old").read_text() == "old"
     done = run(database, "backup", str(tmp_path / "nowhere" / "copy"))
     assert done.exit_code == 2
     assert "No such file or directory" in done.stderr
@@ -84,7 +84,7 @@ def test_backup_replaces_nothing_and_leaves_nothing_when_it_fails(database: Data
 
 
 @ON_POSTGRES
-def test_backup_of_postgresql_is_its_own_tools(database: Database, tmp_path: Path) -> None:
+def test_backup_of_postgresql_is_refused_and_names_pg_dump(database: Database, tmp_path: Path) -> None:
     done = run(database, "backup", str(tmp_path / "copy"))
     assert done.exit_code == 2
     assert "use pg_dump" in done.stderr
@@ -92,14 +92,14 @@ def test_backup_of_postgresql_is_its_own_tools(database: Database, tmp_path: Pat
 
 
 @ON_BOTH
-def test_check_of_a_sound_database(database: Database) -> None:
+def test_check_finds_no_fault_in_a_sound_database(database: Database) -> None:
     add_session(database, "s1")
     done = run(database, "check")
     assert (done.exit_code, done.output) == (0, "the database is sound\n")
 
 
 @ON_BOTH
-def test_check_tells_what_the_schema_lacks(database: Database) -> None:
+def test_check_names_a_missing_table(database: Database) -> None:
     database.write(lambda c: c.execute(text("DROP TABLE meters")))
     done = run(database, "check")
     assert done.exit_code == 1
@@ -108,18 +108,18 @@ def test_check_tells_what_the_schema_lacks(database: Database) -> None:
 
 
 @ON_SQLITE
-def test_check_tells_of_rows_that_refer_to_nothing(database: Database) -> None:
+def test_check_names_a_row_that_refers_to_a_missing_row(database: Database) -> None:
     values = "'m', 'gone', 't', 0, 'tiny', 'ready', 8, 32, 1, 1, 1, 1, NULL, 2, 3, 1, 2"
     assert database.file is not None
-    with closing(sqlite3.connect(database.file)) as connection:  # foreign keys are off here
+    with closing(sqlite3.connect(database.file)) as connection:  # SQLite does not enforce foreign keys here
         connection.execute(f"INSERT INTO models VALUES ({values})")
         connection.commit()
     done = run(database, "check")
-    assert (done.exit_code, done.output) == (1, "rows: models row 1 refers to a row of sessions that is gone\n")
+    assert (done.exit_code, done.output) == (1, "rows: models row 1 refers to a missing row of sessions\n")
 
 
 @ON_SQLITE
-def test_check_tells_of_a_damaged_file(database: Database) -> None:
+def test_check_finds_a_damaged_file(database: Database) -> None:
     add_session(database, "s1")
     assert database.file is not None
     with closing(sqlite3.connect(database.file)) as connection:
@@ -134,36 +134,36 @@ def test_check_tells_of_a_damaged_file(database: Database) -> None:
 
 
 @ON_BOTH
-def test_vacuum_gives_the_space_back_and_keeps_the_rows(database: Database) -> None:
+def test_vacuum_shrinks_the_file_and_keeps_the_rows(database: Database) -> None:
     add_session(database, "kept")
-    filled = [{"name": f"{n}" + "x" * 2_000} for n in range(1_000)]
-    database.write(lambda c: c.execute(text("INSERT INTO meters VALUES (:name, 0)"), filled))
+    large_rows = [{"name": f"{n}" + "x" * 2_000} for n in range(1_000)]
+    database.write(lambda c: c.execute(text("INSERT INTO meters VALUES (:name, 0)"), large_rows))
     database.write(lambda c: c.execute(text("DELETE FROM meters")))
-    full = database.size()
+    size_before = database.size()
     done = run(database, "vacuum")
     assert done.exit_code == 0, done.output
     if database.is_sqlite:
-        assert database.size() < full - 1_000_000
+        assert database.size() < size_before - 1_000_000
     assert database.read(lambda c: c.execute(text("SELECT id FROM sessions")).scalars().all()) == ["kept"]
 
 
 @ON_SQLITE
-def test_a_database_of_the_release_before_is_told_of_and_upgraded(tmp_path: Path) -> None:
+def test_check_reports_an_older_schema_and_upgrade_brings_it_to_the_newest(tmp_path: Path) -> None:
     database = Database(f"sqlite:///{tmp_path / 'skyrl.db'}")
-    command.upgrade(_config(database.url), PREVIOUS)
+    command.upgrade(_config(database.url), OLDER)
     add_session(database, "kept")
     done = run(database, "check")
     assert done.exit_code == 1
-    assert f"at revision {PREVIOUS}" in done.output
+    assert f"at revision {OLDER}" in done.output
     assert "skyrl db upgrade" in done.output
     with lock_state_dir(tmp_path):
         refused = run(database, "upgrade")
         assert refused.exit_code == 2
         assert "another skyrl server is running" in refused.stderr
-        assert revision_of(database) == PREVIOUS
+        assert revision_of(database) == OLDER
     done = run(database, "upgrade")
     newest = newest_revision()
-    assert (done.exit_code, done.output) == (0, f"the schema is at revision {newest}; it was at {PREVIOUS}\n")
+    assert (done.exit_code, done.output) == (0, f"the schema is at revision {newest}; it was at {OLDER}\n")
     assert run(database, "check").exit_code == 0
     assert sessions_in(tmp_path / "skyrl.db") == ["kept"]
     database.close()
@@ -171,7 +171,7 @@ def test_a_database_of_the_release_before_is_told_of_and_upgraded(tmp_path: Path
 
 @ON_SQLITE
 @pytest.mark.parametrize("name", ["check", "vacuum", "upgrade", "backup"])
-def test_a_newer_database_is_refused_and_one_that_is_not_there_is_not_made(
+def test_a_newer_database_is_refused_and_a_missing_one_is_not_made(
     database: Database, tmp_path: Path, name: str
 ) -> None:
     arguments = [str(tmp_path / "copy")] if name == "backup" else []

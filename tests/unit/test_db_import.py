@@ -1,4 +1,4 @@
-"""`skyrl db import`: the rows of a SQLite database carried to PostgreSQL, and what is refused."""
+"""`skyrl db import` copies the rows of a SQLite database to PostgreSQL; cases that it refuses."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ from typer.testing import CliRunner, Result
 
 from alembic import command
 from skyrl.cli.main import app
+from skyrl.db.columns import WeightsText
 from skyrl.db.database import Database
 from skyrl.db.migrate import _config, migrate
 from skyrl.launcher.main import lock_state_dir
@@ -60,12 +61,14 @@ def run(source: Database, target: Database) -> Result:
 
 
 def value_for(column: Column[Any], number: int, *, full: bool) -> object:
-    """A value that is hard to keep exactly; where values must differ, one for each number."""
+    """A value of the column's type that is hard to copy exactly. Numbered columns and keys differ by `number`."""
     if isinstance(column.type, JSON):
         return JSON_TEXT if full else None if column.nullable else "null"
     must_differ = column.primary_key or column.unique or column.foreign_keys
     if not full and column.nullable and not must_differ:
         return None
+    if isinstance(column.type, WeightsText):
+        return f"adapter:{UNICODE}{number}"
     if isinstance(column.type, LargeBinary):
         return BYTES
     if isinstance(column.type, Boolean):
@@ -80,13 +83,13 @@ def value_for(column: Column[Any], number: int, *, full: bool) -> object:
 
 
 def fill(database: Database) -> None:
-    """In every table a row with a value in each column, and one with null wherever null is allowed."""
+    """Add two rows to every table: one with a value in each column, one with null in each column that allows null."""
     with database.writer.begin() as connection:
         for table in SQLModel.metadata.sorted_tables:
             for number, full in ((7, True), (8, False)):
                 row = {column.name: value_for(column, number, full=full) for column in table.columns}
-                names, marks = ", ".join(row), ", ".join(f":{name}" for name in row)
-                connection.execute(text(f"INSERT INTO {table.name} ({names}) VALUES ({marks})"), row)
+                names, placeholders = ", ".join(row), ", ".join(f":{name}" for name in row)
+                connection.execute(text(f"INSERT INTO {table.name} ({names}) VALUES ({placeholders})"), row)
 
 
 def content(database: Database) -> dict[str, list[tuple[Any, ...]]]:
@@ -100,7 +103,7 @@ def content(database: Database) -> dict[str, list[tuple[Any, ...]]]:
     return database.read(read)
 
 
-def test_every_row_of_every_table_is_the_same_afterwards(source: Database, target: Database) -> None:
+def test_import_copies_every_row_of_every_table_unchanged(source: Database, target: Database) -> None:
     fill(source)
     done = run(source, target)
     assert done.exit_code == 0, done.output
@@ -124,7 +127,7 @@ def test_new_rows_are_numbered_after_the_copied_ones(source: Database, target: D
     ]
 
 
-def test_a_database_with_rows_is_refused_and_left_as_it_is(source: Database, target: Database) -> None:
+def test_a_target_with_rows_is_refused_and_not_changed(source: Database, target: Database) -> None:
     fill(source)
     assert run(source, target).exit_code == 0
     before = content(target)
@@ -134,7 +137,7 @@ def test_a_database_with_rows_is_refused_and_left_as_it_is(source: Database, tar
     assert content(target) == before
 
 
-def test_a_text_that_postgresql_cannot_keep_is_named_and_nothing_is_copied(source: Database, target: Database) -> None:
+def test_a_text_with_a_zero_byte_is_named_and_nothing_is_copied(source: Database, target: Database) -> None:
     source.write(lambda c: c.execute(text("INSERT INTO meters VALUES ('fine', 1)")))
     source.write(lambda c: c.execute(text("INSERT INTO meters VALUES (:name, 1)"), {"name": "a\0b"}))
     done = run(source, target)
@@ -143,7 +146,7 @@ def test_a_text_that_postgresql_cannot_keep_is_named_and_nothing_is_copied(sourc
     assert not any(content(target).values())
 
 
-def test_rows_that_differ_afterwards_are_not_kept(source: Database, target: Database) -> None:
+def test_import_keeps_no_rows_if_they_differ_in_postgresql(source: Database, target: Database) -> None:
     fill(source)
     migrate(target)
     change = """
@@ -158,7 +161,7 @@ def test_rows_that_differ_afterwards_are_not_kept(source: Database, target: Data
     assert not any(content(target).values())
 
 
-def test_the_server_of_the_file_must_have_stopped(source: Database, target: Database) -> None:
+def test_import_is_refused_while_a_server_uses_the_file(source: Database, target: Database) -> None:
     assert source.file is not None
     with lock_state_dir(source.file.parent):
         done = run(source, target)
@@ -166,7 +169,7 @@ def test_the_server_of_the_file_must_have_stopped(source: Database, target: Data
     assert "another skyrl server is running" in done.stderr
 
 
-def test_an_older_database_is_upgraded_first(tmp_path: Path, target: Database) -> None:
+def test_import_of_an_older_schema_is_refused_and_names_db_upgrade(tmp_path: Path, target: Database) -> None:
     with closing(Database(f"sqlite:///{tmp_path / 'skyrl.db'}")) as older:
         command.upgrade(_config(older.url), "0006")
         done = run(older, target)
@@ -175,7 +178,7 @@ def test_an_older_database_is_upgraded_first(tmp_path: Path, target: Database) -
     assert "run `skyrl db upgrade`" in done.stderr
 
 
-def test_it_is_for_postgresql_and_for_a_file_that_is_there(source: Database, target: Database, tmp_path: Path) -> None:
+def test_import_needs_a_postgresql_url_and_an_existing_file(source: Database, target: Database, tmp_path: Path) -> None:
     assert source.file is not None
     done = CliRunner().invoke(app, ["db", "import", str(source.file), "--state-dir", str(source.file.parent)])
     assert done.exit_code == 2
@@ -186,7 +189,7 @@ def test_it_is_for_postgresql_and_for_a_file_that_is_there(source: Database, tar
     assert not (tmp_path / "none.db").exists()
 
 
-def test_the_file_is_only_read(source: Database, target: Database) -> None:
+def test_import_does_not_change_the_file(source: Database, target: Database) -> None:
     fill(source)
     assert source.file is not None
     with closing(sqlite3.connect(source.file)) as connection:

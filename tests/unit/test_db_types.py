@@ -1,4 +1,4 @@
-"""Rows leave skyrl/db as typed values: its public functions and classes give out no `Any`."""
+"""Rows leave skyrl/db as typed values: no public function or class of it has `Any` in its annotations."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import skyrl.db
 
 PACKAGE = Path(skyrl.db.__file__).parent
 JSON = {"dict", "Mapping"}
-"""`dict[str, Any]` is a JSON object."""
+"""Types whose `Any` is allowed, because `dict[str, Any]` is a JSON object."""
 
 
 def has_any(annotation: ast.AST | None) -> bool:
-    """Whether an annotation says `Any` elsewhere than in a JSON object."""
+    """Whether an annotation contains `Any` outside of a JSON object."""
     match annotation:
         case None:
             return False
@@ -26,30 +26,32 @@ def has_any(annotation: ast.AST | None) -> bool:
 
 
 def public_annotations(body: list[ast.stmt]) -> Iterator[tuple[int, ast.expr | None]]:
-    """The annotations that other packages see, with their lines. A parameter `row` is that of a function which makes a
-    typed value of a row."""
+    """The annotations that other packages see, with their lines. A parameter `row` is exempt: functions with this
+    parameter turn a row into a typed value."""
     for node in body:
         match node:
             case ast.ClassDef(name=name, body=inner) if not name.startswith("_"):
-                yield from ((each.lineno, each.annotation) for each in inner if isinstance(each, ast.AnnAssign))
+                yield from ((item.lineno, item.annotation) for item in inner if isinstance(item, ast.AnnAssign))
                 yield from public_annotations(inner)
             case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) if name == "__init__" or name[0] != "_":
-                given = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
-                yield from ((node.lineno, each.annotation) for each in given if each.arg != "row")
+                parameters = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+                yield from ((node.lineno, item.annotation) for item in parameters if item.arg != "row")
                 yield node.lineno, node.returns
 
 
-def untyped(source: str) -> list[int]:
+def lines_with_any(source: str) -> list[int]:
     return [line for line, annotation in public_annotations(ast.parse(source).body) if has_any(annotation)]
 
 
-def test_untyped_rows_are_found() -> None:
-    assert untyped("def page(tenant: str) -> tuple[list[Any], int]: ...") == [1]
-    assert untyped("class Found:\n    row: Any\n    notes: dict[str, Any] | None") == [2]
-    assert untyped("class Keys:\n    async def find(self, saved: Any | None) -> None: ...") == [2]
-    assert untyped("def key_of(row: Any) -> ApiKey: ...\ndef _rows() -> list[Any]: ...") == []
+def test_annotations_with_any_are_found() -> None:
+    assert lines_with_any("def page(tenant: str) -> tuple[list[Any], int]: ...") == [1]
+    assert lines_with_any("class Found:\n    row: Any\n    notes: dict[str, Any] | None") == [2]
+    assert lines_with_any("class Keys:\n    async def find(self, saved: Any | None) -> None: ...") == [2]
+    assert lines_with_any("def key_of(row: Any) -> ApiKey: ...\ndef _rows() -> list[Any]: ...") == []
 
 
 def test_rows_leave_db_as_typed_values() -> None:
-    found = {f"{path.name}:{line}" for path in sorted(PACKAGE.glob("*.py")) for line in untyped(path.read_text())}
+    found = {
+        f"{path.name}:{line}" for path in sorted(PACKAGE.glob("*.py")) for line in lines_with_any(path.read_text())
+    }
     assert not found

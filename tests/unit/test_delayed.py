@@ -1,4 +1,4 @@
-"""Commands that are not to start yet: they keep their place in their model's order, and hold up nobody else."""
+"""Commands with a start time: they keep their place in their model's order, and delay no other model."""
 
 from __future__ import annotations
 
@@ -13,76 +13,76 @@ NOON, ONE, TWO = 1000.0, 2000.0, 3000.0
 
 
 def command(model: str | None, seq: int | None, start: float | None = None, kind: Kind = Kind.FORWARD) -> Command:
-    n = next(_numbers)
+    row = next(_numbers)
     sampler = "ss" if kind is Kind.SAMPLE else None
-    return Command(n, f"r{n}", kind, f"tenant of {model}", "session", model, seq, sampler, seq, "json", 10, start)
+    return Command(row, f"r{row}", kind, f"tenant of {model}", "session", model, seq, sampler, seq, "json", 10, start)
 
 
 def scheduler(*commands: Command) -> Scheduler:
-    made = Scheduler(1_000_000)
-    for each in commands:
-        made.add(each)
-    return made
+    queue = Scheduler(1_000_000)
+    for added in commands:
+        queue.add(added)
+    return queue
 
 
-def ran(queue: Scheduler, now: float) -> list[tuple[str | None, int | None]]:
-    """What one turn at that time runs."""
+def run_turn(queue: Scheduler, now: float) -> list[tuple[str | None, int | None]]:
+    """Run one turn at the time `now`; returns model and number of each command that ran."""
     queue.start_due(now)
     models = queue.ready_models()
     taken = queue.take_passes(models)
     queue.finish(taken)
-    for more in (queue.take_file_commands(), queue.take_barriers(models), queue.take_samples()):
-        queue.finish(more)
-        taken += more
-    return [(each.model_id, each.seq_id) for each in taken]
+    for batch in (queue.take_file_commands(), queue.take_barriers(models), queue.take_samples()):
+        queue.finish(batch)
+        taken += batch
+    return [(item.model_id, item.seq_id) for item in taken]
 
 
-def test_a_command_waits_for_its_time_and_its_model_for_the_command() -> None:
+def test_a_command_waits_for_its_time_and_the_models_later_commands_wait_for_it() -> None:
     queue = scheduler(command("a", 0), command("a", 1, ONE), command("a", 2), command("b", 0))
-    assert ran(queue, NOON) == [("a", 0), ("b", 0)]
-    assert not queue.has_work, "the engine sleeps"
+    assert run_turn(queue, NOON) == [("a", 0), ("b", 0)]
+    assert not queue.has_work, "the engine has nothing to run before ONE"
     assert queue.next_start == ONE
     assert queue.waiting == 2
-    assert ran(queue, ONE) == [("a", 1), ("a", 2)]
+    assert run_turn(queue, ONE) == [("a", 1), ("a", 2)]
     assert queue.next_start is None
 
 
-def test_the_earliest_comes_first_whatever_the_arrival() -> None:
+def test_the_earliest_start_comes_first_whatever_arrives_first() -> None:
     queue = scheduler(command("a", 0, TWO), command("b", 0, ONE))
     assert queue.next_start == ONE
-    assert ran(queue, ONE) == [("b", 0)]
+    assert run_turn(queue, ONE) == [("b", 0)]
     assert queue.next_start == TWO
 
 
-def test_time_that_has_passed_already_holds_nothing_up() -> None:
+def test_a_start_time_in_the_past_delays_nothing() -> None:
     queue = scheduler(command("a", 0, ONE))
-    assert ran(queue, TWO) == [("a", 0)]
+    assert run_turn(queue, TWO) == [("a", 0)]
 
 
-def test_an_unload_comes_after_what_its_model_was_told_before() -> None:
+def test_an_unload_waits_for_the_models_earlier_delayed_commands() -> None:
     early, unload = command("a", 0, ONE), command("a", None, kind=Kind.UNLOAD_MODEL)
     queue = scheduler(early, unload, command("b", None, kind=Kind.UNLOAD_MODEL))
-    assert ran(queue, NOON) == [("b", None)]
-    assert ran(queue, ONE) == [("a", 0), ("a", None)]
+    assert run_turn(queue, NOON) == [("b", None)]
+    assert run_turn(queue, ONE) == [("a", 0), ("a", None)]
 
 
-def test_samples_of_the_engine_wait_too() -> None:
+def test_a_sample_of_the_engine_waits_for_its_start_time() -> None:
     queue = scheduler(command(None, 7, ONE, Kind.SAMPLE), command(None, 8, kind=Kind.SAMPLE))
-    assert ran(queue, NOON) == [(None, 8)]
+    assert run_turn(queue, NOON) == [(None, 8)]
     assert not queue.has_work
-    assert ran(queue, ONE) == [(None, 7)]
+    assert run_turn(queue, ONE) == [(None, 7)]
 
 
-def test_a_closed_model_leaves_nothing_to_start() -> None:
-    gone, other = command("a", 0, ONE), command("b", 0, TWO)
-    queue = scheduler(gone, other)
-    assert queue.close_model("a") == [gone]
+def test_closing_a_model_removes_its_delayed_commands() -> None:
+    removed, other = command("a", 0, ONE), command("b", 0, TWO)
+    queue = scheduler(removed, other)
+    assert queue.close_model("a") == [removed]
     assert queue.next_start == TWO
-    assert ran(queue, TWO) == [("b", 0)]
+    assert run_turn(queue, TWO) == [("b", 0)]
 
 
-def test_what_waits_for_its_time_is_not_read_from_the_log_again() -> None:
+def test_a_delayed_command_is_not_read_from_the_log_again() -> None:
     first, delayed = command("a", 0), command("a", 1, ONE)
     queue = scheduler(first, delayed)
-    ran(queue, NOON)
+    run_turn(queue, NOON)
     assert queue.last_row == delayed.n

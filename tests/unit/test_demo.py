@@ -1,4 +1,4 @@
-"""What the demo makes of its figures."""
+"""The demo's verdict on its rewards, and its output in a pipe."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ def run_of(steps: int, last: float) -> Run:
     return Run(rewards=[0.2] * (steps - steps // 2) + [last] * (steps // 2))
 
 
-def test_a_reward_that_does_not_rise_in_a_whole_run_is_a_failure() -> None:
+def test_a_full_run_fails_if_a_tenants_reward_does_not_rise() -> None:
     findings = Findings(runs={"A": run_of(JUDGED_STEPS, 0.9), "B": run_of(JUDGED_STEPS, 0.25)})
     assert findings.failures() == ["tenant B: reward rose by 0.05, less than 0.15"]
     assert findings.notes() == []
 
 
-def test_a_run_that_is_too_short_is_not_judged_and_says_so() -> None:
+def test_a_short_run_notes_that_its_rewards_were_not_judged() -> None:
     findings = Findings(runs={"A": run_of(2, 0.0), "B": run_of(2, 0.0)})
     assert findings.failures() == []
     assert findings.notes() == ["rewards were not judged: 2 steps are too few, 26 (the default) are enough"]
@@ -32,8 +32,8 @@ def test_a_run_that_is_too_short_is_not_judged_and_says_so() -> None:
     print_report(Console(file=io.StringIO()), findings)
 
 
-class Quick:
-    """A tenant whose run is over at once."""
+class QuickTenant:
+    """A tenant whose run ends at once."""
 
     name = "A"
 
@@ -51,11 +51,11 @@ class Server:
         return {}
 
 
-def test_views_of_a_demo_whose_output_is_piped_do_not_run_together(tmp_path: Path) -> None:
+def test_each_view_of_a_piped_demo_begins_on_a_line_of_its_own(tmp_path: Path) -> None:
     output = io.StringIO()
     demo = Demo(Console(file=output, width=60), tmp_path, Settings(), compare=False)
     for title in ("first", "second"):
-        demo._follow(Server(), [Quick()], {"A": Run()}, title)  # type: ignore[arg-type]
+        demo._follow(Server(), [QuickTenant()], {"A": Run()}, title)  # type: ignore[arg-type]
     lines = output.getvalue().splitlines()
     assert [line for line in lines if line.startswith("╭")], output.getvalue()
     assert not [line for line in lines if "╯╭" in line]

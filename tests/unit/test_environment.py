@@ -1,11 +1,12 @@
-"""A misspelt `SKYRL_*` variable is told, and not silently without effect."""
+"""A misspelt `SKYRL_*` variable is an error: it is never ignored silently."""
 
 from __future__ import annotations
 
 import pytest
 
 from skyrl.config.environment import OWN, refuse_unknown
-from skyrl.config.server import ConfigError, ServerConfig, load_config
+from skyrl.config.loading import load_config
+from skyrl.config.server import ConfigError, ServerConfig
 from skyrl.launcher.runtime import RUNTIME_ENV, SLOT_ENV, SOCKETS_ENV
 from skyrl.vllm_plugin import FORK_ENGINE_VARIABLE
 
@@ -19,7 +20,7 @@ from skyrl.vllm_plugin import FORK_ENGINE_VARIABLE
         ("skyrl_jwt_auths", "SKYRL_JWT_AUTH"),
     ],
 )
-def test_unknown_variable_is_an_error_that_names_the_nearest(
+def test_an_unknown_variable_is_an_error_that_names_the_nearest_key(
     monkeypatch: pytest.MonkeyPatch, name: str, nearest: str
 ) -> None:
     monkeypatch.setenv(name, "managed")
@@ -28,7 +29,7 @@ def test_unknown_variable_is_an_error_that_names_the_nearest(
     assert str(raised.value) == f"environment: unknown key '{name}'; the nearest known one is '{nearest}'"
 
 
-def test_every_key_is_known_in_any_case() -> None:
+def test_every_configuration_key_is_known_in_any_case() -> None:
     for key in ServerConfig.model_fields:
         refuse_unknown({f"SKYRL_{key}": "", f"SKYRL_{key.upper()}": "", f"skyrl_{key}": ""}, ServerConfig.model_fields)
 
@@ -46,9 +47,9 @@ def test_every_key_is_known_in_any_case() -> None:
         "PATH",
     ],
 )
-def test_what_others_set_is_no_mistake(name: str) -> None:
+def test_variables_that_other_programs_set_are_accepted(name: str) -> None:
     refuse_unknown({name: "x"}, ServerConfig.model_fields)
 
 
-def test_what_a_server_tells_its_processes_is_known() -> None:
+def test_the_variables_that_a_server_sets_for_its_processes_are_known() -> None:
     assert set(OWN) == {RUNTIME_ENV, SLOT_ENV, SOCKETS_ENV, FORK_ENGINE_VARIABLE}

@@ -1,4 +1,4 @@
-"""Whose sample is next: the numbers that samples get, and what a server that goes by them then does."""
+"""Fair order of samples: the priorities that samples get, and the order in which a server runs them."""
 
 from __future__ import annotations
 
@@ -36,50 +36,49 @@ JOB = SampleJob(
     topk_sample=0,
 )
 COST = 10
-"""Of JOB, in tokens."""
+"""The cost of JOB in tokens: one prompt token and nine sampled tokens."""
 
 
 class Server:
-    """A server with so many slots that runs the lowest number first, as vLLM does."""
+    """Runs `slots` samples at once. The sample with the lowest priority number starts first, as in vLLM."""
 
     def __init__(self, slots: int) -> None:
         self.order = FairOrder()
         self.slots = slots
         self.waiting: list[tuple[int, int, Place, SampleJob]] = []
         self.running: list[tuple[Place, SampleJob]] = []
-        self.begun: list[tuple[str, int]] = []
-        """Tenants in the order in which their samples began, with what each sample costs."""
+        self.started: list[tuple[str, int]] = []
+        """Tenant and cost of each sample, in the order in which the samples started."""
         self._arrivals = 0
 
     def send(self, tenant: str, job: SampleJob = JOB) -> None:
         place = self.order.enter(tenant, job)
         self._arrivals += 1
         heapq.heappush(self.waiting, (place.priority, self._arrivals, place, job))
-        self._begin()
+        self._start_waiting()
 
-    def _begin(self) -> None:
+    def _start_waiting(self) -> None:
         while self.waiting and len(self.running) < self.slots:
             *_, place, job = heapq.heappop(self.waiting)
             self.running.append((place, job))
-            self.begun.append((place.tenant, len(job.prompt) + job.num_samples * (job.max_tokens or 0)))
+            self.started.append((place.tenant, len(job.prompt) + job.num_samples * (job.max_tokens or 0)))
 
-    def end(self, which: int = 0, *, answered: bool = True, length: int | None = None) -> None:
-        """One of those that run ends, with so many tokens in each sequence (the most, unless it is said)."""
-        place, job = self.running.pop(which % len(self.running))
+    def end(self, index: int = 0, *, length: int | None = None) -> None:
+        """End a running sample with `length` tokens in each sequence, by default `max_tokens`."""
+        place, job = self.running.pop(index % len(self.running))
         tokens = job.num_samples * (job.max_tokens or 0 if length is None else length)
-        answer = SampleAnswer(b"", len(job.prompt), 0, tokens) if answered else None
-        self.order.leave(place, job.num_samples, answer)
-        self._begin()
+        self.order.leave(place, job.num_samples, SampleAnswer(b"", len(job.prompt), 0, tokens))
+        self._start_waiting()
 
     @property
-    def names(self) -> list[str]:
-        return [tenant for tenant, _ in self.begun]
+    def tenants(self) -> list[str]:
+        return [tenant for tenant, _ in self.started]
 
     def backlogged(self) -> set[str]:
         return {place.tenant for *_, place, _ in self.waiting}
 
 
-def test_one_tenant_is_served_in_order_of_arrival() -> None:
+def test_samples_of_one_tenant_start_in_order_of_arrival() -> None:
     server = Server(2)
     places = []
     for number in range(50):
@@ -92,7 +91,7 @@ def test_one_tenant_is_served_in_order_of_arrival() -> None:
     assert arrivals == sorted(arrivals)
 
 
-def test_few_samples_go_before_what_another_has_queued() -> None:
+def test_a_tenants_few_samples_start_before_anothers_long_queue() -> None:
     server = Server(4)
     for _ in range(300):
         server.send("a")
@@ -103,12 +102,14 @@ def test_few_samples_go_before_what_another_has_queued() -> None:
     for _ in range(300):
         if server.running:
             server.end()
-    assert server.names.index("b") <= 25
-    assert [tenant for tenant in server.names[24:44] if tenant == "b"] == ["b"] * 10, "at least in turn with a's"
-    assert Counter(server.names) == {"a": 300, "b": 10}
+    assert server.tenants.index("b") <= 25
+    assert [tenant for tenant in server.tenants[24:44] if tenant == "b"] == ["b"] * 10, (
+        "b starts at least every second sample"
+    )
+    assert Counter(server.tenants) == {"a": 300, "b": 10}
 
 
-def test_share_is_in_tokens() -> None:
+def test_tenants_share_tokens_and_not_samples() -> None:
     server = Server(1)
     for _ in range(100):
         server.send("long", replace(JOB, prompt=[1] * 10, max_tokens=190))
@@ -117,21 +118,21 @@ def test_share_is_in_tokens() -> None:
     for _ in range(1_000):
         server.end()
     tokens = Counter[str]()
-    for tenant, cost in server.begun:
+    for tenant, cost in server.started:
         tokens[tenant] += cost
     assert abs(tokens["long"] - tokens["short"]) <= 2 * (200 + COST)
 
 
-def test_many_sequences_of_one_sample_do_not_go_before_a_newcomer() -> None:
+def test_a_sample_with_many_sequences_starts_after_a_newcomer() -> None:
     order = FairOrder()
     many = order.enter("a", replace(JOB, num_samples=4_096))
     assert order.enter("b", JOB).priority < many.priority
-    half_of_it = [order.enter("b", JOB).priority for _ in range(4_096)]
-    assert half_of_it[1_000] < many.priority < half_of_it[3_000]
+    priorities = [order.enter("b", JOB).priority for _ in range(4_096)]
+    assert priorities[1_000] < many.priority < priorities[3_000], "the priority is the middle of a sample's stretch"
 
 
-def test_length_is_what_a_tenants_sequences_have_been() -> None:
-    """Not what they may be: who allows for more than is used is not behind for it."""
+def test_cost_is_estimated_from_the_lengths_of_earlier_sequences() -> None:
+    """A tenant whose `max_tokens` is larger than its sequences does not pay for the difference."""
     server = Server(1)
     generous = replace(JOB, max_tokens=4_000)
     for _ in range(50):
@@ -139,16 +140,16 @@ def test_length_is_what_a_tenants_sequences_have_been() -> None:
         server.end(length=9)
         server.send("exact")
         server.end()
-    server.begun.clear()
+    server.started.clear()
     for _ in range(200):
         server.send("generous", generous)
         server.send("exact")
     for _ in range(200):
         server.end(length=9)
-    assert abs(Counter(server.names)["generous"] - 100) <= 10
+    assert abs(Counter(server.tenants)["generous"] - 100) <= 10
 
 
-def test_what_was_never_run_moves_nobodys_time() -> None:
+def test_samples_that_never_ran_do_not_advance_the_time() -> None:
     server = Server(1)
     for _ in range(1_000):
         server.send("a")
@@ -159,26 +160,26 @@ def test_what_was_never_run_moves_nobodys_time() -> None:
     server.send("b")
     server.end()
     server.end()
-    assert "b" in server.names[:3]
+    assert "b" in server.tenants[:3]
 
 
-def test_a_tenant_that_was_alone_owes_nothing() -> None:
+def test_a_tenant_pays_nothing_for_the_time_in_which_it_was_alone() -> None:
     server = Server(1)
     server.send("a")
-    for _ in range(1_000):  # and never has nothing on its way
+    for _ in range(1_000):  # the tenant always has a sample in flight
         server.send("a")
         server.end()
     for _ in range(10):
         server.send("b")
         server.send("a")
-    server.begun.clear()
+    server.started.clear()
     for _ in range(10):
         server.end()
-    assert 4 <= Counter(server.names)["a"] <= 6
+    assert 4 <= Counter(server.tenants)["a"] <= 6
 
 
-def test_two_processes_that_agree_on_the_time_share_a_server() -> None:
-    """The other one has been at work for long, and knows no tenant of this one."""
+def test_two_processes_that_agree_on_the_time_give_comparable_priorities() -> None:
+    """One process has run for long. The processes know different tenants."""
     busy, fresh = FairOrder(), FairOrder()
     for _ in range(1_000):
         busy.leave(busy.enter("a", JOB), 1, SampleAnswer(b"", 1, 0, 9))
@@ -189,57 +190,56 @@ def test_two_processes_that_agree_on_the_time_share_a_server() -> None:
 
 STEPS = st.lists(
     st.one_of(
-        st.tuples(st.sampled_from(["a", "b", "c"]), st.integers(1, 60)),  # who sends how many
-        st.tuples(st.integers(0, 7), st.integers(1, 60)),  # which of those that run ends, and how often
+        st.tuples(st.sampled_from(["a", "b", "c"]), st.integers(1, 60)),  # a tenant and its number of new samples
+        st.tuples(st.integers(0, 7), st.integers(1, 60)),  # the index of the running sample that ends, how often
     ),
     max_size=60,
 )
 
 
 def run(server: Server, step: tuple[str | int, int], lengths: Mapping[str, int]) -> None:
-    what, times = step
+    tenant_or_index, times = step
     for _ in range(times):
-        if isinstance(what, str):
-            server.send(what, replace(JOB, max_tokens=lengths[what]))
+        if isinstance(tenant_or_index, str):
+            server.send(tenant_or_index, replace(JOB, max_tokens=lengths[tenant_or_index]))
         elif server.running:
-            server.end(what)
+            server.end(tenant_or_index)
 
 
 @settings(max_examples=100)
 @given(slots=st.integers(1, 6), steps=STEPS)
-def test_tenants_that_both_wait_get_the_same(slots, steps) -> None:
-    """Over any stretch in which two tenants always have samples waiting, the tokens of the samples that begin differ by
-    at most what fits in the server at once and two samples more, of either."""
+def test_two_tenants_that_wait_get_about_the_same_tokens(slots, steps) -> None:
+    """Over any stretch in which two tenants always have waiting samples, the tokens of their started samples differ by
+    at most `slots + 2` of the largest samples of each."""
     server = Server(slots)
     states: list[tuple[set[str], int]] = []
     for step in steps:
         run(server, step, {"a": 4, "b": 9, "c": 29})
-        states.append((server.backlogged(), len(server.begun)))
-    largest = max((cost for _, cost in server.begun), default=0)
+        states.append((server.backlogged(), len(server.started)))
+    largest = max((cost for _, cost in server.started), default=0)
     for one, other in (("a", "b"), ("a", "c"), ("b", "c")):
         first = None
-        for both, begun in states:
-            if not {one, other} <= both:
+        for waiting, started in states:
+            if not {one, other} <= waiting:
                 first = None
                 continue
-            first = begun if first is None else first
-            got = Counter[str]()
-            for tenant, cost in server.begun[first:begun]:
-                got[tenant] += cost
-            assert abs(got[one] - got[other]) <= (slots + 2) * 2 * largest
+            first = started if first is None else first
+            tokens = Counter[str]()
+            for tenant, cost in server.started[first:started]:
+                tokens[tenant] += cost
+            assert abs(tokens[one] - tokens[other]) <= (slots + 2) * 2 * largest
 
 
 @settings(max_examples=100)
 @given(slots=st.integers(1, 6), steps=STEPS)
-def test_who_has_nothing_on_its_way_soon_begins(slots, steps) -> None:
-    """Until its first sample begins, no other tenant begins more than twice what runs at once and two more, where all
-    samples are equal."""
+def test_the_first_sample_of_a_new_tenant_starts_soon(slots, steps) -> None:
+    """If all samples are equal, each other tenant starts at most `2 * slots + 2` samples before it."""
     server = Server(slots)
     for step in steps:
         run(server, step, dict.fromkeys("abc", 9))
-    before = len(server.begun)
+    before = len(server.started)
     server.send("new")
-    while "new" not in server.names:
+    while "new" not in server.tenants:
         server.end()
-    others = Counter(server.names[before:])
+    others = Counter(server.tenants[before:])
     assert max(others.values()) <= 2 * slots + 2

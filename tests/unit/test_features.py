@@ -1,4 +1,4 @@
-"""Which features are claimed for which inference server."""
+"""The features that skyrl promises for each kind of inference server."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from skyrl.config.server import load_config
+from skyrl.config.loading import load_config
 from skyrl.inference import features
 from skyrl.inference.features import InferenceFeatures, inference_features
 from skyrl.tiny import model_path
@@ -26,12 +26,14 @@ EXTERNAL = MANAGED | {"external_inference_url": "http://127.0.0.1:1"}
         (EXTERNAL, True, InferenceFeatures(False, False, True)),
     ],
 )
-def test_by_configuration_and_device(options: dict[str, Any], cuda: bool, expected: InferenceFeatures) -> None:
+def test_the_configuration_and_the_device_decide_the_features(
+    options: dict[str, Any], cuda: bool, expected: InferenceFeatures
+) -> None:
     assert inference_features(load_config(options), cuda=cuda) == expected
 
 
 @pytest.mark.parametrize("change", [{"plugin_installed": lambda: False}, {"vllm_version": lambda: "0.33.0"}])
-def test_without_the_plugin_or_with_a_vllm_it_does_not_know(
+def test_a_missing_plugin_or_an_unknown_vllm_leaves_fewer_features(
     monkeypatch: pytest.MonkeyPatch, change: dict[str, Any]
 ) -> None:
     for name, value in change.items():

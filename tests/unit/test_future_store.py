@@ -1,4 +1,4 @@
-"""Requests as the API process sees them: recorded once, waited for, found again."""
+"""The FutureStore records a request once, lets polls wait for its outcome, and finds it again after a restart."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from sqlalchemy import Connection, func, select
 from sqlalchemy.exc import DataError, OperationalError
 from sqlalchemy.exc import TimeoutError as NoConnectionFree
 
+from skyrl.db import commands, retention
 from skyrl.db import futures as rows
-from skyrl.db import retention
 from skyrl.db.database import Database
 from skyrl.db.futures import Outcome
 from skyrl.db.writer import GroupCommitWriter
@@ -60,22 +60,22 @@ def count(database: Database) -> int:
     return database.read(lambda c: c.execute(select(func.count()).select_from(rows.futures)).scalar_one())
 
 
-async def until(condition: Callable[[], bool]) -> None:
+async def wait_until(condition: Callable[[], bool]) -> None:
     """Let other tasks and threads run until the condition holds."""
     deadline = time.monotonic() + 10
     while not condition():
-        assert time.monotonic() < deadline, "did not come true in time"
+        assert time.monotonic() < deadline, "the condition did not hold in time"
         await asyncio.sleep(0.001)
 
 
-async def waiting(store: FutureStore, request_id: str) -> asyncio.Task[Outcome | None]:
-    """A task that has begun to wait."""
+async def start_waiting(store: FutureStore, request_id: str) -> asyncio.Task[Outcome | None]:
+    """A task that waits for the outcome, and has begun to wait."""
     task = asyncio.create_task(store.wait(request_id, "tenant", 30))
     await asyncio.sleep(0)
     return task
 
 
-async def test_recorded_row_holds_the_bytes_that_arrived(database: Database, store: FutureStore) -> None:
+async def test_the_recorded_row_holds_the_bytes_of_the_body(database: Database, store: FutureStore) -> None:
     body = b'{"model_id": "m",  "odd":\xff}'
     request_id, new = await store.record(dataclasses.replace(COMMAND, body=body, body_format="proto"))
     assert new
@@ -85,14 +85,18 @@ async def test_recorded_row_holds_the_bytes_that_arrived(database: Database, sto
 
 
 @pytest.mark.parametrize("request_", [COMMAND, SAMPLE], ids=["command", "sample"])
-async def test_repeat_gets_the_first_id(database: Database, store: FutureStore, request_: NewRequest) -> None:
+async def test_a_repeated_request_gets_the_id_of_the_first(
+    database: Database, store: FutureStore, request_: NewRequest
+) -> None:
     first, _ = await store.record(request_)
     assert await store.record(request_) == (first, False)
     assert count(database) == 1
 
 
 @pytest.mark.parametrize("request_", [COMMAND, SAMPLE], ids=["command", "sample"])
-async def test_concurrent_repeats_are_one_request(database: Database, store: FutureStore, request_: NewRequest) -> None:
+async def test_concurrent_repeats_are_recorded_once(
+    database: Database, store: FutureStore, request_: NewRequest
+) -> None:
     answers = await asyncio.gather(*(store.record(request_) for _ in range(20)))
     assert len({request_id for request_id, _ in answers}) == 1
     assert [new for _, new in answers].count(True) == 1
@@ -100,18 +104,20 @@ async def test_concurrent_repeats_are_one_request(database: Database, store: Fut
 
 
 @pytest.mark.parametrize("changed", [{"body": b"[]"}, {"kind": Kind.SAVE_WEIGHTS}], ids=["body", "kind"])
-async def test_same_number_for_something_else_is_refused(
+async def test_a_number_used_again_for_another_request_is_refused(
     database: Database, store: FutureStore, writer: GroupCommitWriter, changed: dict
 ) -> None:
     await store.record(COMMAND)
-    for asked in (store, FutureStore(database, writer)):
+    for any_store in (store, FutureStore(database, writer)):
         with pytest.raises(RequestError, match="seq_id: 3 was used before for m") as raised:
-            await asked.record(dataclasses.replace(COMMAND, **changed))
+            await any_store.record(dataclasses.replace(COMMAND, **changed))
         assert raised.value.status == 400
     assert count(database) == 1
 
 
-async def test_large_body_is_recorded_once_whoever_repeats_it_meanwhile(database: Database, store: FutureStore) -> None:
+async def test_a_large_body_is_recorded_once_although_it_is_repeated_meanwhile(
+    database: Database, store: FutureStore
+) -> None:
     large = dataclasses.replace(COMMAND, body=b"x" * (LARGE_BODY_BYTES + 1))
     repeats = [dataclasses.replace(large, id=f"r{number}") for number in range(3)]
     small = dataclasses.replace(COMMAND, id="small", seq_id=4)
@@ -119,24 +125,24 @@ async def test_large_body_is_recorded_once_whoever_repeats_it_meanwhile(database
     ids = [request_id for request_id, _ in recorded]
     assert len(set(ids)) == 2
     assert [new for _, new in recorded].count(True) == 2
-    assert database.read(lambda c: rows.bodies(c, ids[:1])) == {ids[0]: large.body}
+    assert database.read(lambda c: commands.bodies(c, ids[:1])) == {ids[0]: large.body}
     with pytest.raises(RequestError, match="another body"):
         await store.record(dataclasses.replace(large, id="other", body=large.body + b"y"))
     assert count(database) == 2
 
 
-def test_what_has_ended_is_found_among_many(database: Database) -> None:
-    asked = [f"r{number}" for number in range(rows.MAX_NAMED + 10)]
+def test_the_ended_requests_are_found_among_many(database: Database) -> None:
+    ids = [f"r{number}" for number in range(rows.MAX_NAMED + 10)]
     row = dict.fromkeys(rows.RECORD.parameters) | {"kind": "OPTIM_STEP", "tenant": "t", "session_id": "s"}
     row |= {"digest": b"", "body": b"{}", "body_format": "json", "status": "pending", "created_at": 0.0}
-    added = [row | {"id": request_id} for request_id in asked]
+    added = [row | {"id": request_id} for request_id in ids]
     database.write(lambda c: c.execute(rows.RECORD.statement, added))
-    for request_id in (asked[0], asked[-1]):
+    for request_id in (ids[0], ids[-1]):
         settle_as_engine(database, request_id)
-    assert database.read(lambda c: rows.ended_among(c, [*asked, "unknown"])) == [asked[0], asked[-1]]
+    assert database.read(lambda c: rows.ended_among(c, [*ids, "unknown"])) == [ids[0], ids[-1]]
 
 
-async def test_requests_without_a_number_are_all_new(database: Database, store: FutureStore) -> None:
+async def test_every_request_without_a_number_is_new(database: Database, store: FutureStore) -> None:
     request = dataclasses.replace(SAMPLE, sample_seq_id=None)
     answers = [await store.record(request) for _ in range(3)]
     assert len(set(answers)) == 3
@@ -146,27 +152,28 @@ async def test_requests_without_a_number_are_all_new(database: Database, store: 
 async def test_repeats_after_a_restart_find_the_stored_request(
     database: Database, writer: GroupCommitWriter, store: FutureStore
 ) -> None:
-    """Several at once: all but one wait for a first one that runs into the row of the earlier process."""
+    """Of several concurrent repeats one tries to insert the row and finds the row of the earlier process. The others
+    wait for it."""
     first, _ = await store.record(COMMAND)
     restarted = FutureStore(database, writer)
     assert await asyncio.gather(*(restarted.record(COMMAND) for _ in range(5))) == [(first, False)] * 5
-    assert restarted.pending == 0, "what could not be recorded is not kept"
+    assert restarted.pending == 0, "a repeat leaves no entry in memory"
 
 
-async def test_repeat_survives_the_cancellation_of_the_first(database: Database, store: FutureStore) -> None:
+async def test_a_repeat_is_recorded_although_the_first_is_cancelled(database: Database, store: FutureStore) -> None:
     first = asyncio.create_task(store.record(COMMAND))
     await asyncio.sleep(0)
     repeat = asyncio.create_task(store.record(COMMAND))
     await asyncio.sleep(0)
     first.cancel()
     request_id, _ = await repeat
-    (command,) = database.read(lambda c: rows.pending(c, [Kind.OPTIM_STEP]))
+    (command,) = database.read(lambda c: commands.pending(c, [Kind.OPTIM_STEP]))
     assert command.request_id == request_id
     with pytest.raises(asyncio.CancelledError):
         await first
 
 
-async def test_failed_write_is_told_and_forgotten(database: Database, store: FutureStore) -> None:
+async def test_a_failed_write_raises_and_leaves_no_entry(database: Database, store: FutureStore) -> None:
     broken = dataclasses.replace(COMMAND, tenant=None)  # type: ignore[arg-type]
     with pytest.raises(Exception, match=r"(?i)not.null"):
         await store.record(broken)
@@ -174,17 +181,17 @@ async def test_failed_write_is_told_and_forgotten(database: Database, store: Fut
     assert (await store.record(COMMAND))[1]
 
 
-async def test_result_is_told_once_it_is_stored(
+async def test_a_poll_gets_the_result_only_after_it_is_stored(
     database: Database, store: FutureStore, writer: GroupCommitWriter
 ) -> None:
-    """Told before, it could be another one after a crash."""
+    """If a poll got the result before, a crash could lead to another result."""
     request_id, _ = await store.record(SAMPLE)
-    waiter = await waiting(store, request_id)
+    waiter = await start_waiting(store, request_id)
     other = Database(database.url)
-    with other.writer.begin():  # nobody can commit
+    with other.writer.begin():  # no other connection can commit
         settling = asyncio.create_task(store.settle(request_id, OK))
         assert await store.wait(request_id, "tenant", 0.05) is None
-        assert not store.is_pending(request_id), "and cannot be cancelled any more"
+        assert not store.is_pending(request_id), "the sample cannot be cancelled any more"
         assert not await store.end(request_id, Outcome(error="cancelled"))
         assert not waiter.done()
     other.close()
@@ -193,11 +200,11 @@ async def test_result_is_told_once_it_is_stored(
     stored = database.read(lambda c: rows.find(c, request_id))
     assert stored is not None
     assert stored.outcome == OK
-    body = database.read(lambda c: rows.bodies(c, [request_id]))[request_id]
-    assert body is None, "nobody reads a sample's body again"
+    body = database.read(lambda c: commands.bodies(c, [request_id]))[request_id]
+    assert body is None, "the body of an ended sample is deleted"
 
 
-async def test_result_waits_for_a_database_that_fails(
+async def test_a_result_is_stored_again_after_the_database_fails(
     store: FutureStore, writer: GroupCommitWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(settling, "FIRST_RETRY_S", 0.001)
@@ -213,34 +220,34 @@ async def test_result_waits_for_a_database_that_fails(
         await execute(statement, values)
 
     monkeypatch.setattr(writer, "execute", fail)
-    waiter = await waiting(store, request_id)
+    waiter = await start_waiting(store, request_id)
     await store.settle(request_id, OK)
     assert failures == 0
     assert await waiter == OK
 
 
-async def test_result_that_was_read_leaves_memory_and_stays_readable(store: FutureStore) -> None:
+async def test_a_result_leaves_memory_once_read_and_stays_readable(store: FutureStore) -> None:
     request_id, _ = await store.record(SAMPLE)
     await store.settle(request_id, OK)
-    assert request_id in store._entries.by_id, "for whoever asks first"
+    assert request_id in store._entries.by_id, "the first poll reads the result from memory"
     assert await store.wait(request_id, "tenant", 1) == OK
     assert not store._entries.by_id
     assert await store.wait(request_id, "tenant", 1) == OK
 
 
-async def test_look_wakes_who_waits_for_the_engine(database: Database, store: FutureStore) -> None:
+async def test_reading_outcomes_wakes_the_polls_of_engine_commands(database: Database, store: FutureStore) -> None:
     request_id, _ = await store.record(COMMAND)
-    waiter = await waiting(store, request_id)
+    waiter = await start_waiting(store, request_id)
     await store.read_outcomes([request_id])
-    assert not waiter.done(), "nothing has happened yet"
+    assert not waiter.done(), "the engine has not settled the command yet"
     settle_as_engine(database, request_id)
     await store.read_outcomes(["unknown", request_id])
     assert await waiter == OK
 
 
-async def test_lost_ring_is_found(database: Database, store: FutureStore) -> None:
+async def test_polling_finds_outcomes_whose_ring_was_lost(database: Database, store: FutureStore) -> None:
     ids = [(await store.record(dataclasses.replace(COMMAND, seq_id=n)))[0] for n in range(3)]
-    waiters = [await waiting(store, request_id) for request_id in ids]
+    waiters = [await start_waiting(store, request_id) for request_id in ids]
     for request_id in ids[:2]:
         settle_as_engine(database, request_id)
     await store.poll_outcomes()
@@ -249,7 +256,7 @@ async def test_lost_ring_is_found(database: Database, store: FutureStore) -> Non
     waiters[2].cancel()
 
 
-async def test_failure_keeps_its_category(database: Database, store: FutureStore) -> None:
+async def test_a_failure_keeps_its_category_and_is_never_replaced(database: Database, store: FutureStore) -> None:
     failure = Outcome(error="no", error_category="user")
     request_id, _ = await store.record(COMMAND)
     settle_as_engine(database, request_id, failure)
@@ -261,7 +268,7 @@ async def test_failure_keeps_its_category(database: Database, store: FutureStore
     assert stored.outcome == failure, "the first outcome stays"
 
 
-async def test_wait_gives_up_after_its_time_and_can_be_repeated(database: Database, store: FutureStore) -> None:
+async def test_a_wait_ends_after_its_time_and_can_be_repeated(database: Database, store: FutureStore) -> None:
     request_id, _ = await store.record(COMMAND)
     assert await store.wait(request_id, "tenant", 0.01) is None
     settle_as_engine(database, request_id)
@@ -276,35 +283,37 @@ async def test_results_survive_a_restart(database: Database, writer: GroupCommit
     restarted = FutureStore(database, writer)
     assert await restarted.wait(done, "tenant", 1) == OK
     waiter = asyncio.create_task(restarted.wait(pending, "tenant", 30))
-    await until(lambda: restarted.pending == 1)
+    await wait_until(lambda: restarted.pending == 1)
     settle_as_engine(database, pending)
     await restarted.read_outcomes([pending])
     assert await waiter == OK
 
 
-async def test_adopted_sample_is_settled_here(
+async def test_an_adopted_sample_is_settled_by_the_new_process(
     database: Database, writer: GroupCommitWriter, store: FutureStore
 ) -> None:
     request_id, _ = await store.record(SAMPLE)
     restarted = FutureStore(database, writer)
     restarted.adopt(request_id, Kind.EXTERNAL, "tenant", "s1", SAMPLE.digest(), SAMPLE.key)
-    waiter = await waiting(restarted, request_id)
+    waiter = await start_waiting(restarted, request_id)
     assert await restarted.record(SAMPLE) == (request_id, False)
     await restarted.settle(request_id, OK)
     assert await waiter == OK
 
 
-async def test_another_tenant_sees_nothing(database: Database, writer: GroupCommitWriter, store: FutureStore) -> None:
+async def test_another_tenant_cannot_wait_for_a_request(
+    database: Database, writer: GroupCommitWriter, store: FutureStore
+) -> None:
     request_id, _ = await store.record(COMMAND)
     restarted = FutureStore(database, writer)
-    for asked in (store, restarted):
+    for any_store in (store, restarted):
         with pytest.raises(KeyError):
-            await asked.wait(request_id, "other", 30)
+            await any_store.wait(request_id, "other", 30)
     settle_as_engine(database, request_id)
     await store.read_outcomes([request_id])
-    for asked in (store, FutureStore(database, writer)):
+    for any_store in (store, FutureStore(database, writer)):
         with pytest.raises(KeyError):
-            await asked.wait(request_id, "other", 30)
+            await any_store.wait(request_id, "other", 30)
     with pytest.raises(KeyError):
         await store.wait("no such request", "tenant", 30)
 
@@ -324,35 +333,35 @@ async def test_old_outcomes_leave_memory_and_stay_readable(
     assert await store.record(requests[0]) == (ids[0], False)
 
 
-async def test_closed_session_wakes_its_waiters(database: Database, store: FutureStore) -> None:
-    gone, _ = await store.record(SAMPLE)
+async def test_dropping_a_session_wakes_the_polls_of_its_samples(database: Database, store: FutureStore) -> None:
+    dropped, _ = await store.record(SAMPLE)
     other, _ = await store.record(dataclasses.replace(COMMAND, session_id="s2", seq_id=9))
     done, _ = await store.record(COMMAND)
     settle_as_engine(database, done)
     await store.read_outcomes([done])
-    waiter, bystander = await waiting(store, gone), await waiting(store, other)
-    assert store.drop_session("s1") == [gone]
+    waiter, other_waiter = await start_waiting(store, dropped), await start_waiting(store, other)
+    assert store.drop_session("s1") == [dropped]
     with pytest.raises(KeyError):
         await waiter
-    assert await store.wait(done, "tenant", 1) == OK, "finished results stay"
-    await store.settle(gone, OK)  # its forwarding task ends later: discarded
-    assert not bystander.done()
-    bystander.cancel()
+    assert await store.wait(done, "tenant", 1) == OK, "stored results stay"
+    await store.settle(dropped, OK)  # the forwarding task ends later, and its result is discarded
+    assert not other_waiter.done()
+    other_waiter.cancel()
 
 
-async def test_dropped_sample_ends_when_the_engine_fails_it(database: Database, store: FutureStore) -> None:
+async def test_a_poll_of_a_dropped_sample_gets_the_engines_failure(database: Database, store: FutureStore) -> None:
     """The client polls again before the engine has closed the session's requests."""
     request_id, _ = await store.record(SAMPLE)
     store.drop_session("s1")
     waiter = asyncio.create_task(store.wait(request_id, "tenant", 30))
-    await until(lambda: store.pending == 1)
+    await wait_until(lambda: store.pending == 1)
     ended = Outcome(error="the session has ended", error_category="user")
     settle_as_engine(database, request_id, ended)
     await store.poll_outcomes()
     assert await asyncio.wait_for(waiter, 5) == ended
 
 
-async def test_forget_deletes_old_outcomes_only(database: Database, store: FutureStore) -> None:
+async def test_forget_deletes_only_old_outcomes(database: Database, store: FutureStore) -> None:
     ids = [(await store.record(dataclasses.replace(SAMPLE, sample_seq_id=n)))[0] for n in range(3)]
     await store.settle(ids[0], OK)
     middle = time.time()
@@ -366,17 +375,17 @@ async def test_forget_deletes_old_outcomes_only(database: Database, store: Futur
     assert count(database) == 2
 
 
-async def test_result_of_a_row_that_has_ended_otherwise_is_not_told(database: Database, store: FutureStore) -> None:
-    """The engine has ended the session's requests, and this process does not know yet."""
+async def test_a_poll_gets_the_outcome_that_the_engine_stored_first(database: Database, store: FutureStore) -> None:
+    """The engine has ended one of the requests, and this process does not know it yet."""
     ids = [(await store.record(dataclasses.replace(SAMPLE, sample_seq_id=n)))[0] for n in range(3)]
     settle_as_engine(database, ids[1], rows.SESSION_ENDED)
     await asyncio.gather(*(store.settle(request_id, OK) for request_id in ids))
-    told = [await store.wait(request_id, "tenant", 5) for request_id in ids]
+    outcomes = [await store.wait(request_id, "tenant", 5) for request_id in ids]
     again = [await store.wait(request_id, "tenant", 5) for request_id in ids]
-    assert told == again == [OK, rows.SESSION_ENDED, OK]
+    assert outcomes == again == [OK, rows.SESSION_ENDED, OK]
 
 
-async def test_result_that_the_database_will_never_take_is_a_failure(
+async def test_a_result_that_the_database_refuses_becomes_a_failure(
     store: FutureStore, writer: GroupCommitWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     request_id, _ = await store.record(SAMPLE)
@@ -395,10 +404,10 @@ async def test_result_that_the_database_will_never_take_is_a_failure(
     assert outcome.error_category == "server"
 
 
-async def test_outcome_waits_for_a_free_connection(
+async def test_an_outcome_waits_for_a_free_connection(
     store: FutureStore, writer: GroupCommitWriter, database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A pool without a free connection raises an error that no driver has raised. It is transient all the same."""
+    """A pool without a free connection raises an error of SQLAlchemy, not of the driver. The error is transient too."""
     request_id, _ = await store.record(SAMPLE)
     execute, busy = writer.execute, [NoConnectionFree("QueuePool limit")]
 

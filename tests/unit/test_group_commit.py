@@ -1,4 +1,4 @@
-"""The group-commit writer: few commits, no false acknowledgement, no neighbour harmed."""
+"""The group-commit writer: writes share commits, none is acknowledged before its commit, and a bad one fails alone."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = ON_BOTH
 things = Table("things", MetaData(), Column("id", Integer, primary_key=True), Column("name", String, nullable=False))
 ADD = insert(things)
 ROW = RowStatement(insert(things).values(id=bindparam("id"), name=bindparam("name")))
-"""The same statement, for the driver itself."""
+"""The same statement in the form that goes to the driver without SQLAlchemy."""
 
 
 @pytest.fixture
@@ -43,8 +43,8 @@ def ids(database: Database) -> list[int]:
     return database.read(lambda c: list(c.execute(select(things.c.id).order_by(things.c.id)).scalars()))
 
 
-class Held:
-    """Holds the writer's thread inside a transaction, so that what comes meanwhile waits together."""
+class HeldWriter:
+    """Holds the writer's thread inside a transaction, so that later writes wait and form one group."""
 
     def __init__(self, writer: GroupCommitWriter) -> None:
         self.entered, self._release = threading.Event(), threading.Event()
@@ -62,15 +62,15 @@ class Held:
         self._release.set()
 
 
-async def hold(writer: GroupCommitWriter) -> Held:
-    held = Held(writer)
+async def hold(writer: GroupCommitWriter) -> HeldWriter:
+    held = HeldWriter(writer)
     await held.wait_until_held()
     return held
 
 
 async def put_all(*coroutines: object) -> list[asyncio.Future[object]]:
-    """Start them, and return once each has put its write into the queue."""
-    started = [asyncio.ensure_future(c) for c in coroutines]  # type: ignore[arg-type]
+    """Start the writes, and return once each is in the writer's queue."""
+    started = [asyncio.ensure_future(write) for write in coroutines]  # type: ignore[arg-type]
     await asyncio.sleep(0)
     return started
 
@@ -84,7 +84,9 @@ async def test_waiting_writes_share_one_commit(database: Database, writer: Group
     assert writer.commits == 2
 
 
-async def test_group_is_bounded(database: Database, writer: GroupCommitWriter, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_group_has_at_most_max_batch_writes(
+    database: Database, writer: GroupCommitWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(writer_module, "MAX_BATCH", 10)
     held = await hold(writer)
     writes = await put_all(*(writer.execute(ADD, {"id": i, "name": "x"}) for i in range(25)))
@@ -94,10 +96,12 @@ async def test_group_is_bounded(database: Database, writer: GroupCommitWriter, m
     assert len(ids(database)) == 25
 
 
-async def test_bad_write_fails_alone(database: Database, writer: GroupCommitWriter) -> None:
+async def test_a_bad_write_fails_and_the_rest_of_its_group_is_committed(
+    database: Database, writer: GroupCommitWriter
+) -> None:
     def broken(connection: Connection) -> None:
         connection.execute(ADD, {"id": 99, "name": "rolled back"})
-        raise ValueError("mine")
+        raise ValueError("a bug")
 
     held = await hold(writer)
     writes = await put_all(
@@ -108,31 +112,33 @@ async def test_bad_write_fails_alone(database: Database, writer: GroupCommitWrit
         writer.transact(lambda c: c.execute(ADD, {"id": 3, "name": "x"}) and "value"),
     )
     held.release()
-    first, repeated, own, null, last = await asyncio.gather(*writes, return_exceptions=True)
+    first, repeated, raised, null, last = await asyncio.gather(*writes, return_exceptions=True)
     await held.write
     assert not isinstance(first, Exception)
     assert isinstance(repeated, IntegrityError)
-    assert isinstance(own, ValueError)
+    assert isinstance(raised, ValueError)
     assert isinstance(null, IntegrityError)
     assert last == "value"
     assert ids(database) == [1, 3]
 
 
-async def test_acknowledged_only_after_the_commit(database: Database, writer: GroupCommitWriter) -> None:
-    seen: list[int] = []
+async def test_a_write_is_acknowledged_only_after_its_commit(database: Database, writer: GroupCommitWriter) -> None:
+    ids_at_acknowledgement: list[int] = []
     held = await hold(writer)
     (write,) = await put_all(writer.execute(ADD, {"id": 7, "name": "x"}))
-    write.add_done_callback(lambda _: seen.extend(ids(database)))
+    write.add_done_callback(lambda _: ids_at_acknowledgement.extend(ids(database)))
     assert ids(database) == []
     assert not write.done()
     held.release()
     assert await held.write == "held"
     await write
     await asyncio.sleep(0)
-    assert seen == [7], "another connection sees the row at the moment of the acknowledgement"
+    assert ids_at_acknowledgement == [7], "at the acknowledgement another connection sees the row"
 
 
-async def test_cancelled_caller_does_not_disturb_its_group(database: Database, writer: GroupCommitWriter) -> None:
+async def test_a_cancelled_caller_does_not_disturb_the_rest_of_its_group(
+    database: Database, writer: GroupCommitWriter
+) -> None:
     held = await hold(writer)
     cancelled, other = await put_all(
         writer.execute(ADD, {"id": 1, "name": "x"}), writer.execute(ADD, {"id": 2, "name": "x"})
@@ -143,9 +149,7 @@ async def test_cancelled_caller_does_not_disturb_its_group(database: Database, w
     assert ids(database) == [1, 2]
 
 
-async def test_lock_that_never_comes_fails_the_whole_group_at_once(
-    empty_url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_lock_timeout_fails_the_whole_group_at_once(empty_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(database_module, "BUSY_TIMEOUT_MS", 50)
     database = Database(empty_url)
     database.write(lambda c: things.create(c))
@@ -157,7 +161,7 @@ async def test_lock_that_never_comes_fails_the_whole_group_at_once(
         errors = await asyncio.gather(*writes, return_exceptions=True)
         waited = asyncio.get_running_loop().time() - started
     assert all(isinstance(error, OperationalError) for error in errors)
-    assert waited < 200 * 0.05 / 2, "each of 200 writes waited for the lock by itself"
+    assert waited < 200 * 0.05 / 2, "the 200 writes wait for the lock together, not one after the other"
     await writer.execute(ADD, {"id": 1, "name": "x"})
     await writer.close()
     assert ids(database) == [1]
@@ -165,7 +169,7 @@ async def test_lock_that_never_comes_fails_the_whole_group_at_once(
     other.close()
 
 
-async def test_close_commits_what_waits_and_refuses_more(database: Database) -> None:
+async def test_close_commits_the_waiting_writes_and_refuses_new_ones(database: Database) -> None:
     writer = GroupCommitWriter(database)
     held = await hold(writer)
     writes = await put_all(*(writer.execute(ADD, {"id": i, "name": "x"}) for i in range(50)))
@@ -178,17 +182,21 @@ async def test_close_commits_what_waits_and_refuses_more(database: Database) -> 
     assert database.read(lambda c: c.execute(select(func.count()).select_from(things)).scalar()) == 50
 
 
-async def test_rows_of_one_turn_are_one_commit(
+async def test_rows_of_one_turn_of_the_event_loop_share_one_commit(
     database: Database, writer: GroupCommitWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if database.is_sqlite:
-        monkeypatch.setattr(GroupCommitWriter, "_apply", None)  # SQLAlchemy's way is not taken
+        monkeypatch.setattr(
+            GroupCommitWriter, "_apply", None
+        )  # on SQLite the rows go to the driver, not through SQLAlchemy
     await asyncio.gather(*(writer.execute(ROW, {"id": i, "name": "x"}) for i in range(500)))
     assert ids(database) == list(range(500))
     assert writer.commits == 1
 
 
-async def test_bad_row_fails_alone(database: Database, writer: GroupCommitWriter) -> None:
+async def test_a_bad_row_fails_and_the_rest_of_its_group_is_committed(
+    database: Database, writer: GroupCommitWriter
+) -> None:
     first, again, null, last = await asyncio.gather(
         writer.execute(ROW, {"id": 1, "name": "x"}),
         writer.execute(ROW, {"id": 1, "name": "again"}),
@@ -198,7 +206,7 @@ async def test_bad_row_fails_alone(database: Database, writer: GroupCommitWriter
     )
     assert not isinstance(first, Exception)
     assert not isinstance(last, Exception)
-    assert isinstance(again, IntegrityError), "as SQLAlchemy raises it"
+    assert isinstance(again, IntegrityError), "the error has SQLAlchemy's class"
     assert isinstance(null, IntegrityError)
     assert ids(database) == [1, 3]
 
@@ -214,9 +222,7 @@ async def test_rows_and_other_writes_share_a_group(database: Database, writer: G
     assert writer.commits == 1
 
 
-async def test_lock_that_never_comes_fails_rows_and_the_next_ones_are_written(
-    empty_url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_rows_are_written_again_after_a_lock_timeout(empty_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(database_module, "BUSY_TIMEOUT_MS", 50)
     database = Database(empty_url)
     database.write(lambda c: things.create(c))

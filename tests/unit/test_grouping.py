@@ -1,11 +1,11 @@
-"""Which tests run in one process, in which order, when several processes run them."""
+"""When several processes run the tests: which tests share a process, and in which order groups start."""
 
 from __future__ import annotations
 
 import pytest
 
 from tests.environments import ROOT
-from tests.grouping import FUZZ, ORDER, OWN_SERVERS, SHARED_SERVER, group_of, start_of
+from tests.grouping import FUZZ, ORDER, OWN_SERVERS, SHARED_SERVER, group_of, start_position
 
 
 @pytest.mark.parametrize(
@@ -19,27 +19,27 @@ from tests.grouping import FUZZ, ORDER, OWN_SERVERS, SHARED_SERVER, group_of, st
         ("tests/fuzz/test_found.py::test_one", FUZZ),
     ],
 )
-def test_a_module_is_a_group_and_a_shared_server_is_one(nodeid: str, group: str) -> None:
+def test_a_module_is_a_group_and_the_tests_of_a_shared_server_are_one(nodeid: str, group: str) -> None:
     assert group_of(nodeid) == group
 
 
-def test_slow_groups_start_first_and_unknown_ones_last() -> None:
+def test_slow_groups_start_first_and_unlisted_ones_last() -> None:
     in_order = [
         "tests/e2e/test_new.py",
         "tests/e2e/test_lifecycle.py",
         "tests/faults/test_a.py",
         "tests/unit/test_a.py",
     ]
-    places = [start_of(f"{path}::test_one") for path in (*in_order, "tests/gpu/test_a.py")]
+    places = [start_position(f"{path}::test_one") for path in (*in_order, "tests/gpu/test_a.py")]
     assert places == sorted(set(places))
 
 
-def test_the_paths_are_there() -> None:
+def test_the_paths_of_the_groups_exist() -> None:
     assert all((ROOT / path).exists() for path in (*ORDER, *OWN_SERVERS))
 
 
-def test_modules_said_to_have_a_server_of_their_own_do_not_use_the_shared_one(request: pytest.FixtureRequest) -> None:
-    """With all tests selected; with less, of those that are."""
+def test_modules_listed_with_a_server_of_their_own_do_not_use_the_shared_one(request: pytest.FixtureRequest) -> None:
+    """Checks the selected tests, so a run of all tests checks all modules."""
     for item in request.session.items:
         if isinstance(item, pytest.Function) and item.nodeid.partition("::")[0] in OWN_SERVERS:
             assert "server" not in item.fixturenames or hasattr(item.module, "server"), item.nodeid

@@ -1,4 +1,4 @@
-"""Requests that the inference server cannot answer, or would answer wrongly, are refused, and nothing else is."""
+"""Only requests that the inference server cannot answer, or would answer wrongly, are refused."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from skyrl.inference.features import InferenceFeatures
 from skyrl.sampling.guards import FeatureGuard
 from skyrl.types.weights import AdapterVersion, BaseWeights
 from skyrl.wire.errors import RequestError
-from skyrl.wire.requests import Chunk, ModelInput, SampleRequest, SamplingParams
+from skyrl.wire.sample_request import Chunk, ModelInput, SampleRequest, SamplingParams
 from skyrl.wire.tensors import JsonTensor
 
 PROMPT = ModelInput([Chunk(tokens=[1, 2])])
@@ -28,9 +28,9 @@ UNEMBED = replace(BASE, weights=AdapterVersion("m@1"), adapts_unembed=True)
 ATTENTION = replace(BASE, weights=AdapterVersion("m@2"))
 
 
-def refused(features: InferenceFeatures, request: SampleRequest, of: Sampler) -> RequestError:
+def refused(features: InferenceFeatures, request: SampleRequest, sampler: Sampler) -> RequestError:
     with pytest.raises(RequestError) as caught:
-        FeatureGuard(features).check(request, of)
+        FeatureGuard(features).check(request, sampler)
     assert caught.value.status == 400
     return caught.value
 
@@ -43,7 +43,7 @@ def test_prompt_logprobs_of_an_unembedding_adapter_are_refused_where_they_are_wr
     assert refused(features, request_, UNEMBED).field == "prompt_logprobs"
 
 
-def test_prompt_logprobs_of_everything_else_pass() -> None:
+def test_prompt_logprobs_of_other_weights_are_accepted() -> None:
     FeatureGuard(ALL).check(SCORED, UNEMBED)
     guard = FeatureGuard(replace(ALL, unembed_prompt_logprobs=False))
     guard.check(PLAIN, UNEMBED)
@@ -52,15 +52,15 @@ def test_prompt_logprobs_of_everything_else_pass() -> None:
 
 
 @pytest.mark.parametrize(("request_", "field"), [(TARGET, "target_prompt_logprobs"), (DRAWN, "prompt_alt_tokens_k")])
-def test_what_the_plugin_scores_needs_the_plugin(request_: SampleRequest, field: str) -> None:
-    without = replace(ALL, prompt_scores=False)
-    assert refused(without, request_, BASE).field == field
+def test_scores_of_the_plugin_are_refused_without_the_plugin(request_: SampleRequest, field: str) -> None:
+    features = replace(ALL, prompt_scores=False)
+    assert refused(features, request_, BASE).field == field
     FeatureGuard(ALL).check(request_, BASE)
-    FeatureGuard(without).check(SCORED, BASE)
+    FeatureGuard(features).check(SCORED, BASE)
 
 
-def test_vllm_alone_ends_at_a_temperature_of_two() -> None:
-    without = replace(ALL, any_temperature=False)
-    assert refused(without, HOT, BASE).field == "sampling_params.temperature"
+def test_without_the_plugin_temperatures_above_two_are_refused() -> None:
+    features = replace(ALL, any_temperature=False)
+    assert refused(features, HOT, BASE).field == "sampling_params.temperature"
     FeatureGuard(ALL).check(HOT, BASE)
-    FeatureGuard(without).check(SampleRequest(prompt=PROMPT, sampling_params=SamplingParams(temperature=2.0)), BASE)
+    FeatureGuard(features).check(SampleRequest(prompt=PROMPT, sampling_params=SamplingParams(temperature=2.0)), BASE)

@@ -1,4 +1,6 @@
-"""The HTTP client of the forwarding path, over real sockets: what an answer is, and when a connection is used again."""
+"""The HTTP client of the forwarding path, over real sockets: which bytes are an answer, and which connections are
+reused.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,8 @@ OK = b"HTTP/1.1 200 OK\r\nContent-Type: application/json; charset=utf-8\r\nConte
 
 
 class Server:
-    """Talks to each connection as told, after each whole request; knows how many connections there were."""
+    """Sends the next of `answers` after each whole request, the last one again and again; counts connections. `closed`
+    is set when a connection ends, `arrived` when a request is whole."""
 
     def __init__(self, *answers: bytes, close: bool = False) -> None:
         self.answers = list(answers)
@@ -36,14 +39,14 @@ class Server:
         self.heads: list[str] = []
         self.bodies: list[bytes] = []
         self.url = ""
-        self.gone = asyncio.Event()
-        self.came = asyncio.Event()
+        self.closed = asyncio.Event()
+        self.arrived = asyncio.Event()
 
     async def received(self, requests: int) -> None:
         async with asyncio.timeout(LONG_S):
             while len(self.bodies) < requests:
-                self.came.clear()
-                await self.came.wait()
+                self.arrived.clear()
+                await self.arrived.wait()
 
     async def talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.connections += 1
@@ -54,7 +57,7 @@ class Server:
                 self.heads.append(head)
                 length = int(head.lower().partition("content-length: ")[2].split("\r\n")[0])
                 self.bodies.append(await reader.readexactly(length))
-                self.came.set()
+                self.arrived.set()
                 answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
                 if answer:
                     writer.write(answer)
@@ -65,7 +68,7 @@ class Server:
             pass
         finally:
             self.open -= 1
-            self.gone.set()
+            self.closed.set()
             writer.close()
 
 
@@ -89,7 +92,7 @@ async def post(transport: HttpTransport, server: Server, timeout_s: float = LONG
     return await transport.post(server.url, b'{"a":1}', {"X-Session-ID": "s"}, timeout_s)
 
 
-async def test_request_as_it_travels(transport: HttpTransport) -> None:
+async def test_a_request_has_exactly_these_bytes(transport: HttpTransport) -> None:
     async with serving(Server(OK)) as server:
         answer = await post(transport, server)
         await transport.get(f"{server.url}?deep=1", {}, LONG_S)
@@ -110,50 +113,52 @@ async def test_request_as_it_travels(transport: HttpTransport) -> None:
     ],
     ids=["chunked", "after 100", "empty"],
 )
-async def test_ways_to_send_a_body(transport: HttpTransport, raw: bytes, expected: bytes) -> None:
+async def test_a_body_is_read_chunked_after_100_continue_or_empty(
+    transport: HttpTransport, raw: bytes, expected: bytes
+) -> None:
     async with serving(Server(raw)) as server:
         for _ in range(3):
             assert (await post(transport, server)).body == expected
     assert server.connections == 1
 
 
-async def test_body_without_a_length_ends_with_its_connection(transport: HttpTransport) -> None:
+async def test_a_body_without_a_length_ends_with_its_connection(transport: HttpTransport) -> None:
     async with serving(Server(b"HTTP/1.1 200 OK\r\n\r\nall of it", close=True)) as server:
         for _ in range(2):
             assert (await post(transport, server)).body == b"all of it"
     assert server.connections == 2
 
 
-async def test_promise_of_an_answer_is_none(transport: HttpTransport) -> None:
+async def test_an_informational_response_alone_is_an_interruption(transport: HttpTransport) -> None:
     async with serving(Server(b"HTTP/1.1 103 Early Hints\r\nLink: x\r\n\r\n", close=True)) as server:
         with pytest.raises(Interrupted):
             await post(transport, server)
 
 
-async def test_retry_after_is_told_when_it_is_a_number(transport: HttpTransport) -> None:
-    said = [b"HTTP/1.1 429 No\r\nRetry-After: %s\r\nContent-Length: 0\r\n\r\n" % value for value in (b"1.5", b"Mon")]
-    async with serving(Server(*said)) as server:
+async def test_retry_after_is_read_as_a_number_of_seconds(transport: HttpTransport) -> None:
+    answers = [b"HTTP/1.1 429 No\r\nRetry-After: %s\r\nContent-Length: 0\r\n\r\n" % value for value in (b"1.5", b"Mon")]
+    async with serving(Server(*answers)) as server:
         assert [(await post(transport, server)).retry_after_s for _ in range(2)] == [1.5, None]
 
 
-async def test_retry_after_may_be_a_date(transport: HttpTransport) -> None:
+async def test_retry_after_is_read_as_a_date(transport: HttpTransport) -> None:
     dates = [format_datetime(datetime.now(UTC) + timedelta(hours=hours)).encode() for hours in (1, -1)]
-    said = [b"HTTP/1.1 503 No\r\nRetry-After: %s\r\nContent-Length: 0\r\n\r\n" % date for date in dates]
-    async with serving(Server(*said)) as server:
+    answers = [b"HTTP/1.1 503 No\r\nRetry-After: %s\r\nContent-Length: 0\r\n\r\n" % date for date in dates]
+    async with serving(Server(*answers)) as server:
         later, earlier = [(await post(transport, server)).retry_after_s for _ in range(2)]
     assert later is not None
     assert 3000 < later <= 3600
     assert earlier == 0.0
 
 
-@pytest.mark.parametrize("said", [b"nan", b"inf", b"", b"-1", b"31 Feb 2020 99:99:99 GMT"])
-async def test_retry_after_that_says_nothing(transport: HttpTransport, said: bytes) -> None:
-    answer = b"HTTP/1.1 503 No\r\nRetry-After: %s\r\nContent-Length: 0\r\n\r\n" % said
+@pytest.mark.parametrize("value", [b"nan", b"inf", b"", b"-1", b"31 Feb 2020 99:99:99 GMT"])
+async def test_an_unreadable_retry_after_is_ignored(transport: HttpTransport, value: bytes) -> None:
+    answer = b"HTTP/1.1 503 No\r\nRetry-After: %s\r\nContent-Length: 0\r\n\r\n" % value
     async with serving(Server(answer)) as server:
         assert not (await post(transport, server)).retry_after_s
 
 
-async def test_requests_at_the_same_time_have_connections_of_their_own_and_share_them_later(
+async def test_concurrent_requests_use_separate_connections_and_later_ones_reuse_them(
     transport: HttpTransport,
 ) -> None:
     async with serving(Server(OK)) as server:
@@ -172,21 +177,21 @@ async def test_requests_at_the_same_time_have_connections_of_their_own_and_share
     ],
     ids=["told to close", "two answers"],
 )
-async def test_connection_that_is_not_used_again(transport: HttpTransport, last: bytes) -> None:
+async def test_a_connection_is_not_reused_after_close_or_surplus_bytes(transport: HttpTransport, last: bytes) -> None:
     async with serving(Server(last, OK)) as server:
         await post(transport, server)
         assert (await post(transport, server)).body == b"{}"
         assert server.connections == 2
 
 
-async def test_unused_connections_are_closed(transport: HttpTransport, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_idle_connections_are_closed(transport: HttpTransport, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http, "MAX_IDLE_S", 0.05)
     async with serving(Server(OK)) as server:
         await asyncio.gather(*(post(transport, server) for _ in range(3)))
         async with asyncio.timeout(LONG_S):
             while server.open:
-                server.gone.clear()
-                await server.gone.wait()
+                server.closed.clear()
+                await server.closed.wait()
         assert (await post(transport, server)).status == 200
 
 
@@ -200,33 +205,35 @@ async def test_unused_connections_are_closed(transport: HttpTransport, monkeypat
     ],
     ids=["short", "short chunk", "short head", "no HTTP"],
 )
-async def test_half_an_answer_is_none(transport: HttpTransport, raw: bytes) -> None:
+async def test_an_incomplete_answer_is_an_interruption(transport: HttpTransport, raw: bytes) -> None:
     async with serving(Server(raw, close=True)) as server:
         with pytest.raises(Interrupted):
             await post(transport, server)
 
 
-async def test_silence_ends_with_the_deadline_and_the_connection(transport: HttpTransport) -> None:
+async def test_a_request_without_an_answer_ends_at_its_deadline_and_closes_the_connection(
+    transport: HttpTransport,
+) -> None:
     async with serving(Server(OK, b"")) as server:
-        await post(transport, server)  # so that there is a connection, and only the silence takes time
+        await post(transport, server)  # opens the connection, so that only the missing answer takes time below
         with pytest.raises(Interrupted, match="no whole answer in time"):
             await post(transport, server, 0.2)
         async with asyncio.timeout(LONG_S):
-            await server.gone.wait()
+            await server.closed.wait()
 
 
-async def test_cancelling_closes_the_connection(transport: HttpTransport) -> None:
+async def test_cancelling_a_request_closes_its_connection(transport: HttpTransport) -> None:
     async with serving(Server(b"")) as server:
         waiting = asyncio.create_task(post(transport, server))
         await server.received(1)
         waiting.cancel()
         async with asyncio.timeout(LONG_S):
-            await server.gone.wait()
+            await server.closed.wait()
         with pytest.raises(asyncio.CancelledError):
             await waiting
 
 
-async def test_limit_of_connections_makes_requests_wait() -> None:
+async def test_requests_wait_for_a_connection_when_the_limit_is_reached() -> None:
     transport = HttpTransport(max_connections=2)
     async with serving(Server(OK)) as server:
         answers = await asyncio.gather(*(post(transport, server) for _ in range(20)))
@@ -238,26 +245,28 @@ async def test_limit_of_connections_makes_requests_wait() -> None:
         with pytest.raises(NotAccepted, match="no connection was free"):
             await post(transport, server, 0.1)
         server.answers = [OK]
-        assert (await transport.get(server.url, {}, LONG_S)).status == 200, "health is asked beside the limit"
+        assert (await transport.get(server.url, {}, LONG_S)).status == 200, (
+            "a health request does not count against the limit"
+        )
         for task in held:
             task.cancel()
         await asyncio.gather(*held, return_exceptions=True)
-        assert (await post(transport, server)).status == 200, "cancelled requests give their places back"
+        assert (await post(transport, server)).status == 200, "cancelled requests free their connections"
     await transport.close()
 
 
 @pytest.mark.parametrize("url", ["", "ftp://a/b", "http://", "http://a:99999/", "http://a b/", "http://a/\r\nX: y"])
-async def test_no_url(transport: HttpTransport, url: str) -> None:
+async def test_an_invalid_url_is_not_accepted(transport: HttpTransport, url: str) -> None:
     with pytest.raises(NotAccepted):
         await transport.get(url, {}, LONG_S)
 
 
 def certificate(directory: Path) -> Path:
-    """A certificate for 127.0.0.1 that nobody but itself vouches for, and its key, in one file."""
+    """A self-signed certificate for 127.0.0.1 and its key, in one file."""
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "127.0.0.1")])
     now = datetime.now(UTC)
-    made = (
+    certificate_of_loopback = (
         x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
         .not_valid_before(now - timedelta(days=1))
         .not_valid_after(now + timedelta(days=1))
@@ -267,11 +276,13 @@ def certificate(directory: Path) -> Path:
     pem = serialization.Encoding.PEM
     private = key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
     file = directory / "certificate.pem"
-    file.write_bytes(made.public_bytes(pem) + private)
+    file.write_bytes(certificate_of_loopback.public_bytes(pem) + private)
     return file
 
 
-async def test_tls_is_verified(transport: HttpTransport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_servers_certificate_is_verified(
+    transport: HttpTransport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = certificate(tmp_path)
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.load_cert_chain(file)
@@ -286,7 +297,7 @@ async def test_tls_is_verified(transport: HttpTransport, tmp_path: Path, monkeyp
     http._address.cache_clear()
 
 
-async def test_address_of_version_6(transport: HttpTransport) -> None:
+async def test_an_ipv6_address_is_reached(transport: HttpTransport) -> None:
     try:
         async with serving(Server(OK), "::1") as server:
             assert (await post(transport, server)).status == 200

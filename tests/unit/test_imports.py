@@ -1,4 +1,4 @@
-"""The imports of skyrl have no circle, and docs/development.md draws them as they are."""
+"""The imports of skyrl have no circle, and the drawing of them in docs/development.md is up to date."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from tests.import_drawing import BEGIN, END, PAGE, drawing, file_imports, levels
 SOURCE = Path(__file__).parents[2] / "skyrl"
 EXECUTES = {"execute", "exec_driver_sql", "scalar", "scalars"}
 LISTENS = {"notify/postgres.py"}
-"""LISTEN and NOTIFY on connections of their own, which are no transactions on skyrl's tables."""
+"""Files that run LISTEN and NOTIFY on connections of their own, and no statement on skyrl's tables."""
 
 
-def test_no_circle_of_files() -> None:
+def test_imports_between_files_have_no_circle() -> None:
     files = file_imports()
     assert len(files) > 200, "the graph has all files"
     TopologicalSorter(files).prepare()  # raises CycleError, which names the circle
 
 
-def test_no_circle_of_packages() -> None:
+def test_imports_between_packages_have_no_circle() -> None:
     packages = package_imports(file_imports())
     assert {"api", "db", "engine", "wire"} <= packages.keys()
     TopologicalSorter(packages).prepare()
 
 
-def test_circle_is_found() -> None:
+def test_a_circle_of_packages_is_found_although_the_files_have_none() -> None:
     files = {"skyrl": set(), "skyrl.a": {"skyrl.b.x"}, "skyrl.b": set(), "skyrl.b.x": set(), "skyrl.b.y": {"skyrl.a"}}
     TopologicalSorter(files).prepare()
     with pytest.raises(CycleError):
@@ -37,18 +37,18 @@ def test_circle_is_found() -> None:
         levels(package_imports(files))
 
 
-def test_no_file_is_a_script_without_a_package() -> None:
-    """The circles above are looked for in packages: a module directly below skyrl would escape the layers' rule."""
+def test_every_module_belongs_to_a_package() -> None:
+    """The test of packages above would not see a module that lies directly below skyrl."""
     assert [path.name for path in SOURCE.glob("*.py")] == ["__init__.py"]
 
 
-def test_drawing_is_up_to_date() -> None:
+def test_the_drawing_of_imports_is_up_to_date() -> None:
     drawn = PAGE.read_text().partition(BEGIN)[2].partition(END)[0]
-    assert drawn == drawing(), "write it again: .venv/bin/python -m tests.import_drawing"
+    assert drawn == drawing(), "draw it again: .venv/bin/python -m tests.import_drawing"
 
 
 def statements_outside_db() -> set[str]:
-    """Files that execute a statement themselves: a call of `execute` and the like on a connection."""
+    """Files outside skyrl/db that call a method of EXECUTES on a connection."""
     found = set()
     for path in sorted(SOURCE.rglob("*.py")):
         name = str(path.relative_to(SOURCE))
@@ -59,5 +59,5 @@ def statements_outside_db() -> set[str]:
     return {name for name in found if not name.startswith("db/")}
 
 
-def test_statements_are_executed_in_db_alone() -> None:
+def test_only_skyrl_db_executes_statements() -> None:
     assert statements_outside_db() == LISTENS

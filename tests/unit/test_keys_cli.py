@@ -1,4 +1,4 @@
-"""`skyrl keys`: what an operator makes, sees and ends; what is refused, and that no secret is kept."""
+"""`skyrl keys` creates, lists and revokes keys; cases that it refuses, and that it stores no secret."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class Operator:
 
     def run(self, *arguments: str, stdin: str | None = None) -> Result:
         command, *rest = arguments
-        where = ["--state-dir", str(self.state_dir)]
-        where += ["--database-url", url_of(self.state_dir)] if KIND == "postgres" else []
-        return CliRunner().invoke(app, ["keys", command, *where, *rest], input=stdin)
+        options = ["--state-dir", str(self.state_dir)]
+        options += ["--database-url", url_of(self.state_dir)] if KIND == "postgres" else []
+        return CliRunner().invoke(app, ["keys", command, *options, *rest], input=stdin)
 
     def create(self, *arguments: str, stdin: str | None = None) -> str:
         done = self.run("create", "--make-database", *arguments, stdin=stdin)
@@ -40,7 +40,7 @@ class Operator:
         return done.stdout.removesuffix("\n")
 
     def lines(self, *arguments: str) -> list[list[str]]:
-        """The list's cells, without the head."""
+        """The cells of `skyrl keys list`, without the head."""
         done = self.run("list", *arguments)
         assert done.exit_code == 0, done.output
         head, *lines = done.stdout.splitlines()
@@ -63,14 +63,14 @@ def operator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Operator:
 
 
 def refusal(done: Result) -> str:
-    """The one line that says why."""
+    """The one line of stderr that gives the reason."""
     assert done.exit_code == 2, done.output
     assert done.stdout == ""
     (line,) = done.stderr.splitlines()
     return line.removeprefix("skyrl keys: ")
 
 
-def test_key_is_shown_once_and_kept_nowhere(operator: Operator) -> None:
+def test_a_key_is_printed_once_and_its_secret_is_stored_nowhere(operator: Operator) -> None:
     key = operator.create("--name", "laptop of a")
     assert re.fullmatch(r"tml-[0-9a-f]{12}-[\w-]{43}", key)
     secret = key[-43:]
@@ -86,7 +86,7 @@ def test_key_is_shown_once_and_kept_nowhere(operator: Operator) -> None:
     assert secret not in str(event)
 
 
-def test_keys_of_a_tenant_and_of_new_ones(operator: Operator) -> None:
+def test_a_key_belongs_to_the_named_tenant_or_to_a_new_one(operator: Operator) -> None:
     operator.create("--name", "one")
     (first,) = operator.lines()
     operator.create("--tenant", first[1], "--scope", "sample", "--scope", "admin", "--expires", "12h", "--name", "two")
@@ -101,16 +101,16 @@ def test_keys_of_a_tenant_and_of_new_ones(operator: Operator) -> None:
     assert expires - created == pytest.approx(12 * 3600, abs=60)
 
 
-def test_revoked_key_stays_in_the_list(operator: Operator) -> None:
+def test_a_revoked_key_stays_in_the_list(operator: Operator) -> None:
     key_id = operator.create()[4:16]
     for _ in range(2):
         assert operator.run("revoke", key_id).exit_code == 0
     assert operator.lines()[0][-1] == "revoked"
     events = [row.event for row in operator.read(select(audit_events.c.event).order_by(audit_events.c.id))]
-    assert events == ["key_created", "key_revoked"], "the second time changed nothing"
+    assert events == ["key_created", "key_revoked"], "the second revocation changed nothing"
 
 
-def test_tenant_of_a_key_from_before_is_adopted(operator: Operator) -> None:
+def test_a_new_key_adopts_the_tenant_of_an_open_key(operator: Operator) -> None:
     tenant = tenant_of_key("tml-old")
     database = Database(url_of(operator.state_dir))
     migrate(database)
@@ -142,7 +142,7 @@ def test_tenant_of_a_key_from_before_is_adopted(operator: Operator) -> None:
         (["--database-url", "nosuch://x/y"], "database_url: "),
     ],
 )
-def test_bad_options_of_create_are_one_line_and_make_nothing(
+def test_bad_options_of_create_are_refused_in_one_line_and_make_no_key(
     operator: Operator, arguments: list[str], message: str
 ) -> None:
     operator.create()
@@ -150,7 +150,7 @@ def test_bad_options_of_create_are_one_line_and_make_nothing(
     assert len(operator.lines()) == 1
 
 
-def test_no_more_keys_are_made_than_are_held(operator: Operator, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_create_refuses_more_keys_than_the_maximum(operator: Operator, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(key_rows, "MAX_KEYS", 1)
     key_id = operator.create()[4:16]
     assert refusal(operator.run("create")) == "there are 1 keys, and at most 1 are held: revoke some"
@@ -159,8 +159,8 @@ def test_no_more_keys_are_made_than_are_held(operator: Operator, monkeypatch: py
 
 
 @ON_SQLITE
-def test_where_there_is_no_database_there_is_nothing_to_list(operator: Operator) -> None:
-    assert f"there is no database {operator.state_dir}/skyrl.db: name the server's with" in refusal(
+def test_list_without_a_database_is_refused_and_makes_none(operator: Operator) -> None:
+    assert f"there is no database {operator.state_dir}/skyrl.db: name the server's database with" in refusal(
         operator.run("list")
     )
     assert not operator.state_dir.exists()
@@ -170,46 +170,46 @@ def test_where_there_is_no_database_there_is_nothing_to_list(operator: Operator)
 
 @ON_SQLITE
 @pytest.mark.parametrize("named", ["state directory", "URL", "nothing"])
-def test_no_database_is_made_by_accident(
+def test_create_makes_no_database_without_make_database(
     operator: Operator, named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A key in a database that no server uses is refused by the server, and nobody would know why."""
+    """The server would refuse a key of a database that it does not use, and the operator would not know why."""
     monkeypatch.setenv("HOME", str(tmp_path))
     elsewhere = tmp_path / "elsewhere"
-    where = {
+    options = {
         "state directory": ["--state-dir", str(elsewhere)],
         "URL": ["--database-url", f"sqlite:///{elsewhere}/skyrl.db"],
         "nothing": [],
     }[named]
-    done = CliRunner().invoke(app, ["keys", "create", *where])
-    told = refusal(done)
-    assert told.startswith("there is no database ")
-    assert "--config, --state-dir or --database-url" in told
-    assert "--make-database" in told
+    done = CliRunner().invoke(app, ["keys", "create", *options])
+    message = refusal(done)
+    assert message.startswith("there is no database ")
+    assert "--config, --state-dir or --database-url" in message
+    assert "--make-database" in message
     assert list(tmp_path.iterdir()) == []
 
 
-def test_commands_say_which_database_they_have_written_to(operator: Operator) -> None:
-    made = operator.run("create", "--make-database")
-    place = str(operator.state_dir / "skyrl.db") if KIND == "sqlite" else "postgresql"
-    assert f"in the database {place}" in made.stderr
-    assert "skyrl:skyrl@" not in made.stderr
-    key_id = made.stdout[4:16]
-    assert f"key {key_id} is revoked in the database {place}" in operator.run("revoke", key_id).stderr
+def test_create_and_revoke_name_the_database_that_they_changed(operator: Operator) -> None:
+    created = operator.run("create", "--make-database")
+    database_name = str(operator.state_dir / "skyrl.db") if KIND == "sqlite" else "postgresql"
+    assert f"in the database {database_name}" in created.stderr
+    assert "skyrl:skyrl@" not in created.stderr
+    key_id = created.stdout[4:16]
+    assert f"key {key_id} is revoked in the database {database_name}" in operator.run("revoke", key_id).stderr
 
 
-def test_other_versions_databases_are_left_alone(operator: Operator) -> None:
+def test_a_database_of_an_older_or_newer_schema_is_refused(operator: Operator) -> None:
     operator.create()
     database = Database(url_of(operator.state_dir))
-    for revision, told in (("0001", "start the server once"), ("9999_later", "made by a newer one")):
+    for revision, message in (("0001", "start the server once"), ("9999_later", "made by a newer one")):
         database.write(
             lambda c, to=revision: c.execute(text("UPDATE alembic_version SET version_num = :to"), {"to": to})
         )
-        assert told in refusal(operator.run("create"))
+        assert message in refusal(operator.run("create"))
     database.close()
 
 
-def test_database_that_takes_no_writes_is_one_line(operator: Operator, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_locked_database_is_reported_in_one_line(operator: Operator, monkeypatch: pytest.MonkeyPatch) -> None:
     operator.create()
     monkeypatch.setattr("skyrl.db.database.BUSY_TIMEOUT_MS", 1)
     database = Database(url_of(operator.state_dir))

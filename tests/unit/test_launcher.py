@@ -1,4 +1,4 @@
-"""The launcher over real processes that are cheap: in the place of the engine and the API run a few lines of Python."""
+"""The launcher with cheap real processes: a few lines of Python replace the engine and the API."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from skyrl.config.server import ServerConfig, load_config
+from skyrl.config.loading import load_config
+from skyrl.config.server import ServerConfig
 from skyrl.inference.placement import free_port
 from skyrl.launcher import own_parts
 from skyrl.launcher.main import Launcher
@@ -39,8 +40,8 @@ while True:
 """
 
 
-def ends(code: int, sentence: str) -> str:
-    return f"import sys; print('loading'); print({MARK + sentence!r}, flush=True); sys.exit({code})"
+def program_that_ends(code: int, message: str) -> str:
+    return f"import sys; print('loading'); print({MARK + message!r}, flush=True); sys.exit({code})"
 
 
 @pytest.fixture
@@ -57,7 +58,8 @@ def config(tmp_path: Path) -> ServerConfig:
 
 @pytest.fixture
 def run(config: ServerConfig, monkeypatch: pytest.MonkeyPatch) -> Callable[..., asyncio.Task[None]]:
-    """Starts a launcher whose engine and API are these programs; `stop` ends it."""
+    """A function that starts a launcher with the given programs as engine and API. The event `stop` ends the
+    launcher."""
 
     def start(engine: str, stop: asyncio.Event, api: str = SLEEP) -> asyncio.Task[None]:
         programs = {"skyrl.engine.main": engine, "skyrl.api.server": api}
@@ -72,66 +74,70 @@ def log_of(config: ServerConfig, name: str) -> str:
     return file.read_text() if file.exists() else ""
 
 
-async def until(condition: Callable[[], object], running: asyncio.Task[None]) -> None:
+async def wait_until(condition: Callable[[], object], running: asyncio.Task[None]) -> None:
     deadline = time.monotonic() + WAIT_S
     while not condition():
         assert not running.done(), running
-        assert time.monotonic() < deadline, "did not come true in time"
+        assert time.monotonic() < deadline, "the condition did not hold in time"
         await asyncio.sleep(0.02)
 
 
-async def test_an_engine_that_can_never_start_ends_the_server_with_its_sentence(
+async def test_an_engine_that_can_never_start_ends_the_server_with_the_engines_message(
     config: ServerConfig, run: Callable[..., asyncio.Task[None]]
 ) -> None:
-    running = run(ends(CANNOT_START, "base_model: no weights"), asyncio.Event())
+    running = run(program_that_ends(CANNOT_START, "base_model: no weights"), asyncio.Event())
     with pytest.raises(StartupError, match="^base_model: no weights$") as failed:
         await asyncio.wait_for(running, WAIT_S)
     assert failed.value.log == str(config.state_dir / "logs" / "engine.log")
     assert failed.value.log_end == f"loading\n{MARK}base_model: no weights"
-    assert log_of(config, "engine").count("=====") == 2, "one start, no second"
+    assert log_of(config, "engine").count("=====") == 2, "the engine started once"
 
 
-async def test_a_cause_that_may_pass_gets_a_second_start(
+async def test_an_engine_that_may_start_later_gets_a_second_start(
     config: ServerConfig, run: Callable[..., asyncio.Task[None]]
 ) -> None:
-    running = run(ends(MAY_START, "out of memory"), asyncio.Event())
+    running = run(program_that_ends(MAY_START, "out of memory"), asyncio.Event())
     with pytest.raises(StartupError, match="^out of memory$"):
         await asyncio.wait_for(running, WAIT_S)
     assert log_of(config, "engine").count("engine: start") == 2
 
 
-async def test_once_it_was_ready_the_engine_is_started_again_whatever_it_says(
+async def test_an_engine_that_was_ready_is_started_again_whatever_its_exit_code(
     config: ServerConfig, run: Callable[..., asyncio.Task[None]], caplog: pytest.LogCaptureFixture
 ) -> None:
-    waits = "import os, sys, time\nwhile not os.path.exists('{}'): time.sleep(0.02)\n".format(config.state_dir / "go")
+    wait_for_go = "import os, sys, time\nwhile not os.path.exists('{}'): time.sleep(0.02)\n".format(
+        config.state_dir / "go"
+    )
     stop = asyncio.Event()
     with caplog.at_level(logging.INFO):
-        running = run(waits + ends(CANNOT_START, "base_model: the directory is gone"), stop, API)
-        await until(lambda: "ready at" in caplog.text, running)
+        running = run(wait_for_go + program_that_ends(CANNOT_START, "base_model: the directory is gone"), stop, API)
+        await wait_until(lambda: "ready at" in caplog.text, running)
         (config.state_dir / "go").touch()
-        await until(lambda: log_of(config, "engine").count("engine: start") == 3, running)
+        await wait_until(lambda: log_of(config, "engine").count("engine: start") == 3, running)
         stop.set()
         await asyncio.wait_for(running, WAIT_S)
 
 
-async def test_an_engine_that_was_ready_is_started_again_although_the_server_waits_for_somebody_elses_vllm(
+async def test_an_engine_that_was_ready_is_started_again_while_the_server_waits_for_an_external_vllm(
     config: ServerConfig, run: Callable[..., asyncio.Task[None]], caplog: pytest.LogCaptureFixture
 ) -> None:
-    waits = "import os, sys, time\nwhile not os.path.exists('{}'): time.sleep(0.02)\n".format(config.state_dir / "go")
+    wait_for_go = "import os, sys, time\nwhile not os.path.exists('{}'): time.sleep(0.02)\n".format(
+        config.state_dir / "go"
+    )
     body = '{"reasons": ["sampling: nobody answers"]}'
     answer = API.replace("200 OK", "503 Away").replace("length: 2", f"length: {len(body)}").replace("{}", body)
     stop = asyncio.Event()
     with caplog.at_level(logging.INFO):
-        running = run(waits + ends(CANNOT_START, "base_model: the directory is gone"), stop, answer)
-        await until(lambda: "engine: ready" in caplog.text, running)
+        running = run(wait_for_go + program_that_ends(CANNOT_START, "base_model: the directory is gone"), stop, answer)
+        await wait_until(lambda: "engine: ready" in caplog.text, running)
         (config.state_dir / "go").touch()
-        await until(lambda: log_of(config, "engine").count("engine: start") == 3, running)
+        await wait_until(lambda: log_of(config, "engine").count("engine: start") == 3, running)
         assert "ready at" not in caplog.text
         stop.set()
         await asyncio.wait_for(running, WAIT_S)
 
 
-async def test_a_server_that_is_told_to_stop_before_it_starts_anything_starts_nothing(
+async def test_a_launcher_that_is_told_to_stop_at_once_starts_no_process(
     config: ServerConfig, run: Callable[..., asyncio.Task[None]]
 ) -> None:
     stop = asyncio.Event()
@@ -144,20 +150,20 @@ async def test_a_server_that_is_told_to_stop_before_it_starts_anything_starts_no
 async def test_an_engine_that_crashes_before_it_is_ready_is_started_again(
     config: ServerConfig, run: Callable[..., asyncio.Task[None]], code: int
 ) -> None:
-    """It may replay a command that kills it: after two deaths that command is skipped."""
+    """The engine may repeat a command that kills it; after two deaths the engine skips that command."""
     stop = asyncio.Event()
     running = run(f"raise SystemExit({code})", stop)
-    await until(lambda: log_of(config, "engine").count("engine: start") == 4, running)
+    await wait_until(lambda: log_of(config, "engine").count("engine: start") == 4, running)
     stop.set()
     await asyncio.wait_for(running, WAIT_S)
 
 
-async def test_a_supervisor_that_ends_by_itself_ends_the_server_in_order(
+async def test_a_supervisor_that_fails_ends_the_server_in_order(
     config: ServerConfig, run: Callable[..., asyncio.Task[None]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     supervise = SupervisedProcess.run
 
-    async def broken(self: SupervisedProcess) -> None:
+    async def broken_run(self: SupervisedProcess) -> None:
         if self.name == "engine":
             await supervise(self)
             return
@@ -165,8 +171,8 @@ async def test_a_supervisor_that_ends_by_itself_ends_the_server_in_order(
             await asyncio.sleep(0.02)
         raise ValueError("a bug")
 
-    monkeypatch.setattr(SupervisedProcess, "run", broken)
-    with pytest.raises(ServerEnded, match="^supervising api has ended, .*: a bug"):
+    monkeypatch.setattr(SupervisedProcess, "run", broken_run)
+    with pytest.raises(ServerEnded, match="^the server has stopped because supervising api ended: a bug"):
         await asyncio.wait_for(run(ENGINE, asyncio.Event()), WAIT_S)
     assert "told to stop" in log_of(config, "engine")
 
@@ -179,15 +185,15 @@ async def test_the_engine_is_told_to_stop_although_stopping_the_api_fails(
 ) -> None:
     halt = SupervisedProcess.stop
 
-    async def broken(self: SupervisedProcess, grace_s: float = 10.0) -> None:
+    async def broken_stop(self: SupervisedProcess, grace_s: float = 10.0) -> None:
         await halt(self, grace_s)
         if self.name == "api":
             raise ProcessLookupError
 
-    monkeypatch.setattr(SupervisedProcess, "stop", broken)
+    monkeypatch.setattr(SupervisedProcess, "stop", broken_stop)
     stop = asyncio.Event()
     running = run(ENGINE, stop)
-    await until(lambda: "up" in log_of(config, "engine"), running)
+    await wait_until(lambda: "up" in log_of(config, "engine"), running)
     stop.set()
     await asyncio.wait_for(running, WAIT_S)
     assert "told to stop" in log_of(config, "engine")
@@ -195,7 +201,7 @@ async def test_the_engine_is_told_to_stop_although_stopping_the_api_fails(
     assert not (config.state_dir / "run").is_symlink()
 
 
-async def test_what_is_missing_is_told_with_the_last_words_of_what_ended(
+async def test_the_log_says_what_the_server_waits_for_and_the_last_line_of_the_dead_engine(
     config: ServerConfig,
     run: Callable[..., asyncio.Task[None]],
     monkeypatch: pytest.MonkeyPatch,
@@ -205,7 +211,7 @@ async def test_what_is_missing_is_told_with_the_last_words_of_what_ended(
     stop = asyncio.Event()
     with caplog.at_level(logging.INFO):
         running = run("print('Segmentation fault', flush=True); raise SystemExit(1)", stop)
-        await until(lambda: "engine last ended with: Segmentation fault" in caplog.text, running)
+        await wait_until(lambda: "engine last ended with: Segmentation fault" in caplog.text, running)
         assert "not ready yet: the API is starting" in caplog.text
         stop.set()
         await asyncio.wait_for(running, WAIT_S)

@@ -1,4 +1,4 @@
-"""The sockets of a server: open from its start, whoever accepts from them."""
+"""The listening sockets of a server: they are open from its start, before any process accepts connections."""
 
 from __future__ import annotations
 
@@ -11,26 +11,28 @@ from skyrl.inference.placement import free_port
 from skyrl.processes.listening import listen
 
 
-def test_every_address_of_a_name_is_listened_on() -> None:
+def test_a_server_listens_on_every_address_of_a_name() -> None:
     port = free_port()
     sockets = listen("localhost", port)
     try:
         assert {opened.getsockname()[0] for opened in sockets} <= {"127.0.0.1", "::1"}
         for opened in sockets:
-            with socket.create_connection(opened.getsockname()[:2], timeout=60):  # nobody accepts it yet
+            with socket.create_connection(
+                opened.getsockname()[:2], timeout=60
+            ):  # no process accepts the connection yet
                 pass
     finally:
         for opened in sockets:
             opened.close()
 
 
-def test_address_of_another_machine_and_unknown_names_are_refused() -> None:
+def test_addresses_of_other_machines_and_unknown_names_are_refused() -> None:
     for host in ("192.0.2.1", "no-such-host.invalid"):
         with pytest.raises(ConfigError, match=f"port: cannot listen on {host}:"):
             listen(host, free_port())
 
 
-def test_nothing_stays_open_where_one_address_is_taken() -> None:
+def test_no_socket_stays_open_if_one_address_is_taken() -> None:
     port = free_port()
     (taken, *others) = listen("127.0.0.1", port)
     assert others == []

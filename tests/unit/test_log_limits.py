@@ -1,4 +1,4 @@
-"""Lines that clients cause: each cause is told of, and none fills the log."""
+"""Log lines that clients cause: each cause is logged, and none can fill the log."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def log(clock: Clock, caplog: pytest.LogCaptureFixture) -> LimitedLog:
     return LimitedLog(logging.getLogger("skyrl.test"), clock)
 
 
-def test_a_cause_has_one_line_in_ten_seconds_and_the_next_one_counts(
+def test_a_cause_has_one_line_in_ten_seconds_and_the_next_line_counts_the_rest(
     log: LimitedLog, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     for _ in range(5):
@@ -43,7 +43,7 @@ def test_a_cause_has_one_line_in_ten_seconds_and_the_next_one_counts(
     assert caplog.messages[2:] == ["one (and 4 more like it since the last line)", "two"]
 
 
-def test_lines_of_all_causes_are_limited_and_what_is_left_out_is_counted(
+def test_lines_of_all_causes_together_are_limited_and_the_omitted_ones_counted(
     log: LimitedLog, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     for number in range(MAX_LINES + 30):
@@ -54,13 +54,13 @@ def test_lines_of_all_causes_are_limited_and_what_is_left_out_is_counted(
     assert caplog.messages[MAX_LINES:] == ["30 lines about other requests were left out", "later"]
 
 
-def test_causes_are_forgotten(log: LimitedLog, clock: Clock) -> None:
+def test_old_causes_are_forgotten(log: LimitedLog, clock: Clock) -> None:
     for number in range(3 * MAX_CAUSES):
         clock.now = float(number)
         log.say(logging.INFO, number, "line")
     assert len(log._causes) == MAX_CAUSES
 
 
-def test_text_of_clients_is_one_line_of_bounded_length() -> None:
+def test_text_of_clients_is_escaped_to_one_line_of_bounded_length() -> None:
     assert plain("a\nb\x1b[31m\u2028é") == "a\\nb\\x1b[31m\\u2028é"
     assert plain("x" * 1_000) == "x" * log_limits.MAX_TEXT + "... (1000 characters)"

@@ -39,7 +39,8 @@ def _dro(lp: np.ndarray, frozen: np.ndarray, x: Arrays, c: dict[str, float]) -> 
     return -float((lp * x["advantages"] - 0.5 * c["beta"] * (lp - x["logprobs"]) ** 2).sum())
 
 
-# lp is what is differentiated, `frozen` its value where the formula stops the gradient.
+# Arguments: `lp` is differentiated; `frozen` is the same value where the formula stops the gradient; `x` are the
+# inputs; `c` is the configuration of the loss.
 REFERENCE: dict[str, Callable[[np.ndarray, np.ndarray, Arrays, dict[str, float]], float]] = {
     "cross_entropy": lambda lp, frozen, x, c: -float((x["weights"] * lp).sum()),
     "importance_sampling": lambda lp, frozen, x, c: -float((np.exp(lp - x["logprobs"]) * x["advantages"]).sum()),
@@ -91,7 +92,7 @@ def test_every_loss_has_a_reference() -> None:
 
 @pytest.mark.parametrize(("name", "config"), CONFIGS)
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_value_and_gradient(name: str, config: dict[str, float], seed: int) -> None:
+def test_value_and_gradient_equal_the_reference(name: str, config: dict[str, float], seed: int) -> None:
     lp, arrays = _random(seed)
     total, gradient = _run(name, lp, arrays, config)
     assert total == pytest.approx(REFERENCE[name](lp, lp, arrays, config), rel=1e-12, abs=1e-12)
@@ -104,7 +105,7 @@ def test_value_and_gradient(name: str, config: dict[str, float], seed: int) -> N
         assert gradient[index] == pytest.approx(slope / (2 * step), rel=1e-6, abs=1e-8)
 
 
-def test_ppo_equals_torch_min_also_on_the_bounds() -> None:
+def test_ppo_equals_torch_min_at_and_between_the_clip_bounds() -> None:
     config = dict(LOSSES["ppo"].config)
     lp = np.log(np.array([1.2, 1.2, 0.8, 0.8, 1.0, 3.0, 0.1, 3.0] * 3))
     arrays = _random(0)[1] | {
@@ -117,13 +118,13 @@ def test_ppo_equals_torch_min_also_on_the_bounds() -> None:
     (slope,) = torch.autograd.grad(expected, leaf)
     total, gradient = _run("ppo", lp, arrays, config)
     assert total == pytest.approx(float(expected.detach()))
-    inside = np.abs(np.exp(lp) - 1.2) > 1e-12
-    inside &= np.abs(np.exp(lp) - 0.8) > 1e-12
-    np.testing.assert_allclose(gradient[inside], slope.numpy()[inside])
+    off_the_bounds = np.abs(np.exp(lp) - 1.2) > 1e-12
+    off_the_bounds &= np.abs(np.exp(lp) - 0.8) > 1e-12
+    np.testing.assert_allclose(gradient[off_the_bounds], slope.numpy()[off_the_bounds])
 
 
 @pytest.mark.parametrize("name", [name for name, loss in LOSSES.items() if "advantages" in loss.required])
-def test_zero_advantage_with_a_huge_ratio_makes_no_nan(name: str) -> None:
+def test_an_advantage_of_zero_with_a_huge_ratio_gives_no_nan(name: str) -> None:
     lp, arrays = _random(3)
     lp[4], arrays["logprobs"][4], arrays["advantages"][4] = 0.0, -2000.0, 0.0
     arrays["sequence_ratio_mask"][4] = 0.0
@@ -135,8 +136,9 @@ def test_zero_advantage_with_a_huge_ratio_makes_no_nan(name: str) -> None:
 
 
 @pytest.mark.parametrize(("advantage", "bound"), [(1.0, "clip_high_threshold"), (-1.0, None)])
-def test_ppo_with_an_overflowing_ratio(advantage: float, bound: str | None) -> None:
-    """Clipped: the bound's value and no gradient. Not clipped (A < 0): infinite, never NaN."""
+def test_ppo_clips_an_overflowing_ratio_or_is_infinite(advantage: float, bound: str | None) -> None:
+    """A clipped ratio gives the bound's value and no gradient. A ratio that is not clipped (A < 0) gives infinity, not
+    NaN."""
     lp, arrays = _random(5)
     arrays["advantages"][:] = 0
     lp[0], arrays["logprobs"][0], arrays["advantages"][0] = 0.0, -2000.0, advantage
@@ -148,7 +150,7 @@ def test_ppo_with_an_overflowing_ratio(advantage: float, bound: str | None) -> N
         assert (gradient == 0).all()
 
 
-def test_zero_weight_ignores_an_impossible_target() -> None:
+def test_a_target_of_probability_zero_with_weight_zero_is_ignored() -> None:
     lp, arrays = _random(6)
     lp[2], arrays["weights"][2] = -np.inf, 0.0
     total, gradient = _run("cross_entropy", lp, arrays, {})
@@ -168,7 +170,7 @@ def test_names_and_defaults_are_frozen() -> None:
     assert set(REFUSED) == {"stable_reinforce", "custom"}
 
 
-def test_stable_reinforce_is_cispo_only_when_the_operator_says_so_and_then_it_is_told() -> None:
+def test_stable_reinforce_is_cispo_only_if_the_operator_allows_it_and_a_metric_says_so() -> None:
     assert "stable_reinforce" not in served_losses("refuse")
     served = served_losses("cispo")["stable_reinforce"]
     assert served.function is LOSSES["cispo"].function

@@ -1,4 +1,4 @@
-"""The schema: what migrations make, and which databases are refused."""
+"""Migrations: the schema and the rows that they make, and the databases that they refuse."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ def revision(database: Database) -> str | None:
         return MigrationContext.configure(connection).get_current_revision()
 
 
-def names(database: Database) -> set[str]:
+def table_names(database: Database) -> set[str]:
     return set(inspect(database.reader).get_table_names())
 
 
 @ON_BOTH
-def test_empty_database_gets_the_newest_schema(database: Database) -> None:
+def test_an_empty_database_gets_the_newest_schema(database: Database) -> None:
     migrate(database)
     assert revision(database) == ScriptDirectory.from_config(_config(database.url)).get_current_head()
-    assert names(database) == {*SQLModel.metadata.tables, "alembic_version"}
+    assert table_names(database) == {*SQLModel.metadata.tables, "alembic_version"}
 
 
 REVISIONS = [script.revision for script in ScriptDirectory.from_config(_config("sqlite://")).walk_revisions()]
@@ -50,7 +50,7 @@ REVISIONS = [script.revision for script in ScriptDirectory.from_config(_config("
 
 @ON_BOTH
 @pytest.mark.parametrize("older", REVISIONS)
-def test_every_older_revision_is_brought_to_the_newest(database: Database, older: str) -> None:
+def test_every_older_revision_is_upgraded_to_the_newest(database: Database, older: str) -> None:
     command.upgrade(_config(database.url), older)
     migrate(database)
     assert revision(database) == REVISIONS[0]
@@ -60,7 +60,7 @@ def test_every_older_revision_is_brought_to_the_newest(database: Database, older
 
 
 @ON_BOTH
-def test_rows_of_the_first_revision_are_kept_by_an_upgrade_and_by_a_downgrade(database: Database) -> None:
+def test_an_upgrade_and_a_downgrade_keep_the_rows_of_the_first_revision(database: Database) -> None:
     command.upgrade(_config(database.url), "0001")
     statements = (
         "INSERT INTO sessions VALUES ('s1', 't', 'active', 1, 2, NULL, NULL, '0.38.0', '[]', '{\"a\": \"b\"}')",
@@ -83,7 +83,7 @@ def test_rows_of_the_first_revision_are_kept_by_an_upgrade_and_by_a_downgrade(da
 
 
 @ON_BOTH
-def test_training_checkpoints_of_the_first_revision_are_found_in_the_store(database: Database) -> None:
+def test_training_checkpoints_of_the_first_revision_get_their_checkpoint_store_key(database: Database) -> None:
     command.upgrade(_config(database.url), "0001")
     columns = "tenant, model_id, kind, name, directory, base_model, lora_rank, lora_alpha, seed, train_attn, train_mlp"
     columns += ", train_unembed, size_bytes, public, created_at"
@@ -101,7 +101,9 @@ def test_training_checkpoints_of_the_first_revision_are_found_in_the_store(datab
 
 
 @ON_BOTH
-def test_paths_of_adapters_become_relative_and_open_sampling_sessions_begin_to_be_idle(database: Database) -> None:
+def test_adapter_paths_become_relative_and_open_sampling_sessions_are_idle_since_the_upgrade(
+    database: Database,
+) -> None:
     command.upgrade(_config(database.url), "0005")
     session = "INSERT INTO sessions (id, tenant, status, created_at, heartbeat_at, sdk_version, tags) VALUES "
     session += "('s1', 't', 'active', 1, 2, '', '[]')"
@@ -129,29 +131,29 @@ def test_paths_of_adapters_become_relative_and_open_sampling_sessions_begin_to_b
     began = time.time()
     command.upgrade(_config(database.url), "0007")
 
-    def ask(query: str) -> list[Any]:
+    def first_column(query: str) -> list[Any]:
         return database.read(lambda c: list(c.execute(text(query)).scalars()))
 
-    def times(column: str) -> list[bool | None]:
-        """Whether each is the time of the migration; None where there is none."""
-        found = ask(f"SELECT {column} FROM sampling_sessions ORDER BY id")
-        return [None if at is None else began <= at <= time.time() for at in found]
+    def holds_migration_time(column: str) -> list[bool | None]:
+        """For each row, whether the column holds the time of the migration; None for null."""
+        values = first_column(f"SELECT {column} FROM sampling_sessions ORDER BY id")
+        return [None if at is None else began <= at <= time.time() for at in values]
 
     kept = [inside, inside, inside, "/opt/adapters/mine/final", None]
-    assert ask("SELECT adapter_path FROM sampling_sessions ORDER BY id") == kept
-    assert ask("SELECT directory FROM checkpoints") == [inside]
-    assert times("last_used_at") == [True, None, True, True, None]
-    assert times("closed_at") == [None, True, None, None, None]
-    assert times("size_bytes") == [None] * 5, "the engine measures them"
+    assert first_column("SELECT adapter_path FROM sampling_sessions ORDER BY id") == kept
+    assert first_column("SELECT directory FROM checkpoints") == [inside]
+    assert holds_migration_time("last_used_at") == [True, None, True, True, None]
+    assert holds_migration_time("closed_at") == [None, True, None, None, None]
+    assert holds_migration_time("size_bytes") == [None] * 5, "the engine measures the sizes later"
     migrate(database)
     database.write(lambda c: c.execute(text("UPDATE sampling_sessions SET status = 'dropped' WHERE id = '0'")))
     command.downgrade(_config(database.url), "0005")
-    assert ask("SELECT status FROM sampling_sessions ORDER BY id")[:3] == ["closed", "closed", "active"]
-    assert ask("SELECT adapter_path FROM sampling_sessions ORDER BY id") == kept
+    assert first_column("SELECT status FROM sampling_sessions ORDER BY id")[:3] == ["closed", "closed", "active"]
+    assert first_column("SELECT adapter_path FROM sampling_sessions ORDER BY id") == kept
 
 
-USUAL = "adapters/s1=3Atrain=3A0/v00000{number}"
-"""Where version `number` of model s1:train:0 lies."""
+USUAL_DIRECTORY = "adapters/s1=3Atrain=3A0/v00000{number}"
+"""The directory of version `number` of model s1:train:0."""
 
 
 def insert_rows(database: Database, table: str, rows: list[dict[str, Any]]) -> None:
@@ -160,22 +162,22 @@ def insert_rows(database: Database, table: str, rows: list[dict[str, Any]]) -> N
     database.write(lambda c: c.execute(statement, rows))
 
 
-def columns_of(database: Database, table: str, *names: str) -> list[tuple[Any, ...]]:
-    """By id."""
-    query = text(f"SELECT {', '.join(names)} FROM {table} ORDER BY id")
+def columns_of(database: Database, table: str, *table_names: str) -> list[tuple[Any, ...]]:
+    """The columns of all rows, ordered by id."""
+    query = text(f"SELECT {', '.join(table_names)} FROM {table} ORDER BY id")
     return database.read(lambda c: [tuple(row) for row in c.execute(query)])
 
 
 @ON_BOTH
-def test_names_and_paths_of_adapters_become_references_and_come_back(database: Database) -> None:
+def test_adapter_names_and_paths_become_references_and_a_downgrade_restores_them(database: Database) -> None:
     command.upgrade(_config(database.url), "0007")
     session = {"id": "s1", "tenant": "t", "status": "active", "created_at": 1, "heartbeat_at": 2}
     insert_rows(database, "sessions", [session | {"sdk_version": "", "tags": "[]"}])
     one, other = "s1:train:0@1", "s1:train:0@2"
     sampled = [
         (None, None, "active"),
-        (one, USUAL.format(number=1), "active"),
-        (one, USUAL.format(number=1), "closed"),
+        (one, USUAL_DIRECTORY.format(number=1), "active"),
+        (one, USUAL_DIRECTORY.format(number=1), "closed"),
         (other, "/opt/lora", "active"),
         (other, "adapters/mine", "dropped"),
     ]
@@ -188,7 +190,7 @@ def test_names_and_paths_of_adapters_become_references_and_come_back(database: D
     saved = [
         ("weights", None, None),
         ("weights", None, "/state/checkpoints/s1=3Atrain=3A0/a-1"),
-        ("sampler_weights", one, USUAL.format(number=1)),
+        ("sampler_weights", one, USUAL_DIRECTORY.format(number=1)),
         ("sampler_weights", other, "/opt/lora"),
     ]
     shape = {"lora_rank": 8, "lora_alpha": 32, "seed": 1, "train_attn": True, "train_mlp": True, "train_unembed": True}
@@ -218,7 +220,7 @@ def test_names_and_paths_of_adapters_become_references_and_come_back(database: D
 
 
 @ON_BOTH
-def test_the_version_before_does_not_sample_from_the_base_model_in_place_of_full_weights(database: Database) -> None:
+def test_a_downgrade_closes_sampling_sessions_of_full_weights(database: Database) -> None:
     migrate(database)
     session = {"id": "s1", "tenant": "t", "status": "active", "created_at": 1, "heartbeat_at": 2}
     insert_rows(database, "sessions", [session | {"sdk_version": "", "tags": "[]"}])
@@ -232,7 +234,7 @@ def test_the_version_before_does_not_sample_from_the_base_model_in_place_of_full
     ]
 
 
-def test_second_copy_under_one_key_stays_but_the_first_one_has_the_key(database: Database) -> None:
+def test_of_several_copies_under_one_copy_key_only_the_first_keeps_the_key(database: Database) -> None:
     command.upgrade(_config(database.url), "0005")
     columns = "tenant, model_id, kind, name, copy_key, base_model, lora_rank, lora_alpha, seed, train_attn, train_mlp"
     columns += ", train_unembed, size_bytes, public, created_at"
@@ -252,7 +254,7 @@ def test_second_copy_under_one_key_stays_but_the_first_one_has_the_key(database:
 
 
 @ON_BOTH
-def test_second_start_changes_nothing(database: Database) -> None:
+def test_a_second_migration_changes_nothing(database: Database) -> None:
     migrate(database)
     row = "INSERT INTO engine_state VALUES (1, 'u', 3, false, '', 1, 1, 0, 0, NULL, NULL, NULL)"
     database.write(lambda c: c.execute(text(row)))
@@ -261,22 +263,22 @@ def test_second_start_changes_nothing(database: Database) -> None:
 
 
 @ON_BOTH
-@pytest.mark.parametrize("made", ["by a newer skyrl", "by another program"])
-def test_unknown_revision_is_refused_untouched(database: Database, made: str) -> None:
-    if made == "by a newer skyrl":
+@pytest.mark.parametrize("made_by", ["by a newer skyrl", "by another program"])
+def test_a_database_of_an_unknown_revision_is_refused_and_not_changed(database: Database, made_by: str) -> None:
+    if made_by == "by a newer skyrl":
         migrate(database)
     else:
         database.write(lambda c: c.execute(text("CREATE TABLE alembic_version (version_num VARCHAR(32))")))
         database.write(lambda c: c.execute(text("INSERT INTO alembic_version VALUES ('')")))
     database.write(lambda c: c.execute(text("UPDATE alembic_version SET version_num = '9999_later'")))
-    before = names(database)
+    before = table_names(database)
     with pytest.raises(SchemaError, match="9999_later.*newer"):
         migrate(database)
-    assert names(database) == before
+    assert table_names(database) == before
     assert revision(database) == "9999_later"
 
 
-def test_file_that_is_no_database_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_is_no_database_is_refused(tmp_path: Path) -> None:
     (tmp_path / "skyrl.db").write_text("not a database, " * 100)
     database = Database(f"sqlite:///{tmp_path / 'skyrl.db'}")
     with pytest.raises(SchemaError, match="file is not a database"):
@@ -284,12 +286,12 @@ def test_file_that_is_no_database_is_refused(tmp_path: Path) -> None:
     database.close()
 
 
-def test_server_that_is_not_there_is_told_without_its_password(postgres: PostgresServer) -> None:
+def test_a_missing_postgresql_database_is_refused_without_showing_the_password(postgres: PostgresServer) -> None:
     database = Database(postgres.url("no_such_database"))
     with pytest.raises(SchemaError, match="no_such_database.*does not exist") as raised:
         migrate(database)
     assert "skyrl:***@127.0.0.1" in str(raised.value)
-    assert not isinstance(raised.value, DatabaseAway), "it answers: waiting helps nobody"
+    assert not isinstance(raised.value, DatabaseAway), "the server answers, so waiting does not help"
     database.close()
 
 
@@ -297,25 +299,25 @@ URLS = ["skyrl.db", "nosuch://host/name", "oracle://user:secret@host/name", "mys
 
 
 @pytest.mark.parametrize("url", URLS)
-def test_url_that_cannot_be_used_names_the_option(url: str) -> None:
+def test_the_refusal_of_a_bad_url_names_the_option(url: str) -> None:
     with pytest.raises(ConfigError, match="^database_url: ") as raised:
         Database(url)
     assert "secret" not in str(raised.value)
 
 
 @ON_BOTH
-def test_downgrade_removes_every_table_and_upgrade_brings_them_back(database: Database) -> None:
+def test_a_downgrade_removes_every_table_and_an_upgrade_makes_them_again(database: Database) -> None:
     migrate(database)
     command.downgrade(_config(database.url), "base")
-    assert names(database) == {"alembic_version"}
+    assert table_names(database) == {"alembic_version"}
     assert revision(database) is None
     migrate(database)
-    assert names(database) == {*SQLModel.metadata.tables, "alembic_version"}
+    assert table_names(database) == {*SQLModel.metadata.tables, "alembic_version"}
 
 
 @ON_BOTH
-def test_migration_that_fails_leaves_the_schema_as_it_was(database: Database) -> None:
+def test_a_migration_that_fails_leaves_the_schema_unchanged(database: Database) -> None:
     database.write(lambda c: c.execute(text("CREATE TABLE models (id INTEGER)")))
     with pytest.raises(Exception, match="already exists"):
         migrate(database)
-    assert names(database) - {"alembic_version"} == {"models"}
+    assert table_names(database) - {"alembic_version"} == {"models"}

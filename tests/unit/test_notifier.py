@@ -1,4 +1,4 @@
-"""What an API process tells other processes and hears from them, as it builds it."""
+"""The notifier of an API process: words that it sends to other processes and receives from them."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from pathlib import Path
 
 from skyrl.notify.doorbell import SESSIONS, STATE, Doorbell, DoorbellListener
 from skyrl.notify.notifier import Notifier
-from skyrl.notify.peers import PeerNotifier, PeerWords
+from skyrl.notify.peers import PeerNotices, PeerNotifier
 from skyrl.types.ids import new_request_id, new_session_id
 from skyrl.wire.paths import sampling_session_id_of
 
 LONG_S = 60.0
 
 
-async def nothing(_: object) -> None:
-    """Hears words, and does nothing."""
+async def ignore(_: object) -> None:
+    """A reaction that does nothing."""
 
 
 def notifier(directory: Path) -> Notifier:
@@ -27,13 +27,13 @@ def notifier(directory: Path) -> Notifier:
     )
 
 
-def test_ids_say_what_they_are_of() -> None:
+def test_ids_are_sorted_into_requests_sampling_sessions_and_sessions() -> None:
     request, session = new_request_id(), new_session_id()
     sampler = sampling_session_id_of(session, 3)
-    assert PeerWords.of([sampler, request, session]) == PeerWords([request], [sampler], [session])
+    assert PeerNotices.of([sampler, request, session]) == PeerNotices([request], [sampler], [session])
 
 
-async def test_words_of_one_turn_go_together_and_each_once() -> None:
+async def test_the_words_of_one_turn_are_sent_together_and_each_once() -> None:
     peers, sent = PeerNotifier(), []
     peers.send = sent.append
     peers.living = frozenset({"other/0"})
@@ -48,7 +48,7 @@ async def test_words_of_one_turn_go_together_and_each_once() -> None:
     assert sent[1:] == [["r3"]]
 
 
-async def test_nothing_is_told_while_no_other_process_lives() -> None:
+async def test_no_words_are_sent_while_no_other_process_lives() -> None:
     peers, sent = PeerNotifier(), []
     peers.send = sent.append
     peers.request_ended("r1")
@@ -58,39 +58,39 @@ async def test_nothing_is_told_while_no_other_process_lives() -> None:
 
 
 async def test_engine_and_api_process_hear_each_other(tmp_path: Path) -> None:
-    told: asyncio.Queue[list[str]] = asyncio.Queue()
-    heard: asyncio.Queue[list[str]] = asyncio.Queue()
-    engine = DoorbellListener(tmp_path / "engine.sock", told.put_nowait)
+    words_to_engine: asyncio.Queue[list[str]] = asyncio.Queue()
+    words_to_api: asyncio.Queue[list[str]] = asyncio.Queue()
+    engine = DoorbellListener(tmp_path / "engine.sock", words_to_engine.put_nowait)
     engine.start()
-    own = notifier(tmp_path)
-    own.listen(heard.put, nothing)
-    own.engine.ring([SESSIONS])
-    assert await asyncio.wait_for(told.get(), LONG_S) == [SESSIONS]
+    api_notifier = notifier(tmp_path)
+    api_notifier.listen(words_to_api.put, ignore)
+    api_notifier.engine.ring([SESSIONS])
+    assert await asyncio.wait_for(words_to_engine.get(), LONG_S) == [SESSIONS]
     bell = Doorbell(tmp_path / "api.sock")
     bell.ring([STATE, "r1"])
-    assert await asyncio.wait_for(heard.get(), LONG_S) == [STATE, "r1"]
-    await own.run()  # without PostgreSQL there is nobody else, so this returns
-    await own.close()
+    assert await asyncio.wait_for(words_to_api.get(), LONG_S) == [STATE, "r1"]
+    await api_notifier.run()  # without PostgreSQL there are no other API processes, so this returns at once
+    await api_notifier.close()
     bell.ring(["r2"])
     assert bell.lost == 1
     bell.close()
     engine.close()
 
 
-async def test_close_ends_reactions_that_still_run(tmp_path: Path) -> None:
-    begun, ended = asyncio.Event(), asyncio.Event()
+async def test_close_cancels_reactions_that_still_run(tmp_path: Path) -> None:
+    started, ended = asyncio.Event(), asyncio.Event()
 
     async def react(_: list[str]) -> None:
-        begun.set()
+        started.set()
         try:
             await asyncio.Event().wait()
         finally:
             ended.set()
 
-    own, bell = notifier(tmp_path), Doorbell(tmp_path / "api.sock")
-    own.listen(react, nothing)
+    api_notifier, bell = notifier(tmp_path), Doorbell(tmp_path / "api.sock")
+    api_notifier.listen(react, ignore)
     bell.ring()
-    await asyncio.wait_for(begun.wait(), LONG_S)
-    await asyncio.wait_for(own.close(), LONG_S)
+    await asyncio.wait_for(started.wait(), LONG_S)
+    await asyncio.wait_for(api_notifier.close(), LONG_S)
     assert ended.is_set()
     bell.close()

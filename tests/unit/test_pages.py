@@ -1,5 +1,6 @@
-"""The blocks of the pages, as far as they can be checked without a server: every block is listed, and every option and
-every configuration key exists, also in blocks that no test runs."""
+"""Checks of the pages' blocks that need no server: each block has a known language, and each option and configuration
+key exists, also in blocks that no test runs.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ import pytest
 import typer
 
 from skyrl.cli.main import app
-from skyrl.config.server import load_config
+from skyrl.config.loading import load_config
 from tests.pages import OUTPUT, PROGRAMS, RUN_PAGES, SETTINGS, SHELL, Block, blocks_of, commands_in
 
 BLOCKS = [block for page in RUN_PAGES for block in blocks_of(page)]
@@ -24,18 +25,18 @@ def of_language(*languages: str) -> list[Block]:
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=str)
-def test_every_block_is_run_checked_or_output(block: Block) -> None:
+def test_every_block_has_a_known_language(block: Block) -> None:
     assert block.language in (*PROGRAMS, *SETTINGS, *OUTPUT)
-    assert block.not_run is None or block.language in PROGRAMS, "only what would be run needs a mark"
+    assert block.not_run is None or block.language in PROGRAMS, "only blocks of programs may be marked as not run"
 
 
 def skyrl_commands(line: str) -> list[list[str]]:
-    """The words after `skyrl` of every such command in a line of shell."""
+    """For each `skyrl` command in a line of shell, the words after `skyrl`."""
     words = shlex.split(line.replace(";", " ; "), comments=True)
-    starts = [n for n, word in enumerate(words) if word.rpartition("/")[2] == "skyrl" and words[n - 1 : n] != ["-u"]]
-    starts = [n for n in starts if words[n + 1 : n + 2] and words[n + 1] in _commands(_root())]
-    ends = [next((m for m in range(n, len(words)) if words[m] in (";", "|", "&&", ">")), len(words)) for n in starts]
-    return [words[n + 1 : end] for n, end in zip(starts, ends, strict=True)]
+    starts = [i for i, word in enumerate(words) if word.rpartition("/")[2] == "skyrl" and words[i - 1 : i] != ["-u"]]
+    starts = [i for i in starts if words[i + 1 : i + 2] and words[i + 1] in _commands(_root())]
+    ends = [next((j for j in range(i, len(words)) if words[j] in (";", "|", "&&", ">")), len(words)) for i in starts]
+    return [words[i + 1 : end] for i, end in zip(starts, ends, strict=True)]
 
 
 def _root() -> Any:
@@ -43,7 +44,7 @@ def _root() -> Any:
 
 
 def _commands(group: Any) -> dict[str, Any]:
-    """The commands of a group, empty for a command that does something."""
+    """The subcommands of a command group; empty for a command that is no group."""
     return getattr(group, "commands", {})
 
 
@@ -64,7 +65,7 @@ def test_options_of_every_skyrl_command_exist(block: Block) -> None:
             assert unknown_options(words) == [], command.text
 
 
-def test_commands_are_found_and_wrong_options_noticed() -> None:
+def test_skyrl_commands_are_found_and_wrong_options_noticed() -> None:
     line = "sudo -u skyrl skyrl keys list --config /etc/skyrl/skyrl.toml > file"
     assert skyrl_commands(line) == [["keys", "list", "--config", "/etc/skyrl/skyrl.toml"]]
     assert skyrl_commands("/opt/skyrl/.venv/bin/skyrl serve --port 1") == [["serve", "--port", "1"]]
@@ -74,7 +75,7 @@ def test_commands_are_found_and_wrong_options_noticed() -> None:
 
 
 @pytest.mark.parametrize("block", of_language("toml"), ids=str)
-def test_every_key_of_a_configuration_exists(block: Block, tmp_path: Path) -> None:
+def test_every_configuration_file_of_a_page_loads(block: Block, tmp_path: Path) -> None:
     file = tmp_path / "skyrl.toml"
     file.write_text(block.text)
     load_config({}, file)
@@ -97,17 +98,17 @@ http {{
 """
 
 
-def certificate(here: Path) -> None:
-    """A key and a certificate that it has signed itself, for nginx to read."""
-    names = ["-keyout", here / "key.pem", "-out", here / "cert.pem", "-subj", "/CN=gpu.example.org"]
-    made = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", *names]
-    subprocess.run(made, check=True, capture_output=True)
+def make_certificate(directory: Path) -> None:
+    """Write a key and its self-signed certificate, for nginx to read."""
+    files = ["-keyout", directory / "key.pem", "-out", directory / "cert.pem", "-subj", "/CN=gpu.example.org"]
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", *files]
+    subprocess.run(command, check=True, capture_output=True)
 
 
 @pytest.mark.skipif(not (shutil.which("nginx") and shutil.which("openssl")), reason="nginx is not installed")
 @pytest.mark.parametrize("block", of_language("nginx"), ids=str)
-def test_nginx_reads_its_configuration(block: Block, tmp_path: Path) -> None:
-    certificate(tmp_path)
+def test_nginx_accepts_the_configuration_of_a_page(block: Block, tmp_path: Path) -> None:
+    make_certificate(tmp_path)
     text = block.text.replace("/etc/ssl/certs/gpu.example.org.pem", str(tmp_path / "cert.pem"))
     text = text.replace("/etc/ssl/private/gpu.example.org.key", str(tmp_path / "key.pem"))
     if "server {" not in text:
@@ -121,7 +122,7 @@ def test_nginx_reads_its_configuration(block: Block, tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not shutil.which("systemd-analyze"), reason="systemd is not installed")
 @pytest.mark.parametrize("block", of_language("ini"), ids=str)
-def test_systemd_reads_its_unit(block: Block, tmp_path: Path) -> None:
+def test_systemd_accepts_the_unit_of_a_page(block: Block, tmp_path: Path) -> None:
     unit = tmp_path / "skyrl.service"
     unit.write_text(block.text.replace("/opt/skyrl/.venv/bin/skyrl", "/bin/true"))
     done = subprocess.run(["systemd-analyze", "verify", "--man=no", unit], capture_output=True, text=True)
@@ -129,7 +130,7 @@ def test_systemd_reads_its_unit(block: Block, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("block", of_language("ini"), ids=str)
-def test_the_unit_starts_a_command_that_exists(block: Block) -> None:
+def test_the_systemd_unit_starts_an_existing_command(block: Block) -> None:
     (line,) = [line for line in block.text.splitlines() if line.startswith("ExecStart=")]
     (words,) = skyrl_commands(line.partition("=")[2])
     assert unknown_options(words) == []

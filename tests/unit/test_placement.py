@@ -1,4 +1,4 @@
-"""Servers on this machine as their handles show them: incarnations, restarts, devices, and the end."""
+"""Handles of inference servers on this machine: incarnations, restarts, devices, and ends."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ import pytest
 from skyrl.inference.placement import LocalPlacement, LocalServer, ServerSpec
 
 WAIT_S = 60.0
-SAYS_DEVICES = """
+PRINTS_DEVICES = """
 import os, time
 print('devices:', os.environ.get('CUDA_VISIBLE_DEVICES'), flush=True)
 time.sleep(600)
 """
 
 
-async def until(condition: Callable[[], object]) -> None:
+async def wait_until(condition: Callable[[], object]) -> None:
     deadline = time.monotonic() + WAIT_S
     while not condition():
-        assert time.monotonic() < deadline, "did not come true in time"
+        assert time.monotonic() < deadline, "the condition did not hold in time"
         await asyncio.sleep(0.01)
 
 
 @asynccontextmanager
 async def started(logs: Path, devices: Sequence[str] = (), ends: list[int] | None = None) -> AsyncIterator[LocalServer]:
-    spec = ServerSpec((sys.executable, "-S", "-c", SAYS_DEVICES), {}, "127.0.0.1", 1, "server.log")
+    spec = ServerSpec((sys.executable, "-S", "-c", PRINTS_DEVICES), {}, "127.0.0.1", 1, "server.log")
     server = await LocalPlacement(logs).start(spec, devices, None if ends is None else ends.append)
     try:
-        await until(lambda: "devices:" in server.log_tail())
+        await wait_until(lambda: "devices:" in server.log_tail())
         yield server
     finally:
         await server.stop()
 
 
-async def test_a_restart_ends_the_incarnation_that_is_named_and_no_other(tmp_path: Path) -> None:
+async def test_a_restart_ends_only_the_named_incarnation(tmp_path: Path) -> None:
     ends: list[int] = []
     async with started(tmp_path, ends=ends) as server:
         first = server.incarnation
@@ -47,19 +47,19 @@ async def test_a_restart_ends_the_incarnation_that_is_named_and_no_other(tmp_pat
         assert not server.restart(f"{first}?")
         assert server.incarnation == first
         assert server.restart(first)
-        await until(lambda: server.incarnation not in (None, first))
+        await wait_until(lambda: server.incarnation not in (None, first))
         second = server.incarnation
         assert ends == [-9]
-        assert not server.restart(first), "that one has ended; the next one is not to pay for it"
+        assert not server.restart(first), "the first incarnation has ended, and the second must go on"
         assert server.incarnation == second
         assert server.running_s is not None
     assert server.incarnation is None
     assert server.running_s is None
-    assert len(ends) == 1, "nobody is told of an end that was asked for"
+    assert len(ends) == 1, "an end by `stop` is not reported"
 
 
 @pytest.mark.parametrize(("devices", "seen"), [(["5", "7"], "5,7"), ([], "before")])
-async def test_a_server_sees_the_devices_that_it_was_given(
+async def test_a_server_sees_the_devices_that_it_was_started_with(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, devices: list[str], seen: str
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "before")

@@ -1,4 +1,5 @@
-"""What `skyrl serve` refuses before it starts anything. The model hub is a server on this machine."""
+"""Configurations that `skyrl serve` refuses before it starts a process. A server on this machine plays the model
+hub."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from typing import Any
 import pytest
 from huggingface_hub import constants
 
-from skyrl.config.server import ConfigError, ServerConfig, load_config
+from skyrl.config.loading import load_config
+from skyrl.config.server import ConfigError, ServerConfig
 from skyrl.launcher import preflight
 from skyrl.launcher.preflight import check, check_base_model, check_gpus, check_inference_port, check_vllm
 from skyrl.tiny import model_path
@@ -22,7 +24,7 @@ from skyrl.vllm_plugin.versions import TESTED_VERSIONS
 
 
 class Hub(BaseHTTPRequestHandler):
-    """Knows one model; says of others what the real one says."""
+    """Answers as the real hub does: one model exists, each other name has another fault."""
 
     def do_HEAD(self) -> None:
         codes = {"/good/": (200, ""), "/gated/": (401, "GatedRepo"), "/data/": (404, "EntryNotFound")}
@@ -49,7 +51,7 @@ class Hub(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[str]:
-    """An address that the libraries take for the hub's; the local cache is empty."""
+    """The URL of the hub, which the libraries now use. The local cache is empty."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     url = f"http://127.0.0.1:{server.server_port}"
@@ -67,8 +69,8 @@ def config_of(model: Path | str, **inference: Any) -> ServerConfig:
     return load_config({"base_model": str(model), "backend_config": {"generator.inference_engine": inference}})
 
 
-def cached(cache: Path, name: str) -> None:
-    """As the hub's library keeps a model that it has downloaded."""
+def put_in_cache(cache: Path, name: str) -> None:
+    """Lay out a model as the hub's library does after a download."""
     repository = cache / f"models--{name.replace('/', '--')}"
     (repository / "snapshots" / "abc").mkdir(parents=True)
     (repository / "snapshots" / "abc" / "config.json").write_text("{}")
@@ -76,14 +78,14 @@ def cached(cache: Path, name: str) -> None:
     (repository / "refs" / "main").write_text("abc")
 
 
-def test_a_directory_with_a_model_is_taken_and_so_is_the_built_in_one(tmp_path: Path) -> None:
+def test_a_directory_with_a_model_and_the_built_in_model_are_accepted(tmp_path: Path) -> None:
     assert check_base_model(config_of(model_path()))
     assert check_base_model(config_of("tiny"))
     assert check_base_model(load_config({}))
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("base_model", "message"),
     [
         ("./models/Qwen3", "there is no directory './models/Qwen3'"),
         ("/no/such/model", "there is no directory '/no/such/model'"),
@@ -91,13 +93,13 @@ def test_a_directory_with_a_model_is_taken_and_so_is_the_built_in_one(tmp_path: 
         ("a/b/c", "there is no directory 'a/b/c'"),
     ],
 )
-def test_a_path_that_leads_nowhere_is_no_hub_name(given: str, said: str) -> None:
-    with pytest.raises(ConfigError, match=f"^base_model: {said}.*it is no hub name$"):
-        check_base_model(config_of(given))
+def test_a_path_without_a_directory_is_refused(base_model: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"^base_model: {message}.*it is no hub name$"):
+        check_base_model(config_of(base_model))
 
 
 @pytest.mark.parametrize(
-    ("files", "said"),
+    ("files", "message"),
     [
         ({}, "is empty"),
         ({"README.md": "x"}, "it has no config.json"),
@@ -107,17 +109,17 @@ def test_a_path_that_leads_nowhere_is_no_hub_name(given: str, said: str) -> None
     ],
     ids=["empty", "no config", "no JSON", "no object", "no weights"],
 )
-def test_a_directory_without_a_model(tmp_path: Path, files: dict[str, str], said: str) -> None:
+def test_a_directory_without_a_complete_model_is_refused(tmp_path: Path, files: dict[str, str], message: str) -> None:
     directory = tmp_path / "model"
     directory.mkdir()
     for name, text in files.items():
         (directory / name).write_text(text)
-    with pytest.raises(ConfigError, match=f"^base_model: .*{said}"):
+    with pytest.raises(ConfigError, match=f"^base_model: .*{message}"):
         check_base_model(config_of(directory))
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("base_model", "message"),
     [
         ("x" * 300, "cannot be read: .*File name too long"),
         ("~nobody-of-this-name/model", "cannot be read: Could not determine home directory"),
@@ -126,12 +128,12 @@ def test_a_directory_without_a_model(tmp_path: Path, files: dict[str, str], said
     ],
     ids=["too long", "no such user", "no hub name", "address of a repository"],
 )
-def test_a_path_that_cannot_be_looked_at_and_a_name_that_no_model_has(hub: str, given: str, said: str) -> None:
-    with pytest.raises(ConfigError, match=f"^base_model: .*{said}"):
-        check_base_model(config_of(given))
+def test_an_unreadable_path_and_an_invalid_hub_name_are_refused(hub: str, base_model: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"^base_model: .*{message}"):
+        check_base_model(config_of(base_model))
 
 
-def test_a_directory_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_directory_without_read_permission_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(_: Path) -> Iterator[Path]:
         raise PermissionError(13, "Permission denied")
 
@@ -140,20 +142,22 @@ def test_a_directory_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.Mo
         check_base_model(config_of(tmp_path))
 
 
-def test_a_file_is_no_model(tmp_path: Path) -> None:
+def test_a_file_in_place_of_a_directory_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model.gguf").touch()
     with pytest.raises(ConfigError, match="is a file; give the directory"):
         check_base_model(config_of(tmp_path / "model.gguf"))
 
 
-def test_a_model_that_the_hub_has_is_left_to_the_libraries(hub: str) -> None:
+def test_a_model_that_the_hub_has_is_accepted_without_a_download(hub: str) -> None:
     assert not check_base_model(config_of("good/model"))
-    assert not check_base_model(config_of("ill/model")), "the hub has trouble: what it is shows later"
-    assert not check_base_model(config_of("elsewhere/model")), "a mirror that sends to its store"
+    assert not check_base_model(config_of("ill/model")), (
+        "an error of the hub refuses nothing; the processes will report it"
+    )
+    assert not check_base_model(config_of("elsewhere/model")), "a mirror that redirects to its file store"
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("base_model", "message"),
     [
         ("unknown/model", "the hub has no model of that name"),
         ("gated/model", "accepted its terms"),
@@ -161,29 +165,31 @@ def test_a_model_that_the_hub_has_is_left_to_the_libraries(hub: str) -> None:
         ("renamed/model", "the hub has no model of that name"),
     ],
 )
-def test_a_model_that_the_hub_does_not_give_out(hub: str, given: str, said: str) -> None:
-    with pytest.raises(ConfigError, match=f"^base_model: there is no directory '{given}' in .*{said}"):
-        check_base_model(config_of(given))
+def test_a_model_that_the_hub_refuses_is_refused(hub: str, base_model: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"^base_model: there is no directory '{base_model}' in .*{message}"):
+        check_base_model(config_of(base_model))
 
 
-def test_without_the_hub_only_the_cache_is_left(hub: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    with socket.socket() as nobody:
-        nobody.bind(("127.0.0.1", 0))  # and does not listen
-        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{nobody.getsockname()[1]}")
+def test_without_the_hub_only_a_cached_model_is_accepted(
+    hub: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))  # bound, but not listening
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{unused.getsockname()[1]}")
         with pytest.raises(ConfigError, match="the model hub http://127.0.0.1:.* cannot be reached"):
             check_base_model(config_of("good/model"))
-        cached(tmp_path / "cache", "good/model")
-        assert check_base_model(config_of("good/model")), "its processes are not to ask the hub again"
+        put_in_cache(tmp_path / "cache", "good/model")
+        assert check_base_model(config_of("good/model")), "the processes start offline, without asking the hub again"
 
 
 @pytest.mark.parametrize("endpoint", ["no address", "http://[", "http://host:port"])
-def test_an_endpoint_that_is_no_address(hub: str, monkeypatch: pytest.MonkeyPatch, endpoint: str) -> None:
+def test_an_invalid_hub_address_is_refused(hub: str, monkeypatch: pytest.MonkeyPatch, endpoint: str) -> None:
     monkeypatch.setattr(constants, "ENDPOINT", endpoint)
     with pytest.raises(ConfigError, match="the model hub .* cannot be reached"):
         check_base_model(config_of("good/model"))
 
 
-def test_a_hub_that_does_not_answer_is_given_up_soon(hub: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_that_does_not_answer_is_given_up_after_the_timeout(hub: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preflight, "HUB_TIMEOUT_S", 0.3)
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
@@ -193,30 +199,32 @@ def test_a_hub_that_does_not_answer_is_given_up_soon(hub: str, monkeypatch: pyte
             check_base_model(config_of("good/model"))
 
 
-def test_offline_by_the_environment(hub: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_name_that_is_not_cached_is_refused_offline(hub: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(ConfigError, match="HF_HUB_OFFLINE is set"):
         check_base_model(config_of("good/model"))
 
 
 @pytest.mark.parametrize("name", ["vllm_version", "plugin_installed"])
-def test_vllm_or_the_plugin_is_missing(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_a_missing_vllm_or_plugin_is_refused(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr(preflight, name, lambda: "" if name == "vllm_version" else False)
     with pytest.raises(ConfigError, match="install"):
         check_vllm(cuda=False, colocated=False)
 
 
-def test_a_vllm_of_another_version_is_refused_where_it_would_be_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert check_vllm(cuda=False, colocated=False), "the installed one is a tested one"
+def test_an_untested_vllm_is_refused_where_its_samples_could_be_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert check_vllm(cuda=False, colocated=False), "the installed version is tested"
     monkeypatch.setattr(preflight, "vllm_version", lambda: "0.99.0")
     with pytest.raises(ConfigError, match=rf"tested with vLLM {TESTED_VERSIONS[0]}\*, and 0.99.0 is .*another tenant"):
         check_vllm(cuda=False, colocated=False)
     with pytest.raises(ConfigError, match="colocate_all"):
         check_vllm(cuda=True, colocated=True)
-    assert not check_vllm(cuda=True, colocated=False), "it runs, without development endpoints"
+    assert not check_vllm(cuda=True, colocated=False), (
+        "an untested version runs on a GPU, without development endpoints"
+    )
 
 
-def test_gpus_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_that_the_machine_lacks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preflight.os, "listdir", lambda _: ["nvidia0", "nvidia1", "nvidiactl"])
     check_gpus(load_config({}), ["0", "1"])
     check_gpus(load_config({}), ["GPU-ab12"])
@@ -226,7 +234,7 @@ def test_gpus_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
         check_gpus(config_of("tiny", tensor_parallel_size=4), ["0", "1"])
 
 
-def test_vllms_own_port(tmp_path: Path) -> None:
+def test_a_port_for_vllm_that_is_in_use_is_refused(tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -238,15 +246,15 @@ def test_vllms_own_port(tmp_path: Path) -> None:
         check_inference_port(config_of("tiny", port=8000))
 
 
-def test_a_gateway_needs_no_model_here(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gateway_needs_no_base_model_directory(monkeypatch: pytest.MonkeyPatch) -> None:
     gateway = {"backend": "none", "base_model": "./nope", "external_inference_url": "http://127.0.0.1:1"}
     assert not check(load_config(gateway)).offline
     with pytest.raises(ConfigError, match="base_model"):
         check(load_config({"base_model": "./nope", "external_inference_url": "http://127.0.0.1:1"}))
 
 
-def test_nothing_is_left_to_check_of_a_good_configuration(tmp_path: Path) -> None:
+def test_a_good_configuration_is_accepted_and_runs_offline(tmp_path: Path) -> None:
     shutil.copytree(model_path(), tmp_path / "model")
-    found = check(config_of(tmp_path / "model"))
-    assert (found.offline, found.vllm_tested) == (True, True)
+    findings = check(config_of(tmp_path / "model"))
+    assert (findings.offline, findings.vllm_tested) == (True, True)
     assert json.loads((tmp_path / "model" / "config.json").read_text())

@@ -1,5 +1,6 @@
-"""Where a server keeps sockets, secrets and its state: for its user alone; what is temporary is short, and gone with it
-or with the next start."""
+"""The directories for sockets, secrets and state: only the server's user may enter them. The temporary directory has a
+short path and is removed at exit or at the next start.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from skyrl.config.server import ConfigError, load_config
+from skyrl.config.loading import load_config
+from skyrl.config.server import ConfigError
 from skyrl.db.database import Database
 from skyrl.launcher.runtime import Runtime
 from skyrl.launcher.state_dir import lock_state_dir, private_directory
 
 
-def test_only_its_user_may_enter_and_nothing_is_left_at_exit(tmp_path: Path) -> None:
+def test_only_its_user_may_enter_the_private_directory_and_exit_removes_it(tmp_path: Path) -> None:
     with private_directory(tmp_path) as directory:
         assert directory.stat().st_mode & 0o777 == 0o700
         assert (tmp_path / "run").resolve() == directory.resolve()
@@ -26,25 +28,25 @@ def test_only_its_user_may_enter_and_nothing_is_left_at_exit(tmp_path: Path) -> 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_a_killed_launcher_left_goes_with_the_next_start(tmp_path: Path) -> None:
-    left = Path(tempfile.mkdtemp(prefix="skyrl-"))
-    (tmp_path / "run").symlink_to(left)
+def test_the_next_start_removes_the_directory_of_a_killed_launcher(tmp_path: Path) -> None:
+    old_directory = Path(tempfile.mkdtemp(prefix="skyrl-"))
+    (tmp_path / "run").symlink_to(old_directory)
     with private_directory(tmp_path) as directory:
-        assert directory != left
-        assert not left.exists()
+        assert directory != old_directory
+        assert not old_directory.exists()
 
 
-def test_a_copy_of_the_state_of_a_living_server_leaves_it_alone(tmp_path: Path) -> None:
+def test_a_start_in_a_copied_state_directory_keeps_the_directory_of_the_living_server(tmp_path: Path) -> None:
     original, copy = tmp_path / "original", tmp_path / "copy"
     original.mkdir()
-    with private_directory(original) as living:
+    with private_directory(original) as living_directory:
         shutil.copytree(original, copy, symlinks=True)
         with private_directory(copy) as directory:
-            assert directory != living
-        assert living.is_dir()
+            assert directory != living_directory
+        assert living_directory.is_dir()
 
 
-def test_a_socket_fits_however_long_the_path_of_temporary_files_is(
+def test_a_socket_path_fits_although_the_temporary_directory_has_a_long_path(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     long = tmp_path / ("x" * 100)
@@ -54,7 +56,7 @@ def test_a_socket_fits_however_long_the_path_of_temporary_files_is(
         assert len(str(directory / "01234567-0123-0123-0123-0123456789ab")) < 108
 
 
-def test_what_was_tidied_away_is_there_again(tmp_path: Path) -> None:
+def test_restore_makes_a_removed_private_directory_again(tmp_path: Path) -> None:
     directory = tmp_path / "private"
     directory.mkdir(0o700)
     runtime = Runtime(load_config({"state_dir": tmp_path}), directory, None, "secret")
@@ -63,12 +65,10 @@ def test_what_was_tidied_away_is_there_again(tmp_path: Path) -> None:
     runtime.restore()
     assert directory.stat().st_mode & 0o777 == 0o700
     assert (directory / "runtime.json").read_bytes() == written
-    runtime.restore()  # nothing was missing
+    runtime.restore()  # restoring an intact directory is no error
 
 
-def test_no_secret_goes_into_a_directory_that_another_user_has_made_since(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_secret_is_written_into_another_users_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runtime = Runtime(load_config({"state_dir": tmp_path}), tmp_path / "private", None, "secret")
     runtime.directory.mkdir()
     monkeypatch.setattr(os, "geteuid", lambda: runtime.directory.stat().st_uid + 1)
@@ -78,24 +78,22 @@ def test_no_secret_goes_into_a_directory_that_another_user_has_made_since(
 
 
 @pytest.mark.parametrize("state_dir", ["file", "file/below"])
-def test_a_state_directory_that_cannot_be_written_to_is_told_in_a_line(tmp_path: Path, state_dir: str) -> None:
+def test_an_unwritable_state_directory_is_refused_in_one_line(tmp_path: Path, state_dir: str) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"state-dir: cannot write to .*file"):
         lock_state_dir(tmp_path / state_dir)
 
 
 @pytest.fixture
-def generous() -> Iterator[None]:
-    """What is made may be read and written by everybody, unless its maker says otherwise."""
+def umask_zero() -> Iterator[None]:
+    """New files and directories are open to everybody, unless they are made with a mode."""
     before = os.umask(0)
     yield
     os.umask(before)
 
 
-@pytest.mark.usefixtures("generous")
-def test_only_its_user_may_enter_a_state_directory_that_is_made(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+@pytest.mark.usefixtures("umask_zero")
+def test_only_its_user_may_enter_a_new_state_directory(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with lock_state_dir(tmp_path / "by" / "serve"):
         pass
     Database(f"sqlite:///{tmp_path / 'by' / 'keys' / 'skyrl.db'}").close()
@@ -103,7 +101,7 @@ def test_only_its_user_may_enter_a_state_directory_that_is_made(
     assert caplog.text == ""
 
 
-def test_a_state_directory_that_others_may_enter_is_left_so_and_told(
+def test_an_open_state_directory_keeps_its_mode_and_the_log_warns(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     tmp_path.chmod(0o750)

@@ -1,4 +1,4 @@
-"""What the console shows while a server starts."""
+"""The progress lines on the console while a server starts."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ class Terminal(io.StringIO):
 @contextmanager
 def logging_to(stream: io.StringIO) -> Iterator[None]:
     root, handler = logging.getLogger(), logging.StreamHandler(stream)
-    before = root.level
+    level_before = root.level
     root.addHandler(handler)
     root.setLevel(logging.INFO)
     try:
         yield
     finally:
         root.removeHandler(handler)
-        root.setLevel(before)
+        root.setLevel(level_before)
 
 
-def test_each_process_is_told_by_what_it_does() -> None:
+def test_each_process_is_shown_with_its_stage() -> None:
     assert stages(NAMES, None, RUNNING) == {
         "api": "starting (1 s)",
         "engine": "starting (2 s)",
@@ -53,7 +53,7 @@ def test_each_process_is_told_by_what_it_does() -> None:
     }
 
 
-def test_somebody_elses_inference_server_is_told_as_such() -> None:
+def test_an_external_inference_server_is_shown_as_such() -> None:
     reasons = ["sampling: the inference server cannot be reached"]
     assert stages(["api"], reasons, {"api": 1.0}) == {
         "api": "ready",
@@ -61,7 +61,7 @@ def test_somebody_elses_inference_server_is_told_as_such() -> None:
     }
 
 
-def test_elsewhere_than_on_a_terminal_a_stage_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_without_a_terminal_each_stage_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     stream = io.StringIO()
     with caplog.at_level(logging.INFO):
         progress = Progress(stream)
@@ -73,7 +73,9 @@ def test_elsewhere_than_on_a_terminal_a_stage_is_logged_once(caplog: pytest.LogC
     assert stream.getvalue() == ""
 
 
-def test_on_a_terminal_the_log_goes_above_a_line_that_is_gone_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_terminal_log_lines_go_above_the_progress_line_which_vanishes_at_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "30")
     stream = Terminal()

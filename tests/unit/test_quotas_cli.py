@@ -1,4 +1,4 @@
-"""`skyrl quotas`: exceptions that an operator makes, sees and ends, and what is refused."""
+"""`skyrl quotas` sets, lists and clears the quotas of single tenants; cases that it refuses."""
 
 from __future__ import annotations
 
@@ -35,28 +35,28 @@ class Operator:
         self.tenant = self.new_tenant()
 
     def new_tenant(self) -> str:
-        made = self.database.write(lambda c: keys.create(c, tenant=None, name="", scopes=("train",), expires_at=None))
-        return made[1].tenant
+        _, key = self.database.write(lambda c: keys.create(c, tenant=None, name="", scopes=("train",), expires_at=None))
+        return key.tenant
 
     def run(self, *arguments: str) -> Result:
         command, *rest = arguments
-        where = ["--state-dir", str(self.state_dir), "--database-url", url_of(self.state_dir)]
-        return CliRunner().invoke(app, ["quotas", command, *where, *rest])
+        options = ["--state-dir", str(self.state_dir), "--database-url", url_of(self.state_dir)]
+        return CliRunner().invoke(app, ["quotas", command, *options, *rest])
 
-    def done(self, *arguments: str) -> str:
+    def run_ok(self, *arguments: str) -> str:
         result = self.run(*arguments)
         assert result.exit_code == 0, result.output
         return result.stdout
 
     def listed(self, *arguments: str) -> dict[str, list[str]]:
-        """Lines by their first word, without the head."""
-        head, *lines = [re.split(r" {2,}", line) for line in self.done("list", *arguments).splitlines()]
+        """The lines of `skyrl quotas list` by their first cell, without the head."""
+        head, *lines = [re.split(r" {2,}", line) for line in self.run_ok("list", *arguments).splitlines()]
         assert head == HEAD
         return {line[0]: line[1:] for line in lines}
 
     @property
-    def place(self) -> str:
-        """The database, as commands name it."""
+    def database_name(self) -> str:
+        """The name of the database in messages."""
         return str(self.database.file or shown_url(self.database.url))
 
     @property
@@ -69,36 +69,36 @@ def operator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Operat
     for name in ("STATE_DIR", "DATABASE_URL", "QUOTA_MODELS"):
         monkeypatch.delenv(f"SKYRL_{name}", raising=False)
     (tmp_path / "state").mkdir()
-    made = Operator(tmp_path / "state")
-    yield made
-    made.database.close()
+    operator = Operator(tmp_path / "state")
+    yield operator
+    operator.database.close()
 
 
 def refusal(done: Result) -> str:
-    """The one line that says why."""
+    """The one line of stderr that gives the reason."""
     assert done.exit_code == 2, done.output
     assert done.stdout == ""
     (line,) = done.stderr.splitlines()
     return line.removeprefix("skyrl quotas: ")
 
 
-def test_exceptions_are_made_changed_and_ended(operator: Operator) -> None:
-    operator.done("set", operator.tenant, "--tokens-per-minute", "100000", "--models", "0")
+def test_set_and_clear_change_only_the_named_quotas(operator: Operator) -> None:
+    operator.run_ok("set", operator.tenant, "--tokens-per-minute", "100000", "--models", "0")
     assert operator.exceptions == (None, 100_000, 0, None)
-    operator.done("set", operator.tenant, "--tokens-per-minute", "unlimited", "--stored-bytes", str(2**40))
-    assert operator.exceptions == (None, -1, 0, 2**40), "what was not named stayed"
-    operator.done("set", operator.tenant, "--models", "default")
+    operator.run_ok("set", operator.tenant, "--tokens-per-minute", "unlimited", "--stored-bytes", str(2**40))
+    assert operator.exceptions == (None, -1, 0, 2**40), "set keeps the quotas that it does not name"
+    operator.run_ok("set", operator.tenant, "--models", "default")
     assert operator.exceptions == (None, -1, None, 2**40)
-    operator.done("clear", operator.tenant)
+    operator.run_ok("clear", operator.tenant)
     assert operator.exceptions is None
-    told = refusal(operator.run("clear", operator.tenant))
-    assert told.startswith(f"{operator.tenant} has no quotas of its own in the database ")
-    assert told.endswith(operator.place)
+    message = refusal(operator.run("clear", operator.tenant))
+    assert message.startswith(f"{operator.tenant} has no quotas of its own in the database ")
+    assert message.endswith(operator.database_name)
     done = operator.run("set", operator.tenant, "--models", "3")
-    assert done.stderr.endswith(f"{operator.place}\n"), "which database was written to"
+    assert done.stderr.endswith(f"{operator.database_name}\n"), "the message names the database"
 
 
-def test_list_tells_what_is_used_of_what_may_be(operator: Operator) -> None:
+def test_list_shows_the_use_and_the_limit_of_every_tenant(operator: Operator) -> None:
     other = operator.new_tenant()
     at = {"created_at": 1.0}
     session = {"id": "s", "tenant": other, "status": "active", "heartbeat_at": 1, "tags": [], "sdk_version": ""}
@@ -112,21 +112,21 @@ def test_list_tells_what_is_used_of_what_may_be(operator: Operator) -> None:
         "train_unembed": True,
     }
     model = {"session_id": "s", "tenant": other, "sampler_version": 0, "next_seq": 1, "last_request_at": 1} | adapter
-    lives, gone = model | {"id": "a", "model_seq_id": 0, "status": "ready"}, {"id": "b", "model_seq_id": 1}
+    open_model, closed_model = model | {"id": "a", "model_seq_id": 0, "status": "ready"}, {"id": "b", "model_seq_id": 1}
     saved = {"tenant": other, "model_id": "a", "kind": "weights", "public": False} | adapter
-    kept, late = saved | {"name": "n", "size_bytes": 700}, {"name": "m", "size_bytes": 99, "expires_at": 2.0}
+    kept, expired = saved | {"name": "n", "size_bytes": 700}, {"name": "m", "size_bytes": 99, "expires_at": 2.0}
     sample = {"kind": "EXTERNAL", "tenant": other, "session_id": "s", "digest": b"", "body_format": "json"}
-    waits, ended = sample | {"id": "x", "status": "pending"}, {"id": "y", "status": "done"}
+    pending, ended = sample | {"id": "x", "status": "pending"}, {"id": "y", "status": "done"}
 
     def add(connection: Any) -> None:
         connection.execute(insert(sessions), session | at)
-        connection.execute(insert(models), [lives | at, lives | gone | at | {"status": "closed"}])
+        connection.execute(insert(models), [open_model | at, open_model | closed_model | at | {"status": "closed"}])
         connection.execute(insert(checkpoints), kept | at)
-        connection.execute(insert(checkpoints), kept | late | at)
-        connection.execute(insert(futures), [waits | at, waits | ended | at])
+        connection.execute(insert(checkpoints), kept | expired | at)
+        connection.execute(insert(futures), [pending | at, pending | ended | at])
 
     operator.database.write(add)
-    operator.done("set", operator.tenant, "--models", "unlimited")
+    operator.run_ok("set", operator.tenant, "--models", "unlimited")
     config = operator.state_dir / "skyrl.toml"
     config.write_text("quota_models = 4\nquota_tokens_per_minute = 1000\n")
     assert operator.listed("--config", str(config)) == {
@@ -148,13 +148,15 @@ def test_list_tells_what_is_used_of_what_may_be(operator: Operator) -> None:
         (["--stored-bytes", "1e9"], "--stored-bytes: '1e9' is not a number from 0 to"),
     ],
 )
-def test_bad_numbers_are_one_line_and_change_nothing(operator: Operator, arguments: list[str], message: str) -> None:
+def test_bad_numbers_are_refused_in_one_line_and_change_nothing(
+    operator: Operator, arguments: list[str], message: str
+) -> None:
     assert refusal(operator.run("set", operator.tenant, *arguments)).startswith(message)
     assert operator.exceptions is None
 
 
-def test_tenants_that_are_not_there_are_refused(operator: Operator) -> None:
+def test_unknown_tenants_are_refused(operator: Operator) -> None:
     assert "is not a tenant as" in refusal(operator.run("set", "team-a", "--models", "1"))
-    told = refusal(operator.run("set", "0" * 32, "--models", "1"))
-    assert told.startswith(f"{'0' * 32} has no key, session or checkpoint in the database ")
-    assert told.endswith(operator.place)
+    message = refusal(operator.run("set", "0" * 32, "--models", "1"))
+    assert message.startswith(f"{'0' * 32} has no key, session or checkpoint in the database ")
+    assert message.endswith(operator.database_name)

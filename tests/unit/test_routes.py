@@ -1,4 +1,4 @@
-"""A route's declaration: refused at start when it does not fit, and the handler gets what it declares."""
+"""The declaration of a route: a wrong one is refused at start, and the handler gets the arguments that it declares."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from skyrl.wire.errors import RequestError
 from skyrl.wire.requests import FinishSessionRequest, ModelRequest
 
 
-async def nothing(call: Call) -> Response:
+async def answer_empty(call: Call) -> Response:
     return reply({})
 
 
-async def of_a_model(call: Call, wanted: ModelRequest, name: str = "") -> Response:
-    return reply({"model": wanted.model_id, "name": name})
+async def answer_model(call: Call, request: ModelRequest, name: str = "") -> Response:
+    return reply({"model": request.model_id, "name": name})
 
 
 async def _receive() -> Any:
-    raise AssertionError("nothing is read")
+    raise AssertionError("the route must not read from the connection")
 
 
 async def _send(_: object) -> None:
-    raise AssertionError("nothing is sent")
+    raise AssertionError("the route must not write to the connection")
 
 
 def call_of(routes: Routes, body: bytes) -> Call:
@@ -40,34 +40,34 @@ def call_of(routes: Routes, body: bytes) -> Call:
 
 
 @pytest.mark.parametrize("method", ["get", "post", "put", "delete"])
-def test_route_without_a_scope_cannot_be_declared(method: str) -> None:
+def test_a_route_without_a_scope_cannot_be_declared(method: str) -> None:
     with pytest.raises(TypeError, match="scope"):
         getattr(Routes("things"), method)("/x")
 
 
-def test_scope_that_no_key_has_cannot_be_declared() -> None:
+def test_a_route_with_an_unknown_scope_cannot_be_declared() -> None:
     wrong: Any = "everybody"
     with pytest.raises(ValueError, match="'everybody' is no scope; there is: train, sample, admin, any, open, signed"):
         Routes("things").get("/x", scope=wrong)
 
 
 @pytest.mark.parametrize("scope", ["open", "signed"])
-def test_route_without_a_key_takes_no_body(scope: Any) -> None:
+def test_a_route_without_a_key_cannot_have_a_body(scope: Any) -> None:
     with pytest.raises(ValueError, match="without a key takes no body"):
         Routes("things").post("/x", scope=scope, body=ModelRequest)
 
 
 @pytest.mark.parametrize("body", [ModelRequest, Body(ModelRequest, read_as=bytes)])
-def test_handler_that_takes_another_body_than_declared_is_refused(body: Any) -> None:
+def test_a_handler_that_takes_another_body_than_declared_is_refused(body: Any) -> None:
     with pytest.raises(TypeError, match="POST /api/v1/x: its handler must begin with"):
-        Routes("things").post("/x", scope="any", body=body)(nothing)
+        Routes("things").post("/x", scope="any", body=body)(answer_empty)
     with pytest.raises(TypeError, match="must begin with"):
-        Routes("things").post("/x", scope="any", body=FinishSessionRequest)(of_a_model)
+        Routes("things").post("/x", scope="any", body=FinishSessionRequest)(answer_model)
 
 
-async def test_handler_gets_the_decoded_body_and_its_parameters() -> None:
+async def test_a_handler_gets_the_decoded_body_and_its_parameters() -> None:
     routes = Routes("things")
-    routes.post("/x", scope="any", body=ModelRequest)(of_a_model)
+    routes.post("/x", scope="any", body=ModelRequest)(answer_model)
     (route,) = routes.declared
     assert (route.method, route.path, route.parameters) == ("POST", "/api/v1/x", ("name",))
     answer = await route.run(call_of(routes, b'{"model_id": "m"}'), name="n")
@@ -76,17 +76,17 @@ async def test_handler_gets_the_decoded_body_and_its_parameters() -> None:
         await route.run(call_of(routes, b"{}"))
 
 
-def test_optional_body_may_be_absent_and_others_may_not() -> None:
+def test_only_an_optional_body_may_be_absent() -> None:
     assert Body(FinishSessionRequest, optional=True).decoded(b"") == FinishSessionRequest()
     with pytest.raises(RequestError, match="not JSON"):
         Body(FinishSessionRequest).decoded(b"")
 
 
-async def test_route_that_the_table_has_not_found_does_not_run() -> None:
-    """Its caller was not looked at."""
+async def test_a_route_that_the_http_table_has_not_found_does_not_run() -> None:
+    """No hook has checked the caller of such a request."""
     routes, others = Routes("things"), Routes("others")
-    routes.get("/x", scope="train")(nothing)
-    others.get("/x", scope="open")(nothing)
+    routes.get("/x", scope="train")(answer_empty)
+    others.get("/x", scope="open")(answer_empty)
     (route,) = routes.router.routes
     scope = {"type": "http", "method": "GET", "path": "/api/v1/x", "headers": [], "call": call_of(others, b"")}
     endpoint: Any = route.endpoint  # type: ignore[attr-defined]

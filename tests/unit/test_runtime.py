@@ -1,4 +1,4 @@
-"""What the launcher tells its processes, and how one ends whose database is away."""
+"""The settings that the launcher hands to its processes, and the ways in which a process ends after a failure."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ from pathlib import Path
 import pytest
 from sqlalchemy.exc import IntegrityError, OperationalError
 
-from skyrl.config.server import ConfigError, ServerConfig, load_config
+from skyrl.config.loading import load_config
+from skyrl.config.server import ConfigError, ServerConfig
 from skyrl.launcher.runtime import RUNTIME_ENV, SLOT_ENV, SOCKETS_ENV, Runtime, run_process
 from skyrl.processes.startup import CANNOT_START, MAY_START, NotLoaded, cause_of_own
 
 
-def test_processes_of_a_server_know_each_other_and_themselves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_reads_the_servers_settings_and_its_own_slot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = load_config({"state_dir": tmp_path, "database_url": "postgresql://h/d", "api_processes": 3})
-    told = Runtime(config, tmp_path, None, "key", "server-1")
-    monkeypatch.setenv(RUNTIME_ENV, str(told.write()))
+    written = Runtime(config, tmp_path, None, "key", "server-1")
+    monkeypatch.setenv(RUNTIME_ENV, str(written.write()))
     engine = Runtime.from_environment()
-    assert engine == told
+    assert engine == written
     monkeypatch.setenv(SLOT_ENV, "2")
     monkeypatch.setenv(SOCKETS_ENV, "5,7")
     api = Runtime.from_environment()
@@ -29,7 +30,7 @@ def test_processes_of_a_server_know_each_other_and_themselves(tmp_path: Path, mo
     assert len(set(engine.api_doorbells)) == 3
 
 
-def test_process_without_its_database_ends_with_a_line(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_process_that_loses_its_database_ends_with_one_line(caplog: pytest.LogCaptureFixture) -> None:
     def run() -> None:
         raise OperationalError("SELECT 1", {}, Exception("the server\nis gone"))
 
@@ -37,7 +38,7 @@ def test_process_without_its_database_ends_with_a_line(caplog: pytest.LogCapture
         run_process("the engine", run)
     assert ended.value.code == 1
     (record,) = caplog.records
-    assert record.getMessage() == "the engine has ended, for the database cannot be used: the server is gone"
+    assert record.getMessage() == "the engine has ended because the database cannot be used: the server is gone"
     assert record.exc_info is None
 
 
@@ -45,7 +46,7 @@ def test_process_without_its_database_ends_with_a_line(caplog: pytest.LogCapture
     ("error", "code"),
     [(ConfigError("base_model: x\n holds  no model"), CANNOT_START), (NotLoaded("base_model: x"), MAY_START)],
 )
-def test_a_process_that_cannot_start_says_why_in_the_last_line_and_by_its_code(
+def test_a_process_that_cannot_start_gives_the_reason_in_its_last_line_and_exit_code(
     error: Exception, code: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     def run() -> None:
@@ -59,7 +60,7 @@ def test_a_process_that_cannot_start_says_why_in_the_last_line_and_by_its_code(
     assert cause.sentence == " ".join(str(error).split())
 
 
-def test_any_other_trouble_is_told_whole() -> None:
+def test_any_other_error_is_raised() -> None:
     def run() -> None:
         raise IntegrityError("INSERT", {}, Exception("there already"))
 

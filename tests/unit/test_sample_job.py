@@ -1,4 +1,5 @@
-"""From an asample body to a job: what is filled in, folded, cut to the context, and what is refused by which field."""
+"""The job that an asample body becomes: defaults, folded seeds, limits of the context, and the field of each
+refusal."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from tinker.types import ModelInput, SampleRequest, SamplingParams
 
 from skyrl.sampling.job import MAX_NUM_SAMPLES, MAX_SEED, MAX_STOP_STRINGS, MAX_TOPK, ContextLimits, SampleJob, make_job
 from skyrl.types.weights import AdapterVersion, BaseWeights
-from skyrl.wire import requests
+from skyrl.wire import sample_request
+from skyrl.wire.decoding import decode_json
 from skyrl.wire.errors import RequestError
 
 LIMITS = ContextLimits(vocab_size=100, max_context=20)
@@ -27,7 +29,7 @@ def body(params: dict[str, Any] | None = None, **changes: Any) -> dict[str, Any]
 
 
 def job(params: dict[str, Any] | None = None, limits: ContextLimits = LIMITS, **changes: Any) -> SampleJob:
-    request = requests.decode_json(requests.SampleRequest, json.dumps(body(params, **changes)).encode())
+    request = decode_json(sample_request.SampleRequest, json.dumps(body(params, **changes)).encode())
     return make_job(request, request_id="r", session_key="k", model="m", weights=BaseWeights(), limits=limits)
 
 
@@ -40,7 +42,7 @@ def refused(params: dict[str, Any] | None = None, limits: ContextLimits = LIMITS
     return caught.value
 
 
-def test_defaults() -> None:
+def test_a_job_has_these_defaults() -> None:
     assert job() == SampleJob(
         request_id="r",
         session_key="k",
@@ -63,8 +65,9 @@ def test_defaults() -> None:
     )
 
 
-def test_what_the_sdk_sends() -> None:
-    """As its asample resource dumps it; `record_stability_info` and whatever comes next are ignored."""
+def test_the_sdks_request_becomes_a_job() -> None:
+    """The body is dumped as the SDK's asample resource does it. `record_stability_info` and other unknown fields are
+    ignored."""
     request = SampleRequest(
         prompt=ModelInput.from_ints([4, 5]),
         sampling_params=SamplingParams(max_tokens=6, seed=2**63, stop=["a"], temperature=0.5, top_k=3, top_p=0.9),
@@ -77,11 +80,14 @@ def test_what_the_sdk_sends() -> None:
         record_stability_info=True,
     )
     sent = request.model_dump_json(exclude_none=True).encode()
-    decoded = requests.decode_json(requests.SampleRequest, sent)
-    made = make_job(decoded, request_id="r", session_key="k", model="m", weights=AdapterVersion("m@1"), limits=LIMITS)
-    assert (made.prompt, made.max_tokens, made.num_samples) == ([4, 5], 6, 4)
-    assert (made.temperature, made.top_k, made.top_p) == (0.5, 3, 0.9)
-    assert (made.stop_strings, made.prompt_logprobs, made.topk_prompt, made.topk_sample) == (["a"], True, 2, 1)
+    decoded = decode_json(sample_request.SampleRequest, sent)
+    sample_job = make_job(
+        decoded, request_id="r", session_key="k", model="m", weights=AdapterVersion("m@1"), limits=LIMITS
+    )
+    assert (sample_job.prompt, sample_job.max_tokens, sample_job.num_samples) == ([4, 5], 6, 4)
+    assert (sample_job.temperature, sample_job.top_k, sample_job.top_p) == (0.5, 3, 0.9)
+    assert (sample_job.stop_strings, sample_job.prompt_logprobs) == (["a"], True)
+    assert (sample_job.topk_prompt, sample_job.topk_sample) == (2, 1)
     assert decoded.seq_id == 2
 
 
@@ -96,22 +102,24 @@ def test_what_the_sdk_sends() -> None:
         ([], [], [], True),
     ],
 )
-def test_stop_is_dispatched_on_type(stop: Any, strings: list[str], ids: list[int], ignore_eos: bool) -> None:
-    made = job({"stop": stop})
-    assert (made.stop_strings, made.stop_token_ids, made.ignore_eos) == (strings, ids, ignore_eos)
+def test_the_type_of_stop_decides_between_strings_ids_and_none(
+    stop: Any, strings: list[str], ids: list[int], ignore_eos: bool
+) -> None:
+    sample_job = job({"stop": stop})
+    assert (sample_job.stop_strings, sample_job.stop_token_ids, sample_job.ignore_eos) == (strings, ids, ignore_eos)
 
 
 @pytest.mark.parametrize("stop", [["a", 1], [1, "a"], "", [""], ["a", ""], [100], [-1], ["s"] * (MAX_STOP_STRINGS + 1)])
-def test_stop_that_is_refused(stop: Any) -> None:
+def test_an_invalid_stop_is_refused(stop: Any) -> None:
     assert refused({"stop": stop}).field == "sampling_params.stop"
 
 
-def test_stop_ids_are_only_bounded_where_the_vocabulary_is_known() -> None:
+def test_stop_ids_are_bounded_only_if_the_vocabulary_is_known() -> None:
     assert job({"stop": [100]}, UNKNOWN).stop_token_ids == [100]
 
 
 @pytest.mark.parametrize("seed", [0, 1, MAX_SEED - 1, MAX_SEED, 2**63, 2**64 - 1, -1, -(2**63)])
-def test_seeds_of_64_bits_fold_to_what_vllm_takes_with_every_sample_added(seed: int) -> None:
+def test_seeds_of_64_bits_are_folded_so_that_seed_plus_sample_fits_vllm(seed: int) -> None:
     folded = job({"seed": seed}).seed
     assert folded is not None
     assert folded >= 0
@@ -122,12 +130,12 @@ def test_seeds_of_64_bits_fold_to_what_vllm_takes_with_every_sample_added(seed: 
 
 
 @pytest.mark.parametrize("seed", [2**64, -(2**63) - 1, 10**30])
-def test_seeds_beyond_64_bits(seed: int) -> None:
+def test_seeds_beyond_64_bits_are_refused(seed: int) -> None:
     assert refused({"seed": seed}).field == "sampling_params.seed"
 
 
 @pytest.mark.parametrize(
-    ("max_tokens", "limits", "made"),
+    ("max_tokens", "limits", "expected"),
     [
         (None, LIMITS, 17),
         (5, LIMITS, 5),
@@ -138,11 +146,11 @@ def test_seeds_beyond_64_bits(seed: int) -> None:
         (10_000, UNKNOWN, 10_000),
     ],
 )
-def test_max_tokens_fit_the_context(max_tokens: int | None, limits: ContextLimits, made: int | None) -> None:
-    assert job({"max_tokens": max_tokens}, limits).max_tokens == made
+def test_max_tokens_is_cut_to_the_context(max_tokens: int | None, limits: ContextLimits, expected: int | None) -> None:
+    assert job({"max_tokens": max_tokens}, limits).max_tokens == expected
 
 
-def test_prompt_must_leave_room() -> None:
+def test_a_prompt_that_fills_the_context_is_refused() -> None:
     full = {"chunks": [{"tokens": [1] * 20}]}
     assert refused(prompt=full).field == "prompt"
     assert job(prompt={"chunks": [{"tokens": [1] * 19}]}).max_tokens == 1
@@ -162,11 +170,11 @@ def test_prompt_must_leave_room() -> None:
         ({"chunks": [{"tokens": [10**30]}]}, "prompt"),
     ],
 )
-def test_prompts_that_are_refused(prompt: Any, field: str) -> None:
+def test_an_invalid_prompt_is_refused(prompt: Any, field: str) -> None:
     assert refused(prompt=prompt).field == field
 
 
-def test_refusals_name_the_token() -> None:
+def test_the_refusal_names_the_token_id() -> None:
     assert "token id 107 is not in [0, 100)" in refused(prompt={"chunks": [{"tokens": [1, 107, 108]}]}).message
 
 
@@ -182,7 +190,7 @@ def test_refusals_name_the_token() -> None:
         ({"max_tokens": -1}, "sampling_params.max_tokens"),
     ],
 )
-def test_parameters_out_of_range(params: dict[str, Any], field: str) -> None:
+def test_sampling_parameters_out_of_range_are_refused(params: dict[str, Any], field: str) -> None:
     assert refused(params).field == field
 
 
@@ -204,7 +212,7 @@ def test_parameters_out_of_range(params: dict[str, Any], field: str) -> None:
         {"prompt_alt_tokens_k": MAX_TOPK + 1},
     ],
 )
-def test_options_that_are_refused(changes: dict[str, Any]) -> None:
+def test_options_out_of_range_are_refused(changes: dict[str, Any]) -> None:
     assert refused(**changes).field == next(iter(changes))
 
 
@@ -221,22 +229,22 @@ def test_options_that_are_refused(changes: dict[str, Any]) -> None:
         ({}, {"prompt_logprobs_last_n": 2, "prompt_logprobs": True}),
     ],
 )
-def test_the_ends_of_the_ranges_are_taken(params: dict[str, Any], changes: dict[str, Any]) -> None:
+def test_values_at_the_ends_of_their_ranges_are_accepted(params: dict[str, Any], changes: dict[str, Any]) -> None:
     job(params, **changes)
 
 
-def test_top_k_zero_is_off() -> None:
+def test_a_top_k_of_zero_means_no_limit() -> None:
     assert job({"top_k": 0}).top_k == -1
 
 
-def test_prompt_logprobs_of_the_last_n() -> None:
-    made = job(prompt_logprobs=True, prompt_logprobs_last_n=2)
-    assert (made.prompt_logprobs, made.prompt_logprobs_last_n) == (True, 2)
+def test_prompt_logprobs_last_n_becomes_part_of_the_job() -> None:
+    sample_job = job(prompt_logprobs=True, prompt_logprobs_last_n=2)
+    assert (sample_job.prompt_logprobs, sample_job.prompt_logprobs_last_n) == (True, 2)
     assert job(prompt_logprobs=False).prompt_logprobs is False
 
 
 def target(data: list[Any], shape: Any = (2, 2), **more: Any) -> dict[str, Any]:
-    """For the prompt of three tokens."""
+    """A tensor of target ids for the prompt of three tokens, which has two scored positions."""
     return {"data": data, "dtype": "int64", "shape": list(shape)} | more
 
 
@@ -244,24 +252,24 @@ def csr(data: list[int], crow: list[int], col: list[int], columns: int = 4) -> d
     return target(data, (2, columns), sparse_crow_indices=crow, sparse_col_indices=col)
 
 
-def test_a_dense_target() -> None:
-    made = job(target_prompt_logprobs=target([4, -1, 0, 99])).target
-    assert made is not None
-    assert (made.values.tolist(), made.shape, made.crow) == ([4, -1, 0, 99], (2, 2), None)
-    assert made.row_of_value().tolist() == [0, 0, 1, 1]
+def test_a_dense_target_keeps_its_values_and_shape() -> None:
+    stored = job(target_prompt_logprobs=target([4, -1, 0, 99])).target
+    assert stored is not None
+    assert (stored.values.tolist(), stored.shape, stored.crow) == ([4, -1, 0, 99], (2, 2), None)
+    assert stored.row_of_value().tolist() == [0, 0, 1, 1]
 
 
 def test_a_sparse_target_stays_sparse() -> None:
-    made = job(target_prompt_logprobs=csr([-1, 7, 3], [0, 1, 3], [3, 0, 2], columns=2**28)).target
-    assert made is not None
-    assert made.crow is not None
-    assert made.col is not None
-    assert (made.values.tolist(), made.crow.tolist(), made.col.tolist()) == ([-1, 7, 3], [0, 1, 3], [3, 0, 2])
-    assert made.row_of_value().tolist() == [0, 1, 1]
+    stored = job(target_prompt_logprobs=csr([-1, 7, 3], [0, 1, 3], [3, 0, 2], columns=2**28)).target
+    assert stored is not None
+    assert stored.crow is not None
+    assert stored.col is not None
+    assert (stored.values.tolist(), stored.crow.tolist(), stored.col.tolist()) == ([-1, 7, 3], [0, 1, 3], [3, 0, 2])
+    assert stored.row_of_value().tolist() == [0, 1, 1]
 
 
 @pytest.mark.parametrize(
-    ("given", "says"),
+    ("tensor", "message"),
     [
         ({"data": [1.0, 1.0], "dtype": "float32", "shape": [2, 1]}, "int64"),
         ({"data": [1, 1], "shape": [2, 1]}, "int64"),
@@ -285,20 +293,20 @@ def test_a_sparse_target_stays_sparse() -> None:
         (target([1], (2, 1), sparse_col_indices=[0]), "both"),
     ],
 )
-def test_targets_that_are_refused(given: dict[str, Any], says: str) -> None:
-    error = refused(target_prompt_logprobs=given)
+def test_an_invalid_target_is_refused(tensor: dict[str, Any], message: str) -> None:
+    error = refused(target_prompt_logprobs=tensor)
     assert error.field == "target_prompt_logprobs"
-    assert re.search(says, error.message)
+    assert re.search(message, error.message)
 
 
-@pytest.mark.parametrize("given", [{"dtype": "int64"}, {"data": "x", "dtype": "int64"}, {"data": [1], "dtype": "int8"}])
-def test_targets_that_are_no_tensors(given: dict[str, Any]) -> None:
-    field = refused(target_prompt_logprobs=given).field
+@pytest.mark.parametrize("value", [{"dtype": "int64"}, {"data": "x", "dtype": "int64"}, {"data": [1], "dtype": "int8"}])
+def test_a_target_that_is_no_tensor_is_refused(value: dict[str, Any]) -> None:
+    field = refused(target_prompt_logprobs=value).field
     assert field is not None
     assert field.startswith("target_prompt_logprobs.")
 
 
-def test_a_prompt_of_one_token_has_no_place_for_targets() -> None:
+def test_a_prompt_of_one_token_can_have_alternatives_but_no_targets() -> None:
     one = {"chunks": [{"tokens": [1]}]}
     assert refused(prompt=one, target_prompt_logprobs=target([], (0, 1))).field == "target_prompt_logprobs"
     assert refused(prompt=one, prompt_logprobs=True, prompt_logprobs_last_n=1).field == "prompt_logprobs_last_n"
@@ -320,18 +328,20 @@ def test_a_prompt_of_one_token_has_no_place_for_targets() -> None:
         (2049, 1, 0, 64, "target_prompt_logprobs"),
     ],
 )
-def test_scores_of_one_request_are_bounded(tokens: int, columns: int, draws: int, topk: int, field: str | None) -> None:
+def test_the_number_of_scores_of_one_request_is_bounded(
+    tokens: int, columns: int, draws: int, topk: int, field: str | None
+) -> None:
     ids = target([1] * ((tokens - 1) * columns), (tokens - 1, columns)) if columns else None
-    asked = {
+    options = {
         "prompt": {"chunks": [{"tokens": [1] * tokens}]},
         "target_prompt_logprobs": ids,
         "prompt_alt_tokens_k": draws,
         "topk_prompt_logprobs": topk,
     }
     if field is None:
-        assert job(limits=UNKNOWN, **asked).alternatives == draws
+        assert job(limits=UNKNOWN, **options).alternatives == draws
     else:
-        assert refused(limits=UNKNOWN, **asked).field == field
+        assert refused(limits=UNKNOWN, **options).field == field
 
 
 @pytest.mark.parametrize(
@@ -346,20 +356,20 @@ def test_scores_of_one_request_are_bounded(tokens: int, columns: int, draws: int
         (4096, None, 64, None, True),
     ],
 )
-def test_what_one_request_may_sample_is_bounded(
+def test_the_tokens_and_logprobs_of_one_answer_are_bounded(
     samples: int, tokens: int | None, topk: int, context: int | None, *, fits: bool
 ) -> None:
-    """The answer is in memory as a whole; a greedy one costs vLLM a single sequence, whatever `num_samples` is."""
+    """The whole answer is in memory. A greedy request is bounded too, although vLLM computes only one sequence."""
     params, limits = {"temperature": 0, "max_tokens": tokens}, ContextLimits(max_context=context)
-    asked = {"num_samples": samples, "topk_sample_logprobs": topk}
+    options = {"num_samples": samples, "topk_sample_logprobs": topk}
     if fits:
-        assert job(params, limits, **asked).num_samples == samples
+        assert job(params, limits, **options).num_samples == samples
     else:
-        assert refused(params, limits, **asked).field == "num_samples"
+        assert refused(params, limits, **options).field == "num_samples"
 
 
 @pytest.mark.parametrize(
-    ("tokens", "asked", "field"),
+    ("tokens", "options", "field"),
     [
         (2**19, {"prompt_logprobs": True}, None),
         (2**19 + 1, {"prompt_logprobs": True}, "prompt_logprobs"),
@@ -377,18 +387,19 @@ def test_what_one_request_may_sample_is_bounded(
         (4000, {"num_samples": 4096, "prompt_logprobs": True, "topk_prompt_logprobs": 64}, None),
     ],
 )
-def test_what_vllm_says_of_a_prompt_is_bounded(tokens: int, asked: dict[str, Any], field: str | None) -> None:
-    """The prompt's rows come once, whatever `num_samples` is; its ids come with every sequence, but a greedy one."""
-    wanted = {"prompt": {"chunks": [{"tokens": [1] * tokens}]}, "sampling_params": {"max_tokens": 1}} | asked
+def test_the_prompts_part_of_an_answer_is_bounded(tokens: int, options: dict[str, Any], field: str | None) -> None:
+    """vLLM sends the prompt's logprobs once, and the prompt's ids with every sequence; a greedy request has one
+    sequence."""
+    request = {"prompt": {"chunks": [{"tokens": [1] * tokens}]}, "sampling_params": {"max_tokens": 1}} | options
     if field is None:
-        assert len(job(limits=UNKNOWN, **wanted).prompt) == tokens
+        assert len(job(limits=UNKNOWN, **request).prompt) == tokens
         return
-    error = refused(limits=UNKNOWN, **wanted)
+    error = refused(limits=UNKNOWN, **request)
     assert error.field == field
     assert str(tokens) in error.message
-    assert re.search(r"than the \d+ ", error.message), "it says how many are allowed"
+    assert re.search(r"than the \d+ ", error.message), "the message says how many are allowed"
 
 
-def test_greedy() -> None:
+def test_a_temperature_of_zero_is_greedy() -> None:
     assert job({"temperature": 0}).greedy
     assert not job({"temperature": 1e-6}).greedy

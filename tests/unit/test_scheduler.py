@@ -1,4 +1,4 @@
-"""Whose command is next: order within a model, barriers, shares of tenants and of their models."""
+"""The scheduler: order within a model, barriers, and shares of tenants and of their models."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _numbers = itertools.count(1)
 def command(
     model: str, seq: int, kind: Kind = Kind.FORWARD_BACKWARD, size: int = 10, tenant: str = "tenant"
 ) -> Command:
-    n = next(_numbers)
-    return Command(n, f"r{n}", kind, tenant, "session", model, seq, None, None, "json", size)
+    row = next(_numbers)
+    return Command(row, f"r{row}", kind, tenant, "session", model, seq, None, None, "json", size)
 
 
 def barrier(model: str, seq: int) -> Command:
@@ -29,135 +29,139 @@ def barrier(model: str, seq: int) -> Command:
 
 
 def sample(tenant: str = "tenant") -> Command:
-    n = next(_numbers)
-    return Command(n, f"r{n}", Kind.SAMPLE, tenant, "session", None, None, "ss", 0, "json", 10)
+    row = next(_numbers)
+    return Command(row, f"r{row}", Kind.SAMPLE, tenant, "session", None, None, "ss", 0, "json", 10)
 
 
 def scheduler(*commands: Command, budget: int = 1_000_000) -> Scheduler:
-    made = Scheduler(budget)
-    for each in commands:
-        made.add(each)
-    return made
+    queue = Scheduler(budget)
+    for added in commands:
+        queue.add(added)
+    return queue
 
 
 def passes_of(queue: Scheduler) -> list[Command]:
-    """The passes of a new turn, of all ready models together, settled."""
+    """Take and finish the passes of a new turn, of all ready models together."""
     passes = queue.take_passes(queue.ready_models())
     queue.finish(passes)
     return passes
 
 
 def barriers_of(queue: Scheduler) -> list[Command]:
-    """The barriers and saves whose turn it is, settled."""
+    """Take and finish the barriers and saves that may run now."""
     barriers = [*queue.take_file_commands(), *queue.take_barriers("abcdefm")]
     queue.finish(barriers)
     return barriers
 
 
-def places(commands: list[Command]) -> list[tuple[str | None, int | None]]:
-    return [(each.model_id, each.seq_id) for each in commands]
+def model_and_number(commands: list[Command]) -> list[tuple[str | None, int | None]]:
+    return [(item.model_id, item.seq_id) for item in commands]
 
 
 @pytest.mark.parametrize("arrival", list(itertools.permutations([0, 1, 2])))
-def test_order_is_by_number_whatever_the_arrival(arrival: tuple[int, ...]) -> None:
+def test_passes_of_a_model_run_in_order_of_number_whatever_the_arrival(arrival: tuple[int, ...]) -> None:
     queue = scheduler(*(command("m", seq) for seq in arrival))
-    assert places(passes_of(queue)) == [("m", 0), ("m", 1), ("m", 2)]
+    assert model_and_number(passes_of(queue)) == [("m", 0), ("m", 1), ("m", 2)]
     assert not queue.has_work
 
 
-def test_later_numbers_wait_for_the_first() -> None:
+def test_commands_wait_for_a_missing_lower_number() -> None:
     queue = scheduler(command("m", 2), command("m", 1))
     assert not queue.has_work
     assert queue.waiting == 2
     assert passes_of(queue) == []
     queue.add(command("m", 0))
-    assert places(passes_of(queue)) == [("m", 0), ("m", 1), ("m", 2)]
+    assert model_and_number(passes_of(queue)) == [("m", 0), ("m", 1), ("m", 2)]
 
 
-def test_passes_go_up_to_the_next_barrier() -> None:
+def test_a_turn_takes_passes_up_to_the_next_barrier() -> None:
     queue = scheduler(command("m", 0), command("m", 1, Kind.FORWARD), barrier("m", 2), command("m", 3), barrier("m", 4))
-    assert places(passes_of(queue)) == [("m", 0), ("m", 1)]
+    assert model_and_number(passes_of(queue)) == [("m", 0), ("m", 1)]
     assert passes_of(queue) == []
-    assert places(barriers_of(queue)) == [("m", 2)]
+    assert model_and_number(barriers_of(queue)) == [("m", 2)]
     assert barriers_of(queue) == []
-    assert places(passes_of(queue)) == [("m", 3)]
-    assert places(barriers_of(queue)) == [("m", 4)]
+    assert model_and_number(passes_of(queue)) == [("m", 3)]
+    assert model_and_number(barriers_of(queue)) == [("m", 4)]
     assert not queue.has_work
 
 
 @pytest.mark.parametrize("kind", sorted(set(Kind) - {Kind.FORWARD, Kind.FORWARD_BACKWARD, Kind.SAMPLE, Kind.EXTERNAL}))
-def test_everything_but_passes_is_a_barrier(kind: Kind) -> None:
+def test_every_command_but_a_pass_is_a_barrier(kind: Kind) -> None:
     queue = scheduler(command("m", 0, kind), command("m", 1))
     assert passes_of(queue) == []
-    assert places(barriers_of(queue)) == [("m", 0)]
+    assert model_and_number(barriers_of(queue)) == [("m", 0)]
 
 
-def test_one_barrier_per_model_and_turn() -> None:
+def test_a_turn_takes_one_barrier_of_each_model() -> None:
     queue = scheduler(barrier("a", 0), barrier("a", 1), barrier("b", 0))
-    assert places(barriers_of(queue)) == [("a", 0), ("b", 0)]
-    assert places(barriers_of(queue)) == [("a", 1)]
+    assert model_and_number(barriers_of(queue)) == [("a", 0), ("b", 0)]
+    assert model_and_number(barriers_of(queue)) == [("a", 1)]
 
 
-def test_gap_holds_its_model_and_no_other() -> None:
+def test_a_missing_number_delays_its_model_and_no_other() -> None:
     queue = scheduler(command("a", 0), command("a", 2), barrier("a", 3), command("b", 0), barrier("b", 1))
-    assert places(passes_of(queue)) == [("a", 0), ("b", 0)]
-    assert places(barriers_of(queue)) == [("b", 1)]
+    assert model_and_number(passes_of(queue)) == [("a", 0), ("b", 0)]
+    assert model_and_number(barriers_of(queue)) == [("b", 1)]
     assert not queue.has_work
     assert queue.waiting == 2
     queue.add(command("a", 1))
-    assert places(passes_of(queue)) == [("a", 1), ("a", 2)]
-    assert places(barriers_of(queue)) == [("a", 3)]
+    assert model_and_number(passes_of(queue)) == [("a", 1), ("a", 2)]
+    assert model_and_number(barriers_of(queue)) == [("a", 3)]
 
 
-def of_models(commands: list[Command]) -> Counter[str | None]:
-    return Counter(each.model_id for each in commands)
+def count_by_model(commands: list[Command]) -> Counter[str | None]:
+    return Counter(item.model_id for item in commands)
 
 
-def test_long_queue_does_not_delay_a_short_one() -> None:
+def test_a_models_long_queue_does_not_delay_another_models_pass() -> None:
     queue = scheduler(*(command("long", seq, size=100) for seq in range(1_000)), budget=1_000)
-    assert len(passes_of(queue)) == 10, "alone it has the whole budget"
+    assert len(passes_of(queue)) == 10, "one model alone gets the whole budget"
     queue.add(command("short", 0, size=100))
     turn = passes_of(queue)
-    assert ("short", 0) in places(turn), "it runs in the very next turn"
-    assert of_models(turn) == {"short": 1, "long": 9}, "and the other has what is left"
+    assert ("short", 0) in model_and_number(turn), "the new pass runs in the next turn"
+    assert count_by_model(turn) == {"short": 1, "long": 9}, "the long queue gets the rest of the budget"
 
 
-def test_shares_are_by_work_and_not_by_commands() -> None:
+def test_shares_count_work_and_not_commands() -> None:
     queue = scheduler(
         *(command(model, seq, size=100) for model in "abcd" for seq in range(50)),
         *(command("huge", seq, size=10_000) for seq in range(2)),
         budget=1_000,
     )
-    assert of_models(passes_of(queue)) == dict.fromkeys("abcd", 1), "a batch is no larger than the budget"
-    assert places(passes_of(queue)) == [("huge", 0)], "but one pass there always is"
+    assert count_by_model(passes_of(queue)) == dict.fromkeys("abcd", 1), "a batch is no larger than the budget"
+    assert model_and_number(passes_of(queue)) == [("huge", 0)], "a turn takes one pass, even if it exceeds the budget"
     for _ in range(19):
-        others = of_models(passes_of(queue))
+        others = count_by_model(passes_of(queue))
         assert sum(others.values()) == 10
         assert set(others) == set("abcd")
-    assert sum(of_models(passes_of(queue)).values()) == 6, "together they have had less than the huge one"
-    assert places(passes_of(queue)) == [("huge", 1)]
+    assert sum(count_by_model(passes_of(queue)).values()) == 6, (
+        "the four models together reach the work of the huge one"
+    )
+    assert model_and_number(passes_of(queue)) == [("huge", 1)]
 
 
-def test_tenant_with_ten_models_has_one_tenants_share() -> None:
+def test_a_tenant_with_ten_models_gets_the_share_of_one_tenant() -> None:
     many = [command(f"m{model}", seq, size=100, tenant="many") for model in range(10) for seq in range(20)]
     few = [command("one", seq, size=100, tenant="few") for seq in range(20)]
     queue = scheduler(*many, *few, budget=1_000)
     both = passes_of(queue) + passes_of(queue)
-    assert of_models(both) == {f"m{model}": 1 for model in range(10)} | {"one": 10}
+    assert count_by_model(both) == {f"m{model}": 1 for model in range(10)} | {"one": 10}
 
 
-def test_what_a_tenant_did_while_nobody_else_asked_is_not_held_against_it() -> None:
+def test_a_tenant_pays_little_for_work_done_while_it_was_alone() -> None:
     alone = [command("a", seq, size=100, tenant="first") for seq in range(40)]
     queue = scheduler(*alone, budget=1_000)
     for _ in range(3):
         passes_of(queue)
     for seq in range(40):
         queue.add(command("b", seq, size=100, tenant="second"))
-    assert of_models(passes_of(queue) + passes_of(queue)) == {"b": 15, "a": 5}, "less than one turn ahead"
+    assert count_by_model(passes_of(queue) + passes_of(queue)) == {"b": 15, "a": 5}, (
+        "the new tenant is less than one turn ahead"
+    )
 
 
 def share_of_one_model(queue: Scheduler) -> list[Command]:
-    """What the engine runs in a turn where passes are not merged."""
+    """Run one turn as the engine does without merged passes: commands of the first ready model, up to the budget."""
     ready = queue.ready_models()[:1]
     taken: list[Command] = []
     while sum(map(cost_of, taken)) < queue.budget:
@@ -177,26 +181,27 @@ def all_together(queue: Scheduler) -> list[Command]:
 
 ARRIVALS = st.lists(
     st.tuples(
-        st.integers(0, 2),  # after how many turns it comes
+        st.integers(0, 2),  # turns before the arrival
         st.sampled_from(["a", "b", "c"]),  # tenant
-        st.integers(0, 3),  # which of its models
-        st.booleans(),  # pass or step
+        st.integers(0, 3),  # number of the tenant's model
+        st.booleans(),  # True: a pass; False: an optimizer step
         st.integers(1, 30_000),  # size
     ),
     max_size=80,
 )
 
 
-@pytest.mark.parametrize("turn", [share_of_one_model, all_together])
+@pytest.mark.parametrize("run_turn", [share_of_one_model, all_together])
 @settings(max_examples=100)
 @given(arrivals=ARRIVALS)
-def test_tenants_that_both_wait_get_the_same(turn, arrivals) -> None:
-    """Over any stretch of turns in all of which two tenants have a command that can run, the work done for them differs
-    by at most the largest share of each; and, where a turn is of all together, by what is left of one in which a tenant
-    runs out. A merged turn is of passes here: it has one step of each model, and no more of a model that has many."""
+def test_two_tenants_that_wait_get_about_the_same_work(run_turn, arrivals) -> None:
+    """Over any stretch of turns in which two tenants always have a command that can run, the work done for them differs
+    by at most the largest share of each in one turn. With merged passes one budget more is allowed, for a turn in which
+    a tenant runs out. The merged case has passes only: a merged turn takes one step of each model, however many the
+    model has."""
     queue, numbers = Scheduler(20_000), Counter[str]()
-    had: list[Counter[str]] = [Counter()]
-    wanted: list[set[str]] = []
+    work_until_turn: list[Counter[str]] = [Counter()]
+    ready_tenants: list[set[str]] = []
     largest = Counter[str]()
     pending = deque(arrivals)
     while pending or queue.has_work:
@@ -205,54 +210,56 @@ def test_tenants_that_both_wait_get_the_same(turn, arrivals) -> None:
                 break
             _, tenant, number, is_pass, size = pending.popleft()
             model = f"{tenant}{number}"
-            kind = Kind.FORWARD if is_pass or turn is all_together else Kind.OPTIM_STEP
+            kind = Kind.FORWARD if is_pass or run_turn is all_together else Kind.OPTIM_STEP
             queue.add(command(model, numbers[model], kind, size, tenant))
             numbers[model] += 1
         if pending and pending[0][0] > 0:
             pending[0] = (pending[0][0] - 1, *pending[0][1:])
-        wanted.append({model[0] for model in queue.ready_models()})
+        ready_tenants.append({model[0] for model in queue.ready_models()})
         work = Counter[str]()
-        for each in turn(queue):
-            work[each.tenant] += cost_of(each)
-        had.append(had[-1] + work)
+        for done in run_turn(queue):
+            work[done.tenant] += cost_of(done)
+        work_until_turn.append(work_until_turn[-1] + work)
         largest |= work
-    left = queue.budget if turn is all_together else 0
+    tolerance = queue.budget if run_turn is all_together else 0
     for one, other in itertools.combinations("abc", 2):
         start = 0
-        for end in range(len(wanted)):
-            if not {one, other} <= wanted[end]:
+        for end in range(len(ready_tenants)):
+            if not {one, other} <= ready_tenants[end]:
                 start = end + 1
                 continue
             for begin in range(start, end + 1):
-                difference = (had[end + 1][one] - had[begin][one]) - (had[end + 1][other] - had[begin][other])
-                assert abs(difference) <= largest[one] + largest[other] + left
+                difference = (work_until_turn[end + 1][one] - work_until_turn[begin][one]) - (
+                    work_until_turn[end + 1][other] - work_until_turn[begin][other]
+                )
+                assert abs(difference) <= largest[one] + largest[other] + tolerance
 
 
-def test_models_take_turns_at_going_first() -> None:
+def test_models_take_turns_at_being_first() -> None:
     queue = scheduler(*(command(model, seq, size=100) for model in "abc" for seq in range(3)), budget=1)
     assert [passes_of(queue)[0].model_id for _ in range(3)] == ["a", "b", "c"]
 
 
-def test_number_whose_turn_has_passed_runs_when_nothing_else_can() -> None:
+def test_a_late_command_runs_after_the_commands_that_wait_in_order() -> None:
     queue = scheduler()
     queue.open_model("m", next_seq=10)
     queue.add(command("m", 4))
     queue.add(command("m", 3))
     queue.add(command("m", 10))
-    assert places(passes_of(queue)) == [("m", 10), ("m", 3), ("m", 4)]
+    assert model_and_number(passes_of(queue)) == [("m", 10), ("m", 3), ("m", 4)]
     queue.add(command("m", 11))
-    assert places(passes_of(queue)) == [("m", 11)], "the late ones did not set the model back"
+    assert model_and_number(passes_of(queue)) == [("m", 11)], "late commands do not change the model's next number"
 
 
-def test_opening_again_keeps_the_place() -> None:
+def test_opening_a_model_again_keeps_its_next_number() -> None:
     queue = scheduler()
     queue.open_model("m", next_seq=7)
     queue.open_model("m", next_seq=0)
     queue.add(command("m", 7))
-    assert places(passes_of(queue)) == [("m", 7)]
+    assert model_and_number(passes_of(queue)) == [("m", 7)]
 
 
-def test_samples_are_taken_all_at_once() -> None:
+def test_all_waiting_samples_are_taken_at_once() -> None:
     samples = [sample(), sample()]
     queue = scheduler(*samples)
     assert queue.has_work
@@ -262,32 +269,32 @@ def test_samples_are_taken_all_at_once() -> None:
     assert not queue.has_work
 
 
-def test_many_samples_of_a_tenant_leave_room_for_anothers() -> None:
+def test_many_samples_of_one_tenant_do_not_keep_out_another_tenants() -> None:
     many = [sample("many") for _ in range(2 * SAMPLES_AT_ONCE)]
     few = [sample("few") for _ in range(3)]
     queue = scheduler(*many, *few)
     turn = queue.take_samples()
     assert len(turn) == SAMPLES_AT_ONCE
     assert set(few) <= set(turn)
-    assert [each for each in turn if each.tenant == "many"] == many[: SAMPLES_AT_ONCE - 3], "in order of arrival"
+    assert [item for item in turn if item.tenant == "many"] == many[: SAMPLES_AT_ONCE - 3], "in order of arrival"
     assert queue.last_row == few[-1].n
     assert queue.waiting == len(many) + 3 - SAMPLES_AT_ONCE
     queue.finish(turn)
     rest = queue.take_samples() + queue.take_samples()
-    assert [each.n for each in rest] == [each.n for each in many[SAMPLES_AT_ONCE - 3 :]]
+    assert [item.n for item in rest] == [item.n for item in many[SAMPLES_AT_ONCE - 3 :]]
     assert not queue.has_work
 
 
-def test_closed_model_is_gone_with_its_queue() -> None:
+def test_closing_a_model_removes_its_commands() -> None:
     queue = scheduler(command("a", 0), command("a", 5), command("b", 0))
     assert "a" in queue
-    assert sorted(places(queue.close_model("a"))) == [("a", 0), ("a", 5)]
+    assert sorted(model_and_number(queue.close_model("a"))) == [("a", 0), ("a", 5)]
     assert "a" not in queue
     assert queue.close_model("a") == []
-    assert places(passes_of(queue)) == [("b", 0)]
+    assert model_and_number(passes_of(queue)) == [("b", 0)]
 
 
-def test_last_row_is_the_newest_that_still_waits() -> None:
+def test_last_row_is_the_newest_waiting_row() -> None:
     first, second, third = command("m", 5), command("m", 0), sample()
     queue = scheduler(first, second, third)
     assert queue.last_row == third.n
@@ -300,7 +307,8 @@ def test_last_row_is_the_newest_that_still_waits() -> None:
 
 @pytest.mark.parametrize("seed", range(30))
 def test_any_interleaving_keeps_every_models_order(seed: int) -> None:
-    """Random kinds, sizes, arrivals and turns: each command once, by number, never a pass across a barrier."""
+    """With random kinds, sizes, arrivals and turns, each command runs once, in order of number, and no pass runs before
+    an earlier barrier or after a later one."""
     rng = random.Random(seed)
     arrivals: list[Command] = []
     for model in "abcdef"[: rng.randint(1, 6)]:
@@ -308,8 +316,8 @@ def test_any_interleaving_keeps_every_models_order(seed: int) -> None:
             kind = rng.choice([Kind.FORWARD_BACKWARD, Kind.FORWARD, Kind.OPTIM_STEP, Kind.SAVE_WEIGHTS])
             arrivals.append(command(model, seq, kind, rng.randint(1, 400)))
     expected = defaultdict(list)
-    for each in arrivals:
-        expected[each.model_id].append(each.seq_id)
+    for arrival in arrivals:
+        expected[arrival.model_id].append(arrival.seq_id)
     rng.shuffle(arrivals)
     queue, ran = Scheduler(1_000), defaultdict(list)
     while arrivals or queue.waiting:
@@ -317,69 +325,69 @@ def test_any_interleaving_keeps_every_models_order(seed: int) -> None:
             if arrivals:
                 queue.add(arrivals.pop())
         passes = passes_of(queue)
-        assert all(each.is_pass for each in passes)
+        assert all(item.is_pass for item in passes)
         for _ in range(rng.randint(0, 2)):  # the engine reads its log again between passes and barriers
             if arrivals:
                 queue.add(arrivals.pop())
         barriers = barriers_of(queue)
-        assert not any(each.is_pass for each in barriers)
-        assert len({each.model_id for each in barriers}) == len(barriers)
-        for each in (*passes, *barriers):
-            ran[each.model_id].append(each.seq_id)
+        assert not any(item.is_pass for item in barriers)
+        assert len({item.model_id for item in barriers}) == len(barriers)
+        for done in (*passes, *barriers):
+            ran[done.model_id].append(done.seq_id)
     assert ran == expected
     assert queue.waiting == 0
 
 
-def test_a_model_has_no_next_command_while_one_runs() -> None:
+def test_a_model_is_not_ready_while_one_of_its_commands_runs() -> None:
     queue = scheduler(command("m", 0), command("n", 0), barrier("m", 1))
     running = queue.take_passes(["m"])
-    assert places(running) == [("m", 0)]
+    assert model_and_number(running) == [("m", 0)]
     assert queue.ready_models() == ["n"]
     assert queue.take_barriers(["m", "n"]) == []
     assert queue.last_row >= running[0].n
     queue.finish(running)
-    assert places(queue.take_barriers(["m"])) == [("m", 1)]
+    assert model_and_number(queue.take_barriers(["m"])) == [("m", 1)]
 
 
-def test_saves_are_no_part_of_a_turn() -> None:
+def test_saves_are_taken_apart_from_turns() -> None:
     queue = scheduler(command("m", 0, Kind.SAVE_WEIGHTS_FOR_SAMPLER), command("n", 0), command("m", 1))
     assert queue.ready_models() == ["n"]
     assert queue.take_barriers(["m"]) == []
     saves = queue.take_file_commands()
-    assert places(saves) == [("m", 0)]
+    assert model_and_number(saves) == [("m", 0)]
     assert queue.take_file_commands() == []
-    assert queue.ready_models() == ["n"], "what comes after the save waits for it"
+    assert queue.ready_models() == ["n"], "the command after the save waits for it"
     queue.finish(saves)
     assert set(queue.ready_models()) == {"m", "n"}
 
 
 def saves_of(tenant: str, count: int) -> list[Command]:
-    """One save of each of so many models."""
+    """One save of each of `count` models."""
     return [command(f"{tenant}{number}", 0, Kind.SAVE_WEIGHTS, tenant=tenant) for number in range(count)]
 
 
-def test_many_saves_of_a_tenant_do_not_go_before_anothers_one() -> None:
+def test_many_saves_of_one_tenant_do_not_delay_another_tenants_save() -> None:
     queue = scheduler(*saves_of("many", 500), *saves_of("few", 1))
     taken = queue.take_file_commands()
     assert len(taken) == FILES_AT_ONCE
-    assert [each.tenant for each in taken].index("few") <= 1
-    assert queue.take_file_commands() == [], "no thread is free"
+    assert [item.tenant for item in taken].index("few") <= 1
+    assert queue.take_file_commands() == [], "no file thread is free"
 
 
-def test_a_save_that_comes_while_another_tenants_run_is_next() -> None:
+def test_a_new_tenants_save_is_next_while_another_tenants_saves_run() -> None:
     queue = scheduler(*saves_of("many", 500))
     running = queue.take_file_commands()
     for _ in range(20):
         queue.finish(running[:1])
         running = running[1:] + queue.take_file_commands()
         assert len(running) == FILES_AT_ONCE
-    for each in saves_of("few", 1):
-        queue.add(each)
+    for save in saves_of("few", 1):
+        queue.add(save)
     queue.finish(running[:2])
-    assert "few" in [each.tenant for each in queue.take_file_commands()]
+    assert "few" in [item.tenant for item in queue.take_file_commands()]
 
 
-def test_a_tenant_that_trains_much_does_not_wait_for_all_saves_of_one_that_only_saves() -> None:
+def test_a_tenant_that_trains_much_does_not_wait_for_all_saves_of_another_tenant() -> None:
     queue = scheduler(
         *(command("trains", seq, size=1_000_000, tenant="trainer") for seq in range(10)),
         command("trains", 10, Kind.SAVE_WEIGHTS_FOR_SAMPLER, tenant="trainer"),
@@ -391,17 +399,17 @@ def test_a_tenant_that_trains_much_does_not_wait_for_all_saves_of_one_that_only_
         passes_of(queue)
         queue.finish(running)
         running = queue.take_file_commands()
-    assert "trainer" in [each.tenant for each in running]
+    assert "trainer" in [item.tenant for item in running]
 
 
-def test_tenants_that_both_save_get_as_many_threads() -> None:
+def test_two_tenants_that_save_get_equally_many_file_threads() -> None:
     queue = scheduler(*saves_of("many", 300), *saves_of("few", 30))
     taken: list[Command] = []
     while len(taken) < 60:
         batch = queue.take_file_commands()
         queue.finish(batch)
         taken += batch
-    assert Counter(each.tenant for each in taken) == {"many": 30, "few": 30}
+    assert Counter(item.tenant for item in taken) == {"many": 30, "few": 30}
 
 
 def test_saves_of_a_tenant_run_in_order_of_arrival() -> None:
@@ -413,39 +421,39 @@ def test_saves_of_a_tenant_run_in_order_of_arrival() -> None:
     assert taken == saves
 
 
-def test_saves_count_in_their_tenants_share_of_training() -> None:
+def test_saves_count_toward_their_tenants_share_of_training() -> None:
     queue = scheduler(
         *(command(f"{tenant}-trains", seq, size=1_000, tenant=tenant) for tenant in ("a", "b") for seq in range(40)),
         budget=2_000,
     )
-    assert of_models(passes_of(queue)) == {"a-trains": 1, "b-trains": 1}
-    for each in saves_of("a", 2):
-        queue.add(each)
+    assert count_by_model(passes_of(queue)) == {"a-trains": 1, "b-trains": 1}
+    for save in saves_of("a", 2):
+        queue.add(save)
     saves = queue.take_file_commands()
     queue.finish(saves)
     assert len(saves) == 2
     ahead = 2 * BARRIER_COST // 1_000
-    taken = [each.tenant for _ in range(ahead // 2) for each in passes_of(queue)]
-    assert Counter(taken) == {"b": ahead}, "the other one has what the saves were worth"
-    assert of_models(passes_of(queue)) == {"a-trains": 1, "b-trains": 1}
+    taken = [item.tenant for _ in range(ahead // 2) for item in passes_of(queue)]
+    assert Counter(taken) == {"b": ahead}, "the other tenant catches up on the work of the saves"
+    assert count_by_model(passes_of(queue)) == {"a-trains": 1, "b-trains": 1}
 
 
 def unload(model: str) -> Command:
-    n = next(_numbers)
-    return Command(n, f"r{n}", Kind.UNLOAD_MODEL, "tenant", "session", model, None, None, None, "json", 10)
+    row = next(_numbers)
+    return Command(row, f"r{row}", Kind.UNLOAD_MODEL, "tenant", "session", model, None, None, None, "json", 10)
 
 
-def test_unload_comes_after_what_arrived_before_it_and_before_what_came_later() -> None:
+def test_an_unload_runs_after_earlier_commands_and_before_later_ones() -> None:
     first, step, last, later = command("m", 0), barrier("m", 1), unload("m"), command("m", 2)
     queue = scheduler(last, later, step, first)
-    assert places(passes_of(queue)) == [("m", 0)]
-    assert places(barriers_of(queue)) == [("m", 1)]
+    assert model_and_number(passes_of(queue)) == [("m", 0)]
+    assert model_and_number(barriers_of(queue)) == [("m", 1)]
     assert passes_of(queue) == []
     assert barriers_of(queue) == [last]
     assert queue.close_model("m") == [later]
 
 
-def test_unload_does_not_wait_for_a_missing_number() -> None:
+def test_an_unload_does_not_wait_for_a_missing_number() -> None:
     stuck, last = command("m", 3), unload("m")
     queue = scheduler(stuck, last)
     assert queue.waiting == 2
@@ -454,7 +462,7 @@ def test_unload_does_not_wait_for_a_missing_number() -> None:
     assert queue.close_model("m") == [stuck]
 
 
-def test_suspects_run_alone_and_before_all_others() -> None:
+def test_a_suspect_runs_alone_and_before_other_models() -> None:
     commands = [command("a", 0), command("a", 1), command("a", 2), command("b", 0), barrier("b", 1), command("c", 0)]
     queue = scheduler(*commands)
     queue.suspect([commands[1].request_id, commands[3].request_id, commands[4].request_id])
@@ -463,20 +471,20 @@ def test_suspects_run_alone_and_before_all_others() -> None:
         models = queue.ready_models()
         for batch in (queue.take_passes(models), queue.take_barriers(models)):
             if batch:
-                batches.append(places(batch))
+                batches.append(model_and_number(batch))
             queue.finish(batch)
-    assert batches[0] == [("b", 0)], "due at once, so nothing of other models runs before it"
-    assert Counter(itertools.chain(*batches)) == Counter(places(commands))
+    assert batches[0] == [("b", 0)], "this suspect is the first of its model, so it runs before all other models"
+    assert Counter(itertools.chain(*batches)) == Counter(model_and_number(commands))
     alone = {("a", 1), ("b", 0), ("b", 1)}
     assert all(len(batch) == 1 for batch in batches if alone & set(batch)), batches
 
 
-def test_a_suspect_waits_for_what_runs_and_others_wait_for_it() -> None:
+def test_a_suspect_waits_for_running_commands_and_the_others_wait_for_it() -> None:
     save, step, other = command("a", 0, Kind.SAVE_WEIGHTS), barrier("b", 0), command("c", 0, Kind.SAVE_WEIGHTS)
     queue = scheduler(save)
     assert queue.take_file_commands() == [save]
-    for each in (step, other):
-        queue.add(each)
+    for added in (step, other):
+        queue.add(added)
     queue.suspect([step.request_id])
     assert not queue.has_work
     assert queue.take_file_commands() == []
@@ -487,7 +495,7 @@ def test_a_suspect_waits_for_what_runs_and_others_wait_for_it() -> None:
     assert queue.take_file_commands() == [other]
 
 
-def test_a_suspect_of_a_closed_model_holds_nobody_up() -> None:
+def test_a_suspect_of_a_closed_model_delays_no_other_model() -> None:
     poison, other = command("a", 0), command("b", 0)
     queue = scheduler(poison, other)
     queue.suspect([poison.request_id])

@@ -1,4 +1,4 @@
-"""Links that need no key: signed with a secret that survives restarts, for one path and a time."""
+"""Signed links, which need no key: each is valid for one path and a limited time. The secret survives restarts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PATH = "/api/v1/downloads/files/s1:train:0/external_weights/a b+ä%2F/x.age"
 
 
 def request_for(url: str) -> Request:
-    """As a server hands it to a route: the path is decoded."""
+    """The request for a URL as a route gets it, with a decoded path."""
     parts = urlsplit(url)
     scope = {
         "type": "http",
@@ -33,12 +33,12 @@ def request_for(url: str) -> Request:
     return Request(scope)
 
 
-ASKED = request_for("http://skyrl.local:8000/api/v1/sessions")
+REQUEST = request_for("http://skyrl.local:8000/api/v1/sessions")
 
 
-def test_link_is_taken_until_its_time_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_link_is_valid_until_it_expires(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     urls = SignedUrls.open(tmp_path)
-    link = urls.sign(ASKED, PATH, 600)
+    link = urls.sign(REQUEST, PATH, 600)
     assert link.url.startswith("http://skyrl.local:8000/api/v1/downloads/")
     assert " " not in link.url
     urls.verify(request_for(link.url))
@@ -50,9 +50,9 @@ def test_link_is_taken_until_its_time_is_over(tmp_path: Path, monkeypatch: pytes
     assert refused.value.status == 403
 
 
-def test_any_change_breaks_it(tmp_path: Path) -> None:
+def test_a_changed_link_is_refused(tmp_path: Path) -> None:
     urls = SignedUrls.open(tmp_path)
-    url = urls.sign(ASKED, PATH, 600).url
+    url = urls.sign(REQUEST, PATH, 600).url
     base, _, query = url.partition("?")
     changed = [
         url.replace("x.age", "y.age"),
@@ -70,8 +70,8 @@ def test_any_change_breaks_it(tmp_path: Path) -> None:
         assert refused.value.status == 403
 
 
-def test_secret_survives_a_restart_and_is_nobody_elses(tmp_path: Path) -> None:
-    url = SignedUrls.open(tmp_path / "one").sign(ASKED, PATH, 600).url
+def test_the_secret_survives_a_restart_and_differs_between_servers(tmp_path: Path) -> None:
+    url = SignedUrls.open(tmp_path / "one").sign(REQUEST, PATH, 600).url
     SignedUrls.open(tmp_path / "one").verify(request_for(url))
     (secret,) = (tmp_path / "one").iterdir()
     assert stat.S_IMODE(secret.stat().st_mode) == 0o600
@@ -82,15 +82,15 @@ def test_secret_survives_a_restart_and_is_nobody_elses(tmp_path: Path) -> None:
         SignedUrls.open(tmp_path / "one")
 
 
-def test_public_url_goes_in_front(tmp_path: Path) -> None:
+def test_a_link_begins_with_the_public_url(tmp_path: Path) -> None:
     urls = SignedUrls.open(tmp_path, "https://gpu.example/skyrl/")
-    link = urls.sign(ASKED, PATH, 600)
+    link = urls.sign(REQUEST, PATH, 600)
     assert link.url.startswith("https://gpu.example/skyrl/api/v1/downloads/")
     urls.verify(request_for(link.url.replace("https://gpu.example/skyrl", "http://127.0.0.1:8000")))
 
 
-def test_processes_that_make_the_secret_at_once_have_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each finds that there is none."""
+def test_processes_that_make_the_secret_at_once_get_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each process finds no secret and makes one; the barrier lets all store theirs at the same time."""
     together = threading.Barrier(4)
     link = os.link
     monkeypatch.setattr(os, "link", lambda *paths: (together.wait(60), link(*paths)))

@@ -1,6 +1,6 @@
-"""An operator's configuration and flags from SkyRL: taken, under another name here, or refused with the reason.
+"""Configuration keys and flags of SkyRL: each is accepted, renamed, or refused with the reason.
 
-The page "Coming from SkyRL" has a row for each; when they differ, the test prints the rows that the page should have.
+The page "Coming from SkyRL" has a row for each. If the page differs, the test prints the rows that it should have.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from skyrl.cli.main import app
 from skyrl.cli.skyrl_flags import own_flags
 from skyrl.config import skyrl_keys
 from skyrl.config.backend import BackendConfig, ConfigError, known_keys, parse_backend_config
-from skyrl.config.server import load_config
+from skyrl.config.loading import load_config
 from skyrl.config.skyrl_keys import BACKENDS, ENGINE_OPTIONS, FAMILIES, FLAGS, KEYS, OLD_NAMES, Entry
 
 PAGE = Path(__file__).parents[2] / "docs/operating/coming-from-skyrl.md"
@@ -30,7 +30,7 @@ OPERATORS = {
     "trainer.policy.model.lora.max_loras": 4,
     "trainer.policy.model.lora.max_cpu_loras": 8,
 }
-"""What SkyRL's page on many tenants tells operators to give."""
+"""The configuration that SkyRL's page on many tenants recommends."""
 BECOMES = {key: entry.becomes for key, entry in KEYS.items() if entry.becomes}
 SAMPLE_VALUES: dict[str, Any] = {
     "trainer.micro_batch_tokens": 64,
@@ -41,16 +41,16 @@ SAMPLE_VALUES: dict[str, Any] = {
 
 
 @pytest.fixture(autouse=True)
-def no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_skyrl_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in os.environ if name.startswith("SKYRL_")]:
         monkeypatch.delenv(name)
 
 
 def value_at(config: BackendConfig, key: str) -> Any:
-    found: Any = config
+    value: Any = config
     for name in key.split("."):
-        found = found[name] if isinstance(found, dict) else getattr(found, name)
-    return found
+        value = value[name] if isinstance(value, dict) else getattr(value, name)
+    return value
 
 
 def refusal(given: dict[str, Any]) -> str:
@@ -59,15 +59,15 @@ def refusal(given: dict[str, Any]) -> str:
     return str(raised.value)
 
 
-def test_an_operators_configuration_works_as_it_is() -> None:
+def test_the_recommended_skyrl_configuration_is_accepted_unchanged() -> None:
     for given in (OPERATORS, json.dumps(OPERATORS)):
         config = load_config({"backend_config": given}).backend_config
         assert (config.lora.max_loras, config.lora.max_cpu_loras) == (4, 8)
         assert config.trainer.placement.colocate_all is False
 
 
-def test_serve_takes_it_too(tmp_path: Path) -> None:
-    """The port is what this start ends at, so that everything before it was accepted."""
+def test_serve_accepts_skyrl_flags(tmp_path: Path) -> None:
+    """Only the port is refused, so the flags before it were accepted."""
     flags = ["--backend", "fsdp2", "--checkpoints-base", str(tmp_path), "--no-use-ray", "--port", "0"]
     done = CliRunner().invoke(app, ["serve", "--backend-config", json.dumps(OPERATORS), *flags])
     assert done.exit_code == 2
@@ -79,30 +79,30 @@ def test_serve_takes_it_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("key", [key for key, entry in KEYS.items() if entry.takes])
-def test_what_this_server_does_anyway_is_taken_and_anything_else_refused(key: str) -> None:
+def test_only_values_that_this_server_implements_are_accepted(key: str) -> None:
     for value in KEYS[key].takes:
         assert parse_backend_config({key: value}) == BackendConfig()
     assert refusal({key: "other"}) == f"backend_config: '{key}' cannot be 'other': {KEYS[key].why}"
 
 
-def test_one_is_not_true() -> None:
+def test_true_is_not_1_and_0_is_not_false() -> None:
     assert "num_engines' cannot be True" in refusal({"generator.inference_engine.num_engines": True})
     assert "merge_lora' cannot be 0" in refusal({"trainer.policy.megatron_config.lora_config.merge_lora": 0})
 
 
 @pytest.mark.parametrize("key", [key for key, entry in KEYS.items() if not entry.takes and not entry.becomes])
-def test_what_cannot_be_honoured_says_why(key: str) -> None:
+def test_an_unsupported_key_is_refused_with_the_reason(key: str) -> None:
     assert refusal({key: 1}) == f"backend_config: '{key}' cannot be set here: {KEYS[key].why}"
 
 
 @pytest.mark.parametrize(("key", "own"), BECOMES.items())
-def test_other_names_mean_the_same(key: str, own: str) -> None:
+def test_a_skyrl_key_sets_the_key_that_it_becomes(key: str, own: str) -> None:
     value = SAMPLE_VALUES.get(own, "v")
     assert value_at(parse_backend_config({key: value}), own) == value
 
 
 @pytest.mark.parametrize(("old", "new"), OLD_NAMES.items())
-def test_old_names_say_what_the_new_ones_say(old: str, new: str) -> None:
+def test_an_old_name_behaves_like_the_new_one(old: str, new: str) -> None:
     for value in (1, "vllm", {"a": 1}):
         outcomes = []
         for name in (old, new):
@@ -114,7 +114,7 @@ def test_old_names_say_what_the_new_ones_say(old: str, new: str) -> None:
 
 
 @pytest.mark.parametrize(("prefix", "why"), FAMILIES.items())
-def test_families_are_refused_also_when_they_are_nested(prefix: str, why: str) -> None:
+def test_keys_of_an_unsupported_group_are_refused_dotted_or_nested(prefix: str, why: str) -> None:
     key = f"{prefix}anything"
     nested: Any = 1
     for name in reversed(key.split(".")):
@@ -122,14 +122,14 @@ def test_families_are_refused_also_when_they_are_nested(prefix: str, why: str) -
     assert refusal({key: 1}) == refusal(nested) == f"backend_config: '{key}' cannot be set here: {why}"
 
 
-def test_all_refusals_are_told_at_once_on_one_line() -> None:
-    told = refusal({"trainer.logger": "wandb", "trainer": {"epochs": 3}, "data.train_data": []})
+def test_one_line_names_all_refused_keys() -> None:
+    message = refusal({"trainer.logger": "wandb", "trainer": {"epochs": 3}, "data.train_data": []})
     given = ["trainer.logger", "trainer.epochs", "data.train_data"]
-    assert re.findall(r"'([\w.]+)' cannot be set here", told) == given
-    assert "\n" not in told
+    assert re.findall(r"'([\w.]+)' cannot be set here", message) == given
+    assert "\n" not in message
 
 
-def test_sources_merge_whichever_servers_names_they_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sources_merge_although_one_uses_skyrls_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "skyrl.toml"
     file.write_text("[backend_config.trainer]\nmicro_batch_tokens = 100\n")
     assert load_config({}, file).backend_config.trainer.micro_batch_tokens == 100
@@ -140,14 +140,14 @@ def test_sources_merge_whichever_servers_names_they_use(tmp_path: Path, monkeypa
         load_config({}, file)
 
 
-def test_one_thing_said_twice_is_refused_unless_it_is_the_same() -> None:
+def test_two_keys_for_one_setting_are_refused_unless_their_values_agree() -> None:
     both = {"trainer.micro_batch_tokens": 64, "trainer.max_tokens_per_microbatch": 64}
     assert parse_backend_config(both).trainer.micro_batch_tokens == 64
-    told = refusal(both | {"trainer.max_tokens_per_microbatch": 32})
-    assert "'trainer.max_tokens_per_microbatch' and another key both set 'trainer.micro_batch_tokens'" in told
+    message = refusal(both | {"trainer.max_tokens_per_microbatch": 32})
+    assert "'trainer.max_tokens_per_microbatch' and another key both set 'trainer.micro_batch_tokens'" in message
 
 
-def test_options_of_vllm_under_skyrls_names_stand_behind_vllms_own() -> None:
+def test_engine_init_kwargs_override_vllm_options_under_skyrls_names() -> None:
     """As in SkyRL, where engine_init_kwargs is applied last."""
     given = {
         "generator.inference_engine.enforce_eager": True,
@@ -162,7 +162,7 @@ def test_options_of_vllm_under_skyrls_names_stand_behind_vllms_own() -> None:
 
 
 @pytest.mark.parametrize("name", BACKENDS)
-def test_backends(name: str) -> None:
+def test_a_skyrl_backend_is_renamed_or_refused_with_the_reason(name: str) -> None:
     entry = BACKENDS[name]
     if entry.becomes:
         assert load_config({"backend": name}).backend == entry.becomes
@@ -173,7 +173,7 @@ def test_backends(name: str) -> None:
 
 
 @pytest.mark.parametrize("flag", FLAGS)
-def test_flags(flag: str) -> None:
+def test_a_skyrl_flag_is_renamed_ignored_or_refused_with_the_reason(flag: str) -> None:
     entry = FLAGS[flag]
     if entry.becomes:
         assert entry.becomes in CliRunner(env={"COLUMNS": "200"}).invoke(app, ["serve", "--help"]).stdout
@@ -190,14 +190,18 @@ def test_flags(flag: str) -> None:
         assert f"Invalid value for {flag}: {entry.why}" in done.stderr
 
 
-def test_a_directory_for_checkpoints_becomes_a_store(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_checkpoints_directory_becomes_a_checkpoint_store_url(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", "/home/somebody")
     for base, store in (("/a/b", "file:///a/b"), ("rel", f"file://{tmp_path}/rel"), ("~/c", "file:///home/somebody/c")):
         assert own_flags(["--checkpoints-base", base]) == ["--checkpoint-store", store]
         assert load_config({"checkpoint_store": store}).checkpoint_store == store
     assert skyrl_keys.checkpoint_store("gs://bucket/x") == "gs://bucket/x"
-    assert own_flags(["--checkpoints-base"]) == ["--checkpoint-store"], "typer says that a value is missing"
+    assert own_flags(["--checkpoints-base"]) == ["--checkpoint-store"], (
+        "without a value the flag is renamed, and typer reports the missing value"
+    )
 
 
 # The page
@@ -217,11 +221,11 @@ def verdict(entry: Entry) -> str:
 
 
 def rows(table: dict[str, Entry]) -> list[str]:
-    """Keys with the same verdict share a row."""
+    """The rows of a table; keys with the same verdict share a row."""
     grouped: dict[str, list[str]] = defaultdict(list)
     for key, entry in table.items():
         grouped[verdict(entry)].append(key)
-    return [f"| {cell(keys)} | {told} |" for told, keys in grouped.items()]
+    return [f"| {cell(keys)} | {text} |" for text, keys in grouped.items()]
 
 
 def families() -> list[str]:
@@ -241,14 +245,14 @@ def families() -> list[str]:
         ("Flags", rows(FLAGS)),
     ],
 )
-def test_the_page_says_what_the_tables_say(heading: str, expected: list[str]) -> None:
+def test_the_page_has_a_row_for_every_entry(heading: str, expected: list[str]) -> None:
     sections = re.split(r"^#+ (.+)$", PAGE.read_text(), flags=re.M)
     section = sections[sections.index(heading) + 1]
     found = [line for line in section.splitlines() if line.startswith("| `")]
     assert found == expected, "the page should have:\n" + "\n".join(expected)
 
 
-def test_every_name_that_the_page_gives_as_ours_is_there() -> None:
+def test_every_key_that_skyrl_keys_become_exists() -> None:
     known = {*known_keys(BackendConfig), ENGINE_OPTIONS}
     for name in BECOMES.values():
         assert name in known or name.startswith(f"{ENGINE_OPTIONS}.")

@@ -1,10 +1,11 @@
-"""Why a process ended before the server was ready: what is read from exit codes and logs, and when it is for good."""
+"""Why a process ended before the server was ready: the causes read from exit codes and logs, and which causes are
+final."""
 
 from __future__ import annotations
 
 import pytest
 
-from skyrl.config.server import load_config
+from skyrl.config.loading import load_config
 from skyrl.inference.vllm_command import options_named
 from skyrl.processes.startup import CANNOT_START, MARK, MAY_START, Cause, FirstStarts, cause_of_own, cause_of_vllm
 
@@ -27,21 +28,21 @@ RuntimeError: Engine core initialization failed. See root cause above. Failed co
 """
 OPTIONAL = """WARNING [interface.py:371] Failed to import from vllm._C: ModuleNotFoundError("No module named 'vllm._C'")
 """
-"""A line that vLLM also writes where all goes well."""
+"""A warning that vLLM also writes in a good start."""
 LACKS_A_MODULE = """(EngineCore pid=17) ERROR [core.py:1100] ModuleNotFoundError: No module named 'numba'
 RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {'EngineCore': 1}
 """
 NO_VLLM = "python: Error while finding module specification for 'vllm.x' (ModuleNotFoundError: No module named 'vllm')"
 
 
-def test_own_processes_say_it_themselves() -> None:
+def test_the_cause_of_an_own_process_is_its_marked_line() -> None:
     log = f"loading\nERROR {MARK}base_model: cannot load x: no weights\n"
     sentence = "base_model: cannot load x: no weights"
     assert cause_of_own(CANNOT_START, log) == Cause(sentence, final=True)
     assert cause_of_own(MAY_START, log) == Cause(sentence, final=False)
-    assert cause_of_own(1, log) is None, "it ended of something else"
+    assert cause_of_own(1, log) is None, "this exit code belongs to another cause"
     assert cause_of_own(-9, log) is None
-    assert cause_of_own(CANNOT_START, "a log that somebody has emptied") is None
+    assert cause_of_own(CANNOT_START, "a log without the marked line") is None
 
 
 @pytest.mark.parametrize(
@@ -71,32 +72,34 @@ def test_own_processes_say_it_themselves() -> None:
         "killed",
     ],
 )
-def test_vllm_is_understood_by_the_end_of_its_log(code: int, log: str, expected: Cause | None) -> None:
+def test_the_cause_of_vllms_end_is_read_from_the_end_of_its_log(code: int, log: str, expected: Cause | None) -> None:
     assert cause_of_vllm(code, log) == expected
 
 
-def test_a_cause_that_may_pass_is_final_when_it_comes_twice_in_a_row() -> None:
+def test_a_temporary_cause_is_final_when_it_comes_twice_in_a_row() -> None:
     starts = FirstStarts()
     assert starts.hopeless("engine", Cause("no weights", final=True))
-    little, less = Cause("Free memory 3.2 GiB", final=False), Cause("Free memory 3.1 GiB", final=False)
-    assert not starts.hopeless("vllm", little)
-    assert starts.hopeless("vllm", less), "only the numbers differ"
+    first, second = Cause("Free memory 3.2 GiB", final=False), Cause("Free memory 3.1 GiB", final=False)
+    assert not starts.hopeless("vllm", first)
+    assert starts.hopeless("vllm", second), "the same cause with other numbers"
     assert not starts.hopeless("vllm", Cause("a socket was taken", final=False))
-    assert not starts.hopeless("vllm", None), "killed"
-    assert not starts.hopeless("vllm", Cause("a socket was taken", final=False)), "not in a row"
-    assert not starts.hopeless("engine", Cause("a socket was taken", final=False)), "another process"
+    assert not starts.hopeless("vllm", None), "a killed process has no cause"
+    assert not starts.hopeless("vllm", Cause("a socket was taken", final=False)), (
+        "the two starts with this cause were not consecutive"
+    )
+    assert not starts.hopeless("engine", Cause("a socket was taken", final=False)), "causes are counted per process"
 
 
-def test_the_option_that_vllm_names_is_told_under_its_key_and_with_its_value() -> None:
+def test_an_option_in_vllms_message_is_named_by_its_configuration_key_and_value() -> None:
     inference = {
         "engine_init_kwargs": {"bogus_flag": 1, "kv-cache-dtype": "banana", "block_size": 16},
         "max_model_len": 900000,
     }
     config = load_config({"backend_config": {"generator.inference_engine": inference}})
     prefix = "generator.inference_engine"
-    told = options_named(config, "unrecognized arguments: --bogus-flag")
-    assert told == f"{prefix}.engine_init_kwargs.bogus_flag=1"
-    told = options_named(config, "argument --kv-cache-dtype: invalid choice: 'banana'")
-    assert told == f'{prefix}.engine_init_kwargs.kv-cache-dtype="banana"'
+    named = options_named(config, "unrecognized arguments: --bogus-flag")
+    assert named == f"{prefix}.engine_init_kwargs.bogus_flag=1"
+    named = options_named(config, "argument --kv-cache-dtype: invalid choice: 'banana'")
+    assert named == f'{prefix}.engine_init_kwargs.kv-cache-dtype="banana"'
     assert options_named(config, "User-specified max_model_len (900000) is") == f"{prefix}.max_model_len=900000"
     assert options_named(config, "Free memory on device") == ""

@@ -1,4 +1,4 @@
-"""Checkpoint stores: one suite for the local directory and for S3, then what is particular to each; archives."""
+"""Checkpoint stores: tests that run on the local directory and on S3, then tests of each, then archives."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ from typing import Any
 import obstore
 import pytest
 
-from skyrl.config.server import ConfigError, load_config
+from skyrl.config.loading import load_config
+from skyrl.config.server import ConfigError
 from skyrl.storage import objects
 from skyrl.storage.archive import Member, gzip_size, gzip_stored, tar, tar_size
 from skyrl.storage.base import MANIFEST, CheckpointStore, NotStored, StoreError, manifest_of, sizes_in
 from skyrl.storage.directories import atomic_directory, fetch, id_of, link_tree, remove, safe_name
 from skyrl.storage.local import LocalStore
-from skyrl.storage.object_errors import in_words
+from skyrl.storage.object_errors import readable_error
 from skyrl.storage.registry import open_store
 
 KEY = f"{safe_name('s1:train:0')}/name-0123"
@@ -31,26 +32,26 @@ LARGE = os.urandom(11 * 2**20 + 7)
 FILES = {"a.bin": b"first", "empty": b"", "large.bin": LARGE}
 
 
-def make(config_store: str | None, options: dict[str, str], state_dir: Path) -> CheckpointStore:
+def make_store(url: str | None, options: dict[str, str], state_dir: Path) -> CheckpointStore:
     return open_store(
-        load_config({"state_dir": state_dir, "checkpoint_store": config_store, "checkpoint_store_options": options})
+        load_config({"state_dir": state_dir, "checkpoint_store": url, "checkpoint_store_options": options})
     )
 
 
 @pytest.fixture(params=["default", "file", "s3"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> CheckpointStore:
     if request.param == "default":
-        return make(None, {}, tmp_path)
+        return make_store(None, {}, tmp_path)
     if request.param == "file":
-        return make(f"file://{tmp_path}/a%20store", {}, tmp_path / "state")
+        return make_store(f"file://{tmp_path}/a%20store", {}, tmp_path / "state")
     bucket = request.getfixturevalue("new_bucket")()
-    return make(bucket.url, bucket.options, tmp_path)
+    return make_store(bucket.url, bucket.options, tmp_path)
 
 
 @pytest.fixture
 def s3(new_bucket: Callable[[], Any], tmp_path: Path) -> objects.ObjectStore:
     bucket = new_bucket()
-    store = make(bucket.url, bucket.options, tmp_path)
+    store = make_store(bucket.url, bucket.options, tmp_path)
     assert isinstance(store, objects.ObjectStore)
     return store
 
@@ -71,7 +72,7 @@ def keys(store: CheckpointStore) -> list[str]:
     return sorted(found.key for found in store.stored())
 
 
-def test_what_is_written_is_read_back(store: CheckpointStore, tmp_path: Path) -> None:
+def test_files_are_read_back_as_they_were_written(store: CheckpointStore, tmp_path: Path) -> None:
     started = time.time()
     write(store)
     assert read(store) == FILES
@@ -80,7 +81,7 @@ def test_what_is_written_is_read_back(store: CheckpointStore, tmp_path: Path) ->
         pieces = list(store.stream(KEY, name))
         assert b"".join(pieces) == content
         assert all(pieces)
-        assert max(map(len, pieces), default=0) < 2**22, "no file is held in memory whole"
+        assert max(map(len, pieces), default=0) < 2**22, "a stream never holds a whole file in memory"
     (found,) = store.stored()
     assert found.key == KEY
     assert started - 2 < found.stored_at < time.time() + 2
@@ -88,7 +89,7 @@ def test_what_is_written_is_read_back(store: CheckpointStore, tmp_path: Path) ->
     assert {file.name for file in (tmp_path / "here" / "adapter").iterdir()} == set(FILES)
 
 
-def test_nothing_is_there_before_all_is(store: CheckpointStore) -> None:
+def test_a_checkpoint_appears_only_when_it_is_complete(store: CheckpointStore) -> None:
     def write_half() -> None:
         with store.writing(KEY) as directory:
             (directory / "a.bin").write_bytes(b"half")
@@ -105,14 +106,14 @@ def test_nothing_is_there_before_all_is(store: CheckpointStore) -> None:
     assert keys(store) == [KEY]
 
 
-def test_another_try_replaces_what_the_first_left(store: CheckpointStore) -> None:
+def test_a_second_write_replaces_the_first(store: CheckpointStore) -> None:
     write(store)
     write(store, files={"b.bin": b"second"})
     assert read(store) == {"b.bin": b"second"}
 
 
-def test_what_is_not_there(store: CheckpointStore, tmp_path: Path) -> None:
-    for act in (
+def test_a_missing_checkpoint_or_file_raises_not_stored(store: CheckpointStore, tmp_path: Path) -> None:
+    for action in (
         lambda: read(store),
         lambda: store.files(KEY),
         lambda: store.stream(KEY, "a.bin"),
@@ -120,7 +121,7 @@ def test_what_is_not_there(store: CheckpointStore, tmp_path: Path) -> None:
         lambda: fetch(store, KEY, tmp_path / "fetched"),
     ):
         with pytest.raises(NotStored):
-            act()
+            action()
     assert not (tmp_path / "fetched").exists()
     assert store.stored() == []
     store.delete(KEY)
@@ -129,7 +130,7 @@ def test_what_is_not_there(store: CheckpointStore, tmp_path: Path) -> None:
         store.stream(KEY, "c.bin")
 
 
-def test_copy_and_source_die_alone(store: CheckpointStore) -> None:
+def test_a_copy_and_its_source_are_deleted_independently(store: CheckpointStore) -> None:
     write(store)
     for number in range(2):
         store.copy(KEY, f"other/{number}")
@@ -142,7 +143,7 @@ def test_copy_and_source_die_alone(store: CheckpointStore) -> None:
     assert store.stored() == []
 
 
-def test_keys_that_begin_alike_are_different(store: CheckpointStore) -> None:
+def test_deleting_a_key_keeps_keys_that_begin_with_it(store: CheckpointStore) -> None:
     for key in ("m/a", "m/a-1", "mm/a"):
         write(store, key, {"f": key.encode()})
     store.delete("m/a")
@@ -150,24 +151,24 @@ def test_keys_that_begin_alike_are_different(store: CheckpointStore) -> None:
     assert read(store, "m/a-1") == {"f": b"m/a-1"}
 
 
-def test_names_of_any_kind(store: CheckpointStore) -> None:
+def test_keys_of_long_and_special_names_are_stored(store: CheckpointStore) -> None:
     key = f"{safe_name('s/1:train:0 ä%')}/{safe_name('n' * 180)}"
     write(store, key, {"adapter_model.safetensors.age": b"x"})
     assert keys(store) == [key]
     assert read(store, key) == {"adapter_model.safetensors.age": b"x"}
 
 
-def test_no_name_is_taken_for_a_leftover(store: CheckpointStore) -> None:
-    """A name may begin as scratch directories do; its save's id is behind it, as `skyrl.engine.saving` makes keys."""
+def test_a_checkpoint_with_a_scratch_like_name_is_no_leftover(store: CheckpointStore) -> None:
+    """A name may begin as scratch directories do. `skyrl.engine.saving` appends the save's id to the name."""
     names = [".tmp-best", f".tmp-{'0' * 16}", ".tmp-"]
-    wanted = sorted(f"model/{safe_name(name)}-{'0' * 12}" for name in names)
-    for key in wanted:
+    expected = sorted(f"model/{safe_name(name)}-{'0' * 12}" for name in names)
+    for key in expected:
         write(store, key, {"f": b"x"})
     store.remove_leftovers(time.time() + 60)
-    assert keys(store) == wanted
+    assert keys(store) == expected
 
 
-def test_store_belongs_to_who_claimed_it_first(store: CheckpointStore) -> None:
+def test_a_checkpoint_store_belongs_to_the_first_server_that_claims_it(store: CheckpointStore) -> None:
     assert store.claim("one") == "one"
     assert store.claim("two") == "one"
     assert store.claim("one") == "one"
@@ -177,13 +178,13 @@ def test_store_belongs_to_who_claimed_it_first(store: CheckpointStore) -> None:
     assert store.stored() == []
 
 
-def test_leftovers_go_and_whole_ones_stay(store: CheckpointStore) -> None:
+def test_old_leftovers_are_removed_and_checkpoints_stay(store: CheckpointStore) -> None:
     write(store)
     writing = store.writing("left/behind")
     directory = writing.__enter__()
     (directory / "a.bin").write_bytes(b"half")
     store.remove_leftovers(time.time() - 600)
-    assert (directory / "a.bin").exists(), "it may still be written to"
+    assert (directory / "a.bin").exists(), "a save may still write to this directory"
     store.remove_leftovers(time.time() + 60)
     assert not directory.exists()
     assert keys(store) == [KEY]
@@ -191,7 +192,7 @@ def test_leftovers_go_and_whole_ones_stay(store: CheckpointStore) -> None:
         writing.__exit__(None, None, None)
 
 
-def test_several_fetch_the_same_at_once(store: CheckpointStore, tmp_path: Path) -> None:
+def test_several_threads_fetch_the_same_checkpoint_at_once(store: CheckpointStore, tmp_path: Path) -> None:
     write(store)
     failures: list[Exception] = []
 
@@ -211,7 +212,7 @@ def test_several_fetch_the_same_at_once(store: CheckpointStore, tmp_path: Path) 
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".tmp-")] == []
 
 
-def test_manifest_says_what_is_there() -> None:
+def test_a_manifest_lists_the_files_and_sizes() -> None:
     assert sizes_in(manifest_of({"b": 2, "a": 0})) == {"a": 0, "b": 2}
     for other in (b"", b"[]", b'{"files": ["a"]}', b'{"files": {"a": "1"}}'):
         with pytest.raises((ValueError, TypeError)):
@@ -221,7 +222,7 @@ def test_manifest_says_what_is_there() -> None:
 # The local directory
 
 
-def test_local_copies_share_their_bytes(tmp_path: Path) -> None:
+def test_local_copies_are_hard_links(tmp_path: Path) -> None:
     store = LocalStore(tmp_path)
     write(store)
     store.copy(KEY, "other/1")
@@ -229,7 +230,7 @@ def test_local_copies_share_their_bytes(tmp_path: Path) -> None:
     assert store.sign(KEY, 60) is None
 
 
-def test_local_directories_of_the_version_before_are_read(tmp_path: Path) -> None:
+def test_local_directories_without_a_manifest_are_read(tmp_path: Path) -> None:
     (tmp_path / KEY).mkdir(parents=True)
     (tmp_path / KEY / "state.json").write_text("{}")
     store = LocalStore(tmp_path)
@@ -237,7 +238,7 @@ def test_local_directories_of_the_version_before_are_read(tmp_path: Path) -> Non
     assert keys(store) == [KEY]
 
 
-def test_directory_is_whole_or_not_there(tmp_path: Path) -> None:
+def test_an_atomic_directory_appears_only_when_it_is_complete(tmp_path: Path) -> None:
     target = tmp_path / "parent" / "target"
 
     def write_half() -> None:
@@ -251,9 +252,9 @@ def test_directory_is_whole_or_not_there(tmp_path: Path) -> None:
     with atomic_directory(target) as scratch:
         (scratch / "file").write_text("x")
         assert not target.exists()
-        os.utime(scratch, (0, 0))  # as if the files had taken long to write
+        os.utime(scratch, (0, 0))  # the directory looks as if its files had taken long to write
     assert {file.name: file.read_bytes() for file in target.iterdir()} == {"file": b"x"}
-    assert target.stat().st_mtime > time.time() - 60, "the sweep counts its age from here"
+    assert target.stat().st_mtime > time.time() - 60, "the sweeper counts the age of the directory from its appearance"
     assert [path.name for path in target.parent.iterdir()] == ["target"]
     remove(target)
     remove(target)
@@ -261,7 +262,7 @@ def test_directory_is_whole_or_not_there(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["s1:train:0", "a/../b", "100%=1", "ä\n", "x@2"])
-def test_any_id_becomes_a_file_name_and_back(name: str) -> None:
+def test_any_id_is_turned_into_a_file_name_and_back(name: str) -> None:
     assert id_of(safe_name(name)) == name
     assert not set(safe_name(name)) & set("/%\n: ")
 
@@ -273,15 +274,17 @@ def objects_in(store: objects.ObjectStore) -> list[str]:
     return sorted(str(item["path"]) for batch in obstore.list(store._store) for item in batch)
 
 
-def test_manifest_is_written_last_and_deleted_first(s3: objects.ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Killed between any two requests, an upload or a deletion leaves nothing that looks whole."""
-    put, delete, died = obstore.put, obstore.delete, ConnectionError("killed")
+def test_the_manifest_is_written_last_and_deleted_first(
+    s3: objects.ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An upload or a deletion that is killed between any two requests leaves nothing that looks complete."""
+    put, delete, killed = obstore.put, obstore.delete, ConnectionError("killed")
     for allowed in range(len(FILES) + 1):
-        left = iter(range(allowed))
+        remaining = iter(range(allowed))
 
-        def put_some(*arguments: Any, left: Any = left, **options: Any) -> Any:
-            if next(left, None) is None:
-                raise died
+        def put_some(*arguments: Any, remaining: Any = remaining, **options: Any) -> Any:
+            if next(remaining, None) is None:
+                raise killed
             return put(*arguments, **options)
 
         with monkeypatch.context() as patch:
@@ -296,7 +299,7 @@ def test_manifest_is_written_last_and_deleted_first(s3: objects.ObjectStore, mon
 
     def delete_once(*arguments: Any) -> None:
         delete(*arguments)
-        raise died
+        raise killed
 
     with monkeypatch.context() as patch:
         patch.setattr(obstore, "delete", delete_once)
@@ -307,27 +310,27 @@ def test_manifest_is_written_last_and_deleted_first(s3: objects.ObjectStore, mon
     assert objects_in(s3) == []
 
 
-def test_crashed_upload_is_swept_and_a_slow_one_is_not(
+def test_objects_of_a_crashed_upload_are_removed_after_the_upload_time(
     s3: objects.ObjectStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(s3)
     obstore.put(s3._store, "crashed/upload/a.bin", b"x")
     s3.remove_leftovers(time.time() + 60)
-    assert "crashed/upload/a.bin" in objects_in(s3), "it may still be running"
+    assert "crashed/upload/a.bin" in objects_in(s3), "the upload may still be running"
     monkeypatch.setattr(objects, "UPLOAD_S", -60.0)
     s3.remove_leftovers(time.time() + 60)
     assert not any(path.startswith("crashed/") for path in objects_in(s3))
     assert read(s3) == FILES
 
 
-def test_damaged_download_is_noticed(s3: objects.ObjectStore) -> None:
+def test_a_download_of_the_wrong_size_is_refused(s3: objects.ObjectStore) -> None:
     write(s3)
     obstore.put(s3._store, f"{KEY}/large.bin", LARGE[:-1])
     with pytest.raises(StoreError, match=r"large\.bin has .* bytes, not"):
         read(s3)
 
 
-def test_signed_urls_need_no_credentials_and_end(s3: objects.ObjectStore) -> None:
+def test_signed_urls_need_no_credentials_and_expire(s3: objects.ObjectStore) -> None:
     write(s3)
     urls = s3.sign(KEY, 60)
     assert urls is not None
@@ -340,9 +343,9 @@ def test_signed_urls_need_no_credentials_and_end(s3: objects.ObjectStore) -> Non
         s3.sign("no/thing", 60)
 
 
-def test_store_that_is_away_says_so(new_bucket: Callable[[], Any], tmp_path: Path) -> None:
+def test_a_missing_bucket_is_named_by_every_operation(new_bucket: Callable[[], Any], tmp_path: Path) -> None:
     bucket = new_bucket()
-    store = make("s3://no-such-bucket/x", bucket.options, tmp_path)
+    store = make_store("s3://no-such-bucket/x", bucket.options, tmp_path)
     sentence = f"there is no bucket 'no-such-bucket' at {bucket.options['endpoint']}"
     actions = (
         lambda: write(store),
@@ -356,7 +359,7 @@ def test_store_that_is_away_says_so(new_bucket: Callable[[], Any], tmp_path: Pat
         with pytest.raises(StoreError) as raised:
             action()
         assert str(raised.value) == sentence
-        assert not isinstance(raised.value, NotStored), "what it holds is not known"
+        assert not isinstance(raised.value, NotStored), "a missing bucket does not mean that the checkpoint was deleted"
     assert list((tmp_path / "scratch").iterdir()) == []
 
 
@@ -376,7 +379,7 @@ AWAY = (
 
 
 @pytest.mark.parametrize(
-    ("said", "sentence"),
+    ("message", "sentence"),
     [
         (S3_REFUSAL, "the store at https://s3.local:9000 answers PUT with 403 Forbidden: AccessDenied, Access Denied"),
         (AZURE, "there is no bucket 'models' at https://a.blob.core.windows.net"),
@@ -384,12 +387,12 @@ AWAY = (
         ("Generic error: 502 Bad Gateway: <html><body>\nno</body></html>", "Generic error: 502 Bad Gateway"),
     ],
 )
-def test_errors_of_object_stores_in_words(said: str, sentence: str) -> None:
-    assert in_words(said, "models") == sentence
+def test_errors_of_object_stores_become_one_sentence(message: str, sentence: str) -> None:
+    assert readable_error(message, "models") == sentence
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("settings", "message"),
     [
         ({"checkpoint_store": "/a/directory"}, "checkpoint_store: '/a/directory' is not file:///directory or one of"),
         ({"checkpoint_store": "ftp://host/x"}, "checkpoint_store: 'ftp://host/x' is not"),
@@ -401,9 +404,9 @@ def test_errors_of_object_stores_in_words(said: str, sentence: str) -> None:
         ),
     ],
 )
-def test_stores_that_cannot_be(tmp_path: Path, given: dict[str, Any], message: str) -> None:
+def test_an_invalid_checkpoint_store_is_refused(tmp_path: Path, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as raised:
-        open_store(load_config({"state_dir": tmp_path, **given}))
+        open_store(load_config({"state_dir": tmp_path, **settings}))
     assert str(raised.value).startswith(message)
 
 
@@ -414,8 +417,8 @@ def test_stores_that_cannot_be(tmp_path: Path, given: dict[str, Any], message: s
         ("az://container/prefix", {"account_name": "account", "account_key": "a2V5"}),
     ],
 )
-def test_other_object_stores_are_configuration(tmp_path: Path, url: str, options: dict[str, str]) -> None:
-    assert isinstance(make(url, options, tmp_path), objects.ObjectStore)
+def test_google_and_azure_stores_are_opened_by_url(tmp_path: Path, url: str, options: dict[str, str]) -> None:
+    assert isinstance(make_store(url, options, tmp_path), objects.ObjectStore)
 
 
 # Archives
@@ -436,7 +439,7 @@ def unpacked(archive: bytes) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("sizes", [[], [0], [1], [511, 512, 513], [65_535], [65_536, 3], [2**20 + 1]])
-def test_archives_hold_the_files_and_have_the_size_that_was_said(sizes: list[int]) -> None:
+def test_archives_hold_the_files_and_have_the_computed_size(sizes: list[int]) -> None:
     files = {f"file-{number}": os.urandom(size) for number, size in enumerate(sizes)}
     archive = b"".join(archived(files))
     assert len(archive) == tar_size(sizes)
@@ -447,18 +450,18 @@ def test_archives_hold_the_files_and_have_the_size_that_was_said(sizes: list[int
     assert unpacked(compressed) == files
 
 
-def test_stored_blocks_do_not_depend_on_how_the_pieces_are_cut() -> None:
+def test_a_gzip_archive_does_not_depend_on_how_the_pieces_are_cut() -> None:
     files = {"file": os.urandom(300_000)}
     assert len({b"".join(gzip_stored(archived(files, cut))) for cut in (7_000, 65_535, 200_000)}) == 1
 
 
-@pytest.mark.parametrize("content", [b"short", b"longer than said"])
-def test_archive_of_a_file_that_has_changed_breaks_off(content: bytes) -> None:
+@pytest.mark.parametrize("content", [b"short", b"longer than 10"])
+def test_an_archive_of_a_file_with_another_size_raises(content: bytes) -> None:
     with pytest.raises(ValueError, match="file has .* bytes, not 10"):
         list(tar([Member("file", 10, [content])], 0.0))
 
 
-def test_a_tree_is_linked_with_its_folders_and_outlives_its_source(tmp_path: Path) -> None:
+def test_a_linked_tree_keeps_its_folders_and_outlives_its_source(tmp_path: Path) -> None:
     source, target = tmp_path / "source", tmp_path / "target"
     with atomic_directory(source) as scratch:
         (scratch / "rank0" / "deep").mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""Supervised processes, with real children: what is restarted when, and that nothing is ever left behind."""
+"""Supervised processes with real children: when they are restarted, and that no process is left behind."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def child(tmp_path: Path, code: str, **options: object) -> SupervisedProcess:
 
 
 def alive(pid: int) -> bool:
-    """Whether a process runs; a zombie that waits to be reaped does not."""
+    """Whether a process runs. A zombie does not run."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except FileNotFoundError:
@@ -50,32 +50,32 @@ def alive(pid: int) -> bool:
     return state != "Z"
 
 
-async def until(condition: Callable[[], object], within_s: float = 60.0) -> None:
+async def wait_until(condition: Callable[[], object], within_s: float = 60.0) -> None:
     end = time.monotonic() + within_s
     while not condition():
-        assert time.monotonic() < end, "did not come true in time"
+        assert time.monotonic() < end, "the condition did not hold in time"
         await asyncio.sleep(0.01)
 
 
-async def test_output_and_environment_reach_child_and_log(tmp_path: Path) -> None:
+async def test_the_child_gets_its_environment_and_its_output_is_logged(tmp_path: Path) -> None:
     process = child(
         tmp_path,
         "import os, sys; print(os.environ['GIVEN']); sys.stderr.write('bad'); import time; time.sleep(600)",
     )
     running = asyncio.create_task(process.run())
-    await until(lambda: process.log_path.exists() and "yes" in process.log_path.read_text() or None)
-    await until(lambda: "bad" in process.log_tail())
+    await wait_until(lambda: process.log_path.exists() and "yes" in process.log_path.read_text() or None)
+    await wait_until(lambda: "bad" in process.log_tail())
     await process.stop()
     await running
     assert process.pid is None
 
 
 def delays(caplog: pytest.LogCaptureFixture) -> list[float]:
-    """Seconds before each restart, as the supervisor announced them."""
+    """The seconds before each restart that the supervisor logged."""
     return [record.args[2] for record in caplog.records if "again in" in record.msg and isinstance(record.args, tuple)]  # type: ignore[misc]
 
 
-async def test_crash_is_reported_and_restarted_with_growing_delay(
+async def test_a_crash_is_reported_and_the_child_restarted_after_a_growing_delay(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     codes: list[tuple[int, float]] = []
@@ -86,7 +86,7 @@ async def test_crash_is_reported_and_restarted_with_growing_delay(
         first_delay_s=0.2,
     )
     running = asyncio.create_task(process.run())
-    await until(lambda: len(codes) == 4)
+    await wait_until(lambda: len(codes) == 4)
     await process.stop()
     await running
     assert [code for code, _ in codes] == [7] * 4
@@ -98,7 +98,7 @@ async def test_crash_is_reported_and_restarted_with_growing_delay(
     assert third > 0.8
 
 
-async def test_backoff_starts_anew_after_a_stable_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_the_delay_starts_anew_after_a_stable_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     codes: list[int] = []
     process = child(
         tmp_path,
@@ -108,27 +108,27 @@ async def test_backoff_starts_anew_after_a_stable_run(tmp_path: Path, caplog: py
         stable_after_s=0.1,
     )
     running = asyncio.create_task(process.run())
-    await until(lambda: len(codes) == 4)
+    await wait_until(lambda: len(codes) == 4)
     await process.stop()
     await running
     assert delays(caplog) == [0.05] * 4
 
 
-async def test_program_that_does_not_exist_is_in_the_log(tmp_path: Path) -> None:
+async def test_the_log_names_a_program_that_does_not_exist(tmp_path: Path) -> None:
     codes: list[int] = []
     process = SupervisedProcess("x", ["/no/such/program"], {}, tmp_path / "x.log", on_exit=codes.append)
     running = asyncio.create_task(process.run())
-    await until(lambda: codes)
+    await wait_until(lambda: codes)
     await process.stop()
     await running
     assert codes[0] != 0
     assert "No such file" in process.log_tail()
 
 
-async def test_stop_is_graceful(tmp_path: Path) -> None:
+async def test_stop_lets_the_child_end_gracefully(tmp_path: Path) -> None:
     process = child(tmp_path, GRACEFUL)
     running = asyncio.create_task(process.run())
-    await until(lambda: process.pid and "up" in process.log_tail())
+    await wait_until(lambda: process.pid and "up" in process.log_tail())
     began = time.monotonic()
     await process.stop(grace_s=1000)
     await running
@@ -140,7 +140,7 @@ async def test_stop_is_graceful(tmp_path: Path) -> None:
 async def test_stop_kills_a_child_that_ignores_sigterm_and_its_whole_group(tmp_path: Path) -> None:
     process = child(tmp_path, "import signal; signal.signal(15, signal.SIG_IGN);" + WITH_GRANDCHILD)
     running = asyncio.create_task(process.run())
-    await until(lambda: process.pid and process.log_tail().strip().isdigit())
+    await wait_until(lambda: process.pid and process.log_tail().strip().isdigit())
     pid, grandchild = process.pid, int(process.log_tail())
     assert pid is not None
     assert alive(pid)
@@ -151,41 +151,41 @@ async def test_stop_kills_a_child_that_ignores_sigterm_and_its_whole_group(tmp_p
     assert not alive(grandchild)
 
 
-async def test_group_of_a_crashed_child_is_gone_before_the_restart(tmp_path: Path) -> None:
+async def test_the_process_group_of_a_crashed_child_is_killed_before_the_restart(tmp_path: Path) -> None:
     codes: list[int] = []
     process = child(tmp_path, WITH_GRANDCHILD, on_exit=codes.append)
     running = asyncio.create_task(process.run())
-    await until(lambda: process.pid and process.log_tail().strip().isdigit())
+    await wait_until(lambda: process.pid and process.log_tail().strip().isdigit())
     grandchild = int(process.log_tail())
     assert process.pid is not None
     os.kill(process.pid, signal.SIGKILL)
-    await until(lambda: codes)
+    await wait_until(lambda: codes)
     assert codes == [-signal.SIGKILL]
     assert not alive(grandchild)
     await process.stop()
     await running
 
 
-async def test_killed_child_is_started_again_also_when_it_was_stopped(tmp_path: Path) -> None:
+async def test_a_stalled_child_that_is_killed_is_started_again(tmp_path: Path) -> None:
     process = child(tmp_path, "import os, time; print(os.getpid(), flush=True); time.sleep(600)", first_delay_s=0.05)
     running = asyncio.create_task(process.run())
-    await until(lambda: process.pid and process.log_tail() == str(process.pid))
+    await wait_until(lambda: process.pid and process.log_tail() == str(process.pid))
     pid = process.pid
     assert pid is not None
     os.kill(pid, signal.SIGSTOP)
     assert process.kill(pid)
-    await until(lambda: process.pid not in (None, pid) and process.log_tail() == str(process.pid))
+    await wait_until(lambda: process.pid not in (None, pid) and process.log_tail() == str(process.pid))
     assert not alive(pid)
-    assert not process.kill(pid), "that one is not there any more"
+    assert not process.kill(pid), "the process with this id has ended"
     assert process.starts == 2
     await process.stop()
     await running
 
 
-async def test_cancelling_run_kills_at_once(tmp_path: Path) -> None:
+async def test_cancelling_run_kills_the_child_at_once(tmp_path: Path) -> None:
     process = child(tmp_path, SLEEP)
     running = asyncio.create_task(process.run())
-    await until(lambda: process.pid and "up" in process.log_tail())
+    await wait_until(lambda: process.pid and "up" in process.log_tail())
     pid = process.pid
     assert pid is not None
     running.cancel()
@@ -202,13 +202,13 @@ async def test_stop_before_run_and_during_backoff_returns(tmp_path: Path) -> Non
     codes: list[int] = []
     waiting = child(tmp_path, "raise SystemExit(1)", on_exit=codes.append, first_delay_s=1000)
     running = asyncio.create_task(waiting.run())
-    await until(lambda: codes)
+    await wait_until(lambda: codes)
     await asyncio.wait_for(waiting.stop(), 60)
     await running
 
 
-def started(process: SupervisedProcess, caplog: pytest.LogCaptureFixture) -> list[str]:
-    """What the supervisor said of starts that failed."""
+def failed_starts(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """The supervisor's log messages about starts that failed."""
     return [record.getMessage() for record in caplog.records if "could not be started" in record.getMessage()]
 
 
@@ -223,33 +223,33 @@ def started(process: SupervisedProcess, caplog: pytest.LogCaptureFixture) -> lis
 async def test_a_fork_that_fails_is_logged_and_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: OSError
 ) -> None:
-    fork, tried = _posixsubprocess.fork_exec, 0
+    fork, tries = _posixsubprocess.fork_exec, 0
 
-    def flaky(*arguments: Any) -> int:
-        nonlocal tried
-        tried += 1
-        if tried in (2, 3):
+    def fail_twice(*arguments: Any) -> int:
+        nonlocal tries
+        tries += 1
+        if tries in (2, 3):
             raise error
         return fork(*arguments)
 
-    monkeypatch.setattr(subprocess, "_fork_exec", flaky)
+    monkeypatch.setattr(subprocess, "_fork_exec", fail_twice)
     codes: list[int] = []
     process = child(tmp_path, "raise SystemExit(7)", on_exit=codes.append, first_delay_s=0.05)
     running = asyncio.create_task(process.run())
-    await until(lambda: len(codes) == 2)
+    await wait_until(lambda: len(codes) == 2)
     assert not running.done()
     await process.stop()
     await running
-    assert tried >= 4
+    assert tries >= 4
     assert codes[:2] == [7, 7]
-    failed = started(process, caplog)
-    assert len(failed) == 2
-    assert f"child could not be started: {error}; again in 0.1 s" in failed[0]
+    messages = failed_starts(caplog)
+    assert len(messages) == 2
+    assert f"child could not be started: {error}; again in 0.1 s" in messages[0]
 
 
 @contextmanager
 def no_descriptors_left() -> Iterator[None]:
-    """This process may open no further file."""
+    """Inside the block this process cannot open another file."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     lowest = os.open(os.devnull, os.O_RDONLY)
     os.close(lowest)
@@ -260,20 +260,20 @@ def no_descriptors_left() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-async def test_without_a_free_file_descriptor_it_is_tried_until_there_is_one(
+async def test_the_start_is_repeated_until_a_file_descriptor_is_free(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     process = child(tmp_path, SLEEP, first_delay_s=0.05)
     with no_descriptors_left():
         running = asyncio.create_task(process.run())
-        await until(lambda: len(started(process, caplog)) == 2)
-    await until(lambda: process.pid and process.log_tail() == "up")
+        await wait_until(lambda: len(failed_starts(caplog)) == 2)
+    await wait_until(lambda: process.pid and process.log_tail() == "up")
     await process.stop()
     await running
-    assert "Too many open files" in started(process, caplog)[0]
+    assert "Too many open files" in failed_starts(caplog)[0]
 
 
-async def test_the_log_of_a_child_that_ends_while_no_descriptor_is_free_is_empty(tmp_path: Path) -> None:
+async def test_the_log_tail_is_empty_while_no_file_descriptor_is_free(tmp_path: Path) -> None:
     tails: list[str] = []
 
     def ended(_: int) -> None:
@@ -282,27 +282,27 @@ async def test_the_log_of_a_child_that_ends_while_no_descriptor_is_free_is_empty
 
     process = child(tmp_path, "print('last words'); raise SystemExit(1)", first_delay_s=0.05, on_exit=ended)
     running = asyncio.create_task(process.run())
-    await until(lambda: len(tails) == 2 or running.done())
+    await wait_until(lambda: len(tails) == 2 or running.done())
     assert tails == ["", ""]
     await process.stop()
     await running
 
 
-async def test_a_log_directory_that_cannot_be_written_is_tried_until_it_can(
+async def test_the_start_is_repeated_until_the_log_directory_can_be_made(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "logs").write_text("a file where the directory should be")
     process = child(tmp_path, SLEEP, first_delay_s=0.05)
     running = asyncio.create_task(process.run())
-    await until(lambda: len(started(process, caplog)) == 2)
+    await wait_until(lambda: len(failed_starts(caplog)) == 2)
     (tmp_path / "logs").unlink()
-    await until(lambda: process.pid and process.log_tail() == "up")
+    await wait_until(lambda: process.pid and process.log_tail() == "up")
     await process.stop()
     await running
 
 
-async def test_no_thread_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine without a free process id has no free thread either."""
+async def test_supervision_needs_no_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine without a free process id has no free thread id either."""
 
     def refuse(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
@@ -311,15 +311,13 @@ async def test_no_thread_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     codes: list[int] = []
     process = child(tmp_path, "raise SystemExit(7)", on_exit=codes.append, first_delay_s=0.05)
     running = asyncio.create_task(process.run())
-    await until(lambda: len(codes) == 2)
+    await wait_until(lambda: len(codes) == 2)
     await process.stop()
     await running
     assert codes[:2] == [7, 7]
 
 
-async def test_the_end_of_a_child_is_seen_without_a_descriptor_for_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_end_of_a_child_is_noticed_without_a_pidfd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(_: int) -> int:
         raise OSError(errno.EMFILE, "Too many open files")
 
@@ -327,38 +325,38 @@ async def test_the_end_of_a_child_is_seen_without_a_descriptor_for_it(
     codes: list[int] = []
     process = child(tmp_path, "raise SystemExit(7)", on_exit=codes.append, first_delay_s=0.05)
     running = asyncio.create_task(process.run())
-    await until(lambda: len(codes) == 2)
+    await wait_until(lambda: len(codes) == 2)
     await process.stop()
     await running
     assert codes[:2] == [7, 7]
 
 
-async def test_stopping_a_child_that_is_just_being_reaped_raises_nothing(tmp_path: Path) -> None:
+async def test_stopping_a_child_that_has_just_ended_raises_nothing(tmp_path: Path) -> None:
     process = child(tmp_path, "import time; time.sleep(0.2)")
     running = asyncio.create_task(process.run())
-    await until(lambda: process.pid)
+    await wait_until(lambda: process.pid)
     pid = process.pid
     assert pid is not None
     while alive(pid):
-        time.sleep(0.01)  # noqa: ASYNC251 - the loop is busy, so it has not heard that the child has ended
-    time.sleep(0.2)  # noqa: ASYNC251 - time for whoever else might reap it
+        time.sleep(0.01)  # noqa: ASYNC251 - the event loop must not notice the end of the child
+    time.sleep(0.2)  # noqa: ASYNC251 - time in which other code could reap the child
     assert process.pid == pid
     await process.stop()
     await running
 
 
-async def test_each_start_begins_with_a_divider_and_the_tail_is_the_newest_ones(tmp_path: Path) -> None:
+async def test_each_start_begins_with_a_divider_and_the_tail_shows_the_newest_start(tmp_path: Path) -> None:
     codes: list[int] = []
     process = child(tmp_path, "import os; print(os.getpid())", on_exit=codes.append, first_delay_s=0.05)
     running = asyncio.create_task(process.run())
-    await until(lambda: len(codes) == 2)
+    await wait_until(lambda: len(codes) == 2)
     await process.stop()
     await running
     lines = process.log_path.read_text().splitlines()
     assert [line.split(",")[0] for line in lines[:3:2]] == ["===== child: start 1", "===== child: start 2"]
     assert lines[1] != lines[3]
     assert "=====" not in process.log_tail()
-    process.log_path.write_text("")  # somebody rotates logs
+    process.log_path.write_text("")  # as a log rotation does
     assert process.log_tail() == ""
     process.log_path.unlink()
     assert process.log_tail() == ""
@@ -384,14 +382,14 @@ asyncio.run(SupervisedProcess("c", [sys.executable, "-c", CHILD], {}, Path(sys.a
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the parent-death signal is Linux's")
-async def test_killed_supervisor_leaves_no_child_or_grandchild(tmp_path: Path) -> None:
+async def test_a_killed_supervisor_leaves_no_child_or_grandchild(tmp_path: Path) -> None:
     log = tmp_path / "c.log"
     supervisor = await asyncio.create_subprocess_exec(sys.executable, "-c", SUPERVISOR, str(log))
     try:
-        await until(lambda: log.exists() and len(log.read_text().splitlines()) == 2)
+        await wait_until(lambda: log.exists() and len(log.read_text().splitlines()) == 2)
         pids = [int(word) for word in log.read_text().splitlines()[1].split()]
         assert all(alive(pid) for pid in pids)
     finally:
         supervisor.kill()
         await supervisor.wait()
-    await until(lambda: not any(alive(pid) for pid in pids))
+    await wait_until(lambda: not any(alive(pid) for pid in pids))

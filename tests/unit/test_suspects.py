@@ -1,4 +1,4 @@
-"""Turns of samples that the inference server has died on: how many at a time, and who before whom."""
+"""Suspects, samples during which the inference server died: how many run at a time, and in which order."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import pytest
 from skyrl.sampling.suspects import Suspects
 
 
-async def settled() -> None:
+async def settle() -> None:
     for _ in range(5):
         await asyncio.sleep(0)
 
 
 class Queue:
-    """Suspects that wait, by name."""
+    """Suspects by name, and the turns that they get."""
 
     def __init__(self) -> None:
         self.suspects = Suspects()
         self.running: dict[str, bool] = {}
-        """Whose turn it is, and whether they were told that they are alone."""
+        """The suspects that have their turn now, each with the flag that it runs alone."""
         self.tasks: dict[str, asyncio.Task[None]] = {}
 
     async def join(self, deaths: int, *names: str) -> None:
@@ -28,7 +28,7 @@ class Queue:
             self.suspects.add(deaths)
         for name in names:
             self.tasks[name] = asyncio.create_task(self._wait(deaths, name))
-        await settled()
+        await settle()
 
     async def _wait(self, deaths: int, name: str) -> None:
         self.running[name] = await self.suspects.wait_turn(deaths)
@@ -38,7 +38,7 @@ class Queue:
             del self.running[name]
             self.suspects.end_turn()
             self.suspects.remove(deaths)
-        await settled()
+        await settle()
 
 
 def names(count: int, prefix: str = "") -> list[str]:
@@ -46,14 +46,14 @@ def names(count: int, prefix: str = "") -> list[str]:
 
 
 @pytest.mark.parametrize(("count", "together"), [(1, 1), (8, 1), (9, 8), (64, 8), (65, 64), (2000, 64)], ids=str)
-async def test_the_group_is_smaller_than_the_crowd(count: int, together: int) -> None:
+async def test_suspects_run_in_groups_smaller_than_their_number(count: int, together: int) -> None:
     queue = Queue()
     await queue.join(2, *names(count))
     assert len(queue.running) == together
     assert set(queue.running.values()) == {together == 1}
 
 
-async def test_everybody_has_a_turn_in_the_order_of_arrival() -> None:
+async def test_suspects_get_turns_in_the_order_of_arrival() -> None:
     queue = Queue()
     await queue.join(2, *names(20))
     ended: list[str] = []
@@ -64,14 +64,14 @@ async def test_everybody_has_a_turn_in_the_order_of_arrival() -> None:
     assert ended == names(20)
 
 
-async def test_who_has_seen_more_deaths_goes_first_and_apart() -> None:
+async def test_suspects_of_more_deaths_go_first_and_in_their_own_group() -> None:
     queue = Queue()
     await queue.join(2, *names(10))
     assert len(queue.running) == 8
     worse = names(9, "worse ")
     await queue.join(3, *worse)
     await queue.end(2, *list(queue.running)[:7])
-    assert len(queue.running) == 1, "the last of the group is still there, and nobody is sent beside it"
+    assert len(queue.running) == 1, "the last suspect of the group runs alone"
     await queue.end(2, *queue.running)
     assert list(queue.running) == worse[:8]
     await queue.end(3, *worse[:8])
@@ -80,11 +80,11 @@ async def test_who_has_seen_more_deaths_goes_first_and_apart() -> None:
     assert queue.running == {"8": True}
 
 
-async def test_who_is_cancelled_while_waiting_or_just_admitted_takes_nobodys_turn() -> None:
+async def test_a_suspect_that_is_cancelled_before_it_runs_costs_no_turn() -> None:
     queue = Queue()
     await queue.join(2, *names(4))
     queue.tasks["1"].cancel()
     queue.suspects.end_turn()
     queue.tasks["2"].cancel()
-    await settled()
+    await settle()
     assert list(queue.running) == ["0", "3"]

@@ -1,4 +1,4 @@
-"""What the sweeper leaves alone: files of saves that are running, and what has been taken into use again."""
+"""The file sweeper keeps the files of running saves and of adapters that are used again, and deletes unused ones."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from skyrl.config.server import ServerConfig, load_config
+from skyrl.config.loading import load_config
+from skyrl.config.server import ServerConfig
 from skyrl.db.database import Database
 from skyrl.db.migrate import migrate
 from skyrl.db.samplers import Sampler, add_sampler
@@ -44,8 +45,8 @@ def sweeper(config: ServerConfig, database: Database) -> FileSweeper:
     return FileSweeper(config, database, open_store(config))
 
 
-def written(config: ServerConfig) -> Path:
-    """An adapter version that was written long ago, and no row is of."""
+def write_old_adapter(config: ServerConfig) -> Path:
+    """Write an adapter version with an old modification time. No row names it."""
     directory = adapter_directory(config.state_dir, ADAPTER)
     directory.mkdir(parents=True)
     (directory / "adapter_model.safetensors").write_bytes(b"weights")
@@ -54,7 +55,7 @@ def written(config: ServerConfig) -> Path:
 
 
 def test_files_of_a_running_save_are_kept_however_long_it_takes(config: ServerConfig, sweeper: FileSweeper) -> None:
-    written(config)
+    write_old_adapter(config)
     store = open_store(config)
     key = f"{safe_name(MODEL)}/saved-1"
     with store.writing(key) as scratch:
@@ -72,7 +73,7 @@ def test_an_unloaded_adapter_that_a_repeated_save_uses_again_is_kept(
     config: ServerConfig, database: Database, sweeper: FileSweeper, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reclaim, "GRACE_S", 0.0)
-    directory = written(config)
+    directory = write_old_adapter(config)
     sweeper.unloaded(ADAPTER)
     sessions = SessionRow.__table__  # type: ignore[attr-defined]
     session = {"id": "s1", "tenant": "t", "status": "active", "created_at": 0.0, "heartbeat_at": 0.0}
@@ -83,10 +84,10 @@ def test_an_unloaded_adapter_that_a_repeated_save_uses_again_is_kept(
     assert directory.is_dir()
 
 
-def test_an_unloaded_adapter_goes_after_its_time(
+def test_an_unloaded_adapter_is_deleted_after_the_grace_time(
     config: ServerConfig, sweeper: FileSweeper, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    directory = written(config)
+    directory = write_old_adapter(config)
     sweeper.unloaded(ADAPTER)
     sweeper.delete_files(set())
     assert directory.is_dir()

@@ -1,7 +1,4 @@
-"""The tiny model's files and the two tasks: format, tokenizer and rewards.
-
-Nothing here runs the model; what it can do is the business of slower tests.
-"""
+"""The tiny model's files and the two tasks: format, tokenizer and rewards. Slower tests run the model."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ def tokenizer() -> PreTrainedTokenizerBase:
     return AutoTokenizer.from_pretrained(model_path())
 
 
-def draws(task: corpus.Task, count: int = 200) -> list[tuple[str, object]]:
+def draw_prompts(task: corpus.Task, count: int = 200) -> list[tuple[str, object]]:
     rng = Random(7)
     return [task.prompt(rng) for _ in range(count)]
 
@@ -46,7 +43,7 @@ def test_weights_are_bfloat16_and_small() -> None:
     assert sum(path.stat().st_size for path in model_path().iterdir()) < 3_000_000
 
 
-def test_any_text_survives_the_tokenizer(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_any_text_is_encoded_and_decoded_unchanged(tokenizer: PreTrainedTokenizerBase) -> None:
     rng = Random(1)
     planes = [(0, 0x7F), (0x80, 0x7FF), (0x800, 0xD7FF), (0xE000, 0xFFFF), (0x10000, 0x10FFFF)]
     texts = ["", " ", "  a  b ", "\r\n\t\n x", "héllo 世界 🎉 e\u0301 ٣٤ can't , . !"]
@@ -55,7 +52,7 @@ def test_any_text_survives_the_tokenizer(tokenizer: PreTrainedTokenizerBase) -> 
         assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-def test_special_tokens_are_single_tokens(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_each_special_token_is_one_token(tokenizer: PreTrainedTokenizerBase) -> None:
     assert len(tokenizer) == 512
     for special in SPECIALS:
         assert len(tokenizer.encode(f"a{special}b")) == 3
@@ -66,17 +63,17 @@ def test_special_tokens_are_single_tokens(tokenizer: PreTrainedTokenizerBase) ->
     assert config["pad_token_id"] == tokenizer.pad_token_id
 
 
-def test_decoding_without_specials_keeps_thoughts(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_decoding_without_special_tokens_keeps_the_think_tags(tokenizer: PreTrainedTokenizerBase) -> None:
     ids = tokenizer.encode("<think>\n7\n</think>\n\n3 5<|im_end|>")
     assert tokenizer.decode(ids, skip_special_tokens=True) == "<think>\n7\n</think>\n\n3 5"
 
 
 def test_every_digit_is_a_token_of_its_own(tokenizer: PreTrainedTokenizerBase) -> None:
     assert len(tokenizer.encode("1234567890" * 3)) == 30
-    assert not [t for t in tokenizer.get_vocab() if len(t) > 1 and any(c.isdecimal() for c in t)]
+    assert not [token for token in tokenizer.get_vocab() if len(token) > 1 and any(map(str.isdecimal, token))]
 
 
-def test_chat_template_agrees_with_the_corpus(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_the_chat_template_makes_the_prompts_of_the_corpus(tokenizer: PreTrainedTokenizerBase) -> None:
     turn = {"role": "user", "content": "count from 3 by 2"}
     text = tokenizer.apply_chat_template([turn], add_generation_prompt=True, tokenize=False)
     assert text == corpus.chat_prompt(turn["content"])
@@ -84,28 +81,28 @@ def test_chat_template_agrees_with_the_corpus(tokenizer: PreTrainedTokenizerBase
     assert tokenizer.apply_chat_template([turn, reply], tokenize=False) == f"{text}3 5<|im_end|>\n"
 
 
-def test_right_answers() -> None:
+def test_the_tasks_give_the_right_answers() -> None:
     assert corpus.TASKS["count"].answer((3, 2)) == "3 5 7 9 11 13 15 17"
     assert corpus.TASKS["sort"].answer("kcxam") == "a,c,k,m,x"
 
 
 @pytest.mark.parametrize("task", TASKS, ids=lambda task: task.name)
-def test_only_the_right_answer_earns_all(task: corpus.Task, tokenizer: PreTrainedTokenizerBase) -> None:
-    for _, state in draws(task):
+def test_only_the_right_answer_earns_the_full_reward(task: corpus.Task, tokenizer: PreTrainedTokenizerBase) -> None:
+    for _, state in draw_prompts(task):
         right = task.answer(state)
         items = task.split(right)
-        mark = right[len(items[0])]
+        separator = right[len(items[0])]
         assert task.reward(state, right) == task.reward(state, f"{right}<|im_end|>\n") == 1.0
-        assert 0.8 < task.reward(state, mark.join(items[:-1])) < 1.0
-        assert 0.8 < task.reward(state, mark.join([*items, items[-1]])) < 1.0
-        assert 0.8 < task.reward(state, mark.join([*items[:-1], "?"])) < 1.0
-        assert task.reward(state, mark.join(reversed(items))) <= 0.2
+        assert 0.8 < task.reward(state, separator.join(items[:-1])) < 1.0
+        assert 0.8 < task.reward(state, separator.join([*items, items[-1]])) < 1.0
+        assert 0.8 < task.reward(state, separator.join([*items[:-1], "?"])) < 1.0
+        assert task.reward(state, separator.join(reversed(items))) <= 0.2
         assert 16 <= len(tokenizer.encode(right)) <= 32
 
 
 @pytest.mark.parametrize("task", TASKS, ids=lambda task: task.name)
-def test_junk_earns_next_to_nothing(task: corpus.Task) -> None:
-    triples = [(question, state, task.answer(state)) for question, state in draws(task)]
+def test_wrong_text_earns_almost_no_reward(task: corpus.Task) -> None:
+    triples = [(question, state, task.answer(state)) for question, state in draw_prompts(task)]
     letters = "abcdefghijklmnopqrstuvwxyz"
     fixed = ["", " ", ",", ", , ,", "1", "a", "0 1 2 3 4 5 6 7", "a,b,c,d,e,f,g,h,i", "a b c d e f g h i"]
     fixed += [" ".join(map(str, range(100))), ",".join(letters)]
@@ -122,15 +119,15 @@ def test_junk_earns_next_to_nothing(task: corpus.Task) -> None:
 
 
 @pytest.mark.parametrize("task", TASKS, ids=lambda task: task.name)
-def test_prompts_repeat_with_the_seed_and_vary(task: corpus.Task) -> None:
-    assert draws(task) == draws(task)
-    assert len({question for question, _ in draws(task)}) > 50
+def test_prompts_are_the_same_for_a_seed_and_vary_within_it(task: corpus.Task) -> None:
+    assert draw_prompts(task) == draw_prompts(task)
+    assert len({question for question, _ in draw_prompts(task)}) > 50
 
 
 @pytest.mark.parametrize("task", TASKS, ids=lambda task: task.name)
-def test_the_sloppy_teacher_leaves_room(task: corpus.Task) -> None:
+def test_sloppy_answers_earn_between_a_quarter_and_half_of_the_reward(task: corpus.Task) -> None:
     rng = Random(3)
-    rewards = [task.reward(state, task.sloppy(rng, state)) for _, state in draws(task, 1000)]
+    rewards = [task.reward(state, task.sloppy(rng, state)) for _, state in draw_prompts(task, 1000)]
     assert 0.25 < sum(rewards) / len(rewards) < 0.5
     assert max(rewards) == 1.0
     assert min(rewards) < 0.2

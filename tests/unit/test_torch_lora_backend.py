@@ -1,4 +1,4 @@
-"""The backend as the engine sees it: construction, passes, steps, and failures that stay where they belong."""
+"""The torch backend as the engine uses it: construction, passes, optimizer steps, and failures of single passes."""
 
 from __future__ import annotations
 
@@ -29,12 +29,13 @@ from skyrl.backends.base import AdamParams, Datum, InvalidRequest, OutOfMemory, 
 from skyrl.backends.registry import create_backend
 from skyrl.backends.torch_lora.losses import LOSSES, Loss, LossInputs, LossValue
 from skyrl.backends.torch_lora.optimizer import NonFiniteGradient
-from skyrl.config.server import ConfigError, load_config
-from skyrl.engine.main import _load
+from skyrl.config.loading import load_config
+from skyrl.config.server import ConfigError
+from skyrl.engine.main import _load_backend
 from skyrl.processes.startup import NotLoaded
 
 
-def test_the_registry_builds_what_it_knows_and_refuses_the_rest() -> None:
+def test_the_registry_builds_known_backends_and_refuses_others() -> None:
     config = load_config({"base_model": base_path()})
     backend = create_backend("fsdp", config)
     assert (backend.limits.vocab_size, backend.limits.max_context) == (VOCAB, CONTEXT)
@@ -44,7 +45,7 @@ def test_the_registry_builds_what_it_knows_and_refuses_the_rest() -> None:
             create_backend(name, config)
 
 
-def test_the_context_is_the_smaller_of_model_and_configuration() -> None:
+def test_the_context_is_the_smaller_of_the_models_and_the_configured_length() -> None:
     for max_model_len, expected in ((64, 64), (10_000, CONTEXT)):
         settings = {"generator.inference_engine.max_model_len": max_model_len}
         backend = create_backend("fsdp", load_config({"base_model": base_path(), "backend_config": settings}))
@@ -67,13 +68,13 @@ def test_base_models_that_cannot_be_trained_are_refused(tmp_path: Path) -> None:
         create_backend("fsdp", load_config({"base_model": str(tmp_path)}))
 
 
-def test_files_that_cannot_be_read_may_be_back_at_the_next_start(tmp_path: Path) -> None:
+def test_missing_model_files_allow_another_start_and_a_bad_config_does_not(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes((Path(base_path()) / "config.json").read_bytes())
     with pytest.raises(NotLoaded, match=f"^base_model: cannot load {tmp_path}: .*no file named model.safetensors"):
-        _load(load_config({"base_model": str(tmp_path)}))
+        _load_backend(load_config({"base_model": str(tmp_path)}))
     (tmp_path / "config.json").write_text('{"model_type": "of no kind"}')
     with pytest.raises(ConfigError, match=f"^base_model: cannot load {tmp_path}: .*of no kind"):
-        _load(load_config({"base_model": str(tmp_path)}))
+        _load_backend(load_config({"base_model": str(tmp_path)}))
 
 
 def test_supervised_training_lowers_the_loss() -> None:
@@ -109,7 +110,7 @@ def test_policy_gradient_moves_probability_towards_advantage() -> None:
         assert (moved * advantages).sum() > 0.5, loss_fn
 
 
-def test_gradients_are_summed_and_cleared(tmp_path: Path) -> None:
+def test_gradients_of_passes_are_summed_and_an_optimizer_step_clears_them(tmp_path: Path) -> None:
     data = sft(0, 12, 30, 7)
     whole, parts = make_backend(), make_backend()
     for backend in (whole, parts):
@@ -136,8 +137,9 @@ def test_a_forward_pass_leaves_no_gradient_and_equals_the_training_pass() -> Non
         assert np.array_equal(one, other)
 
 
-def test_several_targets_per_position(tmp_path: Path) -> None:
-    """[N, K] targets, K differing between datums, give the logprobs and gradients of K passes of [N]."""
+def test_k_targets_per_position_equal_k_passes(tmp_path: Path) -> None:
+    """Targets of shape [N, K], where K differs between datums, give the logprobs and gradients of K passes with targets
+    of shape [N]."""
     rng = np.random.default_rng(0)
     data, columns = [], []
     for datum, width in zip(sft(0, 9, 14, 5), (3, 1, 2), strict=True):
@@ -146,7 +148,7 @@ def test_several_targets_per_position(tmp_path: Path) -> None:
         weights = rng.normal(size=(length, width)).astype(np.float32)
         data.append(Datum(datum.tokens, {"target_tokens": targets, "weights": weights}))
         pairs = zip(targets.T, weights.T, strict=True)
-        columns.append([Datum(datum.tokens, {"target_tokens": t, "weights": w}) for t, w in pairs])
+        columns.append([Datum(datum.tokens, {"target_tokens": ids, "weights": row}) for ids, row in pairs])
     wide, narrow = make_backend(), make_backend()
     for backend in (wide, narrow):
         backend.create_model("m", spec())
@@ -158,7 +160,7 @@ def test_several_targets_per_position(tmp_path: Path) -> None:
     assert_close(saved(wide, "m", tmp_path / "w"), saved(narrow, "m", tmp_path / "n"), 1e-5)
 
 
-def test_metrics_have_one_colon_and_a_known_reduction() -> None:
+def test_each_loss_gives_its_metrics_named_with_a_reduction() -> None:
     backend = make_backend()
     backend.create_model("m", spec())
     expected = {"loss:sum", "num_tokens:sum"}
@@ -175,31 +177,33 @@ def test_metrics_have_one_colon_and_a_known_reduction() -> None:
         assert set(result.metrics) == names
         assert result.metrics["num_tokens:sum"] == 13
         assert all(type(value) is float and math.isfinite(value) for value in result.metrics.values())
-        assert all(n.count(":") == 1 and n.split(":")[1] in {"sum", "min", "max", "mean"} for n in names)
+        assert all(name.count(":") == 1 and name.split(":")[1] in {"sum", "min", "max", "mean"} for name in names)
 
 
-def test_an_overflowing_loss_fails_its_pass_only(tmp_path: Path) -> None:
-    """Also when an earlier slice of the same pass (here: the first 30 tokens) was fine."""
-    wild = rl(0, 30, 9)
-    wild[1].loss_inputs["logprobs"][:] = -500
+def test_an_overflowing_loss_fails_only_its_own_pass(tmp_path: Path) -> None:
+    """The first slice of the pass (30 tokens) is finite, the second overflows."""
+    overflowing = rl(0, 30, 9)
+    overflowing[1].loss_inputs["logprobs"][:] = -500
     for merge in (False, True):
-        backend, calm = (make_backend(micro_batch_tokens=32, merge=merge) for _ in range(2))
-        for each in (backend, calm):
-            each.create_model("m", spec())
-            each.create_model("other", spec(4))
+        backend, reference = (make_backend(micro_batch_tokens=32, merge=merge) for _ in range(2))
+        for one in (backend, reference):
+            one.create_model("m", spec())
+            one.create_model("other", spec(4))
         good = [train("m", sft(1, 9)), train("other", sft(2, 12))]
-        first, failed, second = backend.run([good[0], train("m", wild, "importance_sampling"), good[1]])
+        first, failed, second = backend.run([good[0], train("m", overflowing, "importance_sampling"), good[1]])
         assert isinstance(failed, InvalidRequest)
         assert "importance_sampling is" in str(failed)
         assert isinstance(first, PassResult)
         assert isinstance(second, PassResult)
-        ok([*calm.run([good[0]]), *calm.run([good[1]])])
+        ok([*reference.run([good[0]]), *reference.run([good[1]])])
         for model_id in ("m", "other"):
-            mine = saved(backend, model_id, tmp_path / f"{merge}-b-{model_id}")
-            assert_close(mine, saved(calm, model_id, tmp_path / f"{merge}-c-{model_id}"), 0 if not merge else 1e-5)
+            state = saved(backend, model_id, tmp_path / f"{merge}-b-{model_id}")
+            assert_close(
+                state, saved(reference, model_id, tmp_path / f"{merge}-c-{model_id}"), 0 if not merge else 1e-5
+            )
 
 
-def test_a_pass_that_raises_fails_alone_also_in_a_shared_micro_batch(
+def test_a_pass_that_raises_fails_alone_in_a_shared_micro_batch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def out_of_memory(lp: Tensor, inputs: LossInputs, config: object) -> LossValue:
@@ -207,23 +211,25 @@ def test_a_pass_that_raises_fails_alone_also_in_a_shared_micro_batch(
 
     monkeypatch.setitem(LOSSES, "exhausting", Loss(out_of_memory))
     plain = [Datum(d.tokens, {"target_tokens": d.loss_inputs["target_tokens"]}) for d in sft(0, 9)]
-    backend, calm = make_backend(merge=True), make_backend()
-    for each in (backend, calm):
-        each.create_model("a", spec())
-        each.create_model("b", spec(4))
+    backend, reference = make_backend(merge=True), make_backend()
+    for one in (backend, reference):
+        one.create_model("a", spec())
+        one.create_model("b", spec(4))
     first, failed, second = backend.run(
         [train("a", sft(1, 9)), train("a", plain, "exhausting"), train("b", sft(2, 12))]
     )
     assert isinstance(first, PassResult)
     assert isinstance(failed, OutOfMemory)
     assert isinstance(second, PassResult)
-    ok(calm.run([train("a", sft(1, 9)), train("b", sft(2, 12))]))
+    ok(reference.run([train("a", sft(1, 9)), train("b", sft(2, 12))]))
     for model_id in ("a", "b"):
-        assert_same(saved(backend, model_id, tmp_path / model_id), saved(calm, model_id, tmp_path / f"c{model_id}"))
+        assert_same(
+            saved(backend, model_id, tmp_path / model_id), saved(reference, model_id, tmp_path / f"c{model_id}")
+        )
 
 
-def test_a_non_finite_gradient_is_refused_cleared_and_changes_nothing(tmp_path: Path) -> None:
-    """Two passes with finite losses whose gradients add up beyond float32's range."""
+def test_an_optimizer_step_with_a_non_finite_gradient_raises_and_keeps_the_weights(tmp_path: Path) -> None:
+    """The loss of the pass is finite; its gradient exceeds the range of float32."""
     backend = make_backend()
     backend.create_model("m", spec())
     ok(backend.run([train("m", sft(0, 9))]))
@@ -239,7 +245,7 @@ def test_a_non_finite_gradient_is_refused_cleared_and_changes_nothing(tmp_path: 
     assert backend.optim_step("m", AdamParams()) == {}
 
 
-def test_deleting_a_model_forgets_it() -> None:
+def test_a_deleted_model_leaves_no_gradient_to_a_new_one_of_its_name() -> None:
     backend = make_backend()
     backend.create_model("m", spec(seed=1))
     ok(backend.run([train("m", sft(0, 9))]))
@@ -250,16 +256,17 @@ def test_deleting_a_model_forgets_it() -> None:
     assert backend.optim_step("m", AdamParams()) == {}
 
 
-def test_stable_reinforce_served_as_cispo_is_cispo_and_says_so(tmp_path: Path) -> None:
+def test_stable_reinforce_served_as_cispo_gives_the_results_of_cispo_and_a_metric(tmp_path: Path) -> None:
     backend = make_backend(losses={"stable_reinforce": "cispo"})
-    backend.create_model("asked", spec(seed=1))
-    backend.create_model("meant", spec(seed=1))
-    asked, meant = ok(backend.run([train("asked", rl(0, 9), "stable_reinforce"), train("meant", rl(0, 9), "cispo")]))
-    assert asked.metrics == meant.metrics | {"stable_reinforce_is_cispo:max": 1.0}
-    assert_same(saved(backend, "asked", tmp_path / "asked"), saved(backend, "meant", tmp_path / "meant"))
+    backend.create_model("stable", spec(seed=1))
+    backend.create_model("cispo", spec(seed=1))
+    passes = [train("stable", rl(0, 9), "stable_reinforce"), train("cispo", rl(0, 9), "cispo")]
+    stable_reinforce, cispo = ok(backend.run(passes))
+    assert stable_reinforce.metrics == cispo.metrics | {"stable_reinforce_is_cispo:max": 1.0}
+    assert_same(saved(backend, "stable", tmp_path / "stable"), saved(backend, "cispo", tmp_path / "cispo"))
 
 
-def test_stable_reinforce_takes_no_key_that_cispo_does_not_honour() -> None:
+def test_stable_reinforce_served_as_cispo_refuses_other_configuration_keys() -> None:
     backend = make_backend(losses={"stable_reinforce": "cispo"})
     backend.create_model("m", spec())
     with pytest.raises(InvalidRequest, match="kl_coeff"):

@@ -1,4 +1,6 @@
-"""Every refusal names the field, the datum and what is allowed, and leaves the backend as it was."""
+"""Passes, adapters and optimizer steps that the backend refuses. A refusal names the field, the datum and the allowed
+values, and does not change the backend.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ def backend() -> TorchLoraBackend:
 
 
 def _with(data: list[Datum], **changes: np.ndarray | None) -> list[Datum]:
-    """`data` with inputs of its last datum replaced, or removed where None; `tokens` replaces model_input."""
+    """`data` with other inputs in its last datum. None removes an input; `tokens` replaces the model input."""
     tokens = changes.pop("tokens", None)
     inputs = {**data[-1].loss_inputs, **changes}
     last = Datum(data[-1].tokens if tokens is None else tokens, {k: v for k, v in inputs.items() if v is not None})
@@ -158,7 +160,7 @@ REFUSALS: dict[str, tuple[Callable[[], TrainingPass], list[str]]] = {
 
 
 @pytest.mark.parametrize("name", REFUSALS)
-def test_refusals(backend: TorchLoraBackend, name: str) -> None:
+def test_an_invalid_pass_is_refused_with_its_field_and_the_allowed_values(backend: TorchLoraBackend, name: str) -> None:
     make, words = REFUSALS[name]
     with pytest.raises(InvalidRequest) as refused:
         backend.check(make())
@@ -167,7 +169,7 @@ def test_refusals(backend: TorchLoraBackend, name: str) -> None:
 
 
 @given(st.floats(0, 1e3), st.floats(0, 1e3), st.sampled_from(["ppo", "cispo", "gspo"]))
-def test_clip_bounds_are_taken_when_the_ratio_1_is_between_them(low: float, high: float, name: str) -> None:
+def test_clip_bounds_are_accepted_only_if_the_ratio_1_is_between_them(low: float, high: float, name: str) -> None:
     bounds = {"clip_low_threshold": low, "clip_high_threshold": high}
     if low <= 1 <= high:
         assert loss_config(name, LOSSES[name], bounds) == bounds
@@ -177,7 +179,7 @@ def test_clip_bounds_are_taken_when_the_ratio_1_is_between_them(low: float, high
             loss_config(name, LOSSES[name], bounds)
 
 
-def test_a_refused_pass_never_touches_its_neighbours(backend: TorchLoraBackend) -> None:
+def test_a_refused_pass_does_not_change_the_passes_beside_it(backend: TorchLoraBackend) -> None:
     good, bad = train("m", sft(1, 9)), train("m", sft(1, CONTEXT + 1))
     first, refused, second = backend.run([good, bad, good])
     assert isinstance(refused, InvalidRequest)
@@ -189,7 +191,7 @@ def test_a_refused_pass_never_touches_its_neighbours(backend: TorchLoraBackend) 
     assert backend.optim_step("m", AdamParams()) == alone.optim_step("m", AdamParams())
 
 
-def test_what_is_allowed(backend: TorchLoraBackend) -> None:
+def test_unusual_but_valid_passes_are_accepted(backend: TorchLoraBackend) -> None:
     weightless = [Datum(d.tokens, {"target_tokens": d.loss_inputs["target_tokens"]}) for d in sft(2, 5, CONTEXT)]
     backend.check(train("m", weightless))
     backend.check(train("m", _with(rl(0, N), advantages=np.ones(N, I64)), "ppo", clip_high_threshold=2))
@@ -211,7 +213,7 @@ def test_what_is_allowed(backend: TorchLoraBackend) -> None:
         (LoraSpec(8, 32, 0, False, False, False), ["train_attn", "train_mlp", "train_unembed"]),
     ],
 )
-def test_specs_that_cannot_be_honoured(backend: TorchLoraBackend, bad: LoraSpec, words: list[str]) -> None:
+def test_an_invalid_adapter_is_refused(backend: TorchLoraBackend, bad: LoraSpec, words: list[str]) -> None:
     with pytest.raises(InvalidRequest) as refused:
         backend.create_model("new", bad)
     for word in words:
@@ -220,7 +222,7 @@ def test_specs_that_cannot_be_honoured(backend: TorchLoraBackend, bad: LoraSpec,
     backend.delete_model("new")
 
 
-def test_a_model_id_is_taken_once(backend: TorchLoraBackend) -> None:
+def test_a_second_model_with_the_same_id_is_refused(backend: TorchLoraBackend) -> None:
     with pytest.raises(InvalidRequest, match="model_id: m exists"):
         backend.create_model("m", spec())
 
@@ -237,6 +239,6 @@ def test_a_model_id_is_taken_once(backend: TorchLoraBackend) -> None:
         {"grad_clip_norm": -1.0},
     ],
 )
-def test_steps_that_are_not_defined(backend: TorchLoraBackend, bad: dict[str, float]) -> None:
+def test_invalid_optimizer_parameters_are_refused(backend: TorchLoraBackend, bad: dict[str, float]) -> None:
     with pytest.raises(InvalidRequest, match=f"adam_params.{next(iter(bad))}"):
         backend.optim_step("m", AdamParams(**bad))

@@ -1,4 +1,4 @@
-"""A pass gives the same bits whatever runs beside it and however passes are grouped."""
+"""A pass gives the same bits whatever other passes run with it, and however passes are grouped."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ def _backend(*model_ids: str, merge: bool = False) -> TorchLoraBackend:
     return backend
 
 
-def _assert_same_results(some: list[PassResult], others: list[PassResult]) -> None:
-    for one, other in zip(some, others, strict=True):
-        assert one.metrics == other.metrics
-        for mine, theirs in zip(one.logprobs, other.logprobs, strict=True):
-            assert np.array_equal(mine, theirs)
+def _assert_same_results(results: list[PassResult], expected: list[PassResult]) -> None:
+    for result, expected_result in zip(results, expected, strict=True):
+        assert result.metrics == expected_result.metrics
+        for logprobs, expected_logprobs in zip(result.logprobs, expected_result.logprobs, strict=True):
+            assert np.array_equal(logprobs, expected_logprobs)
 
 
-def test_models_trained_in_mixed_batches_get_the_weights_each_gets_alone(tmp_path: Path) -> None:
+def test_a_model_trained_in_mixed_batches_gets_the_same_weights_as_alone(tmp_path: Path) -> None:
     mixed = _backend(*SPECS)
     alone = {model_id: _backend(model_id) for model_id in SPECS}
     for step in range(3):
@@ -51,16 +51,17 @@ def test_models_trained_in_mixed_batches_get_the_weights_each_gets_alone(tmp_pat
         interleaved = [training_pass for row in zip(*queues, strict=True) for training_pass in row]
         together = ok(mixed.run(interleaved))
         for number, (model_id, queue) in enumerate(zip(SPECS, queues, strict=True)):
-            apart = [ok(alone[model_id].run([training_pass]))[0] for training_pass in queue]
-            _assert_same_results(together[number :: len(SPECS)], apart)
+            alone_results = [ok(alone[model_id].run([training_pass]))[0] for training_pass in queue]
+            _assert_same_results(together[number :: len(SPECS)], alone_results)
             assert mixed.optim_step(model_id, STEP) == alone[model_id].optim_step(model_id, STEP)
     for model_id in SPECS:
-        mine = saved(mixed, model_id, tmp_path / "mixed" / model_id)
-        assert_same(mine, saved(alone[model_id], model_id, tmp_path / "alone" / model_id))
-        assert not torch.equal(mine[next(iter(mine))], torch.zeros_like(mine[next(iter(mine))]))
+        state = saved(mixed, model_id, tmp_path / "mixed" / model_id)
+        assert_same(state, saved(alone[model_id], model_id, tmp_path / "alone" / model_id))
+        first_tensor = next(iter(state.values()))
+        assert not torch.equal(first_tensor, torch.zeros_like(first_tensor))
 
 
-def test_grouping_does_not_matter(tmp_path: Path) -> None:
+def test_grouping_of_passes_does_not_change_the_gradients(tmp_path: Path) -> None:
     queue = [p for model_id in SPECS for p in _passes(model_id, 0)]
     forwards = [TrainingPass(p.model_id, p.data, p.loss_fn, backward=False) for p in queue]
     groupings = {
@@ -82,7 +83,7 @@ def test_grouping_does_not_matter(tmp_path: Path) -> None:
             assert_same(state[model_id], states["all"][model_id])
 
 
-def test_models_do_not_depend_on_the_order_of_creation(tmp_path: Path) -> None:
+def test_initial_weights_do_not_depend_on_the_order_of_creation(tmp_path: Path) -> None:
     forwards, backwards = _backend(*SPECS), _backend(*reversed(SPECS))
     torch.manual_seed(99)
     for model_id in SPECS:
@@ -95,23 +96,23 @@ def test_models_do_not_depend_on_the_order_of_creation(tmp_path: Path) -> None:
         assert not any(value.any() for key, value in one.items() if key.endswith("lora_B"))
 
 
-def test_ranks_side_by_side_in_one_micro_batch(tmp_path: Path) -> None:
-    """With merging, slices of adapters of rank 1, 8 and 32 share rows; each gets its own update, up to rounding."""
-    merged, apart = _backend(*SPECS, merge=True), _backend(*SPECS)
+def test_merged_passes_of_different_ranks_equal_separate_ones_up_to_rounding(tmp_path: Path) -> None:
+    """Merged slices of adapters of rank 1, 8 and 32 share a micro-batch."""
+    merged, separate = _backend(*SPECS, merge=True), _backend(*SPECS)
     for step in range(3):
         queue = [p for model_id in SPECS for p in _passes(model_id, step)]
-        for one, other in zip(ok(merged.run(queue)), ok(apart.run(queue)), strict=True):
-            for mine, theirs in zip(one.logprobs, other.logprobs, strict=True):
-                np.testing.assert_allclose(mine, theirs, atol=2e-4)
+        for one, other in zip(ok(merged.run(queue)), ok(separate.run(queue)), strict=True):
+            for logprobs, expected_logprobs in zip(one.logprobs, other.logprobs, strict=True):
+                np.testing.assert_allclose(logprobs, expected_logprobs, atol=2e-4)
         for model_id in SPECS:
-            mine = saved(merged, model_id, tmp_path / "merged" / f"{model_id}{step}")
-            assert_close(mine, saved(apart, model_id, tmp_path / "apart" / f"{model_id}{step}"), 1e-3)
-            for backend in (merged, apart):
+            state = saved(merged, model_id, tmp_path / "merged" / f"{model_id}{step}")
+            assert_close(state, saved(separate, model_id, tmp_path / "apart" / f"{model_id}{step}"), 1e-3)
+            for backend in (merged, separate):
                 backend.optim_step(model_id, AdamParams(learning_rate=1e-2, eps=1e-3))
 
 
 @pytest.mark.parametrize("loss_fn", ["cross_entropy", "ppo"])
-def test_splitting_changes_rounding_only_and_is_itself_deterministic(tmp_path: Path, loss_fn: str) -> None:
+def test_splitting_a_pass_changes_only_rounding_and_is_deterministic(tmp_path: Path, loss_fn: str) -> None:
     data = (sft if loss_fn == "cross_entropy" else rl)(4, 20, 9, 31, 16, 2, 25, 60)
     states = {}
     results = {}
@@ -124,13 +125,13 @@ def test_splitting_changes_rounding_only_and_is_itself_deterministic(tmp_path: P
     _assert_same_results(results["split"], results["again"])
     assert_close(states["split"], states["whole"], 5e-6)
     assert results["split"][0].metrics == pytest.approx(results["whole"][0].metrics, rel=1e-5)
-    for mine, theirs in zip(results["split"][0].logprobs, results["whole"][0].logprobs, strict=True):
-        np.testing.assert_allclose(mine, theirs, atol=1e-5)
+    for logprobs, expected_logprobs in zip(results["split"][0].logprobs, results["whole"][0].logprobs, strict=True):
+        np.testing.assert_allclose(logprobs, expected_logprobs, atol=1e-5)
 
 
 @pytest.mark.parametrize("architecture", ["qwen3", "qwen3-tied"])
-def test_training_one_model_leaves_the_base_as_it_was(architecture: str) -> None:
-    """Also with embeddings tied to the lm_head that the adapter trains."""
+def test_training_a_model_does_not_change_the_base_model(architecture: str) -> None:
+    """In "qwen3-tied" the embeddings are tied to the lm_head, which the adapter trains."""
     backend = make_backend(architecture)
     data = sft(1, 20, 9)
     results = []

@@ -1,4 +1,6 @@
-"""Memory that runs out at any point of a step, a pass, a save or a load: the model is as before, or as after."""
+"""Memory that runs out at any point of an optimizer step, a pass, a save or a load: the model is then in the state
+before or in the state after, never between.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ CPU = torch.device("cpu")
 
 
 def _adapter(steps: int, gradient: float = 0.5) -> Adapter:
-    """After `steps` steps, with a gradient that waits for the next."""
+    """An adapter after `steps` optimizer steps, with a pending gradient."""
     adapter = Adapter(LoraSpec(3, 32.0, 0), [Target("q_proj", 6, 4), Target("lm_head", 6, 11)], CPU)
     for _ in range(steps):
         adapter.accumulate(torch.linspace(-1, 2, adapter.weights.numel()))
@@ -42,13 +44,13 @@ def _adapter(steps: int, gradient: float = 0.5) -> Adapter:
     return adapter
 
 
-def _held(adapter: Adapter) -> tuple[Tensor | int | None, ...]:
+def _copy_of(adapter: Adapter) -> tuple[Tensor | int | None, ...]:
     """A copy of everything that an adapter holds."""
     tensors = (adapter.weights, adapter.gradient, adapter.exp_avg, adapter.exp_avg_sq)
     return (*(None if tensor is None else tensor.clone() for tensor in tensors), adapter.step)
 
 
-def _same(one: tuple[Tensor | int | None, ...], other: tuple[Tensor | int | None, ...]) -> bool:
+def _equal(one: tuple[Tensor | int | None, ...], other: tuple[Tensor | int | None, ...]) -> bool:
     return all(
         torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else a is b or a == b
         for a, b in zip(one, other, strict=True)
@@ -61,66 +63,66 @@ def test_a_step_that_fails_at_any_operation_changes_nothing(name: str, steps: in
     after = _adapter(steps)
     metrics = adamw_step(after, STEPS[name])
     adapter = _adapter(steps)
-    before = _held(adapter)
-    at, got = 0, {}
-    for at in itertools.count():
-        failing = FailingOperation(at)
+    before = _copy_of(adapter)
+    point, metrics_after_failures = 0, {}
+    for point in itertools.count():
+        failing = FailingOperation(point)
         try:
             with failing:
-                got = adamw_step(adapter, STEPS[name])
+                metrics_after_failures = adamw_step(adapter, STEPS[name])
         except torch.OutOfMemoryError:
-            assert _same(_held(adapter), before), f"operation {at}"
+            assert _equal(_copy_of(adapter), before), f"operation {point}"
             continue
         assert not failing.failed
         break
-    assert at >= 8, "fewer operations than a step takes were tried"
-    assert got == metrics
-    assert _same(_held(adapter), _held(after))
+    assert point >= 8, "a step has at least eight operations"
+    assert metrics_after_failures == metrics
+    assert _equal(_copy_of(adapter), _copy_of(after))
 
 
 @pytest.mark.parametrize("name", STEPS)
-def test_a_step_that_fails_at_any_line_is_whole_or_not_at_all(name: str) -> None:
+def test_a_step_that_fails_at_any_line_is_done_completely_or_not_at_all(name: str) -> None:
     after = _adapter(1)
     adamw_step(after, STEPS[name])
-    wholes = 0
-    at = 0
-    for at in itertools.count():
+    complete_steps = 0
+    point = 0
+    for point in itertools.count():
         adapter = _adapter(1)
-        before = _held(adapter)
-        failing = FailingLine(at, [optimizer, adapter_module])
+        before = _copy_of(adapter)
+        failing = FailingLine(point, [optimizer, adapter_module])
         try:
             with failing:
                 adamw_step(adapter, STEPS[name])
         except MemoryError:
-            whole = _same(_held(adapter), _held(after))
-            wholes += whole
-            assert whole or _same(_held(adapter), before), f"line {at}"
+            complete = _equal(_copy_of(adapter), _copy_of(after))
+            complete_steps += complete
+            assert complete or _equal(_copy_of(adapter), before), f"line {point}"
             continue
         break
-    assert at >= 15
-    assert wholes <= 1, "only the return statement comes after the change"
+    assert point >= 15
+    assert complete_steps <= 1, "only the return statement follows the change of the adapter"
 
 
 @pytest.mark.parametrize("gradient", [float("nan"), float("inf")])
-def test_a_gradient_that_is_not_finite_is_kept_or_cleared_and_nothing_else_changes(gradient: float) -> None:
+def test_a_non_finite_gradient_is_kept_or_cleared_and_the_rest_does_not_change(gradient: float) -> None:
     adapter = _adapter(1, gradient)
-    before = _held(adapter)
-    at = 0
-    for at in itertools.count():
+    before = _copy_of(adapter)
+    point = 0
+    for point in itertools.count():
         try:
-            with FailingOperation(at):
+            with FailingOperation(point):
                 adamw_step(adapter, STEPS["both"])
         except torch.OutOfMemoryError:
             assert adapter.gradient is not None
         except NonFiniteGradient:
             break
-    assert at >= 1
+    assert point >= 1
     assert adapter.gradient is None
-    assert _same((before[0], *before[2:]), (adapter.weights, adapter.exp_avg, adapter.exp_avg_sq, adapter.step))
+    assert _equal((before[0], *before[2:]), (adapter.weights, adapter.exp_avg, adapter.exp_avg_sq, adapter.step))
 
 
 def _backend(*model_ids: str, merge: bool = False) -> TorchLoraBackend:
-    """Models with a step behind them and a pending gradient."""
+    """A backend whose models have made one optimizer step and have a pending gradient."""
     backend = make_backend(merge=merge, micro_batch_tokens=32)
     for number, model_id in enumerate(model_ids):
         backend.create_model(model_id, spec(2, number, train_mlp=False))
@@ -132,23 +134,23 @@ def _backend(*model_ids: str, merge: bool = False) -> TorchLoraBackend:
 
 @pytest.mark.parametrize("merge", [False, True], ids=["alone", "merged"])
 def test_a_pass_that_fails_at_any_operation_leaves_its_models_gradient(tmp_path: Path, merge: bool) -> None:
-    """Passes of two models, of two slices and of one. Every 29th operation of some 2,000 is tried."""
+    """One model's pass has two slices, the other's has one. The test fails every 29th of about 2,000 operations."""
     passes = [train("a", rl(1, 9, 30), "ppo"), train("b", sft(2, 8))]
     backend = _backend("a", "b", merge=merge)
     start = {model_id: saved(backend, model_id, tmp_path / "start" / model_id) for model_id in "ab"}
     ok(backend.run(passes))
     done = {model_id: saved(backend, model_id, tmp_path / "done" / model_id) for model_id in "ab"}
     failures = 0
-    at = 0
-    for at in itertools.count(0, 29):
+    point = 0
+    for point in itertools.count(0, 29):
         for model_id in "ab":
             backend.load_state(model_id, tmp_path / "start" / model_id, optimizer=True)
-        failing = FailingOperation(at)
+        failing = FailingOperation(point)
         with failing:
             outcomes = backend.run(passes)
         for model_id, outcome in zip("ab", outcomes, strict=True):
             now = saved(backend, model_id, tmp_path / "now" / model_id)
-            if isinstance(outcome, PassResult):  # merged, after a failure, its slices have run alone
+            if isinstance(outcome, PassResult):  # a merged pass that failed has run again, slice by slice
                 assert_close(now, done[model_id], 1e-4 if merge else 0)
             else:
                 assert isinstance(outcome, OutOfMemory)
@@ -156,20 +158,20 @@ def test_a_pass_that_fails_at_any_operation_leaves_its_models_gradient(tmp_path:
         failures += any(isinstance(outcome, OutOfMemory) for outcome in outcomes)
         if not failing.failed:
             break
-    assert at > 500
+    assert point > 500
     assert merge or failures > 20
 
 
 def test_a_failed_attempt_gives_its_memory_back_before_its_slices_run_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[weakref.ref[Tensor]] = []
+    logprobs_refs: list[weakref.ref[Tensor]] = []
 
     def exhausting(lp: Tensor, inputs: LossInputs, config: object) -> LossValue:
         gc.collect()
-        alive = [tensor for tensor in (reference() for reference in seen) if tensor is not None]
-        seen.append(weakref.ref(lp))
-        if len(seen) == 1:
+        still_held = [tensor for tensor in (reference() for reference in logprobs_refs) if tensor is not None]
+        logprobs_refs.append(weakref.ref(lp))
+        if len(logprobs_refs) == 1:
             raise torch.OutOfMemoryError("no memory left")
-        assert not alive, "the logprobs of the attempt that failed are still held"
+        assert not still_held, "the failed attempt still holds its logprobs"
         return LossValue(lp.sum())
 
     monkeypatch.setitem(LOSSES, "exhausting", Loss(exhausting))
@@ -178,36 +180,37 @@ def test_a_failed_attempt_gives_its_memory_back_before_its_slices_run_alone(monk
     for training_pass in data:
         del training_pass.data[0].loss_inputs["weights"]
     ok(backend.run([train(one.model_id, list(one.data), "exhausting") for one in data]))
-    assert len(seen) == 3
+    assert len(logprobs_refs) == 3
 
 
-def _at_line(at: int) -> FailingLine:
-    return FailingLine(at, [state, adapter_module])
+def _at_line(point: int) -> FailingLine:
+    return FailingLine(point, [state, adapter_module])
 
 
 ANYWHERE = pytest.mark.parametrize("failing_at", [FailingOperation, _at_line], ids=["operations", "lines"])
 FailingAt = Callable[[int], FailingOperation | FailingLine]
 
 
-def _every_failure(failing_at: FailingAt, act: Callable[[], object], check: Callable[[], None]) -> int:
-    """`act` with a failure at each point until it succeeds; `check` after each. Returns how many there were."""
-    at, failing = 0, failing_at(0)
-    for at in itertools.count():
-        failing = failing_at(at)
+def _every_failure(failing_at: FailingAt, action: Callable[[], object], check: Callable[[], None]) -> int:
+    """Run `action` with a failure at point 0, 1, ... until it succeeds, and `check` after each failure. Returns the
+    number of failures."""
+    point, failing = 0, failing_at(0)
+    for point in itertools.count():
+        failing = failing_at(point)
         try:
             with failing:
-                act()
-        except Exception:  # safetensors makes other errors of the one that is injected
+                action()
+        except Exception:  # safetensors turns the injected error into other errors
             assert failing.failed
             check()
             continue
         break
     assert not failing.failed
-    return at
+    return point
 
 
 @ANYWHERE
-def test_a_save_that_fails_anywhere_changes_nothing_and_the_next_one_is_whole(
+def test_a_save_that_fails_anywhere_changes_nothing_and_the_next_one_is_complete(
     tmp_path: Path, failing_at: FailingAt
 ) -> None:
     backend = make_backend()
@@ -229,24 +232,24 @@ def test_a_save_that_fails_anywhere_changes_nothing_and_the_next_one_is_whole(
 @ANYWHERE
 def test_a_load_that_fails_anywhere_changes_nothing(tmp_path: Path, failing_at: FailingAt) -> None:
     other, backend = make_backend(), make_backend()
-    for seed, each in enumerate((other, backend)):
-        each.create_model("m", spec(2, seed, train_attn=False, train_mlp=False))
-        ok(each.run([train("m", sft(seed, 9))]))
-        each.optim_step("m", STEPS["both"])
-        ok(each.run([train("m", sft(seed + 1, 9))]))
+    for seed, one in enumerate((other, backend)):
+        one.create_model("m", spec(2, seed, train_attn=False, train_mlp=False))
+        ok(one.run([train("m", sft(seed, 9))]))
+        one.optim_step("m", STEPS["both"])
+        ok(one.run([train("m", sft(seed + 1, 9))]))
     source = tmp_path / "source"
-    wanted = saved(other, "m", source)
+    expected = saved(other, "m", source)
     before = saved(backend, "m", tmp_path / "before")
 
     def check() -> None:
         assert_same(saved(backend, "m", tmp_path / "after"), before)
 
     assert _every_failure(failing_at, lambda: backend.load_state("m", source, optimizer=True), check) >= 5
-    assert_same(saved(backend, "m", tmp_path / "loaded"), wanted)
+    assert_same(saved(backend, "m", tmp_path / "loaded"), expected)
 
 
-def test_the_cpus_own_lack_of_memory_is_out_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A real one: torch says it in a plain RuntimeError."""
+def test_a_failed_allocation_on_the_cpu_is_out_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A real failure: on the CPU torch raises a plain RuntimeError."""
 
     def exhausting(lp: Tensor, inputs: LossInputs, config: object) -> LossValue:
         return LossValue(torch.empty(2**56, dtype=torch.float32).sum())

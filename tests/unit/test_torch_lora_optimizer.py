@@ -1,5 +1,5 @@
-"""The optimizer step against torch.optim.AdamW and torch's clipping, where the scale of gradients matters
-(large eps)."""
+"""The optimizer step equals torch.optim.AdamW with torch's clipping. A large eps makes the scale of gradients
+matter."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _adapter(seed: int = 0) -> Adapter:
 
 @pytest.mark.parametrize("clip", [0.0, 0.2, 1.3, 50.0])
 @pytest.mark.parametrize("decay", [0.0, 0.3])
-def test_steps_equal_torch_with_hyper_parameters_that_change_every_step(clip: float, decay: float) -> None:
+def test_steps_equal_torch_although_hyper_parameters_change_every_step(clip: float, decay: float) -> None:
     adapter = _adapter()
     parameters = [view.clone().requires_grad_() for view in adapter.views(adapter.weights).values()]
     optimizer = torch.optim.AdamW(parameters)
@@ -42,27 +42,27 @@ def test_steps_equal_torch_with_hyper_parameters_that_change_every_step(clip: fl
             torch.testing.assert_close(view, parameter.detach(), atol=1e-7, rtol=1e-6)
 
 
-def test_defaults_are_tinkers() -> None:
+def test_the_default_parameters_are_those_of_tinker() -> None:
     assert AdamParams() == AdamParams(1e-4, 0.9, 0.95, 1e-12, 0.0, 0.0)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_non_finite_gradient_changes_nothing_and_is_cleared(bad: float) -> None:
-    adapter, calm = _adapter(), _adapter()
-    for each in (adapter, calm):
+def test_a_non_finite_gradient_is_cleared_and_changes_no_weights(bad: float) -> None:
+    adapter, reference = _adapter(), _adapter()
+    for each in (adapter, reference):
         each.accumulate(torch.ones_like(each.weights))
         adamw_step(each, AdamParams())
     adapter.accumulate(torch.full_like(adapter.weights, bad))
     with pytest.raises(NonFiniteGradient, match=str(bad)):
         adamw_step(adapter, AdamParams())
     assert adamw_step(adapter, AdamParams()) == {}
-    for each in (adapter, calm):
+    for each in (adapter, reference):
         each.accumulate(torch.ones_like(each.weights))
         assert adamw_step(each, AdamParams())["optimizer_step"] == 2
-    assert torch.equal(adapter.weights, calm.weights)
+    assert torch.equal(adapter.weights, reference.weights)
 
 
-def test_the_first_step_without_gradient_is_no_step() -> None:
+def test_a_step_without_a_gradient_does_nothing() -> None:
     adapter = _adapter()
     before = adapter.weights.clone()
     assert adamw_step(adapter, AdamParams(weight_decay=0.5)) == {}

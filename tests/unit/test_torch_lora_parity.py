@@ -32,7 +32,7 @@ from skyrl.backends.base import AdamParams, Datum, TrainingPass
 from skyrl.backends.torch_lora import logprobs as logprobs_module
 from skyrl.backends.torch_lora.backend import TorchLoraBackend
 
-# PEFT warns of an adapter on a tied lm_head; here the adapter leaves the embeddings alone, as it should.
+# PEFT warns about an adapter on a tied lm_head. The adapters of this backend do not change the embeddings.
 pytestmark = pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning")
 LENGTHS = (7, 31, 1, 18, 30)
 
@@ -58,7 +58,7 @@ def _export(backend: TorchLoraBackend, directory: Path) -> Path:
 
 
 def _trained(architecture: str, **flags: bool) -> TorchLoraBackend:
-    """A backend whose model "m" has taken two steps, so that lora_B is not 0."""
+    """A backend whose model "m" has made two optimizer steps, so that lora_B is not 0."""
     backend = make_backend(architecture)
     backend.create_model("m", spec(8, 5, **flags))
     for step in range(2):
@@ -68,7 +68,7 @@ def _trained(architecture: str, **flags: bool) -> TorchLoraBackend:
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_an_untrained_adapter_leaves_the_base_models_logprobs(architecture: str) -> None:
+def test_an_untrained_adapter_gives_the_base_models_logprobs(architecture: str) -> None:
     backend = make_backend(architecture, micro_batch_tokens=40)
     backend.create_model("m", spec())
     data = sft(3, *LENGTHS)
@@ -148,7 +148,7 @@ def test_peft_loads_the_export_and_gives_the_same_logprobs(tmp_path: Path, archi
         assert (expected - _logprobs(stock, datum).detach()).abs().max() > 0.01
 
 
-def test_the_export_holds_what_was_trained_and_nothing_else(tmp_path: Path) -> None:
+def test_the_export_holds_exactly_the_trained_modules(tmp_path: Path) -> None:
     every = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"}
     mlp = {"gate_proj", "up_proj", "down_proj"}
     for name, flags, expected in (

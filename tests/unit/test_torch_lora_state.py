@@ -1,4 +1,4 @@
-"""Saved state continues bit for bit; what does not fit is refused and changes nothing."""
+"""Training continues from a saved state bit for bit. A state that does not fit is refused and changes nothing."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ def _save(backend: TorchLoraBackend, directory: Path) -> Path:
     return directory
 
 
-def test_continuing_equals_the_uninterrupted_run(tmp_path: Path) -> None:
+def test_training_from_a_saved_state_equals_the_uninterrupted_run(tmp_path: Path) -> None:
     first = _backend()
     _train(first, range(3))
     directory = _save(first, tmp_path / "checkpoint")
     _train(first, range(3, 6))
     second = _backend(spec(seed=77))
-    _forward_backward(second, 9)  # what was pending is replaced
+    _forward_backward(second, 9)  # loading replaces this pending gradient
     second.load_state("m", directory, optimizer=True)
     _train(second, range(3, 6))
     assert_same(saved(first, "m", tmp_path / "1"), saved(second, "m", tmp_path / "2"))
@@ -64,7 +64,7 @@ def test_a_snapshot_between_forward_backward_and_optim_step_is_exact(tmp_path: P
     assert_same(saved(first, "m", tmp_path / "1"), saved(second, "m", tmp_path / "2"))
 
 
-def test_without_the_optimizer_weights_are_the_same_and_the_next_step_differs(tmp_path: Path) -> None:
+def test_loading_without_the_optimizer_restores_weights_and_resets_the_optimizer(tmp_path: Path) -> None:
     first = _backend()
     _train(first, range(2))
     _forward_backward(first, 2)
@@ -72,15 +72,15 @@ def test_without_the_optimizer_weights_are_the_same_and_the_next_step_differs(tm
     second = _backend(spec(seed=77))
     second.load_state("m", directory, optimizer=False)
     before, after = saved(first, "m", tmp_path / "b"), saved(second, "m", tmp_path / "a")
-    assert_same({k: v for k, v in before.items() if k.startswith("weights.")}, after)
+    assert_same({name: tensor for name, tensor in before.items() if name.startswith("weights.")}, after)
     assert second.optim_step("m", STEP) == {}
     first.optim_step("m", STEP)
     for backend in (first, second):
         _forward_backward(backend, 3)
     assert first.optim_step("m", STEP)["optimizer_step"] == 4
     assert second.optim_step("m", STEP)["optimizer_step"] == 1
-    mine, theirs = saved(first, "m", tmp_path / "1"), saved(second, "m", tmp_path / "2")
-    assert any(not mine[name].equal(theirs[name]) for name in mine if name.startswith("weights."))
+    continued, restarted = saved(first, "m", tmp_path / "1"), saved(second, "m", tmp_path / "2")
+    assert any(not continued[name].equal(restarted[name]) for name in continued if name.startswith("weights."))
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,9 @@ def test_without_the_optimizer_weights_are_the_same_and_the_next_step_differs(tm
         (spec(train_unembed=False), ["train_unembed", "lm_head"]),
     ],
 )
-def test_another_adapter_is_refused_and_nothing_changes(tmp_path: Path, other: LoraSpec, words: list[str]) -> None:
+def test_the_state_of_another_adapter_shape_is_refused_and_changes_nothing(
+    tmp_path: Path, other: LoraSpec, words: list[str]
+) -> None:
     directory = _save(_backend(), tmp_path / "checkpoint")
     backend = _backend(other)
     _train(backend, range(1))
@@ -105,7 +107,7 @@ def test_another_adapter_is_refused_and_nothing_changes(tmp_path: Path, other: L
 
 
 @pytest.mark.parametrize("damaged", ["adapter_model.safetensors", "optimizer.safetensors"])
-def test_damaged_files_change_nothing(tmp_path: Path, damaged: str) -> None:
+def test_loading_damaged_or_missing_files_changes_nothing(tmp_path: Path, damaged: str) -> None:
     source = _backend()
     _train(source, range(1))
     directory = _save(source, tmp_path / "checkpoint")
@@ -118,8 +120,8 @@ def test_damaged_files_change_nothing(tmp_path: Path, damaged: str) -> None:
     tensors.unlink()
     with pytest.raises(FileNotFoundError):
         backend.load_state("m", directory, optimizer=True)
-    about = json.loads((directory / "state.json").read_text())
-    (directory / "state.json").write_text(json.dumps(about | {"format": 3}))
+    description = json.loads((directory / "state.json").read_text())
+    (directory / "state.json").write_text(json.dumps(description | {"format": 3}))
     with pytest.raises(ValueError, match="format 3"):
         backend.load_state("m", directory, optimizer=True)
     with pytest.raises(FileNotFoundError):
@@ -127,7 +129,7 @@ def test_damaged_files_change_nothing(tmp_path: Path, damaged: str) -> None:
     assert_same(before, saved(backend, "m", tmp_path / "after"))
 
 
-def test_only_safetensors_and_json_are_written(tmp_path: Path) -> None:
+def test_a_save_writes_only_safetensors_and_json(tmp_path: Path) -> None:
     backend = _backend()
     adapter = {"adapter_config.json", "adapter_model.safetensors"}
     assert {path.name for path in _save(backend, tmp_path / "new").iterdir()} == adapter | {"state.json"}
@@ -138,10 +140,12 @@ def test_only_safetensors_and_json_are_written(tmp_path: Path) -> None:
     backend.save_adapter("m", tmp_path / "a")
     assert {path.name for path in (tmp_path / "a").iterdir()} == adapter
     for name in adapter:
-        assert (tmp_path / "a" / name).read_bytes() == (trained / name).read_bytes(), "state holds the same adapter"
+        assert (tmp_path / "a" / name).read_bytes() == (trained / name).read_bytes(), (
+            "the saved state holds the same adapter"
+        )
 
 
-def test_adapter_in_bfloat16_is_the_rounded_one_and_training_state_stays_float32(tmp_path: Path) -> None:
+def test_a_bfloat16_adapter_is_the_rounded_one_and_the_training_state_stays_float32(tmp_path: Path) -> None:
     backend = _backend()
     _train(backend, range(1))
     before = _save(backend, tmp_path / "before")
@@ -157,10 +161,10 @@ def test_adapter_in_bfloat16_is_the_rounded_one_and_training_state_stays_float32
     assert any(not torch.equal(halves[name].float(), tensor) for name, tensor in exact.items())
     after = _save(backend, tmp_path / "after")
     for file in before.iterdir():
-        assert (after / file.name).read_bytes() == file.read_bytes(), "the model itself is not rounded"
+        assert (after / file.name).read_bytes() == file.read_bytes(), "the training state is not rounded"
 
 
-def test_weights_are_stored_once(tmp_path: Path) -> None:
+def test_a_saved_state_holds_the_weights_once(tmp_path: Path) -> None:
     backend = _backend()
     directory = _save(backend, tmp_path / "new")
     weights = sum(view.nbytes for view in saved(backend, "m", tmp_path / "s").values())
@@ -176,8 +180,10 @@ def test_state_in_the_first_format_is_still_read(tmp_path: Path, optimizer: bool
     old = tmp_path / "old"
     old.mkdir()
     save_file(saved(first, "m", tmp_path / "s"), old / "state.safetensors")
-    about = json.loads((directory / "state.json").read_text())
-    (old / "state.json").write_text(json.dumps({k: v for k, v in about.items() if k != "parts"} | {"format": 1}))
+    description = json.loads((directory / "state.json").read_text())
+    (old / "state.json").write_text(
+        json.dumps({key: value for key, value in description.items() if key != "parts"} | {"format": 1})
+    )
     states = []
     for number, source in enumerate((directory, old)):
         backend = _backend(spec(seed=77))
@@ -191,11 +197,11 @@ def test_unknown_models_are_refused(tmp_path: Path) -> None:
     backend = _backend()
     backend.delete_model("m")
     backend.delete_model("never existed")
-    for act in (
+    for action in (
         lambda: backend.save_state("m", tmp_path),
         lambda: backend.load_state("m", tmp_path, optimizer=True),
         lambda: backend.save_adapter("m", tmp_path),
         lambda: backend.optim_step("m", STEP),
     ):
         with pytest.raises(InvalidRequest, match="model_id: there is no model m"):
-            act()
+            action()

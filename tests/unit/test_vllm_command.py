@@ -1,4 +1,4 @@
-"""The vLLM command line: what a configuration turns into, without starting anything."""
+"""The vLLM command line that a configuration turns into. No process is started."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from skyrl.config.server import ConfigError, ServerConfig, load_config
+from skyrl.config.loading import load_config
+from skyrl.config.server import ConfigError, ServerConfig
 from skyrl.inference import vllm_command
 from skyrl.inference.placement import ServerSpec
 from skyrl.inference.vllm_command import context_length, cuda_devices, inference_devices, render, vllm_spec
@@ -39,7 +40,7 @@ def spec(model: Path | str, *, cuda: bool = False, **backend: Any) -> ServerSpec
 
 
 def option(server: ServerSpec, name: str) -> list[str]:
-    """Arguments of an option; ['absent'] when it is not given."""
+    """The arguments of an option; ['absent'] if the command line does not have the option."""
     argv = server.argv
     if f"--{name}" not in argv:
         return ["absent"]
@@ -48,7 +49,7 @@ def option(server: ServerSpec, name: str) -> list[str]:
     return list(rest[:end])
 
 
-def test_cpu_server_has_every_setting_that_keeps_it_alive(model: Path) -> None:
+def test_a_cpu_server_has_every_setting_that_it_needs(model: Path) -> None:
     server = spec(model)
     assert server.argv[1:3] == ("-m", "vllm.entrypoints.openai.api_server")
     for flag in ("enforce-eager", "no-enable-chunked-prefill", "enable-lora", "enable-scale-out"):
@@ -65,7 +66,7 @@ def test_cpu_server_has_every_setting_that_keeps_it_alive(model: Path) -> None:
     assert option(server, "scheduling-policy") == ["priority"]
 
 
-def test_it_listens_on_loopback_with_a_key_that_is_not_in_the_arguments(model: Path) -> None:
+def test_vllm_listens_on_loopback_and_gets_its_key_by_environment(model: Path) -> None:
     server = spec(model)
     assert option(server, "host") == ["127.0.0.1"]
     assert option(server, "port") == ["9123"]
@@ -76,7 +77,7 @@ def test_it_listens_on_loopback_with_a_key_that_is_not_in_the_arguments(model: P
     assert server.env["GLOO_SOCKET_IFNAME"] == server.env["NCCL_SOCKET_IFNAME"] == "lo"
 
 
-def test_it_is_a_pure_function_and_servers_draw_different_samples(model: Path) -> None:
+def test_the_command_depends_only_on_its_inputs_and_servers_have_different_seeds(model: Path) -> None:
     config = config_of(model)
     first = vllm_spec(config, 9123, "secret", cuda=False)
     assert first == vllm_spec(config, 9123, "secret", cuda=False)
@@ -97,7 +98,7 @@ def test_lora_limits_and_names_come_from_the_configuration(model: Path) -> None:
     ("configured", "expected_length", "expected_batch"),
     [(None, "1024", "8192"), (256, "256", "8192"), (20_000, "20000", "20000")],
 )
-def test_batch_holds_a_whole_prompt(
+def test_a_batch_is_as_large_as_the_longest_prompt(
     model: Path, configured: int | None, expected_length: str, expected_batch: str
 ) -> None:
     server = spec(model, generator__inference_engine__max_model_len=configured)
@@ -105,13 +106,13 @@ def test_batch_holds_a_whole_prompt(
     assert option(server, "max-num-batched-tokens") == [expected_batch]
 
 
-def test_kv_cache_of_a_small_model_fits_every_sequence_within_256_mib(model: Path) -> None:
-    # 2 (k, v) * 4 bytes * 128 tokens * 2 layers * 2 heads * 32 = 131,072 bytes a block; 8 blocks a sequence
+def test_the_kv_cache_of_a_small_model_holds_every_sequence_in_at_most_256_mib(model: Path) -> None:
+    # 2 (k, v) * 4 bytes * 128 tokens * 2 layers * 2 heads * 32 = 131,072 bytes per block; 8 blocks per sequence
     assert option(spec(model, generator__inference_engine__max_num_seqs=16), "num-gpu-blocks-override") == ["129"]
     assert option(spec(model), "num-gpu-blocks-override") == ["2049"]
 
 
-def test_kv_cache_of_a_big_or_unknown_model_is_left_to_vllm(model: Path) -> None:
+def test_vllm_sizes_the_kv_cache_of_a_large_or_unknown_model(model: Path) -> None:
     big = TINY | {"num_hidden_layers": 28, "num_key_value_heads": 8, "head_dim": 128}
     (model / "config.json").write_text(json.dumps(big))
     server = spec(model)
@@ -123,7 +124,7 @@ def test_kv_cache_of_a_big_or_unknown_model_is_left_to_vllm(model: Path) -> None
     assert option(unknown, "max-model-len") == ["4096"]
 
 
-def test_gpu_server_leaves_to_vllm_what_vllm_does_well(model: Path) -> None:
+def test_a_gpu_server_leaves_these_settings_to_vllm(model: Path) -> None:
     server = spec(model, cuda=True)
     assert option(server, "dtype") == ["bfloat16"]
     assert option(server, "gpu-memory-utilization") == ["0.5"]
@@ -139,7 +140,7 @@ def test_gpu_server_leaves_to_vllm_what_vllm_does_well(model: Path) -> None:
     assert "TORCH_COMPILE_DISABLE" not in server.env
 
 
-def test_sleep_mode_only_when_the_device_is_shared(model: Path) -> None:
+def test_sleep_mode_is_enabled_if_the_device_is_shared(model: Path) -> None:
     assert option(spec(model, cuda=True, trainer__placement__colocate_all=True), "enable-sleep-mode") == []
 
 
@@ -154,7 +155,7 @@ def test_sleep_mode_only_when_the_device_is_shared(model: Path) -> None:
         (("0", "1"), 1, True, ["0"]),
     ],
 )
-def test_it_takes_the_devices_after_the_trainers(
+def test_vllm_gets_the_devices_after_the_trainers(
     model: Path, devices: tuple[str, ...], parallel: int, colocated: bool, expected: list[str]
 ) -> None:
     keys = {
@@ -169,15 +170,15 @@ def test_tensor_parallelism_without_gpus_is_refused(model: Path) -> None:
         spec(model, generator__inference_engine__tensor_parallel_size=2)
 
 
-def test_vllms_own_options_pass_through_and_win(model: Path) -> None:
-    passed = {
+def test_engine_init_kwargs_override_the_computed_options(model: Path) -> None:
+    overrides = {
         "max-num-batched-tokens": 16384,
         "enforce_eager": False,
         "lora_target_modules": ["q_proj"],
         "hf_overrides": {"head_dtype": "float32"},
         "num_gpu_blocks_override": None,
     }
-    server = spec(model, generator__inference_engine__engine_init_kwargs=passed)
+    server = spec(model, generator__inference_engine__engine_init_kwargs=overrides)
     assert server.argv.count("--max-num-batched-tokens") == 1
     assert option(server, "max-num-batched-tokens") == ["16384"]
     assert option(server, "no-enforce-eager") == []
@@ -188,7 +189,7 @@ def test_vllms_own_options_pass_through_and_win(model: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["port", "host", "api-key", "model", "served_model_name"])
-def test_options_that_skyrl_sets_cannot_be_passed_through(model: Path, name: str) -> None:
+def test_options_that_only_skyrl_sets_are_refused_in_engine_init_kwargs(model: Path, name: str) -> None:
     with pytest.raises(ConfigError, match=name.replace("-", "_")):
         spec(model, generator__inference_engine__engine_init_kwargs={name: "x"})
 
@@ -202,15 +203,15 @@ def test_options_that_skyrl_sets_cannot_be_passed_through(model: Path, name: str
         ({"middleware": ["a.B", "c"]}, ["a.B", "c"]),
     ],
 )
-def test_middleware_of_an_operator_is_added_to_the_one_that_names_each_start(
+def test_an_operators_middleware_is_added_after_skyrls_own(
     model: Path, given: dict[str, Any], added: list[str]
 ) -> None:
     argv = spec(model, generator__inference_engine__engine_init_kwargs=given).argv
-    named = [argv[i + 1] for i, word in enumerate(argv) if word == "--middleware"]
-    assert named == ["skyrl.vllm_plugin.incarnation.IncarnationHeader", *added]
+    middleware = [argv[i + 1] for i, word in enumerate(argv) if word == "--middleware"]
+    assert middleware == ["skyrl.vllm_plugin.incarnation.IncarnationHeader", *added]
 
 
-def test_render() -> None:
+def test_values_are_rendered_as_command_line_options() -> None:
     values = {"a_b": True, "c": False, "d": None, "e": 1.5, "f": ["x", 2], "g": {"k": 1}, "h": "s"}
     values |= {"middleware": ["m.A", "m.B"]}
     expected = ["--a-b", "--no-c", "--e", "1.5", "--f", "x", "2", "--g", '{"k": 1}', "--h", "s"]
@@ -218,14 +219,16 @@ def test_render() -> None:
     assert render(values) == expected
 
 
-def test_context_length_on_a_gpu_is_vllms_choice(model: Path) -> None:
+def test_vllm_chooses_the_context_length_on_a_gpu(model: Path) -> None:
     assert context_length(config_of(model), cuda=True) is None
 
 
 @pytest.mark.parametrize(
     ("visible", "expected"), [("", []), ("-1", []), ("2,3", ["2", "3"]), ("GPU-ab12", ["GPU-ab12"])]
 )
-def test_cuda_devices_from_the_environment(monkeypatch: pytest.MonkeyPatch, visible: str, expected: list[str]) -> None:
+def test_cuda_devices_come_from_the_environment(
+    monkeypatch: pytest.MonkeyPatch, visible: str, expected: list[str]
+) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert cuda_devices() == expected
 
@@ -236,7 +239,7 @@ def test_cuda_devices_are_counted_without_torch(monkeypatch: pytest.MonkeyPatch)
     assert cuda_devices() == ["0", "1"]
 
 
-def test_temporary_files_go_to_the_given_directory_and_what_is_compiled_stays(
+def test_temporary_files_go_to_the_given_directory_but_compiled_code_does_not(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
@@ -248,18 +251,18 @@ def test_temporary_files_go_to_the_given_directory_and_what_is_compiled_stays(
     assert vllm_spec(config, 1, "k", cuda=True, directory=directory).env["TORCHINDUCTOR_CACHE_DIR"] == "/chosen"
 
 
-def test_a_version_that_is_not_tested_gets_no_development_endpoints(model: Path) -> None:
+def test_an_untested_vllm_gets_no_development_endpoints(model: Path) -> None:
     config = config_of(model)
     assert vllm_spec(config, 1, "k", cuda=True).env["VLLM_SERVER_DEV_MODE"] == "1"
     assert "VLLM_SERVER_DEV_MODE" not in vllm_spec(config, 1, "k", cuda=True, tested=False).env
 
 
-def test_a_hub_model_from_the_cache_is_not_looked_up_again() -> None:
+def test_vllm_does_not_ask_the_hub_for_a_cached_model() -> None:
     server = vllm_spec(config_of("some/hub-model"), 1, "k", cuda=False, offline=True)
     assert server.env["HF_HUB_OFFLINE"] == server.env["TRANSFORMERS_OFFLINE"] == "1"
 
 
-def test_progress_bars_stay_out_of_the_log(model: Path) -> None:
+def test_vllm_writes_no_progress_bars_into_the_log(model: Path) -> None:
     server = spec(model)
     assert option(server, "no-use-tqdm-on-load") == []
     assert server.env["TQDM_DISABLE"] == server.env["HF_HUB_DISABLE_PROGRESS_BARS"] == "1"

@@ -1,4 +1,4 @@
-"""References to weights: their text, and the parts of an adapter version's name."""
+"""References to weights: their text form, and the parts of an adapter version's name."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from skyrl.types.weights import AdapterVersion, BaseWeights, FullWeights, Weight
         ("full:step-7", FullWeights("step-7")),
     ],
 )
-def test_a_reference_is_what_its_text_says(text: str, weights: WeightsRef) -> None:
+def test_a_reference_is_written_as_text_and_read_back(text: str, weights: WeightsRef) -> None:
     assert str(weights) == text
     assert parse_weights(text) == weights
 
 
 @pytest.mark.parametrize("text", ["", "Base", "base:", "adapter", "adapter:", "full:", "lora:a@1", "s1:train:3@5"])
-def test_another_text_is_no_reference(text: str) -> None:
+def test_any_other_text_is_refused_as_a_reference(text: str) -> None:
     with pytest.raises(ValueError, match="is no reference to weights"):
         parse_weights(text)
 

@@ -1,4 +1,4 @@
-"""tinker:// paths and the ids that both sides compute."""
+"""tinker:// paths, and the ids that both the server and the SDK compute."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from skyrl.wire.paths import (
         ("tinker://m/weights/.hidden_Name-2.0", TinkerPath("m", "weights", ".hidden_Name-2.0")),
     ],
 )
-def test_paths_there_and_back(text: str, path: TinkerPath) -> None:
+def test_a_path_is_parsed_and_written_back(text: str, path: TinkerPath) -> None:
     assert parse_path(text) == path
     assert str(path) == text
 
@@ -53,7 +53,7 @@ def test_paths_there_and_back(text: str, path: TinkerPath) -> None:
         "tinker://../weights/../../a",
     ],
 )
-def test_what_is_no_path(text: str) -> None:
+def test_an_invalid_path_is_refused(text: str) -> None:
     with pytest.raises(RequestError) as caught:
         parse_path(text, "model_path")
     assert caught.value.field == "model_path"
@@ -61,12 +61,12 @@ def test_what_is_no_path(text: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "...", "a/b", "a\0b", "a" * 256, "-\n"])
-def test_names_that_are_not_safe(name: str) -> None:
+def test_an_unsafe_name_is_refused(name: str) -> None:
     with pytest.raises(RequestError) as caught:
         check_name(name)
     assert caught.value.field == "path"
 
 
-def test_ids_are_what_the_sdk_computes() -> None:
+def test_ids_equal_those_that_the_sdk_computes() -> None:
     assert model_id_of("s1", 3) == "s1:train:3"
     assert sampling_session_id_of("s1", 4) == "s1:sample:4"

@@ -1,4 +1,4 @@
-"""JSON bodies of old and new SDKs, and refusals that name the field."""
+"""JSON bodies of old and new SDKs, and refusals of wrong bodies, which name the field."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 from tinker.types import CreateModelRequest as SdkCreateModelRequest
 from tinker.types import LoraConfig as SdkLoraConfig
 
+from skyrl.wire.decoding import decode_json
 from skyrl.wire.errors import ErrorCategory, FailedRequest, NotFound, RequestError
 from skyrl.wire.requests import (
     AdamParams,
@@ -18,24 +19,20 @@ from skyrl.wire.requests import (
     FinishSessionRequest,
     LoadWeightsRequest,
     LoraConfig,
-    ModelInput,
     OptimStepRequest,
     RetrieveFutureRequest,
-    SampleRequest,
-    SamplingParams,
     SaveWeightsForSamplerRequest,
     SaveWeightsRequest,
     SequencedRequest,
-    decode_json,
-    tokens_of,
 )
+from skyrl.wire.sample_request import ModelInput, SampleRequest, SamplingParams, tokens_of
 
 
 def decoded(kind: type[msgspec.Struct], body: Any) -> Any:
     return decode_json(kind, json.dumps(body).encode())
 
 
-# What old SDKs (0.16 and before) send: no `type` tags, explicit nulls, defaults left out
+# Bodies of old SDKs (0.16 and before): without `type` tags, with explicit nulls, without defaults
 
 
 @pytest.mark.parametrize(
@@ -91,29 +88,29 @@ def decoded(kind: type[msgspec.Struct], body: Any) -> Any:
         (RetrieveFutureRequest, {"request_id": "r"}, {"allow_metadata_only": None}),
     ],
 )
-def test_bodies_of_old_sdks(kind: type[msgspec.Struct], body: Any, expected: dict[str, Any]) -> None:
+def test_bodies_of_old_sdks_are_decoded(kind: type[msgspec.Struct], body: Any, expected: dict[str, Any]) -> None:
     request = decoded(kind, body)
     assert {name: getattr(request, name) for name in expected} == expected
 
 
-def test_adam_defaults_are_the_sdks() -> None:
+def test_the_adam_defaults_equal_those_of_the_sdk() -> None:
     adam = AdamParams()
     assert (adam.learning_rate, adam.beta1, adam.beta2, adam.eps) == (1e-4, 0.9, 0.95, 1e-12)
     assert (adam.weight_decay, adam.grad_clip_norm) == (0.0, 0.0)
 
 
-# What new SDKs send: `type` tags everywhere, and fields that came later
+# Bodies of new SDKs: with `type` tags and with newer fields
 
 
-def test_body_of_the_newest_sdk() -> None:
+def test_a_body_of_the_newest_sdk_is_decoded() -> None:
     request = SdkCreateModelRequest(
         session_id="s1", model_seq_id=2, base_model="b", lora_config=SdkLoraConfig(rank=16, train_mlp=False)
     )
-    made = decode_json(CreateModelRequest, request.model_dump_json(exclude_none=True).encode())
-    assert (made.session_id, made.model_seq_id, made.base_model) == ("s1", 2, "b")
-    assert made.lora_config == LoraConfig(rank=16, train_mlp=False)
-    assert made.optimizer_config is not None
-    assert made.optimizer_config.type == "adamw"
+    request_decoded = decode_json(CreateModelRequest, request.model_dump_json(exclude_none=True).encode())
+    assert (request_decoded.session_id, request_decoded.model_seq_id, request_decoded.base_model) == ("s1", 2, "b")
+    assert request_decoded.lora_config == LoraConfig(rank=16, train_mlp=False)
+    assert request_decoded.optimizer_config is not None
+    assert request_decoded.optimizer_config.type == "adamw"
 
 
 def test_types_and_unknown_fields_are_ignored() -> None:
@@ -121,7 +118,7 @@ def test_types_and_unknown_fields_are_ignored() -> None:
     assert decoded(SequencedRequest, body) == SequencedRequest("m", 2**40)
 
 
-def test_reason_of_a_finished_session() -> None:
+def test_the_reason_of_a_finished_session_is_decoded() -> None:
     request = decoded(FinishSessionRequest, {"reason": {"type": "error", "code": 1}, "detail": "x"})
     assert request.reason.type == "error"
 
@@ -130,7 +127,7 @@ def test_reason_of_a_finished_session() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "body", "field", "says"),
+    ("kind", "body", "field", "message"),
     [
         (RetrieveFutureRequest, {}, "request_id", "is missing"),
         (RetrieveFutureRequest, {"request_id": 7}, "request_id", "Expected `str`, got `int`"),
@@ -165,11 +162,13 @@ def test_reason_of_a_finished_session() -> None:
         (FinishSessionRequest, {"reason": {}}, "reason.type", "is missing"),
     ],
 )
-def test_wrong_bodies_name_the_field(kind: type[msgspec.Struct], body: Any, field: str | None, says: str) -> None:
+def test_the_refusal_of_a_wrong_body_names_the_field(
+    kind: type[msgspec.Struct], body: Any, field: str | None, message: str
+) -> None:
     with pytest.raises(RequestError) as caught:
         decoded(kind, body)
     assert caught.value.field == field
-    assert says in caught.value.message
+    assert message in caught.value.message
     assert caught.value.message.startswith(f"{field}: ") is (field is not None)
     assert caught.value.status == 400
 
@@ -186,14 +185,14 @@ def test_wrong_bodies_name_the_field(kind: type[msgspec.Struct], body: Any, fiel
         b'{"request_id": NaN}',
     ],
 )
-def test_what_is_not_json(body: bytes) -> None:
+def test_a_body_that_is_not_json_is_refused(body: bytes) -> None:
     with pytest.raises(RequestError, match="the body is not JSON") as caught:
         decode_json(RetrieveFutureRequest, body)
     assert caught.value.field is None
 
 
 @pytest.mark.parametrize("body", [b'{"unknown": ', b'{"user_metadata": {"a": '])
-def test_what_is_nested_without_end(body: bytes) -> None:
+def test_a_body_that_is_nested_too_deeply_is_refused(body: bytes) -> None:
     with pytest.raises(RequestError, match="nested too deeply"):
         decode_json(CreateSessionRequest, body + b"[" * 100_000)
 
@@ -201,7 +200,7 @@ def test_what_is_nested_without_end(body: bytes) -> None:
 # Prompts
 
 
-def test_tokens_of_all_chunks_in_order() -> None:
+def test_the_tokens_of_all_chunks_are_joined_in_order() -> None:
     assert tokens_of(decoded(ModelInput, {"chunks": [{"tokens": [3, 1]}]})) == [3, 1]
     mixed = {"chunks": [{"type": "encoded_text", "tokens": [3]}, {"tokens": []}, {"tokens": [1, 2]}]}
     assert tokens_of(decoded(ModelInput, mixed)) == [3, 1, 2]
@@ -216,7 +215,7 @@ def test_tokens_of_all_chunks_in_order() -> None:
         ([{}], "data[4].model_input.chunks[0]"),
     ],
 )
-def test_inputs_without_text(chunks: Any, field: str) -> None:
+def test_inputs_without_tokens_or_with_images_are_refused(chunks: Any, field: str) -> None:
     with pytest.raises(RequestError) as caught:
         tokens_of(decoded(ModelInput, {"chunks": chunks}), "data[4].model_input")
     assert caught.value.field == field

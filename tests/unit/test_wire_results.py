@@ -1,4 +1,4 @@
-"""Results as protobuf, read with the SDK's own decoders, and as the JSON that older SDKs read."""
+"""Results in protobuf, read with the SDK's own decoders, and in JSON for older SDKs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from skyrl.wire.results import (
     encode_sample,
     to_json,
 )
-from skyrl.wire.tensors import JsonTensor, Stored
+from skyrl.wire.tensors import JsonTensor, WireTensor
 
 F32 = np.float32
 
@@ -33,7 +33,7 @@ def array(*shape: int, start: float = 0.0) -> npt.NDArray[np.float32]:
 # Samples
 
 
-def test_sample_with_everything() -> None:
+def test_a_sample_with_every_field_is_read_by_the_sdk() -> None:
     result = SampleResult(
         [
             SampledSequence("stop", [5, 2**31 - 1], [-0.5, -1.25], topk=[[(3, -2.0), (5, -0.5)], []]),
@@ -69,10 +69,10 @@ def test_sample_with_everything() -> None:
 
 
 @pytest.mark.parametrize("indices", [(None, None), (np.asarray([0, 2, 2, 3]), np.asarray([0, 6, 1]))])
-def test_target_logprobs_in_both_layouts(indices: Any) -> None:
+def test_dense_and_sparse_target_logprobs_are_read_by_the_sdk(indices: Any) -> None:
     crow, col = indices
     values = array(21 if crow is None else 3, start=-9.0)
-    target = Stored(values, (3, 7), crow, col)
+    target = WireTensor(values, (3, 7), crow, col)
     body = encode_sample(SampleResult([], target_logprobs=target))
     read = deserialize_sample_response(body).target_prompt_logprobs
     assert read is not None
@@ -81,13 +81,13 @@ def test_target_logprobs_in_both_layouts(indices: Any) -> None:
     np.testing.assert_array_equal(read.to_numpy(), expected)
     in_json = json.loads(to_json(body, "proto:sample"))["target_prompt_logprobs"]
     np.testing.assert_array_equal(
-        tensors.stored_from_json(msgspec.convert(in_json, JsonTensor), "x").dense("x"), expected
+        tensors.tensor_from_json(msgspec.convert(in_json, JsonTensor), "x").dense("x"), expected
     )
     assert ("sparse_crow_indices" in in_json) == (crow is not None)
 
 
 @pytest.mark.parametrize("shape", [(2, 3), (0, 3)])
-def test_alternatives(shape: tuple[int, int]) -> None:
+def test_alternative_tokens_are_read_by_the_sdk(shape: tuple[int, int]) -> None:
     tokens = np.arange(6, dtype=np.int64).reshape(2, 3)[: shape[0]]
     body = encode_sample(SampleResult([], alternatives=Alternatives(tokens, array(*shape))))
     read = deserialize_sample_response(body).prompt_alt_tokens
@@ -99,7 +99,7 @@ def test_alternatives(shape: tuple[int, int]) -> None:
     assert in_json["tokens"] == {"data": tokens.ravel().tolist(), "dtype": "int64", "shape": list(shape)}
 
 
-def test_sample_with_nothing_asked_for() -> None:
+def test_a_sample_without_optional_fields_has_none_of_them() -> None:
     body = encode_sample(SampleResult([SampledSequence("length", [1], [-1.0])]))
     read = deserialize_sample_response(body)
     assert read.prompt_logprobs is None
@@ -139,7 +139,7 @@ def test_tokens_and_logprobs_keep_their_types() -> None:
     ],
     ids=["1-D", "2-D", "mixed", "widths", "empty", "empty 2-D", "column order", "strided"],
 )
-def test_logprobs_there_and_back(outputs: list[npt.NDArray[np.float32]]) -> None:
+def test_logprobs_of_every_shape_are_read_back_unchanged(outputs: list[npt.NDArray[np.float32]]) -> None:
     metrics = {"loss:sum": 1.5, "tokens:sum": 7.0}
     body = encode_forward_backward(outputs, metrics)
     read = deserialize_forward_backward_output(body)
@@ -149,23 +149,23 @@ def test_logprobs_there_and_back(outputs: list[npt.NDArray[np.float32]]) -> None
     assert in_json["metrics"] == metrics
     assert in_json["loss_fn_output_type"] == "ArrayRecord"
     assert len(read.loss_fn_outputs) == len(in_json["loss_fn_outputs"]) == len(outputs)
-    for sent, got, got_json in zip(outputs, read.loss_fn_outputs, in_json["loss_fn_outputs"], strict=True):
-        assert got["logprobs"].dtype == "float32"
-        assert got["logprobs"].tolist() == sent.tolist()
-        assert got["logprobs"].shape == list(sent.shape)
-        assert got_json["logprobs"] == {
+    for sent, output, json_output in zip(outputs, read.loss_fn_outputs, in_json["loss_fn_outputs"], strict=True):
+        assert output["logprobs"].dtype == "float32"
+        assert output["logprobs"].tolist() == sent.tolist()
+        assert output["logprobs"].shape == list(sent.shape)
+        assert json_output["logprobs"] == {
             "data": sent.flatten().tolist(),
             "dtype": "float32",
             "shape": list(sent.shape),
         }
 
 
-def test_no_data() -> None:
+def test_a_pass_without_data_has_no_outputs() -> None:
     body = encode_forward_backward([], {})
     assert deserialize_forward_backward_output(body).loss_fn_outputs == []
     assert json.loads(to_json(body, "proto:forward_backward"))["loss_fn_outputs"] == []
 
 
-def test_json_results_pass_as_they_are() -> None:
+def test_results_in_json_are_not_changed() -> None:
     body = encode_json({"path": "tinker://m/weights/a"})
     assert to_json(body, "json") is body

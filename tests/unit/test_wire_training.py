@@ -1,4 +1,4 @@
-"""forward_backward bodies: what the SDK encodes as protobuf, what older ones send as JSON, and what is refused."""
+"""forward_backward bodies: protobuf of the SDK, JSON of older SDKs, and bodies that are refused."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from skyrl.wire.requests import SequencedRequest
 from skyrl.wire.training import ForwardBackward, decode_forward_backward, decode_header
 
 
-def sent(
+def sdk_body(
     data: list[Datum], *, loss_fn: Any = "cross_entropy", config: dict[str, Any] | None = None, seq_id: int = 3
 ) -> bytes:
     """The body that the SDK posts."""
@@ -27,7 +27,7 @@ def sent(
 
 
 def proto(data: list[Datum], **options: Any) -> ForwardBackward:
-    return decode_forward_backward(sent(data, **options), "proto", forward_only=False)
+    return decode_forward_backward(sdk_body(data, **options), "proto", forward_only=False)
 
 
 def datum(tokens: list[int], **inputs: Any) -> Datum:
@@ -35,8 +35,8 @@ def datum(tokens: list[int], **inputs: Any) -> Datum:
 
 
 def as_json(*data: dict[str, Any], key: str = "forward_backward_input", **more: Any) -> bytes:
-    given = {"data": list(data), "loss_fn": "cross_entropy"} | more
-    return json.dumps({"model_id": "s1:train:0", "seq_id": 3, key: given}).encode()
+    value = {"data": list(data), "loss_fn": "cross_entropy"} | more
+    return json.dumps({"model_id": "s1:train:0", "seq_id": 3, key: value}).encode()
 
 
 def json_datum(tokens: list[int], **inputs: Any) -> dict[str, Any]:
@@ -52,7 +52,7 @@ def refused(body: bytes, body_format: str = "json") -> RequestError:
 # Protobuf
 
 
-def test_what_the_sdk_sends() -> None:
+def test_the_sdks_body_is_decoded_with_its_types() -> None:
     command = proto(
         [
             datum([1, 2, 3], target_tokens=[2, 3, 4], weights=[0.0, 1.0, 0.5]),
@@ -71,22 +71,22 @@ def test_what_the_sdk_sends() -> None:
     assert second["target_tokens"].tolist() == [8]
 
 
-def test_several_chunks_are_one_input() -> None:
+def test_the_chunks_of_an_input_are_joined() -> None:
     chunks: list[Any] = [EncodedTextChunk(tokens=[1, 2]), EncodedTextChunk(tokens=[]), EncodedTextChunk(tokens=[3])]
     command = proto([Datum(ModelInput(chunks=chunks), {}), Datum(ModelInput.empty(), {})])
     assert [tokens.tolist() for tokens in command.tokens] == [[1, 2, 3], []]
 
 
 def test_sparse_two_dimensional_tensors_become_dense() -> None:
-    """The SDK turns targets and weights into CSR each by itself, and drops zeros from both."""
+    """The SDK turns targets and weights into CSR separately, and drops the zeros of each."""
     targets = torch.zeros(6, 8, dtype=torch.int64)
     targets[0, 1], targets[3, 0], targets[5, 7] = 11, 12, 13
     weights = torch.zeros(6, 8)
     weights[0, 1], weights[4, 2] = 0.5, 0.25
-    made = datum([1, 2, 3, 4, 5, 6], target_tokens=targets, weights=weights)
-    assert made.loss_fn_inputs["target_tokens"].sparse_crow_indices is not None
-    assert made.loss_fn_inputs["weights"].sparse_crow_indices is not None
-    (inputs,) = proto([made]).loss_inputs
+    sparse_datum = datum([1, 2, 3, 4, 5, 6], target_tokens=targets, weights=weights)
+    assert sparse_datum.loss_fn_inputs["target_tokens"].sparse_crow_indices is not None
+    assert sparse_datum.loss_fn_inputs["weights"].sparse_crow_indices is not None
+    (inputs,) = proto([sparse_datum]).loss_inputs
     assert inputs["target_tokens"].tolist() == targets.tolist()
     assert inputs["target_tokens"].dtype == np.int64
     assert inputs["weights"].tolist() == weights.tolist()
@@ -100,28 +100,28 @@ def test_dense_two_dimensional_tensors_keep_their_shape() -> None:
     assert inputs["weights"].shape == (2, 3)
 
 
-def test_empty_tensors() -> None:
+def test_empty_tensors_keep_their_shape() -> None:
     (inputs,) = proto([datum([1], advantages=np.zeros(0, np.float32), weights=torch.zeros(0, 4))]).loss_inputs
     assert inputs["advantages"].shape == (0,)
     assert inputs["weights"].shape == (0, 4)
 
 
-def test_config_of_numbers_old_and_new() -> None:
+def test_old_and_new_loss_configs_are_read() -> None:
     assert proto([], config={"clip_low_threshold": 0.8}).loss_config == {"clip_low_threshold": 0.8}
     old = pb.ForwardBackwardRequest(model_id="m", seq_id=1, loss_fn="ppo", loss_fn_config={"beta": 0.1})
     command = decode_forward_backward(old.SerializeToString(), "proto", forward_only=False)
     assert command.loss_config == {"beta": 0.1}
 
 
-def test_forward_only_is_said_by_the_route_or_the_body() -> None:
+def test_the_route_or_the_body_makes_a_pass_forward_only() -> None:
     body = pb.ForwardBackwardRequest(model_id="m", seq_id=1, forward_only=True).SerializeToString()
     assert decode_forward_backward(body, "proto", forward_only=False).forward_only
-    assert decode_forward_backward(sent([]), "proto", forward_only=True).forward_only
+    assert decode_forward_backward(sdk_body([]), "proto", forward_only=True).forward_only
     assert not proto([]).forward_only
 
 
-def test_header_is_read_alone() -> None:
-    assert decode_header(sent([datum([1], weights=[1.0])]), "proto") == SequencedRequest("s1:train:0", 3)
+def test_the_header_is_read_without_the_data() -> None:
+    assert decode_header(sdk_body([datum([1], weights=[1.0])]), "proto") == SequencedRequest("s1:train:0", 3)
     assert decode_header(as_json(), "json") == SequencedRequest("s1:train:0", 3)
     assert decode_header(b'{"model_id": "m"}', "json") == SequencedRequest("m", None)
 
@@ -139,24 +139,24 @@ def test_header_is_read_alone() -> None:
         (b"no json", "json", None),
     ],
 )
-def test_headers_that_are_refused(body: bytes, body_format: str, field: str | None) -> None:
+def test_an_invalid_header_is_refused(body: bytes, body_format: str, field: str | None) -> None:
     with pytest.raises(RequestError) as caught:
         decode_header(body, body_format)
     assert caught.value.field == field
 
 
-def test_what_is_no_command() -> None:
+def test_bytes_that_are_no_command_are_refused() -> None:
     assert "not a ForwardBackwardRequest" in refused(b"\xff\xff\xff", "proto").message
 
 
-def test_strings_in_the_config_are_refused() -> None:
-    assert refused(sent([], config={"mode": "fast"}), "proto").field == "loss_fn_config.mode"
+def test_a_string_in_the_loss_config_is_refused() -> None:
+    assert refused(sdk_body([], config={"mode": "fast"}), "proto").field == "loss_fn_config.mode"
 
 
-def test_images_are_refused_by_datum() -> None:
+def test_the_refusal_of_an_image_names_the_datum() -> None:
     image: list[Any] = [ImageChunk(data=b"x", format="png")]
     bad = Datum(ModelInput(chunks=image), {})
-    assert refused(sent([datum([1]), bad]), "proto").field == "data[1].model_input"
+    assert refused(sdk_body([datum([1]), bad]), "proto").field == "data[1].model_input"
 
 
 def tensor_refused(tensor: pb.Tensor) -> RequestError:
@@ -200,11 +200,11 @@ def csr(crow: bytes, col: bytes, shape: list[int], values: int = 1) -> pb.Tensor
         (csr(indices(0, 1), indices(0, 0), [1, 1]), "do not describe"),
     ],
 )
-def test_tensors_that_are_refused(tensor: pb.Tensor, says: str) -> None:
+def test_an_invalid_protobuf_tensor_is_refused(tensor: pb.Tensor, says: str) -> None:
     assert says in tensor_refused(tensor).message
 
 
-def test_int32_widens() -> None:
+def test_int32_tensors_become_int64() -> None:
     message = pb.ForwardBackwardRequest(model_id="m", seq_id=1, data=[pb.Datum()])
     tensor = pb.Tensor(dense=np.array([1, -2], np.int32).tobytes(), dtype=pb.INT32)
     message.data[0].loss_fn_inputs["target_tokens"].CopyFrom(tensor)
@@ -216,7 +216,7 @@ def test_int32_widens() -> None:
 # JSON, before 0.25
 
 
-def test_json_of_old_sdks() -> None:
+def test_a_json_body_of_an_old_sdk_is_decoded() -> None:
     body = as_json(
         json_datum(
             [1, 2],
@@ -240,7 +240,7 @@ def test_json_of_old_sdks() -> None:
     assert inputs["weights"].dtype == np.float32
 
 
-def test_json_forward_has_its_own_key() -> None:
+def test_a_json_forward_body_has_its_own_key() -> None:
     body = as_json(json_datum([1]), key="forward_input")
     assert decode_forward_backward(body, "json", forward_only=True).forward_only
     assert refused(body).field == "forward_backward_input"
@@ -249,14 +249,14 @@ def test_json_forward_has_its_own_key() -> None:
     assert caught.value.field == "forward_input"
 
 
-def test_json_config() -> None:
+def test_the_loss_config_of_a_json_body_is_read() -> None:
     command = decode_forward_backward(as_json(loss_fn_config={"beta": 1}), "json", forward_only=False)
     assert command.loss_config == {"beta": 1.0}
 
 
 @pytest.mark.parametrize("dtype", ["int64", "float32"])
-def test_json_agrees_with_protobuf(dtype: Any) -> None:
-    """Dense and CSR, whole numbers written as floats included."""
+def test_a_json_tensor_equals_the_protobuf_tensor(dtype: Any) -> None:
+    """The JSON tensors are CSR, with whole numbers written as floats, and dense."""
     dense = np.array([[0, 5, 0, 0], [0, 0, 0, 0], [7, 0, 0, 9]])
     sparse = TensorData([5, 7, 9], dtype, [3, 4], sparse_crow_indices=[0, 1, 1, 3], sparse_col_indices=[1, 0, 3])
     (expected,) = proto([datum([1], x=sparse)]).loss_inputs
@@ -277,7 +277,7 @@ def test_json_agrees_with_protobuf(dtype: Any) -> None:
         assert inputs["x"].dtype == expected["x"].dtype
 
 
-def test_empty_json_tensor() -> None:
+def test_an_empty_json_tensor_keeps_its_type() -> None:
     body = as_json(json_datum([1], x={"data": [], "dtype": "int64"}))
     (inputs,) = decode_forward_backward(body, "json", forward_only=False).loss_inputs
     assert inputs["x"].shape == (0,)
@@ -301,7 +301,7 @@ def test_empty_json_tensor() -> None:
         ({"data": [1], "shape": None, "sparse_crow_indices": [0, 1], "sparse_col_indices": [0]}, "2-D"),
     ],
 )
-def test_json_tensors_that_are_refused(tensor: dict[str, Any], says: str) -> None:
+def test_an_invalid_json_tensor_is_refused(tensor: dict[str, Any], says: str) -> None:
     error = refused(as_json(json_datum([1]), json_datum([1], weights=tensor)))
     assert error.field == "data[1].loss_fn_inputs.weights"
     assert says in error.message
@@ -321,5 +321,5 @@ def test_json_tensors_that_are_refused(tensor: dict[str, Any], says: str) -> Non
         (as_json(loss_fn_config={"a": "b"}), "forward_backward_input.loss_fn_config[...]"),
     ],
 )
-def test_json_commands_that_are_refused(body: bytes, field: str) -> None:
+def test_an_invalid_json_command_is_refused(body: bytes, field: str) -> None:
     assert refused(body).field == field

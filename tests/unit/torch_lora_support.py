@@ -1,4 +1,4 @@
-"""What the tests of the torch backend share: random tiny base models on disk, backends on them, random passes."""
+"""Helpers for the tests of the torch backend: random tiny base models on disk, backends on them, random passes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from skyrl.backends.base import Datum, PassResult, TrainingPass
 from skyrl.backends.torch_lora.backend import TorchLoraBackend
-from skyrl.config.server import load_config
+from skyrl.config.loading import load_config
 from skyrl.types.lora import LoraSpec
 
 VOCAB, CONTEXT = 97, 160
@@ -50,7 +50,7 @@ _directory = tempfile.TemporaryDirectory(prefix="skyrl-torch-lora-")
 
 @functools.cache
 def base_path(architecture: str = "qwen3") -> str:
-    """A directory with a random float32 model, norm weights and biases included."""
+    """A directory with a random float32 model. Its norm weights and biases are random too."""
     settings = {**SHAPE, **ARCHITECTURES[architecture]}
     config = AutoConfig.for_model(settings.pop("model_type"), **settings)
     torch.manual_seed(7)
@@ -75,7 +75,7 @@ def make_backend(
     settings = {
         "trainer.micro_batch_tokens": micro_batch_tokens,
         "trainer.merge_passes": merge,
-        **{f"trainer.{k}": v for k, v in trainer.items()},
+        **{f"trainer.{key}": value for key, value in trainer.items()},
     }
     config = load_config({"base_model": base_path(architecture), "backend_config": settings, "losses": losses})
     return TorchLoraBackend(config)
@@ -86,7 +86,7 @@ def spec(rank: int = 8, seed: int = 0, **flags: bool) -> LoraSpec:
 
 
 def sft(seed: int, *lengths: int) -> list[Datum]:
-    """Next-token data with weights that are 0, fractional and negative in places."""
+    """Next-token data. Some weights are 0, some fractional, some negative."""
     rng = np.random.default_rng(seed)
     data = []
     for length in lengths:
@@ -124,7 +124,8 @@ def ok(outcomes: list[PassResult | Exception]) -> list[PassResult]:
 
 
 def saved(backend: TorchLoraBackend, model_id: str, directory: Path) -> dict[str, Tensor]:
-    """Everything a model's state holds, as `<part>.<module>.lora_A`: weights, moments, pending gradient."""
+    """Save a model's state and return its tensors, named `<part>.<module>.lora_A`: weights, moments and pending
+    gradient."""
     directory.mkdir(parents=True, exist_ok=True)
     backend.save_state(model_id, directory)
     peft = load_file(directory / "adapter_model.safetensors")

@@ -1,1 +1,1 @@
-"""The torch training backend: one frozen base model, many LoRA adapters, any mix of them in one micro-batch."""
+"""The torch training backend: one frozen base model, many LoRA adapters, and micro-batches of several adapters."""

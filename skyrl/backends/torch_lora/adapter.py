@@ -1,7 +1,7 @@
 """One adapter: its float32 weights, gradient accumulator and moments, each in one flat buffer with named views.
 
-Knows shapes and storage. Deliberately knows nothing of the base model's modules beyond names and sizes, of
-batches, or of how a step is computed.
+Knows shapes and storage. Of the base model it knows only the names and sizes of modules. Knows nothing of batches or of
+how a step is computed.
 """
 
 from __future__ import annotations
@@ -29,11 +29,10 @@ class Target:
 
 
 class Adapter:
-    """Weights of one LoRA adapter over `targets`, and what training adds to them.
+    """Weights of one LoRA adapter over `targets`, with their gradient, moments and step count.
 
-    lora_A is drawn as PEFT draws it, kaiming_uniform(a=sqrt(5)), that is uniform within 1/sqrt(in_features),
-    from a generator seeded with `spec.seed`; lora_B is zero. The draw depends on nothing but the seed, the
-    rank and the targets.
+    lora_A is drawn as in PEFT, kaiming_uniform(a=sqrt(5)), which is uniform within 1/sqrt(in_features), from a
+    generator seeded with `spec.seed`; lora_B is zero. The draw depends only on the seed, the rank and the targets.
     """
 
     def __init__(self, spec: LoraSpec, targets: Sequence[Target], device: torch.device) -> None:
@@ -64,7 +63,7 @@ class Adapter:
         return flat
 
     def views(self, flat: Tensor) -> dict[str, Tensor]:
-        """Named matrices that share memory with `flat`, a buffer of the size of `weights`."""
+        """Named matrices that share memory with `flat`, a buffer as long as `weights`."""
         views: dict[str, Tensor] = {}
         offset = 0
         for name, (rows, columns) in self.shapes.items():
@@ -73,7 +72,8 @@ class Adapter:
         return views
 
     def pack(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """A flat float32 buffer on the adapter's device from named matrices; names and shapes must match exactly."""
+        """A flat float32 buffer on the adapter's device from named matrices. Raises ValueError unless names and shapes
+        match exactly."""
         if set(tensors) != set(self.shapes):
             raise ValueError(f"tensor names differ from the adapter's: {sorted(set(tensors) ^ set(self.shapes))[:4]}")
         for name, shape in self.shapes.items():
@@ -82,7 +82,7 @@ class Adapter:
         return torch.cat([tensors[name].reshape(-1).to(self.device, torch.float32) for name in self.shapes])
 
     def leaves(self, requires_grad: bool) -> dict[str, LoraPair]:
-        """Fresh autograd leaves that share the weights' memory, by target name: one set per slice of a pass."""
+        """New autograd leaves that share the weights' memory, by target name. Each slice of a pass gets its own set."""
         views = self.views(self.weights.detach())
         if requires_grad:
             views = {name: view.detach().requires_grad_() for name, view in views.items()}
@@ -103,6 +103,6 @@ class Adapter:
         gradient: Tensor | None,
         step: int,
     ) -> None:
-        """Put new buffers (flat, float32) in the place of all old ones, in one statement that allocates nothing."""
+        """Replace all buffers (flat, float32) by new ones, in one statement that allocates nothing."""
         new = weights, exp_avg, exp_avg_sq, gradient, step
         self.weights, self.exp_avg, self.exp_avg_sq, self.gradient, self.step = new

@@ -1,8 +1,7 @@
 """Causal attention over packed rows, registered with transformers under the name "skyrl_segments".
 
-Each attention group of each slice is padded and runs on its own, so that what a slice computes depends on
-that slice alone. Deliberately knows nothing of adapters; supports what scaled_dot_product_attention does,
-plus sliding windows.
+Each attention group of each slice is padded and computed alone, so that a slice's result does not depend on other
+slices. Supports the variants of scaled_dot_product_attention, and sliding windows. Knows nothing of adapters.
 """
 
 from __future__ import annotations
@@ -35,8 +34,8 @@ def segments_attention(
     """query [1, heads, rows, head_dim], key and value [1, kv_heads, rows, head_dim]; returns [1, rows, heads,
     head_dim].
 
-    `attention_groups` tile the rows. Dropout is never applied. Raises ValueError for variants that would need
-    another kernel (soft-capping, sinks, position biases).
+    Each row belongs to one of `attention_groups`. Dropout is never applied. Raises ValueError for variants that would
+    need another kernel (soft-capping, sinks, position biases).
     """
     for name in _UNSUPPORTED:
         if kwargs.get(name) is not None:
@@ -60,14 +59,14 @@ def _rows(group: AttentionGroup, device: torch.device) -> Tensor:
 def _attend(
     group: AttentionGroup, by_row: tuple[Tensor, Tensor, Tensor], scaling: float | None, window: int | None
 ) -> Tensor:
-    """One group's attention, [tokens, heads, head_dim]. by_row: q, k and v, each [rows, heads, head_dim]."""
+    """The attention of one group, [tokens, heads, head_dim]. by_row: q, k and v, each [rows, heads, head_dim]."""
     query, key, value = by_row
     length = group.longest
     mask = None
     if window is not None and length > window:
         place = torch.arange(length, device=query.device)
-        back = place[:, None] - place[None, :]
-        mask = (back >= 0) & (back < window)
+        distance = place[:, None] - place[None, :]
+        mask = (distance >= 0) & (distance < window)
     output = torch.nn.functional.scaled_dot_product_attention(
         _grid(group, query),
         _grid(group, key),

@@ -1,6 +1,6 @@
-"""The backend itself: adapters by model id on one base model, and which slices run together.
+"""The backend: keeps adapters by model id on one base model, and decides which slices run together.
 
-Deliberately knows nothing of the command log, the wire or the sampler.
+Knows nothing of the command log, the wire or the sampler.
 """
 
 from __future__ import annotations
@@ -34,11 +34,10 @@ from skyrl.types.lora import LoraSpec
 class TorchLoraBackend:
     """LoRA training on one device: float32 on a CPU, bfloat16 with float32 adapters, gradients and moments on CUDA.
 
-    On a CPU each slice of a pass goes through the base model on its own. Results and gradients are then the same
-    bits however passes are grouped, because no kernel sees another slice's rows. With `merge_passes` (the default
-    on CUDA), slices of several passes share a micro-batch of up to `micro_batch_tokens`, each with its own adapter,
-    and the number of rows may change a matrix product's last bits. On CUDA the same bits are promised in neither
-    case.
+    On a CPU each slice of a pass goes through the base model alone. Results and gradients are then the same to the last
+    bit however passes are grouped, because no kernel sees another slice's rows. With `merge_passes` (the default on
+    CUDA), slices of several passes share a micro-batch of up to `micro_batch_tokens`, each with its own adapter, and
+    the number of rows may change a matrix product's last bits. On CUDA the last bits may differ in both cases.
 
     Raises ConfigError when the base model cannot be trained.
     """
@@ -88,9 +87,9 @@ class TorchLoraBackend:
     def run(self, passes: Sequence[TrainingPass]) -> list[PassResult | Exception]:
         """One outcome per pass, in order; gradients are added in the order of `passes`.
 
-        A pass that `check` refuses, or whose loss is not finite, fails with InvalidRequest. OutOfMemory, or whatever
-        else torch raises, is the outcome of the passes that still fail when their slices run alone. Raises
-        DeviceFault when the device does not answer any more.
+        A pass that `check` refuses, or with a loss that is not finite, fails with InvalidRequest. If a micro-batch
+        raises, its slices run again one by one; OutOfMemory, or another error of torch, is the outcome of the passes
+        that fail again. Raises DeviceFault when the device does not answer any more.
         """
         with command_on(self._device, waits=True):
             return self._run(passes)
@@ -104,8 +103,8 @@ class TorchLoraBackend:
                 if isinstance(running, RunningPass) and running.training_pass.backward == backward
                 for piece in slices_of(running, self._budget)
             ]
-            for run in cut([piece.tokens for piece in slices], self._budget if self._merge else 1):
-                run_micro_batch(self._base, slices[run.start : run.stop], backward=backward)
+            for batch in cut([piece.tokens for piece in slices], self._budget if self._merge else 1):
+                run_micro_batch(self._base, slices[batch.start : batch.stop], backward=backward)
         return [running.outcome() if isinstance(running, RunningPass) else running for running in started]
 
     def check_step(self, params: AdamParams) -> None:
@@ -121,7 +120,7 @@ class TorchLoraBackend:
         self._adapter(model_id).gradient = None
 
     def save_state(self, model_id: str, directory: Path) -> None:
-        with command_on(self._device, waits=False):  # a save runs beside other models' passes
+        with command_on(self._device, waits=False):  # saves do not wait for other models' passes
             state.save_state(self._adapter(model_id), self._base.path, directory)
 
     def load_state(self, model_id: str, directory: Path, *, optimizer: bool) -> None:
@@ -133,11 +132,11 @@ class TorchLoraBackend:
             state.save_adapter(self._adapter(model_id), self._base.path, directory, getattr(torch, dtype))
 
     def save_snapshot(self, model_id: str, directory: Path) -> None:
-        """A snapshot has the files of a checkpoint: there is one device, and so nothing to shard."""
+        """A snapshot has the same files as a checkpoint: with one device there is nothing to shard."""
         self.save_state(model_id, directory)
 
     def restore_model(self, model_id: str, spec: LoraSpec, directory: Path) -> None:
-        """Raises SafetensorError, too, when files are damaged."""
+        """As `Backend.restore_model`. Also raises SafetensorError when files are damaged."""
         self.create_model(model_id, spec)
         try:
             self.load_state(model_id, directory, optimizer=True)

@@ -1,6 +1,6 @@
-"""What a pass must look like before it may run: every refusal names the field, the datum and what is allowed.
+"""Checks of passes, adapters and steps before they run: each error names the field, the datum and what is allowed.
 
-Looks at arrays only; deliberately needs neither torch tensors nor the model, beyond its limits.
+Reads arrays and the model's limits; needs no torch tensors and no model.
 """
 
 from __future__ import annotations
@@ -39,23 +39,23 @@ def known_loss(name: str, losses: Mapping[str, Loss]) -> Loss:
     raise InvalidRequest(f"loss_fn: no loss {name!r}; there are: {', '.join(losses)}")
 
 
-def loss_config(name: str, loss: Loss, given: Mapping[str, float]) -> dict[str, float]:
-    """The loss's configuration with defaults filled in. Raises InvalidRequest for unknown keys and bad values."""
-    for key, value in given.items():
+def loss_config(name: str, loss: Loss, requested: Mapping[str, float]) -> dict[str, float]:
+    """The loss's configuration, completed with defaults. Raises InvalidRequest for unknown keys and invalid values."""
+    for key, value in requested.items():
         if key not in loss.config:
             allowed = ", ".join(loss.config) or "no keys"
             raise InvalidRequest(f"loss_fn_config: {name} has no key {key!r}; allowed: {allowed}")
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
             raise InvalidRequest(f"loss_fn_config.{key}: must be a finite number of at least 0, got {value!r}")
-    config = {**loss.config, **given}
+    config = {**loss.config, **requested}
     if "clip_low_threshold" in config:
         _check_clip_bounds(config["clip_low_threshold"], config["clip_high_threshold"])
     return config
 
 
 def _check_clip_bounds(low: float, high: float) -> None:
-    """Raise InvalidRequest unless low <= 1 <= high. The bounds are of the ratio itself, which is 1 where the policy has
-    not changed; bounds that leave 1 out are an epsilon (0.2 for 0.8 and 1.2) given in their place."""
+    """Raise InvalidRequest unless low <= 1 <= high. The bounds apply to the ratio, which is 1 where the policy has not
+    changed. Bounds that exclude 1 are usually an epsilon (0.2 in place of 0.8 and 1.2)."""
     meaning = "the thresholds are bounds of the ratio exp(logprob - logprobs), which is 1 before the first step"
     if high < 1:
         raise InvalidRequest(
@@ -129,7 +129,7 @@ def _check_inputs(datum: Datum, name: str, loss: Loss) -> None:
 
 
 def check_spec(spec: LoraSpec, max_rank: int) -> None:
-    """Raise InvalidRequest for an adapter that cannot be honoured."""
+    """Raise InvalidRequest for an adapter that this backend cannot train."""
     if spec.rank == 0:
         raise InvalidRequest(
             f"lora_config.rank: 0 asks for full fine-tuning, which this version does not have; give 1 to {max_rank}"
@@ -143,7 +143,7 @@ def check_spec(spec: LoraSpec, max_rank: int) -> None:
 
 
 def check_adam(params: AdamParams) -> None:
-    """Raise InvalidRequest for a step that is not defined. eps 0 is not: 0 / 0 where a gradient is zero."""
+    """Raise InvalidRequest for invalid hyper-parameters. eps 0 is invalid: it gives 0 / 0 where a gradient is zero."""
     for name in ("beta1", "beta2"):
         if not 0 <= getattr(params, name) < 1:
             raise InvalidRequest(f"adam_params.{name}: must be in [0, 1), got {getattr(params, name)}")

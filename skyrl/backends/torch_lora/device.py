@@ -1,6 +1,6 @@
-"""The device that a backend computes on: choosing it, and telling a lack of memory from a device that is broken.
+"""The device that a backend computes on: chooses it, and tells a lack of memory from a broken device.
 
-Knows torch. Deliberately knows nothing of models, adapters or passes.
+Knows nothing of models, adapters or passes.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import torch
 from skyrl.backends.base import DeviceFault, OutOfMemory
 
 _MEMORY_WORDS = ("can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
-"""What torch says, in a plain RuntimeError, when the CPU's allocator, cuBLAS or cuDNN finds no memory."""
+"""Texts of torch's plain RuntimeError when the CPU's allocator, cuBLAS or cuDNN finds no memory."""
 
 
 def prepare_device(threads: int) -> torch.device:
-    """CUDA when there is one, else the CPU with `threads` threads.
+    """CUDA if available, else the CPU with `threads` threads.
 
-    On CUDA kernels are deterministic where torch has such a kernel; it warns where it has none.
+    On CUDA, use deterministic kernels; torch warns about operations without one.
     """
     if torch.cuda.is_available():
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -37,8 +37,7 @@ def base_dtype(device: torch.device) -> torch.dtype:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has done everything that was started on it; a CPU has nothing to wait for. Raises the error
-    of a kernel that has failed."""
+    """Wait for all started work of the device; returns at once on a CPU. Raises the error of a failed kernel."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -46,7 +45,7 @@ def synchronize(device: torch.device) -> None:
 def failure_of(error: Exception, device: torch.device) -> Exception:
     """The failure of a command that raised `error`: OutOfMemory if memory was short, else `error` itself.
 
-    Clears the local variables of the frames that raised, and so frees the tensors that a failed pass held. Raises
+    Clears the local variables of the frames in the traceback, and so frees the tensors of a failed pass. Raises
     DeviceFault when the device does not answer any more.
     """
     traceback.clear_frames(error.__traceback__)
@@ -60,9 +59,9 @@ def failure_of(error: Exception, device: torch.device) -> Exception:
 
 @contextlib.contextmanager
 def command_on(device: torch.device, *, waits: bool) -> Iterator[None]:
-    """The work of one command, which may raise OutOfMemory or DeviceFault in place of torch's errors.
+    """The work of one command. Raises OutOfMemory or DeviceFault in place of torch's errors.
 
-    With `waits` the command ends when the device has done all of it. A kernel that fails later would be held against
+    With `waits` the command ends when the device has finished its work. Otherwise a kernel that fails later would fail
     the next command.
     """
     try:

@@ -1,6 +1,6 @@
-"""Log-probabilities of target tokens from final hidden states, in row chunks so that memory stays bounded.
+"""Log-probabilities of target tokens from final hidden states, in chunks of rows to bound the memory.
 
-Knows the output layer. Deliberately knows nothing of losses.
+Knows the output layer. Knows nothing of losses.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from torch.utils.checkpoint import checkpoint
 from skyrl.backends.torch_lora.lora import LoraSegment, MultiLoraLinear
 
 LOGITS_BYTES = 128 * 2**20
-"""Size of one chunk of float32 logits; backward needs about three of them at a time."""
+"""Size of one chunk of float32 logits. Backward needs the memory of about three chunks."""
 
 
 @dataclass(frozen=True)
 class Targets:
-    """Targets of one slice, padded to the widest row. ids: int64 [rows, K]; entries: int64 [M], where the M
-    real entries are in the flattened ids, or None when all are real."""
+    """Targets of one slice, padded to the widest row. ids: int64 [rows, K]. entries: int64 [M], the places of the M
+    real entries in the flattened ids; None when all entries are real."""
 
     ids: Tensor
     entries: Tensor | None
@@ -44,7 +44,7 @@ class Targets:
 def target_logprobs(hidden: Tensor, targets: Targets, lm_head: MultiLoraLinear, segment: LoraSegment) -> Tensor:
     """log softmax(lm_head(hidden)) at the targets, temperature 1. hidden: [rows, hidden]; returns float32 [M].
 
-    With more than one chunk and gradients wanted, each chunk's logits are computed again in backward.
+    With gradients and more than one chunk, each chunk's logits are computed again in backward.
     """
 
     def logprobs(rows: Tensor, ids: Tensor) -> Tensor:

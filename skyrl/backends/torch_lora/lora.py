@@ -1,7 +1,6 @@
-"""Linear layers that serve many adapters at once: each segment of rows gets its own adapter's low-rank update.
+"""Linear layers that serve many adapters at once: each segment of rows gets the low-rank update of its adapter.
 
-Knows how the base model's linear layers are found and wrapped. Deliberately knows nothing of losses,
-gradients' accumulation or where adapters come from.
+Knows how the base model's linear layers are found and wrapped. Knows nothing of losses or the sum of gradients.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 @dataclass(frozen=True)
 class LoraSegment:
-    """Rows [start, stop) of a micro-batch, the adapter matrices that apply to them, and alpha / rank."""
+    """Rows [start, stop) of a micro-batch. `pairs`: their adapter's matrices, by layer; `scale`: alpha / rank."""
 
     start: int
     stop: int
@@ -40,14 +39,14 @@ class LoraSegment:
 
 
 class ActiveSegments:
-    """The segments of the micro-batch that is running; shared by all wrapped layers of one base model."""
+    """The segments of the running micro-batch, shared by all wrapped layers of one base model."""
 
     def __init__(self) -> None:
         self.segments: Sequence[LoraSegment] = ()
 
     @contextmanager
     def use(self, segments: Sequence[LoraSegment]) -> Iterator[None]:
-        """Apply `segments` to every wrapped layer; hold it through backward, which may recompute the forward."""
+        """Apply `segments` to every wrapped layer. Backward belongs inside, because it may recompute the forward."""
         before, self.segments = self.segments, segments
         try:
             yield
@@ -56,9 +55,9 @@ class ActiveSegments:
 
 
 class MultiLoraLinear(nn.Module):
-    """A frozen linear layer plus, per active segment, that segment's low-rank update on its own rows.
+    """A frozen linear layer, plus each active segment's low-rank update on the segment's rows.
 
-    Input [1, rows, in_features], or any shape when no segment is active. Segments tile the rows in order.
+    Input [1, rows, in_features], or any shape when no segment is active. The segments cover all rows, in order.
     """
 
     def __init__(self, name: str, base: nn.Linear, active: ActiveSegments) -> None:
@@ -91,16 +90,16 @@ class MultiLoraLinear(nn.Module):
         return y + torch.cat(updates, dim=1)
 
     def for_segment(self, rows: Tensor, segment: LoraSegment) -> Tensor:
-        """The layer on rows of one segment, whatever is active. rows: [n, in_features]."""
+        """The layer on rows of one segment, whichever segments are active. rows: [n, in_features]."""
         y = self.base(rows)
         return y + segment.update(self.name, rows) if self.name in segment.pairs else y
 
 
 def wrap_linears(model: nn.Module, active: ActiveSegments) -> dict[str, MultiLoraLinear]:
-    """Replace every linear layer that adapters can train by a MultiLoraLinear; returns them in module order.
+    """Replace every linear layer that adapters can train by a MultiLoraLinear. Returns the new layers in module order.
 
-    Raises ValueError unless each decoder layer has exactly one of every attention and MLP projection and the
-    model has one lm_head: fused projections and mixtures of experts would silently stay untrained.
+    Raises ValueError unless each decoder layer has each attention and MLP projection once, and the model has one
+    lm_head: otherwise fused projections and mixtures of experts would silently stay untrained.
     """
     found: dict[str, nn.Linear] = {}
     for name, module in model.named_modules():

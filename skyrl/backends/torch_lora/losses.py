@@ -1,9 +1,8 @@
-"""The loss functions, each a pure function of target log-probabilities and a datum's inputs; sums, never means.
+"""The loss functions: pure functions of target log-probabilities and a slice's inputs. Losses are sums, never means.
 
-Formulas follow the Tinker documentation's pages on losses (GSPO's clip bounds follow the GSPO paper). `lp` is
-the target's log-probability under the adapter, `q` the input `logprobs`, `A` the input `advantages`, r =
-exp(lp - q). Deliberately knows nothing of models, batches or the wire. Adding a loss is adding one function
-and one LOSSES entry.
+Formulas follow the Tinker documentation's pages on losses (GSPO's clip bounds follow the GSPO paper). `lp` is the
+target's log-probability under the adapter, `q` the input `logprobs`, `A` the input `advantages`, r = exp(lp - q). Knows
+nothing of models, batches or the wire. A new loss needs one function and one entry in LOSSES.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class LossInputs:
-    """Inputs of a slice. tensors: name -> float [M]; datum: int64 [M], which of `count` sequences an entry is of."""
+    """Inputs of a slice. tensors: name -> float [M]. datum: int64 [M], for each entry its sequence in [0, count)."""
 
     tensors: Mapping[str, Tensor]
     datum: Tensor
@@ -30,7 +29,7 @@ class LossInputs:
 
 @dataclass(frozen=True)
 class LossValue:
-    """total: scalar, the loss summed over entries. log_ratio, clipped: [M] where the loss has them, for metrics."""
+    """total: scalar, the sum of the loss over entries. log_ratio, clipped: [M], for metrics, if the loss has them."""
 
     total: Tensor
     log_ratio: Tensor | None = None
@@ -42,11 +41,12 @@ LossFunction = Callable[[Tensor, LossInputs, Mapping[str, float]], LossValue]
 
 @dataclass(frozen=True)
 class Loss:
-    """`required` inputs besides target_tokens; `optional` ones with their default; `config` keys with theirs.
+    """`required`: inputs besides target_tokens. `optional`: inputs and their defaults. `config`: keys and their
+    defaults.
 
-    `per_target`: target_tokens may be [N, K], all inputs then too. `ratio_mask`: an input that must not be
-    all zero for a datum that has advantages. `notice`: a metric, 1.0 in every pass, that says what was computed
-    instead of what was asked for.
+    `per_target`: target_tokens may be [N, K], and then all inputs are. `ratio_mask`: an input that must not be all zero
+    for a datum with advantages. `notice`: a metric, 1.0 in every pass, that names the loss computed in place of the
+    requested loss.
     """
 
     function: LossFunction
@@ -65,14 +65,14 @@ def cross_entropy(lp: Tensor, inputs: LossInputs, config: Mapping[str, float]) -
 
 
 def _log_ratio(lp: Tensor, inputs: LossInputs) -> Tensor:
-    """lp - q, and 0 where A = 0: there the product r A is 0 whatever r is, and exp must not overflow."""
+    """lp - q, and 0 where A = 0: there r A is 0 for every r, and exp must not overflow."""
     return torch.where(inputs["advantages"] != 0, lp - inputs["logprobs"], 0)
 
 
 def _clipped_objective(log_ratio: Tensor, advantages: Tensor, config: Mapping[str, float]) -> tuple[Tensor, Tensor]:
-    """min(r A, clamp(r, lo, hi) A) and where clipping is active.
+    """min(r A, clamp(r, lo, hi) A), and a mask of the clipped entries.
 
-    The branch is chosen before exp, so that a huge ratio in the clipped branch gives no inf * 0 in backward.
+    Clipped entries are masked before exp, so that a huge ratio gives no inf * 0 in backward.
     """
     low, high = config["clip_low_threshold"], config["clip_high_threshold"]
     ratio = log_ratio.detach().exp()
@@ -146,7 +146,7 @@ REFUSED: dict[str, str] = {
 
 
 def served_losses(stable_reinforce: Literal["refuse", "cispo"]) -> dict[str, Loss]:
-    """Losses by name. With "cispo", that one also answers to `stable_reinforce`, and every pass's metrics say so."""
+    """Losses by name. With "cispo", `stable_reinforce` computes cispo, and the metrics of its passes say so."""
     if stable_reinforce == "refuse":
         return dict(LOSSES)
     return {**LOSSES, "stable_reinforce": replace(LOSSES["cispo"], notice="stable_reinforce_is_cispo:max")}

@@ -1,6 +1,6 @@
-"""Metrics of a pass: sums kept per slice in Python floats, turned into `name:reduction` at the end.
+"""Metrics of a pass: sums over its slices in Python floats, turned into `name:reduction` at the end.
 
-Deliberately knows no formula of a loss.
+Knows no formula of a loss.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from torch import Tensor
 from skyrl.backends.torch_lora.losses import LossValue
 
 _MAX_LOG_RATIO = 20.0
-"""Ratios are capped at e^20 in metrics (never in losses), so that a clipped outlier leaves a finite mean."""
+"""In metrics (never in losses) ratios are capped at e^20, so that an outlier leaves the mean finite."""
 
 
 @dataclass
 class Tally:
-    """Running sums of one pass. Ratio statistics are over entries with a non-zero advantage."""
+    """Sums over the slices of one pass. Ratio statistics are over entries with a non-zero advantage."""
 
     loss: float = 0.0
     tokens: int = 0
@@ -46,9 +46,10 @@ class Tally:
             self.kl -= float(log_ratio.sum())
 
     def metrics(self) -> dict[str, float]:
-        """`loss:sum`, `num_tokens:sum`; with advantages `ratio:mean`, `ratio:max`, `kl:mean`, `clip_fraction:mean`.
+        """`loss:sum`, `num_tokens:sum`; with advantages also `ratio:mean`, `ratio:max`, `kl:mean`; with clipping also
+        `clip_fraction:mean`.
 
-        `kl:mean` is mean(q - lp), the sampler's divergence from the trainer estimated on the sampled tokens.
+        `kl:mean` is mean(q - lp): the sampler's divergence from the trainer, estimated on the sampled tokens.
         """
         metrics = {"loss:sum": self.loss, "num_tokens:sum": float(self.tokens)}
         if self.active:

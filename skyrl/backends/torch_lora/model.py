@@ -1,6 +1,6 @@
-"""The frozen base model: loading it, making it ready for packed rows and adapters, and proving that this is exact.
+"""The frozen base model: loads it, prepares it for packed rows and adapters, and checks that the logits stay the same.
 
-Knows transformers. Deliberately knows nothing of adapters' weights, passes or losses.
+Knows transformers. Knows nothing of adapters' weights, passes or losses.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 class BaseModel:
     """A causal language model whose weights never change.
 
-    Raises ConfigError: not a causal language model, layers that adapters cannot train, position embeddings
-    that depend on the batch, or logits that differ between packed rows and transformers' own attention.
+    Raises ConfigError: the path has no causal language model, or the model has layers that adapters cannot train,
+    position embeddings that depend on the batch, or other logits on packed rows than in transformers.
     """
 
     def __init__(self, path: str, device: torch.device, *, gradient_checkpointing: bool) -> None:
@@ -68,7 +68,7 @@ class BaseModel:
         return next(linear for name, linear in self.linears.items() if name.rsplit(".", 1)[-1] == "lm_head")
 
     def hidden_states(self, slices: Sequence[PackedSlice]) -> Tensor:
-        """Final hidden states [rows, hidden] of packed slices, with whatever segments are active."""
+        """Final hidden states [rows, hidden] of packed slices, with the active segments."""
         output = self._model.get_decoder()(
             input_ids=torch.cat([packed.tokens for packed in slices])[None],
             position_ids=torch.cat([packed.positions for packed in slices])[None],
@@ -84,7 +84,7 @@ class BaseModel:
 
     @torch.no_grad()
     def _verify(self, expected: Tensor) -> None:
-        """Packed rows must give the logits that transformers gives one sequence at a time, up to rounding."""
+        """Raise ConfigError unless packed rows give transformers' logits of each sequence alone, up to rounding."""
         packed = pack(_probe(self.vocab_size), 0, self.device)
         try:
             hidden = self.hidden_states([packed])
@@ -100,7 +100,7 @@ class BaseModel:
             )
 
     def _enable_checkpointing(self) -> None:
-        """Recompute decoder layers in backward. transformers does so only in training mode, so dropout is set to 0."""
+        """Recompute decoder layers in backward. transformers does so only in training mode, so set dropout to 0."""
         for module in self._model.modules():
             if isinstance(module, nn.Dropout):
                 module.p = 0.0

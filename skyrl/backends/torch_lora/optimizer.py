@@ -1,7 +1,4 @@
-"""AdamW on one adapter's flat buffers, with torch's semantics and per-step hyper-parameters.
-
-Deliberately knows nothing of how gradients came about.
-"""
+"""AdamW on one adapter's flat buffers, with torch's semantics and per-step hyper-parameters."""
 
 from __future__ import annotations
 
@@ -15,35 +12,35 @@ from skyrl.backends.torch_lora.adapter import Adapter
 
 
 class NonFiniteGradient(FloatingPointError):
-    """The accumulated gradient has a NaN or infinite norm: the step was refused, the gradient was cleared."""
+    """The norm of the accumulated gradient is NaN or infinite: no step was made, and the gradient was cleared."""
 
 
 @torch.no_grad()
 def adamw_step(adapter: Adapter, params: AdamParams) -> dict[str, float]:
     """Clip by global norm, step, clear the gradient.
 
-    As torch.optim.AdamW: decay w -= lr * decay * w, then bias-corrected moments, eps added after the
-    correction of the second moment's root. As torch.nn.utils.clip_grad_norm_: factor min(1, max_norm / (norm
-    + 1e-6)). Returns `grad_norm` (before clipping), `learning_rate` and `optimizer_step` (1 for the first);
-    an empty dictionary and no change without an accumulated gradient. Raises NonFiniteGradient: weights,
-    moments and step count are as before, the gradient is cleared, so that the next forward_backward starts
-    clean.
+    As torch.optim.AdamW: decay w -= lr * decay * w, then bias-corrected moments, eps added after the correction of the
+    second moment's root. As torch.nn.utils.clip_grad_norm_: factor min(1, max_norm / (norm + 1e-6)).
 
-    Any other exception leaves the adapter as it was, with its gradient: new weights and moments are computed beside
-    the old ones, and replace them in the last statement. While a step runs, that takes three more buffers of the
-    adapter's size (12 bytes per trained parameter), four with weight decay.
+    Returns `grad_norm` (before clipping), `learning_rate` and `optimizer_step` (1 for the first step). Without an
+    accumulated gradient, returns an empty dictionary and changes nothing. Raises NonFiniteGradient: the gradient is
+    cleared, and weights, moments and step count have not changed.
+
+    Any other exception leaves the adapter and its gradient as they were: the last statement replaces the old weights
+    and moments by the new. So a step takes three more buffers of the adapter's size (12 bytes per trained parameter),
+    four with weight decay.
     """
     gradient = adapter.gradient
     if gradient is None:
         return {}
     norm = float(torch.linalg.vector_norm(gradient))
     if not math.isfinite(norm):
-        refusal = NonFiniteGradient(
+        error = NonFiniteGradient(
             f"optim_step: the accumulated gradient has norm {norm}; the weights were not changed and the "
             "gradient was cleared. Check advantages, logprobs and the learning rate of earlier steps."
         )
         adapter.gradient = None
-        raise refusal
+        raise error
     step = adapter.step + 1
     weights, exp_avg, exp_avg_sq = _stepped(adapter, gradient, norm, step, params)
     metrics = {
@@ -64,12 +61,12 @@ def _stepped(
     exp_avg = _or_zeros(adapter.exp_avg, gradient).lerp(gradient, 1 - params.beta1)
     exp_avg_sq = _or_zeros(adapter.exp_avg_sq, gradient).mul(params.beta2)
     exp_avg_sq.addcmul_(gradient, gradient, value=1 - params.beta2)
-    del gradient  # the clipped copy makes room for the denominator
+    del gradient  # free the clipped copy before the denominator is allocated
     correction1 = 1 - params.beta1**step
     correction2 = math.sqrt(1 - params.beta2**step)
     denominator = exp_avg_sq.sqrt().div_(correction2).add_(params.eps)
-    kept = 1 - params.learning_rate * params.weight_decay
-    weights = adapter.weights if kept == 1 else adapter.weights * kept
+    decay_factor = 1 - params.learning_rate * params.weight_decay
+    weights = adapter.weights if decay_factor == 1 else adapter.weights * decay_factor
     value = -params.learning_rate / correction1
     return torch.addcdiv(weights, exp_avg, denominator, value=value, out=denominator), exp_avg, exp_avg_sq
 

@@ -1,7 +1,7 @@
-"""How passes become rows: cutting a pass into slices, laying sequences end to end, grouping them for attention.
+"""How passes become rows: cut a pass into slices, lay sequences end to end, group sequences for attention.
 
-Cutting and grouping look at one pass alone, so that its numbers never depend on what runs beside it. Knows
-lengths and token ids. Deliberately knows nothing of adapters or losses.
+Cutting and grouping depend on one pass alone, so that its results do not depend on other passes. Knows lengths and
+token ids. Knows nothing of adapters or losses.
 """
 
 from __future__ import annotations
@@ -16,17 +16,16 @@ from torch import Tensor
 from skyrl.backends.base import Datum
 
 _SHORTEST_IN_GROUP = 0.75
-"""A sequence joins an attention group when it has at least this share of the longest one's length: padding is
-bounded to a third of the real tokens."""
+"""A sequence joins an attention group if it has at least this share of the length of the group's longest sequence. So
+padding is at most a third of the real tokens."""
 
 
 @dataclass(frozen=True)
 class AttentionGroup:
-    """Sequences of similar length that attend together, right-padded to `longest`.
+    """`count` sequences of similar length that attend together, right-padded to `longest`.
 
-    rows: int64 [tokens], their places in the micro-batch; cells: int64 [tokens], their places in a flattened
-    [count, longest] grid. None when the rows are one run that fills the grid exactly: [first, first + count *
-    longest).
+    rows: int64 [tokens], the tokens' places in the micro-batch; cells: int64 [tokens], the tokens' places in a
+    flattened [count, longest] grid. Both are None when the rows [first, first + count * longest) fill the grid exactly.
     """
 
     count: int
@@ -38,7 +37,7 @@ class AttentionGroup:
 
 @dataclass(frozen=True)
 class PackedSlice:
-    """A slice laid out as rows [start, stop) of a micro-batch. tokens, positions: int64 [stop - start]."""
+    """Rows [start, stop) of a micro-batch, which hold one slice. tokens, positions: int64 [stop - start]."""
 
     start: int
     stop: int
@@ -48,7 +47,7 @@ class PackedSlice:
 
 
 def cut(lengths: Sequence[int], budget: int) -> list[range]:
-    """Consecutive runs of items of at most `budget` tokens each; a longer item is a run of its own."""
+    """Consecutive ranges of items with at most `budget` tokens each. A longer item has its own range."""
     runs: list[range] = []
     first, total = 0, 0
     for index, length in enumerate(lengths):

@@ -1,8 +1,8 @@
-"""Passes on their way through the model: slices, their loss and gradients, and what a pass adds up to.
+"""Running passes: cuts them into slices, computes each slice's loss and gradient, and sums up each pass.
 
-A pass is cut into slices by a rule that looks at that pass alone; every slice has its own leaves of the
-adapter's weights, and slices' gradients are added in order. Where slices run one at a time on a CPU, a pass therefore
-gives the same bits whatever runs beside it. Deliberately knows nothing of model ids, requests or where results go.
+How a pass is cut depends on that pass alone. Every slice has its own leaves of the adapter's weights, and the gradients
+of slices are added in order. So where slices run one at a time on a CPU, the results of a pass do not depend on other
+passes, to the last bit. Knows nothing of requests or where results go.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from skyrl.backends.torch_lora.model import BaseModel
 
 @dataclass
 class RunningPass:
-    """A checked pass and what its slices have given so far; the gradient is flat, float32."""
+    """A checked pass and the sums over its finished slices. `gradient`: flat, float32."""
 
     training_pass: TrainingPass
     adapter: Adapter
@@ -41,7 +41,7 @@ class RunningPass:
     error: Exception | None = None
 
     def fail(self, error: Exception) -> None:
-        """The pass has failed; what its slices have given so far is dropped."""
+        """Fail the pass, and drop the gradient of its finished slices."""
         self.error, self.gradient = error, None
 
     def outcome(self) -> PassResult | Exception:
@@ -53,7 +53,7 @@ class RunningPass:
 
 @dataclass(frozen=True)
 class Slice:
-    """Consecutive sequences of one pass; `last` marks the pass's last one."""
+    """Consecutive sequences of one pass; `last` marks the last slice of the pass."""
 
     running: RunningPass
     data: Sequence[Datum]
@@ -74,17 +74,18 @@ class _SliceResult:
 
 
 def slices_of(running: RunningPass, budget: int) -> Iterator[Slice]:
-    """Slices of at most `budget` tokens, or of one sequence that is longer."""
+    """Slices of at most `budget` tokens. A longer sequence has its own slice."""
     data = running.training_pass.data
     lengths = [len(datum.tokens) for datum in data]
-    for run in packing.cut(lengths, budget):
-        yield Slice(running, data[run.start : run.stop], sum(lengths[run.start : run.stop]), run.stop == len(data))
+    for part in packing.cut(lengths, budget):
+        tokens = sum(lengths[part.start : part.stop])
+        yield Slice(running, data[part.start : part.stop], tokens, last=part.stop == len(data))
 
 
 def run_micro_batch(base: BaseModel, batch: Sequence[Slice], *, backward: bool) -> None:
-    """Run slices together; should that raise, run each alone, so that only the culprit's pass fails.
+    """Run slices together. If that raises, run each slice alone, so that only the pass that causes the error fails.
 
-    A failure is the pass's outcome (OutOfMemory for a lack of memory); DeviceFault is raised.
+    The error becomes the outcome of the pass (OutOfMemory if memory was short). DeviceFault is raised.
     """
     batch = [piece for piece in batch if piece.running.error is None]
     if not batch:
@@ -98,7 +99,7 @@ def run_micro_batch(base: BaseModel, batch: Sequence[Slice], *, backward: bool) 
     if failure is None:
         for piece, result in zip(batch, results, strict=True):
             _record_or_fail(piece, result, base.device)
-    elif len(batch) > 1:  # after the handler: what the failed attempt held is free again
+    elif len(batch) > 1:  # outside the handler, where the failed attempt's tensors are free again
         for piece in batch:
             run_micro_batch(base, [piece], backward=backward)
     else:
@@ -106,7 +107,7 @@ def run_micro_batch(base: BaseModel, batch: Sequence[Slice], *, backward: bool) 
 
 
 def _record_or_fail(piece: Slice, result: _SliceResult, device: torch.device) -> None:
-    """Metrics and logprobs take memory too; a pass for which there is none leaves its model's gradient as it was."""
+    """Record a result. If there is no memory for metrics and logprobs, the pass fails; its model's gradient stays."""
     try:
         _record(piece, result)
     except Exception as error:
@@ -125,12 +126,12 @@ def _forward_backward(base: BaseModel, batch: Sequence[Slice], backward: bool) -
     values: list[LossValue] = []
     with torch.set_grad_enabled(backward), base.active.use(segments):
         hidden = base.hidden_states(packed)
-        for piece, segment, given in zip(batch, segments, inputs, strict=True):
+        for piece, segment, loss_inputs in zip(batch, segments, inputs, strict=True):
             targets = Targets.of([datum.loss_inputs["target_tokens"] for datum in piece.data], base.device)
             logprobs.append(target_logprobs(hidden[segment.start : segment.stop], targets, base.lm_head, segment))
             training_pass = piece.running.training_pass
             config = loss_config(training_pass.loss_fn, piece.loss, training_pass.loss_config)
-            values.append(piece.loss.function(logprobs[-1], given, config))
+            values.append(piece.loss.function(logprobs[-1], loss_inputs, config))
         gradients = _gradients(values, segments) if backward else [None] * len(batch)
     return [_SliceResult(*parts) for parts in zip(logprobs, inputs, values, gradients, strict=True)]
 
@@ -148,15 +149,16 @@ def _loss_inputs(piece: Slice, device: torch.device) -> LossInputs:
             for datum, size in zip(piece.data, sizes, strict=True)
         ]
         tensors[name] = torch.from_numpy(np.concatenate(parts)).to(device)
-    owner = torch.from_numpy(np.repeat(np.arange(len(sizes)), sizes)).to(device)
-    return LossInputs(tensors, owner, len(sizes))
+    datum_of_entry = torch.from_numpy(np.repeat(np.arange(len(sizes)), sizes)).to(device)
+    return LossInputs(tensors, datum_of_entry, len(sizes))
 
 
 def _gradients(values: Sequence[LossValue], segments: Sequence[LoraSegment]) -> list[Tensor]:
-    """Each slice's gradient, flat float32 in the order of its adapter's buffers: one backward, separate leaves."""
+    """Each slice's gradient, flat float32 in the order of its adapter's buffers, from one backward for all slices."""
     leaves = [[leaf for pair in segment.pairs.values() for leaf in pair] for segment in segments]
-    found = iter(torch.autograd.grad([value.total for value in values], [leaf for own in leaves for leaf in own]))
-    return [torch.cat([next(found).reshape(-1) for _ in own]) for own in leaves]
+    totals = [value.total for value in values]
+    gradients = iter(torch.autograd.grad(totals, [leaf for of_slice in leaves for leaf in of_slice]))
+    return [torch.cat([next(gradients).reshape(-1) for _ in of_slice]) for of_slice in leaves]
 
 
 def _record(piece: Slice, result: _SliceResult) -> None:

@@ -1,7 +1,6 @@
-"""Adapters on disk: a PEFT adapter that samplers and other programs load, and beside it what training continues from.
+"""Adapters on disk: a PEFT adapter that samplers and other programs load, and the optimizer state next to it.
 
-Only safetensors and JSON, nothing that executes. Deliberately knows nothing of atomic directories: the caller makes
-the directory, and publishes it.
+Writes only safetensors and JSON, which hold no code. The caller makes the directory and moves it to its place.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ _PEFT_PREFIX, _PEFT_SUFFIX = "base_model.model.", ".weight"
 
 
 def save_state(adapter: Adapter, base_model: str, directory: Path) -> None:
-    """Write the adapter in PEFT format and, where there are any, moments and the pending gradient, as
-    `<part>.<module>.lora_A` float32."""
+    """Write the adapter in PEFT format, and the moments and the pending gradient if the adapter has them: float32
+    tensors named `<part>.<module>.lora_A`."""
     save_adapter(adapter, base_model, directory)
     tensors: dict[str, Tensor] = {}
     parts = []
@@ -40,54 +39,55 @@ def save_state(adapter: Adapter, base_model: str, directory: Path) -> None:
             tensors |= {f"{part}.{name}": view.cpu().contiguous() for name, view in adapter.views(flat).items()}
     if tensors:
         save_file(tensors, directory / OPTIMIZER_TENSORS)
-    about = {
+    description = {
         "format": FORMAT,
         "step": adapter.step,
         "parts": parts,
         "lora": asdict(adapter.spec),
         "targets": _names(adapter),
     }
-    (directory / STATE_JSON).write_text(json.dumps(about, indent=1) + "\n")
+    (directory / STATE_JSON).write_text(json.dumps(description, indent=1) + "\n")
 
 
 def load_state(adapter: Adapter, directory: Path, *, optimizer: bool) -> None:
-    """Replace weights; with `optimizer` also moments, step count and pending gradient, which are else dropped.
+    """Replace the weights. With `optimizer`, also replace the moments, step count and pending gradient; without it,
+    drop them.
 
     Raises InvalidRequest when the saved adapter has another rank, alpha or other layers; OSError, ValueError
     or SafetensorError when files are missing or damaged. Nothing changes on an error.
     """
-    about: dict[str, Any] = json.loads((directory / STATE_JSON).read_text())
-    if about["format"] not in (1, FORMAT):
-        raise ValueError(f"{directory / STATE_JSON}: format {about['format']}, this version reads 1 and {FORMAT}")
+    description: dict[str, Any] = json.loads((directory / STATE_JSON).read_text())
+    if description["format"] not in (1, FORMAT):
+        raise ValueError(f"{directory / STATE_JSON}: format {description['format']}, this version reads 1 and {FORMAT}")
     for key in ("rank", "alpha"):
-        saved, own = about["lora"][key], getattr(adapter.spec, key)
+        saved, own = description["lora"][key], getattr(adapter.spec, key)
         if saved != own:
             raise InvalidRequest(f"lora_config.{key}: the saved adapter has {saved}, this model has {own}")
-    if about["targets"] != _names(adapter):
-        differing = sorted(set(about["targets"]) ^ set(_names(adapter)))
+    if description["targets"] != _names(adapter):
+        differing = sorted(set(description["targets"]) ^ set(_names(adapter)))
         raise InvalidRequest(
             "lora_config: the saved adapter trains other layers (train_attn, train_mlp or train_unembed "
             "differ): " + ", ".join(differing[:3])
         )
-    if about["format"] == 1:
+    if description["format"] == 1:
         stored = load_file(directory / FORMAT_1_TENSORS)
         weights = _part(stored, "weights")
         parts = [part for part in OPTIMIZER_PARTS if _part(stored, part)]
     else:
         peft = load_file(directory / PEFT_TENSORS)
         weights = {name.removeprefix(_PEFT_PREFIX).removesuffix(_PEFT_SUFFIX): t for name, t in peft.items()}
-        parts = about["parts"]
+        parts = description["parts"]
         stored = load_file(directory / OPTIMIZER_TENSORS) if optimizer and parts else {}
     packed = adapter.pack(weights)
     loaded = {part: adapter.pack(_part(stored, part)) for part in parts} if optimizer else {}
-    step = int(about["step"]) if optimizer else 0
+    step = int(description["step"]) if optimizer else 0
     exp_avg, exp_avg_sq, gradient = (loaded.get(part) for part in OPTIMIZER_PARTS)
     adapter.replace(packed, exp_avg, exp_avg_sq, gradient, step)
 
 
 def save_adapter(adapter: Adapter, base_model: str, directory: Path, dtype: torch.dtype = torch.float32) -> None:
-    """Write the adapter as PEFT does: names `base_model.model.<module>.lora_A.weight`, in `dtype`, rounded to the
-    nearest."""
+    """Write the adapter in PEFT format: tensors `base_model.model.<module>.lora_A.weight`, rounded to the nearest
+    `dtype`."""
     tensors = {
         f"{_PEFT_PREFIX}{name}{_PEFT_SUFFIX}": view.detach().to("cpu", dtype).contiguous()
         for name, view in adapter.views(adapter.weights).items()

@@ -1,4 +1,4 @@
-"""The cookbook's environment and workspace, made once, and the outcomes that every recipe shares."""
+"""The cookbook's environment and workspace, made once, and the runs that the recipes' tests share."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def stored(server: DemoServer) -> Stored:
 
 
 class Stored:
-    """What the server says it keeps."""
+    """The checkpoints that the server lists."""
 
     def __init__(self, server: DemoServer) -> None:
         self._client = tinker.RestClient(base_url=server.url, api_key=KEY)
@@ -51,7 +51,7 @@ CHATS = ("dataset=chats.jsonl", "batch_size=4", "max_length=256", "learning_rate
 
 
 def assert_final_is_kept(run: Run, stored: Stored) -> None:
-    """The run's last row is its final checkpoint; the server has its state and its sampler's weights, for good."""
+    """The run's last row is its final checkpoint. The server keeps its state and its sampler weights without expiry."""
     final = run.checkpoints[-1]
     assert final["name"] == "final"
     kept = {checkpoint.tinker_path: checkpoint.expires_at for checkpoint in stored.of(run.training_run)}

@@ -1,4 +1,4 @@
-"""What a user takes home: the cookbook downloads a checkpoint, encrypted on the way, and merges it into the model."""
+"""The cookbook downloads a checkpoint, which is encrypted on the way, and merges it into the model."""
 
 from __future__ import annotations
 
@@ -34,25 +34,25 @@ weights.build_lora_adapter(base_model=model, adapter_path=adapter, output_path=f
 
 @pytest.fixture(scope="module")
 def downloaded(workspace: Workspace, rolling: Run) -> Path:
-    """The final checkpoint as the cookbook downloads, merges (`merged`) and converts (`peft`) it."""
+    """The final checkpoint, downloaded, merged (`merged`) and converted (`peft`) by the cookbook."""
     out = workspace.root / "downloaded"
     workspace.script(DOWNLOAD, rolling.checkpoints[-1]["state_path"], ALIAS, str(out))
     return out
 
 
-def test_the_files_arrive_decrypted_and_the_export_is_gone(downloaded: Path, stored: Stored) -> None:
+def test_the_files_arrive_decrypted_and_the_export_is_deleted(downloaded: Path, stored: Stored) -> None:
     names = {file.name for file in (downloaded / "adapter").iterdir()}
     assert {"adapter_config.json", "adapter_model.safetensors"} <= names
     assert not [name for name in names if name.endswith(".age")]
     config = json.loads((downloaded / "adapter" / "adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"]) == (32, 32)
-    # The cookbook's conversion finds nothing to rename: the names are those of PEFT and vLLM already.
+    # The cookbook's conversion has no names to change: the names are already those of PEFT and vLLM.
     converted = load_file(downloaded / "peft" / "adapter_model.safetensors")
     assert load_file(downloaded / "adapter" / "adapter_model.safetensors").keys() == converted.keys()
     assert not [kept for kept in stored.everything() if "/external_weights/" in kept.tinker_path]
 
 
-def test_the_merged_model_says_what_the_server_says(
+def test_the_merged_model_gives_the_servers_logprobs(
     downloaded: Path, rolling: Run, connect: ClientFactory, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     tokens = tokenizer.encode(chat_prompt("Where is the fox?") + "The old fox watches the mill.")
@@ -64,7 +64,7 @@ def test_the_merged_model_says_what_the_server_says(
 
 
 def logprobs(model: Path, tokens: list[int]) -> torch.Tensor:
-    """log p of each token but the first, as stock transformers computes it in float32."""
+    """Log-probability of each token but the first, as stock transformers computes it in float32."""
     network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     with torch.inference_mode():
         scores = network(torch.tensor([tokens])).logits[0, :-1].log_softmax(-1)

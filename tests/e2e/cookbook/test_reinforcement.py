@@ -1,8 +1,8 @@
 """The cookbook's reinforcement learning on the real server: `math_rl` in each of its modes, and a game of many turns.
 
-The tiny model cannot add. What it can learn within a few steps is to end its answer in time: an answer that is cut off
-costs 0.1, and with `max_tokens=1` any answer but an empty one is cut off. So rewards differ within a group, gradients
-are not zero, and the reward rises to 0.
+The tiny model cannot add. Within a few steps it can learn to end its answer in time: a cut-off answer costs 0.1, and
+with `max_tokens=1` every answer but an empty one is cut off. So rewards differ within a group, gradients are not zero,
+and the reward rises to 0.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def divergence(run: Run) -> list[float]:
     return run.column("optim/kl_sample_train_v1")
 
 
-def test_on_policy_it_learns_and_the_sampler_is_the_trained_policy(workspace: Workspace, stored: Stored) -> None:
-    """With one loss; the others are those of the next tests, and unit tests compare all of them with their formulas."""
+def test_on_policy_training_learns_and_the_sampler_is_the_trained_policy(workspace: Workspace, stored: Stored) -> None:
+    """Uses one loss. The next tests use the other losses, and unit tests compare every loss with its formula."""
     options = ("loss_fn=cispo", "learning_rate=1e-2", "max_steps=3")
     run = workspace.run("math_rl.train", "on-policy", *ARITHMETIC, *options)
     assert [abs(step) < AGREE for step in divergence(run)] == [True] * 3
@@ -37,7 +37,7 @@ def test_on_policy_it_learns_and_the_sampler_is_the_trained_policy(workspace: Wo
     assert_final_is_kept(run, stored)
 
 
-def test_training_off_policy(workspace: Workspace, stored: Stored) -> None:
+def test_off_policy_training_runs_to_its_end(workspace: Workspace, stored: Stored) -> None:
     options = ("loss_fn=ppo", "learning_rate=3e-3", "max_steps=3", "max_steps_off_policy=1")
     run = workspace.run("math_rl.train", "off-policy", *ARITHMETIC, *options)
     assert abs(divergence(run)[0]) < AGREE
@@ -49,7 +49,7 @@ def test_training_off_policy(workspace: Workspace, stored: Stored) -> None:
     assert_final_is_kept(run, stored)
 
 
-def test_training_on_minibatches_as_they_finish(workspace: Workspace, stored: Stored) -> None:
+def test_training_on_streamed_minibatches_runs_to_its_end(workspace: Workspace, stored: Stored) -> None:
     stream = ("stream_minibatch_config.groups_per_batch=8", "stream_minibatch_config.num_minibatches=2")
     options = ("loss_fn=importance_sampling", "learning_rate=1e-2", "max_steps=2")
     run = workspace.run("math_rl.train", "stream", *ARITHMETIC, *options, *stream)
@@ -61,23 +61,23 @@ def test_training_on_minibatches_as_they_finish(workspace: Workspace, stored: St
     assert_final_is_kept(run, stored)
 
 
-def test_several_optimizer_steps_per_batch_and_the_divergence_after_them(workspace: Workspace) -> None:
+def test_several_optimizer_steps_per_batch_report_the_divergence_after_them(workspace: Workspace) -> None:
     options = ("loss_fn=importance_sampling", "learning_rate=1e-3", "num_substeps=2", "compute_post_kl=True")
     run = workspace.run("math_rl.train", "substeps", *ARITHMETIC, *options, "max_steps=2")
     assert run.column("optimizer_step") == [2, 4]
     during, after = run.column("optim/kl_sample_train_v2"), run.column("kl_pre_post_v2")
-    # The second half of the batch was computed after one of the two updates, the new sampler after both.
+    # The second half of the batch was computed after one of the two updates, the new sampler's weights after both.
     assert 0 < during[0] < after[0]
     assert all(map(math.isfinite, during + after))
 
 
-def test_the_default_loss_is_refused_with_what_to_do(workspace: Workspace) -> None:
+def test_the_default_loss_is_refused_with_a_hint(workspace: Workspace) -> None:
     run = workspace.run("math_rl.train", "default-loss", *ARITHMETIC, "max_steps=1", fails=True)
     assert "stable_reinforce is not available" in run.log
     assert "importance_sampling" in run.log
 
 
-def test_a_game_of_many_turns(workspace: Workspace, stored: Stored) -> None:
+def test_a_game_of_many_turns_runs_to_its_end(workspace: Workspace, stored: Stored) -> None:
     options = ("batch_size=1", "group_size=2", "max_tokens=8", "eval_every=0", "max_steps=2")
     run = workspace.run("multiplayer_rl.guess_number.train", "guess-number", *options)
     assert [abs(step) < AGREE for step in divergence(run)] == [True] * 2

@@ -10,12 +10,12 @@ from .workspace import Run, Workspace, kill_after_checkpoint
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(3000)]
 
 
-def test_the_loss_falls(rolling: Run) -> None:
+def test_supervised_training_lowers_the_loss(rolling: Run) -> None:
     loss = rolling.column("train_mean_nll")
     assert loss[-1] < 0.6 * loss[0]
 
 
-def test_rolling_checkpoints_are_gone_and_the_others_kept(rolling: Run, stored: Stored) -> None:
+def test_rolling_checkpoints_are_deleted_and_the_others_are_kept(rolling: Run, stored: Stored) -> None:
     assert [row["name"] for row in rolling.checkpoints] == ["000001", "000002", "000003", "final"]
     kept = {row[kind] for row in rolling.checkpoints if "rolling" not in row for kind in ("state_path", "sampler_path")}
     assert stored.paths(rolling) == kept
@@ -31,7 +31,7 @@ def test_a_killed_run_resumes_at_its_last_checkpoint(workspace: Workspace, store
     options = ("save_every=3", f"max_steps={steps}", "behavior_if_log_dir_exists=resume")
     workspace.run("chat_sl.train", "killed", *CHATS, *options)
     assert run.column("step") == list(range(steps))
-    # A run that had started anew would be at the first loss, and at the optimizer's first step.
+    # A run that started anew would show the first loss and the optimizer's first step.
     assert max(run.column("train_mean_nll")[saved["batch"] :]) < 0.8 * first
     assert run.column("optimizer_step")[saved["batch"]] > saved["batch"]
     assert run.training_run not in saved["state_path"]

@@ -1,7 +1,6 @@
-"""A directory in which tinker-cookbook's recipes run without network, and what a run leaves behind.
+"""A directory in which tinker-cookbook's recipes run without network, and the files that a run writes.
 
-The recipes are the cookbook's own, unmodified, each in a process of its own. This file does not know what any of them
-is expected to do.
+The recipes are unmodified; each runs in its own process. This file does not know the expected results of a recipe.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ PLACES = ["river", "mill", "bridge", "garden"]
 
 @dataclass(frozen=True)
 class Run:
-    """What a recipe wrote. `path` is its log directory."""
+    """The files that a recipe wrote. `path` is its log directory."""
 
     path: Path
 
@@ -38,7 +37,7 @@ class Run:
         return self.path.with_suffix(".log").read_text()
 
     def column(self, metric: str) -> list[Any]:
-        """The metric's values in the order they were written, from the rows that have it."""
+        """The metric's values in the order of writing, from the rows that have the metric."""
         return [row[metric] for row in _rows(self.path / "metrics.jsonl") if metric in row]
 
     @property
@@ -53,7 +52,7 @@ class Run:
 
 
 class Workspace:
-    """Model and data sets in relative directories named like their hub ids: the cookbook looks there first."""
+    """Model and data sets in relative directories with the names of their hub ids, where the cookbook looks first."""
 
     def __init__(self, root: Path, python: Path, url: str) -> None:
         self.root = root
@@ -81,7 +80,7 @@ class Workspace:
             _write(root / "Anthropic" / "hh-rlhf" / f"{split}.jsonl", preferences)
 
     def start(self, recipe: str, name: str, *options: str) -> tuple[Run, subprocess.Popen[bytes]]:
-        """The recipe's process; it logs to `runs/<name>`, and what it says goes to `runs/<name>.log`."""
+        """Start the recipe's process; its log directory is `runs/<name>`, its output goes to `runs/<name>.log`."""
         run = Run(self.root / "runs" / name)
         run.path.parent.mkdir(exist_ok=True)
         fixed = (f"model_name={ALIAS}", f"log_path={run.path}")
@@ -93,7 +92,7 @@ class Workspace:
         return run, process
 
     def run(self, recipe: str, name: str, *options: str, fails: bool = False) -> Run:
-        """The recipe from beginning to end. AssertionError unless it ended well (or, with `fails`, badly), in time."""
+        """Run the recipe to its end. Raises AssertionError unless it succeeds in time (or, with `fails`, fails)."""
         run, process = self.start(recipe, name, *options)
         try:
             code = process.wait(TIME_BOUND_S)
@@ -103,7 +102,7 @@ class Workspace:
         return run
 
     def script(self, code: str, *arguments: str) -> None:
-        """Python in the cookbook's environment. AssertionError unless it ended well."""
+        """Run Python code in the cookbook's environment. Raises AssertionError if it fails."""
         command = dies_with_parent([str(self._python), "-c", code, *arguments])
         done = subprocess.run(
             command, cwd=self.root, env=self._env, capture_output=True, text=True, timeout=TIME_BOUND_S, check=False
@@ -112,7 +111,7 @@ class Workspace:
 
 
 def kill_after_checkpoint(run: Run, process: subprocess.Popen[bytes]) -> None:
-    """SIGKILL as soon as the run has saved a checkpoint."""
+    """Send SIGKILL as soon as the run has saved a checkpoint."""
     deadline = time.monotonic() + TIME_BOUND_S
     try:
         while not run.checkpoints:
@@ -125,7 +124,7 @@ def kill_after_checkpoint(run: Run, process: subprocess.Popen[bytes]) -> None:
 
 
 def _rows(path: Path) -> Iterator[dict[str, Any]]:
-    """The file's whole lines: the writer may be in the middle of one."""
+    """The complete lines of the file: the writer may be in the middle of a line."""
     text = path.read_text() if path.is_file() else ""
     return (json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines())
 

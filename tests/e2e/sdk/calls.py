@@ -1,4 +1,4 @@
-"""Which public methods of the SDK the catalogue has called, itself: the SDK's calls of its own methods do not count."""
+"""Records which public methods of the SDK the catalogue calls. A call that the SDK makes to itself does not count."""
 
 from __future__ import annotations
 

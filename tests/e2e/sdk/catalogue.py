@@ -1,7 +1,7 @@
 """The catalogue: what a user can do with the SDK, one function per feature.
 
-A feature asserts outcomes with nothing but `tinker` and NumPy, through whatever version is installed. It does not know
-which versions exist: what it needs is looked up in the SDK at run time, see presence.py.
+A feature's check uses `tinker` and NumPy only, in whatever version is installed. The check does not know which versions
+exist: it looks up in the SDK at run time what it needs (presence.py).
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ if TYPE_CHECKING:
     from .user import User
 
 ANNOUNCEMENT = "/__feature__/"
-"""Path under which a run names the feature it begins, to the recorder in front of the server."""
+"""The path under which a run announces its next feature to the recorder in front of the server."""
 
 QUESTION = "/__asked__/"
-"""Path under which a check learns from the recorder how often a route was asked for since its feature began."""
+"""The path under which a check asks the recorder how many requests a route got since the feature began."""
 
 Check = Callable[["User"], None]
 
 
 class BrokenSDK(Exception):
-    """A check found a known mistake of the SDK itself, which no server can make good; the message says which."""
+    """A check found a known bug of the SDK that a server cannot repair; the message names the bug."""
 
 
 @dataclass(frozen=True)
@@ -33,14 +33,14 @@ class Feature:
     name: str
     group: str
     sentence: str
-    """What a user gets, and what the check asserts."""
+    """What a user gets and the check asserts."""
     check: Check
     needs: tuple[str, ...] = ()
-    """What an SDK must have to have the feature, in the notation of presence.py."""
+    """What an SDK must have for this feature, in the notation of presence.py."""
     refusal: str | None = None
-    """Part of the message with which this is refused; None: it works."""
+    """A part of the message that refuses the feature; None if the feature works."""
     statuses: frozenset[int] = frozenset()
-    """HTTP statuses from 400 that the check provokes on purpose."""
+    """HTTP statuses of 400 and above that the check provokes on purpose."""
 
 
 CATALOGUE: dict[str, Feature] = {}
@@ -55,7 +55,7 @@ def feature(
     refusal: str | None = None,
     statuses: tuple[int, ...] = (),
 ) -> Callable[[Check], Check]:
-    """Enter a check; its function name, with spaces, is the feature's name."""
+    """Enter a check. The feature's name is the function's name with spaces."""
 
     def enter(check: Check) -> Check:
         name = check.__name__.replace("_", " ").strip()

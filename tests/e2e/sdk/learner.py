@@ -1,7 +1,7 @@
-"""A user who learns one sentence by heart, round after round, and samples it: what two users do at the same time.
+"""A user who learns one sentence by heart in rounds and samples it. Two such users can work at the same time.
 
-Run in an isolated environment like run.py, as `python -m tests.e2e.sdk.learner`. It says when it is ready to begin and
-waits for the word, so that several begin together.
+Run in an isolated environment like run.py, as `python -m tests.e2e.sdk.learner`. The program reports when it is ready
+and waits for the file `--begin`, so that several programs begin together.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ POLL_S = 0.02
 
 
 def continuation(sampler: Any, tokens: list[int]) -> list[int]:
-    """What a sampler makes of the beginning of `tokens`, as long as they are."""
+    """A sampler's continuation of the beginning of `tokens`, to the same length."""
     prompt = types.ModelInput.from_ints(tokens[:PROMPT_TOKENS])
     params = types.SamplingParams(max_tokens=len(tokens) - PROMPT_TOKENS, temperature=0.0, stop=[])
     return list(wait(sampler.sample(prompt, 1, params)).sequences[0].tokens)
 
 
 def prepare(user: User, text: str, load: str | None) -> tuple[Any, list[int]]:
-    """A training client, new or from a saved state, and the sentence's tokens."""
+    """A training client, new or loaded from a saved state, and the tokens of the sentence."""
     if load is None:
         trainer = user.train(rank=8)
     else:
@@ -40,8 +40,8 @@ def prepare(user: User, text: str, load: str | None) -> tuple[Any, list[int]]:
 
 
 def learn(user: User, trainer: Any, tokens: list[int], rounds: int, *, loaded: bool) -> dict[str, Any]:
-    """Rounds of STEPS steps and a sample each; when each ran, what was sampled first and last, what was saved. If the
-    state was `loaded`, the first round has no steps."""
+    """Run rounds of STEPS steps and one sample each; returns the times of the rounds, the first and the last sample,
+    and the saved path. With `loaded` the first round has no steps."""
     losses, spans, samples = [], [], []
     for number in range(rounds):
         began = time.time()

@@ -1,6 +1,6 @@
 """One run of the catalogue per released SDK, each in an isolated environment, all against one server.
 
-Knows where the environments come from and what counts as a surprise; knows nothing of pytest or of the table.
+Knows where the environments are and which answers count as surprises; knows nothing of pytest or of the table.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from .user import MODEL
 REQUIREMENTS = ROOT / "requirements" / "sdk"
 RUN_S = 1500
 AT_ONCE = 2
-"""Versions that run at the same time: more gain nothing on two cores."""
+"""Versions that run at the same time; more gain nothing on two cores."""
 TORCH = ("torch", "torchgen", "functorch", "sympy", "mpmath", "networkx", "jinja2", "markupsafe")
-"""What custom losses need besides the SDK; lent from this environment, for its size."""
+"""Packages that custom losses need besides the SDK; borrowed from this environment because of their size."""
 
 LOG = 4000
-"""Characters shown of the log of a run that broke."""
+"""The number of characters shown of a failed run's log."""
 
 UNCALLED = {
     "SamplingClient.on_queue_state_change": "the SDK calls it itself",
 }
-"""Public methods that no check calls, and why."""
+"""Public methods that no check calls, with the reason."""
 
 UNTRIED_COMMANDS = {
     "tinker checkpoint push-hf": "uploads to the Hugging Face hub",
@@ -48,21 +48,21 @@ def versions() -> list[str]:
 
 @dataclass(frozen=True)
 class Result:
-    """What came of one version."""
+    """The results of one SDK version."""
 
     version: str
     features: dict[str, dict[str, Any]]
-    """By name: status (ok, absent, broken, refused or FAILED), what was said, seconds."""
+    """By name: status (ok, absent, broken, refused or FAILED), error text, seconds."""
     methods: dict[str, list[str]]
     """Public methods by client class."""
     commands: list[str]
     called: dict[str, list[str]]
-    """Public methods that a feature's check called itself, by feature."""
+    """By feature: public methods that the feature's check called itself."""
     answers: list[Answer]
 
     @property
     def failures(self) -> dict[str, str]:
-        """Tracebacks of the checks that failed, by feature."""
+        """Tracebacks of failed checks, by feature."""
         return {name: found["said"] for name, found in self.features.items() if found["status"] == "FAILED"}
 
     @property
@@ -84,7 +84,8 @@ class Result:
 
     @property
     def surprises(self) -> list[str]:
-        """Answers from status 400 that no check asked for. 408 is how a long poll ends without news."""
+        """Answers with status 400 or above that no check provokes. Status 408 is the normal end of a long poll without
+        a result."""
         return sorted(
             {
                 f"{answer.feature}: {answer.route} -> {answer.status} {answer.said}"
@@ -99,10 +100,10 @@ def expected(feature: str) -> frozenset[int]:
 
 
 def isolated(version: str, directory: Path) -> tuple[Path, dict[str, str]]:
-    """Python of a version's environment and what to set for it.
+    """The Python of a version's environment, and the environment variables for it.
 
-    `directory` becomes the working and home directory. It holds the model's tokenizer under the model's name, which is
-    where the SDK finds it without the network.
+    `directory` becomes the working and home directory. It holds the model's tokenizer under the model's name, where the
+    SDK finds the tokenizer without network.
     """
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer = directory / MODEL
@@ -123,7 +124,7 @@ def isolated(version: str, directory: Path) -> tuple[Path, dict[str, str]]:
 
 
 def run_version(version: str, server: str, directory: Path) -> Result:
-    """The whole catalogue through one SDK; `server` is its URL. Raises RuntimeError if the run itself broke."""
+    """Run the whole catalogue with one SDK; `server` is the URL. Raises RuntimeError if the run itself fails."""
     python, env = isolated(version, directory)
     out = directory / "result.json"
     with Recorder(server) as recorder:

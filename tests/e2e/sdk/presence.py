@@ -2,10 +2,10 @@
 
 A need is one of
 
-- `TrainingClient.save_state`, `TrainingClient.save_state(overwrite)`: a method, a parameter of it;
-- `RestClient()`, `RestClient(base_url)`: a client one can construct, a parameter of its constructor;
-- `types.AdamParams`, `types.AdamParams(weight_decay)`: a type, a field of it;
-- `models.unload`: a call that the SDK can make though none of its clients does;
+- `TrainingClient.save_state`, `TrainingClient.save_state(overwrite)`: a method, or a parameter of this method;
+- `RestClient()`, `RestClient(base_url)`: a client that users can construct, or a parameter of its constructor;
+- `types.AdamParams`, `types.AdamParams(weight_decay)`: a type, or a field of this type;
+- `models.unload`: a request that the SDK can send although none of its clients sends it;
 - `loss gspo`: a loss; `tinker run list`: a command.
 """
 
@@ -28,7 +28,7 @@ NEED = re.compile(r"(?P<owner>\w+)(?:\.(?P<name>\w+))?(?:\((?P<parameter>\w*)\))
 
 
 def clients() -> dict[str, type]:
-    """The public client classes by name. Older SDKs have RestClient without exporting it."""
+    """The public client classes by name. Older SDKs contain RestClient without exporting it."""
     exported = {
         name: value for name, value in vars(tinker).items() if name.endswith("Client") and inspect.isclass(value)
     }
@@ -36,13 +36,13 @@ def clients() -> dict[str, type]:
 
 
 def public_methods(client: type) -> list[str]:
-    """Names of a client's public methods, properties aside."""
+    """Names of a client's public methods, without properties."""
     names = (name for name in dir(client) if not name.startswith("_"))
     return [name for name in names if callable(getattr(client, name))]
 
 
 def commands() -> dict[str, click.Command]:
-    """The commands of the installed `tinker` command line, by what one types."""
+    """The commands of the installed `tinker` command line, by the words that a user types."""
     return dict(_commands(main_cli, "tinker"))
 
 
@@ -58,7 +58,7 @@ def _commands(command: click.Command, path: str) -> Iterator[tuple[str, click.Co
 
 
 def present(need: str) -> bool:
-    """Whether the installed SDK has it."""
+    """Whether the installed SDK meets this need."""
     if need.startswith("loss "):
         return need.removeprefix("loss ") in typing.get_args(types.LossFnType)
     if need.startswith("tinker "):

@@ -1,7 +1,7 @@
-"""A reverse proxy that notes every HTTP status the server answers, and for which feature.
+"""A reverse proxy that records every HTTP status of the server, with the feature that caused it.
 
-It stands between an SDK and the server, so that whatever sends the requests (httpx, a Rust library, another process)
-is seen. It changes nothing that passes through, and knows nothing of the API but which parts of a path are names.
+The proxy stands between an SDK and the server, so it sees every sender of requests: httpx, a Rust library, another
+process. It changes no request, and of the API it knows only which parts of a path are names.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .catalogue import ANNOUNCEMENT, QUESTION
 
 MAX_BODY = 256 * 2**20
 SAID = 300
-"""Characters kept of a refusal's body."""
+"""The number of characters kept of a refusal's body."""
 HOP_BY_HOP = {"connection", "keep-alive", "transfer-encoding", "host", "content-length", "te", "upgrade"}
 NAMES = (
     (re.compile(r"^(/api/v1/(?:training_runs|sessions|samplers)/)(?!search$)[^/]+"), r"\1{id}"),
@@ -36,10 +36,10 @@ class Answer:
 
     feature: str
     route: str
-    """Method and path, with `{id}` and the like for names."""
+    """Method and path, with placeholders such as `{id}` for names."""
     status: int
     said: str
-    """The beginning of the body, from status 400."""
+    """The beginning of the body, for statuses of 400 and above."""
 
 
 def route_of(method: str, path: str) -> str:
@@ -49,7 +49,7 @@ def route_of(method: str, path: str) -> str:
 
 
 class Recorder:
-    """The proxy, running in a thread of its own while the context lasts."""
+    """The proxy. It runs in its own thread inside the `with` block."""
 
     def __init__(self, server: str) -> None:
         self.answers: list[Answer] = []
@@ -57,7 +57,7 @@ class Recorder:
         self._server = server
         self._feature = ""
         self._asked: Counter[str] = Counter()
-        """Requests that have arrived since the feature began, by route."""
+        """By route: requests since the feature began."""
         self._loop = asyncio.new_event_loop()
         self._ready = threading.Event()
         self._thread = threading.Thread(target=self._run, name="recorder")
@@ -83,12 +83,12 @@ class Recorder:
     async def _serve(self) -> None:
         self._stop = asyncio.Event()
         app = web.Application(client_max_size=MAX_BODY)
-        app.router.add_route("*", "/{path:.*}", self._pass_on)
-        # A client that goes away is passed on, too: its request at the server goes with it.
+        app.router.add_route("*", "/{path:.*}", self._forward)
+        # If a client disconnects, the proxy closes its request to the server too.
         runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=1.0)
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", 0)
-        # A connection per request: one kept open could be closed by the server just as it is used again.
+        # One connection per request: the server could close an idle connection in the moment of its next use.
         connector = TCPConnector(limit=0, force_close=True)
         async with ClientSession(
             connector=connector, timeout=ClientTimeout(total=None), auto_decompress=False
@@ -99,7 +99,7 @@ class Recorder:
             await self._stop.wait()
             await runner.cleanup()
 
-    async def _pass_on(self, request: web.Request) -> web.StreamResponse:
+    async def _forward(self, request: web.Request) -> web.StreamResponse:
         if request.path.startswith(ANNOUNCEMENT):
             self._feature = request.path.removeprefix(ANNOUNCEMENT)
             self._asked.clear()
@@ -108,7 +108,7 @@ class Recorder:
             return web.json_response(self._asked[request.path.removeprefix(QUESTION)])
         feature = self._feature
         headers = [(name, value) for name, value in request.headers.items() if name.lower() not in HOP_BY_HOP]
-        # The server makes links out of the address it was asked under: they must lead here as well.
+        # The server builds links from the address of the request. The links must lead to this proxy.
         headers.append(("Host", request.host))
         body = await request.read()
         url = URL(self._server + request.raw_path, encoded=True)

@@ -1,8 +1,8 @@
-"""Runs the catalogue through the SDK that is installed here, and writes what came of it.
+"""Runs the catalogue with the installed SDK, and writes the results.
 
-Started as a program in an isolated environment, with a working directory of its own and the repository on the path:
-`python -m tests.e2e.sdk.run --url URL --key KEY --out FILE`. Before each feature it names it to the recorder, the
-proxy in front of the server (recorder.py), so that every HTTP status belongs to a feature.
+Started as a program in an isolated environment, with its own working directory and the repository on the path: `python
+-m tests.e2e.sdk.run --url URL --key KEY --out FILE`. Before each feature the program announces the feature to the
+recorder, the proxy in front of the server (recorder.py), so that every HTTP status belongs to a feature.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ HERE = Path(__file__).parent
 FEATURE_S = 400
 
 
-def overdue(signum: int, frame: FrameType | None) -> None:
+def raise_timeout(signum: int, frame: FrameType | None) -> None:
     raise TimeoutError(f"not done after {FEATURE_S} s")
 
 
-def told(error: BaseException) -> str:
+def traceback_of(error: BaseException) -> str:
     """The traceback, with the variables of the catalogue's own frames."""
     trace = traceback.TracebackException.from_exception(error, capture_locals=True)
     for frame in trace.stack:
@@ -46,7 +46,7 @@ def told(error: BaseException) -> str:
 
 
 def attempt(feature: Feature, user: User) -> dict[str, Any]:
-    """Status of one feature: ok, absent, broken, refused or FAILED; what was said, for the last three."""
+    """The status of one feature (ok, absent, broken, refused or FAILED) and, for the last three, the error."""
     if not all(present(need) for need in feature.needs):
         return {"status": "absent", "said": ""}
     signal.alarm(FEATURE_S)
@@ -57,7 +57,7 @@ def attempt(feature: Feature, user: User) -> dict[str, Any]:
     except (Exception, SystemExit) as error:
         if feature.refusal is not None and feature.refusal in str(error):
             return {"status": "refused", "said": str(error)}
-        return {"status": "FAILED", "said": told(error)}
+        return {"status": "FAILED", "said": traceback_of(error)}
     finally:
         signal.alarm(0)
     if feature.refusal is not None:
@@ -78,7 +78,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", help="names of features; default: all")
     given = parser.parse_args()
     warnings.simplefilter("ignore")
-    signal.signal(signal.SIGALRM, overdue)
+    signal.signal(signal.SIGALRM, raise_timeout)
 
     calls = Calls()
     calls.watch()
@@ -100,7 +100,7 @@ def main() -> None:
     }
     given.out.write_text(json.dumps(result))
     sys.stdout.flush()
-    # Threads of the SDK poll for what was abandoned; nothing of them is wanted any more.
+    # Threads of the SDK still poll for abandoned samples. Nothing needs their results.
     os._exit(0)
 
 

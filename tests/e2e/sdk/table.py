@@ -1,7 +1,7 @@
-"""The compatibility page of the documentation, made from a run of the matrix.
+"""The documentation's compatibility page, made from a run of the matrix.
 
-`python -m tests.e2e.sdk.table` starts a server, runs every version and writes the page. The page says what was seen,
-and the same results make the same page.
+`python -m tests.e2e.sdk.table` starts a server, runs every version and writes the page. The page holds only results of
+the run, and equal results give an equal page.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .user import MODEL, SECOND_NAME
 PAGE = ROOT / "docs" / "reference" / "compatibility.md"
 COMMAND = "make compat"
 SHOWN = 4
-"""Features named for a method; the rest is counted."""
+"""The number of features named for a method; the others are counted."""
 CELLS = {"ok": "yes", "refused": "refused", "absent": "–", "broken": "SDK bug", "FAILED": "**fails**"}
 INTRODUCTION = f"""# Compatibility
 
@@ -42,23 +42,25 @@ def row(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |\n"
 
 
-def head(cells: Sequence[str]) -> str:
+def table_header(cells: Sequence[str]) -> str:
     return row(cells) + f"|{'---|' * len(cells)}\n"
 
 
 def features(results: Sequence[Result]) -> str:
     """A table per group of the catalogue: feature by version."""
-    said = ""
+    text = ""
     for group, members in groupby(CATALOGUE.values(), key=lambda feature: feature.group):
-        said += f"\n## {group}\n\n" + head(["feature", "what is checked", *(result.version for result in results)])
+        text += f"\n## {group}\n\n" + table_header(
+            ["feature", "what is checked", *(result.version for result in results)]
+        )
         for feature in members:
             cells = [CELLS[result.features[feature.name]["status"]] for result in results]
-            said += row([feature.name, feature.sentence, *cells])
-    return said + bugs(results)
+            text += row([feature.name, feature.sentence, *cells])
+    return text + bugs(results)
 
 
 def bugs(results: Sequence[Result]) -> str:
-    said = "\n## Bugs of an SDK\n\n" + head(["feature", "SDK", "what is wrong"])
+    said = "\n## Bugs of an SDK\n\n" + table_header(["feature", "SDK", "what is wrong"])
     for result in results:
         for name, found in result.features.items():
             if found["status"] == "broken":
@@ -67,7 +69,7 @@ def bugs(results: Sequence[Result]) -> str:
 
 
 def span(having: Sequence[str], results: Sequence[Result]) -> str:
-    """Versions, oldest to newest, as a range where they are consecutive."""
+    """Versions from oldest to newest, written as a range where they are consecutive."""
     known = [result.version for result in reversed(results)]
     numbers = sorted(known.index(version) for version in having)
     if len(numbers) == len(known):
@@ -78,9 +80,9 @@ def span(having: Sequence[str], results: Sequence[Result]) -> str:
 
 
 def methods(results: Sequence[Result]) -> str:
-    """Every public method of every version, and the features that call it. An `_async` twin shares its row."""
+    """Every public method of every version, with the features that call it. An `_async` twin shares the row."""
     said = "\n## Methods\n\nEvery public method of the SDK's clients, and the features above that call it.\n\n"
-    said += head(["method", "SDK", "called by"])
+    said += table_header(["method", "SDK", "called by"])
     names = sorted({name for result in results for name in result.public})
     for name in names:
         if name.endswith("_async") and name.removesuffix("_async") in names:
@@ -102,10 +104,10 @@ def methods(results: Sequence[Result]) -> str:
 
 
 def endpoints(results: Sequence[Result]) -> str:
-    """Every endpoint an SDK asked for, and which SDK did."""
+    """Every endpoint that an SDK called, with the SDKs that called it."""
     said = "\n## Endpoints\n\nWhat each SDK asked the server for in these checks. None was answered with 404, 405 or "
     said += "a server error, except for what a check asked for in order to be refused.\n\n"
-    said += head(["endpoint", "SDK"])
+    said += table_header(["endpoint", "SDK"])
     routes = sorted({route for result in results for route in result.routes}, key=lambda route: route.split()[::-1])
     for route in routes:
         said += row([f"`{route}`", span([result.version for result in results if route in result.routes], results)])

@@ -1,4 +1,5 @@
-"""Every released SDK through the whole catalogue on one server, two at a time; and what the pages say of it."""
+"""Every released SDK runs the whole catalogue on one server, two SDKs at a time; the compatibility page matches the
+results."""
 
 from __future__ import annotations
 
@@ -33,13 +34,13 @@ def runs(server: DemoServer, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 
 @pytest.mark.parametrize("version", versions())
-def test_every_feature_does_what_it_should(version: str, runs: dict[str, Future[Result]]) -> None:
+def test_every_feature_works(version: str, runs: dict[str, Future[Result]]) -> None:
     failures = runs[version].result().failures
     assert not failures, "\n".join(f"{name}:\n{said}" for name, said in failures.items())
 
 
 @pytest.mark.parametrize("version", versions())
-def test_no_endpoint_surprises_the_sdk(version: str, runs: dict[str, Future[Result]]) -> None:
+def test_no_endpoint_gives_an_unexpected_status(version: str, runs: dict[str, Future[Result]]) -> None:
     result = runs[version].result()
     assert not result.surprises
     assert "POST /api/v1/session_heartbeat" in result.routes
@@ -47,7 +48,7 @@ def test_no_endpoint_surprises_the_sdk(version: str, runs: dict[str, Future[Resu
 
 
 @pytest.mark.parametrize("version", versions())
-def test_every_public_method_and_command_is_tried(version: str, runs: dict[str, Future[Result]]) -> None:
+def test_the_catalogue_tries_every_public_method_and_command(version: str, runs: dict[str, Future[Result]]) -> None:
     result = runs[version].result()
     assert sorted(result.public - result.tried) == sorted(result.public & UNCALLED.keys())
     assert sorted(set(result.commands) - result.tried_commands) == sorted(
@@ -55,7 +56,7 @@ def test_every_public_method_and_command_is_tried(version: str, runs: dict[str, 
     )
 
 
-def test_the_page_says_what_the_run_saw(runs: dict[str, Future[Result]], tmp_path: Path) -> None:
+def test_the_page_matches_the_results(runs: dict[str, Future[Result]], tmp_path: Path) -> None:
     seen = render([runs[version].result() for version in versions()])
     (tmp_path / PAGE.name).write_text(seen)
     assert PAGE.read_text() == seen, f"{PAGE} is out of date; `{COMMAND}` writes it anew (seen: {tmp_path / PAGE.name})"
@@ -105,7 +106,9 @@ def test_the_newest_and_the_oldest_sdk_work_at_the_same_time(server: DemoServer,
 
 
 @pytest.mark.parametrize(("first", "second"), [(NEWEST, OLDEST), (OLDEST, NEWEST)])
-def test_what_one_sdk_saved_another_continues(first: str, second: str, server: DemoServer, tmp_path: Path) -> None:
+def test_one_sdk_continues_from_the_save_of_another(
+    first: str, second: str, server: DemoServer, tmp_path: Path
+) -> None:
     saving = Learner(first, server, tmp_path / "saving", TEXTS[0], 4)
     saving.begin()
     saved = saving.done()

@@ -1,7 +1,7 @@
-"""One user of the server, through whatever SDK is installed.
+"""One user of the server, with whatever SDK is installed.
 
-Knows what differs between versions in how a call gives its result (a value, a future, a coroutine of either), and how
-to make data. Does not know which version it is.
+Knows the ways in which SDK versions return the result of a call (a value, a future, a coroutine of either), and how to
+make data. Does not know which version is installed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tinker import types
 from .catalogue import QUESTION
 
 MODEL = "Qwen/Qwen3.5-4B"
-"""A name of the served model. In the working directory it is also a directory with the model's tokenizer."""
+"""A name of the served model. The working directory has a directory with this name that holds the tokenizer."""
 SECOND_NAME = "tiny"
 TEXT = "The old fox watches the river at dawn."
 PROMPT = "The old"
@@ -37,14 +37,15 @@ POLL_S = 0.05
 
 
 def wait(given: Any) -> Any:
-    """The value behind a value, a future of it, or a coroutine of either."""
+    """The value of a value, of a future, or of a coroutine of either."""
     if inspect.iscoroutine(given):
         given = asyncio.run(given)
     return wait(given.result(timeout=WAIT_S)) if hasattr(given, "result") else given
 
 
 def run_program(*arguments: str, given: bytes = b"") -> bytes:
-    """What a Python of this environment prints; it has the SDK, not what the run borrows, which is slow to import."""
+    """The output of a Python program in this environment. The environment has the SDK and not the packages that the run
+    borrows, which are slow to import."""
     env = os.environ | {"PYTHONPATH": ""}
     done = subprocess.run([sys.executable, *arguments], input=given, capture_output=True, timeout=300, env=env)
     assert done.returncode == 0, done.stderr.decode()
@@ -52,7 +53,7 @@ def run_program(*arguments: str, given: bytes = b"") -> bytes:
 
 
 def refusal(call: Callable[[], Any]) -> str:
-    """What is said instead of doing what `call` asks for. Raises AssertionError if it is done."""
+    """The error message of `call`. Raises AssertionError if `call` succeeds."""
     try:
         wait(call())
     except (tinker.APIStatusError, tinker.RequestFailedError) as error:
@@ -61,7 +62,7 @@ def refusal(call: Callable[[], Any]) -> str:
 
 
 def both(owner: Any, name: str, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-    """Results of a method and of its `_async` twin."""
+    """The results of a method and of its `_async` twin."""
     return wait(getattr(owner, name)(*args, **kwargs)), wait(getattr(owner, f"{name}_async")(*args, **kwargs))
 
 
@@ -77,12 +78,12 @@ def datum(tokens: Sequence[int], **inputs: Any) -> types.Datum:
 
 
 def logprobs_of(output: Any, index: int = 0) -> np.ndarray:
-    """Target logprobs of one datum of a pass, float64 of the targets' shape."""
+    """float64, shaped like the targets: the target logprobs of one datum of a pass."""
     return np.asarray(output.loss_fn_outputs[index]["logprobs"].to_numpy(), np.float64)
 
 
 class User:
-    """A service client with a session of its own, and what most checks start from."""
+    """A service client with its own session, and the objects from which most checks start."""
 
     def __init__(self, url: str, key: str, directory: Path) -> None:
         self.url, self.key, self.directory = url, key, directory
@@ -97,7 +98,7 @@ class User:
 
     @property
     def administrators(self) -> list[Any]:
-        """The clients with an administrator's methods: `rest`, and in newer SDKs one of its own."""
+        """The clients with administrators' methods: `rest`, and in newer SDKs a separate client."""
         admin = getattr(tinker, "AdminClient", None)
         return [self.rest] if admin is None else [self.rest, admin(base_url=self.url, api_key=self.key)]
 
@@ -128,12 +129,12 @@ class User:
         return [datum(self.tokens, weights=np.ones(len(self.tokens) - 1))]
 
     def open(self, **kwargs: Any) -> Any:
-        """A service client of its own, with a session of its own."""
+        """A new service client with a new session."""
         settings: dict[str, Any] = {"base_url": self.url, "api_key": self.key} | kwargs
         return tinker.ServiceClient(**settings)
 
     def asked(self, route: str) -> int:
-        """How often this feature has asked the server for a route so far."""
+        """How many requests to this route the current feature has sent so far."""
         with urlopen(f"{self.url}{QUESTION}{quote(route)}", timeout=WAIT_S) as answer:
             return json.load(answer)
 
@@ -148,35 +149,35 @@ class User:
         return wait(trainer.get_info()).model_id
 
     def train(self, service: Any = None, **kwargs: Any) -> Any:
-        """A new LoRA training client; unless told otherwise of rank 4, and of one seed: it learns alike every time."""
+        """A new LoRA training client, by default with rank 4 and a fixed seed, so that it learns alike every time."""
         settings = {"base_model": MODEL, "rank": 4, "seed": 1} | kwargs
         return wait((service or self.service).create_lora_training_client(**settings))
 
     def step(self, trainer: Any, learning_rate: float = 5e-3) -> float:
-        """One cross-entropy step on TEXT; the loss before it."""
+        """Run one cross-entropy step on TEXT; returns the loss before the step."""
         passed = trainer.forward_backward(self.data, "cross_entropy")
         stepped = trainer.optim_step(types.AdamParams(learning_rate=learning_rate))
         wait(stepped)
         return wait(passed).metrics["loss:sum"]
 
     def scores(self, trainer: Any, tokens: Sequence[int] | None = None) -> np.ndarray:
-        """Logprobs of TEXT, or of `tokens`, under a training client; float64."""
+        """float64: logprobs of TEXT, or of `tokens`, under a training client."""
         return logprobs_of(wait(trainer.forward([datum(tokens or self.tokens)], "cross_entropy")))
 
     def greedy(self, sampler: Any, max_tokens: int = 12) -> list[int]:
-        """The likeliest continuation of PROMPT; nothing stops it before max_tokens."""
+        """The most likely continuation of PROMPT, without stops before max_tokens."""
         params = types.SamplingParams(max_tokens=max_tokens, temperature=0.0, stop=[])
         return list(wait(sampler.sample(self.prompt, 1, params)).sequences[0].tokens)
 
     def prompt_logprobs(self, sampler: Any) -> np.ndarray:
-        """Logprobs of TEXT's tokens but the first, under a sampling client; float64."""
+        """float64: logprobs of TEXT's tokens but the first, under a sampling client."""
         scored = wait(sampler.compute_logprobs(types.ModelInput.from_ints(self.tokens)))
         assert scored[0] is None
         return np.asarray(scored[1:], np.float64)
 
 
 def same(left: Any, right: Any, tolerance: float = 1e-3) -> bool:
-    """Whether two arrays agree; the sampler and the trainer compute logprobs with different kernels."""
+    """Whether two arrays agree within a tolerance: sampler and trainer compute logprobs with different kernels."""
     left, right = np.asarray(left, np.float64), np.asarray(right, np.float64)
     return left.shape == right.shape and bool(np.all(np.abs(left - right) <= tolerance))
 

@@ -1,4 +1,4 @@
-"""What a user can ask about themselves: identity, audit, usage."""
+"""Requests of users about themselves: identity, audit log, usage."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from ..user import MODEL, User, both, wait
 
 GROUP = "Account"
 COUNTED_S = 60.0
-"""Until when a sample must be counted, on a machine with other work."""
+"""Seconds until usage must count a sample, on a busy machine."""
 
 
 def this_hour() -> tuple[datetime, datetime]:
-    """The window of whole hours that holds now."""
+    """The window of whole hours around the present moment."""
     start = datetime.now(UTC).replace(minute=0, second=0, microsecond=0)
     return start - timedelta(hours=1), start + timedelta(hours=1)
 
@@ -49,9 +49,9 @@ def audit_log(user: User) -> None:
     trainer, began = user.train(), datetime.now(UTC).date()
     path = wait(trainer.save_state("audited")).path
     wait(user.rest.delete_checkpoint_from_tinker_path(path))
-    days = sorted({began, datetime.now(UTC).date()})  # two, if midnight has passed meanwhile
+    days = sorted({began, datetime.now(UTC).date()})  # two days if midnight has passed meanwhile
     for owner in user.administrators:
-        # In older SDKs the coroutine runs in the SDK's own loop only.
+        # In older SDKs the coroutine runs only in the SDK's own loop.
         twins = [owner.holder.run_coroutine_threadsafe(owner.get_audit_log_async("checkpoints", day)) for day in days]
         for answers in (
             [wait(owner.get_audit_log("checkpoints", day)) for day in days],
@@ -62,7 +62,7 @@ def audit_log(user: User) -> None:
 
 
 def counted(answer: Any, session: str) -> dict[str, int]:
-    """Tokens by kind that a billing answer has for a session."""
+    """Tokens by kind that a billing answer reports for a session."""
     tokens: dict[str, int] = {}
     for event in answer.data:
         if event.session_id == session and hasattr(event.event_info, "token_count"):

@@ -1,4 +1,4 @@
-"""Checkpoints: saved, continued from, described, published, expired and deleted."""
+"""Checkpoints: save, continue, describe, publish, expire, delete."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def run_of(path: str) -> str:
 
 
 def listed(user: User, path: str) -> Any:
-    """The checkpoint as its training run lists it; None: it does not."""
+    """The checkpoint in the list of its training run, or None."""
     found = [c for c in wait(user.rest.list_checkpoints(run_of(path))).checkpoints if c.tinker_path == path]
     return found[0] if found else None
 

@@ -1,4 +1,4 @@
-"""The `tinker` command line, run in this process; one command also as a program of its own."""
+"""The `tinker` command line, run in this process; one command runs as a separate program."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ GROUP = "Command line"
 
 @contextmanager
 def credentials(user: User) -> Iterator[None]:
-    """The environment a command reads. Not for longer: older SDKs prefer it to a key given in the program."""
+    """Set the environment variables that a command reads. They are removed afterwards, because older SDKs prefer them
+    to a key given in the program."""
     given = {"TINKER_BASE_URL": user.url, "TINKER_API_KEY": user.key}
     os.environ.update(given)
     try:
@@ -33,21 +34,21 @@ def credentials(user: User) -> Iterator[None]:
             del os.environ[name]
 
 
-def tinker_says(user: User, *arguments: str) -> Any:
-    """What `tinker --format json ...` prints, as JSON if it is."""
+def run_tinker(user: User, *arguments: str) -> Any:
+    """The output of `tinker --format json ...`, parsed if it is JSON."""
     with credentials(user):
-        said = CliRunner().invoke(main_cli, ["--format", "json", *arguments])
-    if said.exception:
-        raise said.exception
-    text = said.stdout.strip()
+        result = CliRunner().invoke(main_cli, ["--format", "json", *arguments])
+    if result.exception:
+        raise result.exception
+    text = result.stdout.strip()
     return json.loads(text) if text.startswith(("{", "[")) else text
 
 
 @feature(GROUP, "`tinker run list` and `run info`.", needs=("tinker run list", "tinker run info"))
 def tinker_run(user: User) -> None:
     run = user.model_id(user.train(rank=2))
-    assert run in [found["training_run_id"] for found in tinker_says(user, "run", "list")["runs"]]
-    assert tinker_says(user, "run", "info", run)["base_model"] == MODEL
+    assert run in [found["training_run_id"] for found in run_tinker(user, "run", "list")["runs"]]
+    assert run_tinker(user, "run", "info", run)["base_model"] == MODEL
     with credentials(user):
         table = CliRunner().invoke(main_cli, ["run", "info", run])
     assert MODEL in table.stdout
@@ -55,11 +56,11 @@ def tinker_run(user: User) -> None:
 
 @feature(GROUP, "`tinker version`, and a command as a program of its own.", needs=("tinker version",))
 def tinker_program(user: User) -> None:
-    assert tinker_says(user, "version").startswith("tinker ")
+    assert run_tinker(user, "version").startswith("tinker ")
     run = user.model_id(user.train())
     with credentials(user):
-        said = run_program("-m", "tinker.cli", "--format", "json", "run", "list")
-    assert run in [found["training_run_id"] for found in json.loads(said)["runs"]]
+        result = run_program("-m", "tinker.cli", "--format", "json", "run", "list")
+    assert run in [found["training_run_id"] for found in json.loads(result)["runs"]]
 
 
 @feature(
@@ -72,19 +73,19 @@ def tinker_checkpoint(user: User) -> None:
     path = wait(trainer.save_state("c")).path
 
     def info() -> Any:
-        return tinker_says(user, "checkpoint", "info", path)
+        return run_tinker(user, "checkpoint", "info", path)
 
     for arguments in (("--run-id", user.model_id(trainer)), ()):
-        listed = tinker_says(user, "checkpoint", "list", *arguments)["checkpoints"]
+        listed = run_tinker(user, "checkpoint", "list", *arguments)["checkpoints"]
         assert path in [found["tinker_path"] for found in listed]
     assert info()["public"] is False
-    tinker_says(user, "checkpoint", "publish", path)
+    run_tinker(user, "checkpoint", "publish", path)
     assert info()["public"] is True
-    tinker_says(user, "checkpoint", "unpublish", path)
+    run_tinker(user, "checkpoint", "unpublish", path)
     assert info()["public"] is False
-    tinker_says(user, "checkpoint", "set-ttl", path, "--ttl", "7200")
+    run_tinker(user, "checkpoint", "set-ttl", path, "--ttl", "7200")
     assert info()["expires_at"]
-    tinker_says(user, "checkpoint", "set-ttl", path, "--remove")
+    run_tinker(user, "checkpoint", "set-ttl", path, "--remove")
     assert not info().get("expires_at")
 
 
@@ -95,9 +96,9 @@ def tinker_checkpoint_delete(user: User) -> None:
     first, second = (wait(trainer.save_state(name)).path for name in ("a", "b"))
     if isinstance(vars(checkpoint).get("list"), Command):
         raise BrokenSDK("`delete` calls the command `list` where it means Python's")
-    tinker_says(user, "checkpoint", "delete", first, "--yes")
+    run_tinker(user, "checkpoint", "delete", first, "--yes")
     assert [found.tinker_path for found in wait(user.rest.list_checkpoints(run)).checkpoints] == [second]
-    tinker_says(user, "checkpoint", "delete", "--run-id", run, "--yes")
+    run_tinker(user, "checkpoint", "delete", "--run-id", run, "--yes")
     assert wait(user.rest.list_checkpoints(run)).checkpoints == []
 
 
@@ -107,14 +108,14 @@ def tinker_checkpoint_download(user: User) -> None:
     user.step(trainer)
     path = wait(trainer.save_state("d")).path
     target = user.directory / "downloads"
-    tinker_says(user, "checkpoint", "download", path, "--output", str(target))
+    run_tinker(user, "checkpoint", "download", path, "--output", str(target))
     config = json.loads((target / path.removeprefix("tinker://").replace("/", "_") / "adapter_config.json").read_text())
     assert config["r"] == 3
 
 
 @feature(GROUP, "`tinker model list`.", needs=("tinker model list",))
 def tinker_model(user: User) -> None:
-    listed = json.dumps(tinker_says(user, "model", "list"))
+    listed = json.dumps(run_tinker(user, "model", "list"))
     assert MODEL in listed
     assert SECOND_NAME in listed
 
@@ -122,7 +123,7 @@ def tinker_model(user: User) -> None:
 @feature(GROUP, "`tinker session export-trace`.", needs=("tinker session export-trace",))
 def tinker_session(user: User) -> None:
     target = user.directory / "session.pftrace"
-    tinker_says(user, "session", "export-trace", user.session_of(user.model), "--output", str(target))
+    run_tinker(user, "session", "export-trace", user.session_of(user.model), "--output", str(target))
     assert target.stat().st_size > 0
 
 
@@ -131,18 +132,18 @@ def tinker_billing(user: User) -> None:
     user.step(user.train())
     hour = datetime.now(UTC).replace(minute=0, second=0, microsecond=0)
     window = [(hour + timedelta(hours=h)).strftime("%Y-%m-%dT%H:%M:%SZ") for h in (-1, 1)]
-    assert "training" in json.dumps(tinker_says(user, "billing", "usage", *window))
+    assert "training" in json.dumps(run_tinker(user, "billing", "usage", *window))
 
 
 @feature(GROUP, "`tinker billing checkpoint-storage`.", needs=("tinker billing checkpoint-storage",))
 def tinker_billing_storage(user: User) -> None:
     wait(user.train().save_state("billed"))
-    assert tinker_says(user, "billing", "checkpoint-storage")
+    assert run_tinker(user, "billing", "checkpoint-storage")
 
 
 @feature(GROUP, "`tinker auth status` reaches the server.", needs=("tinker auth status",))
 def tinker_auth_status(user: User) -> None:
-    assert "Tinker accessible: yes" in tinker_says(user, "auth", "status")
+    assert "Tinker accessible: yes" in run_tinker(user, "auth", "status")
 
 
 @feature(
@@ -150,12 +151,12 @@ def tinker_auth_status(user: User) -> None:
 )
 def tinker_auth_login(user: User) -> None:
     with credentials(user):
-        said = CliRunner().invoke(main_cli, ["auth", "login"], input=f"{user.key}\n")
-        assert "Logged in as" in said.output, said.output
+        result = CliRunner().invoke(main_cli, ["auth", "login"], input=f"{user.key}\n")
+        assert "Logged in as" in result.output, result.output
         assert user.key in (Path.home() / ".tinker" / "credentials.json").read_text()
         assert "Removed credential" in CliRunner().invoke(main_cli, ["auth", "logout"]).output
 
 
 @feature(GROUP, "`tinker auth whoami`, with an API key: as above.", needs=("tinker auth whoami",), refusal="JWT auth")
 def tinker_auth_whoami(user: User) -> None:
-    tinker_says(user, "auth", "whoami")
+    run_tinker(user, "auth", "whoami")

@@ -1,4 +1,4 @@
-"""Exports: adapters leave the server as files."""
+"""Exports: the server gives adapters to users as files."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from ..user import WAIT_S, User, both, wait
 
 GROUP = "Exports"
 RECIPIENT = "age1d6gggfdz94k5w6r858vyzqc9ywzxhdkwuf5eu8fe3e7swvm5cvlsuksn35"
-"""An age recipient whose secret key nobody here has."""
+"""An age recipient; the project does not have the secret key."""
 
 
 def fetch(url: str) -> bytes:
-    """A file by its link alone: no key, no header."""
+    """Download a file by its link, without key and headers."""
     with urlopen(url, timeout=WAIT_S) as answer:
         return answer.read()
 

@@ -1,4 +1,4 @@
-"""Logprobs: of prompts, of alternatives, of what was sampled."""
+"""Logprobs of prompts, of alternatives and of sampled tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ GROUP = "Logprobs"
 
 
 def ask(user: User, **kwargs: Any) -> Any:
-    """One greedy sample after TEXT, with what `kwargs` asks about the prompt."""
+    """One greedy sample after TEXT; `kwargs` request values for the prompt."""
     params = types.SamplingParams(max_tokens=2, temperature=0.0, stop=[])
     return wait(user.sampler.sample(types.ModelInput.from_ints(user.tokens), 1, params, **kwargs))
 
@@ -137,7 +137,7 @@ def tempered_logprobs(user: User) -> None:
 
 
 def distribution(user: User, prompt: types.ModelInput) -> np.ndarray:
-    """Logprobs of every next token, by one forward pass with all of them as targets; float64 [vocabulary]."""
+    """float64 [vocabulary]: logprobs of every next token, from one forward pass with all tokens as targets."""
     tokens = prompt.to_ints()
     size = len(user.tokenizer)
     targets = np.zeros((len(tokens), size), np.int64)

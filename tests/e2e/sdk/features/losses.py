@@ -1,4 +1,4 @@
-"""Losses: each value compared with its formula in NumPy, on the logprobs the same pass returned."""
+"""Losses: each value is compared with its formula in NumPy, on the logprobs of the same pass."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ GROUP = "Losses"
 
 
 def run(user: User, loss: str, config: Mapping[str, float] | None = None, **more: Any) -> tuple[Any, ...]:
-    """One pass of a policy loss with made-up old logprobs; loss, logprobs, old logprobs, advantages."""
+    """Run one pass of a policy loss with made-up old logprobs; returns loss, logprobs, old logprobs, advantages."""
     trainer = user.train(seed=1)
     random = np.random.default_rng(0)
     old = np.asarray(user.scores(trainer) + random.normal(0, 0.3, len(user.tokens) - 1), np.float32)

@@ -1,4 +1,4 @@
-"""Models: LoRA adapters created for training, and what the server says of them."""
+"""Models: LoRA adapters in training, and the server's information about them."""
 
 from __future__ import annotations
 

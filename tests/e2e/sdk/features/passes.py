@@ -12,7 +12,7 @@ from ..user import User, both, close, datum, logprobs_of, refusal, same, tensor,
 
 GROUP = "Training"
 CHUNK = 1024
-"""Data in one request; the SDK sends more as several."""
+"""The number of data in one request; the SDK sends more data in several requests."""
 
 
 @feature(GROUP, "`forward` gives logprobs and leaves no gradient behind.")

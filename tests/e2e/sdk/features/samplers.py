@@ -1,4 +1,4 @@
-"""Sampling clients: made from the base model, from saved weights, from a copy of another."""
+"""Sampling clients: made from the base model, from saved weights, or from another sampling client."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ pickle.dump([list(answer.sequences[0].tokens), sampler.compute_logprobs(prompt).
 sys.stdout.flush()
 os._exit(0)
 """
-"""Ends at once: with threads of SDK 0.25.0 still running, Python may abort while it shuts down."""
+"""The program exits at once: with running threads of SDK 0.25.0, Python may abort while it shuts down."""
 
 
 def trained(user: User) -> tuple[Any, list[int], np.ndarray]:
-    """A training client that has learnt TEXT by heart, what it must sample, its logprobs."""
+    """A training client that has learnt TEXT by heart, the tokens that it must sample, and their logprobs."""
     trainer = user.train(rank=8, seed=4)
     for _ in range(12):
         user.step(trainer)
@@ -115,7 +115,7 @@ def sampling_client_in_another_process(user: User) -> None:
 
 
 def _with_its_process(trainer: tinker.TrainingClient) -> tinker.SamplingClient:
-    """The SDK gives its process 30 s to start, importing torch and all, which is little on a machine that is busy."""
+    """The SDK gives its process 30 s to start and import torch, which is short on a busy machine."""
     late: Any = getattr(tinker, "SidecarStartupError", ())
     for _ in range(4):
         try:

@@ -1,4 +1,4 @@
-"""Sampling: how many, from which seed, and when it ends."""
+"""Sampling: number of samples, seeds, stops."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..user import User, both, refusal, wait
 
 GROUP = "Sampling"
 CONTEXT = 4096
-"""Tokens that the served model reads at most."""
+"""The context length of the served model, in tokens."""
 
 
 def sample(user: User, count: int = 1, **params: Any) -> list[Any]:
@@ -119,7 +119,7 @@ def abandoned_sample(user: User) -> None:
     async def abandoned() -> bool:
         params = types.SamplingParams(max_tokens=3000, stop=[], temperature=1.0)
         sampling = asyncio.create_task(sampler.sample_async(prompt, 4, params))
-        # The SDK cancels a sample by its id. When it asks for the result, it has the id.
+        # The SDK cancels a sample by its id. Once the SDK polls for the result, it has the id.
         await asyncio.to_thread(user.wait_until_asked, polls, before + 1)
         sampling.cancel()
         await asyncio.wait([sampling])

@@ -1,4 +1,4 @@
-"""Sessions: opened, described, kept alive and finished."""
+"""Sessions: open, describe, keep alive, finish."""
 
 from __future__ import annotations
 

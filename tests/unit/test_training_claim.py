@@ -1,4 +1,4 @@
-"""Which server trains on a database: one, until it is gone."""
+"""The training claim: one server trains on a database, until it gives no sign of life."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from skyrl.db import engine_state
 from skyrl.db.database import Database
 from skyrl.db.fence import Fence
 from skyrl.engine.state import EngineStatePublisher
-from skyrl.launcher import training_claim as ownership
+from skyrl.launcher import training_claim
 from skyrl.launcher.training_claim import TrainingClaim, server_id
 from skyrl.notify.doorbell import Doorbell
 from tests.postgres_server import ON_BOTH
@@ -30,13 +30,13 @@ def database(migrated_url: str) -> Iterator[Database]:
 
 
 @pytest.fixture(autouse=True)
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ownership, "DEAD_AFTER_S", 0.3)
-    monkeypatch.setattr(ownership, "LOOK_S", 0.01)
-    monkeypatch.setattr(ownership, "HOLD_S", 0.01)
+def short_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(training_claim, "DEAD_AFTER_S", 0.3)
+    monkeypatch.setattr(training_claim, "LOOK_S", 0.01)
+    monkeypatch.setattr(training_claim, "HOLD_S", 0.01)
 
 
-def test_name_stays_and_a_copy_of_the_directory_gets_another(tmp_path: Path) -> None:
+def test_a_state_directory_keeps_its_server_name_and_a_copy_gets_another(tmp_path: Path) -> None:
     original = tmp_path / "state"
     original.mkdir()
     name = server_id(original)
@@ -49,10 +49,10 @@ def test_name_stays_and_a_copy_of_the_directory_gets_another(tmp_path: Path) -> 
 
 
 @ON_BOTH
-async def test_second_server_is_refused_while_the_first_gives_signs_of_life(
+async def test_a_second_server_is_refused_while_the_first_gives_signs_of_life(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ownership, "DEAD_AFTER_S", WAIT_S)
+    monkeypatch.setattr(training_claim, "DEAD_AFTER_S", WAIT_S)
     first, second = TrainingClaim(database, "first"), TrainingClaim(database, "second")
     await first.take()
     database.write(lambda c: engine_state.publish_training(c, ready=True, reason=""))
@@ -61,16 +61,18 @@ async def test_second_server_is_refused_while_the_first_gives_signs_of_life(
         await second.take()
     holding.cancel()
     second.release()
-    assert database.read(engine_state.read_state).training_ready, "nothing of the first one's is touched"
+    assert database.read(engine_state.read_state).training_ready, (
+        "the second server does not change the first one's state"
+    )
     first.release()
     assert not database.read(engine_state.read_state).training_ready
     await second.take()
 
 
 @ON_BOTH
-async def test_engine_that_lives_is_a_sign_of_life(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its launcher may be stopped."""
-    monkeypatch.setattr(ownership, "DEAD_AFTER_S", WAIT_S)
+async def test_an_engine_heartbeat_is_a_sign_of_life(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launcher of that server may be stalled."""
+    monkeypatch.setattr(training_claim, "DEAD_AFTER_S", WAIT_S)
     await TrainingClaim(database, "first").take()
     taking = asyncio.create_task(TrainingClaim(database, "second").take())
     while not taking.done():
@@ -80,23 +82,24 @@ async def test_engine_that_lives_is_a_sign_of_life(database: Database, monkeypat
 
 
 @ON_BOTH
-async def test_server_that_is_gone_is_followed_and_notices_when_it_is_back(
+async def test_a_second_server_takes_the_claim_of_a_silent_one_which_notices_the_loss(
     database: Database, caplog: pytest.LogCaptureFixture
 ) -> None:
     first, second = TrainingClaim(database, "first"), TrainingClaim(database, "second")
     await first.take()
     await second.take()
     await asyncio.wait_for(first.hold(), WAIT_S)
-    assert "another server trains on this database by now" in caplog.text
+    assert "another server trains on this database now" in caplog.text
     first.release()
     assert database.read(engine_state.read_claim).owner == "second"
 
 
 @ON_BOTH
-async def test_engine_of_a_server_that_comes_back_says_nothing_about_anothers(
+async def test_the_engine_of_a_server_that_lost_its_claim_cannot_change_the_engine_state(
     database: Database, tmp_path: Path
 ) -> None:
-    """It was cut off for long; its launcher finds out and stops it."""
+    """The server was cut off from the database for long. Its launcher will notice the lost claim and stop the
+    engine."""
     await TrainingClaim(database, "first").take()
     api = Doorbell(tmp_path / "nobody.sock")
     first, second = (EngineStatePublisher(database, api, Fence(server)) for server in ("first", "second"))
@@ -105,24 +108,24 @@ async def test_engine_of_a_server_that_comes_back_says_nothing_about_anothers(
     await TrainingClaim(database, "second").take()
     await second.publish_url("http://127.0.0.1:2")
     second.training(ready=True, reason="")
-    there = database.read(engine_state.read_state)
+    published = database.read(engine_state.read_state)
     first.beat()
     await first.publish_url("http://127.0.0.1:1")
     first.training(ready=False, reason="loading the base model")
     first.clear("the engine has stopped")
-    assert database.read(engine_state.read_state) == there
+    assert database.read(engine_state.read_state) == published
     api.close()
 
 
-async def test_own_claim_is_taken_again_at_once(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ownership, "DEAD_AFTER_S", WAIT_S)
-    for _ in range(2):  # the first was killed
+async def test_a_server_takes_its_own_claim_again_at_once(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(training_claim, "DEAD_AFTER_S", WAIT_S)
+    for _ in range(2):  # the second round is a restart after a kill
         await asyncio.wait_for(TrainingClaim(database, "first").take(), WAIT_S / 2)
         database.write(engine_state.beat)
 
 
-async def test_one_of_two_that_start_at_once_is_refused(database: Database) -> None:
+async def test_one_of_two_servers_that_start_at_the_same_time_is_refused(database: Database) -> None:
     await TrainingClaim(database, "gone").take()
     starts = [TrainingClaim(database, name).take() for name in ("first", "second")]
-    ended = await asyncio.gather(*starts, return_exceptions=True)
-    assert [type(each) for each in ended if each is not None] == [ConfigError]
+    results = await asyncio.gather(*starts, return_exceptions=True)
+    assert [type(error) for error in results if error is not None] == [ConfigError]

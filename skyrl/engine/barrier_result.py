@@ -1,4 +1,4 @@
-"""What a barrier hands back when it has run."""
+"""The result of a barrier."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from skyrl.types.weights import AdapterVersion
 
 
 @dataclass(frozen=True)
-class Done:
-    """The JSON result of a barrier. `change` runs in the transaction that stores the result. `adapter` is a new
-    adapter version, for the inference servers."""
+class BarrierResult:
+    """`result` is the JSON for the client. `change` runs in the transaction that stores the result. `adapter` is a new
+    adapter version, to load on the inference servers."""
 
     result: dict[str, Any]
     change: Change | None = None

@@ -1,0 +1,94 @@
+"""Loads the configuration: defaults, a TOML file, `SKYRL_*` environment variables and flags, in rising priority.
+
+Hands it from the launcher to the other processes as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic_settings import SettingsError
+
+from skyrl.config.backend import ConfigError, dotted_keys, unknown_key
+from skyrl.config.environment import refuse_unknown
+from skyrl.config.server import LossesConfig, ServerConfig
+
+
+def _with_flat_backend_config(values: dict[str, Any]) -> dict[str, Any]:
+    """The same values, with `backend_config` under this server's dotted keys, so that sources merge key by key."""
+    backend_config = values.get("backend_config")
+    if isinstance(backend_config, str):
+        try:
+            backend_config = json.loads(backend_config)
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"backend_config: not JSON: {error}") from error
+    if not isinstance(backend_config, dict):
+        return values
+    try:
+        return values | {"backend_config": dotted_keys(backend_config)}
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("backend-config", "backend_config", 1)) from error
+
+
+def _one_line(error: ValidationError) -> str:
+    first = error.errors()[0]
+    where = ".".join(str(part) for part in first["loc"]) or "configuration"
+    if first["type"] == "extra_forbidden":
+        nested = [f"losses.{name}" for name in LossesConfig.model_fields]
+        return f"configuration: {unknown_key(where, [*ServerConfig.model_fields, *nested])}"
+    return f"{where}: {first['msg'].removeprefix('Value error, ').removeprefix('backend-config: ')}"
+
+
+def load_config(flags: dict[str, Any], config_file: Path | None = None) -> ServerConfig:
+    """Merge flags over environment variables over the file over defaults. The backend configuration is merged key by
+    key.
+
+    Raises ConfigError with one line that names the option and what is allowed.
+    """
+    refuse_unknown(os.environ, ServerConfig.model_fields)
+    from_file: dict[str, Any] = {}
+    if config_file is not None:
+        try:
+            from_file = tomllib.loads(config_file.read_text())
+        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+            raise ConfigError(f"config file {config_file}: {error}") from error
+
+    class _WithFile(ServerConfig):
+        @classmethod
+        def settings_customise_sources(cls, settings_cls, init_settings, env_settings, **_: Any):  # type: ignore[override]
+            return (
+                init_settings,
+                lambda: _with_flat_backend_config(env_settings()),
+                lambda: _with_flat_backend_config(from_file),
+            )
+
+    given_flags = _with_flat_backend_config({name: value for name, value in flags.items() if value is not None})
+    try:
+        merged = _WithFile(**given_flags)
+    except SettingsError as error:
+        raise ConfigError(f"environment: {error}: {error.__cause__}") from error
+    except ValidationError as error:
+        raise ConfigError(_one_line(error)) from error
+    return ServerConfig.model_construct(_fields_set=merged.model_fields_set, **dict(merged))
+
+
+def dump_config(config: ServerConfig) -> str:
+    """The configuration as JSON, which `restore_config` reads."""
+    return config.model_dump_json()
+
+
+def restore_config(text: str) -> ServerConfig:
+    """The configuration from the JSON of `dump_config`. Ignores the environment."""
+
+    class _Dumped(ServerConfig):
+        @classmethod
+        def settings_customise_sources(cls, settings_cls, init_settings, **_: Any):  # type: ignore[override]
+            return (init_settings,)
+
+    dumped = _Dumped(**json.loads(text))
+    return ServerConfig.model_construct(_fields_set=dumped.model_fields_set, **dict(dumped))

@@ -1,0 +1,63 @@
+"""The body of a sample request, and the token input that sample requests share with training requests."""
+
+from __future__ import annotations
+
+import msgspec
+
+from skyrl.wire.errors import RequestError
+from skyrl.wire.tensors import JsonTensor
+
+
+class Chunk(msgspec.Struct):
+    """A part of an input. The field that is set tells the kind of the chunk: SDK 0.16 sends no `type`."""
+
+    tokens: list[int] | None = None
+    data: str | None = None
+    location: str | None = None
+    dmel: str | None = None
+
+
+class ModelInput(msgspec.Struct):
+    chunks: list[Chunk]
+
+
+class SamplingParams(msgspec.Struct):
+    max_tokens: int | None = None
+    seed: int | None = None
+    stop: str | list[str | int] | None = None
+    temperature: float = 1.0
+    top_k: int = -1
+    top_p: float = 1.0
+
+
+class SampleRequest(msgspec.Struct):
+    prompt: ModelInput
+    sampling_params: SamplingParams = msgspec.field(default_factory=SamplingParams)
+    sampling_session_id: str | None = None
+    seq_id: int | None = None
+    num_samples: int = 1
+    prompt_logprobs: bool | None = None
+    topk_prompt_logprobs: int = 0
+    topk_sample_logprobs: int = 0
+    target_prompt_logprobs: JsonTensor | None = None
+    prompt_alt_tokens_k: int = 0
+    prompt_logprobs_last_n: int | None = None
+    base_model: str | None = None
+    model_path: str | None = None
+
+
+def tokens_of(prompt: ModelInput, field: str = "prompt") -> list[int]:
+    """All token ids of a text-only input, in order. Raises RequestError for empty input and for other chunk kinds."""
+    if len(prompt.chunks) == 1 and prompt.chunks[0].tokens:
+        return prompt.chunks[0].tokens
+    tokens: list[int] = []
+    for index, chunk in enumerate(prompt.chunks):
+        if chunk.tokens is None:
+            raise RequestError(
+                "only encoded_text chunks are served; the base model takes text only",
+                field=f"{field}.chunks[{index}]",
+            )
+        tokens += chunk.tokens
+    if not tokens:
+        raise RequestError("must hold at least one token", field=field)
+    return tokens

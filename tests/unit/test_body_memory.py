@@ -1,0 +1,200 @@
+"""Memory for large bodies: it is bounded, given in order, and always given back. Small bodies need none."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+from starlette.requests import Request
+from starlette.types import Message, Receive
+
+from skyrl.api import body_memory
+from skyrl.api.body import CONTROL_BYTES
+from skyrl.api.body_memory import MEMORY_BYTES, SMALL_BYTES, SPARE_DISK_BYTES, BodyMemory, BodyReader
+from skyrl.wire.errors import RequestError
+
+HALF = MEMORY_BYTES // 2
+DiskUsage = namedtuple("DiskUsage", "total used free")
+
+
+def request_of(size: int | None) -> Request:
+    headers = [] if size is None else [(b"content-length", str(size).encode())]
+    return Request({"type": "http", "method": "POST", "path": "/", "headers": headers})
+
+
+class Body:
+    """A request body that asks for memory at once. `inside` is True while the body has its memory; `leave` gives the
+    memory back."""
+
+    def __init__(self, memory: BodyMemory, size: int | None, tenant: str = "tenant") -> None:
+        self.inside = False
+        self._leaving = asyncio.Event()
+        self.task = asyncio.create_task(self._hold_memory(memory, size, tenant))
+
+    async def _hold_memory(self, memory: BodyMemory, size: int | None, tenant: str) -> None:
+        async with memory.of(request_of(size), tenant):
+            self.inside = True
+            await self._leaving.wait()
+        self.inside = False
+
+    async def leave(self) -> None:
+        self._leaving.set()
+        await self.task
+        await settle()
+
+
+async def settle() -> None:
+    """Let all other tasks run until each of them waits."""
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+async def bodies(memory: BodyMemory, *sizes: int | None, tenant: str = "tenant") -> list[Body]:
+    arrived = [Body(memory, size, tenant) for size in sizes]
+    await settle()
+    return arrived
+
+
+async def test_bodies_wait_for_memory_in_order_of_arrival(tmp_path: Path) -> None:
+    memory = BodyMemory(tmp_path)
+    first, second, third, fourth = await bodies(memory, HALF, HALF, HALF, SMALL_BYTES + 1)
+    assert [body.inside for body in (first, second, third, fourth)] == [True, True, False, False], (
+        "the small fourth body does not overtake"
+    )
+    await first.leave()
+    assert third.inside
+    assert not fourth.inside
+    await second.leave()
+    assert fourth.inside
+    await third.leave()
+    await fourth.leave()
+    assert [body.inside for body in await bodies(memory, HALF, HALF)] == [True, True], "all memory was given back"
+
+
+async def test_many_bodies_of_one_tenant_do_not_keep_out_another_tenants(tmp_path: Path) -> None:
+    memory = BodyMemory(tmp_path)
+    many = await bodies(memory, *[HALF] * 20, tenant="many")
+    few = await bodies(memory, HALF, HALF, tenant="few")
+    other = await bodies(memory, MEMORY_BYTES, tenant="other")
+    order: list[list[str]] = []
+    while waiting := [body for body in (*many, *few, *other) if body.inside]:
+        groups = (("m", many), ("f", few), ("o", other))
+        order.append([name for name, group in groups for body in group if body.inside])
+        await waiting[0].leave()
+    assert order[:5] == [["m", "m"], ["m", "f"], ["m", "f"], ["f"], ["o"]], "tenants take turns"
+    assert not any(not body.task.done() for body in (*many, *few, *other))
+
+
+async def test_small_bodies_need_no_memory(tmp_path: Path) -> None:
+    memory = BodyMemory(tmp_path)
+    large, waiting, small = await bodies(memory, MEMORY_BYTES, MEMORY_BYTES, SMALL_BYTES)
+    assert large.inside
+    assert not waiting.inside
+    assert small.inside
+
+
+@pytest.mark.parametrize("size", [10 * MEMORY_BYTES, None])
+async def test_a_body_larger_than_the_memory_or_of_unknown_size_has_it_alone(tmp_path: Path, size: int | None) -> None:
+    memory = BodyMemory(tmp_path)
+    before, large, after = await bodies(memory, HALF, size, HALF)
+    assert not large.inside
+    await before.leave()
+    assert large.inside
+    assert not after.inside
+    await large.leave()
+    assert after.inside
+
+
+async def test_a_body_that_fails_or_is_cancelled_gives_its_memory_back(tmp_path: Path) -> None:
+    memory = BodyMemory(tmp_path)
+    with pytest.raises(RuntimeError):
+        async with memory.of(request_of(MEMORY_BYTES), "tenant"):
+            raise RuntimeError
+    first, cancelled, last = await bodies(memory, MEMORY_BYTES, MEMORY_BYTES, HALF)
+    assert first.inside
+    cancelled.task.cancel()
+    await settle()
+    await first.leave()
+    assert last.inside
+
+
+async def test_a_body_that_is_cancelled_at_the_moment_of_its_turn_gives_its_memory_back(tmp_path: Path) -> None:
+    memory = BodyMemory(tmp_path)
+    async with memory.of(request_of(MEMORY_BYTES), "tenant"):
+        [cancelled] = await bodies(memory, MEMORY_BYTES)
+    cancelled.task.cancel()  # the memory is assigned, but the task has not run since
+    await settle()
+    assert [body.inside for body in await bodies(memory, MEMORY_BYTES)] == [True]
+
+
+async def test_large_bodies_are_refused_while_the_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = BodyMemory(tmp_path)
+    free = DiskUsage(0, 0, SPARE_DISK_BYTES + SMALL_BYTES)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: free)
+    with pytest.raises(RequestError, match="disk") as refused:
+        async with memory.of(request_of(SMALL_BYTES + 1), "tenant"):
+            raise AssertionError("the body must be refused")
+    assert refused.value.status == 503
+    assert refused.value.retry_after_s
+    assert [body.inside for body in await bodies(memory, SMALL_BYTES)] == [True]
+
+
+async def test_a_body_that_does_not_arrive_gives_its_memory_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client that stops in the middle of a body must not delay others."""
+    monkeypatch.setattr(body_memory, "ARRIVE_S", 0.05)
+    monkeypatch.setattr(body_memory, "LEAST_BYTES_PER_S", 2**40)
+    memory = BodyReader(tmp_path, {"training": MEMORY_BYTES})
+
+    async def receive_nothing() -> Message:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def receive_all() -> Message:
+        return {"type": "http.request", "body": b"x" * HALF, "more_body": False}
+
+    stalled = Request(request_of(None).scope, receive_nothing)
+    complete = Request(request_of(HALF).scope, receive_all)
+
+    async def read(request: Request) -> bytes:
+        async with memory.of(request, "tenant", "training") as body:
+            return body
+
+    first = asyncio.create_task(read(stalled))
+    await settle()
+    async with asyncio.timeout(60):
+        assert len(await read(complete)) == HALF
+    with pytest.raises(RequestError, match="did not arrive") as refused:
+        await first
+    assert refused.value.status == 408
+
+
+async def test_control_bodies_need_memory_unless_they_are_small(tmp_path: Path) -> None:
+    """Otherwise thousands of connections that each send most of a body and then stop would fill the memory."""
+    reader = BodyReader(tmp_path, {"control": CONTROL_BYTES})
+    arrived = asyncio.Event()
+
+    async def receive_late() -> Message:
+        await arrived.wait()
+        return {"type": "http.request", "body": b"late"}
+
+    async def receive_now() -> Message:
+        return {"type": "http.request", "body": b"here"}
+
+    def read_control(receive: Receive, **headers: str) -> asyncio.Task[bytes]:
+        raw = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
+        return asyncio.create_task(reader.control(Request({"type": "http", "headers": raw}, receive), "tenant"))
+
+    slow = read_control(receive_late, transfer_encoding="chunked")  # its length is unknown, so it has the whole memory
+    await settle()
+    large = read_control(receive_now, content_length=str(SMALL_BYTES + 1))
+    small = [read_control(receive_now, content_length=str(SMALL_BYTES)), read_control(receive_now)]
+    assert await asyncio.gather(*small) == [b"here", b"here"]
+    await settle()
+    assert not large.done()
+    arrived.set()
+    assert await asyncio.gather(slow, large) == [b"late", b"here"]
