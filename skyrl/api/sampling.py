@@ -14,7 +14,7 @@ from skyrl.api.routes import Routes
 from skyrl.api.services import Services
 from skyrl.db.checkpoints import Checkpoint
 from skyrl.db.samplers import Sampler
-from skyrl.inference.adapter_host import AdapterMissing
+from skyrl.inference.adapter_host import AdapterMissing, AdapterUnavailable
 from skyrl.sampling.sampler_job import served_name
 from skyrl.types.weights import AdapterVersion, BaseWeights, WeightsRef
 from skyrl.wire.errors import NotFound, RequestError
@@ -53,6 +53,8 @@ def router(services: Services) -> Routes:
             except AdapterMissing as error:
                 logger.error("%s", error)
                 raise NotFound("the checkpoint's files are not in the checkpoint store any more") from error
+            except AdapterUnavailable as error:
+                raise error.cause from error  # each cause is answered by its own error handler
 
     @routes.post("/create_sampling_session", scope="sample", body=CreateSamplingSessionRequest)
     async def create_sampling_session(call: Call, body: CreateSamplingSessionRequest) -> Response:

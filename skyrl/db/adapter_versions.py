@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Iterable, Sequence
+from itertools import islice
 from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, delete, func, literal_column, select, union_all, update
@@ -69,9 +70,9 @@ def in_use(connection: Connection, used_since: float, limit: int) -> list[Adapte
         .where(OPEN_ADAPTER, samplers.c.last_used_at >= used_since)
         .group_by(samplers.c.weights)
         .order_by(func.max(samplers.c.last_used_at).desc(), samplers.c.weights)
-        .limit(limit)
     )
-    return list(connection.execute(query).scalars())
+    found = connection.execute(query).scalars()
+    return list(islice((weights for weights in found if isinstance(weights, AdapterVersion)), limit))
 
 
 def sampled_now(connection: Connection, versions: Collection[AdapterVersion]) -> set[WeightsRef]:

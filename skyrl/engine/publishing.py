@@ -7,10 +7,9 @@ import logging
 import httpx
 
 from skyrl.engine.threads import EngineThreads
-from skyrl.inference.adapter_host import AdapterMissing
+from skyrl.inference.adapter_host import AdapterMissing, AdapterUnavailable
 from skyrl.inference.engine_group import EngineGroup
 from skyrl.inference.vllm_client import VllmError
-from skyrl.storage.base import StoreError
 from skyrl.types.weights import AdapterVersion
 
 logger = logging.getLogger(__name__)
@@ -32,5 +31,7 @@ class AdapterPublisher:
             return
         try:
             self._threads.wait_for_loop(self._group.publish_adapter(adapter))
-        except (httpx.TransportError, VllmError, AdapterMissing, StoreError) as error:
+        except (httpx.TransportError, VllmError, AdapterMissing) as error:
             logger.warning("adapter %s was saved but not loaded yet: %s", adapter.name, error)
+        except AdapterUnavailable as error:
+            logger.warning("adapter %s was saved but not loaded yet: %s (%s)", adapter.name, error, error.reason)

@@ -5,6 +5,7 @@ Knows the names of versions and where their files are. Loads no version on a rep
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Protocol
@@ -27,13 +28,28 @@ class AdapterMissing(Exception):
         self.adapter = adapter
 
 
+class AdapterUnavailable(Exception):
+    """The files of an adapter version cannot be brought to the replica's host now; they may be later.
+
+    `cause` is the underlying error. `reason` is that error in one line, for logs: unlike the message of this exception,
+    it may name the operator's addresses.
+    """
+
+    def __init__(self, adapter: AdapterVersion, cause: Exception) -> None:
+        super().__init__(f"the files of adapter {adapter.name} cannot be brought to the inference server now")
+        self.adapter = adapter
+        self.cause = cause
+        self.reason = f"{type(cause).__name__}: {cause}".partition("\n")[0]
+
+
 class AdapterHost(Protocol):
     """Brings adapter versions to the host of a replica."""
 
     async def bring(self, adapter: AdapterVersion) -> str:
         """Make the version's files readable by the replica. Returns their directory as the replica sees it.
 
-        Raises AdapterMissing when the files are gone and no checkpoint holds them."""
+        Raises AdapterMissing when the files are gone and no checkpoint holds them, AdapterUnavailable when the files
+        cannot be brought for any other reason."""
         ...
 
 
@@ -49,22 +65,30 @@ class SharedDirectory:
         self._store_key = store_key
 
     async def bring(self, adapter: AdapterVersion) -> str:
-        """As `AdapterHost.bring`. Also raises StoreError when the checkpoint store cannot be used now.
+        """As `AdapterHost.bring`.
 
         A gateway on another host may not see the training server's state directory, but its inference server does.
         There this method returns the path without a check.
         """
-        state_dir = self._state_dir()
-        directory = adapter_directory(state_dir, adapter)
-        if await in_store(_is_missing, state_dir, directory):
-            key = await self._store_key(adapter)
-            if key is None:
-                raise AdapterMissing(adapter)
-            try:
-                await in_store(fetch, self._store, key, directory)
-            except NotStored as error:
-                raise AdapterMissing(adapter) from error
+        try:
+            state_dir = self._state_dir()
+            directory = adapter_directory(state_dir, adapter)
+            if await asyncio.to_thread(_is_missing, state_dir, directory):
+                await self._fetch(adapter, directory)
+        except AdapterMissing:
+            raise
+        except Exception as error:  # a full disk, an unreachable database or checkpoint store
+            raise AdapterUnavailable(adapter, error) from error
         return str(directory)
+
+    async def _fetch(self, adapter: AdapterVersion, directory: Path) -> None:
+        key = await self._store_key(adapter)
+        if key is None:
+            raise AdapterMissing(adapter)
+        try:
+            await in_store(fetch, self._store, key, directory)
+        except NotStored as error:
+            raise AdapterMissing(adapter) from error
 
 
 def _is_missing(state_dir: Path, directory: Path) -> bool:

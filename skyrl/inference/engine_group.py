@@ -12,10 +12,9 @@ from collections.abc import Awaitable, Callable, Sequence
 
 import httpx
 
-from skyrl.inference.adapter_host import AdapterMissing
-from skyrl.inference.replica import Replica, ReplicaState
+from skyrl.inference.adapter_host import AdapterMissing, AdapterUnavailable
+from skyrl.inference.replica import NoAnswer, Replica, ReplicaState
 from skyrl.inference.vllm_client import VllmError
-from skyrl.storage.base import StoreError
 from skyrl.types.weights import AdapterVersion
 
 logger = logging.getLogger(__name__)
@@ -30,6 +29,7 @@ class EngineGroup:
     """Replicas that serve the same model. `proxy_url` is the URL to publish; a single replica needs no proxy.
 
     The URL is published while at least one replica is ready. `failures` failed probes in a row make a replica lost.
+    `grace_s` is how long a replica that is slow to load or unload adapters delays a publication or a sweep.
     Replicas may be added, drained and removed at any time.
     """
 
@@ -43,6 +43,7 @@ class EngineGroup:
         starting_interval_s: float = 0.1,
         watching_interval_s: float = 1.0,
         failures: int = 3,
+        grace_s: float = 1.0,
     ) -> None:
         self._replicas: dict[str, Replica] = {}
         self._proxy_url = proxy_url
@@ -51,6 +52,7 @@ class EngineGroup:
         self._starting_interval_s = starting_interval_s
         self._watching_interval_s = watching_interval_s
         self._failures = failures
+        self._grace_s = grace_s
         self._tasks: asyncio.TaskGroup | None = None
         """Set while `run` runs."""
         self._watches: dict[str, asyncio.Task[None]] = {}
@@ -81,8 +83,10 @@ class EngineGroup:
         return "; ".join(reasons) or "there is no inference server"
 
     def add(self, replica: Replica) -> None:
-        """Watch one more replica, and use it once it is ready. Raises ValueError for a second replica without a
-        proxy."""
+        """Watch one more replica, and use it once it is ready. Raises ValueError for a second replica without a proxy,
+        and for an id that another replica has."""
+        if replica.id in self._replicas:
+            raise ValueError(f"there is a replica {replica.id!r} already")
         if self._proxy_url is None and self._replicas:
             raise ValueError(f"{len(self._replicas) + 1} replicas need a proxy_url in front of them")
         self._replicas[replica.id] = replica
@@ -131,25 +135,58 @@ class EngineGroup:
     async def publish_adapter(self, adapter: AdapterVersion) -> None:
         """Load an adapter on all ready replicas at once. A replica that warms up loads it before it is ready.
 
-        A replica without an answer delays this call until the replica is found lost, or for its timeout. Raises
-        VllmError when a replica refuses the adapter, httpx.TransportError when no ready replica has answered, and the
-        errors of `AdapterHost.bring`.
+        Once one replica has loaded the adapter, this call ends when no other replica has answered for `grace_s`
+        seconds. A slower replica goes on loading in the background. If that replica is lost before it has loaded the
+        adapter, it loads the adapter before it is ready again. A sample that reaches a replica without the adapter gets
+        a 404, and its API process loads the adapter. While no replica has loaded the adapter, this call waits until
+        each replica has answered, is lost, or has exceeded its timeout.
+
+        Raises VllmError when a replica refuses the adapter, httpx.TransportError when no ready replica has answered,
+        and the errors of `AdapterHost.bring`.
         """
         for replica in self.replicas:
             if replica.state is ReplicaState.WARMING:
                 replica.wanted.add(adapter)
-        await self._on_ready(lambda replica: replica.load(adapter))
+        pending = {replica.in_background(self._deliver(replica, adapter)) for replica in self._ready_replicas()}
+        outcomes: list[BaseException | None] = []
+        while pending:
+            grace_s = self._grace_s if None in outcomes else None
+            answered, pending = await asyncio.wait(pending, timeout=grace_s, return_when=asyncio.FIRST_COMPLETED)
+            if not answered:
+                break
+            removed = NoAnswer("the replica was removed")
+            outcomes += [removed if task.cancelled() else task.result() for task in answered]
+        _raise_failure(outcomes)
+
+    async def _deliver(self, replica: Replica, adapter: AdapterVersion) -> Exception | None:
+        """Load an adapter on a replica. Returns the failure instead of raising it, because the caller may have stopped
+        waiting."""
+        try:
+            await self._ask(replica, replica.load(adapter))
+        except Exception as error:
+            if not isinstance(error, httpx.TransportError):  # `_ask` has logged transport errors
+                logger.warning("vLLM at %s has not loaded adapter %s: %s", replica.addresses.admin, adapter.name, error)
+            if isinstance(error, NoAnswer) and replica.state is not ReplicaState.READY:
+                replica.wanted.add(adapter)
+            return error
+        return None
 
     async def retire(self, adapters: Sequence[AdapterVersion]) -> set[AdapterVersion]:
         """Unload adapters on all replicas. Returns the adapters that no replica reads any more: only their files may be
         deleted. vLLM reads an evicted adapter's files again, and dies for all tenants if they are gone.
 
         A replica that does not answer may come back with its adapters loaded. So their files are kept until the replica
-        answers, refuses connections, or is removed. Such a replica delays this call for one timeout at most.
+        answers, refuses connections, or is removed. This call ends after `grace_s` seconds. A slower replica goes on
+        unloading in the background, and a later call returns the adapters that it has unloaded.
         """
         self._deadly.difference_update(adapters)
-        free = await asyncio.gather(*(replica.retire(adapters) for replica in self.replicas))
-        return set(adapters).intersection(*free)
+        unloading = [replica.retire(adapters) for replica in self.replicas]
+        if unloading:
+            ended, _ = await asyncio.wait(unloading, timeout=self._grace_s)
+            for task in ended:
+                if not task.cancelled():
+                    task.result()
+        return {adapter for adapter in adapters if not any(replica.may_read(adapter) for replica in self.replicas)}
 
     async def sleep(self) -> None:
         """Free the device memory of all ready replicas. Raises VllmError when a replica refuses, httpx.TransportError
@@ -161,25 +198,22 @@ class EngineGroup:
         await self._on_ready(lambda replica: replica.wake())
 
     async def _on_ready(self, call: Callable[[Replica], Awaitable[None]]) -> None:
-        """Call all ready replicas at once. A replica that answers neither this call nor `/health` is lost."""
+        """Call all ready replicas at once, and wait for all of them."""
+        calls = (self._ask(replica, call(replica)) for replica in self._ready_replicas())
+        _raise_failure(await asyncio.gather(*calls, return_exceptions=True))
 
-        async def ask(replica: Replica) -> None:
-            try:
-                await call(replica)
-            except httpx.TransportError as error:
-                logger.warning("%s", error or type(error).__name__)
-                if replica.state is ReplicaState.READY and not await replica.is_healthy():
-                    self._set(replica, ReplicaState.LOST, f"lost ({error or type(error).__name__})")
-                raise
+    async def _ask(self, replica: Replica, call: Awaitable[None]) -> None:
+        """Wait for a call to a ready replica. If the replica answers neither the call nor `/health`, it is lost."""
+        try:
+            await call
+        except httpx.TransportError as error:
+            logger.warning("%s", error or type(error).__name__)
+            if replica.state is ReplicaState.READY and not await replica.is_healthy():
+                self._lose(replica, f"lost ({error or type(error).__name__})")
+            raise
 
-        ready = [replica for replica in self.replicas if replica.state is ReplicaState.READY]
-        outcomes = await asyncio.gather(*(ask(replica) for replica in ready), return_exceptions=True)
-        failures = [outcome for outcome in outcomes if outcome is not None]
-        for failure in failures:
-            if not isinstance(failure, httpx.TransportError):
-                raise failure
-        if failures and len(failures) == len(outcomes):
-            raise failures[0]
+    def _ready_replicas(self) -> list[Replica]:
+        return [replica for replica in self.replicas if replica.state is ReplicaState.READY]
 
     def _watch_in_background(self, replica: Replica) -> None:
         if self._tasks is not None and replica.state is not ReplicaState.DRAINING:
@@ -223,8 +257,10 @@ class EngineGroup:
         replica has died."""
         try:
             await replica.load(adapter)
-        except (VllmError, AdapterMissing, StoreError) as error:
+        except (VllmError, AdapterMissing) as error:
             logger.warning("adapter %s was not loaded before vLLM is used: %s", adapter.name, error)
+        except AdapterUnavailable as error:
+            logger.warning("adapter %s was not loaded before vLLM is used: %s (%s)", adapter.name, error, error.reason)
         except httpx.TransportError as error:
             logger.warning("adapter %s was not loaded before vLLM is used: %s", adapter.name, error)
             if not await replica.is_healthy():
@@ -246,6 +282,11 @@ class EngineGroup:
                 failed = 0
             self._changed.set()  # publish again if the publisher failed
         self._set(replica, ReplicaState.LOST, f"not healthy ({self._failures} probes in a row)")
+
+    def _lose(self, replica: Replica, trouble: str) -> None:
+        """Set a ready replica to lost. A replica in another state, such as `DRAINING`, keeps its state."""
+        if replica.state is ReplicaState.READY:
+            self._set(replica, ReplicaState.LOST, trouble)
 
     def _set(self, replica: Replica, state: ReplicaState, trouble: str = "") -> None:
         replica.set_state(state, trouble)
@@ -275,3 +316,13 @@ class EngineGroup:
             logger.exception("the inference URL %s could not be published", url)
         else:
             self._published = url
+
+
+def _raise_failure(outcomes: Sequence[BaseException | None]) -> None:
+    """Raise the first refusal by a replica. If no replica has answered, raise the first failure."""
+    failures = [outcome for outcome in outcomes if outcome is not None]
+    for failure in failures:
+        if not isinstance(failure, httpx.TransportError):
+            raise failure
+    if failures and len(failures) == len(outcomes):
+        raise failures[0]

@@ -93,11 +93,6 @@ class LocalServer:
         self._supervision = asyncio.create_task(process.run(), name=f"supervise {process.name}")
 
     @property
-    def pid(self) -> int | None:
-        """The process id of the running server, which is also its process group."""
-        return self._process.pid
-
-    @property
     def incarnation(self) -> str | None:
         pid = self._process.pid
         return None if pid is None else f"start {self._process.starts}, process {pid}"

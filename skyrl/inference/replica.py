@@ -52,7 +52,7 @@ class Addresses:
 
 
 @dataclass(frozen=True, slots=True)
-class Timeouts:
+class CallTimeouts:
     """How long a replica may take to answer each kind of call, in seconds. `load_s` includes bringing the files to the
     replica's host. `health_s` and `unload_s` are short, because these calls never wait for a step of the engine
     core."""
@@ -76,7 +76,12 @@ class Replica:
     """
 
     def __init__(
-        self, replica_id: str, addresses: Addresses, api_key: str, host: AdapterHost, timeouts: Timeouts | None = None
+        self,
+        replica_id: str,
+        addresses: Addresses,
+        api_key: str,
+        host: AdapterHost,
+        timeouts: CallTimeouts | None = None,
     ) -> None:
         self.id = replica_id
         self.addresses = addresses
@@ -85,12 +90,17 @@ class Replica:
         """Why the replica is lost, for people."""
         self.incarnation: str | None = None
         self.adapters: set[AdapterVersion] = set()
-        """Adapters that this incarnation has loaded and was not asked to unload."""
+        """Adapters that the engine has loaded on this incarnation and has not asked it to unload. The server may have
+        others: API processes load adapters that their samples need, and do not tell the engine."""
         self.wanted: set[AdapterVersion] = set()
         """Adapters that the replica loads before it is ready."""
         self._loading: set[AdapterVersion] = set()
+        self._retired: dict[AdapterVersion, None] = {}
+        """Adapters that the replica is to unload, in this order."""
+        self._unloading: asyncio.Task[None] | None = None
+        self._background: set[asyncio.Task[Any]] = set()
         self._host = host
-        self._timeouts = timeouts or Timeouts()
+        self._timeouts = timeouts or CallTimeouts()
         self._client = VllmClient(addresses.admin, api_key)
         self._lost = asyncio.Event()
 
@@ -152,19 +162,31 @@ class Replica:
             self._loading.discard(adapter)
         if self.incarnation == incarnation:
             self.adapters.add(adapter)
+            self._retired.pop(adapter, None)
 
-    async def retire(self, adapters: Sequence[AdapterVersion]) -> set[AdapterVersion]:
-        """Unload adapters. Returns the adapters that the server reads no more; it may read the others again.
+    def retire(self, adapters: Sequence[AdapterVersion]) -> asyncio.Task[None]:
+        """Unload these adapters in the background, instead of the adapters of the last call. Returns the task that
+        unloads them. `may_read` tells whether the server may still read an adapter's files.
 
-        The replica is asked in every state: a lost server may come back with its adapters loaded. The first call
-        without an answer is the last, so that a server that hangs costs one timeout. A server that refuses connections
-        reads no files: it has ended or is ending, and its next start has no adapters.
+        The replica is asked in every state: a lost server may come back with its adapters loaded.
         """
-        unloaded: set[AdapterVersion] = set()
-        for adapter in adapters:
-            self.wanted.discard(adapter)
-            if adapter in self._loading:
-                continue
+        self.wanted.difference_update(adapters)
+        self._retired = dict.fromkeys(adapters)
+        if self._unloading is None or self._unloading.done():
+            self._unloading = self.in_background(self._unload_retired())
+        return self._unloading
+
+    def may_read(self, adapter: AdapterVersion) -> bool:
+        """Whether the server may read the files of this adapter, which it was asked to load or to unload."""
+        return adapter in self.adapters or adapter in self._loading or adapter in self._retired
+
+    async def _unload_retired(self) -> None:
+        """Unload the retired adapters one after another. The first call without an answer is the last, so that a server
+        that hangs costs one timeout. A server that refuses connections reads no files: it has ended or is ending, and
+        its next start has no adapters."""
+        asked: set[AdapterVersion] = set()
+        while (adapter := self._next_to_unload(asked)) is not None:
+            asked.add(adapter)
             self.adapters.discard(adapter)  # also without an answer: a server that hung may still read the request
             try:
                 await self._bounded(self._client.unload_adapter(adapter.name), self._timeouts.unload_s)
@@ -175,14 +197,30 @@ class Replica:
                 if _refused(error):
                     logger.info("vLLM at %s refuses connections, so it reads no adapter", self.addresses.admin)
                     self._record_start(None)
-                    return set(adapters) - self._loading
+                    self._retired.clear()
+                    return
                 cause = error or type(error).__name__
                 logger.warning("adapters could not be unloaded yet from vLLM at %s: %s", self.addresses.admin, cause)
-                break
-            unloaded.add(adapter)
-        return unloaded
+                return
+            self._retired.pop(adapter, None)
+
+    def _next_to_unload(self, asked: set[AdapterVersion]) -> AdapterVersion | None:
+        """The next retired adapter that is not in `asked`. An adapter that is being loaded waits for a later call of
+        `retire`."""
+        return next((each for each in self._retired if each not in asked and each not in self._loading), None)
+
+    def in_background(self, call: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """A task that goes on when its caller stops waiting for it. `close` cancels it."""
+        task = asyncio.create_task(call)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+        return task
 
     async def close(self) -> None:
+        background = list(self._background)
+        for task in background:
+            task.cancel()
+        await asyncio.gather(*background, return_exceptions=True)
         await self._client.close()
 
     def _record_start(self, incarnation: str | None) -> None:

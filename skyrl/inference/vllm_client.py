@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import httpx
 
+from skyrl.inference import load_route
 from skyrl.vllm_plugin.incarnation import HEADER
 
 Probe = Literal["/health", "/is_sleeping"]
@@ -84,11 +85,9 @@ class VllmClient:
 
         Raises VllmError: no such directory, unreadable files, a rank above the server's.
         """
-        body = {"lora_name": name, "lora_path": directory}
-        response = await self._http.post("/v1/load_lora_adapter", json=body)
-        if response.status_code == httpx.codes.BAD_REQUEST and "already been loaded" in response.text:
-            return
-        self._check(response, f"load adapter {name!r}")
+        response = await self._http.post(load_route.PATH, json=load_route.load_request(name, directory))
+        if not load_route.is_loaded(response.status_code, response.content):
+            self._check(response, f"load adapter {name!r}")
 
     async def unload_adapter(self, name: str) -> None:
         """Forget an adapter. Succeeds if the name is unknown. Requests that run with the adapter finish."""

@@ -29,11 +29,16 @@ CPU_BLOCK_TOKENS = 128
 CPU_KV_BYTES = 256 * 2**20
 MAX_LOGPROBS = 64
 SET_BY_SKYRL = frozenset({"api_key", "host", "model", "port", "served_model_name"})
+REPEATED = frozenset({"middleware"})
+"""Options of vLLM that take one value each, and may be given several times."""
 
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
 """For processes that find the model on this machine: they do not ask the hub, and so do not wait when it is away."""
 NO_PROGRESS_BARS = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "TQDM_DISABLE": "1"}
 """For processes whose output goes to a log, where a progress bar would be one line of many kilobytes."""
+
+_MIDDLEWARE = (f"{IncarnationHeader.__module__}.{IncarnationHeader.__name__}",)
+"""This middleware names each start of vLLM for the engine. An operator's own middleware comes after it."""
 
 _ENV = {
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True",
@@ -83,6 +88,8 @@ def vllm_spec(
     """
     inference = config.backend_config.inference
     passed_through = {name.replace("-", "_"): value for name, value in inference.engine_init_kwargs.items()}
+    if "middleware" in passed_through:
+        passed_through["middleware"] = [*_MIDDLEWARE, *_as_list(passed_through["middleware"])]
     if taken := sorted(SET_BY_SKYRL & passed_through.keys()):
         raise ConfigError(f"engine_init_kwargs: '{taken[0]}' is set by skyrl and cannot be passed through")
     env = _ENV | {"VLLM_API_KEY": api_key}
@@ -108,7 +115,8 @@ def vllm_spec(
 
 
 def render(options: dict[str, Any]) -> list[str]:
-    """Command-line arguments: True gives a flag, False its `--no-` form, None nothing, a mapping JSON."""
+    """Command-line arguments: True gives a flag, False its `--no-` form, None nothing, a mapping JSON. An option of
+    `REPEATED` is given once for each of its values."""
     argv: list[str] = []
     for name, value in options.items():
         flag = f"--{name.replace('_', '-')}"
@@ -116,6 +124,8 @@ def render(options: dict[str, Any]) -> list[str]:
             argv.append(flag)
         elif value is False:
             argv.append(f"--no-{flag[2:]}")
+        elif name in REPEATED:
+            argv += [word for each in value for word in (flag, str(each))]
         elif isinstance(value, list | tuple):
             argv += [flag, *map(str, value)]
         elif isinstance(value, dict):
@@ -123,6 +133,13 @@ def render(options: dict[str, Any]) -> list[str]:
         elif value is not None:
             argv += [flag, str(value)]
     return argv
+
+
+def _as_list(given: Any) -> list[str]:
+    """The values of an option of `REPEATED`. An operator gives one value, a list of values, or None."""
+    if given is None:
+        return []
+    return list(given) if isinstance(given, list | tuple) else [given]
 
 
 def context_length(config: ServerConfig, *, cuda: bool) -> int | None:
@@ -211,7 +228,7 @@ def _common_options(config: ServerConfig, port: int, api_key: str) -> dict[str, 
         "logprobs_mode": "processed_logprobs",
         "max_logprobs": MAX_LOGPROBS,
         "disable_uvicorn_access_log": True,
-        "middleware": [f"{IncarnationHeader.__module__}.{IncarnationHeader.__name__}"],
+        "middleware": _MIDDLEWARE,
         "use_tqdm_on_load": False,
     }
 

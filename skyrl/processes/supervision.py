@@ -60,7 +60,7 @@ class SupervisedProcess:
     """One child in a session of its own. `env` is added to this process's environment. The child inherits `pass_fds`.
 
     `on_exit(returncode)` is called each time the child ends by itself (a negative code is a signal), but not when a
-    start has failed. `starts` counts all tries to start the child, `restarts` those after the first.
+    start has failed. `starts` counts all tries to start the child.
     """
 
     def __init__(
@@ -78,7 +78,6 @@ class SupervisedProcess:
         self.name = name
         self.log_path = log_path
         self.on_exit = on_exit
-        self.restarts = 0
         self.starts = 0
         self._argv = tuple(argv)
         self._env = dict(env)
@@ -116,7 +115,6 @@ class SupervisedProcess:
                 logger.warning("%s %s; again in %.1f s (%s)", self.name, how_ended, delay, self.log_path)
                 if await _set_within(self._stopping, delay):
                     return
-                self.restarts += 1
         finally:
             self._ended.set()
 

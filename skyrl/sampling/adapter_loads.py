@@ -9,7 +9,8 @@ from collections.abc import Mapping
 
 import msgspec
 
-from skyrl.inference.adapter_host import AdapterHost, AdapterMissing
+from skyrl.inference import load_route
+from skyrl.inference.adapter_host import AdapterHost, AdapterMissing, AdapterUnavailable
 from skyrl.sampling.endpoint import Endpoint
 from skyrl.sampling.error_messages import describe, server_failure
 from skyrl.sampling.health import Health, health_of
@@ -38,8 +39,8 @@ class AdapterLoads:
         """Return when the adapter is loaded, or when the server cannot be reached or is dying.
 
         Raises FailedRequest if the server refuses the load, with the server's answer, or if the adapter's files are
-        missing. Other errors of `AdapterHost.bring` are raised unchanged. If one caller is cancelled, the load goes on
-        for the others.
+        missing. Raises AdapterUnavailable if the files cannot be brought to the server now. If one caller is cancelled,
+        the load goes on for the others.
         """
         key = (endpoint.url, endpoint.generation, adapter.name)
         task = self._loading.get(key)
@@ -55,14 +56,16 @@ class AdapterLoads:
             directory = await self._host.bring(adapter)
         except AdapterMissing as error:
             raise server_failure(f"{failure}: {error}") from error
-        body = msgspec.json.encode({"lora_name": adapter.name, "lora_path": directory})
-        url = f"{endpoint.url}/v1/load_lora_adapter"
+        except AdapterUnavailable as error:
+            logger.warning("%s; samples from it wait (%s)", error, error.reason)
+            raise
+        body = msgspec.json.encode(load_route.load_request(adapter.name, directory))
         try:
-            answer = await self._transport.post(url, body, self._headers, LOAD_TIMEOUT_S)
+            answer = await self._transport.post(endpoint.url + load_route.PATH, body, self._headers, LOAD_TIMEOUT_S)
         except (NotAccepted, Interrupted) as error:
             logger.warning("adapter %s could not be loaded again: %s", adapter.name, error)
             return  # the next try of the sample shows whether the server is back
-        if answer.status == 200 or (answer.status == 400 and b"already been loaded" in answer.body):
+        if load_route.is_loaded(answer.status, answer.body):
             return
         if answer.status >= 500 and await health_of(self._transport, endpoint, self._headers) is not Health.ALIVE:
             return

@@ -11,7 +11,7 @@ import asyncio
 import random
 from collections import Counter
 
-from skyrl.inference.adapter_host import AdapterHost
+from skyrl.inference.adapter_host import AdapterHost, AdapterUnavailable
 from skyrl.processes.backoff import Backoff
 from skyrl.sampling import completion, prompt_apart
 from skyrl.sampling.adapter_loads import AdapterLoads
@@ -193,6 +193,10 @@ class ForwardingClient:
         except TimeoutError as error:
             attempts.trouble = f"adapter {adapter.name} is being loaded again"
             raise self._deadline_failure(attempts) from error
+        except AdapterUnavailable as error:
+            attempts.reloads -= 1  # the server got no request to load
+            attempts.trouble = str(error)
+            await self._back_off(attempts)
 
     async def _ask_health(self, answer: Answer, endpoint: Endpoint, attempts: Attempts) -> None:
         """After a 5xx: a dying server has interrupted the sample; a healthy one may fail it MAX_ERRORS times."""

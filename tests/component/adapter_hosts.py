@@ -1,9 +1,10 @@
-"""A fake AdapterHost for tests of parts that use one. `test_adapter_host.py` tests the real one."""
+"""Fake AdapterHosts for tests of parts that use one. `test_adapter_host.py` tests the real one."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from skyrl.inference.adapter_host import AdapterUnavailable
 from skyrl.types.weights import AdapterVersion
 
 
@@ -15,3 +16,16 @@ class HostWithAllAdapters:
 
     async def bring(self, adapter: AdapterVersion) -> str:
         return f"{self.root}/{adapter.name}"
+
+
+@dataclass
+class UnreachableHost:
+    """A host whose first `times` calls fail, because the files cannot be brought to it."""
+
+    times: float = float("inf")
+
+    async def bring(self, adapter: AdapterVersion) -> str:
+        if self.times > 0:
+            self.times -= 1
+            raise AdapterUnavailable(adapter, OSError("no route to 10.0.0.7"))
+        return await HostWithAllAdapters().bring(adapter)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from fake_upstream import COMPLETIONS, LOAD, FakeUpstream, Received, Reply, complete, fake_upstream, hang_up, reply
 
 from skyrl.inference.engine_group import EngineGroup
-from skyrl.inference.replica import Addresses, Replica, Timeouts
+from skyrl.inference.replica import Addresses, CallTimeouts, Replica
 from skyrl.types.weights import AdapterVersion
 from skyrl.vllm_plugin.incarnation import HEADER
 
@@ -18,8 +18,8 @@ UNLOAD = "/v1/unload_lora_adapter"
 SOON_S = 0.01
 NEVER_S = 1000.0
 WELL, ILL, GONE = reply(200, b""), reply(503, b""), hang_up
-BOUNDS = Timeouts(health_s=NEVER_S, load_s=NEVER_S, unload_s=NEVER_S, sleep_s=NEVER_S, warm_up_s=NEVER_S)
-"""Bounds that no answer exceeds, however slow the machine is."""
+TIMEOUTS = CallTimeouts(health_s=NEVER_S, load_s=NEVER_S, unload_s=NEVER_S, sleep_s=NEVER_S, warm_up_s=NEVER_S)
+"""Timeouts that no answer exceeds, however slow the machine is."""
 
 
 def set_replies(upstream: FakeUpstream, health: Reply = WELL) -> None:
@@ -40,8 +40,8 @@ class AdapterDirectories:
         return f"/adapters/{adapter.name}"
 
 
-def replica_at(url: str, *, name: str = "", bounds: Timeouts = BOUNDS) -> Replica:
-    return Replica(name or url, Addresses.same(url), "key", AdapterDirectories(), bounds)
+def replica_at(url: str, *, name: str = "", timeouts: CallTimeouts = TIMEOUTS) -> Replica:
+    return Replica(name or url, Addresses.same(url), "key", AdapterDirectories(), timeouts)
 
 
 def group_of(
@@ -49,6 +49,7 @@ def group_of(
     proxy_url: str | None = None,
     watching_s: float = SOON_S,
     in_use: Sequence[AdapterVersion] = (),
+    grace_s: float = NEVER_S,
 ) -> tuple[EngineGroup, list[str | None]]:
     """A group with short intervals, not yet running; and the list of URLs that it publishes."""
     published: list[str | None] = []
@@ -66,6 +67,7 @@ def group_of(
         proxy_url=proxy_url,
         starting_interval_s=SOON_S,
         watching_interval_s=watching_s,
+        grace_s=grace_s,
     )
     return group, published
 
@@ -96,7 +98,7 @@ class Server:
         return self.upstream.url
 
     def replica(self, *, unload_s: float = NEVER_S, health_s: float = NEVER_S) -> Replica:
-        return replica_at(self.url, bounds=replace(BOUNDS, unload_s=unload_s, health_s=health_s))
+        return replica_at(self.url, timeouts=replace(TIMEOUTS, unload_s=unload_s, health_s=health_s))
 
     def hang(self) -> None:
         self.may_answer.clear()

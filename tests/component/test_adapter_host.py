@@ -4,17 +4,26 @@ them."""
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import shutil
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+from engine_harness import until
+from sqlalchemy.exc import OperationalError
 
 from skyrl.config.loading import load_config
 from skyrl.config.server import ServerConfig
-from skyrl.inference.adapter_host import AdapterMissing, SharedDirectory
+from skyrl.inference.adapter_host import AdapterMissing, AdapterUnavailable, SharedDirectory
+from skyrl.storage import directories
 from skyrl.storage.adapters import adapter_directory, adapter_in, adapter_location
-from skyrl.storage.base import CheckpointStore
+from skyrl.storage.base import CheckpointStore, StoreError
 from skyrl.storage.registry import open_store
+from skyrl.storage.threads import in_store
 from skyrl.types.weights import AdapterVersion
 
 ADAPTER = AdapterVersion.of("s1:train:0", 7)
@@ -79,6 +88,65 @@ async def test_an_adapter_without_files_and_stored_copy_raises_adapter_missing(
         await host_on(config.state_dir, store, keys).bring(ADAPTER)
     assert caught.value.adapter == ADAPTER
     assert not adapter_directory(config.state_dir, ADAPTER).exists()
+
+
+async def test_a_full_disk_or_an_unreachable_database_or_store_raises_adapter_unavailable(
+    config: ServerConfig, store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk_full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    database_locked = OperationalError("SELECT", None, Exception("database is locked"))
+    store_away = StoreError("no route to 10.0.0.7")
+
+    def failing(error: Exception) -> object:
+        def fail(*_: object) -> None:
+            raise error
+
+        return fail
+
+    async def failing_store_key(_: AdapterVersion) -> None:
+        raise database_locked
+
+    async def reason_of_failure(host: SharedDirectory, cause: Exception) -> str:
+        with pytest.raises(AdapterUnavailable) as caught:
+            await host.bring(ADAPTER)
+        assert caught.value.cause is caught.value.__cause__ is cause
+        assert caught.value.adapter == ADAPTER
+        assert str(caught.value) == f"the files of adapter {ADAPTER.name} cannot be brought to the inference server now"
+        return caught.value.reason
+
+    host = host_on(config.state_dir, store, {ADAPTER: KEY})
+    with monkeypatch.context() as patched:
+        patched.setattr(directories, "_link", failing(disk_full))
+        assert await reason_of_failure(host, disk_full) == f"OSError: {disk_full}"
+    with monkeypatch.context() as patched:
+        patched.setattr(store, "reading", failing(store_away))
+        assert await reason_of_failure(host, store_away) == "StoreError: no route to 10.0.0.7"
+    host_without_database = SharedDirectory(lambda: config.state_dir, store, failing_store_key)
+    reason = await reason_of_failure(host_without_database, database_locked)
+    assert reason == "OperationalError: (builtins.Exception) database is locked"
+    assert files_in(await host.bring(ADAPTER)) == FILES
+
+
+@asynccontextmanager
+async def busy_store_threads() -> AsyncIterator[None]:
+    """Each thread for checkpoint stores waits for a store that does not answer."""
+    over = threading.Event()
+    busy = [asyncio.create_task(in_store(over.wait)) for _ in range(8)]
+    try:
+        yield
+    finally:
+        over.set()
+        await asyncio.gather(*busy)
+
+
+async def test_existing_files_are_found_while_all_store_threads_are_busy(
+    config: ServerConfig, store: CheckpointStore
+) -> None:
+    write(adapter_directory(config.state_dir, ADAPTER))
+    async with busy_store_threads():
+        bringing = asyncio.create_task(host_on(config.state_dir, store, {}).bring(ADAPTER))
+        await until(bringing.done)
+    assert files_in(bringing.result()) == FILES
 
 
 async def test_the_path_names_the_state_directory_as_the_replica_sees_it(

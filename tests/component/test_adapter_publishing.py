@@ -10,13 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from adapter_hosts import UnreachableHost
 from engine_harness import Harness, Trainer, files_in, harness_in, until
 from fake_upstream import LOAD, FakeUpstream, Received, Reply, after, error, fake_upstream, hang_up
-from replicas import BOUNDS, GONE, UNLOAD, WELL, group_of, set_replies
+from replicas import GONE, TIMEOUTS, UNLOAD, WELL, group_of, set_replies
 
 from skyrl.db.samplers import find_sampler
 from skyrl.engine import reclaim
-from skyrl.inference.adapter_host import SharedDirectory
+from skyrl.inference.adapter_host import AdapterHost, SharedDirectory
 from skyrl.inference.engine_group import EngineGroup
 from skyrl.inference.replica import Addresses, Replica
 from skyrl.types.kinds import Kind
@@ -42,7 +43,7 @@ async def in_no_checkpoint(_: AdapterVersion) -> None:
 
 
 @asynccontextmanager
-async def world_in(state_dir: Path) -> AsyncIterator[World]:
+async def world_in(state_dir: Path, host: AdapterHost | None = None) -> AsyncIterator[World]:
     """An engine, the group of its one inference server, and one model."""
     async with fake_upstream() as upstream, harness_in(state_dir) as harness:
         set_replies(upstream)
@@ -50,8 +51,8 @@ async def world_in(state_dir: Path) -> AsyncIterator[World]:
             "vllm",
             Addresses.same(upstream.url),
             "key",
-            SharedDirectory(lambda: state_dir, harness.checkpoint_store, in_no_checkpoint),
-            BOUNDS,
+            host or SharedDirectory(lambda: state_dir, harness.checkpoint_store, in_no_checkpoint),
+            TIMEOUTS,
         )
         group, published = group_of(replica)
         watching = asyncio.create_task(group.run())
@@ -100,6 +101,17 @@ async def test_a_save_succeeds_and_logs_a_warning_when_vllm_cannot_load_its_adap
         await here.trainer.do(Kind.SAVE_WEIGHTS_FOR_SAMPLER, path="first")
         (row,) = here.harness.checkpoint_rows(here.trainer.model_id)
         assert f"adapter {row.weights.name} was saved but not loaded yet" in caplog.text
+        assert here.version() == 1
+
+
+async def test_a_save_succeeds_and_logs_a_warning_when_its_files_cannot_be_brought_to_the_replica(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with world_in(tmp_path / "state", UnreachableHost()) as here:
+        await here.trainer.do(Kind.SAVE_WEIGHTS_FOR_SAMPLER, path="first")
+        (row,) = here.harness.checkpoint_rows(here.trainer.model_id)
+        assert f"adapter {row.weights.name} was saved but not loaded yet" in caplog.text
+        assert "OSError: no route to 10.0.0.7" in caplog.text
         assert here.version() == 1
 
 

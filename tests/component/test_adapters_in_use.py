@@ -12,7 +12,7 @@ from skyrl.db.database import Database
 from skyrl.db.samplers import Sampler, add_sampler
 from skyrl.db.sessions import Sessions
 from skyrl.db.writer import GroupCommitWriter
-from skyrl.types.weights import AdapterVersion, BaseWeights
+from skyrl.types.weights import AdapterVersion, BaseWeights, FullWeights
 from tests.postgres_server import ON_BOTH
 
 NOW = time.time()
@@ -49,3 +49,6 @@ async def test_the_adapters_in_use_are_the_most_recently_sampled_ones(database: 
     assert in_use(8) == ["m@1", "m@2", "n@1"], "each adapter once, ordered by its latest sample"
     assert in_use(2) == ["m@1", "m@2"]
     assert in_use(0) == []
+    full = update(samplers).where(samplers.c.id == f"{session}:sample:2").values(weights=FullWeights("step-7"))
+    database.write(lambda c: c.execute(full))
+    assert in_use(2) == ["m@2", "n@1"], "full weights are not an adapter"

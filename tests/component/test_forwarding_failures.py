@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from adapter_hosts import HostWithAllAdapters
+from adapter_hosts import HostWithAllAdapters, UnreachableHost
 from fake_upstream import (
     FakeUpstream,
     Received,
@@ -115,7 +115,7 @@ async def connect(row: EngineRow) -> AsyncIterator[Connect]:
             client = ForwardingClient(
                 HttpTransport(max_connections),
                 options.pop("endpoint", EngineEndpoint(row)),
-                HostWithAllAdapters(),
+                options.pop("host", HostWithAllAdapters()),
                 api_key="key",
                 deadline_s=deadline_s,
                 **options,
@@ -810,6 +810,26 @@ async def test_an_adapter_that_cannot_be_loaded_fails_the_sample(
     assert "lost adapter m1@1 and cannot load it again" in failed.message
     assert "No adapter found" in failed.message
     assert len(upstream.completions) == 1
+
+
+async def test_a_sample_waits_for_adapter_files_that_come_late(connect: Connect, upstream: FakeUpstream) -> None:
+    """Bringing the files fails more often than MAX_RELOADS allows, but only loads on the server are counted."""
+    upstream.adapters = set()
+    client = connect(host=UnreachableHost(times=MAX_RELOADS + 2))
+    assert decoded(await client.sample(ADAPTER)) == WHOLE
+    assert len(upstream.loads) == 1
+
+
+@pytest.mark.usefixtures("no_time_for_a_retry")
+async def test_a_sample_whose_adapter_files_never_come_fails_at_its_deadline(
+    connect: Connect, upstream: FakeUpstream
+) -> None:
+    upstream.adapters = set()
+    failed = await failure(connect(host=UnreachableHost()), ADAPTER)
+    assert failed.category is ErrorCategory.SERVER
+    cause = "the files of adapter m1@1 cannot be brought to the inference server now"
+    assert failed.message == f"gave up after 20 s: {cause}", "the message does not name the operator's addresses"
+    assert upstream.loads == []
 
 
 async def test_an_adapter_that_is_lost_after_every_load_fails_the_sample(

@@ -4,16 +4,22 @@ which files may be deleted meanwhile. Scripted servers on real sockets."""
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 from collections import Counter
+from pathlib import Path
 
 import httpx
 import pytest
 from engine_harness import until
-from fake_upstream import COMPLETIONS, LOAD, after
-from replicas import NEVER_S, UNLOAD, WELL, Server, group_of, running, servers
+from fake_upstream import COMPLETIONS, LOAD, after, hang_up, never
+from replicas import ILL, NEVER_S, SOON_S, TIMEOUTS, UNLOAD, WELL, Server, group_of, replica_at, running, servers
 
+from skyrl.inference.adapter_host import SharedDirectory
 from skyrl.inference.engine_group import EngineGroup
-from skyrl.inference.replica import Addresses, Replica, ReplicaState, Timeouts
+from skyrl.inference.replica import Addresses, CallTimeouts, Replica, ReplicaState
+from skyrl.storage import directories
+from skyrl.storage.local import LocalStore
 from skyrl.types.weights import AdapterVersion
 
 PROXY = "http://127.0.0.1:9"
@@ -65,6 +71,65 @@ async def test_a_hanging_replica_is_lost_and_delays_no_adapter(count: int) -> No
             while await group.retire([A, B]) != {A, B}:  # on a slow machine an answer may come too late
                 pass
             assert first.adapters == {C.name}
+
+
+@pytest.mark.parametrize("count", [2, 3])
+async def test_a_hanging_replica_delays_nothing_after_another_has_answered(count: int) -> None:
+    """All replicas but one hang. Only `grace_s` ends the waiting: no call times out, and no replica is found lost."""
+    async with servers(count) as all_of_them:
+        *hanging, healthy = all_of_them
+        group, _ = group_of(
+            *(server.replica() for server in all_of_them), proxy_url=PROXY, watching_s=NEVER_S, grace_s=SOON_S
+        )
+        async with running(group):
+            await until_ready(group, *all_of_them)
+            await group.publish_adapter(A)
+            await until(lambda: all(replica.adapters == {A} for replica in group.replicas))
+            for server in hanging:
+                server.hang()
+            publishing = asyncio.create_task(group.publish_adapter(B))
+            await until(publishing.done)
+            publishing.result()
+            assert healthy.adapters == {A.name, B.name}
+            sweeping = asyncio.create_task(group.retire([A]))
+            await until(sweeping.done)
+            assert sweeping.result() == set(), "the hanging replicas may resume and read the files"
+            await until(lambda: healthy.adapters == {B.name})
+            await until(lambda: all((UNLOAD, A.name) in server.calls for server in hanging))
+            assert await group.retire([A]) == set()
+            for server in hanging:
+                assert server.calls.count((UNLOAD, A.name)) == 1, "the first call has no answer yet"
+                assert is_in(group, server, ReplicaState.READY)
+                assert replica_of(group, server).adapters == set()
+                server.may_answer.set()
+            await until(lambda: all(server.adapters == {B.name} for server in hanging))
+            await until(lambda: all(replica.adapters == {B} for replica in group.replicas))
+            while await group.retire([A]) != {A}:
+                pass
+
+
+async def test_a_slow_replica_that_is_lost_loads_the_adapter_before_it_is_ready_again() -> None:
+    async with servers(2) as (one, two):
+        group, _ = group_of(one.replica(), two.replica(), proxy_url=PROXY, grace_s=SOON_S)
+        async with running(group):
+            await until_ready(group, one, two)
+            answers = dict(one.upstream.controls)
+            one.upstream.controls[LOAD] = never
+            publishing = asyncio.create_task(group.publish_adapter(A))
+            await until(publishing.done)
+            publishing.result()
+            assert two.adapters == {A.name}
+            assert is_in(group, one, ReplicaState.READY)
+            one.upstream.controls["/health"] = ILL
+            await until(lambda: A in replica_of(group, one).wanted)
+            assert is_in(group, one, ReplicaState.LOST)
+            may_warm_up = asyncio.Event()
+            one.upstream.controls = answers | {COMPLETIONS: after(may_warm_up, answers[COMPLETIONS])}
+            await until(lambda: is_in(group, one, ReplicaState.WARMING))
+            assert one.adapters == set()
+            may_warm_up.set()
+            await until_ready(group, one)
+            assert one.adapters == {A.name}
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
@@ -161,6 +226,32 @@ async def test_replicas_are_added_and_removed_while_samples_run() -> None:
             assert published == [PROXY]
 
 
+async def test_a_replica_that_is_drained_during_a_health_check_stays_draining() -> None:
+    async with servers(2) as (one, two):
+        group, _ = group_of(one.replica(), two.replica(), proxy_url=PROXY, watching_s=NEVER_S)
+        async with running(group):
+            await until_ready(group, one, two)
+            replica, may_answer = replica_of(group, one), asyncio.Event()
+            one.upstream.requests.clear()
+            one.upstream.controls |= {LOAD: hang_up, "/health": after(may_answer, hang_up)}
+            publishing = asyncio.create_task(group.publish_adapter(A))
+            await until(lambda: [request.path for request in one.upstream.requests] == [LOAD, "/health"])
+            group.drain(replica.id)
+            may_answer.set()
+            await publishing
+            assert replica.state is ReplicaState.DRAINING
+            assert two.adapters == {A.name}
+
+
+async def test_a_second_replica_with_the_same_id_is_refused() -> None:
+    async with servers(2) as (one, two):
+        group, _ = group_of(replica_at(one.url, name="vllm"), proxy_url=PROXY)
+        with pytest.raises(ValueError, match="there is a replica 'vllm' already"):
+            group.add(replica_at(two.url, name="vllm"))
+        assert [replica.addresses.admin for replica in group.replicas] == [one.url]
+        await group.close()
+
+
 @pytest.mark.parametrize("count", [1, 2, 3])
 async def test_after_the_loss_of_all_replicas_the_first_that_returns_is_used(count: int) -> None:
     async with servers(count) as all_of_them:
@@ -198,12 +289,12 @@ async def test_files_are_kept_while_a_replica_loads_them() -> None:
         group, _ = group_of(server.replica())
         async with running(group):
             await until_ready(group, server)
-            go = asyncio.Event()
-            server.upstream.controls[LOAD] = after(go, WELL)
+            may_answer = asyncio.Event()
+            server.upstream.controls[LOAD] = after(may_answer, WELL)
             loading = asyncio.create_task(group.publish_adapter(A))
             await until(lambda: any(request.path == LOAD for request in server.upstream.requests))
             assert await group.retire([A]) == set()
-            go.set()
+            may_answer.set()
             await loading
             assert await group.retire([A]) == {A}
 
@@ -218,8 +309,8 @@ class HangingHost:
 
 async def test_missing_files_delay_neither_a_save_nor_a_replica() -> None:
     async with servers(1) as (server,):
-        bounds = Timeouts(health_s=NEVER_S, load_s=0.1, unload_s=NEVER_S, sleep_s=NEVER_S, warm_up_s=NEVER_S)
-        replica = Replica("slow", Addresses.same(server.url), "key", HangingHost(), bounds)
+        timeouts = CallTimeouts(health_s=NEVER_S, load_s=0.1, unload_s=NEVER_S, sleep_s=NEVER_S, warm_up_s=NEVER_S)
+        replica = Replica("slow", Addresses.same(server.url), "key", HangingHost(), timeouts)
         group, _ = group_of(replica, in_use=[A])
         async with running(group):
             await until_ready(group, server)
@@ -227,3 +318,32 @@ async def test_missing_files_delay_neither_a_save_nor_a_replica() -> None:
                 await group.publish_adapter(B)
             assert group.ready, "the group stays ready, because the server answers"
             assert replica.adapters == set()
+
+
+async def test_a_full_disk_delays_no_replica_and_does_not_end_the_watch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The files of the adapter in use are in the checkpoint store alone."""
+    store, state = LocalStore(tmp_path / "store"), tmp_path / "state"
+    state.mkdir()
+    with store.writing("m/saved-1") as directory:
+        (directory / "adapter_config.json").write_text("{}")
+
+    async def store_key(_: AdapterVersion) -> str:
+        return "m/saved-1"
+
+    def raise_disk_full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(directories, "_link", raise_disk_full)
+    async with servers(1) as (server,):
+        host = SharedDirectory(lambda: state, store, store_key)
+        group, _ = group_of(Replica("r", Addresses.same(server.url), "key", host, TIMEOUTS), in_use=[A])
+        async with running(group):
+            await until_ready(group, server)
+            server.dead = True
+            await until(lambda: is_in(group, server, ReplicaState.LOST))
+            monkeypatch.undo()
+            server.restart()
+            await until_ready(group, server)
+            assert server.adapters == {A.name}

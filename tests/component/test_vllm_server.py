@@ -30,7 +30,7 @@ from skyrl.config.loading import load_config
 from skyrl.config.server import ServerConfig
 from skyrl.inference.engine_group import EngineGroup
 from skyrl.inference.placement import LocalPlacement, LocalServer, ServerSpec, free_port
-from skyrl.inference.replica import Addresses, Replica, ReplicaState, Timeouts
+from skyrl.inference.replica import Addresses, CallTimeouts, Replica, ReplicaState
 from skyrl.inference.vllm_client import VllmClient, VllmError
 from skyrl.inference.vllm_command import plugin_installed, vllm_spec
 from skyrl.sampling import completion, prompt_apart
@@ -114,8 +114,8 @@ async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Runn
     async def adapters() -> list[AdapterVersion]:
         return in_use
 
-    replica = Replica("vllm", Addresses.same(spec.url), KEY, host, Timeouts(health_s=HANGS_S, unload_s=HANGS_S))
-    group = EngineGroup([replica], publish, adapters, watching_interval_s=0.3)
+    replica = Replica("vllm", Addresses.same(spec.url), KEY, host, CallTimeouts(health_s=HANGS_S, unload_s=HANGS_S))
+    group = EngineGroup([replica], publish, adapters, watching_interval_s=0.3, grace_s=400)
     client = VllmClient(spec.url, KEY)
     running = asyncio.create_task(group.run())
     try:
@@ -422,6 +422,13 @@ async def test_vllm_sleeps_and_wakes(served: RunningServer) -> None:
         assert len((await complete(http, prompt=[1, 2, 3]))["choices"][0]["token_ids"]) == 12
 
 
+def process_of(served: RunningServer) -> int:
+    """The process id of the running server, which is also its process group."""
+    pid = served.handle._process.pid
+    assert pid is not None
+    return pid
+
+
 async def sample_of(served: RunningServer, version: AdapterVersion) -> httpx.Response:
     body = {"model": version.name, "prompt": [1, 2, 3], "max_tokens": 2}
     async with client_of(served) as http:
@@ -429,8 +436,7 @@ async def sample_of(served: RunningServer, version: AdapterVersion) -> httpx.Res
 
 
 async def test_a_hanging_server_is_lost_and_returns_with_its_adapters(served: RunningServer, tmp_path: Path) -> None:
-    kept, retired, pid = AdapterVersion("kept@1"), AdapterVersion("retired@1"), served.handle.pid
-    assert pid is not None
+    kept, retired, pid = AdapterVersion("kept@1"), AdapterVersion("retired@1"), process_of(served)
     for version in (kept, retired):
         served.host.directories[version] = adapter(tmp_path / version.name, 8)
         await served.group.publish_adapter(version)
@@ -486,7 +492,7 @@ async def test_a_replica_is_added_and_one_removed_while_samples_run(served: Runn
         return [version]
 
     first, second = (Replica(url, Addresses.same(url), KEY, served.host) for url in (served.spec.url, spec.url))
-    group = EngineGroup([first], publish, in_use, proxy_url="http://proxy", watching_interval_s=0.3)
+    group = EngineGroup([first], publish, in_use, proxy_url="http://proxy", watching_interval_s=0.3, grace_s=400)
     running, over, sampled, in_flight = asyncio.create_task(group.run()), asyncio.Event(), Counter(), Counter()
 
     async def sample(http: httpx.AsyncClient) -> None:
@@ -530,8 +536,7 @@ async def test_a_replica_is_added_and_one_removed_while_samples_run(served: Runn
 
 
 async def test_closing_the_group_withdraws_the_url_and_stopping_leaves_no_process(served: RunningServer) -> None:
-    pid = served.handle.pid
-    assert pid is not None
+    pid = process_of(served)
     assert len(processes_of_group(pid)) >= 2
     await served.group.close()
     await served.running
@@ -539,4 +544,4 @@ async def test_closing_the_group_withdraws_the_url_and_stopping_leaves_no_proces
     assert not served.group.ready
     await served.handle.stop()
     assert processes_of_group(pid) == {}
-    assert served.handle.pid is None
+    assert served.handle.incarnation is None

@@ -90,7 +90,7 @@ async def test_a_crash_is_reported_and_the_child_restarted_after_a_growing_delay
     await process.stop()
     await running
     assert [code for code, _ in codes] == [7] * 4
-    assert process.restarts == 3
+    assert process.starts == 4
     assert delays(caplog) == [0.2, 0.4, 0.8, 1.6]
     first, second, third = (b - a for (_, a), (_, b) in zip(codes, codes[1:], strict=False))
     assert first > 0.2
@@ -134,7 +134,7 @@ async def test_stop_lets_the_child_end_gracefully(tmp_path: Path) -> None:
     await running
     assert "bye" in process.log_tail()
     assert time.monotonic() - began < 60
-    assert process.restarts == 0
+    assert process.starts == 1
 
 
 async def test_stop_kills_a_child_that_ignores_sigterm_and_its_whole_group(tmp_path: Path) -> None:
@@ -177,7 +177,7 @@ async def test_a_stalled_child_that_is_killed_is_started_again(tmp_path: Path) -
     await wait_until(lambda: process.pid not in (None, pid) and process.log_tail() == str(process.pid))
     assert not alive(pid)
     assert not process.kill(pid), "the process with this id has ended"
-    assert process.restarts == 1
+    assert process.starts == 2
     await process.stop()
     await running
 

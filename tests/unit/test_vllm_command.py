@@ -194,9 +194,28 @@ def test_options_that_only_skyrl_sets_are_refused_in_engine_init_kwargs(model: P
         spec(model, generator__inference_engine__engine_init_kwargs={name: "x"})
 
 
+@pytest.mark.parametrize(
+    ("given", "added"),
+    [
+        ({}, []),
+        ({"middleware": None}, []),
+        ({"middleware": "a.B"}, ["a.B"]),
+        ({"middleware": ["a.B", "c"]}, ["a.B", "c"]),
+    ],
+)
+def test_an_operators_middleware_is_added_after_skyrls_own(
+    model: Path, given: dict[str, Any], added: list[str]
+) -> None:
+    argv = spec(model, generator__inference_engine__engine_init_kwargs=given).argv
+    middleware = [argv[i + 1] for i, word in enumerate(argv) if word == "--middleware"]
+    assert middleware == ["skyrl.vllm_plugin.incarnation.IncarnationHeader", *added]
+
+
 def test_values_are_rendered_as_command_line_options() -> None:
     values = {"a_b": True, "c": False, "d": None, "e": 1.5, "f": ["x", 2], "g": {"k": 1}, "h": "s"}
+    values |= {"middleware": ["m.A", "m.B"]}
     expected = ["--a-b", "--no-c", "--e", "1.5", "--f", "x", "2", "--g", '{"k": 1}', "--h", "s"]
+    expected += ["--middleware", "m.A", "--middleware", "m.B"]
     assert render(values) == expected
 
 
