@@ -22,8 +22,9 @@ from skyrl.futures.completions import Completion, Target, TargetGone, block_of, 
 
 MAX_COMPLETIONS = 1_000
 """The most ends in one answer."""
-READ_EVERY_S = 0.005
-"""The least time between two reads of new ends. Under load one read then finds many ends. Clients notice no delay."""
+READ_EVERY_S = 0.02
+"""The least time between two reads of new ends: under load one read finds many. The first end after a pause is read at
+once."""
 MAX_READ = 5_000
 """The most ends in one read of new ends. If there are more, all clients are answered from the table until they have
 reached the newest end."""
