@@ -35,7 +35,7 @@ demo: setup
 serve: setup
 	$(VENV)/bin/skyrl serve
 
-# Lists the skipped tests at its end, with reasons.
+# Lists the skipped tests at its end, with reasons, and the ten slowest tests.
 test: setup
 	$(PYTEST)
 
