@@ -88,7 +88,8 @@ async def asleep(engine: Engine) -> None:
 
 
 async def swept(engine: Engine) -> None:
-    """Sweep once. What a save has made is spared while the save runs, and it still does when its outcome is there."""
+    """Sweep once. A sweep spares the model of a running save, and a save still runs for a moment after its outcome is
+    stored: so wait for its end first."""
     await until(lambda: not engine.scheduler.saving)
     await engine._sweep()
 
