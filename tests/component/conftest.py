@@ -35,7 +35,8 @@ def no_loop_waits() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def sweeps_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine's own come every ten seconds, so in the middle of a test on a slow machine."""
+    """Only tests sweep. The engine's own sweep comes every ten seconds, so it would run in the middle of a slow test.
+    The end-to-end tests of lifecycle have it."""
     monkeypatch.setattr(sweeping, "SWEEP_S", NEVER_S)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -24,8 +25,8 @@ BERT = {
 }
 
 
-def serve(state_dir: Path, *options: str, **backend: Any) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "skyrl.cli.main", "serve", "--port", str(free_port())]
+def serve(port: int, state_dir: Path, *options: str, **backend: Any) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "skyrl.cli.main", "serve", "--port", str(port)]
     command += ["--state-dir", str(state_dir), "--backend-config", json.dumps(backend), *options]
     clean = {name: value for name, value in os.environ.items() if not name.startswith("SKYRL_")}
     return subprocess.run(command, env=clean, capture_output=True, text=True, timeout=SLOW_START_S, check=False)
@@ -37,19 +38,22 @@ def test_serve_ends_with_a_reason_if_the_engine_cannot_train_the_model(tmp_path:
     (model / "config.json").write_text(json.dumps(BERT))
     (model / "model.safetensors").touch()
     external = ("--external-inference-url", "http://127.0.0.1:1")
-    done = serve(tmp_path / "state", "--base-model", str(model), *external)
+    port = free_port()
+    done = serve(port, tmp_path / "state", "--base-model", str(model), *external)
     assert done.returncode == 2, done.stderr
     assert f"\nskyrl serve: base_model: cannot load {model}: " in done.stderr
     assert f"\nthe end of {tmp_path}/state/logs/engine.log:\n" in done.stderr
     assert "Traceback" not in done.stderr
-    assert " stopped\n" in done.stderr
+    assert " INFO skyrl.launcher: stopping; " in done.stderr
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port), timeout=5)
     assert (tmp_path / "state" / "logs" / "engine.log").read_text().count("engine: start") == 1
 
 
 @pytest.mark.vllm
 def test_serve_ends_with_a_reason_if_vllm_refuses_an_option(tmp_path: Path) -> None:
     refused = {"generator.inference_engine.engine_init_kwargs": {"kv_cache_dtype": "banana"}}
-    done = serve(tmp_path, **refused)
+    done = serve(free_port(), tmp_path, **refused)
     assert done.returncode == 2, done.stderr
     key = "generator.inference_engine.engine_init_kwargs.kv_cache_dtype"
     assert f'\nskyrl serve: {key}="banana": vLLM refuses it: argument --kv-cache-dtype: invalid choice' in done.stderr
