@@ -17,6 +17,7 @@ import typer
 from skyrl.cli.main import app
 from skyrl.config.loading import load_config
 from skyrl.db.migrate import newest_revision
+from tests.nginx import NEEDS_NGINX, write_configuration
 from tests.pages import OUTPUT, PROGRAMS, RUN_PAGES, SETTINGS, SHELL, Block, blocks_of, commands_in
 
 BLOCKS = [block for page in RUN_PAGES for block in blocks_of(page)]
@@ -97,42 +98,11 @@ def test_every_configuration_file_of_a_page_loads(block: Block, tmp_path: Path) 
     load_config({}, file)
 
 
-NGINX = """
-daemon off;
-pid {here}/nginx.pid;
-error_log stderr;
-events {{ }}
-http {{
-    access_log off;
-    client_body_temp_path {here};
-    proxy_temp_path {here};
-    fastcgi_temp_path {here};
-    uwsgi_temp_path {here};
-    scgi_temp_path {here};
-    {blocks}
-}}
-"""
-
-
-def make_certificate(directory: Path) -> None:
-    """Write a key and its self-signed certificate, for nginx to read."""
-    files = ["-keyout", directory / "key.pem", "-out", directory / "cert.pem", "-subj", "/CN=gpu.example.org"]
-    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", *files]
-    subprocess.run(command, check=True, capture_output=True)
-
-
-@pytest.mark.skipif(not (shutil.which("nginx") and shutil.which("openssl")), reason="nginx is not installed")
+@NEEDS_NGINX
 @pytest.mark.parametrize("block", of_language("nginx"), ids=str)
 def test_nginx_accepts_the_configuration_of_a_page(block: Block, tmp_path: Path) -> None:
-    make_certificate(tmp_path)
-    text = block.text.replace("/etc/ssl/certs/gpu.example.org.pem", str(tmp_path / "cert.pem"))
-    text = text.replace("/etc/ssl/private/gpu.example.org.key", str(tmp_path / "key.pem"))
-    if "server {" not in text:
-        text = f"server {{ listen 8080; {text} }}"
-    (tmp_path / "nginx.conf").write_text(NGINX.format(here=tmp_path, blocks=text))
-    done = subprocess.run(
-        ["nginx", "-t", "-e", "stderr", "-p", tmp_path, "-c", tmp_path / "nginx.conf"], capture_output=True, text=True
-    )
+    text = block.text if "server {" in block.text else f"server {{ listen 8080; {block.text} }}"
+    done = subprocess.run([*write_configuration(tmp_path, text), "-t"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 
