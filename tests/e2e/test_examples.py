@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from skyrl.demo.server import DemoServer
+from tests.sdk_programs import TRACED, succeeded
 
 pytestmark = pytest.mark.vllm
 
@@ -18,8 +20,9 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 def run(server: DemoServer, script: str, *options: str) -> str:
     command = [sys.executable, str(EXAMPLES / script), "--base-url", server.url, *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
-    assert done.returncode == 0, done.stderr
+    env = os.environ | TRACED
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=500, check=False)
+    assert succeeded(done.returncode, done.stderr), f"{done.returncode}: {done.stderr}"
     return done.stdout
 
 

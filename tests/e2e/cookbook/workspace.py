@@ -17,6 +17,7 @@ from typing import Any
 
 from skyrl.processes.supervision import dies_with_parent
 from skyrl.tiny import model_path
+from tests.sdk_programs import TRACED, succeeded
 
 from ..conftest import ALIAS
 
@@ -57,15 +58,20 @@ class Workspace:
     def __init__(self, root: Path, python: Path, url: str) -> None:
         self.root = root
         self._python = python
-        self._env = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"} | {
-            "TINKER_BASE_URL": url,
-            "TINKER_API_KEY": KEY,
-            "HF_HOME": str(root / "huggingface"),
-            "HF_HUB_OFFLINE": "1",
-            "HF_DATASETS_OFFLINE": "1",
-            "WANDB_MODE": "disabled",
-            "OMP_NUM_THREADS": "1",
-        }
+        kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+        self._env = (
+            kept
+            | TRACED
+            | {
+                "TINKER_BASE_URL": url,
+                "TINKER_API_KEY": KEY,
+                "HF_HOME": str(root / "huggingface"),
+                "HF_HUB_OFFLINE": "1",
+                "HF_DATASETS_OFFLINE": "1",
+                "WANDB_MODE": "disabled",
+                "OMP_NUM_THREADS": "1",
+            }
+        )
         shutil.copytree(model_path(), root / ALIAS)
         chats, preferences = [], []
         for question in QUESTIONS:
@@ -98,7 +104,7 @@ class Workspace:
             code = process.wait(TIME_BOUND_S)
         finally:
             process.kill()
-        assert (code != 0) == fails, run.log[-3000:]
+        assert code != 0 if fails else succeeded(code, run.log), f"{code}: {run.log[-3000:]}"
         return run
 
     def script(self, code: str, *arguments: str) -> None:
@@ -107,7 +113,7 @@ class Workspace:
         done = subprocess.run(
             command, cwd=self.root, env=self._env, capture_output=True, text=True, timeout=TIME_BOUND_S, check=False
         )
-        assert done.returncode == 0, done.stderr[-3000:]
+        assert succeeded(done.returncode, done.stderr), f"{done.returncode}: {done.stderr[-3000:]}"
 
 
 def kill_after_checkpoint(run: Run, process: subprocess.Popen[bytes]) -> None:

@@ -25,6 +25,8 @@ import numpy as np
 import tinker
 from tinker import types
 
+from tests.sdk_programs import TRACED, succeeded
+
 from .catalogue import QUESTION
 
 MODEL = "Qwen/Qwen3.5-4B"
@@ -46,9 +48,10 @@ def wait(given: Any) -> Any:
 def run_program(*arguments: str, given: bytes = b"") -> bytes:
     """The output of a Python program in this environment. The environment has the SDK and not the packages that the run
     borrows, which are slow to import."""
-    env = os.environ | {"PYTHONPATH": ""}
+    env = os.environ | TRACED | {"PYTHONPATH": ""}
     done = subprocess.run([sys.executable, *arguments], input=given, capture_output=True, timeout=300, env=env)
-    assert done.returncode == 0, done.stderr.decode()
+    said = done.stderr.decode()
+    assert succeeded(done.returncode, said), f"{done.returncode}: {said}"
     return done.stdout
 
 
