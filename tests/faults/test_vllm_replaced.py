@@ -27,7 +27,7 @@ pytestmark = pytest.mark.vllm
 HANG_S = 20.0
 """Longer than the slowest step of the tiny model (one of the first) on a slow machine."""
 PROMPT = [5, 6, 7, 8]
-SHORT, LONG = 12, 1500
+SHORT, LONG = 12, 700
 DRAINED = 100
 """A number of tokens that can be sampled within the grace period of a stop."""
 API_SERVER, ENGINE = "vllm.entrypoints.openai.api_server", "EngineCore"
