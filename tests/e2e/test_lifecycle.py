@@ -106,7 +106,7 @@ class SteadyTenant:
             trainer = client.create_lora_training_client(base_model="tiny", rank=4, seed=9).result()
             while not self._stop.is_set():
                 self.losses += train(trainer, DATA, 2, 1e-3)
-                time.sleep(0.4)
+                time.sleep(1.5)
 
     def stop(self) -> list[float]:
         """The losses of all its steps."""

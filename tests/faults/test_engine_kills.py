@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -28,16 +27,18 @@ AFTER_EVERY_STEP_S = 0.000_001
 Send = Callable[[], str]
 """Sends a command; returns its request id."""
 KillAtStage = Callable[[MortalServer, Send], str]
-LONG_PASS = 60
+LONG_PASS = 30
 """A pass of this many sequences of 500 tokens takes seconds on any machine."""
 
 
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[MortalServer]:
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MortalServer]:
     """A server that takes snapshots after every step, with a stand-in for vLLM."""
     with Upstream() as upstream:
         flags = ("--served-model-name", "tiny", "--external-inference-url", upstream.url)
-        running = MortalServer(tmp_path / "state", *flags, "--snapshot-interval-s", f"{AFTER_EVERY_STEP_S:f}")
+        running = MortalServer(
+            tmp_path_factory.mktemp("state"), *flags, "--snapshot-interval-s", f"{AFTER_EVERY_STEP_S:f}"
+        )
         running.start()
         try:
             running.wait_ready(SLOW_START_S)
