@@ -95,8 +95,11 @@ def test_large_bodies_that_wait_hold_nobody_up(trainer: DemoServer, encoding: st
             with repeated(lambda: heart.post("session_heartbeat", {"session_id": session}), PERIOD_S) as beats:
                 request_ids, took = sending.result()
         assert len(set(request_ids)) == BODIES
-        assert np.median(beats) < 0.25 * took, "most heartbeats wait for none of them"
-        assert max(beats) < 0.75 * took, "a heartbeat waits for a few of them, not for all"
+        waited = {quantile: float(np.quantile(beats, quantile)) / took for quantile in (0.5, 0.95, 1.0)}
+        bounds = {0.5: 0.05, 0.95: 0.35, 1.0: 0.5}
+        assert all(waited[quantile] < bound for quantile, bound in bounds.items()), (
+            f"a heartbeat waits for a few of them, not for all: {waited} of {took:.1f} s"
+        )
         assert parts_of(trainer.pid) == parts, "nobody died"
         grown = {name: peak_resident_mb(pid) - before[name] for name, pid in parts.items()}
         assert max(grown.values()) < BODIES * BODY_BYTES / 2**20 / 2, f"no process holds them all: {grown}"
