@@ -15,4 +15,7 @@ def succeeded(code: int, stderr: str) -> bool:
     machine in some five of a hundred runs (https://github.com/curioswitch/pyqwest/issues/164). No Python runs then, so
     the program was over, well or with an exception: look at its output, too. An abort that comes earlier is a failure.
     """
-    return code == 0 or (code == -signal.SIGABRT and "<no Python frame>" in stderr)
+    if code != -signal.SIGABRT:
+        return code == 0
+    threads = stderr.rpartition("Fatal Python error: Aborted")[2]
+    return "<no Python frame>" in threads and 'File "' not in threads

@@ -100,7 +100,7 @@ def test_waiting_large_bodies_do_not_delay_other_requests(trainer: DemoServer, e
                 request_ids, elapsed_s = sending.result()
         assert len(set(request_ids)) == BODIES
         waited = {quantile: float(np.quantile(beats, quantile)) / elapsed_s for quantile in (0.5, 0.95, 1.0)}
-        bounds = {0.5: 0.05, 0.95: 0.2, 1.0: 0.5}
+        bounds = {0.5: 0.05, 0.95: 0.35, 1.0: 0.5}
         assert all(waited[quantile] < bound for quantile, bound in bounds.items()), (
             f"a heartbeat waits for a few of them, not for all: {waited} of {elapsed_s:.1f} s"
         )
