@@ -10,6 +10,9 @@ else
 TORCH := --torch-backend cpu
 endif
 
+# Docker images often set this variable. Then each of the hundred processes that the tests start would compile its modules.
+unexport PYTHONDONTWRITEBYTECODE
+
 # The number of test processes. With 2, one runs the tests on the shared end-to-end server, the other the rest.
 # WORKERS=0 runs all tests in one process.
 WORKERS ?= 3

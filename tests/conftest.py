@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import secrets
 import shutil
@@ -25,6 +26,8 @@ from tests.postgres_server import KIND, PostgresServer
 # Neither profile has a deadline, because a busy machine would miss it.
 hypothesis.settings.register_profile("others", deadline=None)
 hypothesis.settings.load_profile("ci")
+
+gc.disable()  # until all tests are collected: their imports make millions of objects, and no garbage
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item not in deselected]
     if hasattr(config, "workerinput"):  # this is a worker of pytest-xdist
         items.sort(key=lambda item: start_position(item.nodeid))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish() -> None:
+    """Exclude the imported modules, which live until the end, from garbage collection: a tenth of the tests' time."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(optionalhook=True)

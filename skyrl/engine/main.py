@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import signal
@@ -118,6 +119,7 @@ def _load_backend(config: ServerConfig) -> Backend:
     Raises ConfigError when the model can never be loaded, and NotLoaded when a later try may succeed: other processes
     use the memory, or a file system or a model hub is away.
     """
+    gc.disable()  # the import of torch and transformers makes a million objects and no garbage: a fifth of its time
     try:
         return create_backend(config.backend, config)
     except ConfigError as error:
@@ -128,6 +130,9 @@ def _load_backend(config: ServerConfig) -> Backend:
         logger.exception("loading the base model failed")
         cause = f"{type(error).__name__}: {error}"
         raise NotLoaded(f"base_model: cannot load {config.base_model_path}: {cause}") from error
+    finally:
+        gc.freeze()  # modules and base model live until the end
+        gc.enable()
 
 
 @dataclass

@@ -58,5 +58,5 @@ async def test_a_start_that_fails_closes_what_it_has_opened(tmp_path: Path, migr
         async with open_services(Runtime(config, tmp_path, None, "key")):
             pass
     assert "group-commit" not in {thread.name for thread in threading.enumerate()}
-    assert set(os.listdir("/proc/self/fd")) == open_before
+    assert set(os.listdir("/proc/self/fd")) <= open_before  # garbage of an earlier test may have been closed meanwhile
     assert not [name for name in os.listdir(tmp_path) if name.endswith(".sock")]

@@ -29,7 +29,7 @@ BODY_BYTES = 3_300_000
 CONTENT = np.random.default_rng(0).bytes(BODY_BYTES // 2)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def trainer() -> Iterator[DemoServer]:
     """A server without vLLM. No test samples, so the upstream may be a port that refuses connections. The files are
     deleted at the end."""
