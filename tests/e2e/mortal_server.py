@@ -64,7 +64,7 @@ class MortalServer(DemoServer):
                         found.append(process)
             if len(found) >= count:
                 return sorted(found, key=lambda process: process.pid)
-            time.sleep(0.01)
+            time.sleep(0.05)
         raise AssertionError(f"there are no {count} processes of {module}")
 
     def kill_api(self) -> None:

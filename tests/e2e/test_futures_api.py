@@ -67,7 +67,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + LIMIT_S
     while not condition():
         assert time.monotonic() < deadline, "the condition did not come true in time"
-        time.sleep(0.01)
+        time.sleep(0.05)
 
 
 def outcomes(server: DemoServer, session: str) -> list[tuple[str, str | None]]:

@@ -46,9 +46,10 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[DemoServ
 def until_taken(server: DemoServer, key: str) -> None:
     """Wait until the running server accepts a new key."""
     deadline = time.monotonic() + WAIT_S
-    while httpx.get(f"{server.url}/api/v1/sessions", headers={"X-API-Key": key}).status_code == 401:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    with httpx.Client(base_url=server.url, headers={"X-API-Key": key}) as http:
+        while http.get("/api/v1/sessions").status_code == 401:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
 
 
 def until_refused(action: Callable[[], object]) -> Exception:

@@ -145,7 +145,7 @@ class World:
         """Names of the adapters that vLLM has loaded."""
         url, key = vllm_of(self.server)
         headers = {"Authorization": f"Bearer {key}"}
-        models = httpx.get(f"{url}/v1/models", headers=headers, timeout=60, trust_env=False).json()
+        models = self.http.get(f"{url}/v1/models", headers=headers).json()
         return {model["id"] for model in models["data"]}
 
     def post(self, path: str, **body: Any) -> httpx.Response:

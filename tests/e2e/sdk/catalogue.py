@@ -41,6 +41,8 @@ class Feature:
     """A part of the message that refuses the feature; None if the feature works."""
     statuses: frozenset[int] = frozenset()
     """HTTP statuses of 400 and above that the check provokes on purpose."""
+    last: bool = False
+    """Checked after all other features."""
 
 
 CATALOGUE: dict[str, Feature] = {}
@@ -54,13 +56,14 @@ def feature(
     needs: tuple[str, ...] = (),
     refusal: str | None = None,
     statuses: tuple[int, ...] = (),
+    last: bool = False,
 ) -> Callable[[Check], Check]:
     """Enter a check. The feature's name is the function's name with spaces."""
 
     def enter(check: Check) -> Check:
         name = check.__name__.replace("_", " ").strip()
         assert name not in CATALOGUE, f"two features are named {name!r}"
-        CATALOGUE[name] = Feature(name, group, sentence, check, needs, refusal, frozenset(statuses))
+        CATALOGUE[name] = Feature(name, group, sentence, check, needs, refusal, frozenset(statuses), last)
         return check
 
     return enter

@@ -84,7 +84,9 @@ def main() -> None:
     calls.watch()
     user = User(given.url, given.key, Path.cwd())
     outcomes: dict[str, Any] = {}
-    for feature in CATALOGUE.values():
+    if not given.only:
+        _ = user.quiet  # made first: its heartbeats come while other features are checked
+    for feature in sorted(CATALOGUE.values(), key=lambda each: each.last):
         if given.only and feature.name not in given.only:
             continue
         calls.feature = feature.name

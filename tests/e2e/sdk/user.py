@@ -96,6 +96,11 @@ class User:
         return self.open()
 
     @cached_property
+    def quiet(self) -> tuple[Any, float]:
+        """A training client whose session sends only heartbeats, and when it was made, in monotonic seconds."""
+        return self.train(self.open()), time.monotonic()
+
+    @cached_property
     def rest(self) -> Any:
         return self.service.create_rest_client()
 
