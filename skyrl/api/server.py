@@ -4,33 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import logging
 import signal
 import socket
-from collections.abc import AsyncIterator, Generator
+from collections.abc import AsyncIterator
 
-import uvicorn
 import uvloop
 
 from skyrl.api.app import create_app
 from skyrl.api.background import begin, run
 from skyrl.api.build import ApiProcess, Secrets, build
-from skyrl.api.connections import BoundedHttp
 from skyrl.api.services import Services
 from skyrl.db.faults import DatabaseError, outage, reason
 from skyrl.inference.features import inference_features
 from skyrl.inference.vllm_command import cuda_devices
-from skyrl.processes.listening import BACKLOG
 from skyrl.processes.runtime import Runtime, run_process, set_up_process
+from skyrl.web.server import Server, tune_garbage_collection
 
 logger = logging.getLogger(__name__)
 
 DRAIN_S = 10.0
 """How long samples in flight may go on after a signal to stop."""
-YOUNG_OBJECTS = 50_000
-"""New objects between two garbage collections. A sample makes hardly any cycles; with Python's default of 700 the
-collections take a tenth of its time."""
 
 
 @contextlib.asynccontextmanager
@@ -81,15 +75,7 @@ async def close(process: ApiProcess) -> None:
     base.database.close()
 
 
-class _Server(uvicorn.Server):
-    """uvicorn without its signal handlers, which would end the process before the services are closed."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Generator[None]:
-        yield
-
-
-async def _drain(server: uvicorn.Server, services: Services) -> None:
+async def _drain(server: Server, services: Services) -> None:
     """Refuse new samples, give samples in flight time while clients can still poll, then end the server."""
     services.sampling.refuse_new()
     await services.sampling.drain(DRAIN_S)
@@ -97,30 +83,10 @@ async def _drain(server: uvicorn.Server, services: Services) -> None:
     server.should_exit = True
 
 
-def _tune_garbage_collection() -> None:
-    """Exclude modules and services, which live until the end, from garbage collection."""
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(YOUNG_OBJECTS, 20, 20)
-
-
 async def serve(runtime: Runtime) -> None:
     async with open_services(runtime) as services:
-        server = _Server(
-            uvicorn.Config(
-                create_app(services),
-                http=BoundedHttp,
-                log_level="error",  # uvicorn would warn of every request that is not HTTP
-                access_log=False,
-                backlog=BACKLOG,
-                timeout_keep_alive=75,
-                timeout_graceful_shutdown=3,
-                server_header=False,
-                lifespan="off",
-                ws="none",
-            )
-        )
-        _tune_garbage_collection()
+        server = Server(create_app(services))
+        tune_garbage_collection()
         draining: list[asyncio.Task[None]] = []
 
         def drain_once() -> None:

@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from skyrl.api import connections
-from skyrl.api.connections import HEAD_BYTES, BoundedHttp
+from skyrl.web.connections import HEAD_BYTES, BoundedHttp
 
 GET = b"GET / HTTP/1.1\r\nHost: x\r\n"
 POST = b"POST /echo HTTP/1.1\r\nHost: x\r\n"

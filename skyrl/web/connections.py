@@ -1,4 +1,4 @@
-"""The API's side of a connection: uvicorn's protocol, with limits on requests that are not complete yet.
+"""A server's side of a connection: uvicorn's protocol, with limits on requests that are not complete yet.
 
 No API key has been checked by then. uvicorn keeps a head or a trailer of any length, and waits for ever for a first
 request, or for the rest of one. Knows bytes and time; does not know routes.

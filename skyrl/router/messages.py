@@ -1,0 +1,200 @@
+"""A request and an answer as a middleware of the router sees them. It may change both before they travel on."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable
+from typing import Any
+
+Scope = dict[str, Any]
+Message = dict[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+AsgiApp = Callable[[Scope, Receive, Send], Awaitable[None]]
+HeaderList = list[tuple[bytes, bytes]]
+
+QUEUED_CHUNKS = 16
+"""Chunks of an answer that wait for a slow reader. The worker is read no faster."""
+_FRAMING = (b"content-length", b"transfer-encoding")
+
+
+class BodyTooLarge(Exception):
+    """A body exceeds the router's bound."""
+
+
+class ClientLeft(Exception):
+    """The client closed its connection before its request was complete."""
+
+
+class Headers:
+    """Headers in their order. Names are compared without case; a name may come several times."""
+
+    def __init__(self, raw: Iterable[tuple[bytes, bytes]]) -> None:
+        self.raw: HeaderList = list(raw)
+
+    def get(self, name: str) -> str | None:
+        wanted = name.lower().encode("latin-1")
+        return next((value.decode("latin-1") for key, value in self.raw if key.lower() == wanted), None)
+
+    def set(self, name: str, value: str) -> None:
+        self.remove(name)
+        self.raw.append((name.encode("latin-1"), value.encode("latin-1")))
+
+    def remove(self, *names: str) -> None:
+        gone = {name.lower().encode("latin-1") for name in names}
+        self.raw = [(key, value) for key, value in self.raw if key.lower() not in gone]
+
+    def set_length(self, length: int) -> None:
+        self.raw = [(key, value) for key, value in self.raw if key.lower() not in _FRAMING]
+        self.raw.append((b"content-length", str(length).encode()))
+
+
+class Request:
+    """`scope` and `receive` are ASGI's. `max_body_bytes` bounds `body`."""
+
+    def __init__(self, scope: Scope, receive: Receive, max_body_bytes: int) -> None:
+        self.method: str = scope["method"]
+        self.path: str = scope["path"]
+        self.query: bytes = scope.get("query_string", b"")
+        self.headers = Headers(scope["headers"])
+        self._scope = scope
+        self._receive = receive
+        self._max_body_bytes = max_body_bytes
+        self._body: bytes | None = None
+
+    async def body(self) -> bytes:
+        """The whole body. Raises BodyTooLarge, ClientLeft."""
+        if self._body is None:
+            chunks, size = [], 0
+            while True:
+                message = await self._receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientLeft
+                chunk = message.get("body", b"")
+                size += len(chunk)
+                if size > self._max_body_bytes:
+                    raise BodyTooLarge
+                chunks.append(chunk)
+                if not message.get("more_body", False):
+                    break
+            self._body = b"".join(chunks)
+        return self._body
+
+    async def json(self) -> Any:
+        """The body as JSON. Raises ValueError, BodyTooLarge, ClientLeft."""
+        return json.loads(await self.body())
+
+    def set_body(self, body: bytes) -> None:
+        self._body = body
+        self.headers.set_length(len(body))
+
+    def set_json(self, value: Any) -> None:
+        self.set_body(json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode())
+
+    def to_asgi(self) -> tuple[Scope, Receive]:
+        """What the next application is called with. Each call begins with the whole body again, if it was read."""
+        scope = self._scope
+        if self.path != scope["path"]:
+            scope = {**scope, "path": self.path, "raw_path": self.path.encode()}
+        scope = {**scope, "method": self.method, "query_string": self.query, "headers": list(self.headers.raw)}
+        if self._body is None:
+            return scope, self._receive
+        unsent: list[Message] = [{"type": "http.request", "body": self._body, "more_body": False}]
+
+        async def receive() -> Message:
+            return unsent.pop() if unsent else await self._receive()
+
+        return scope, receive
+
+
+class Response:
+    """An answer: the status, the headers, and the body as a whole (`body`) or in chunks as they come (`chunks`)."""
+
+    def __init__(
+        self, status: int, headers: Iterable[tuple[bytes, bytes]] = (), body: bytes | AsyncIterator[bytes] = b""
+    ) -> None:
+        self.status = status
+        self.headers = Headers(headers)
+        self._content = body
+
+    @classmethod
+    def of_json(cls, status: int, value: Any) -> Response:
+        response = cls(status, [(b"content-type", b"application/json")])
+        response.set_json(value)
+        return response
+
+    async def body(self) -> bytes:
+        if not isinstance(self._content, bytes):
+            self._content = b"".join([chunk async for chunk in self._content])
+        return self._content
+
+    async def json(self) -> Any:
+        """The body as JSON. Raises ValueError."""
+        return json.loads(await self.body())
+
+    async def chunks(self) -> AsyncGenerator[bytes]:
+        """The body in the chunks in which it comes. May be called once."""
+        if isinstance(self._content, bytes):
+            yield self._content
+            return
+        async for chunk in self._content:
+            yield chunk
+
+    def set_chunks(self, chunks: AsyncIterator[bytes]) -> None:
+        """Replace the body with a stream."""
+        self._content = chunks
+        self.headers.remove("content-length")
+
+    def set_body(self, body: bytes) -> None:
+        self._content = body
+        self.headers.set_length(len(body))
+
+    def set_json(self, value: Any) -> None:
+        self.set_body(json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode())
+
+    async def send(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status, "headers": self.headers.raw})
+        async with contextlib.aclosing(self.chunks()) as chunks:
+            async for chunk in chunks:
+                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+class Call:
+    """One call of an application in a task. `response` is its answer, whose body comes while the application runs."""
+
+    def __init__(self, app: AsgiApp, request: Request) -> None:
+        scope, receive = request.to_asgi()
+        self._queue: asyncio.Queue[Message | None] = asyncio.Queue(QUEUED_CHUNKS)
+        self._task = asyncio.create_task(self._run(app, scope, receive))
+
+    async def _run(self, app: AsgiApp, scope: Scope, receive: Receive) -> None:
+        try:
+            await app(scope, receive, self._queue.put)
+        finally:
+            if self._task is asyncio.current_task() and not self._task.cancelling():
+                await self._queue.put(None)
+
+    async def response(self) -> Response:
+        """Wait for the head of the answer. Raises what the application raises before its answer begins."""
+        start = await self._queue.get()
+        if start is None:
+            await self._task
+            raise RuntimeError("the application returned without an answer")
+        return Response(start["status"], start.get("headers", ()), self._chunks())
+
+    async def _chunks(self) -> AsyncIterator[bytes]:
+        while (message := await self._queue.get()) is not None:
+            if message.get("body"):
+                yield message["body"]
+            if not message.get("more_body", False):
+                return
+        await self._task  # it ended in the middle of its answer: raise its error
+        raise RuntimeError("the application returned in the middle of its answer")
+
+    async def close(self) -> None:
+        """End the application if it still runs, and wait for its end."""
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)

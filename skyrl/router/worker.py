@@ -1,0 +1,59 @@
+"""One inference server as the router knows it."""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import dataclass, field
+from enum import StrEnum
+from urllib.parse import urlsplit
+
+
+class WorkerState(StrEnum):
+    HEALTHY = "healthy"
+    QUARANTINED = "quarantined"
+    """Does not answer. Probed until it answers again."""
+    DRAINING = "draining"
+    """Being removed: gets no new requests, and is forgotten when its last request has ended."""
+
+
+def normalise_url(url: str) -> str:
+    """The URL in the form under which the router knows a worker: lower-case scheme and host, a port only if it is not
+    the scheme's, no trailing slash. Raises ValueError, with a message for clients, if it is no http(s) URL."""
+    parts = urlsplit(url.strip())
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError(f"url: {url!r} is not an http(s) URL")
+    try:
+        port = parts.port
+    except ValueError as error:
+        raise ValueError(f"url: {url!r} has no valid port") from error
+    if parts.query or parts.fragment or parts.username is not None:
+        raise ValueError(f"url: {url!r} must be an address without query, fragment and user name")
+    host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
+    default = {"http": 80, "https": 443}[parts.scheme]
+    return f"{parts.scheme}://{host}{'' if port in (None, default) else f':{port}'}{parts.path.rstrip('/')}"
+
+
+@dataclass(slots=True, eq=False)
+class Worker:
+    """`url` is normalised. `completions_url` is a second address, for requests to `/v1/...` alone; None: the same."""
+
+    url: str
+    completions_url: str | None = None
+    worker_type: str = "regular"
+    id: str = ""
+    state: WorkerState = WorkerState.HEALTHY
+    in_flight: int = 0
+    failed_probes: int = 0
+    """Failed health probes in a row."""
+    served: int = 0
+    """Requests sent since the router started."""
+    labels: dict[str, object] = field(default_factory=dict)
+    """Other fields of the registration, given back by `GET /workers`."""
+
+    def __post_init__(self) -> None:
+        if not self.id:
+            self.id = str(uuid.uuid5(uuid.NAMESPACE_URL, self.url))
+
+    @property
+    def routable(self) -> bool:
+        return self.state is WorkerState.HEALTHY
