@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from skyrl.api import connections
+from skyrl.web import connections
 from skyrl.web.connections import HEAD_BYTES, BoundedHttp
 
 GET = b"GET / HTTP/1.1\r\nHost: x\r\n"
