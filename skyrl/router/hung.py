@@ -1,4 +1,4 @@
-"""Breaks requests off at workers that do not answer their health probes for long: those requests would wait for ever."""
+"""Breaks requests off at workers that have not answered health probes for long: they would wait for ever."""
 
 from __future__ import annotations
 
