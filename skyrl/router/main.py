@@ -23,10 +23,10 @@ from skyrl.router.app import RouterApp, ToWorkers
 from skyrl.router.broadcast import Broadcasts
 from skyrl.router.connections import Connections
 from skyrl.router.context import RouterContext
-from skyrl.router.control import Control
+from skyrl.router.control import ControlClient
 from skyrl.router.hung import HungWorkers
 from skyrl.router.plugins import Chain
-from skyrl.router.policies import policy_named
+from skyrl.router.policies import DEFAULT_POLICY, make_policy
 from skyrl.router.pool import WorkerPool
 from skyrl.router.probes import HealthProber
 from skyrl.router.proxy import Limits, Proxy
@@ -49,7 +49,7 @@ class RouterOptions:
     host: str = "127.0.0.1"
     port: int = 30_000
     workers: tuple[str, ...] = ()
-    policy: str = "least_in_flight"
+    policy: str = DEFAULT_POLICY
     middleware: tuple[str, ...] = ()
     middleware_options: dict[str, object] = field(default_factory=dict)
     tokenizer: Path | None = None
@@ -66,12 +66,12 @@ class RouterOptions:
 async def open_router(options: RouterOptions) -> AsyncIterator[RouterApp]:
     """The application, with its background work running. Raises PluginError, ValueError (an option)."""
     counts: Counter[str] = Counter()
-    pool = WorkerPool(policy_named(options.policy))
+    pool = WorkerPool(make_policy(options.policy))
     connections = Connections()
     proxy = Proxy(pool, connections, options.limits, counts, options.base_models)
     async with contextlib.AsyncExitStack() as stack:
         stack.callback(connections.close)
-        control = await stack.enter_async_context(Control(options.key))
+        control = await stack.enter_async_context(ControlClient())
         broadcasts = Broadcasts(pool, control.fetch)
         context = RouterContext(
             tokenizer_dir=options.tokenizer,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 
-from skyrl.router.messages import Send
+from skyrl.router.messages import HeaderList, Send
 
 NO_WORKER = "no_available_workers"
 """No worker is routable. No worker has seen the request."""
@@ -18,7 +18,8 @@ INTERRUPTED = "worker_interrupted"
 RETRY_AFTER_S = 1
 
 
-async def refuse(send: Send, status: int, code: str, message: str) -> None:
+def refusal(status: int, code: str, message: str) -> tuple[HeaderList, bytes]:
+    """The headers and the body."""
     kind = "invalid_request_error" if status < 500 else "service_unavailable"
     body = json.dumps({"error": {"message": message, "type": kind, "code": code}}, separators=(",", ":")).encode()
     headers = [
@@ -30,5 +31,10 @@ async def refuse(send: Send, status: int, code: str, message: str) -> None:
         headers.append((b"retry-after", b"%d" % RETRY_AFTER_S))
     if status == 401:
         headers.append((b"www-authenticate", b"Bearer"))
+    return headers, body
+
+
+async def refuse(send: Send, status: int, code: str, message: str) -> None:
+    headers, body = refusal(status, code, message)
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body, "more_body": False})
