@@ -21,6 +21,10 @@ class Unreachable(Exception):
     """No complete answer came in time. The text says why."""
 
 
+class Refused(Unreachable):
+    """The worker refused the connection."""
+
+
 Fetch = Callable[[str, str, Iterable[tuple[bytes, bytes]], bytes, float], Awaitable[Answer]]
 """method, url, headers, body, timeout in seconds -> the answer. Raises Unreachable."""
 
@@ -59,5 +63,8 @@ class ControlClient:
                 return Answer(response.status, bytes(content), response.headers.get("content-type", ""))
         except TimeoutError as error:
             raise Unreachable(f"no answer within {timeout_s:g} s") from error
+        except aiohttp.ClientConnectorError as error:
+            refused = isinstance(error.os_error, ConnectionRefusedError)
+            raise (Refused if refused else Unreachable)(str(error)) from error
         except (aiohttp.ClientError, OSError, ValueError) as error:
             raise Unreachable(str(error) or type(error).__name__) from error

@@ -41,7 +41,7 @@ class AdapterPlacement:
 
     def homes(self, name: str, candidates: Sequence[Worker], bound: float) -> Sequence[Worker]:
         """The workers that may get a request for this adapter: at least one. One is added if each has more than `bound`
-        requests in flight."""
+        requests in flight. `bound` is not below the mean of `candidates`, so that one of them is within it."""
         now = self._clock()
         adapter = self._adapters.get(name)
         if adapter is None:
@@ -53,13 +53,12 @@ class AdapterPlacement:
         if adapter.candidates is not candidates:
             self._keep_valid_homes(adapter, candidates)
         homes = adapter.homes
-        if not homes:
-            self._add_home(adapter, name, candidates)
-        elif len(homes) < len(candidates) and all(worker.in_flight > bound for worker in homes):
-            self._add_home(adapter, name, candidates)
+        if all(worker.in_flight > bound for worker in homes):  # or there is none
+            self._add_home(adapter, name, candidates, bound)
             adapter.resized = now
         elif len(homes) > 1 and now - adapter.resized > EXTRA_HOME_S:
-            self._leave(homes.pop())
+            if any(worker.in_flight <= bound for worker in homes[:-1]):
+                self._leave(homes.pop())
             adapter.resized = now
         return homes
 
@@ -73,10 +72,10 @@ class AdapterPlacement:
         if adapter.homes and self._on_worker[adapter.homes[0]] > share:
             self._leave(adapter.homes.pop(0))
 
-    def _add_home(self, adapter: _Adapter, name: str, candidates: Sequence[Worker]) -> None:
-        """The new home is the first worker in the adapter's order, of those that have the fewest adapters."""
+    def _add_home(self, adapter: _Adapter, name: str, candidates: Sequence[Worker], bound: float) -> None:
+        """The new home is a worker within the bound: one with the fewest adapters, the first in the adapter's order."""
         order = self._orders.order(name, candidates)
-        home = min((worker for worker in order if worker not in adapter.homes), key=self._on_worker.__getitem__)
+        home = min((worker for worker in order if worker.in_flight <= bound), key=self._on_worker.__getitem__)
         adapter.homes.append(home)
         self._on_worker[home] += 1
 

@@ -26,8 +26,8 @@ class RequestFacts(NamedTuple):
 
 
 class Policy(Protocol):
-    """`candidates` is not empty. The pool passes the same tuple again until the set of routable workers changes, so that
-    a policy can keep what it derived from the tuple."""
+    """`candidates` is not empty. The pool passes the same tuple again until the set of routable workers changes: a
+    policy can keep what it derived from the tuple."""
 
     def choose(self, facts: RequestFacts, candidates: Sequence[Worker]) -> Worker: ...
 

@@ -51,8 +51,13 @@ class WorkerPool:
         return list(self._workers.values())
 
     @property
+    def candidates(self) -> tuple[Worker, ...]:
+        """The workers to which a request can be sent."""
+        return self._candidates
+
+    @property
     def routable(self) -> int:
-        """How many workers a request can be sent to."""
+        """The number of `candidates`."""
         return len(self._candidates)
 
     def subscribe(self, subscriber: Callable[[Worker, Change], None]) -> None:
@@ -66,8 +71,9 @@ class WorkerPool:
         worker_type: str = "regular",
         labels: dict[str, object] | None = None,
     ) -> Worker:
-        """Register a worker, or register it again: then it is routable at once, whatever its state was, and the other
-        arguments replace the former ones. Raises ValueError for a bad URL, TooManyWorkers."""
+        """Register a worker, or register it again: then it is routable at once, whatever its state was. What the second
+        registration leaves out stays as it was, unless the worker was being removed. Raises ValueError for a bad URL,
+        TooManyWorkers."""
         url = normalise_url(url)
         completions_url = None if completions_url is None else normalise_url(completions_url)
         worker = self._workers.get(url)
@@ -76,9 +82,11 @@ class WorkerPool:
                 raise TooManyWorkers(f"url: the router has {self._max_workers} workers, as many as it takes")
             worker = self._workers[url] = Worker(url)
             self._by_id[worker.id] = worker
-        worker.completions_url = completions_url
+        if worker.state is WorkerState.DRAINING:
+            worker.completions_url, worker.labels = None, {}
+        worker.completions_url = completions_url or worker.completions_url
         worker.worker_type = worker_type
-        worker.labels = dict(labels or {})
+        worker.labels = {**worker.labels, **(labels or {})}
         worker.state = WorkerState.HEALTHY
         worker.failed_probes = 0
         worker.answers = True
