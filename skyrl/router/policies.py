@@ -93,7 +93,7 @@ class AdapterAffinity:
     as by `ConsistentHashing`."""
 
     def __init__(self, placement: AdapterPlacement | None = None) -> None:
-        self._placement = placement or AdapterPlacement()
+        self._placement = AdapterPlacement() if placement is None else placement
         self._orders = KeyOrders()
         self._no_adapter = ConsistentHashing()
         self._keyless = LeastInFlight()
