@@ -8,6 +8,7 @@ from contextlib import AsyncExitStack
 from typing import Any
 
 import pytest
+from small_workers import SmallWorker, small_workers
 
 from skyrl.router import broadcast
 from skyrl.router.broadcast import Broadcasts
@@ -15,7 +16,6 @@ from skyrl.router.control import ControlClient
 from skyrl.router.policies import LeastInFlight
 from skyrl.router.pool import WorkerPool
 from skyrl.router.reply import Reply
-from tests.component.small_workers import SmallWorker, small_workers
 
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 ALREADY = (400, b'{"error":{"message":"The lora adapter \'a\' has already been loaded. If you want to load it again"}}')

@@ -7,13 +7,13 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
+from small_workers import small_workers
 
 from skyrl.router.control import ControlClient, Refused, Unreachable
 from skyrl.router.policies import LeastInFlight
 from skyrl.router.pool import Change, WorkerPool
 from skyrl.router.probes import HealthProber
 from skyrl.router.worker import Worker, WorkerState
-from tests.component.small_workers import small_workers
 
 SOON_S = 0.01
 NEVER_S = 3600.0
@@ -79,7 +79,8 @@ async def test_a_server_that_answers_500_is_quarantined_after_failures_in_a_row(
 async def test_a_server_that_hangs_holds_up_no_other(pool: WorkerPool) -> None:
     async with small_workers(2) as (hanging, good):
         hanging.hangs = True
-        pool.add(hanging.url), pool.add(good.url)
+        pool.add(hanging.url)
+        pool.add(good.url)
         async with prober(pool):
             await hanging.asked(1)
             await good.asked(len(good.got) + 5)

@@ -106,7 +106,8 @@ async def test_a_list_has_the_fields_of_every_dialect(call: Caller) -> None:
 
 
 async def test_slime_removes_the_worker_whose_url_it_finds_in_the_list(call: Caller) -> None:
-    call.pool.add("http://other"), call.pool.add(URL)
+    call.pool.add("http://other")
+    call.pool.add(URL)
     _, answer = await call("GET", "/workers")
     (found,) = [worker["id"] for worker in answer["workers"] if worker["url"].rstrip("/") == URL]
     status, removed = await call("DELETE", f"/workers/{found}")

@@ -44,7 +44,8 @@ async def test_workers_are_known_after_a_restart(tmp_path: Path) -> None:
         pool.add("http://gone")
         draining = pool.add("http://draining")
         pool.begin(draining)
-        pool.remove("http://gone"), pool.remove("http://draining")
+        pool.remove("http://gone")
+        pool.remove("http://draining")
         pool.refused(pool.add("http://a"))
     workers = loaded(tmp_path).workers
     assert [(worker.url, worker.completions_url, worker.labels, worker.state) for worker in workers] == [
