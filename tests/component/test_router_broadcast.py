@@ -79,6 +79,7 @@ async def test_an_abort_reaches_workers_that_drain_or_are_quarantined(world: Wor
 
 async def test_one_worker_that_aborts_is_enough(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(broadcast, "ABORT_QUARANTINED_S", 0.01)
+    monkeypatch.setattr(broadcast, "ABORT_S", 3600)
     world.servers[0].hangs = True
     world.pool.refused(world.workers[0])
     assert await world("POST", "/abort_request", {"rid": "r"}) == (200, b"")

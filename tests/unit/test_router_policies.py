@@ -126,6 +126,14 @@ def test_orders_are_kept_for_as_many_keys_as_fit() -> None:
     assert again is not first, "the oldest of four orders gave way"
 
 
+def test_neither_long_keys_nor_long_names_are_kept() -> None:
+    workers = workers_with(0, 0)
+    orders, homes = KeyOrders(), AdapterPlacement()
+    assert orders.order("k" * 10_000, workers) is not orders.order("k" * 10_000, workers)
+    AdapterAffinity(homes).choose(RequestFacts("k", "a" * 10_000), workers)
+    assert len(homes) == 0
+
+
 def test_orders_follow_the_workers() -> None:
     three = workers_with(0, 0, 0)
     orders = KeyOrders()
@@ -163,9 +171,9 @@ def test_an_extra_home_stays_while_the_others_are_overloaded() -> None:
     policy, workers = AdapterAffinity(AdapterPlacement(clock)), workers_with(0, 0, 0, 0)
     (home,) = homes_of(policy, "a", workers)
     home.in_flight = 100
-    homes_of(policy, "a", workers)
+    (second,) = homes_of(policy, "a", workers)
     clock.now += placement.EXTRA_HOME_S + 1
-    homes_of(policy, "a", workers)
+    assert homes_of(policy, "a", workers) == {second}
     home.in_flight = 0
     assert len(homes_of(policy, "a", workers)) == 2
 
@@ -222,6 +230,15 @@ def test_idle_adapters_and_adapters_over_the_bound_are_forgotten(monkeypatch: py
     clock.now += placement.IDLE_S + 1
     homes.homes("new", workers, 10)
     assert len(homes) == 1
+
+
+def test_forgotten_adapters_take_no_place() -> None:
+    clock, workers = Clock(), workers_with(0, 0)
+    homes = AdapterPlacement(clock)
+    for number in range(3):
+        homes.homes(str(number), workers[:1], 10)
+    clock.now += placement.IDLE_S + 1
+    assert {homes.homes(name, workers, 10)[0] for name in ("new", "other")} == {*workers}
 
 
 def test_requests_for_no_adapter_go_by_key() -> None:

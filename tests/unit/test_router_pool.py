@@ -124,6 +124,14 @@ def test_failures_in_a_row_quarantine(pool: WorkerPool) -> None:
     assert worker.state is WorkerState.QUARANTINED
 
 
+def test_a_registration_forgets_failed_probes(pool: WorkerPool) -> None:
+    worker = pool.add("http://a")
+    pool.probe_failed(worker, "why", THRESHOLD)
+    pool.add("http://a")
+    pool.probe_failed(worker, "why", THRESHOLD)
+    assert worker.routable
+
+
 def test_a_probe_of_a_draining_worker_changes_nothing(pool: WorkerPool) -> None:
     worker = pool.add("http://a")
     pool.begin(worker)

@@ -91,6 +91,11 @@ async def test_fields_of_a_registration_come_back(call: Caller) -> None:
     assert call.pool.workers[0].held
 
 
+async def test_fields_of_the_query_and_of_the_body_are_both_taken(call: Caller) -> None:
+    await call("POST", "/workers?zone=a", {"url": URL, "rack": 2})
+    assert call.pool.workers[0].labels == {"zone": "a", "rack": 2}
+
+
 async def test_a_list_has_the_fields_of_every_dialect(call: Caller) -> None:
     worker = call.pool.add(URL)
     call.pool.begin(worker)
