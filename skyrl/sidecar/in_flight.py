@@ -96,7 +96,7 @@ class InFlight:
         if not self._samples and not self._passing:
             self.idle.set()
 
-    async def abort(self, rid: str) -> None:
+    def abort(self, rid: str) -> None:
         """Abort the samples whose rid, or own id, begins with `rid`."""
         self._abort([one for one in self._samples if one.rid.startswith(rid) or one.id.startswith(rid)])
 

@@ -56,7 +56,9 @@ def logprob_lists(
             pairs[0] = (None, pairs[0][1])
         lists["input_token_logprobs"] = [triple(logprob, token, texts) for logprob, token in pairs]
         if wanted.top:
-            likely = [sorted(((value, token) for token, value in row.items()), reverse=True) for row in collected.prompt]
+            likely = [
+                sorted(((value, token) for token, value in row.items()), reverse=True) for row in collected.prompt
+            ]
             tops: list[Any] = [[triple(*pair, texts) for pair in row[: wanted.top]] for row in likely][start:]
             lists["input_top_logprobs"] = [None, *tops[1:]] if tops else []
     return lists
