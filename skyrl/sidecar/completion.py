@@ -5,7 +5,6 @@ Every number is checked. What is missing, too short, or not a number is an error
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +14,8 @@ Rows = list[list[tuple[float, int]]]
 """For each token, pairs of a logprob and a token id."""
 LOWEST = -9999.0
 """vLLM's number for "impossible"."""
+HIGHEST = 1e-3
+"""A probability is at most 1, but for rounding."""
 FINISHES = ("stop", "length", "abort")
 
 
@@ -105,9 +106,13 @@ def _choice(answer: Any) -> dict[str, Any]:
 
 def _logprob(value: Any) -> float:
     """A sampled token, or a token of the prompt, has a finite logprob."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= LOWEST:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not LOWEST < value <= HIGHEST:
         raise VllmBroke(f"vLLM's answer has the logprob {value!r}")
     return float(value)
+
+
+def _is_impossible(value: Any) -> bool:
+    return value is None or (isinstance(value, int | float) and value <= LOWEST)
 
 
 def _alternatives(row: Any) -> list[tuple[float, int]]:
@@ -120,7 +125,7 @@ def _alternatives(row: Any) -> list[tuple[float, int]]:
         token = key.removeprefix("token_id:")
         if token == key or not token.isdigit():
             raise VllmBroke(f"vLLM's top_logprobs have the key {key!r}")
-        if value is None or value <= LOWEST:
+        if _is_impossible(value):
             continue
         pairs.append((_logprob(value), int(token)))
     return sorted(pairs, key=lambda pair: -pair[0])
@@ -137,7 +142,9 @@ def _prompt_rows(given: Any, prompt: list[int]) -> list[dict[int, float]]:
         read = {}
         for key, cell in row.items():
             value = cell.get("logprob") if isinstance(cell, dict) else None
-            if key != str(token) and (value is None or value <= LOWEST):
+            if not key.isdigit():
+                raise VllmBroke(f"vLLM's prompt logprobs have the key {key!r}")
+            if key != str(token) and _is_impossible(value):
                 continue
             read[int(key)] = _logprob(value)
         rows.append(read)

@@ -20,6 +20,14 @@ class BadRequest(SidecarError):
     status = 400
 
 
+class Refused(BadRequest):
+    """vLLM refused a request. `param` is vLLM's name of the wrong field, if vLLM names one."""
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
 class TooLarge(SidecarError):
     status = 413
 

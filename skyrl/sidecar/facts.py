@@ -49,12 +49,13 @@ class KnownFacts:
     async def _ask(self) -> Facts:
         answer = await self._vllm.call("GET", "/v1/models")
         models = answer.get("data") if isinstance(answer, dict) else None
-        base = next((model for model in models or [] if not model.get("parent")), None)
+        bases = [one for one in models if isinstance(one, dict) and not one.get("parent")] if models else []
+        base = bases[0] if bases else None
         if base is None or type(base.get("max_model_len")) is not int:
             raise VllmBroke("vLLM's /v1/models names no base model with a max_model_len")
         return Facts(
-            model=base["id"],
-            root=base.get("root") or base["id"],
+            model=str(base.get("id")),
+            root=str(base.get("root") or base.get("id")),
             context=base["max_model_len"],
             dev_mode=await is_paused(self._vllm) is not None,
         )
@@ -63,9 +64,10 @@ class KnownFacts:
 async def is_paused(vllm: Vllm) -> bool | None:
     """None if vLLM does not say, because it was started without its development endpoints. Raises SidecarError."""
     try:
-        return bool((await vllm.call("GET", "/is_paused")).get("is_paused"))
+        answer = await vllm.call("GET", "/is_paused")
     except NotOffered:
         return None
+    return isinstance(answer, dict) and answer.get("is_paused") is True
 
 
 class WeightVersion:
@@ -92,10 +94,11 @@ class WeightVersion:
 
     async def _ask(self) -> str | None:
         try:
-            version = (await self._vllm.call("GET", "/weight_info")).get("weight_version")
+            answer = await self._vllm.call("GET", "/weight_info")
         except NotOffered:
             return FIRST_VERSION  # there is also no way to set another
         except SidecarError as error:
             logger.warning("the version of the weights is unknown: %s", error)
             return None
+        version = answer.get("weight_version") if isinstance(answer, dict) else None
         return version if isinstance(version, str) else None

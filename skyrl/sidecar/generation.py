@@ -180,11 +180,18 @@ def _named(job: Job, collected: Collected) -> set[int]:
 
 
 def _routed(job: Job, collected: Collected, start: int) -> dict[str, Any]:
-    """Raises NotOffered if vLLM does not record the experts, VllmBroke if they do not fit the tokens."""
+    """Nothing if no token has been computed. Raises NotOffered if vLLM does not record the experts, VllmBroke if they do
+    not fit the tokens."""
     if collected.routed_experts is None:
         if collected.tokens:
             raise NotOffered("return_routed_experts: vLLM was started without --enable-return-routed-experts")
         return {}
     rows = len(job.tokens) + len(collected.tokens) - 1 - start
     kept = rows - len(collected.tokens) if job.scoring else rows
-    return {"routed_experts": to_int32(collected.routed_experts, rows, kept), "routed_experts_start_len": start}
+    try:
+        experts = to_int32(collected.routed_experts, rows, kept)
+    except VllmBroke:
+        if collected.finish != "abort":
+            raise
+        return {}  # an aborted request is always answered: a client would sample it again after an error
+    return {"routed_experts": experts, "routed_experts_start_len": start}

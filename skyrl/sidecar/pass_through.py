@@ -76,22 +76,19 @@ async def _forward(call: Call, vllm: Vllm, body: _Body) -> None:
     raw_path: bytes = call.scope.get("raw_path") or call.path.encode()
     target = raw_path.decode("latin-1") + (f"?{call.query.decode('latin-1')}" if call.query else "")
     headers = [(_text(name), _text(value)) for name, value in _request_headers(call.scope["headers"], vllm)]
-    for attempt in (1, 2):
-        try:
-            response = await vllm.session.request(
-                call.method,
-                vllm.url(target),
-                data=body.chunks() if body.given else None,
-                headers=headers,
-                allow_redirects=False,
-                skip_auto_headers=("Content-Type",),
-            )
-            break
-        except (aiohttp.ClientConnectorError, aiohttp.ServerTimeoutError) as error:
-            raise VllmAway(f"vLLM cannot be reached: {error}") from error
-        except (aiohttp.ClientError, OSError) as error:
-            if body.given or attempt == 2:  # a body can be sent once
-                raise VllmBroke(f"vLLM closed the connection: {error or type(error).__name__}") from error
+    try:
+        response = await vllm.session.request(
+            call.method,
+            vllm.url(target),
+            data=body.chunks() if body.given else None,
+            headers=headers,
+            allow_redirects=False,
+            skip_auto_headers=("Content-Type",),
+        )
+    except (aiohttp.ClientConnectorError, aiohttp.ServerTimeoutError) as error:
+        raise VllmAway(f"vLLM cannot be reached: {error}") from error
+    except (aiohttp.ClientError, OSError) as error:
+        raise VllmBroke(f"vLLM closed the connection: {error or type(error).__name__}") from error
     async with response:
         await call.start(response.status, [pair for pair in response.raw_headers if pair[0].lower() not in HOP_BY_HOP])
         try:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from skyrl.sidecar.completion import Collected
-from skyrl.sidecar.errors import BadRequest, VllmBroke
+from skyrl.sidecar.errors import BadRequest, Refused, VllmBroke
 from skyrl.sidecar.facts import Facts
 from skyrl.sidecar.generate_request import GenerateRequest, Prompt
 from skyrl.sidecar.in_flight import Sample
@@ -107,6 +107,8 @@ async def collect(job: Job, vllm: Vllm, collected: Collected, changed: Callable[
         await asyncio.wait({reading, given_up}, return_when=asyncio.FIRST_COMPLETED)
         if reading.done():
             reading.result()
+    except Refused as error:
+        raise named(error) from error
     finally:
         reading.cancel()
         given_up.cancel()
@@ -115,6 +117,41 @@ async def collect(job: Job, vllm: Vllm, collected: Collected, changed: Callable[
         raise VllmBroke("vLLM's stream ended without a finish_reason")
     if collected.prompt_tokens not in (None, len(job.tokens)):
         raise VllmBroke(f"vLLM counts {collected.prompt_tokens} prompt tokens, {len(job.tokens)} were sent")
+
+
+THEIR_NAMES = {
+    "max_tokens": "sampling_params.max_new_tokens",
+    "min_tokens": "sampling_params.min_new_tokens",
+    "logprobs": "top_logprobs_num",
+    "prompt_logprobs": "top_logprobs_num",
+    "logprob_token_ids": "token_ids_logprob",
+    "model": "lora_path",
+    "prompt": "input_ids",
+    "input_tokens": "input_ids",
+    "seed": "sampling_params.sampling_seed",
+    "include_stop_str_in_output": "sampling_params.no_stop_trim",
+    "structured_outputs": "sampling_params",
+    "routed_experts_prompt_start": "routed_experts_start_len",
+}
+"""vLLM's names of fields that the client knows by another name."""
+HINTS = {
+    "stop": " (VLLM_MAX_STOP_STRINGS sets how many vLLM takes)",
+    "logprobs": " (--max-logprobs sets how many vLLM gives)",
+    "prompt_logprobs": " (--max-logprobs sets how many vLLM gives)",
+    "priority": " (--scheduling-policy priority makes vLLM take priorities)",
+}
+_OUTSIDE = ("priority", "cache_salt", "session_id")
+
+
+def named(error: Refused) -> BadRequest:
+    """The error with the name that the client knows the field by."""
+    param = error.param
+    if param is None and "vocabulary" in error.message:
+        param = "prompt"
+    if param is None:
+        return error
+    own = THEIR_NAMES.get(param) or (param if param in _OUTSIDE else f"sampling_params.{param}")
+    return BadRequest(f"{own}: {error.message}{HINTS.get(param, '')}")
 
 
 async def _whole(job: Job, vllm: Vllm, collected: Collected, changed: Callable[[], None]) -> None:

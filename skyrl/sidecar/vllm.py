@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -11,13 +12,14 @@ import aiohttp
 import msgspec
 from yarl import URL
 
-from skyrl.sidecar.errors import BadRequest, NotOffered, SidecarError, VllmAway, VllmBroke
+from skyrl.sidecar.errors import NotOffered, Refused, SidecarError, VllmAway, VllmBroke
 from skyrl.sidecar.settings import SidecarSettings
 
 KEEP_ALIVE_S = 3.0
 """uvicorn, which vLLM runs, closes idle connections after 5 s."""
 MAX_LINE = 8 * 2**20
 """Bytes of one line of a stream."""
+_PLACE = re.compile(r"'loc': 'body\.(\w+)")
 NO_DEV_MODE = "vLLM was started without VLLM_SERVER_DEV_MODE=1"
 
 
@@ -134,32 +136,33 @@ class Vllm:
     def _decoded(self, status: int, answer: bytes) -> Any:
         if status == 200:
             return _json(answer)
-        raise _failure(status, _message(answer), has_key=self.has_key)
+        raise _failure(status, *_message(answer), has_key=self.has_key)
 
 
-def _failure(status: int, message: str, *, has_key: bool) -> SidecarError:
+def _failure(status: int, message: str, param: str | None, *, has_key: bool) -> SidecarError:
     if status in (401, 403):
         key = "refuses the sidecar's key" if has_key else "wants a key"
         return VllmBroke(f"vLLM {key}: see --vllm-api-key")
     if status in (429, 503):
         return VllmAway(f"vLLM: {message}")
     if 400 <= status < 500:
-        return BadRequest(message)
+        return Refused(message, param)
     return VllmBroke(f"vLLM answered {status}: {message}")
 
 
-def _message(answer: bytes) -> str:
-    """The words of an error of vLLM."""
+def _message(answer: bytes) -> tuple[str, str | None]:
+    """The words of an error of vLLM, and the field that it names."""
     try:
         body = json.loads(answer)
     except ValueError:
-        return answer[:1000].decode("utf-8", "replace")
-    if isinstance(body, dict):
-        error = body.get("error", body.get("detail", body))
-        if isinstance(error, dict):
-            return str(error.get("message", error))
-        return str(error)
-    return str(body)
+        return answer[:1000].decode("utf-8", "replace"), None
+    error = body.get("error", body.get("detail", body)) if isinstance(body, dict) else body
+    if not isinstance(error, dict):
+        return str(error), None
+    message, param = str(error.get("message", error)), error.get("param")
+    if param is None and (found := _PLACE.search(message)):  # vLLM's checks of types name the place in the body
+        param = found[1]
+    return message, param.removeprefix("body.") if isinstance(param, str) else None
 
 
 def _is_unknown_route(answer: bytes) -> bool:
