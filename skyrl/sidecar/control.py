@@ -10,12 +10,13 @@ from urllib.parse import parse_qs
 
 from skyrl import __version__
 from skyrl.sidecar.call import PLAIN, Call
-from skyrl.sidecar.errors import BadRequest, NotOffered, SidecarError, VllmAway, VllmBroke
-from skyrl.sidecar.facts import Facts, KnownFacts, WeightVersion, is_paused
+from skyrl.sidecar.errors import BadRequest, SidecarError, VllmAway
+from skyrl.sidecar.facts import KnownFacts, WeightVersion, is_paused
 from skyrl.sidecar.fields import boolean, mapping, string
 from skyrl.sidecar.in_flight import InFlight
 from skyrl.sidecar.settings import SidecarSettings
 from skyrl.sidecar.vllm import Vllm
+from skyrl.sidecar.vllm_config import KnownConfig
 
 FLUSHED = b"Cache flushed.\n"
 BUSY = "Flush cache failed: requests are running or waiting."
@@ -30,6 +31,7 @@ class Control:
         self._facts = facts
         self._version = version
         self._in_flight = in_flight
+        self._config = KnownConfig(vllm)
 
     async def health(self, call: Call) -> None:
         """vLLM's own answer, or 503."""
@@ -143,7 +145,7 @@ class Control:
                 "weight_version": await self._known_version(),
                 "skip_tokenizer_init": False,
                 "max_running_requests": self._settings.max_in_flight,
-                **await self._parallel(facts),
+                **await self._config.get(),
                 "internal_states": [],
                 "version": __version__,
             }
@@ -158,24 +160,6 @@ class Control:
         if version is None:
             raise VllmAway("vLLM did not answer the version of its weights")
         return version
-
-    async def _parallel(self, facts: Facts) -> dict[str, Any]:
-        """The sizes of vLLM's parallelism; empty if vLLM does not tell."""
-        if not facts.dev_mode:
-            return {}
-        try:
-            info = await self._vllm.call("GET", "/server_info?config_format=json")
-        except (NotOffered, VllmBroke, BadRequest):
-            return {}
-        found = (info.get("vllm_config") or {}).get("parallel_config") if isinstance(info, dict) else None
-        if not isinstance(found, dict):
-            return {}
-        names = {
-            "tp_size": "tensor_parallel_size",
-            "pp_size": "pipeline_parallel_size",
-            "dp_size": "data_parallel_size",
-        }
-        return {ours: found[theirs] for ours, theirs in names.items() if type(found.get(theirs)) is int}
 
 
 def _model_config(root: str) -> dict[str, Any] | None:

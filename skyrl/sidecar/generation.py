@@ -180,8 +180,8 @@ def _named(job: Job, collected: Collected) -> set[int]:
 
 
 def _routed(job: Job, collected: Collected, start: int) -> dict[str, Any]:
-    """Nothing if no token has been computed. Raises NotOffered if vLLM does not record the experts, VllmBroke if they do
-    not fit the tokens."""
+    """Nothing if no token has been computed. Raises NotOffered if vLLM does not record the experts, VllmBroke if they
+    do not fit the tokens."""
     if collected.routed_experts is None:
         if collected.tokens:
             raise NotOffered("return_routed_experts: vLLM was started without --enable-return-routed-experts")

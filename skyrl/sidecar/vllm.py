@@ -54,13 +54,14 @@ class Vllm:
     async def close(self) -> None:
         await self.session.close()
 
-    async def call(self, method: str, path: str, body: Any = None) -> Any:
+    async def call(self, method: str, path: str, body: Any = None, timeout_s: float | None = None) -> Any:
         """The JSON of a short answer. Raises SidecarError; NotOffered if vLLM does not have the path."""
+        timeout_s = self._settings.control_s if timeout_s is None else timeout_s
         try:
-            async with asyncio.timeout(self._settings.control_s):
+            async with asyncio.timeout(timeout_s):
                 status, answer = await self._exchange(method, path, body, {})
         except TimeoutError:
-            raise VllmAway(f"vLLM did not answer {path} within {self._settings.control_s:g} s") from None
+            raise VllmAway(f"vLLM did not answer {path} within {timeout_s:g} s") from None
         if status == 404 and _is_unknown_route(answer):
             raise NotOffered(f"{NO_DEV_MODE}: it has no {path}")
         return self._decoded(status, answer)
