@@ -48,9 +48,8 @@ def _fields(config: Any) -> dict[str, Any]:
         fields["dtype"] = dtype.removeprefix("torch.")
     if isinstance(sleeps := model.get("enable_sleep_mode"), bool):
         fields["enable_memory_saver"] = sleeps
-    for part in (model, config if isinstance(config, dict) else {}, _part(config, "aux_output_config")):
-        if isinstance(experts := part.get("enable_return_routed_experts"), bool):
-            fields["enable_return_routed_experts"] = experts
+    if isinstance(experts := _part(config, "aux_output_config").get("enable_return_routed_experts"), bool):
+        fields["enable_return_routed_experts"] = experts
     return fields
 
 

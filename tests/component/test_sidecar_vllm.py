@@ -341,6 +341,7 @@ async def test_what_the_server_is(served: Served) -> None:
     for path in ("/server_info", "/get_server_info"):
         _, info = await served.post(path)
         assert (info["model_path"], info["dtype"], info["internal_states"]) == (str(model_path()), "float32", [])
+        assert info["enable_return_routed_experts"] is False
         assert [info[size] for size in ("tp_size", "pp_size", "ep_size", "num_gpus")] == [1, 1, 1, 1]
     headers = {"Authorization": "Bearer None"}
     for path in ("/health", "/v1/loads?include=core", "/get_load", "/weight_version", "/get_weight_version"):
