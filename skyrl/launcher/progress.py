@@ -27,7 +27,8 @@ SAY_S = 30.0
 """How often the log says what is missing."""
 _CLEAR_LINE = "\r\x1b[2K"
 _PROCESS_OF = {"training": "engine", "sampling": "vllm"}
-"""By the first word of a reason of `/readyz`: the process that the reason is about."""
+"""By the first word of a reason of `/readyz`: the process that the reason is about, or the beginning of the names of
+several."""
 READY = "ready"
 """The stage of a process for which `/readyz` gives no reason."""
 _UNPUBLISHED = "no inference server has been published"
@@ -40,7 +41,7 @@ def stages(names: Sequence[str], reasons: Sequence[str] | None, running_s: Mappi
     reason_of = {word: rest for word, _, rest in (reason.partition(": ") for reason in reasons or ())}
     stage_of: dict[str, str] = {}
     for name in names:
-        words = (word for word, process in _PROCESS_OF.items() if process == name)
+        words = (word for word, process in _PROCESS_OF.items() if process == name.partition("-")[0])
         reason = next((reason_of[word] for word in words if word in reason_of), None)
         if reason is None and reasons is not None:
             stage_of[name] = READY
@@ -50,7 +51,7 @@ def stages(names: Sequence[str], reasons: Sequence[str] | None, running_s: Mappi
             stage_of[name] = f"starting ({running_s[name]:.0f} s)"
         else:
             stage_of[name] = f"{reason} ({running_s[name]:.0f} s)"
-    if "vllm" not in names and "sampling" in reason_of:  # an external inference server
+    if "sampling" in reason_of and not any(name.partition("-")[0] == "vllm" for name in names):  # an external inference server
         stage_of["inference server"] = reason_of["sampling"]
     return stage_of
 
