@@ -1,8 +1,8 @@
 """A completions server in vLLM's shape that does no work, so that a server in front of it is measured alone.
 
-POST /v1/completions answers `max_tokens` tokens with logprobs for each of `n` choices, with all of vLLM's fields;
-bodies are built once per shape. POST /control?delay_ms=200 sets the delay of later answers. POST /control?release sends
-all delayed answers at once. Both answer with the number of requests so far. Every other path answers {}.
+POST /v1/completions, or /generate, answers `max_tokens` tokens with logprobs for each of `n` choices, with all fields of
+vLLM; bodies are built once per shape. POST /control?delay_ms=200 sets the delay of later answers.
+POST /control?release sends all delayed answers at once. Both answer with the number of requests so far. Every other path answers {}.
 Usage: python benchmarks/null_upstream.py PORT [DELAY_MS]
 """
 
@@ -20,7 +20,7 @@ from benchmarks import prompts
 
 _LENGTH = re.compile(rb"content-length: *(\d+)", re.IGNORECASE)
 _CHOICES = re.compile(rb'"n": *(\d+)')
-_MAX_TOKENS = re.compile(rb'"max_tokens": *(\d+)')
+_MAX_TOKENS = re.compile(rb'"max_(?:new_)?tokens": *(\d+)')
 _PROMPT = re.compile(rb'"prompt": *\[(\d+)')
 _DELAY = re.compile(rb"delay_ms=([0-9.]+)")
 MOST_TOKENS = 1_000_000
@@ -100,7 +100,7 @@ class Upstream:
         return _http(b'{"requests":%d,"waiting":%d}' % (self.requests, len(self.waiting)))
 
     def reply(self, transport: asyncio.Transport, path: bytes, body: bytes) -> None:
-        if not path.startswith(b"/v1/completions"):
+        if not path.startswith((b"/v1/completions", b"/generate")):
             transport.write(self.control(path) if path.startswith(b"/control") else _http(b"{}"))
             return
         self.requests += 1

@@ -101,7 +101,7 @@ async def serve(runtime: Runtime) -> None:
 
 def main() -> None:
     runtime = Runtime.from_environment()
-    set_up_process(runtime.config)
+    set_up_process(runtime.config.log_level)
     run_process("the API", lambda: uvloop.run(serve(runtime)), outage)
 
 

@@ -1,4 +1,4 @@
-"""The `skyrl` command: serve, keys, quotas, db, demo, doctor, version."""
+"""The `skyrl` command: serve, router, keys, quotas, db, demo, doctor, version."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import typer
 
 from skyrl import __version__
 from skyrl.cli import db, keys, quotas
+from skyrl.cli.router import RouterCommand, router
 from skyrl.cli.skyrl_flags import SkyrlFlags
 
 app = typer.Typer(
@@ -21,6 +22,7 @@ app = typer.Typer(
 app.add_typer(keys.app, name="keys")
 app.add_typer(quotas.app, name="quotas")
 app.add_typer(db.app, name="db")
+app.command(cls=RouterCommand)(router)
 
 
 @app.command(cls=SkyrlFlags)

@@ -276,7 +276,7 @@ async def run_until_stopped(parts: EngineParts, inference_watch: asyncio.Task[No
 
 def main() -> None:
     runtime = Runtime.from_environment()
-    set_up_process(runtime.config)
+    set_up_process(runtime.config.log_level)
     try:
         run_process("the engine", lambda: asyncio.run(run(runtime)), outage)
     except Displaced:

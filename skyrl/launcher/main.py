@@ -153,7 +153,7 @@ def serve(config: ServerConfig) -> None:
     Raises ConfigError (base model, port, state directory, options of vLLM), SchemaError (a database from a newer
     version), DatabaseAway, StartupError (a process can never start) and ServerEnded.
     """
-    set_up_process(config)
+    set_up_process(config.log_level)
     findings = check(config)
     with lock_state_dir(config.state_dir):
         logger.info(

@@ -126,12 +126,12 @@ def run_process(name: str, run: Callable[[], None], outage: Callable[[Exception]
         sys.exit(1)
 
 
-def set_up_process(config: ServerConfig) -> None:
+def set_up_process(log_level: str) -> None:
     """Log to stderr, and raise the limit of open files to the system's maximum: clients hold thousands of polls
     open."""
     handler = logging.StreamHandler()
     handler.setFormatter(LineFormat())
-    logging.basicConfig(level=config.log_level.upper(), handlers=[handler], force=True)
+    logging.basicConfig(level=log_level.upper(), handlers=[handler], force=True)
     for noisy in ("httpx", "httpcore", "alembic"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -40,7 +40,7 @@ class Headers:
 
     def set(self, name: str, value: str) -> None:
         self.remove(name)
-        self.raw.append((name.encode("latin-1"), value.encode("latin-1")))
+        self.raw.append((name.lower().encode("latin-1"), value.encode("latin-1")))
 
     def remove(self, *names: str) -> None:
         gone = {name.lower().encode("latin-1") for name in names}

@@ -19,9 +19,10 @@ collections take a tenth of its time."""
 
 class Server(uvicorn.Server):
     """Serves one ASGI application until `should_exit` is set. The caller handles signals: uvicorn's handlers would end
-    the process before the caller has closed what it opened."""
+    the process before the caller has closed what it opened. `drain_s`: how long requests may go on after that.
+    Without `date_header`, an answer has only the headers that the application gives."""
 
-    def __init__(self, app: Any) -> None:
+    def __init__(self, app: Any, *, date_header: bool = True, drain_s: float = 3) -> None:
         super().__init__(
             uvicorn.Config(
                 app,
@@ -30,8 +31,9 @@ class Server(uvicorn.Server):
                 access_log=False,
                 backlog=BACKLOG,
                 timeout_keep_alive=75,
-                timeout_graceful_shutdown=3,
+                timeout_graceful_shutdown=round(drain_s),
                 server_header=False,
+                date_header=date_header,
                 lifespan="off",
                 ws="none",
             )

@@ -1,0 +1,97 @@
+"""`skyrl router`: the command line of the router."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from skyrl.cli import router_options as option
+from skyrl.cli.many_values import ManyValues
+
+
+class RouterCommand(ManyValues):
+    flags = option.SEVERAL
+
+
+def parse_object(text: str | None, flag: str) -> dict[str, object]:
+    """A JSON object. Raises typer.BadParameter, which names the flag."""
+    if text is None:
+        return {}
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise typer.BadParameter(f"not JSON: {error}", param_hint=flag) from error
+    if not isinstance(value, dict):
+        raise typer.BadParameter("not a JSON object", param_hint=flag)
+    return value
+
+
+def router(
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = 30_000,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    worker: Annotated[
+        list[str] | None,
+        typer.Option("--worker", "--worker-urls", help="URL of a worker; several may be given, and more may register."),
+    ] = None,
+    policy: option.Policy = None,
+    middleware: option.Middleware = None,
+    middleware_options: option.MiddlewareOptions = None,
+    tokenizer: option.Tokenizer = None,
+    max_connections: option.MaxConnections = None,
+    max_waiting: option.MaxWaiting = None,
+    max_body_bytes: option.MaxBodyBytes = None,
+    health_check_interval_s: option.IntervalS = None,
+    health_check_failure_threshold: option.FailureThreshold = None,
+    hang_s: option.HangS = None,
+    state_dir: Annotated[
+        Path | None, typer.Option(help="Where the registered workers are kept, so that they survive a restart.")
+    ] = None,
+    base_model_name: Annotated[
+        list[str] | None, typer.Option(help="A name in `model` that is no adapter; may be given several times.")
+    ] = None,
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            envvar="SKYRL_ROUTER_API_KEY",
+            help="Key that every request must carry as Bearer, and that workers are asked with.",
+        ),
+    ] = None,
+    log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
+) -> None:
+    """Run a router in front of inference servers."""
+    from skyrl.config.server import ConfigError
+    from skyrl.processes.runtime import set_up_process
+    from skyrl.router.main import RouterOptions, run_router
+    from skyrl.router.plugins import PluginError
+    from skyrl.router.proxy import Limits
+
+    given: dict[str, Any] = {
+        "policy": policy,
+        "health_check_interval_s": health_check_interval_s,
+        "health_check_failure_threshold": health_check_failure_threshold,
+        "hang_s": hang_s,
+    }
+    limits = {"running": max_connections, "waiting": max_waiting, "body_bytes": max_body_bytes}
+    set_up_process(log_level)
+    try:
+        run_router(
+            RouterOptions(
+                host=host,
+                port=port,
+                workers=tuple(worker or ()),
+                middleware=tuple(middleware or ()),
+                middleware_options=parse_object(middleware_options, "--middleware-options"),
+                tokenizer=tokenizer,
+                limits=Limits(**{name: value for name, value in limits.items() if value is not None}),
+                state_dir=state_dir,
+                base_models=tuple(base_model_name or ()),
+                key=api_key,
+                **{name: value for name, value in given.items() if value is not None},
+            )
+        )
+    except (ConfigError, PluginError, ValueError) as error:
+        typer.echo(f"skyrl router: {error}", err=True)
+        raise typer.Exit(2) from error

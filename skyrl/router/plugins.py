@@ -1,0 +1,119 @@
+"""Loads middleware by its import path, and runs each one so that its errors stay its own."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import logging
+import sys
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from skyrl.router import refusals
+from skyrl.router.context import RouterContext
+from skyrl.router.messages import AsgiApp, BodyTooLarge, ClientLeft, Message, Receive, Scope, Send
+from skyrl.router.proxy import Truncated
+
+logger = logging.getLogger(__name__)
+
+RADIX = "skyrl.router.radix.RadixTreeMiddleware"
+ALIASES = {
+    "radix": RADIX,
+    "slime.router.middleware_hub.radix_tree_middleware.RadixTreeMiddleware": RADIX,
+}
+"""Other names of our own middleware. The second is the path that slime's users give."""
+
+
+class PluginError(Exception):
+    """A middleware cannot be loaded. The text is for the operator."""
+
+
+def load(path: str) -> Callable[..., AsgiApp]:
+    """The class at `package.module.Class`, `package.module:Class` or `file.py:Class`. Raises PluginError."""
+    path = ALIASES.get(path, path)
+    module_name, colon, name = path.rpartition(":")
+    if not colon:
+        module_name, _, name = path.rpartition(".")
+    if not module_name or not name.isidentifier():
+        raise PluginError(f"--middleware: {path!r} is not package.module.Class or file.py:Class")
+    try:
+        module = _from_file(Path(module_name)) if module_name.endswith(".py") else importlib.import_module(module_name)
+    except Exception as error:
+        raise PluginError(f"--middleware: {path!r} cannot be imported: {type(error).__name__}: {error}") from error
+    plugin = getattr(module, name, None)
+    if not callable(plugin):
+        raise PluginError(f"--middleware: {module_name} has no class {name!r}")
+    return plugin
+
+
+def _from_file(file: Path) -> Any:
+    spec = importlib.util.spec_from_file_location(f"skyrl_middleware_{file.stem}", file)
+    if spec is None or spec.loader is None or not file.is_file():
+        raise FileNotFoundError(f"{file} does not exist")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+class Guarded:
+    """One middleware. An exception that it raises is answered with 500 and counted; other requests go on."""
+
+    def __init__(self, path: str, app: AsgiApp, context: RouterContext) -> None:
+        self.path = path
+        self.failures = 0
+        self.requests = 0
+        try:
+            self._plugin: Any = load(path)(app, router=context)
+        except PluginError:
+            raise
+        except Exception as error:
+            raise PluginError(f"--middleware: {path!r} cannot be made: {type(error).__name__}: {error}") from error
+
+    def stats(self) -> Mapping[str, Any]:
+        own = self._plugin.stats() if callable(getattr(self._plugin, "stats", None)) else {}
+        return {"path": self.path, "requests": self.requests, "failures": self.failures, **own}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        started = False
+
+        async def watched_send(message: Message) -> None:
+            nonlocal started
+            started = True
+            await send(message)
+
+        self.requests += 1
+        try:
+            await self._plugin(scope, receive, watched_send)
+        except (ClientLeft, Truncated):
+            raise
+        except BodyTooLarge:
+            await refusals.refuse(send, 413, "body_too_large", f"the body is too large for middleware {self.path}")
+        except Exception as error:
+            self.failures += 1
+            logger.exception("middleware %s failed", self.path)
+            if started:
+                raise Truncated(f"middleware {self.path} failed in the middle of an answer") from error
+            message = f"middleware {self.path} failed: {type(error).__name__}: {error}"
+            await refusals.refuse(send, 500, "middleware_failed", message)
+
+
+class Chain:
+    """The middleware in order, and the application behind them. The first sees a request first."""
+
+    def __init__(self, paths: Sequence[str], app: AsgiApp, context: RouterContext) -> None:
+        self._guards: list[Guarded] = []
+        for path in reversed(paths):
+            guard = Guarded(path, app, context)
+            self._guards.insert(0, guard)
+            app = guard
+        self.app = app
+
+    def stats(self) -> list[Mapping[str, Any]]:
+        return [guard.stats() for guard in self._guards]
+
+    @property
+    def counts(self) -> Counter[str]:
+        return Counter({guard.path: guard.failures for guard in self._guards})

@@ -1,0 +1,328 @@
+"""Sends a request to one worker and passes the answer back, byte for byte, as it comes.
+
+The hot path of the router. Knows ASGI and workers. Does not know what the bodies mean, except the name of an adapter
+where the policy wants it; has no routes of its own. A request is sent to another worker only if the first cannot have
+accepted it: docs/decisions/router.md says why.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import Counter
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import msgspec
+
+from skyrl.router import refusals
+from skyrl.router.connections import Address, Connections, address_of
+from skyrl.router.messages import ClientLeft, Message, Receive, Scope, Send
+from skyrl.router.policies import RequestFacts
+from skyrl.router.pool import WorkerPool
+from skyrl.router.slots import Slots, TooManyWaiting
+from skyrl.router.upstream import Interrupted, NotAccepted, Upstream
+from skyrl.router.worker import Worker
+
+COLLECTED_BYTES = 2**20
+"""Bodies up to this size are collected before a worker is chosen; larger ones are passed on as they come."""
+MAX_TRIES = 8
+
+_OWN_HEADERS = frozenset(
+    (b"host", b"connection", b"keep-alive", b"proxy-connection", b"te", b"trailer", b"transfer-encoding", b"upgrade")
+    + (b"content-length", b"expect")
+)
+"""Headers of a connection, not of a request: the router writes those of its own connections."""
+_HOP_BY_HOP = frozenset((b"connection", b"keep-alive", b"proxy-connection", b"transfer-encoding", b"upgrade"))
+_SMG_KEY, _SESSION_KEY, _LENGTH = b"x-smg-routing-key", b"x-session-id", b"content-length"
+_WITH_BODY = frozenset(("POST", "PUT", "PATCH"))
+_BODY_EXPECTED = (_LENGTH, b"transfer-encoding")
+
+
+class Truncated(Exception):
+    """The answer broke off after its beginning had been sent. The client's connection must be closed."""
+
+
+class _Named(msgspec.Struct):
+    """The part of a body that names an adapter: `model` in vLLM's routes, `lora_path` in SGLang's."""
+
+    model: str | None = None
+    lora_path: str | None = None
+
+
+_decode_named = msgspec.json.Decoder(_Named).decode
+
+
+@dataclass(frozen=True)
+class Limits:
+    """`running`: requests at workers at once. `waiting`: requests that wait for a slot. `body_bytes`: one body."""
+
+    running: int = 4096
+    waiting: int = 16_384
+    body_bytes: int = 64 * 2**20
+
+
+class Proxy:
+    """An ASGI application. `base_models` are names in `model` that are no adapters."""
+
+    def __init__(
+        self,
+        pool: WorkerPool,
+        connections: Connections,
+        limits: Limits,
+        counts: Counter[str],
+        base_models: Collection[str] = (),
+    ) -> None:
+        self._pool = pool
+        self._connections = connections
+        self._limits = limits
+        self._slots = Slots(limits.running, limits.waiting)
+        self._base_models = frozenset(base_models)
+        self.counts = counts
+        self._at_workers: dict[Worker, set[Upstream]] = {}
+
+    @property
+    def waiting(self) -> int:
+        return self._slots.waiting
+
+    def interrupt(self, worker: Worker, reason: str) -> None:
+        """Break all exchanges with a worker that does not answer any more. Their clients get 502."""
+        for connection in list(self._at_workers.get(worker, ())):
+            connection.abort(reason)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Raises ClientLeft, and Truncated when the worker breaks off in the middle of its answer."""
+        if not self._slots.try_acquire():
+            try:
+                await self._slots.acquire()
+            except TooManyWaiting:
+                self.counts["refused_busy"] += 1
+                waiting = f"{self._limits.waiting} requests wait already"
+                await refusals.refuse(send, 503, refusals.BUSY, waiting)
+                return
+        try:
+            await self._forward(scope, receive, send)
+        finally:
+            self._slots.release()
+
+    async def _forward(self, scope: Scope, receive: Receive, send: Send) -> None:
+        lines, smg_key, session_key, length, has_body = [], None, None, -1, False
+        for name, value in scope["headers"]:
+            if name in _OWN_HEADERS:
+                if name in _BODY_EXPECTED:
+                    has_body = True
+                    if name == _LENGTH:
+                        length = int(value) if value.isdigit() else -1
+                continue
+            if name == _SMG_KEY:
+                smg_key = value
+            elif name == _SESSION_KEY:
+                session_key = value
+            lines.append(b"%s: %s\r\n" % (name, value))
+        if length > self._limits.body_bytes:
+            await self._refuse_body(send)
+            return
+        body, more = b"", False
+        if has_body or scope["method"] in _WITH_BODY:
+            body, more = await self._collect(receive)
+        if len(body) > self._limits.body_bytes:
+            await self._refuse_body(send)
+            return
+        if not more:
+            framing = b"content-length: %d\r\n" % len(body) if has_body or body else b""
+        else:
+            framing = b"content-length: %d\r\n" % length if length >= 0 else b"transfer-encoding: chunked\r\n"
+        lines += (framing, b"\r\n")
+        key = smg_key or session_key
+        adapter = self._adapter(scope["path"], body) if self._pool.policy.uses_adapter and body and not more else None
+        facts = RequestFacts(key.decode("latin-1") if key else None, adapter)
+        request = _Request(scope, b"".join(lines), body, more, chunked=more and length < 0)
+        await self._try_workers(request, facts, receive, send)
+
+    async def _refuse_body(self, send: Send) -> None:
+        self.counts["refused_body"] += 1
+        limit = f"a body may have {self._limits.body_bytes} bytes"
+        await refusals.refuse(send, 413, "body_too_large", limit)
+
+    async def _collect(self, receive: Receive) -> tuple[bytes, bool]:
+        """The body, or its beginning, and whether more follows. Raises ClientLeft."""
+        chunks, size = [], 0
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise ClientLeft
+            chunk, more = message.get("body", b""), message.get("more_body", False)
+            if not chunks and not more:
+                return chunk, False
+            chunks.append(chunk)
+            size += len(chunk)
+            if not more or size > COLLECTED_BYTES:
+                return b"".join(chunks), more
+
+    def _adapter(self, path: str, body: bytes) -> str | None:
+        if not (path == "/generate" or path.startswith("/v1/")):
+            return None
+        try:
+            named = _decode_named(body)
+        except msgspec.MsgspecError:
+            return None
+        name = named.lora_path or named.model
+        return None if name in self._base_models else name
+
+    async def _try_workers(self, request: _Request, facts: RequestFacts, receive: Receive, send: Send) -> None:
+        pool, tried = self._pool, []
+        while len(tried) < MAX_TRIES:
+            worker = pool.choose(facts, tried)
+            if worker is None:
+                break
+            pool.begin(worker)
+            try:
+                address = address_of(worker.completions_url if request.is_v1 and worker.completions_url else worker.url)
+                try:
+                    connection = self._connections.take(address) or await self._connections.connect(address)
+                except NotAccepted as error:
+                    request.trouble = f"{worker.url} cannot be reached ({error})"
+                    self.counts["not_accepted"] += 1
+                    pool.refused(worker)
+                    tried.append(worker)
+                    continue
+                exchanges = self._at_workers.setdefault(worker, set())
+                exchanges.add(connection)
+                try:
+                    await self._exchange(worker, address, connection, request, receive, send)
+                finally:
+                    exchanges.discard(connection)
+                    if not exchanges:
+                        self._at_workers.pop(worker, None)
+                return
+            finally:
+                pool.end(worker)
+        self.counts["no_worker"] += 1
+        await refusals.refuse(send, 503, refusals.NO_WORKER, request.trouble or "no worker is routable")
+
+    async def _exchange(
+        self,
+        worker: Worker,
+        address: Address,
+        connection: Upstream,
+        request: _Request,
+        receive: Receive,
+        send: Send,
+    ) -> None:
+        started = False
+        head = request.head(address)
+        connection.send(head + request.body if not request.chunked else head, without_body=request.method == "HEAD")
+        pump = asyncio.create_task(self._pump(request, connection, receive))
+        try:
+            await connection.head()
+            status = connection.status
+            drop_length = status in (204, 304)
+            headers = [
+                (name, value)
+                for name, value in connection.headers
+                if name not in _HOP_BY_HOP and not (drop_length and name == _LENGTH)
+            ]
+            started = True
+            await send({"type": "http.response.start", "status": status, "headers": headers})
+            while True:
+                body = await connection.read()
+                last = connection.at_end
+                if last:
+                    pump.cancel()  # it would take the end of the exchange for a client that has left
+                    if not request.sent:
+                        connection.reusable = False
+                message: Message = {"type": "http.response.body", "body": body or b"", "more_body": not last}
+                await send(message)
+                if last:
+                    break
+            self.counts["answered"] += 1
+        except Interrupted as error:
+            if request.client_left:
+                self.counts["client_left"] += 1
+                raise ClientLeft from None
+            if request.too_large and not started:
+                await self._refuse_body(send)
+                return
+            self.counts["interrupted"] += 1
+            if started:
+                raise Truncated(f"{worker.url}: {error}") from error
+            message_ = f"no answer from {worker.url} ({error}); it may have processed the request"
+            await refusals.refuse(send, 502, refusals.INTERRUPTED, message_)
+        finally:
+            if not pump.done():
+                pump.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await pump
+            self._connections.give_back(address, connection)
+
+    async def _pump(self, request: _Request, connection: Upstream, receive: Receive) -> None:
+        """Send what is left of the body, then wait for the client to leave: then the worker need not answer."""
+        try:
+            if request.chunked and request.body:
+                await connection.send_more(b"%x\r\n%s\r\n" % (len(request.body), request.body))
+            size = len(request.body)
+            while True:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    request.client_left = True
+                    connection.abort("the client left")
+                    return
+                if request.sent:
+                    continue
+                body = message.get("body", b"")
+                size += len(body)
+                if size > self._limits.body_bytes:
+                    request.too_large = True
+                    connection.abort("the body is too large")
+                    return
+                if body:
+                    await connection.send_more(b"%x\r\n%s\r\n" % (len(body), body) if request.chunked else body)
+                if not message.get("more_body", False):
+                    request.sent = True
+                    if request.chunked:
+                        await connection.send_more(b"0\r\n\r\n")
+        except Interrupted:
+            return  # the exchange meets the same failure
+
+
+class _Request:
+    """A request on its way: what is sent to a worker, and what has happened to it."""
+
+    __slots__ = (
+        "_lines",
+        "_target",
+        "body",
+        "chunked",
+        "client_left",
+        "is_v1",
+        "method",
+        "sent",
+        "too_large",
+        "trouble",
+    )
+
+    def __init__(self, scope: Scope, lines: bytes, body: bytes, more: bool, chunked: bool) -> None:
+        self.method: str = scope["method"]
+        self.is_v1 = scope["path"].startswith("/v1/")
+        query = scope["query_string"]
+        path = scope.get("raw_path") or scope["path"].encode()
+        self._target = b"%s?%s" % (path, query) if query else path
+        self._lines = lines
+        self.body = body
+        """The whole body, or its beginning."""
+        self.chunked = chunked
+        self.sent = not more
+        """The client has sent the whole body."""
+        self.client_left = False
+        self.too_large = False
+        self.trouble: str | None = None
+        """Why the last worker did not accept it."""
+
+    def head(self, address: Address) -> bytes:
+        return b"%s %s%s HTTP/1.1\r\nhost: %s\r\n%s" % (
+            self.method.encode(),
+            address.prefix,
+            self._target,
+            address.host,
+            self._lines,
+        )
