@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from skyrl.db.database import Database
-from skyrl.inference.vllm_client import VllmClient
+from skyrl.inference.vllm_client import Probe, VllmClient
 from skyrl.inference.vllm_command import NO_PROGRESS_BARS, OFFLINE
 from skyrl.inference.watchdog import Watchdog
 from skyrl.launcher.first_ready import FirstReady
@@ -124,9 +124,8 @@ class OwnProcesses:
         runtime = self._runtime
         assert runtime.inference_url is not None
         client = VllmClient(runtime.inference_url, runtime.inference_api_key or "")
-        watchdog = Watchdog(
-            client, router, {"/statusz": ROUTER_TIMEOUT_S}, interval_s=ROUTER_PROBE_S, name="the router"
-        )
+        timeouts: dict[Probe, float] = {"/statusz": ROUTER_TIMEOUT_S}
+        watchdog = Watchdog(client, router, timeouts, interval_s=ROUTER_PROBE_S, name="the router")
         try:
             await watchdog.run()
         finally:

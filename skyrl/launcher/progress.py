@@ -116,8 +116,8 @@ async def until_ready(
     url: str,
     stages_of: Callable[[list[str] | None], Mapping[str, str]],
     missing: Callable[[list[str] | None], str],
-) -> None:
-    """Return when the server at `url` is ready. Until then show the stages of its processes, and log every SAY_S
+) -> list[str]:
+    """Return when the server at `url` is ready, with the reasons that a ready server still gives. Until then show the stages of its processes, and log every SAY_S
     seconds what is missing. `stages_of` and `missing` get the reasons of `/readyz`, None while the API does not
     answer."""
     logged_at = time.monotonic()
@@ -125,7 +125,10 @@ async def until_ready(
     progress = Progress(sys.stderr)
     try:
         async with httpx.AsyncClient(trust_env=False, timeout=5.0) as client:
-            while (reasons := await _reasons(client, url)) != []:
+            while True:
+                ready, reasons = await _reasons(client, url)
+                if ready:
+                    return reasons or []
                 progress.show(stages_of(reasons))
                 if time.monotonic() - logged_at > SAY_S:
                     logged_at = time.monotonic()
@@ -136,14 +139,14 @@ async def until_ready(
         progress.close()
 
 
-async def _reasons(client: httpx.AsyncClient, url: str) -> list[str] | None:
-    """The reasons why the server is not ready: empty when it is ready, None while the API does not answer."""
+async def _reasons(client: httpx.AsyncClient, url: str) -> tuple[bool, list[str] | None]:
+    """Whether the server is ready, and what is missing: None while the API does not answer."""
     try:
         answer = await client.get(f"{url}/readyz")
     except httpx.RequestError:
-        return None
+        return False, None
     if answer.status_code == httpx.codes.OK:
-        return []
+        return True, answer.json().get("reasons", [])
     if answer.status_code == httpx.codes.SERVICE_UNAVAILABLE:
-        return answer.json().get("reasons") or ["the API cannot say what is missing"]
-    return [f"the API answers /readyz with {answer.status_code}"]
+        return False, answer.json().get("reasons") or ["the API cannot say what is missing"]
+    return False, [f"the API answers /readyz with {answer.status_code}"]
