@@ -14,7 +14,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from skyrl.config import skyrl_keys
 
-
 LAST_PORT = 65535
 
 
@@ -76,8 +75,8 @@ class TrainerConfig(Strict):
 
 
 class InferenceEngineConfig(Strict):
-    """The `num_engines` vLLMs (replicas) that this server runs. More than one has a router in front of them.
-    `engine_init_kwargs` are options of vLLM under vLLM's own names. `port` is the first replica's; the next ones follow.
+    """The `num_engines` vLLMs (replicas) that this server runs. More than one have a router in front of them. `port` is
+    that of the first replica; the next ones follow. `engine_init_kwargs` are options of vLLM under vLLM's own names.
 
     A watchdog asks vLLM every `probe_interval_s` whether it works. vLLM is killed and started again when its API server
     gives no answer for `health_timeout_s`, or when its engine finishes no step for `step_timeout_s`."""

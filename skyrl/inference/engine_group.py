@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable, Sequence
 
 import httpx
@@ -318,12 +319,14 @@ class EngineGroup:
     async def _tell_members(self) -> None:
         """Tell the proxy which replicas it may use. A failure is logged and retried.
 
-        Replicas that start or warm up keep their places: after a restart of the engine alone, they may be in use.
+        Replicas that start or warm up keep their places: after a restart of the engine alone, they may be in use. A
+        ready replica keeps its place, too, while its last probe is unanswered: the proxy may have found that it hangs.
         """
         if self._members is None:
             return
         out = (ReplicaState.DRAINING, ReplicaState.LOST)
-        used = {replica.addresses.data for replica in self._ready_replicas()}
+        fresh = time.monotonic() - 2 * self._watching_interval_s
+        used = {replica.addresses.data for replica in self._ready_replicas() if replica.answered_at >= fresh}
         removed = set(self._removed)
         left_out = removed | {replica.addresses.data for replica in self.replicas if replica.state in out}
         try:

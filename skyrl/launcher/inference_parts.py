@@ -104,9 +104,7 @@ class _VllmPart:
                 stop=lambda: self._started.stop(INFERENCE_GRACE_S),
                 grace_s=INFERENCE_GRACE_S,
             ),
-            Part(
-                self.watch_name, (self._name,), supervise=self._watch, duty=f"watching whether {self._name} hangs"
-            ),
+            Part(self.watch_name, (self._name,), supervise=self._watch, duty=f"watching whether {self._name} hangs"),
         ]
 
     @property

@@ -51,7 +51,8 @@ def stages(names: Sequence[str], reasons: Sequence[str] | None, running_s: Mappi
             stage_of[name] = f"starting ({running_s[name]:.0f} s)"
         else:
             stage_of[name] = f"{reason} ({running_s[name]:.0f} s)"
-    if "sampling" in reason_of and not any(name.partition("-")[0] == "vllm" for name in names):  # an external inference server
+    runs_vllm = any(name.partition("-")[0] == "vllm" for name in names)
+    if "sampling" in reason_of and not runs_vllm:  # an external inference server
         stage_of["inference server"] = reason_of["sampling"]
     return stage_of
 
@@ -117,9 +118,9 @@ async def until_ready(
     stages_of: Callable[[list[str] | None], Mapping[str, str]],
     missing: Callable[[list[str] | None], str],
 ) -> list[str]:
-    """Return when the server at `url` is ready, with the reasons that a ready server still gives. Until then show the stages of its processes, and log every SAY_S
-    seconds what is missing. `stages_of` and `missing` get the reasons of `/readyz`, None while the API does not
-    answer."""
+    """Return when the server at `url` is ready, with the reasons that a ready server gives, such as a replica that is
+    still starting. Until then show the stages of its processes, and log every SAY_S seconds what is missing.
+    `stages_of` and `missing` get the reasons of `/readyz`, None while the API does not answer."""
     logged_at = time.monotonic()
     pause_s = FIRST_LOOK_S
     progress = Progress(sys.stderr)

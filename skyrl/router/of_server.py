@@ -39,7 +39,7 @@ def options_of(runtime: Runtime) -> RouterOptions:
 
 def main() -> None:
     runtime = Runtime.from_environment()
-    set_up_process(runtime.config)
+    set_up_process(runtime.config.log_level)
     run_process("the router", lambda: run_router(options_of(runtime)), lambda _: None)
 
 

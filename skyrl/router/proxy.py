@@ -17,7 +17,7 @@ import msgspec
 
 from skyrl.router import refusals
 from skyrl.router.connections import Address, Connections, address_of
-from skyrl.router.messages import ClientLeft, Message, Receive, Scope, Send
+from skyrl.router.messages import ClientLeft, HeaderList, Message, Receive, Scope, Send
 from skyrl.router.policies import RequestFacts
 from skyrl.router.pool import WorkerPool
 from skyrl.router.slots import Slots, TooManyWaiting
@@ -35,6 +35,8 @@ _OWN_HEADERS = frozenset(
 """Headers of a connection, not of a request: the router writes those of its own connections."""
 _HOP_BY_HOP = frozenset((b"connection", b"keep-alive", b"proxy-connection", b"transfer-encoding", b"upgrade"))
 _SMG_KEY, _SESSION_KEY, _LENGTH = b"x-smg-routing-key", b"x-session-id", b"content-length"
+WORKER_HEADER = b"x-skyrl-worker"
+"""In answers, where the router names workers: the URL of the worker that the answer is about."""
 _WITH_BODY = frozenset(("POST", "PUT", "PATCH"))
 _BODY_EXPECTED = (_LENGTH, b"transfer-encoding")
 
@@ -63,7 +65,8 @@ class Limits:
 
 
 class Proxy:
-    """An ASGI application. `base_models` are names in `model` that are no adapters."""
+    """An ASGI application. `base_models` are names in `model` that are no adapters. With `names_workers` an answer has
+    the header `X-Skyrl-Worker`."""
 
     def __init__(
         self,
@@ -72,12 +75,15 @@ class Proxy:
         limits: Limits,
         counts: Counter[str],
         base_models: Collection[str] = (),
+        *,
+        names_workers: bool = False,
     ) -> None:
         self._pool = pool
         self._connections = connections
         self._limits = limits
         self._slots = Slots(limits.running, limits.waiting)
         self._base_models = frozenset(base_models)
+        self._names_workers = names_workers
         self.counts = counts
         self._at_workers: dict[Worker, set[Upstream]] = {}
 
@@ -222,6 +228,7 @@ class Proxy:
                 for name, value in connection.headers
                 if name not in _HOP_BY_HOP and not (drop_length and name == _LENGTH)
             ]
+            headers += self._name_of(worker)
             started = True
             await send({"type": "http.response.start", "status": status, "headers": headers})
             while True:
@@ -247,13 +254,16 @@ class Proxy:
             if started:
                 raise Truncated(f"{worker.url}: {error}") from error
             message_ = f"no answer from {worker.url} ({error}); it may have processed the request"
-            await refusals.refuse(send, 502, refusals.INTERRUPTED, message_)
+            await refusals.refuse(send, 502, refusals.INTERRUPTED, message_, self._name_of(worker))
         finally:
             if not pump.done():
                 pump.cancel()
                 with contextlib.suppress(asyncio.CancelledError):
                     await pump
             self._connections.give_back(address, connection)
+
+    def _name_of(self, worker: Worker) -> HeaderList:
+        return [(WORKER_HEADER, worker.url.encode())] if self._names_workers else []
 
     async def _pump(self, request: _Request, connection: Upstream, receive: Receive) -> None:
         """Send what is left of the body, then wait for the client to leave: then the worker need not answer."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 
-from skyrl.router.messages import Send
+from skyrl.router.messages import HeaderList, Send
 
 NO_WORKER = "no_available_workers"
 """No worker is routable. No worker has seen the request."""
@@ -18,13 +18,14 @@ INTERRUPTED = "worker_interrupted"
 RETRY_AFTER_S = 1
 
 
-async def refuse(send: Send, status: int, code: str, message: str) -> None:
+async def refuse(send: Send, status: int, code: str, message: str, more_headers: HeaderList | None = None) -> None:
     kind = "invalid_request_error" if status < 500 else "service_unavailable"
     body = json.dumps({"error": {"message": message, "type": kind, "code": code}}, separators=(",", ":")).encode()
     headers = [
         (b"content-type", b"application/json"),
         (b"content-length", b"%d" % len(body)),
         (b"x-smg-error-code", code.encode()),
+        *(more_headers or ()),
     ]
     if status == 503:
         headers.append((b"retry-after", b"%d" % RETRY_AFTER_S))

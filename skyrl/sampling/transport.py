@@ -28,8 +28,8 @@ def _hold_nothing() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """An HTTP answer. `whole` is False if it exceeded its bound; then `body` has only its beginning. `worker` is the URL
-    of the replica that answered, if a router names it.
+    """An HTTP answer. `whole` is False if it exceeded its bound; then `body` has only its beginning. `worker` is the
+    URL of the replica that the answer is about, if a router names it.
 
     A large answer holds memory for which other large answers wait. Call `release` when the body is not needed any more.
     A second call does nothing, nor does a call for a small answer.

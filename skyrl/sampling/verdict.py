@@ -1,7 +1,7 @@
 """Maps the status of an answer to the action of the forwarding client. docs/how-it-works/forwarding.md has the table.
 
-Knows statuses, and the one code of skyrl's router that says more than its status. Does not know how often a sample was sent: the client counts that, and may fail a sample although the
-verdict is to send it again.
+Knows statuses, and the one code of skyrl's router that says more than its status. Does not know how often a sample was
+sent: the client counts that, and may fail a sample although the verdict is to send it again.
 """
 
 from __future__ import annotations
