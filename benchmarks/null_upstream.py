@@ -1,8 +1,9 @@
 """A completions server in vLLM's shape that does no work, so that a server in front of it is measured alone.
 
-POST /v1/completions, or /generate, answers `max_tokens` tokens with logprobs for each of `n` choices, with all fields of
-vLLM; bodies are built once per shape. POST /control?delay_ms=200 sets the delay of later answers.
-POST /control?release sends all delayed answers at once. Both answer with the number of requests so far. Every other path answers {}.
+POST /v1/completions, or /generate, answers `max_tokens` tokens with logprobs for each of `n` choices, with all fields
+of vLLM; bodies are built once per shape. POST /control?delay_ms=200 sets the delay of later answers.
+POST /control?release sends all delayed answers at once. Both answer with the number of requests so far. Every other
+path answers {}.
 Usage: python benchmarks/null_upstream.py PORT [DELAY_MS]
 """
 

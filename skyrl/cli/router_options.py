@@ -1,4 +1,4 @@
-"""The router's options, for `skyrl router` and `skyrl rollout`, with the names that operators know from other routers."""
+"""The router's options, for `skyrl router` and `skyrl rollout`, also under the names that other routers give them."""
 
 from __future__ import annotations
 

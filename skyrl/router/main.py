@@ -23,10 +23,10 @@ from skyrl.router.app import RouterApp, ToWorkers
 from skyrl.router.broadcast import Broadcasts
 from skyrl.router.connections import Connections
 from skyrl.router.context import RouterContext
-from skyrl.router.control import Control
+from skyrl.router.control import ControlClient
 from skyrl.router.hung import HungWorkers
 from skyrl.router.plugins import Chain
-from skyrl.router.policies import policy_named
+from skyrl.router.policies import DEFAULT_POLICY, make_policy
 from skyrl.router.pool import WorkerPool
 from skyrl.router.probes import HealthProber
 from skyrl.router.proxy import Limits, Proxy
@@ -44,13 +44,12 @@ DRAIN_S = 10.0
 class RouterOptions:
     """`tokenizer` is a directory with tokenizer.json. `key` is what clients must send; it is also sent to workers when
     the router asks them by itself. `hang_s`: how long a worker may fail its probes before its requests are broken off.
-    `names_workers`: an answer names its worker, for clients that may ask the worker themselves.
     """
 
     host: str = "127.0.0.1"
     port: int = 30_000
     workers: tuple[str, ...] = ()
-    policy: str = "least_in_flight"
+    policy: str = DEFAULT_POLICY
     middleware: tuple[str, ...] = ()
     middleware_options: dict[str, object] = field(default_factory=dict)
     tokenizer: Path | None = None
@@ -61,19 +60,18 @@ class RouterOptions:
     state_dir: Path | None = None
     base_models: tuple[str, ...] = ()
     key: str | None = None
-    names_workers: bool = False
 
 
 @contextlib.asynccontextmanager
 async def open_router(options: RouterOptions) -> AsyncIterator[RouterApp]:
     """The application, with its background work running. Raises PluginError, ValueError (an option)."""
     counts: Counter[str] = Counter()
-    pool = WorkerPool(policy_named(options.policy))
+    pool = WorkerPool(make_policy(options.policy))
     connections = Connections()
-    proxy = Proxy(pool, connections, options.limits, counts, options.base_models, names_workers=options.names_workers)
+    proxy = Proxy(pool, connections, options.limits, counts, options.base_models)
     async with contextlib.AsyncExitStack() as stack:
         stack.callback(connections.close)
-        control = await stack.enter_async_context(Control(options.key))
+        control = await stack.enter_async_context(ControlClient())
         broadcasts = Broadcasts(pool, control.fetch)
         context = RouterContext(
             tokenizer_dir=options.tokenizer,

@@ -12,6 +12,7 @@ import contextlib
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import msgspec
 
@@ -34,11 +35,46 @@ _OWN_HEADERS = frozenset(
 )
 """Headers of a connection, not of a request: the router writes those of its own connections."""
 _HOP_BY_HOP = frozenset((b"connection", b"keep-alive", b"proxy-connection", b"transfer-encoding", b"upgrade"))
+_HOP_BY_HOP_AND_LENGTH = _HOP_BY_HOP | {b"content-length"}
 _SMG_KEY, _SESSION_KEY, _LENGTH = b"x-smg-routing-key", b"x-session-id", b"content-length"
-WORKER_HEADER = b"x-skyrl-worker"
-"""In answers, where the router names workers: the URL of the worker that the answer is about."""
 _WITH_BODY = frozenset(("POST", "PUT", "PATCH"))
 _BODY_EXPECTED = (_LENGTH, b"transfer-encoding")
+
+
+class RequestHead(NamedTuple):
+    """What the router needs of a request's headers. `lines`: those that go on, as bytes. `length`: of the body; -1 if
+    it is not known. `key`: what keeps requests on one worker."""
+
+    lines: bytes
+    length: int
+    has_body: bool
+    key: str | None
+
+    @classmethod
+    def of(cls, headers: HeaderList) -> RequestHead:
+        lines: list[bytes] = []
+        smg_key = session_key = None
+        length, has_body = -1, False
+        for name, value in headers:
+            if name in _OWN_HEADERS:
+                if name in _BODY_EXPECTED:
+                    has_body = True
+                    if name == _LENGTH and value.isdigit():
+                        length = int(value)
+                continue
+            if name == _SMG_KEY:
+                smg_key = value
+            elif name == _SESSION_KEY:
+                session_key = value
+            lines += (name, b": ", value, b"\r\n")
+        key = smg_key or session_key
+        return cls(b"".join(lines), length, has_body, key.decode("latin-1") if key else None)
+
+
+def answer_headers(status: int, headers: HeaderList) -> HeaderList:
+    """The headers of a worker's answer that go on to the client."""
+    without = _HOP_BY_HOP_AND_LENGTH if status in (204, 304) else _HOP_BY_HOP
+    return [header for header in headers if header[0] not in without]
 
 
 class Truncated(Exception):
@@ -65,8 +101,7 @@ class Limits:
 
 
 class Proxy:
-    """An ASGI application. `base_models` are names in `model` that are no adapters. With `names_workers` an answer has
-    the header `X-Skyrl-Worker`."""
+    """An ASGI application. `base_models` are names in `model` that are no adapters."""
 
     def __init__(
         self,
@@ -75,79 +110,63 @@ class Proxy:
         limits: Limits,
         counts: Counter[str],
         base_models: Collection[str] = (),
-        *,
-        names_workers: bool = False,
     ) -> None:
-        self._pool = pool
-        self._connections = connections
-        self._limits = limits
-        self._slots = Slots(limits.running, limits.waiting)
+        self.pool = pool
+        self.connections = connections
+        self.limits = limits
+        self.slots = Slots(limits.running, limits.waiting)
+        self._uses_adapter = pool.policy.uses_adapter
         self._base_models = frozenset(base_models)
-        self._names_workers = names_workers
         self.counts = counts
-        self._at_workers: dict[Worker, set[Upstream]] = {}
+        self.at_workers: dict[Worker, set[Upstream]] = {}
 
     @property
     def waiting(self) -> int:
-        return self._slots.waiting
+        return self.slots.waiting
 
     def interrupt(self, worker: Worker, reason: str) -> None:
         """Break all exchanges with a worker that does not answer any more. Their clients get 502."""
-        for connection in list(self._at_workers.get(worker, ())):
+        for connection in list(self.at_workers.get(worker, ())):
             connection.abort(reason)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Raises ClientLeft, and Truncated when the worker breaks off in the middle of its answer."""
-        if not self._slots.try_acquire():
+        if not self.slots.try_acquire():
             try:
-                await self._slots.acquire()
+                await self.slots.acquire()
             except TooManyWaiting:
                 self.counts["refused_busy"] += 1
-                waiting = f"{self._limits.waiting} requests wait already"
+                waiting = f"{self.limits.waiting} requests wait already"
                 await refusals.refuse(send, 503, refusals.BUSY, waiting)
                 return
         try:
             await self._forward(scope, receive, send)
         finally:
-            self._slots.release()
+            self.slots.release()
 
     async def _forward(self, scope: Scope, receive: Receive, send: Send) -> None:
-        lines, smg_key, session_key, length, has_body = [], None, None, -1, False
-        for name, value in scope["headers"]:
-            if name in _OWN_HEADERS:
-                if name in _BODY_EXPECTED:
-                    has_body = True
-                    if name == _LENGTH:
-                        length = int(value) if value.isdigit() else -1
-                continue
-            if name == _SMG_KEY:
-                smg_key = value
-            elif name == _SESSION_KEY:
-                session_key = value
-            lines.append(b"%s: %s\r\n" % (name, value))
-        if length > self._limits.body_bytes:
+        head = RequestHead.of(scope["headers"])
+        if head.length > self.limits.body_bytes:
             await self._refuse_body(send)
             return
         body, more = b"", False
-        if has_body or scope["method"] in _WITH_BODY:
+        if head.has_body or scope["method"] in _WITH_BODY:
             body, more = await self._collect(receive)
-        if len(body) > self._limits.body_bytes:
+        if len(body) > self.limits.body_bytes:
             await self._refuse_body(send)
             return
         if not more:
-            framing = b"content-length: %d\r\n" % len(body) if has_body or body else b""
+            framing = b"content-length: %d\r\n" % len(body) if head.has_body or body else b""
         else:
-            framing = b"content-length: %d\r\n" % length if length >= 0 else b"transfer-encoding: chunked\r\n"
-        lines += (framing, b"\r\n")
-        key = smg_key or session_key
-        adapter = self._adapter(scope["path"], body) if self._pool.policy.uses_adapter and body and not more else None
-        facts = RequestFacts(key.decode("latin-1") if key else None, adapter)
-        request = _Request(scope, b"".join(lines), body, more, chunked=more and length < 0)
+            framing = b"content-length: %d\r\n" % head.length if head.length >= 0 else b"transfer-encoding: chunked\r\n"
+        facts = RequestFacts(head.key, self.adapter(scope["path"], body) if not more else None)
+        lines = b"%s%s\r\n" % (head.lines, framing)
+        request = _Request(scope, lines, body, more, chunked=more and head.length < 0)
         await self._try_workers(request, facts, receive, send)
 
     async def _refuse_body(self, send: Send) -> None:
         self.counts["refused_body"] += 1
-        limit = f"a body may have {self._limits.body_bytes} bytes"
+        limit = f"a body may have {self.limits.body_bytes} bytes"
         await refusals.refuse(send, 413, "body_too_large", limit)
 
     async def _collect(self, receive: Receive) -> tuple[bytes, bool]:
@@ -165,8 +184,9 @@ class Proxy:
             if not more or size > COLLECTED_BYTES:
                 return b"".join(chunks), more
 
-    def _adapter(self, path: str, body: bytes) -> str | None:
-        if not (path == "/generate" or path.startswith("/v1/")):
+    def adapter(self, path: str, body: bytes) -> str | None:
+        """The adapter that a request names, if the policy wants to know it."""
+        if not self._uses_adapter or not (path == "/generate" or path.startswith("/v1/")):
             return None
         try:
             named = _decode_named(body)
@@ -176,7 +196,7 @@ class Proxy:
         return None if name in self._base_models else name
 
     async def _try_workers(self, request: _Request, facts: RequestFacts, receive: Receive, send: Send) -> None:
-        pool, tried = self._pool, []
+        pool, tried = self.pool, []
         while len(tried) < MAX_TRIES:
             worker = pool.choose(facts, tried)
             if worker is None:
@@ -185,21 +205,21 @@ class Proxy:
             try:
                 address = address_of(worker.completions_url if request.is_v1 and worker.completions_url else worker.url)
                 try:
-                    connection = self._connections.take(address) or await self._connections.connect(address)
+                    connection = self.connections.take(address) or await self.connections.connect(address)
                 except NotAccepted as error:
                     request.trouble = f"{worker.url} cannot be reached ({error})"
                     self.counts["not_accepted"] += 1
                     pool.refused(worker)
                     tried.append(worker)
                     continue
-                exchanges = self._at_workers.setdefault(worker, set())
+                exchanges = self.at_workers.setdefault(worker, set())
                 exchanges.add(connection)
                 try:
                     await self._exchange(worker, address, connection, request, receive, send)
                 finally:
                     exchanges.discard(connection)
                     if not exchanges:
-                        self._at_workers.pop(worker, None)
+                        self.at_workers.pop(worker, None)
                 return
             finally:
                 pool.end(worker)
@@ -222,13 +242,7 @@ class Proxy:
         try:
             await connection.head()
             status = connection.status
-            drop_length = status in (204, 304)
-            headers = [
-                (name, value)
-                for name, value in connection.headers
-                if name not in _HOP_BY_HOP and not (drop_length and name == _LENGTH)
-            ]
-            headers += self._name_of(worker)
+            headers = answer_headers(status, connection.headers)
             started = True
             await send({"type": "http.response.start", "status": status, "headers": headers})
             while True:
@@ -254,16 +268,13 @@ class Proxy:
             if started:
                 raise Truncated(f"{worker.url}: {error}") from error
             message_ = f"no answer from {worker.url} ({error}); it may have processed the request"
-            await refusals.refuse(send, 502, refusals.INTERRUPTED, message_, self._name_of(worker))
+            await refusals.refuse(send, 502, refusals.INTERRUPTED, message_)
         finally:
             if not pump.done():
                 pump.cancel()
                 with contextlib.suppress(asyncio.CancelledError):
                     await pump
-            self._connections.give_back(address, connection)
-
-    def _name_of(self, worker: Worker) -> HeaderList:
-        return [(WORKER_HEADER, worker.url.encode())] if self._names_workers else []
+            self.connections.give_back(address, connection)
 
     async def _pump(self, request: _Request, connection: Upstream, receive: Receive) -> None:
         """Send what is left of the body, then wait for the client to leave: then the worker need not answer."""
@@ -281,7 +292,7 @@ class Proxy:
                     continue
                 body = message.get("body", b"")
                 size += len(body)
-                if size > self._limits.body_bytes:
+                if size > self.limits.body_bytes:
                     request.too_large = True
                     connection.abort("the body is too large")
                     return

@@ -18,18 +18,23 @@ INTERRUPTED = "worker_interrupted"
 RETRY_AFTER_S = 1
 
 
-async def refuse(send: Send, status: int, code: str, message: str, more_headers: HeaderList | None = None) -> None:
+def refusal(status: int, code: str, message: str) -> tuple[HeaderList, bytes]:
+    """The headers and the body."""
     kind = "invalid_request_error" if status < 500 else "service_unavailable"
     body = json.dumps({"error": {"message": message, "type": kind, "code": code}}, separators=(",", ":")).encode()
     headers = [
         (b"content-type", b"application/json"),
         (b"content-length", b"%d" % len(body)),
         (b"x-smg-error-code", code.encode()),
-        *(more_headers or ()),
     ]
     if status == 503:
         headers.append((b"retry-after", b"%d" % RETRY_AFTER_S))
     if status == 401:
         headers.append((b"www-authenticate", b"Bearer"))
+    return headers, body
+
+
+async def refuse(send: Send, status: int, code: str, message: str) -> None:
+    headers, body = refusal(status, code, message)
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body, "more_body": False})

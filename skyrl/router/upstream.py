@@ -6,7 +6,7 @@ httptools parses the answer. Knows bytes; does not know workers, policies or ASG
 from __future__ import annotations
 
 import asyncio
-from typing import cast
+from typing import Protocol, cast
 
 import httptools
 
@@ -24,14 +24,22 @@ class Interrupted(Exception):
     """The connection broke after the request, or a part of it, was sent. The worker may have processed it."""
 
 
+class Sink(Protocol):
+    """Takes an answer without a task: `advance` is called when more of it has arrived, or the connection broke."""
+
+    def advance(self) -> None: ...
+
+
 class Upstream(asyncio.Protocol):
-    """One connection to a worker. `send` begins an exchange; `head`, then `read`, give the answer to it."""
+    """One connection to a worker. `send` begins an exchange. Its answer is read with `head`, then `read`, or, if there
+    is a `sink`, by that with `take`."""
 
     def __init__(self) -> None:
         self.transport: asyncio.Transport | None = None
         self.idle_since = 0.0
         self.reusable = True
         self.busy = False
+        self.sink: Sink | None = None
         self.status = 0
         self.headers: list[tuple[bytes, bytes]] = []
         """Of the answer; names in lower case."""
@@ -39,12 +47,12 @@ class Upstream(asyncio.Protocol):
         """The whole answer has arrived."""
         self._parser = httptools.HttpResponseParser(self)
         self._without_body = False
-        self._head_complete = False
+        self.head_complete = False
         self._head_bytes = 0
         self._has_length = False
         self._chunks: list[bytes] = []
         self._size = 0
-        self._failure: str | None = None
+        self.failure: str | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._reading_paused = False
         self._writable: asyncio.Future[None] | None = None
@@ -54,22 +62,22 @@ class Upstream(asyncio.Protocol):
         """Send a request, or its head. `without_body`: the answer has no body whatever its head says (HEAD)."""
         self.busy = True
         self.status, self.headers, self.complete = 0, [], False
-        self._without_body, self._head_complete, self._head_bytes = without_body, False, 0
+        self._without_body, self.head_complete, self._head_bytes = without_body, False, 0
         self._has_length = False
-        if self._failure is None and self.transport is not None:
+        if self.failure is None and self.transport is not None:
             self.transport.write(data)
 
     async def send_more(self, data: bytes) -> None:
         """Send a part of the request's body; waits while the worker does not read. Raises Interrupted."""
-        if self._failure is not None or self.transport is None:
-            raise Interrupted(self._failure or "the worker closed the connection")
+        if self.failure is not None or self.transport is None:
+            raise Interrupted(self.failure or "the worker closed the connection")
         self.transport.write(data)
         if self._writable is not None:
             await self._writable
 
     async def head(self) -> None:
         """Wait for `status` and `headers`. Raises Interrupted."""
-        while not self._head_complete:
+        while not self.head_complete:
             await self._wait()
 
     async def read(self) -> bytes | None:
@@ -78,6 +86,10 @@ class Upstream(asyncio.Protocol):
             if self.complete:
                 return None
             await self._wait()
+        return self.take()
+
+    def take(self) -> bytes:
+        """What has arrived of the answer's body since the last call."""
         chunks = self._chunks
         body = chunks[0] if len(chunks) == 1 else b"".join(chunks)
         self._chunks, self._size = [], 0
@@ -92,8 +104,8 @@ class Upstream(asyncio.Protocol):
         return self.complete and not self._chunks
 
     async def _wait(self) -> None:
-        if self._failure is not None:
-            raise Interrupted(self._failure)
+        if self.failure is not None:
+            raise Interrupted(self.failure)
         self._waiter = asyncio.get_running_loop().create_future()
         try:
             await self._waiter
@@ -103,13 +115,15 @@ class Upstream(asyncio.Protocol):
     def abort(self, reason: str = "aborted") -> None:
         """Close the connection at once. Whoever waits for its answer gets Interrupted."""
         self.reusable = False
-        self._failure = self._failure or reason
+        self.failure = self.failure or reason
         if self.transport is not None:
             self.transport.abort()
         self._wake()
 
     def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
+        if self.sink is not None:
+            self.sink.advance()
+        elif self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
     # Called by asyncio
@@ -121,14 +135,14 @@ class Upstream(asyncio.Protocol):
         if not self.busy:
             self.abort("the worker sent bytes without a request")
             return
-        if not self._head_complete:
+        if not self.head_complete:
             self._head_bytes += len(data)
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             self.abort(f"the worker's answer is not HTTP/1.1: {error}")
             return
-        if not self._head_complete and self._head_bytes > MAX_HEAD_BYTES:
+        if not self.head_complete and self._head_bytes > MAX_HEAD_BYTES:
             self.abort("the head of the worker's answer is too long")
             return
         if self._size > HIGH_WATER_BYTES and not self._reading_paused and self.transport is not None:
@@ -138,10 +152,10 @@ class Upstream(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.reusable = False
-        if self._head_complete and not self._has_length and exc is None and self._failure is None:
+        if self.head_complete and not self._has_length and exc is None and self.failure is None:
             self.complete = True  # an answer without a length ends when the worker closes the connection
-        if self._failure is None:
-            self._failure = f"{type(exc).__name__}: {exc}" if exc is not None else "the worker closed the connection"
+        if self.failure is None:
+            self.failure = f"{type(exc).__name__}: {exc}" if exc is not None else "the worker closed the connection"
         self.resume_writing()
         self._wake()
 
@@ -166,7 +180,7 @@ class Upstream(asyncio.Protocol):
         if status < 200:  # such as 100 Continue: the final answer follows
             return
         self.status = status
-        self._head_complete = True
+        self.head_complete = True
         if self._without_body or status in (204, 304):
             self._has_length = True
         if self._without_body:
@@ -178,7 +192,7 @@ class Upstream(asyncio.Protocol):
         self._size += len(body)
 
     def on_message_complete(self) -> None:
-        if not self._head_complete:
+        if not self.head_complete:
             self.headers, self._head_bytes, self._has_length = [], 0, False
             return
         if self.complete and not self._without_body:

@@ -45,6 +45,8 @@ class Worker:
     in_flight: int = 0
     failed_probes: int = 0
     """Failed health probes in a row."""
+    answers: bool = True
+    """The last health probe had a good answer. A worker counts as answering until it was probed."""
     served: int = 0
     """Requests sent since the router started."""
     labels: dict[str, object] = field(default_factory=dict)
@@ -57,3 +59,9 @@ class Worker:
     @property
     def routable(self) -> bool:
         return self.state is WorkerState.HEALTHY
+
+    @property
+    def held(self) -> bool:
+        """After a quarantine, registration alone makes this worker routable again: its owner first restores its
+        adapters."""
+        return self.labels.get("revive") == "registration"

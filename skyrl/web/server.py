@@ -20,13 +20,14 @@ collections take a tenth of its time."""
 class Server(uvicorn.Server):
     """Serves one ASGI application until `should_exit` is set. The caller handles signals: uvicorn's handlers would end
     the process before the caller has closed what it opened. `drain_s`: how long requests may go on after that.
-    Without `date_header`, an answer has only the headers that the application gives."""
+    Without `date_header`, an answer has only the headers that the application gives. `http` is the class of the
+    connections."""
 
-    def __init__(self, app: Any, *, date_header: bool = True, drain_s: float = 3) -> None:
+    def __init__(self, app: Any, *, date_header: bool = True, drain_s: float = 3, http: Any = BoundedHttp) -> None:
         super().__init__(
             uvicorn.Config(
                 app,
-                http=BoundedHttp,
+                http=http,
                 log_level="error",  # uvicorn would warn of every request that is not HTTP
                 access_log=False,
                 backlog=BACKLOG,

@@ -1,0 +1,265 @@
+"""The short way through the router: a whole, small request goes to a worker without a task and without ASGI.
+
+Only requests that the long way (`app`, `proxy`) would treat in the same manner come here: no middleware, not one of the
+router's own routes, a body that fits into one buffer, a free slot, and an unused connection to the chosen worker. All
+others take the long way. docs/decisions/router.md has the figures that are the reason for two ways.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from skyrl.router.connections import Address, address_of
+from skyrl.router.policies import RequestFacts
+from skyrl.router.proxy import Proxy, RequestHead, answer_headers
+from skyrl.router.refusals import INTERRUPTED, refusal
+from skyrl.router.upstream import Upstream
+from skyrl.router.worker import Worker
+from skyrl.web.connections import BoundedHttp
+
+if TYPE_CHECKING:
+    import asyncio
+
+logger = logging.getLogger(__name__)
+
+LEAN_BODY_BYTES = 64 * 2**10
+_METHODS = frozenset((b"POST", b"GET", b"PUT", b"DELETE"))
+
+
+class Lane:
+    """Which requests take the short way. `is_own(path)`: the router answers this path itself."""
+
+    def __init__(self, proxy: Proxy, is_own: Callable[[str], bool], bearer: bytes | None) -> None:
+        self.proxy = proxy
+        self._is_own = is_own
+        self._bearer = bearer
+
+    def takes(self, method: bytes, url: bytes, head: RequestHead, headers: list[tuple[bytes, bytes]]) -> bool:
+        if method not in _METHODS or head.length > LEAN_BODY_BYTES or (head.has_body and head.length < 0):
+            return False
+        path = url.partition(b"?")[0]
+        if not path.startswith(b"/") or b"%" in path or self._is_own(path.decode("latin-1")):
+            return False
+        if self._bearer is None:
+            return True
+        given = next((value for name, value in headers if name == b"authorization"), b"")
+        return hmac.compare_digest(given, self._bearer)
+
+
+class LeanCycle:
+    """One request on the short way. Stands where uvicorn keeps the request that runs on a connection, and has the
+    attributes that uvicorn reads there."""
+
+    __slots__ = (
+        "_address", "_chunked", "_connection", "_protocol", "_proxy", "_worker", "body", "disconnected", "keep_alive",
+        "message_event", "more_body", "response_complete", "response_started",
+    )  # fmt: skip
+
+    def __init__(
+        self, protocol: RouterHttp, proxy: Proxy, worker: Worker, address: Address, connection: Upstream
+    ) -> None:
+        self._protocol = protocol
+        self._proxy = proxy
+        self._worker = worker
+        self._address = address
+        self._connection = connection
+        self._chunked = False
+        self.body = bytearray()
+        self.more_body = False
+        self.keep_alive = protocol.parser.should_keep_alive()
+        self.response_started = False
+        self.response_complete = False
+        self.disconnected = False
+        self.message_event = self
+
+    def set(self) -> None:
+        """uvicorn calls this, as that of its event, when the client's connection is lost."""
+        if self.disconnected and not self.response_complete:
+            self._proxy.counts["client_left"] += 1
+            self._end(whole=False)
+
+    def start(self, request: bytes) -> None:
+        proxy = self._proxy
+        proxy.pool.begin(self._worker)
+        proxy.at_workers.setdefault(self._worker, set()).add(self._connection)
+        self._connection.sink = self
+        self._connection.send(request, without_body=False)
+
+    def advance(self) -> None:
+        """More of the answer has arrived, the client reads again, or the worker's connection broke."""
+        connection, transport = self._connection, self._protocol.transport
+        if self.response_complete:
+            return
+        if not connection.head_complete:
+            if connection.failure is not None:
+                self._fail(connection.failure)
+            return
+        if self._protocol.flow.write_paused and connection.failure is None:
+            return  # the answer waits in the connection, which reads no further when it holds too much
+        body, complete = connection.take(), connection.complete
+        if not self.response_started:
+            self.response_started = True
+            transport.write(self._head(connection.status, connection.headers, body, complete))
+        elif self._chunked:
+            if body:
+                transport.write(b"%x\r\n%s\r\n" % (len(body), body))
+            if complete:
+                transport.write(b"0\r\n\r\n")
+        elif body:
+            transport.write(body)
+        if complete:
+            self._proxy.counts["answered"] += 1
+            self._end(whole=True)
+        elif connection.failure is not None:
+            logger.warning("an answer broke off: %s: %s", self._worker.url, connection.failure)
+            self._proxy.counts["interrupted"] += 1
+            self._end(whole=False)
+
+    def _head(self, status: int, headers: list[tuple[bytes, bytes]], body: bytes, complete: bool) -> bytes:
+        """The head of the answer with what there is of its body."""
+        parts = [STATUS_LINE.get(status) or b"HTTP/1.1 %d \r\n" % status]
+        has_length = status in (204, 304)
+        for name, value in answer_headers(status, headers):
+            has_length = has_length or name == b"content-length"
+            parts += (name, b": ", value, b"\r\n")
+        if not self.keep_alive:
+            parts.append(b"connection: close\r\n")
+        if has_length:
+            parts += (b"\r\n", body)
+        else:
+            self._chunked = True
+            parts.append(b"transfer-encoding: chunked\r\n\r\n")
+            if body:
+                parts.append(b"%x\r\n%s\r\n" % (len(body), body))
+            if complete:
+                parts.append(b"0\r\n\r\n")
+        return b"".join(parts)
+
+    def _fail(self, reason: str) -> None:
+        self._proxy.counts["interrupted"] += 1
+        message = f"no answer from {self._worker.url} ({reason}); it may have processed the request"
+        headers, body = refusal(502, INTERRUPTED, message)
+        lines = b"".join([b"%s: %s\r\n" % header for header in headers])
+        closing = b"" if self.keep_alive else b"connection: close\r\n"
+        self.response_started = True
+        self._protocol.transport.write(b"%s%s%s\r\n%s" % (STATUS_LINE[502], lines, closing, body))
+        self._end(whole=True)
+
+    def _end(self, *, whole: bool) -> None:
+        """`whole`: the client has a whole answer, and may send its next request on this connection."""
+        self.response_complete = True
+        proxy, connection = self._proxy, self._connection
+        connection.sink = None
+        exchanges = proxy.at_workers[self._worker]
+        exchanges.discard(connection)
+        if not exchanges:
+            del proxy.at_workers[self._worker]
+        proxy.connections.give_back(self._address, connection)
+        proxy.pool.end(self._worker)
+        proxy.slots.release()
+        if not whole or not self.keep_alive:
+            self._protocol.transport.close()
+        if not self.disconnected:
+            self._protocol.on_response_complete()
+
+
+class RouterHttp(BoundedHttp):
+    """The client's side of a connection: gives each request to the short way or to uvicorn."""
+
+    lane: Lane
+    """Set once per process, on a subclass: see `protocol_with`."""
+
+    def __init__(self, *args: object, **options: object) -> None:
+        super().__init__(*args, **options)
+        self._head: RequestHead | None = None
+        """Of a request whose body is arriving and that may take the short way."""
+        self._body: list[bytes] = []
+
+    def on_message_begin(self) -> None:
+        self._between_requests, self._in_head, self._deadline = False, True, None
+        self.url, self.expect_100_continue, self.headers = b"", False, []
+
+    def on_headers_complete(self) -> None:
+        self._in_head, self._deadline = False, None
+        method = self.parser.get_method()
+        if (
+            (self.cycle is None or self.cycle.response_complete)
+            and not self.expect_100_continue
+            and self.parser.get_http_version() == "1.1"
+            and not self.parser.should_upgrade()
+        ):
+            head = RequestHead.of(self.headers)
+            if self.lane.takes(method, self.url, head, self.headers):
+                self._head, self._body = head, []
+                return
+        self._head = None
+        self._to_asgi()
+
+    def _to_asgi(self) -> None:
+        headers, url, expect = self.headers, self.url, self.expect_100_continue
+        HttpToolsProtocol.on_message_begin(self)
+        self.headers.extend(headers)
+        self.url, self.expect_100_continue = url, expect
+        HttpToolsProtocol.on_headers_complete(self)
+
+    def on_body(self, body: bytes) -> None:
+        if self._head is None:
+            super().on_body(body)
+            return
+        self._bytes_beside_body -= len(body)
+        self._body_bytes += len(body)
+        self._body.append(body)
+
+    def on_message_complete(self) -> None:
+        head, self._head = self._head, None
+        if head is None:
+            super().on_message_complete()
+            return
+        self._between_requests, self._deadline = True, None
+        self._bytes_beside_body = self._body_bytes = self._body_bytes_at_last_check = 0
+        body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
+        self._body = []
+        if not self._start_lean(head, body):
+            self._to_asgi()
+            self.cycle.body += body
+            self.cycle.more_body = False
+            self.cycle.message_event.set()
+
+    def _start_lean(self, head: RequestHead, body: bytes) -> bool:
+        """False: this request must take the long way."""
+        proxy = self.lane.proxy
+        path = self.url.partition(b"?")[0].decode("latin-1")
+        worker = proxy.pool.choose(RequestFacts(head.key, proxy.adapter(path, body)))
+        if worker is None:
+            return False
+        is_v1 = worker.completions_url is not None and path.startswith("/v1/")
+        address = address_of(worker.completions_url if is_v1 and worker.completions_url else worker.url)
+        if not proxy.slots.try_acquire():
+            return False
+        connection = proxy.connections.take(address)
+        if connection is None:
+            proxy.slots.release()
+            return False
+        length = b"content-length: %d\r\n" % len(body) if head.has_body else b""
+        request = b"%s %s%s HTTP/1.1\r\nhost: %s\r\n%s%s\r\n%s" % (
+            self.parser.get_method(), address.prefix, self.url, address.host, head.lines, length, body,
+        )  # fmt: skip
+        cycle = LeanCycle(self, proxy, worker, address, connection)
+        self.cycle = cycle  # type: ignore[assignment]
+        cycle.start(request)
+        return True
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if isinstance(self.cycle, LeanCycle):
+            self.cycle.advance()
+
+
+def protocol_with(lane: Lane) -> type[asyncio.Protocol]:
+    """The class of connections for uvicorn."""
+    return type("RouterConnection", (RouterHttp,), {"lane": lane})

@@ -1,0 +1,212 @@
+"""The workers behind the router: which exist, which may get requests, and how many requests each has in flight.
+
+The pool does no I/O. Probes, registration and the proxy report to it, and it tells subscribers what changed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Collection
+from enum import StrEnum
+from typing import Any
+
+from skyrl.router.policies import LeastInFlight, Policy, RequestFacts
+from skyrl.router.worker import Worker, WorkerState, normalise_url
+
+MAX_WORKERS = 1024
+
+log = logging.getLogger(__name__)
+
+
+class Change(StrEnum):
+    REGISTERED = "registered"
+    """Added, or added again."""
+    DRAINING = "draining"
+    FORGOTTEN = "forgotten"
+    QUARANTINED = "quarantined"
+    REVIVED = "revived"
+    PROBED = "probed"
+    """A quarantined worker that waits for its registration began to answer probes, or ceased to."""
+
+
+class TooManyWorkers(ValueError):
+    """The pool is full."""
+
+
+class WorkerPool:
+    def __init__(self, policy: Policy, *, max_workers: int = MAX_WORKERS) -> None:
+        self._policy = policy
+        self._other = LeastInFlight()
+        self._max_workers = max_workers
+        self._workers: dict[str, Worker] = {}
+        self._by_id: dict[str, Worker] = {}
+        self._candidates: tuple[Worker, ...] = ()
+        self._has_candidates = asyncio.Event()
+        self._subscribers: list[Callable[[Worker, Change], None]] = []
+
+    @property
+    def workers(self) -> list[Worker]:
+        """In order of registration, draining ones included."""
+        return list(self._workers.values())
+
+    @property
+    def candidates(self) -> tuple[Worker, ...]:
+        """The workers to which a request can be sent."""
+        return self._candidates
+
+    @property
+    def routable(self) -> int:
+        """The number of `candidates`."""
+        return len(self._candidates)
+
+    def subscribe(self, subscriber: Callable[[Worker, Change], None]) -> None:
+        """`subscriber` is called after each change. It must not change the pool."""
+        self._subscribers.append(subscriber)
+
+    def add(
+        self,
+        url: str,
+        completions_url: str | None = None,
+        worker_type: str = "regular",
+        labels: dict[str, object] | None = None,
+    ) -> Worker:
+        """Register a worker, or register it again: then it is routable at once, whatever its state was. What the second
+        registration leaves out stays as it was, unless the worker was being removed. Raises ValueError for a bad URL,
+        TooManyWorkers."""
+        url = normalise_url(url)
+        completions_url = None if completions_url is None else normalise_url(completions_url)
+        worker = self._workers.get(url)
+        if worker is None:
+            if len(self._workers) >= self._max_workers:
+                raise TooManyWorkers(f"url: the router has {self._max_workers} workers, as many as it takes")
+            worker = self._workers[url] = Worker(url)
+            self._by_id[worker.id] = worker
+        if worker.state is WorkerState.DRAINING:
+            worker.completions_url, worker.labels = None, {}
+        worker.completions_url = completions_url or worker.completions_url
+        worker.worker_type = worker_type
+        worker.labels = {**worker.labels, **(labels or {})}
+        worker.state = WorkerState.HEALTHY
+        worker.failed_probes = 0
+        worker.answers = True
+        self._changed(worker, Change.REGISTERED)
+        return worker
+
+    def find(self, id_or_url: str) -> Worker | None:
+        worker = self._by_id.get(id_or_url)
+        if worker is None:
+            try:
+                worker = self._workers.get(normalise_url(id_or_url))
+            except ValueError:
+                return None
+        return worker
+
+    def remove(self, id_or_url: str) -> bool:
+        """Send the worker no more requests, and forget it when none is in flight. False: there is no such worker."""
+        worker = self.find(id_or_url)
+        if worker is None:
+            return False
+        if worker.state is not WorkerState.DRAINING:
+            worker.state = WorkerState.DRAINING
+            self._changed(worker, Change.DRAINING)
+        self._forget_if_drained(worker)
+        return True
+
+    def choose(self, facts: RequestFacts, exclude: Collection[Worker] = ()) -> Worker | None:
+        """The worker for a request. None: no worker outside `exclude` is routable. When `exclude` matters, the least in
+        flight of the others is chosen: the policy would take a set without those workers for a change of membership."""
+        candidates = self._candidates
+        if exclude and any(worker in exclude for worker in candidates):
+            others = [worker for worker in candidates if worker not in exclude]
+            return self._other.choose(facts, others) if others else None
+        return self._policy.choose(facts, candidates) if candidates else None
+
+    def begin(self, worker: Worker) -> None:
+        """A request is sent to this worker. `end` must follow."""
+        worker.in_flight += 1
+        worker.served += 1
+
+    def end(self, worker: Worker) -> None:
+        assert worker.in_flight > 0, "end() without begin()"
+        worker.in_flight -= 1
+        if worker.state is WorkerState.DRAINING:
+            self._forget_if_drained(worker)
+
+    def refused(self, worker: Worker) -> None:
+        """The worker refused a connection: no request goes there until a probe is answered."""
+        answered, worker.answers = worker.answers, False
+        if worker.state is WorkerState.HEALTHY:
+            self.quarantine(worker, "it refused a connection")
+        elif answered:
+            self._changed(worker, Change.PROBED)
+
+    def quarantine(self, worker: Worker, reason: str) -> None:
+        if worker.state is WorkerState.HEALTHY:
+            worker.state = WorkerState.QUARANTINED
+            log.warning("worker %s is quarantined: %s", worker.url, reason)
+            self._changed(worker, Change.QUARANTINED)
+
+    def probe_failed(self, worker: Worker, reason: str, threshold: int) -> None:
+        """`threshold` failures in a row quarantine the worker."""
+        worker.failed_probes += 1
+        answered, worker.answers = worker.answers, False
+        if worker.state is WorkerState.QUARANTINED and answered:
+            self._changed(worker, Change.PROBED)
+        elif worker.failed_probes >= threshold:
+            self.quarantine(worker, f"{worker.failed_probes} health probes in a row failed, the last: {reason}")
+
+    def probe_answered(self, worker: Worker) -> None:
+        """A good probe revives a quarantined worker, unless it waits for its registration."""
+        worker.failed_probes = 0
+        answered, worker.answers = worker.answers, True
+        if worker.state is not WorkerState.QUARANTINED:
+            return
+        if worker.held:
+            if not answered:
+                self._changed(worker, Change.PROBED)
+            return
+        worker.state = WorkerState.HEALTHY
+        log.warning("worker %s answers again", worker.url)
+        self._changed(worker, Change.REVIVED)
+
+    async def wait_routable(self, timeout_s: float) -> bool:
+        """Wait until a worker is routable. False after `timeout_s` seconds."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._has_candidates.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    def counts(self) -> list[dict[str, Any]]:
+        """Each worker's numbers for `GET /statusz`."""
+        return [
+            {
+                "url": worker.url,
+                "state": worker.state.value,
+                "in_flight": worker.in_flight,
+                "served": worker.served,
+                "failed_probes": worker.failed_probes,
+            }
+            for worker in self._workers.values()
+        ]
+
+    def _forget_if_drained(self, worker: Worker) -> None:
+        if worker.in_flight == 0 and self._workers.get(worker.url) is worker:
+            del self._workers[worker.url], self._by_id[worker.id]
+            self._changed(worker, Change.FORGOTTEN)
+
+    def _changed(self, worker: Worker, change: Change) -> None:
+        workers = self._workers.values()
+        candidates = tuple(worker for worker in workers if worker.routable)
+        if not candidates:  # the last resort: workers that answer, although their owner has not registered them again
+            candidates = tuple(w for w in workers if w.state is WorkerState.QUARANTINED and w.held and w.answers)
+        if candidates != self._candidates:
+            self._candidates = candidates
+        if candidates:
+            self._has_candidates.set()
+        else:
+            self._has_candidates.clear()
+        for subscriber in self._subscribers:
+            subscriber(worker, change)

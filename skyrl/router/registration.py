@@ -1,0 +1,216 @@
+"""The routes by which workers come, go and are listed, in the dialects of several routers.
+
+Each answer is the union of the dialects. docs/reference/router.md lists them and says which dialect wins where two
+disagree. The routes do not contact the worker: a registration is answered at once, and probes follow.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable
+from typing import Any
+from urllib.parse import parse_qsl, unquote
+
+from skyrl.router.pool import WorkerPool
+from skyrl.router.reply import Reply, error, of_json
+from skyrl.router.worker import Worker, WorkerState
+
+RETRY_AFTER_S = 1
+MAX_LABEL_BYTES = 16 * 1024
+Body = Callable[[], Awaitable[bytes]]
+
+_URL_NAMES = ("url", "worker_url")
+_REVIVALS = ("probe", "registration")
+_OWN_FIELDS = frozenset(
+    {"id", "url", "worker_type", "is_healthy", "active_requests", "load", "state", "failed_probes", "connection_mode"}
+)
+"""Fields of a listed worker that no label replaces."""
+
+
+class RegistrationRoutes:
+    def __init__(self, pool: WorkerPool) -> None:
+        self._pool = pool
+
+    async def answer(self, method: str, path: str, query: bytes, body: Body) -> Reply | None:
+        """None: this is no route of the pool. `path` may be percent-encoded."""
+        if path.startswith("/workers/"):
+            return self._one(method, path.removeprefix("/workers/"))
+        methods = _METHODS.get(path)
+        if methods is None:
+            return None
+        if method not in methods:
+            return _not_allowed(methods)
+        match path:
+            case "/workers" if method == "GET":
+                return self._list()
+            case "/workers":
+                return await self._register(query, body, accepted=True)
+            case "/add_worker":
+                return await self._register(query, body, accepted=False)
+            case "/remove_worker":
+                return await self._remove(query, body)
+            case "/list_workers":
+                return of_json(200, {"urls": [worker.url for worker in self._pool.workers]})
+            case "/liveness" | "/live":
+                return of_json(200, {"status": "ok"})
+            case _:
+                return self._health(path)
+
+    async def _register(self, query: bytes, body: Body, *, accepted: bool) -> Reply:
+        try:
+            fields = await _fields(query, body)
+            worker = self._pool.add(
+                _url(fields), _completions_url(fields), worker_type=_worker_type(fields), labels=_labels(fields)
+            )
+        except ValueError as wrong:
+            return error(400, "BadRequestError", str(wrong))
+        if not accepted:
+            in_flight = {worker.url: worker.in_flight for worker in self._pool.workers}
+            return of_json(200, {"status": "success", "worker_id": worker.id, "worker_urls": in_flight})
+        location = f"/workers/{worker.id}"
+        registered = {
+            "status": "accepted",
+            "worker_id": worker.id,
+            "url": worker.url,
+            "location": location,
+            "message": "the worker is registered",
+            "worker": _listed(worker),
+        }
+        return of_json(202, registered, [(b"location", location.encode())])
+
+    async def _remove(self, query: bytes, body: Body) -> Reply:
+        """An unknown worker is no error: clients of slime's router and of miles' raise on one."""
+        try:
+            url = _url(await _fields(query, body))
+        except ValueError as wrong:
+            return error(400, "BadRequestError", str(wrong))
+        removed = self._pool.remove(url)
+        return of_json(200, {"status": "success", "message": "removed" if removed else "there was no such worker"})
+
+    def _list(self) -> Reply:
+        workers = self._pool.workers
+        kinds = [worker.worker_type for worker in workers]
+        stats = {f"{kind}_count": kinds.count(kind) for kind in ("prefill", "decode", "regular")}
+        return of_json(200, {"workers": [*map(_listed, workers)], "total": len(workers), "stats": stats})
+
+    def _one(self, method: str, id_or_url: str) -> Reply:
+        if method not in ("GET", "DELETE"):
+            return _not_allowed(("GET", "DELETE"))
+        worker = self._pool.find(id_or_url) or self._pool.find(unquote(id_or_url))
+        if worker is None:
+            return error(404, "NotFoundError", f"no worker has the id or URL {unquote(id_or_url)!r}")
+        if method == "GET":
+            return of_json(200, _listed(worker))
+        self._pool.remove(worker.id)
+        return of_json(202, {"status": "accepted", "worker_id": worker.id, "message": "the worker is being removed"})
+
+    def _health(self, path: str) -> Reply:
+        routable = self._pool.routable
+        counts = {"healthy_workers": routable, "total_workers": len(self._pool.workers)}
+        if routable:
+            return of_json(200, {"status": "ok" if path == "/health" else "ready", **counts})
+        reason = "no worker is routable"
+        unready = {"status": "not ready", "reason": reason, "error": {"code": 503, "message": reason}, **counts}
+        return of_json(503, unready, [(b"retry-after", str(RETRY_AFTER_S).encode())])
+
+
+_READ = ("GET", "HEAD", "POST")
+_METHODS: dict[str, tuple[str, ...]] = {
+    "/add_worker": ("POST",),
+    "/remove_worker": ("POST",),
+    "/list_workers": ("GET",),
+    "/workers": ("GET", "POST"),
+    "/health": _READ,
+    "/readiness": _READ,
+    "/readyz": _READ,
+    "/ready": _READ,
+    "/liveness": _READ,
+    "/live": _READ,
+}
+
+
+def _not_allowed(methods: tuple[str, ...]) -> Reply:
+    allowed = ", ".join(methods)
+    return error(405, "MethodNotAllowed", f"this route takes {allowed}", [(b"allow", allowed.encode())])
+
+
+async def _fields(query: bytes, body: Body) -> dict[str, Any]:
+    """The fields of the query if it names a URL, else the fields of the JSON body."""
+    in_query: dict[str, Any] = dict(parse_qsl(query.decode("latin-1"), keep_blank_values=True))
+    if any(in_query.get(name) for name in _URL_NAMES):
+        return in_query
+    content = await body()
+    if not content.strip():
+        return in_query
+    try:
+        in_body = json.loads(content)
+    except ValueError as wrong:
+        raise ValueError(f"body: not JSON: {wrong}") from wrong
+    except RecursionError as wrong:
+        raise ValueError("body: nested too deeply") from wrong
+    if not isinstance(in_body, dict):
+        raise ValueError("body: not a JSON object")
+    return in_query | in_body
+
+
+def _url(fields: dict[str, Any]) -> str:
+    given = {name: fields.pop(name) for name in _URL_NAMES if fields.get(name)}
+    if not given:
+        raise ValueError('url: missing; give it as ?url=... or as {"url": "..."}')
+    if wrong := next((name for name, url in given.items() if not isinstance(url, str)), None):
+        raise ValueError(f"{wrong}: not a string")
+    if len(set(given.values())) > 1:
+        raise ValueError("url and worker_url differ")
+    return next(iter(given.values()))
+
+
+def _completions_url(fields: dict[str, Any]) -> str | None:
+    url = fields.pop("completions_url", None)
+    if url is not None and not isinstance(url, str):
+        raise ValueError("completions_url: not a string")
+    return url or None
+
+
+def _worker_type(fields: dict[str, Any]) -> str:
+    worker_type = fields.pop("worker_type", None) or "regular"
+    if worker_type != "regular":
+        raise ValueError(
+            f"worker_type: {worker_type!r} is not supported; this router sends a request to one worker, "
+            'so every worker is "regular"'
+        )
+    return worker_type
+
+
+def _labels(fields: dict[str, Any]) -> dict[str, object]:
+    """The other fields. A key of an API is not kept: `GET /workers` would show it."""
+    labels = {name: value for name, value in fields.items() if value is not None and name not in _URL_NAMES}
+    if "api_key" in labels:
+        raise ValueError("api_key: this router keeps no keys; the Authorization header of each request goes through")
+    if labels.get("revive", "probe") not in _REVIVALS:
+        raise ValueError(f"revive: not one of {', '.join(_REVIVALS)}")
+    if wrong := labels.keys() & _OWN_FIELDS:
+        raise ValueError(f"{min(wrong)}: the router sets this field itself")
+    if len(json.dumps(labels)) > MAX_LABEL_BYTES:
+        raise ValueError(f"body: the fields besides the URL exceed {MAX_LABEL_BYTES} bytes")
+    return labels
+
+
+def _listed(worker: Worker) -> dict[str, Any]:
+    return {
+        "id": worker.id,
+        "url": worker.url,
+        "completions_url": worker.completions_url,
+        "model_id": "unknown",
+        "priority": 50,
+        "cost": 1.0,
+        "worker_type": worker.worker_type,
+        "is_healthy": worker.state is WorkerState.HEALTHY,
+        "state": worker.state.value,
+        "active_requests": worker.in_flight,
+        "load": worker.in_flight,
+        "failed_probes": worker.failed_probes,
+        "connection_mode": "HTTP",
+        "metadata": {},
+        "disable_health_check": False,
+        **worker.labels,
+    }

@@ -1,0 +1,237 @@
+"""Middleware of the router: what it may change, what happens when it fails, and the two examples with the test kit."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from skyrl.router.messages import Request, Response
+from skyrl.router.middleware import CallNext, RouterMiddleware
+from skyrl.router.plugins import ALIASES, RADIX, PluginError, load
+from skyrl.router.testing import MiddlewareBench
+from tests.component.router_world import Exchange, FakeWorker, running_router, until
+
+EXAMPLES = Path(__file__).parents[2] / "examples" / "middleware"
+HERE = __name__
+
+
+class Marks(RouterMiddleware):
+    """Adds its mark to a list in the body, on the way in, and to a header, on the way out."""
+
+    mark = "?"
+
+    async def handle(self, request: Request, call_next: CallNext) -> Response:
+        request.set_json([*await request.json(), self.mark])
+        response = await call_next(request)
+        response.headers.set("x-marks", (response.headers.get("x-marks") or "") + self.mark)
+        return response
+
+
+class First(Marks):
+    mark = "1"
+
+
+class Second(Marks):
+    mark = "2"
+
+
+class Breaks(RouterMiddleware):
+    async def handle(self, request: Request, call_next: CallNext) -> Response:
+        if request.path == "/break":
+            raise LookupError("on purpose")
+        return await call_next(request)
+
+
+class Moves(RouterMiddleware):
+    """Another path, another method, another query."""
+
+    async def handle(self, request: Request, call_next: CallNext) -> Response:
+        request.path, request.method, request.query = "/moved", "PUT", b"y=2"
+        return await call_next(request)
+
+
+class Twice(RouterMiddleware):
+    """Asks twice, answers with both bodies."""
+
+    async def handle(self, request: Request, call_next: CallNext) -> Response:
+        await request.body()
+        first = await call_next(request)
+        second = await call_next(request)
+        return Response.of_json(200, [(await first.body()).decode(), (await second.body()).decode()])
+
+
+class Pure:
+    """A middleware that is plain ASGI, without the base class."""
+
+    def __init__(self, app, *, router) -> None:
+        self.app = app
+
+    async def __call__(self, scope, receive, send) -> None:
+        async def marked(message) -> None:
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": [*message["headers"], (b"x-pure", b"yes")]}
+            await send(message)
+
+        await self.app(scope, receive, marked)
+
+
+class Upper(RouterMiddleware):
+    """Changes a stream while it passes."""
+
+    async def handle(self, request: Request, call_next: CallNext) -> Response:
+        response = await call_next(request)
+        chunks = response.chunks()
+
+        async def upper():
+            async for chunk in chunks:
+                yield chunk.upper()
+
+        response.set_chunks(upper())
+        return response
+
+
+async def test_middleware_runs_in_order_and_its_changes_reach_worker_and_client() -> None:
+    worker = FakeWorker()
+    async with (
+        running_router(worker, middleware=(f"{HERE}.First", f"{HERE}:Second")) as router,
+        router.session.post(f"{router.url}/generate", data=b"[0]") as answer,
+    ):
+        assert await answer.json() == [0, "1", "2"]
+        assert answer.headers["x-marks"] == "21"
+    assert worker.received[0].body == b'[0,"1","2"]'
+    assert worker.received[0].header("content-length") == ["11"]
+
+
+async def test_path_method_and_query_may_be_changed() -> None:
+    worker = FakeWorker()
+    async with (
+        running_router(worker, middleware=(f"{HERE}.Moves",)) as router,
+        router.session.post(f"{router.url}/from?x=1", data=b"1") as answer,
+    ):
+        assert answer.status == 200
+    assert worker.received[0].line == "PUT /moved?y=2 HTTP/1.1"
+
+
+async def test_middleware_that_raises_fails_its_own_request_alone_and_is_counted() -> None:
+    async with running_router(FakeWorker(), middleware=(f"{HERE}.Breaks",)) as router:
+        async with router.session.post(f"{router.url}/break", data=b"1") as answer:
+            assert answer.status == 500
+            assert "LookupError: on purpose" in (await answer.json())["error"]["message"]
+        async with router.session.post(f"{router.url}/x", data=b"1") as answer:
+            assert (answer.status, await answer.read()) == (200, b"1")
+        (stats,) = router.app.status()["middleware"]  # type: ignore[misc]
+        assert (stats["requests"], stats["failures"]) == (2, 1)
+
+
+async def test_middleware_may_ask_more_than_once() -> None:
+    worker = FakeWorker()
+    async with (
+        running_router(worker, middleware=(f"{HERE}.Twice",)) as router,
+        router.session.post(f"{router.url}/x", data=b"same") as answer,
+    ):
+        assert await answer.json() == ["same", "same"]
+    assert [request.body for request in worker.received] == [b"same", b"same"]
+
+
+async def test_plain_asgi_middleware_works() -> None:
+    async with (
+        running_router(FakeWorker(), middleware=(f"{HERE}.Pure",)) as router,
+        router.session.post(f"{router.url}/x", data=b"1") as answer,
+    ):
+        assert answer.headers["x-pure"] == "yes"
+
+
+async def test_a_stream_passes_middleware_piece_by_piece() -> None:
+    go_on = asyncio.Event()
+
+    async def stream(exchange: Exchange) -> None:
+        await exchange.send(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n3\r\none\r\n")
+        await go_on.wait()
+        await exchange.send(b"3\r\ntwo\r\n0\r\n\r\n")
+
+    async with (
+        running_router(FakeWorker(stream), middleware=(f"{HERE}.Upper",)) as router,
+        router.session.post(f"{router.url}/x", data=b"1") as answer,
+    ):
+        assert await answer.content.readany() == b"ONE"
+        go_on.set()
+        assert await answer.content.read() == b"TWO"
+
+
+@pytest.mark.parametrize("chain", [(f"{HERE}.First",), (f"{HERE}.First", f"{HERE}.Pure")])
+async def test_a_client_that_leaves_frees_the_worker_behind_middleware(chain: tuple[str, ...]) -> None:
+    freed = asyncio.Event()
+
+    async def never(exchange: Exchange) -> None:
+        await exchange.client_closed.wait()
+        freed.set()
+
+    worker = FakeWorker(never)
+    async with running_router(worker, middleware=chain) as router:
+        asking = asyncio.create_task(router.session.post(f"{router.url}/generate", data=b"[]").__aenter__())
+        await until(lambda: len(worker.received) == 1)
+        asking.cancel()
+        await freed.wait()
+        await until(lambda: router.app.status()["workers"][0]["in_flight"] == 0)  # type: ignore[index]
+        assert router.app.status()["middleware"][0]["failures"] == 0, "leaving is no failure of the middleware"  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("nowhere.Class", "cannot be imported"),
+        ("json.Nothing", "has no class 'Nothing'"),
+        ("Class", "is not package.module.Class"),
+        ("/no/such/file.py:Class", "does not exist"),
+    ],
+)
+def test_middleware_that_cannot_be_loaded_is_an_error_that_names_it(path: str, words: str) -> None:
+    with pytest.raises(PluginError, match=words):
+        load(path)
+
+
+def test_slimes_path_of_the_radix_cache_is_ours() -> None:
+    path = "slime.router.middleware_hub.radix_tree_middleware.RadixTreeMiddleware"
+    assert ALIASES[path] == RADIX
+    assert load(path) is load("radix")
+
+
+def example(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+async def test_the_example_that_caps_tokens() -> None:
+    async def worker(request: Request) -> Response:
+        return Response.of_json(200, await request.json())
+
+    bench = MiddlewareBench(example("cap_tokens").CapTokens, worker, options={"cap_tokens": 100})
+    capped = await bench.post("/generate", {"text": "a", "sampling_params": {"max_new_tokens": 101, "top_p": 0.5}})
+    assert await capped.json() == {"text": "a", "sampling_params": {"max_new_tokens": 100, "top_p": 0.5}}
+    assert capped.headers.get("x-capped-tokens") == "100"
+    free = await bench.post("/generate", {"text": "a", "sampling_params": {"max_new_tokens": 100}})
+    assert free.headers.get("x-capped-tokens") is None
+    assert (await bench.ask("POST", "/generate", b"not JSON")).status == 500
+    assert bench.plugin.stats() == {"capped": 1}
+
+
+async def test_the_example_that_asks_again() -> None:
+    answers = [{"text": ""}, {"text": "here"}, {"text": "never asked"}]
+
+    async def worker(request: Request) -> Response:
+        return Response.of_json(200, answers[len(bench.received) - 1])
+
+    bench = MiddlewareBench(example("ask_again").AskAgain, worker)
+    answer = await bench.post("/generate", {"text": "hello"})
+    assert await answer.json() == {"text": "here"}
+    assert [json.loads(await request.body()) for request in bench.received] == [{"text": "hello"}] * 2
+    assert bench.plugin.stats() == {"asked_again": 1}

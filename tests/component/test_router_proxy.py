@@ -1,0 +1,292 @@
+"""What the router passes on, and what it does when a worker or a client goes away."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+
+import aiohttp
+import pytest
+
+from skyrl.router.proxy import Limits
+from tests.component.router_world import Exchange, FakeWorker, running_router, until
+
+
+async def raw(url: str, request: bytes) -> bytes:
+    """Send bytes, and read until the router closes the connection."""
+    host, port = url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(request)
+    answer = await reader.read()
+    writer.close()
+    await writer.wait_closed()
+    return answer
+
+
+async def test_method_path_query_headers_and_body_reach_the_worker_as_sent() -> None:
+    body = b'{"return_routed_experts": true,  "unknown": 1.50e-05, "z":"\\u00e9 \xc3\xa9"}'
+    worker = FakeWorker()
+    async with running_router(worker) as router:
+        request = (
+            b"PUT /a%2Fb/c%20d?x=1&x=2&y=%2F HTTP/1.1\r\nHost: router\r\nX-Foo: a\r\nX-Foo: b\r\n"
+            b"Authorization: Bearer None\r\n"
+            b"Content-Type: application/json; charset=utf-8\r\nConnection: close\r\nContent-Length: %d\r\n\r\n%s"
+        ) % (len(body), body)
+        answer = await raw(router.url, request)
+    received = worker.received[0]
+    assert received.line == "PUT /a%2Fb/c%20d?x=1&x=2&y=%2F HTTP/1.1"
+    assert received.body == body
+    assert received.header("x-foo") == ["a", "b"]
+    assert received.header("authorization") == ["Bearer None"]
+    assert received.header("content-type") == ["application/json; charset=utf-8"]
+    assert received.header("host") == [worker.url.removeprefix("http://")]
+    assert answer.endswith(b"\r\n\r\n" + body)
+
+
+@pytest.mark.parametrize("method", ["GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "HEAD"])
+async def test_every_method_is_passed_on(method: str) -> None:
+    worker = FakeWorker()
+    async with running_router(worker) as router, router.session.request(method, f"{router.url}/any") as answer:
+        assert answer.status == 200
+    assert worker.received[0].line == f"{method} /any HTTP/1.1"
+
+
+async def test_status_headers_and_body_of_an_answer_come_back_as_sent() -> None:
+    body = b'{"error": {"message": "no"}, "routed_experts": "AAECAw==", "x": 1e-05}'
+
+    async def refuse(exchange: Exchange) -> None:
+        headers = ("content-type: application/json", "x-request-id: 7", "set-cookie: a=1", "set-cookie: b=2")
+        await exchange.answer(body, "422 Unprocessable Entity", headers)
+
+    async with (
+        running_router(FakeWorker(refuse)) as router,
+        router.session.post(f"{router.url}/x", data=b"1") as answer,
+    ):
+        assert answer.status == 422
+        assert await answer.read() == body
+        assert answer.headers.getall("set-cookie") == ["a=1", "b=2"]
+        assert answer.headers["x-request-id"] == "7"
+        assert "date" not in answer.headers
+        assert "server" not in answer.headers
+
+
+async def test_a_stream_arrives_in_the_pieces_in_which_the_worker_sends_them() -> None:
+    go_on = asyncio.Event()
+
+    async def stream(exchange: Exchange) -> None:
+        await exchange.send(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")
+        await exchange.send(b"9\r\ndata: 1\n\n\r\n")
+        await go_on.wait()
+        await exchange.send(b"9\r\ndata: 2\n\n\r\n0\r\n\r\n")
+
+    async with running_router(FakeWorker(stream)) as router, router.session.post(f"{router.url}/generate") as answer:
+        assert await answer.content.readany() == b"data: 1\n\n"
+        status = router.app.status()
+        assert status["workers"][0]["in_flight"] == 1, "a request is in flight until the end of its stream"  # type: ignore[index]
+        go_on.set()
+        assert await answer.content.read() == b"data: 2\n\n"
+        await until(lambda: router.app.status()["workers"][0]["in_flight"] == 0)  # type: ignore[index]
+
+
+async def test_a_large_body_is_passed_on_while_it_arrives() -> None:
+    worker = FakeWorker()
+    body = bytes(range(256)) * 20_000
+    async with running_router(worker) as router:
+        async with router.session.post(f"{router.url}/big", data=body) as answer:
+            assert await answer.read() == body
+
+        async def pieces():
+            for start in range(0, len(body), 100_000):
+                yield body[start : start + 100_000]
+
+        async with router.session.post(f"{router.url}/chunked", data=pieces()) as answer:
+            assert await answer.read() == body
+    assert worker.received[0].header("content-length") == [str(len(body))]
+    assert worker.received[1].header("transfer-encoding") == ["chunked"]
+
+
+async def test_a_client_that_leaves_frees_the_worker() -> None:
+    started, freed = asyncio.Event(), asyncio.Event()
+
+    async def never(exchange: Exchange) -> None:
+        started.set()
+        await exchange.client_closed.wait()
+        freed.set()
+
+    async with running_router(FakeWorker(never)) as router:
+        asking = asyncio.create_task(router.session.post(f"{router.url}/generate", data=b"{}").__aenter__())
+        await started.wait()
+        asking.cancel()
+        await freed.wait()
+        await until(lambda: router.app.status()["workers"][0]["in_flight"] == 0)  # type: ignore[index]
+        assert router.app.status()["counts"]["client_left"] == 1  # type: ignore[index]
+
+
+async def test_a_refused_connection_sends_the_request_to_another_worker_and_quarantines_at_once() -> None:
+    alive, dead = FakeWorker(), FakeWorker()
+    async with running_router(alive, dead, policy="round_robin", health_check_interval_s=60) as router:
+        await dead.stop()
+        for number in range(6):
+            async with router.session.post(f"{router.url}/x", data=str(number)) as answer:
+                assert answer.status == 200
+        assert [request.body for request in alive.received] == [b"0", b"1", b"2", b"3", b"4", b"5"]
+        assert router.app.status()["counts"]["not_accepted"] == 1  # type: ignore[index]
+        assert router.app.status()["routable"] == 1
+
+
+async def test_a_revived_worker_is_used_again() -> None:
+    alive, dead = FakeWorker(), FakeWorker()
+    async with running_router(alive, dead, policy="round_robin") as router:
+        await dead.stop()
+        await until(lambda: router.app.status()["routable"] == 1)
+        await dead.start()
+        await until(lambda: router.app.status()["routable"] == 2)
+        for _ in range(2):
+            async with router.session.post(f"{router.url}/x", data=b"1") as answer:
+                assert answer.status == 200
+        assert len(dead.received) == 1
+
+
+async def test_a_request_that_a_worker_may_have_run_is_not_sent_again() -> None:
+    async def die(exchange: Exchange) -> None:
+        exchange.break_off()
+
+    workers = FakeWorker(die), FakeWorker(die)
+    async with running_router(*workers) as router, router.session.post(f"{router.url}/x", data=b"1") as answer:
+        assert answer.status == 502
+        error = (await answer.json())["error"]
+        assert error["code"] == "worker_interrupted"
+        assert sum(len(worker.received) for worker in workers) == 1
+
+
+async def test_an_answer_that_breaks_off_is_not_completed() -> None:
+    async def die(exchange: Exchange) -> None:
+        await exchange.send(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")
+        await exchange.send(b"9\r\ndata: 1\n\n\r\n")
+        exchange.break_off()
+
+    async with running_router(FakeWorker(die)) as router, router.session.post(f"{router.url}/x", data=b"1") as answer:
+        assert await answer.content.readany() == b"data: 1\n\n"
+        with pytest.raises(aiohttp.ClientPayloadError):
+            await answer.read()
+
+
+async def test_an_answer_shorter_than_its_length_is_not_completed() -> None:
+    async def cut(exchange: Exchange) -> None:
+        await exchange.send(b"HTTP/1.1 200 OK\r\ncontent-length: 100\r\n\r\nonly this")
+        exchange.break_off()
+
+    async with running_router(FakeWorker(cut)) as router:
+        with pytest.raises(aiohttp.ClientPayloadError):
+            async with router.session.post(f"{router.url}/x", data=b"1") as answer:
+                await answer.read()
+
+
+@pytest.mark.parametrize("garbage", [b"nonsense\r\n\r\n", b"HTTP/1.1 200 OK\r\nx: " + b"y" * 70_000])
+async def test_an_answer_that_is_not_http_is_a_502(garbage: bytes) -> None:
+    async def talk(exchange: Exchange) -> None:
+        await exchange.send(garbage)
+        await exchange.client_closed.wait()
+
+    async with running_router(FakeWorker(talk)) as router, router.session.post(f"{router.url}/x", data=b"1") as answer:
+        assert answer.status == 502
+
+
+async def test_an_early_answer_to_a_large_body_comes_back() -> None:
+    early = socket.create_server(("127.0.0.1", 0))
+
+    async def answer_at_once(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        if head.startswith(b"GET /health"):
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\nconnection: close\r\n\r\n")
+        else:
+            writer.write(b"HTTP/1.1 413 Too Large\r\ncontent-length: 2\r\nconnection: close\r\n\r\nno")
+        await writer.drain()
+        await reader.read(10)
+        writer.close()
+
+    server = await asyncio.start_server(answer_at_once, sock=early)
+    async with running_router(workers=(f"http://127.0.0.1:{early.getsockname()[1]}",)) as router:
+        request = b"POST /x HTTP/1.1\r\nHost: r\r\nContent-Length: 9000000\r\n\r\n" + bytes(2_000_000)
+        reader, writer = await asyncio.open_connection(*router.url.removeprefix("http://").split(":"))
+        writer.write(request)
+        assert (await reader.readuntil(b"\r\n")).startswith(b"HTTP/1.1 413")
+        writer.transport.abort()
+    server.close()
+    await server.wait_closed()
+
+
+async def test_without_a_worker_the_answer_is_503_with_retry_after() -> None:
+    async with running_router() as router:
+        async with router.session.post(f"{router.url}/generate", data=b"{}") as answer:
+            assert answer.status == 503
+            assert answer.headers["retry-after"] == "1"
+            assert (await answer.json())["error"]["code"] == "no_available_workers"
+        async with router.session.get(f"{router.url}/readyz") as answer:
+            assert answer.status == 503
+
+
+async def test_requests_beyond_the_limit_wait_and_beyond_the_queue_are_refused() -> None:
+    go_on = asyncio.Event()
+
+    async def wait(exchange: Exchange) -> None:
+        await go_on.wait()
+        await exchange.answer(exchange.request.body)
+
+    worker = FakeWorker(wait)
+    async with running_router(worker, limits=Limits(running=1, waiting=1)) as router:
+
+        async def ask(number: int) -> tuple[int, bytes]:
+            async with router.session.post(f"{router.url}/x", data=str(number)) as answer:
+                return answer.status, await answer.read()
+
+        first = asyncio.create_task(ask(1))
+        await until(lambda: len(worker.received) == 1)
+        second = asyncio.create_task(ask(2))
+        await until(lambda: router.app.status()["waiting"] == 1)
+        status, body = await ask(3)
+        assert (status, json.loads(body)["error"]["code"]) == (503, "router_busy")
+        assert len(worker.received) == 1
+        go_on.set()
+        assert await first == (200, b"1")
+        assert await second == (200, b"2")
+
+
+async def test_a_body_beyond_the_limit_is_refused() -> None:
+    worker = FakeWorker()
+    async with running_router(worker, limits=Limits(body_bytes=2**21)) as router:
+        async with router.session.post(f"{router.url}/x", data=bytes(2**21)) as answer:
+            assert answer.status == 200
+        async with router.session.post(f"{router.url}/x", data=bytes(2**21 + 1)) as answer:
+            assert answer.status == 413
+    assert len(worker.received) == 1
+
+
+async def test_requests_at_a_worker_that_hangs_are_broken_off() -> None:
+    async def hang(exchange: Exchange) -> None:
+        await exchange.client_closed.wait()
+
+    worker = FakeWorker(hang)
+    async with running_router(worker, hang_s=0.1) as router:
+        asking = asyncio.create_task(router.session.post(f"{router.url}/x", data=b"1").__aenter__())
+        await until(lambda: len(worker.received) == 1)
+        worker.healthy = False
+        answer = await asking
+        assert answer.status == 502
+        assert (await answer.json())["error"]["code"] == "worker_interrupted"
+
+
+async def test_with_a_key_only_health_is_open() -> None:
+    worker = FakeWorker()
+    async with running_router(worker, key="secret") as router:
+        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "secret"}):
+            for method, path in (("POST", "/x"), ("GET", "/workers"), ("GET", "/statusz"), ("POST", "/abort_request")):
+                async with router.session.request(method, router.url + path, headers=headers) as answer:
+                    assert answer.status == 401, path
+        assert worker.received == []
+        async with router.session.get(f"{router.url}/readyz") as answer:
+            assert answer.status == 200
+        async with router.session.post(f"{router.url}/x", headers={"Authorization": "Bearer secret"}) as answer:
+            assert answer.status == 200
+        assert worker.received[0].header("authorization") == ["Bearer secret"]
