@@ -44,6 +44,7 @@ DRAIN_S = 10.0
 class RouterOptions:
     """`tokenizer` is a directory with tokenizer.json. `key` is what clients must send; it is also sent to workers when
     the router asks them by itself. `hang_s`: how long a worker may fail its probes before its requests are broken off.
+    `names_workers`: answers name their workers, for clients that ask a worker without the router.
     """
 
     host: str = "127.0.0.1"
@@ -60,6 +61,7 @@ class RouterOptions:
     state_dir: Path | None = None
     base_models: tuple[str, ...] = ()
     key: str | None = None
+    names_workers: bool = False
 
 
 @contextlib.asynccontextmanager
@@ -68,7 +70,7 @@ async def open_router(options: RouterOptions) -> AsyncIterator[RouterApp]:
     counts: Counter[str] = Counter()
     pool = WorkerPool(make_policy(options.policy))
     connections = Connections()
-    proxy = Proxy(pool, connections, options.limits, counts, options.base_models)
+    proxy = Proxy(pool, connections, options.limits, counts, options.base_models, names_workers=options.names_workers)
     async with contextlib.AsyncExitStack() as stack:
         stack.callback(connections.close)
         control = await stack.enter_async_context(ControlClient())
