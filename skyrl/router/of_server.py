@@ -12,7 +12,8 @@ from skyrl.processes.runtime import Runtime, run_process, set_up_process
 from skyrl.router.main import RouterOptions, run_router
 from skyrl.router.proxy import Limits
 
-HEALTH_CHECK_INTERVAL_S = 1.0
+HEALTH_CHECK_INTERVAL_S, HEALTH_CHECK_TIMEOUT_S, HEALTH_CHECK_FAILURES = 1.0, 2.0, 2
+"""A replica that hangs gets no new samples after 5 s. The engine registers it again as soon as it answers."""
 
 
 def options_of(runtime: Runtime) -> RouterOptions:
@@ -29,6 +30,8 @@ def options_of(runtime: Runtime) -> RouterOptions:
         policy="adapter_affinity",
         limits=Limits(running=config.max_pending_samples * config.api_processes, body_bytes=config.max_body_bytes),
         health_check_interval_s=HEALTH_CHECK_INTERVAL_S,
+        health_check_failure_threshold=HEALTH_CHECK_FAILURES,
+        health_check_timeout_s=HEALTH_CHECK_TIMEOUT_S,
         hang_s=config.backend_config.inference.health_timeout_s,
         state_dir=runtime.directory,
         base_models=config.served_names,

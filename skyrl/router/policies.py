@@ -29,6 +29,9 @@ class Policy(Protocol):
     """`candidates` is not empty. The pool passes the same tuple again until the set of routable workers changes: a
     policy can keep what it derived from the tuple."""
 
+    uses_adapter: bool
+    """Whether `facts.adapter` matters: then the router reads the name in each body."""
+
     def choose(self, facts: RequestFacts, candidates: Sequence[Worker]) -> Worker: ...
 
 
@@ -39,6 +42,8 @@ def load_bound(candidates: Sequence[Worker]) -> float:
 
 class LeastInFlight:
     """The worker with the fewest requests in flight. Workers with equally many take turns."""
+
+    uses_adapter = False
 
     def __init__(self) -> None:
         self._next = 0
@@ -57,6 +62,8 @@ class LeastInFlight:
 class RoundRobin:
     """Workers in turn, whatever their load."""
 
+    uses_adapter = False
+
     def __init__(self) -> None:
         self._next = 0
 
@@ -71,6 +78,8 @@ class ConsistentHashing:
 
     A key keeps its worker when workers come and go, unless its worker leaves or the new worker is its new first.
     """
+
+    uses_adapter = False
 
     def __init__(self) -> None:
         self._orders = KeyOrders()
@@ -91,6 +100,8 @@ class AdapterAffinity:
     overloaded, the adapter gets one more; a home that was added for load is given up again. Among the homes the session
     key decides, unless that home is overloaded; without a key, the least in flight. A request for no adapter is routed
     as by `ConsistentHashing`."""
+
+    uses_adapter = True
 
     def __init__(self, placement: AdapterPlacement | None = None) -> None:
         self._placement = placement or AdapterPlacement()

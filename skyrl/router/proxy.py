@@ -43,6 +43,11 @@ _WITH_BODY = frozenset(("POST", "PUT", "PATCH"))
 _BODY_EXPECTED = (_LENGTH, b"transfer-encoding")
 
 
+CHOSEN = "skyrl.router.worker"
+"""The key in the scope of a worker that was chosen before. A policy must choose once per request: with two turns for
+each request, a round robin over two workers would always use the same one."""
+
+
 class RequestHead(NamedTuple):
     """What the router needs of a request's headers. `lines`: those that go on, as bytes. `length`: of the body; -1 if
     it is not known. `key`: what keeps requests on one worker."""
@@ -171,7 +176,7 @@ class Proxy:
         facts = RequestFacts(head.key, self.adapter(scope["path"], body) if not more else None)
         lines = b"%s%s\r\n" % (head.lines, framing)
         request = _Request(scope, lines, body, more, chunked=more and head.length < 0)
-        await self._try_workers(request, facts, receive, send)
+        await self._try_workers(request, facts, scope, receive, send)
 
     async def _refuse_body(self, send: Send) -> None:
         self.counts["refused_body"] += 1
@@ -204,10 +209,14 @@ class Proxy:
         name = named.lora_path or named.model
         return None if name in self._base_models else name
 
-    async def _try_workers(self, request: _Request, facts: RequestFacts, receive: Receive, send: Send) -> None:
+    async def _try_workers(
+        self, request: _Request, facts: RequestFacts, scope: Scope, receive: Receive, send: Send
+    ) -> None:
         pool, tried = self.pool, []
+        chosen: Worker | None = scope.get(CHOSEN)
         while len(tried) < MAX_TRIES:
-            worker = pool.choose(facts, tried)
+            worker = chosen if chosen is not None and chosen.routable else pool.choose(facts, tried)
+            chosen = None
             if worker is None:
                 break
             pool.begin(worker)

@@ -11,7 +11,7 @@ import aiohttp
 
 from skyrl.processes.listening import listen
 from skyrl.router.app import RouterApp
-from skyrl.router.main import RouterOptions, open_router
+from skyrl.router.main import RouterOptions, connection_class, open_router
 from skyrl.web.server import Server
 
 HEALTHY = b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n"
@@ -77,6 +77,7 @@ class FakeWorker:
     def __init__(self, script: Script = echo) -> None:
         self.script = script
         self.healthy = True
+        self.probes = 0
         self.received: list[Received] = []
         self.port = 0
         self._server: asyncio.Server | None = None
@@ -114,6 +115,7 @@ class FakeWorker:
                 request.body = await self._body(reader, request)
                 exchange = Exchange(request, writer)
                 if request.path == "/health":
+                    self.probes += 1
                     await exchange.send(HEALTHY if self.healthy else HEALTHY.replace(b"200 OK", b"503 Away"))
                     continue
                 self.received.append(request)
@@ -166,13 +168,13 @@ async def running_router(*workers: FakeWorker, **options: object) -> AsyncIterat
     )
     sockets = listen("127.0.0.1", 0)
     async with (
-        open_router(replace(defaults, **options)) as app,  # type: ignore[arg-type]
+        open_router(replace(defaults, **options)) as router,  # type: ignore[arg-type]
         aiohttp.ClientSession(auto_decompress=False, connector=aiohttp.TCPConnector(limit=0)) as session,
     ):
-        server = Server(app, date_header=False, drain_s=1)
+        server = Server(router.app, date_header=False, drain_s=1, http=connection_class(router))
         serving = asyncio.create_task(server.serve(sockets))
         try:
-            yield RunningRouter(app, f"http://127.0.0.1:{sockets[0].getsockname()[1]}", session)
+            yield RunningRouter(router.app, f"http://127.0.0.1:{sockets[0].getsockname()[1]}", session)
         finally:
             await session.close()
             server.should_exit = True
