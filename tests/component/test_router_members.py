@@ -83,27 +83,33 @@ async def test_a_replica_that_comes_back_has_the_adapters_in_use_before_it_gets_
 
 
 async def test_the_group_tells_a_router_that_has_lost_its_workers() -> None:
-    async with servers(1) as (one,), running_router(**ROUTER) as router:
-        async with grouped(router, one):
-            await until(lambda: used(router) == {one.url})
-            headers = {"Authorization": f"Bearer {KEY}"}
-            async with router.session.post(f"{router.url}/remove_worker?url={one.url}", headers=headers) as answer:
-                assert answer.status == 200
-            await until(lambda: used(router) == {one.url})
+    async with (
+        servers(1) as (one,),
+        running_router(**ROUTER) as router,
+        grouped(router, one),
+    ):
+        await until(lambda: used(router) == {one.url})
+        headers = {"Authorization": f"Bearer {KEY}"}
+        async with router.session.post(f"{router.url}/remove_worker?url={one.url}", headers=headers) as answer:
+            assert answer.status == 200
+        await until(lambda: used(router) == {one.url})
 
 
 async def test_a_replica_that_hangs_is_not_registered_again_before_it_answers() -> None:
-    async with servers(2) as (one, two), running_router(**ROUTER, health_check_timeout_s=0.05) as router:
-        async with grouped(router, one, two) as (group, _):
-            await until(lambda: used(router) == {one.url, two.url})
-            one.hang()
-            await until(lambda: used(router) == {two.url})
-            asked = len(two.upstream.requests)
-            await until(lambda: len(two.upstream.requests) > asked + 20)
-            assert used(router) == {two.url}, "the group still waits for the answer to its probe"
-            assert group.replicas[0].state is ReplicaState.READY
-            one.may_answer.set()
-            await until(lambda: used(router) == {one.url, two.url})
+    async with (
+        servers(2) as (one, two),
+        running_router(**ROUTER, health_check_timeout_s=0.05) as router,
+        grouped(router, one, two) as (group, _),
+    ):
+        await until(lambda: used(router) == {one.url, two.url})
+        one.hang()
+        await until(lambda: used(router) == {two.url})
+        asked = len(two.upstream.requests)
+        await until(lambda: len(two.upstream.requests) > asked + 20)
+        assert used(router) == {two.url}, "the group still waits for the answer to its probe"
+        assert group.replicas[0].state is ReplicaState.READY
+        one.may_answer.set()
+        await until(lambda: used(router) == {one.url, two.url})
 
 
 async def test_a_new_engine_takes_no_replica_away() -> None:
@@ -119,11 +125,14 @@ async def test_a_new_engine_takes_no_replica_away() -> None:
 
 
 async def test_a_removed_replica_leaves_the_router() -> None:
-    async with servers(2) as (one, two), running_router(**ROUTER) as router:
-        async with grouped(router, one, two) as (group, _):
-            await until(lambda: used(router) == {one.url, two.url})
-            await group.remove(group.replicas[0].id)
-            await until(lambda: used(router) == {two.url})
+    async with (
+        servers(2) as (one, two),
+        running_router(**ROUTER) as router,
+        grouped(router, one, two) as (group, _),
+    ):
+        await until(lambda: used(router) == {one.url, two.url})
+        await group.remove(group.replicas[0].id)
+        await until(lambda: used(router) == {two.url})
 
 
 async def test_the_url_is_published_once_the_router_has_a_replica() -> None:

@@ -1,5 +1,4 @@
-"""What the forwarding client makes of the answers of skyrl's router. tests/component/test_forwarding_failures.py has the
-other answers."""
+"""The verdicts on the answers of skyrl's router. tests/component/test_forwarding_failures.py has the other answers."""
 
 from __future__ import annotations
 
