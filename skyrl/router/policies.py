@@ -13,6 +13,8 @@ from skyrl.router.placement import AdapterPlacement
 from skyrl.router.rendezvous import KeyOrders
 from skyrl.router.worker import Worker
 
+MAX_ADAPTER_NAME = 512
+"""A longer name is no adapter's, and would only take memory."""
 LOAD_FACTOR = 1.25
 LOAD_SLACK = 4
 """A worker is overloaded with more than `LOAD_FACTOR` x the mean + `LOAD_SLACK` requests in flight."""
@@ -104,13 +106,13 @@ class AdapterAffinity:
     uses_adapter = True
 
     def __init__(self, placement: AdapterPlacement | None = None) -> None:
-        self._placement = placement or AdapterPlacement()
+        self._placement = AdapterPlacement() if placement is None else placement
         self._orders = KeyOrders()
         self._no_adapter = ConsistentHashing()
         self._keyless = LeastInFlight()
 
     def choose(self, facts: RequestFacts, candidates: Sequence[Worker]) -> Worker:
-        if not facts.adapter:
+        if not facts.adapter or len(facts.adapter) > MAX_ADAPTER_NAME:
             return self._no_adapter.choose(facts, candidates)
         bound = load_bound(candidates)
         homes = self._placement.homes(facts.adapter, candidates, bound)

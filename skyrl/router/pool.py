@@ -75,7 +75,7 @@ class WorkerPool:
         registration leaves out stays as it was, unless the worker was being removed. Raises ValueError for a bad URL,
         TooManyWorkers."""
         url = normalise_url(url)
-        completions_url = None if completions_url is None else normalise_url(completions_url)
+        completions_url = None if completions_url is None else normalise_url(completions_url, "completions_url")
         worker = self._workers.get(url)
         if worker is None:
             if len(self._workers) >= self._max_workers:

@@ -79,14 +79,13 @@ class HealthProber:
 
     async def _probe(self, worker: Worker) -> None:
         try:
-            async with asyncio.TaskGroup() as probes:
-                for url in {worker.url, worker.completions_url or worker.url}:
-                    probes.create_task(self._probe_address(url))
-        except* Refused as errors:
-            self._pool.probe_failed(worker, str(errors.exceptions[0]), self._failure_threshold)
+            for url in {worker.url, worker.completions_url or worker.url}:
+                await self._probe_address(url)
+        except Refused as refusal:
+            self._pool.probe_failed(worker, str(refusal), self._failure_threshold)
             self._pool.refused(worker)
-        except* Unreachable as errors:
-            self._pool.probe_failed(worker, str(errors.exceptions[0]), self._failure_threshold)
+        except Unreachable as failure:
+            self._pool.probe_failed(worker, str(failure), self._failure_threshold)
         else:
             self._pool.probe_answered(worker)
 
