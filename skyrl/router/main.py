@@ -99,6 +99,7 @@ async def open_router(options: RouterOptions) -> AsyncIterator[Router]:
             options.health_check_failure_threshold,
             control.fetch,
             options.health_check_timeout_s,
+            headers=[] if options.key is None else [(b"authorization", f"Bearer {options.key}".encode())],
         )
         background = [prober.run(), HungWorkers(pool, proxy, options.hang_s).run()]
         if options.state_dir is not None:

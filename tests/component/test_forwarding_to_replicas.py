@@ -19,7 +19,7 @@ from skyrl.sampling.endpoint import FixedEndpoint
 from skyrl.sampling.http import HttpTransport
 from skyrl.sampling.job import SampleJob
 from skyrl.wire.errors import FailedRequest
-from tests.component.router_world import RunningRouter, running_router
+from tests.component.router_world import RunningRouter, running_router, until
 
 KEY = "key"
 DYING = {"/health": reply(503, b"")}
@@ -194,6 +194,8 @@ def of_session(job: SampleJob, session: int, number: int) -> SampleJob:
 async def test_the_replicas_in_use_are_counted() -> None:
     async with upstreams(2) as (one, two), routed(one, two) as (router, client):
         assert await client.replicas_in_use() == 2
+        await until(lambda: bool(sent_to(one, "/health")))
+        assert sent_to(one, "/health")[0].headers["authorization"] == f"Bearer {KEY}", "vLLM refuses other probes"
         await remove(router, one.url)
         assert await client.replicas_in_use() == 1
     assert await client.replicas_in_use() == 0

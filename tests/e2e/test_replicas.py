@@ -89,7 +89,8 @@ def replicas(server: DemoServer) -> Iterator[Replicas]:
 @pytest.fixture(scope="module")
 def samplers(server: DemoServer) -> Iterator[list[tinker.SamplingClient]]:
     with tinker.ServiceClient(base_url=server.url, api_key="tml-replicas") as client:
-        yield [client.create_sampling_client(base_model="tiny") for _ in range(CLIENTS)]
+        made = [client.create_sampling_client(base_model="tiny") for _ in range(CLIENTS)]
+        yield [sampler.result() for sampler in made]
 
 
 def sample(sampler: tinker.SamplingClient, length: int) -> list[int]:
@@ -111,7 +112,9 @@ class Load:
 def start_load(pool: ThreadPoolExecutor, samplers: list[tinker.SamplingClient], replicas: Replicas) -> Load:
     """Return when both replicas sample."""
     running = [pool.submit(sample, sampler, LONG) for sampler in samplers]
-    until(lambda: all(worker["in_flight"] for worker in replicas.workers().values()))
+    while not all(worker["in_flight"] for worker in replicas.workers().values()):
+        assert not any(each.done() for each in running), replicas.workers()
+        time.sleep(0.01)
     return Load(running)
 
 
