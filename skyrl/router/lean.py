@@ -16,7 +16,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from skyrl.router.connections import Address, address_of
 from skyrl.router.policies import RequestFacts
-from skyrl.router.proxy import CHOSEN, Proxy, RequestHead, answer_headers
+from skyrl.router.proxy import CHOSEN, Proxy, RequestHead
 from skyrl.router.refusals import INTERRUPTED, refusal
 from skyrl.router.upstream import Upstream
 from skyrl.router.worker import Worker
@@ -126,7 +126,7 @@ class LeanCycle:
         """The head of the answer with what there is of its body."""
         parts = [STATUS_LINE.get(status) or b"HTTP/1.1 %d \r\n" % status]
         has_length = status in (204, 304)
-        for name, value in answer_headers(status, headers):
+        for name, value in self._proxy.answer_headers(self._worker, status, headers):
             has_length = has_length or name == b"content-length"
             parts += (name, b": ", value, b"\r\n")
         if not self.keep_alive:
@@ -146,7 +146,7 @@ class LeanCycle:
         self._proxy.counts["interrupted"] += 1
         message = f"no answer from {self._worker.url} ({reason}); it may have processed the request"
         headers, body = refusal(502, INTERRUPTED, message)
-        lines = b"".join([b"%s: %s\r\n" % header for header in headers])
+        lines = b"".join([b"%s: %s\r\n" % header for header in (*headers, *self._proxy.name_of(self._worker))])
         closing = b"" if self.keep_alive else b"connection: close\r\n"
         self.response_started = True
         self._protocol.transport.write(b"%s%s%s\r\n%s" % (STATUS_LINE[502], lines, closing, body))

@@ -30,7 +30,7 @@ from skyrl.router.lean import Lane, protocol_with
 from skyrl.router.plugins import Chain
 from skyrl.router.policies import DEFAULT_POLICY, make_policy
 from skyrl.router.pool import WorkerPool
-from skyrl.router.probes import HealthProber
+from skyrl.router.probes import PROBE_TIMEOUT_S, HealthProber
 from skyrl.router.proxy import Limits, Proxy
 from skyrl.router.registration import RegistrationRoutes
 from skyrl.router.state_file import StateFile
@@ -47,6 +47,7 @@ DRAIN_S = 10.0
 class RouterOptions:
     """`tokenizer` is a directory with tokenizer.json. `key` is what clients must send; it is also sent to workers when
     the router asks them by itself. `hang_s`: how long a worker may fail its probes before its requests are broken off.
+    `names_workers`: answers name their workers, for clients that ask a worker without the router.
     """
 
     host: str = "127.0.0.1"
@@ -59,10 +60,12 @@ class RouterOptions:
     limits: Limits = Limits()
     health_check_interval_s: float = 5.0
     health_check_failure_threshold: int = 3
+    health_check_timeout_s: float = PROBE_TIMEOUT_S
     hang_s: float = 60.0
     state_dir: Path | None = None
     base_models: tuple[str, ...] = ()
     key: str | None = None
+    names_workers: bool = False
 
 
 @dataclass(frozen=True)
@@ -80,7 +83,7 @@ async def open_router(options: RouterOptions) -> AsyncIterator[Router]:
     counts: Counter[str] = Counter()
     pool = WorkerPool(make_policy(options.policy))
     connections = Connections()
-    proxy = Proxy(pool, connections, options.limits, counts, options.base_models)
+    proxy = Proxy(pool, connections, options.limits, counts, options.base_models, names_workers=options.names_workers)
     async with contextlib.AsyncExitStack() as stack:
         stack.callback(connections.close)
         control = await stack.enter_async_context(ControlClient())
@@ -91,7 +94,12 @@ async def open_router(options: RouterOptions) -> AsyncIterator[Router]:
         )
         chain = Chain(options.middleware, ToWorkers(Broadcasts(pool, control.fetch), proxy), context)
         prober = HealthProber(
-            pool, options.health_check_interval_s, options.health_check_failure_threshold, control.fetch
+            pool,
+            options.health_check_interval_s,
+            options.health_check_failure_threshold,
+            control.fetch,
+            options.health_check_timeout_s,
+            headers=[] if options.key is None else [(b"authorization", f"Bearer {options.key}".encode())],
         )
         background = [prober.run(), HungWorkers(pool, proxy, options.hang_s).run()]
         if options.state_dir is not None:
