@@ -276,7 +276,7 @@ class Staying(Router):
 async def test_an_aborted_sample_is_sent_again(aborts: int, calls: int, kind: str) -> None:
     router = Staying()
     good, gone = answer("b", router.ids("b")), answer("b", router.ids("b"), "abort")
-    router.worker.answers = [(200, json.dumps(gone).encode())] * aborts + [(200, json.dumps(good).encode())]
+    router.worker.answers += [(200, json.dumps(one).encode()) for one in [gone] * aborts + [good]]
     _, body = await router.send("/generate", b'{"text":"a"}')
     assert json.loads(body)["meta_info"]["finish_reason"]["type"] == kind
     assert len(router.worker.seen) == calls

@@ -33,8 +33,8 @@ OTHER_INPUT = (
 
 
 class RadixTreeMiddleware(RouterMiddleware):
-    """Options: `radix_max_bytes` (bytes), `radix_kept_versions`, `radix_abort_retries`, `radix_abort_pause_s` (seconds).
-    Raises ValueError for a bad option and without a tokenizer."""
+    """Options: `radix_max_bytes` (bytes), `radix_kept_versions`, `radix_abort_retries`, `radix_abort_pause_s`
+    (seconds). Raises ValueError for a bad option and without a tokenizer."""
 
     def __init__(self, app: AsgiApp, *, router: RouterContext) -> None:
         super().__init__(app, router=router)

@@ -78,8 +78,7 @@ def _spelled(
     whole = tokenizer.decode(ids, skip_special_tokens=skipped)
     if not whole.startswith(text):
         return None
-    ends = [end for end in _ends(ids, tokenizer, skipped) if whole.startswith(end[0])]
-    cuts = [(len(end), count) for end, count in ends if 0 < len(end) <= len(text)]
+    cuts = [(length, count) for length, count in _ends(ids, whole, tokenizer, skipped) if length <= len(text)]
     if whole == text and (not cuts or cuts[-1][0] < len(text)) and text:
         cuts.append((len(text), len(ids)))  # the sample ends within a character: the span is usable as a whole
     shown = next((count for length, count in cuts if length == len(text)), 0)
@@ -89,7 +88,8 @@ def _spelled(
         return None
     if not aligned or not rest or _UNFINISHED in rest:
         return Sample(text, ids, logprobs, cuts)
-    tail = [(len(text) + len(end), shown + count) for end, count in _ends(ids[shown:], tokenizer, False)]
+    ends = _ends(ids[shown:], rest, tokenizer, False)
+    tail = [(len(text) + length, shown + count) for length, count in ends]
     return Sample(text, ids, logprobs, cuts + tail, rest)
 
 
@@ -109,12 +109,15 @@ def _may_be_trimmed(rest: str, ids: list[int], finish: dict[str, Any], tokenizer
     return False
 
 
-def _ends(ids: Sequence[int], tokenizer: Tokenizer, skipped: bool) -> list[tuple[str, int]]:
-    """(decoded text, number of tokens) at the tokens after which the text is exact, texts ascending and distinct."""
-    stream, text, ends = DecodeStream(skip_special_tokens=skipped), "", []
+def _ends(ids: Sequence[int], whole: str, tokenizer: Tokenizer, skipped: bool) -> list[tuple[int, int]]:
+    """(characters of `whole`, number of tokens) at the tokens after which the text is exact, ascending and distinct.
+    `whole` is the text of `ids`; the list ends where the stream of texts leaves it."""
+    stream, length, ends = DecodeStream(skip_special_tokens=skipped), 0, []
     for count, token in enumerate(ids, 1):
         chunk = stream.step(tokenizer, token)
         if chunk:
-            text += chunk
-            ends.append((text, count))
+            if not whole.startswith(chunk, length):
+                break
+            length += len(chunk)
+            ends.append((length, count))
     return ends

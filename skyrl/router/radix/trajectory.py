@@ -53,7 +53,8 @@ class Sample:
 
 @dataclass(frozen=True)
 class Cut:
-    """The first `count` of the own tokens of `trajectory`, and all before them: they stand for `position` characters."""
+    """The first `count` of the own tokens of `trajectory`, and all before them. They stand for
+    `position` characters."""
 
     trajectory: Trajectory
     count: int
