@@ -217,6 +217,7 @@ def _client(runtime: Runtime, database: Database, adapters: AdapterHost) -> Forw
         api_key=runtime.inference_api_key,
         deadline_s=config.forwarding_deadline_s,
         zero_fill_logprobs=config.forwarding_zero_fill_logprobs,
+        replicas=runtime.replica_urls if config.backend_config.inference.routed else (),
     )
 
 

@@ -18,16 +18,23 @@ def router(services: Services) -> Routes:
     routes = Routes("health", prefix="")
 
     async def find_reasons() -> tuple[bool, list[str]]:
-        """Whether the server is ready, and the reasons to list. Too little disk space is listed, but the server stays
-        ready: samples go on."""
+        """Whether the server is ready, and the reasons to list. Too little disk space and missing replicas are listed,
+        but the server stays ready while one replica is in use: samples go on."""
         await services.watch.refresh()
         reasons = services.watch.reasons()
         if not reasons and services.config.external_inference_url is not None and services.client is not None:
             failure = await services.client.probe()
             reasons = [f"sampling: {failure}"] if failure is not None else []
+        ready = not reasons
+        if ready and used_replicas is not None and (used := await used_replicas.now()) < replicas:
+            ready = used > 0
+            reasons = [f"sampling: {used} of {replicas} replicas are in use"]
         disk_shortage = shortage(services.config.state_dir)
-        return not reasons, [*reasons, f"disk: {disk_shortage}"] if disk_shortage is not None else reasons
+        return ready, [*reasons, f"disk: {disk_shortage}"] if disk_shortage is not None else reasons
 
+    replicas = services.config.backend_config.inference.num_engines
+    routed = services.config.modes.manages_inference and replicas > 1
+    used_replicas = Readiness(services.client.replicas_in_use) if routed and services.client is not None else None
     readiness = Readiness(find_reasons)
 
     @routes.get("/", scope="open")
@@ -54,8 +61,12 @@ def router(services: Services) -> Routes:
     @routes.get("/statusz", scope="open")
     async def statusz(call: Call) -> Response:
         state = services.watch.state
+        shown: dict[str, object] = {}
+        if used_replicas is not None:
+            shown = {"replicas": {"in_use": await used_replicas.now(), "of": replicas}}
         return reply(
             {
+                **shown,
                 "version": __version__,
                 "api_process": services.process_id,
                 "samples": {

@@ -14,6 +14,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from skyrl.config import skyrl_keys
 
+LAST_PORT = 65535
+
 
 class ConfigError(ValueError):
     """A configuration value that cannot be used; the message names the key and what is allowed."""
@@ -73,21 +75,32 @@ class TrainerConfig(Strict):
 
 
 class InferenceEngineConfig(Strict):
-    """The vLLM that this server runs. `engine_init_kwargs` are options of vLLM under vLLM's own names.
+    """The `num_engines` vLLMs (replicas) that this server runs. More than one have a router in front of them. `port` is
+    that of the first replica; the next ones follow. `engine_init_kwargs` are options of vLLM under vLLM's own names.
 
     A watchdog asks vLLM every `probe_interval_s` whether it works. vLLM is killed and started again when its API server
     gives no answer for `health_timeout_s`, or when its engine finishes no step for `step_timeout_s`."""
 
-    num_engines: Literal[1] = 1
+    num_engines: int = Field(1, ge=1, le=64, strict=True)
     tensor_parallel_size: int = Field(1, ge=1)
     gpu_memory_utilization: float = Field(0.5, gt=0, le=1)
     max_model_len: int | None = Field(None, ge=16)
     max_num_seqs: int = Field(256, ge=1)
-    port: int | None = Field(None, ge=1, le=65535)
+    port: int | None = Field(None, ge=1, le=LAST_PORT)
     probe_interval_s: float = Field(5.0, gt=0)
     health_timeout_s: float = Field(60.0, gt=0)
     step_timeout_s: float = Field(300.0, gt=0)
     engine_init_kwargs: dict[str, Any] = Field(default_factory=dict)
+
+    @property
+    def routed(self) -> bool:
+        """Whether samples go through a router."""
+        return self.num_engines > 1
+
+    @property
+    def ports(self) -> list[int] | None:
+        """The port of each replica; None if free ports are to be found."""
+        return None if self.port is None else [self.port + number for number in range(self.num_engines)]
 
 
 class GeneratorConfig(Strict):

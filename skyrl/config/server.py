@@ -15,7 +15,7 @@ from pydantic import Field, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from skyrl.config import skyrl_keys
-from skyrl.config.backend import BackendConfig, Strict, parse_backend_config
+from skyrl.config.backend import LAST_PORT, BackendConfig, Strict, parse_backend_config
 from skyrl.config.backend import ConfigError as ConfigError
 from skyrl.config.database_url import readable_url
 from skyrl.config.modes import Modes
@@ -203,6 +203,25 @@ class ServerConfig(BaseSettings):
             raise ValueError(
                 f"host {self.host!r} can be reached from elsewhere, and any API key is accepted: give --api-keys "
                 f"managed, or --allow-remote if that is meant, or one of {', '.join(LOOPBACK)}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _one_vllm_takes_turns(self) -> ServerConfig:
+        if self.modes.manages_inference and not self.modes.forwards and self.backend_config.inference.routed:
+            raise ValueError(
+                f"generator.inference_engine.num_engines: {self.backend_config.inference.num_engines} vLLMs, but with "
+                "trainer.placement.colocate_all the trainer takes turns with one vLLM: leave out one of the two keys"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _ports_exist(self) -> ServerConfig:
+        inference = self.backend_config.inference
+        if inference.ports and inference.ports[-1] > LAST_PORT:
+            raise ValueError(
+                f"generator.inference_engine.port: the last of {inference.num_engines} vLLMs would listen at "
+                f"{inference.ports[-1]}, and {LAST_PORT} is the last port"
             )
         return self
 

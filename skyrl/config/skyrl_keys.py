@@ -142,7 +142,6 @@ KEYS: dict[str, Entry] = {
     "trainer.log_path": _refused(_LOGS),
     "trainer.ckpt_path": _refused(_STORE),
     "trainer.export_path": _refused(_STORE),
-    f"{ENGINE}num_engines": _taken(1, why="this version runs one vLLM; more GPUs go to tensor_parallel_size"),
     f"{ENGINE}backend": _taken("vllm", why="samples come from vLLM"),
     f"{ENGINE}run_engines_locally": _taken(True, why=_EXTERNAL),
     f"{ENGINE}external_proxy_url": _taken(None, why=_EXTERNAL),
@@ -172,7 +171,7 @@ KEYS: dict[str, Entry] = {
         f"{ENGINE}{name}": _refused(_VLLM_PROCESSES)
         for name in ("enable_return_routed_experts", "use_expandable_segments", "vllm_v1_disable_multiproc")
     },
-    f"{ENGINE}router_init_kwargs": _refused("there is one vLLM and no router before it"),
+    f"{ENGINE}router_init_kwargs": _refused("this server sets the options of the router before its vLLMs"),
     "max_lora_rank": _becomes(f"{LORA}max_lora_rank"),
     "gradient_checkpointing": _becomes("trainer.gradient_checkpointing"),
     "sample_max_num_sequences": _becomes(f"{ENGINE}max_num_seqs"),

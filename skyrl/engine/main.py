@@ -33,6 +33,7 @@ from skyrl.engine.state import EngineStatePublisher
 from skyrl.inference.adapter_host import AdapterHost, SharedDirectory
 from skyrl.inference.engine_group import EngineGroup
 from skyrl.inference.replica import Addresses, Replica
+from skyrl.inference.router_members import RouterMembers
 from skyrl.inference.vllm_command import context_length, cuda_devices
 from skyrl.notify.doorbell import Doorbell, DoorbellListener
 from skyrl.processes.runtime import Runtime, run_process, set_up_process
@@ -218,8 +219,8 @@ def _adapter_host(config: ServerConfig, database: Database, store: CheckpointSto
 
 
 def _group(runtime: Runtime, database: Database, state: EngineStatePublisher, host: AdapterHost) -> EngineGroup:
-    """The one replica that the launcher runs."""
-    config, url = runtime.config, runtime.inference_url
+    """The replicas that the launcher runs. Several have a router in front of them."""
+    config, key, url = runtime.config, runtime.inference_api_key or "", runtime.inference_url
     assert url is not None
 
     async def in_use() -> list[AdapterVersion]:
@@ -227,8 +228,10 @@ def _group(runtime: Runtime, database: Database, state: EngineStatePublisher, ho
         limit = config.backend_config.lora.max_loras
         return await database.read_async(lambda c: adapter_versions.in_use(c, time.time() - IN_USE_S, limit))
 
-    replica = Replica("vllm", Addresses.same(url), runtime.inference_api_key or "", host)
-    return EngineGroup([replica], state.publish_url, in_use)
+    replicas = [Replica(each, Addresses.same(each), key, host) for each in runtime.replica_urls]
+    if not config.backend_config.inference.routed:
+        return EngineGroup(replicas, state.publish_url, in_use)
+    return EngineGroup(replicas, state.publish_url, in_use, proxy_url=url, members=RouterMembers(url, key))
 
 
 @asynccontextmanager

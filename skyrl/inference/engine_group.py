@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable, Sequence
 
 import httpx
 
 from skyrl.inference.adapter_host import AdapterMissing, AdapterUnavailable
 from skyrl.inference.replica import NoAnswer, Replica, ReplicaState
+from skyrl.inference.router_members import Members, NotTold
 from skyrl.inference.vllm_client import VllmError
 from skyrl.types.weights import AdapterVersion
 
@@ -26,7 +28,8 @@ AdaptersInUse = Callable[[], Awaitable[Sequence[AdapterVersion]]]
 
 
 class EngineGroup:
-    """Replicas that serve the same model. `proxy_url` is the URL to publish; a single replica needs no proxy.
+    """Replicas that serve the same model. `proxy_url` is the URL to publish; a single replica needs no proxy. `members`
+    is told which replicas the proxy may use; None for a proxy that nobody tells.
 
     The URL is published while at least one replica is ready. `failures` failed probes in a row make a replica lost.
     `grace_s` is how long a replica that is slow to load or unload adapters delays a publication or a sweep.
@@ -40,6 +43,7 @@ class EngineGroup:
         in_use: AdaptersInUse,
         *,
         proxy_url: str | None = None,
+        members: Members | None = None,
         starting_interval_s: float = 0.1,
         watching_interval_s: float = 1.0,
         failures: int = 3,
@@ -47,6 +51,11 @@ class EngineGroup:
     ) -> None:
         self._replicas: dict[str, Replica] = {}
         self._proxy_url = proxy_url
+        self._members = members
+        self._members_told = members is None
+        """Whether the proxy was told at least once which replicas it may use."""
+        self._removed: set[str] = set()
+        """URLs of removed replicas of which the proxy was not told yet."""
         self._publisher = publisher
         self._in_use = in_use
         self._starting_interval_s = starting_interval_s
@@ -90,6 +99,7 @@ class EngineGroup:
         if self._proxy_url is None and self._replicas:
             raise ValueError(f"{len(self._replicas) + 1} replicas need a proxy_url in front of them")
         self._replicas[replica.id] = replica
+        self._removed.discard(replica.addresses.data)
         self._watch_in_background(replica)
 
     def drain(self, replica_id: str) -> None:
@@ -103,6 +113,8 @@ class EngineGroup:
         """Forget a replica after its server has ended: an ended server reads no files."""
         self.drain(replica_id)
         replica = self._replicas.pop(replica_id)
+        self._removed.add(replica.addresses.data)
+        self._changed.set()
         await replica.close()
 
     async def run(self) -> None:
@@ -131,6 +143,8 @@ class EngineGroup:
         await self._publish(always=True)
         for replica in self.replicas:
             await replica.close()
+        if self._members is not None:
+            await self._members.close()
 
     async def publish_adapter(self, adapter: AdapterVersion) -> None:
         """Load an adapter on all ready replicas at once. A replica that warms up loads it before it is ready.
@@ -299,14 +313,38 @@ class EngineGroup:
             await self._changed.wait()
             self._changed.clear()
             if not self._closing.is_set():
+                await self._tell_members()
                 await self._publish()
+
+    async def _tell_members(self) -> None:
+        """Tell the proxy which replicas it may use. A failure is logged and retried.
+
+        Replicas that start or warm up keep their places: after a restart of the engine alone, they may be in use. A
+        ready replica keeps its place, too, while its last probe is unanswered: the proxy may have found that it hangs.
+        """
+        if self._members is None:
+            return
+        out = (ReplicaState.DRAINING, ReplicaState.LOST)
+        fresh = time.monotonic() - 2 * self._watching_interval_s
+        used = {replica.addresses.data for replica in self._ready_replicas() if replica.answered_at >= fresh}
+        removed = set(self._removed)
+        left_out = removed | {replica.addresses.data for replica in self.replicas if replica.state in out}
+        try:
+            await self._members.update(used, left_out - used)
+        except NotTold as error:
+            logger.warning("the replicas in use are not told yet: %s", error)
+        else:
+            self._removed -= removed
+            self._members_told = self._members_told or bool(used)
 
     async def _publish(self, *, always: bool = False) -> None:
         """Publish the URL if it differs from the last published URL. A failure is logged and retried.
 
         Before the first URL nothing is withdrawn: after a restart of the engine alone, the URL published by the
-        previous engine is still correct, and samples go on.
+        previous engine is still correct, and samples go on. A proxy's URL is published once the proxy has a replica.
         """
+        if not self._members_told and not always:
+            return
         url = (self._proxy_url or self.replicas[0].addresses.data) if self.ready else None
         if url == self._published and not always:
             return

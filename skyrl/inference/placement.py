@@ -94,8 +94,7 @@ class LocalServer:
 
     @property
     def incarnation(self) -> str | None:
-        pid = self._process.pid
-        return None if pid is None else f"start {self._process.starts}, process {pid}"
+        return self._process.incarnation
 
     @property
     def running_s(self) -> float | None:
@@ -105,8 +104,7 @@ class LocalServer:
         return self._process.log_tail(lines)
 
     def restart(self, incarnation: str) -> bool:
-        pid = self._process.pid
-        return pid is not None and self.incarnation == incarnation and self._process.kill(pid)
+        return self._process.restart(incarnation)
 
     def give_up(self) -> None:
         self._process.give_up()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -94,6 +95,8 @@ class Replica:
         others: API processes load adapters that their samples need, and do not tell the engine."""
         self.wanted: set[AdapterVersion] = set()
         """Adapters that the replica loads before it is ready."""
+        self.answered_at = 0.0
+        """When the server was last known to work, in the time of `time.monotonic`."""
         self._loading: set[AdapterVersion] = set()
         self._retired: dict[AdapterVersion, None] = {}
         """Adapters that the replica is to unload, in this order."""
@@ -107,6 +110,8 @@ class Replica:
     def set_state(self, state: ReplicaState, trouble: str = "") -> None:
         """Change the state. Calls that wait for an answer end when the replica is lost."""
         self.state, self.trouble = state, trouble
+        if state is ReplicaState.READY:
+            self.answered_at = time.monotonic()
         if state is ReplicaState.LOST:
             self._lost.set()
         else:
@@ -126,9 +131,12 @@ class Replica:
             alive = await self._bounded(self._client.health(), self._timeouts.health_s)
         except NoAnswer:
             return False
-        if alive is not None and alive.incarnation != self.incarnation:
+        if alive is None:
+            return False
+        self.answered_at = time.monotonic()
+        if alive.incarnation != self.incarnation:
             self._record_start(alive.incarnation)
-        return alive is not None
+        return True
 
     def forget_adapters(self) -> None:
         """For a server that sends no incarnation, and so may have been restarted unnoticed."""

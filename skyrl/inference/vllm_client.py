@@ -15,9 +15,9 @@ import httpx
 from skyrl.inference import load_route
 from skyrl.vllm_plugin.incarnation import HEADER
 
-Probe = Literal["/health", "/is_sleeping"]
+Probe = Literal["/health", "/is_sleeping", "/statusz"]
 """vLLM's API server answers `/health` by itself. For `/is_sleeping` it asks the engine core, which answers between two
-of its steps."""
+of its steps. `/statusz` is the router's."""
 
 
 class ProbeResult(Enum):

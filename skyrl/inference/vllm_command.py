@@ -77,8 +77,9 @@ def vllm_spec(
     directory: Path | None = None,
     offline: bool = False,
     tested: bool = True,
+    log_name: str = "vllm.log",
 ) -> ServerSpec:
-    """The vLLM server for this configuration.
+    """One vLLM server for this configuration.
 
     `directory` is for the sockets between the server's processes and for temporary files, which vLLM never deletes.
     With `offline` the server does not ask the model hub. A version of vLLM that is not `tested` gets no development
@@ -111,7 +112,7 @@ def vllm_spec(
         threads = str(config.threads)
         env |= _CPU_ENV | {"OMP_NUM_THREADS": threads, "VLLM_CPU_KVCACHE_SPACE": str(kv_gib)}
     argv = (sys.executable, "-m", "vllm.entrypoints.openai.api_server", *render(options | passed_through))
-    return ServerSpec(argv=argv, env=env, host=HOST, port=port, log_name="vllm.log")
+    return ServerSpec(argv=argv, env=env, host=HOST, port=port, log_name=log_name)
 
 
 def render(options: dict[str, Any]) -> list[str]:
@@ -169,14 +170,17 @@ def cuda_devices() -> list[str]:
     return [str(number) for number in range(len(found))]
 
 
-def inference_devices(config: ServerConfig, devices: Sequence[str]) -> list[str]:
-    """The CUDA devices for vLLM: those after the trainer's devices. If colocated, or with too few devices for both, the
-    trainer and vLLM share the first devices."""
-    wanted = config.backend_config.inference.tensor_parallel_size
+def inference_devices(config: ServerConfig, devices: Sequence[str]) -> list[list[str]]:
+    """The CUDA devices of each replica: those after the trainer's devices. If colocated, or with too few devices for
+    both, the trainer and vLLM share the first devices. Without devices each replica has an empty list."""
+    inference = config.backend_config.inference
+    each = inference.tensor_parallel_size
+    wanted = each * inference.num_engines
     own = config.backend_config.trainer.placement.policy_num_gpus_per_node
     trainer = own if config.modes.forwards else 0
     after = list(devices[trainer : trainer + wanted])
-    return after if len(after) == wanted else list(devices[:wanted])
+    chosen = after if len(after) == wanted else list(devices[:wanted])
+    return [chosen[number * each : (number + 1) * each] for number in range(inference.num_engines)]
 
 
 def plugin_installed() -> bool:

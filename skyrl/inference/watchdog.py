@@ -9,19 +9,29 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Mapping
+from typing import Protocol
 
-from skyrl.inference.placement import ServerHandle
 from skyrl.inference.vllm_client import Probe, ProbeResult, VllmClient
 
 logger = logging.getLogger(__name__)
 
 
-class Watchdog:
-    """Sends one server two probes, each with its own timeout.
+class Watched(Protocol):
+    """A server that is started again when it ends. `ServerHandle` has the meaning of both."""
 
-    `health_timeout_s` is for `/health`, which vLLM's API server answers; it never computes for long. `step_timeout_s`
-    is for `/is_sleeping`, which the engine core answers between two of its steps, however many requests wait: it must
-    be longer than the longest step, which computes a full batch of prompt tokens.
+    @property
+    def incarnation(self) -> str | None: ...
+
+    def restart(self, incarnation: str) -> bool: ...
+
+
+class Watchdog:
+    """Sends one server probes, each with its own timeout: `timeouts` has the seconds by path.
+
+    vLLM's API server answers `/health`; it never computes for long. The engine core answers `/is_sleeping` between two
+    of its steps, however many requests wait: its timeout must be longer than the longest step, which computes a full
+    batch of prompt tokens. The router answers `/statusz`, also without any worker.
 
     A server that used to answer and now refuses connections is shutting down. If it has not exited after the timeout,
     treat it as hung: vLLM waits for its requests in flight, and a request to an engine that has died may wait for ever.
@@ -30,16 +40,17 @@ class Watchdog:
     def __init__(
         self,
         client: VllmClient,
-        server: ServerHandle,
+        server: Watched,
+        timeouts: Mapping[Probe, float],
         *,
         interval_s: float,
-        health_timeout_s: float,
-        step_timeout_s: float,
+        name: str = "vLLM",
     ) -> None:
         self._client = client
         self._server = server
         self._interval_s = interval_s
-        self._timeouts: dict[Probe, float] = {"/health": health_timeout_s, "/is_sleeping": step_timeout_s}
+        self._timeouts = dict(timeouts)
+        self._name = name
         self._answered: str | None = None
         """The last incarnation that has answered."""
 
@@ -56,7 +67,7 @@ class Watchdog:
             if started is None or not await self._hangs(started, probe, within_s):
                 continue
             if self._server.restart(started):
-                logger.error("vLLM hangs (no good answer to %s for %.0f s): killed", probe, within_s)
+                logger.error("%s hangs (no good answer to %s for %.0f s): killed", self._name, probe, within_s)
 
     async def _hangs(self, incarnation: str, probe: Probe, within_s: float) -> bool:
         """Whether the server gave no good answer within `within_s` seconds. It is probed at least twice: after the

@@ -81,9 +81,10 @@ class FirstReady:
         """Show what each process does until the server is ready. Then log that it is ready."""
         host = "127.0.0.1" if self._config.host in ("0.0.0.0", "::") else self._config.host
         url = f"http://{f'[{host}]' if ':' in host else host}:{self._config.port}"
-        await until_ready(url, self._stages, self._missing)
+        missing = await until_ready(url, self._stages, self._missing)
         self._ready = True
-        logger.info("ready at %s after %.1f s", url, time.monotonic() - self._started_at)
+        still = f" ({'; '.join(missing)})" if missing else ""
+        logger.info("ready at %s after %.1f s%s", url, time.monotonic() - self._started_at, still)
 
     def _stages(self, reasons: list[str] | None) -> dict[str, str]:
         times = {name: process.running_s for name, process in self._processes.items()}

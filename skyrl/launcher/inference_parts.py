@@ -1,16 +1,18 @@
-"""The parts for inference: the vLLM of this server, and the watchdog that kills it when it hangs.
+"""The parts for inference: the vLLMs of this server, and for each a watchdog that kills it when it hangs.
 
+Knows where samples go: to the only vLLM, or to the router in front of several. `own_parts` makes the router's part.
 Imports neither torch nor vLLM.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from skyrl.config.server import ServerConfig
-from skyrl.inference.placement import Placement, ServerHandle, free_port
-from skyrl.inference.vllm_client import VllmClient
-from skyrl.inference.vllm_command import inference_devices, options_named, vllm_spec
+from skyrl.inference.placement import Placement, ServerHandle, ServerSpec, free_port
+from skyrl.inference.vllm_client import Probe, VllmClient
+from skyrl.inference.vllm_command import HOST, inference_devices, options_named, vllm_spec
 from skyrl.inference.watchdog import Watchdog
 from skyrl.launcher.first_ready import FirstReady
 from skyrl.launcher.parts import Part
@@ -18,12 +20,12 @@ from skyrl.launcher.preflight import Findings
 from skyrl.processes.startup import TAIL_LINES, Cause, cause_of_vllm
 
 INFERENCE_GRACE_S = 5.0
-VLLM, VLLM_WATCH = "vllm", "vllm watch"
-"""Names of parts."""
+VLLM = "vllm"
+"""The name of the part of the only vLLM. Several are `vllm-0`, `vllm-1` and so on."""
 
 
 class InferenceParts:
-    """Makes the parts of vLLM and its watchdog. `url` is known before vLLM is started."""
+    """Makes the parts of the vLLMs. All URLs are known before a vLLM is started."""
 
     def __init__(
         self,
@@ -34,38 +36,75 @@ class InferenceParts:
         placement: Placement,
         first_ready: FirstReady,
     ) -> None:
+        inference = config.backend_config.inference
+        ports = inference.ports or distinct_ports(inference.num_engines)
+        devices = inference_devices(config, found.devices)
+        self._replicas: list[_VllmPart] = []
+        for number, port in enumerate(ports):
+            name = f"{VLLM}-{number}" if inference.routed else VLLM
+            spec = vllm_spec(
+                config,
+                port,
+                key,
+                cuda=bool(found.devices),
+                directory=directory,
+                offline=found.offline,
+                tested=found.vllm_tested,
+                log_name=f"{name}.log",
+            )
+            self._replicas.append(_VllmPart(name, config, spec, devices[number], key, placement, first_ready))
+        router_port = distinct_ports(1, {*ports, config.port})[0] if inference.routed else None
+        self.url = self.replica_urls[0] if router_port is None else f"http://{HOST}:{router_port}"
+        """Where samples go: the only vLLM, or the router."""
+
+    @property
+    def replica_urls(self) -> tuple[str, ...]:
+        return tuple(replica.spec.url for replica in self._replicas)
+
+    @property
+    def watches(self) -> tuple[str, ...]:
+        """The names of the parts that others need."""
+        return tuple(replica.watch_name for replica in self._replicas)
+
+    def parts(self, needs: tuple[str, ...]) -> list[Part]:
+        return [part for replica in self._replicas for part in replica.parts(needs)]
+
+
+class _VllmPart:
+    """One vLLM and its watchdog."""
+
+    def __init__(
+        self,
+        name: str,
+        config: ServerConfig,
+        spec: ServerSpec,
+        devices: Sequence[str],
+        key: str,
+        placement: Placement,
+        first_ready: FirstReady,
+    ) -> None:
+        self.spec = spec
+        self.watch_name = f"{name} watch"
+        self._name = name
         self._config = config
+        self._devices = devices
         self._key = key
         self._placement = placement
         self._first_ready = first_ready
-        self._devices = inference_devices(config, found.devices) if found.devices else []
-        self._spec = vllm_spec(
-            config,
-            config.backend_config.inference.port or free_port(),
-            key,
-            cuda=bool(found.devices),
-            directory=directory,
-            offline=found.offline,
-            tested=found.vllm_tested,
-        )
         self._server: ServerHandle | None = None
-
-    @property
-    def url(self) -> str:
-        return self._spec.url
 
     def parts(self, needs: tuple[str, ...]) -> list[Part]:
         return [
             Part(
-                VLLM,
+                self._name,
                 needs,
                 start=self._start,
                 supervise=lambda: self._started.supervised(),
-                duty="supervising vLLM",
+                duty=f"supervising {self._name}",
                 stop=lambda: self._started.stop(INFERENCE_GRACE_S),
                 grace_s=INFERENCE_GRACE_S,
             ),
-            Part(VLLM_WATCH, (VLLM,), supervise=self._watch, duty="watching whether vLLM hangs"),
+            Part(self.watch_name, (self._name,), supervise=self._watch, duty=f"watching whether {self._name} hangs"),
         ]
 
     @property
@@ -74,8 +113,8 @@ class InferenceParts:
         return self._server
 
     async def _start(self) -> None:
-        self._server = await self._placement.start(self._spec, self._devices, self._ended)
-        self._first_ready.watch(VLLM, self._server)
+        self._server = await self._placement.start(self.spec, self._devices, self._ended)
+        self._first_ready.watch(self._name, self._server)
 
     def _ended(self, code: int) -> None:
         cause = cause_of_vllm(code, self._started.log_tail(TAIL_LINES))
@@ -83,19 +122,27 @@ class InferenceParts:
             option = options_named(self._config, cause.sentence)
             prefix = f"{option}: vLLM refuses it" if option else "vLLM cannot start"
             cause = Cause(f"{prefix}: {cause.sentence}", cause.final)
-        self._first_ready.ended(VLLM, code, cause)
+        self._first_ready.ended(self._name, code, cause)
 
     async def _watch(self) -> None:
         options = self._config.backend_config.inference
         client = VllmClient(self._started.url, self._key)
-        watchdog = Watchdog(
-            client,
-            self._started,
-            interval_s=options.probe_interval_s,
-            health_timeout_s=options.health_timeout_s,
-            step_timeout_s=options.step_timeout_s,
-        )
+        timeouts: dict[Probe, float] = {"/health": options.health_timeout_s, "/is_sleeping": options.step_timeout_s}
+        watchdog = Watchdog(client, self._started, timeouts, interval_s=options.probe_interval_s, name=self._log_name)
         try:
             await watchdog.run()
         finally:
             await client.close()
+
+    @property
+    def _log_name(self) -> str:
+        return "vLLM" if self._name == VLLM else self._name
+
+
+def distinct_ports(count: int, taken: Collection[int] = ()) -> list[int]:
+    """Free ports, none of them in `taken`. Raises OSError."""
+    ports: list[int] = []
+    while len(ports) < count:
+        if (port := free_port()) not in ports and port not in taken:
+            ports.append(port)
+    return ports

@@ -19,11 +19,12 @@ from skyrl.db.migrate import migrate
 from skyrl.db.store_ownership import claim_store
 from skyrl.inference.placement import LocalPlacement
 from skyrl.launcher.first_ready import FirstReady
-from skyrl.launcher.inference_parts import VLLM_WATCH, InferenceParts
+from skyrl.launcher.inference_parts import InferenceParts
 from skyrl.launcher.own_parts import (
     CLAIM_WATCH,
     ENGINE,
     PORT,
+    ROUTER_WATCH,
     OwnProcesses,
     claim_parts,
     disk_part,
@@ -82,19 +83,25 @@ class Launcher:
     async def _start_parts(
         self, directory: Path, name: str, sockets: list[socket.socket], first_ready: FirstReady
     ) -> None:
-        """Start vLLM, the engine, the port and the API processes. They stop in reverse: the API processes first, so
-        that they can end the samples in flight, then the port, the engine, and vLLM last."""
-        config, url = self._config, None
-        key = config.external_inference_api_key
+        """Start the vLLMs, the router, the engine, the port and the API processes. They stop in reverse: the API
+        processes first, so that they can end the samples in flight, then the port, the engine, the router, and the
+        vLLMs last."""
+        config, inference = self._config, None
+        key, url, replicas = config.external_inference_api_key, None, ()
         if config.modes.manages_inference:
             key = secrets.token_urlsafe(32)
             placement = LocalPlacement(self._logs)
             inference = InferenceParts(config, self._findings, key, directory, placement, first_ready)
-            url = inference.url
-            await self._add(*inference.parts((CLAIM_WATCH,)))
-        runtime = Runtime(config, directory, url, key, name)
+            url, replicas = inference.url, inference.replica_urls
+        runtime = Runtime(config, directory, url, key, name, replicas)
         own = OwnProcesses(runtime, self._logs, first_ready, offline=self._findings.offline)
-        needs = tuple(part for part in (CLAIM_WATCH, VLLM_WATCH) if part in self._parts.names)
+        needs = (CLAIM_WATCH,) if config.modes.trains else ()
+        if inference is not None:
+            await self._add(*inference.parts(needs))
+            needs = (*needs, *inference.watches)
+            if config.backend_config.inference.routed:
+                await self._add(*own.router(needs))
+                needs = (ROUTER_WATCH,)
         if config.modes.trains:
             await self._add(own.engine(needs))
             needs = (ENGINE,)

@@ -1,5 +1,5 @@
-"""The parts that are skyrl's own: the API processes, the engine, the port, the claim to the database, and the watch of
-the disk.
+"""The parts that are skyrl's own: the API processes, the engine, the router, the port, the claim to the database, and
+the watch of the disk.
 
 Imports neither torch nor vLLM.
 """
@@ -14,7 +14,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from skyrl.db.database import Database
+from skyrl.inference.vllm_client import Probe, VllmClient
 from skyrl.inference.vllm_command import NO_PROGRESS_BARS, OFFLINE
+from skyrl.inference.watchdog import Watchdog
 from skyrl.launcher.first_ready import FirstReady
 from skyrl.launcher.parts import Part
 from skyrl.launcher.training_claim import TrainingClaim
@@ -27,7 +29,12 @@ logger = logging.getLogger(__name__)
 
 API_GRACE_S = 15.0
 ENGINE_GRACE_S = 20.0
+ROUTER_GRACE_S = 3.0
+ROUTER_TIMEOUT_S = 10.0
+"""A router that answers nothing for this long is killed and started again. It never computes for long."""
+ROUTER_PROBE_S = 1.0
 CLAIM, CLAIM_WATCH, ENGINE, PORT, DISK = "claim", "claim watch", "engine", "port", "disk"
+ROUTER, ROUTER_WATCH = "router", "router watch"
 """Names of parts."""
 
 
@@ -60,7 +67,7 @@ def port_part(sockets: Sequence[socket.socket], needs: tuple[str, ...]) -> Part:
 
 
 class OwnProcesses:
-    """Makes the parts of the engine and of the API processes."""
+    """Makes the parts of the engine, of the router and of the API processes."""
 
     def __init__(self, runtime: Runtime, logs: Path, first_ready: FirstReady, *, offline: bool) -> None:
         self._runtime = runtime
@@ -75,23 +82,24 @@ class OwnProcesses:
         }
 
     def engine(self, needs: tuple[str, ...]) -> Part:
-        return self._part(ENGINE, "skyrl.engine.main", needs, ENGINE_GRACE_S)
+        return self._part(self._process(ENGINE, "skyrl.engine.main"), needs, ENGINE_GRACE_S)
+
+    def router(self, needs: tuple[str, ...]) -> list[Part]:
+        """The router in front of several vLLMs, and its watchdog."""
+        process = self._process(ROUTER, "skyrl.router.of_server")
+        watch = Part(ROUTER_WATCH, (ROUTER,), supervise=lambda: self._watch_router(process), duty="watching the router")
+        return [self._part(process, needs, ROUTER_GRACE_S), watch]
 
     def api(self, slot: int, sockets: Sequence[socket.socket], needs: tuple[str, ...]) -> Part:
         """The API process of this slot. It inherits the sockets and accepts connections from them."""
         descriptors = [listener.fileno() for listener in sockets]
         own_environment = {SLOT_ENV: str(slot), SOCKETS_ENV: ",".join(map(str, descriptors))}
-        return self._part(api_name(slot), "skyrl.api.server", needs, API_GRACE_S, own_environment, descriptors)
+        process = self._process(api_name(slot), "skyrl.api.server", own_environment, descriptors)
+        return self._part(process, needs, API_GRACE_S)
 
-    def _part(
-        self,
-        name: str,
-        module: str,
-        needs: tuple[str, ...],
-        grace_s: float,
-        own_environment: Mapping[str, str] | None = None,
-        pass_fds: Sequence[int] = (),
-    ) -> Part:
+    def _process(
+        self, name: str, module: str, own_environment: Mapping[str, str] | None = None, pass_fds: Sequence[int] = ()
+    ) -> SupervisedProcess:
         def ended(code: int) -> None:
             self._restore_runtime_file()
             self._first_ready.ended(name, code, cause_of_own(code, process.log_tail(TAIL_LINES)))
@@ -100,14 +108,28 @@ class OwnProcesses:
         log = self._logs / f"{name}.log"
         process = SupervisedProcess(name, _python(module), environment, log, on_exit=ended, pass_fds=pass_fds)
         self._first_ready.watch(name, process)
+        return process
+
+    def _part(self, process: SupervisedProcess, needs: tuple[str, ...], grace_s: float) -> Part:
         return Part(
-            name,
+            process.name,
             needs,
             supervise=process.run,
-            duty=f"supervising {name}",
+            duty=f"supervising {process.name}",
             stop=lambda: process.stop(grace_s),
             grace_s=grace_s,
         )
+
+    async def _watch_router(self, router: SupervisedProcess) -> None:
+        runtime = self._runtime
+        assert runtime.inference_url is not None
+        client = VllmClient(runtime.inference_url, runtime.inference_api_key or "")
+        timeouts: dict[Probe, float] = {"/statusz": ROUTER_TIMEOUT_S}
+        watchdog = Watchdog(client, router, timeouts, interval_s=ROUTER_PROBE_S, name="the router")
+        try:
+            await watchdog.run()
+        finally:
+            await client.close()
 
     def _restore_runtime_file(self) -> None:
         """Write the file again that a process reads when it starts: somebody may have deleted it."""

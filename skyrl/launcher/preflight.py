@@ -185,19 +185,28 @@ def check_gpus(config: ServerConfig, devices: Sequence[str]) -> None:
             f"CUDA_VISIBLE_DEVICES: names GPU {missing[0].strip()}, and this machine has {len(gpus)}, counted "
             "from 0; leave it unset for all of them, or set it to -1 for none"
         )
-    wanted = config.backend_config.inference.tensor_parallel_size
+    inference = config.backend_config.inference
+    wanted = inference.tensor_parallel_size
     if devices and wanted > len(devices):
         raise ConfigError(
             f"generator.inference_engine.tensor_parallel_size: {wanted} needs as many GPUs, and there are "
             f"{len(devices)}"
         )
+    total = inference.num_engines * wanted
+    if devices and total > len(devices) and config.modes.manages_inference:
+        raise ConfigError(
+            f"generator.inference_engine.num_engines: {inference.num_engines} vLLMs with tensor_parallel_size {wanted} "
+            f"need {total} GPUs, and there are {len(devices)}"
+        )
 
 
 def check_inference_port(config: ServerConfig) -> None:
-    """Raises ConfigError when the configured port of vLLM is in use."""
-    port = config.backend_config.inference.port
-    if port is None:
-        return
+    """Raises ConfigError when a configured port of vLLM is in use."""
+    for port in config.backend_config.inference.ports or ():
+        _check_port(config, port)
+
+
+def _check_port(config: ServerConfig, port: int) -> None:
     if port == config.port:
         raise ConfigError(f"generator.inference_engine.port: {port} is this server's own port; vLLM needs another one")
     with socket.socket() as probe:
@@ -231,4 +240,11 @@ def check(config: ServerConfig) -> Findings:
         return Findings(devices, offline)
     tested = check_vllm(cuda=bool(devices), colocated=not config.modes.forwards)
     check_inference_port(config)
+    replicas = config.backend_config.inference.num_engines
+    if not devices and replicas > 1:
+        logger.warning(
+            "num_engines: %d vLLMs share this machine's %d cores: without GPUs they are not faster than one",
+            replicas,
+            os.cpu_count() or 1,
+        )
     return Findings(devices, offline, tested)

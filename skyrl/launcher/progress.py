@@ -27,7 +27,8 @@ SAY_S = 30.0
 """How often the log says what is missing."""
 _CLEAR_LINE = "\r\x1b[2K"
 _PROCESS_OF = {"training": "engine", "sampling": "vllm"}
-"""By the first word of a reason of `/readyz`: the process that the reason is about."""
+"""By the first word of a reason of `/readyz`: the process that the reason is about, or the beginning of the names of
+several."""
 READY = "ready"
 """The stage of a process for which `/readyz` gives no reason."""
 _UNPUBLISHED = "no inference server has been published"
@@ -40,7 +41,7 @@ def stages(names: Sequence[str], reasons: Sequence[str] | None, running_s: Mappi
     reason_of = {word: rest for word, _, rest in (reason.partition(": ") for reason in reasons or ())}
     stage_of: dict[str, str] = {}
     for name in names:
-        words = (word for word, process in _PROCESS_OF.items() if process == name)
+        words = (word for word, process in _PROCESS_OF.items() if process == name.partition("-")[0])
         reason = next((reason_of[word] for word in words if word in reason_of), None)
         if reason is None and reasons is not None:
             stage_of[name] = READY
@@ -50,7 +51,8 @@ def stages(names: Sequence[str], reasons: Sequence[str] | None, running_s: Mappi
             stage_of[name] = f"starting ({running_s[name]:.0f} s)"
         else:
             stage_of[name] = f"{reason} ({running_s[name]:.0f} s)"
-    if "vllm" not in names and "sampling" in reason_of:  # an external inference server
+    runs_vllm = any(name.partition("-")[0] == "vllm" for name in names)
+    if "sampling" in reason_of and not runs_vllm:  # an external inference server
         stage_of["inference server"] = reason_of["sampling"]
     return stage_of
 
@@ -115,16 +117,19 @@ async def until_ready(
     url: str,
     stages_of: Callable[[list[str] | None], Mapping[str, str]],
     missing: Callable[[list[str] | None], str],
-) -> None:
-    """Return when the server at `url` is ready. Until then show the stages of its processes, and log every SAY_S
-    seconds what is missing. `stages_of` and `missing` get the reasons of `/readyz`, None while the API does not
-    answer."""
+) -> list[str]:
+    """Return when the server at `url` is ready, with the reasons that a ready server gives, such as a replica that is
+    still starting. Until then show the stages of its processes, and log every SAY_S seconds what is missing.
+    `stages_of` and `missing` get the reasons of `/readyz`, None while the API does not answer."""
     logged_at = time.monotonic()
     pause_s = FIRST_LOOK_S
     progress = Progress(sys.stderr)
     try:
         async with httpx.AsyncClient(trust_env=False, timeout=5.0) as client:
-            while (reasons := await _reasons(client, url)) != []:
+            while True:
+                ready, reasons = await _reasons(client, url)
+                if ready:
+                    return reasons or []
                 progress.show(stages_of(reasons))
                 if time.monotonic() - logged_at > SAY_S:
                     logged_at = time.monotonic()
@@ -135,14 +140,14 @@ async def until_ready(
         progress.close()
 
 
-async def _reasons(client: httpx.AsyncClient, url: str) -> list[str] | None:
-    """The reasons why the server is not ready: empty when it is ready, None while the API does not answer."""
+async def _reasons(client: httpx.AsyncClient, url: str) -> tuple[bool, list[str] | None]:
+    """Whether the server is ready, and what is missing: None while the API does not answer."""
     try:
         answer = await client.get(f"{url}/readyz")
     except httpx.RequestError:
-        return None
+        return False, None
     if answer.status_code == httpx.codes.OK:
-        return []
+        return True, answer.json().get("reasons", [])
     if answer.status_code == httpx.codes.SERVICE_UNAVAILABLE:
-        return answer.json().get("reasons") or ["the API cannot say what is missing"]
-    return [f"the API answers /readyz with {answer.status_code}"]
+        return False, answer.json().get("reasons") or ["the API cannot say what is missing"]
+    return False, [f"the API answers /readyz with {answer.status_code}"]

@@ -30,7 +30,8 @@ SOCKETS_ENV = "SKYRL_API_SOCKETS"
 @dataclass(frozen=True)
 class Runtime:
     """The configuration of a process. `directory` is private, has a short path, and holds the sockets of the doorbells.
-    `inference_url` is the address of the vLLM that the launcher runs; None if it runs none.
+    `inference_url` is where samples go: the vLLM that the launcher runs, or the router in front of several; None if the
+    launcher runs none. `replica_urls` are the addresses of all vLLMs behind it.
 
     Only API processes have a `slot`, and descriptors of sockets to accept connections from (`listening`)."""
 
@@ -39,6 +40,7 @@ class Runtime:
     inference_url: str | None
     inference_api_key: str | None
     server_id: str = "server"
+    replica_urls: tuple[str, ...] = ()
     slot: int = 0
     listening: tuple[int, ...] = ()
 
@@ -69,6 +71,7 @@ class Runtime:
             "inference_url": self.inference_url,
             "inference_api_key": self.inference_api_key,
             "server_id": self.server_id,
+            "replica_urls": self.replica_urls,
         }
         descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with os.fdopen(descriptor, "w") as stream:
@@ -96,6 +99,7 @@ class Runtime:
             values["inference_url"],
             values["inference_api_key"],
             values["server_id"],
+            tuple(values["replica_urls"]),
             int(os.environ.get(SLOT_ENV, "0")),
             tuple(int(number) for number in os.environ.get(SOCKETS_ENV, "").split(",") if number),
         )

@@ -101,6 +101,16 @@ class SupervisedProcess:
         """Seconds since the running child was started; None while there is none."""
         return None if self.pid is None else time.monotonic() - self._started_at
 
+    @property
+    def incarnation(self) -> str | None:
+        """The name of the start that runs now; None while the child does not run. Each start has another name."""
+        return None if self.pid is None else f"start {self.starts}, process {self.pid}"
+
+    def restart(self, incarnation: str) -> bool:
+        """Kill the child if `incarnation` still runs, so that `run` starts it again. Returns whether it was killed."""
+        pid = self.pid
+        return pid is not None and self.incarnation == incarnation and self.kill(pid)
+
     async def run(self) -> None:
         """Keep the child running until `stop`. If this is cancelled, the child and its group are killed at once."""
         self._run_called = True

@@ -9,12 +9,13 @@ import time
 from collections import Counter
 
 from skyrl.router import refusals
-from skyrl.router.broadcast import Broadcasts
+from skyrl.router.broadcast import BROADCAST, Broadcasts
 from skyrl.router.messages import AsgiApp, BodyTooLarge, ClientLeft, Message, Receive, Request, Scope, Send
 from skyrl.router.plugins import Chain
 from skyrl.router.pool import WorkerPool
 from skyrl.router.proxy import Proxy, Truncated
-from skyrl.router.registration import RegistrationRoutes, Reply
+from skyrl.router.registration import RegistrationRoutes, is_registration
+from skyrl.router.reply import Reply
 
 logger = logging.getLogger(__name__)
 
@@ -22,6 +23,11 @@ CONTROL_BODY_BYTES = 2**20
 """The largest body of a registration or an abort."""
 OPEN_PATHS = frozenset(("/health", "/liveness", "/readiness", "/readyz"))
 """Answered without a key: load balancers ask them."""
+
+
+def is_own(path: str) -> bool:
+    """Whether the router answers this path itself, or sends it to all workers."""
+    return path in BROADCAST or path in ("/statusz", "/retrieve_from_text") or is_registration(path)
 
 
 async def _reply(send: Send, reply: Reply) -> None:
@@ -40,15 +46,14 @@ class ToWorkers:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope["path"]
-        if path in self._broadcasts.paths:
+        if path in BROADCAST:
             request = Request(scope, receive, CONTROL_BODY_BYTES)
-            body = await request.body()
-            reply = await self._broadcasts.answer(request.method, path, request.query, request.headers.raw, body)
-            if reply is not None:
-                await _reply(send, reply)
-                return
-            scope, receive = request.to_asgi()
-        elif path == "/retrieve_from_text":
+            answer = self._broadcasts.answer
+            reply = await answer(request.method, path, request.query, request.headers.raw, request.body)
+            assert reply is not None
+            await _reply(send, reply)
+            return
+        if path == "/retrieve_from_text":
             hint = "no middleware stores texts: start the router with --middleware radix"
             await refusals.refuse(send, 404, "no_radix_cache", hint)
             return
@@ -66,6 +71,7 @@ class RouterApp:
         proxy: Proxy,
         counts: Counter[str],
         *,
+        policy: str,
         key: str | None = None,
     ) -> None:
         self._pool = pool
@@ -73,7 +79,8 @@ class RouterApp:
         self._chain = chain
         self._proxy = proxy
         self._counts = counts
-        self._bearer = None if key is None else f"Bearer {key}".encode()
+        self._policy = policy
+        self.bearer = None if key is None else f"Bearer {key}".encode()
         self._app: AsgiApp = chain.app
         self._started = time.monotonic()
 
@@ -103,7 +110,7 @@ class RouterApp:
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope["path"]
-        if self._bearer is not None and path not in OPEN_PATHS and not self._has_key(scope):
+        if self.bearer is not None and path not in OPEN_PATHS and not self._has_key(scope):
             await refusals.refuse(
                 send, 401, "unauthorized", "Authorization: Bearer <the router's key> is missing or wrong"
             )
@@ -112,7 +119,7 @@ class RouterApp:
             body = json.dumps(self.status(), separators=(",", ":")).encode()
             await _reply(send, Reply(200, [(b"content-type", b"application/json")], body))
             return
-        if self._registration.is_own(path):
+        if is_registration(path):
             request = Request(scope, receive, CONTROL_BODY_BYTES)
             raw_path = scope.get("raw_path") or path.encode()
             reply = await self._registration.answer(
@@ -125,15 +132,15 @@ class RouterApp:
         await self._app(scope, receive, send)
 
     def _has_key(self, scope: Scope) -> bool:
-        assert self._bearer is not None
+        assert self.bearer is not None
         given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-        return hmac.compare_digest(given, self._bearer)
+        return hmac.compare_digest(given, self.bearer)
 
     def status(self) -> dict[str, object]:
         """What `GET /statusz` shows."""
         return {
             "uptime_s": round(time.monotonic() - self._started, 1),
-            "policy": self._pool.policy.name,
+            "policy": self._policy,
             "routable": self._pool.routable,
             "waiting": self._proxy.waiting,
             "counts": dict(self._counts),

@@ -32,6 +32,8 @@ _METHODS: dict[str, tuple[str, ...]] = {
     _LOAD: ("POST",),
     _UNLOAD: ("POST",),
 }
+BROADCAST = frozenset(_METHODS)
+"""The paths of `Broadcasts.answer`."""
 _NOT_SENT = frozenset(
     {
         *(b"host", b"content-length", b"accept-encoding", b"expect"),

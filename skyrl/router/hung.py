@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
-from typing import Self
 
 from skyrl.router.pool import Change, WorkerPool
 from skyrl.router.proxy import Proxy
@@ -25,18 +23,7 @@ class HungWorkers:
         self._proxy = proxy
         self._hang_s = hang_s
         self._since: dict[Worker, float] = {}
-        self._task: asyncio.Task[None] | None = None
         pool.subscribe(self._note)
-
-    async def __aenter__(self) -> Self:
-        self._task = asyncio.create_task(self._run())
-        return self
-
-    async def __aexit__(self, *error: object) -> None:
-        assert self._task is not None
-        self._task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await self._task
 
     def _note(self, worker: Worker, change: Change) -> None:
         if worker.answers or change is Change.FORGOTTEN:
@@ -44,7 +31,8 @@ class HungWorkers:
         else:
             self._since.setdefault(worker, time.monotonic())
 
-    async def _run(self) -> None:
+    async def run(self) -> None:
+        """Watch until this task is cancelled."""
         while True:
             await asyncio.sleep(min(LOOK_EVERY_S, self._hang_s))
             now = time.monotonic()

@@ -16,7 +16,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from skyrl.router.connections import Address, address_of
 from skyrl.router.policies import RequestFacts
-from skyrl.router.proxy import Proxy, RequestHead, answer_headers
+from skyrl.router.proxy import CHOSEN, Proxy, RequestHead
 from skyrl.router.refusals import INTERRUPTED, refusal
 from skyrl.router.upstream import Upstream
 from skyrl.router.worker import Worker
@@ -24,6 +24,8 @@ from skyrl.web.connections import BoundedHttp
 
 if TYPE_CHECKING:
     import asyncio
+
+    import httptools
 
 logger = logging.getLogger(__name__)
 
@@ -124,7 +126,7 @@ class LeanCycle:
         """The head of the answer with what there is of its body."""
         parts = [STATUS_LINE.get(status) or b"HTTP/1.1 %d \r\n" % status]
         has_length = status in (204, 304)
-        for name, value in answer_headers(status, headers):
+        for name, value in self._proxy.answer_headers(self._worker, status, headers):
             has_length = has_length or name == b"content-length"
             parts += (name, b": ", value, b"\r\n")
         if not self.keep_alive:
@@ -144,7 +146,7 @@ class LeanCycle:
         self._proxy.counts["interrupted"] += 1
         message = f"no answer from {self._worker.url} ({reason}); it may have processed the request"
         headers, body = refusal(502, INTERRUPTED, message)
-        lines = b"".join([b"%s: %s\r\n" % header for header in headers])
+        lines = b"".join([b"%s: %s\r\n" % header for header in (*headers, *self._proxy.name_of(self._worker))])
         closing = b"" if self.keep_alive else b"connection: close\r\n"
         self.response_started = True
         self._protocol.transport.write(b"%s%s%s\r\n%s" % (STATUS_LINE[502], lines, closing, body))
@@ -173,6 +175,7 @@ class RouterHttp(BoundedHttp):
 
     lane: Lane
     """Set once per process, on a subclass: see `protocol_with`."""
+    parser: httptools.HttpRequestParser  # type: ignore[assignment]  # None only after the connection is lost
 
     def __init__(self, *args: object, **options: object) -> None:
         super().__init__(*args, **options)
@@ -224,19 +227,19 @@ class RouterHttp(BoundedHttp):
         self._bytes_beside_body = self._body_bytes = self._body_bytes_at_last_check = 0
         body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
         self._body = []
-        if not self._start_lean(head, body):
+        path = self.url.partition(b"?")[0].decode("latin-1")
+        proxy = self.lane.proxy
+        worker = proxy.pool.choose(RequestFacts(head.key, proxy.adapter(path, body)))
+        if worker is None or not self._start_lean(worker, path, head, body):
             self._to_asgi()
+            self.scope[CHOSEN] = worker  # type: ignore[typeddict-unknown-key]
             self.cycle.body += body
             self.cycle.more_body = False
             self.cycle.message_event.set()
 
-    def _start_lean(self, head: RequestHead, body: bytes) -> bool:
+    def _start_lean(self, worker: Worker, path: str, head: RequestHead, body: bytes) -> bool:
         """False: this request must take the long way."""
         proxy = self.lane.proxy
-        path = self.url.partition(b"?")[0].decode("latin-1")
-        worker = proxy.pool.choose(RequestFacts(head.key, proxy.adapter(path, body)))
-        if worker is None:
-            return False
         is_v1 = worker.completions_url is not None and path.startswith("/v1/")
         address = address_of(worker.completions_url if is_v1 and worker.completions_url else worker.url)
         if not proxy.slots.try_acquire():

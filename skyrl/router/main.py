@@ -12,26 +12,29 @@ import os
 import signal
 import sys
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import uvloop
 
 from skyrl.processes.listening import listen
-from skyrl.router.app import RouterApp, ToWorkers
+from skyrl.router.app import RouterApp, ToWorkers, is_own
 from skyrl.router.broadcast import Broadcasts
 from skyrl.router.connections import Connections
 from skyrl.router.context import RouterContext
 from skyrl.router.control import ControlClient
 from skyrl.router.hung import HungWorkers
+from skyrl.router.lean import Lane, protocol_with
 from skyrl.router.plugins import Chain
 from skyrl.router.policies import DEFAULT_POLICY, make_policy
 from skyrl.router.pool import WorkerPool
-from skyrl.router.probes import HealthProber
+from skyrl.router.probes import PROBE_TIMEOUT_S, HealthProber
 from skyrl.router.proxy import Limits, Proxy
 from skyrl.router.registration import RegistrationRoutes
 from skyrl.router.state_file import StateFile
+from skyrl.web.connections import BoundedHttp
 from skyrl.web.server import Server, tune_garbage_collection
 
 logger = logging.getLogger(__name__)
@@ -44,6 +47,7 @@ DRAIN_S = 10.0
 class RouterOptions:
     """`tokenizer` is a directory with tokenizer.json. `key` is what clients must send; it is also sent to workers when
     the router asks them by itself. `hang_s`: how long a worker may fail its probes before its requests are broken off.
+    `names_workers`: answers name their workers, for clients that ask a worker without the router.
     """
 
     host: str = "127.0.0.1"
@@ -56,45 +60,92 @@ class RouterOptions:
     limits: Limits = Limits()
     health_check_interval_s: float = 5.0
     health_check_failure_threshold: int = 3
+    health_check_timeout_s: float = PROBE_TIMEOUT_S
     hang_s: float = 60.0
     state_dir: Path | None = None
     base_models: tuple[str, ...] = ()
     key: str | None = None
+    names_workers: bool = False
+
+
+@dataclass(frozen=True)
+class Router:
+    """`app` for any ASGI server, `lane` for `RouterHttp`."""
+
+    app: RouterApp
+    lane: Lane | None
 
 
 @contextlib.asynccontextmanager
-async def open_router(options: RouterOptions) -> AsyncIterator[RouterApp]:
-    """The application, with its background work running. Raises PluginError, ValueError (an option)."""
+async def open_router(options: RouterOptions) -> AsyncIterator[Router]:
+    """The router, with its background work running. Raises PluginError, ValueError (an option), OSError (the state
+    directory)."""
     counts: Counter[str] = Counter()
     pool = WorkerPool(make_policy(options.policy))
     connections = Connections()
-    proxy = Proxy(pool, connections, options.limits, counts, options.base_models)
+    proxy = Proxy(pool, connections, options.limits, counts, options.base_models, names_workers=options.names_workers)
     async with contextlib.AsyncExitStack() as stack:
         stack.callback(connections.close)
         control = await stack.enter_async_context(ControlClient())
-        broadcasts = Broadcasts(pool, control.fetch)
         context = RouterContext(
             tokenizer_dir=options.tokenizer,
             max_body_bytes=options.limits.body_bytes,
             options=options.middleware_options,
         )
-        chain = Chain(options.middleware, ToWorkers(broadcasts, proxy), context)
+        chain = Chain(options.middleware, ToWorkers(Broadcasts(pool, control.fetch), proxy), context)
+        prober = HealthProber(
+            pool,
+            options.health_check_interval_s,
+            options.health_check_failure_threshold,
+            control.fetch,
+            options.health_check_timeout_s,
+            headers=[] if options.key is None else [(b"authorization", f"Bearer {options.key}".encode())],
+        )
+        background = [prober.run(), HungWorkers(pool, proxy, options.hang_s).run()]
         if options.state_dir is not None:
-            await stack.enter_async_context(StateFile(options.state_dir / "workers.json", pool))
+            state = StateFile(options.state_dir, pool)
+            state.load()
+            background.append(state.run())
         for url in options.workers:
             pool.add(url)
-        prober = HealthProber(
-            pool, options.health_check_interval_s, options.health_check_failure_threshold, control.fetch
-        )
-        await stack.enter_async_context(prober)
-        await stack.enter_async_context(HungWorkers(pool, proxy, options.hang_s))
-        yield RouterApp(pool, RegistrationRoutes(pool), chain, proxy, counts, key=options.key)
+        await stack.enter_async_context(_running(background))
+        app = RouterApp(pool, RegistrationRoutes(pool), chain, proxy, counts, policy=options.policy, key=options.key)
+        # Middleware sees every request, so then all requests take the long way
+        yield Router(app, None if options.middleware else Lane(proxy, is_own, app.bearer))
+
+
+@contextlib.asynccontextmanager
+async def _running(background: Sequence[Coroutine[Any, Any, None]]) -> AsyncIterator[None]:
+    """Runs these beside the body of the `async with`. If one fails, the body is cancelled and its error is raised."""
+    body = asyncio.current_task()
+    assert body is not None
+    tasks = [asyncio.create_task(work) for work in background]
+
+    def on_end(task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and task.exception() is not None:
+            body.cancel()
+
+    for task in tasks:
+        task.add_done_callback(on_end)
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        for outcome in await asyncio.gather(*tasks, return_exceptions=True):
+            if isinstance(outcome, Exception):
+                raise outcome
+
+
+def connection_class(router: Router) -> type[asyncio.Protocol]:
+    """The class of client connections for uvicorn."""
+    return BoundedHttp if router.lane is None else protocol_with(router.lane)
 
 
 async def _serve(options: RouterOptions) -> None:
     sockets = listen(options.host, options.port)
-    async with open_router(options) as app:
-        server = Server(app, date_header=False, drain_s=DRAIN_S)
+    async with open_router(options) as router:
+        server = Server(router.app, date_header=False, drain_s=DRAIN_S, http=connection_class(router))
         tune_garbage_collection()
 
         def stop() -> None:

@@ -134,13 +134,9 @@ class Response:
         """The body as JSON. Raises ValueError."""
         return json.loads(await self.body())
 
-    async def chunks(self) -> AsyncGenerator[bytes]:
+    def chunks(self) -> AsyncGenerator[bytes]:
         """The body in the chunks in which it comes. May be called once."""
-        if isinstance(self._content, bytes):
-            yield self._content
-            return
-        async for chunk in self._content:
-            yield chunk
+        return _pieces(self._content)
 
     def set_chunks(self, chunks: AsyncIterator[bytes]) -> None:
         """Replace the body with a stream."""
@@ -160,6 +156,14 @@ class Response:
             async for chunk in chunks:
                 await send({"type": "http.response.body", "body": chunk, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _pieces(content: bytes | AsyncIterator[bytes]) -> AsyncGenerator[bytes]:
+    if isinstance(content, bytes):
+        yield content
+        return
+    async for chunk in content:
+        yield chunk
 
 
 class Call:

@@ -39,6 +39,10 @@ class AdapterPlacement:
         self._orders = KeyOrders()
         self._on_worker: Counter[Worker] = Counter()
 
+    def __len__(self) -> int:
+        """The number of adapters that have homes."""
+        return len(self._adapters)
+
     def homes(self, name: str, candidates: Sequence[Worker], bound: float) -> Sequence[Worker]:
         """The workers that may get a request for this adapter: at least one. One is added if each has more than `bound`
         requests in flight. `bound` is not below the mean of `candidates`, so that one of them is within it."""

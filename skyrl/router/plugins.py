@@ -30,7 +30,7 @@ class PluginError(Exception):
     """A middleware cannot be loaded. The text is for the operator."""
 
 
-def load(path: str) -> Callable[..., AsgiApp]:
+def load(path: str) -> Callable[..., Any]:
     """The class at `package.module.Class`, `package.module:Class` or `file.py:Class`. Raises PluginError."""
     path = ALIASES.get(path, path)
     module_name, colon, name = path.rpartition(":")

@@ -13,6 +13,8 @@ from skyrl.router.placement import AdapterPlacement
 from skyrl.router.rendezvous import KeyOrders
 from skyrl.router.worker import Worker
 
+MAX_ADAPTER_NAME = 512
+"""A longer name is no adapter's, and would only take memory."""
 LOAD_FACTOR = 1.25
 LOAD_SLACK = 4
 """A worker is overloaded with more than `LOAD_FACTOR` x the mean + `LOAD_SLACK` requests in flight."""
@@ -29,6 +31,9 @@ class Policy(Protocol):
     """`candidates` is not empty. The pool passes the same tuple again until the set of routable workers changes: a
     policy can keep what it derived from the tuple."""
 
+    uses_adapter: bool
+    """Whether `facts.adapter` matters: then the router reads the name in each body."""
+
     def choose(self, facts: RequestFacts, candidates: Sequence[Worker]) -> Worker: ...
 
 
@@ -39,6 +44,8 @@ def load_bound(candidates: Sequence[Worker]) -> float:
 
 class LeastInFlight:
     """The worker with the fewest requests in flight. Workers with equally many take turns."""
+
+    uses_adapter = False
 
     def __init__(self) -> None:
         self._next = 0
@@ -57,6 +64,8 @@ class LeastInFlight:
 class RoundRobin:
     """Workers in turn, whatever their load."""
 
+    uses_adapter = False
+
     def __init__(self) -> None:
         self._next = 0
 
@@ -71,6 +80,8 @@ class ConsistentHashing:
 
     A key keeps its worker when workers come and go, unless its worker leaves or the new worker is its new first.
     """
+
+    uses_adapter = False
 
     def __init__(self) -> None:
         self._orders = KeyOrders()
@@ -92,14 +103,16 @@ class AdapterAffinity:
     key decides, unless that home is overloaded; without a key, the least in flight. A request for no adapter is routed
     as by `ConsistentHashing`."""
 
+    uses_adapter = True
+
     def __init__(self, placement: AdapterPlacement | None = None) -> None:
-        self._placement = placement or AdapterPlacement()
+        self._placement = AdapterPlacement() if placement is None else placement
         self._orders = KeyOrders()
         self._no_adapter = ConsistentHashing()
         self._keyless = LeastInFlight()
 
     def choose(self, facts: RequestFacts, candidates: Sequence[Worker]) -> Worker:
-        if not facts.adapter:
+        if not facts.adapter or len(facts.adapter) > MAX_ADAPTER_NAME:
             return self._no_adapter.choose(facts, candidates)
         bound = load_bound(candidates)
         homes = self._placement.homes(facts.adapter, candidates, bound)

@@ -36,7 +36,7 @@ class TooManyWorkers(ValueError):
 
 class WorkerPool:
     def __init__(self, policy: Policy, *, max_workers: int = MAX_WORKERS) -> None:
-        self._policy = policy
+        self.policy = policy
         self._other = LeastInFlight()
         self._max_workers = max_workers
         self._workers: dict[str, Worker] = {}
@@ -75,7 +75,7 @@ class WorkerPool:
         registration leaves out stays as it was, unless the worker was being removed. Raises ValueError for a bad URL,
         TooManyWorkers."""
         url = normalise_url(url)
-        completions_url = None if completions_url is None else normalise_url(completions_url)
+        completions_url = None if completions_url is None else normalise_url(completions_url, "completions_url")
         worker = self._workers.get(url)
         if worker is None:
             if len(self._workers) >= self._max_workers:
@@ -120,7 +120,7 @@ class WorkerPool:
         if exclude and any(worker in exclude for worker in candidates):
             others = [worker for worker in candidates if worker not in exclude]
             return self._other.choose(facts, others) if others else None
-        return self._policy.choose(facts, candidates) if candidates else None
+        return self.policy.choose(facts, candidates) if candidates else None
 
     def begin(self, worker: Worker) -> None:
         """A request is sent to this worker. `end` must follow."""

@@ -6,6 +6,7 @@ The prober does not decide what a quarantine means: it reports to the pool.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -37,11 +38,14 @@ class HealthProber:
         fetch: Fetch,
         timeout_s: float = PROBE_TIMEOUT_S,
         quarantined_interval_s: float = QUARANTINED_INTERVAL_S,
+        *,
+        headers: Iterable[tuple[bytes, bytes]] = (),
     ) -> None:
         self._pool = pool
         self._interval_s = interval_s
         self._failure_threshold = failure_threshold
         self._fetch = fetch
+        self._headers = tuple(headers)
         self._timeout_s = timeout_s
         self._quarantined_interval_s = min(interval_s, quarantined_interval_s)
         self._watches: dict[Worker, _Watch] = {}
@@ -79,18 +83,17 @@ class HealthProber:
 
     async def _probe(self, worker: Worker) -> None:
         try:
-            async with asyncio.TaskGroup() as probes:
-                for url in {worker.url, worker.completions_url or worker.url}:
-                    probes.create_task(self._probe_address(url))
-        except* Refused as errors:
-            self._pool.probe_failed(worker, str(errors.exceptions[0]), self._failure_threshold)
+            for url in {worker.url, worker.completions_url or worker.url}:
+                await self._probe_address(url)
+        except Refused as refusal:
+            self._pool.probe_failed(worker, str(refusal), self._failure_threshold)
             self._pool.refused(worker)
-        except* Unreachable as errors:
-            self._pool.probe_failed(worker, str(errors.exceptions[0]), self._failure_threshold)
+        except Unreachable as failure:
+            self._pool.probe_failed(worker, str(failure), self._failure_threshold)
         else:
             self._pool.probe_answered(worker)
 
     async def _probe_address(self, url: str) -> None:
-        answer = await self._fetch("GET", f"{url}/health", (), b"", self._timeout_s)
+        answer = await self._fetch("GET", f"{url}/health", self._headers, b"", self._timeout_s)
         if not 200 <= answer.status < 300:
             raise Unreachable(f"{url}/health answered {answer.status}")

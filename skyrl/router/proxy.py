@@ -37,8 +37,15 @@ _OWN_HEADERS = frozenset(
 _HOP_BY_HOP = frozenset((b"connection", b"keep-alive", b"proxy-connection", b"transfer-encoding", b"upgrade"))
 _HOP_BY_HOP_AND_LENGTH = _HOP_BY_HOP | {b"content-length"}
 _SMG_KEY, _SESSION_KEY, _LENGTH = b"x-smg-routing-key", b"x-session-id", b"content-length"
+WORKER_HEADER = b"x-skyrl-worker"
+"""The URL of the worker that an answer is about. Only where the router names workers."""
 _WITH_BODY = frozenset(("POST", "PUT", "PATCH"))
 _BODY_EXPECTED = (_LENGTH, b"transfer-encoding")
+
+
+CHOSEN = "skyrl.router.worker"
+"""The key in the scope of a worker that was chosen before. A policy must choose once per request: with two turns for
+each request, a round robin over two workers would always use the same one."""
 
 
 class RequestHead(NamedTuple):
@@ -71,12 +78,6 @@ class RequestHead(NamedTuple):
         return cls(b"".join(lines), length, has_body, key.decode("latin-1") if key else None)
 
 
-def answer_headers(status: int, headers: HeaderList) -> HeaderList:
-    """The headers of a worker's answer that go on to the client."""
-    without = _HOP_BY_HOP_AND_LENGTH if status in (204, 304) else _HOP_BY_HOP
-    return [header for header in headers if header[0] not in without]
-
-
 class Truncated(Exception):
     """The answer broke off after its beginning had been sent. The client's connection must be closed."""
 
@@ -101,7 +102,8 @@ class Limits:
 
 
 class Proxy:
-    """An ASGI application. `base_models` are names in `model` that are no adapters."""
+    """An ASGI application. `base_models` are names in `model` that are no adapters. With `names_workers` answers have
+    the header WORKER_HEADER."""
 
     def __init__(
         self,
@@ -110,6 +112,8 @@ class Proxy:
         limits: Limits,
         counts: Counter[str],
         base_models: Collection[str] = (),
+        *,
+        names_workers: bool = False,
     ) -> None:
         self.pool = pool
         self.connections = connections
@@ -117,12 +121,22 @@ class Proxy:
         self.slots = Slots(limits.running, limits.waiting)
         self._uses_adapter = pool.policy.uses_adapter
         self._base_models = frozenset(base_models)
+        self._names_workers = names_workers
         self.counts = counts
         self.at_workers: dict[Worker, set[Upstream]] = {}
 
     @property
     def waiting(self) -> int:
         return self.slots.waiting
+
+    def answer_headers(self, worker: Worker, status: int, headers: HeaderList) -> HeaderList:
+        """The headers of a worker's answer that go on to the client."""
+        without = _HOP_BY_HOP_AND_LENGTH if status in (204, 304) else _HOP_BY_HOP
+        return [*(header for header in headers if header[0] not in without), *self.name_of(worker)]
+
+    def name_of(self, worker: Worker) -> HeaderList:
+        """The header that names a worker; none if workers are not named."""
+        return [(WORKER_HEADER, worker.url.encode())] if self._names_workers else []
 
     def interrupt(self, worker: Worker, reason: str) -> None:
         """Break all exchanges with a worker that does not answer any more. Their clients get 502."""
@@ -162,7 +176,7 @@ class Proxy:
         facts = RequestFacts(head.key, self.adapter(scope["path"], body) if not more else None)
         lines = b"%s%s\r\n" % (head.lines, framing)
         request = _Request(scope, lines, body, more, chunked=more and head.length < 0)
-        await self._try_workers(request, facts, receive, send)
+        await self._try_workers(request, facts, scope, receive, send)
 
     async def _refuse_body(self, send: Send) -> None:
         self.counts["refused_body"] += 1
@@ -195,10 +209,14 @@ class Proxy:
         name = named.lora_path or named.model
         return None if name in self._base_models else name
 
-    async def _try_workers(self, request: _Request, facts: RequestFacts, receive: Receive, send: Send) -> None:
+    async def _try_workers(
+        self, request: _Request, facts: RequestFacts, scope: Scope, receive: Receive, send: Send
+    ) -> None:
         pool, tried = self.pool, []
+        chosen: Worker | None = scope.get(CHOSEN)
         while len(tried) < MAX_TRIES:
-            worker = pool.choose(facts, tried)
+            worker = chosen if chosen is not None and chosen.routable else pool.choose(facts, tried)
+            chosen = None
             if worker is None:
                 break
             pool.begin(worker)
@@ -242,7 +260,7 @@ class Proxy:
         try:
             await connection.head()
             status = connection.status
-            headers = answer_headers(status, connection.headers)
+            headers = self.answer_headers(worker, status, connection.headers)
             started = True
             await send({"type": "http.response.start", "status": status, "headers": headers})
             while True:
@@ -268,7 +286,7 @@ class Proxy:
             if started:
                 raise Truncated(f"{worker.url}: {error}") from error
             message_ = f"no answer from {worker.url} ({error}); it may have processed the request"
-            await refusals.refuse(send, 502, refusals.INTERRUPTED, message_)
+            await refusals.refuse(send, 502, refusals.INTERRUPTED, message_, self.name_of(worker))
         finally:
             if not pump.done():
                 pump.cancel()

@@ -6,8 +6,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 
 from skyrl.router.messages import HeaderList, Send
+
+Header = tuple[bytes, bytes]
 
 NO_WORKER = "no_available_workers"
 """No worker is routable. No worker has seen the request."""
@@ -34,7 +37,7 @@ def refusal(status: int, code: str, message: str) -> tuple[HeaderList, bytes]:
     return headers, body
 
 
-async def refuse(send: Send, status: int, code: str, message: str) -> None:
+async def refuse(send: Send, status: int, code: str, message: str, more_headers: Iterable[Header] = ()) -> None:
     headers, body = refusal(status, code, message)
-    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.start", "status": status, "headers": [*headers, *more_headers]})
     await send({"type": "http.response.body", "body": body, "more_body": False})

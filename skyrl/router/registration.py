@@ -129,6 +129,11 @@ _METHODS: dict[str, tuple[str, ...]] = {
 }
 
 
+def is_registration(path: str) -> bool:
+    """Whether `RegistrationRoutes` answers this path."""
+    return path in _METHODS or path.startswith("/workers/")
+
+
 def _not_allowed(methods: tuple[str, ...]) -> Reply:
     allowed = ", ".join(methods)
     return error(405, "MethodNotAllowed", f"this route takes {allowed}", [(b"allow", allowed.encode())])

@@ -12,7 +12,10 @@ from hashlib import blake2b
 from skyrl.router.worker import Worker
 
 KEPT_PLACES = 2**18
-"""Places of workers in orders that are kept: about 2 MB."""
+"""Places of workers in all orders that are kept."""
+KEPT_ORDERS = 2**14
+MAX_KEPT_KEY = 256
+"""The orders of longer keys are not kept, so that all orders together take at most about 10 MB."""
 _MASK = 2**64 - 1
 
 
@@ -47,7 +50,8 @@ class KeyOrders:
         if order is None:
             digest, digests = _digest(key), self._digests
             order = tuple(sorted(workers, key=lambda worker: _score(digest, digests[worker]), reverse=True))
-            while self._orders and (len(self._orders) + 1) * len(order) > self._kept_places:
-                del self._orders[next(iter(self._orders))]
-            self._orders[key] = order
+            if len(key) <= MAX_KEPT_KEY:
+                if len(self._orders) >= min(KEPT_ORDERS, max(1, self._kept_places // len(order))):
+                    del self._orders[next(iter(self._orders))]
+                self._orders[key] = order
         return order

@@ -62,7 +62,13 @@ class StateFile:
                 await self._dirty.wait()
                 await asyncio.sleep(SETTLE_S)
                 self._dirty.clear()
-                if not await asyncio.to_thread(self._write, self._content()):
+                writing = asyncio.ensure_future(asyncio.to_thread(self._write, self._content()))
+                try:
+                    written = await asyncio.shield(writing)
+                except asyncio.CancelledError:
+                    await writing  # the last write must not meet this one
+                    raise
+                if not written:
                     self._dirty.set()
                     await asyncio.sleep(RETRY_S)
         finally:

@@ -16,19 +16,25 @@ class WorkerState(StrEnum):
     """Being removed: gets no new requests, and is forgotten when its last request has ended."""
 
 
-def normalise_url(url: str) -> str:
+def normalise_url(url: str, field: str = "url") -> str:
     """The URL in the form under which the router knows a worker: lower-case scheme and host, a port only if it is not
-    the scheme's, no trailing slash. Raises ValueError, with a message for clients, if it is no http(s) URL."""
-    parts = urlsplit(url.strip())
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ValueError(f"url: {url!r} is not an http(s) URL")
+    the scheme's, no trailing slash. Raises ValueError, with a message for clients that names the field, if it is no
+    http(s) URL."""
+    url = url.strip()
+    if not all("!" <= character <= "~" for character in url):
+        raise ValueError(f"{field}: {url!r} has a space or a character that is not ASCII")
     try:
-        port = parts.port
+        parts = urlsplit(url)
+        host, port = parts.hostname, parts.port
     except ValueError as error:
-        raise ValueError(f"url: {url!r} has no valid port") from error
+        raise ValueError(f"{field}: {url!r} has no valid host and port: {error}") from error
+    if parts.scheme not in ("http", "https") or not host:
+        raise ValueError(f"{field}: {url!r} is not an http(s) URL")
+    if port == 0:
+        raise ValueError(f"{field}: {url!r} has no valid port")
     if parts.query or parts.fragment or parts.username is not None:
-        raise ValueError(f"url: {url!r} must be an address without query, fragment and user name")
-    host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
+        raise ValueError(f"{field}: {url!r} must be an address without query, fragment and user name")
+    host = f"[{host}]" if ":" in host else host
     default = {"http": 80, "https": 443}[parts.scheme]
     return f"{parts.scheme}://{host}{'' if port in (None, default) else f':{port}'}{parts.path.rstrip('/')}"
 

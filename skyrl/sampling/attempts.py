@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 
 from skyrl.processes.backoff import Backoff
@@ -35,8 +36,8 @@ class Attempts:
         """How often vLLM aborted the sample."""
         self.errors = 0
         """How often a server answered 5xx and then reported good health."""
-        self.reloads = 0
-        """How often this server has lost the adapter."""
+        self.reloads: Counter[Endpoint] = Counter()
+        """How often each server has lost the adapter."""
         self.backoff = backoff
         self.trouble = "no inference server has been published"
         """The last failure, for the message when the deadline passes."""

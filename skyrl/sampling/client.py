@@ -10,6 +10,9 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
+from collections.abc import Collection
+
+import msgspec
 
 from skyrl.inference.adapter_host import AdapterHost, AdapterUnavailable
 from skyrl.processes.backoff import Backoff
@@ -41,11 +44,26 @@ MAX_ERRORS = 1
 """Failures of a server that reports good health. One is allowed, because the server that failed may have been replaced
 by the server that was asked."""
 MAX_RELOADS = 2
+MAX_DYING_S = 5.0
+
+
+class _RouterStatus(msgspec.Struct):
+    routable: int
+
+
+_decode_router_status = msgspec.json.Decoder(_RouterStatus).decode
 
 
 class ForwardingClient:
     """Samples through a vLLM-compatible server. `host` brings adapters to the server that the server does not know.
-    `counts` has one counter per kind of event."""
+    `counts` has one counter per kind of event.
+
+    `replicas` are the URLs of the servers behind skyrl's own router. An answer of that router names the replica that it
+    is about, and the client asks this replica for its health and loads adapters there. No other server is ever asked
+    because an answer names it. For the router, samples of one sampling session have one key: its replica then has their
+    common prefix in its cache, and the router spreads them if the replica has much to do. Other routers do not spread
+    one key; for them each sample has its own.
+    """
 
     def __init__(
         self,
@@ -56,10 +74,12 @@ class ForwardingClient:
         api_key: str | None,
         deadline_s: float,
         zero_fill_logprobs: bool = False,
+        replicas: Collection[str] = (),
     ) -> None:
         self._transport = transport
         self._endpoint = endpoint
         self._deadline_s = deadline_s
+        self._replicas = frozenset(replicas)
         self._headers = {"Content-Type": "application/json"}
         if api_key is not None:
             self._headers["Authorization"] = f"Bearer {api_key}"
@@ -83,7 +103,7 @@ class ForwardingClient:
 
     async def _request(self, job: SampleJob, priority: int | None, deadline: float) -> completion.SampleAnswer:
         """One request to the server, repeated as the failure rules say."""
-        headers = {**self._headers, "X-Session-ID": job.session_key}
+        headers = {**self._headers, "X-Session-ID": job.sampling_session if self._replicas else job.session_key}
         attempts = Attempts(job, priority, headers, deadline, Backoff(FIRST_BACKOFF_S, MAX_BACKOFF_S, jitter=0.25))
         try:
             while True:
@@ -132,7 +152,7 @@ class ForwardingClient:
             return await self._handle(error.answer, endpoint, attempts)
         except NotAccepted as error:
             self.counts["not_accepted"] += 1
-            attempts.reloads = 0  # the next server at this address may be another one
+            attempts.reloads.clear()  # the next server at this address may be another one
             attempts.failed, attempts.trouble = endpoint, f"{endpoint.url} cannot be reached ({error})"
             await self._back_off(attempts)
             return None
@@ -152,6 +172,7 @@ class ForwardingClient:
 
     async def _handle(self, answer: Answer, endpoint: Endpoint, attempts: Attempts) -> completion.SampleAnswer | None:
         """The result, or None if the request must be sent again."""
+        server = self._answered_by(answer, endpoint)
         verdict = verdict_of(answer, has_adapter=isinstance(attempts.job.weights, AdapterVersion))
         match verdict:
             case Verdict.READ:
@@ -167,7 +188,7 @@ class ForwardingClient:
                 longest_s = MAX_GATEWAY_BACKOFF_S if verdict is Verdict.WAIT_LONGER else None
                 await self._back_off(attempts, at_least_s, longest_s)
             case Verdict.LOAD_ADAPTER:
-                await self._load_adapter(answer, endpoint, attempts)
+                await self._load_adapter(answer, server, attempts)
             case Verdict.REFUSE:
                 self.counts["refused"] += 1
                 raise FailedRequest(message_of(answer), ErrorCategory.USER)
@@ -176,34 +197,43 @@ class ForwardingClient:
                 raise server_failure(describe(answer))
             case Verdict.ASK_HEALTH:
                 self.counts["upstream_error"] += 1
-                await self._ask_health(answer, endpoint, attempts)
+                await self._ask_health(answer, server, attempts)
+            case Verdict.INTERRUPTED:
+                self._count_interruption(attempts, describe(answer))
+                attempts.trouble = describe(answer)
+                await self._wait_out_death(server, attempts)
         return None
 
-    async def _load_adapter(self, answer: Answer, endpoint: Endpoint, attempts: Attempts) -> None:
+    def _answered_by(self, answer: Answer, endpoint: Endpoint) -> Endpoint:
+        """The replica that an answer is about, or the endpoint if the answer names none of the replicas."""
+        named = answer.worker in self._replicas
+        return Endpoint(answer.worker or "", endpoint.generation) if named else endpoint
+
+    async def _load_adapter(self, answer: Answer, server: Endpoint, attempts: Attempts) -> None:
         adapter = attempts.job.weights
         assert isinstance(adapter, AdapterVersion)
-        attempts.reloads += 1
-        if attempts.reloads > MAX_RELOADS:
+        attempts.reloads[server] += 1
+        if attempts.reloads[server] > MAX_RELOADS:
             raise server_failure(
                 f"the inference server loses adapter {adapter.name} again and again: {describe(answer)}"
             )
         try:
             async with asyncio.timeout_at(attempts.deadline):
-                await self._loads.load(adapter, endpoint)
+                await self._loads.load(adapter, server)
         except TimeoutError as error:
             attempts.trouble = f"adapter {adapter.name} is being loaded again"
             raise self._deadline_failure(attempts) from error
         except AdapterUnavailable as error:
-            attempts.reloads -= 1  # the server got no request to load
+            attempts.reloads[server] -= 1  # the server got no request to load
             attempts.trouble = str(error)
             await self._back_off(attempts)
 
-    async def _ask_health(self, answer: Answer, endpoint: Endpoint, attempts: Attempts) -> None:
+    async def _ask_health(self, answer: Answer, server: Endpoint, attempts: Attempts) -> None:
         """After a 5xx: a dying server has interrupted the sample; a healthy one may fail it MAX_ERRORS times."""
-        if await health_of(self._transport, endpoint, self._headers) is not Health.ALIVE:
+        if await health_of(self._transport, server, self._headers) is not Health.ALIVE:
             self._count_interruption(attempts, describe(answer))
             attempts.trouble = "the inference server is dying"
-            await self._wait_out_death(endpoint, attempts)
+            await self._wait_out_death(server, attempts)
             return
         attempts.errors += 1
         if attempts.errors > MAX_ERRORS:
@@ -230,18 +260,21 @@ class ForwardingClient:
         attempts.interruptions += 1
         if attempts.is_suspect:
             self._suspects.add(attempts.interruptions)
-        attempts.reloads = 0
+        attempts.reloads.clear()
 
-    async def _wait_out_death(self, endpoint: Endpoint, attempts: Attempts) -> None:
+    async def _wait_out_death(self, server: Endpoint, attempts: Attempts) -> None:
         """Wait at least one pause, and then until the server is not dying: it would fail a request that is sent now.
 
         A dying vLLM fails all requests in flight with 500 or a reset, and exits within about a second.
         """
         await self._back_off(attempts)
-        await self._wait_while_dying(endpoint, attempts)
+        await self._wait_while_dying(server, attempts)
 
-    async def _wait_while_dying(self, endpoint: Endpoint, attempts: Attempts) -> None:
-        while await health_of(self._transport, endpoint, self._headers) is Health.DYING:
+    async def _wait_while_dying(self, server: Endpoint, attempts: Attempts) -> None:
+        """For a replica behind the router at most MAX_DYING_S: if it hangs, the router sends the sample elsewhere."""
+        now = asyncio.get_running_loop().time
+        until = now() + MAX_DYING_S if server.url in self._replicas else attempts.deadline
+        while await health_of(self._transport, server, self._headers) is Health.DYING and now() < until:
             await self._back_off(attempts)
 
     async def _back_off(self, attempts: Attempts, at_least_s: float = 0.0, longest_s: float | None = None) -> None:
@@ -270,6 +303,17 @@ class ForwardingClient:
         except (NotAccepted, Interrupted) as error:
             return f"{endpoint.url} cannot be reached ({error})"
         return None if answer.status == 200 else describe(answer)
+
+    async def replicas_in_use(self) -> int:
+        """How many replicas skyrl's router sends samples to; 0 if the router does not answer."""
+        try:
+            endpoint = await self._endpoint.resolve()
+            if endpoint is None:
+                return 0
+            answer = await self._transport.get(f"{endpoint.url}/statusz", self._headers, HEALTH_TIMEOUT_S)
+            return _decode_router_status(answer.body).routable
+        except (EndpointUnknown, NotAccepted, Interrupted, msgspec.DecodeError):
+            return 0
 
     async def close(self) -> None:
         await self._loads.close()

@@ -14,7 +14,7 @@ from typing import cast
 import httptools
 
 from skyrl.sampling.answer_memory import LARGE_ANSWER_BYTES, AnswerMemory, Reservation
-from skyrl.sampling.transport import CONTROL_ANSWER_BYTES, Answer, Interrupted
+from skyrl.sampling.transport import CONTROL_ANSWER_BYTES, WORKER_HEADER, Answer, Interrupted
 
 MAX_HEAD_BYTES = 64 * 2**10
 """Status line and headers of an answer."""
@@ -47,6 +47,7 @@ class HttpConnection(asyncio.Protocol):
         self._content_type = ""
         self._content_length = 0
         self._retry_after: float | None = None
+        self._worker: str | None = None
         self._has_length = False
         """Whether a header tells where the answer ends: its length, or that it comes in chunks."""
         self._in_body = False
@@ -131,6 +132,8 @@ class HttpConnection(asyncio.Protocol):
                 self._content_length = int(value)
         elif name == b"retry-after":
             self._retry_after = _parse_retry_after(value)
+        elif name == WORKER_HEADER:
+            self._worker = value.decode("latin-1")
 
     def on_headers_complete(self) -> None:
         self._in_body = True
@@ -178,7 +181,7 @@ class HttpConnection(asyncio.Protocol):
         status = self._parser.get_status_code()
         if self._waiter is not None and not self._waiter.done() and status:
             body = b"".join(self._body)[:EXCERPT_BYTES]
-            self._waiter.set_result(Answer(status, self._content_type, body, self._retry_after, whole=False))
+            self._waiter.set_result(self._answer(body, whole=False))
         self._body = []
         self._fail("not HTTP: the status line is too long")
 
@@ -186,14 +189,16 @@ class HttpConnection(asyncio.Protocol):
         self._in_body = False
         if self._waiter is not None and not self._waiter.done():
             body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
-            status, content_type, retry_after = self._parser.get_status_code(), self._content_type, self._retry_after
-            if self._reservation is None:
-                answer = Answer(status, content_type, body, retry_after)
-            else:
-                answer = Answer(status, content_type, body, retry_after, release=self._reservation.release)
-                self._reservation = None
-            self._waiter.set_result(answer)
+            self._waiter.set_result(self._answer(body))
         self._body = []
+
+    def _answer(self, body: bytes, *, whole: bool = True) -> Answer:
+        """The answer whose head was parsed. It holds the memory that was reserved for it, if it is whole."""
+        status, worker = self._parser.get_status_code(), self._worker
+        if self._reservation is None or not whole:
+            return Answer(status, self._content_type, body, self._retry_after, whole, worker)
+        release, self._reservation = self._reservation.release, None
+        return Answer(status, self._content_type, body, self._retry_after, worker=worker, release=release)
 
 
 def _parse_retry_after(header: bytes) -> float | None:

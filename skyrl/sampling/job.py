@@ -72,6 +72,11 @@ class SampleJob:
     alternatives: int = 0
 
     @property
+    def sampling_session(self) -> str:
+        """`session_key` is `<sampling session>:<seq_id>`."""
+        return self.session_key.rpartition(":")[0]
+
+    @property
     def greedy(self) -> bool:
         return self.temperature == 0.0
 

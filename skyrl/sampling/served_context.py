@@ -18,7 +18,7 @@ from skyrl.wire.errors import ErrorCategory, FailedRequest
 
 MODELS_BYTES = 16 * 2**20
 """The largest list of models that is read: some 25,000 loaded adapters."""
-_RETRY = (Verdict.WAIT, Verdict.WAIT_LONGER, Verdict.ASK_HEALTH)
+_RETRY = (Verdict.WAIT, Verdict.WAIT_LONGER, Verdict.ASK_HEALTH, Verdict.INTERRUPTED)
 
 
 class ContextNotKnownYet(Exception):

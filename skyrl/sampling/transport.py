@@ -10,6 +10,10 @@ CONTROL_ANSWER_BYTES = 2**20
 """The bound of answers that are not 2xx, and of answers for which the caller gives no bound (health, adapter loads)."""
 
 
+WORKER_HEADER = b"x-skyrl-worker"
+"""A header of skyrl's router: the URL of the replica that an answer is about."""
+
+
 class NotAccepted(Exception):
     """The request did not reach the server: no connection was made, or the address is wrong."""
 
@@ -24,7 +28,8 @@ def _hold_nothing() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """An HTTP answer. `whole` is False if it exceeded its bound; then `body` has only its beginning.
+    """An HTTP answer. `whole` is False if it exceeded its bound; then `body` has only its beginning. `worker` is the
+    URL of the replica that the answer is about, if a router names it.
 
     A large answer holds memory for which other large answers wait. Call `release` when the body is not needed any more.
     A second call does nothing, nor does a call for a small answer.
@@ -35,6 +40,7 @@ class Answer:
     body: bytes
     retry_after_s: float | None = None
     whole: bool = True
+    worker: str | None = None
     release: Callable[[], None] = field(default=_hold_nothing, compare=False, repr=False)
 
 

@@ -11,6 +11,7 @@ from fake_upstream import COMPLETIONS, LOAD, FakeUpstream, Received, Reply, comp
 
 from skyrl.inference.engine_group import EngineGroup
 from skyrl.inference.replica import Addresses, CallTimeouts, Replica
+from skyrl.inference.router_members import Members
 from skyrl.types.weights import AdapterVersion
 from skyrl.vllm_plugin.incarnation import HEADER
 
@@ -47,6 +48,7 @@ def replica_at(url: str, *, name: str = "", timeouts: CallTimeouts = TIMEOUTS) -
 def group_of(
     *replicas: str | Replica,
     proxy_url: str | None = None,
+    members: Members | None = None,
     watching_s: float = SOON_S,
     in_use: Sequence[AdapterVersion] = (),
     grace_s: float = NEVER_S,
@@ -65,6 +67,7 @@ def group_of(
         publish,
         adapters,
         proxy_url=proxy_url,
+        members=members,
         starting_interval_s=SOON_S,
         watching_interval_s=watching_s,
         grace_s=grace_s,

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import aiohttp
 
 from skyrl.processes.listening import listen
 from skyrl.router.app import RouterApp
-from skyrl.router.main import RouterOptions, open_router
+from skyrl.router.connections import address_of
+from skyrl.router.lean import Lane
+from skyrl.router.main import RouterOptions, connection_class, open_router
 from skyrl.web.server import Server
+
+CONNECTIONS = 4
+"""Unused connections to each worker with which a router of `short_way` starts."""
 
 HEALTHY = b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n"
 
@@ -77,6 +82,7 @@ class FakeWorker:
     def __init__(self, script: Script = echo) -> None:
         self.script = script
         self.healthy = True
+        self.probes = 0
         self.received: list[Received] = []
         self.port = 0
         self._server: asyncio.Server | None = None
@@ -114,6 +120,7 @@ class FakeWorker:
                 request.body = await self._body(reader, request)
                 exchange = Exchange(request, writer)
                 if request.path == "/health":
+                    self.probes += 1
                     await exchange.send(HEALTHY if self.healthy else HEALTHY.replace(b"200 OK", b"503 Away"))
                     continue
                 self.received.append(request)
@@ -157,8 +164,11 @@ class RunningRouter:
 
 
 @contextlib.asynccontextmanager
-async def running_router(*workers: FakeWorker, **options: object) -> AsyncIterator[RunningRouter]:
-    """Starts the workers and a router in front of them. Probes are fast unless `options` say otherwise."""
+async def running_router(
+    *workers: FakeWorker, short_way: bool = False, **options: object
+) -> AsyncIterator[RunningRouter]:
+    """Starts the workers and a router in front of them. Probes are fast unless `options` say otherwise. With
+    `short_way`, requests that may take it do so from the first on; without, none does."""
     for worker in workers:
         await worker.start()
     defaults = RouterOptions(
@@ -166,19 +176,32 @@ async def running_router(*workers: FakeWorker, **options: object) -> AsyncIterat
     )
     sockets = listen("127.0.0.1", 0)
     async with (
-        open_router(replace(defaults, **options)) as app,  # type: ignore[arg-type]
+        open_router(replace(defaults, **options)) as router,  # type: ignore[arg-type]
         aiohttp.ClientSession(auto_decompress=False, connector=aiohttp.TCPConnector(limit=0)) as session,
     ):
-        server = Server(app, date_header=False, drain_s=1)
+        if router.lane is not None and short_way:
+            await open_connections(router.lane, workers)
+        http = connection_class(router if short_way else replace(router, lane=None))
+        server = Server(router.app, date_header=False, drain_s=1, http=http)
         serving = asyncio.create_task(server.serve(sockets))
         try:
-            yield RunningRouter(app, f"http://127.0.0.1:{sockets[0].getsockname()[1]}", session)
+            yield RunningRouter(router.app, f"http://127.0.0.1:{sockets[0].getsockname()[1]}", session)
         finally:
             await session.close()
             server.should_exit = True
             for worker in workers:
                 await worker.stop()
             await serving
+
+
+async def open_connections(lane: Lane, workers: Sequence[FakeWorker]) -> None:
+    connections = lane.proxy.connections
+    for worker in workers:
+        address = address_of(worker.url)
+        opened = [await connections.connect(address) for _ in range(CONNECTIONS)]
+        for connection in opened:
+            connection.complete = True
+            connections.give_back(address, connection)
 
 
 async def until(condition: Callable[[], bool]) -> None:

@@ -220,7 +220,6 @@ async def test_the_example_that_caps_tokens() -> None:
     assert capped.headers.get("x-capped-tokens") == "100"
     free = await bench.post("/generate", {"text": "a", "sampling_params": {"max_new_tokens": 100}})
     assert free.headers.get("x-capped-tokens") is None
-    assert (await bench.ask("POST", "/generate", b"not JSON")).status == 500
     assert bench.plugin.stats() == {"capped": 1}
 
 

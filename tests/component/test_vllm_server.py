@@ -33,6 +33,10 @@ from skyrl.inference.placement import LocalPlacement, LocalServer, ServerSpec, f
 from skyrl.inference.replica import Addresses, CallTimeouts, Replica, ReplicaState
 from skyrl.inference.vllm_client import VllmClient, VllmError
 from skyrl.inference.vllm_command import plugin_installed, vllm_spec
+from skyrl.router.broadcast import Broadcasts
+from skyrl.router.control import ControlClient
+from skyrl.router.policies import LeastInFlight
+from skyrl.router.pool import WorkerPool
 from skyrl.sampling import completion, prompt_apart
 from skyrl.sampling.answer_bound import answer_bound
 from skyrl.sampling.client import ForwardingClient
@@ -260,6 +264,37 @@ async def test_an_adapter_can_be_loaded_twice_and_unloaded_twice(served: Running
     assert await served.group.retire([version]) == {version}
     assert await served.group.retire([version]) == {version}
     assert version.name not in await models(served)
+
+
+async def test_the_router_loads_an_adapter_on_all_workers_though_one_had_it(
+    served: RunningServer, tmp_path: Path
+) -> None:
+    """Here the same vLLM is both workers, under two names: the second to load finds the adapter loaded."""
+    (tmp_path / "other").mkdir()
+    pool = WorkerPool(LeastInFlight())
+    one = pool.add(served.spec.url)
+    other = pool.add(served.spec.url.replace("127.0.0.1", "localhost"))
+    assert one is not other
+    headers = [(b"authorization", f"Bearer {KEY}".encode()), (b"content-type", b"application/json")]
+
+    async with ControlClient() as client:
+        broadcasts = Broadcasts(pool, client.fetch)
+
+        async def status(path: str, **fields: str) -> int:
+            async def body() -> bytes:
+                return json.dumps({"lora_name": "spread", **fields}).encode()
+
+            reply = await broadcasts.answer("POST", path, b"", headers, body)
+            assert reply is not None
+            return reply.status
+
+        path = str(adapter(tmp_path / "a", 8))
+        assert await status("/v1/load_lora_adapter", lora_path=path) == 200
+        assert "spread" in await models(served)
+        assert await status("/v1/load_lora_adapter", lora_path=str(tmp_path / "other")) == 400
+        assert await status("/v1/unload_lora_adapter") == 200
+        assert await status("/v1/unload_lora_adapter") == 404
+        assert "spread" not in await models(served)
 
 
 async def test_a_bad_adapter_is_refused_and_the_server_goes_on(served: RunningServer, tmp_path: Path) -> None:

@@ -100,7 +100,7 @@ class Server:
 @asynccontextmanager
 async def watched(url: str, *, health_s: float = LONG_S, step_s: float = LONG_S) -> AsyncIterator[Server]:
     server, client = Server(url), VllmClient(url, "key")
-    watchdog = Watchdog(client, server, interval_s=INTERVAL_S, health_timeout_s=health_s, step_timeout_s=step_s)
+    watchdog = Watchdog(client, server, {"/health": health_s, "/is_sleeping": step_s}, interval_s=INTERVAL_S)
     watching = asyncio.create_task(watchdog.run())
     try:
         yield server

@@ -215,6 +215,20 @@ def test_a_bad_backend_config_is_refused_in_one_line_that_names_the_key(given: d
             "configuration: backend 'none' is a sampling-only gateway: give",
         ),
         ({"backend": "none", "external_inference_url": "http://x"}, "configuration: backend 'none' needs --base-model"),
+        (
+            {"backend_config": '{"generator.inference_engine.num_engines": 0}'},
+            "backend_config: 'generator.inference_engine.num_engines': Input should be greater than or equal to 1",
+        ),
+        (
+            {
+                "backend_config": '{"generator.num_inference_engines": 2, "trainer.placement.colocate_all": true}',
+            },
+            "configuration: generator.inference_engine.num_engines: 2 vLLMs, but with trainer.placement.colocate_all",
+        ),
+        (
+            {"backend_config": '{"generator.inference_engine": {"num_engines": 2, "port": 65535}}'},
+            "configuration: generator.inference_engine.port: the last of 2 vLLMs would listen at 65536",
+        ),
         ({"prot": 1}, "configuration: unknown key 'prot'; the nearest known one is 'port'"),
     ],
 )

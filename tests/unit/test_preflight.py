@@ -232,6 +232,11 @@ def test_gpus_that_the_machine_lacks_are_refused(monkeypatch: pytest.MonkeyPatch
         check_gpus(load_config({}), ["0", "2"])
     with pytest.raises(ConfigError, match="tensor_parallel_size: 4 needs as many GPUs, and there are 2"):
         check_gpus(config_of("tiny", tensor_parallel_size=4), ["0", "1"])
+    check_gpus(config_of("tiny", num_engines=2), ["0", "1"])
+    check_gpus(config_of("tiny", num_engines=3), [])
+    too_few = "num_engines: 2 vLLMs with tensor_parallel_size 2 need 4 GPUs, and there are 2"
+    with pytest.raises(ConfigError, match=too_few):
+        check_gpus(config_of("tiny", num_engines=2, tensor_parallel_size=2), ["0", "1"])
 
 
 def test_a_port_for_vllm_that_is_in_use_is_refused(tmp_path: Path) -> None:
@@ -241,6 +246,8 @@ def test_a_port_for_vllm_that_is_in_use_is_refused(tmp_path: Path) -> None:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=f"inference_engine.port: vLLM cannot listen on 127.0.0.1:{port}"):
             check_inference_port(config_of("tiny", port=port))
+        with pytest.raises(ConfigError, match=f"vLLM cannot listen on 127.0.0.1:{port}"):
+            check_inference_port(config_of("tiny", port=port - 1, num_engines=2))
     check_inference_port(config_of("tiny", port=port))
     with pytest.raises(ConfigError, match="8000 is this server's own port"):
         check_inference_port(config_of("tiny", port=8000))

@@ -53,6 +53,15 @@ def test_each_process_is_shown_with_its_stage() -> None:
     }
 
 
+def test_each_replica_is_shown_with_its_stage() -> None:
+    names, running = ["vllm-0", "vllm-1", "router"], {"vllm-0": 3.0, "router": 4.0}
+    assert stages(names, ["sampling: 0 of 2 replicas are in use"], running) == {
+        "vllm-0": "0 of 2 replicas are in use (3 s)",
+        "vllm-1": "ended, starts again",
+        "router": "ready",
+    }
+
+
 def test_an_external_inference_server_is_shown_as_such() -> None:
     reasons = ["sampling: the inference server cannot be reached"]
     assert stages(["api"], reasons, {"api": 1.0}) == {

@@ -86,7 +86,7 @@ def test_only_values_that_this_server_implements_are_accepted(key: str) -> None:
 
 
 def test_true_is_not_1_and_0_is_not_false() -> None:
-    assert "num_engines' cannot be True" in refusal({"generator.inference_engine.num_engines": True})
+    assert "policy_num_nodes' cannot be True" in refusal({"trainer.placement.policy_num_nodes": True})
     assert "merge_lora' cannot be 0" in refusal({"trainer.policy.megatron_config.lora_config.merge_lora": 0})
 
 

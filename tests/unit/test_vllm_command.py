@@ -162,6 +162,26 @@ def test_vllm_gets_the_devices_after_the_trainers(
         "generator.inference_engine.tensor_parallel_size": parallel,
         "trainer.placement.colocate_all": colocated,
     }
+    assert inference_devices(config_of(model, backend_config=keys), devices) == [expected]
+
+
+@pytest.mark.parametrize(
+    ("devices", "parallel", "expected"),
+    [
+        ((), 1, [[], []]),
+        (("0", "1", "2"), 1, [["1"], ["2"]]),
+        (("0", "1"), 1, [["0"], ["1"]]),
+        (("0", "1", "2", "3", "4"), 2, [["1", "2"], ["3", "4"]]),
+        (("0", "1", "2", "3"), 2, [["0", "1"], ["2", "3"]]),
+    ],
+)
+def test_replicas_share_no_device(
+    model: Path, devices: tuple[str, ...], parallel: int, expected: list[list[str]]
+) -> None:
+    keys = {
+        "generator.inference_engine.num_engines": 2,
+        "generator.inference_engine.tensor_parallel_size": parallel,
+    }
     assert inference_devices(config_of(model, backend_config=keys), devices) == expected
 
 

@@ -1,0 +1,86 @@
+"""Tells the router which replicas it may use.
+
+Knows the router's routes for workers. Does not know when a replica may be used (`engine_group` does), and sends no
+samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Protocol
+
+import httpx
+import msgspec
+
+TIMEOUT_S = 2.0
+
+
+class NotTold(Exception):
+    """The router was not told, or has refused. The text says why."""
+
+
+class Members(Protocol):
+    """The membership of replicas behind one URL."""
+
+    async def update(self, used: Collection[str], left_out: Collection[str]) -> None:
+        """Use the replicas at the URLs `used`, and send nothing new to those at `left_out`. Other replicas keep their
+        places. Raises NotTold; a later call tries again."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+class _Worker(msgspec.Struct):
+    url: str
+    state: str
+
+
+class _Status(msgspec.Struct):
+    workers: list[_Worker]
+
+
+_decode_status = msgspec.json.Decoder(_Status).decode
+USED, LEAVING = "healthy", "draining"
+"""States of the router's workers."""
+
+
+class RouterMembers:
+    """The members of the router at `url`. `key` is the router's key.
+
+    Each replica is registered so that the router uses it again only after another registration, once it has ceased to
+    answer: before that the replica may lack adapters.
+    """
+
+    def __init__(self, url: str, key: str) -> None:
+        self._url = url
+        self._http = httpx.AsyncClient(
+            base_url=url,
+            headers={"Authorization": f"Bearer {key}"},
+            timeout=TIMEOUT_S,
+            trust_env=False,  # no proxy: the router is on loopback
+        )
+
+    async def update(self, used: Collection[str], left_out: Collection[str]) -> None:
+        """As `Members.update`. Asks the router first, and tells it only what differs: a router that was started again
+        may have lost its workers, and a registration that changes nothing would hide probes that have failed."""
+        try:
+            answer = self._checked(await self._http.get("/statusz"))
+            state_of = {worker.url: worker.state for worker in _decode_status(answer.content).workers}
+            for url in used:
+                if state_of.get(url) != USED:
+                    self._checked(await self._http.post("/workers", json={"url": url, "revive": "registration"}))
+            for url in left_out:
+                if state_of.get(url, LEAVING) != LEAVING:
+                    self._checked(await self._http.post("/remove_worker", params={"url": url}))
+        except httpx.RequestError as error:
+            raise NotTold(f"the router at {self._url} does not answer ({error or type(error).__name__})") from error
+        except msgspec.DecodeError as error:
+            raise NotTold(f"the router at {self._url} answers /statusz with something else ({error})") from error
+
+    def _checked(self, answer: httpx.Response) -> httpx.Response:
+        if not answer.is_success:
+            raise NotTold(f"the router at {self._url} answers {answer.status_code} {answer.text[:200]}")
+        return answer
+
+    async def close(self) -> None:
+        await self._http.aclose()

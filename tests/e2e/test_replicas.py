@@ -1,0 +1,201 @@
+"""Two replicas behind the router: adapters are on both, and neither the death nor the standstill of a replica or of the
+router costs a client more than time.
+
+The tests share one server and run in the order of this file; the last test stops the server.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+import tinker
+from tinker import types
+
+from skyrl.demo.server import DemoServer
+
+from .conftest import SLOW_START_S, cross_entropy, find_process, train
+
+pytestmark = pytest.mark.vllm
+
+PROMPT = [5, 6, 7, 8]
+SHORT, LONG = 12, 400
+ROUTER = "skyrl.router.of_server"
+CLIENTS = 12
+"""Sampling sessions. Their samples of the base model go to either replica; all on one is a chance of 1 in 2,048."""
+
+
+def until(condition: Callable[[], object], within_s: float = SLOW_START_S) -> None:
+    deadline = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline, "did not come true in time"
+        time.sleep(0.05)
+
+
+@dataclass
+class Replicas:
+    """The replicas and the router of a server, as its runtime file names them."""
+
+    server: DemoServer
+    router: str
+    urls: list[str]
+    http: httpx.Client
+
+    def workers(self) -> dict[str, dict[str, Any]]:
+        """The router's workers by URL; none while the router does not answer."""
+        try:
+            return {worker["url"]: worker for worker in self.http.get(f"{self.router}/statusz").json()["workers"]}
+        except httpx.TransportError:
+            return {}
+
+    def used(self) -> list[str]:
+        return [url for url, worker in self.workers().items() if worker["state"] == "healthy"]
+
+    def process(self, url: str) -> psutil.Process:
+        return find_process(self.server, f"--port {url.rpartition(':')[2]}")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DemoServer]:
+    running = DemoServer(
+        tmp_path_factory.mktemp("replicas"), backend_config={"generator.inference_engine.num_engines": 2}
+    )
+    running.start()
+    try:
+        running.wait_ready(SLOW_START_S)
+        yield running
+    finally:
+        running.stop()
+
+
+@pytest.fixture(scope="module")
+def replicas(server: DemoServer) -> Iterator[Replicas]:
+    runtime = json.loads((server.state_dir / "run" / "runtime.json").read_text())
+    headers = {"Authorization": f"Bearer {runtime['inference_api_key']}"}
+    with httpx.Client(headers=headers, timeout=300, trust_env=False) as http:
+        found = Replicas(server, runtime["inference_url"], runtime["replica_urls"], http)
+        until(lambda: len(found.used()) == 2)
+        yield found
+
+
+@pytest.fixture(scope="module")
+def samplers(server: DemoServer) -> Iterator[list[tinker.SamplingClient]]:
+    with tinker.ServiceClient(base_url=server.url, api_key="tml-replicas") as client:
+        made = [client.create_sampling_client(base_model="tiny") for _ in range(CLIENTS)]
+        yield [sampler.result() for sampler in made]
+
+
+def sample(sampler: tinker.SamplingClient, length: int) -> list[int]:
+    params = types.SamplingParams(max_tokens=length, temperature=0.0, stop=[])
+    return list(sampler.sample(types.ModelInput.from_ints(PROMPT), 1, params).result().sequences[0].tokens)
+
+
+@dataclass
+class Load:
+    """Long samples, which end well whatever happens meanwhile."""
+
+    running: list[Future[list[int]]]
+
+    def assert_well(self) -> None:
+        assert {len(each.result()) for each in self.running} == {LONG}
+        assert len({tuple(each.result()) for each in self.running}) == 1
+
+
+def start_load(pool: ThreadPoolExecutor, samplers: list[tinker.SamplingClient], replicas: Replicas) -> Load:
+    """Return when both replicas sample."""
+    running = [pool.submit(sample, sampler, LONG) for sampler in samplers]
+    while not all(worker["in_flight"] for worker in replicas.workers().values()):
+        assert not any(each.done() for each in running), replicas.workers()
+        time.sleep(0.01)
+    return Load(running)
+
+
+def test_an_adapter_is_on_both_replicas_after_its_save(server: DemoServer, replicas: Replicas) -> None:
+    with tinker.ServiceClient(base_url=server.url, api_key="tml-trains") as client:
+        trainer = client.create_lora_training_client(base_model="tiny", rank=8, seed=3).result()
+        losses = train(trainer, [cross_entropy(PROMPT + list(range(20, 40)))], 4, 2e-2)
+        assert losses[-1] < losses[0]
+        sampler = trainer.save_weights_and_get_sampling_client().result()
+        tokens = sample(sampler, SHORT)
+        body = {"prompt": PROMPT, "max_tokens": SHORT, "temperature": 0, "return_token_ids": True, "ignore_eos": True}
+        for url in replicas.urls:
+            known = [model["id"] for model in replicas.http.get(f"{url}/v1/models").json()["data"]]
+            adapters = [name for name in known if "@" in name]
+            assert len(adapters) == 1
+            answer = replicas.http.post(f"{url}/v1/completions", json=body | {"model": adapters[0]}).json()
+            assert answer["choices"][0]["token_ids"] == tokens
+    assert server.status()["replicas"] == {"in_use": 2, "of": 2}
+
+
+def test_the_router_and_vllm_refuse_a_request_without_the_key(replicas: Replicas) -> None:
+    for url in (replicas.router, *replicas.urls):
+        answer = httpx.post(f"{url}/v1/completions", json={"prompt": PROMPT}, trust_env=False)
+        assert answer.status_code == 401
+    assert httpx.get(f"{replicas.router}/statusz", trust_env=False).status_code == 401
+
+
+def test_a_replica_that_stands_still_delays_only_its_own_samples(
+    replicas: Replicas, samplers: list[tinker.SamplingClient]
+) -> None:
+    url = replicas.urls[0]
+    process = replicas.process(url)
+    with ThreadPoolExecutor(CLIENTS) as pool:
+        load = start_load(pool, samplers, replicas)
+        process.suspend()
+        try:
+            until(lambda: replicas.used() == [replicas.urls[1]])
+            for sampler in samplers:
+                assert len(sample(sampler, SHORT)) == SHORT
+        finally:
+            process.resume()
+        load.assert_well()
+    until(lambda: len(replicas.used()) == 2)
+
+
+def test_a_killed_replica_costs_no_sample_and_is_used_again(
+    replicas: Replicas, samplers: list[tinker.SamplingClient]
+) -> None:
+    url = replicas.urls[0]
+    with ThreadPoolExecutor(CLIENTS) as pool:
+        load = start_load(pool, samplers, replicas)
+        replicas.process(url).kill()
+        load.assert_well()
+    until(lambda: len(replicas.used()) == 2)
+    served = replicas.workers()[url]["served"]
+    for sampler in samplers:
+        sample(sampler, SHORT)
+    assert replicas.workers()[url]["served"] > served
+
+
+@pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_a_router_that_is_gone_costs_no_sample(
+    server: DemoServer, replicas: Replicas, samplers: list[tinker.SamplingClient], signal_number: signal.Signals
+) -> None:
+    router = find_process(server, ROUTER)
+    with ThreadPoolExecutor(2 * CLIENTS) as pool:
+        load = start_load(pool, samplers, replicas)
+        router.send_signal(signal_number)
+        later = [pool.submit(sample, sampler, SHORT) for sampler in samplers]
+        assert {len(each.result()) for each in later} == {SHORT}
+        load.assert_well()
+    assert find_process(server, ROUTER).pid != router.pid
+    until(lambda: len(replicas.used()) == 2)
+
+
+def test_a_stop_leaves_nothing(server: DemoServer, replicas: Replicas) -> None:
+    processes = [psutil.Process(server.pid), *psutil.Process(server.pid).children(recursive=True)]
+    server.stop()
+    _, alive = psutil.wait_procs(processes, timeout=SLOW_START_S)
+    assert [process for process in alive if process.status() != psutil.STATUS_ZOMBIE] == []
+    assert not (server.state_dir / "run").is_symlink()
+    log = (server.state_dir / "serve.log").read_text()
+    assert "stopped" in log
+    assert "Traceback" not in log
