@@ -21,7 +21,7 @@ from tests.component.sidecar_world import FakeVllm, answers, choice, completion,
 
 LIES: dict[str, dict[str, Any]] = {
     "no logprobs": {"logprobs": None},
-    "one logprob for two tokens": {"logprobs": {"token_logprobs": [-0.5], "top_logprobs": [{}]}},
+    "one logprob for two tokens": {"logprobs": {"token_logprobs": [-0.5], "top_logprobs": [{}, {}]}},
     "a null logprob": {"logprobs": {"token_logprobs": [-0.5, None], "top_logprobs": [{}, {}]}},
     "an impossible token": {"logprobs": {"token_logprobs": [-0.5, -9999.0], "top_logprobs": [{}, {}]}},
     "a probability above 1": {"logprobs": {"token_logprobs": [-0.5, 0.5], "top_logprobs": [{}, {}]}},
