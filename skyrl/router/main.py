@@ -107,7 +107,7 @@ async def open_router(options: RouterOptions) -> AsyncIterator[Router]:
             state.load()
             background.append(state.run())
         for url in options.workers:
-            pool.add(url)
+            pool.expect(url)
         await stack.enter_async_context(_running(background))
         app = RouterApp(pool, RegistrationRoutes(pool), chain, proxy, counts, policy=options.policy, key=options.key)
         # Middleware sees every request, so then all requests take the long way

@@ -93,6 +93,18 @@ class WorkerPool:
         self._changed(worker, Change.REGISTERED)
         return worker
 
+    def expect(self, url: str) -> Worker:
+        """Register a worker that may still be starting: it is routable after its first good probe. A worker that is
+        known stays as it is. Raises as `add`."""
+        known = self.find(url)
+        if known is not None:
+            return known
+        worker = self.add(url)
+        worker.answers = False
+        worker.state = WorkerState.QUARANTINED
+        self._changed(worker, Change.QUARANTINED)
+        return worker
+
     def find(self, id_or_url: str) -> Worker | None:
         worker = self._by_id.get(id_or_url)
         if worker is None:

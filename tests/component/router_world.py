@@ -185,6 +185,7 @@ async def running_router(
         server = Server(router.app, date_header=False, drain_s=1, http=http)
         serving = asyncio.create_task(server.serve(sockets))
         try:
+            await until(lambda: router.app.status()["routable"] == len(workers))
             yield RunningRouter(router.app, f"http://127.0.0.1:{sockets[0].getsockname()[1]}", session)
         finally:
             await session.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 from fake_upstream import COMPLETIONS, LOAD
@@ -17,7 +18,7 @@ from skyrl.types.weights import AdapterVersion
 from tests.component.router_world import RunningRouter, running_router
 
 KEY = "key"
-ROUTER: dict[str, object] = {
+ROUTER: dict[str, Any] = {
     "key": KEY,
     "policy": "adapter_affinity",
     "health_check_interval_s": 0.02,

@@ -87,10 +87,11 @@ def replicas(server: DemoServer) -> Iterator[Replicas]:
 
 
 @pytest.fixture(scope="module")
-def samplers(server: DemoServer) -> Iterator[list[tinker.SamplingClient]]:
-    with tinker.ServiceClient(base_url=server.url, api_key="tml-replicas") as client:
-        made = [client.create_sampling_client(base_model="tiny") for _ in range(CLIENTS)]
-        yield [sampler.result() for sampler in made]
+def samplers(server: DemoServer) -> list[tinker.SamplingClient]:
+    """Their client is not closed: it would wait for the server, which has ended by then."""
+    client = tinker.ServiceClient(base_url=server.url, api_key="tml-replicas")
+    made = [client.create_sampling_client(base_model="tiny") for _ in range(CLIENTS)]
+    return [sampler.result() for sampler in made]
 
 
 def sample(sampler: tinker.SamplingClient, length: int) -> list[int]:
