@@ -83,7 +83,7 @@ class HealthProber:
 
     async def _probe(self, worker: Worker) -> None:
         try:
-            for url in {worker.url, worker.completions_url or worker.url}:
+            for url in dict.fromkeys((worker.url, worker.completions_url or worker.url)):
                 await self._probe_address(url)
         except Refused as refusal:
             self._pool.probe_failed(worker, str(refusal), self._failure_threshold)

@@ -1,6 +1,6 @@
-"""A sample as the cache stores it: tokens, logprobs, masks, and the places where its sampled text may be cut.
+"""A sample as the cache stores it: tokens, logprobs, masks, the places where its sampled text may be cut, and its node.
 
-This module knows neither the tree nor bounds.
+Knows neither the operations of the tree nor bounds.
 """
 
 from __future__ import annotations
@@ -10,12 +10,9 @@ from array import array
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from skyrl.router.radix.tree import Node
 
 _OWN_BYTES = 700
+_NODE_BYTES = 500
 
 
 @dataclass
@@ -100,3 +97,28 @@ class Trajectory:
             tokens.logprobs += trajectory.logprobs[:end]
             tokens.mask += trajectory.mask[:end]
         return tokens
+
+
+class Node:
+    """The text from character `start` to `end` of all texts that run through it. `marks` are the cuts within (start,
+    end]: a trajectory, or several in the order in which they were stored. `finals` are the trajectories whose text
+    ends at `end`; `pins` counts the trajectories that begin or end their span here, and keeps the node whole."""
+
+    __slots__ = ("children", "edge", "finals", "marks", "parent", "pins", "start")
+
+    def __init__(self, parent: Node | None, start: int, edge: str) -> None:
+        self.parent = parent
+        self.start = start
+        self.edge = edge
+        self.children: dict[str, Node] = {}
+        self.marks: dict[int, Trajectory | dict[Trajectory, None]] = {}
+        self.finals: dict[Trajectory, None] = {}
+        self.pins = 0
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.edge)
+
+    @property
+    def bytes(self) -> int:
+        return _NODE_BYTES + sys.getsizeof(self.edge)

@@ -6,37 +6,9 @@ on the number of stored texts. Nodes split in text; a mark moves with its text, 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 
-from skyrl.router.radix.trajectory import Trajectory
-
-_NODE_BYTES = 500
-
-
-class Node:
-    """The text from character `start` to `end` of all texts that run through it. `marks` are the cuts within (start,
-    end]: a trajectory, or several in the order in which they were stored. `finals` are the trajectories whose text
-    ends at `end`; `pins` counts the trajectories that begin or end their span here, and keeps the node whole."""
-
-    __slots__ = ("children", "edge", "finals", "marks", "parent", "pins", "start")
-
-    def __init__(self, parent: Node | None, start: int, edge: str) -> None:
-        self.parent = parent
-        self.start = start
-        self.edge = edge
-        self.children: dict[str, Node] = {}
-        self.marks: dict[int, Trajectory | dict[Trajectory, None]] = {}
-        self.finals: dict[Trajectory, None] = {}
-        self.pins = 0
-
-    @property
-    def end(self) -> int:
-        return self.start + len(self.edge)
-
-    @property
-    def bytes(self) -> int:
-        return _NODE_BYTES + sys.getsizeof(self.edge)
+from skyrl.router.radix.trajectory import Node, Trajectory
 
 
 class Tree:
