@@ -6,7 +6,6 @@ import asyncio
 import dataclasses
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
 
 import pytest
 from adapter_hosts import HostWithAllAdapters
