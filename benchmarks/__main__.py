@@ -15,7 +15,7 @@ from pathlib import Path
 
 import tinker
 
-from benchmarks import machine, rows_forwarding, rows_server, snapshots, training
+from benchmarks import machine, routers, rows_forwarding, rows_server, snapshots, training
 from benchmarks.calibration import calibrate
 from benchmarks.report import bench_page
 from benchmarks.series import without_nan
@@ -37,6 +37,8 @@ STEPS: dict[str, Callable[[Stage], list[Row]]] = {
     "snapshots": snapshots.snapshots,
     "idle": rows_server.idle,
     "growth": rows_server.growth,
+    "routers": routers.compare_routers,
+    "through-router": rows_forwarding.through_router,
 }
 DISTURBED_CORES = 0.3
 RESULTS = Path("out/bench")

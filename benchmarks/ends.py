@@ -241,7 +241,7 @@ def compare(rounds: int, samples: int) -> list[dict[str, Any]]:
 def through_server(rounds: int) -> list[dict[str, Any]]:
     """The same comparison on a real server with the null upstream: one client with 64 samples in flight, and 64 clients
     with 8 each."""
-    with NullUpstream() as upstream, gateway(upstream) as server:
+    with NullUpstream() as upstream, gateway(upstream.url) as server:
         stage = Stage(upstream, quick=False, calibration_s=1.0)
         api = parts_of(server.pid)["api"]
         for _ in range(rounds):

@@ -32,6 +32,8 @@ class Load:
         self.stopping = False
         self.seconds: list[float] = []
         self.errors = 0
+        self.answers = 0
+        """All of them, also those before and after the window."""
         self.answer_bytes = 0
 
 
@@ -66,6 +68,7 @@ class Connection(asyncio.Protocol):
         if self._load.measuring:
             self._load.seconds.append(time.perf_counter() - self._sent_at)
             self._load.answer_bytes = len(buffer)
+        self._load.answers += 1
         if not buffer.startswith(b"HTTP/1.1 200"):
             self._load.errors += 1
         self._buffer = b""
@@ -88,7 +91,7 @@ async def measure(url: str, in_flight: int, seconds: float, body: bytes, headers
     load = Load(head.encode() + body)
     loop = asyncio.get_running_loop()
     connections = [
-        (await loop.create_connection(lambda: Connection(load), parts.hostname, parts.port))[1]
+        (await loop.create_connection(lambda: Connection(load), parts.hostname or "", parts.port or 80))[1]
         for _ in range(in_flight)
     ]
     await asyncio.sleep(seconds * WARM_UP_SHARE)
@@ -105,6 +108,7 @@ async def measure(url: str, in_flight: int, seconds: float, body: bytes, headers
         "p50_ms": statistics.median(taken) * 1e3 if taken else float("nan"),
         "p99_ms": taken[int(len(taken) * 0.99)] * 1e3 if taken else float("nan"),
         "errors": load.errors,
+        "answers": load.answers,
         "answer_bytes": load.answer_bytes,
     }
 

@@ -3,6 +3,7 @@ minute."""
 
 from __future__ import annotations
 
+import statistics
 from typing import Any
 
 from benchmarks.stage import Stage
@@ -150,3 +151,18 @@ def sdk(stage: Stage) -> list[Row]:
         note += f"; errors: {sdk_load['errors']}"
     what = "samples/s, Tinker SDK, 512 in flight (direct: the generator)"
     return [Row("sdk", what, "/s", rate, None, plain["samples_per_s"], None, errors(sdk_load), note)]
+
+
+def through_router(stage: Stage) -> list[Row]:
+    """What a router between the server and the upstream adds. Here "direct" is the server without a router."""
+    with stage.router() as router_url, stage.gateway_to(router_url) as routed:
+        rounds = 3
+        plain, behind = [], []
+        for _ in range(rounds):
+            plain.append(stage.forwarded("through-router", stage.server, 1))
+            behind.append(stage.forwarded("through-router", routed, 1))
+    without = statistics.median(result["p50_ms"] for result in plain)
+    added = statistics.median(result["p50_ms"] for result in behind) - without
+    failed = sum(errors(result) for result in (*plain, *behind))
+    what = "p50 that a router adds to a sample, 1 in flight (direct: without)"
+    return [Row("through-router", what, "ms", added, Target(0.5), without, None, failed)]

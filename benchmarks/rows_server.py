@@ -24,7 +24,7 @@ SETTLE_S = 3.0
 
 
 def memory(stage: Stage) -> list[Row]:
-    with gateway(stage.upstream) as server:
+    with gateway(stage.upstream.url) as server:
         api = parts_of(server.pid)["api"]
         idle_mb = resident_mb(api)
         load = stage.forwarded("memory", server, IN_FLIGHT)
@@ -86,7 +86,7 @@ def _idle_percent(parts: dict[str, int], seconds: float) -> dict[str, float]:
 def growth(stage: Stage) -> list[Row]:
     """Bytes on disk per sample, and the share that is left after the retention (waits for a sweep)."""
     retention_s = QUICK_RETENTION_S if stage.quick else RETENTION_S
-    with gateway(stage.upstream, result_retention_s=retention_s) as server:
+    with gateway(stage.upstream.url, result_retention_s=retention_s) as server:
         before = disk_bytes(server.state_dir)
         load = stage.forwarded("growth", server, 64)
         # SQLite's log has a fixed bound, so it is left out of the growth.

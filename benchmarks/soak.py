@@ -139,7 +139,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("out/soak"))
     options = parser.parse_args()
     facts = machine.facts() | {"minutes": options.minutes, "rate": options.rate, "delay_ms": options.delay_ms}
-    with NullUpstream() as upstream, gateway(upstream, result_retention_s=options.retention_s) as server:
+    with NullUpstream() as upstream, gateway(upstream.url, result_retention_s=options.retention_s) as server:
         upstream.control(f"delay_ms={options.delay_ms}")
         points, totals = uvloop.run(soak(server, options.rate, options.minutes * 60, options.retention_s))
     rows = verdicts(points, totals)

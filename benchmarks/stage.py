@@ -9,8 +9,9 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from collections.abc import Generator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -65,6 +66,20 @@ class NullUpstream:
         self._process.wait()
 
 
+def wait_ready(url: str, seconds: float = 60.0) -> None:
+    """Wait until a GET is answered with 200. Raises OSError after `seconds`."""
+    end = time.monotonic() + seconds
+    while True:
+        try:
+            with urllib.request.urlopen(url, timeout=2) as answer:
+                if answer.status == 200:
+                    return
+        except OSError:
+            if time.monotonic() > end:
+                raise
+        time.sleep(0.1)
+
+
 @contextmanager
 def _server(*flags: str, **settings: float) -> Generator[DemoServer]:
     """Start a server with an empty database, without waiting for it. `settings` are configuration keys without a
@@ -81,9 +96,9 @@ def _server(*flags: str, **settings: float) -> Generator[DemoServer]:
 
 
 @contextmanager
-def gateway(upstream: NullUpstream, **settings: float) -> Generator[DemoServer]:
+def gateway(upstream_url: str, **settings: float) -> Generator[DemoServer]:
     """A gateway, a server that only samples, in front of the upstream."""
-    flags = ("--backend", "none", "--base-model", MODEL, "--external-inference-url", upstream.url)
+    flags = ("--backend", "none", "--base-model", MODEL, "--external-inference-url", upstream_url)
     with _server(*flags, **settings) as server:
         server.wait_api()
         yield server
@@ -122,7 +137,24 @@ class Stage:
     @cached_property
     def server(self) -> DemoServer:
         """The gateway that rows share. It starts at the first use."""
-        return self._open.enter_context(gateway(self.upstream))
+        return self._open.enter_context(gateway(self.upstream.url))
+
+    @contextmanager
+    def router(self) -> Generator[str]:
+        """The URL of a router in front of the upstream."""
+        url = f"http://127.0.0.1:{(port := free_port())}"
+        command = [sys.executable, "-m", "skyrl.cli.main", "router", "--port", str(port), "--worker", self.upstream.url]
+        process = subprocess.Popen(dies_with_parent(command), stderr=subprocess.DEVNULL)
+        try:
+            wait_ready(f"{url}/readyz")
+            yield url
+        finally:
+            process.terminate()
+            process.wait()
+
+    def gateway_to(self, url: str) -> AbstractContextManager[DemoServer]:
+        """Another gateway, in front of this URL."""
+        return gateway(url)
 
     @property
     def window_s(self) -> float:

@@ -1,4 +1,4 @@
-"""The `skyrl` command: serve, router, keys, quotas, db, demo, doctor, version."""
+"""The `skyrl` command: serve, rollout, router, sidecar, keys, quotas, db, demo, doctor, version."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import typer
 
 from skyrl import __version__
 from skyrl.cli import db, keys, quotas
+from skyrl.cli.rollout import RolloutCommand, rollout
 from skyrl.cli.router import RouterCommand, router
+from skyrl.cli.sidecar import sidecar
 from skyrl.cli.skyrl_flags import SkyrlFlags
 
 app = typer.Typer(
@@ -23,6 +25,8 @@ app.add_typer(keys.app, name="keys")
 app.add_typer(quotas.app, name="quotas")
 app.add_typer(db.app, name="db")
 app.command(cls=RouterCommand)(router)
+app.command(cls=RolloutCommand)(rollout)
+app.command()(sidecar)
 
 
 @app.command(cls=SkyrlFlags)

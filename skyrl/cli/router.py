@@ -52,13 +52,7 @@ def router(
     base_model_name: Annotated[
         list[str] | None, typer.Option(help="A name in `model` that is no adapter; may be given several times.")
     ] = None,
-    api_key: Annotated[
-        str | None,
-        typer.Option(
-            envvar="SKYRL_ROUTER_API_KEY",
-            help="Key that every request must carry as Bearer, and that workers are asked with.",
-        ),
-    ] = None,
+    api_key: option.ApiKey = None,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
 ) -> None:
     """Run a router in front of inference servers."""

@@ -64,5 +64,14 @@ HangS = Annotated[
     typer.Option(min=1, help="Seconds of failed probes after which a worker's requests are broken off. Default: 60."),
 ]
 
+API_KEY_VARIABLE = "SKYRL_ROUTER_API_KEY"
+ApiKey = Annotated[
+    str | None,
+    typer.Option(
+        envvar=API_KEY_VARIABLE,
+        help=f"Key that every request must carry as Bearer; better set {API_KEY_VARIABLE}.",
+    ),
+]
+
 SEVERAL = frozenset(("--worker", "--worker-urls", "--middleware", "--slime-router-middleware-paths"))
 """Options that take several values after one flag."""

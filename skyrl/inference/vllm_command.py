@@ -170,14 +170,14 @@ def cuda_devices() -> list[str]:
     return [str(number) for number in range(len(found))]
 
 
-def inference_devices(config: ServerConfig, devices: Sequence[str]) -> list[list[str]]:
+def inference_devices(config: ServerConfig, devices: Sequence[str], *, has_trainer: bool = True) -> list[list[str]]:
     """The CUDA devices of each replica: those after the trainer's devices. If colocated, or with too few devices for
     both, the trainer and vLLM share the first devices. Without devices each replica has an empty list."""
     inference = config.backend_config.inference
     each = inference.tensor_parallel_size
     wanted = each * inference.num_engines
     own = config.backend_config.trainer.placement.policy_num_gpus_per_node
-    trainer = own if config.modes.forwards else 0
+    trainer = own if has_trainer and config.modes.forwards else 0
     after = list(devices[trainer : trainer + wanted])
     chosen = after if len(after) == wanted else list(devices[:wanted])
     return [chosen[number * each : (number + 1) * each] for number in range(inference.num_engines)]

@@ -33,6 +33,14 @@ class Supervised(Protocol):
     def give_up(self) -> None: ...
 
 
+class StartObserver(Protocol):
+    """Is told what runs and what has ended."""
+
+    def watch(self, name: str, process: Supervised) -> None: ...
+
+    def ended(self, name: str, code: int, cause: Cause | None) -> None: ...
+
+
 class FirstReady:
     """Watches the start of one server."""
 

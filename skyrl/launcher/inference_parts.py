@@ -14,7 +14,7 @@ from skyrl.inference.placement import Placement, ServerHandle, ServerSpec, free_
 from skyrl.inference.vllm_client import Probe, VllmClient
 from skyrl.inference.vllm_command import HOST, inference_devices, options_named, vllm_spec
 from skyrl.inference.watchdog import Watchdog
-from skyrl.launcher.first_ready import FirstReady
+from skyrl.launcher.first_ready import StartObserver
 from skyrl.launcher.parts import Part
 from skyrl.launcher.preflight import Findings
 from skyrl.processes.startup import TAIL_LINES, Cause, cause_of_vllm
@@ -25,7 +25,8 @@ VLLM = "vllm"
 
 
 class InferenceParts:
-    """Makes the parts of the vLLMs. All URLs are known before a vLLM is started."""
+    """Makes the parts of the vLLMs. All URLs are known before a vLLM is started. Without a trainer, all devices are the
+    vLLMs'."""
 
     def __init__(
         self,
@@ -34,11 +35,13 @@ class InferenceParts:
         key: str,
         directory: Path,
         placement: Placement,
-        first_ready: FirstReady,
+        first_ready: StartObserver,
+        *,
+        has_trainer: bool = True,
     ) -> None:
         inference = config.backend_config.inference
         ports = inference.ports or distinct_ports(inference.num_engines)
-        devices = inference_devices(config, found.devices)
+        devices = inference_devices(config, found.devices, has_trainer=has_trainer)
         self._replicas: list[_VllmPart] = []
         for number, port in enumerate(ports):
             name = f"{VLLM}-{number}" if inference.routed else VLLM
@@ -81,7 +84,7 @@ class _VllmPart:
         devices: Sequence[str],
         key: str,
         placement: Placement,
-        first_ready: FirstReady,
+        first_ready: StartObserver,
     ) -> None:
         self.spec = spec
         self.watch_name = f"{name} watch"

@@ -86,6 +86,16 @@ class Request:
         """The body as JSON. Raises ValueError, BodyTooLarge, ClientLeft."""
         return json.loads(await self.body())
 
+    async def client_leaves(self, within_s: float) -> bool:
+        """Wait `within_s` seconds, or less if the client closes its connection. The body must have been read."""
+        try:
+            async with asyncio.timeout(within_s):
+                while (await self._receive())["type"] != "http.disconnect":
+                    pass
+        except TimeoutError:
+            return False
+        return True
+
     def set_body(self, body: bytes) -> None:
         self._body = body
         self.headers.set_length(len(body))
@@ -107,6 +117,14 @@ class Request:
             return unsent.pop() if unsent else await self._receive()
 
         return scope, receive
+
+
+async def _chunks(content: bytes | AsyncIterator[bytes]) -> AsyncGenerator[bytes]:
+    if isinstance(content, bytes):
+        yield content
+        return
+    async for chunk in content:
+        yield chunk
 
 
 class Response:
@@ -135,8 +153,8 @@ class Response:
         return json.loads(await self.body())
 
     def chunks(self) -> AsyncGenerator[bytes]:
-        """The body in the chunks in which it comes. May be called once."""
-        return _pieces(self._content)
+        """The body in the chunks in which it comes. May be called once. `set_chunks` may wrap the result."""
+        return _chunks(self._content)
 
     def set_chunks(self, chunks: AsyncIterator[bytes]) -> None:
         """Replace the body with a stream."""
@@ -156,14 +174,6 @@ class Response:
             async for chunk in chunks:
                 await send({"type": "http.response.body", "body": chunk, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-async def _pieces(content: bytes | AsyncIterator[bytes]) -> AsyncGenerator[bytes]:
-    if isinstance(content, bytes):
-        yield content
-        return
-    async for chunk in content:
-        yield chunk
 
 
 class Call:

@@ -1,0 +1,204 @@
+"""`skyrl rollout`: starts vLLMs, a sidecar for each, and the router in front of the sidecars, and stops them all.
+
+Knows which processes an inference plane has. The command line of vLLM is `skyrl.inference`'s; what the processes do is
+theirs. Imports neither torch nor vLLM.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import signal
+import sys
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+
+from skyrl.config.server import ServerConfig
+from skyrl.inference.placement import LocalPlacement
+from skyrl.inference.vllm_command import HOST
+from skyrl.launcher.first_ready import Supervised
+from skyrl.launcher.inference_parts import InferenceParts, distinct_ports
+from skyrl.launcher.parts import Part, Parts
+from skyrl.launcher.preflight import Findings, check
+from skyrl.launcher.state_dir import lock_state_dir, private_directory
+from skyrl.processes.listening import listen
+from skyrl.processes.startup import Cause, FirstStarts, StartupError
+from skyrl.processes.supervision import SupervisedProcess
+
+logger = logging.getLogger(__name__)
+
+ROUTER = "router"
+GRACE_S = 12.0
+READY_POLL_S = 0.2
+WRONG_OPTION = 2
+"""The exit code of `skyrl router` and `skyrl sidecar` when an option cannot be used."""
+
+
+@dataclass(frozen=True)
+class PlaneOptions:
+    """`config` has the base model, vLLM's options and the state directory. `num_engines` may be 0: then there are only
+    `engine_urls`, servers that run elsewhere and speak /generate. `router_arguments` go to `skyrl router` as they are.
+    """
+
+    config: ServerConfig
+    host: str
+    port: int
+    num_engines: int
+    router_arguments: tuple[str, ...]
+    engine_urls: tuple[str, ...] = ()
+
+
+class Starts:
+    """Knows whether a process that ends can ever start, until the plane was ready once."""
+
+    def __init__(self, logs: Path) -> None:
+        self._logs = logs
+        self._processes: dict[str, Supervised] = {}
+        self._starts = FirstStarts()
+        self._ready = False
+        self._hopeless: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def watch(self, name: str, process: Supervised) -> None:
+        self._processes[name] = process
+
+    def ended(self, name: str, code: int, cause: Cause | None) -> None:
+        if self._ready or self._hopeless.done() or not self._starts.hopeless(name, cause):
+            return
+        process = self._processes[name]
+        process.give_up()
+        tail = process.log_tail()
+        sentence = cause.sentence if cause is not None else tail.rpartition("\n")[2] or f"{name} ended with {code}"
+        self._hopeless.set_exception(StartupError(sentence, str(self._logs / f"{name}.log"), tail))
+
+    async def until_ready(self, url: str) -> None:
+        """Wait until a worker is routable. Raises StartupError when that can never be."""
+        async with httpx.AsyncClient(trust_env=False, timeout=5) as client:
+            while not self._ready:
+                with suppress(httpx.TransportError):  # the router is still starting
+                    self._ready = (await client.get(f"{url}/readyz")).status_code == 200
+                if not self._ready:
+                    await asyncio.wait([self._hopeless], timeout=READY_POLL_S)
+                    if self._hopeless.done():
+                        self._hopeless.result()
+
+
+class Plane:
+    """One inference plane on this machine."""
+
+    def __init__(self, options: PlaneOptions, found: Findings) -> None:
+        self._options = options
+        self._found = found
+        self._logs = options.config.state_dir / "logs"
+        self._parts = Parts()
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Serve until `stop` is set. When this returns or raises, all processes have ended. Raises ConfigError (port,
+        options of vLLM), StartupError and ServerEnded."""
+        options = self._options
+        for listener in listen(options.host, options.port):
+            listener.close()  # the port is free; the router opens it itself
+        with ExitStack() as resources:
+            directory = resources.enter_context(private_directory(options.config.state_dir))
+            starts = Starts(self._logs)
+            try:
+                await self._start(directory, starts)
+                await self._until_over(stop, starts)
+            finally:
+                logger.info("stopping; this takes at most %.0f s", self._parts.grace_s)
+                await self._parts.stop()
+
+    async def _start(self, directory: Path, starts: Starts) -> None:
+        options, config = self._options, self._options.config
+        key = secrets.token_urlsafe(32)
+        urls = list(options.engine_urls)
+        sidecars: tuple[str, ...] = ()
+        if options.num_engines:
+            placement = LocalPlacement(self._logs)
+            vllms = InferenceParts(config, self._found, key, directory, placement, starts, has_trainer=False)
+            await self._add(*vllms.parts(()))
+            ports = distinct_ports(len(vllms.replica_urls), {options.port})
+            for number, (port, vllm_url) in enumerate(zip(ports, vllms.replica_urls, strict=True)):
+                name = f"sidecar-{number}"
+                command = ("sidecar", "--port", str(port), "--vllm-url", vllm_url)
+                await self._add(self._part(name, command, (), {"SKYRL_VLLM_API_KEY": key}, starts))
+                urls.append(f"http://{HOST}:{port}")
+                sidecars += (name,)
+        workers = [argument for url in urls for argument in ("--worker", url)]
+        where = ("--host", options.host, "--port", str(options.port), "--state-dir", str(config.state_dir / ROUTER))
+        command = (ROUTER, *where, *workers, *options.router_arguments)
+        await self._add(self._part(ROUTER, command, sidecars, {}, starts))
+
+    def _part(
+        self, name: str, command: tuple[str, ...], needs: tuple[str, ...], env: dict[str, str], starts: Starts
+    ) -> Part:
+        def ended(code: int) -> None:
+            last_line = process.log_tail(1)
+            starts.ended(name, code, Cause(last_line, final=True) if code == WRONG_OPTION else None)
+
+        argv = (sys.executable, "-m", "skyrl.cli.main", *command)
+        process = SupervisedProcess(name, argv, env, self._logs / f"{name}.log", on_exit=ended)
+        starts.watch(name, process)
+        running: list[asyncio.Task[None]] = []
+
+        async def start() -> None:
+            running.append(asyncio.create_task(process.run(), name=f"supervise {name}"))
+
+        async def supervise() -> None:
+            await asyncio.shield(running[0])
+
+        async def end() -> None:
+            await process.stop(GRACE_S)
+            await running[0]
+
+        return Part(
+            name, needs, start=start, supervise=supervise, duty=f"supervising {name}", stop=end, grace_s=GRACE_S
+        )
+
+    async def _add(self, *parts: Part) -> None:
+        for part in parts:
+            await self._parts.add(part)
+
+    async def _until_over(self, stop: asyncio.Event, starts: Starts) -> None:
+        host = HOST if self._options.host in ("0.0.0.0", "::") else self._options.host
+        url = f"http://{host}:{self._options.port}"
+        ready = asyncio.create_task(starts.until_ready(url))
+        stopping, ending = asyncio.create_task(stop.wait()), asyncio.create_task(self._parts.until_one_ends())
+        try:
+            await asyncio.wait({ready, stopping, ending}, return_when=asyncio.FIRST_COMPLETED)
+            if ready.done():
+                ready.result()
+                logger.info("ready: %s (logs in %s)", url, self._logs)
+                await asyncio.wait({stopping, ending}, return_when=asyncio.FIRST_COMPLETED)
+            if ending.done() and not stopping.done():
+                ending.result()
+        finally:
+            for task in (ready, stopping, ending):
+                task.cancel()
+            await asyncio.gather(ready, stopping, ending, return_exceptions=True)
+
+
+async def _main(options: PlaneOptions, found: Findings) -> None:
+    stop = asyncio.Event()
+    for name in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        asyncio.get_running_loop().add_signal_handler(name, stop.set)
+    await Plane(options, found).run(stop)
+
+
+def run_plane(options: PlaneOptions) -> None:
+    """Run a plane in the foreground until SIGTERM, SIGINT or SIGHUP. Raises ConfigError, StartupError, ServerEnded."""
+    found = check(options.config)
+    with lock_state_dir(options.config.state_dir):
+        logger.info(
+            "starting %d engines with %s, router on %s:%d, state in %s",
+            options.num_engines,
+            options.config.base_model_path,
+            options.host,
+            options.port,
+            options.config.state_dir,
+        )
+        asyncio.run(_main(options, found))
+        logger.info("stopped")

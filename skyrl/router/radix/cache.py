@@ -1,0 +1,170 @@
+"""The cache of trajectories: which tokens stand for a text. It bounds bytes and weight versions.
+
+What `text` -> tokens means: the longest stored prefix of the text that ends at a cut gives its tokens; the remainder is
+tokenised. A cut lies after a token of a sampled span, never in text that was only tokenised. All tokens of a prefix
+come from one trajectory: two tokenisations of one text are never mixed. Text alone cannot tell two samplings of the
+same text apart; of several trajectories with the same longest prefix the one stored last answers, with its logprobs.
+
+It knows neither HTTP nor the tokenizer's files: `encode` turns text into token ids.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+
+from skyrl.router.radix.trajectory import Cut, Sample, Tokens, Trajectory
+from skyrl.router.radix.tree import Tree
+
+MAX_BYTES = 512 * 2**20
+KEPT_VERSIONS = 5
+REMEMBERED_VERSIONS = 4096
+"""Collected versions whose names are kept, so that a late sample of one of them is not taken for a new version."""
+
+
+class Prompt:
+    """The tokens of a text that goes to a worker, and the stored trajectory that they continue."""
+
+    def __init__(self, text: str, cut: Cut | None, tokens: Tokens, reused: int) -> None:
+        self.text = text
+        self.cut = cut
+        self.tokens = tokens
+        self.reused = reused
+
+
+class RadixCache:
+    """`max_bytes` bounds the estimate of the memory in bytes. Samples of the last `kept_versions` weight versions, in
+    the order in which versions first appeared, can be reused."""
+
+    def __init__(
+        self, encode: Callable[[str], list[int]], max_bytes: int = MAX_BYTES, kept_versions: int = KEPT_VERSIONS
+    ) -> None:
+        self._encode = encode
+        self._max_bytes = max_bytes
+        self._kept_versions = kept_versions
+        self._tree = Tree()
+        # Least recently used first. A trajectory is newer here than those that continue it, so the first has none.
+        self._order: OrderedDict[Trajectory, None] = OrderedDict()
+        self._versions: OrderedDict[str, dict[Trajectory, None]] = OrderedDict()
+        self._collected_versions: OrderedDict[str, None] = OrderedDict()
+        self._size = 0
+        self._stored = 0
+        self.lookups = self.hits = self.hit_tokens = self.total_tokens = self.evictions = self.collected = 0
+
+    @property
+    def bytes(self) -> int:
+        return self._size + self._tree.bytes
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def prompt(self, text: str) -> Prompt:
+        """The tokens to send for `text`. Counts as a lookup."""
+        best = self._tree.best(text)
+        if best is None:
+            cut, tokens, rest = None, Tokens(), text
+        else:
+            trajectory, position = best
+            cut = Cut(trajectory, trajectory.count_at(position), position)
+            tokens, rest = trajectory.tokens(cut.count), text[position:]
+            self._touch(trajectory)
+        reused = len(tokens.ids)
+        tokens.add_tokenised(self._encode(rest) if rest else [])
+        self.lookups += 1
+        self.hits += cut is not None
+        self.hit_tokens += reused
+        self.total_tokens += len(tokens.ids)
+        return Prompt(text, cut, tokens, reused)
+
+    def retrieve(self, text: str) -> Tokens:
+        """The tokens that `text` stands for as training data. If `text` is a whole trajectory, all its sampled tokens
+        are there, also trailing ones that the worker trimmed from its text. Nothing is stored."""
+        final = self._tree.final(text)
+        if final is None:
+            return self.prompt(text).tokens
+        self._touch(final)
+        tokens = final.tokens()
+        self.lookups += 1
+        self.hits += 1
+        self.hit_tokens += len(tokens.ids)
+        self.total_tokens += len(tokens.ids)
+        return tokens
+
+    def store(self, prompt: Prompt, sample: Sample, version: str) -> bool:
+        """Store a sample that continues `prompt`. False if its weight version is already collected."""
+        if not sample.ids or not self._see(version):
+            return False
+        parent, before = prompt.cut, prompt.tokens
+        if parent is not None and parent.trajectory.alive:
+            before = Tokens(before.ids[prompt.reused :], before.logprobs[prompt.reused :], before.mask[prompt.reused :])
+            parent.trajectory.children += 1
+        else:
+            parent = None  # evicted while the worker sampled: the new trajectory owns a copy
+        self._stored += 1
+        trajectory = Trajectory(parent, before, len(prompt.text), sample, version, self._stored)
+        text = prompt.text + sample.text
+        self._tree.add(text + sample.tail, len(text), trajectory)
+        self._size += trajectory.size
+        self._versions[version][trajectory] = None
+        self._order[trajectory] = None
+        self._touch(trajectory)
+        while self.bytes > self._max_bytes and self._order:
+            self._drop(next(iter(self._order)))
+            self.evictions += 1
+        return True
+
+    def stats(self) -> dict[str, int | float]:
+        return {
+            "lookups": self.lookups,
+            "hits": self.hits,
+            "hit_tokens": self.hit_tokens,
+            "total_tokens": self.total_tokens,
+            "hit_rate": self.hit_tokens / self.total_tokens if self.total_tokens else 0.0,
+            "bytes": self.bytes,
+            "entries": len(self._order),
+            "evictions": self.evictions,
+            "collected": self.collected,
+        }
+
+    def _touch(self, trajectory: Trajectory) -> None:
+        """Mark it used, and after it what it continues: so an ancestor is always newer than its descendants."""
+        current: Trajectory | None = trajectory
+        while current is not None:
+            self._order.move_to_end(current)
+            current = current.parent.trajectory if current.parent else None
+
+    def _see(self, version: str) -> bool:
+        if version in self._versions:
+            return True
+        if version in self._collected_versions:
+            return False
+        self._versions[version] = {}
+        while len(self._versions) > self._kept_versions:
+            old, trajectories = self._versions.popitem(last=False)
+            self._collected_versions[old] = None
+            if len(self._collected_versions) > REMEMBERED_VERSIONS:
+                self._collected_versions.popitem(last=False)
+            for trajectory in trajectories:
+                self._retire(trajectory)
+        return True
+
+    def _retire(self, trajectory: Trajectory) -> None:
+        """Its text is not found any more. Its tokens stay while a newer trajectory continues them."""
+        self._tree.remove(trajectory)
+        trajectory.retired = True
+        if not trajectory.children:
+            self._drop(trajectory)
+        self.collected += 1
+
+    def _drop(self, trajectory: Trajectory | None) -> None:
+        while trajectory is not None:
+            self._tree.remove(trajectory)
+            self._order.pop(trajectory)
+            self._versions.get(trajectory.version, {}).pop(trajectory, None)
+            self._size -= trajectory.size
+            trajectory.alive = False
+            if trajectory.parent is None:
+                return
+            parent = trajectory.parent.trajectory
+            parent.children -= 1
+            trajectory = parent if parent.retired and not parent.children else None

@@ -1,0 +1,105 @@
+"""The sidecar as an ASGI application: finds the route, and maps errors to answers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+from skyrl.sidecar.call import Call, Receive, Scope, Send
+from skyrl.sidecar.control import Control
+from skyrl.sidecar.errors import ClientLeft, SidecarError
+from skyrl.sidecar.facts import KnownFacts, WeightVersion
+from skyrl.sidecar.generate_route import generate
+from skyrl.sidecar.generation import Generation
+from skyrl.sidecar.in_flight import InFlight
+from skyrl.sidecar.pass_through import pass_through
+from skyrl.sidecar.settings import SidecarSettings
+from skyrl.sidecar.vllm import Vllm
+
+logger = logging.getLogger(__name__)
+
+
+class Sidecar:
+    """An ASGI application. Make it with `open_sidecar`."""
+
+    def __init__(self, settings: SidecarSettings, vllm: Vllm) -> None:
+        facts, version = KnownFacts(vllm), WeightVersion(vllm)
+        self.in_flight = InFlight(vllm, settings.max_in_flight, settings.abort_s)
+        self._settings = settings
+        self._vllm = vllm
+        self._generation = Generation(vllm, facts, version, self.in_flight)
+        control = Control(settings, vllm, facts, version, self.in_flight)
+        self._routes: dict[str, Callable[[Call], Awaitable[None]]] = {
+            "/health": control.health,
+            "/health_generate": control.health_generate,
+            "/flush_cache": control.flush_cache,
+            "/v1/loads": control.loads,
+            "/get_load": control.old_load,
+            "/server_info": control.server_info,
+            "/get_server_info": control.server_info,
+            "/model_info": control.model_info,
+            "/get_model_info": control.model_info,
+            "/weight_version": control.weight_version,
+            "/get_weight_version": control.weight_version,
+            "/abort_request": control.abort_request,
+            "/remove_worker": control.removed,
+        }
+
+    @property
+    def paths(self) -> frozenset[str]:
+        """The paths that are the sidecar's own. All others are vLLM's."""
+        return frozenset({*self._routes, "/generate"})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        call = Call(scope, receive, send, self._settings.max_body_bytes)
+        try:
+            await self._route(call)
+        except ClientLeft:
+            pass
+        except SidecarError as error:
+            if call.answered:
+                logger.warning("an answer of %s ended early: %s", call.path, error)
+                return
+            await call.answer_error(error)
+
+    async def _route(self, call: Call) -> None:
+        if call.path == "/generate" and call.method in ("POST", "PUT"):
+            await generate(call, self._generation)
+        elif (route := self._routes.get(call.path)) and call.method in ("GET", "POST"):
+            await route(call)
+        else:
+            await pass_through(call, self._vllm, self.in_flight)
+
+    async def drain(self) -> None:
+        """Take no more samples. Give those in flight time to end, then abort them, and give that time to end."""
+        self.in_flight.draining = True
+        if not await self._idle_within(self._settings.drain_s):
+            try:
+                await self.in_flight.abort_all()
+            except SidecarError as error:
+                logger.warning("samples that pass through were not aborted: %s", error)
+            await self._idle_within(self._settings.abort_s + 1)
+
+    async def _idle_within(self, seconds: float) -> bool:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self.in_flight.idle.wait()
+        return self.in_flight.idle.is_set()
+
+
+@contextlib.asynccontextmanager
+async def open_sidecar(settings: SidecarSettings) -> AsyncIterator[Sidecar]:
+    """The sidecar with its connections to vLLM and its background work, which end with it."""
+    vllm = Vllm(settings)
+    sidecar = Sidecar(settings, vllm)
+    aborting = asyncio.create_task(sidecar.in_flight.run())
+    try:
+        yield sidecar
+    finally:
+        aborting.cancel()
+        await asyncio.wait([aborting])
+        await vllm.close()

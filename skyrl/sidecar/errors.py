@@ -1,0 +1,62 @@
+"""Errors that a client of the sidecar gets, with their HTTP status. Knows nothing of routes."""
+
+from __future__ import annotations
+
+
+class SidecarError(Exception):
+    """`message` is for the client. The answer's body is `{"error": {"message": message}}`."""
+
+    status = 500
+    retry_after_s: int | None = None
+
+    @property
+    def message(self) -> str:
+        return str(self)
+
+
+class BadRequest(SidecarError):
+    """The client's mistake. The message names the field."""
+
+    status = 400
+
+
+class Refused(BadRequest):
+    """vLLM refused a request. `param` is vLLM's name of the wrong field, if vLLM names one."""
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class TooLarge(SidecarError):
+    status = 413
+
+
+class Busy(SidecarError):
+    """More samples than the sidecar takes at a time."""
+
+    status = 503
+    retry_after_s = 1
+
+
+class VllmAway(SidecarError):
+    """vLLM cannot be reached, or says that it cannot serve now. The same request may succeed later."""
+
+    status = 503
+    retry_after_s = 1
+
+
+class VllmBroke(SidecarError):
+    """vLLM's answer ended early, or is not an answer from which numbers may be taken."""
+
+    status = 502
+
+
+class NotOffered(SidecarError):
+    """vLLM was started without the option or the variable that this needs."""
+
+    status = 501
+
+
+class ClientLeft(Exception):
+    """The client closed its connection; there is nobody to answer."""

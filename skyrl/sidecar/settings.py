@@ -1,0 +1,26 @@
+"""What an operator sets, and the sidecar's own limits. Reads nothing by itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class SidecarSettings:
+    """`vllm_url` has no trailing slash. `max_in_flight` counts samples: prompts times n."""
+
+    vllm_url: str
+    vllm_api_key: str | None = None
+    host: str = "127.0.0.1"
+    port: int = 30001
+    max_in_flight: int = 8192
+    max_body_bytes: int = 64 * 2**20
+    max_answer_bytes: int = 256 * 2**20
+    drain_s: float = 10.0
+    """How long samples in flight may go on after a signal to stop. Then they are aborted, and answered."""
+    abort_s: float = 5.0
+    """How long vLLM may take to end an aborted sample. Then its connection is closed."""
+    connect_s: float = 3.0
+    control_s: float = 4.0
+    """How long vLLM may take for an answer that needs no sampling. Health probes of clients wait 5 s."""
+    health_token_s: float = 20.0

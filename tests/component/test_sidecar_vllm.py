@@ -1,0 +1,387 @@
+"""The sidecar in front of one real vLLM with the tiny model. The tests share both; each leaves nothing in flight."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from skyrl.config.loading import load_config
+from skyrl.inference.placement import LocalPlacement, free_port
+from skyrl.inference.vllm_command import vllm_spec
+from skyrl.tiny import model_path
+from tests.component.sidecar_world import RunningSidecar, running_sidecar
+
+pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
+
+KEY = "test-key"
+CONTEXT = 1024
+GREEDY = {"temperature": 0, "max_new_tokens": 12}
+LONG = {"max_new_tokens": 900, "ignore_eos": True}
+PROMPT = [265, 296, 83, 315]
+
+
+class Served(RunningSidecar):
+    """The sidecar, and the address of its vLLM."""
+
+    vllm_url: str
+
+    async def of_vllm(self, path: str, body: Any = None) -> Any:
+        headers = {"Authorization": f"Bearer {KEY}"}
+        method = "GET" if body is None else "POST"
+        async with self.session.request(method, self.vllm_url + path, json=body, headers=headers) as answer:
+            assert answer.status == 200, await answer.text()
+            return await answer.json()
+
+    async def completion(self, **body: Any) -> dict[str, Any]:
+        """The one choice of vLLM's own answer."""
+        defaults = {"prompt": PROMPT, "temperature": 0, "max_tokens": 12, "logprobs": 0, "return_token_ids": True}
+        return (await self.of_vllm("/v1/completions", defaults | body))["choices"][0]
+
+    async def sampled(self, **body: Any) -> Any:
+        status, answer = await self.generate(**{"input_ids": PROMPT, "sampling_params": GREEDY} | body)
+        assert status == 200, answer
+        return answer
+
+    async def refusal(self, **body: Any) -> str:
+        status, answer = await self.generate(**body)
+        assert status == 400, answer
+        return answer["error"]["message"]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Served]:
+    config = load_config(
+        {"base_model": str(model_path()), "backend_config": {"generator.inference_engine.max_model_len": CONTEXT}}
+    )
+    spec = vllm_spec(config, free_port(), KEY, cuda=False)
+    handle = await LocalPlacement(tmp_path_factory.mktemp("logs")).start(spec, [])
+    try:
+        async with running_sidecar(spec.url, vllm_api_key=KEY) as sidecar:
+            end = time.monotonic() + 400
+            while (await sidecar.post("/health_generate"))[0] != 200:
+                assert time.monotonic() < end, handle.log_tail(40)
+                await asyncio.sleep(0.1)
+            served = Served(sidecar.app, sidecar.url, sidecar.session)
+            served.vllm_url = spec.url
+            yield served
+    finally:
+        await handle.stop()
+
+
+async def until_running(served: Served, samples: int) -> None:
+    """Wait until vLLM itself runs this many samples."""
+    while True:
+        async with served.session.get(f"{served.url}/metrics") as answer:
+            lines = (await answer.text()).splitlines()
+        running = sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:num_requests_running{"))
+        if running == samples:
+            return
+        await asyncio.sleep(0.01)
+
+
+async def test_greedy_ids_text_and_logprobs_are_vllms(served: Served) -> None:
+    own = await served.completion()
+    answer = await served.sampled(return_logprob=True)
+    meta = answer["meta_info"]
+    assert (answer["output_ids"], answer["text"]) == (own["token_ids"], own["text"])
+    assert [pair[:2] for pair in meta["output_token_logprobs"]] == [
+        [logprob, token] for logprob, token in zip(own["logprobs"]["token_logprobs"], own["token_ids"], strict=True)
+    ]
+    assert all(len(one) == 3 and one[2] is None for one in meta["output_token_logprobs"])
+    assert meta["input_token_logprobs"] == []
+    assert meta["finish_reason"] == {"type": "length", "length": 12}
+    assert (meta["prompt_tokens"], meta["completion_tokens"]) == (4, 12)
+    assert isinstance(meta["cached_tokens"], int)
+    assert meta["weight_version"] == "default"
+
+
+async def test_text_is_tokenized_by_vllm_and_wins_over_ids(served: Served) -> None:
+    text = "the horse and the mouse"
+    tokens = (await served.of_vllm("/tokenize", {"prompt": text}))["tokens"]
+    answer = await served.sampled(text=text, input_ids=[5], return_prompt_token_ids=True)
+    assert answer["meta_info"]["prompt_token_ids"] == tokens
+    assert answer["output_ids"] == (await served.completion(prompt=tokens))["token_ids"]
+
+
+async def test_scoring_samples_nothing_and_gives_the_prompts_logprobs(served: Served) -> None:
+    own = await served.completion(prompt_logprobs=0, max_tokens=1)
+    scored = {"temperature": 0, "max_new_tokens": 0, "skip_special_tokens": False}
+    rows = own["prompt_logprobs"]
+    for start in range(len(PROMPT) + 1):
+        answer = await served.sampled(sampling_params=scored, return_logprob=True, logprob_start_len=start)
+        expected = [[rows[i][str(PROMPT[i])]["logprob"], PROMPT[i], None] for i in range(max(start, 1), len(PROMPT))]
+        if start == 0:
+            expected.insert(0, [None, PROMPT[0], None])
+        elif expected:
+            expected[0][0] = None
+        meta = answer["meta_info"]
+        assert meta["input_token_logprobs"] == expected
+        assert (answer["output_ids"], answer["text"], meta["output_token_logprobs"]) == ([], "", [])
+        assert meta["finish_reason"] == {"type": "length", "length": 0}
+        assert meta["completion_tokens"] == 0
+    message = await served.refusal(input_ids=PROMPT, return_logprob=True, logprob_start_len=5)
+    assert message.startswith("logprob_start_len")
+
+
+async def test_top_logprobs_and_named_tokens_with_text(served: Served) -> None:
+    answer = await served.sampled(
+        return_logprob=True,
+        top_logprobs_num=3,
+        logprob_start_len=0,
+        return_text_in_logprobs=True,
+        sampling_params=GREEDY | {"skip_special_tokens": False},
+    )
+    meta = answer["meta_info"]
+    for (logprob, token, text), top in zip(meta["output_token_logprobs"], meta["output_top_logprobs"], strict=True):
+        assert len(top) == 3
+        assert top[0] == [logprob, token, text]
+        assert [one[0] for one in top] == sorted((one[0] for one in top), reverse=True)
+    assert "".join(text for _, _, text in meta["output_token_logprobs"]) == answer["text"]
+    assert meta["input_top_logprobs"][0] is None
+    assert [len(top) for top in meta["input_top_logprobs"][1:]] == [3] * (len(PROMPT) - 1)
+    tokens = [token for _, token, _ in meta["output_top_logprobs"][0]]
+    named = await served.sampled(return_logprob=True, token_ids_logprob=tokens[::-1])
+    row = named["meta_info"]["output_token_ids_logprobs"][0]
+    assert [token for _, token, _ in row] == tokens[::-1]
+    for mine, likely in zip(row[::-1], meta["output_top_logprobs"][0], strict=True):
+        assert mine[0] == pytest.approx(likely[0], abs=1e-5)
+
+
+async def test_batches_are_prompt_major_and_greedy_children_are_equal(served: Served) -> None:
+    other = PROMPT[::-1]
+    batch = await served.sampled(
+        input_ids=[PROMPT, other], sampling_params=GREEDY | {"n": 2}, rid=["x", "y"], return_logprob=True
+    )
+    own = [(await served.completion(prompt=prompt))["token_ids"] for prompt in (PROMPT, PROMPT, other, other)]
+    assert [one["output_ids"] for one in batch] == own
+    assert len({one["meta_info"]["id"] for one in batch}) == 4
+    single = await served.sampled(input_ids=[PROMPT, other], rid="z")
+    assert [one["meta_info"]["id"] for one in single] == ["z_0", "z_1"]
+
+
+async def test_children_have_their_own_seeds(served: Served) -> None:
+    params = {"temperature": 1.0, "max_new_tokens": 8, "sampling_seed": 7, "ignore_eos": True}
+    two = await served.sampled(sampling_params=params | {"n": 2})
+    second = await served.sampled(sampling_params=params | {"sampling_seed": 8})
+    assert two[1]["output_ids"] == second["output_ids"]
+    assert two[0]["output_ids"] == (await served.sampled(sampling_params=params))["output_ids"]
+    assert two[0]["output_ids"] != two[1]["output_ids"]
+
+
+async def test_defaults_are_sglangs(served: Served) -> None:
+    answer = await served.sampled(sampling_params={"ignore_eos": True, "max_new_tokens": None, "top_k": None})
+    assert answer["meta_info"]["finish_reason"] == {"type": "length", "length": 128}
+    near = await served.sampled(input_ids=[5] * 1000, sampling_params={"ignore_eos": True})
+    assert near["meta_info"]["completion_tokens"] == 23
+
+
+async def test_what_ends_a_sample_is_named(served: Served) -> None:
+    tokens = (await served.sampled())["output_ids"]
+    by_id = await served.sampled(sampling_params=GREEDY | {"stop_token_ids": [tokens[1], None]})
+    assert by_id["meta_info"]["finish_reason"] == {"type": "stop", "matched": tokens[1]}
+    assert by_id["output_ids"][-1] == tokens[1]
+    text = (await served.sampled(sampling_params=GREEDY | {"max_new_tokens": 2}))["text"]
+    stop = text[-2:]
+    by_text = await served.sampled(sampling_params=GREEDY | {"stop": stop})
+    assert by_text["meta_info"]["finish_reason"] == {"type": "stop", "matched": stop}
+    kept = await served.sampled(sampling_params=GREEDY | {"stop": [stop], "no_stop_trim": True})
+    assert kept["text"] == by_text["text"] + stop
+    end = await served.sampled(sampling_params=GREEDY | {"logit_bias": {"2": 100}, "skip_special_tokens": False})
+    assert end["meta_info"]["finish_reason"] == {"type": "stop", "matched": 2}
+    assert end["output_ids"] == [2]
+
+
+async def test_a_stream_ends_with_the_whole_answer(served: Served) -> None:
+    whole = await served.sampled(return_logprob=True)
+    content = await served.sampled(return_logprob=True, stream=True)
+    lines = content.decode().split("\n\n")
+    assert lines[-2:] == ["data: [DONE]", ""]
+    chunks = [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
+    last = chunks[-1]
+    assert (last["text"], last["output_ids"]) == (whole["text"], whole["output_ids"])
+    keys = ("output_token_logprobs", "finish_reason", "prompt_tokens", "completion_tokens")
+    assert [last["meta_info"][key] for key in keys] == [whole["meta_info"][key] for key in keys]
+    for earlier, later in zip(chunks, chunks[1:], strict=False):
+        assert later["output_ids"][: len(earlier["output_ids"])] == earlier["output_ids"]
+        assert earlier["meta_info"]["finish_reason"] is None
+    several = await served.sampled(input_ids=[PROMPT, PROMPT], stream=True)
+    indexed = [json.loads(line[6:]) for line in several.decode().split("\n\n")[:-2]]
+    ends = {one["index"]: one["output_ids"] for one in indexed if one["meta_info"]["finish_reason"]}
+    assert ends == {0: whole["output_ids"], 1: whole["output_ids"]}
+
+
+async def test_aborted_requests_are_answered_with_what_they_have(served: Served) -> None:
+    def start(**body: Any) -> asyncio.Task[Any]:
+        return asyncio.create_task(served.sampled(**{"sampling_params": LONG, "return_logprob": True} | body))
+
+    one, two, other = start(rid="a-1"), start(rid="a-2"), start(rid="b-1")
+    children = start(rid="c", sampling_params=LONG | {"n": 2})
+    stream = start(rid="d", stream=True)
+    await until_running(served, 6)
+    assert await served.total() == 6
+    assert (await served.post("/flush_cache"))[0] == 400
+
+    def is_partial(answer: Any) -> bool:
+        meta = answer["meta_info"]
+        assert meta["finish_reason"]["type"] == "abort"
+        assert len(meta["output_token_logprobs"]) == len(answer["output_ids"]) == meta["completion_tokens"]
+        return 0 < len(answer["output_ids"]) < LONG["max_new_tokens"]
+
+    assert await served.post("/abort_request", {"rid": "a-1"}) == (200, b"")
+    assert is_partial(await one)
+    assert not two.done()
+    await served.post("/abort_request", {"rid": "a"})
+    assert is_partial(await two)
+    assert not any(task.done() for task in (other, children, stream))
+    await served.post("/abort_request", {"abort_all": True})
+    assert is_partial(await other)
+    assert [is_partial(child) for child in await children] == [True, True]
+    events = (await stream).decode().split("\n\n")
+    assert is_partial(json.loads(events[-3][6:]))
+    assert await served.total() == 0
+    assert (await served.post("/flush_cache"))[0] == 200
+    await served.sampled()  # nothing is left paused
+
+
+async def test_an_abort_right_after_the_request_is_not_lost(served: Served) -> None:
+    """vLLM ignores aborts of requests that it has accepted but not registered."""
+    for pause in range(4):
+        asked = [asyncio.create_task(served.sampled(sampling_params=LONG)) for _ in range(8)]
+        while await served.total() < len(asked):
+            pass
+        for _ in range(pause):
+            await served.post("/v1/loads")
+        await served.post("/abort_request", {"abort_all": True})
+        answers = await asyncio.gather(*asked)
+        assert {one["meta_info"]["finish_reason"]["type"] for one in answers} == {"abort"}
+        assert await served.total() == 0
+
+
+async def test_abort_all_reaches_what_passes_through(served: Served) -> None:
+    body = {"prompt": PROMPT, "max_tokens": 900, "ignore_eos": True}
+    asked = asyncio.create_task(served.post("/v1/completions", body, headers={"Content-Type": "application/json"}))
+    await until_running(served, 1)
+    await served.post("/abort_request", {"abort_all": True})
+    status, answer = await asked
+    assert (status, answer["choices"][0]["finish_reason"]) == (200, "abort")
+    assert await served.total() == 0
+
+
+async def test_a_client_that_leaves_ends_its_sample(served: Served) -> None:
+    for stream in (False, True):
+        asked = asyncio.create_task(served.sampled(sampling_params=LONG, stream=stream))
+        await until_running(served, 1)
+        asked.cancel()
+        await until_running(served, 0)
+        assert await served.total() == 0
+
+
+async def test_pausing_passes_through_and_is_healthy(served: Served) -> None:
+    asked = asyncio.create_task(served.sampled(sampling_params=LONG))
+    await until_running(served, 1)
+    assert (await served.post("/pause?mode=abort"))[0] == 200
+    assert (await asked)["meta_info"]["finish_reason"]["type"] == "abort"
+    assert (await served.post("/health_generate"))[0] == 200
+    waiting = asyncio.create_task(served.sampled(rid="w"))
+    while await served.total() < 1:
+        pass
+    await served.post("/abort_request", {"rid": "w"})
+    assert (await waiting)["output_ids"] == []
+    assert (await served.post("/resume"))[0] == 200
+    assert len((await served.sampled())["output_ids"]) == 12
+
+
+async def test_prompts_that_do_not_fit_get_sglangs_words(served: Served) -> None:
+    assert "longer than the model's context length (1024 tokens)" in await served.refusal(input_ids=[5] * CONTEXT)
+    message = await served.refusal(input_ids=[5] * 1000, sampling_params={"max_new_tokens": 24})
+    assert message.startswith("Requested token count exceeds the model's maximum context length of 1024 tokens.")
+    assert "total of 1024 tokens" in message
+    await served.sampled(input_ids=[5] * 1000, sampling_params={"max_new_tokens": 23})
+    assert "context length" in await served.refusal(text="mouse " * 3000)
+
+
+@pytest.mark.parametrize(
+    ("field", "body"),
+    [
+        ("input_ids", {"input_ids": [512]}),
+        ("lora_path", {"lora_path": "unknown"}),
+        ("top_logprobs_num", {"return_logprob": True, "top_logprobs_num": 500}),
+        ("sampling_params.stop", {"sampling_params": {"stop": [f"stop {i}" for i in range(65)]}}),
+        ("sampling_params.stop_token_ids", {"sampling_params": {"stop_token_ids": [512]}}),
+        ("regex", {"sampling_params": {"regex": "["}}),
+    ],
+)
+async def test_what_vllm_refuses_is_named_as_the_client_knows_it(
+    served: Served, field: str, body: dict[str, Any]
+) -> None:
+    assert field in await served.refusal(**body)
+
+
+async def test_outputs_can_be_held_to_a_grammar(served: Served) -> None:
+    answer = await served.sampled(sampling_params={"regex": "(horse|mouse)", "max_new_tokens": 20})
+    assert answer["text"] in ("horse", "mouse")
+
+
+async def test_a_high_temperature_is_allowed(served: Served) -> None:
+    answer = await served.sampled(sampling_params={"temperature": 5.0, "max_new_tokens": 4}, return_logprob=True)
+    assert answer["meta_info"]["output_token_logprobs"]
+
+
+async def test_what_the_server_is(served: Served) -> None:
+    for path in ("/model_info", "/get_model_info"):
+        _, info = await served.post(path)
+        assert (info["model_path"], info["model_type"]) == (str(model_path()), "qwen3")
+        assert info["weight_version"] == "default"
+    for path in ("/server_info", "/get_server_info"):
+        _, info = await served.post(path)
+        assert (info["model_path"], info["dtype"], info["internal_states"]) == (str(model_path()), "float32", [])
+        assert info["enable_return_routed_experts"] is False
+        assert [info[size] for size in ("tp_size", "pp_size", "ep_size", "num_gpus")] == [1, 1, 1, 1]
+    headers = {"Authorization": "Bearer None"}
+    for path in ("/health", "/v1/loads?include=core", "/get_load", "/weight_version", "/get_weight_version"):
+        async with served.session.get(served.url + path, headers=headers) as answer:
+            assert answer.status == 200, path
+
+
+async def test_a_new_version_is_in_the_next_answer(served: Served) -> None:
+    headers = {"Content-Type": "application/json"}
+    for version in ("7", "default"):
+        assert (await served.post("/update_weight_version", {"new_version": version}, headers=headers))[0] == 200
+        assert (await served.sampled())["meta_info"]["weight_version"] == version
+
+
+async def test_other_routes_are_vllms_byte_for_byte(served: Served) -> None:
+    own = {"Authorization": f"Bearer {KEY}"}
+    body = {"prompt": PROMPT, "temperature": 0, "max_tokens": 4, "stream": True, "request_id": "same"}
+
+    async def both(method: str, path: str, **options: Any) -> list[tuple[int, bytes]]:
+        found = []
+        for url, headers in ((served.vllm_url, own), (served.url, {})):
+            async with served.session.request(method, url + path, headers=headers, **options) as answer:
+                found.append((answer.status, await answer.read()))
+        return found
+
+    for method, path, options in (
+        ("GET", "/version", {}),
+        ("GET", "/nothing?a=b", {}),
+        ("DELETE", "/v1/models", {}),
+        ("POST", "/v1/completions", {"data": b"{"}),
+        ("POST", "/tokenize", {"json": {"prompt": "the mouse"}}),
+    ):
+        theirs, ours = await both(method, path, **options)
+        assert ours == theirs, path
+    (_, theirs), (_, ours) = await both("POST", "/v1/completions", json=body)
+    texts = [[json.loads(line[6:])["choices"] for line in one.split(b"\n\n")[:-2]] for one in (theirs, ours)]
+    assert texts[0] == texts[1]
+
+
+async def test_all_samples_of_a_large_group_are_answered(served: Served) -> None:
+    answers = await served.sampled(input_ids=[PROMPT] * 16, sampling_params={"n": 4, "max_new_tokens": 3})
+    assert len(answers) == 64
+    assert await served.total() == 0

@@ -1,0 +1,108 @@
+"""What vLLM has sampled as SGLang's reasons and lists; lengths of prompts and outputs against the context."""
+
+from __future__ import annotations
+
+import base64
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+from skyrl.sidecar.completion import Collected
+from skyrl.sidecar.errors import BadRequest, VllmBroke
+from skyrl.sidecar.generate_request import Logprobs, read_generate
+from skyrl.sidecar.meta_info import finish_reason, logprob_lists
+from skyrl.sidecar.routed_experts import to_int32
+from skyrl.sidecar.sampling import new_tokens
+
+ABORT = {"type": "abort", "status_code": None, "err_type": None}
+
+
+@pytest.mark.parametrize(
+    ("collected", "expected"),
+    [
+        (Collected(tokens=[4, 2], finish="stop"), {"type": "stop", "matched": 2}),
+        (Collected(tokens=[4, 3], finish="stop", matched=3), {"type": "stop", "matched": 3}),
+        (Collected(tokens=[4], finish="stop", matched="</a>"), {"type": "stop", "matched": "</a>"}),
+        (Collected(tokens=[4, 5], finish="length"), {"type": "length", "length": 2}),
+        (Collected(tokens=[4], finish="abort"), ABORT | {"message": "Aborted"}),
+        (Collected(finish="abort"), ABORT | {"message": "Abort in waiting queue"}),
+        (Collected(tokens=[4]), None),
+    ],
+)
+def test_reasons(collected: Collected, expected: Any) -> None:
+    assert finish_reason(collected, aborted=False, scoring=False) == expected
+
+
+def test_what_an_abort_left_without_a_reason_is_aborted() -> None:
+    assert finish_reason(Collected(tokens=[4]), aborted=True, scoring=False) == ABORT | {"message": "Aborted"}
+    ended = finish_reason(Collected(tokens=[4], finish="length"), aborted=True, scoring=False)
+    assert ended == {"type": "length", "length": 1}
+    assert finish_reason(Collected(tokens=[4], finish="stop"), aborted=False, scoring=True) == {
+        "type": "length",
+        "length": 0,
+    }
+
+
+def test_lists_of_logprobs() -> None:
+    collected = Collected(
+        tokens=[8],
+        logprobs=[-2.0],
+        alternatives=[[(-0.5, 9), (-1.0, 7), (-2.0, 8)]],
+        prompt=[{}, {6: -3.0, 1: -0.1}, {7: -4.0, 2: -0.2}],
+    )
+    lists = logprob_lists(Logprobs(start=1, top=1), collected, [5, 6, 7], None, scoring=False)
+    assert lists == {
+        "input_token_logprobs": [[None, 6, None], [-4.0, 7, None]],
+        "output_token_logprobs": [[-2.0, 8, None]],
+        "input_top_logprobs": [None, [[-0.2, 2, None]]],
+        "output_top_logprobs": [[[-0.5, 9, None]]],
+    }
+    texts = {token: f"t{token}" for token in range(10)}
+    named = logprob_lists(Logprobs(ids=(7, 3)), collected, [5, 6, 7], texts, scoring=False)
+    assert named["output_token_ids_logprobs"] == [[[-1.0, 7, "t7"], [None, 3, "t3"]]]
+
+
+def test_impossible_alternatives_are_left_out() -> None:
+    collected = Collected()
+    top = {"token_id:8": -0.5, "token_id:9": -9999.0, "token_id:7": None}
+    choice = {
+        "text": "a",
+        "token_ids": [8],
+        "finish_reason": "length",
+        "logprobs": {"token_logprobs": [-0.5], "top_logprobs": [top]},
+    }
+    collected.add_chunk({"choices": [choice]}, logprobs=True)
+    assert collected.alternatives == [[(-0.5, 8)]]
+
+
+@pytest.mark.parametrize(("prompt", "given", "expected"), [(3, {}, 96), (99, {}, 1), (50, {"max_new_tokens": 49}, 49)])
+def test_only_the_default_number_of_tokens_is_shortened(prompt: int, given: dict[str, int], expected: int) -> None:
+    assert new_tokens(read(given), prompt, 100) == expected
+
+
+@pytest.mark.parametrize(("prompt", "given"), [(100, {}), (100, {"max_new_tokens": 0}), (50, {"max_new_tokens": 50})])
+def test_what_does_not_fit_is_refused(prompt: int, given: dict[str, int]) -> None:
+    with pytest.raises(BadRequest, match="context length"):
+        new_tokens(read(given), prompt, 100)
+
+
+def test_scoring_may_fill_the_context_but_one() -> None:
+    assert new_tokens(read({"max_new_tokens": 0}), 99, 100) == 0
+
+
+def read(sampling: dict[str, int]) -> Any:
+    return read_generate(json.dumps({"input_ids": [1], "sampling_params": sampling}).encode()).prompts[0]
+
+
+def test_rows_of_experts_after_the_kept_ones_are_cut() -> None:
+    import io
+
+    buffer = io.BytesIO()
+    np.save(buffer, np.arange(12, dtype=np.uint8).reshape(3, 2, 2))
+    encoded = base64.b64encode(buffer.getvalue()).decode()
+    read = np.frombuffer(base64.b64decode(to_int32(encoded, 3, 2)), "<i4")
+    assert read.tolist() == list(range(8))
+    with pytest.raises(VllmBroke):
+        to_int32(encoded, 2, 2)

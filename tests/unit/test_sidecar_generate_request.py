@@ -1,0 +1,155 @@
+"""The body of /generate: prompts, ids of requests, lists for batches, and refusals that name the field."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from skyrl.sidecar.errors import BadRequest
+from skyrl.sidecar.generate_request import GenerateRequest, Logprobs, read_generate
+
+
+def read(**body: Any) -> GenerateRequest:
+    return read_generate(json.dumps(body).encode())
+
+
+def test_text_wins_over_ids() -> None:
+    request = read(text="a", input_ids=[1])
+    assert [prompt.tokens for prompt in request.prompts] == ["a"]
+    assert request.single
+
+
+@pytest.mark.parametrize(
+    ("body", "single", "samples"),
+    [
+        ({"input_ids": [1]}, True, 1),
+        ({"input_ids": [[1]]}, False, 1),
+        ({"text": ["a", "b"]}, False, 2),
+        ({"input_ids": [1], "sampling_params": {"n": 3}}, False, 3),
+        ({"input_ids": [[1], [2]], "sampling_params": [{"n": 2}, {"n": 2}]}, False, 4),
+    ],
+)
+def test_several_samples_are_answered_by_a_list(body: dict[str, Any], single: bool, samples: int) -> None:
+    request = read(**body)
+    assert (request.single, request.samples) == (single, samples)
+
+
+def test_request_ids() -> None:
+    assert read(input_ids=[1], rid="a").prompts[0].sample_ids() == ["a"]
+    assert [prompt.rid for prompt in read(input_ids=[[1], [2]], rid="a").prompts] == ["a_0", "a_1"]
+    assert [prompt.rid for prompt in read(input_ids=[[1], [2]], rid=["a", "b"]).prompts] == ["a", "b"]
+    several = read(input_ids=[1], rid="a", sampling_params={"n": 2}).prompts[0]
+    assert several.rid == "a"
+    assert len({*several.sample_ids(), "a"}) == 3
+    assert read(input_ids=[1]).prompts[0].rid != read(input_ids=[1]).prompts[0].rid
+
+
+def test_values_for_each_prompt() -> None:
+    request = read(
+        input_ids=[[1], [2]],
+        return_logprob=[True, False],
+        logprob_start_len=[0, -1],
+        top_logprobs_num=[2, None],
+        lora_path=["a", None],
+        sampling_params=[{"temperature": 0}, {"temperature": 1}],
+    )
+    first, second = request.prompts
+    assert (first.logprobs, second.logprobs) == (Logprobs(0, 2), None)
+    assert (first.adapter, second.adapter) == ("a", None)
+    assert (first.sampling.fields["temperature"], second.sampling.fields["temperature"]) == (0, 1)
+
+
+def test_named_tokens() -> None:
+    assert read(input_ids=[1], return_logprob=True, token_ids_logprob=[4, 5]).prompts[0].logprobs == Logprobs(
+        ids=(4, 5)
+    )
+    both = read(input_ids=[[1], [2]], return_logprob=True, token_ids_logprob=[[4], None])
+    assert [prompt.logprobs for prompt in both.prompts] == [Logprobs(ids=(4,)), Logprobs()]
+
+
+def test_fields_that_vllm_has_too() -> None:
+    request = read(
+        input_ids=[1],
+        session_id="s",
+        extra_key="k",
+        priority=3,
+        return_routed_experts=True,
+        routed_experts_start_len=4,
+    )
+    extra = {"session_id": "s", "cache_salt": "k", "priority": -3, "routed_experts_prompt_start": 4}
+    assert request.prompts[0].extra == extra
+    assert request.routed_experts_start == 4
+    assert read(input_ids=[1]).routed_experts_start is None
+
+
+def test_what_clients_and_gateways_add_is_accepted() -> None:
+    added = {
+        "model": None,
+        "image_data": None,
+        "input_embeds": None,
+        "video_data": [],
+        "log_metrics": True,
+        "return_hidden_states": False,
+        "return_entropy": False,
+        "background": False,
+        "no_logs": False,
+        "return_bytes": False,
+        "input_tokens": [1],
+        "unknown": {"a": 1},
+    }
+    assert read(input_ids=[1], **added).single
+
+
+@pytest.mark.parametrize(
+    ("field", "body"),
+    [
+        ("text, input_ids", {}),
+        ("text, input_ids", {"text": None, "input_ids": None}),
+        ("input_ids", {"input_ids": []}),
+        ("input_ids", {"input_ids": [[1], []]}),
+        ("input_ids", {"input_ids": [1, "a"]}),
+        ("input_ids", {"input_ids": [1, -1]}),
+        ("input_ids", {"input_ids": [1, 1.5]}),
+        ("input_ids", {"input_ids": [1, True]}),
+        ("input_ids", {"input_ids": "1"}),
+        ("text", {"text": ""}),
+        ("text", {"text": []}),
+        ("text", {"text": ["a", 1]}),
+        ("input_embeds", {"input_ids": [1], "input_embeds": [[0.5]]}),
+        ("image_data", {"input_ids": [1], "image_data": ["data:"]}),
+        ("session_params", {"input_ids": [1], "session_params": {"id": "x"}}),
+        ("return_hidden_states", {"input_ids": [1], "return_hidden_states": True}),
+        ("stream", {"input_ids": [1], "stream": "yes"}),
+        ("return_logprob", {"input_ids": [1], "return_logprob": 1}),
+        ("return_logprob", {"input_ids": [1], "return_logprob": [True]}),
+        ("return_logprob", {"input_ids": [[1], [2]], "return_logprob": [True]}),
+        ("logprob_start_len", {"input_ids": [1], "logprob_start_len": -2}),
+        ("top_logprobs_num", {"input_ids": [1], "top_logprobs_num": -1}),
+        ("token_ids_logprob", {"input_ids": [1], "token_ids_logprob": [1], "top_logprobs_num": 1}),
+        ("token_ids_logprob", {"input_ids": [1], "token_ids_logprob": [1], "logprob_start_len": 0}),
+        ("token_ids_logprob", {"input_ids": [1], "token_ids_logprob": [[1]]}),
+        ("sampling_params", {"input_ids": [1], "sampling_params": []}),
+        ("sampling_params", {"input_ids": [[1]], "sampling_params": []}),
+        ("sampling_params", {"input_ids": [[1], [2]], "sampling_params": [{"n": 1}, {"n": 2}]}),
+        (r"sampling_params\[1\].top_p", {"input_ids": [[1], [2]], "sampling_params": [{}, {"top_p": 2}]}),
+        ("rid", {"input_ids": [1], "rid": 5}),
+        ("rid", {"input_ids": [1], "rid": ["a"]}),
+        ("rid", {"input_ids": [[1], [2]], "rid": ["a", "a"]}),
+        ("rid", {"input_ids": [[1], [2]], "rid": ["a"]}),
+        ("lora_path", {"input_ids": [1], "lora_path": 5}),
+        ("routed_experts_start_len", {"input_ids": [1], "routed_experts_start_len": -1}),
+        ("priority", {"input_ids": [1], "priority": "high"}),
+    ],
+    ids=str,
+)
+def test_a_wrong_field_is_named(field: str, body: dict[str, Any]) -> None:
+    with pytest.raises(BadRequest, match=f"^{field}"):
+        read(**body)
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[]", b'{"input_ids": [NaN]}', b"\xff"])
+def test_a_body_that_is_no_object_is_refused(body: bytes) -> None:
+    with pytest.raises(BadRequest, match="^body"):
+        read_generate(body)
