@@ -45,6 +45,7 @@ async def routed(
         "base_models": ("base",),
     }
     async with running_router(**options, health_check_interval_s=interval_s, hang_s=1000.0) as router:
+        await until(lambda: router.app.status()["routable"] == len(urls))
         client = ForwardingClient(
             HttpTransport(), FixedEndpoint(router.url), HostWithAllAdapters(), api_key=KEY, deadline_s=60, replicas=urls
         )
