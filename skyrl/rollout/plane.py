@@ -28,10 +28,13 @@ from skyrl.launcher.state_dir import lock_state_dir, private_directory
 from skyrl.processes.listening import listen
 from skyrl.processes.startup import Cause, FirstStarts, StartupError
 from skyrl.processes.supervision import SupervisedProcess
+from skyrl.router.state_file import FILE_NAME
 
 logger = logging.getLogger(__name__)
 
 ROUTER = "router"
+DRAIN_S = 2.0
+"""How long a sidecar lets samples go on when the plane stops; the router, which stops first, has waited already."""
 GRACE_S = 12.0
 READY_POLL_S = 0.2
 WRONG_OPTION = 2
@@ -103,6 +106,8 @@ class Plane:
             listener.close()  # the port is free; the router opens it itself
         with ExitStack() as resources:
             directory = resources.enter_context(private_directory(options.config.state_dir))
+            # The sidecars get other ports at each start. A router that is started again meanwhile needs the file.
+            (options.config.state_dir / ROUTER / FILE_NAME).unlink(missing_ok=True)
             starts = Starts(self._logs)
             try:
                 await self._start(directory, starts)
@@ -123,7 +128,7 @@ class Plane:
             ports = distinct_ports(len(vllms.replica_urls), {options.port})
             for number, (port, vllm_url) in enumerate(zip(ports, vllms.replica_urls, strict=True)):
                 name = f"sidecar-{number}"
-                command = ("sidecar", "--port", str(port), "--vllm-url", vllm_url)
+                command = ("sidecar", "--port", str(port), "--vllm-url", vllm_url, "--drain-s", str(DRAIN_S))
                 await self._add(self._part(name, command, (), {"SKYRL_VLLM_API_KEY": key}, starts))
                 urls.append(f"http://{HOST}:{port}")
                 sidecars += (name,)
