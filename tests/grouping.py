@@ -31,6 +31,7 @@ OWN_SERVERS = frozenset(
         "tests/e2e/test_lifecycle.py",
         "tests/e2e/test_postgres.py",
         "tests/e2e/test_replicas.py",
+        "tests/e2e/test_rollout_plane.py",
         "tests/e2e/test_two_apis.py",
     }
 )

@@ -1,0 +1,216 @@
+"""`skyrl rollout` with two real vLLMs, as clients of RL frameworks use it. The tests share one plane and run in the
+order of this file; the last test stops the plane.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import psutil
+import pytest
+import pytest_asyncio
+
+from skyrl.demo.server import DemoServer
+from tests.e2e.conftest import SLOW_START_S
+from tests.e2e.rollout_plane import READY_S, RunningPlane, gateway
+from tests.sdk_programs import TRACED, succeeded
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+
+PROMPT = [265, 296, 83, 315]
+GREEDY = {"temperature": 0, "max_new_tokens": 12}
+LONG = {"max_new_tokens": 900, "ignore_eos": True}
+EXAMPLE = Path(__file__).parents[2] / "examples" / "text_rollouts.py"
+
+
+@pytest.fixture(scope="module")
+def plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningPlane]:
+    running = RunningPlane(tmp_path_factory.mktemp("plane"), "--num-engines", "2", "--middleware", "radix")
+    running.start()
+    try:
+        running.wait_routable(2)
+        yield running
+    finally:
+        running.stop()
+
+
+@pytest_asyncio.fixture
+async def session() -> AsyncIterator[aiohttp.ClientSession]:
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as opened:
+        yield opened
+
+
+async def post(session: aiohttp.ClientSession, url: str, body: Any = None) -> Any:
+    async with session.post(url, json=body) as answer:
+        assert answer.status == 200, await answer.text()
+        return await answer.json() if answer.content_type == "application/json" else None
+
+
+async def load_of(session: aiohttp.ClientSession, worker: str) -> int:
+    async with session.get(f"{worker}/v1/loads?include=core") as answer:
+        return sum(load["num_running_reqs"] + load["num_waiting_reqs"] for load in (await answer.json())["loads"])
+
+
+async def until_busy(session: aiohttp.ClientSession, workers: list[str], samples: int) -> None:
+    while sum([await load_of(session, worker) for worker in workers]) < samples:  # noqa: ASYNC110 - another process sets no event
+        await asyncio.sleep(0.02)
+
+
+def meaning(answer: dict[str, Any]) -> tuple[Any, ...]:
+    """What an answer says about the sample."""
+    meta = answer["meta_info"]
+    return answer["text"], answer["output_ids"], meta["output_token_logprobs"], meta["finish_reason"]
+
+
+async def test_the_router_answers_as_each_engine_does(plane: RunningPlane, session: aiohttp.ClientSession) -> None:
+    body = {"input_ids": PROMPT, "sampling_params": GREEDY, "return_logprob": True}
+    answers = [await post(session, f"{url}/generate", body) for url in (plane.url, *plane.sidecars())]
+    first, *others = [meaning(answer) for answer in answers]
+    assert all(other[:2] + other[3:] == first[:2] + first[3:] for other in others)
+    completion = {"model": "tiny", "prompt": PROMPT, "temperature": 0, "max_tokens": 12, "return_token_ids": True}
+    through = await post(session, f"{plane.url}/v1/completions", completion)
+    assert through["choices"][0]["token_ids"] == answers[0]["output_ids"]
+
+
+async def test_slimes_abort_ends_all_samples_with_what_they_have(
+    plane: RunningPlane, session: aiohttp.ClientSession
+) -> None:
+    """The calls of slime's `abort_server_until_idle`: the list of workers, an abort at each, the load until it is 0."""
+    body = {"input_ids": PROMPT, "sampling_params": LONG, "return_logprob": True}
+    pending = [asyncio.create_task(post(session, f"{plane.url}/generate", body)) for _ in range(6)]
+    async with session.get(f"{plane.url}/workers") as answer:
+        workers = [worker["url"] for worker in (await answer.json())["workers"]]
+    await until_busy(session, workers, 6)
+    for worker in workers:
+        await post(session, f"{worker}/abort_request", {"abort_all": True})
+    while any([await load_of(session, worker) for worker in workers]):  # noqa: ASYNC110 - another process sets no event
+        await asyncio.sleep(0.05)
+    for answer in await asyncio.gather(*pending):
+        assert answer["meta_info"]["finish_reason"]["type"] == "abort"
+        assert len(answer["output_ids"]) == len(answer["meta_info"]["output_token_logprobs"]) < 900
+
+
+async def test_an_abort_by_rid_through_the_router_finds_its_engine(
+    plane: RunningPlane, session: aiohttp.ClientSession
+) -> None:
+    rids = [uuid.uuid4().hex for _ in range(4)]
+    bodies = [{"rid": rid, "input_ids": PROMPT, "sampling_params": LONG} for rid in rids]
+    pending = [asyncio.create_task(post(session, f"{plane.url}/generate", body)) for body in bodies]
+    await until_busy(session, plane.sidecars(), 4)
+    for rid in rids:
+        await post(session, f"{plane.url}/abort_request", {"rid": rid})
+    kinds = [answer["meta_info"]["finish_reason"]["type"] for answer in await asyncio.gather(*pending)]
+    assert kinds == ["abort"] * 4
+
+
+async def test_the_radix_cache_gives_the_tokens_that_were_sampled(
+    plane: RunningPlane, session: aiohttp.ClientSession
+) -> None:
+    """Three turns, each after the text of the turns before; the engine's own lists are the truth. All tokens are in the
+    texts: a token that is not could not be found by its text."""
+    text, sampled = "Count from 3 by 2.", []
+    params = {"temperature": 1.0, "max_new_tokens": 16, "skip_special_tokens": False, "no_stop_trim": True}
+    for turn in range(3):
+        body = {"text": text, "sampling_params": params | {"sampling_seed": turn}, "return_logprob": True}
+        answer = await post(session, f"{plane.url}/generate", body)
+        sampled += [tuple(triple[:2]) for triple in answer["meta_info"]["output_token_logprobs"]]
+        text += answer["text"] + (" And then?" if turn < 2 else "")
+    found = await post(session, f"{plane.url}/retrieve_from_text", {"text": text})
+    lists = found["rollout_logp"], found["tokens"], found["loss_mask"]
+    masked = [(logprob, token) for logprob, token, mask in zip(*lists, strict=True) if mask]
+    assert masked == sampled
+
+
+@pytest.mark.parametrize("module", ["sglang_router", "vllm_router"])
+async def test_the_sidecars_work_behind_other_gateways(
+    module: str, plane: RunningPlane, session: aiohttp.ClientSession
+) -> None:
+    body = {"input_ids": PROMPT, "sampling_params": GREEDY, "return_logprob": True}
+    direct = await post(session, f"{plane.sidecars()[0]}/generate", body)
+    with gateway(module, plane.sidecars()) as client:
+        for _ in range(4):
+            answer = await asyncio.to_thread(client.post, "/generate", json=body)
+            assert answer.status_code == 200, answer.text
+            assert answer.json()["output_ids"] == direct["output_ids"]
+        text = {"text": "Count from 3 by 2.", "sampling_params": GREEDY}
+        assert (await asyncio.to_thread(client.post, "/generate", json=text)).json()["meta_info"]["prompt_tokens"] > 3
+        wrong = await asyncio.to_thread(client.post, "/generate", json=body | {"sampling_params": {"top_p": 7.0}})
+        assert wrong.status_code == 400
+        assert "top_p" in wrong.text
+
+
+async def test_a_killed_engine_costs_slimes_loop_no_error_and_comes_back(
+    plane: RunningPlane, session: aiohttp.ClientSession
+) -> None:
+    """slime sends a failed request again, up to 60 times, a second apart. Here the pauses are shorter."""
+    stop, failures, answered = asyncio.Event(), [], 0
+    body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 40, "ignore_eos": True}, "return_logprob": True}
+
+    async def ask() -> None:
+        nonlocal answered
+        while not stop.is_set():
+            for _ in range(60):
+                async with session.post(f"{plane.url}/generate", json=body) as answer:
+                    if answer.status == 200:
+                        sample = await answer.json()
+                        assert len(sample["output_ids"]) == 40
+                        answered += 1
+                        break
+                    assert answer.status in (502, 503), await answer.text()
+                await asyncio.sleep(0.1)
+            else:
+                failures.append("60 tries")
+
+    asking = [asyncio.create_task(ask()) for _ in range(8)]
+    victim = plane.processes("vllm.entrypoints.openai.api_server")[0]
+    for process in (*victim.children(recursive=True), victim):
+        process.kill()
+    while plane.routable() > 1:  # noqa: ASYNC110 - another process sets no event
+        await asyncio.sleep(0.05)
+    end = time.monotonic() + READY_S
+    while plane.routable() < 2:
+        assert time.monotonic() < end, plane.log()
+        await asyncio.sleep(0.1)
+    before = answered
+    while answered < before + 20:  # noqa: ASYNC110 - another process sets no event
+        await asyncio.sleep(0.05)
+    stop.set()
+    await asyncio.gather(*asking)
+    assert not failures
+
+
+def test_the_example_learns_from_text_rollouts(plane: RunningPlane, tmp_path: Path) -> None:
+    trainer = DemoServer(tmp_path / "trainer", "--external-inference-url", plane.url)
+    trainer.start()
+    try:
+        trainer.wait_ready(SLOW_START_S)
+        command = [sys.executable, str(EXAMPLE), "--base-url", trainer.url, "--rollout-url", plane.url, "--steps", "14"]
+        done = subprocess.run(
+            command, env=os.environ | TRACED, capture_output=True, text=True, timeout=500, check=False
+        )
+    finally:
+        trainer.stop()
+    assert succeeded(done.returncode, done.stderr), f"{done.returncode}: {done.stderr}"
+    rewards = [float(reward) for reward in re.findall(r"reward ([\d.]+)", done.stdout)]
+    gaps = [float(gap) for gap in re.findall(r"gap ([-+\de.]+)", done.stdout)]
+    assert len(rewards) == 14
+    assert gaps[0] < 1e-4
+    assert sum(rewards[-4:]) / 4 > sum(rewards[:4]) / 4 + 0.05, done.stdout
+
+
+def test_sigterm_leaves_no_process(plane: RunningPlane) -> None:
+    processes = psutil.Process(plane.pid).children(recursive=True)
+    assert len(processes) >= 5
+    assert plane.stop() == 0
+    _, alive = psutil.wait_procs(processes, timeout=30)
+    assert not alive
