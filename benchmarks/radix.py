@@ -1,24 +1,23 @@
 """Lookup and insertion of the radix cache beside a naive tree, which scans children one by one and never splits.
 
-Usage: python -m benchmarks.radix. Prints a table and writes benchmarks/results/radix.json.
+A row of `make bench`: `--only radix`.
 """
 
 from __future__ import annotations
 
-import json
 import random
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 
+from benchmarks.stage import Stage
+from benchmarks.table import Row, Target
 from skyrl.router.radix.cache import RadixCache
 from skyrl.router.radix.trajectory import Sample
 
 SIZES = (100, 1_000, 16_000)
 LOOKUPS = 200
 ROUNDS = 5
-OUT = Path(__file__).parent / "results" / "radix.json"
 
 
 class NaiveTree:
@@ -78,15 +77,23 @@ def measure(count: int) -> dict[str, float]:
     }
 
 
-def main() -> None:
-    rows = [measure(count) for count in SIZES]
-    for row in rows:
-        print("  ".join(f"{name} {value:,.1f}" for name, value in row.items()))
-    print(
-        f"lookup at {SIZES[-1]:,} / at {SIZES[0]}: {rows[-1]['lookup_us'] / rows[0]['lookup_us']:.2f} (target: ≤ 1.5)"
-    )
-    OUT.write_text(json.dumps(rows, indent=1) + "\n")
-
-
-if __name__ == "__main__":
-    main()
+def compare(stage: Stage) -> list[Row]:
+    """ "direct" is the naive tree, except in the last row."""
+    results = [measure(count) for count in SIZES]
+    stage.raw += [{"row": "radix", "path": "radix"} | result for result in results]
+    rows = [
+        Row(
+            "radix",
+            f"lookup among {result['prompts']:,.0f} prompts (direct: naive tree)",
+            "µs",
+            result["lookup_us"],
+            None,
+            result["naive_lookup_us"],
+            note=f"insertion {result['insert_us']:.0f} µs, naive {result['naive_insert_us']:.0f} µs; "
+            f"{result['bytes_per_prompt'] / 1e3:.1f} kB per prompt",
+        )
+        for result in results
+    ]
+    growth = results[-1]["lookup_us"] / results[0]["lookup_us"]
+    what = f"lookup among {SIZES[-1]:,} prompts over lookup among {SIZES[0]}"
+    return [*rows, Row("radix", what, "", growth, Target(1.5))]
