@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 from collections import Counter
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -101,13 +101,16 @@ async def open_router(options: RouterOptions) -> AsyncIterator[Router]:
             options.health_check_timeout_s,
             headers=[] if options.key is None else [(b"authorization", f"Bearer {options.key}".encode())],
         )
-        background = [prober.run(), HungWorkers(pool, proxy, options.hang_s).run()]
+        background = [prober.run, HungWorkers(pool, proxy, options.hang_s).run]
         if options.state_dir is not None:
             state = StateFile(options.state_dir, pool)
             state.load()
-            background.append(state.run())
+            background.append(state.run)
         for url in options.workers:
-            pool.expect(url)
+            try:
+                pool.expect(url)
+            except ValueError as error:
+                raise ValueError(f"--worker: {error}") from error
         await stack.enter_async_context(_running(background))
         app = RouterApp(pool, RegistrationRoutes(pool), chain, proxy, counts, policy=options.policy, key=options.key)
         # Middleware sees every request, so then all requests take the long way
@@ -115,11 +118,11 @@ async def open_router(options: RouterOptions) -> AsyncIterator[Router]:
 
 
 @contextlib.asynccontextmanager
-async def _running(background: Sequence[Coroutine[Any, Any, None]]) -> AsyncIterator[None]:
+async def _running(background: Sequence[Callable[[], Coroutine[Any, Any, None]]]) -> AsyncIterator[None]:
     """Runs these beside the body of the `async with`. If one fails, the body is cancelled and its error is raised."""
     body = asyncio.current_task()
     assert body is not None
-    tasks = [asyncio.create_task(work) for work in background]
+    tasks = [asyncio.create_task(work()) for work in background]
 
     def on_end(task: asyncio.Task[None]) -> None:
         if not task.cancelled() and task.exception() is not None:
