@@ -6,8 +6,6 @@ It works in front of vLLM's sidecars and of SGLang alike. It knows neither traje
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 
 import aiohttp
@@ -16,6 +14,7 @@ from skyrl.rollout.aborting import abort_until_idle
 from skyrl.rollout.config import RolloutConfig
 from skyrl.rollout.errors import BadAnswer, RolloutTimeout
 from skyrl.rollout.messages import NOTHING, RolloutAnswer, RolloutRequest, read_answer
+from skyrl.rollout.places import Places
 from skyrl.rollout.sending import CONNECT_S, Counters, Sender
 
 ROUTING_KEY = "X-SMG-Routing-Key"
@@ -44,7 +43,7 @@ class RolloutClient:
     def __init__(self, config: RolloutConfig) -> None:
         self.config = config
         self.counters = Counters()
-        self._places = asyncio.Semaphore(config.max_requests)
+        self._places = Places(config.max_requests)
         self._calls = 0
         self._aborting = asyncio.Event()
         self._not_aborting = asyncio.Event()
@@ -59,9 +58,7 @@ class RolloutClient:
             headers={"authorization": f"Bearer {key}"} if key else {},
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
         )
-        self._sender = Sender(
-            self._session, self.counters, retry_interrupted=self.config.rollout_retry_interrupted
-        )
+        self._sender = Sender(self._session, self.counters, retry_interrupted=self.config.rollout_retry_interrupted)
         return self
 
     async def __aexit__(self, *error: object) -> None:
@@ -73,22 +70,20 @@ class RolloutClient:
         not found. With `continue_partial` False (None: the configuration decides), and after `abort_all` of this
         client, the partial sample is the answer, with finish_reason "abort"; so it is for a prompt of text, whose
         partial tokens could not be sent back exactly."""
-        await self._not_aborting.wait()
+        while not self._not_aborting.is_set():
+            await self._not_aborting.wait()
         aborting = self._aborting
         self._calls += 1
         try:
-            async with self._place(aborting) as has_place:
-                if not has_place:
-                    return NOTHING
+            if not await self._places.take():
+                return NOTHING
+            self.counters.running += 1
+            try:
                 allowed = self.config.rollout_continue_partial if continue_partial is None else continue_partial
-                failures: list[str] = []
-                try:
-                    async with asyncio.timeout(self.config.rollout_deadline_s):
-                        return await self._parts(request, failures, aborting, allowed and request.text is None)
-                except TimeoutError:
-                    seconds = f"{self.config.rollout_deadline_s:g} s"
-                    last = failures[-1] if failures else "none"
-                    raise RolloutTimeout(f"no sample within {seconds}; last failure: {last}") from None
+                return await self._in_time(request, aborting, allowed and request.text is None)
+            finally:
+                self.counters.running -= 1
+                self._places.give_back()
         finally:
             self._calls -= 1
 
@@ -121,6 +116,7 @@ class RolloutClient:
         async with self._abort_lock:
             self._not_aborting.clear()
             self._aborting.set()
+            self._places.turn_away()
             try:
                 await abort_until_idle(
                     self._session, self.config.router_url, self.config.rollout_abort_timeout_s, lambda: self._calls
@@ -137,8 +133,19 @@ class RolloutClient:
             async with asyncio.timeout(self.config.rollout_deadline_s):
                 got = await self._sender.post(url, body, {}, failures, asyncio.Event())
         except TimeoutError:
-            raise RolloutTimeout(f"no tokens of a text; last failure: {failures[-1:]}") from None
+            raise RolloutTimeout(f"no tokens of a text; last failure: {failures[-1] if failures else 'none'}") from None
         return _read_retrieved(got)
+
+    async def _in_time(self, request: RolloutRequest, aborting: asyncio.Event, may_continue: bool) -> RolloutAnswer:
+        failures: list[str] = []
+        try:
+            async with asyncio.timeout(self.config.rollout_deadline_s):
+                return await self._parts(request, failures, aborting, may_continue)
+        except TimeoutError:
+            last = failures[-1] if failures else "none"
+            raise RolloutTimeout(
+                f"no sample within {self.config.rollout_deadline_s:g} s; last failure: {last}"
+            ) from None
 
     async def _parts(
         self, request: RolloutRequest, failures: list[str], aborting: asyncio.Event, may_continue: bool
@@ -169,32 +176,6 @@ class RolloutClient:
         if seed is None or self.config.rollout_backend == "sglang":
             return seed
         return (seed + done * SEED_STEP) % SEEDS
-
-    @asynccontextmanager
-    async def _place(self, aborting: asyncio.Event) -> AsyncIterator[bool]:
-        """One of the places for requests; False if an abort came first."""
-        if self._places.locked():
-            waits = [asyncio.create_task(self._places.acquire()), asyncio.create_task(aborting.wait())]
-            try:
-                await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                got = not waits[0].cancel() and not waits[0].cancelled()
-                waits[1].cancel()
-                await asyncio.gather(*waits, return_exceptions=True)
-                if got and aborting.is_set():
-                    self._places.release()
-                    got = False
-            if not got:
-                yield False
-                return
-        else:
-            await self._places.acquire()
-        self.counters.running += 1
-        try:
-            yield True
-        finally:
-            self.counters.running -= 1
-            self._places.release()
 
 
 def _read_retrieved(body: object) -> RetrievedText:
