@@ -1,7 +1,7 @@
 """Engines for a rollout, per backend: their own arguments, how they start, and how they stop.
 
-vLLM is started here, as `skyrl rollout`. SGLang runs elsewhere and is registered at a router by its URL. Another backend
-is added to `BACKENDS`. Knows nothing of samples.
+vLLM is started here, as `skyrl rollout`. SGLang runs elsewhere and is registered at a router by its URL. Another
+backend is added to `BACKENDS`. Knows nothing of samples.
 """
 
 from __future__ import annotations
@@ -16,11 +16,10 @@ from typing import Any, Protocol
 from urllib.parse import quote
 
 import aiohttp
-from yarl import URL
 
 from skyrl.rollout.config import ALIASES, RolloutConfig, as_mapping
 from skyrl.rollout.errors import EngineError
-from skyrl.rollout.sending import error_of
+from skyrl.rollout.sending import error_of, parsed
 
 ENGINE_KEYS = ("tensor_parallel_size", "gpu_memory_utilization", "max_model_len", "max_num_seqs")
 """Options of vLLM that `skyrl rollout` has under names of its own. The others are passed through to vLLM."""
@@ -166,8 +165,9 @@ class SglangHooks:
             raise ValueError("rollout_engine_urls: needed for SGLang, which is not started here")
         try:
             for url in self._config.rollout_engine_urls:
-                await self._ask("POST", "/workers", (200, 201, 202), timeout_s, {"url": url})
-                self._registered.append(url)
+                answer = await self._ask("POST", "/workers", (200, 201, 202), timeout_s, {"url": url})
+                name = answer.get("worker_id") if isinstance(answer, dict) else None
+                self._registered.append(name if isinstance(name, str) else quote(url, safe=""))
         except BaseException:
             await self.stop()
             raise
@@ -175,14 +175,14 @@ class SglangHooks:
     async def stop(self) -> None:
         """Remove the servers from the router; they go on running."""
         while self._registered:
-            await self._ask("DELETE", f"/workers/{quote(self._registered[-1], safe='')}", (200, 202, 404), 30.0)
+            await self._ask("DELETE", f"/workers/{self._registered[-1]}", (200, 202, 404), 30.0)
             self._registered.pop()
 
-    async def _ask(self, method: str, path: str, good: tuple[int, ...], timeout_s: float, body: Any = None) -> None:
+    async def _ask(self, method: str, path: str, good: tuple[int, ...], timeout_s: float, body: Any = None) -> Any:
         key = self._config.rollout_api_key
         headers = {"authorization": f"Bearer {key}"} if key else {}
         timeout = aiohttp.ClientTimeout(total=timeout_s)
-        url = URL(f"{self._config.router_url}{path}", encoded=True)  # a URL within the path stays encoded
+        url = f"{self._config.router_url}{path}"
         try:
             async with (
                 aiohttp.ClientSession(timeout=timeout, headers=headers) as session,
@@ -193,6 +193,7 @@ class SglangHooks:
             raise EngineError(f"{method} {url}: {type(error).__name__} {error}") from error
         if response.status not in good:
             raise EngineError(f"{method} {url}: HTTP {response.status}: {error_of(text)[0]}")
+        return parsed(text) if text else None
 
 
 BACKENDS: dict[str, Callable[[RolloutConfig], EngineHooks]] = {"vllm": VllmHooks, "sglang": SglangHooks}
