@@ -63,7 +63,7 @@ def test_a_value_and_its_alias_must_agree() -> None:
     given = {"rollout_concurrency": 8, "sglang_server_concurrency": 9}
     with pytest.raises(ValueError, match=r"rollout_concurrency is 8 .* sglang_server_concurrency is 9"):
         RolloutConfig.from_args(given)
-    with pytest.warns(DeprecationWarning):
+    with pytest.warns(DeprecationWarning, match="sglang_server_concurrency"):
         assert RolloutConfig.from_args(given | {"sglang_server_concurrency": 8}).rollout_concurrency == 8
     assert RolloutConfig.from_args(given | {"sglang_server_concurrency": None}).rollout_concurrency == 8
 
