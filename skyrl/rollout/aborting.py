@@ -22,12 +22,17 @@ async def abort_until_idle(
     session: aiohttp.ClientSession, router_url: str, timeout_s: float, pending: Callable[[], int]
 ) -> None:
     """Return when no worker has a request and `pending()` is 0. Workers that the router lists as unhealthy and that
-    cannot be reached are left out. Raises RolloutTimeout, with what each worker has left, and RequestRefused."""
+    cannot be reached are left out. A router that cannot be reached is asked again. Raises RolloutTimeout, with what each worker has left, and RequestRefused."""
     left: dict[str, str] = {}
     try:
         async with asyncio.timeout(timeout_s):
             while True:
-                workers = await _workers(session, router_url)
+                try:
+                    workers = await _workers(session, router_url)
+                except (aiohttp.ClientError, TimeoutError) as error:
+                    left = {router_url: f"{type(error).__name__} {error}".strip()}
+                    await asyncio.sleep(POLL_S)
+                    continue
                 states = await asyncio.gather(*(_abort(session, url, healthy) for url, healthy in workers))
                 left = {url: state for (url, _), state in zip(workers, states, strict=True) if state is not None}
                 if not left and not pending():

@@ -61,7 +61,10 @@ class Sender:
                 async with self._session.post(url, data=content, headers=headers, allow_redirects=False) as response:
                     text = await response.read()
                     status, retry_after = response.status, response.headers.get("retry-after")
-            except aiohttp.ClientConnectorError as error:
+            except (
+                aiohttp.ClientConnectorError,
+                aiohttp.ServerTimeoutError,
+            ) as error:  # the only timeout is to connect
                 self._counters.unavailable += 1
                 failures[:] = [str(error)]
             except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError, aiohttp.ClientPayloadError) as error:

@@ -75,7 +75,7 @@ class Engine(FakeWorker):
                 await exchange.answer(json.dumps({"loads": [loads]}).encode())
             case _ if self.replies:
                 given = self.replies.pop(0)
-                if callable(given):
+                if not isinstance(given, dict):
                     await given(exchange)
                 else:
                     await exchange.answer(json.dumps(given).encode())
