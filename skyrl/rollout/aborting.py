@@ -21,8 +21,9 @@ ANSWER_S = 10.0
 async def abort_until_idle(
     session: aiohttp.ClientSession, router_url: str, timeout_s: float, pending: Callable[[], int]
 ) -> None:
-    """Return when no worker has a request and `pending()` is 0. Workers that the router lists as unhealthy and that
-    cannot be reached are left out. A router that cannot be reached is asked again. Raises RolloutTimeout, with what each worker has left, and RequestRefused."""
+    """Return when no worker has a request and `pending()` is 0. Left out: workers that the router lists as unhealthy
+    and that cannot be reached. A router that cannot be reached is asked again. Raises RolloutTimeout, with what each
+    worker has left, RequestRefused (the router's) and BadAnswer."""
     left: dict[str, str] = {}
     try:
         async with asyncio.timeout(timeout_s):

@@ -22,7 +22,10 @@ from skyrl.rollout.errors import BadAnswer, RequestRefused
 
 FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 5.0
+SHORTEST_PAUSE_S = 0.02
 INTERRUPTED = "worker_interrupted"
+LONGEST_WAIT_S = 60.0
+"""The longest Retry-After that is heeded."""
 CONNECT_S = 10.0
 
 
@@ -116,12 +119,12 @@ def error_of(text: bytes) -> tuple[str, str | None]:
 
 
 def seconds(retry_after: str | None) -> float | None:
-    """The seconds of a Retry-After header, at most a minute; None for a date and for what is no number."""
+    """The seconds of a Retry-After header, within bounds; None for a date and for what is no number."""
     try:
         value = float(retry_after or "")
     except ValueError:
         return None
-    return min(60.0, value) if value >= 0 else None
+    return min(LONGEST_WAIT_S, max(SHORTEST_PAUSE_S, value)) if value >= 0 else None
 
 
 async def _set_within(event: asyncio.Event, seconds: float) -> bool:

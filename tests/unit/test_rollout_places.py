@@ -77,5 +77,5 @@ def test_the_forms_of_an_error(text: bytes, message: str, code: str | None) -> N
 
 
 def test_retry_after_is_a_bounded_number_of_seconds() -> None:
-    values = ["2", "0.5", "600", None, "-1", "nan", "Wed, 21 Oct 2026 07:28:00 GMT"]
-    assert [seconds(value) for value in values] == [2, 0.5, 60, None, None, None, None]
+    values = ["2", "0.5", "600", "0", None, "-1", "nan", "Wed, 21 Oct 2026 07:28:00 GMT"]
+    assert [seconds(value) for value in values] == [2, 0.5, 60, 0.02, None, None, None, None]
