@@ -343,6 +343,11 @@ async def test_turns_of_the_radix_strategy_get_exact_tokens_from_the_router() ->
         engine.replies = [reply(odd, "length", text="not what the tokens say")]
         with pytest.raises(BadAnswer, match="does not hold this sample"):
             await strategy.turn(trajectory, "C", SamplingParams())
+        unversioned = reply(ids("!"), "length", text="!")
+        del unversioned["meta_info"]["weight_version"]  # so it is not stored, and its tokens have the mask 0
+        engine.replies = [unversioned]
+        with pytest.raises(BadAnswer, match="does not hold this sample"):
+            await strategy.turn(trajectory, "C", SamplingParams())
         assert trajectory.text == "B india and!"
 
 
