@@ -1,1 +1,31 @@
 """The inference plane of an RL framework: `skyrl rollout`, which starts one, and the client that samples from it."""
+
+from skyrl.rollout.client import RetrievedText, RolloutClient
+from skyrl.rollout.config import RolloutConfig
+from skyrl.rollout.engines import EngineHooks, SglangHooks, VllmHooks, engine_hooks
+from skyrl.rollout.errors import BadAnswer, EngineError, RequestRefused, RolloutError, RolloutTimeout
+from skyrl.rollout.messages import RolloutAnswer, RolloutRequest, SamplingParams
+from skyrl.rollout.strategies import PlainStrategy, RadixStrategy, Strategy, Trajectory, make_strategy
+
+__all__ = [
+    "BadAnswer",
+    "EngineError",
+    "EngineHooks",
+    "PlainStrategy",
+    "RadixStrategy",
+    "RequestRefused",
+    "RetrievedText",
+    "RolloutAnswer",
+    "RolloutClient",
+    "RolloutConfig",
+    "RolloutError",
+    "RolloutRequest",
+    "RolloutTimeout",
+    "SamplingParams",
+    "SglangHooks",
+    "Strategy",
+    "Trajectory",
+    "VllmHooks",
+    "engine_hooks",
+    "make_strategy",
+]
