@@ -36,7 +36,7 @@ class HungWorkers:
         while True:
             await asyncio.sleep(min(LOOK_EVERY_S, self._hang_s))
             now = time.monotonic()
-            for worker, since in self._since.items():
+            for worker, since in list(self._since.items()):  # the end of a request may forget its worker
                 if now - since > self._hang_s and worker.in_flight and not worker.answers:
                     reason = f"it has not answered its health probes for {now - since:.0f} s"
                     logger.warning("%s: %s; %d requests are broken off", worker.url, reason, worker.in_flight)

@@ -229,38 +229,51 @@ class RouterHttp(BoundedHttp):
         self._body = []
         path = self.url.partition(b"?")[0].decode("latin-1")
         proxy = self.lane.proxy
+        if not proxy.slots.try_acquire():  # the worker is chosen when the request's turn has come
+            self._hand_over(body, more=False)
+            return
         worker = proxy.pool.choose(RequestFacts(head.key, proxy.adapter(path, body)))
         if worker is None or not self._start_lean(worker, path, head, body):
-            self._to_asgi()
+            proxy.slots.release()
+            self._hand_over(body, more=False)
             self.scope[CHOSEN] = worker  # type: ignore[typeddict-unknown-key]
-            self.cycle.body += body
-            self.cycle.more_body = False
-            self.cycle.message_event.set()
+
+    def _hand_over(self, body: bytes, *, more: bool) -> None:
+        """Go the long way after all."""
+        self._to_asgi()
+        self.cycle.body += body
+        self.cycle.more_body = more
+        self.cycle.message_event.set()
+
+    def shutdown(self) -> None:
+        """A request that is still arriving is answered, too: uvicorn would know nothing of it."""
+        if self._head is not None:
+            self._head = None
+            self._hand_over(b"".join(self._body), more=True)
+            self._body = []
+        super().shutdown()
 
     def _start_lean(self, worker: Worker, path: str, head: RequestHead, body: bytes) -> bool:
-        """False: this request must take the long way."""
+        """False: this request must take the long way. The caller has taken a slot."""
         proxy = self.lane.proxy
         is_v1 = worker.completions_url is not None and path.startswith("/v1/")
         address = address_of(worker.completions_url if is_v1 and worker.completions_url else worker.url)
-        if not proxy.slots.try_acquire():
-            return False
         connection = proxy.connections.take(address)
         if connection is None:
-            proxy.slots.release()
             return False
         length = b"content-length: %d\r\n" % len(body) if head.has_body else b""
         request = b"%s %s%s HTTP/1.1\r\nhost: %s\r\n%s%s\r\n%s" % (
             self.parser.get_method(), address.prefix, self.url, address.host, head.lines, length, body,
         )  # fmt: skip
         cycle = LeanCycle(self, proxy, worker, address, connection)
-        self.cycle = cycle  # type: ignore[assignment]
+        self.cycle = self._running = cycle  # type: ignore[assignment]
         cycle.start(request)
         return True
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        if isinstance(self.cycle, LeanCycle):
-            self.cycle.advance()
+        if isinstance(self._running, LeanCycle):
+            self._running.advance()
 
 
 def protocol_with(lane: Lane) -> type[asyncio.Protocol]:

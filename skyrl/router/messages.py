@@ -7,6 +7,7 @@ import contextlib
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable
 from typing import Any
+from urllib.parse import quote
 
 Scope = dict[str, Any]
 Message = dict[str, Any]
@@ -17,6 +18,8 @@ HeaderList = list[tuple[bytes, bytes]]
 
 QUEUED_CHUNKS = 16
 """Chunks of an answer that wait for a slow reader. The worker is read no faster."""
+_PATH_CHARACTERS = "/!$&'()*+,;=:@"
+"""Those that a path may have as they are, beside letters and digits."""
 _FRAMING = (b"content-length", b"transfer-encoding")
 
 
@@ -107,7 +110,7 @@ class Request:
         """What the next application is called with. Each call begins with the whole body again, if it was read."""
         scope = self._scope
         if self.path != scope["path"]:
-            scope = {**scope, "path": self.path, "raw_path": self.path.encode()}
+            scope = {**scope, "path": self.path, "raw_path": quote(self.path, safe=_PATH_CHARACTERS).encode()}
         scope = {**scope, "method": self.method, "query_string": self.query, "headers": list(self.headers.raw)}
         if self._body is None:
             return scope, self._receive

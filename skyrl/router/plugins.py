@@ -89,7 +89,9 @@ class Guarded:
             await self._plugin(scope, receive, watched_send)
         except (ClientLeft, Truncated):
             raise
-        except BodyTooLarge:
+        except BodyTooLarge as error:
+            if started:
+                raise Truncated(f"the body is too large for middleware {self.path}") from error
             await refusals.refuse(send, 413, "body_too_large", f"the body is too large for middleware {self.path}")
         except Exception as error:
             self.failures += 1

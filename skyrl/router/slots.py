@@ -42,7 +42,7 @@ class Slots:
         except asyncio.CancelledError:
             if waiter.done() and not waiter.cancelled():
                 self.release()  # the slot came at the same moment
-            else:
+            elif waiter in self._waiters:  # `release` may have passed it over already
                 self._waiters.remove(waiter)
             raise
 

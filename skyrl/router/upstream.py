@@ -169,25 +169,35 @@ class Upstream(asyncio.Protocol):
 
     # Called by the parser
 
+    def on_message_begin(self) -> None:
+        if self.complete:
+            self.reusable = False  # the beginning of a second answer to one request
+
     def on_header(self, name: bytes, value: bytes) -> None:
+        if self.head_complete:
+            return  # a trailer, or the head of a second answer
         name = name.lower()
         if name == b"content-length" or name == b"transfer-encoding":
             self._has_length = True
         self.headers.append((name, value))
 
     def on_headers_complete(self) -> None:
+        if self.complete:
+            return
         status = self._parser.get_status_code()
         if status < 200:  # such as 100 Continue: the final answer follows
             return
         self.status = status
         self.head_complete = True
         if self._without_body or status in (204, 304):
-            self._has_length = True
-        if self._without_body:
             self.complete = True
-            self.reusable = False  # the parser would take the next answer for the body of this one
+            if self._without_body or self._has_length:
+                self.reusable = False  # the parser may take the next answer for the body of this one
+            self._has_length = True
 
     def on_body(self, body: bytes) -> None:
+        if self.complete:
+            return
         self._chunks.append(body)
         self._size += len(body)
 
@@ -195,8 +205,6 @@ class Upstream(asyncio.Protocol):
         if not self.head_complete:
             self.headers, self._head_bytes, self._has_length = [], 0, False
             return
-        if self.complete and not self._without_body:
-            self.reusable = False  # a second answer to one request
         self.complete = True
         if not self._parser.should_keep_alive():
             self.reusable = False

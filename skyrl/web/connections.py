@@ -45,6 +45,8 @@ class BoundedHttp(HttpToolsProtocol):
         self._bytes_beside_body = 0
         self._body_bytes = 0
         self._body_bytes_at_last_check = 0
+        self._running: Any = None
+        """The request that is being answered. uvicorn's `cycle` is the latest, which may wait behind it."""
         self._was_paused = False
         """The server has paused reading since the last check."""
         self._deadline: float | None = None
@@ -61,6 +63,10 @@ class BoundedHttp(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._unset_keepalive_if_required()
         super().connection_lost(exc)
+        running = self._running
+        if running is not None and running is not self.cycle and not running.response_complete:
+            running.disconnected = True
+            running.message_event.set()
 
     def data_received(self, data: bytes) -> None:
         self._bytes_beside_body += len(data)
@@ -77,6 +83,14 @@ class BoundedHttp(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         self._between_requests, self._in_head, self._deadline = False, True, None
         super().on_message_begin()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._in_head:  # else it is a trailer, which must not become a header
+            super().on_header(name, value)
+
+    def _start_asgi_task(self, cycle: Any, app: Any) -> None:
+        self._running = cycle
+        super()._start_asgi_task(cycle, app)
 
     def on_headers_complete(self) -> None:
         self._in_head, self._deadline = False, None
@@ -113,7 +127,10 @@ class BoundedHttp(HttpToolsProtocol):
         self._schedule_check()
 
     def _unsupported_upgrade_warning(self) -> None:
-        """Log nothing: clients could fill the log. The request is answered without an upgrade."""
+        """Log nothing: clients could fill the log. The request is answered without an upgrade, as the last of its
+        connection: the parser has dropped what came behind it."""
+        if self.cycle is not None:
+            self.cycle.keep_alive = False
 
     def send_400_response(self, msg: str) -> None:
         self._refuse(400, "the request is not HTTP/1.1 as this server accepts it")

@@ -156,6 +156,13 @@ class FakeWorker:
         exchange.client_closed.set()
 
 
+class PromptServer(Server):
+    """Notices `should_exit` at once. uvicorn looks every 0.1 s."""
+
+    async def main_loop(self) -> None:
+        await until(lambda: self.should_exit)
+
+
 @dataclass
 class RunningRouter:
     app: RouterApp
@@ -182,7 +189,7 @@ async def running_router(
         if router.lane is not None and short_way:
             await open_connections(router.lane, workers)
         http = connection_class(router if short_way else replace(router, lane=None))
-        server = Server(router.app, date_header=False, drain_s=1, http=http)
+        server = PromptServer(router.app, date_header=False, drain_s=1, http=http)
         serving = asyncio.create_task(server.serve(sockets))
         try:
             await until(lambda: router.app.status()["routable"] == len(workers))
