@@ -76,8 +76,8 @@ def rollout(
             "--max-connections": max_connections,
             "--max-waiting": max_waiting,
             "--max-body-bytes": max_body_bytes,
-            "--health-check-interval-s": 1.0 if health_check_interval_s is None else health_check_interval_s,
-            "--health-check-failure-threshold": health_check_failure_threshold,
+            "--health-check-interval-s": 0.5 if health_check_interval_s is None else health_check_interval_s,
+            "--health-check-failure-threshold": health_check_failure_threshold or 2,
             "--hang-s": hang_s,
             "--log-level": log_level,
         }

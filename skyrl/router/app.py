@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import json
 import logging
@@ -98,6 +99,10 @@ class RouterApp:
             await self._answer(scope, receive, watched_send)
         except ClientLeft:
             return
+        except asyncio.CancelledError:  # uvicorn cancels what still runs when the time to drain is over
+            if not started:
+                message = "the router stops; a worker may have processed the request"
+                await refusals.refuse(send, 502, refusals.INTERRUPTED, message)
         except Truncated as error:
             logger.warning("an answer broke off: %s", error)  # returning in mid-answer closes the connection
         except BodyTooLarge:

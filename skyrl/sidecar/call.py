@@ -91,7 +91,7 @@ class Call:
 
     async def answer_error(self, error: SidecarError) -> None:
         retry = [] if error.retry_after_s is None else [(b"retry-after", str(error.retry_after_s).encode())]
-        await self.answer(error.status, compact(error_body(error.message)), [*JSON, *retry])
+        await self.answer(error.status, compact(error_body(error)), [*JSON, *retry])
 
 
 def compact(value: Any) -> bytes:
@@ -99,5 +99,5 @@ def compact(value: Any) -> bytes:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode("utf-8", "replace")
 
 
-def error_body(message: str) -> dict[str, Any]:
-    return {"error": {"message": message}}
+def error_body(error: SidecarError) -> dict[str, Any]:
+    return {"error": {"message": error.message} | ({} if error.code is None else {"code": error.code})}

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 
 class SidecarError(Exception):
-    """`message` is for the client. The answer's body is `{"error": {"message": message}}`."""
+    """`message` is for the client. The answer's body is `{"error": {"message", "code"}}`; `code` may be missing."""
 
     status = 500
+    code: str | None = None
     retry_after_s: int | None = None
 
     @property
@@ -50,6 +51,12 @@ class VllmBroke(SidecarError):
     """vLLM's answer ended early, or is not an answer from which numbers may be taken."""
 
     status = 502
+
+
+class VllmInterrupted(VllmBroke):
+    """vLLM died, or failed, under the request. The same request may succeed later. The router has the same code."""
+
+    code = "worker_interrupted"
 
 
 class NotOffered(SidecarError):

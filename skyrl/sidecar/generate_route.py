@@ -41,7 +41,7 @@ async def _rest(call: Call, chunks: AsyncGenerator[Any]) -> None:
             await call.write(_event(chunk), more=True)
             await asyncio.sleep(0)  # let what vLLM has sent meanwhile become one chunk
     except SidecarError as error:
-        await call.write(_event(error_body(error.message)), more=True)
+        await call.write(_event(error_body(error)), more=True)
 
 
 def _event(value: Any) -> bytes:

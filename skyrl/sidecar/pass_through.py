@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Iterable
 import aiohttp
 
 from skyrl.sidecar.call import Call, HeaderList
-from skyrl.sidecar.errors import ClientLeft, VllmAway, VllmBroke
+from skyrl.sidecar.errors import ClientLeft, VllmAway, VllmInterrupted
 from skyrl.sidecar.in_flight import InFlight
 from skyrl.sidecar.vllm import Vllm
 
@@ -88,14 +88,14 @@ async def _forward(call: Call, vllm: Vllm, body: _Body) -> None:
     except (aiohttp.ClientConnectorError, aiohttp.ServerTimeoutError) as error:
         raise VllmAway(f"vLLM cannot be reached: {error}") from error
     except (aiohttp.ClientError, OSError) as error:
-        raise VllmBroke(f"vLLM closed the connection: {error or type(error).__name__}") from error
+        raise VllmInterrupted(f"vLLM closed the connection: {error or type(error).__name__}") from error
     async with response:
         await call.start(response.status, [pair for pair in response.raw_headers if pair[0].lower() not in HOP_BY_HOP])
         try:
             async for chunk in response.content.iter_any():
                 await call.write(chunk, more=True)
         except (aiohttp.ClientError, OSError) as error:
-            raise VllmBroke(f"vLLM's answer broke: {error}") from error
+            raise VllmInterrupted(f"vLLM's answer broke: {error}") from error
         await call.write(b"", more=False)
 
 

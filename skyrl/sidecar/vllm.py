@@ -12,7 +12,7 @@ import aiohttp
 import msgspec
 from yarl import URL
 
-from skyrl.sidecar.errors import NotOffered, Refused, SidecarError, VllmAway, VllmBroke
+from skyrl.sidecar.errors import NotOffered, Refused, SidecarError, VllmAway, VllmBroke, VllmInterrupted
 from skyrl.sidecar.settings import SidecarSettings
 
 KEEP_ALIVE_S = 3.0
@@ -95,15 +95,15 @@ class Vllm:
                         return
                     yield _json(data)
             except (aiohttp.ClientError, OSError) as error:
-                raise VllmBroke(f"vLLM's stream broke: {_named(error)}") from error
-        raise VllmBroke("vLLM's stream ended early")
+                raise VllmInterrupted(f"vLLM's stream broke: {_named(error)}") from error
+        raise VllmInterrupted("vLLM's stream ended early")
 
     async def _exchange(self, method: str, path: str, body: Any, headers: dict[str, str]) -> tuple[int, bytes]:
         async with await self._send(method, path, body, headers) as response:
             try:
                 return response.status, await self._read(response)
             except (aiohttp.ClientError, OSError) as error:
-                raise VllmBroke(f"vLLM's answer broke: {_named(error)}") from error
+                raise VllmInterrupted(f"vLLM's answer broke: {_named(error)}") from error
 
     async def _send(self, method: str, path: str, body: Any, headers: dict[str, str]) -> aiohttp.ClientResponse:
         data = None if body is None else msgspec.json.encode(body)
@@ -118,7 +118,7 @@ class Vllm:
             except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError) as error:
                 # vLLM closed an idle connection just as it was used, or it ended with this request.
                 if attempt == 2:
-                    raise VllmBroke(f"vLLM closed the connection: {_named(error)}") from error
+                    raise VllmInterrupted(f"vLLM closed the connection: {_named(error)}") from error
             except aiohttp.ServerTimeoutError as error:
                 raise VllmAway(f"vLLM cannot be reached: {_named(error)}") from error
             except aiohttp.ClientError as error:
@@ -148,7 +148,7 @@ def _failure(status: int, message: str, param: str | None, *, has_key: bool) -> 
         return VllmAway(f"vLLM: {message}")
     if 400 <= status < 500:
         return Refused(message, param)
-    return VllmBroke(f"vLLM answered {status}: {message}")
+    return VllmInterrupted(f"vLLM answered {status}: {message}")
 
 
 def _message(answer: bytes) -> tuple[str, str | None]:

@@ -168,6 +168,7 @@ class RunningRouter:
     app: RouterApp
     url: str
     session: aiohttp.ClientSession
+    server: Server
 
 
 @contextlib.asynccontextmanager
@@ -193,7 +194,7 @@ async def running_router(
         serving = asyncio.create_task(server.serve(sockets))
         try:
             await until(lambda: router.app.status()["routable"] == len(workers))
-            yield RunningRouter(router.app, f"http://127.0.0.1:{sockets[0].getsockname()[1]}", session)
+            yield RunningRouter(router.app, f"http://127.0.0.1:{sockets[0].getsockname()[1]}", session, server)
         finally:
             await session.close()
             server.should_exit = True

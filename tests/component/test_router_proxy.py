@@ -307,3 +307,22 @@ async def test_with_a_key_only_health_is_open(running_router: Start) -> None:
         async with router.session.post(f"{router.url}/x", headers={"Authorization": "Bearer secret"}) as answer:
             assert answer.status == 200
         assert worker.received[0].header("authorization") == ["Bearer secret"]
+
+
+async def test_requests_that_outlast_the_end_of_the_router_are_answered(running_router: Start) -> None:
+    """The router waits a while for them. Then they get an answer that says what is known, not a bare 500."""
+    started = asyncio.Event()
+
+    async def never(exchange: Exchange) -> None:
+        started.set()
+        await exchange.client_closed.wait()
+
+    async with running_router(
+        FakeWorker(never), middleware=("tests.component.test_router_middleware.Marks",)
+    ) as router:
+        asking = asyncio.create_task(router.session.post(f"{router.url}/x", data=b"[]").__aenter__())
+        await started.wait()
+        router.server.should_exit = True
+        answer = await asking
+        assert answer.status == 502
+        assert (await answer.json())["error"]["code"] == "worker_interrupted"
