@@ -21,6 +21,7 @@ import pytest
 import pytest_asyncio
 
 from skyrl.demo.server import DemoServer
+from skyrl.rollout import RolloutClient, RolloutConfig, RolloutRequest, SamplingParams, Trajectory, make_strategy
 from tests.e2e.conftest import SLOW_START_S
 from tests.e2e.rollout_plane import READY_S, RunningPlane, gateway
 from tests.sdk_programs import TRACED, succeeded
@@ -147,6 +148,59 @@ async def test_the_sidecars_work_behind_other_gateways(
         wrong = await asyncio.to_thread(client.post, "/generate", json=body | {"sampling_params": {"top_p": 7.0}})
         assert wrong.status_code == 400
         assert "top_p" in wrong.text
+
+
+@pytest_asyncio.fixture
+async def client(plane: RunningPlane) -> AsyncIterator[RolloutClient]:
+    config = RolloutConfig(
+        rollout_router_port=plane.port,
+        rollout_num_engines=2,
+        rollout_strategy="radix",
+        rollout_deterministic_inference=True,
+    )
+    async with RolloutClient(config) as opened:
+        yield opened
+
+
+LONG_REQUEST = RolloutRequest(input_ids=PROMPT, params=SamplingParams(max_new_tokens=900, ignore_eos=True))
+
+
+async def test_a_group_of_the_client_is_the_same_each_time(client: RolloutClient) -> None:
+    request = RolloutRequest(input_ids=PROMPT, params=SamplingParams(max_new_tokens=12, ignore_eos=True))
+    first, second = [await client.generate_group(request, 4) for _ in range(2)]
+    assert [answer.tokens for answer in first] == [answer.tokens for answer in second]
+    assert len({answer.tokens for answer in first}) > 1
+
+
+async def test_two_turns_of_the_client_keep_the_sampled_tokens(client: RolloutClient) -> None:
+    trajectory, strategy = Trajectory(session_id="two turns"), make_strategy(client)
+    params = SamplingParams(max_new_tokens=12, ignore_eos=True, skip_special_tokens=False)
+    answers = [await strategy.turn(trajectory, text, params) for text in ("Count from 5 by 3.", " Go on.")]
+    sampled = [token for token, mask in zip(trajectory.tokens, trajectory.loss_mask, strict=True) if mask]
+    assert sampled == [token for answer in answers for token in answer.tokens]
+
+
+async def test_the_client_continues_a_sample_that_was_aborted(
+    plane: RunningPlane, session: aiohttp.ClientSession, client: RolloutClient
+) -> None:
+    sampling = asyncio.create_task(client.generate(LONG_REQUEST))
+    await until_busy(session, plane.sidecars(), 1)
+    await post(session, f"{plane.url}/abort_request", {"abort_all": True})
+    answer = await sampling
+    assert len(answer.parts) > 1
+    assert len(answer.tokens) == len(answer.logprobs) == 900
+    assert answer.finish_reason == "length"
+
+
+async def test_abort_all_of_the_client_returns_what_there_is(
+    plane: RunningPlane, session: aiohttp.ClientSession, client: RolloutClient
+) -> None:
+    pending = [asyncio.create_task(client.generate(LONG_REQUEST)) for _ in range(4)]
+    await until_busy(session, plane.sidecars(), 4)
+    await client.abort_all()
+    answers = await asyncio.gather(*pending)
+    assert [answer.finish_reason for answer in answers] == ["abort"] * 4
+    assert [await load_of(session, worker) for worker in plane.sidecars()] == [0, 0]
 
 
 async def test_a_killed_engine_costs_slimes_loop_no_error_and_comes_back(
