@@ -377,8 +377,15 @@ async def test_other_routes_are_vllms_byte_for_byte(served: Served) -> None:
         theirs, ours = await both(method, path, **options)
         assert ours == theirs, path
     (_, theirs), (_, ours) = await both("POST", "/v1/completions", json=body)
-    texts = [[json.loads(line[6:])["choices"] for line in one.split(b"\n\n")[:-2]] for one in (theirs, ours)]
-    assert texts[0] == texts[1]
+    assert _streamed(ours) == _streamed(theirs)
+
+
+def _streamed(stream: bytes) -> tuple[str, str]:
+    """The text and the finish reason of a stream. vLLM sends one or several tokens in a chunk, as they come."""
+    *events, done = stream.removesuffix(b"\n\n").split(b"\n\n")
+    assert done == b"data: [DONE]"
+    choices = [json.loads(event.removeprefix(b"data: "))["choices"][0] for event in events]
+    return "".join(choice["text"] for choice in choices), choices[-1]["finish_reason"]
 
 
 async def test_all_samples_of_a_large_group_are_answered(served: Served) -> None:
