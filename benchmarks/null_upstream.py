@@ -134,7 +134,11 @@ class Requests(asyncio.Protocol):
             end = head + 4 + (int(length[1]) if length else 0)
             if len(self._buffer) < end:
                 return
-            path = self._buffer[: self._buffer.find(b"\r\n")].split(b" ", 2)[1]
+            line = self._buffer[: self._buffer.find(b"\r\n")].split(b" ", 2)
+            if len(line) < 3:  # sglang-router asks whether the server speaks HTTP/2
+                self._transport.close()
+                return
+            path = line[1]
             body, self._buffer = self._buffer[head + 4 : end], self._buffer[end:]
             self._upstream.reply(self._transport, path, body)
 
