@@ -15,7 +15,7 @@ from pathlib import Path
 
 import tinker
 
-from benchmarks import affinity, machine, radix, routers, rows_forwarding, rows_server, snapshots, training
+from benchmarks import affinity, machine, radix, routers, rows_forwarding, rows_server, snapshots, training, weights
 from benchmarks.calibration import calibrate
 from benchmarks.report import bench_page
 from benchmarks.series import without_nan
@@ -41,6 +41,7 @@ STEPS: dict[str, Callable[[Stage], list[Row]]] = {
     "through-router": rows_forwarding.through_router,
     "radix": radix.compare,
     "affinity": affinity.compare,
+    "weights": weights.compare,
 }
 DISTURBED_CORES = 0.3
 RESULTS = Path("out/bench")

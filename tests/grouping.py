@@ -1,8 +1,8 @@
 """Groups of tests, and the order in which groups start, when pytest-xdist runs tests in several processes.
 
-A group runs in one process, in the order of its files. Each module is a group, so that its fixtures are made once. Two
-groups are larger: the tests on the server of tests/e2e/conftest.py, and the tests on the server of
-tests/fuzz/conftest.py.
+A group runs in one process, in the order of its files. Each module is a group, so that its fixtures are made once.
+Three groups are larger: the tests on the servers of tests/e2e/conftest.py, tests/fuzz/conftest.py and
+tests/plane/conftest.py.
 
 This module knows only the paths of tests. (pytest-xdist's own groups, `--dist loadgroup`, need marks and write into
 node ids, and pytest 9.2 does not allow that.)
@@ -31,16 +31,17 @@ OWN_SERVERS = frozenset(
         "tests/e2e/test_lifecycle.py",
         "tests/e2e/test_postgres.py",
         "tests/e2e/test_replicas.py",
-        "tests/e2e/test_rollout_plane.py",
         "tests/e2e/test_two_apis.py",
     }
 )
 """Modules of `SHARED_SERVER` that do not use the shared server: each is a group."""
 
 FUZZ = "tests/fuzz"
+PLANE = "tests/plane"
 
 ORDER = (
     SHARED_SERVER,
+    PLANE,
     *sorted(OWN_SERVERS),
     "tests/faults",
     "tests/component/test_vllm_server.py",
@@ -56,7 +57,7 @@ the same time. Groups that are not listed start last."""
 def group_of(nodeid: str) -> str:
     """The group of a test."""
     path = nodeid.partition("::")[0]
-    for folder in (SHARED_SERVER, FUZZ):
+    for folder in (SHARED_SERVER, FUZZ, PLANE):
         if path.startswith(f"{folder}/") and path not in OWN_SERVERS:
             return folder
     return path

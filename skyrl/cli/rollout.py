@@ -11,6 +11,9 @@ import typer
 from skyrl.cli import router_options as option
 from skyrl.cli.many_values import ManyValues
 from skyrl.cli.router import parse_object
+from skyrl.web.admin import ADMIN_KEY_VARIABLE
+
+ENGINE_OPTIONS = "generator.inference_engine.engine_init_kwargs"
 
 
 class RolloutCommand(ManyValues):
@@ -35,6 +38,10 @@ def rollout(
     served_model_name: Annotated[list[str] | None, typer.Option(help="Name of the base model for /v1 routes.")] = None,
     backend_config: Annotated[str | None, typer.Option(help="JSON with options of vLLM, as for `skyrl serve`.")] = None,
     threads: Annotated[int | None, typer.Option(help="CPU threads of each vLLM. Default: 1.")] = None,
+    weight_updates: Annotated[
+        bool,
+        typer.Option(help="A trainer can replace all weights. Without it, large models on CPUs are twice as fast."),
+    ] = True,
     policy: option.Policy = None,
     middleware: option.Middleware = None,
     middleware_options: option.MiddlewareOptions = None,
@@ -46,6 +53,9 @@ def rollout(
     health_check_failure_threshold: option.FailureThreshold = None,
     hang_s: option.HangS = None,
     api_key: option.ApiKey = None,
+    admin_api_key: option.AdminApiKey = None,
+    admin_lock_s: option.AdminLockS = None,
+    admin_update_s: option.AdminUpdateS = None,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
 ) -> None:
     """Start vLLMs, a sidecar each, and a router in front of them, for RL frameworks."""
@@ -61,8 +71,7 @@ def rollout(
     from_options: dict[str, Any] = {
         "base_model": base_model,
         "served_model_names": tuple(served_model_name) if served_model_name else None,
-        "backend_config": parse_object(backend_config, "--backend-config")
-        | {"generator.inference_engine.num_engines": max(1, num_engines)},
+        "backend_config": with_engines(parse_object(backend_config, "--backend-config"), num_engines, weight_updates),
         "state_dir": state_dir or Path.home() / ".local/share/skyrl/rollout",
         "threads": threads,
     }
@@ -79,6 +88,8 @@ def rollout(
             "--health-check-interval-s": 0.5 if health_check_interval_s is None else health_check_interval_s,
             "--health-check-failure-threshold": health_check_failure_threshold or 2,
             "--hang-s": hang_s,
+            "--admin-lock-s": admin_lock_s,
+            "--admin-update-s": admin_update_s,
             "--log-level": log_level,
         }
         arguments = [text for flag, value in passed_on.items() if value is not None for text in (flag, str(value))]
@@ -86,6 +97,8 @@ def rollout(
         arguments += [text for name in config.served_names for text in ("--base-model-name", name)]
         if api_key is not None:
             os.environ[option.API_KEY_VARIABLE] = api_key  # not on the command line, which every user may read
+        if admin_api_key is not None:
+            os.environ[ADMIN_KEY_VARIABLE] = admin_api_key
         run_plane(PlaneOptions(config, host, port, num_engines, tuple(arguments), tuple(engine_url or ())))
     except ServerEnded as error:
         typer.echo(f"skyrl rollout: {error}", err=True)
@@ -96,6 +109,15 @@ def rollout(
     except StartupError as error:
         typer.echo(f"skyrl rollout: {error}\n\nthe end of {error.log}:\n{error.log_end}", err=True)
         raise typer.Exit(2) from error
+
+
+def with_engines(backend_config: dict[str, Any], num_engines: int, weight_updates: bool) -> dict[str, Any]:
+    """The options of the plane's vLLMs. What the operator gives wins over the extension for new weights."""
+    from skyrl.inference.vllm_command import WEIGHT_UPDATES
+
+    given = backend_config.get(ENGINE_OPTIONS, {})
+    options = {ENGINE_OPTIONS: WEIGHT_UPDATES | given} if weight_updates and isinstance(given, dict) else {}
+    return backend_config | options | {"generator.inference_engine.num_engines": max(1, num_engines)}
 
 
 def local_directory(path: str) -> Path | None:

@@ -53,6 +53,9 @@ def router(
         list[str] | None, typer.Option(help="A name in `model` that is no adapter; may be given several times.")
     ] = None,
     api_key: option.ApiKey = None,
+    admin_api_key: option.AdminApiKey = None,
+    admin_lock_s: option.AdminLockS = None,
+    admin_update_s: option.AdminUpdateS = None,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
 ) -> None:
     """Run a router in front of inference servers."""
@@ -67,6 +70,8 @@ def router(
         "health_check_interval_s": health_check_interval_s,
         "health_check_failure_threshold": health_check_failure_threshold,
         "hang_s": hang_s,
+        "admin_lock_s": admin_lock_s,
+        "admin_update_s": admin_update_s,
     }
     limits = {"running": max_connections, "waiting": max_waiting, "body_bytes": max_body_bytes}
     set_up_process(log_level)
@@ -83,6 +88,7 @@ def router(
                 state_dir=state_dir,
                 base_models=tuple(base_model_name or ()),
                 key=api_key,
+                admin_key=admin_api_key or None,
                 **{name: value for name, value in given.items() if value is not None},
             )
         )

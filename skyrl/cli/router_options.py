@@ -1,4 +1,7 @@
-"""The router's options, for `skyrl router` and `skyrl rollout`, also under the names that other routers give them."""
+"""The router's options, for `skyrl router` and `skyrl rollout`, also under the names that other routers give them.
+
+`skyrl sidecar` has the admin key's option from here.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from skyrl.web.admin import ADMIN_KEY_VARIABLE
 
 POLICY_HELP = "least_in_flight, round_robin, consistent_hashing or adapter_affinity."
 
@@ -71,6 +76,21 @@ ApiKey = Annotated[
         envvar=API_KEY_VARIABLE,
         help=f"Key that every request must carry as Bearer; better set {API_KEY_VARIABLE}.",
     ),
+]
+
+AdminApiKey = Annotated[
+    str | None,
+    typer.Option(
+        "--admin-api-key",
+        envvar=ADMIN_KEY_VARIABLE,
+        help=f"Key for pauses and new weights; better set {ADMIN_KEY_VARIABLE}. Without one: this machine alone.",
+    ),
+]
+AdminLockS = Annotated[
+    float | None, typer.Option(min=0, help="Seconds that a change of weights waits for another one. Default: 300.")
+]
+AdminUpdateS = Annotated[
+    float | None, typer.Option(min=1, help="Seconds that a worker may take to change its weights. Default: 600.")
 ]
 
 SEVERAL = frozenset(("--worker", "--worker-urls", "--middleware", "--slime-router-middleware-paths"))

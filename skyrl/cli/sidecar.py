@@ -7,6 +7,8 @@ from urllib.parse import urlsplit
 
 import typer
 
+from skyrl.cli import router_options as option
+
 
 def vllm_address(url: str) -> str:
     """The URL without a slash at its end. Raises typer.BadParameter if it is none."""
@@ -20,6 +22,7 @@ def sidecar(
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")],
     vllm_url: Annotated[str, typer.Option(help="URL of the vLLM server.")],
     vllm_api_key: Annotated[str | None, typer.Option(envvar="SKYRL_VLLM_API_KEY", help="The key of that vLLM.")] = None,
+    admin_api_key: option.AdminApiKey = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     max_in_flight: Annotated[
         int, typer.Option(min=1, help="Samples (prompts times n) at a time; more get 503.")
@@ -28,6 +31,12 @@ def sidecar(
     drain_s: Annotated[
         float, typer.Option(min=0, help="How long samples may go on after SIGTERM before they are aborted.")
     ] = 10.0,
+    update_timeout_s: Annotated[
+        float, typer.Option(min=1, help="How long one update of the weights may take, or one bucket of it.")
+    ] = 600.0,
+    group_timeout_s: Annotated[
+        float, typer.Option(min=1, help="How long a trainer may stay away: when a group forms, and in each broadcast.")
+    ] = 120.0,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
 ) -> None:
     """Run SGLang's /generate and control routes in front of a vLLM server."""
@@ -39,11 +48,14 @@ def sidecar(
     settings = SidecarSettings(
         vllm_url=vllm_address(vllm_url),
         vllm_api_key=vllm_api_key or None,
+        admin_key=admin_api_key or None,
         host=host,
         port=port,
         max_in_flight=max_in_flight,
         max_body_bytes=max_body_bytes,
         drain_s=drain_s,
+        update_s=update_timeout_s,
+        group_s=group_timeout_s,
     )
     set_up_process(log_level)
     try:

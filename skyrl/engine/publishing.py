@@ -11,6 +11,8 @@ from skyrl.inference.adapter_host import AdapterMissing, AdapterUnavailable
 from skyrl.inference.engine_group import EngineGroup
 from skyrl.inference.vllm_client import VllmError
 from skyrl.types.weights import AdapterVersion
+from skyrl.weights.adapters import AdapterFiles
+from skyrl.weights.protocol import publish
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +32,7 @@ class AdapterPublisher:
         if self._group is None:
             return
         try:
-            self._threads.wait_for_loop(self._group.publish_adapter(adapter))
+            self._threads.wait_for_loop(publish(AdapterFiles(self._group.publish_adapter), adapter, [adapter]))
         except (httpx.TransportError, VllmError, AdapterMissing) as error:
             logger.warning("adapter %s was saved but not loaded yet: %s", adapter.name, error)
         except AdapterUnavailable as error:

@@ -122,7 +122,7 @@ class ColocatedSampler:
             if self._sleeps:
                 await self._group.wake()
         except (VllmError, httpx.TransportError) as error:
-            trouble = f"vLLM does not wake up: {error or type(error).__name__}"
+            trouble = f"vLLM does not wake up: {str(error) or type(error).__name__}"
             logger.warning("%s; samples wait", trouble)
             now = time.monotonic()
             self._retry_wake_at = now + RETRY_S

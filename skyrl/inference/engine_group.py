@@ -223,7 +223,7 @@ class EngineGroup:
         except httpx.TransportError as error:
             logger.warning("%s", error or type(error).__name__)
             if replica.state is ReplicaState.READY and not await replica.is_healthy():
-                self._lose(replica, f"lost ({error or type(error).__name__})")
+                self._lose(replica, f"lost ({str(error) or type(error).__name__})")
             raise
 
     def _ready_replicas(self) -> list[Replica]:
@@ -241,7 +241,7 @@ class EngineGroup:
             try:
                 await self._prepare(replica)
             except (VllmError, httpx.TransportError) as error:
-                self._set(replica, ReplicaState.LOST, f"warm-up failed: {error or type(error).__name__}")
+                self._set(replica, ReplicaState.LOST, f"warm-up failed: {str(error) or type(error).__name__}")
                 await asyncio.sleep(self._watching_interval_s)
                 continue
             self._set(replica, ReplicaState.READY)

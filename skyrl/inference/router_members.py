@@ -73,7 +73,9 @@ class RouterMembers:
                 if state_of.get(url, LEAVING) != LEAVING:
                     self._checked(await self._http.post("/remove_worker", params={"url": url}))
         except httpx.RequestError as error:
-            raise NotTold(f"the router at {self._url} does not answer ({error or type(error).__name__})") from error
+            raise NotTold(
+                f"the router at {self._url} does not answer ({str(error) or type(error).__name__})"
+            ) from error
         except msgspec.DecodeError as error:
             raise NotTold(f"the router at {self._url} answers /statusz with something else ({error})") from error
 

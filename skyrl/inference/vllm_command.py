@@ -32,6 +32,10 @@ SET_BY_SKYRL = frozenset({"api_key", "host", "model", "port", "served_model_name
 REPEATED = frozenset({"middleware"})
 """Options of vLLM that take one value each, and may be given several times."""
 
+WEIGHT_UPDATES = {"worker_extension_cls": "skyrl.vllm_plugin.weights.worker.WeightUpdates"}
+"""vLLM's options for servers whose weights can be replaced while they serve. On a CPU a large model is half as fast
+with them."""
+
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
 """For processes that find the model on this machine: they do not ask the hub, and so do not wait when it is away."""
 NO_PROGRESS_BARS = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "TQDM_DISABLE": "1"}

@@ -10,13 +10,15 @@ import time
 from collections import Counter
 
 from skyrl.router import refusals
-from skyrl.router.broadcast import BROADCAST, Broadcasts
+from skyrl.router.admin import ADMIN_METHODS, VERSION_PATHS, AdminRoutes
+from skyrl.router.broadcast import ADAPTERS, BROADCAST, Broadcasts
 from skyrl.router.messages import AsgiApp, BodyTooLarge, ClientLeft, Message, Receive, Request, Scope, Send
 from skyrl.router.plugins import Chain
 from skyrl.router.pool import WorkerPool
 from skyrl.router.proxy import Proxy, Truncated
 from skyrl.router.registration import RegistrationRoutes, is_registration
 from skyrl.router.reply import Reply
+from skyrl.web.admin import FORWARDING, AdminKey, forwarded_for
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +30,13 @@ OPEN_PATHS = frozenset(("/health", "/liveness", "/readiness", "/readyz"))
 
 def is_own(path: str) -> bool:
     """Whether the router answers this path itself, or sends it to all workers."""
-    return path in BROADCAST or path in ("/statusz", "/retrieve_from_text") or is_registration(path)
+    return (
+        path in BROADCAST
+        or path in ADMIN_METHODS
+        or path in VERSION_PATHS
+        or path in ("/statusz", "/retrieve_from_text")
+        or is_registration(path)
+    )
 
 
 async def _reply(send: Send, reply: Reply) -> None:
@@ -62,21 +70,27 @@ class ToWorkers:
 
 
 class RouterApp:
-    """`key`: what clients must send as a Bearer token; None: anybody may ask."""
+    """`key`: what clients must send as a Bearer token; None: anybody may ask. `admin_key` opens all routes."""
 
     def __init__(
         self,
         pool: WorkerPool,
         registration: RegistrationRoutes,
+        admin: AdminRoutes,
         chain: Chain,
         proxy: Proxy,
         counts: Counter[str],
         *,
         policy: str,
+        max_body_bytes: int,
+        admin_key: AdminKey,
         key: str | None = None,
     ) -> None:
         self._pool = pool
         self._registration = registration
+        self._admin = admin
+        self._admin_key = admin_key
+        self._max_body_bytes = max_body_bytes
         self._chain = chain
         self._proxy = proxy
         self._counts = counts
@@ -105,8 +119,8 @@ class RouterApp:
                 await refusals.refuse(send, 502, refusals.INTERRUPTED, message)
         except Truncated as error:
             logger.warning("an answer broke off: %s", error)  # returning in mid-answer closes the connection
-        except BodyTooLarge:
-            await refusals.refuse(send, 413, "body_too_large", f"this body may have {CONTROL_BODY_BYTES} bytes")
+        except BodyTooLarge as error:
+            await refusals.refuse(send, 413, "body_too_large", str(error))
         except Exception:
             self._counts["internal_errors"] += 1
             logger.exception("%s %s failed in the router", scope["method"], scope["path"])
@@ -115,10 +129,9 @@ class RouterApp:
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope["path"]
-        if self.bearer is not None and path not in OPEN_PATHS and not self._has_key(scope):
-            await refusals.refuse(
-                send, 401, "unauthorized", "Authorization: Bearer <the router's key> is missing or wrong"
-            )
+        if (refusal := self._refusal(scope)) is not None:
+            status, message = refusal
+            await refusals.refuse(send, status, "unauthorized" if status == 401 else "forbidden", message)
             return
         if path == "/statusz":
             body = json.dumps(self.status(), separators=(",", ":")).encode()
@@ -134,7 +147,27 @@ class RouterApp:
                 await _reply(send, reply)
                 return
             scope, receive = request.to_asgi()
+        if path in ADMIN_METHODS or path in VERSION_PATHS:
+            request = Request(scope, receive, self._max_body_bytes)
+            answer = self._admin.answer
+            await _reply(send, await answer(request.method, path, request.query, request.headers.raw, request.body))
+            return
+        if not any(name in FORWARDING for name, _ in scope["headers"]):
+            scope = {**scope, "headers": [*scope["headers"], *forwarded_for(scope.get("client"))]}
         await self._app(scope, receive, send)
+
+    def _refusal(self, scope: Scope) -> tuple[int, str] | None:
+        """The status and the message for a client that may not ask this; None for one that may."""
+        path = scope["path"]
+        if self._admin_key.is_given(scope) or path in OPEN_PATHS:
+            return None
+        if path in ADMIN_METHODS or path in ADAPTERS or (path.startswith("/workers/") and scope["method"] == "PUT"):
+            refusal = self._admin_key.refusal(scope)
+            if refusal is not None:
+                return refusal
+        if self.bearer is not None and not self._has_key(scope):
+            return 401, "Authorization: Bearer <the router's key> is missing or wrong"
+        return None
 
     def _has_key(self, scope: Scope) -> bool:
         assert self.bearer is not None

@@ -17,6 +17,7 @@ from skyrl.router.messages import HeaderList
 from skyrl.router.pool import WorkerPool
 from skyrl.router.reply import Reply, error, of_json
 from skyrl.router.worker import Worker, WorkerState
+from skyrl.web.admin import FORWARDING
 
 ABORT_S = 4.0
 """Agents wait 5 s for the answer to an abort."""
@@ -32,15 +33,19 @@ _METHODS: dict[str, tuple[str, ...]] = {
     _LOAD: ("POST",),
     _UNLOAD: ("POST",),
 }
+ADAPTERS = frozenset((_LOAD, _UNLOAD))
+"""For holders of the admin key."""
 BROADCAST = frozenset(_METHODS)
 """The paths of `Broadcasts.answer`."""
 _NOT_SENT = frozenset(
     {
         *(b"host", b"content-length", b"accept-encoding", b"expect"),
         *(b"connection", b"keep-alive", b"proxy-connection", b"te", b"trailer", b"transfer-encoding", b"upgrade"),
+        *FORWARDING,
     }
 )
-"""Headers of the client's connection, and headers that the router's own request has."""
+"""Headers of the client's connection, and headers that the router's own request has: the router has decided who may
+ask."""
 
 Body = Callable[[], Awaitable[bytes]]
 
@@ -86,7 +91,7 @@ class _Call:
         self._fetch = fetch
         self._method = method
         self._target = f"{path}?{query.decode('latin-1')}" if query else path
-        self._headers = [(name, value) for name, value in headers if name.lower() not in _NOT_SENT]
+        self._headers = without_connection(headers)
         self._body = body
 
     async def abort(self, worker: Worker) -> _Outcome:
@@ -129,6 +134,11 @@ class _Call:
         except (Unreachable, ValueError, KeyError, TypeError) as unknown:
             log.warning("%s/v1/models does not show the path of an adapter: %r", base, unknown)
             return False
+
+
+def without_connection(headers: HeaderList) -> HeaderList:
+    """Without what belongs to the client's own connection."""
+    return [(name, value) for name, value in headers if name.lower() not in _NOT_SENT]
 
 
 async def _to_all(workers: Iterable[Worker], send: Callable[[Worker], Awaitable[_Outcome]]) -> list[_Outcome]:

@@ -48,10 +48,6 @@ class Connections:
         self._sweeper: asyncio.TimerHandle | None = None
         self._closed = False
 
-    @property
-    def idle(self) -> int:
-        return sum(map(len, self._idle.values()))
-
     def take(self, address: Address) -> Upstream | None:
         idle = self._idle.get(address)
         if not idle:

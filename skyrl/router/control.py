@@ -8,7 +8,8 @@ from typing import NamedTuple
 import aiohttp
 
 CONNECT_S = 1.0
-MAX_ANSWER_BYTES = 2**20
+MAX_ANSWER_BYTES = 64 * 2**20
+"""The checksums of a large model have a few megabytes."""
 
 
 class Answer(NamedTuple):

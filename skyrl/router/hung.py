@@ -16,8 +16,9 @@ LOOK_EVERY_S = 0.5
 
 
 class HungWorkers:
-    """Watches quarantined workers that have requests in flight. After `hang_s` seconds without a good probe, their
-    clients get 502, and may send the request again."""
+    """Watches workers that fail their probes and have requests in flight. After `hang_s` seconds without a good probe,
+    their clients get 502, and may send the request again. While a worker's weights change, these seconds do not run:
+    the change has a bound of its own."""
 
     def __init__(self, pool: WorkerPool, proxy: Proxy, hang_s: float) -> None:
         self._proxy = proxy
@@ -26,7 +27,7 @@ class HungWorkers:
         pool.subscribe(self._note)
 
     def _note(self, worker: Worker, change: Change) -> None:
-        if worker.answers or change is Change.FORGOTTEN:
+        if worker.answers or worker.holds or change is Change.FORGOTTEN:  # a worker that changes its weights is busy
             self._since.pop(worker, None)
         else:
             self._since.setdefault(worker, time.monotonic())

@@ -20,6 +20,7 @@ from skyrl.router.proxy import CHOSEN, Proxy, RequestHead
 from skyrl.router.refusals import INTERRUPTED, refusal
 from skyrl.router.upstream import Upstream
 from skyrl.router.worker import Worker
+from skyrl.web.admin import FORWARDING, forwarded_for
 from skyrl.web.connections import BoundedHttp
 
 if TYPE_CHECKING:
@@ -40,9 +41,10 @@ class Lane:
         self.proxy = proxy
         self._is_own = is_own
         self._bearer = bearer
+        self._most_bytes = min(LEAN_BODY_BYTES, proxy.limits.body_bytes)
 
     def takes(self, method: bytes, url: bytes, head: RequestHead, headers: list[tuple[bytes, bytes]]) -> bool:
-        if method not in _METHODS or head.length > LEAN_BODY_BYTES or (head.has_body and head.length < 0):
+        if method not in _METHODS or head.length > self._most_bytes or (head.has_body and head.length < 0):
             return False
         path = url.partition(b"?")[0]
         if not path.startswith(b"/") or b"%" in path or self._is_own(path.decode("latin-1")):
@@ -182,6 +184,12 @@ class RouterHttp(BoundedHttp):
         self._head: RequestHead | None = None
         """Of a request whose body is arriving and that may take the short way."""
         self._body: list[bytes] = []
+        self._forwarded: list[tuple[bytes, bytes]] = []
+        """Tells workers that the client is not on this machine."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._forwarded = forwarded_for(self.client)
 
     def on_message_begin(self) -> None:
         self._between_requests, self._in_head, self._deadline = False, True, None
@@ -196,6 +204,8 @@ class RouterHttp(BoundedHttp):
             and self.parser.get_http_version() == "1.1"
             and not self.parser.should_upgrade()
         ):
+            if self._forwarded and not any(name in FORWARDING for name, _ in self.headers):
+                self.headers += self._forwarded
             head = RequestHead.of(self.headers)
             if self.lane.takes(method, self.url, head, self.headers):
                 self._head, self._body = head, []

@@ -20,6 +20,7 @@ from typing import Any
 import uvloop
 
 from skyrl.processes.listening import listen
+from skyrl.router.admin import AdminRoutes
 from skyrl.router.app import RouterApp, ToWorkers, is_own
 from skyrl.router.broadcast import Broadcasts
 from skyrl.router.connections import Connections
@@ -34,6 +35,7 @@ from skyrl.router.probes import PROBE_TIMEOUT_S, HealthProber
 from skyrl.router.proxy import Limits, Proxy
 from skyrl.router.registration import RegistrationRoutes
 from skyrl.router.state_file import StateFile
+from skyrl.web.admin import AdminKey
 from skyrl.web.connections import BoundedHttp
 from skyrl.web.server import Server, tune_garbage_collection
 
@@ -46,8 +48,10 @@ DRAIN_S = 10.0
 @dataclass(frozen=True)
 class RouterOptions:
     """`tokenizer` is a directory with tokenizer.json. `key` is what clients must send; it is also sent to workers when
-    the router asks them by itself. `hang_s`: how long a worker may fail its probes before its requests are broken off.
-    `names_workers`: answers name their workers, for clients that ask a worker without the router.
+    the router asks them by itself. `admin_key` is what callers of admin routes must send. `hang_s`: how long a worker
+    may fail its probes before its requests are broken off. `admin_lock_s`: how long a change of weights waits for
+    another one. `admin_update_s`: how long a worker may take for a change. `names_workers`: answers name their workers,
+    for clients that ask a worker without the router.
     """
 
     host: str = "127.0.0.1"
@@ -65,6 +69,9 @@ class RouterOptions:
     state_dir: Path | None = None
     base_models: tuple[str, ...] = ()
     key: str | None = None
+    admin_key: str | None = None
+    admin_lock_s: float = 300.0
+    admin_update_s: float = 600.0
     names_workers: bool = False
 
 
@@ -112,7 +119,18 @@ async def open_router(options: RouterOptions) -> AsyncIterator[Router]:
             except ValueError as error:
                 raise ValueError(f"--worker: {error}") from error
         await stack.enter_async_context(_running(background))
-        app = RouterApp(pool, RegistrationRoutes(pool), chain, proxy, counts, policy=options.policy, key=options.key)
+        app = RouterApp(
+            pool,
+            RegistrationRoutes(pool),
+            AdminRoutes(pool, control.fetch, lock_s=options.admin_lock_s, update_s=options.admin_update_s),
+            chain,
+            proxy,
+            counts,
+            policy=options.policy,
+            max_body_bytes=options.limits.body_bytes,
+            admin_key=AdminKey(options.admin_key),
+            key=options.key,
+        )
         # Middleware sees every request, so then all requests take the long way
         yield Router(app, None if options.middleware else Lane(proxy, is_own, app.bearer))
 

@@ -78,7 +78,7 @@ class Request:
                 chunk = message.get("body", b"")
                 size += len(chunk)
                 if size > self._max_body_bytes:
-                    raise BodyTooLarge
+                    raise BodyTooLarge(f"this body may have {self._max_body_bytes} bytes")
                 chunks.append(chunk)
                 if not message.get("more_body", False):
                     break

@@ -36,6 +36,7 @@ def options_of(runtime: Runtime) -> RouterOptions:
         state_dir=runtime.directory,
         base_models=config.served_names,
         key=runtime.inference_api_key,
+        admin_key=runtime.inference_api_key,  # the server itself, and nobody else
         names_workers=True,
     )
 

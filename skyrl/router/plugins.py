@@ -6,7 +6,6 @@ import importlib
 import importlib.util
 import logging
 import sys
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -115,7 +114,3 @@ class Chain:
 
     def stats(self) -> list[Mapping[str, Any]]:
         return [guard.stats() for guard in self._guards]
-
-    @property
-    def counts(self) -> Counter[str]:
-        return Counter({guard.path: guard.failures for guard in self._guards})

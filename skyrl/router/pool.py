@@ -6,8 +6,9 @@ The pool does no I/O. Probes, registration and the proxy report to it, and it te
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator, Sequence
 from enum import StrEnum
 from typing import Any
 
@@ -28,6 +29,10 @@ class Change(StrEnum):
     REVIVED = "revived"
     PROBED = "probed"
     """A quarantined worker that waits for its registration began to answer probes, or ceased to."""
+    SERVICE = "service"
+    """Taken out of routing, or put back, by hand or because of what it missed."""
+    HELD = "held"
+    """A change of its weights began or ended."""
 
 
 class TooManyWorkers(ValueError):
@@ -42,8 +47,13 @@ class WorkerPool:
         self._workers: dict[str, Worker] = {}
         self._by_id: dict[str, Worker] = {}
         self._candidates: tuple[Worker, ...] = ()
-        self._has_candidates = asyncio.Event()
         self._subscribers: list[Callable[[Worker, Change], None]] = []
+        self._next_change = asyncio.Event()
+
+    @property
+    def changing(self) -> bool:
+        """Whether the weights of a worker are being changed: it comes back to routing soon."""
+        return any(worker.holds for worker in self._workers.values())
 
     @property
     def workers(self) -> list[Worker]:
@@ -104,6 +114,36 @@ class WorkerPool:
         worker.state = WorkerState.QUARANTINED
         self._changed(worker, Change.QUARANTINED)
         return worker
+
+    def set_service(self, worker: Worker, *, disabled: str | None, is_dead: bool) -> None:
+        """Put the worker out of routing by hand, or back. What it missed stays as it is."""
+        if self._workers.get(worker.url) is worker:
+            worker.disabled, worker.is_dead = disabled, is_dead
+            self._changed(worker, Change.SERVICE)
+
+    def set_missed(self, worker: Worker, missed: str | None) -> None:
+        if worker.missed != missed and self._workers.get(worker.url) is worker:
+            worker.missed = missed
+            self._changed(worker, Change.SERVICE)
+
+    @contextlib.contextmanager
+    def weights_change(self, workers: Sequence[Worker]) -> Iterator[None]:
+        """These workers get no requests during the body. Afterwards each is as somebody has set it meanwhile."""
+        for worker in workers:
+            worker.holds += 1
+            self._changed(worker, Change.HELD)
+        try:
+            yield
+        finally:
+            for worker in workers:
+                worker.holds -= 1
+                if self._workers.get(worker.url) is worker:  # it may have been removed meanwhile
+                    self._changed(worker, Change.HELD)
+
+    @property
+    def next_change(self) -> asyncio.Event:
+        """Is set at the next change of the candidates. Get it in the moment in which the candidates are looked at."""
+        return self._next_change
 
     def find(self, id_or_url: str) -> Worker | None:
         worker = self._by_id.get(id_or_url)
@@ -182,15 +222,6 @@ class WorkerPool:
         log.warning("worker %s answers again", worker.url)
         self._changed(worker, Change.REVIVED)
 
-    async def wait_routable(self, timeout_s: float) -> bool:
-        """Wait until a worker is routable. False after `timeout_s` seconds."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._has_candidates.wait()
-        except TimeoutError:
-            return False
-        return True
-
     def counts(self) -> list[dict[str, Any]]:
         """Each worker's numbers for `GET /statusz`."""
         return [
@@ -200,6 +231,10 @@ class WorkerPool:
                 "in_flight": worker.in_flight,
                 "served": worker.served,
                 "failed_probes": worker.failed_probes,
+                "disabled": worker.disabled,
+                "is_dead": worker.is_dead,
+                "missed": worker.missed,
+                "changing": worker.holds > 0,
             }
             for worker in self._workers.values()
         ]
@@ -213,12 +248,11 @@ class WorkerPool:
         workers = self._workers.values()
         candidates = tuple(worker for worker in workers if worker.routable)
         if not candidates:  # the last resort: workers that answer, although their owner has not registered them again
-            candidates = tuple(w for w in workers if w.state is WorkerState.QUARANTINED and w.held and w.answers)
+            quarantined = (w for w in workers if w.state is WorkerState.QUARANTINED and w.in_service)
+            candidates = tuple(worker for worker in quarantined if worker.held and worker.answers)
         if candidates != self._candidates:
             self._candidates = candidates
-        if candidates:
-            self._has_candidates.set()
-        else:
-            self._has_candidates.clear()
+            self._next_change.set()
+            self._next_change = asyncio.Event()
         for subscriber in self._subscribers:
             subscriber(worker, change)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import re
 from collections import Counter
 from collections.abc import Collection
@@ -25,6 +26,8 @@ from skyrl.router.pool import WorkerPool
 from skyrl.router.slots import Slots, TooManyWaiting
 from skyrl.router.upstream import Interrupted, NotAccepted, Upstream
 from skyrl.router.worker import Worker
+
+logger = logging.getLogger(__name__)
 
 COLLECTED_BYTES = 2**20
 """Bodies up to this size are collected before a worker is chosen; larger ones are passed on as they come."""
@@ -114,11 +117,13 @@ _decode_named = msgspec.json.Decoder(_Named).decode
 
 @dataclass(frozen=True)
 class Limits:
-    """`running`: requests at workers at once. `waiting`: requests that wait for a slot. `body_bytes`: one body."""
+    """`running`: requests at workers at once. `waiting`: requests that wait for a slot. `body_bytes`: one body.
+    `change_s`: how long a request waits while the weights of all workers are changed."""
 
     running: int = 4096
     waiting: int = 16_384
     body_bytes: int = 64 * 2**20
+    change_s: float = 600.0
 
 
 class Proxy:
@@ -243,6 +248,9 @@ class Proxy:
         while len(tried) < MAX_TRIES:
             worker = chosen if chosen is not None and chosen.routable else pool.choose(facts, tried)
             chosen = None
+            if worker is None and not tried and pool.changing:
+                await self._until_routable(request, receive)
+                worker = pool.choose(facts, tried)
             if worker is None:
                 break
             pool.begin(worker)
@@ -269,6 +277,30 @@ class Proxy:
                 pool.end(worker)
         self.counts["no_worker"] += 1
         await refusals.refuse(send, 503, refusals.NO_WORKER, request.trouble or "no worker is routable")
+
+    async def _until_routable(self, request: _Request, receive: Receive) -> None:
+        """Wait while the only workers have their weights changed, at most `change_s`. Raises ClientLeft."""
+        leaving = asyncio.ensure_future(_left(receive)) if request.sent else None
+        try:
+            async with asyncio.timeout(self.limits.change_s):
+                while not self.pool.candidates and self.pool.changing:
+                    changing = asyncio.ensure_future(self.pool.next_change.wait())
+                    try:
+                        await asyncio.wait(
+                            {changing, leaving} if leaving is not None else {changing},
+                            return_when=asyncio.FIRST_COMPLETED,
+                        )
+                    finally:
+                        changing.cancel()
+                    if leaving is not None and leaving.done():
+                        self.counts["client_left"] += 1
+                        raise ClientLeft
+        except TimeoutError:
+            request.trouble = f"the weights of all workers have been changed for {self.limits.change_s:g} s"
+        finally:
+            if leaving is not None:
+                leaving.cancel()
+                await asyncio.wait([leaving])
 
     async def _exchange(
         self,
@@ -348,6 +380,15 @@ class Proxy:
                         await connection.send_more(b"0\r\n\r\n")
         except Interrupted:
             return  # the exchange meets the same failure
+        except Exception:  # of a middleware's `receive`: without the rest of the body the worker would wait for ever
+            logger.exception("the body of %s could not be read", request.method)
+            connection.abort("the body of the request could not be read to its end")
+
+
+async def _left(receive: Receive) -> None:
+    """Wait until the client leaves. The whole body must have been read."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
 class _Request:

@@ -17,12 +17,16 @@ from skyrl.router.worker import Worker, WorkerState
 
 RETRY_AFTER_S = 1
 MAX_LABEL_BYTES = 16 * 1024
+MAX_REASON = 1000
 Body = Callable[[], Awaitable[bytes]]
 
 _URL_NAMES = ("url", "worker_url")
 _REVIVALS = ("probe", "registration")
 _OWN_FIELDS = frozenset(
-    {"id", "url", "worker_type", "is_healthy", "active_requests", "load", "state", "failed_probes", "connection_mode"}
+    {
+        *("id", "url", "worker_type", "is_healthy", "active_requests", "load", "state", "failed_probes"),
+        *("connection_mode", "disabled", "disabled_reason", "is_dead", "missed", "changing", "routable"),
+    }
 )
 """Fields of a listed worker that no label replaces."""
 
@@ -34,7 +38,7 @@ class RegistrationRoutes:
     async def answer(self, method: str, path: str, query: bytes, body: Body) -> Reply | None:
         """None: this is no route of the pool. `path` may be percent-encoded."""
         if path.startswith("/workers/"):
-            return self._one(method, path.removeprefix("/workers/"))
+            return await self._one(method, path.removeprefix("/workers/"), body)
         methods = _METHODS.get(path)
         if methods is None:
             return None
@@ -93,21 +97,45 @@ class RegistrationRoutes:
         stats = {f"{kind}_count": kinds.count(kind) for kind in ("prefill", "decode", "regular")}
         return of_json(200, {"workers": [*map(_listed, workers)], "total": len(workers), "stats": stats})
 
-    def _one(self, method: str, id_or_url: str) -> Reply:
-        if method not in ("GET", "DELETE"):
-            return _not_allowed(("GET", "DELETE"))
+    async def _one(self, method: str, id_or_url: str, body: Body) -> Reply:
+        if method not in ("GET", "PUT", "DELETE"):
+            return _not_allowed(("GET", "PUT", "DELETE"))
         worker = self._pool.find(id_or_url) or self._pool.find(unquote(id_or_url))
         if worker is None:
             return error(404, "NotFoundError", f"no worker has the id or URL {unquote(id_or_url)!r}")
         if method == "GET":
             return of_json(200, _listed(worker))
+        if method == "PUT":
+            try:
+                self._set_service(worker, await _json_object(body))
+            except ValueError as wrong:
+                return error(400, "BadRequestError", str(wrong))
+            return of_json(200, {"status": "ok", "worker_id": worker.id, "worker": _listed(worker)})
         self._pool.remove(worker.id)
         return of_json(202, {"status": "accepted", "worker_id": worker.id, "message": "the worker is being removed"})
+
+    def _set_service(self, worker: Worker, fields: dict[str, Any]) -> None:
+        """Raises ValueError, which names the field."""
+        for name in ("disabled", "is_dead"):
+            if not isinstance(fields.get(name, False), bool):
+                raise ValueError(f"{name}: not true or false")
+        if not isinstance(fields.get("reason", ""), str) or len(fields.get("reason", "")) > MAX_REASON:
+            raise ValueError(f"reason: not a string of at most {MAX_REASON} characters")
+        if unknown := fields.keys() - {"disabled", "is_dead", "reason"}:
+            raise ValueError(f"{min(unknown)}: cannot be set; disabled, is_dead and reason can")
+        if not fields.keys() & {"disabled", "is_dead"}:
+            raise ValueError("disabled, is_dead: one of them must be given")
+        disabled = worker.disabled
+        if "disabled" in fields:
+            disabled = (fields.get("reason") or "by hand") if fields["disabled"] else None
+        if fields.get("disabled") is False:  # enabled with the weights that it has
+            self._pool.set_missed(worker, None)
+        self._pool.set_service(worker, disabled=disabled, is_dead=fields.get("is_dead", worker.is_dead))
 
     def _health(self, path: str) -> Reply:
         routable = self._pool.routable
         counts = {"healthy_workers": routable, "total_workers": len(self._pool.workers)}
-        if routable:
+        if routable or self._pool.changing:  # requests wait for a change of weights, and are answered
             return of_json(200, {"status": "ok" if path == "/health" else "ready", **counts})
         reason = "no worker is routable"
         unready = {"status": "not ready", "reason": reason, "error": {"code": 503, "message": reason}, **counts}
@@ -144,9 +172,14 @@ async def _fields(query: bytes, body: Body) -> dict[str, Any]:
     in_query: dict[str, Any] = dict(parse_qsl(query.decode("latin-1"), keep_blank_values=True))
     if any(in_query.get(name) for name in _URL_NAMES):
         return in_query
+    return in_query | await _json_object(body)
+
+
+async def _json_object(body: Body) -> dict[str, Any]:
+    """An empty body is an empty object. Raises ValueError."""
     content = await body()
     if not content.strip():
-        return in_query
+        return {}
     try:
         in_body = json.loads(content)
     except ValueError as wrong:
@@ -155,7 +188,7 @@ async def _fields(query: bytes, body: Body) -> dict[str, Any]:
         raise ValueError("body: nested too deeply") from wrong
     if not isinstance(in_body, dict):
         raise ValueError("body: not a JSON object")
-    return in_query | in_body
+    return in_body
 
 
 def _url(fields: dict[str, Any]) -> str:
@@ -214,6 +247,12 @@ def _listed(worker: Worker) -> dict[str, Any]:
         "active_requests": worker.in_flight,
         "load": worker.in_flight,
         "failed_probes": worker.failed_probes,
+        "routable": worker.routable,
+        "disabled": worker.disabled is not None,
+        "disabled_reason": worker.disabled,
+        "is_dead": worker.is_dead,
+        "missed": worker.missed,
+        "changing": worker.holds > 0,
         "connection_mode": "HTTP",
         "metadata": {},
         "disable_health_check": False,

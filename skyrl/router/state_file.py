@@ -1,7 +1,7 @@
 """The registered workers on disk, so that a router that starts again knows them.
 
-The file holds addresses and labels. Health is not kept, except that a worker which waited for its registration still
-waits. Write errors are logged: a router without a disk goes on.
+The file holds addresses, labels, and what operators have set. Health is not kept, except that a worker which waited for
+its registration still waits. Write errors are logged: a router without a disk goes on.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ FILE_NAME = "workers.json"
 SETTLE_S = 0.05
 """Changes within this time are written together."""
 RETRY_S = 5.0
-_VERSION = 1
+_VERSION = 2
+_SERVICE: dict[str, Any] = {"disabled": None, "is_dead": False, "missed": None}
+"""What version 1 did not have."""
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +48,10 @@ class StateFile:
         try:
             for registered in _parse(content):
                 waits = registered.pop("waits")
+                service = {name: registered.pop(name) for name in _SERVICE}
                 worker = self._pool.add(**registered)
+                self._pool.set_service(worker, disabled=service["disabled"], is_dead=service["is_dead"])
+                self._pool.set_missed(worker, service["missed"])
                 if waits:
                     worker.answers = False
                     self._pool.quarantine(worker, "before the restart it waited to be registered again")
@@ -76,7 +81,7 @@ class StateFile:
                 self._write(self._content())
 
     def _note(self, worker: Worker, change: Change) -> None:
-        if change is not Change.PROBED:
+        if change not in (Change.PROBED, Change.HELD):
             self._dirty.set()
 
     def _content(self) -> bytes:
@@ -106,14 +111,21 @@ def _stored(worker: Worker) -> dict[str, Any]:
         "worker_type": worker.worker_type,
         "labels": worker.labels,
         "waits": worker.held and worker.state is WorkerState.QUARANTINED,
+        "disabled": worker.disabled,
+        "is_dead": worker.is_dead,
+        "missed": worker.missed,
     }
 
 
 def _parse(content: bytes) -> list[dict[str, Any]]:
     """The arguments of each worker's registration, and `waits`. Raises ValueError."""
     state = json.loads(content)
-    if not isinstance(state, dict) or state.get("version") != _VERSION or not isinstance(state.get("workers"), list):
+    if not isinstance(state, dict) or state.get("version") not in (1, _VERSION):
         raise ValueError(f"no state of version {_VERSION}")
+    if not isinstance(state.get("workers"), list):
+        raise ValueError("no list of workers")
+    if state["version"] == 1:
+        state["workers"] = [_SERVICE | worker if isinstance(worker, dict) else worker for worker in state["workers"]]
     for worker in state["workers"]:
         if not isinstance(worker, dict) or worker.keys() != _TYPES.keys():
             raise ValueError("a worker does not have the fields of a worker")
@@ -128,4 +140,7 @@ _TYPES: dict[str, Any] = {
     "worker_type": str,
     "labels": dict,
     "waits": bool,
+    "disabled": str | None,
+    "is_dead": bool,
+    "missed": str | None,
 }

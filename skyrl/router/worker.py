@@ -57,6 +57,14 @@ class Worker:
     """Requests sent since the router started."""
     labels: dict[str, object] = field(default_factory=dict)
     """Other fields of the registration, given back by `GET /workers`."""
+    disabled: str | None = None
+    """Why an operator, or a group that was not formed, has put this worker out of routing; None: it is enabled."""
+    is_dead: bool = False
+    """Set by hand: the worker gets no requests, and no requests for all workers either."""
+    missed: str | None = None
+    """What all other workers got while this one was dead. It is out of routing until it has got it too."""
+    holds: int = 0
+    """Running changes of this worker's weights. It is out of routing meanwhile."""
 
     def __post_init__(self) -> None:
         if not self.id:
@@ -64,7 +72,12 @@ class Worker:
 
     @property
     def routable(self) -> bool:
-        return self.state is WorkerState.HEALTHY
+        return self.state is WorkerState.HEALTHY and self.in_service
+
+    @property
+    def in_service(self) -> bool:
+        """Nobody has taken it out of routing. Whether it answers is another question."""
+        return self.disabled is None and not self.is_dead and self.missed is None and not self.holds
 
     @property
     def held(self) -> bool:

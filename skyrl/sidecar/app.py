@@ -7,16 +7,25 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 
+from skyrl.sidecar.adapters import Adapters
+from skyrl.sidecar.admin import needs_admin
 from skyrl.sidecar.call import Call, Receive, Scope, Send
 from skyrl.sidecar.control import Control
-from skyrl.sidecar.errors import ClientLeft, SidecarError
+from skyrl.sidecar.errors import ClientLeft, Forbidden, SidecarError, Unauthorized
 from skyrl.sidecar.facts import KnownFacts, WeightVersion
 from skyrl.sidecar.generate_route import generate
 from skyrl.sidecar.generation import Generation
 from skyrl.sidecar.in_flight import InFlight
+from skyrl.sidecar.memory import Memory
 from skyrl.sidecar.pass_through import pass_through
+from skyrl.sidecar.pause import Pause
 from skyrl.sidecar.settings import SidecarSettings
+from skyrl.sidecar.updates import Updates
 from skyrl.sidecar.vllm import Vllm
+from skyrl.sidecar.vllm_config import KnownConfig
+from skyrl.sidecar.vllm_weights import VllmWeights
+from skyrl.sidecar.weight_routes import WeightRoutes
+from skyrl.web.admin import AdminKey
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +39,11 @@ class Sidecar:
         self._settings = settings
         self._vllm = vllm
         self._generation = Generation(vllm, facts, version, self.in_flight)
-        control = Control(settings, vllm, facts, version, self.in_flight)
+        self.pause = Pause(vllm, self.in_flight, settings.abort_s, settings.rpc_s)
+        weights = VllmWeights(vllm, settings.rpc_s)
+        self.updates = Updates(settings, vllm, weights, version, self.in_flight, self.pause)
+        config = KnownConfig(vllm)
+        control = Control(settings, vllm, facts, version, config, self.in_flight, self.pause, self.updates)
         self._routes: dict[str, Callable[[Call], Awaitable[None]]] = {
             "/health": control.health,
             "/health_generate": control.health_generate,
@@ -46,6 +59,11 @@ class Sidecar:
             "/abort_request": control.abort_request,
             "/remove_worker": control.removed,
         }
+        self._open_paths = frozenset({*self._routes, "/generate"})
+        memory = Memory(vllm, config, self.in_flight, self.pause, self.updates)
+        admin = WeightRoutes(self.pause, self.updates, memory, Adapters(vllm)).routes()
+        self._routes |= admin
+        self._admin_key = AdminKey(settings.admin_key)
 
     @property
     def paths(self) -> frozenset[str]:
@@ -67,6 +85,8 @@ class Sidecar:
             await call.answer_error(error)
 
     async def _route(self, call: Call) -> None:
+        if needs_admin(call.path, self._open_paths) and (refusal := self._admin_key.refusal(call.scope)) is not None:
+            raise Unauthorized(refusal[1]) if refusal[0] == 401 else Forbidden(refusal[1])
         if call.path == "/generate" and call.method in ("POST", "PUT"):
             await generate(call, self._generation)
         elif (route := self._routes.get(call.path)) and call.method in ("GET", "POST"):
@@ -96,10 +116,11 @@ async def open_sidecar(settings: SidecarSettings) -> AsyncIterator[Sidecar]:
     """The sidecar with its connections to vLLM and its background work, which end with it."""
     vllm = Vllm(settings)
     sidecar = Sidecar(settings, vllm)
-    aborting = asyncio.create_task(sidecar.in_flight.run())
+    background = [asyncio.create_task(run()) for run in (sidecar.in_flight.run, sidecar.pause.run, sidecar.updates.run)]
     try:
         yield sidecar
     finally:
-        aborting.cancel()
-        await asyncio.wait([aborting])
+        for task in background:
+            task.cancel()
+        await asyncio.wait(background)
         await vllm.close()

@@ -90,13 +90,23 @@ class Call:
         await self.answer(status, compact(value), JSON)
 
     async def answer_error(self, error: SidecarError) -> None:
-        retry = [] if error.retry_after_s is None else [(b"retry-after", str(error.retry_after_s).encode())]
-        await self.answer(error.status, compact(error_body(error)), [*JSON, *retry])
+        await self.answer(error.status, compact(error_body(error)), [*JSON, *_error_headers(error)])
+
+    async def answer_failure(self, error: SidecarError, status: int) -> None:
+        """As `answer_error`, with SGLang's two fields of a failed change."""
+        body = {"success": False, "message": error.message} | error_body(error)
+        await self.answer(status, compact(body), [*JSON, *_error_headers(error)])
 
 
 def compact(value: Any) -> bytes:
     """JSON without spaces. One of the routers in use writes JSON anew without spaces, and keeps our Content-Length."""
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode("utf-8", "replace")
+
+
+def _error_headers(error: SidecarError) -> HeaderList:
+    if error.status == 401:
+        return [(b"www-authenticate", b"Bearer")]
+    return [] if error.retry_after_s is None else [(b"retry-after", str(error.retry_after_s).encode())]
 
 
 def error_body(error: SidecarError) -> dict[str, Any]:

@@ -31,6 +31,8 @@ class Collected:
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
     routed_experts: str | None = None
+    versions: list[dict[str, Any]] | None = None
+    """Which weights sampled which tokens: `{"version", "start", "end"}`, in order. None if vLLM does not tell."""
     finish: str | None = None
     """One of FINISHES; None while vLLM samples."""
     matched: int | str | None = None
@@ -76,6 +78,7 @@ class Collected:
         if not self.tokens and finish != "abort":
             raise VllmBroke(f"vLLM's answer has no tokens, and the finish_reason {finish!r}")
         self.finish, self.matched = finish, choice.get("stop_reason")
+        self.versions = _versions(choice.get("weight_versions"), len(self.tokens))
 
     def _add_logprobs(self, given: Any, tokens: list[int]) -> None:
         if not isinstance(given, dict) or not isinstance(given.get("token_logprobs"), list):
@@ -102,6 +105,25 @@ def _choice(answer: Any) -> dict[str, Any]:
     if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
         raise VllmBroke("vLLM's answer does not have one choice")
     return choices[0]
+
+
+def _versions(given: Any, tokens: int) -> list[dict[str, Any]] | None:
+    """The spans, which must cover all tokens, each once."""
+    if given is None or given == []:
+        return None
+    end = 0
+    try:
+        for span in given:
+            if type(span["start"]) is not int or type(span["end"]) is not int or not isinstance(span["version"], str):
+                raise VllmBroke(f"vLLM's weight_versions have the span {span!r}")
+            if span["start"] != end or not end < span["end"]:
+                raise VllmBroke(f"vLLM's weight_versions have the span {span!r} after token {end}")
+            end = span["end"]
+    except (TypeError, KeyError) as error:
+        raise VllmBroke(f"vLLM's weight_versions are no spans of tokens: {given!r}") from error
+    if end != tokens:
+        raise VllmBroke(f"vLLM's weight_versions cover {end} of {tokens} tokens")
+    return given
 
 
 def _logprob(value: Any) -> float:

@@ -14,7 +14,9 @@ from skyrl.sidecar.errors import BadRequest, SidecarError, VllmAway
 from skyrl.sidecar.facts import KnownFacts, WeightVersion, is_paused
 from skyrl.sidecar.fields import boolean, mapping, string
 from skyrl.sidecar.in_flight import InFlight
+from skyrl.sidecar.pause import Pause, PauseMode
 from skyrl.sidecar.settings import SidecarSettings
+from skyrl.sidecar.updates import Updates
 from skyrl.sidecar.vllm import Vllm
 from skyrl.sidecar.vllm_config import KnownConfig
 
@@ -24,30 +26,52 @@ BUSY = "Flush cache failed: requests are running or waiting."
 
 class Control:
     def __init__(
-        self, settings: SidecarSettings, vllm: Vllm, facts: KnownFacts, version: WeightVersion, in_flight: InFlight
+        self,
+        settings: SidecarSettings,
+        vllm: Vllm,
+        facts: KnownFacts,
+        version: WeightVersion,
+        config: KnownConfig,
+        in_flight: InFlight,
+        pause: Pause,
+        updates: Updates,
     ) -> None:
         self._settings = settings
         self._vllm = vllm
         self._facts = facts
         self._version = version
         self._in_flight = in_flight
-        self._config = KnownConfig(vllm)
+        self._pause = pause
+        self._updates = updates
+        self._config = config
 
     async def health(self, call: Call) -> None:
-        """vLLM's own answer, or 503."""
+        """vLLM's own answer, or 503. Also 503 while its weights are not whole."""
+        body = await self._healthy()
+        await call.answer(200, body, PLAIN if body else None)
+
+    async def _healthy(self) -> bytes:
+        """The body of vLLM's answer. Raises VllmAway."""
         if self._in_flight.draining:
             raise VllmAway("the sidecar is stopping")
         try:
-            status, body = await self._vllm.health()
+            health = await self._vllm.health()
+            if health.status == 200:
+                await self._updates.see_start(health.start)
         except SidecarError as error:
             raise VllmAway(error.message) from error
-        await call.answer(200 if status == 200 else 503, body, PLAIN if body else None)
+        if self._updates.trouble is not None:
+            raise VllmAway(self._updates.trouble)
+        if health.status != 200:
+            raise VllmAway(f"vLLM is not healthy: {health.body.decode('utf-8', 'replace') or health.status}")
+        return health.body
 
     async def health_generate(self, call: Call) -> None:
         """Whether vLLM can sample a token. While it is paused it cannot, and yet is healthy."""
         try:
+            body = await self._healthy()
             if await is_paused(self._vllm):
-                await self.health(call)
+                await call.answer(200, body, PLAIN if body else None)
                 return
             facts = await self._facts.get()
             body = {"model": facts.model, "prompt": [0], "max_tokens": 1, "temperature": 0.0, "ignore_eos": True}
@@ -79,7 +103,7 @@ class Control:
         }
 
     async def flush_cache(self, call: Call) -> None:
-        """`?timeout=s` waits for the end of what is in flight. 400 if something still is."""
+        """`?timeout=s` waits for the end of what is in flight. 400 if something is, or is frozen."""
         try:
             timeout_s = float(parse_qs(call.query.decode("latin-1")).get("timeout", ["0"])[0])
         except ValueError:
@@ -87,12 +111,14 @@ class Control:
         if timeout_s > 0:
             try:
                 async with asyncio.timeout(min(timeout_s, 3600)):
-                    await call.while_connected(self._in_flight.idle.wait())
+                    await call.while_connected(self._in_flight.quiet.wait())
             except TimeoutError:
                 raise BadRequest(BUSY) from None
-        if not self._in_flight.idle.is_set():
+        retracted = self._pause.mode is PauseMode.RETRACT
+        if not self._in_flight.quiet.is_set() and not retracted:
             raise BadRequest(BUSY)
-        answer = await self._vllm.call("POST", "/reset_prefix_cache")
+        query = "?reset_running_requests=true" if retracted else ""
+        answer = await self._vllm.call("POST", f"/reset_prefix_cache{query}")
         if not (isinstance(answer, dict) and answer.get("success") is True):
             raise BadRequest(BUSY)
         await call.answer(200, FLUSHED, PLAIN)

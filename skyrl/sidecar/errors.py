@@ -29,6 +29,16 @@ class Refused(BadRequest):
         self.param = param
 
 
+class Unauthorized(SidecarError):
+    status = 401
+    code = "unauthorized"
+
+
+class Forbidden(SidecarError):
+    status = 403
+    code = "forbidden"
+
+
 class TooLarge(SidecarError):
     status = 413
 
@@ -45,6 +55,10 @@ class VllmAway(SidecarError):
 
     status = 503
     retry_after_s = 1
+
+
+class VllmGone(VllmAway):
+    """Nothing listens at vLLM's address. So vLLM has no samples, and the next one will not be paused."""
 
 
 class VllmBroke(SidecarError):

@@ -62,7 +62,7 @@ class Generation:
 
             async def sample(index: int) -> None:
                 try:
-                    await collect(jobs[index], self._vllm, collecteds[index], lambda: tell(index))
+                    await collect(jobs[index], self._vllm, self._in_flight, collecteds[index], lambda: tell(index))
                 finally:
                     self._in_flight.end(jobs[index].sample)
                     ended.add(index)
@@ -78,7 +78,7 @@ class Generation:
                     is_last = index in ended
                     if is_last:
                         await tasks[index]
-                        version = await self._version.get()
+                        version = await self._version_of(collecteds[index])
                         unsent -= 1
                     elif collecteds[index].finish is not None:
                         continue  # the usage is still to come
@@ -129,10 +129,14 @@ class Generation:
     async def _sampled(self, job: Job, started: float) -> dict[str, Any]:
         collected = Collected()
         try:
-            await collect(job, self._vllm, collected, lambda: None)
+            await collect(job, self._vllm, self._in_flight, collected, lambda: None)
         finally:
             self._in_flight.end(job.sample)
-        return await self._answer(job, collected, await self._version.get(), started)
+        return await self._answer(job, collected, await self._version_of(collected), started)
+
+    async def _version_of(self, collected: Collected) -> str | None:
+        """The version of the weights at the end of the sample."""
+        return collected.versions[-1]["version"] if collected.versions else await self._version.get()
 
     async def _answer(self, job: Job, collected: Collected, version: str | None, started: float) -> dict[str, Any]:
         finish = finish_reason(collected, aborted=job.sample.aborted.is_set(), scoring=job.scoring)
@@ -147,6 +151,8 @@ class Generation:
             meta["cached_tokens"] = collected.cached_tokens
         if version is not None:
             meta["weight_version"] = version
+        if collected.versions is not None and not job.scoring:
+            meta["weight_versions"] = collected.versions
         meta["e2e_latency"] = time.monotonic() - started
         if finish is not None:
             meta["response_sent_to_client_ts"] = time.time()

@@ -10,10 +10,11 @@ import asyncio
 import contextlib
 import logging
 import uuid
-from collections.abc import Iterator
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
 from skyrl.sidecar.errors import BadRequest, Busy, NotOffered, SidecarError
+from skyrl.sidecar.gate import Gate
 from skyrl.sidecar.vllm import Vllm
 
 logger = logging.getLogger(__name__)
@@ -41,7 +42,8 @@ class Sample:
 
 
 class InFlight:
-    """All samples, and the requests that pass through and sample. `run` must run while samples are taken."""
+    """All samples, and the requests that pass through and sample. `run` must run while samples are taken. `idle` is set
+    while there is nothing, `quiet` while vLLM has nothing: what waits at `gate` does not count."""
 
     def __init__(self, vllm: Vllm, max_samples: int, abort_s: float) -> None:
         self._vllm = vllm
@@ -52,8 +54,14 @@ class InFlight:
         self._aborting: dict[Sample, float] = {}
         """Aborted samples that vLLM has, and when to give them up."""
         self._wake = asyncio.Event()
+        self._waiting_to_pass = 0
+        self._end_of_waiting = asyncio.Event()
+        """Ends what waits at the gate to pass through."""
+        self.gate = Gate()
         self.idle = asyncio.Event()
         self.idle.set()
+        self.quiet = asyncio.Event()
+        self.quiet.set()
         self.draining = False
 
     @property
@@ -63,7 +71,7 @@ class InFlight:
 
     @property
     def waiting(self) -> int:
-        return sum(not sample.sent for sample in self._samples)
+        return sum(not sample.sent for sample in self._samples) + self._waiting_to_pass
 
     def admit(self, samples: list[Sample]) -> None:
         """Raises Busy, and BadRequest for more samples than can ever be taken. Call `end` for each admitted sample."""
@@ -76,16 +84,39 @@ class InFlight:
         self._samples.update(samples)
         self.idle.clear()
 
+    async def send(self, sample: Sample) -> bool:
+        """Wait at the gate. True: the sample counts as sent, and must be sent now. False: it was aborted before."""
+        if not await self.gate.passed(sample.aborted):
+            return False
+        sample.sent = True
+        self.quiet.clear()
+        return True
+
     def end(self, sample: Sample) -> None:
         self._samples.discard(sample)
         self._aborting.pop(sample, None)
         self._check_idle()
 
-    @contextlib.contextmanager
-    def passing(self) -> Iterator[None]:
-        """Count a request that samples without being one of /generate."""
-        self._passing += 1
+    @contextlib.asynccontextmanager
+    async def passing(self) -> AsyncIterator[None]:
+        """Wait at the gate, and count a request that samples without being one of /generate. Raises Busy, also when it
+        is aborted at the gate: only vLLM can write the answer of an aborted request."""
+        if self.draining:
+            raise Busy("the sidecar is stopping")
+        if len(self._samples) + self._waiting_to_pass >= self._max and not self.gate.is_open:
+            raise Busy(f"{self._waiting_to_pass} requests wait, because generation is paused")
+        self._waiting_to_pass += 1
         self.idle.clear()
+        passed = False
+        try:
+            passed = await self.gate.passed(self._end_of_waiting)
+            self._passing += passed
+        finally:
+            self._waiting_to_pass -= 1
+            self._check_idle()
+        if not passed:
+            raise Busy("the request was aborted while it waited, because generation is paused")
+        self.quiet.clear()
         try:
             yield
         finally:
@@ -93,7 +124,9 @@ class InFlight:
             self._check_idle()
 
     def _check_idle(self) -> None:
-        if not self._samples and not self._passing:
+        if not self.running:
+            self.quiet.set()
+        if not self._samples and not self._passing and not self._waiting_to_pass:
             self.idle.set()
 
     def abort(self, rid: str) -> None:
@@ -103,6 +136,16 @@ class InFlight:
     async def abort_all(self) -> None:
         """Abort all samples, and what passes through. Raises SidecarError."""
         self._abort([*self._samples])
+        self._end_of_waiting.set()
+        self._end_of_waiting = asyncio.Event()
+        await self._abort_passing()
+
+    async def abort_running(self) -> None:
+        """As `abort_all`, without what waits at the gate."""
+        self._abort([sample for sample in self._samples if sample.sent])
+        await self._abort_passing()
+
+    async def _abort_passing(self) -> None:
         if self._passing:
             with contextlib.suppress(NotOffered):  # then they end by themselves
                 await self._vllm.call("POST", "/abort_requests", {})

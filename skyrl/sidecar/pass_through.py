@@ -4,7 +4,6 @@ as they come. Reads neither bodies nor answers."""
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import AsyncIterator, Iterable
 
 import aiohttp
@@ -28,27 +27,39 @@ HOP_BY_HOP = frozenset(
     }
 )
 SAMPLING = frozenset(
-    {"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/inference/v1/generate"}
+    {
+        *("/v1/completions", "/v1/chat/completions", "/v1/chat/completions/batch", "/v1/responses", "/v1/messages"),
+        *("/v1/audio/transcriptions", "/v1/audio/translations", "/v1/systemone"),
+        *("/cohere/v2/chat", "/generative_scoring", "/inference/v1/generate", "/invocations"),
+    }
 )
 """Paths that count as in flight."""
 
 
 async def pass_through(call: Call, vllm: Vllm, in_flight: InFlight) -> None:
-    """Raises ClientLeft, and SidecarError if nothing has been answered yet."""
+    """Requests that sample wait while generation is paused. Raises ClientLeft, and SidecarError if nothing has been
+    answered yet."""
+    body = _Body(call)
     samples = call.method == "POST" and call.path in SAMPLING
-    with in_flight.passing() if samples else contextlib.nullcontext():
-        body = _Body(call)
-        forwarding = asyncio.ensure_future(_forward(call, vllm, body))
-        leaving = asyncio.ensure_future(body.client_left())
-        try:
-            await asyncio.wait({forwarding, leaving}, return_when=asyncio.FIRST_COMPLETED)
-            if not forwarding.done():
-                raise ClientLeft
-            forwarding.result()
-        finally:
-            forwarding.cancel()
-            leaving.cancel()
-            await asyncio.wait({forwarding, leaving})
+    work = _when_generating(call, vllm, body, in_flight) if samples else _forward(call, vllm, body)
+    forwarding = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(body.client_left())
+    try:
+        await asyncio.wait({forwarding, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if not forwarding.done():
+            raise ClientLeft
+        forwarding.result()
+    finally:
+        forwarding.cancel()
+        leaving.cancel()
+        await asyncio.wait({forwarding, leaving})
+
+
+async def _when_generating(call: Call, vllm: Vllm, body: _Body, in_flight: InFlight) -> None:
+    if not in_flight.gate.is_open:
+        await body.keep()
+    async with in_flight.passing():
+        await _forward(call, vllm, body)
 
 
 class _Body:
@@ -57,10 +68,19 @@ class _Body:
     def __init__(self, call: Call) -> None:
         self._call = call
         self._read = asyncio.Event()
+        self._kept: bytes | None = None
         names = {name.lower(): value for name, value in call.scope["headers"]}
         self.given = b"transfer-encoding" in names or names.get(b"content-length", b"0") != b"0"
 
+    async def keep(self) -> None:
+        """Read the whole body now: only then a client that leaves is seen. Raises TooLarge, ClientLeft."""
+        self._kept = await self._call.body()
+        self._read.set()
+
     async def chunks(self) -> AsyncIterator[bytes]:
+        if self._kept is not None:
+            yield self._kept
+            return
         async for chunk in self._call.body_chunks():
             yield chunk
         self._read.set()
@@ -88,7 +108,7 @@ async def _forward(call: Call, vllm: Vllm, body: _Body) -> None:
     except (aiohttp.ClientConnectorError, aiohttp.ServerTimeoutError) as error:
         raise VllmAway(f"vLLM cannot be reached: {error}") from error
     except (aiohttp.ClientError, OSError) as error:
-        raise VllmInterrupted(f"vLLM closed the connection: {error or type(error).__name__}") from error
+        raise VllmInterrupted(f"vLLM closed the connection: {str(error) or type(error).__name__}") from error
     async with response:
         await call.start(response.status, [pair for pair in response.raw_headers if pair[0].lower() not in HOP_BY_HOP])
         try:

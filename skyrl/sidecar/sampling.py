@@ -11,7 +11,7 @@ from skyrl.sidecar.completion import Collected
 from skyrl.sidecar.errors import BadRequest, Refused, VllmBroke
 from skyrl.sidecar.facts import Facts
 from skyrl.sidecar.generate_request import GenerateRequest, Prompt
-from skyrl.sidecar.in_flight import Sample
+from skyrl.sidecar.in_flight import InFlight, Sample
 from skyrl.sidecar.sampling_params import DEFAULT_NEW_TOKENS
 from skyrl.sidecar.vllm import Vllm
 
@@ -93,13 +93,13 @@ def new_tokens(prompt: Prompt, tokens: int, context: int) -> int:
     return wanted
 
 
-async def collect(job: Job, vllm: Vllm, collected: Collected, changed: Callable[[], None]) -> None:
-    """Fill `collected`, and call `changed` each time that it has more, until vLLM or an abort has ended the sample.
-    Cancelling closes the connection to vLLM, and vLLM then ends the sample. Raises SidecarError."""
+async def collect(job: Job, vllm: Vllm, in_flight: InFlight, collected: Collected, changed: Callable[[], None]) -> None:
+    """Wait while generation is paused. Then fill `collected`, and call `changed` each time that it has more, until vLLM
+    or an abort has ended the sample. Cancelling closes the connection to vLLM, and vLLM then ends the sample. Raises
+    SidecarError."""
     sample = job.sample
-    if sample.aborted.is_set():
+    if not await in_flight.send(sample):
         return
-    sample.sent = True
     streams = not job.only_whole and (job.request.stream or not job.facts.dev_mode)
     reading = asyncio.ensure_future((_stream if streams else _whole)(job, vllm, collected, changed))
     given_up = asyncio.ensure_future(sample.given_up.wait())

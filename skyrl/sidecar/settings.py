@@ -11,6 +11,7 @@ class SidecarSettings:
 
     vllm_url: str
     vllm_api_key: str | None = None
+    admin_key: str | None = None
     host: str = "127.0.0.1"
     port: int = 30001
     max_in_flight: int = 8192
@@ -24,3 +25,11 @@ class SidecarSettings:
     control_s: float = 4.0
     """How long vLLM may take for an answer that needs no sampling. Health probes of clients wait 5 s."""
     health_token_s: float = 20.0
+    update_s: float = 600.0
+    """How long one update of the weights may take, or one bucket of it."""
+    group_s: float = 120.0
+    """How long a group with a trainer may take to form, and each broadcast in it, unless the trainer says otherwise."""
+    lock_s: float = 300.0
+    """How long a change of the weights waits for another one."""
+    rpc_s: float = 60.0
+    """How long a call into vLLM's workers may take. It waits for the end of the engine's present step."""

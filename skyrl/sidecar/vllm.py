@@ -6,14 +6,15 @@ import asyncio
 import json
 import re
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import aiohttp
 import msgspec
 from yarl import URL
 
-from skyrl.sidecar.errors import NotOffered, Refused, SidecarError, VllmAway, VllmBroke, VllmInterrupted
+from skyrl.sidecar.errors import NotOffered, Refused, SidecarError, VllmAway, VllmBroke, VllmGone, VllmInterrupted
 from skyrl.sidecar.settings import SidecarSettings
+from skyrl.vllm_plugin.incarnation import HEADER as START_HEADER
 
 KEEP_ALIVE_S = 3.0
 """uvicorn, which vLLM runs, closes idle connections after 5 s."""
@@ -21,6 +22,14 @@ MAX_LINE = 8 * 2**20
 """Bytes of one line of a stream."""
 _PLACE = re.compile(r"'loc': 'body\.(\w+)")
 NO_DEV_MODE = "vLLM was started without VLLM_SERVER_DEV_MODE=1"
+
+
+class Health(NamedTuple):
+    """`start` names the start of vLLM that answers; None if vLLM does not tell."""
+
+    status: int
+    body: bytes
+    start: str | None
 
 
 class Vllm:
@@ -56,6 +65,10 @@ class Vllm:
 
     async def call(self, method: str, path: str, body: Any = None, timeout_s: float | None = None) -> Any:
         """The JSON of a short answer. Raises SidecarError; NotOffered if vLLM does not have the path."""
+        return _json(await self.call_raw(method, path, body, timeout_s))
+
+    async def call_raw(self, method: str, path: str, body: Any = None, timeout_s: float | None = None) -> bytes:
+        """As `call`, for an answer that is not JSON."""
         timeout_s = self._settings.control_s if timeout_s is None else timeout_s
         try:
             async with asyncio.timeout(timeout_s):
@@ -64,15 +77,20 @@ class Vllm:
             raise VllmAway(f"vLLM did not answer {path} within {timeout_s:g} s") from None
         if status == 404 and _is_unknown_route(answer):
             raise NotOffered(f"{NO_DEV_MODE}: it has no {path}")
-        return self._decoded(status, answer)
+        if status != 200:
+            raise _failure(status, *_message(answer), has_key=self.has_key)
+        return answer
 
-    async def health(self) -> tuple[int, bytes]:
-        """The status and the body of vLLM's own answer. Raises VllmAway."""
+    async def health(self) -> Health:
+        """vLLM's own answer. Raises SidecarError."""
         try:
             async with asyncio.timeout(self._settings.control_s):
-                return await self._exchange("GET", "/health", None, {})
+                async with await self._send("GET", "/health", None, {}) as response:
+                    return Health(response.status, await self._read(response), response.headers.get(START_HEADER))
         except TimeoutError:
             raise VllmAway(f"vLLM did not answer /health within {self._settings.control_s:g} s") from None
+        except (aiohttp.ClientError, OSError) as error:
+            raise VllmInterrupted(f"vLLM's answer broke: {_named(error)}") from error
 
     async def complete(self, body: dict[str, Any], request_id: str) -> Any:
         """The whole answer of `/v1/completions`; waits as long as vLLM samples. Cancelling closes the connection, and
@@ -114,7 +132,7 @@ class Vllm:
                     method, self.url(path), data=data, headers=headers, allow_redirects=False
                 )
             except aiohttp.ClientConnectorError as error:
-                raise VllmAway(f"vLLM cannot be reached: {_named(error)}") from error
+                raise VllmGone(f"vLLM cannot be reached: {_named(error)}") from error
             except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError) as error:
                 # vLLM closed an idle connection just as it was used, or it ended with this request.
                 if attempt == 2:

@@ -19,6 +19,12 @@ class KnownConfig:
         self._vllm = vllm
         self._asking = asyncio.Lock()
         self._known: dict[str, Any] | None = None
+        self._device: Any = None
+
+    async def device(self) -> str | None:
+        """Such as `cuda` or `cpu`; None if vLLM does not tell. Raises VllmAway."""
+        await self.get()
+        return self._device
 
     async def get(self) -> dict[str, Any]:
         """Empty if vLLM does not tell. Raises VllmAway."""
@@ -28,7 +34,9 @@ class KnownConfig:
                     answer = await self._vllm.call("GET", "/server_info?config_format=json", timeout_s=TIMEOUT_S)
                 except (NotOffered, VllmBroke, BadRequest):
                     return {}
-                self._known = _fields(answer.get("vllm_config") if isinstance(answer, dict) else None)
+                config = answer.get("vllm_config") if isinstance(answer, dict) else None
+                self._device = _part(config, "device_config").get("device")
+                self._known = _fields(config)
         return self._known
 
 

@@ -1,8 +1,9 @@
 """vLLM general plugin: vLLM loads it in its API server, engine core and workers.
 
-Changes six things: no process of vLLM outlives its parent; every endpoint needs the API key; any temperature is
-allowed; on a CPU, LoRA computes correct results (see `punica_cpu`), prompts get more logprobs than vLLM's own (see
-`xargs`), and the engine core is forked from the API server, which saves its imports.
+Changes eight things: no process of vLLM outlives its parent; every endpoint needs the API key; any temperature is
+allowed; new weights empty the prefix cache (see `prefix_cache`); completions tell which weights sampled which tokens
+(see `token_versions`); on a CPU, LoRA computes correct results (see `punica_cpu`), prompts get more logprobs than
+vLLM's own (see `xargs`), and the engine core is forked from the API server, which saves its imports.
 
 Knows the internals of the tested versions of vLLM. In another version it logs an error and patches nothing. Knows
 nothing of the rest of skyrl.
@@ -46,10 +47,15 @@ def register() -> None:
             vllm.__version__,
         )
         return
+    from skyrl.vllm_plugin.prefix_cache import forget_with_weights
     from skyrl.vllm_plugin.temperature import allow_any_temperature
 
     allow_any_temperature()
+    forget_with_weights()
     if parent is None:
+        from skyrl.vllm_plugin.token_versions import tell_versions
+
+        tell_versions()
         _guard_all_endpoints()
     if current_platform.is_cpu():
         from skyrl.vllm_plugin.cpu_patches import apply

@@ -213,7 +213,7 @@ async def open_connections(lane: Lane, workers: Sequence[FakeWorker]) -> None:
             connections.give_back(address, connection)
 
 
-async def until(condition: Callable[[], bool]) -> None:
+async def until(condition: Callable[[], object]) -> None:
     """Wait until the condition holds. The test's own timeout ends a wait that never ends."""
     while not condition():  # noqa: ASYNC110 - the condition may be anything
         await asyncio.sleep(0.005)

@@ -14,8 +14,7 @@ import aiohttp
 from skyrl.processes.listening import listen
 from skyrl.sidecar.app import Sidecar, open_sidecar
 from skyrl.sidecar.settings import SidecarSettings
-from skyrl.web.server import Server
-from tests.component.router_world import Exchange, FakeWorker
+from tests.component.router_world import Exchange, FakeWorker, PromptServer
 
 Completion = Callable[[Exchange], Awaitable[None]]
 CONTEXT = 100
@@ -131,7 +130,7 @@ async def running_sidecar(vllm_url: str, **options: Any) -> AsyncIterator[Runnin
         open_sidecar(SidecarSettings(vllm_url, **options)) as app,
         aiohttp.ClientSession(auto_decompress=False, connector=aiohttp.TCPConnector(limit=0)) as session,
     ):
-        server = Server(app, date_header=False, drain_s=1)
+        server = PromptServer(app, date_header=False, drain_s=1)
         serving = asyncio.create_task(server.serve(sockets))
         try:
             yield RunningSidecar(app, f"http://127.0.0.1:{sockets[0].getsockname()[1]}", session)

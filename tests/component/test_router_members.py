@@ -77,6 +77,7 @@ async def test_a_replica_that_comes_back_has_the_adapters_in_use_before_it_gets_
             await until(lambda: used(router) == {one.url, two.url})
             one.dead = True
             await until(lambda: used(router) == {two.url})
+            await until(lambda: group.replicas[0].state is ReplicaState.LOST)
             one.calls.clear()
             one.restart()
             await until(lambda: used(router) == {one.url, two.url})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import io
 import json
 from pathlib import Path
 from types import ModuleType
@@ -80,6 +81,26 @@ class Pure:
         await self.app(scope, receive, marked)
 
 
+class LosesTheBody:
+    """Plain ASGI whose `receive` fails after the first megabytes of a body."""
+
+    def __init__(self, app, *, router) -> None:
+        self.app = app
+
+    async def __call__(self, scope, receive, send) -> None:
+        size = 0
+
+        async def failing():
+            nonlocal size
+            if size > 2 * 2**20:
+                raise LookupError("on purpose")
+            message = await receive()
+            size += len(message.get("body", b""))
+            return message
+
+        await self.app(scope, failing, send)
+
+
 class Upper(RouterMiddleware):
     """Changes a stream while it passes."""
 
@@ -136,6 +157,15 @@ async def test_middleware_may_ask_more_than_once() -> None:
     ):
         assert await answer.json() == ["same", "same"]
     assert [request.body for request in worker.received] == [b"same", b"same"]
+
+
+async def test_a_body_that_a_middleware_loses_ends_the_request() -> None:
+    async with (
+        running_router(FakeWorker(), middleware=(f"{HERE}.LosesTheBody",)) as router,
+        router.session.post(f"{router.url}/x", data=io.BytesIO(bytes(4 * 2**20))) as answer,
+    ):
+        assert answer.status == 502
+        assert "could not be read" in (await answer.json())["error"]["message"]
 
 
 async def test_plain_asgi_middleware_works() -> None:

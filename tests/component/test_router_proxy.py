@@ -280,6 +280,15 @@ async def test_a_body_beyond_the_limit_is_refused(running_router: Start) -> None
     assert len(worker.received) == 1
 
 
+async def test_a_small_bound_of_bodies_holds(running_router: Start) -> None:
+    worker = FakeWorker()
+    async with running_router(worker, limits=Limits(body_bytes=100)) as router:
+        for size, status in ((100, 200), (101, 413)):
+            async with router.session.post(f"{router.url}/x", data=b"x" * size) as answer:
+                assert answer.status == status
+    assert len(worker.received) == 1
+
+
 async def test_requests_at_a_worker_that_hangs_are_broken_off(running_router: Start) -> None:
     async def hang(exchange: Exchange) -> None:
         await exchange.client_closed.wait()

@@ -421,6 +421,31 @@ async def test_the_version_of_the_weights_is_asked_after_the_sample() -> None:
         assert (await sidecar.post("/weight_version"))[0] == 503
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_versions_of_tokens_are_vllms_and_the_last_is_the_answers(stream: bool) -> None:
+    spans = [{"version": "1", "start": 0, "end": 1}, {"version": "2", "start": 1, "end": 2}]
+    last = choice([8, 9], weight_versions=spans)
+
+    async def script(exchange: Exchange) -> None:
+        if stream:
+            await exchange.send(events({"choices": [last]}, {"choices": [], "usage": {"prompt_tokens": 3}}))
+        else:
+            await answers(completion(last))(exchange)
+
+    vllm = FakeVllm(script)
+    vllm.version = "3"  # the weights have changed since
+    async with sidecar_before(vllm) as sidecar:
+        _, answer = await sidecar.generate(stream=stream)
+        meta = (json.loads(answer.split(b"\n\n")[-3][6:]) if stream else answer)["meta_info"]
+        assert (meta["weight_versions"], meta["weight_version"]) == (spans, "2")
+        vllm.complete = answers(completion(choice([8])))
+        _, answer = await sidecar.generate()
+        assert "weight_versions" not in answer["meta_info"]
+        assert answer["meta_info"]["weight_version"] == "3"
+        vllm.complete = answers(completion(choice([8], weight_versions=spans)))
+        assert (await sidecar.generate())[0] == 502
+
+
 async def test_other_requests_reach_vllm_as_they_are() -> None:
     body = b'{"a": 1.50e-05,  "z":"\xc3\xa9"}'
 

@@ -27,8 +27,9 @@ async def test_sigterm_lets_samples_end_and_leaves_nothing() -> None:
     vllm = FakeVllm(script)
     await vllm.start()
     port = free_port()
+    keys = {"SKYRL_VLLM_API_KEY": "secret", "SKYRL_ADMIN_KEY": "admin"}
     command = [sys.executable, "-m", "skyrl.cli.main", "sidecar", "--port", str(port), "--vllm-url", vllm.url + "/"]
-    process = await asyncio.create_subprocess_exec(*command, env=os.environ | {"SKYRL_VLLM_API_KEY": "secret"})
+    process = await asyncio.create_subprocess_exec(*command, env=os.environ | keys)
     url = f"http://127.0.0.1:{port}"
 
     async def is_healthy(session: aiohttp.ClientSession) -> bool:
@@ -43,6 +44,8 @@ async def test_sigterm_lets_samples_end_and_leaves_nothing() -> None:
         async with aiohttp.ClientSession() as session:
             while not await is_healthy(session):  # noqa: ASYNC110 - a process has no event
                 await asyncio.sleep(0.05)
+            async with session.post(f"{url}/continue_generation") as refused:
+                assert refused.status == 401
             asked = asyncio.create_task(session.post(f"{url}/generate", json={"input_ids": [5, 6, 7]}))
             await until(lambda: bool(vllm.bodies))
             process.send_signal(signal.SIGTERM)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 import psutil
@@ -21,6 +22,7 @@ import tinker
 from tinker import types
 
 from skyrl.demo.server import DemoServer
+from skyrl.router.admin import ADMIN_METHODS
 
 from .conftest import SLOW_START_S, cross_entropy, find_process, train
 
@@ -134,6 +136,19 @@ def test_an_adapter_is_on_both_replicas_after_its_save(server: DemoServer, repli
             answer = replicas.http.post(f"{url}/v1/completions", json=body | {"model": adapters[0]}).json()
             assert answer["choices"][0]["token_ids"] == tokens
     assert server.status()["replicas"] == {"in_use": 2, "of": 2}
+
+
+def test_nobody_but_the_server_changes_weights(replicas: Replicas, server: DemoServer) -> None:
+    """A stranger and a tenant get nothing from the router and vLLM; the API has no such routes."""
+    tenant = {"Authorization": "Bearer tml-tenant", "X-API-Key": "tml-tenant"}
+    for path in sorted(ADMIN_METHODS):
+        for headers in ({}, tenant):
+            for url in (replicas.router, *replicas.urls):
+                assert httpx.post(url + path, json={}, headers=headers, trust_env=False).status_code == 401
+        assert httpx.post(server.url + path, json={}, headers=tenant, trust_env=False).status_code == 404
+    for url in replicas.urls:
+        worker = f"{replicas.router}/workers/{quote(url, safe='')}"
+        assert httpx.put(worker, json={"disabled": True}, headers=tenant, trust_env=False).status_code == 401
 
 
 def test_the_router_and_vllm_refuse_a_request_without_the_key(replicas: Replicas) -> None:

@@ -26,6 +26,15 @@ def test_a_server_listens_on_every_address_of_a_name() -> None:
             opened.close()
 
 
+def test_answers_are_sent_at_once() -> None:
+    """asyncio turns Nagle's algorithm off where an accepted connection names its protocol."""
+    (opened,) = listen("127.0.0.1", 0)
+    with opened, socket.create_connection(opened.getsockname(), timeout=60):
+        accepted, _ = opened.accept()
+        with accepted:
+            assert accepted.proto == socket.IPPROTO_TCP
+
+
 def test_addresses_of_other_machines_and_unknown_names_are_refused() -> None:
     for host in ("192.0.2.1", "no-such-host.invalid"):
         with pytest.raises(ConfigError, match=f"port: cannot listen on {host}:"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -203,23 +203,66 @@ def test_the_policy_gets_the_same_candidates_until_they_change() -> None:
     assert len(given) == 3
 
 
-async def test_a_request_waits_for_a_worker(pool: WorkerPool) -> None:
-    waiting = asyncio.create_task(pool.wait_routable(FOREVER_S))
-    await asyncio.sleep(0)
-    assert not waiting.done()
-    worker = pool.add("http://a")
-    assert await waiting
-    assert await pool.wait_routable(0)
-    pool.refused(worker)
-    assert not await pool.wait_routable(0)
-
-
 def test_counts_of_each_worker(pool: WorkerPool) -> None:
     worker = pool.add("http://a")
     pool.begin(worker)
     pool.probe_failed(worker, "why", THRESHOLD)
     expected = {"url": "http://a", "state": "healthy", "in_flight": 1, "served": 1, "failed_probes": 1}
-    assert pool.counts() == [expected]
+    in_service = {"disabled": None, "is_dead": False, "missed": None, "changing": False}
+    assert pool.counts() == [expected | in_service]
+
+
+def test_a_worker_out_of_service_gets_nothing_until_it_is_back(pool: WorkerPool) -> None:
+    first, second = pool.add("http://a"), pool.add("http://b")
+    pool.set_service(first, disabled="by hand", is_dead=False)
+    assert pool.candidates == (second,)
+    pool.add("http://a")
+    assert pool.candidates == (second,), "registering again does not enable it"
+    pool.set_missed(second, "an update")
+    assert pool.candidates == ()
+    pool.set_service(first, disabled=None, is_dead=False)
+    pool.set_service(second, disabled=None, is_dead=False)
+    assert pool.candidates == (first,), "it still lacks the update"
+    pool.set_missed(second, None)
+    assert pool.candidates == (first, second)
+    pool.set_service(first, disabled=None, is_dead=True)
+    assert pool.candidates == (second,)
+
+
+def test_a_change_of_weights_keeps_what_is_set_meanwhile(pool: WorkerPool) -> None:
+    first, second = pool.add("http://a"), pool.add("http://b")
+
+    def change() -> None:
+        with pool.weights_change([first, second]):
+            assert pool.changing
+            assert pool.candidates == ()
+            with pool.weights_change([second]):
+                pool.set_service(first, disabled="by hand", is_dead=False)
+            raise LookupError("on purpose")
+
+    with pytest.raises(LookupError):
+        change()
+    assert not pool.changing
+    assert pool.candidates == (second,)
+
+
+def test_a_removed_worker_is_not_told_of_the_end_of_a_change(pool: WorkerPool) -> None:
+    worker, told = pool.add("http://a"), []
+    with pool.weights_change([worker]):
+        pool.remove("http://a")
+        pool.subscribe(lambda one, change: told.append((one, change)))
+    pool.set_missed(worker, "an update")
+    pool.set_service(worker, disabled="why", is_dead=True)
+    assert told == []
+
+
+def test_the_next_change_of_the_candidates_wakes_who_waits(pool: WorkerPool) -> None:
+    worker = pool.add("http://a")
+    with pool.weights_change([worker]):
+        event = pool.next_change
+        assert not event.is_set()
+    assert event.is_set()
+    assert not pool.next_change.is_set()
 
 
 class Model(RuleBasedStateMachine):
@@ -230,6 +273,7 @@ class Model(RuleBasedStateMachine):
         self.pool = WorkerPool(LeastInFlight())
         self.requests: list[Worker] = []
         self.removed: set[str] = set()
+        self.changes: list[tuple[Any, Worker]] = []
 
     urls = st.sampled_from(["http://a", "http://b", "http://c"])
 
@@ -274,6 +318,35 @@ class Model(RuleBasedStateMachine):
         else:
             self.pool.probe_answered(worker)
 
+    @precondition(lambda self: self.pool.workers)
+    @rule(data=st.data(), disabled=st.sampled_from([None, "why"]), is_dead=st.booleans())
+    def set_service(self, data: st.DataObject, disabled: str | None, is_dead: bool) -> None:
+        self.pool.set_service(data.draw(st.sampled_from(self.pool.workers)), disabled=disabled, is_dead=is_dead)
+
+    @precondition(lambda self: self.pool.workers)
+    @rule(data=st.data(), missed=st.sampled_from([None, "what"]))
+    def miss(self, data: st.DataObject, missed: str | None) -> None:
+        self.pool.set_missed(data.draw(st.sampled_from(self.pool.workers)), missed)
+
+    @precondition(lambda self: self.pool.workers)
+    @rule(data=st.data())
+    def begin_change(self, data: st.DataObject) -> None:
+        worker = data.draw(st.sampled_from(self.pool.workers))
+        change = self.pool.weights_change([worker])
+        change.__enter__()
+        self.changes.append((change, worker))
+
+    @precondition(lambda self: self.changes)
+    @rule()
+    def end_change(self) -> None:
+        change, _ = self.changes.pop()
+        change.__exit__(None, None, None)
+
+    @invariant()
+    def holds_count_the_changes(self) -> None:
+        for worker in self.pool.workers:
+            assert worker.holds == [one for _, one in self.changes].count(worker)
+
     @invariant()
     def in_flight_counts_the_requests(self) -> None:
         for worker in self.pool.workers:
@@ -289,10 +362,10 @@ class Model(RuleBasedStateMachine):
 
     @invariant()
     def candidates_are_the_healthy_workers_else_the_last_resort(self) -> None:
-        healthy = [worker for worker in self.pool.workers if worker.state is WorkerState.HEALTHY]
-        waiting = [w for w in self.pool.workers if w.state is WorkerState.QUARANTINED and w.held and w.answers]
+        serving = [w for w in self.pool.workers if not (w.disabled or w.is_dead or w.missed or w.holds)]
+        healthy = [worker for worker in serving if worker.state is WorkerState.HEALTHY]
+        waiting = [w for w in serving if w.state is WorkerState.QUARANTINED and w.held and w.answers]
         assert list(self.pool.candidates) == (healthy or waiting)
-        assert self.pool._has_candidates.is_set() == bool(self.pool.candidates)
 
 
 TestModel = Model.TestCase

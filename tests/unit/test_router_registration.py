@@ -241,7 +241,7 @@ async def test_the_router_lives_without_workers(call: Caller) -> None:
     [
         ("GET", "/add_worker", "POST"),
         ("PUT", "/workers", "GET, POST"),
-        ("PUT", "/workers/some-id", "GET, DELETE"),
+        ("POST", "/workers/some-id", "GET, PUT, DELETE"),
         ("POST", "/list_workers", "GET"),
         ("DELETE", "/health", "GET, HEAD, POST"),
     ],

@@ -64,6 +64,26 @@ async def test_a_worker_that_waited_for_its_registration_still_waits(tmp_path: P
     assert again.candidates == (), "nor is it the last resort before a good probe"
 
 
+async def test_what_keeps_a_worker_out_of_routing_survives(tmp_path: Path) -> None:
+    async with written(tmp_path) as pool:
+        pool.set_service(pool.add("http://disabled"), disabled="by hand", is_dead=False)
+        pool.set_service(pool.add("http://dead"), disabled=None, is_dead=True)
+        pool.set_missed(pool.add("http://late"), "an update")
+    again = loaded(tmp_path)
+    assert again.candidates == ()
+    assert [(one.disabled, one.is_dead, one.missed) for one in again.workers] == [
+        ("by hand", False, None),
+        (None, True, None),
+        (None, False, "an update"),
+    ]
+
+
+def test_a_file_of_version_1_is_read(tmp_path: Path) -> None:
+    (tmp_path / state_file.FILE_NAME).write_text(json.dumps({"version": 1, "workers": [WORKER]}))
+    pool = loaded(tmp_path)
+    assert [worker.url for worker in pool.candidates] == ["http://b"]
+
+
 @pytest.fixture
 async def wrote(monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
     """Set after each write that succeeds."""
@@ -121,7 +141,7 @@ WORKER = {"url": "http://b", "completions_url": None, "worker_type": "regular", 
         b"\xff",
         b"[" * 100_000,
         b"[]",
-        json.dumps({"version": 2, "workers": []}).encode(),
+        json.dumps({"version": 3, "workers": []}).encode(),
         *(
             json.dumps({"version": 1, "workers": workers}).encode()
             for workers in (None, [5], [{}], [WORKER | {"url": 5}], [WORKER | {"url": "x"}], [WORKER | {"more": 1}])

@@ -64,6 +64,55 @@ def test_lists_of_logprobs() -> None:
     assert named["output_token_ids_logprobs"] == [[[-1.0, 7, "t7"], [None, 3, "t3"]]]
 
 
+SPANS = [{"version": "1", "start": 0, "end": 2}, {"version": "2", "start": 2, "end": 3}]
+
+
+def with_versions(versions: Any, tokens: list[int], **fields: Any) -> Collected:
+    choice = {"token_ids": tokens, "text": "", "finish_reason": "length", "weight_versions": versions} | fields
+    collected = Collected()
+    collected.add_answer({"choices": [choice], "usage": {"prompt_tokens": 1}}, logprobs=False, prompt=None)
+    return collected
+
+
+def test_versions_of_tokens_are_read_whole_and_streamed() -> None:
+    assert with_versions(SPANS, [4, 5, 6]).versions == SPANS
+    streamed = Collected()
+    for choice in (
+        {"token_ids": [4, 5], "finish_reason": None},
+        {"token_ids": [6], "finish_reason": "stop", "weight_versions": SPANS},
+    ):
+        streamed.add_chunk({"choices": [choice]}, logprobs=False)
+    assert streamed.versions == SPANS
+
+
+def test_a_vllm_that_does_not_tell_versions_is_no_error() -> None:
+    assert with_versions(None, [4]).versions is None
+    assert with_versions([], [], finish_reason="abort").versions is None
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        [{"version": "1", "start": 0, "end": 2}],
+        [{"version": "1", "start": 0, "end": 4}],
+        [{"version": "1", "start": 1, "end": 3}],
+        [{"version": "1", "start": 0, "end": 1}, {"version": "2", "start": 2, "end": 3}],
+        [{"version": "1", "start": 0, "end": 2}, {"version": "2", "start": 1, "end": 3}],
+        [{"version": "1", "start": 0, "end": 0}, {"version": "2", "start": 0, "end": 3}],
+        [{"version": 1, "start": 0, "end": 3}],
+        [{"version": "1", "start": False, "end": 3}],
+        [{"version": "1", "start": 0, "end": 3.0}],
+        [{"version": "1", "start": 0}],
+        [3],
+        3,
+        {"version": "1", "start": 0, "end": 3},
+    ],
+)
+def test_versions_that_do_not_cover_each_token_once_are_an_error(wrong: Any) -> None:
+    with pytest.raises(VllmBroke, match="weight_versions"):
+        with_versions(wrong, [4, 5, 6])
+
+
 def test_impossible_alternatives_are_left_out() -> None:
     collected = Collected()
     top = {"token_id:8": -0.5, "token_id:9": -9999.0, "token_id:7": None}

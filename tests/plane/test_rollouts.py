@@ -1,5 +1,5 @@
-"""`skyrl rollout` with two real vLLMs, as clients of RL frameworks use it. The tests share one plane and run in the
-order of this file; the last test stops the plane.
+"""`skyrl rollout` with two real vLLMs, as clients of RL frameworks use it. The tests run in the order of this file; the
+last test stops the plane, so this file is the last of the folder.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ import pytest_asyncio
 from skyrl.demo.server import DemoServer
 from skyrl.rollout import RolloutClient, RolloutConfig, RolloutRequest, SamplingParams, Trajectory, make_strategy
 from tests.e2e.conftest import SLOW_START_S
-from tests.e2e.rollout_plane import READY_S, RunningPlane, gateway
+from tests.plane.running import READY_S, RunningPlane, gateway
 from tests.sdk_programs import TRACED, succeeded
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
@@ -32,23 +32,6 @@ PROMPT = [265, 296, 83, 315]
 GREEDY = {"temperature": 0, "max_new_tokens": 12}
 LONG = {"max_new_tokens": 900, "ignore_eos": True}
 EXAMPLE = Path(__file__).parents[2] / "examples" / "text_rollouts.py"
-
-
-@pytest.fixture(scope="module")
-def plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningPlane]:
-    running = RunningPlane(tmp_path_factory.mktemp("plane"), "--num-engines", "2", "--middleware", "radix")
-    running.start()
-    try:
-        running.wait_routable(2)
-        yield running
-    finally:
-        running.stop()
-
-
-@pytest_asyncio.fixture
-async def session() -> AsyncIterator[aiohttp.ClientSession]:
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as opened:
-        yield opened
 
 
 async def post(session: aiohttp.ClientSession, url: str, body: Any = None) -> Any:

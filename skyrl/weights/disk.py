@@ -1,0 +1,82 @@
+"""A whole checkpoint on a disk that trainer and servers share, as a medium."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import secrets
+import shutil
+from pathlib import Path
+
+from safetensors.torch import save_file
+
+from skyrl.weights.tensors import Part
+from skyrl.weights.workers import PauseMode, Workers
+
+INDEX = "model.safetensors.index.json"
+
+
+class CheckpointOnDisk:
+    """Each update has a directory of its own under `parent`, which is deleted at its end. With the pause `in_place`,
+    samples in flight keep their cache, with the other pauses they compute it again; without a pause the servers refuse
+    while samples are in flight."""
+
+    def __init__(self, workers: Workers, parent: Path, pause: PauseMode | None = "in_place") -> None:
+        self._workers = workers
+        self._parent = parent
+        self._pause: PauseMode | None = pause
+        self._directory: Path | None = None
+        self._version = ""
+        self._shards: list[tuple[str, list[str]]] = []
+
+    async def begin(self, version: str) -> None:
+        """Raises OSError."""
+        self._parent.mkdir(parents=True, exist_ok=True)
+        shown = re.sub(r"[^\w.-]", "_", version)
+        self._directory = self._parent / f"weights-{shown}-{secrets.token_hex(4)}"
+        self._directory.mkdir()  # servers of another user read it, so it is not for this user alone
+        self._version, self._shards = version, []
+
+    async def send(self, part: Part) -> None:
+        """Write one file. Raises OSError."""
+        assert self._directory is not None
+        name = f"model-{len(self._shards) + 1:05}.safetensors"
+        self._shards.append((name, list(part)))
+        writing = asyncio.ensure_future(asyncio.to_thread(_write, part, self._directory / name))
+        try:
+            await asyncio.shield(writing)
+        except asyncio.CancelledError:
+            await asyncio.wait([writing])  # the directory is deleted next
+            raise
+
+    async def finish(self) -> None:
+        """Raises OSError, WorkersFailed."""
+        assert self._directory is not None
+        index = {"weight_map": {tensor: file for file, tensors in self._shards for tensor in tensors}}
+        (self._directory / INDEX).write_text(json.dumps(index))
+        body = {
+            "model_path": str(self._directory.resolve()),
+            "weight_version": self._version,
+            "flush_cache": self._pause != "in_place",
+        }
+        # Servers read while they sample; the pause is for the moment in which the weights change
+        await self._workers.post("/update_weights_from_disk", body | {"stage_only": True})
+        async with self._workers.paused(self._pause):
+            await self._workers.post("/update_weights_from_disk", body)
+        await self._delete()
+
+    async def abandon(self) -> None:
+        await self._delete()
+
+    async def _delete(self) -> None:
+        directory, self._directory = self._directory, None
+        if directory is not None:
+            await asyncio.to_thread(shutil.rmtree, directory)
+
+
+def _write(part: Part, path: Path) -> None:
+    save_file({name: tensor.cpu().contiguous() for name, tensor in part.items()}, path)
+    with open(path, "rb") as written:
+        os.fsync(written.fileno())  # a server on another machine reads it

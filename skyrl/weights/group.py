@@ -1,0 +1,156 @@
+"""A torch.distributed group of the trainer and all servers as a medium: what is sent goes to all of them at once."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import socket
+from typing import Any
+
+from skyrl.weights.digests import digest, dtype_name
+from skyrl.weights.process_group import Group, join
+from skyrl.weights.tensors import Part
+from skyrl.weights.workers import PauseMode, Workers, WorkersFailed
+
+TIMEOUT_S = 120.0
+
+
+class NotApplied(RuntimeError):
+    """All parts were sent, and a server still waits for tensors of its model."""
+
+
+class TrainerGroup:
+    """The trainer is rank 0 and listens on `address`, which the servers must reach. Each update has a group of its own:
+    that takes milliseconds, and a group that has failed cannot be used again.
+
+    Servers stage what arrives while they sample. The last tensor makes them apply the update; `pause` holds all of them
+    around it, so that they change together. With the pause `in_place`, samples in flight keep their cache. `timeout_s`
+    bounds the forming of the group, and each broadcast. `checksums`: servers check what arrives.
+    """
+
+    def __init__(
+        self,
+        workers: Workers,
+        address: str = "127.0.0.1",
+        backend: str = "gloo",
+        pause: PauseMode | None = "in_place",
+        timeout_s: float = TIMEOUT_S,
+        *,
+        checksums: bool = False,
+    ) -> None:
+        self._workers = workers
+        self._address = address
+        self._backend = backend
+        self._pause: PauseMode | None = pause
+        self._timeout_s = timeout_s
+        self._checksums = checksums
+        self._group: Group | None = None
+        self._name = ""
+        self._version = ""
+        self._last: Part | None = None
+
+    async def begin(self, version: str) -> None:
+        """Raises GroupError, WorkersFailed."""
+        self._version, self._last = version, None
+        self._name = f"skyrl-{secrets.token_hex(8)}"
+        ranks = await self._workers.ranks()
+        world, port = 1 + sum(ranks.values()), _free_port(self._address)
+        bodies, offset = {}, 1
+        for url, size in ranks.items():
+            bodies[url] = {
+                "master_address": self._address,
+                "master_port": port,
+                "rank_offset": offset,
+                "world_size": world,
+                "group_name": self._name,
+                "backend": self._backend,
+                "timeout_s": self._timeout_s,
+            }
+            offset += size
+        joining = asyncio.to_thread(self._join, self._name, port, world)
+        await _both(joining, self._workers.post("/init_weights_update_group", bodies=bodies))
+
+    def _join(self, name: str, port: int, world: int) -> None:
+        group = join(self._address, port, 0, world, name, self._backend, self._timeout_s)
+        self._group = group
+        if self._name != name:  # the update was abandoned meanwhile
+            self._group = None
+            group.close()
+
+    async def send(self, part: Part) -> None:
+        """The part is broadcast when the next one is given, or by `finish`. Raises GroupError, WorkersFailed."""
+        if self._last is not None:
+            await self._broadcast(self._last)
+        self._last = part
+
+    async def finish(self) -> None:
+        """Raises GroupError, WorkersFailed, NotApplied."""
+        if self._last is None:
+            raise NotApplied("nothing was sent")
+        last = self._last
+        smallest = min(last, key=lambda name: last[name].nbytes)
+        rest = {name: tensor for name, tensor in last.items() if name != smallest}
+        if rest:
+            await self._broadcast(rest)
+        async with self._workers.paused(self._pause):  # for as short as possible: one small tensor is left
+            try:
+                answers = await self._broadcast({smallest: last[smallest]})
+                waiting = {url: one.get("message") for url, one in answers.items() if one.get("applied") is False}
+                if waiting:
+                    raise NotApplied("; ".join(f"{url}: {message}" for url, message in waiting.items()))
+            except BaseException:
+                await self._leave()  # servers do not go on in the middle of an update
+                raise
+        await self._leave()
+
+    async def abandon(self) -> None:
+        await self._leave()
+
+    async def _broadcast(self, part: Part) -> dict[str, Any]:
+        assert self._group is not None
+        body: dict[str, Any] = {
+            "names": list(part),
+            "dtypes": [dtype_name(tensor.dtype) for tensor in part.values()],
+            "shapes": [list(tensor.shape) for tensor in part.values()],
+            "group_name": self._name,
+            "flush_cache": self._pause != "in_place",
+            "weight_version": self._version,
+        }
+        if self._checksums:
+            body["checksums"] = {name: digest(name, tensor) for name, tensor in part.items()}
+        sending = asyncio.to_thread(_broadcast_all, self._group, part)
+        _, answers = await _both(sending, self._workers.post("/update_weights_from_distributed", body))
+        return answers
+
+    async def _leave(self) -> None:
+        name, self._name, self._last = self._name, "", None
+        group, self._group = self._group, None
+        if not name:
+            return
+        with contextlib.suppress(WorkersFailed):  # of a server that is gone, or was never in the group
+            await self._workers.post("/destroy_weights_update_group", {"group_name": name})
+        if group is not None:
+            await asyncio.to_thread(group.close)
+
+
+async def _both(sending: Any, telling: Any) -> tuple[Any, Any]:
+    """Both results. Waits for the end of both; what a server says is raised first, because it says more."""
+    sent, told = await asyncio.gather(sending, telling, return_exceptions=True)
+    for outcome in (told, sent):
+        if isinstance(outcome, BaseException):
+            raise outcome
+    return sent, told
+
+
+def _broadcast_all(group: Group, part: Part) -> None:
+    for tensor in part.values():
+        group.broadcast(tensor)
+
+
+def _free_port(address: str) -> int:
+    """A port of this machine that is free now."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family) as listener:
+        listener.bind((address, 0))
+        return listener.getsockname()[1]

@@ -1,0 +1,106 @@
+"""A torch.distributed group of a trainer and the workers that sample. Apart from the default group: trainer and vLLM
+each have their own. Imports torch alone, because vLLM's workers import it too.
+
+Prefixes and order of calls are those of the usual recipe of RL frameworks (a TCP store, a prefix with the group's name,
+torch's helper for new groups), so a trainer that forms its side by that recipe meets this one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Iterator
+from datetime import timedelta
+
+import torch
+from torch.distributed import ProcessGroup, TCPStore, distributed_c10d  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed.distributed_c10d import GroupName, PrefixStore
+
+BACKENDS = ("gloo", "nccl")
+_AS_BYTES = (torch.int16, torch.float8_e4m3fn, torch.float8_e5m2)
+"""gloo, NCCL or both do not know these."""
+_BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
+
+
+class GroupError(Exception):
+    """The group was not formed, or failed. It cannot be used again; form another, with another name."""
+
+
+class Group:
+    """One member. Make it with `join`."""
+
+    def __init__(self, group: ProcessGroup, store: distributed_c10d.Store, rank: int, timeout: timedelta) -> None:
+        self._group: ProcessGroup | None = group
+        self._store: distributed_c10d.Store | None = store
+        self._rank = rank
+        self._timeout = timeout
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """Send rank 0's `tensor`, or fill this one with it. All members call this with the same shape and dtype.
+        Returns when the values are there. Raises GroupError, at the latest after the group's timeout; ValueError for a
+        tensor to fill that is not contiguous."""
+        if self._group is None:
+            raise GroupError("the group is closed")
+        options = distributed_c10d.BroadcastOptions()
+        options.rootRank, options.rootTensor = 0, 0
+        if self._rank == 0:
+            tensor = tensor.contiguous()  # gloo sends the memory as it lies, and does not look at strides
+        elif not tensor.is_contiguous():
+            raise ValueError("only a contiguous tensor can be filled")
+        if tensor.dtype in _AS_BYTES:
+            tensor = tensor.reshape(-1).view(torch.uint8)
+        try:
+            self._group.broadcast([tensor], options).wait(self._timeout)
+        except RuntimeError as error:
+            raise GroupError(f"rank {self._rank}: {_first_line(error)}") from error
+
+    def close(self) -> None:
+        """Leave the group. A second call changes nothing."""
+        group, self._group, self._store = self._group, None, None
+        if group is not None:
+            with contextlib.suppress(RuntimeError, ValueError):  # of a group that has failed
+                distributed_c10d.destroy_process_group(group)
+
+
+def join(address: str, port: int, rank: int, world: int, name: str, backend: str, timeout_s: float) -> Group:
+    """Wait until all `world` members are there. Rank 0, the trainer, opens `port`. `timeout_s` bounds this call, and
+    each broadcast later. Raises GroupError, ValueError (an argument)."""
+    if backend not in BACKENDS:
+        raise ValueError(f"backend: {backend!r} is not one of {', '.join(BACKENDS)}")
+    if not 0 <= rank < world:
+        raise ValueError(f"rank: {rank} is not in a group of {world}")
+    timeout = timedelta(seconds=timeout_s)
+    try:
+        store = TCPStore(address, port, world, is_master=rank == 0, timeout=timeout, multi_tenant=True)
+        with _errors_are_raised(backend):
+            group, _ = distributed_c10d._new_process_group_helper(
+                world, rank, [], backend, PrefixStore(name, store), group_name=GroupName(name), timeout=timeout
+            )
+        distributed_c10d._world.pg_group_ranks[group] = {one: one for one in range(world)}  # torch's clean-up reads it
+    except RuntimeError as error:
+        raise GroupError(f"rank {rank} of {world} at {address}:{port}: {_first_line(error)}") from error
+    return Group(group, store, rank, timeout)
+
+
+@contextlib.contextmanager
+def _errors_are_raised(backend: str) -> Iterator[None]:
+    """A new NCCL group reads this variable. Without it NCCL ends the whole process when a member is away too long."""
+    if backend != "nccl":
+        yield
+        return
+    before = os.environ.get(_BLOCKING_WAIT)
+    os.environ[_BLOCKING_WAIT] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_BLOCKING_WAIT]
+        else:
+            os.environ[_BLOCKING_WAIT] = before
+
+
+def _first_line(error: BaseException) -> str:
+    """Without the place in torch's source code."""
+    line = str(error).strip().partition("\n")[0]
+    return re.sub(r"^\[[^\]]*\] *", "", line) or type(error).__name__

@@ -1,0 +1,122 @@
+"""The inference servers that get new weights, over HTTP: sidecars, or other servers with SGLang's routes.
+
+Each server is asked by itself, so the answer of each is known. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any, Literal
+
+import aiohttp
+
+PauseMode = Literal["abort", "retract", "in_place"]
+UPDATE_S = 600.0
+SHORT_S = 30.0
+
+
+class WorkersFailed(RuntimeError):
+    """`failed` has the message of each server that failed, `answered` the answer of each that did not. The others may
+    have new weights already: `Workers.versions` tells."""
+
+    def __init__(self, path: str, failed: Mapping[str, str], answered: Mapping[str, Any]) -> None:
+        super().__init__(f"{path}: " + "; ".join(f"{url}: {message}" for url, message in failed.items()))
+        self.failed = dict(failed)
+        self.answered = dict(answered)
+
+
+class Workers:
+    """`urls` without a slash at the end. `key` is the admin key. Opens its connections for each call, so it may be used
+    from any event loop."""
+
+    def __init__(self, urls: Sequence[str], key: str | None = None, update_s: float = UPDATE_S) -> None:
+        if not urls:
+            raise ValueError("urls: there is no server")
+        self.urls = tuple(urls)
+        self._headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+        self._update_s = update_s
+
+    @classmethod
+    async def behind(cls, router: str, key: str | None = None, update_s: float = UPDATE_S) -> Workers:
+        """The servers that a router knows now, except those that it counts as dead. Raises WorkersFailed."""
+        answers = await cls([router.rstrip("/")], key)._each("GET", "/workers", SHORT_S)
+        listed = next(iter(answers.values()))["workers"]
+        return cls([worker["url"] for worker in listed if not worker.get("is_dead")], key, update_s)
+
+    async def post(self, path: str, body: Any = None, bodies: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Ask all servers at once, with one body or with a body for each URL. The answer of each. Raises WorkersFailed
+        when a server does not answer, answers with an error, or with success false."""
+        return await self._each("POST", path, self._update_s, bodies or dict.fromkeys(self.urls, body or {}))
+
+    async def versions(self) -> dict[str, str]:
+        """The version of the weights of each server. Raises WorkersFailed."""
+        answers = await self._each("GET", "/model_info", SHORT_S)
+        return {url: answer["weight_version"] for url, answer in answers.items()}
+
+    async def ranks(self) -> dict[str, int]:
+        """How many processes of each server hold weights. Raises WorkersFailed."""
+        answers = await self._each("GET", "/server_info", SHORT_S)
+        return {url: int(one.get("tp_size") or 1) * int(one.get("pp_size") or 1) for url, one in answers.items()}
+
+    @contextlib.asynccontextmanager
+    async def paused(self, mode: PauseMode | None) -> AsyncIterator[None]:
+        """No server samples during the body. None: nothing happens. Raises WorkersFailed."""
+        if mode is None:
+            yield
+            return
+        try:
+            await self.post("/pause_generation", {"mode": mode})
+            yield
+        except BaseException as error:
+            try:
+                await self.post("/continue_generation")
+            except WorkersFailed as paused:  # one whose weights are broken stays paused
+                error.add_note(f"Some servers are still paused: {paused}")
+            raise
+        await self.post("/continue_generation")
+
+    async def _each(
+        self, method: str, path: str, timeout_s: float, bodies: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
+        timeout = aiohttp.ClientTimeout(total=timeout_s)
+        async with aiohttp.ClientSession(headers=self._headers, timeout=timeout) as session:
+            asked = (_ask(session, method, url + path, (bodies or {}).get(url)) for url in self.urls)
+            outcomes = dict(zip(self.urls, await asyncio.gather(*asked), strict=True))
+        failed = {url: outcome.message for url, outcome in outcomes.items() if isinstance(outcome, _Failure)}
+        answered = {url: outcome for url, outcome in outcomes.items() if not isinstance(outcome, _Failure)}
+        if failed:
+            raise WorkersFailed(path, failed, answered)
+        return answered
+
+
+class _Failure:
+    def __init__(self, message: str) -> None:
+        self.message = message
+
+
+async def _ask(session: aiohttp.ClientSession, method: str, url: str, body: Any) -> Any:
+    try:
+        async with session.request(method, url, json=body) as answer:
+            text = await answer.text()
+            try:
+                value = await answer.json(content_type=None)
+            except ValueError:
+                value = None
+            if answer.status >= 400:
+                return _Failure(_message(value) or f"{answer.status} {text[:1000]}")
+            if isinstance(value, dict) and value.get("success") is False:
+                return _Failure(_message(value) or "success is false")
+            return value
+    except TimeoutError:
+        return _Failure("no answer in time")
+    except aiohttp.ClientError as error:
+        return _Failure(str(error) or type(error).__name__)
+
+
+def _message(value: Any) -> str:
+    if not isinstance(value, dict):
+        return ""
+    error = value.get("error")
+    return str(value.get("message") or (error.get("message") if isinstance(error, dict) else error) or "")

@@ -1,0 +1,87 @@
+"""The media of new weights on real vLLMs, and the example that pushes with samples in flight."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from skyrl.weights.disk import CheckpointOnDisk
+from skyrl.weights.group import TrainerGroup
+from skyrl.weights.tensors import Part, in_buckets
+from skyrl.weights.workers import Workers
+from tests.plane.running import RunningPlane
+from tests.plane.trainer import Reference
+from tests.plane.workers import Worker, tensors_of, until_running
+from tests.sdk_programs import TRACED, succeeded
+from tests.weight_media import World, check
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "push_weights.py"
+PROMPT = [265, 296, 83, 315]
+
+
+@pytest.mark.parametrize("medium", ["disk", "group"])
+async def test_full_weights_keep_the_promises_of_a_medium(
+    plane: RunningPlane,
+    workers: list[Worker],
+    variants: list[Path],
+    references: list[Reference],
+    medium: str,
+    tmp_path: Path,
+) -> None:
+    servers = await Workers.behind(plane.url)
+    assert set(servers.urls) == {worker.url for worker in workers}
+    media: dict[str, Any] = {
+        "disk": CheckpointOnDisk(servers, tmp_path),
+        "group": TrainerGroup(servers, timeout_s=30, checksums=True),
+    }
+
+    def parts(version: str) -> list[Part]:
+        return list(in_buckets(tensors_of(variants[int(version) % 2]).items(), most_bytes=2**20))
+
+    def wrong(version: str) -> list[Part]:
+        return [*parts(version)[:-1], {"model.norm.weight": torch.zeros(3)}]
+
+    async def served() -> list[list[str]]:
+        return [[await worker.version()] for worker in workers]
+
+    running = [asyncio.create_task(worker.sample(PROMPT, 900)) for worker in workers]
+    await until_running(workers, 1)
+    await check(World(media[medium], ("1", "2", "3"), parts, wrong, served))
+    for sample in await asyncio.gather(*running):
+        assert len(sample["output_ids"]) == 900
+    assert os.listdir(tmp_path) == []
+    for worker in workers:
+        wanted = references[2].logprobs(PROMPT)
+        assert max(abs(a - b) for a, b in zip(await worker.logprobs(PROMPT), wanted, strict=True)) < 1e-5
+
+
+async def test_the_router_forms_one_group_and_updates_all(
+    plane: RunningPlane, workers: list[Worker], variants: list[Path]
+) -> None:
+    """A trainer that knows the router alone: each server gets ranks of its own."""
+    through = Workers([plane.url])
+    await workers[0].load_from(variants[0], "1")
+    status, answer = await Worker(plane.url, workers[0].session).post("/model_info")
+    assert (status, answer["detail"]["message"]) == (409, "mixed worker weight_version")
+    await through.post("/update_weights_from_disk", {"model_path": str(variants[0]), "weight_version": "1"})
+    assert (await through.versions())[plane.url] == "1"
+    assert (await through.post("/weights_checker"))[plane.url]["payload"][0]["per_gpu_checksum"]
+
+
+def test_the_example_pushes_with_samples_in_flight(plane: RunningPlane, workers: list[Worker]) -> None:
+    command = [sys.executable, str(EXAMPLE), "--router-url", plane.url, "--steps", "4"]
+    done = subprocess.run(command, env=os.environ | TRACED, capture_output=True, text=True, timeout=400, check=False)
+    assert succeeded(done.returncode, done.stderr), f"{done.returncode}: {done.stderr}"
+    steps = re.findall(r"(disk|gloo) ([\d.]+) s, 8 samples finished, (\d+) of them with both weights", done.stdout)
+    assert [medium for medium, _, _ in steps] == ["disk", "gloo"] * 2
+    assert sum(int(both) for _, _, both in steps) > 3, done.stdout

@@ -1,0 +1,333 @@
+"""The calls that a vLLM worker answers, on a small model and groups of one process."""
+
+from __future__ import annotations
+
+import gc
+import json
+import threading
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from weight_model import EMBED, HEAD, KEY, QUERY, SCALE, SHAPES, TinyModel, served, tensors
+
+from skyrl.vllm_plugin.weights import receiver as module
+from skyrl.vllm_plugin.weights.receiver import Receiver
+from skyrl.weights.digests import digest
+
+
+class FakeGroup:
+    """The trainer's side is `sent`; tests/component has the same calls over a real group."""
+
+    def __init__(self) -> None:
+        self.sent: list[torch.Tensor] = []
+        self.closed = False
+        self.during: Callable[[], object] = lambda: None
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        self.during()
+        if not self.sent:
+            raise RuntimeError("the trainer is gone")
+        tensor.copy_(self.sent.pop(0))
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class World:
+    def __init__(self, directory: Path) -> None:
+        self.model = TinyModel()
+        self.groups: dict[str, FakeGroup] = {}
+        self.receiver = Receiver(
+            served(self.model, directory / "first"), self._join, torch.device("cpu"), {"tp_rank": 0}, 0, lambda: None
+        )
+
+    def _join(self, **arguments: Any) -> FakeGroup:
+        if arguments["address"] == "nowhere":
+            raise RuntimeError("nobody answers")
+        return self.groups.setdefault(arguments["name"], FakeGroup())
+
+    def call(self, name: str, /, **arguments: Any) -> dict[str, Any]:
+        return self.receiver.answer(name, arguments)
+
+    def job(self, name: str, /, **arguments: Any) -> dict[str, Any]:
+        """The state of a job at its end, or the refusal."""
+        started = self.call(name, **arguments)
+        if not started["ok"]:
+            return started
+        ended()
+        return self.call("job", number=started["job"])
+
+    def join(self, name: str = "g", address: str = "here", rank_offset: int = 1) -> FakeGroup:
+        arguments: dict[str, Any] = {"port": 1, "world_size": 2, "backend": "gloo", "timeout_s": 1.0}
+        state = self.job("join_group", name=name, address=address, rank_offset=rank_offset, **arguments)
+        assert state["ok"], state
+        return self.groups[name]
+
+    def bucket(self, part: dict[str, torch.Tensor], **changes: Any) -> dict[str, Any]:
+        return {
+            "group": "g",
+            "names": list(part),
+            "dtypes": [str(one.dtype).removeprefix("torch.") for one in part.values()],
+            "shapes": [list(one.shape) for one in part.values()],
+            "version": "1",
+            "checksums": None,
+        } | changes
+
+    def receive(self, part: dict[str, torch.Tensor], **changes: Any) -> dict[str, Any]:
+        self.groups["g"].sent.extend(part.values())
+        return self.job("receive", **self.bucket(part, **changes))
+
+    def read(self, directory: Path, **changes: Any) -> dict[str, Any]:
+        arguments: dict[str, Any] = {"version": "1", "checksums": None, "partial": False}
+        return self.job("read", directory=str(directory), **arguments | changes)
+
+    def untouched(self) -> bool:
+        old = tensors(0.0)
+        return torch.equal(self.model.attn.qk.weight, torch.cat([old[QUERY], old[KEY]]))
+
+
+def ended() -> None:
+    for thread in threading.enumerate():
+        if thread.name.startswith("skyrl "):
+            thread.join(10)
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    return World(tmp_path)
+
+
+def checkpoint(directory: Path, parts: list[dict[str, torch.Tensor]]) -> Path:
+    directory.mkdir()
+    places: dict[str, str] = {}
+    for number, part in enumerate(parts):
+        save_file(part, directory / f"{number}.safetensors")
+        places |= dict.fromkeys(part, f"{number}.safetensors")
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    return directory
+
+
+def test_a_checkpoint_is_read_and_then_applied(world: World, tmp_path: Path) -> None:
+    new = tensors(2.0)
+    sums = {name: digest(name, tensor) for name, tensor in new.items()}
+    assert world.read(checkpoint(tmp_path / "new", [new]), checksums=sums)["tensors"] == len(SHAPES)
+    assert world.untouched()
+    assert world.call("apply", partial=False)["broken"] is None
+    assert torch.equal(world.model.attn.qk.weight[:4], new[QUERY])
+    assert world.call("state")["staged"] == 0
+    assert "nothing to apply" in world.call("apply", partial=False)["error"]
+
+
+def test_a_tied_head_may_be_in_an_earlier_file_than_the_embedding(world: World, tmp_path: Path) -> None:
+    new = tensors(2.0)
+    embedding = new.pop(EMBED)
+    directory = checkpoint(tmp_path / "new", [{HEAD: embedding.clone(), **new}, {EMBED: embedding}])
+    assert world.read(directory)["ok"]
+    wrong = checkpoint(tmp_path / "wrong", [{HEAD: embedding + 1, **new}, {EMBED: embedding}])
+    assert "tied to another tensor" in world.read(wrong)["error"]
+
+
+@pytest.mark.parametrize(
+    ("change", "arguments", "message"),
+    [
+        ({"other": torch.zeros(1)}, {}, "has no other"),
+        ({KEY: None}, {}, "lacks attn.k.weight"),
+        ({KEY: torch.zeros(3, 4)}, {}, "shapes: attn.k.weight"),
+        ({KEY: torch.full((2, 4), torch.nan)}, {}, "not a finite number"),
+        ({}, {"checksums": {KEY: "00"}}, "checksums: attn.k.weight arrived"),
+        ({}, {"checksums": {"attn.kk.weight": "00"}}, "has no attn.kk.weight"),
+    ],
+)
+def test_a_wrong_checkpoint_leaves_the_model_and_nothing_staged(
+    change: dict[str, torch.Tensor | None], arguments: dict[str, Any], message: str, world: World, tmp_path: Path
+) -> None:
+    part = {name: tensor for name, tensor in (tensors(2.0) | change).items() if tensor is not None}
+    state = world.read(checkpoint(tmp_path / "new", [part]), **arguments)
+    assert (state["ok"], state["status"]) == (False, 400)
+    assert message in state["error"]
+    assert world.call("state")["staged"] == 0
+    assert "nothing to apply" in world.call("apply", partial=True)["error"]
+    assert world.untouched()
+
+
+def test_an_update_by_buckets_is_whole_at_the_last_one(world: World) -> None:
+    world.join()
+    new = tensors(2.0)
+    first = world.receive({EMBED: new[EMBED], SCALE: new[SCALE]})
+    assert (first["missing"], sorted(first["some"])) == (2, [KEY, QUERY])
+    assert "lacks" in world.call("apply", partial=False)["error"]
+    assert world.receive({QUERY: new[QUERY], KEY: new[KEY]})["missing"] == 0
+    assert world.untouched()
+    assert world.call("apply", partial=False)["broken"] is None
+    assert torch.equal(world.model.scale, new[SCALE])
+    assert not world.receive({HEAD: new[EMBED]})["new"]
+
+
+def test_a_new_version_forgets_an_update_that_was_not_finished(world: World) -> None:
+    world.join()
+    world.receive({EMBED: tensors(2.0)[EMBED]})
+    rest = {name: tensor for name, tensor in tensors(3.0).items() if name != EMBED}
+    assert world.receive(rest, version="2")["missing"] == 1
+
+
+def test_after_an_update_its_memory_is_free(world: World) -> None:
+    world.join()
+    assert world.receive(tensors(2.0))["missing"] == 0
+    staged = weakref.ref(world.receiver._staged.tensors[KEY])  # type: ignore[union-attr]
+    assert world.call("apply", partial=False)["broken"] is None
+    gc.collect()
+    assert staged() is None
+
+
+def test_a_tensor_that_does_not_fit_is_received_and_refused(world: World) -> None:
+    """The group is still of use: everything that was sent has been received."""
+    group = world.join()
+    part = {KEY: torch.zeros(3, 4), QUERY: tensors(2.0)[QUERY]}
+    assert "shapes: attn.k.weight" in world.receive(part)["error"]
+    assert group.sent == []
+    assert not group.closed
+    assert world.call("state")["staged"] == 0
+    assert world.receive(tensors(2.0))["missing"] == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"dtypes": ["float4"]}, "dtypes: 'float4'"),
+        ({"dtypes": []}, "the numbers must be equal"),
+        ({"shapes": [[1 << 40]]}, "more than this model can have"),
+        ({"names": [KEY, KEY], "dtypes": ["int8"] * 2, "shapes": [[1]] * 2}, "occurs twice"),
+    ],
+)
+def test_a_bucket_that_is_refused_unreceived_ends_its_group(
+    changes: dict[str, Any], message: str, world: World
+) -> None:
+    """Otherwise the tensors of the refused bucket would be taken for those of the next one."""
+    group = world.join()
+    refused = world.receive({KEY: tensors(9.0)[KEY]}, **changes)
+    assert message in refused["error"]
+    assert group.closed
+    again = world.receive({KEY: tensors(2.0)[KEY]})
+    assert "has failed" in again["error"]
+    assert world.call("leave_group", name="g")["ok"]
+    del world.groups["g"]
+    world.join()
+    assert world.receive(tensors(2.0))["missing"] == 0
+
+
+def test_a_trainer_that_is_gone_leaves_the_model_untouched(world: World) -> None:
+    group = world.join()
+    state = world.job("receive", **world.bucket(tensors(2.0)))
+    assert "the trainer is gone" in state["error"]
+    assert group.closed
+    assert world.call("state") | {"groups": [], "staged": 0, "broken": None} == world.call("state")
+    assert world.untouched()
+
+
+def test_a_bucket_without_memory_for_it_ends_its_group(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    group = world.join()
+
+    def no_memory(*_: Any, **__: Any) -> torch.Tensor:
+        raise RuntimeError("not enough memory")
+
+    monkeypatch.setattr(torch, "empty", no_memory)
+    assert "not enough memory" in world.receive(tensors(2.0))["error"]
+    monkeypatch.undo()
+    assert group.closed
+    assert "has failed" in world.receive(tensors(2.0))["error"]
+
+
+@pytest.mark.parametrize("call", ["stop", "discard"])
+def test_a_bucket_that_is_stopped_ends_its_group(call: str, world: World) -> None:
+    group = world.join()
+    group.during = lambda: world.call(call)
+    assert "stopped" in world.receive(tensors(2.0))["error"]
+    assert len(group.sent) == len(SHAPES) - 1
+    assert group.closed
+    assert world.call("state")["staged"] == 0
+
+
+def test_a_call_during_a_bucket_ends_its_group_once_it_is_free(world: World) -> None:
+    group, closed = world.join(), []
+    second: list[dict[str, Any]] = []
+
+    def during() -> None:
+        if not second:
+            second.append(world.call("receive", **world.bucket(tensors(3.0))))
+            closed.append(group.closed)
+
+    group.during = during
+    assert "stopped" in world.receive(tensors(2.0))["error"]
+    assert second[0]["status"] == 409
+    assert closed == [False]
+    assert group.closed
+
+
+def test_a_stop_in_the_last_moment_leaves_nothing_staged(world: World, tmp_path: Path) -> None:
+    directory = checkpoint(tmp_path / "new", [tensors(2.0)])
+    embedding = module.Staged.add
+
+    def stops(self: Any, needed: Any, name: str, *rest: Any) -> None:
+        embedding(self, needed, name, *rest)
+        if len(self.tensors) == len(SHAPES):
+            world.call("discard")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module.Staged, "add", stops)
+        assert "stopped" in world.read(directory)["error"]
+    assert world.call("state")["staged"] == 0
+
+
+def test_groups_of_trainers_that_died_do_not_pile_up(world: World) -> None:
+    groups = [world.join(f"g{number}") for number in range(module.MOST_GROUPS + 2)]
+    assert [group.closed for group in groups] == [True] * 2 + [False] * module.MOST_GROUPS
+    for number in range(3 * module.MOST_GROUPS):
+        world.join(f"h{number}")
+        world.call("receive", **world.bucket({}, group=f"h{number}", dtypes=["float4"]))
+    assert len(world.receiver._failed) == module.MOST_GROUPS
+
+
+def test_a_group_is_formed_and_left(world: World) -> None:
+    group = world.join()
+    assert "already" in world.job("join_group", name="g", address="here", port=1, rank_offset=1, world_size=2,
+                                  backend="gloo", timeout_s=1.0)["error"]  # fmt: skip
+    assert world.call("leave_group", name="g")["ok"]
+    assert group.closed
+    assert "there is no group" in world.call("leave_group", name="g")["error"]
+    assert "there is no group" in world.job("receive", **world.bucket(tensors()))["error"]
+    with pytest.raises(AssertionError, match="nobody answers"):
+        world.join("h", address="nowhere")
+    with pytest.raises(AssertionError, match="rank_offset"):
+        world.join("h", rank_offset=2)
+
+
+def test_a_broken_model_needs_a_full_update(world: World, tmp_path: Path) -> None:
+    directory = checkpoint(tmp_path / "new", [tensors(2.0)])
+    world.model.raises_at = KEY
+    world.read(directory)
+    assert "on purpose" in world.call("apply", partial=False)["broken"]
+    assert "on purpose" in world.call("state")["broken"]
+    world.model.raises_at = None
+    part = checkpoint(tmp_path / "part", [{KEY: tensors(2.0)[KEY]}])
+    assert world.read(part, partial=True)["ok"]
+    refused = world.call("apply", partial=True)
+    assert "it needs all its tensors" in refused["error"]
+    world.read(directory)
+    assert world.call("apply", partial=False)["broken"] is None
+    assert world.call("state")["broken"] is None
+
+
+def test_reset_tensors_break_the_model_until_an_update(world: World, tmp_path: Path) -> None:
+    world.job("snapshot")
+    assert world.job("compare")["differing"] == []
+    world.call("reset_tensors")
+    assert "reset" in world.call("state")["broken"]
+    assert world.job("compare")["differing"] == ["attn.qk.weight", "embed_tokens.weight", "scale"]
+    world.read(checkpoint(tmp_path / "new", [tensors(0.0)]))
+    assert world.call("apply", partial=False)["broken"] is None
+    assert world.job("compare")["differing"] == []
