@@ -60,9 +60,14 @@ class Plane:
     async def use(self, name: str, directory: Path) -> None:
         """Load an adapter into every engine, sample from it from now on, and unload the one before."""
         await self.post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(directory)})
-        before, self.policy = self.policy, name
-        if before:
-            await self.post("/v1/unload_lora_adapter", {"lora_name": before})
+        await self.unload()
+        self.policy = name
+
+    async def unload(self) -> None:
+        """Unload the adapter that samples, if there is one."""
+        if self.policy:
+            await self.post("/v1/unload_lora_adapter", {"lora_name": self.policy})
+            self.policy = ""
 
     async def generate(self, text: str, seed: int) -> str:
         """The text that the policy samples after `text`, without the end token."""
@@ -161,6 +166,7 @@ async def run(service: tinker.ServiceClient, options: argparse.Namespace, api_ke
                 results = await asyncio.gather(*pending)
                 print(f"  gap {largest_gap(data, results[0]):.1e}", end="")
             print(flush=True)
+        await plane.unload()  # its directory ends with this program
 
 
 def main() -> None:

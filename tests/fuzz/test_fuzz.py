@@ -7,6 +7,7 @@ from urllib.parse import quote
 
 import pytest
 import schemathesis
+import schemathesis.specs.openapi.schemas  # early: beside other threads an import may meet python/cpython#106905
 from hypothesis import given
 from hypothesis import strategies as st
 from schemathesis import GenerationMode

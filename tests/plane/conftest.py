@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import aiohttp
+import psutil
 import pytest
 import pytest_asyncio
 
@@ -22,8 +23,12 @@ def plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningPlane]:
     try:
         running.wait_routable(2)
         yield running
+        processes = psutil.Process(running.pid).children(recursive=True)
     finally:
-        running.stop()
+        code = running.stop()
+    _, alive = psutil.wait_procs(processes, timeout=30)
+    assert (code, alive) == (0, []), "SIGTERM leaves no process"
+    assert len(processes) >= 5
 
 
 @pytest.fixture(scope="session")
