@@ -32,7 +32,7 @@ from skyrl.weights.protocol import push
 from skyrl.weights.tensors import in_buckets
 from skyrl.weights.workers import Workers
 
-GROUP, NEW_TOKENS, BUCKET_BYTES = 8, 200, 2**20
+GROUP, NEW_TOKENS, BUCKET_BYTES = 8, 400, 2**20
 
 
 class Samples:
@@ -72,14 +72,15 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-4)
     samples = Samples(options.router_url, tokenizer("count from 3 by 2\n").input_ids)
     workers = asyncio.run(Workers.behind(options.router_url, options.admin_key))
-    print(f"{len(workers.urls)} servers behind {options.router_url}")
+    ranks = asyncio.run(workers.ranks())
+    print(f"{len(ranks)} servers behind {options.router_url}, {sum(ranks.values())} ranks")
 
     with tempfile.TemporaryDirectory() as directory:
         media = (("disk", CheckpointOnDisk(workers, Path(directory))), ("gloo", TrainerGroup(workers)))
         chosen = [answer.result() for answer in samples.group()]
         for step in range(options.steps):
-            in_flight = samples.group()
             loss = train(model, optimizer, samples.prompt, chosen)
+            in_flight = samples.group()
             name, medium = media[step % 2]
             started = time.monotonic()
             push(medium, str(step + 1), in_buckets(model.named_parameters(), most_bytes=BUCKET_BYTES))
