@@ -206,7 +206,7 @@ async def test_a_trainer_that_ends_or_hangs_leaves_the_model_as_it_was(
                 samples += 1
             assert f"the group {name!r} failed" in await bucket
             assert time.monotonic() - started < TIMEOUT_S + 20
-            assert samples > (3 if how == signal.SIGSTOP else 0)
+            assert samples > (1 if how == signal.SIGSTOP else 0)
             assert "has failed" in await worker.refused("/update_weights_from_distributed", body)
             await worker.done("/destroy_weights_update_group", {"group_name": name})
         async with trainer_group([worker], name) as again:
