@@ -79,9 +79,9 @@ async def test_the_router_forms_one_group_and_updates_all(
 
 
 def test_the_example_pushes_with_samples_in_flight(plane: RunningPlane, workers: list[Worker]) -> None:
-    command = [sys.executable, str(EXAMPLE), "--router-url", plane.url, "--steps", "4"]
+    command = [sys.executable, str(EXAMPLE), "--router-url", plane.url, "--steps", "2"]
     done = subprocess.run(command, env=os.environ | TRACED, capture_output=True, text=True, timeout=400, check=False)
     assert succeeded(done.returncode, done.stderr), f"{done.returncode}: {done.stderr}"
     steps = re.findall(r"(disk|gloo) ([\d.]+) s, 8 samples finished, (\d+) of them with both weights", done.stdout)
-    assert [medium for medium, _, _ in steps] == ["disk", "gloo"] * 2
+    assert [medium for medium, _, _ in steps] == ["disk", "gloo"]
     assert any(int(both) for _, _, both in steps), done.stdout
