@@ -138,7 +138,7 @@ class ColocatedSampler:
         try:
             await self._group.sleep()
         except (VllmError, httpx.TransportError) as error:
-            logger.error("vLLM could not be put to sleep: %s", error or type(error).__name__)
+            logger.error("vLLM could not be put to sleep: %s", str(error) or type(error).__name__)
 
     async def _sample(self, command: Command, body: bytes) -> tuple[Outcome, Mapping[UsageKey, int]]:
         try:

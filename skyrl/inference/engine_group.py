@@ -221,7 +221,7 @@ class EngineGroup:
         try:
             await call
         except httpx.TransportError as error:
-            logger.warning("%s", error or type(error).__name__)
+            logger.warning("%s", str(error) or type(error).__name__)
             if replica.state is ReplicaState.READY and not await replica.is_healthy():
                 self._lose(replica, f"lost ({str(error) or type(error).__name__})")
             raise

@@ -207,7 +207,7 @@ class Replica:
                     self._record_start(None)
                     self._retired.clear()
                     return
-                cause = error or type(error).__name__
+                cause = str(error) or type(error).__name__
                 logger.warning("adapters could not be unloaded yet from vLLM at %s: %s", self.addresses.admin, cause)
                 return
             self._retired.pop(adapter, None)

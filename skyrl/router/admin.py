@@ -22,7 +22,9 @@ from skyrl.router.worker import Worker, WorkerState
 log = logging.getLogger(__name__)
 
 LOOK_S = 10.0
-"""How long a worker may take to say which version it has, or how many ranks."""
+"""How long a worker may take to say which version it has."""
+RANKS_S = 30.0
+"""How long it may take to say how many ranks it has: for its first answer vLLM looks at its whole machine."""
 _BOTH = ("GET", "POST")
 _PAUSE, _CONTINUE = "/pause_generation", "/continue_generation"
 _DISK, _GROUP = "/update_weights_from_disk", "/update_weights_from_distributed"
@@ -69,6 +71,14 @@ class _Outcome(NamedTuple):
             unreached = {"worker": self.worker.url, "success": False, "error": self.error}
             return unreached | ({"dead": True} if self.dead else {})
         return {"worker": self.worker.url, "success": self.done, "status_code": self.status, "body": self.body}
+
+
+class _Silent(Exception):
+    """A worker that is alive did not say how many ranks it has. `looks` are what each worker answered."""
+
+    def __init__(self, looks: list[_Outcome]) -> None:
+        super().__init__("a worker does not answer")
+        self.looks = looks
 
 
 class AdminRoutes:
@@ -127,6 +137,8 @@ class AdminRoutes:
                 request.bodies, absent = await self._own_ranks(workers, request)
             except ValueError as wrong:
                 return of_json(422, {"success": False, "message": str(wrong), "error": {"message": str(wrong)}})
+            except _Silent as silent:
+                return _aggregated(path, silent.looks)
             workers = [*request.bodies]
         with self._pool.weights_change([worker for worker in workers if not worker.is_dead]):
             outcomes = await self._to_all(request, workers)
@@ -148,14 +160,16 @@ class AdminRoutes:
         self, workers: Sequence[Worker], request: _Request
     ) -> tuple[dict[Worker, bytes], list[_Outcome]]:
         """The body for each worker that is alive, whose ranks come after those of the workers before it; and the dead
-        ones, which are no members of the group. Raises ValueError."""
+        ones, which are no members of the group. Raises ValueError, and _Silent when one does not answer."""
         fields = _decoded(request.body)
         first, world = (
             fields.get(name) if isinstance(fields, dict) else None for name in ("rank_offset", "world_size")
         )
         if type(first) is not int or type(world) is not int:
             raise ValueError("rank_offset, world_size: must be integers")
-        looks = await self._to_all(_Request(self._fetch, "GET", "/server_info", request.headers, b"", LOOK_S), workers)
+        looks = await self._to_all(_Request(self._fetch, "GET", "/server_info", request.headers, b"", RANKS_S), workers)
+        if any(not look.dead and (look.status is None or look.status >= 500) for look in looks):
+            raise _Silent(looks)
         bodies: dict[Worker, bytes] = {}
         offset = first
         for look in looks:

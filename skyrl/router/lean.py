@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from skyrl.router.connections import Address, address_of
+from skyrl.router.heads import RequestHead
 from skyrl.router.policies import RequestFacts
-from skyrl.router.proxy import CHOSEN, Proxy, RequestHead
+from skyrl.router.proxy import CHOSEN, Proxy
 from skyrl.router.refusals import INTERRUPTED, refusal
 from skyrl.router.upstream import Upstream
 from skyrl.router.worker import Worker

@@ -10,16 +10,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import re
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import msgspec
 
 from skyrl.router import refusals
 from skyrl.router.connections import Address, Connections, address_of
+from skyrl.router.heads import RequestHead, check_headers, check_target, passed_on
 from skyrl.router.messages import ClientLeft, HeaderList, Message, Receive, Scope, Send
 from skyrl.router.policies import RequestFacts
 from skyrl.router.pool import WorkerPool
@@ -33,72 +32,12 @@ COLLECTED_BYTES = 2**20
 """Bodies up to this size are collected before a worker is chosen; larger ones are passed on as they come."""
 MAX_TRIES = 8
 
-_OWN_HEADERS = frozenset(
-    (b"host", b"connection", b"keep-alive", b"proxy-connection", b"te", b"trailer", b"transfer-encoding", b"upgrade")
-    + (b"content-length", b"expect")
-)
-"""Headers of a connection, not of a request: the router writes those of its own connections."""
-_HOP_BY_HOP = frozenset((b"connection", b"keep-alive", b"proxy-connection", b"transfer-encoding", b"upgrade"))
-_HOP_BY_HOP_AND_LENGTH = _HOP_BY_HOP | {b"content-length"}
-_SMG_KEY, _SESSION_KEY, _LENGTH = b"x-smg-routing-key", b"x-session-id", b"content-length"
-_PLAIN = (b"keep-alive", b"close")
-_NONE: frozenset[bytes] = frozenset()
 WORKER_HEADER = b"x-skyrl-worker"
 """The URL of the worker that an answer is about. Only where the router names workers."""
-_NOT_IN_VALUE = re.compile(rb"[\r\n\0]")
-_NOT_IN_NAME = re.compile(rb"[\0-\x20:\x7f]|^$")
-_NOT_IN_TARGET = re.compile(rb"[\0-\x20\x7f]")
 _WITH_BODY = frozenset(("POST", "PUT", "PATCH"))
-_BODY_EXPECTED = (_LENGTH, b"transfer-encoding")
-
-
 CHOSEN = "skyrl.router.worker"
 """The key in the scope of a worker that was chosen before. A policy must choose once per request: with two turns for
 each request, a round robin over two workers would always use the same one."""
-
-
-def _tokens(connection: bytes) -> frozenset[bytes]:
-    """The names of headers in the value of a Connection header."""
-    return frozenset(token.strip() for token in connection.lower().split(b","))
-
-
-class BadHead(ValueError):
-    """A middleware gave a request a header or a target that would end its line, and begin another."""
-
-
-class RequestHead(NamedTuple):
-    """What the router needs of a request's headers. `lines`: those that go on, as bytes. `length`: of the body; -1 if
-    it is not known. `key`: what keeps requests on one worker."""
-
-    lines: bytes
-    length: int
-    has_body: bool
-    key: str | None
-
-    @classmethod
-    def of(cls, headers: HeaderList) -> RequestHead:
-        lines: list[bytes] = []
-        smg_key = session_key = None
-        length, has_body, listed = -1, False, _NONE
-        for name, value in headers:
-            if name in _OWN_HEADERS:
-                if name in _BODY_EXPECTED:
-                    has_body = True
-                    if name == _LENGTH and value.isdigit():
-                        length = int(value)
-                elif name == b"connection" and value.lower() not in _PLAIN:
-                    listed |= _tokens(value)
-                continue
-            if name == _SMG_KEY:
-                smg_key = value
-            elif name == _SESSION_KEY:
-                session_key = value
-            lines += (name, b": ", value, b"\r\n")
-        if listed:  # `Connection: x-foo` says that x-foo is for this connection alone
-            kept = [header for header in headers if header[0] != b"connection"]
-            return cls.of([header for header in kept if header[0] not in listed - _OWN_HEADERS])
-        key = smg_key or session_key
-        return cls(b"".join(lines), length, has_body, key.decode("latin-1") if key else None)
 
 
 class Truncated(Exception):
@@ -156,11 +95,7 @@ class Proxy:
 
     def answer_headers(self, worker: Worker, status: int, headers: HeaderList) -> HeaderList:
         """The headers of a worker's answer that go on to the client."""
-        without = _HOP_BY_HOP_AND_LENGTH if status in (204, 304) else _HOP_BY_HOP
-        for name, value in headers:
-            if name == b"connection" and value.lower() not in _PLAIN:
-                without |= _tokens(value) - {b"content-length"}
-        return [*(header for header in headers if header[0] not in without), *self.name_of(worker)]
+        return [*passed_on(status, headers), *self.name_of(worker)]
 
     def name_of(self, worker: Worker) -> HeaderList:
         """The header that names a worker; none if workers are not named."""
@@ -188,9 +123,7 @@ class Proxy:
 
     async def _forward(self, scope: Scope, receive: Receive, send: Send) -> None:
         head = RequestHead.of(scope["headers"])
-        for name, value in scope["headers"]:
-            if _NOT_IN_VALUE.search(value) or _NOT_IN_NAME.search(name):
-                raise BadHead(f"a header of the request is not HTTP: {name!r}: {value!r}")
+        check_headers(scope["headers"])
         if head.length > self.limits.body_bytes:
             await self._refuse_body(send)
             return
@@ -413,8 +346,7 @@ class _Request:
         query = scope["query_string"]
         path = scope.get("raw_path") or scope["path"].encode()
         self._target = b"%s?%s" % (path, query) if query else path
-        if _NOT_IN_NAME.search(self.method.encode()) or _NOT_IN_TARGET.search(self._target):
-            raise BadHead(f"the request line is not HTTP: {self.method!r} {self._target!r}")
+        check_target(self.method, self._target)
         self._lines = lines
         self.body = body
         """The whole body, or its beginning."""

@@ -16,6 +16,8 @@ from tests.component.router_world import Exchange, FakeWorker, RunningRouter, ru
 
 DISK, GROUP, INIT = "/update_weights_from_disk", "/update_weights_from_distributed", "/init_weights_update_group"
 SAMPLE = "/generate"
+HANGS = 0
+"""The status of an answer that never comes."""
 
 
 class Trained(FakeWorker):
@@ -39,7 +41,10 @@ class Trained(FakeWorker):
             await exchange.answer(self.name.encode())
             return
         if path == "/server_info":
-            await exchange.answer(json.dumps(self.more).encode())
+            status, value = self.answers.get(path, (200, self.more))
+            if status == HANGS:
+                await asyncio.Event().wait()
+            await exchange.answer(json.dumps(value).encode(), f"{status} X")
             return
         await self.go.wait()
         body = {"weight_version": self.version} if path == "/model_info" else {"success": True, "message": "done"}
@@ -267,6 +272,21 @@ async def test_each_worker_gets_ranks_of_its_own() -> None:
         assert (await post(router, INIT, group | {"world_size": 7}))[0] == 200
         assert [one.bodies(INIT)[0]["rank_offset"] for one in (first, second)] == [1, 5]
         assert second.bodies(INIT) == [group | {"world_size": 7, "rank_offset": 5}]
+
+
+@pytest.mark.parametrize("status", [503, HANGS])
+async def test_no_group_is_formed_while_the_ranks_of_a_worker_are_not_known(
+    status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("skyrl.router.admin.RANKS_S", 0.2)
+    async with two() as (router, first, second):
+        second.answers["/server_info"] = (status, {})
+        found, answer = await post(router, INIT, {"rank_offset": 1, "world_size": 3})
+        assert (found, answer["success"]) == (502, False)
+        assert [one["success"] for one in answer["results"]] == [True, False]
+        for worker in (first, second):
+            assert not worker.bodies(INIT)
+            assert listed(router, worker)["disabled"] is None
 
 
 async def test_a_dead_worker_is_no_member_of_a_group() -> None:

@@ -217,6 +217,9 @@ async def test_a_killed_engine_costs_slimes_loop_no_error_and_comes_back(
         end = time.monotonic() + READY_S
         while plane.routable() < 2:
             assert time.monotonic() < end, plane.log()
+            for sidecar in plane.sidecars():
+                async with session.get(f"{sidecar}/health") as health:
+                    assert "update them" not in await health.text(), "weights were changed before this test"
             await asyncio.sleep(0.1)
         before = answered
         while answered < before + 20:  # noqa: ASYNC110 - another process sets no event

@@ -193,15 +193,7 @@ class Receiver:
             group.close()
         return {}
 
-    def receive(
-        self,
-        group: str,
-        names: list[str],
-        dtypes: list[str],
-        shapes: list[list[int]],
-        version: str | None,
-        checksums: dict[str, str] | None,
-    ) -> dict[str, Any]:
+    def receive(self, group: str, **bucket: Any) -> dict[str, Any]:
         """Stage one bucket: rank 0 broadcasts each tensor in this order. The job ends with `missing`, the number of
         tensors that a full update still needs, and the names of some. After an error the whole update must be sent
         again. A tensor that the model cannot take is received all the same, so that the trainer does not hang.
@@ -209,7 +201,7 @@ class Receiver:
         A group whose bucket is not received whole has failed: what the trainer sent for it would be taken for tensors
         of the next bucket."""
         try:
-            return self._receive(group, names, dtypes, shapes, version, checksums)
+            return self._receive(group, **bucket)
         except WeightsError as error:
             self._fail(group, str(error))
             raise
