@@ -15,6 +15,7 @@ from skyrl.api.services import Services
 from skyrl.api.session_life import SessionLife
 from skyrl.api.signing import SignedUrls
 from skyrl.api.tokens import Tokens
+from skyrl.config.server import ServerConfig
 from skyrl.db.api_processes import ApiProcesses
 from skyrl.db.audit import Audit
 from skyrl.db.checkpoints import Checkpoints
@@ -47,6 +48,7 @@ from skyrl.sampling.guards import FeatureGuard
 from skyrl.sampling.http import HttpTransport
 from skyrl.sampling.ownership import SampleOwnership
 from skyrl.sampling.service import SampleService
+from skyrl.standing.standings import Standings
 from skyrl.storage.registry import open_store
 
 
@@ -175,7 +177,21 @@ def _services(base: Base, secrets: Secrets, features: InferenceFeatures) -> Serv
         usage=Usage(database),
         traces=Traces(database),
         quotas=quotas,
+        standings=Standings(
+            database,
+            sampling,
+            quotas,
+            activity=lambda: base.watch.activity,
+            trouble=base.watch.training_trouble,
+            places=_adapter_places(config),
+        ),
     )
+
+
+def _adapter_places(config: ServerConfig) -> int | None:
+    """How many adapters the inference servers run at a time; None for servers that skyrl does not run."""
+    backend = config.backend_config
+    return backend.lora.max_loras * backend.inference.num_engines if config.modes.manages_inference else None
 
 
 def _sampling(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from contextlib import suppress
 from typing import Any
 
 from starlette.responses import Response
@@ -38,15 +39,14 @@ def _hold_s() -> float:
     return HOLD_S * random.uniform(SHORTEST_HOLD, 1.0)
 
 
-async def _queue_state(services: Services, request_id: str, tenant: str) -> dict[str, str]:
-    """The fields of a 408 that the SDK logs when a request takes long."""
-    if not services.quotas.in_use:
-        return {"queue_state": "active"}
-    started = services.sampling.forwards(request_id)
-    reason = await services.quotas.pause_of(request_id, tenant, started=started)
-    if reason is None:
-        return {"queue_state": "active"}
-    return {"queue_state": "paused_rate_limit", "queue_state_reason": reason}
+async def _try_again(services: Services, request_id: str, tenant: str) -> Response:
+    """The answer for a request without an outcome. The SDK logs the reason when a request waits for long."""
+    answer = {"type": "try_again", "request_id": request_id, "queue_state": "active"}
+    with suppress(KeyError):  # its session has ended just now: the next poll tells
+        kind = await services.futures.kind_of(request_id, tenant)
+        standing = await services.standings.of_request(request_id, kind, tenant)
+        answer |= {"queue_state": standing.state, "queue_state_reason": standing.sentence}
+    return reply(answer, 408)
 
 
 def _completion(ended: Completion) -> dict[str, Any]:
@@ -82,8 +82,7 @@ def router(services: Services) -> Routes:
             await asyncio.sleep(ERROR_HOLD_S)
             raise
         if outcome is None:
-            try_again = {"type": "try_again", "request_id": body.request_id}
-            return reply(try_again | await _queue_state(services, body.request_id, tenant), 408)
+            return await _try_again(services, body.request_id, tenant)
         if outcome.error is not None:
             return reply({"error": outcome.error, "category": outcome.error_category or "unknown"})
         if outcome.result_format != "json" and PROTOBUF in call.request.headers.get("accept", ""):

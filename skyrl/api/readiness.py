@@ -13,6 +13,7 @@ from typing import Any, Generic, TypeVar
 from skyrl.config.modes import Modes
 from skyrl.db.engine_state import EngineState
 from skyrl.sampling.job import ContextLimits
+from skyrl.types.activity import EngineActivity, decode_activity
 
 T = TypeVar("T")
 
@@ -37,6 +38,8 @@ class EngineWatch:
         self._read = read
         self._modes = modes
         self.state = EngineState()
+        self._activity: tuple[str | None, EngineActivity] = (None, EngineActivity())
+        """The text that was decoded last, and what it says."""
 
     async def refresh(self) -> EngineState:
         self.state = await self._read()
@@ -53,15 +56,27 @@ class EngineWatch:
     def reasons(self) -> list[str]:
         """Why the server cannot train or sample right now; empty when it can."""
         reasons: list[str] = []
-        state = self.state
-        if self._modes.trains:
-            if not state.training_ready:
-                reasons.append(f"training: {state.reason or 'the engine is starting'}")
-            elif time.time() - state.heartbeat_at > STALE_S:
-                reasons.append(f"training: the engine was last heard of {time.time() - state.heartbeat_at:.0f} s ago")
-        if self._modes.manages_inference and state.inference_proxy_url is None:
+        if self._modes.trains and (trouble := self.training_trouble()) is not None:
+            reasons.append(f"training: {trouble}")
+        if self._modes.manages_inference and self.state.inference_proxy_url is None:
             reasons.append("sampling: no inference server has been published")
         return reasons
+
+    def training_trouble(self) -> str | None:
+        """Why the engine of this database cannot train now; None if it can."""
+        state = self.state
+        if not state.training_ready:
+            return state.reason or "the engine is starting"
+        silent_s = time.time() - state.heartbeat_at
+        return f"the engine was last heard of {silent_s:.0f} s ago" if silent_s > STALE_S else None
+
+    @property
+    def activity(self) -> EngineActivity:
+        """What the engine did when it was last heard of."""
+        text = self.state.activity
+        if text != self._activity[0]:
+            self._activity = (text, decode_activity(text))
+        return self._activity[1]
 
 
 class Readiness(Generic[T]):

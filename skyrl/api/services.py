@@ -26,6 +26,7 @@ from skyrl.notify.doorbell import Doorbell
 from skyrl.quotas.tenants import Quotas
 from skyrl.sampling.client import ForwardingClient
 from skyrl.sampling.service import SampleService
+from skyrl.standing.standings import Standings
 from skyrl.storage.base import CheckpointStore
 
 
@@ -55,3 +56,4 @@ class Services:
     usage: Usage
     traces: Traces
     quotas: Quotas
+    standings: Standings

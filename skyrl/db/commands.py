@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Connection, and_, bindparam, func, or_, select
+from sqlalchemy import ColumnElement, Connection, and_, bindparam, func, or_, select
 
 from skyrl.db.futures import futures
 from skyrl.types.command import Command, ExecutedCommand
@@ -65,24 +66,57 @@ def pending(connection: Connection, kinds: Sequence[str], after: int = 0) -> lis
     return [_command(row) for row in connection.execute(_PENDING, {"kinds": kinds, "after": after})]
 
 
+@dataclass(frozen=True, slots=True)
+class PendingCommand:
+    """A command that has no outcome yet. `before` are the kinds of its model's pending commands with lower numbers."""
+
+    kind: Kind
+    tenant: str
+    model_id: str
+    seq_id: int | None
+    before: list[Kind]
+
+
+def pending_command(connection: Connection, request_id: str) -> PendingCommand | None:
+    """None if the request is no command of a model, or has ended."""
+    header = (futures.c.kind, futures.c.tenant, futures.c.model_id, futures.c.seq_id, futures.c.n)
+    row = connection.execute(select(*header).where(futures.c.id == request_id, futures.c.status == "pending")).first()
+    if row is None or row.model_id is None:
+        return None
+    earlier = futures.c.n < row.n if row.seq_id is None else futures.c.seq_id < row.seq_id
+    query = select(futures.c.kind).where(futures.c.model_id == row.model_id, futures.c.status == "pending", earlier)
+    before = [Kind(kind) for kind in connection.execute(query).scalars()]
+    return PendingCommand(Kind(row.kind), row.tenant, row.model_id, row.seq_id, before)
+
+
 def executed(connection: Connection, model_id: str, first_seq: int) -> list[ExecutedCommand]:
     """A model's commands from number `first_seq` on that have changed the model, in their order. Recovery repeats them.
 
     These are the commands that succeeded, and the optimizer steps that failed because of their caller's mistake: when
     the gradient is not finite, the step drops it. A failure of the server leaves the model unchanged.
     """
+    query = (
+        select(*_HEADER, futures.c.status, futures.c.completed_at)
+        .where(_executed(model_id, first_seq))
+        .order_by(futures.c.seq_id)
+    )
+    return [ExecutedCommand(_command(row), row.status, row.completed_at) for row in connection.execute(query)]
+
+
+def count_executed(connection: Connection, model_id: str, first_seq: int) -> int:
+    """The number of commands that `executed` returns."""
+    query = select(func.count()).select_from(futures).where(_executed(model_id, first_seq))
+    return connection.execute(query).scalar_one()
+
+
+def _executed(model_id: str, first_seq: int) -> ColumnElement[bool]:
     dropped_gradient = and_(
         futures.c.status == "failed",
         futures.c.kind == Kind.OPTIM_STEP,
         futures.c.error_category == ErrorCategory.USER,
     )
     changed = or_(futures.c.status == "done", dropped_gradient)
-    query = (
-        select(*_HEADER, futures.c.status, futures.c.completed_at)
-        .where(futures.c.model_id == model_id, futures.c.seq_id >= first_seq, changed)
-        .order_by(futures.c.seq_id)
-    )
-    return [ExecutedCommand(_command(row), row.status, row.completed_at) for row in connection.execute(query)]
+    return and_(futures.c.model_id == model_id, futures.c.seq_id >= first_seq, changed)
 
 
 def highest_settled_seq(connection: Connection, model_id: str) -> int:

@@ -27,6 +27,8 @@ class EngineState:
     max_context: int | None = None
     heartbeat_at: float = 0.0
     state_dir: str | None = None
+    activity: str | None = None
+    """What the engine does, see `skyrl.types.activity`. From the last heartbeat of an engine, which may be gone."""
 
 
 def read_state(connection: Connection) -> EngineState:
@@ -43,6 +45,7 @@ def read_state(connection: Connection) -> EngineState:
         row.max_context,
         row.heartbeat_at,
         row.state_dir,
+        row.activity,
     )
 
 
@@ -79,9 +82,9 @@ def publish_state_dir(connection: Connection, state_dir: str) -> None:
     _put(connection, state_dir=state_dir)
 
 
-def beat(connection: Connection) -> None:
-    """Store the engine's heartbeat."""
-    _put(connection, heartbeat_at=time.time())
+def beat(connection: Connection, activity: str | None = None) -> None:
+    """Store the engine's heartbeat, and what the engine does."""
+    _put(connection, heartbeat_at=time.time(), activity=activity)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,5 +133,6 @@ def release(connection: Connection, owner: str, reason: str) -> None:
 
 
 def clear(connection: Connection, reason: str) -> None:
-    """Store that no engine runs: no endpoint, no training, no heartbeat."""
-    _put(connection, inference_proxy_url=None, training_ready=False, reason=reason, heartbeat_at=0.0)
+    """Store that no engine runs: no endpoint, no training, no heartbeat, no activity."""
+    values = {"inference_proxy_url": None, "training_ready": False, "reason": reason, "heartbeat_at": 0.0}
+    _put(connection, **values, activity=None)

@@ -194,7 +194,8 @@ class EngineStateRow(SQLModel, table=True):
     """The single row by which the engine tells the API where to send samples and whether it can train.
 
     `owner` is the server that has the claim to train, and `held_at` is when it renewed the claim. `state_dir` is the
-    state directory of that server. Gateways give their inference server the paths of adapters in it."""
+    state directory of that server. Gateways give their inference server the paths of adapters in it. `activity` is what
+    the engine does, as `skyrl.types.activity` encodes it."""
 
     __tablename__ = "engine_state"  # pyright: ignore[reportAssignmentType]
     id: int = Field(default=1, primary_key=True)
@@ -209,6 +210,7 @@ class EngineStateRow(SQLModel, table=True):
     owner: str | None = None
     held_at: float | None = None
     state_dir: str | None = None
+    activity: str | None = Field(default=None, sa_column=Column(Text))
 
 
 class ApiProcessRow(SQLModel, table=True):

@@ -8,6 +8,7 @@ from typing import Self
 from skyrl.backends.base import Backend
 from skyrl.config.server import ServerConfig
 from skyrl.db.fence import FencedDatabase
+from skyrl.engine.activity import ActivityWatch, Holds
 from skyrl.engine.barriers import Barriers
 from skyrl.engine.command_log import CommandLog
 from skyrl.engine.crash_ledger import CrashLedger
@@ -18,6 +19,7 @@ from skyrl.engine.model_ends import ModelEnds
 from skyrl.engine.publishing import AdapterPublisher
 from skyrl.engine.reclaim import FileSweeper
 from skyrl.engine.recovery import Recovery
+from skyrl.engine.run_times import RunTimes
 from skyrl.engine.sample_turns import SampleTurns
 from skyrl.engine.sampling import ColocatedSampler
 from skyrl.engine.scheduler import FILES_AT_ONCE, Scheduler
@@ -36,9 +38,10 @@ BYTES_PER_TOKEN = 20
 
 @dataclass(frozen=True)
 class EngineParts:
-    """An engine, and its parts for tests. Run `recovery` first, then `engine`."""
+    """An engine, and its parts for tests. Run `recovery` first, then `engine`; `activity` beside both."""
 
     engine: Engine
+    activity: ActivityWatch
     recovery: Recovery
     signals: EngineSignals
     threads: EngineThreads
@@ -66,6 +69,8 @@ class _Base:
     settlement: Settlement
     log: CommandLog
     model_ends: ModelEnds
+    run_times: RunTimes
+    holds: Holds
 
     @classmethod
     def of(
@@ -78,7 +83,20 @@ class _Base:
         settlement = Settlement(database, api)
         log = CommandLog(database, scheduler, settlement)
         model_ends = ModelEnds(database, backend, snapshots, threads, log, api)
-        return cls(config, database, backend, store, threads, scheduler, snapshots, settlement, log, model_ends)
+        return cls(
+            config,
+            database,
+            backend,
+            store,
+            threads,
+            scheduler,
+            snapshots,
+            settlement,
+            log,
+            model_ends,
+            RunTimes(),
+            Holds(),
+        )
 
 
 def build_engine(
@@ -103,8 +121,10 @@ def build_engine(
     sweeper = FileSweeper(config, database, store, database.confirm_claim)
     sweep = Sweep(sweeper, group, base.scheduler, signals)
     samples = SampleTurns(database, base.scheduler, base.settlement, sampler)
+    inference_ready = None if group is None else lambda: group.ready
     return EngineParts(
         engine=_engine(base, signals, execution, file_commands, samples, sweep),
+        activity=ActivityWatch(base.scheduler, base.run_times, base.holds, inference_ready),
         recovery=_recovery(base, signals, ledger),
         signals=signals,
         threads=base.threads,
@@ -131,6 +151,7 @@ def _execution(base: _Base, ledger: CrashLedger, publisher: AdapterPublisher) ->
         base.scheduler,
         publisher,
         base.model_ends,
+        base.run_times,
     )
 
 
@@ -168,4 +189,5 @@ def _recovery(base: _Base, signals: EngineSignals, ledger: CrashLedger) -> Recov
         base.store,
         ledger,
         signals,
+        base.holds,
     )

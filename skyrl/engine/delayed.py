@@ -41,6 +41,10 @@ class Delayed:
         heapq.heapify(self._heap)
         return removed
 
+    def commands(self) -> list[tuple[float, Command]]:
+        """All delayed commands with their starts, in no order."""
+        return [(start, command) for start, _, command in self._heap]
+
     @property
     def next_start(self) -> float | None:
         return self._heap[0][0] if self._heap else None

@@ -22,6 +22,7 @@ from skyrl.engine.failures import failed
 from skyrl.engine.model_ends import ModelEnds
 from skyrl.engine.passes import run_passes
 from skyrl.engine.publishing import AdapterPublisher
+from skyrl.engine.run_times import RunTimes
 from skyrl.engine.scheduler import Scheduler
 from skyrl.engine.settlement import Settlement, fails_model
 from skyrl.engine.snapshots import Snapshots
@@ -52,6 +53,7 @@ class Execution:
         scheduler: Scheduler,
         publisher: AdapterPublisher,
         model_ends: ModelEnds,
+        run_times: RunTimes,
     ) -> None:
         self._database = database
         self._backend = backend
@@ -63,6 +65,7 @@ class Execution:
         self._scheduler = scheduler
         self._publisher = publisher
         self._model_ends = model_ends
+        self._run_times = run_times
 
     # On the event loop: choose the thread, and wait until the command is settled.
 
@@ -92,20 +95,22 @@ class Execution:
     # On the command's own thread.
 
     def _passes(self, commands: Sequence[Command]) -> None:
+        started = time.perf_counter()
         with self._ledger.running([command.request_id for command in commands]):
             bodies = self._bodies(commands)
             runnable = [command for command in commands if command.request_id in bodies]  # other rows were deleted
-            started = time.perf_counter()
             passes = run_passes(runnable, bodies, self._backend)
-            logger.debug("%d passes in %.1f ms", len(runnable), (time.perf_counter() - started) * 1e3)
             outcomes = [(command.request_id, outcome) for command, outcome in passes.outcomes]
             self._settlement.settle(outcomes, lambda connection: usage.count_training(connection, passes.tokens))
             for command in runnable:
                 assert command.model_id is not None
                 self._snapshots.ran(command.model_id, command.kind)
+        self._run_times.ran(runnable, seconds := time.perf_counter() - started)
+        logger.debug("%d passes in %.1f ms", len(runnable), seconds * 1e3)
 
     def _barrier(self, command: Command) -> Outcome | None:
         """Returns None, and runs nothing, when the command's row was deleted."""
+        started = time.perf_counter()
         with self._ledger.running([command.request_id]):
             body = self._bodies([command]).get(command.request_id)
             outcome = None if body is None else self._run_and_settle(command, body)
@@ -113,6 +118,8 @@ class Execution:
             self._snapshots.ran(command.model_id, command.kind)
             if outcome.error is None:
                 self._snapshot_after(command.kind, command.model_id)
+        if outcome is not None:
+            self._run_times.ran([command], time.perf_counter() - started)
         return outcome
 
     def _run_and_settle(self, command: Command, body: bytes) -> Outcome:

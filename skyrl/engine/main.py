@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, closing
 from dataclasses import dataclass, replace
 
@@ -43,6 +43,7 @@ from skyrl.sampling.endpoint import FixedEndpoint
 from skyrl.sampling.http import HttpTransport
 from skyrl.storage.base import CheckpointStore
 from skyrl.storage.registry import open_store
+from skyrl.types.activity import EngineActivity, encode_activity
 from skyrl.types.weights import AdapterVersion
 
 logger = logging.getLogger(__name__)
@@ -59,6 +60,8 @@ class Heartbeat:
 
     def __init__(self, state: EngineStatePublisher) -> None:
         self._state = state
+        self.activity: Callable[[], str] = lambda: encode_activity(EngineActivity())
+        """What the engine does now. Called on the thread."""
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         self._thread.start()
@@ -67,7 +70,7 @@ class Heartbeat:
         rounds = Rounds("the engine's heartbeat", HEARTBEAT_S)
         while not self._stop.wait(HEARTBEAT_S):
             try:
-                self._state.beat()
+                self._state.beat(self.activity())
             except DatabaseError as error:
                 rounds.failed(error)
             else:
@@ -199,12 +202,15 @@ async def run(runtime: Runtime) -> None:
         parts = build_engine(config, database, backend, store, ledger, api, signals, group, sampler)
         listener = opened.enter_context(closing(DoorbellListener(runtime.engine_doorbell, parts.engine.ring)))
         listener.start()
+        heartbeat.activity = lambda: parts.activity.text
+        activity_watch = asyncio.create_task(parts.activity.run())
+        opened.callback(activity_watch.cancel)
         await asyncio.to_thread(state.training, ready=False, reason="restoring the models in training")
         await parts.recovery.run()
         if not signals.is_stopped:
             limits = _sampling_limits(config, backend.limits)
             await asyncio.to_thread(state.training, ready=True, reason="", limits=limits)
-        await run_until_stopped(parts, inference_watch)
+        await run_until_stopped(parts, [activity_watch, *([] if inference_watch is None else [inference_watch])])
     if fence.lost:
         raise Displaced("the claim to the database was lost while nothing ran")
 
@@ -251,17 +257,17 @@ async def _inference(
         await asyncio.gather(inference_watch, return_exceptions=True)
 
 
-async def run_until_stopped(parts: EngineParts, inference_watch: asyncio.Task[None] | None) -> None:
+async def run_until_stopped(parts: EngineParts, watches: Sequence[asyncio.Task[None]]) -> None:
     """Run the loop until the engine is stopped and its running turn has ended. Meanwhile retry restoring held models.
 
-    Raises the errors of the loop. `inference_watch` and the retries end only by an error, for example when a device
-    breaks while a model is restored: that error is raised, too.
+    Raises the errors of the loop. `watches` and the retries end only by an error, for example when a device breaks
+    while a model is restored: that error is raised, too.
     """
     running = asyncio.create_task(parts.engine.run())
     stopping = asyncio.create_task(parts.signals.stopped.wait())
     retrying = asyncio.create_task(repeat("restoring models", RETRY_S, parts.recovery.retry))
     try:
-        endless = [retrying] if inference_watch is None else [retrying, inference_watch]
+        endless = [retrying, *watches]
         await asyncio.wait({running, stopping, *endless}, return_when=asyncio.FIRST_COMPLETED)
         parts.signals.stop()
         await running

@@ -48,6 +48,28 @@ class ModelQueue:
         return [*self.waiting.values(), *self.unloads]
 
 
+@dataclass(slots=True)
+class ModelView:
+    """A model's commands at one moment: those that wait for their turn, for the quota (`delayed`, each with its start),
+    and those that run. `next_seq` is the seq_id of the next command to take. `held`: no command may start now."""
+
+    next_seq: int
+    head: Command | None
+    waiting: list[Command]
+    held: bool
+    delayed: list[tuple[float, Command]] = field(default_factory=list)
+    running: list[Command] = field(default_factory=list)
+
+    @property
+    def has_commands(self) -> bool:
+        return bool(self.waiting or self.delayed or self.running)
+
+    @property
+    def commands(self) -> list[Command]:
+        """All commands of the model."""
+        return [*self.running, *self.waiting, *(command for _, command in self.delayed)]
+
+
 class SampleQueue:
     """Samples that a colocated engine runs. Each tenant's samples run in the order of their arrival."""
 

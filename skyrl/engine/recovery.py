@@ -24,6 +24,7 @@ from skyrl.db.database import Connection, Database
 from skyrl.db.faults import is_transient
 from skyrl.db.fence import Displaced
 from skyrl.db.models import ModelRecord
+from skyrl.engine.activity import Holds
 from skyrl.engine.command_log import CommandLog
 from skyrl.engine.crash_ledger import DEATHS_TO_BLAME, CrashLedger
 from skyrl.engine.repeating import repeat_command
@@ -33,6 +34,7 @@ from skyrl.engine.signals import EngineSignals
 from skyrl.engine.snapshots import Snapshots
 from skyrl.engine.threads import EngineThreads
 from skyrl.storage.base import CheckpointStore, NotStored, StoreError
+from skyrl.types.activity import WaitsFor
 from skyrl.types.command import Command, ExecutedCommand
 from skyrl.types.kinds import ENGINE_KINDS, Kind
 from skyrl.wire.decoding import decode_json
@@ -70,6 +72,7 @@ class Recovery:
         store: CheckpointStore,
         ledger: CrashLedger,
         signals: EngineSignals,
+        holds: Holds,
     ) -> None:
         """After `signals.stop()`, recovery ends before the next command."""
         self._database = database
@@ -82,6 +85,7 @@ class Recovery:
         self._store = store
         self._ledger = ledger
         self._signals = signals
+        self._holds = holds
         self._counts = ledger.counts
         self._held: set[str] = set()
         self._without_memory: set[str] = set()
@@ -96,13 +100,18 @@ class Recovery:
         away or memory is short: its commands wait. Other models go on.
         """
         suspects = await asyncio.to_thread(self._skip_poison)
-        for model in await self._database.read_async(model_rows.living):
+        models = await self._database.read_async(model_rows.living)
+        self._holds.begin(
+            await self._database.read_async(lambda c: sum(rows.count_executed(c, m.id, m.next_seq) for m in models))
+        )
+        for model in models:
             next_seq = await self._database.read_async(lambda c, model=model: _next_seq(c, model))
             self._scheduler.open_model(model.id, next_seq)
             self._scheduler.hold(model.id)
             await self._restore(model)
         if self._signals.is_stopped:
             return
+        self._holds.end()
         suspected = {command.request_id for command in suspects if command.model_id in self._scheduler.model_ids}
         self._scheduler.suspect(suspected)
         self._ledger.forget_all_but(suspected)
@@ -153,10 +162,12 @@ class Recovery:
         if isinstance(error, StoreError) and not isinstance(error, NotStored):
             logger.warning("model %s waits for a checkpoint that it has loaded: %s", model_id, error)
             self._without_memory.discard(model_id)
+            self._holds.reasons[model_id] = WaitsFor.STORE
         elif isinstance(error, OutOfMemory):
             logger.warning("model %s waits until there is memory to restore it: %s", model_id, error)
             await self._threads.on_backend(lambda: self._backend.delete_model(model_id))
             self._without_memory.add(model_id)
+            self._holds.reasons[model_id] = WaitsFor.MEMORY
         else:
             return False
         self._held.add(model_id)
@@ -165,6 +176,7 @@ class Recovery:
     def _release(self, model_id: str) -> None:
         self._held.discard(model_id)
         self._without_memory.discard(model_id)
+        self._holds.reasons.pop(model_id, None)
         self._scheduler.release(model_id)
         self._signals.wake()
 
@@ -205,6 +217,7 @@ class Recovery:
             command = executed.command
             with self._recorded(f"again {command.request_id}", f"command {command.seq_id} was repeated"):
                 repeat_command(executed, self._body(command), model, self._backend, loaded)
+            self._holds.repeated()
         logger.info("model %s: %d commands repeated", model.id, len(commands))
 
     def _body(self, command: Command) -> bytes:

@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from skyrl.engine.delayed import Delayed
-from skyrl.engine.queues import ModelQueue, SampleQueue
+from skyrl.engine.queues import ModelQueue, ModelView, SampleQueue
 from skyrl.engine.shares import Shares
 from skyrl.types.command import Command
 from skyrl.types.kinds import FILE_COMMANDS, PASSES, SAVES, Kind
@@ -264,6 +264,27 @@ class Scheduler:
     @property
     def model_ids(self) -> frozenset[str]:
         return frozenset(self._queues)
+
+    def views(self) -> dict[str, ModelView]:
+        """The models with commands, by id: what of each waits, is delayed, and runs."""
+        views = {
+            model_id: ModelView(
+                queue.next_seq, head=queue.head(), waiting=queue.commands(), held=model_id in self._busy
+            )
+            for model_id, queue in self._queues.items()
+        }
+        for start, command in self._delayed.commands():
+            if command.model_id is not None and (view := views.get(command.model_id)) is not None:
+                view.delayed.append((start, command))
+        for command in self._running.values():
+            if command.model_id is not None and (view := views.get(command.model_id)) is not None:
+                view.running.append(command)
+        return {model_id: view for model_id, view in views.items() if view.has_commands}
+
+    @property
+    def samples_waiting(self) -> int:
+        """Samples that wait for the engine."""
+        return len(self._samples)
 
     @property
     def saving(self) -> frozenset[str]:

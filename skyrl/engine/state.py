@@ -72,8 +72,9 @@ class EngineStatePublisher:
         )
         self._api.ring([STATE])
 
-    def beat(self) -> None:
-        self._write(engine_state.beat)
+    def beat(self, activity: str | None) -> None:
+        """Publish a heartbeat, and what the engine does now."""
+        self._write(lambda c: engine_state.beat(c, activity))
         if (retry := self._retry_publishing) is not None:
             retry()
 

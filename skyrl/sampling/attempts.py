@@ -9,7 +9,11 @@ from skyrl.processes.backoff import Backoff
 from skyrl.sampling import completion
 from skyrl.sampling.endpoint import Endpoint
 from skyrl.sampling.job import SampleJob
+from skyrl.sampling.progress import SampleProgress, SampleWait
+from skyrl.types.weights import AdapterVersion
 
+SETTLED_S = 2.0
+"""A try that has run for this long has reached a server that runs: a server that is away fails a try sooner."""
 FREE_INTERRUPTIONS = 1
 """A sample that was interrupted more often is a suspect: it waits for its turn before it is sent again."""
 
@@ -41,6 +45,28 @@ class Attempts:
         self.backoff = backoff
         self.trouble = "no inference server has been published"
         """The last failure, for the message when the deadline passes."""
+        self.sent_at: float | None = None
+        """When the running try was sent, in the event loop's time; None between tries."""
+        self._waits_for: SampleWait | None = None
+        self._waits_since = 0.0
+
+    def wait_for(self, what: SampleWait, now: float) -> None:
+        """Note what the next try waits for. If it is what the last try waited for, too, the wait goes on."""
+        if what is not self._waits_for or self._has_settled(now):
+            self._waits_for, self._waits_since = what, now
+        self.sent_at = None
+
+    def progress(self, now: float) -> SampleProgress:
+        """Where the request stands at `now`, in the event loop's time."""
+        has_adapter = isinstance(self.job.weights, AdapterVersion)
+        if self.sent_at is not None and (self._waits_for is None or self._has_settled(now)):
+            return SampleProgress(None, now - self.sent_at, has_adapter)
+        if self._waits_for is None:  # nothing was sent yet, and nothing has failed
+            return SampleProgress(None, 0.0, has_adapter)
+        return SampleProgress(self._waits_for, now - self._waits_since, has_adapter)
+
+    def _has_settled(self, now: float) -> bool:
+        return self.sent_at is not None and now - self.sent_at > SETTLED_S
 
     @property
     def is_suspect(self) -> bool:

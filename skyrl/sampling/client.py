@@ -25,6 +25,7 @@ from skyrl.sampling.endpoint import Endpoint, EndpointResolver, EndpointUnknown
 from skyrl.sampling.error_messages import describe, message_of, server_failure
 from skyrl.sampling.health import HEALTH_TIMEOUT_S, Health, health_of
 from skyrl.sampling.job import SampleJob
+from skyrl.sampling.progress import SampleProgress, SampleWait
 from skyrl.sampling.served_context import ContextNotKnownYet, ServedContext
 from skyrl.sampling.suspects import Suspects
 from skyrl.sampling.transport import Answer, CompletionTransport, Interrupted, NotAccepted
@@ -88,6 +89,8 @@ class ForwardingClient:
         self._context = ServedContext(transport, self._headers)
         self._suspects = Suspects()
         self._reader = AnswerReader(self.counts, zero_fill=zero_fill_logprobs)
+        self._attempts: dict[str, Attempts] = {}
+        """The running request of each job, by the job's request id."""
 
     async def sample(self, job: SampleJob, priority: int | None = None) -> completion.SampleAnswer:
         """The encoded SampleResponse, with its token counts. The server runs samples of lower `priority` first.
@@ -105,6 +108,7 @@ class ForwardingClient:
         """One request to the server, repeated as the failure rules say."""
         headers = {**self._headers, "X-Session-ID": job.sampling_session if self._replicas else job.session_key}
         attempts = Attempts(job, priority, headers, deadline, Backoff(FIRST_BACKOFF_S, MAX_BACKOFF_S, jitter=0.25))
+        self._attempts[job.request_id] = attempts
         try:
             while True:
                 try:
@@ -119,11 +123,23 @@ class ForwardingClient:
                 if (result := await attempt(attempts, endpoint)) is not None:
                     return result
         finally:
+            del self._attempts[job.request_id]
             if attempts.is_suspect:
                 self._suspects.remove(attempts.interruptions)
 
+    def progress(self, request_id: str) -> SampleProgress | None:
+        """Where a job stands; None for a job that does not run here."""
+        attempts = self._attempts.get(request_id)
+        return None if attempts is None else attempts.progress(asyncio.get_running_loop().time())
+
+    def adapters_in_flight(self) -> int:
+        """How many adapters the running jobs sample from."""
+        adapters = {a.job.weights for a in self._attempts.values() if isinstance(a.job.weights, AdapterVersion)}
+        return len(adapters)
+
     async def _try_as_suspect(self, attempts: Attempts, endpoint: Endpoint) -> completion.SampleAnswer | None:
         """`_try`, once it is this suspect's turn and the server is not dying of the suspect before."""
+        attempts.wait_for(SampleWait.SUSPECTS, asyncio.get_running_loop().time())
         try:
             async with asyncio.timeout_at(attempts.deadline):
                 attempts.sent_alone = await self._suspects.wait_turn(attempts.interruptions)
@@ -147,6 +163,7 @@ class ForwardingClient:
                 job = await self._context.with_max_tokens(job, endpoint, remaining)
                 body = completion.encode_request(job, attempts.priority)
             url, bound = endpoint.url + completion.PATH, answer_bound(job)
+            attempts.sent_at = now()
             answer = await self._transport.post(url, body, attempts.headers, remaining, bound)
         except ContextNotKnownYet as error:
             return await self._handle(error.answer, endpoint, attempts)
@@ -186,7 +203,8 @@ class ForwardingClient:
                 attempts.trouble = busy if answer.status == 429 else describe(answer)
                 at_least_s = min(answer.retry_after_s or 0.0, MAX_RETRY_AFTER_S)
                 longest_s = MAX_GATEWAY_BACKOFF_S if verdict is Verdict.WAIT_LONGER else None
-                await self._back_off(attempts, at_least_s, longest_s)
+                waits_for = SampleWait.BUSY if answer.status == 429 else SampleWait.AWAY
+                await self._back_off(attempts, at_least_s, longest_s, waits_for)
             case Verdict.LOAD_ADAPTER:
                 await self._load_adapter(answer, server, attempts)
             case Verdict.REFUSE:
@@ -217,6 +235,7 @@ class ForwardingClient:
             raise server_failure(
                 f"the inference server loses adapter {adapter.name} again and again: {describe(answer)}"
             )
+        attempts.wait_for(SampleWait.LOADING, asyncio.get_running_loop().time())
         try:
             async with asyncio.timeout_at(attempts.deadline):
                 await self._loads.load(adapter, server)
@@ -226,7 +245,7 @@ class ForwardingClient:
         except AdapterUnavailable as error:
             attempts.reloads[server] -= 1  # the server got no request to load
             attempts.trouble = str(error)
-            await self._back_off(attempts)
+            await self._back_off(attempts, waits_for=SampleWait.LOADING)
 
     async def _ask_health(self, answer: Answer, server: Endpoint, attempts: Attempts) -> None:
         """After a 5xx: a dying server has interrupted the sample; a healthy one may fail it MAX_ERRORS times."""
@@ -277,11 +296,18 @@ class ForwardingClient:
         while await health_of(self._transport, server, self._headers) is Health.DYING and now() < until:
             await self._back_off(attempts)
 
-    async def _back_off(self, attempts: Attempts, at_least_s: float = 0.0, longest_s: float | None = None) -> None:
+    async def _back_off(
+        self,
+        attempts: Attempts,
+        at_least_s: float = 0.0,
+        longest_s: float | None = None,
+        waits_for: SampleWait = SampleWait.AWAY,
+    ) -> None:
         """Wait, longer each time: this time at least `at_least_s`, and the next time at most `longest_s`.
 
         Raises FailedRequest if the wait would end after the deadline.
         """
+        attempts.wait_for(waits_for, asyncio.get_running_loop().time())
         wait_s = max(attempts.backoff.pause(longest_s), at_least_s * random.uniform(1.0, 1.25))
         if asyncio.get_running_loop().time() + wait_s > attempts.deadline:
             raise self._deadline_failure(attempts)

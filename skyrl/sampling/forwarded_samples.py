@@ -21,6 +21,7 @@ from skyrl.sampling.client import ForwardingClient
 from skyrl.sampling.completion import SampleAnswer
 from skyrl.sampling.fair_order import FairOrder
 from skyrl.sampling.job import SampleJob
+from skyrl.sampling.progress import SampleProgress
 from skyrl.sampling.sampler_job import usage_of
 from skyrl.types.weights import AdapterVersion
 from skyrl.wire.errors import ErrorCategory, FailedRequest
@@ -56,6 +57,13 @@ class ForwardedSamples:
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._tasks
+
+    def progress(self, request_id: str) -> SampleProgress | None:
+        """Where a sample stands after its turn under the quota has come; None for others."""
+        return None if self._client is None else self._client.progress(request_id)
+
+    def adapters_in_flight(self) -> int:
+        return 0 if self._client is None else self._client.adapters_in_flight()
 
     def start(self, job: SampleJob, sampler: Sampler, size: int, ticket: Ticket | None) -> None:
         """Forward a sample that is recorded and counted in the admission with `size` bytes."""

@@ -25,6 +25,7 @@ from skyrl.sampling.fair_order import FairOrder
 from skyrl.sampling.forwarded_samples import ForwardedSamples
 from skyrl.sampling.guards import FeatureGuard
 from skyrl.sampling.job import ContextLimits
+from skyrl.sampling.progress import SampleProgress
 from skyrl.sampling.sampler_job import job_for
 from skyrl.types.ids import new_request_id, sample_sequence_ids
 from skyrl.types.kinds import SAMPLES, Kind
@@ -197,6 +198,14 @@ class SampleService:
     def forwards(self, request_id: str) -> bool:
         """Whether this process forwards a sample with this id now."""
         return request_id in self._forwarded
+
+    def progress(self, request_id: str) -> SampleProgress | None:
+        """Where a sample stands that this process has sent, or tries to send; None for other samples."""
+        return self._forwarded.progress(request_id)
+
+    def adapters_in_flight(self) -> int:
+        """How many adapters this process samples from now."""
+        return self._forwarded.adapters_in_flight()
 
     @property
     def in_flight(self) -> int:

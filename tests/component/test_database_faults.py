@@ -463,10 +463,10 @@ async def test_the_next_heartbeat_publishes_an_endpoint_that_could_not_be_publis
     with locked(database):
         await state.publish_url("http://127.0.0.1:1")
     assert database.read(read_state).inference_proxy_url != "http://127.0.0.1:1"
-    state.beat()
+    state.beat(None)
     assert database.read(read_state).inference_proxy_url == "http://127.0.0.1:1"
     generation = database.read(read_state).generation
-    state.beat()
+    state.beat(None)
     assert database.read(read_state).generation == generation, "the endpoint is published once"
     api.close()
     own.close()

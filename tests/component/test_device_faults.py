@@ -211,7 +211,7 @@ async def test_a_device_fault_while_retrying_a_waiting_model_ends_the_engine(
 
         harness.backend.create_model = raise_once  # type: ignore[method-assign]
 
-    await harness.start(short_of_memory, run=lambda parts: main.run_until_stopped(parts, None))
+    await harness.start(short_of_memory, run=lambda parts: main.run_until_stopped(parts, []))
     await harness.wait_until_killed(DeviceFault)
     assert harness.model_row(trainer.model_id).status == "ready"
     gpu.broken = False

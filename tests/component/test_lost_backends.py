@@ -167,7 +167,7 @@ async def test_a_rank_that_dies_while_retrying_a_waiting_model_ends_the_engine(
 
         harness.backend.restore_model = away  # type: ignore[method-assign]
 
-    await harness.start(fail_once_then_lose_a_rank, run=lambda parts: main.run_until_stopped(parts, None))
+    await harness.start(fail_once_then_lose_a_rank, run=lambda parts: main.run_until_stopped(parts, []))
     await harness.wait_until_killed(RankDied)
     assert harness.model_row(trainer.model_id).status == "ready"
     await harness.start()

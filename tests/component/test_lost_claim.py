@@ -271,7 +271,7 @@ async def test_recovery_and_the_state_publisher_write_nothing_after_the_claim_is
     state = EngineStatePublisher(harness.database, api, Fence(SERVER, lambda: lost.append(True)))
     await state.publish_url("http://127.0.0.1:1")
     state.training(ready=True, reason="")
-    state.beat()
+    state.beat(None)
     state.clear("the engine has stopped")
     assert len(lost) == 4, "each refused write tells the engine to end"
     assert rows_of(harness.database) == before

@@ -109,7 +109,7 @@ async def test_the_engine_of_a_server_that_lost_its_claim_cannot_change_the_engi
     await second.publish_url("http://127.0.0.1:2")
     second.training(ready=True, reason="")
     published = database.read(engine_state.read_state)
-    first.beat()
+    first.beat(None)
     await first.publish_url("http://127.0.0.1:1")
     first.training(ready=False, reason="loading the base model")
     first.clear("the engine has stopped")

@@ -1,0 +1,69 @@
+"""Finds where a request of a tenant stands, for the answer to a long poll that has no result yet."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from skyrl.db import commands as rows
+from skyrl.db.database import Database
+from skyrl.quotas.tenants import Quotas
+from skyrl.sampling.service import SampleService
+from skyrl.standing.commands import of_command
+from skyrl.standing.samples import of_colocated, of_elsewhere, of_forwarded
+from skyrl.standing.standing import Standing, active, paused, paused_by_quota
+from skyrl.types.activity import EngineActivity
+from skyrl.types.kinds import Kind
+
+
+class Standings:
+    """`activity` returns what the engine told last, and `trouble` why the engine cannot train now, or None. `places` is
+    how many adapters the inference servers run at a time; None if that is unknown."""
+
+    def __init__(
+        self,
+        database: Database,
+        sampling: SampleService,
+        quotas: Quotas,
+        *,
+        activity: Callable[[], EngineActivity],
+        trouble: Callable[[], str | None],
+        places: int | None,
+    ) -> None:
+        self._database = database
+        self._sampling = sampling
+        self._quotas = quotas
+        self._activity = activity
+        self._trouble = trouble
+        self._places = places
+
+    async def of_request(self, request_id: str, kind: Kind, tenant: str) -> Standing:
+        """Where a pending request of the tenant stands."""
+        if self._quotas.in_use:
+            started = self._sampling.forwards(request_id)
+            if (pause := await self._quotas.pause_of(request_id, tenant, started=started)) is not None:
+                return paused_by_quota(pause)
+        if kind is Kind.EXTERNAL:
+            return self._of_sample(request_id)
+        if (trouble := self._of_trouble()) is not None:
+            return trouble
+        if kind is Kind.SAMPLE:
+            return of_colocated(self._activity())
+        command = await self._database.read_async(lambda c: rows.pending_command(c, request_id))
+        return active("it has just ended") if command is None else of_command(command, self._activity(), time.time())
+
+    def _of_sample(self, request_id: str) -> Standing:
+        progress = self._sampling.progress(request_id)
+        if progress is None:
+            return of_elsewhere(self._activity(), time.time())
+        return of_forwarded(progress, self._sampling.adapters_in_flight(), self._places)
+
+    def _of_trouble(self) -> Standing | None:
+        """What all training commands wait for while the engine cannot train."""
+        if (trouble := self._trouble()) is None:
+            return None
+        if (recovery := self._activity().recovery) is not None:
+            return paused(
+                f"the trainer has restarted, and has repeated {recovery.repeated} of {recovery.commands} commands"
+            )
+        return paused(f"the trainer cannot run commands now: {trouble}")
