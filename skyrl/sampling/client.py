@@ -123,7 +123,7 @@ class ForwardingClient:
                 if (result := await attempt(attempts, endpoint)) is not None:
                     return result
         finally:
-            del self._attempts[job.request_id]
+            self._attempts.pop(job.request_id, None)
             if attempts.is_suspect:
                 self._suspects.remove(attempts.interruptions)
 

@@ -74,7 +74,12 @@ async def test_a_poll_before_the_result_gets_408(
     request_id = (await api.sample(await api.sampler(), 1))["request_id"]
     early = await api.result(request_id)
     assert early.status_code == 408
-    assert early.json() == {"type": "try_again", "request_id": request_id, "queue_state": "active"}
+    assert early.json() == {
+        "type": "try_again",
+        "request_id": request_id,
+        "queue_state": "active",
+        "queue_state_reason": "the inference server has had the sample for 1 s",
+    }
     monkeypatch.setattr(skyrl.api.futures, "HOLD_S", LONG_S)
     go.set()
     assert tokens(await api.result(request_id)) == [[0, 1, 2]]
