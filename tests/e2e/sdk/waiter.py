@@ -15,7 +15,7 @@ import time
 import tinker
 from tinker import types
 
-from .user import MODEL, SECOND_NAME
+from .user import SECOND_NAME
 
 WAIT_S = 60.0
 WANTED = ("Model creation", "Sampling")
