@@ -25,6 +25,7 @@ from skyrl.api import (
     sessions,
     traces,
     training,
+    ui,
     weights,
 )
 from skyrl.api.body_memory import BodyReader, bounds
@@ -54,6 +55,7 @@ RESOURCES = (
     audit,
     billing,
     health,
+    ui,
 )
 
 

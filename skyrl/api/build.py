@@ -146,6 +146,7 @@ def _services(base: Base, secrets: Secrets, features: InferenceFeatures) -> Serv
     return Services(
         config=config,
         process_id=base.runtime.process_id,
+        database=database,
         served=Served(config),
         sessions=sessions,
         session_life=SessionLife(
@@ -184,6 +185,7 @@ def _services(base: Base, secrets: Secrets, features: InferenceFeatures) -> Serv
             activity=lambda: base.watch.activity,
             trouble=base.watch.training_trouble,
             places=_adapter_places(config),
+            session_timeout_s=config.session_timeout_s,
         ),
     )
 

@@ -45,7 +45,7 @@ def router(services: Services) -> Routes:
                 "name": "skyrl",
                 "version": __version__,
                 "description": "A self-hosted server for the Tinker API: give an SDK this address as its base URL",
-                "paths": {"openapi": "/openapi.json", "ready": "/readyz", "status": "/statusz"},
+                "paths": {"openapi": "/openapi.json", "ready": "/readyz", "status": "/statusz", "page": "/ui"},
             }
         )
 

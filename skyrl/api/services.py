@@ -14,6 +14,7 @@ from skyrl.config.server import ServerConfig
 from skyrl.db.audit import Audit
 from skyrl.db.checkpoints import Checkpoints
 from skyrl.db.copies import Copies
+from skyrl.db.database import Database
 from skyrl.db.models import Models
 from skyrl.db.samplers import Samplers
 from skyrl.db.session_search import SessionSearch
@@ -34,6 +35,7 @@ from skyrl.storage.base import CheckpointStore
 class Services:
     config: ServerConfig
     process_id: str
+    database: Database
     served: Served
     sessions: Sessions
     session_life: SessionLife

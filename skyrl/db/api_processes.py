@@ -56,6 +56,12 @@ def _samples(connection: Connection, query: Executable) -> list[PendingSample]:
     return [PendingSample(*row) for row in connection.execute(query)]
 
 
+def heartbeats(connection: Connection) -> list[tuple[str, float, float]]:
+    """Id, start and last heartbeat of each API process (seconds since the epoch), in the order of the ids."""
+    query = select(processes.c.id, processes.c.started_at, processes.c.heartbeat_at).order_by(processes.c.id)
+    return [(row.id, row.started_at, row.heartbeat_at) for row in connection.execute(query)]
+
+
 class ApiProcesses:
     """The table of API processes, for the process `process_id`."""
 

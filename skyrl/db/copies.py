@@ -95,7 +95,7 @@ class Copies:
                 connection.execute(insert(sessions), session)
             connection.execute(insert(models), model_values(model, copy.model_seq_id, "closed", sampler_version=1))
             put(connection, checkpoint, copy.copy_key)
-            usage.count_checkpoint(connection, copy.tenant, copy.session_id, source.base_model)
+            usage.count_checkpoint(connection, copy.tenant, copy.session_id, path.model_id, source.base_model)
             for tenant in sorted({copy.tenant, source.tenant}):
                 audit.record(
                     connection,

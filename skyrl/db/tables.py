@@ -51,7 +51,8 @@ class SessionRow(SQLModel, table=True):
 
 class ModelRow(SQLModel, table=True):
     """One adapter in training. `status` is creating, ready, failed or closed. `next_seq` is the number of the first
-    command that is not in the model's last snapshot; 0 means that there is no snapshot."""
+    command that is not in the model's last snapshot; 0 means that there is no snapshot. `steps` counts the optimizer
+    steps that succeeded."""
 
     __tablename__ = "models"  # pyright: ignore[reportAssignmentType]
     id: str = Field(primary_key=True)
@@ -69,6 +70,7 @@ class ModelRow(SQLModel, table=True):
     user_metadata: dict[str, Any] | None = Field(default=None, sa_column=Column(JSON))
     sampler_version: int = 0
     next_seq: int = Field(default=1, sa_column=Column(BigInteger, nullable=False))
+    steps: int = Field(default=0, sa_column=Column(BigInteger, nullable=False, server_default="0"))
     created_at: float
     last_request_at: float
 
@@ -237,21 +239,46 @@ class QuotaRow(SQLModel, table=True):
 
 
 class UsageRow(SQLModel, table=True):
-    """How much of one kind a session used in one hour of UTC: tokens, checkpoints, or gigabyte-hours of storage.
+    """How much of one kind a run used in one hour of UTC: tokens, checkpoints, or gigabyte-hours of storage.
 
-    `bucket` is the start of the hour. `session_id` is empty for storage, because checkpoints outlive sessions."""
+    `bucket` is the start of the hour. `session_id` is empty for storage, because checkpoints outlive sessions, and for
+    requests without a session. `model_id` is the run: the model that was trained, or whose adapter was sampled from. It
+    is empty for the base model, for storage, and for what versions before revision 0009 have counted."""
 
     __tablename__ = "usage"  # pyright: ignore[reportAssignmentType]
     __table_args__ = (
-        PrimaryKeyConstraint("tenant", "bucket", "session_id", "base_model", "kind"),
+        PrimaryKeyConstraint("tenant", "bucket", "session_id", "model_id", "base_model", "kind"),
         Index("ix_usage_bucket", "bucket"),
     )
     bucket: int = Field(sa_column=Column(BigInteger, nullable=False))
     tenant: str
     session_id: str
+    model_id: str
     base_model: str
     kind: str
     amount: float
+
+
+class RunStepRow(SQLModel, table=True):
+    """One step of a model's training: sums over the forward_backward passes since the step before. `ended_at` is when
+    the optimizer step ended; None while the step is open. `busy_s` is the trainer's time. The sums of the gap and of
+    clipped tokens are weighted by tokens. See `skyrl.db.run_steps`."""
+
+    __tablename__ = "run_steps"  # pyright: ignore[reportAssignmentType]
+    __table_args__ = (PrimaryKeyConstraint("model_id", "step"), Index("ix_run_steps_updated_at", "updated_at"))
+    model_id: str
+    step: int = Field(sa_column=Column(BigInteger, nullable=False))
+    updated_at: float
+    ended_at: float | None = None
+    passes: int
+    tokens: int = Field(sa_column=Column(BigInteger, nullable=False))
+    loss_sum: float
+    loss_tokens: int = Field(sa_column=Column(BigInteger, nullable=False))
+    gap_sum: float
+    gap_tokens: int = Field(sa_column=Column(BigInteger, nullable=False))
+    clipped_sum: float
+    clipped_tokens: int = Field(sa_column=Column(BigInteger, nullable=False))
+    busy_s: float
 
 
 class MeterRow(SQLModel, table=True):

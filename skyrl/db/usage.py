@@ -21,6 +21,7 @@ from skyrl.db.database import Database
 from skyrl.db.sessions import in_project, sessions
 from skyrl.db.tables import CheckpointRow, MeterRow, ModelRow, UsageRow
 from skyrl.db.writer import GroupCommitWriter
+from skyrl.types.weights import AdapterVersion, WeightsRef
 
 usage = UsageRow.__table__  # type: ignore[attr-defined]
 _meters = MeterRow.__table__  # type: ignore[attr-defined]
@@ -45,20 +46,22 @@ class UsageKind(StrEnum):
 
 
 class UsageKey(NamedTuple):
-    """The key of one sum. `bucket` is the start of an hour in UTC, in seconds since the epoch. `session_id` is empty
-    for storage."""
+    """The key of one sum. `bucket` is the start of an hour in UTC, in seconds since the epoch. `session_id` and
+    `model_id` may be empty, see `UsageRow`."""
 
     tenant: str
     bucket: int
     session_id: str
+    model_id: str
     base_model: str
     kind: UsageKind
 
 
 _ADD = text(
-    "INSERT INTO usage (tenant, bucket, session_id, base_model, kind, amount) "
-    "VALUES (:tenant, :bucket, :session_id, :base_model, :kind, :amount) "
-    "ON CONFLICT (tenant, bucket, session_id, base_model, kind) DO UPDATE SET amount = usage.amount + excluded.amount"
+    "INSERT INTO usage (tenant, bucket, session_id, model_id, base_model, kind, amount) "
+    "VALUES (:tenant, :bucket, :session_id, :model_id, :base_model, :kind, :amount) "
+    "ON CONFLICT (tenant, bucket, session_id, model_id, base_model, kind) "
+    "DO UPDATE SET amount = usage.amount + excluded.amount"
 )
 
 
@@ -80,28 +83,30 @@ def count_training(connection: Connection, tokens: Mapping[str, int]) -> None:
     bucket = bucket_of(time.time())
     counted: dict[UsageKey, float] = {}
     for row in connection.execute(query.where(_models.c.id.in_(tokens))):
-        key = UsageKey(row.tenant, bucket, row.session_id, row.base_model, UsageKind.TRAINING)
-        counted[key] = counted.get(key, 0) + tokens[row.id]
+        key = UsageKey(row.tenant, bucket, row.session_id, row.id, row.base_model, UsageKind.TRAINING)
+        counted[key] = tokens[row.id]
     add(connection, counted)
 
 
-def count_checkpoint(connection: Connection, tenant: str, session_id: str, base_model: str) -> None:
-    """Count one new checkpoint."""
-    add(connection, {UsageKey(tenant, bucket_of(time.time()), session_id, base_model, UsageKind.CHECKPOINT): 1})
+def count_checkpoint(connection: Connection, tenant: str, session_id: str, model_id: str, base_model: str) -> None:
+    """Count one new checkpoint of the model."""
+    key = UsageKey(tenant, bucket_of(time.time()), session_id, model_id, base_model, UsageKind.CHECKPOINT)
+    add(connection, {key: 1})
 
 
 def sample_amounts(
-    tenant: str, session_id: str, base_model: str, *, prompt: int, cached: int, sampled: int
+    tenant: str, session_id: str, base_model: str, weights: WeightsRef, *, prompt: int, cached: int, sampled: int
 ) -> dict[UsageKey, int]:
-    """The amounts of one sample request. `prompt`, `cached` (the cached part of the prompt) and `sampled` (in all
-    sequences) are numbers of tokens."""
+    """The amounts of one sample request from these weights. `prompt`, `cached` (the cached part of the prompt) and
+    `sampled` (in all sequences) are numbers of tokens."""
+    model_id = weights.model_id if isinstance(weights, AdapterVersion) else ""
     bucket = bucket_of(time.time())
     amounts = (
         (UsageKind.PREFILL, prompt - cached),
         (UsageKind.PREFILL_CACHED, cached),
         (UsageKind.SAMPLE, sampled),
     )
-    return {UsageKey(tenant, bucket, session_id, base_model, kind): amount for kind, amount in amounts}
+    return {UsageKey(tenant, bucket, session_id, model_id, base_model, kind): amount for kind, amount in amounts}
 
 
 def meter_storage(connection: Connection, now: float) -> None:
@@ -130,7 +135,7 @@ def meter_storage(connection: Connection, now: float) -> None:
         while start < end:
             bucket = bucket_of(start)
             part = min(end, bucket + HOUR_S) - start
-            key = UsageKey(row.tenant, bucket, "", row.base_model, UsageKind.STORAGE)
+            key = UsageKey(row.tenant, bucket, "", "", row.base_model, UsageKind.STORAGE)
             amounts[key] = amounts.get(key, 0) + row.size_bytes / GIGABYTE * part / HOUR_S
             start += part
     add(connection, amounts)
@@ -183,7 +188,7 @@ class UsageCounter:
 
 @dataclass(frozen=True, slots=True)
 class UsedAmount:
-    """One sum, without its tenant: see `UsageKey`."""
+    """What one session of the tenant has used: see `UsageKey`."""
 
     bucket: int
     session_id: str
@@ -229,7 +234,9 @@ class Usage:
             usage.c.bucket >= int(start.astimezone(UTC).timestamp()),
             usage.c.bucket < int(end.astimezone(UTC).timestamp()),
         )
-        query = select(usage).where(*wanted).order_by(usage.c.bucket, usage.c.amount.desc(), usage.c.kind)
+        amount = func.sum(usage.c.amount).label("amount")
+        key = (usage.c.bucket, usage.c.session_id, usage.c.base_model, usage.c.kind)
+        query = select(*key, amount).where(*wanted).group_by(*key).order_by(usage.c.bucket, amount.desc(), usage.c.kind)
         columns = sessions.c.id, sessions.c.project_id, sessions.c.user_metadata
         with_usage = select(*columns).where(sessions.c.id.in_(select(usage.c.session_id).where(*wanted)))
 

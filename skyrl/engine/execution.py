@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 
 from skyrl.backends.base import Backend
 from skyrl.db import commands as rows
-from skyrl.db import usage
-from skyrl.db.database import Change, Database
+from skyrl.db import run_steps, usage
+from skyrl.db.database import Change, Connection, Database
 from skyrl.db.fence import Displaced
 from skyrl.db.futures import Outcome
 from skyrl.engine.barriers import Barriers
@@ -100,8 +100,14 @@ class Execution:
             bodies = self._bodies(commands)
             runnable = [command for command in commands if command.request_id in bodies]  # other rows were deleted
             passes = run_passes(runnable, bodies, self._backend)
+            busy_s = time.perf_counter() - started
+
+            def count(connection: Connection) -> None:
+                usage.count_training(connection, passes.tokens)
+                run_steps.add_passes(connection, passes.trained, busy_s)
+
             outcomes = [(command.request_id, outcome) for command, outcome in passes.outcomes]
-            self._settlement.settle(outcomes, lambda connection: usage.count_training(connection, passes.tokens))
+            self._settlement.settle(outcomes, count)
             for command in runnable:
                 assert command.model_id is not None
                 self._snapshots.ran(command.model_id, command.kind)
@@ -124,10 +130,13 @@ class Execution:
 
     def _run_and_settle(self, command: Command, body: bytes) -> Outcome:
         change: Change | None = None
+        started = time.perf_counter()
         try:
             ran = self._barriers.run(command, body)
             outcome = Outcome(encode_json(ran.result))
             change = ran.change
+            if command.kind is Kind.OPTIM_STEP and command.model_id is not None:
+                change = run_steps.end_step(command.model_id, time.perf_counter() - started)
             if ran.adapter is not None:
                 self._publisher.publish(ran.adapter)
         except Exception as error:

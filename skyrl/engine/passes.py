@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from skyrl.backends.base import Backend, Datum, PassResult, TrainingPass
 from skyrl.db.futures import Outcome
+from skyrl.db.run_steps import StepSums
 from skyrl.engine.failures import failed
 from skyrl.types.command import Command
 from skyrl.types.kinds import Kind
@@ -17,10 +18,12 @@ from skyrl.wire.training import decode_forward_backward
 
 @dataclass(frozen=True)
 class PassOutcomes:
-    """One outcome per command, in order. `tokens`: by model id, the number of tokens in passes that succeeded."""
+    """One outcome per command, in order. `tokens`: by model id, the number of tokens in passes that succeeded.
+    `trained`: by model id, the sums over the forward_backward passes that succeeded."""
 
     outcomes: list[tuple[Command, Outcome]]
     tokens: Mapping[str, int] = field(default_factory=dict)
+    trained: Mapping[str, StepSums] = field(default_factory=dict)
 
 
 def decode_pass(command: Command, body: bytes, backend: Backend) -> TrainingPass:
@@ -46,6 +49,7 @@ def run_passes(commands: Sequence[Command], bodies: dict[str, bytes], backend: B
     """
     outcomes: dict[str, Outcome] = {}
     tokens: Counter[str] = Counter()
+    trained: dict[str, StepSums] = {}
     runnable: list[tuple[Command, TrainingPass]] = []
     for command in commands:
         try:
@@ -63,5 +67,10 @@ def run_passes(commands: Sequence[Command], bodies: dict[str, bytes], backend: B
         else:
             encoded = encode_forward_backward(result.logprobs, result.metrics)
             outcomes[command.request_id] = Outcome(encoded, "proto:forward_backward")
-            tokens[training_pass.model_id] += sum(len(datum.tokens) for datum in training_pass.data)
-    return PassOutcomes([(command, outcomes[command.request_id]) for command in commands], tokens)
+            size = sum(len(datum.tokens) for datum in training_pass.data)
+            tokens[training_pass.model_id] += size
+            if training_pass.backward:
+                sums = StepSums.of_pass(size, result.metrics)
+                before = trained.get(training_pass.model_id)
+                trained[training_pass.model_id] = sums if before is None else before + sums
+    return PassOutcomes([(command, outcomes[command.request_id]) for command in commands], tokens, trained)

@@ -146,7 +146,7 @@ class Saves:
 
         def add_rows(connection: Connection) -> None:
             checkpoints.put(connection, checkpoint)
-            usage.count_checkpoint(connection, model.tenant, model.session_id, model.base_model)
+            usage.count_checkpoint(connection, model.tenant, model.session_id, model.id, model.base_model)
             audit.record(connection, model.tenant, event, tinker_path=str(path), model_id=model.id)
 
         return BarrierResult({"type": command.kind.lower(), "path": str(path)}, add_rows)

@@ -51,6 +51,7 @@ def usage_of(answer: SampleAnswer, sampler: Sampler) -> dict[UsageKey, int]:
         sampler.tenant,
         sampler.session_id,
         sampler.base_model,
+        sampler.weights,
         prompt=answer.prompt_tokens,
         cached=answer.cached_tokens,
         sampled=answer.sampled_tokens,

@@ -1,4 +1,5 @@
-"""Finds where a request of a tenant stands, for the answer to a long poll that has no result yet."""
+"""Finds where a request or a run of a tenant stands: for the answer to a long poll that has no result yet, and for the
+status page."""
 
 from __future__ import annotations
 
@@ -7,9 +8,11 @@ from collections.abc import Callable
 
 from skyrl.db import commands as rows
 from skyrl.db.database import Database
+from skyrl.db.runs import Run
 from skyrl.quotas.tenants import Quotas
 from skyrl.sampling.service import SampleService
 from skyrl.standing.commands import of_command
+from skyrl.standing.runs import of_run
 from skyrl.standing.samples import of_colocated, of_elsewhere, of_forwarded
 from skyrl.standing.standing import Standing, active, paused, paused_by_quota
 from skyrl.types.activity import EngineActivity
@@ -29,13 +32,15 @@ class Standings:
         activity: Callable[[], EngineActivity],
         trouble: Callable[[], str | None],
         places: int | None,
+        session_timeout_s: float,
     ) -> None:
         self._database = database
         self._sampling = sampling
         self._quotas = quotas
         self._activity = activity
         self._trouble = trouble
-        self._places = places
+        self.places = places
+        self._session_timeout_s = session_timeout_s
 
     async def of_request(self, request_id: str, kind: Kind, tenant: str) -> Standing:
         """Where a pending request of the tenant stands."""
@@ -52,11 +57,15 @@ class Standings:
         command = await self._database.read_async(lambda c: rows.pending_command(c, request_id))
         return active("it has just ended") if command is None else of_command(command, self._activity(), time.time())
 
+    def of_run(self, run: Run) -> Standing:
+        """Where a run stands."""
+        return of_run(run, self._activity(), self._of_trouble(), time.time(), self._session_timeout_s)
+
     def _of_sample(self, request_id: str) -> Standing:
         progress = self._sampling.progress(request_id)
         if progress is None:
             return of_elsewhere(self._activity(), time.time())
-        return of_forwarded(progress, self._sampling.adapters_in_flight(), self._places)
+        return of_forwarded(progress, self._sampling.adapters_in_flight(), self.places)
 
     def _of_trouble(self) -> Standing | None:
         """What all training commands wait for while the engine cannot train."""

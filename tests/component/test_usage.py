@@ -146,7 +146,7 @@ async def test_a_failed_write_of_usage_is_tried_again_and_counts_once(
 async def test_the_window_covers_whole_hours_in_utc(api: Api, database: Database) -> None:
     now = bucket_of(time.time())
     for ago in (0, 1, 2, 14 * 24):
-        key = UsageKey(TENANT, now - ago * HOUR_S, "", BASE, UsageKind.TRAINING)
+        key = UsageKey(TENANT, now - ago * HOUR_S, "", "", BASE, UsageKind.TRAINING)
         database.write(lambda c, key=key, ago=ago: add(c, {key: ago + 1}))
 
     async def counts(start: str, end: str) -> list[int]:
@@ -311,7 +311,7 @@ async def test_a_sample_whose_commit_seemed_lost_counts_once(
 ) -> None:
     writer = GroupCommitWriter(database)
     counter, neighbour = UsageCounter(writer), UsageCounter(writer)
-    key = UsageKey(TENANT, bucket_of(time.time()), "session", BASE, UsageKind.SAMPLE)
+    key = UsageKey(TENANT, bucket_of(time.time()), "session", "", BASE, UsageKind.SAMPLE)
     original_transact = writer.transact
 
     async def commit_and_lose_the_answer(change: Any) -> None:

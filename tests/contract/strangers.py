@@ -49,6 +49,7 @@ TRIED: dict[tuple[str, str], list[Try]] = {
     ("GET", "/api/v1/samplers/{sampler_id}"): [Try()],
     ("GET", "/api/v1/training_runs/{model_id}"): [Try(), Try(query="access_scope=accessible")],
     ("GET", "/api/v1/training_runs/{model_id}/checkpoints"): [Try(), Try(query="access_scope=accessible")],
+    ("GET", "/ui/api/runs/{run_id}"): [Try()],
     ("POST", "/api/v1/session_heartbeat"): [Try({"session_id": "{session_id}"})],
     ("PUT", "/api/v1/sessions/{session_id}/project"): [Try({"project_id": "mine"})],
     ("POST", "/api/v1/get_info"): [Try({"model_id": "{model_id}"})],
@@ -97,6 +98,8 @@ TRIED: dict[tuple[str, str], list[Try]] = {
     ("POST", "/api/v1/sessions/{session_id}/finish"): [Try()],
 }
 LISTS: dict[tuple[str, str], list[Try]] = {
+    ("GET", "/ui/api/state"): [Try()],
+    ("GET", "/ui/api/usage"): [Try(), Try(query="run={model_id}"), Try(query="format=csv&days=366")],
     ("GET", "/api/v1/sessions"): [Try(), Try(query="access_scope=accessible")],
     ("GET", "/api/v1/training_runs"): [Try(), Try(query="access_scope=accessible"), Try(query="project_id={project}")],
     ("GET", "/api/v1/checkpoints"): [Try(), Try(query="access_scope=accessible")],
@@ -116,6 +119,10 @@ LISTS: dict[tuple[str, str], list[Try]] = {
 """Routes that answer every tenant with the tenant's own objects."""
 HARMLESS = {
     ("GET", "/"),
+    ("GET", "/ui"),
+    ("GET", "/ui/app.css"),
+    ("GET", "/ui/app.js"),
+    ("GET", "/ui/api/box"),
     ("GET", "/api/v1/auth/apikey/me"),
     ("DELETE", "/api/v1/auth/apikey/me"),
     ("POST", "/api/v1/auth/token"),

@@ -97,6 +97,7 @@ class World:
             "session_id": session,
             "sampler_id": sampler_id,
             "model_id": model["model_id"],
+            "run_id": model["model_id"],
             "future": model["request_id"],
             "sample": sample["request_id"],
             "project": project,

@@ -1,0 +1,69 @@
+"""What the status page shows of the server itself to a key with the scope admin: parts, queues, adapters, disk.
+
+Counts only: nothing in it belongs to one tenant. Everything but the quotas' counts comes from the database, so that any
+API process gives the same answer.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections import Counter
+from typing import Any
+
+from skyrl import __version__
+from skyrl.api.services import Services
+from skyrl.db import api_processes
+from skyrl.db.adapter_versions import count_servable
+from skyrl.db.runs import pending_by_kind
+from skyrl.types.activity import EngineActivity, WaitsFor
+
+
+async def box(services: Services) -> dict[str, Any]:
+    """Times are in seconds since the epoch, `_s` are seconds."""
+    now = time.time()
+
+    def read(connection: Any) -> tuple[dict[str, int], list[tuple[str, float, float]], int]:
+        return pending_by_kind(connection), api_processes.heartbeats(connection), count_servable(connection)
+
+    pending, processes, servable = await services.database.read_async(read)
+    state, activity = services.watch.state, services.watch.activity
+    used = shutil.disk_usage(services.config.state_dir)
+    return {
+        "version": __version__,
+        "now": now,
+        "trainer": {
+            "trouble": services.watch.training_trouble(),
+            "heartbeat_age_s": now - state.heartbeat_at if state.heartbeat_at else None,
+            "recovery": None
+            if activity.recovery is None
+            else {"repeated": activity.recovery.repeated, "commands": activity.recovery.commands},
+            "run_s": activity.run_s,
+        },
+        "inference": {
+            "published": state.inference_proxy_url is not None,
+            "generation": state.generation,
+            "away_since": activity.inference_away_since,
+        },
+        "api_processes": [
+            {"id": name, "started_at": started_at, "heartbeat_age_s": now - heartbeat_at}
+            for name, started_at, heartbeat_at in processes
+        ],
+        "pending": pending,
+        "models": _models(activity, now),
+        "adapters": {"servable": servable, "places": services.standings.places},
+        "quotas": services.quotas.counts(),
+        "disk": {"free_bytes": used.free, "total_bytes": used.total},
+        "database_bytes": await services.database.read_async(services.database.size_bytes),
+    }
+
+
+def _models(activity: EngineActivity, now: float) -> dict[str, Any]:
+    """The models with commands: how many wait for what, and for how long the longest has waited."""
+    waiting = [model for model in activity.models.values() if model.waits_for is not WaitsFor.NOTHING]
+    return {
+        "running": len(activity.models) - len(waiting),
+        "waiting": dict(Counter(str(model.waits_for) for model in waiting)),
+        "longest_wait_s": max((now - model.since for model in waiting), default=None),
+        "commands_waiting": sum(model.waiting for model in activity.models.values()),
+    }

@@ -1,0 +1,93 @@
+"""The status page: its files, which hold no data, and the answers from which its script fills it.
+
+The files need no key. The script sends the key that the user typed as `X-API-Key`, and shows answers as text.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from importlib.resources import files
+from typing import Any, Literal
+
+import msgspec
+from fastapi import Query
+from starlette.responses import Response
+
+from skyrl.api.box import box
+from skyrl.api.call import Call
+from skyrl.api.overview import MAX_DAYS, USAGE_COLUMNS, Overview
+from skyrl.api.routes import Routes
+from skyrl.api.services import Services
+from skyrl.api.usage_table import as_csv
+
+SECURITY = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-store",
+}
+"""The page loads nothing from elsewhere, runs no inline script, and no other page can frame it."""
+FILES = {
+    "/ui": ("index.html", "text/html; charset=utf-8"),
+    "/ui/app.js": ("app.js", "text/javascript; charset=utf-8"),
+    "/ui/app.css": ("app.css", "text/css; charset=utf-8"),
+}
+"""By path, the file in `skyrl.ui` and its type."""
+
+_encode = msgspec.json.Encoder().encode
+
+
+def router(services: Services) -> Routes:
+    routes = Routes("status page", prefix="")
+
+    def serve(path: str) -> None:
+        name, media_type = FILES[path]
+        content = files("skyrl.ui").joinpath(name).read_bytes()
+
+        @routes.get(path, scope="open")
+        async def file(call: Call) -> Response:
+            return Response(content, headers=SECURITY, media_type=media_type)
+
+    for path in FILES:
+        serve(path)
+
+    @routes.get("/ui/api/state", scope="any")
+    async def state(call: Call) -> Response:
+        """The caller's runs, samplers, checkpoints and usage."""
+        return _unless_unchanged(call, await Overview(services, call.tenant).state())
+
+    @routes.get("/ui/api/runs/{run_id}", scope="any")
+    async def run(call: Call, run_id: str) -> Response:
+        """One run of the caller, with its history."""
+        return _unless_unchanged(call, await Overview(services, call.tenant).run(run_id))
+
+    @routes.get("/ui/api/usage", scope="any")
+    async def usage(
+        call: Call,
+        days: int = Query(7, ge=1, le=MAX_DAYS),
+        run: str | None = None,
+        format: Literal["json", "csv"] = "json",
+    ) -> Response:
+        """The caller's tokens by day, run and base model; `format` is json or csv."""
+        lines = await Overview(services, call.tenant).usage(days, run)
+        if format == "csv":
+            return Response(as_csv(USAGE_COLUMNS, lines), headers=SECURITY, media_type="text/csv; charset=utf-8")
+        return _unless_unchanged(call, {"days": days, "usage": lines})
+
+    @routes.get("/ui/api/box", scope="admin")
+    async def server(call: Call) -> Response:
+        """Parts, queues, adapters and disk of the server: counts alone."""
+        return _unless_unchanged(call, await box(services))
+
+    return routes
+
+
+def _unless_unchanged(call: Call, value: Any) -> Response:
+    """The answer with an ETag; 304 without a body if the client has it already."""
+    body = _encode(value)
+    etag = f'"{hashlib.blake2b(body, digest_size=12).hexdigest()}"'
+    headers = SECURITY | {"ETag": etag}
+    if call.request.headers.get("if-none-match") == etag:
+        return Response(status_code=304, headers=headers)
+    return Response(body, headers=headers, media_type="application/json")
