@@ -7,7 +7,6 @@ Nothing in it is of another tenant. Times are in seconds since the epoch.
 from __future__ import annotations
 
 from dataclasses import asdict, fields
-from datetime import UTC, date, datetime, timedelta
 from typing import Any
 
 from skyrl.api.services import Services
@@ -16,7 +15,7 @@ from skyrl.db.checkpoints import Checkpoint, Seen
 from skyrl.db.database import Connection
 from skyrl.db.run_steps import Step, history
 from skyrl.db.runs import OpenSampler, Run
-from skyrl.db.usage_report import UsageLine, report
+from skyrl.db.usage_report import UsageLine, last_days, report
 from skyrl.wire.errors import NotFound
 
 MAX_RUNS = 100
@@ -102,12 +101,6 @@ class Overview:
             "created_at": run.created_at,
             "last_request_at": run.last_request_at,
         }
-
-
-def last_days(days: int) -> tuple[date, date]:
-    """The first and the last of the last `days` days in UTC, today included."""
-    today = datetime.now(UTC).date()
-    return today - timedelta(days=days - 1), today
 
 
 def _rate(step: Step) -> float | None:

@@ -29,6 +29,12 @@ class UsageLine:
     cached: int
 
 
+def last_days(days: int) -> tuple[date, date]:
+    """The first and the last of the last `days` days in UTC, today included."""
+    today = datetime.now(UTC).date()
+    return today - timedelta(days=days - 1), today
+
+
 def report(
     connection: Connection, first: date, last: date, *, tenant: str | None = None, run: str | None = None
 ) -> list[UsageLine]:
