@@ -45,6 +45,7 @@ async def _try_again(services: Services, request_id: str, tenant: str) -> Respon
     with suppress(KeyError):  # its session has ended just now: the next poll tells
         kind = await services.futures.kind_of(request_id, tenant)
         standing = await services.standings.of_request(request_id, kind, tenant)
+        services.waits.note(request_id, tenant, standing)
         answer |= {"queue_state": standing.state, "queue_state_reason": standing.sentence}
     return reply(answer, 408)
 

@@ -28,6 +28,7 @@ from skyrl.quotas.tenants import Quotas
 from skyrl.sampling.client import ForwardingClient
 from skyrl.sampling.service import SampleService
 from skyrl.standing.standings import Standings
+from skyrl.standing.wait_log import WaitLog
 from skyrl.storage.base import CheckpointStore
 
 
@@ -59,3 +60,4 @@ class Services:
     traces: Traces
     quotas: Quotas
     standings: Standings
+    waits: WaitLog
