@@ -49,7 +49,6 @@ from skyrl.sampling.http import HttpTransport
 from skyrl.sampling.ownership import SampleOwnership
 from skyrl.sampling.service import SampleService
 from skyrl.standing.standings import Standings
-from skyrl.standing.wait_log import WaitLog
 from skyrl.storage.registry import open_store
 
 
@@ -188,7 +187,6 @@ def _services(base: Base, secrets: Secrets, features: InferenceFeatures) -> Serv
             places=_adapter_places(config),
             session_timeout_s=config.session_timeout_s,
         ),
-        waits=WaitLog(),
     )
 
 

@@ -6,6 +6,7 @@ Results go out as the bytes that are stored; a client that cannot read protobuf 
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 from contextlib import suppress
 from typing import Any
@@ -17,10 +18,13 @@ from skyrl.api.reply import reply
 from skyrl.api.routes import Routes
 from skyrl.api.services import Services
 from skyrl.futures.completions import Completion, Target, TargetGone
+from skyrl.processes.log_limits import LimitedLog
 from skyrl.wire.errors import NotFound, RequestError
 from skyrl.wire.requests import CancelFutureRequest, RetrieveFutureRequest, RetrieveFuturesRequest
 from skyrl.wire.results import to_json
 from skyrl.wire.training import PROTOBUF
+
+logger = logging.getLogger(__name__)
 
 HOLD_S = 30.0
 """How long a poll is held at most. The SDK stops reading at 45 s."""
@@ -39,13 +43,15 @@ def _hold_s() -> float:
     return HOLD_S * random.uniform(SHORTEST_HOLD, 1.0)
 
 
-async def _try_again(services: Services, request_id: str, tenant: str) -> Response:
-    """The answer for a request without an outcome. The SDK logs the reason when a request waits for long."""
+async def _try_again(services: Services, waits: LimitedLog, request_id: str, tenant: str) -> Response:
+    """The answer for a request without an outcome. The SDK logs the reason when a request waits for long, and so does
+    this process, for the operator."""
     answer = {"type": "try_again", "request_id": request_id, "queue_state": "active"}
     with suppress(KeyError):  # its session has ended just now: the next poll tells
         kind = await services.futures.kind_of(request_id, tenant)
         standing = await services.standings.of_request(request_id, kind, tenant)
-        services.waits.note(request_id, tenant, standing)
+        if standing.state != "active":
+            waits.say(logging.INFO, tenant, f"tenant {tenant[:8]} waits: {standing.sentence}", request_id)
         answer |= {"queue_state": standing.state, "queue_state_reason": standing.sentence}
     return reply(answer, 408)
 
@@ -69,6 +75,7 @@ def _check_fields(body: RetrieveFuturesRequest) -> None:
 
 def router(services: Services) -> Routes:
     routes = Routes("futures")
+    waits = LimitedLog(logger)
 
     @routes.post("/retrieve_future", scope="any", body=RetrieveFutureRequest)
     async def retrieve_future(call: Call, body: RetrieveFutureRequest) -> Response:
@@ -83,7 +90,7 @@ def router(services: Services) -> Routes:
             await asyncio.sleep(ERROR_HOLD_S)
             raise
         if outcome is None:
-            return await _try_again(services, body.request_id, tenant)
+            return await _try_again(services, waits, body.request_id, tenant)
         if outcome.error is not None:
             return reply({"error": outcome.error, "category": outcome.error_category or "unknown"})
         if outcome.result_format != "json" and PROTOBUF in call.request.headers.get("accept", ""):

@@ -28,7 +28,6 @@ from skyrl.quotas.tenants import Quotas
 from skyrl.sampling.client import ForwardingClient
 from skyrl.sampling.service import SampleService
 from skyrl.standing.standings import Standings
-from skyrl.standing.wait_log import WaitLog
 from skyrl.storage.base import CheckpointStore
 
 
@@ -60,4 +59,3 @@ class Services:
     traces: Traces
     quotas: Quotas
     standings: Standings
-    waits: WaitLog

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import socket
 import time
 from collections.abc import AsyncIterator
@@ -100,12 +101,17 @@ async def test_while_the_engine_recovers_commands_say_how_far_it_is(api: Api, da
     )
 
 
-async def test_without_an_engine_commands_say_why_it_cannot_train(api: Api, database: Database) -> None:
+async def test_without_an_engine_commands_say_why_it_cannot_train(
+    api: Api, database: Database, caplog: pytest.LogCaptureFixture
+) -> None:
     _, (created, *_) = await training(api)
     database.write(lambda c: engine_state.clear(c, "the engine has stopped"))
     await api.services.watch.refresh()
+    caplog.set_level(logging.INFO)
     state, sentence = await reason(api, created)
     assert (state, sentence) == ("paused_capacity", "the trainer cannot run commands now: the engine has stopped")
+    (line,) = [record for record in caplog.records if sentence in record.getMessage()]
+    assert getattr(line, "request_id", None) == created, "the operator's log has the user's sentence"
 
 
 async def test_a_sample_says_that_the_inference_server_has_it_or_is_away(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 
 import pytest
@@ -11,8 +10,7 @@ from skyrl.db.commands import PendingCommand
 from skyrl.sampling.progress import SampleProgress, SampleWait
 from skyrl.standing.commands import of_command
 from skyrl.standing.samples import of_colocated, of_elsewhere, of_forwarded
-from skyrl.standing.standing import active, duration, paused
-from skyrl.standing.wait_log import EVERY_S, WaitLog
+from skyrl.standing.standing import duration
 from skyrl.types.activity import EngineActivity, ModelActivity, WaitsFor
 from skyrl.types.kinds import Kind
 
@@ -182,21 +180,4 @@ def test_durations_are_short() -> None:
         "60 min",
         "120 min",
         "2.0 h",
-    ]
-
-
-def test_the_log_has_a_tenants_wait_once_a_minute_and_no_work(caplog: pytest.LogCaptureFixture) -> None:
-    now = 0.0
-    log = WaitLog(lambda: now)
-    with caplog.at_level(logging.INFO):
-        log.note("r0", "a" * 32, active("it runs"))
-        for request in ("r1", "r2"):
-            log.note(request, "a" * 32, paused("it waits"))
-        log.note("r3", "b" * 32, paused("it waits, too"))
-        now = EVERY_S
-        log.note("r4", "a" * 32, paused("it still waits"))
-    assert [record.getMessage() for record in caplog.records] == [
-        "request r1 of tenant aaaaaaaa waits: it waits",
-        "request r3 of tenant bbbbbbbb waits: it waits, too",
-        "request r4 of tenant aaaaaaaa waits: it still waits",
     ]
