@@ -14,13 +14,18 @@ from skyrl.types.kinds import Kind
 from skyrl.wire.results import encode_forward_backward
 from skyrl.wire.training import decode_forward_backward
 
+GAP = "kl:mean"
+"""The metric of a pass that compares its logprobs with the sampler's."""
+
 
 @dataclass(frozen=True)
 class PassOutcomes:
-    """One outcome per command, in order. `tokens`: by model id, the number of tokens in passes that succeeded."""
+    """One outcome per command, in order. `tokens`: by model id, the number of tokens in passes that succeeded. `gaps`:
+    for each of them with logprobs of the sampler, the mean of sampler's minus trainer's logprobs in nats."""
 
     outcomes: list[tuple[Command, Outcome]]
     tokens: Mapping[str, int] = field(default_factory=dict)
+    gaps: Sequence[float] = ()
 
 
 def decode_pass(command: Command, body: bytes, backend: Backend) -> TrainingPass:
@@ -46,6 +51,7 @@ def run_passes(commands: Sequence[Command], bodies: dict[str, bytes], backend: B
     """
     outcomes: dict[str, Outcome] = {}
     tokens: Counter[str] = Counter()
+    gaps: list[float] = []
     runnable: list[tuple[Command, TrainingPass]] = []
     for command in commands:
         try:
@@ -64,4 +70,6 @@ def run_passes(commands: Sequence[Command], bodies: dict[str, bytes], backend: B
             encoded = encode_forward_backward(result.logprobs, result.metrics)
             outcomes[command.request_id] = Outcome(encoded, "proto:forward_backward")
             tokens[training_pass.model_id] += sum(len(datum.tokens) for datum in training_pass.data)
-    return PassOutcomes([(command, outcomes[command.request_id]) for command in commands], tokens)
+            if GAP in result.metrics:
+                gaps.append(result.metrics[GAP])
+    return PassOutcomes([(command, outcomes[command.request_id]) for command in commands], tokens, gaps)

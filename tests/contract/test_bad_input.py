@@ -727,6 +727,7 @@ async def test_the_server_has_exactly_these_routes(world: World) -> None:
         ("PUT", "/api/v1/sessions/{session_id}/project", "any"),
         ("GET", "/", "open"),
         ("GET", "/api/v1/healthz", "open"),
+        ("GET", "/metrics", "open"),
         ("GET", "/readyz", "open"),
         ("GET", "/statusz", "open"),
         ("POST", "/api/v1/client/config", "open"),
