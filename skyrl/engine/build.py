@@ -51,6 +51,7 @@ class EngineParts:
     model_ends: ModelEnds
     sweeper: FileSweeper
     sweep: Sweep
+    metrics: EngineMetrics
 
 
 @dataclass(frozen=True)
@@ -127,6 +128,7 @@ def build_engine(
         model_ends=base.model_ends,
         sweeper=sweeper,
         sweep=sweep,
+        metrics=base.metrics,
     )
 
 

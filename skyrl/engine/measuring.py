@@ -11,7 +11,7 @@ from skyrl.db.database import Database
 from skyrl.db.periodic import once, repeat
 from skyrl.db.sizes import sizes
 from skyrl.inference.vllm_metrics import VllmMetrics
-from skyrl.metrics.files import MetricsDirectory, publishing
+from skyrl.metrics.files import publishing
 from skyrl.metrics.processes import EngineMetrics
 from skyrl.processes.runtime import Runtime
 
@@ -32,17 +32,15 @@ async def measuring(runtime: Runtime, database: Database, metrics: EngineMetrics
         gauges.adapters.set(found.adapters)
         gauges.size.set(await asyncio.to_thread(database.size))
 
-    work = [
-        once("measuring the event loop", metrics.lag.run),
-        once("counting rows", read_rows),
-        repeat("counting rows", ROWS_S, read_rows),
-    ]
-    if runtime.replica_urls:
-        vllm = VllmMetrics(
-            runtime.replica_urls, runtime.inference_api_key or "", MetricsDirectory(runtime.metrics_directory)
-        )
-        work.append(once("publishing vLLM's metrics", vllm.run))
-    async with publishing(metrics.registry, "engine", runtime.metrics_directory):
+    async with publishing(metrics.registry, "engine", runtime.metrics_directory) as published:
+        work = [
+            once("measuring the event loop", metrics.lag.run),
+            once("counting rows", read_rows),
+            repeat("counting rows", ROWS_S, read_rows),
+        ]
+        if runtime.replica_urls:
+            vllm = VllmMetrics(runtime.replica_urls, runtime.inference_api_key or "", published)
+            work.append(once("publishing vLLM's metrics", vllm.run))
         tasks = [asyncio.create_task(each) for each in work]
         try:
             yield

@@ -32,18 +32,20 @@ EVENTS = (
 )
 """The counters of the proxy and of the application."""
 STATES = ("healthy", "out_of_service", "quarantined", "draining")
-RADIX_COUNTERS = {
-    "lookups": "Texts that were looked up.",
-    "hits": "Lookups that found a stored prefix.",
-    "hit_tokens": "Tokens that came from stored prefixes, and were not tokenised again.",
-    "total_tokens": "Tokens of all looked up texts.",
-    "evictions": "Trajectories that were dropped because the cache was full.",
-    "collected": "Trajectories that were dropped because their weights were old.",
-    "unverified": "Answers that were not stored, because their tokens did not fit their text.",
-    "aborted": "Answers that were not stored, because the worker had aborted them.",
-    "retried": "Requests that were sent again after an abort.",
+RADIX = {
+    "lookups": (CounterMetricFamily, "lookups", "Texts that were looked up."),
+    "hits": (CounterMetricFamily, "hits", "Lookups that found a stored prefix."),
+    "hit_tokens": (CounterMetricFamily, "saved_tokens", "Tokens from stored prefixes, which were not tokenised again."),
+    "total_tokens": (CounterMetricFamily, "tokens", "Tokens of all texts that were looked up."),
+    "evictions": (CounterMetricFamily, "evictions", "Trajectories that were dropped because the cache was full."),
+    "collected": (CounterMetricFamily, "collected", "Trajectories that were dropped because their weights were old."),
+    "unverified": (CounterMetricFamily, "unverified", "Answers whose tokens did not fit their text; not stored."),
+    "aborted": (CounterMetricFamily, "aborted", "Answers that the worker had aborted; not stored."),
+    "retried": (CounterMetricFamily, "retried", "Requests that were sent again after an abort."),
+    "bytes": (GaugeMetricFamily, "bytes", "Estimated memory of the cache."),
+    "entries": (GaugeMetricFamily, "entries", "Stored trajectories."),
 }
-RADIX_GAUGES = {"bytes": "Estimated memory of the cache.", "entries": "Stored trajectories."}
+"""By the name in the middleware's own numbers: kind, name and meaning of the metric."""
 
 
 class RouterMetrics(Collector):
@@ -109,9 +111,8 @@ def _middleware(guards: Iterable[Guarded]) -> Iterable[Metric]:
             radix[str(place)] = guard.plugin.stats()
     yield requests
     yield failures
-    for kind, names in ((CounterMetricFamily, RADIX_COUNTERS), (GaugeMetricFamily, RADIX_GAUGES)):
-        for name, about in names.items() if radix else ():
-            family = kind(f"skyrl_radix_{name}", about, labels=label)
-            for place, stats in radix.items():
-                family.add_metric((place,), stats[name])
-            yield family
+    for key, (kind, name, about) in RADIX.items() if radix else ():
+        family = kind(f"skyrl_radix_{name}", about, labels=label)
+        for place, stats in radix.items():
+            family.add_metric((place,), stats[key])
+        yield family
