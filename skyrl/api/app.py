@@ -19,6 +19,7 @@ from skyrl.api import (
     downloads,
     futures,
     health,
+    metrics,
     models,
     sampling,
     search,
@@ -31,7 +32,7 @@ from skyrl.api import (
 from skyrl.api.body_memory import BodyReader, bounds
 from skyrl.api.call import Hook
 from skyrl.api.error_answers import ErrorAnswers
-from skyrl.api.hooks import AccessCheck, BodyMemoryHook, RequestIds
+from skyrl.api.hooks import AccessCheck, BodyMemoryHook, RequestIds, RequestMetrics
 from skyrl.api.http_table import HttpTable
 from skyrl.api.openapi import describe
 from skyrl.api.refusals import Refusals
@@ -56,6 +57,7 @@ RESOURCES = (
     billing,
     health,
     ui,
+    metrics,
 )
 
 
@@ -94,5 +96,10 @@ def create_app(services: Services) -> HttpTable:
     for kind in errors.kinds:
         framework.add_exception_handler(kind, answer)
     bodies = BodyReader(services.config.state_dir, bounds(services.config.max_body_bytes))
-    hooks: tuple[Hook, ...] = (RequestIds(), AccessCheck(services.access, services.urls), BodyMemoryHook(bodies))
+    hooks: tuple[Hook, ...] = (
+        RequestMetrics(services.metrics.http, framework.declared),
+        RequestIds(),
+        AccessCheck(services.access, services.urls),
+        BodyMemoryHook(bodies),
+    )
     return HttpTable(framework, framework.declared, hooks, errors)

@@ -51,6 +51,7 @@ async def run(process: ApiProcess) -> None:
     async with asyncio.TaskGroup() as group:
         for name, period_s, action in _repeated_work(process):
             group.create_task(repeat(name, period_s, action))
+        group.create_task(once("measuring the event loop", process.base.metrics.lag.run))
         group.create_task(once("talking to the other API processes", process.base.notifier.run))
 
 

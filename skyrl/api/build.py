@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Self
 
+from skyrl import __version__
 from skyrl.api.access import Access
 from skyrl.api.notices import NoticeHandler
 from skyrl.api.readiness import EngineWatch
@@ -36,6 +37,9 @@ from skyrl.futures.store import FutureStore
 from skyrl.futures.trace import Traces
 from skyrl.inference.adapter_host import AdapterHost, SharedDirectory
 from skyrl.inference.features import InferenceFeatures
+from skyrl.metrics.files import MetricsDirectory
+from skyrl.metrics.processes import ApiMetrics
+from skyrl.metrics.readiness import ReadinessMetrics
 from skyrl.notify.notifier import Notifier
 from skyrl.processes.runtime import Runtime
 from skyrl.quotas.limits import Bounds, QuotaLimits
@@ -71,6 +75,7 @@ class Base:
     """The parts that the services share."""
 
     runtime: Runtime
+    metrics: ApiMetrics
     database: Database
     writer: GroupCommitWriter
     notifier: Notifier
@@ -81,8 +86,9 @@ class Base:
 
     @classmethod
     def of(cls, runtime: Runtime) -> Self:
+        metrics = ApiMetrics.new()
         database = Database(runtime.config.database)
-        writer = GroupCommitWriter(database)
+        writer = GroupCommitWriter(database, metrics.commits)
         notifier = Notifier(
             runtime.process_id,
             own_doorbell=runtime.api_doorbell,
@@ -91,6 +97,7 @@ class Base:
         )
         return cls(
             runtime=runtime,
+            metrics=metrics,
             database=database,
             writer=writer,
             notifier=notifier,
@@ -118,6 +125,7 @@ def build(runtime: Runtime, secrets: Secrets, features: InferenceFeatures) -> Ap
     base = Base.of(runtime)
     database, writer = base.database, base.writer
     services = _services(base, secrets, features)
+    _show_readiness(base)
     ownership = SampleOwnership(
         ApiProcesses(database, writer, runtime.process_id),
         base.notifier.peers,
@@ -138,10 +146,11 @@ def build(runtime: Runtime, secrets: Secrets, features: InferenceFeatures) -> Ap
 def _services(base: Base, secrets: Secrets, features: InferenceFeatures) -> Services:
     config, database, writer = base.runtime.config, base.database, base.writer
     sessions, samplers = Sessions(database, writer, base.notifier.peers), Samplers(database, writer)
-    models, checkpoints, store = Models(database, writer), Checkpoints(database, writer), open_store(config)
+    models, checkpoints = Models(database, writer), Checkpoints(database, writer)
+    store = open_store(config, base.metrics.traffic)
     adapters = SharedDirectory(partial(base.watch.adapters_in, config.state_dir), store, checkpoints.store_key_of)
     quotas = Quotas(database, QuotaLimits.of(config), Bounds.of(config), base.futures.is_pending)
-    client = _client(base.runtime, database, adapters)
+    client = _client(base, adapters)
     sampling = _sampling(base, samplers, sessions, client, quotas, FeatureGuard(features))
     return Services(
         config=config,
@@ -187,6 +196,8 @@ def _services(base: Base, secrets: Secrets, features: InferenceFeatures) -> Serv
             places=_adapter_places(config),
             session_timeout_s=config.session_timeout_s,
         ),
+        metrics=base.metrics,
+        published_metrics=MetricsDirectory(base.runtime.metrics_directory),
     )
 
 
@@ -194,6 +205,16 @@ def _adapter_places(config: ServerConfig) -> int | None:
     """How many adapters the inference servers run at a time; None for servers that skyrl does not run."""
     backend = config.backend_config
     return backend.lora.max_loras * backend.inference.num_engines if config.modes.manages_inference else None
+
+
+def _show_readiness(base: Base) -> None:
+    config, watch = base.runtime.config, base.watch
+    build = {"version": __version__, "backend": config.backend, "base_model": config.served_names[0]}
+
+    def heartbeat_at() -> float | None:
+        return watch.state.heartbeat_at if config.modes.trains else None
+
+    ReadinessMetrics(base.metrics.registry, build, watch.ready_parts, heartbeat_at)
 
 
 def _sampling(
@@ -213,29 +234,31 @@ def _sampling(
         client=client,
         engine=base.notifier.engine,
         limits=base.watch.limits,
-        admission=Admission(config.max_pending_samples, config.max_pending_sample_bytes),
+        admission=Admission(config.max_pending_samples, config.max_pending_sample_bytes, base.metrics.samples),
         order=order,
         base_name=config.served_names[0],
         guard=guard,
         usage=base.counter,
         quotas=quotas,
+        metrics=base.metrics.samples,
     )
 
 
-def _client(runtime: Runtime, database: Database, adapters: AdapterHost) -> ForwardingClient | None:
+def _client(base: Base, adapters: AdapterHost) -> ForwardingClient | None:
     """None if the engine runs the samples."""
-    config = runtime.config
+    runtime, config = base.runtime, base.runtime.config
     if not config.modes.forwards:
         return None
     external = config.external_inference_url
     return ForwardingClient(
         HttpTransport(config.forwarding_inference_max_connections),
-        EngineEndpoint(partial(_engine_state, database)) if external is None else FixedEndpoint(external),
+        EngineEndpoint(partial(_engine_state, base.database)) if external is None else FixedEndpoint(external),
         adapters,
         api_key=runtime.inference_api_key,
         deadline_s=config.forwarding_deadline_s,
         zero_fill_logprobs=config.forwarding_zero_fill_logprobs,
         replicas=runtime.replica_urls if config.backend_config.inference.routed else (),
+        metrics=base.metrics.adapters,
     )
 
 

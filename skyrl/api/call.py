@@ -21,6 +21,7 @@ class Call:
         "_send",
         "_unended_hooks",
         "answered",
+        "began",
         "body",
         "headers",
         "id",
@@ -38,6 +39,8 @@ class Call:
         """None if no route has the path and method of the request."""
         self.id = "-"
         """The request's id in the log and in the answer's header `X-Request-Id`."""
+        self.began = 0.0
+        """When the request arrived, in the time of `time.perf_counter`."""
         self.body = b""
         """The decompressed body; empty if the route declares none."""
         self.large_body: LargeBody | None = None

@@ -1,12 +1,14 @@
-"""The hooks of the HTTP table: they give each request an id, check its key, and read its body.
+"""The hooks of the HTTP table: they count each request, give it an id, check its key, and read its body.
 
-Metrics or tracing would be another class like these, listed in `create_app`.
+Tracing would be another class like these, listed in `create_app`.
 """
 
 from __future__ import annotations
 
 import re
 import secrets
+import time
+from collections.abc import Iterable
 from itertools import count
 
 from starlette.requests import Request
@@ -14,8 +16,10 @@ from starlette.requests import Request
 from skyrl.api.access import Access, check_scope
 from skyrl.api.body_memory import BodyReader
 from skyrl.api.call import Call
+from skyrl.api.route import Route
 from skyrl.api.signing import SignedUrls
 from skyrl.db.keys import ALL_SCOPES
+from skyrl.metrics.http import HttpMetrics
 from skyrl.wire.errors import RequestError
 
 MAX_KEY = 2_000
@@ -23,6 +27,29 @@ MAX_KEY = 2_000
 MAX_REQUEST_ID = 128
 """The most characters of a request id that a client gives."""
 _PRINTABLE_ID = re.compile(rb"[!-~]{1,%d}" % MAX_REQUEST_ID)
+
+
+LONG_POLLS = frozenset({"/api/v1/retrieve_future", "/api/v1/retrieve_futures"})
+"""Routes that wait for results. How long they take says nothing about the server."""
+
+
+class RequestMetrics:
+    """Counts each request by its route, and measures how long its answer took."""
+
+    name = "metrics"
+
+    def __init__(self, metrics: HttpMetrics, routes: Iterable[Route]) -> None:
+        self._tallies = {
+            route: metrics.route(route.method, route.path, timed=route.path not in LONG_POLLS) for route in routes
+        }
+        self._other = metrics.other
+
+    async def begin(self, call: Call) -> None:
+        call.began = time.perf_counter()
+
+    def end(self, call: Call) -> None:
+        tally = self._other if call.route is None else self._tallies[call.route]
+        tally.answered(call.status, time.perf_counter() - call.began)
 
 
 class RequestIds:
@@ -97,8 +124,12 @@ class BodyMemoryHook:
 
 
 def key_of(request: Request) -> str:
-    """The API key, or the token in its place. Raises RequestError 401 without one."""
+    """The API key, or the token in its place: from X-API-Key, else from `Authorization: Bearer`, in which Prometheus
+    sends it. Raises RequestError 401 without one."""
     key = request.headers.get("x-api-key", "")
+    if not key:
+        scheme, _, credentials = request.headers.get("authorization", "").partition(" ")
+        key = credentials.strip() if scheme.lower() == "bearer" else ""
     if not key:
         raise RequestError("send an API key in X-API-Key", status=401)
     if len(key) > MAX_KEY:

@@ -53,6 +53,16 @@ class EngineWatch:
         the server that trains on the same database."""
         return own if self._modes.trains or self.state.state_dir is None else Path(self.state.state_dir)
 
+    def ready_parts(self) -> dict[str, bool]:
+        """The parts that this server runs, each with whether it can work right now."""
+        reasons = self.reasons()
+        parts = {"training": self._modes.trains, "sampling": self._modes.manages_inference}
+        return {
+            part: not any(reason.startswith(f"{part}:") for reason in reasons)
+            for part, is_here in parts.items()
+            if is_here
+        }
+
     def reasons(self) -> list[str]:
         """Why the server cannot train or sample right now; empty when it can."""
         reasons: list[str] = []

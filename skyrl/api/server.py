@@ -18,6 +18,7 @@ from skyrl.api.services import Services
 from skyrl.db.faults import DatabaseError, outage, reason
 from skyrl.inference.features import inference_features
 from skyrl.inference.vllm_command import cuda_devices
+from skyrl.metrics.files import publishing
 from skyrl.processes.runtime import Runtime, run_process, set_up_process
 from skyrl.web.server import Server, tune_garbage_collection
 
@@ -35,15 +36,16 @@ async def open_services(runtime: Runtime) -> AsyncIterator[Services]:
     process = build(runtime, Secrets.open(runtime), features)
     try:
         await begin(process)
-        background = asyncio.create_task(run(process))
-        try:
-            yield process.services
-        finally:
-            process.services.sampling.refuse_new()
-            await process.services.sampling.drain(DRAIN_S)
-            background.cancel()
-            await asyncio.wait([background])
-            await write_last(process)
+        async with publishing(process.base.metrics.registry, f"api-{runtime.slot}", runtime.metrics_directory):
+            background = asyncio.create_task(run(process))
+            try:
+                yield process.services
+            finally:
+                process.services.sampling.refuse_new()
+                await process.services.sampling.drain(DRAIN_S)
+                background.cancel()
+                await asyncio.wait([background])
+                await write_last(process)
     finally:
         await close(process)
 

@@ -23,6 +23,8 @@ from skyrl.db.usage import Usage
 from skyrl.futures.store import FutureStore
 from skyrl.futures.trace import Traces
 from skyrl.inference.adapter_host import AdapterHost
+from skyrl.metrics.files import MetricsDirectory
+from skyrl.metrics.processes import ApiMetrics
 from skyrl.notify.doorbell import Doorbell
 from skyrl.quotas.tenants import Quotas
 from skyrl.sampling.client import ForwardingClient
@@ -59,3 +61,6 @@ class Services:
     traces: Traces
     quotas: Quotas
     standings: Standings
+    metrics: ApiMetrics
+    published_metrics: MetricsDirectory
+    """Where all processes of the server publish their metrics."""

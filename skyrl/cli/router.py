@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -60,6 +61,7 @@ def router(
 ) -> None:
     """Run a router in front of inference servers."""
     from skyrl.config.server import ConfigError
+    from skyrl.metrics.files import FILE_VARIABLE
     from skyrl.processes.runtime import set_up_process
     from skyrl.router.main import RouterOptions, run_router
     from skyrl.router.plugins import PluginError
@@ -74,6 +76,7 @@ def router(
         "admin_update_s": admin_update_s,
     }
     limits = {"running": max_connections, "waiting": max_waiting, "body_bytes": max_body_bytes}
+    metrics_file = os.environ.get(FILE_VARIABLE)
     set_up_process(log_level)
     try:
         run_router(
@@ -89,6 +92,7 @@ def router(
                 base_models=tuple(base_model_name or ()),
                 key=api_key,
                 admin_key=admin_api_key or None,
+                metrics_directory=Path(metrics_file).parent if metrics_file else None,
                 **{name: value for name, value in given.items() if value is not None},
             )
         )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Annotated
 from urllib.parse import urlsplit
 
@@ -41,14 +43,19 @@ def sidecar(
 ) -> None:
     """Run SGLang's /generate and control routes in front of a vLLM server."""
     from skyrl.config.server import ConfigError
+    from skyrl.metrics.files import FILE_VARIABLE
     from skyrl.processes.runtime import set_up_process
     from skyrl.sidecar.main import run_sidecar
     from skyrl.sidecar.settings import SidecarSettings
 
+    named = os.environ.get(FILE_VARIABLE)
+    metrics_file = Path(named) if named else None
     settings = SidecarSettings(
         vllm_url=vllm_address(vllm_url),
         vllm_api_key=vllm_api_key or None,
         admin_key=admin_api_key or None,
+        number=int(metrics_file.stem.rpartition("-")[2]) if metrics_file else 0,
+        metrics_directory=metrics_file.parent if metrics_file else None,
         host=host,
         port=port,
         max_in_flight=max_in_flight,

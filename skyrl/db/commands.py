@@ -26,6 +26,7 @@ _HEADER = (
     futures.c.body_format,
     func.length(futures.c.body).label("size"),
     futures.c.not_before,
+    futures.c.created_at,
 )
 
 
@@ -54,6 +55,7 @@ def _command(row: Any) -> Command:
         row.body_format,
         row.size or 0,
         row.not_before,
+        row.created_at,
     )
 
 

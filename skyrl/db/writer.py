@@ -8,6 +8,7 @@ import logging
 import queue
 import sqlite3
 import threading
+import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -18,6 +19,7 @@ from sqlalchemy.sql.compiler import SQLCompiler
 
 from skyrl.db.database import Database
 from skyrl.db.faults import is_transient
+from skyrl.metrics.database import CommitMetrics
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -76,8 +78,9 @@ class GroupCommitWriter:
     The thread starts with the first write.
     """
 
-    def __init__(self, database: Database) -> None:
+    def __init__(self, database: Database, metrics: CommitMetrics | None = None) -> None:
         self._database = database
+        self._metrics = metrics or CommitMetrics()
         self._turn: list[_Write] = []
         self._queue: queue.SimpleQueue[list[_Write] | None] = queue.SimpleQueue()
         self._driver: sqlite3.Connection | None = None
@@ -149,7 +152,7 @@ class GroupCommitWriter:
             self._driver.close()
 
     def _commit(self, batch: list[_Write]) -> None:
-        begun = False
+        begun, started = False, time.perf_counter()
         try:
             if self._database.is_sqlite and all(isinstance(write.statement, RowStatement) for write in batch):
                 self._driver = self._driver or self._database.connect_driver()
@@ -172,6 +175,7 @@ class GroupCommitWriter:
                 self._commit([write])
             return
         self.commits += 1
+        self._metrics.committed(len(batch), time.perf_counter() - started)
         self._resolve(batch, None)
 
     def _roll_back(self) -> None:

@@ -29,6 +29,7 @@ from skyrl.engine.snapshots import Snapshots
 from skyrl.engine.sweeping import Sweep
 from skyrl.engine.threads import EngineThreads
 from skyrl.inference.engine_group import EngineGroup
+from skyrl.metrics.processes import EngineMetrics
 from skyrl.notify.doorbell import Doorbell
 from skyrl.storage.base import CheckpointStore
 
@@ -53,6 +54,7 @@ class EngineParts:
     model_ends: ModelEnds
     sweeper: FileSweeper
     sweep: Sweep
+    metrics: EngineMetrics
 
 
 @dataclass(frozen=True)
@@ -71,16 +73,23 @@ class _Base:
     model_ends: ModelEnds
     run_times: RunTimes
     holds: Holds
+    metrics: EngineMetrics
 
     @classmethod
     def of(
-        cls, config: ServerConfig, database: FencedDatabase, backend: Backend, store: CheckpointStore, api: Doorbell
+        cls,
+        config: ServerConfig,
+        database: FencedDatabase,
+        backend: Backend,
+        store: CheckpointStore,
+        api: Doorbell,
+        metrics: EngineMetrics,
     ) -> Self:
         threads = EngineThreads(FILES_AT_ONCE)
         # Twice the micro-batch: enough to fill one, and small enough that every model's turn comes soon.
         scheduler = Scheduler(2 * config.backend_config.trainer.micro_batch_tokens * BYTES_PER_TOKEN)
         snapshots = Snapshots(config, database, backend)
-        settlement = Settlement(database, api)
+        settlement = Settlement(database, api, metrics.commands)
         log = CommandLog(database, scheduler, settlement)
         model_ends = ModelEnds(database, backend, snapshots, threads, log, api)
         return cls(
@@ -96,6 +105,7 @@ class _Base:
             model_ends,
             RunTimes(),
             Holds(),
+            metrics,
         )
 
 
@@ -109,13 +119,14 @@ def build_engine(
     signals: EngineSignals,
     group: EngineGroup | None = None,
     sampler: ColocatedSampler | None = None,
+    metrics: EngineMetrics | None = None,
 ) -> EngineParts:
     """Must be called on the event loop.
 
     `group` is None where skyrl does not run the inference server. `sampler` is None where API processes forward
     samples.
     """
-    base = _Base.of(config, database, backend, store, api)
+    base = _Base.of(config, database, backend, store, api, metrics or EngineMetrics.new())
     execution = _execution(base, ledger, AdapterPublisher(group, base.threads))
     file_commands = FileCommands(base.log, base.scheduler, execution, signals)
     sweeper = FileSweeper(config, database, store, database.confirm_claim)
@@ -136,6 +147,7 @@ def build_engine(
         model_ends=base.model_ends,
         sweeper=sweeper,
         sweep=sweep,
+        metrics=base.metrics,
     )
 
 
@@ -152,6 +164,7 @@ def _execution(base: _Base, ledger: CrashLedger, publisher: AdapterPublisher) ->
         publisher,
         base.model_ends,
         base.run_times,
+        base.metrics,
     )
 
 
@@ -173,6 +186,7 @@ def _engine(
         samples,
         base.model_ends,
         sweep,
+        base.metrics,
         merges_passes=base.backend.merges_passes,
     )
 

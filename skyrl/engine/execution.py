@@ -27,6 +27,8 @@ from skyrl.engine.scheduler import Scheduler
 from skyrl.engine.settlement import Settlement, fails_model
 from skyrl.engine.snapshots import Snapshots
 from skyrl.engine.threads import EngineThreads
+from skyrl.metrics.phases import phase_of
+from skyrl.metrics.processes import EngineMetrics
 from skyrl.types.command import Command
 from skyrl.types.kinds import FILE_COMMANDS, SAVES, Kind
 from skyrl.wire.results import encode_json
@@ -54,6 +56,7 @@ class Execution:
         publisher: AdapterPublisher,
         model_ends: ModelEnds,
         run_times: RunTimes,
+        metrics: EngineMetrics,
     ) -> None:
         self._database = database
         self._backend = backend
@@ -66,6 +69,7 @@ class Execution:
         self._publisher = publisher
         self._model_ends = model_ends
         self._run_times = run_times
+        self._metrics = metrics
 
     # On the event loop: choose the thread, and wait until the command is settled.
 
@@ -95,8 +99,8 @@ class Execution:
     # On the command's own thread.
 
     def _passes(self, commands: Sequence[Command]) -> None:
-        started = time.perf_counter()
-        with self._ledger.running([command.request_id for command in commands]):
+        with self._ledger.running([command.request_id for command in commands]), self._metrics.phases.phase("pass"):
+            started = self._begin(commands)
             bodies = self._bodies(commands)
             runnable = [command for command in commands if command.request_id in bodies]  # other rows were deleted
             passes = run_passes(runnable, bodies, self._backend)
@@ -108,6 +112,10 @@ class Execution:
 
             outcomes = [(command.request_id, outcome) for command, outcome in passes.outcomes]
             self._settlement.settle(outcomes, count)
+            models = {command.model_id for command in runnable}
+            self._metrics.commands.passed(len(models), sum(passes.tokens.values()), passes.gaps)
+            for command, outcome in passes.outcomes:
+                self._ended(command, outcome, started)
             for command in runnable:
                 assert command.model_id is not None
                 self._snapshots.ran(command.model_id, command.kind)
@@ -116,10 +124,12 @@ class Execution:
 
     def _barrier(self, command: Command) -> Outcome | None:
         """Returns None, and runs nothing, when the command's row was deleted."""
-        started = time.perf_counter()
-        with self._ledger.running([command.request_id]):
+        with self._ledger.running([command.request_id]), self._metrics.phases.phase(phase_of(command.kind)):
+            started = self._begin([command])
             body = self._bodies([command]).get(command.request_id)
             outcome = None if body is None else self._run_and_settle(command, body)
+        if outcome is not None:
+            self._ended(command, outcome, started)
         if outcome is not None and command.model_id is not None and command.seq_id is not None:
             self._snapshots.ran(command.model_id, command.kind)
             if outcome.error is None:
@@ -143,6 +153,20 @@ class Execution:
             outcome, change = failed(error, command), fails_model(command)
         self._settlement.settle([(command.request_id, outcome)], change, power_safe=command.kind in SAVES)
         return outcome
+
+    def _begin(self, commands: Sequence[Command]) -> float:
+        """Count that these commands begin. Returns the time of `time.perf_counter`."""
+        for command in commands:
+            self._metrics.commands.began(command.kind, command.accepted_at)
+        return time.perf_counter()
+
+    def _ended(self, command: Command, outcome: Outcome, started: float) -> None:
+        """Count a command that is settled."""
+        metrics = self._metrics.commands
+        metrics.ran(command.kind, time.perf_counter() - started)
+        metrics.ended(command.kind, outcome.error, outcome.error_category)
+        if command.kind is Kind.SAVE_WEIGHTS_FOR_SAMPLER and outcome.error is None:
+            metrics.weights_ready(command.accepted_at)
 
     def _bodies(self, commands: Sequence[Command]) -> dict[str, bytes]:
         ids = [command.request_id for command in commands]
@@ -168,7 +192,8 @@ class Execution:
         if next_seq is None:  # the model is closed
             return True
         try:
-            take(model_id, next_seq)
+            with self._metrics.phases.phase("snapshot"):
+                take(model_id, next_seq)
         except Displaced:
             raise
         except Exception:

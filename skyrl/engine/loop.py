@@ -26,10 +26,12 @@ from skyrl.engine.scheduler import Scheduler, cost_of
 from skyrl.engine.signals import EngineSignals
 from skyrl.engine.sweeping import Sweep
 from skyrl.engine.threads import EngineThreads
+from skyrl.metrics.processes import EngineMetrics
 from skyrl.notify.doorbell import SESSIONS
 
 SAFETY_POLL_S = 2.0
 """How often the engine asks the database for commands and ended sessions, in case a ring was lost."""
+NOTE_OLDEST_S = 1.0
 
 
 class Engine:
@@ -46,6 +48,7 @@ class Engine:
         samples: SampleTurns,
         model_ends: ModelEnds,
         sweep: Sweep,
+        metrics: EngineMetrics,
         *,
         merges_passes: bool,
     ) -> None:
@@ -59,6 +62,7 @@ class Engine:
         self._samples = samples
         self._model_ends = model_ends
         self._sweep = sweep
+        self._metrics = metrics
         self._merges_passes = merges_passes
         self._poll_due = 0.0
         """When the next safety poll is due, in monotonic seconds."""
@@ -72,7 +76,8 @@ class Engine:
 
     async def run(self) -> None:
         """Run until stopped; the running turn ends first. Raises the error that the engine has failed of."""
-        background = [asyncio.create_task(self._sweep.run()), asyncio.create_task(self._file_commands.listen())]
+        work = (self._sweep.run(), self._file_commands.listen(), self._note_oldest())
+        background = [asyncio.create_task(each) for each in work]
         try:
             while not self._signals.is_stopped:
                 self._signals.raise_failure()
@@ -104,9 +109,15 @@ class Engine:
         idle_s = self._poll_due - time.monotonic()
         if (start := self._scheduler.next_start) is not None:
             idle_s = min(idle_s, max(0.0, start - time.time()))
-        with contextlib.suppress(TimeoutError):
+        with contextlib.suppress(TimeoutError), self._metrics.phases.phase("idle"):
             async with asyncio.timeout(idle_s):
                 await self._signals.work.wait()
+
+    async def _note_oldest(self) -> None:
+        """Until cancelled, note how long the oldest command has waited: also while a turn runs, which may hang."""
+        while True:
+            self._metrics.commands.oldest_accepted_at = self._scheduler.oldest
+            await asyncio.sleep(NOTE_OLDEST_S)
 
     async def _turn(self) -> None:
         """Run one share of training, then the waiting samples.

@@ -20,6 +20,7 @@ from skyrl.config.server import ConfigError, ServerConfig
 from skyrl.db import adapter_versions
 from skyrl.db.checkpoints import store_key_of
 from skyrl.db.database import Database
+from skyrl.db.engine_state import read_state
 from skyrl.db.faults import DatabaseError, outage
 from skyrl.db.fence import Displaced, Fence, FencedDatabase
 from skyrl.db.periodic import Rounds, repeat
@@ -27,6 +28,7 @@ from skyrl.db.retrying_database import RetryingDatabase
 from skyrl.engine.adoption import adopt_adapters
 from skyrl.engine.build import EngineParts, build_engine
 from skyrl.engine.crash_ledger import CrashLedger
+from skyrl.engine.measuring import measuring
 from skyrl.engine.sampling import ColocatedSampler
 from skyrl.engine.signals import EngineSignals
 from skyrl.engine.state import EngineStatePublisher
@@ -35,6 +37,8 @@ from skyrl.inference.engine_group import EngineGroup
 from skyrl.inference.replica import Addresses, Replica
 from skyrl.inference.router_members import RouterMembers
 from skyrl.inference.vllm_command import context_length, cuda_devices
+from skyrl.metrics.adapters import AdapterMetrics
+from skyrl.metrics.processes import EngineMetrics
 from skyrl.notify.doorbell import Doorbell, DoorbellListener
 from skyrl.processes.runtime import Runtime, run_process, set_up_process
 from skyrl.processes.startup import NotLoaded
@@ -169,7 +173,7 @@ async def run(runtime: Runtime) -> None:
     and DatabaseError when the engine is told to end while the database cannot be used.
     """
     config, loop = runtime.config, asyncio.get_running_loop()
-    signals, ledger = EngineSignals(), CrashLedger(config.running_file)
+    signals, ledger, metrics = EngineSignals(), CrashLedger(config.running_file), EngineMetrics.new()
     fence = Fence(runtime.server_id, lambda: loop.call_soon_threadsafe(shutdown.begin))
     database = FencedDatabase(config.database, fence)
     shutdown = _Shutdown(signals, ledger, database)
@@ -181,12 +185,16 @@ async def run(runtime: Runtime) -> None:
         opened.callback(ledger.close)
         api = opened.enter_context(closing(Doorbell(*runtime.api_doorbells)))
         state = EngineStatePublisher(unfenced, api, fence)
-        store = open_store(config)
+        store = open_store(config, metrics.traffic)
         host = _adapter_host(config, unfenced, store)
         opened.push_async_callback(asyncio.to_thread, state.clear, "the engine has stopped")
         await asyncio.to_thread(database.confirm_claim)
+        died_at = (await unfenced.read_async(read_state)).heartbeat_at  # 0 unless an engine has died
         await asyncio.to_thread(state.training, ready=False, reason="loading the base model")
-        group, inference_watch = await opened.enter_async_context(_inference(runtime, unfenced, state, host))
+        await opened.enter_async_context(measuring(runtime, unfenced, metrics))
+        group, inference_watch = await opened.enter_async_context(
+            _inference(runtime, unfenced, state, host, metrics.adapters)
+        )
         heartbeat = Heartbeat(state)
         opened.push_async_callback(asyncio.to_thread, heartbeat.stop)
         if signals.is_stopped:  # by a signal: load nothing. By a lost claim: the next line raises Displaced
@@ -199,7 +207,7 @@ async def run(runtime: Runtime) -> None:
         if sampler is not None:
             opened.push_async_callback(sampler.close)
         await asyncio.to_thread(adopt_adapters, config, database, store)
-        parts = build_engine(config, database, backend, store, ledger, api, signals, group, sampler)
+        parts = build_engine(config, database, backend, store, ledger, api, signals, group, sampler, metrics)
         listener = opened.enter_context(closing(DoorbellListener(runtime.engine_doorbell, parts.engine.ring)))
         listener.start()
         heartbeat.activity = lambda: parts.activity.text
@@ -210,6 +218,8 @@ async def run(runtime: Runtime) -> None:
         if not signals.is_stopped:
             limits = _sampling_limits(config, backend.limits)
             await asyncio.to_thread(state.training, ready=True, reason="", limits=limits)
+            if died_at:
+                metrics.phases.recovered(died_at)
         await run_until_stopped(parts, [activity_watch, *([] if inference_watch is None else [inference_watch])])
     if fence.lost:
         raise Displaced("the claim to the database was lost while nothing ran")
@@ -224,7 +234,9 @@ def _adapter_host(config: ServerConfig, database: Database, store: CheckpointSto
     return SharedDirectory(lambda: config.state_dir, store, store_key)
 
 
-def _group(runtime: Runtime, database: Database, state: EngineStatePublisher, host: AdapterHost) -> EngineGroup:
+def _group(
+    runtime: Runtime, database: Database, state: EngineStatePublisher, host: AdapterHost, metrics: AdapterMetrics
+) -> EngineGroup:
     """The replicas that the launcher runs. Several have a router in front of them."""
     config, key, url = runtime.config, runtime.inference_api_key or "", runtime.inference_url
     assert url is not None
@@ -234,7 +246,7 @@ def _group(runtime: Runtime, database: Database, state: EngineStatePublisher, ho
         limit = config.backend_config.lora.max_loras
         return await database.read_async(lambda c: adapter_versions.in_use(c, time.time() - IN_USE_S, limit))
 
-    replicas = [Replica(each, Addresses.same(each), key, host) for each in runtime.replica_urls]
+    replicas = [Replica(each, Addresses.same(each), key, host, metrics=metrics) for each in runtime.replica_urls]
     if not config.backend_config.inference.routed:
         return EngineGroup(replicas, state.publish_url, in_use)
     return EngineGroup(replicas, state.publish_url, in_use, proxy_url=url, members=RouterMembers(url, key))
@@ -242,13 +254,13 @@ def _group(runtime: Runtime, database: Database, state: EngineStatePublisher, ho
 
 @asynccontextmanager
 async def _inference(
-    runtime: Runtime, database: Database, state: EngineStatePublisher, host: AdapterHost
+    runtime: Runtime, database: Database, state: EngineStatePublisher, host: AdapterHost, metrics: AdapterMetrics
 ) -> AsyncIterator[tuple[EngineGroup | None, asyncio.Task[None] | None]]:
     """The managed inference servers, and the task that watches them; (None, None) if this server manages none."""
     if runtime.inference_url is None:
         yield None, None
         return
-    group = _group(runtime, database, state, host)
+    group = _group(runtime, database, state, host, metrics)
     inference_watch = asyncio.create_task(group.run())
     try:
         yield group, inference_watch

@@ -15,14 +15,19 @@ from skyrl.types.kinds import Kind
 from skyrl.wire.results import encode_forward_backward
 from skyrl.wire.training import decode_forward_backward
 
+GAP = "kl:mean"
+"""The metric of a pass that compares its logprobs with the sampler's."""
+
 
 @dataclass(frozen=True)
 class PassOutcomes:
-    """One outcome per command, in order. `tokens`: by model id, the number of tokens in passes that succeeded.
-    `trained`: by model id, the sums over the forward_backward passes that succeeded."""
+    """One outcome per command, in order. `tokens`: by model id, the number of tokens in passes that succeeded. `gaps`:
+    for each of them with logprobs of the sampler, the mean of sampler's minus trainer's logprobs in nats. `trained`: by
+    model id, the sums over the forward_backward passes that succeeded."""
 
     outcomes: list[tuple[Command, Outcome]]
     tokens: Mapping[str, int] = field(default_factory=dict)
+    gaps: Sequence[float] = ()
     trained: Mapping[str, StepSums] = field(default_factory=dict)
 
 
@@ -49,6 +54,7 @@ def run_passes(commands: Sequence[Command], bodies: dict[str, bytes], backend: B
     """
     outcomes: dict[str, Outcome] = {}
     tokens: Counter[str] = Counter()
+    gaps: list[float] = []
     trained: dict[str, StepSums] = {}
     runnable: list[tuple[Command, TrainingPass]] = []
     for command in commands:
@@ -69,8 +75,10 @@ def run_passes(commands: Sequence[Command], bodies: dict[str, bytes], backend: B
             outcomes[command.request_id] = Outcome(encoded, "proto:forward_backward")
             size = sum(len(datum.tokens) for datum in training_pass.data)
             tokens[training_pass.model_id] += size
+            if GAP in result.metrics:
+                gaps.append(result.metrics[GAP])
             if training_pass.backward:
                 sums = StepSums.of_pass(size, result.metrics)
                 before = trained.get(training_pass.model_id)
                 trained[training_pass.model_id] = sums if before is None else before + sums
-    return PassOutcomes([(command, outcomes[command.request_id]) for command in commands], tokens, trained)
+    return PassOutcomes([(command, outcomes[command.request_id]) for command in commands], tokens, gaps, trained)

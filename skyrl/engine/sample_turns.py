@@ -49,14 +49,16 @@ class SampleTurns:
     async def _fail(self, commands: Sequence[Command]) -> None:
         message = "this server now forwards samples to its inference server; send the sample again"
         outcome = Outcome(error=message, error_category=ErrorCategory.SERVER)
-        await asyncio.to_thread(self._settlement.settle, [(command.request_id, outcome) for command in commands])
+        await asyncio.to_thread(self._settlement.end, [(command, outcome) for command in commands])
         self._scheduler.finish(commands)
 
     async def _sample(self, commands: Sequence[Command], sampler: ColocatedSampler) -> None:
         ids = [command.request_id for command in commands]  # some may have been cancelled: then they have no body
         bodies = await self._database.read_async(lambda c: rows.bodies(c, ids, pending=True))
         sampled = await sampler.run(commands, bodies)
-        await asyncio.to_thread(self._settlement.settle, sampled.outcomes, lambda c: usage.add(c, sampled.used))
+        by_id = {command.request_id: command for command in commands}
+        ended = [(by_id[request_id], outcome) for request_id, outcome in sampled.outcomes]
+        await asyncio.to_thread(self._settlement.end, ended, lambda c: usage.add(c, sampled.used))
         self._scheduler.finish(commands)
         for command in sampled.postponed:
             self._scheduler.add(command)

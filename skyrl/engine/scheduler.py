@@ -308,6 +308,13 @@ class Scheduler:
         return samples or any(head is not None and head.kind not in FILE_COMMANDS for head in heads)
 
     @property
+    def oldest(self) -> float | None:
+        """When the oldest command was accepted that runs or could run now, in seconds since the epoch."""
+        heads = (self._runnable_head(model_id) for model_id in self._queues)
+        commands = [*self._running.values(), *(head for head in heads if head is not None)]
+        return min((command.accepted_at for command in commands), default=None)
+
+    @property
     def waiting(self) -> int:
         """The number of waiting commands, including delayed commands and commands that wait for an earlier seq_id."""
         return len(self._delayed) + len(self._samples) + sum(len(queue.commands()) for queue in self._queues.values())

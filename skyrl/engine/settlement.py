@@ -15,6 +15,7 @@ from skyrl.db.futures import Outcome
 from skyrl.db.models import set_model
 from skyrl.engine.barriers import model_is_gone, unloaded
 from skyrl.engine.failures import failed
+from skyrl.metrics.commands import CommandMetrics
 from skyrl.notify.doorbell import Doorbell
 from skyrl.types.command import Command
 from skyrl.types.kinds import Kind
@@ -26,9 +27,10 @@ class Settlement:
     """Several threads may call one object. Every method waits for the database on the calling thread, and raises
     DatabaseError or Displaced."""
 
-    def __init__(self, database: Database, api: Doorbell) -> None:
+    def __init__(self, database: Database, api: Doorbell, metrics: CommandMetrics) -> None:
         self._database = database
         self._api = api
+        self._metrics = metrics
 
     def settle(
         self,
@@ -57,7 +59,7 @@ class Settlement:
     def skip(self, command: Command, message: str) -> None:
         """Fail a command without running it. Its model is unchanged, and the model's later commands run."""
         outcome = Outcome(error=message, error_category=ErrorCategory.SERVER)
-        self.settle([(command.request_id, outcome)], fails_model(command))
+        self.end([(command, outcome)], fails_model(command))
 
     def refuse(self, commands: Sequence[Command]) -> None:
         """Fail commands whose model is closed. A command that unloads the model succeeds."""
@@ -67,7 +69,13 @@ class Settlement:
                 return Outcome(encode_json(unloaded(command.model_id)))
             return failed(model_is_gone(command), command)
 
-        self.settle([(command.request_id, outcome(command)) for command in commands])
+        self.end([(command, outcome(command)) for command in commands])
+
+    def end(self, ended: Sequence[tuple[Command, Outcome]], change: Change | None = None) -> None:
+        """`settle`, and count these commands."""
+        self.settle([(command.request_id, outcome) for command, outcome in ended], change)
+        for command, outcome in ended:
+            self._metrics.ended(command.kind, outcome.error, outcome.error_category)
 
 
 def fails_model(command: Command) -> Change | None:

@@ -18,6 +18,7 @@ import httpx
 
 from skyrl.inference.adapter_host import AdapterHost
 from skyrl.inference.vllm_client import VllmClient, VllmError
+from skyrl.metrics.adapters import AdapterMetrics
 from skyrl.types.weights import AdapterVersion
 
 logger = logging.getLogger(__name__)
@@ -83,6 +84,7 @@ class Replica:
         api_key: str,
         host: AdapterHost,
         timeouts: CallTimeouts | None = None,
+        metrics: AdapterMetrics | None = None,
     ) -> None:
         self.id = replica_id
         self.addresses = addresses
@@ -104,6 +106,7 @@ class Replica:
         self._background: set[asyncio.Task[Any]] = set()
         self._host = host
         self._timeouts = timeouts or CallTimeouts()
+        self._metrics = metrics or AdapterMetrics()
         self._client = VllmClient(addresses.admin, api_key)
         self._lost = asyncio.Event()
 
@@ -165,7 +168,9 @@ class Replica:
         self.wanted.discard(adapter)
         self._loading.add(adapter)
         try:
-            await self._unless_lost(bring_and_load(), self._timeouts.load_s)
+            with self._metrics.load() as load:
+                await self._unless_lost(bring_and_load(), self._timeouts.load_s)
+                load.ok = True
         finally:
             self._loading.discard(adapter)
         if self.incarnation == incarnation:

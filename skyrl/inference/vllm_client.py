@@ -80,6 +80,12 @@ class VllmClient:
             return ProbeResult.UNANSWERED
         return ProbeResult.ANSWERED
 
+    async def metrics(self, within_s: float) -> str:
+        """The text of `/metrics`. Raises VllmError and httpx.TransportError."""
+        response = await self._http.get("/metrics", timeout=within_s)
+        self._check(response, "show its metrics")
+        return response.text
+
     async def load_adapter(self, name: str, directory: str) -> None:
         """Register an adapter directory. Succeeds if the name is loaded already: names are never reused.
 

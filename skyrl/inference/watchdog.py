@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from skyrl.inference.vllm_client import Probe, ProbeResult, VllmClient
@@ -45,12 +45,14 @@ class Watchdog:
         *,
         interval_s: float,
         name: str = "vLLM",
+        on_kill: Callable[[], None] = lambda: None,
     ) -> None:
         self._client = client
         self._server = server
         self._interval_s = interval_s
         self._timeouts = dict(timeouts)
         self._name = name
+        self._on_kill = on_kill
         self._answered: str | None = None
         """The last incarnation that has answered."""
 
@@ -67,6 +69,7 @@ class Watchdog:
             if started is None or not await self._hangs(started, probe, within_s):
                 continue
             if self._server.restart(started):
+                self._on_kill()
                 logger.error("%s hangs (no good answer to %s for %.0f s): killed", self._name, probe, within_s)
 
     async def _hangs(self, incarnation: str, probe: Probe, within_s: float) -> bool:

@@ -17,6 +17,7 @@ from skyrl.inference.watchdog import Watchdog
 from skyrl.launcher.first_ready import StartObserver
 from skyrl.launcher.parts import Part
 from skyrl.launcher.preflight import Findings
+from skyrl.metrics.restarts import RestartMetrics
 from skyrl.processes.startup import TAIL_LINES, Cause, cause_of_vllm
 
 INFERENCE_GRACE_S = 5.0
@@ -36,6 +37,7 @@ class InferenceParts:
         directory: Path,
         placement: Placement,
         first_ready: StartObserver,
+        restarts: RestartMetrics,
         *,
         has_trainer: bool = True,
     ) -> None:
@@ -55,7 +57,7 @@ class InferenceParts:
                 tested=found.vllm_tested,
                 log_name=f"{name}.log",
             )
-            self._replicas.append(_VllmPart(name, config, spec, devices[number], key, placement, first_ready))
+            self._replicas.append(_VllmPart(name, config, spec, devices[number], key, placement, first_ready, restarts))
         router_port = distinct_ports(1, {*ports, config.port})[0] if inference.routed else None
         self.url = self.replica_urls[0] if router_port is None else f"http://{HOST}:{router_port}"
         """Where samples go: the only vLLM, or the router."""
@@ -85,6 +87,7 @@ class _VllmPart:
         key: str,
         placement: Placement,
         first_ready: StartObserver,
+        restarts: RestartMetrics,
     ) -> None:
         self.spec = spec
         self.watch_name = f"{name} watch"
@@ -94,6 +97,9 @@ class _VllmPart:
         self._key = key
         self._placement = placement
         self._first_ready = first_ready
+        self._restarts = restarts
+        self._killed = False
+        """The watchdog has killed the running vLLM."""
         self._server: ServerHandle | None = None
 
     def parts(self, needs: tuple[str, ...]) -> list[Part]:
@@ -125,17 +131,31 @@ class _VllmPart:
             option = options_named(self._config, cause.sentence)
             prefix = f"{option}: vLLM refuses it" if option else "vLLM cannot start"
             cause = Cause(f"{prefix}: {cause.sentence}", cause.final)
+        self._restarts.ended(
+            "vllm", "hung" if self._killed else "config" if cause is not None and cause.final else "died"
+        )
+        self._killed = False
         self._first_ready.ended(self._name, code, cause)
 
     async def _watch(self) -> None:
         options = self._config.backend_config.inference
         client = VllmClient(self._started.url, self._key)
         timeouts: dict[Probe, float] = {"/health": options.health_timeout_s, "/is_sleeping": options.step_timeout_s}
-        watchdog = Watchdog(client, self._started, timeouts, interval_s=options.probe_interval_s, name=self._log_name)
+        watchdog = Watchdog(
+            client,
+            self._started,
+            timeouts,
+            interval_s=options.probe_interval_s,
+            name=self._log_name,
+            on_kill=self._note_kill,
+        )
         try:
             await watchdog.run()
         finally:
             await client.close()
+
+    def _note_kill(self) -> None:
+        self._killed = True
 
     @property
     def _log_name(self) -> str:

@@ -28,12 +28,14 @@ from skyrl.launcher.own_parts import (
     OwnProcesses,
     claim_parts,
     disk_part,
+    metrics_part,
     port_part,
 )
 from skyrl.launcher.parts import Part, Parts, ServerEnded
 from skyrl.launcher.preflight import Findings, check
 from skyrl.launcher.state_dir import lock_state_dir, private_directory
 from skyrl.launcher.training_claim import server_id
+from skyrl.metrics.processes import LauncherMetrics
 from skyrl.processes.listening import listen
 from skyrl.processes.runtime import Runtime, set_up_process
 
@@ -88,13 +90,15 @@ class Launcher:
         vLLMs last."""
         config, inference = self._config, None
         key, url, replicas = config.external_inference_api_key, None, ()
+        metrics = LauncherMetrics.new()
         if config.modes.manages_inference:
             key = secrets.token_urlsafe(32)
             placement = LocalPlacement(self._logs)
-            inference = InferenceParts(config, self._findings, key, directory, placement, first_ready)
+            inference = InferenceParts(config, self._findings, key, directory, placement, first_ready, metrics.restarts)
             url, replicas = inference.url, inference.replica_urls
         runtime = Runtime(config, directory, url, key, name, replicas)
-        own = OwnProcesses(runtime, self._logs, first_ready, offline=self._findings.offline)
+        await self._add(metrics_part(metrics, runtime.metrics_directory, config.state_dir))
+        own = OwnProcesses(runtime, self._logs, first_ready, metrics.restarts, offline=self._findings.offline)
         needs = (CLAIM_WATCH,) if config.modes.trains else ()
         if inference is not None:
             await self._add(*inference.parts(needs))

@@ -20,6 +20,10 @@ from skyrl.inference.watchdog import Watchdog
 from skyrl.launcher.first_ready import FirstReady
 from skyrl.launcher.parts import Part
 from skyrl.launcher.training_claim import TrainingClaim
+from skyrl.metrics.files import MetricsDirectory, MetricsWriter
+from skyrl.metrics.processes import LauncherMetrics
+from skyrl.metrics.restarts import RestartMetrics
+from skyrl.metrics.storage import show_free_space
 from skyrl.processes.runtime import RUNTIME_ENV, SLOT_ENV, SOCKETS_ENV, Runtime
 from skyrl.processes.startup import TAIL_LINES, cause_of_own
 from skyrl.processes.supervision import SupervisedProcess
@@ -33,7 +37,7 @@ ROUTER_GRACE_S = 3.0
 ROUTER_TIMEOUT_S = 10.0
 """A router that answers nothing for this long is killed and started again. It never computes for long."""
 ROUTER_PROBE_S = 1.0
-CLAIM, CLAIM_WATCH, ENGINE, PORT, DISK = "claim", "claim watch", "engine", "port", "disk"
+CLAIM, CLAIM_WATCH, ENGINE, PORT, DISK, METRICS = "claim", "claim watch", "engine", "port", "disk", "metrics"
 ROUTER, ROUTER_WATCH = "router", "router watch"
 """Names of parts."""
 
@@ -55,6 +59,20 @@ def disk_part(state_dir: Path) -> Part:
     return Part(DISK, supervise=lambda: watch_disk(state_dir), duty="watching the free space on the disk")
 
 
+def metrics_part(metrics: LauncherMetrics, directory: Path, state_dir: Path) -> Part:
+    """Publishes the launcher's metrics, and deletes the metrics of processes that have ended."""
+    writer = MetricsWriter(MetricsDirectory(directory), "launcher", metrics.registry, owns=True)
+    show_free_space(metrics.registry, state_dir)
+
+    async def start() -> None:
+        writer.start()
+
+    async def stop() -> None:
+        await asyncio.to_thread(writer.stop)
+
+    return Part(METRICS, start=start, supervise=metrics.lag.run, duty="measuring the event loop", stop=stop)
+
+
 def port_part(sockets: Sequence[socket.socket], needs: tuple[str, ...]) -> Part:
     """The sockets from which the API processes accept connections. They are closed when all API processes have ended,
     so that clients do not wait in vain for a connection."""
@@ -69,8 +87,11 @@ def port_part(sockets: Sequence[socket.socket], needs: tuple[str, ...]) -> Part:
 class OwnProcesses:
     """Makes the parts of the engine, of the router and of the API processes."""
 
-    def __init__(self, runtime: Runtime, logs: Path, first_ready: FirstReady, *, offline: bool) -> None:
+    def __init__(
+        self, runtime: Runtime, logs: Path, first_ready: FirstReady, restarts: RestartMetrics, *, offline: bool
+    ) -> None:
         self._runtime = runtime
+        self._restarts = restarts
         self._logs = logs
         self._first_ready = first_ready
         self._environment = {
@@ -102,7 +123,10 @@ class OwnProcesses:
     ) -> SupervisedProcess:
         def ended(code: int) -> None:
             self._restore_runtime_file()
-            self._first_ready.ended(name, code, cause_of_own(code, process.log_tail(TAIL_LINES)))
+            cause = cause_of_own(code, process.log_tail(TAIL_LINES))
+            if name == ENGINE:
+                self._restarts.ended("engine", "died" if cause is None else "config")
+            self._first_ready.ended(name, code, cause)
 
         environment = self._environment | dict(own_environment or {})
         log = self._logs / f"{name}.log"

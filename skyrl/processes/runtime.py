@@ -59,6 +59,11 @@ class Runtime:
         return [self.directory / f"api-{slot}.sock" for slot in range(self.config.api_processes)]
 
     @property
+    def metrics_directory(self) -> Path:
+        """Where the server's processes publish their metrics."""
+        return self.directory / "metrics"
+
+    @property
     def engine_doorbell(self) -> Path:
         return self.directory / "engine.sock"
 

@@ -22,9 +22,12 @@ from skyrl.inference.placement import LocalPlacement
 from skyrl.inference.vllm_command import HOST
 from skyrl.launcher.first_ready import Supervised
 from skyrl.launcher.inference_parts import InferenceParts, distinct_ports
+from skyrl.launcher.own_parts import metrics_part
 from skyrl.launcher.parts import Part, Parts
 from skyrl.launcher.preflight import Findings, check
 from skyrl.launcher.state_dir import lock_state_dir, private_directory
+from skyrl.metrics.files import FILE_VARIABLE
+from skyrl.metrics.processes import LauncherMetrics
 from skyrl.processes.listening import listen
 from skyrl.processes.startup import Cause, FirstStarts, StartupError
 from skyrl.processes.supervision import SupervisedProcess
@@ -118,24 +121,29 @@ class Plane:
 
     async def _start(self, directory: Path, starts: Starts) -> None:
         options, config = self._options, self._options.config
-        key = secrets.token_urlsafe(32)
+        key, metrics = secrets.token_urlsafe(32), LauncherMetrics.new()
+        published = directory / "metrics"
+        await self._add(metrics_part(metrics, published, config.state_dir))
         urls = list(options.engine_urls)
         sidecars: tuple[str, ...] = ()
         if options.num_engines:
             placement = LocalPlacement(self._logs)
-            vllms = InferenceParts(config, self._found, key, directory, placement, starts, has_trainer=False)
+            vllms = InferenceParts(
+                config, self._found, key, directory, placement, starts, metrics.restarts, has_trainer=False
+            )
             await self._add(*vllms.parts(()))
             ports = distinct_ports(len(vllms.replica_urls), {options.port})
             for number, (port, vllm_url) in enumerate(zip(ports, vllms.replica_urls, strict=True)):
                 name = f"sidecar-{number}"
                 command = ("sidecar", "--port", str(port), "--vllm-url", vllm_url, "--drain-s", str(DRAIN_S))
-                await self._add(self._part(name, command, (), {"SKYRL_VLLM_API_KEY": key}, starts))
+                env = {"SKYRL_VLLM_API_KEY": key, FILE_VARIABLE: str(published / name)}
+                await self._add(self._part(name, command, (), env, starts))
                 urls.append(f"http://{HOST}:{port}")
                 sidecars += (name,)
         workers = [argument for url in urls for argument in ("--worker", url)]
         where = ("--host", options.host, "--port", str(options.port), "--state-dir", str(config.state_dir / ROUTER))
         command = (ROUTER, *where, *workers, *options.router_arguments)
-        await self._add(self._part(ROUTER, command, sidecars, {}, starts))
+        await self._add(self._part(ROUTER, command, sidecars, {FILE_VARIABLE: str(published / ROUTER)}, starts))
 
     def _part(
         self, name: str, command: tuple[str, ...], needs: tuple[str, ...], env: dict[str, str], starts: Starts

@@ -9,6 +9,8 @@ import logging
 import time
 from collections import Counter
 
+from skyrl.metrics.files import MetricsDirectory
+from skyrl.metrics.text import CONTENT_TYPE
 from skyrl.router import refusals
 from skyrl.router.admin import ADMIN_METHODS, VERSION_PATHS, AdminRoutes
 from skyrl.router.broadcast import ADAPTERS, BROADCAST, Broadcasts
@@ -34,7 +36,7 @@ def is_own(path: str) -> bool:
         path in BROADCAST
         or path in ADMIN_METHODS
         or path in VERSION_PATHS
-        or path in ("/statusz", "/retrieve_from_text")
+        or path in ("/statusz", "/metrics", "/retrieve_from_text")
         or is_registration(path)
     )
 
@@ -80,6 +82,7 @@ class RouterApp:
         chain: Chain,
         proxy: Proxy,
         counts: Counter[str],
+        published: MetricsDirectory,
         *,
         policy: str,
         max_body_bytes: int,
@@ -94,6 +97,7 @@ class RouterApp:
         self._chain = chain
         self._proxy = proxy
         self._counts = counts
+        self._published = published
         self._policy = policy
         self.bearer = None if key is None else f"Bearer {key}".encode()
         self._app: AsgiApp = chain.app
@@ -136,6 +140,10 @@ class RouterApp:
         if path == "/statusz":
             body = json.dumps(self.status(), separators=(",", ":")).encode()
             await _reply(send, Reply(200, [(b"content-type", b"application/json")], body))
+            return
+        if path == "/metrics":
+            text = await asyncio.to_thread(self._published.read)
+            await _reply(send, Reply(200, [(b"content-type", CONTENT_TYPE.encode())], text.encode()))
             return
         if is_registration(path):
             request = Request(scope, receive, CONTROL_BODY_BYTES)

@@ -19,6 +19,8 @@ from typing import Any
 
 import uvloop
 
+from skyrl.metrics.files import publishing
+from skyrl.metrics.process import LoopLag, process_registry
 from skyrl.processes.listening import listen
 from skyrl.router.admin import AdminRoutes
 from skyrl.router.app import RouterApp, ToWorkers, is_own
@@ -28,6 +30,7 @@ from skyrl.router.context import RouterContext
 from skyrl.router.control import ControlClient
 from skyrl.router.hung import HungWorkers
 from skyrl.router.lean import Lane, protocol_with
+from skyrl.router.metrics import RouterMetrics
 from skyrl.router.plugins import Chain
 from skyrl.router.policies import DEFAULT_POLICY, make_policy
 from skyrl.router.pool import WorkerPool
@@ -51,7 +54,8 @@ class RouterOptions:
     the router asks them by itself. `admin_key` is what callers of admin routes must send. `hang_s`: how long a worker
     may fail its probes before its requests are broken off. `admin_lock_s`: how long a change of weights waits for
     another one. `admin_update_s`: how long a worker may take for a change. `names_workers`: answers name their workers,
-    for clients that ask a worker without the router.
+    for clients that ask a worker without the router. `metrics_directory`: where the processes of a server publish their
+    metrics; None: the router has no other processes around it.
     """
 
     host: str = "127.0.0.1"
@@ -73,6 +77,7 @@ class RouterOptions:
     admin_lock_s: float = 300.0
     admin_update_s: float = 600.0
     names_workers: bool = False
+    metrics_directory: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -108,7 +113,10 @@ async def open_router(options: RouterOptions) -> AsyncIterator[Router]:
             options.health_check_timeout_s,
             headers=[] if options.key is None else [(b"authorization", f"Bearer {options.key}".encode())],
         )
-        background = [prober.run, HungWorkers(pool, proxy, options.hang_s).run]
+        registry = process_registry()
+        registry.register(RouterMetrics(pool, proxy, counts, chain))
+        published = await stack.enter_async_context(publishing(registry, "router", options.metrics_directory))
+        background = [prober.run, HungWorkers(pool, proxy, options.hang_s).run, LoopLag(registry).run]
         if options.state_dir is not None:
             state = StateFile(options.state_dir, pool)
             state.load()
@@ -126,6 +134,7 @@ async def open_router(options: RouterOptions) -> AsyncIterator[Router]:
             chain,
             proxy,
             counts,
+            published,
             policy=options.policy,
             max_body_bytes=options.limits.body_bytes,
             admin_key=AdminKey(options.admin_key),

@@ -34,6 +34,7 @@ def options_of(runtime: Runtime) -> RouterOptions:
         health_check_timeout_s=HEALTH_CHECK_TIMEOUT_S,
         hang_s=config.backend_config.inference.health_timeout_s,
         state_dir=runtime.directory,
+        metrics_directory=runtime.metrics_directory,
         base_models=config.served_names,
         key=runtime.inference_api_key,
         admin_key=runtime.inference_api_key,  # the server itself, and nobody else

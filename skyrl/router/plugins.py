@@ -65,14 +65,14 @@ class Guarded:
         self.failures = 0
         self.requests = 0
         try:
-            self._plugin: Any = load(path)(app, router=context)
+            self.plugin: Any = load(path)(app, router=context)
         except PluginError:
             raise
         except Exception as error:
             raise PluginError(f"--middleware: {path!r} cannot be made: {type(error).__name__}: {error}") from error
 
     def stats(self) -> Mapping[str, Any]:
-        own = self._plugin.stats() if callable(getattr(self._plugin, "stats", None)) else {}
+        own = self.plugin.stats() if callable(getattr(self.plugin, "stats", None)) else {}
         return {"path": self.path, "requests": self.requests, "failures": self.failures, **own}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -85,7 +85,7 @@ class Guarded:
 
         self.requests += 1
         try:
-            await self._plugin(scope, receive, watched_send)
+            await self.plugin(scope, receive, watched_send)
         except (ClientLeft, Truncated):
             raise
         except BodyTooLarge as error:
@@ -105,12 +105,12 @@ class Chain:
     """The middleware in order, and the application behind them. The first sees a request first."""
 
     def __init__(self, paths: Sequence[str], app: AsgiApp, context: RouterContext) -> None:
-        self._guards: list[Guarded] = []
+        self.guards: list[Guarded] = []
         for path in reversed(paths):
             guard = Guarded(path, app, context)
-            self._guards.insert(0, guard)
+            self.guards.insert(0, guard)
             app = guard
         self.app = app
 
     def stats(self) -> list[Mapping[str, Any]]:
-        return [guard.stats() for guard in self._guards]
+        return [guard.stats() for guard in self.guards]

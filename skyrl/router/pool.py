@@ -49,6 +49,8 @@ class WorkerPool:
         self._candidates: tuple[Worker, ...] = ()
         self._subscribers: list[Callable[[Worker, Change], None]] = []
         self._next_change = asyncio.Event()
+        self.ejections = 0
+        """How often a healthy worker was quarantined."""
 
     @property
     def changing(self) -> bool:
@@ -196,6 +198,7 @@ class WorkerPool:
     def quarantine(self, worker: Worker, reason: str) -> None:
         if worker.state is WorkerState.HEALTHY:
             worker.state = WorkerState.QUARANTINED
+            self.ejections += 1
             log.warning("worker %s is quarantined: %s", worker.url, reason)
             self._changed(worker, Change.QUARANTINED)
 

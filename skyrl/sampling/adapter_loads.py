@@ -11,6 +11,7 @@ import msgspec
 
 from skyrl.inference import load_route
 from skyrl.inference.adapter_host import AdapterHost, AdapterMissing, AdapterUnavailable
+from skyrl.metrics.adapters import AdapterMetrics, Load
 from skyrl.sampling.endpoint import Endpoint
 from skyrl.sampling.error_messages import describe, server_failure
 from skyrl.sampling.health import Health, health_of
@@ -27,12 +28,18 @@ class AdapterLoads:
     brings the files to the server. Each load counts as `adapter_reloads`."""
 
     def __init__(
-        self, transport: CompletionTransport, host: AdapterHost, headers: Mapping[str, str], counts: Counter[str]
+        self,
+        transport: CompletionTransport,
+        host: AdapterHost,
+        headers: Mapping[str, str],
+        counts: Counter[str],
+        metrics: AdapterMetrics | None = None,
     ) -> None:
         self._transport = transport
         self._host = host
         self._headers = headers
         self._counts = counts
+        self._metrics = metrics or AdapterMetrics()
         self._loading: dict[tuple[str, int, str], asyncio.Task[None]] = {}
 
     async def load(self, adapter: AdapterVersion, endpoint: Endpoint) -> None:
@@ -51,6 +58,10 @@ class AdapterLoads:
 
     async def _load(self, adapter: AdapterVersion, endpoint: Endpoint) -> None:
         self._counts["adapter_reloads"] += 1
+        with self._metrics.load() as load:
+            await self._bring_and_load(adapter, endpoint, load)
+
+    async def _bring_and_load(self, adapter: AdapterVersion, endpoint: Endpoint, load: Load) -> None:
         failure = f"the inference server lost adapter {adapter.name} and cannot load it again"
         try:
             directory = await self._host.bring(adapter)
@@ -65,7 +76,8 @@ class AdapterLoads:
         except (NotAccepted, Interrupted) as error:
             logger.warning("adapter %s could not be loaded again: %s", adapter.name, error)
             return  # the next try of the sample shows whether the server is back
-        if load_route.is_loaded(answer.status, answer.body):
+        load.ok = load_route.is_loaded(answer.status, answer.body)
+        if load.ok:
             return
         if answer.status >= 500 and await health_of(self._transport, endpoint, self._headers) is not Health.ALIVE:
             return

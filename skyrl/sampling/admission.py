@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from skyrl.metrics.samples import Refusal, SampleMetrics
 from skyrl.wire.errors import RequestError
 
 SHARE = 8
@@ -20,23 +21,25 @@ class _TenantCount:
 class Admission:
     """Counts waiting samples in requests and bytes. A sample above the bound is refused and not recorded."""
 
-    def __init__(self, max_requests: int, max_bytes: int) -> None:
+    def __init__(self, max_requests: int, max_bytes: int, metrics: SampleMetrics | None = None) -> None:
         self._max_requests = max_requests
         self._max_bytes = max_bytes
+        self._metrics = metrics or SampleMetrics()
         self.requests = 0
         self.bytes = 0
         self._tenants: dict[str, _TenantCount] = {}
 
     def enter(self, tenant: str, size: int) -> None:
         """Count a sample. Raises RequestError 429 if the bound is reached, or the share of the tenant."""
-        if self.requests >= self._max_requests or self.bytes + size > max(self._max_bytes, size):
-            raise _refusal(f"{self.requests} samples ({self.bytes} bytes) are waiting")
+        full = self.requests >= self._max_requests
+        if full or self.bytes + size > max(self._max_bytes, size):
+            raise self._refusal(full, f"{self.requests} samples ({self.bytes} bytes) are waiting")
         held = self._tenants.get(tenant)
-        if held is not None and (
-            held.requests >= SHARE * (self._max_requests - self.requests)
-            or held.bytes >= SHARE * (self._max_bytes - self.bytes)
-        ):
-            raise _refusal(f"{held.requests} samples ({held.bytes} bytes) of yours are waiting, which is your share")
+        if held is not None:
+            full = held.requests >= SHARE * (self._max_requests - self.requests)
+            if full or held.bytes >= SHARE * (self._max_bytes - self.bytes):
+                waiting = f"{held.requests} samples ({held.bytes} bytes) of yours are waiting, which is your share"
+                raise self._refusal(full, waiting)
         self.add(tenant, size)
 
     def add(self, tenant: str, size: int) -> None:
@@ -56,6 +59,8 @@ class Admission:
         self.requests -= 1
         self.bytes -= size
 
-
-def _refusal(reason: str) -> RequestError:
-    return RequestError(f"{reason}; try again later", status=429, retry_after_s=1)
+    def _refusal(self, full: bool, waiting: str) -> RequestError:
+        """`full`: the number of samples is the reason; otherwise their bytes are."""
+        reason: Refusal = "full" if full else "bytes"
+        self._metrics.refused(reason)
+        return RequestError(f"{waiting}; try again later", status=429, retry_after_s=1)

@@ -42,6 +42,8 @@ class Attempts:
         """How often a server answered 5xx and then reported good health."""
         self.reloads: Counter[Endpoint] = Counter()
         """How often each server has lost the adapter."""
+        self.upstream_s = 0.0
+        """How long servers have had the request until they answered."""
         self.backoff = backoff
         self.trouble = "no inference server has been published"
         """The last failure, for the message when the deadline passes."""

@@ -15,6 +15,7 @@ from collections.abc import Collection
 import msgspec
 
 from skyrl.inference.adapter_host import AdapterHost, AdapterUnavailable
+from skyrl.metrics.adapters import AdapterMetrics
 from skyrl.processes.backoff import Backoff
 from skyrl.sampling import completion, prompt_apart
 from skyrl.sampling.adapter_loads import AdapterLoads
@@ -76,6 +77,7 @@ class ForwardingClient:
         deadline_s: float,
         zero_fill_logprobs: bool = False,
         replicas: Collection[str] = (),
+        metrics: AdapterMetrics | None = None,
     ) -> None:
         self._transport = transport
         self._endpoint = endpoint
@@ -85,7 +87,7 @@ class ForwardingClient:
         if api_key is not None:
             self._headers["Authorization"] = f"Bearer {api_key}"
         self.counts: Counter[str] = Counter()
-        self._loads = AdapterLoads(transport, host, self._headers, self.counts)
+        self._loads = AdapterLoads(transport, host, self._headers, self.counts, metrics)
         self._context = ServedContext(transport, self._headers)
         self._suspects = Suspects()
         self._reader = AnswerReader(self.counts, zero_fill=zero_fill_logprobs)
@@ -163,8 +165,9 @@ class ForwardingClient:
                 job = await self._context.with_max_tokens(job, endpoint, remaining)
                 body = completion.encode_request(job, attempts.priority)
             url, bound = endpoint.url + completion.PATH, answer_bound(job)
-            attempts.sent_at = now()
+            sent = attempts.sent_at = now()
             answer = await self._transport.post(url, body, attempts.headers, remaining, bound)
+            attempts.upstream_s += now() - sent
         except ContextNotKnownYet as error:
             return await self._handle(error.answer, endpoint, attempts)
         except NotAccepted as error:
@@ -194,7 +197,9 @@ class ForwardingClient:
         match verdict:
             case Verdict.READ:
                 try:
-                    return await self._reader.read(answer, attempts.job)
+                    result = await self._reader.read(answer, attempts.job)
+                    result.upstream_s = attempts.upstream_s
+                    return result
                 except completion.AbortedAnswer as error:
                     self._count_abort(attempts, error)
             case Verdict.WAIT | Verdict.WAIT_LONGER:

@@ -28,18 +28,20 @@ class MissingLogprobs(MalformedAnswer):
     """Tokens without their log-probabilities."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class SampleAnswer:
     """A decoded answer: `body` is the encoded SampleResponse.
 
     `prompt_tokens` counts the prompt once, whatever `num_samples` is. `cached_tokens` is the part of the prompt that
     came from the prefix cache, 0 if the server does not report it. `sampled_tokens` is the sum over all sequences.
+    `upstream_s` is how long the server had the request, in seconds; the client sets it.
     """
 
     body: bytes
     prompt_tokens: int
     cached_tokens: int
     sampled_tokens: int
+    upstream_s: float = 0.0
 
 
 class AbortedAnswer(Exception):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 
 from skyrl.db.adapter_versions import dropped_sentence
 from skyrl.db.faults import DatabaseError
@@ -15,6 +16,8 @@ from skyrl.db.futures import Outcome
 from skyrl.db.samplers import Sampler, Samplers
 from skyrl.db.usage import UsageCounter
 from skyrl.futures.store import FutureStore
+from skyrl.metrics.outcomes import outcome_label
+from skyrl.metrics.samples import SampleMetrics
 from skyrl.quotas.account import Ticket
 from skyrl.sampling.admission import Admission
 from skyrl.sampling.client import ForwardingClient
@@ -41,6 +44,7 @@ class ForwardedSamples:
         admission: Admission,
         order: FairOrder | None,
         usage: UsageCounter,
+        metrics: SampleMetrics,
     ) -> None:
         self._client = client
         self._futures = futures
@@ -48,9 +52,13 @@ class ForwardedSamples:
         self._admission = admission
         self._order = order
         self._usage = usage
+        self._metrics = metrics
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._began: dict[str, float] = {}
+        """When each of these samples was recorded, in the time of `time.perf_counter`."""
         self.completed = 0
         """Samples whose inference server returned a result."""
+        metrics.watch(self.__len__, self._oldest_s, lambda: {} if client is None else client.counts)
 
     def __len__(self) -> int:
         return len(self._tasks)
@@ -67,11 +75,15 @@ class ForwardedSamples:
 
     def start(self, job: SampleJob, sampler: Sampler, size: int, ticket: Ticket | None) -> None:
         """Forward a sample that is recorded and counted in the admission with `size` bytes."""
-        task = asyncio.create_task(self._forward(job, sampler, ticket))
-        self._tasks[job.request_id] = task
+        began = time.perf_counter()
+        task = asyncio.create_task(self._forward(job, sampler, ticket, began))
+        self._tasks[job.request_id], self._began[job.request_id] = task, began
 
-        def end(_: asyncio.Task[None]) -> None:
+        def end(task: asyncio.Task[None]) -> None:
             self._tasks.pop(job.request_id, None)
+            self._began.pop(job.request_id, None)
+            if task.cancelled():
+                self._metrics.cancelled()
             self._admission.leave(sampler.tenant, size)
             self._samplers.note_use(sampler)  # again: the sample may have taken hours
             if ticket is not None:  # the ticket is still open if the task was cancelled
@@ -79,14 +91,18 @@ class ForwardedSamples:
 
         task.add_done_callback(end)
 
-    async def _forward(self, job: SampleJob, sampler: Sampler, ticket: Ticket | None) -> None:
+    async def _forward(self, job: SampleJob, sampler: Sampler, ticket: Ticket | None, began: float) -> None:
         assert self._client is not None
+        turn, upstream_s = began, 0.0
         try:
             if ticket is not None:
                 await ticket.wait_turn()
+                turn = time.perf_counter()
             answer = await self._sample(self._client, job, sampler.tenant)
             outcome = Outcome(answer.body, "proto:sample")
             self._usage.count(usage_of(answer, sampler))
+            self._metrics.succeeded(answer.prompt_tokens, answer.cached_tokens, answer.sampled_tokens)
+            upstream_s = answer.upstream_s
             self.completed += 1
             if ticket is not None:
                 ticket.used = answer.prompt_tokens + answer.sampled_tokens
@@ -99,6 +115,14 @@ class ForwardedSamples:
         if ticket is not None:
             ticket.end()  # before the client gets the outcome and sends its next sample
         await self._futures.settle(job.request_id, outcome)
+        now = time.perf_counter()
+        ended = outcome_label(outcome.error, outcome.error_category)
+        self._metrics.ended(ended, now - began, now - turn - upstream_s)
+
+    def _oldest_s(self) -> float:
+        """Called on another thread. `min` over a dictionary's values holds the interpreter's lock from begin to end."""
+        now = time.perf_counter()
+        return now - min(self._began.values(), default=now)
 
     async def _sample(self, client: ForwardingClient, job: SampleJob, tenant: str) -> SampleAnswer:
         if self._order is None:

@@ -38,4 +38,5 @@ def sequences_part(job: SampleJob) -> SampleJob:
 def joined(sequences: SampleAnswer, prompt: SampleAnswer) -> SampleAnswer:
     """The answer to the whole job. The prompt counts once, with the cached tokens of the first request. The second
     request finds the prompt in the cache only because of the first, so its cached tokens do not count."""
-    return replace(sequences, body=add_prompt(sequences.body, prompt.body), cached_tokens=prompt.cached_tokens)
+    body, upstream_s = add_prompt(sequences.body, prompt.body), sequences.upstream_s + prompt.upstream_s
+    return replace(sequences, body=body, cached_tokens=prompt.cached_tokens, upstream_s=upstream_s)

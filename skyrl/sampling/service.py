@@ -15,6 +15,7 @@ from skyrl.db.samplers import Sampler, Samplers
 from skyrl.db.sessions import Sessions
 from skyrl.db.usage import UsageCounter
 from skyrl.futures.store import FutureStore
+from skyrl.metrics.samples import SampleMetrics
 from skyrl.notify.doorbell import Doorbell
 from skyrl.quotas.account import Ticket
 from skyrl.quotas.tenants import Quotas
@@ -31,7 +32,7 @@ from skyrl.types.ids import new_request_id, sample_sequence_ids
 from skyrl.types.kinds import SAMPLES, Kind
 from skyrl.types.requests import NewRequest
 from skyrl.wire.decoding import decode_json
-from skyrl.wire.errors import ErrorCategory, NotFound, RequestError
+from skyrl.wire.errors import ErrorCategory, NotFound, OverQuota, RequestError
 from skyrl.wire.sample_request import SampleRequest
 
 CANCELLED = Outcome(error="cancelled by the client", error_category=ErrorCategory.USER)
@@ -67,6 +68,7 @@ class SampleService:
         guard: FeatureGuard,
         usage: UsageCounter,
         quotas: Quotas,
+        metrics: SampleMetrics | None = None,
     ) -> None:
         self._futures = futures
         self._samplers = samplers
@@ -79,7 +81,8 @@ class SampleService:
         self._base_name = base_name
         self._guard = guard
         self._quotas = quotas
-        self._forwarded = ForwardedSamples(client, futures, samplers, admission, order, usage)
+        self._metrics = metrics or SampleMetrics()
+        self._forwarded = ForwardedSamples(client, futures, samplers, admission, order, usage, self._metrics)
         self._stopping = False
         self.cuts = CutNotes()
         self.to_engine = 0
@@ -91,6 +94,7 @@ class SampleService:
         Raises RequestError (400, 404, 429, 503); then nothing was recorded.
         """
         if self._stopping:
+            self._metrics.refused("stopping")
             raise RequestError("the server is stopping; send the sample again", status=503, retry_after_s=1)
         request = decode_json(SampleRequest, body)
         sampler = await self._resolve(request, tenant)
@@ -131,6 +135,9 @@ class SampleService:
                     self._engine.ring()
                     if ticket is not None:
                         ticket.hand_over()
+        except OverQuota:
+            self._metrics.refused("quota")
+            raise
         finally:
             if not started:
                 self._admission.leave(tenant, len(body))

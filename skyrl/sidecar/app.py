@@ -7,6 +7,9 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 
+from skyrl.metrics.files import MetricsDirectory, publishing
+from skyrl.metrics.process import LoopLag, process_registry
+from skyrl.metrics.text import CONTENT_TYPE
 from skyrl.sidecar.adapters import Adapters
 from skyrl.sidecar.admin import needs_admin
 from skyrl.sidecar.call import Call, Receive, Scope, Send
@@ -17,6 +20,7 @@ from skyrl.sidecar.generate_route import generate
 from skyrl.sidecar.generation import Generation
 from skyrl.sidecar.in_flight import InFlight
 from skyrl.sidecar.memory import Memory
+from skyrl.sidecar.metrics import SidecarMetrics, VllmFigures
 from skyrl.sidecar.pass_through import pass_through
 from skyrl.sidecar.pause import Pause
 from skyrl.sidecar.settings import SidecarSettings
@@ -34,6 +38,7 @@ class Sidecar:
     """An ASGI application. Make it with `open_sidecar`."""
 
     def __init__(self, settings: SidecarSettings, vllm: Vllm) -> None:
+        self.published: MetricsDirectory | None = None
         facts, version = KnownFacts(vllm), WeightVersion(vllm)
         self.in_flight = InFlight(vllm, settings.max_in_flight, settings.abort_s)
         self._settings = settings
@@ -58,6 +63,7 @@ class Sidecar:
             "/get_weight_version": control.weight_version,
             "/abort_request": control.abort_request,
             "/remove_worker": control.removed,
+            "/metrics": self._metrics,
         }
         self._open_paths = frozenset({*self._routes, "/generate"})
         memory = Memory(vllm, config, self.in_flight, self.pause, self.updates)
@@ -94,6 +100,11 @@ class Sidecar:
         else:
             await pass_through(call, self._vllm, self.in_flight)
 
+    async def _metrics(self, call: Call) -> None:
+        assert self.published is not None
+        text = await asyncio.to_thread(self.published.read)
+        await call.answer(200, text.encode(), [(b"content-type", CONTENT_TYPE.encode())])
+
     async def drain(self) -> None:
         """Take no more samples. Give those in flight time to end, then abort them, and give that time to end."""
         self.in_flight.draining = True
@@ -115,12 +126,16 @@ class Sidecar:
 async def open_sidecar(settings: SidecarSettings) -> AsyncIterator[Sidecar]:
     """The sidecar with its connections to vLLM and its background work, which end with it."""
     vllm = Vllm(settings)
-    sidecar = Sidecar(settings, vllm)
-    background = [asyncio.create_task(run()) for run in (sidecar.in_flight.run, sidecar.pause.run, sidecar.updates.run)]
-    try:
-        yield sidecar
-    finally:
-        for task in background:
-            task.cancel()
-        await asyncio.wait(background)
-        await vllm.close()
+    sidecar, registry = Sidecar(settings, vllm), process_registry()
+    registry.register(SidecarMetrics(sidecar.in_flight, sidecar.pause))
+    async with publishing(registry, f"sidecar-{settings.number}", settings.metrics_directory) as sidecar.published:
+        figures = VllmFigures(vllm, settings.number, sidecar.published)
+        work = (sidecar.in_flight.run, sidecar.pause.run, sidecar.updates.run, figures.run, LoopLag(registry).run)
+        background = [asyncio.create_task(run()) for run in work]
+        try:
+            yield sidecar
+        finally:
+            for task in background:
+                task.cancel()
+            await asyncio.wait(background)
+            await vllm.close()

@@ -66,12 +66,12 @@ class InFlight:
 
     @property
     def running(self) -> int:
-        """Samples that vLLM has, and requests that pass through and sample."""
-        return sum(sample.sent for sample in self._samples) + self._passing
+        """Samples that vLLM has, and requests that pass through and sample. Another thread may ask: hence the copy."""
+        return sum(sample.sent for sample in [*self._samples]) + self._passing
 
     @property
     def waiting(self) -> int:
-        return sum(not sample.sent for sample in self._samples) + self._waiting_to_pass
+        return sum(not sample.sent for sample in [*self._samples]) + self._waiting_to_pass
 
     def admit(self, samples: list[Sample]) -> None:
         """Raises Busy, and BadRequest for more samples than can ever be taken. Call `end` for each admitted sample."""

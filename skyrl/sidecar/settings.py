@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,6 +13,10 @@ class SidecarSettings:
     vllm_url: str
     vllm_api_key: str | None = None
     admin_key: str | None = None
+    number: int = 0
+    """Which of a plane's sidecars this is; its vLLM has the same number."""
+    metrics_directory: Path | None = None
+    """Where the processes of a plane publish their metrics; None: the sidecar has none around it."""
     host: str = "127.0.0.1"
     port: int = 30001
     max_in_flight: int = 8192

@@ -6,7 +6,9 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from skyrl.config.server import ConfigError, ServerConfig
+from skyrl.metrics.storage import TrafficMetrics
 from skyrl.storage.base import CheckpointStore, StoreError
+from skyrl.storage.counting import CountingStore
 from skyrl.storage.local import LocalStore
 
 
@@ -18,8 +20,14 @@ def local_directory(config: ServerConfig) -> Path | None:
     return Path(unquote(urlsplit(url).path)) if url.startswith("file:") else None
 
 
-def open_store(config: ServerConfig) -> CheckpointStore:
-    """Raises ConfigError for a wrong URL or wrong options. Does not read from or write to the store yet."""
+def open_store(config: ServerConfig, traffic: TrafficMetrics | None = None) -> CheckpointStore:
+    """The store; with `traffic`, its bytes are counted. Raises ConfigError for a wrong URL or wrong options. Does not
+    read from or write to the store yet."""
+    store = _open(config)
+    return store if traffic is None else CountingStore(store, traffic)
+
+
+def _open(config: ServerConfig) -> CheckpointStore:
     directory, url = local_directory(config), config.checkpoint_store
     if directory is not None:
         return LocalStore(directory)

@@ -11,7 +11,8 @@ from skyrl.types.kinds import PASSES, Kind
 @dataclass(frozen=True, slots=True)
 class Command:
     """One request for the engine. `n` is its number in the order of arrival. `size` is the length of its body in bytes.
-    The engine must not start the command before `not_before` (seconds since the epoch)."""
+    It was recorded at `accepted_at`, and the engine must not start it before `not_before` (both in seconds since the
+    epoch)."""
 
     n: int
     request_id: str
@@ -25,6 +26,7 @@ class Command:
     body_format: str
     size: int
     not_before: float | None = None
+    accepted_at: float = 0.0
 
     @property
     def is_pass(self) -> bool:

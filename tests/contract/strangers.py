@@ -129,6 +129,7 @@ HARMLESS = {
     ("GET", "/api/v1/get_server_capabilities"),
     ("GET", "/api/v1/healthz"),
     ("GET", "/readyz"),
+    ("GET", "/metrics"),
     ("GET", "/statusz"),
     ("POST", "/api/v1/client/config"),
     ("POST", "/api/v1/client/dynamic_config"),

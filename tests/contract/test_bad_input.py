@@ -647,7 +647,7 @@ async def test_a_damaged_or_unknown_encoding_is_refused(world: World, database: 
 # Keys
 
 
-@pytest.mark.parametrize("headers", [{}, {"X-API-Key": ""}, {"Authorization": "Bearer tml-one"}])
+@pytest.mark.parametrize("headers", [{}, {"X-API-Key": ""}, {"Authorization": "Basic dG1sLW9uZQ=="}])
 async def test_every_route_that_is_not_open_needs_a_key_or_a_signature(
     world: World, database: Database, headers: dict[str, str]
 ) -> None:
@@ -727,6 +727,7 @@ async def test_the_server_has_exactly_these_routes(world: World) -> None:
         ("PUT", "/api/v1/sessions/{session_id}/project", "any"),
         ("GET", "/", "open"),
         ("GET", "/api/v1/healthz", "open"),
+        ("GET", "/metrics", "open"),
         ("GET", "/readyz", "open"),
         ("GET", "/statusz", "open"),
         ("POST", "/api/v1/client/config", "open"),

@@ -115,6 +115,22 @@ async def test_the_radix_cache_gives_the_tokens_that_were_sampled(
     assert masked == sampled
 
 
+async def test_the_router_shows_the_metrics_of_the_whole_plane(
+    plane: RunningPlane, session: aiohttp.ClientSession
+) -> None:
+    await post(session, f"{plane.url}/generate", {"text": "One", "sampling_params": {"max_new_tokens": 2}})
+    wanted = [f'process_open_fds{{process="{name}"}}' for name in ("launcher", "router", "sidecar-0", "sidecar-1")]
+    wanted += [f'vllm:num_requests_running{{engine="0",replica="{number}"}}' for number in (0, 1)]
+    wanted += ['skyrl_router_workers{state="healthy",process="router"} 2.0', "skyrl_radix_lookups_total"]
+    missing = wanted
+    while missing:  # each process writes every few seconds; the test's own timeout ends a wait that never ends
+        await asyncio.sleep(0.1)
+        async with session.get(f"{plane.url}/metrics") as answer:
+            text = await answer.text()
+        missing = [series for series in wanted if series not in text]
+    assert "lora_requests_info" not in text
+
+
 @pytest.mark.parametrize("module", ["sglang_router", "vllm_router"])
 async def test_the_sidecars_work_behind_other_gateways(
     module: str, plane: RunningPlane, session: aiohttp.ClientSession

@@ -1,0 +1,26 @@
+"""`GET /metrics`: the metrics of all processes of this server, for Prometheus."""
+
+from __future__ import annotations
+
+import asyncio
+
+from starlette.responses import Response
+
+from skyrl.api.call import Call
+from skyrl.api.routes import Routes
+from skyrl.api.services import Services
+from skyrl.config.server import LOOPBACK
+from skyrl.metrics.text import CONTENT_TYPE
+
+
+def router(services: Services) -> Routes:
+    """Where any key is accepted and only this machine can ask, no key is needed; elsewhere an admin's."""
+    config, published = services.config, services.published_metrics
+    routes = Routes("metrics", prefix="")
+    is_open = config.api_keys == "open" and config.host in LOOPBACK
+
+    @routes.get("/metrics", scope="open" if is_open else "admin")
+    async def metrics(call: Call) -> Response:
+        return Response(await asyncio.to_thread(published.read), headers={"content-type": CONTENT_TYPE})
+
+    return routes

@@ -1,0 +1,50 @@
+"""Publishes the engine's metrics: its own, numbers of rows of the database, and vLLM's."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from skyrl.db.database import Database
+from skyrl.db.periodic import once, repeat
+from skyrl.db.sizes import sizes
+from skyrl.inference.vllm_metrics import VllmMetrics
+from skyrl.metrics.files import publishing
+from skyrl.metrics.processes import EngineMetrics
+from skyrl.processes.runtime import Runtime
+
+ROWS_S = 10.0
+"""How often the numbers of rows are read. Only the engine reads them, however many API processes there are."""
+
+
+@asynccontextmanager
+async def measuring(runtime: Runtime, database: Database, metrics: EngineMetrics) -> AsyncIterator[None]:
+    """Publish while the body runs."""
+
+    async def read_rows() -> None:
+        found = await database.read_async(lambda c: sizes(c, time.time()))
+        gauges = metrics.database
+        gauges.models.set(found.models)
+        gauges.sessions.set(found.sessions)
+        gauges.tenants.set(found.tenants)
+        gauges.adapters.set(found.adapters)
+        gauges.size.set(await asyncio.to_thread(database.size))
+
+    async with publishing(metrics.registry, "engine", runtime.metrics_directory) as published:
+        work = [
+            once("measuring the event loop", metrics.lag.run),
+            once("counting rows", read_rows),
+            repeat("counting rows", ROWS_S, read_rows),
+        ]
+        if runtime.replica_urls:
+            vllm = VllmMetrics(runtime.replica_urls, runtime.inference_api_key or "", published)
+            work.append(once("publishing vLLM's metrics", vllm.run))
+        tasks = [asyncio.create_task(each) for each in work]
+        try:
+            yield
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)

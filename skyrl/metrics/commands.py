@@ -1,0 +1,81 @@
+"""Training commands: how many ended and how, how long they waited and ran, their tokens, and the sampler's gap.
+
+Several threads of the engine count here, so these are prometheus-client's own metrics, which lock.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from skyrl.metrics.outcomes import OUTCOMES, outcome_label
+from skyrl.types.kinds import ENGINE_KINDS, Kind
+
+WAIT_BOUNDS = (0.01, 0.05, 0.25, 1, 5, 15, 60, 300, 1800)
+RUN_BOUNDS = (0.005, 0.02, 0.1, 0.5, 2, 10, 60, 300)
+MODELS_BOUNDS = (1, 2, 4, 8, 16, 32)
+GAP_BOUNDS = (1e-6, 1e-5, 1e-4, 1e-3, 3e-3, 0.01, 0.03, 0.1, 0.3, 1)
+READY_BOUNDS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 120)
+
+
+def _by_kind(
+    name: str, about: str, bounds: Iterable[float], registry: CollectorRegistry | None
+) -> dict[Kind, Histogram]:
+    family = Histogram(name, about, ["kind"], buckets=tuple(bounds), registry=registry)
+    return {kind: family.labels(kind.lower()) for kind in sorted(ENGINE_KINDS)}
+
+
+class CommandMetrics:
+    """`kind` is the kind of a command; times are seconds since the epoch, durations are seconds."""
+
+    def __init__(self, registry: CollectorRegistry | None = None) -> None:
+        family = Counter("skyrl_commands", "Commands of the engine that ended.", ["kind", "outcome"], registry=registry)
+        self._ended = {
+            (kind, outcome): family.labels(kind.lower(), outcome)
+            for kind in sorted(ENGINE_KINDS)
+            for outcome in OUTCOMES[:3]
+        }
+        about = "Time from a command's acceptance to its begin."
+        self._wait = _by_kind("skyrl_command_wait_seconds", about, WAIT_BOUNDS, registry)
+        about = "Time from a command's begin to its stored outcome."
+        self._run = _by_kind("skyrl_command_run_seconds", about, RUN_BOUNDS, registry)
+        self._tokens = Counter("skyrl_training_tokens", "Tokens of passes that succeeded.", registry=registry)
+        about = "Models whose passes ran together."
+        self._models = Histogram("skyrl_pass_models", about, buckets=MODELS_BOUNDS, registry=registry)
+        about = "Distance of the trainer's logprobs from the sampler's in one pass: the absolute value of kl:mean."
+        self._gap = Histogram("skyrl_logprob_gap_nats", about, buckets=GAP_BOUNDS, registry=registry)
+        about = "Time from the acceptance of a save to the moment in which its weights can be sampled from."
+        self._ready = Histogram("skyrl_weights_ready_seconds", about, buckets=READY_BOUNDS, registry=registry)
+        about = "Age of the oldest command that runs or could run; 0 without one."
+        Gauge("skyrl_commands_oldest_seconds", about, registry=registry).set_function(self._oldest_s)
+        self.oldest_accepted_at: float | None = None
+        """When the oldest command that runs or could run was accepted. The engine's loop sets it; the age grows also if
+        the loop hangs."""
+
+    def _oldest_s(self) -> float:
+        at = self.oldest_accepted_at
+        return 0.0 if at is None else max(0.0, time.time() - at)
+
+    def began(self, kind: Kind, accepted_at: float) -> None:
+        """A clock of another machine may have stamped the acceptance, so the wait may come out below 0."""
+        self._wait[kind].observe(max(0.0, time.time() - accepted_at))
+
+    def ran(self, kind: Kind, seconds: float) -> None:
+        self._run[kind].observe(seconds)
+
+    def ended(self, kind: Kind, error: str | None, category: str | None) -> None:
+        self._ended[kind, outcome_label(error, category)].inc()
+
+    def passed(self, models: int, tokens: int, gaps: Iterable[float]) -> None:
+        """Count a batch of passes. A gap that is no number is left out: it would make the sum useless for ever."""
+        self._models.observe(models)
+        self._tokens.inc(tokens)
+        for gap in gaps:
+            if math.isfinite(gap):
+                self._gap.observe(abs(gap))
+
+    def weights_ready(self, accepted_at: float) -> None:
+        self._ready.observe(max(0.0, time.time() - accepted_at))

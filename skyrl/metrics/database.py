@@ -1,0 +1,40 @@
+"""What a process measures of the database: its own commits, and in the engine the numbers of rows."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Gauge
+
+from skyrl.metrics.tallies import Spreads
+
+COMMIT_BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.05, 0.25, 1, 5)
+ROWS_BOUNDS = (1, 2, 5, 10, 20, 50, 100, 200, 500)
+
+
+class CommitMetrics:
+    """Group commits. Call it on the writer's thread alone."""
+
+    def __init__(self, registry: CollectorRegistry | None = None) -> None:
+        about = "Time of one group commit, from BEGIN to its end."
+        self._seconds = Spreads(registry, "skyrl_db_commit_seconds", about, COMMIT_BOUNDS).only
+        about = "Writes in one group commit."
+        self._rows = Spreads(registry, "skyrl_db_rows_per_commit", about, ROWS_BOUNDS).only
+
+    def committed(self, rows: int, seconds: float) -> None:
+        self._rows.add(rows)
+        self._seconds.add(seconds)
+
+
+class DatabaseGauges:
+    """Numbers of rows, which one process of a server reads now and then. NaN until the first reading."""
+
+    def __init__(self, registry: CollectorRegistry | None = None) -> None:
+        def gauge(name: str, about: str) -> Gauge:
+            made = Gauge(f"skyrl_{name}", about, registry=registry)
+            made.set(float("nan"))
+            return made
+
+        self.models = gauge("models", "Models in training.")
+        self.sessions = gauge("sessions", "Active sessions.")
+        self.tenants = gauge("tenants_active", "Tenants with a session that was heard of in the last 5 minutes.")
+        self.adapters = gauge("adapters_servable", "Versions of adapters that open sampling sessions sample from.")
+        self.size = gauge("db_size_bytes", "Size of the database.")

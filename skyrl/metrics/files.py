@@ -1,0 +1,136 @@
+"""The files in which processes publish their metrics: each writes its own, and any process can answer from all of them.
+
+So a scrape waits for no other process, and a counter never jumps back when another process answers. The writer is a
+thread: it goes on when the event loop of its process hangs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import tempfile
+import threading
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+from prometheus_client import CollectorRegistry
+
+from skyrl.metrics.text import joined, rendered
+
+logger = logging.getLogger(__name__)
+
+PERIOD_S = 2.0
+"""How often a process writes its file."""
+STALE_S = 15.0
+"""An older file is left out: its process hangs, or has been killed and its number was given to another."""
+FILE_VARIABLE = "SKYRL_METRICS_FILE"
+"""The environment variable that names the file of a router or a sidecar that `skyrl rollout` has started."""
+
+
+class MetricsDirectory:
+    """The directory of one server. It must be private: any process that can write here is believed."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def write(self, name: str, text: str) -> None:
+        """Replace the file of this name. Readers see the old text or the new. Raises OSError."""
+        self._path.mkdir(mode=0o700, parents=True, exist_ok=True)  # again: somebody may have cleaned /tmp
+        temporary = self._path / f"{name}.new"
+        temporary.write_text(f"{os.getpid()}\n{text}")
+        temporary.replace(self._file(name))
+
+    def remove(self, name: str) -> None:
+        self._file(name).unlink(missing_ok=True)
+
+    def read(self) -> str:
+        """The metrics of all processes that live."""
+        texts = (self._text(file) for file in self._files())
+        return joined(text for text in texts if text is not None)
+
+    def sweep(self) -> None:
+        """Delete files that `read` leaves out."""
+        for file in self._files():
+            if self._text(file) is None:
+                file.unlink(missing_ok=True)
+
+    def _file(self, name: str) -> Path:
+        return self._path / f"{name}.prom"
+
+    def _files(self) -> list[Path]:
+        return sorted(self._path.glob("*.prom"))
+
+    @staticmethod
+    def _text(file: Path) -> str | None:
+        """None if the file is old or its process has ended. A server's processes have one user."""
+        with contextlib.suppress(OSError, ValueError):
+            if time.time() - file.stat().st_mtime <= STALE_S:
+                number, _, text = file.read_text().partition("\n")
+                os.kill(int(number), 0)
+                return text
+        return None
+
+
+class MetricsWriter:
+    """Writes the metrics of this process, labelled with its name, every PERIOD_S until `stop`. The process that
+    `owns` the directory also deletes the files of processes that have ended."""
+
+    def __init__(
+        self, directory: MetricsDirectory, process: str, registry: CollectorRegistry, *, owns: bool = False
+    ) -> None:
+        self._directory = directory
+        self._process = process
+        self._registry = registry
+        self._owns = owns
+        self._stopped = threading.Event()
+        self._failed = False
+        self._thread = threading.Thread(target=self._run, name="metrics", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread if it was started, and delete the file."""
+        self._stopped.set()
+        if self._thread.ident is not None:
+            self._thread.join()
+        with contextlib.suppress(OSError):
+            self._directory.remove(self._process)
+
+    def write(self) -> None:
+        """Write once, now. Raises OSError."""
+        self._directory.write(self._process, rendered(self._registry.collect(), process=self._process))
+
+    def _run(self) -> None:
+        while True:
+            try:
+                self.write()
+                if self._owns:
+                    self._directory.sweep()
+                self._failed = False
+            except Exception:
+                if not self._failed:  # the thread must go on, and the log must not fill
+                    logger.exception("the metrics of this process could not be written; tried every %g s", PERIOD_S)
+                self._failed = True
+            if self._stopped.wait(PERIOD_S):
+                return
+
+
+@contextlib.asynccontextmanager
+async def publishing(
+    registry: CollectorRegistry, process: str, directory: Path | None
+) -> AsyncIterator[MetricsDirectory]:
+    """Publish the metrics of this process while the body runs. A process without a server around it (`directory` None)
+    uses a directory of its own."""
+    with contextlib.ExitStack() as own:
+        path = directory or Path(own.enter_context(tempfile.TemporaryDirectory(prefix="skyrl-metrics-")))
+        published = MetricsDirectory(path)
+        writer = MetricsWriter(published, process, registry)
+        writer.start()
+        try:
+            yield published
+        finally:
+            await asyncio.to_thread(writer.stop)

@@ -1,0 +1,78 @@
+"""The metrics of each kind of process: one registry, and an object for each part that counts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Self
+
+from prometheus_client import CollectorRegistry
+
+from skyrl.metrics.adapters import AdapterMetrics
+from skyrl.metrics.commands import CommandMetrics
+from skyrl.metrics.database import CommitMetrics, DatabaseGauges
+from skyrl.metrics.http import HttpMetrics
+from skyrl.metrics.phases import PhaseMetrics
+from skyrl.metrics.process import LoopLag, process_registry
+from skyrl.metrics.restarts import RestartMetrics
+from skyrl.metrics.samples import SampleMetrics
+from skyrl.metrics.storage import TrafficMetrics
+
+
+@dataclass(frozen=True)
+class ApiMetrics:
+    registry: CollectorRegistry
+    lag: LoopLag
+    http: HttpMetrics
+    samples: SampleMetrics
+    adapters: AdapterMetrics
+    commits: CommitMetrics
+    traffic: TrafficMetrics
+
+    @classmethod
+    def new(cls) -> Self:
+        registry = process_registry()
+        return cls(
+            registry,
+            LoopLag(registry),
+            HttpMetrics(registry),
+            SampleMetrics(registry),
+            AdapterMetrics(registry),
+            CommitMetrics(registry),
+            TrafficMetrics(registry),
+        )
+
+
+@dataclass(frozen=True)
+class EngineMetrics:
+    registry: CollectorRegistry
+    lag: LoopLag
+    commands: CommandMetrics
+    phases: PhaseMetrics
+    adapters: AdapterMetrics
+    traffic: TrafficMetrics
+    database: DatabaseGauges
+
+    @classmethod
+    def new(cls) -> Self:
+        registry = process_registry()
+        return cls(
+            registry,
+            LoopLag(registry),
+            CommandMetrics(registry),
+            PhaseMetrics(registry),
+            AdapterMetrics(registry),
+            TrafficMetrics(registry),
+            DatabaseGauges(registry),
+        )
+
+
+@dataclass(frozen=True)
+class LauncherMetrics:
+    registry: CollectorRegistry
+    lag: LoopLag
+    restarts: RestartMetrics
+
+    @classmethod
+    def new(cls) -> Self:
+        registry = process_registry()
+        return cls(registry, LoopLag(registry), RestartMetrics(registry))

@@ -1,0 +1,104 @@
+"""Samples that an API process forwards: how many ended and how, their tokens, and where their time went."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Literal
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from skyrl.metrics.outcomes import CANCELLED, OK, OUTCOMES
+from skyrl.metrics.tallies import Spreads, Tallies
+
+DURATION_BOUNDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 1800)
+OVERHEAD_BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.1, 0.5, 2.5, 10)
+Refusal = Literal["full", "bytes", "quota", "stopping"]
+REFUSALS: tuple[Refusal, ...] = ("full", "bytes", "quota", "stopping")
+EVENTS = (
+    "not_accepted",
+    "upstream_busy",
+    "upstream_away",
+    "upstream_error",
+    "interrupted",
+    "aborted",
+    "refused",
+    "malformed",
+    "missing_logprobs",
+    "adapter_reloads",
+)
+"""The counters of `skyrl.sampling.client`."""
+
+
+class SampleMetrics:
+    """Call all methods on one thread."""
+
+    def __init__(self, registry: CollectorRegistry | None = None) -> None:
+        self._registry = registry
+        outcomes = Tallies(registry, "skyrl_samples", "Samples that ended.", "outcome", OUTCOMES)
+        self._ended = {outcome: outcomes[outcome] for outcome in OUTCOMES}
+        tokens = Tallies(
+            registry,
+            "skyrl_sample_tokens",
+            "Tokens of samples that succeeded. `prompt` includes `prompt_cached`, the part from the prefix cache.",
+            "kind",
+            ("prompt", "prompt_cached", "sampled"),
+        )
+        self._prompt, self._cached, self._sampled = tokens["prompt"], tokens["prompt_cached"], tokens["sampled"]
+        about = "Time from a sample's record to its stored outcome."
+        self._duration = Spreads(registry, "skyrl_sample_duration_seconds", about, DURATION_BOUNDS).only
+        about = "The part of a successful sample's time that was spent neither in vLLM nor waiting for its quota."
+        self._overhead = Spreads(registry, "skyrl_sample_overhead_seconds", about, OVERHEAD_BOUNDS).only
+        about = "Samples that were not accepted."
+        self._refused = Tallies(registry, "skyrl_samples_refused", about, "reason", REFUSALS)
+
+    def succeeded(self, prompt: int, cached: int, sampled: int) -> None:
+        """Count the tokens of a sample that vLLM has answered."""
+        self._prompt.value += prompt
+        self._cached.value += cached
+        self._sampled.value += sampled
+
+    def ended(self, outcome: str, seconds: float, overhead_s: float | None = None) -> None:
+        """Count a sample whose outcome is stored. `overhead_s` is None if it has no meaning."""
+        self._ended[outcome].value += 1
+        self._duration.add(seconds)
+        if outcome == OK and overhead_s is not None:
+            self._overhead.add(max(0.0, overhead_s))
+
+    def cancelled(self) -> None:
+        self._ended[CANCELLED].add()
+
+    def refused(self, reason: Refusal) -> None:
+        self._refused[reason].add()
+
+    def watch(
+        self,
+        in_flight: Callable[[], int],
+        oldest_s: Callable[[], float],
+        events: Callable[[], Mapping[str, int]],
+    ) -> None:
+        """Also show these numbers, asked at each scrape on another thread."""
+        if self._registry is not None:
+            self._registry.register(_InFlight(in_flight, oldest_s, events))
+
+
+class _InFlight(Collector):
+    def __init__(
+        self, in_flight: Callable[[], int], oldest_s: Callable[[], float], events: Callable[[], Mapping[str, int]]
+    ) -> None:
+        self._in_flight, self._oldest_s, self._events = in_flight, oldest_s, events
+
+    def collect(self) -> Iterable[Metric]:
+        yield GaugeMetricFamily(
+            "skyrl_samples_in_flight", "Samples that are forwarded now.", value=float(self._in_flight())
+        )
+        yield GaugeMetricFamily(
+            "skyrl_samples_oldest_seconds", "Age of the oldest sample in flight; 0 without one.", value=self._oldest_s()
+        )
+        about = "Trouble with the inference server; docs/how-it-works/forwarding.md explains each kind."
+        family, counted = CounterMetricFamily("skyrl_forwarding_events", about, labels=("event",)), self._events()
+        for event in EVENTS:
+            family.add_metric((event,), counted.get(event, 0))
+        yield family

@@ -1,0 +1,172 @@
+"""`GET /metrics` of an API process: who may read it, what it counts, and that it grows with no tenant."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from api_harness import Api, Serve, sample_body, session_of
+from fake_upstream import FakeUpstream, never
+from prometheus_client import CollectorRegistry, Counter
+from prometheus_client.parser import text_string_to_metric_families
+
+from skyrl.db import keys as key_rows
+from skyrl.db.database import Database
+from skyrl.db.engine_state import beat, publish_training
+from skyrl.metrics.files import MetricsDirectory, MetricsWriter
+from skyrl.metrics.samples import EVENTS
+
+TENANTS = 200
+
+
+async def scrape(api: Api) -> dict[str, float]:
+    """What the process shows of itself now, by series without its own label."""
+    MetricsWriter(api.services.published_metrics, "api-0", api.services.metrics.registry).write()
+    answer = await api.http.get("/metrics")
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
+    found: dict[str, float] = {}
+    for family in text_string_to_metric_families(answer.text):
+        for sample in family.samples:
+            assert sample.labels.pop("process") == "api-0"
+            labels = ",".join(f"{name}={value}" for name, value in sorted(sample.labels.items()))
+            found[f"{sample.name}{{{labels}}}"] = sample.value
+    return found
+
+
+def grown(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
+    """The counters and histograms' counts of samples and requests that have grown, and by how much."""
+    names = re.compile(r"skyrl_(samples|sample|http)\w+(_total|_count)\{")
+    return {
+        series: value - before.get(series, 0)
+        for series, value in after.items()
+        if names.match(series) and value != before.get(series, 0) and "/metrics" not in series
+    }
+
+
+async def test_a_sample_is_counted_with_its_tokens_and_times(api: Api, upstream: FakeUpstream) -> None:
+    sampler = await api.sampler()
+    before = await scrape(api)
+    promise = await api.sample(sampler, 1)
+    assert (await api.result(promise["request_id"])).status_code == 200
+    after = await scrape(api)
+    assert grown(before, after) == {
+        "skyrl_samples_total{outcome=ok}": 1,
+        "skyrl_sample_tokens_total{kind=prompt}": 3,
+        "skyrl_sample_tokens_total{kind=sampled}": 3,
+        "skyrl_sample_duration_seconds_count{}": 1,
+        "skyrl_sample_overhead_seconds_count{}": 1,
+        "skyrl_http_requests_total{method=POST,route=/api/v1/asample,status=2xx}": 1,
+        "skyrl_http_requests_total{method=POST,route=/api/v1/retrieve_future,status=2xx}": 1,
+        "skyrl_http_request_duration_seconds_count{method=POST,route=/api/v1/asample}": 1,
+    }
+    duration, overhead = (after[f"skyrl_sample_{name}_seconds_sum{{}}"] for name in ("duration", "overhead"))
+    assert 0 < overhead < duration
+    assert after["skyrl_db_rows_per_commit_sum{}"] >= 2
+    assert after["skyrl_db_commit_seconds_count{}"] > 0
+
+
+async def test_refusals_and_failures_are_counted_by_their_reason(serve: Serve, upstream: FakeUpstream) -> None:
+    async with serve(max_pending_samples=1) as api:
+        sampler = await api.sampler()
+        upstream.script.append(never)
+        waiting = await api.sample(sampler, 1)
+        assert (await api.post("asample", sample_body(sampler, 2))).status_code == 429
+        held = await scrape(api)
+        assert held["skyrl_samples_in_flight{}"] == 1
+        assert held["skyrl_samples_oldest_seconds{}"] > 0
+        await api.post("cancel_future", {"request_id": waiting["request_id"]})
+        api.services.sampling.refuse_new()
+        assert (await api.post("asample", sample_body(sampler, 3))).status_code == 503
+        after = await scrape(api)
+    assert after["skyrl_samples_refused_total{reason=full}"] == 1
+    assert after["skyrl_samples_refused_total{reason=stopping}"] == 1
+    assert after["skyrl_samples_refused_total{reason=bytes}"] == 0
+    assert after["skyrl_samples_total{outcome=cancelled}"] == 1
+    assert after["skyrl_samples_in_flight{}"] == after["skyrl_samples_oldest_seconds{}"] == 0
+
+
+async def test_readiness_and_the_age_of_the_engines_heartbeat_are_shown(api: Api, database: Database) -> None:
+    database.write(beat)
+    await api.services.watch.refresh()
+    shown = await scrape(api)
+    assert shown["skyrl_ready{part=training}"] == shown["skyrl_ready{part=sampling}"] == 1
+    assert shown["skyrl_engine_heartbeat_age_seconds{}"] < 60
+    database.write(lambda c: publish_training(c, ready=False, reason="loading"))
+    await api.services.watch.refresh()
+    assert (await scrape(api))["skyrl_ready{part=training}"] == 0
+
+
+async def test_every_kind_of_trouble_that_the_client_counts_is_a_known_event() -> None:
+    """An event that is not in the list would not be shown."""
+    package = Path(__file__).parents[2] / "skyrl/sampling"
+    counted = {name for file in package.glob("*.py") for name in re.findall(r'counts\["(\w+)"', file.read_text())}
+    counted |= {"upstream_away"}  # chosen in the same expression as upstream_busy
+    assert counted == set(EVENTS)
+
+
+async def visit(api: Api, number: int) -> None:
+    """One tenant with a session, a sampler, a sample, a wrong path and a wrong id."""
+    key = {"X-API-Key": f"tml-tenant-{number}"}
+    sampler = await api.sampler(**key)
+    promise = (await api.post("asample", sample_body(sampler, 1), **key)).json()
+    await api.result(promise["request_id"], **key)
+    await api.http.get(f"/api/v1/sessions/{session_of(sampler)}", headers=key)
+    await api.http.get(f"/api/v1/sessions/none-{number}", headers=key)
+    await api.http.get(f"/no/such/path/{number}", headers=key)
+    await api.http.request(f"ODD{number}", "/api/v1/asample", headers=key)
+
+
+async def test_two_hundred_tenants_add_no_series(api: Api, upstream: FakeUpstream) -> None:
+    await visit(api, 0)
+    await scrape(api)
+    one = await scrape(api)
+    for number in range(1, TENANTS):
+        await visit(api, number)
+    many = await scrape(api)
+    assert many.keys() == one.keys()
+    assert many["skyrl_samples_total{outcome=ok}"] == TENANTS
+    other = "skyrl_http_requests_total{method=other,route=other,status=4xx}"
+    assert many[other] == 2 * TENANTS
+
+
+async def test_whichever_process_answers_the_counters_of_all_are_there(api: Api, tmp_path: Path) -> None:
+    other = CollectorRegistry()
+    counter = Counter("ends", "Ends.", registry=other)
+    writer = MetricsWriter(MetricsDirectory(tmp_path / "metrics"), "api-1", other)
+    counter.inc(5)
+    writer.write()
+    MetricsWriter(api.services.published_metrics, "api-0", api.services.metrics.registry).write()
+    text = (await api.http.get("/metrics")).text
+    assert 'ends_total{process="api-1"} 5.0' in text
+    assert 'skyrl_samples_total{outcome="ok",process="api-0"}' in text
+    assert text == MetricsDirectory(tmp_path / "metrics").read(), (
+        "the answering process shows itself from its file, too"
+    )
+
+
+@pytest.mark.parametrize("header", ["X-API-Key", "Authorization"])
+async def test_where_keys_are_managed_only_an_admins_key_opens_the_metrics(
+    serve: Serve, database: Database, header: str
+) -> None:
+    def key(*scopes: Any) -> str:
+        made = database.write(lambda c: key_rows.create(c, tenant=None, name="k", scopes=scopes, expires_at=None))
+        return f"Bearer {made[0]}" if header == "Authorization" else made[0]
+
+    admin, user = key("admin"), key("train", "sample")
+    async with serve(api_keys="managed") as api:
+        del api.http.headers["X-API-Key"]
+        for headers, status in (({}, 401), ({header: user}, 403), ({header: admin}, 200)):
+            answer = await api.http.get("/metrics", headers=headers)
+            assert answer.status_code == status, answer.text
+        wins = {"X-API-Key": user.removeprefix("Bearer "), "Authorization": f"Bearer {admin.removeprefix('Bearer ')}"}
+        assert (await api.http.get("/metrics", headers=wins)).status_code == 403
+
+
+async def test_a_server_that_other_machines_reach_wants_a_key_for_its_metrics(serve: Serve) -> None:
+    async with serve(host="0.0.0.0", allow_remote=True) as api:
+        assert (await api.http.get("/metrics")).status_code == 200
+        del api.http.headers["X-API-Key"]
+        assert (await api.http.get("/metrics")).status_code == 401
