@@ -1,29 +1,26 @@
-"""One request to the inference server: its body, its deadline, and the failures of its tries so far."""
+"""One request to the inference server: its exchange, its deadline, and the failures of its tries so far."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from typing import Generic, TypeVar
 
 from skyrl.processes.backoff import Backoff
-from skyrl.sampling import completion
 from skyrl.sampling.endpoint import Endpoint
-from skyrl.sampling.job import SampleJob
+from skyrl.sampling.exchange import Exchange
+
+T = TypeVar("T")
 
 FREE_INTERRUPTIONS = 1
 """A sample that was interrupted more often is a suspect: it waits for its turn before it is sent again."""
 
 
-class Attempts:
+class Attempts(Generic[T]):
     """The state of one request. `deadline` is in the event loop's time; `backoff` gives the pauses between tries."""
 
-    def __init__(
-        self, job: SampleJob, priority: int | None, headers: Mapping[str, str], deadline: float, backoff: Backoff
-    ) -> None:
-        self.job = job
-        """If `job.max_tokens` is None, each try asks the server how many tokens fit."""
-        self.priority = priority
-        self.body = None if job.max_tokens is None else completion.encode_request(job, priority)
+    def __init__(self, exchange: Exchange[T], headers: Mapping[str, str], deadline: float, backoff: Backoff) -> None:
+        self.exchange = exchange
         self.headers = headers
         self.deadline = deadline
         self.failed: Endpoint | None = None
