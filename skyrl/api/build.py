@@ -15,6 +15,7 @@ from skyrl.api.services import Services
 from skyrl.api.session_life import SessionLife
 from skyrl.api.signing import SignedUrls
 from skyrl.api.tokens import Tokens
+from skyrl.db.adapter_uses import AdapterUses
 from skyrl.db.api_processes import ApiProcesses
 from skyrl.db.audit import Audit
 from skyrl.db.checkpoints import Checkpoints
@@ -36,6 +37,9 @@ from skyrl.futures.trace import Traces
 from skyrl.inference.adapter_host import AdapterHost, SharedDirectory
 from skyrl.inference.features import InferenceFeatures
 from skyrl.notify.notifier import Notifier
+from skyrl.openai.in_flight import InFlight
+from skyrl.openai.models import ModelNames
+from skyrl.openai.service import OpenAIService, Passage
 from skyrl.processes.runtime import Runtime
 from skyrl.quotas.limits import Bounds, QuotaLimits
 from skyrl.quotas.tenants import Quotas
@@ -139,8 +143,17 @@ def _services(base: Base, secrets: Secrets, features: InferenceFeatures) -> Serv
     models, checkpoints, store = Models(database, writer), Checkpoints(database, writer), open_store(config)
     adapters = SharedDirectory(partial(base.watch.adapters_in, config.state_dir), store, checkpoints.store_key_of)
     quotas = Quotas(database, QuotaLimits.of(config), Bounds.of(config), base.futures.is_pending)
-    client = _client(base.runtime, database, adapters)
-    sampling = _sampling(base, samplers, sessions, client, quotas, FeatureGuard(features))
+    transport = HttpTransport(config.forwarding_inference_max_connections)
+    client = _client(base.runtime, database, adapters, transport)
+    passage = Passage(
+        admission=Admission(config.max_pending_samples, config.max_pending_sample_bytes),
+        order=FairOrder() if config.modes.manages_inference or config.external_inference_priority else None,
+        guard=FeatureGuard(features),
+        quotas=quotas,
+        usage=base.counter,
+    )
+    sampling = _sampling(base, samplers, sessions, client, passage)
+    uses = AdapterUses(writer)
     return Services(
         config=config,
         process_id=base.runtime.process_id,
@@ -175,19 +188,16 @@ def _services(base: Base, secrets: Secrets, features: InferenceFeatures) -> Serv
         usage=Usage(database),
         traces=Traces(database),
         quotas=quotas,
+        openai=None if client is None else OpenAIService(client, transport, passage, uses),
+        openai_models=ModelNames(config, checkpoints, base.watch.limits),
+        openai_in_flight=InFlight(),
+        adapter_uses=uses,
     )
 
 
 def _sampling(
-    base: Base,
-    samplers: Samplers,
-    sessions: Sessions,
-    client: ForwardingClient | None,
-    quotas: Quotas,
-    guard: FeatureGuard,
+    base: Base, samplers: Samplers, sessions: Sessions, client: ForwardingClient | None, passage: Passage
 ) -> SampleService:
-    config = base.runtime.config
-    order = FairOrder() if config.modes.manages_inference or config.external_inference_priority else None
     return SampleService(
         base.futures,
         samplers,
@@ -195,23 +205,25 @@ def _sampling(
         client=client,
         engine=base.notifier.engine,
         limits=base.watch.limits,
-        admission=Admission(config.max_pending_samples, config.max_pending_sample_bytes),
-        order=order,
-        base_name=config.served_names[0],
-        guard=guard,
-        usage=base.counter,
-        quotas=quotas,
+        admission=passage.admission,
+        order=passage.order,
+        base_name=base.runtime.config.served_names[0],
+        guard=passage.guard,
+        usage=passage.usage,
+        quotas=passage.quotas,
     )
 
 
-def _client(runtime: Runtime, database: Database, adapters: AdapterHost) -> ForwardingClient | None:
+def _client(
+    runtime: Runtime, database: Database, adapters: AdapterHost, transport: HttpTransport
+) -> ForwardingClient | None:
     """None if the engine runs the samples."""
     config = runtime.config
     if not config.modes.forwards:
         return None
     external = config.external_inference_url
     return ForwardingClient(
-        HttpTransport(config.forwarding_inference_max_connections),
+        transport,
         EngineEndpoint(partial(_engine_state, database)) if external is None else FixedEndpoint(external),
         adapters,
         api_key=runtime.inference_api_key,

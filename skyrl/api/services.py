@@ -11,6 +11,7 @@ from skyrl.api.session_life import SessionLife
 from skyrl.api.signing import SignedUrls
 from skyrl.api.tokens import Tokens
 from skyrl.config.server import ServerConfig
+from skyrl.db.adapter_uses import AdapterUses
 from skyrl.db.audit import Audit
 from skyrl.db.checkpoints import Checkpoints
 from skyrl.db.copies import Copies
@@ -23,6 +24,9 @@ from skyrl.futures.store import FutureStore
 from skyrl.futures.trace import Traces
 from skyrl.inference.adapter_host import AdapterHost
 from skyrl.notify.doorbell import Doorbell
+from skyrl.openai.in_flight import InFlight
+from skyrl.openai.models import ModelNames
+from skyrl.openai.service import OpenAIService
 from skyrl.quotas.tenants import Quotas
 from skyrl.sampling.client import ForwardingClient
 from skyrl.sampling.service import SampleService
@@ -55,3 +59,8 @@ class Services:
     usage: Usage
     traces: Traces
     quotas: Quotas
+    openai: OpenAIService | None
+    """None if the engine samples."""
+    openai_models: ModelNames
+    openai_in_flight: InFlight
+    adapter_uses: AdapterUses
