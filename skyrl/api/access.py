@@ -53,7 +53,7 @@ class Access:
             return Caller(claims.tenant, ALL_SCOPES)
         key = None if claims.key_id is None else self.keys.with_id(claims.key_id)
         if key is None or key.expired:
-            raise InvalidToken("the API key behind the token in X-API-Key is no longer accepted")
+            raise InvalidToken("the API key behind the token is no longer accepted")
         return self._caller_of_key(key)
 
     def _caller_of_key(self, key: ApiKey) -> Caller:

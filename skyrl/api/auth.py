@@ -8,6 +8,7 @@ from starlette.responses import Response
 
 from skyrl.api.access import Caller
 from skyrl.api.call import Call
+from skyrl.api.offered_key import offered_key
 from skyrl.api.reply import reply, timestamp
 from skyrl.api.routes import API, Routes
 from skyrl.api.services import Services
@@ -38,7 +39,7 @@ def router(services: Services) -> Routes:
     async def token(call: Call) -> Response:
         """A token for the caller's key. A caller that sends a token gets that token back: asking does not prolong
         it."""
-        caller, key_or_token = call.caller, call.request.headers["x-api-key"]
+        caller, key_or_token = call.caller, offered_key(call.request)
         if is_token(key_or_token):
             return reply({"jwt": key_or_token})
         return reply({"jwt": services.tokens.issue(caller.tenant, caller.key.id if caller.key is not None else None)})

@@ -17,6 +17,7 @@ from skyrl.api.session_life import SessionLife
 from skyrl.api.signing import SignedUrls
 from skyrl.api.tokens import Tokens
 from skyrl.config.server import ServerConfig
+from skyrl.db.adapter_uses import AdapterUses
 from skyrl.db.api_processes import ApiProcesses
 from skyrl.db.audit import Audit
 from skyrl.db.checkpoints import Checkpoints
@@ -41,6 +42,9 @@ from skyrl.metrics.files import MetricsDirectory
 from skyrl.metrics.processes import ApiMetrics
 from skyrl.metrics.readiness import ReadinessMetrics
 from skyrl.notify.notifier import Notifier
+from skyrl.openai.in_flight import InFlight
+from skyrl.openai.models import ModelNames
+from skyrl.openai.service import OpenAIService, Passage
 from skyrl.processes.runtime import Runtime
 from skyrl.quotas.limits import Bounds, QuotaLimits
 from skyrl.quotas.tenants import Quotas
@@ -150,8 +154,17 @@ def _services(base: Base, secrets: Secrets, features: InferenceFeatures) -> Serv
     store = open_store(config, base.metrics.traffic)
     adapters = SharedDirectory(partial(base.watch.adapters_in, config.state_dir), store, checkpoints.store_key_of)
     quotas = Quotas(database, QuotaLimits.of(config), Bounds.of(config), base.futures.is_pending)
-    client = _client(base, adapters)
-    sampling = _sampling(base, samplers, sessions, client, quotas, FeatureGuard(features))
+    transport = HttpTransport(config.forwarding_inference_max_connections)
+    client = _client(base, adapters, transport)
+    passage = Passage(
+        admission=Admission(config.max_pending_samples, config.max_pending_sample_bytes, base.metrics.samples),
+        order=FairOrder() if config.modes.manages_inference or config.external_inference_priority else None,
+        guard=FeatureGuard(features),
+        quotas=quotas,
+        usage=base.counter,
+    )
+    sampling = _sampling(base, samplers, sessions, client, passage)
+    uses = AdapterUses(writer)
     return Services(
         config=config,
         process_id=base.runtime.process_id,
@@ -198,6 +211,10 @@ def _services(base: Base, secrets: Secrets, features: InferenceFeatures) -> Serv
         ),
         metrics=base.metrics,
         published_metrics=MetricsDirectory(base.runtime.metrics_directory),
+        openai=None if client is None else OpenAIService(client, transport, passage, uses),
+        openai_models=ModelNames(config, checkpoints, base.watch.limits),
+        openai_in_flight=InFlight(),
+        adapter_uses=uses,
     )
 
 
@@ -218,15 +235,8 @@ def _show_readiness(base: Base) -> None:
 
 
 def _sampling(
-    base: Base,
-    samplers: Samplers,
-    sessions: Sessions,
-    client: ForwardingClient | None,
-    quotas: Quotas,
-    guard: FeatureGuard,
+    base: Base, samplers: Samplers, sessions: Sessions, client: ForwardingClient | None, passage: Passage
 ) -> SampleService:
-    config = base.runtime.config
-    order = FairOrder() if config.modes.manages_inference or config.external_inference_priority else None
     return SampleService(
         base.futures,
         samplers,
@@ -234,24 +244,24 @@ def _sampling(
         client=client,
         engine=base.notifier.engine,
         limits=base.watch.limits,
-        admission=Admission(config.max_pending_samples, config.max_pending_sample_bytes, base.metrics.samples),
-        order=order,
-        base_name=config.served_names[0],
-        guard=guard,
-        usage=base.counter,
-        quotas=quotas,
+        admission=passage.admission,
+        order=passage.order,
+        base_name=base.runtime.config.served_names[0],
+        guard=passage.guard,
+        usage=passage.usage,
+        quotas=passage.quotas,
         metrics=base.metrics.samples,
     )
 
 
-def _client(base: Base, adapters: AdapterHost) -> ForwardingClient | None:
+def _client(base: Base, adapters: AdapterHost, transport: HttpTransport) -> ForwardingClient | None:
     """None if the engine runs the samples."""
     runtime, config = base.runtime, base.runtime.config
     if not config.modes.forwards:
         return None
     external = config.external_inference_url
     return ForwardingClient(
-        HttpTransport(config.forwarding_inference_max_connections),
+        transport,
         EngineEndpoint(partial(_engine_state, base.database)) if external is None else FixedEndpoint(external),
         adapters,
         api_key=runtime.inference_api_key,

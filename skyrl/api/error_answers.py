@@ -1,9 +1,13 @@
-"""The one place where an error becomes an answer, `{"detail": sentence, "field": name or null}`, and a log line."""
+"""The one place where an error becomes an answer, `{"detail": sentence, "field": name or null}`, and a log line.
+
+The OpenAI-compatible routes answer the same errors in OpenAI's shape.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from fastapi.exceptions import RequestValidationError
@@ -11,14 +15,16 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from skyrl.api.call import Call
+from skyrl.api.openai import is_openai
 from skyrl.api.refusals import Refusals
 from skyrl.api.reply import reply
 from skyrl.api.routes import API
 from skyrl.db.faults import DatabaseError, column_with_nul, is_transient, reason
+from skyrl.openai.errors import OpenAIError, error_body
 from skyrl.processes.log_format import about_request
 from skyrl.quotas.tenants import Quotas
 from skyrl.storage.base import NotStored, StoreError
-from skyrl.wire.errors import InvalidToken, NoSpace, OverQuota, RequestError
+from skyrl.wire.errors import OverQuota, RequestError
 
 logger = logging.getLogger(__name__)
 
@@ -28,13 +34,32 @@ MAX_PATH = 200
 """The most characters of an unknown path that the answer repeats."""
 
 
+@dataclass(frozen=True)
+class ErrorAnswer:
+    """`field` names the request field at fault. `code` is OpenAI's word for the error, where it has one."""
+
+    detail: str
+    status: int
+    field: str | None = None
+    headers: Mapping[str, str] | None = None
+    code: str | None = None
+
+    def response(self, path: str) -> Response:
+        """In the shape of the routes below the path."""
+        if is_openai(path):
+            body: Any = error_body(self.status, self.detail, self.field, self.code)
+        else:
+            body = {"detail": self.detail, "field": self.field}
+        return reply(body, self.status, dict(self.headers or {}))
+
+
 class ErrorAnswers:
     """Answers an error by its nearest class in `kinds`, which ends with `Exception`."""
 
     def __init__(self, refusals: Refusals, quotas: Quotas) -> None:
         self._refusals = refusals
         self._quotas = quotas
-        self.kinds: dict[type[Exception], Callable[[Call, Any], Response]] = {
+        self.kinds: dict[type[Exception], Callable[[Call, Any], ErrorAnswer]] = {
             RequestError: self._refused,
             RequestValidationError: self._invalid,
             HTTPException: self._http_error,
@@ -46,49 +71,46 @@ class ErrorAnswers:
 
     def answer(self, call: Call, error: Exception) -> Response:
         """Log the error, and make its answer."""
-        return next(self.kinds[kind] for kind in type(error).__mro__ if kind in self.kinds)(call, error)
+        make = next(self.kinds[kind] for kind in type(error).__mro__ if kind in self.kinds)
+        return make(call, error).response(call.request.scope["path"])
 
-    def _refused(self, call: Call, error: RequestError) -> Response:
+    def _refused(self, call: Call, error: RequestError) -> ErrorAnswer:
         self._refusals.note(call, error.status, error.message, error)
         if isinstance(error, OverQuota):
             self._quotas.refused[error.quota] += 1
-        headers = {"Retry-After": f"{error.retry_after_s:g}"} if error.retry_after_s is not None else {}
-        if isinstance(error, NoSpace):
-            headers |= error.headers
-        if isinstance(error, InvalidToken):
-            headers["WWW-Authenticate"] = 'Bearer error="invalid_token"'
-        return reply({"detail": error.message, "field": error.field}, error.status, headers)
+        code = error.code if isinstance(error, OpenAIError) else None
+        return ErrorAnswer(error.message, error.status, error.field, error.headers, code)
 
-    def _invalid(self, call: Call, error: RequestValidationError) -> Response:
+    def _invalid(self, call: Call, error: RequestValidationError) -> ErrorAnswer:
         first = error.errors()[0]
         field = ".".join(str(part) for part in first["loc"][1:])
         return self._refused(call, RequestError(first["msg"], field=field))
 
-    def _http_error(self, call: Call, error: HTTPException) -> Response:
+    def _http_error(self, call: Call, error: HTTPException) -> ErrorAnswer:
         detail = _no_such_path(call.request.url.path) if error.status_code == 404 else str(error.detail)
         self._refusals.note(call, error.status_code, detail)
-        return reply({"detail": detail, "field": None}, error.status_code, dict(error.headers or {}))
+        return ErrorAnswer(detail, error.status_code, headers=error.headers)
 
-    def _files_lost(self, call: Call, error: NotStored) -> Response:
+    def _files_lost(self, call: Call, error: NotStored) -> ErrorAnswer:
         _log(call, ": %s", error)
-        return reply({"detail": "the checkpoint's files are not in the checkpoint store any more", "field": None}, 404)
+        return ErrorAnswer("the checkpoint's files are not in the checkpoint store any more", 404)
 
-    def _store_unavailable(self, call: Call, error: StoreError) -> Response:
+    def _store_unavailable(self, call: Call, error: StoreError) -> ErrorAnswer:
         _log(call, ": %s", error)
-        return reply({"detail": "the checkpoint store cannot be used now; try again", "field": None}, 503)
+        return ErrorAnswer("the checkpoint store cannot be used now; try again", 503)
 
-    def _database_unavailable(self, call: Call, error: DatabaseError) -> Response:
+    def _database_unavailable(self, call: Call, error: DatabaseError) -> ErrorAnswer:
         if is_transient(error):
             _log(call, ": the database cannot be used: %s", reason(error))
             detail = "the database cannot be used now; send the request again"
-            return reply({"detail": detail, "field": None}, 503, {"Retry-After": f"{DATABASE_RETRY_S:g}"})
+            return ErrorAnswer(detail, 503, headers={"Retry-After": f"{DATABASE_RETRY_S:g}"})
         if (column := column_with_nul(error)) is not None:
-            return reply({"detail": f"{column}: must not hold the character U+0000", "field": column}, 400)
+            return ErrorAnswer(f"{column}: must not hold the character U+0000", 400, column)
         return self._internal(call, error)
 
-    def _internal(self, call: Call, error: Exception) -> Response:
+    def _internal(self, call: Call, error: Exception) -> ErrorAnswer:
         _log(call, " failed", trace=error)
-        return reply({"detail": f"internal error: {type(error).__name__}", "field": None}, 500)
+        return ErrorAnswer(f"internal error: {type(error).__name__}", 500)
 
 
 def _log(call: Call, sentence: str, *details: object, trace: Exception | None = None) -> None:

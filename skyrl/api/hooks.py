@@ -16,6 +16,7 @@ from starlette.requests import Request
 from skyrl.api.access import Access, check_scope
 from skyrl.api.body_memory import BodyReader
 from skyrl.api.call import Call
+from skyrl.api.offered_key import offered_key
 from skyrl.api.route import Route
 from skyrl.api.signing import SignedUrls
 from skyrl.db.keys import ALL_SCOPES
@@ -124,14 +125,10 @@ class BodyMemoryHook:
 
 
 def key_of(request: Request) -> str:
-    """The API key, or the token in its place: from X-API-Key, else from `Authorization: Bearer`, in which Prometheus
-    sends it. Raises RequestError 401 without one."""
-    key = request.headers.get("x-api-key", "")
+    """The API key, or the token in its place. Raises RequestError 401 without one."""
+    key = offered_key(request)
     if not key:
-        scheme, _, credentials = request.headers.get("authorization", "").partition(" ")
-        key = credentials.strip() if scheme.lower() == "bearer" else ""
-    if not key:
-        raise RequestError("send an API key in X-API-Key", status=401)
+        raise RequestError("send an API key in X-API-Key, or in Authorization as Bearer", status=401)
     if len(key) > MAX_KEY:
-        raise RequestError(f"the API key in X-API-Key has more than {MAX_KEY} characters", status=401)
+        raise RequestError(f"the API key has more than {MAX_KEY} characters", status=401)
     return key

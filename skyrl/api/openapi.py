@@ -11,12 +11,15 @@ import msgspec
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
+from skyrl.api.openai import is_openai
 from skyrl.api.route import Body, Route
+from skyrl.openai.errors import ErrorBody
 from skyrl.wire.training import PROTOBUF
 
 
 class Refusal(msgspec.Struct):
-    """Every answer of 400 and above. If `field` names the field at fault (dotted), `detail` begins with that name."""
+    """Every answer of 400 and above, except on the OpenAI-compatible routes. If `field` names the field at fault
+    (dotted), `detail` begins with that name."""
 
     detail: str
     field: str | None
@@ -35,10 +38,12 @@ def describe(app: FastAPI, declared: Sequence[Route]) -> dict[str, Any]:
     document = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
     bodies = {route.body.schema for route in declared if route.body is not None}
     _, schemas = msgspec.json.schema_components(
-        sorted({*bodies, Refusal}, key=lambda kind: kind.__name__), ref_template="#/components/schemas/{name}"
+        sorted({*bodies, Refusal, ErrorBody}, key=lambda kind: kind.__name__),
+        ref_template="#/components/schemas/{name}",
     )
-    refusal = {"application/json": {"schema": {"$ref": "#/components/schemas/Refusal"}}}
     for route in declared:
+        shape = ErrorBody if is_openai(route.path) else Refusal
+        refusal = {"application/json": {"schema": {"$ref": f"#/components/schemas/{shape.__name__}"}}}
         operation = document["paths"][route.path][route.method.lower()]
         operation["responses"].pop("422", None)  # FastAPI's own refusals, which `ErrorAnswers` answers with 400
         for statuses, description in (("4XX", "Refused; nothing was done."), ("5XX", "The server's fault; ask again.")):
@@ -46,9 +51,12 @@ def describe(app: FastAPI, declared: Sequence[Route]) -> dict[str, Any]:
         if route.body is not None:
             operation["requestBody"] = _body(route.body)
         if not route.keyless:
-            operation["security"] = [{"key": []}]
+            operation["security"] = [{"key": []}, {"bearer": []}]
     document["components"] = {
         "schemas": schemas,
-        "securitySchemes": {"key": {"type": "apiKey", "in": "header", "name": "X-API-Key"}},
+        "securitySchemes": {
+            "key": {"type": "apiKey", "in": "header", "name": "X-API-Key"},
+            "bearer": {"type": "http", "scheme": "bearer"},
+        },
     }
     return document

@@ -10,6 +10,7 @@ import re
 
 from skyrl.api.access import Access
 from skyrl.api.call import Call
+from skyrl.api.offered_key import offered_key
 from skyrl.api.tokens import is_token
 from skyrl.processes.log_limits import LimitedLog, plain
 from skyrl.wire.errors import OverQuota, RequestError
@@ -49,7 +50,7 @@ class Refusals:
     def note(self, call: Call, status: int, sentence: str, error: RequestError | None = None) -> None:
         """Log a request that is answered with `status` and `sentence`."""
         request, path = call.request, path_of(call)
-        known, caller = self._caller(request.headers.get("x-api-key", ""))
+        known, caller = self._caller(offered_key(request))
         quota = error.quota if isinstance(error, OverQuota) else None
         field = None if error is None else error.field
         about = f", quota {quota}" if quota is not None else f", field {plain(field)}" if field else ""

@@ -41,13 +41,18 @@ async def open_services(runtime: Runtime) -> AsyncIterator[Services]:
             try:
                 yield process.services
             finally:
-                process.services.sampling.refuse_new()
-                await process.services.sampling.drain(DRAIN_S)
+                await drain(process.services)
                 background.cancel()
                 await asyncio.wait([background])
                 await write_last(process)
     finally:
         await close(process)
+
+
+async def drain(services: Services) -> None:
+    """Refuse new samples and OpenAI requests, and give those in flight DRAIN_S."""
+    services.sampling.refuse_new()
+    await asyncio.gather(services.sampling.drain(DRAIN_S), services.openai_in_flight.drain(DRAIN_S))
 
 
 async def write_last(process: ApiProcess) -> None:
@@ -79,8 +84,7 @@ async def close(process: ApiProcess) -> None:
 
 async def _drain(server: Server, services: Services) -> None:
     """Refuse new samples, give samples in flight time while clients can still poll, then end the server."""
-    services.sampling.refuse_new()
-    await services.sampling.drain(DRAIN_S)
+    await drain(services)
     services.futures.release_waiters()
     server.should_exit = True
 

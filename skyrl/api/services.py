@@ -11,6 +11,7 @@ from skyrl.api.session_life import SessionLife
 from skyrl.api.signing import SignedUrls
 from skyrl.api.tokens import Tokens
 from skyrl.config.server import ServerConfig
+from skyrl.db.adapter_uses import AdapterUses
 from skyrl.db.audit import Audit
 from skyrl.db.checkpoints import Checkpoints
 from skyrl.db.copies import Copies
@@ -26,6 +27,9 @@ from skyrl.inference.adapter_host import AdapterHost
 from skyrl.metrics.files import MetricsDirectory
 from skyrl.metrics.processes import ApiMetrics
 from skyrl.notify.doorbell import Doorbell
+from skyrl.openai.in_flight import InFlight
+from skyrl.openai.models import ModelNames
+from skyrl.openai.service import OpenAIService
 from skyrl.quotas.tenants import Quotas
 from skyrl.sampling.client import ForwardingClient
 from skyrl.sampling.service import SampleService
@@ -64,3 +68,8 @@ class Services:
     metrics: ApiMetrics
     published_metrics: MetricsDirectory
     """Where all processes of the server publish their metrics."""
+    openai: OpenAIService | None
+    """None if the engine samples."""
+    openai_models: ModelNames
+    openai_in_flight: InFlight
+    adapter_uses: AdapterUses

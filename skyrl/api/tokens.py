@@ -85,7 +85,7 @@ class Tokens:
                 options={"require": ["exp", "iat", "sub"]},
             )
         except jwt.ExpiredSignatureError as error:
-            raise InvalidToken("the token in X-API-Key has expired; get a new one") from error
+            raise InvalidToken("the token has expired; get a new one") from error
         except jwt.InvalidTokenError as error:
-            raise InvalidToken(f"the token in X-API-Key was not made by this server: {error}") from error
+            raise InvalidToken(f"the token was not made by this server: {error}") from error
         return TokenClaims(str(claims["sub"]).removeprefix(_USER_URN), claims.get("key_id"))

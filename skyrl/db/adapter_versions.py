@@ -1,8 +1,9 @@
 """Statements about adapter versions: which are needed, which are idle, and how many bytes they take.
 
-A checkpoint, an open sampling session or a running sample needs its version. A version without a checkpoint is dropped
-when nobody has sampled from it for some time: its sampling session gets the status `dropped`, and later its files are
-deleted. Does not know which files exist and which versions vLLM has loaded; `skyrl.engine.sweeping` does.
+A checkpoint, an open sampling session, a running sample or an OpenAI request (`adapter_uses`) needs its version. A
+version without a checkpoint is dropped when nobody has sampled from it for some time: its sampling session gets the
+status `dropped`, and later its files are deleted. Does not know which files exist and which versions vLLM has loaded;
+`skyrl.engine.sweeping` does.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, delete, func, literal_column, select, union_all, update
 
+from skyrl.db.adapter_uses import uses
 from skyrl.db.checkpoints import checkpoints
 from skyrl.db.futures import MAX_NAMED, futures
 from skyrl.db.tables import ModelRow, SamplingSessionRow, SessionRow
@@ -54,11 +56,13 @@ def dropped_sentence(sampling_session_id: str) -> str:
 
 
 def held(connection: Connection, now: float) -> set[WeightsRef]:
-    """Versions that a checkpoint or an open sampling session needs, or that were dropped less than NOTICE_S ago."""
+    """Versions that a checkpoint, an open sampling session or an OpenAI request needs, or that were dropped less than
+    NOTICE_S ago."""
     queries = (
         select(samplers.c.weights).where(OPEN_ADAPTER),
         select(samplers.c.weights).where(_DROPPED, samplers.c.closed_at > now - NOTICE_S),
         select(checkpoints.c.weights).where(checkpoints.c.weights.is_not(None)),
+        select(uses.c.weights).where(uses.c.used_until > now),
     )
     return set(connection.execute(union_all(*queries)).scalars())
 

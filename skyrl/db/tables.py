@@ -226,6 +226,14 @@ class ApiProcessRow(SQLModel, table=True):
     """See `skyrl.sampling.fair_order`."""
 
 
+class AdapterUseRow(SQLModel, table=True):
+    """An adapter version that OpenAI requests use; its files stay until then. See `skyrl.db.adapter_uses`."""
+
+    __tablename__ = "adapter_uses"  # pyright: ignore[reportAssignmentType]
+    weights: WeightsRef = Field(sa_column=Column(WeightsText, primary_key=True))
+    used_until: float
+
+
 class QuotaRow(SQLModel, table=True):
     """The exceptions of one tenant from the quotas of the configuration. None means no exception; -1 means no quota."""
 

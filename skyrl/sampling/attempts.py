@@ -1,16 +1,18 @@
-"""One request to the inference server: its body, its deadline, and the failures of its tries so far."""
+"""One request to the inference server: its exchange, its deadline, and the failures of its tries so far."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from typing import Generic, TypeVar
 
 from skyrl.processes.backoff import Backoff
-from skyrl.sampling import completion
 from skyrl.sampling.endpoint import Endpoint
-from skyrl.sampling.job import SampleJob
+from skyrl.sampling.exchange import Exchange
 from skyrl.sampling.progress import SampleProgress, SampleWait
 from skyrl.types.weights import AdapterVersion
+
+T = TypeVar("T")
 
 SETTLED_S = 2.0
 """A try that has run for this long has reached a server that runs: a server that is away fails a try sooner."""
@@ -18,16 +20,11 @@ FREE_INTERRUPTIONS = 1
 """A sample that was interrupted more often is a suspect: it waits for its turn before it is sent again."""
 
 
-class Attempts:
+class Attempts(Generic[T]):
     """The state of one request. `deadline` is in the event loop's time; `backoff` gives the pauses between tries."""
 
-    def __init__(
-        self, job: SampleJob, priority: int | None, headers: Mapping[str, str], deadline: float, backoff: Backoff
-    ) -> None:
-        self.job = job
-        """If `job.max_tokens` is None, each try asks the server how many tokens fit."""
-        self.priority = priority
-        self.body = None if job.max_tokens is None else completion.encode_request(job, priority)
+    def __init__(self, exchange: Exchange[T], headers: Mapping[str, str], deadline: float, backoff: Backoff) -> None:
+        self.exchange = exchange
         self.headers = headers
         self.deadline = deadline
         self.failed: Endpoint | None = None
@@ -42,8 +39,6 @@ class Attempts:
         """How often a server answered 5xx and then reported good health."""
         self.reloads: Counter[Endpoint] = Counter()
         """How often each server has lost the adapter."""
-        self.upstream_s = 0.0
-        """How long servers have had the request until they answered."""
         self.backoff = backoff
         self.trouble = "no inference server has been published"
         """The last failure, for the message when the deadline passes."""
@@ -60,7 +55,7 @@ class Attempts:
 
     def progress(self, now: float) -> SampleProgress:
         """Where the request stands at `now`, in the event loop's time."""
-        has_adapter = isinstance(self.job.weights, AdapterVersion)
+        has_adapter = isinstance(self.exchange.weights, AdapterVersion)
         if self.sent_at is not None and (self._waits_for is None or self._has_settled(now)):
             return SampleProgress(None, now - self.sent_at, has_adapter)
         if self._waits_for is None:  # nothing was sent yet, and nothing has failed

@@ -1,8 +1,9 @@
-"""The forwarding client: sends a sample job to vLLM, and sends it again when the connection or the server fails.
+"""The forwarding client: sends a request to vLLM, and sends it again when the connection or the server fails.
 
-The API process uses it for forwarded samples, the engine for colocated ones. Knows jobs, endpoints and answers; does
-not know futures, tenants or the database. docs/how-it-works/forwarding.md has the failure rules as a table. In this
-file `sample` comes first, then one try (`_try`), then the handling of its answer (`_handle`), and last the waiting.
+The API process uses it for forwarded samples and for OpenAI requests, the engine for colocated samples. Knows
+exchanges, endpoints and answers; does not know futures, tenants or the database. docs/how-it-works/forwarding.md has
+the failure rules as a table. In this file `sample` and `exchange` come first, then one try (`_try`), then the handling
+of its answer (`_handle`), and last the waiting.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import asyncio
 import random
 from collections import Counter
 from collections.abc import Collection
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -19,20 +21,21 @@ from skyrl.metrics.adapters import AdapterMetrics
 from skyrl.processes.backoff import Backoff
 from skyrl.sampling import completion, prompt_apart
 from skyrl.sampling.adapter_loads import AdapterLoads
-from skyrl.sampling.answer_bound import answer_bound
 from skyrl.sampling.answer_reader import AnswerReader
 from skyrl.sampling.attempts import Attempts
 from skyrl.sampling.endpoint import Endpoint, EndpointResolver, EndpointUnknown
-from skyrl.sampling.error_messages import describe, message_of, server_failure
+from skyrl.sampling.error_messages import describe, server_failure
+from skyrl.sampling.exchange import Exchange
 from skyrl.sampling.health import HEALTH_TIMEOUT_S, Health, health_of
 from skyrl.sampling.job import SampleJob
 from skyrl.sampling.progress import SampleProgress, SampleWait
+from skyrl.sampling.sample_exchange import SampleExchange
 from skyrl.sampling.served_context import ContextNotKnownYet, ServedContext
 from skyrl.sampling.suspects import Suspects
 from skyrl.sampling.transport import Answer, CompletionTransport, Interrupted, NotAccepted
 from skyrl.sampling.verdict import Verdict, verdict_of
 from skyrl.types.weights import AdapterVersion
-from skyrl.wire.errors import ErrorCategory, FailedRequest
+from skyrl.wire.errors import FailedRequest
 
 FIRST_BACKOFF_S = 0.05
 MAX_BACKOFF_S = 1.0
@@ -47,6 +50,8 @@ MAX_ERRORS = 1
 by the server that was asked."""
 MAX_RELOADS = 2
 MAX_DYING_S = 5.0
+
+T = TypeVar("T")
 
 
 class _RouterStatus(msgspec.Struct):
@@ -91,8 +96,8 @@ class ForwardingClient:
         self._context = ServedContext(transport, self._headers)
         self._suspects = Suspects()
         self._reader = AnswerReader(self.counts, zero_fill=zero_fill_logprobs)
-        self._attempts: dict[str, Attempts] = {}
-        """The running request of each job, by the job's request id."""
+        self._attempts: dict[str, Attempts[Any]] = {}
+        """The running requests, by their ids."""
 
     async def sample(self, job: SampleJob, priority: int | None = None) -> completion.SampleAnswer:
         """The encoded SampleResponse, with its token counts. The server runs samples of lower `priority` first.
@@ -101,16 +106,26 @@ class ForwardingClient:
         """
         deadline = asyncio.get_running_loop().time() + self._deadline_s
         if not prompt_apart.is_apart(job):
-            return await self._request(job, priority, deadline)
-        prompt = await self._request(prompt_apart.prompt_part(job), priority, deadline)
-        sequences = await self._request(prompt_apart.sequences_part(job), priority, deadline)
+            return await self._sample(job, priority, deadline)
+        prompt = await self._sample(prompt_apart.prompt_part(job), priority, deadline)
+        sequences = await self._sample(prompt_apart.sequences_part(job), priority, deadline)
         return prompt_apart.joined(sequences, prompt)
 
-    async def _request(self, job: SampleJob, priority: int | None, deadline: float) -> completion.SampleAnswer:
+    async def _sample(self, job: SampleJob, priority: int | None, deadline: float) -> completion.SampleAnswer:
+        return await self._request(
+            SampleExchange(job, priority, self._transport, self._context, self._reader), deadline
+        )
+
+    async def exchange(self, exchange: Exchange[T]) -> T:
+        """What the exchange reads from the server's answer. Raises FailedRequest, and what the exchange raises."""
+        return await self._request(exchange, asyncio.get_running_loop().time() + self._deadline_s)
+
+    async def _request(self, exchange: Exchange[T], deadline: float) -> T:
         """One request to the server, repeated as the failure rules say."""
-        headers = {**self._headers, "X-Session-ID": job.sampling_session if self._replicas else job.session_key}
-        attempts = Attempts(job, priority, headers, deadline, Backoff(FIRST_BACKOFF_S, MAX_BACKOFF_S, jitter=0.25))
-        self._attempts[job.request_id] = attempts
+        key = exchange.shared_key if self._replicas else exchange.key
+        headers = {**self._headers, "X-Session-ID": key, **exchange.headers}
+        attempts = Attempts(exchange, headers, deadline, Backoff(FIRST_BACKOFF_S, MAX_BACKOFF_S, jitter=0.25))
+        self._attempts[exchange.request_id] = attempts
         try:
             while True:
                 try:
@@ -125,21 +140,21 @@ class ForwardingClient:
                 if (result := await attempt(attempts, endpoint)) is not None:
                     return result
         finally:
-            self._attempts.pop(job.request_id, None)
+            self._attempts.pop(exchange.request_id, None)
             if attempts.is_suspect:
                 self._suspects.remove(attempts.interruptions)
 
     def progress(self, request_id: str) -> SampleProgress | None:
-        """Where a job stands; None for a job that does not run here."""
+        """Where a request stands; None for a request that does not run here."""
         attempts = self._attempts.get(request_id)
         return None if attempts is None else attempts.progress(asyncio.get_running_loop().time())
 
     def adapters_in_flight(self) -> int:
-        """How many adapters the running jobs sample from."""
-        adapters = {a.job.weights for a in self._attempts.values() if isinstance(a.job.weights, AdapterVersion)}
-        return len(adapters)
+        """How many adapters the running requests sample from."""
+        weights = {attempts.exchange.weights for attempts in self._attempts.values()}
+        return sum(isinstance(each, AdapterVersion) for each in weights)
 
-    async def _try_as_suspect(self, attempts: Attempts, endpoint: Endpoint) -> completion.SampleAnswer | None:
+    async def _try_as_suspect(self, attempts: Attempts[T], endpoint: Endpoint) -> T | None:
         """`_try`, once it is this suspect's turn and the server is not dying of the suspect before."""
         attempts.wait_for(SampleWait.SUSPECTS, asyncio.get_running_loop().time())
         try:
@@ -153,21 +168,15 @@ class ForwardingClient:
         finally:
             self._suspects.end_turn()
 
-    async def _try(self, attempts: Attempts, endpoint: Endpoint) -> completion.SampleAnswer | None:
+    async def _try(self, attempts: Attempts[T], endpoint: Endpoint) -> T | None:
         """Send the request once. The result, or None if the request must be sent again."""
         now = asyncio.get_running_loop().time
         remaining = attempts.deadline - now()
         if remaining <= 0:
             raise self._deadline_failure(attempts)
         try:
-            job, body = attempts.job, attempts.body
-            if body is None:
-                job = await self._context.with_max_tokens(job, endpoint, remaining)
-                body = completion.encode_request(job, attempts.priority)
-            url, bound = endpoint.url + completion.PATH, answer_bound(job)
-            sent = attempts.sent_at = now()
-            answer = await self._transport.post(url, body, attempts.headers, remaining, bound)
-            attempts.upstream_s += now() - sent
+            attempts.sent_at = now()
+            answer = await attempts.exchange.send(endpoint, attempts.headers, remaining)
         except ContextNotKnownYet as error:
             return await self._handle(error.answer, endpoint, attempts)
         except NotAccepted as error:
@@ -190,16 +199,14 @@ class ForwardingClient:
         finally:
             answer.release()
 
-    async def _handle(self, answer: Answer, endpoint: Endpoint, attempts: Attempts) -> completion.SampleAnswer | None:
+    async def _handle(self, answer: Answer, endpoint: Endpoint, attempts: Attempts[T]) -> T | None:
         """The result, or None if the request must be sent again."""
         server = self._answered_by(answer, endpoint)
-        verdict = verdict_of(answer, has_adapter=isinstance(attempts.job.weights, AdapterVersion))
+        verdict = verdict_of(answer, has_adapter=isinstance(attempts.exchange.weights, AdapterVersion))
         match verdict:
             case Verdict.READ:
                 try:
-                    result = await self._reader.read(answer, attempts.job)
-                    result.upstream_s = attempts.upstream_s
-                    return result
+                    return await attempts.exchange.read(answer)
                 except completion.AbortedAnswer as error:
                     self._count_abort(attempts, error)
             case Verdict.WAIT | Verdict.WAIT_LONGER:
@@ -214,7 +221,7 @@ class ForwardingClient:
                 await self._load_adapter(answer, server, attempts)
             case Verdict.REFUSE:
                 self.counts["refused"] += 1
-                raise FailedRequest(message_of(answer), ErrorCategory.USER)
+                raise attempts.exchange.refusal(answer)
             case Verdict.FAIL:
                 self.counts["upstream_error"] += 1
                 raise server_failure(describe(answer))
@@ -232,8 +239,8 @@ class ForwardingClient:
         named = answer.worker in self._replicas
         return Endpoint(answer.worker or "", endpoint.generation) if named else endpoint
 
-    async def _load_adapter(self, answer: Answer, server: Endpoint, attempts: Attempts) -> None:
-        adapter = attempts.job.weights
+    async def _load_adapter(self, answer: Answer, server: Endpoint, attempts: Attempts[Any]) -> None:
+        adapter = attempts.exchange.weights
         assert isinstance(adapter, AdapterVersion)
         attempts.reloads[server] += 1
         if attempts.reloads[server] > MAX_RELOADS:
@@ -252,7 +259,7 @@ class ForwardingClient:
             attempts.trouble = str(error)
             await self._back_off(attempts, waits_for=SampleWait.LOADING)
 
-    async def _ask_health(self, answer: Answer, server: Endpoint, attempts: Attempts) -> None:
+    async def _ask_health(self, answer: Answer, server: Endpoint, attempts: Attempts[Any]) -> None:
         """After a 5xx: a dying server has interrupted the sample; a healthy one may fail it MAX_ERRORS times."""
         if await health_of(self._transport, server, self._headers) is not Health.ALIVE:
             self._count_interruption(attempts, describe(answer))
@@ -264,7 +271,7 @@ class ForwardingClient:
             raise server_failure(describe(answer))
         await self._back_off(attempts)
 
-    def _count_abort(self, attempts: Attempts, error: completion.AbortedAnswer) -> None:
+    def _count_abort(self, attempts: Attempts[Any], error: completion.AbortedAnswer) -> None:
         self.counts["aborted"] += 1
         attempts.aborts += 1
         if attempts.aborts > MAX_ABORTS:
@@ -272,7 +279,7 @@ class ForwardingClient:
                 f"the inference server aborted the sample {attempts.aborts} times ({error})"
             ) from error
 
-    def _count_interruption(self, attempts: Attempts, reason: str) -> None:
+    def _count_interruption(self, attempts: Attempts[Any], reason: str) -> None:
         self.counts["interrupted"] += 1
         if attempts.sent_alone and attempts.interruptions >= MAX_INTERRUPTIONS:
             raise server_failure(
@@ -286,7 +293,7 @@ class ForwardingClient:
             self._suspects.add(attempts.interruptions)
         attempts.reloads.clear()
 
-    async def _wait_out_death(self, server: Endpoint, attempts: Attempts) -> None:
+    async def _wait_out_death(self, server: Endpoint, attempts: Attempts[Any]) -> None:
         """Wait at least one pause, and then until the server is not dying: it would fail a request that is sent now.
 
         A dying vLLM fails all requests in flight with 500 or a reset, and exits within about a second.
@@ -294,7 +301,7 @@ class ForwardingClient:
         await self._back_off(attempts)
         await self._wait_while_dying(server, attempts)
 
-    async def _wait_while_dying(self, server: Endpoint, attempts: Attempts) -> None:
+    async def _wait_while_dying(self, server: Endpoint, attempts: Attempts[Any]) -> None:
         """For a replica behind the router at most MAX_DYING_S: if it hangs, the router sends the sample elsewhere."""
         now = asyncio.get_running_loop().time
         until = now() + MAX_DYING_S if server.url in self._replicas else attempts.deadline
@@ -303,7 +310,7 @@ class ForwardingClient:
 
     async def _back_off(
         self,
-        attempts: Attempts,
+        attempts: Attempts[Any],
         at_least_s: float = 0.0,
         longest_s: float | None = None,
         waits_for: SampleWait = SampleWait.AWAY,
@@ -318,7 +325,7 @@ class ForwardingClient:
             raise self._deadline_failure(attempts)
         await asyncio.sleep(wait_s)
 
-    def _deadline_failure(self, attempts: Attempts) -> FailedRequest:
+    def _deadline_failure(self, attempts: Attempts[Any]) -> FailedRequest:
         return server_failure(f"gave up after {self._deadline_s:g} s: {attempts.trouble}")
 
     async def probe(self) -> str | None:

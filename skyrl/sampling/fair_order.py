@@ -1,16 +1,14 @@
 """The order in which vLLM runs the samples of several tenants: start-time fair queueing.
 
 Time is virtual: it counts the tokens that a tenant with waiting samples has been given. The samples of a tenant take up
-intervals of this time, one after another. vLLM runs the sample with the lowest priority number next. Knows tenants and
-jobs; does not know servers.
+intervals of this time, one after another. vLLM runs the sample with the lowest priority number next. An OpenAI
+request is a sample, too. Knows tenants and numbers of tokens; does not know servers.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-from skyrl.sampling.completion import SampleAnswer
-from skyrl.sampling.job import SampleJob
+from typing import Protocol
 
 FIRST_LENGTH = 256.0
 """The expected length in tokens of a tenant's first sequence, unless the sample's `max_tokens` is lower."""
@@ -18,6 +16,26 @@ WEIGHT = 1 / 16
 """The weight of the newest sample in the moving average of its tenant's sequence lengths."""
 MAX_LENGTHS = 10_000
 """Tenants whose averages are kept."""
+
+
+class Work(Protocol):
+    """What the cost of a sample is estimated from."""
+
+    @property
+    def prompt_tokens(self) -> int: ...
+
+    @property
+    def num_samples(self) -> int: ...
+
+    @property
+    def max_tokens(self) -> int | None: ...
+
+
+class Sampled(Protocol):
+    """What an answer tells of its cost."""
+
+    @property
+    def sampled_tokens(self) -> int: ...
 
 
 @dataclass(slots=True)
@@ -54,7 +72,7 @@ class FairOrder:
         self._tenants: dict[str, _Tenant] = {}
         self._lengths: dict[str, float] = {}
 
-    def enter(self, tenant: str, job: SampleJob) -> Place:
+    def enter(self, tenant: str, job: Work) -> Place:
         """The place of a sample that is sent now. The caller must call `leave` when the sample has ended."""
         state = self._tenants.get(tenant)
         if state is None:
@@ -62,13 +80,13 @@ class FairOrder:
         length = self._lengths.get(tenant, FIRST_LENGTH)
         if job.max_tokens is not None and job.max_tokens < length:
             length = job.max_tokens
-        cost = len(job.prompt) + int(job.num_samples * length)
+        cost = job.prompt_tokens + int(job.num_samples * length)
         start = max(self.now, state.end)
         state.end = start + cost
         state.in_flight += 1
         return Place(tenant, start, start + cost // 2)
 
-    def leave(self, place: Place, sequences: int, answer: SampleAnswer | None) -> None:
+    def leave(self, place: Place, sequences: int, answer: Sampled | None) -> None:
         """The sample has ended. `answer` is None if it did not run, or if that is unknown."""
         state = self._tenants[place.tenant]
         state.in_flight -= 1

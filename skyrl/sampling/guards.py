@@ -30,8 +30,12 @@ class FeatureGuard:
                 f"must be in [0, {VLLM_MAX_TEMPERATURE:g}] with this inference server, got {temperature}",
                 field="sampling_params.temperature",
             )
-        wants_prompt_logprobs = request.prompt_logprobs or request.topk_prompt_logprobs
-        if wants_prompt_logprobs and not self._features.unembed_prompt_logprobs and sampler.adapts_unembed:
+        if request.prompt_logprobs or request.topk_prompt_logprobs:
+            self.check_prompt_logprobs(sampler.adapts_unembed)
+
+    def check_prompt_logprobs(self, adapts_unembed: bool) -> None:
+        """A request for logprobs of the prompt. `adapts_unembed`: from an adapter that trains the unembedding."""
+        if adapts_unembed and not self._features.unembed_prompt_logprobs:
             # On a GPU vLLM prepares its LoRA kernels for one row of logits per request. It leaves the adapter's lm_head
             # out of most rows of the prompt. Sampled logprobs are right. On a CPU the plugin corrects the same fault.
             raise RequestError(

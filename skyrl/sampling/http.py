@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import TypeVar
 from urllib.parse import urlsplit
 
 from skyrl.sampling.answer_memory import AnswerMemory
+from skyrl.sampling.answer_stream import AnswerStream
 from skyrl.sampling.http_connection import HttpConnection
 from skyrl.sampling.transport import CONTROL_ANSWER_BYTES, Answer, NotAccepted
+
+P = TypeVar("P", bound=asyncio.Protocol)
 
 CONNECT_TIMEOUT_S = 10.0
 MAX_IDLE_S = 4.0
@@ -73,14 +77,38 @@ class HttpTransport:
         deadline = asyncio.get_running_loop().time() + timeout_s
         if self._slots is None:
             return await self._exchange(origin, request, deadline, max_bytes)
+        await self._take_slot(deadline)
+        try:
+            return await self._exchange(origin, request, deadline, max_bytes)
+        finally:
+            self._slots.release()
+
+    async def open_stream(self, url: str, body: bytes, headers: Mapping[str, str], timeout_s: float) -> AnswerStream:
+        """Post a request, and return its answer once the head is there. The caller must close the stream, whose
+        connection is one of `max_connections`. Raises NotAccepted and Interrupted."""
+        origin, request = self._encode("POST", url, body, headers)
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        await self._take_slot(deadline)
+        stream = AnswerStream(self._give_slot)
+        try:
+            await self._open(origin, lambda: stream, deadline)
+            await stream.send(request, deadline)
+        except BaseException:
+            stream.close()
+            raise
+        return stream
+
+    async def _take_slot(self, deadline: float) -> None:
+        if self._slots is None:
+            return
         try:
             async with asyncio.timeout_at(deadline):
                 await self._slots.acquire()
         except TimeoutError as error:
             raise NotAccepted("no connection was free in time") from error
-        try:
-            return await self._exchange(origin, request, deadline, max_bytes)
-        finally:
+
+    def _give_slot(self) -> None:
+        if self._slots is not None:
             self._slots.release()
 
     async def get(
@@ -100,7 +128,7 @@ class HttpTransport:
         return origin, head + body
 
     async def _exchange(self, origin: Origin, request: bytes, deadline: float, max_bytes: int) -> Answer:
-        connection = self._take_idle(origin) or await self._connect(origin, deadline)
+        connection = self._take_idle(origin) or await self._open(origin, lambda: HttpConnection(self._memory), deadline)
         answer = await connection.exchange(request, deadline, max_bytes)
         if connection.reusable and not self._closed:
             self._keep(origin, connection)
@@ -108,13 +136,13 @@ class HttpTransport:
             connection.abort()
         return answer
 
-    async def _connect(self, origin: Origin, deadline: float) -> HttpConnection:
+    @staticmethod
+    async def _open(origin: Origin, make: Callable[[], P], deadline: float) -> P:
+        """Connect a protocol. Raises NotAccepted."""
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout_at(min(deadline, loop.time() + CONNECT_TIMEOUT_S)):
-                _, connection = await loop.create_connection(
-                    lambda: HttpConnection(self._memory), origin.host, origin.port, ssl=origin.tls
-                )
+                _, connection = await loop.create_connection(make, origin.host, origin.port, ssl=origin.tls)
         except TimeoutError as error:
             raise NotAccepted("no connection in time") from error
         except (OSError, OverflowError, UnicodeError) as error:

@@ -6,15 +6,13 @@ Knows neither URLs nor other connections; `http` keeps the connections and choos
 from __future__ import annotations
 
 import asyncio
-import math
-import time
-from email.utils import parsedate_to_datetime
 from typing import cast
 
 import httptools
 
+from skyrl.sampling.answer_head import AnswerHead
 from skyrl.sampling.answer_memory import LARGE_ANSWER_BYTES, AnswerMemory, Reservation
-from skyrl.sampling.transport import CONTROL_ANSWER_BYTES, WORKER_HEADER, Answer, Interrupted
+from skyrl.sampling.transport import CONTROL_ANSWER_BYTES, Answer, Interrupted
 
 MAX_HEAD_BYTES = 64 * 2**10
 """Status line and headers of an answer."""
@@ -44,12 +42,7 @@ class HttpConnection(asyncio.Protocol):
     def _reset_answer(self) -> None:
         self._body: list[bytes] = []
         self._size = 0
-        self._content_type = ""
-        self._content_length = 0
-        self._retry_after: float | None = None
-        self._worker: str | None = None
-        self._has_length = False
-        """Whether a header tells where the answer ends: its length, or that it comes in chunks."""
+        self._head = AnswerHead()
         self._in_body = False
         """Whether the headers have ended and the body has not."""
         self._too_long = False
@@ -111,7 +104,7 @@ class HttpConnection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.reusable = False
-        if self._in_body and not self._has_length and exc is None:
+        if self._in_body and not self._head.has_length and exc is None:
             self._complete()  # an answer without a length ends when the server closes the connection
         self._fail(f"{type(exc).__name__}: {exc}" if exc is not None else "the server closed the connection")
 
@@ -123,26 +116,16 @@ class HttpConnection(asyncio.Protocol):
         self._reset_answer()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        name = name.lower()
-        if name == b"content-type":
-            self._content_type = value.decode("latin-1").partition(";")[0].strip()
-        elif name in (b"content-length", b"transfer-encoding"):
-            self._has_length = True
-            if name == b"content-length" and value.isdigit():
-                self._content_length = int(value)
-        elif name == b"retry-after":
-            self._retry_after = _parse_retry_after(value)
-        elif name == WORKER_HEADER:
-            self._worker = value.decode("latin-1")
+        self._head.add(name, value)
 
     def on_headers_complete(self) -> None:
         self._in_body = True
         is_2xx = 200 <= self._parser.get_status_code() < 300
         self._bound = self._max_bytes if is_2xx else min(self._max_bytes, CONTROL_ANSWER_BYTES)
-        if self._content_length > self._bound:
+        if self._head.content_length > self._bound:
             self._bound = EXCERPT_BYTES
-        elif self._content_length > LARGE_ANSWER_BYTES:
-            self._reserve(self._content_length)
+        elif self._head.content_length > LARGE_ANSWER_BYTES:
+            self._reserve(self._head.content_length)
 
     def on_body(self, body: bytes) -> None:
         remaining = self._bound - self._size
@@ -194,21 +177,8 @@ class HttpConnection(asyncio.Protocol):
 
     def _answer(self, body: bytes, *, whole: bool = True) -> Answer:
         """The answer whose head was parsed. It holds the memory that was reserved for it, if it is whole."""
-        status, worker = self._parser.get_status_code(), self._worker
+        status, head = self._parser.get_status_code(), self._head
         if self._reservation is None or not whole:
-            return Answer(status, self._content_type, body, self._retry_after, whole, worker)
+            return Answer(status, head.content_type, body, head.retry_after_s, whole, head.worker)
         release, self._reservation = self._reservation.release, None
-        return Answer(status, self._content_type, body, self._retry_after, worker=worker, release=release)
-
-
-def _parse_retry_after(header: bytes) -> float | None:
-    """Seconds from now. The header is a number or a date; None for anything else."""
-    text = header.decode("latin-1")
-    try:
-        seconds = float(text)
-    except ValueError:
-        try:
-            seconds = parsedate_to_datetime(text).timestamp() - time.time()
-        except (ValueError, OverflowError):
-            return None
-    return max(0.0, seconds) if math.isfinite(seconds) else None
+        return Answer(status, head.content_type, body, head.retry_after_s, worker=head.worker, release=release)

@@ -77,6 +77,10 @@ class SampleJob:
         return self.session_key.rpartition(":")[0]
 
     @property
+    def prompt_tokens(self) -> int:
+        return len(self.prompt)
+
+    @property
     def greedy(self) -> bool:
         return self.temperature == 0.0
 

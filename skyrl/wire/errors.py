@@ -31,12 +31,21 @@ class RequestError(Exception):
     def message(self) -> str:
         return str(self)
 
+    @property
+    def headers(self) -> dict[str, str]:
+        """Headers of the answer."""
+        return {"Retry-After": f"{self.retry_after_s:g}"} if self.retry_after_s is not None else {}
+
 
 class InvalidToken(RequestError):
     """The token is not valid, or not any more. The client should get a new one and try again."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, status=401)
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"WWW-Authenticate": 'Bearer error="invalid_token"'}
 
 
 class NotFound(RequestError):
@@ -56,7 +65,8 @@ class NoSpace(RequestError):
     def headers(self) -> dict[str, str]:
         """Without these headers the SDK repeats a 503 up to ten times and prints nothing. With them the SDK prints the
         message at once, and repeats the request from its outer loop for five minutes."""
-        return {"x-should-retry": "false", "x-deprecation-level": "error", "x-deprecation-note": self.message}
+        told = {"x-should-retry": "false", "x-deprecation-level": "error", "x-deprecation-note": self.message}
+        return super().headers | told
 
 
 class OverQuota(RequestError):

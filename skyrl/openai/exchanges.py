@@ -1,0 +1,118 @@
+"""The exchanges of OpenAI requests: one with a whole answer, one with a stream.
+
+An exchange fails before the first event, or it has succeeded: until then the forwarding client may send the request
+again, because the caller has got nothing yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from skyrl.openai.answers import Used, rewritten
+from skyrl.openai.errors import code_in, refusal_of
+from skyrl.openai.events import Events
+from skyrl.openai.generation import Generation
+from skyrl.openai.models import Target
+from skyrl.sampling.answer_stream import AnswerStream
+from skyrl.sampling.completion import MalformedAnswer
+from skyrl.sampling.endpoint import Endpoint
+from skyrl.sampling.error_messages import describe, server_failure
+from skyrl.sampling.transport import CONTROL_ANSWER_BYTES, Answer, CompletionTransport
+from skyrl.types.ids import new_request_id
+from skyrl.types.weights import WeightsRef
+
+EVENT_STREAM = "text/event-stream"
+_ERROR_EVENT = b'{"error"'
+
+
+class Transport(CompletionTransport, Protocol):
+    async def open_stream(
+        self, url: str, body: bytes, headers: Mapping[str, str], timeout_s: float
+    ) -> AnswerStream: ...
+
+
+@dataclass(frozen=True)
+class Sending:
+    """What is sent: a request for a model, with its priority, for a tenant, under an id that the inference server
+    puts into its own id of the request."""
+
+    request: Generation
+    target: Target
+    priority: int | None
+    tenant: str
+    id: str
+
+
+class _Exchange:
+    def __init__(self, sending: Sending, transport: Transport) -> None:
+        self._request = sending.request
+        self._target = sending.target
+        self._transport = transport
+        self._body = sending.request.body(sending.target.served_name, sending.priority)
+        self.headers: Mapping[str, str] = {"X-Request-Id": sending.id}
+        self.key = sending.id
+        self.request_id = new_request_id()
+        """Not the caller's id: two callers may choose the same."""
+        self.shared_key = f"{sending.tenant}:{sending.target.served_name}"
+
+    @property
+    def weights(self) -> WeightsRef:
+        return self._target.weights
+
+    def refusal(self, answer: Answer) -> Exception:
+        return refusal_of(answer, self._target.served_name, self._target.name)
+
+
+class WholeAnswer(_Exchange):
+    """Reads the answer as it goes to the caller, and what it used."""
+
+    async def send(self, endpoint: Endpoint, headers: Mapping[str, str], timeout_s: float) -> Answer:
+        url, most = endpoint.url + self._request.path, self._request.size.answer_bytes
+        return await self._transport.post(url, self._body, headers, timeout_s, most)
+
+    async def read(self, answer: Answer) -> tuple[bytes, Used]:
+        if not answer.whole:
+            raise server_failure(f"the inference server's answer is larger than any right answer; {describe(answer)}")
+        try:
+            return rewritten(answer.body, self._target.name)
+        except MalformedAnswer as error:
+            raise server_failure(f"{error}; {describe(answer)}") from error
+
+
+class StreamedAnswer(_Exchange):
+    """Reads the events. If the first event is an error, the exchange has failed as if that were the answer."""
+
+    _opened: Events | None = None
+
+    async def send(self, endpoint: Endpoint, headers: Mapping[str, str], timeout_s: float) -> Answer:
+        url = endpoint.url + self._request.path
+        stream = await self._transport.open_stream(url, self._body, headers, timeout_s)
+        self._opened = None
+        try:
+            return await self._begin(stream)
+        finally:
+            if self._opened is None:
+                stream.close()
+
+    async def _begin(self, stream: AnswerStream) -> Answer:
+        head = stream.head
+        if stream.status != 200 or head.content_type != EVENT_STREAM:
+            body, whole = await stream.read_all(CONTROL_ANSWER_BYTES)
+            return Answer(stream.status, head.content_type, body, head.retry_after_s, whole, head.worker)
+        events = Events(stream, self._request.size.answer_bytes)
+        events.first = await events.next()
+        if is_error(events.first):
+            return Answer(code_in(events.first), "application/json", events.first, worker=head.worker)
+        self._opened = events
+        return Answer(stream.status, head.content_type, b"", worker=head.worker)
+
+    async def read(self, answer: Answer) -> Events:
+        if self._opened is None:
+            raise server_failure(f"the inference server sent no stream; {describe(answer)}")
+        return self._opened
+
+
+def is_error(event: bytes) -> bool:
+    return event.startswith(_ERROR_EVENT)

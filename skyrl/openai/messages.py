@@ -1,0 +1,57 @@
+"""Checks the messages of a chat: text alone, and no key that vLLM would ignore.
+
+vLLM fetches images, audio and video from the addresses in a message. So only parts with text go on.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from skyrl.wire.errors import RequestError
+
+_KEYS = frozenset(
+    {"content", "name", "reasoning", "reasoning_content", "refusal", "role", "tool_call_id", "tool_calls"}
+)
+_PART_KEYS = {"text": "text", "refusal": "refusal"}
+"""Types of parts, and the key of each that holds its text."""
+TEMPLATE_KEYS = frozenset({"add_generation_prompt", "chat_template", "continue_final_message", "tokenize", "tools"})
+"""Arguments of the template that have fields of their own, or would replace the model's template."""
+
+
+def checked_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages without empty keys, which clients send when they repeat an answer. Raises RequestError."""
+    if not messages:
+        raise RequestError("must hold at least one message", field="messages")
+    return [_checked(message, f"messages[{index}]") for index, message in enumerate(messages)]
+
+
+def _checked(message: dict[str, Any], place: str) -> dict[str, Any]:
+    kept = {key: value for key, value in message.items() if key == "content" or value not in (None, [])}
+    if unknown := kept.keys() - _KEYS:
+        raise RequestError("is not a field that this server knows", field=f"{place}.{min(unknown)}")
+    if not isinstance(kept.get("role"), str):
+        raise RequestError("must be a string", field=f"{place}.role")
+    content = kept.get("content")
+    if isinstance(content, list):
+        for index, part in enumerate(content):
+            _check_part(part, f"{place}.content[{index}]")
+    elif content is not None and not isinstance(content, str):
+        raise RequestError("must be a string or a list of parts", field=f"{place}.content")
+    return kept
+
+
+def _check_part(part: Any, place: str) -> None:
+    kind = part.get("type") if isinstance(part, dict) else None
+    key = _PART_KEYS.get(kind) if isinstance(kind, str) else None
+    if key is None:
+        raise RequestError("must be 'text': this server takes text alone", field=f"{place}.type")
+    if not isinstance(part.get(key), str):
+        raise RequestError("must be a string", field=f"{place}.{key}")
+    if unknown := part.keys() - {"type", key}:
+        raise RequestError("is not a field that this server knows", field=f"{place}.{min(unknown)}")
+
+
+def check_template_arguments(arguments: dict[str, Any] | None) -> None:
+    """Raises RequestError for an argument that would replace the model's own template, or has a field of its own."""
+    if taken := (arguments or {}).keys() & TEMPLATE_KEYS:
+        raise RequestError("cannot be set here", field=f"chat_template_kwargs.{min(taken)}")

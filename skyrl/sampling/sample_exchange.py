@@ -1,0 +1,80 @@
+"""The exchange of a sample job: a completion request, and the decoded SampleResponse."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from skyrl.sampling import completion
+from skyrl.sampling.answer_bound import answer_bound
+from skyrl.sampling.answer_reader import AnswerReader
+from skyrl.sampling.endpoint import Endpoint
+from skyrl.sampling.error_messages import message_of
+from skyrl.sampling.job import SampleJob
+from skyrl.sampling.served_context import ServedContext
+from skyrl.sampling.transport import Answer, CompletionTransport
+from skyrl.types.weights import WeightsRef
+from skyrl.wire.errors import ErrorCategory, FailedRequest
+
+_NO_HEADERS: Mapping[str, str] = MappingProxyType({})
+
+
+class SampleExchange:
+    """If `job.max_tokens` is None, each try asks the server how many tokens fit."""
+
+    def __init__(
+        self,
+        job: SampleJob,
+        priority: int | None,
+        transport: CompletionTransport,
+        context: ServedContext,
+        reader: AnswerReader,
+    ) -> None:
+        self._job = job
+        self._priority = priority
+        self._transport = transport
+        self._context = context
+        self._reader = reader
+        self._upstream_s = 0.0
+        """How long servers have had the job until they answered."""
+        self._body = None if job.max_tokens is None else completion.encode_request(job, priority)
+
+    @property
+    def request_id(self) -> str:
+        return self._job.request_id
+
+    @property
+    def weights(self) -> WeightsRef:
+        return self._job.weights
+
+    @property
+    def headers(self) -> Mapping[str, str]:
+        return _NO_HEADERS
+
+    @property
+    def key(self) -> str:
+        return self._job.session_key
+
+    @property
+    def shared_key(self) -> str:
+        return self._job.sampling_session
+
+    async def send(self, endpoint: Endpoint, headers: Mapping[str, str], timeout_s: float) -> Answer:
+        job, body = self._job, self._body
+        if body is None:
+            job = await self._context.with_max_tokens(job, endpoint, timeout_s)
+            body = completion.encode_request(job, self._priority)
+        url = endpoint.url + completion.PATH
+        sent = time.perf_counter()
+        answer = await self._transport.post(url, body, headers, timeout_s, answer_bound(job))
+        self._upstream_s += time.perf_counter() - sent
+        return answer
+
+    async def read(self, answer: Answer) -> completion.SampleAnswer:
+        result = await self._reader.read(answer, self._job)
+        result.upstream_s = self._upstream_s
+        return result
+
+    def refusal(self, answer: Answer) -> Exception:
+        return FailedRequest(message_of(answer), ErrorCategory.USER)
