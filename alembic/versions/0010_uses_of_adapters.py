@@ -1,7 +1,7 @@
 """uses of adapter versions by requests that have no row of their own
 
-Revision: 0009
-Revises: 0008
+Revision: 0010
+Revises: 0009
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import sqlalchemy as sa
 
 from alembic import op
 
-revision = "0009"
-down_revision = "0008"
+revision = "0010"
+down_revision = "0009"
 branch_labels = None
 depends_on = None
 
