@@ -39,6 +39,7 @@ from skyrl.api.openapi import describe
 from skyrl.api.refusals import Refusals
 from skyrl.api.route import Route
 from skyrl.api.services import Services
+from skyrl.api.tracing import TraceHook
 
 RESOURCES = (
     futures,
@@ -98,7 +99,9 @@ def create_app(services: Services) -> HttpTable:
     for kind in errors.kinds:
         framework.add_exception_handler(kind, answer)
     bodies = BodyReader(services.config.state_dir, bounds(services.config.max_body_bytes))
+    tracing = () if services.spans is None else (TraceHook(services.spans, services.config.trace_ratio),)
     hooks: tuple[Hook, ...] = (
+        *tracing,
         RequestMetrics(services.metrics.http, framework.declared),
         RequestIds(),
         AccessCheck(services.access, services.urls),

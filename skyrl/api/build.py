@@ -58,6 +58,7 @@ from skyrl.sampling.ownership import SampleOwnership
 from skyrl.sampling.service import SampleService
 from skyrl.standing.standings import Standings
 from skyrl.storage.registry import open_store
+from skyrl.tracing.opening import open_spans
 
 
 @dataclass(frozen=True)
@@ -215,6 +216,7 @@ def _services(base: Base, secrets: Secrets, features: InferenceFeatures) -> Serv
         openai_models=ModelNames(config, checkpoints, base.watch.limits),
         openai_in_flight=InFlight(),
         adapter_uses=uses,
+        spans=open_spans(config.otlp_endpoint, f"api-{base.runtime.slot}"),
     )
 
 

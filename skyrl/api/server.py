@@ -80,6 +80,8 @@ async def close(process: ApiProcess) -> None:
         await services.client.close()
     await base.writer.close()
     base.database.close()
+    if services.spans is not None:
+        await asyncio.to_thread(services.spans.close)
 
 
 async def _drain(server: Server, services: Services) -> None:

@@ -35,6 +35,7 @@ from skyrl.sampling.client import ForwardingClient
 from skyrl.sampling.service import SampleService
 from skyrl.standing.standings import Standings
 from skyrl.storage.base import CheckpointStore
+from skyrl.tracing.spans import Spans
 
 
 @dataclass(frozen=True)
@@ -73,3 +74,5 @@ class Services:
     openai_models: ModelNames
     openai_in_flight: InFlight
     adapter_uses: AdapterUses
+    spans: Spans | None
+    """None if nothing is traced."""

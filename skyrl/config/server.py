@@ -117,6 +117,11 @@ class ServerConfig(BaseSettings):
     """After a crash of the engine at most this much of a model's training is repeated, and the command that ran."""
     threads: int = Field(1, ge=1)
     """CPU threads of the trainer and of vLLM (OMP_NUM_THREADS). Has no effect on a GPU."""
+    otlp_endpoint: str | None = None
+    """An OpenTelemetry collector to send traces to, for example http://127.0.0.1:4318; needs skyrl[traces]. None: none
+    are sent."""
+    trace_ratio: float = Field(0.01, ge=0, le=1)
+    """The part of the requests that is traced, of those whose caller does not decide with a `traceparent` header."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
     @field_validator("backend", mode="before")
@@ -168,7 +173,7 @@ class ServerConfig(BaseSettings):
             raise ValueError("must be printable ASCII, without a line's end")
         return value
 
-    @field_validator("public_url")
+    @field_validator("public_url", "otlp_endpoint")
     @classmethod
     def _absolute_url(cls, value: str | None) -> str | None:
         if value is not None and not value.startswith(("http://", "https://")):

@@ -27,6 +27,7 @@ _HEADER = (
     func.length(futures.c.body).label("size"),
     futures.c.not_before,
     futures.c.created_at,
+    futures.c.trace,
 )
 
 
@@ -56,6 +57,7 @@ def _command(row: Any) -> Command:
         row.size or 0,
         row.not_before,
         row.created_at,
+        row.trace,
     )
 
 

@@ -47,6 +47,7 @@ _RECORDED = (
     futures.c.created_at,
     futures.c.owner,
     futures.c.not_before,
+    futures.c.trace,
 )
 RECORD = RowStatement(insert(futures).values({column: bindparam(column.key) for column in _RECORDED}))
 """Adds one row. The parameters are the columns of a request that is not settled."""

@@ -148,6 +148,8 @@ class FutureRow(SQLModel, table=True):
     completed_at: float | None = Field(default=None, index=True)
     owner: str | None = None
     not_before: float | None = None
+    trace: str | None = None
+    """The `traceparent` of the request that recorded it; None if it is not traced."""
 
 
 class CheckpointRow(SQLModel, table=True):

@@ -28,6 +28,7 @@ from skyrl.engine.signals import EngineSignals
 from skyrl.engine.snapshots import Snapshots
 from skyrl.engine.sweeping import Sweep
 from skyrl.engine.threads import EngineThreads
+from skyrl.engine.tracing import CommandTracing
 from skyrl.inference.engine_group import EngineGroup
 from skyrl.metrics.processes import EngineMetrics
 from skyrl.notify.doorbell import Doorbell
@@ -74,6 +75,7 @@ class _Base:
     run_times: RunTimes
     holds: Holds
     metrics: EngineMetrics
+    tracing: CommandTracing
 
     @classmethod
     def of(
@@ -84,6 +86,7 @@ class _Base:
         store: CheckpointStore,
         api: Doorbell,
         metrics: EngineMetrics,
+        tracing: CommandTracing,
     ) -> Self:
         threads = EngineThreads(FILES_AT_ONCE)
         # Twice the micro-batch: enough to fill one, and small enough that every model's turn comes soon.
@@ -106,6 +109,7 @@ class _Base:
             RunTimes(),
             Holds(),
             metrics,
+            tracing,
         )
 
 
@@ -120,13 +124,15 @@ def build_engine(
     group: EngineGroup | None = None,
     sampler: ColocatedSampler | None = None,
     metrics: EngineMetrics | None = None,
+    tracing: CommandTracing | None = None,
 ) -> EngineParts:
     """Must be called on the event loop.
 
     `group` is None where skyrl does not run the inference server. `sampler` is None where API processes forward
     samples.
     """
-    base = _Base.of(config, database, backend, store, api, metrics or EngineMetrics.new())
+    seen = metrics or EngineMetrics.new(), tracing or CommandTracing()
+    base = _Base.of(config, database, backend, store, api, *seen)
     execution = _execution(base, ledger, AdapterPublisher(group, base.threads))
     file_commands = FileCommands(base.log, base.scheduler, execution, signals)
     sweeper = FileSweeper(config, database, store, database.confirm_claim)
@@ -165,6 +171,7 @@ def _execution(base: _Base, ledger: CrashLedger, publisher: AdapterPublisher) ->
         base.model_ends,
         base.run_times,
         base.metrics,
+        base.tracing,
     )
 
 
@@ -204,4 +211,5 @@ def _recovery(base: _Base, signals: EngineSignals, ledger: CrashLedger) -> Recov
         ledger,
         signals,
         base.holds,
+        base.tracing,
     )

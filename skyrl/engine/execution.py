@@ -27,6 +27,7 @@ from skyrl.engine.scheduler import Scheduler
 from skyrl.engine.settlement import Settlement, fails_model
 from skyrl.engine.snapshots import Snapshots
 from skyrl.engine.threads import EngineThreads
+from skyrl.engine.tracing import CommandTracing
 from skyrl.metrics.phases import phase_of
 from skyrl.metrics.processes import EngineMetrics
 from skyrl.types.command import Command
@@ -57,6 +58,7 @@ class Execution:
         model_ends: ModelEnds,
         run_times: RunTimes,
         metrics: EngineMetrics,
+        tracing: CommandTracing,
     ) -> None:
         self._database = database
         self._backend = backend
@@ -70,6 +72,7 @@ class Execution:
         self._model_ends = model_ends
         self._run_times = run_times
         self._metrics = metrics
+        self._tracing = tracing
 
     # On the event loop: choose the thread, and wait until the command is settled.
 
@@ -161,9 +164,12 @@ class Execution:
         return time.perf_counter()
 
     def _ended(self, command: Command, outcome: Outcome, started: float) -> None:
-        """Count a command that is settled."""
+        """Count and trace a command that is settled."""
         metrics = self._metrics.commands
-        metrics.ran(command.kind, time.perf_counter() - started)
+        seconds = time.perf_counter() - started
+        if command.trace is not None:
+            self._tracing.ran(command, time.time() - seconds, outcome.error_category)
+        metrics.ran(command.kind, seconds)
         metrics.ended(command.kind, outcome.error, outcome.error_category)
         if command.kind is Kind.SAVE_WEIGHTS_FOR_SAMPLER and outcome.error is None:
             metrics.weights_ready(command.accepted_at)

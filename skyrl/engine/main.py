@@ -32,6 +32,7 @@ from skyrl.engine.measuring import measuring
 from skyrl.engine.sampling import ColocatedSampler
 from skyrl.engine.signals import EngineSignals
 from skyrl.engine.state import EngineStatePublisher
+from skyrl.engine.tracing import CommandTracing
 from skyrl.inference.adapter_host import AdapterHost, SharedDirectory
 from skyrl.inference.engine_group import EngineGroup
 from skyrl.inference.replica import Addresses, Replica
@@ -47,6 +48,7 @@ from skyrl.sampling.endpoint import FixedEndpoint
 from skyrl.sampling.http import HttpTransport
 from skyrl.storage.base import CheckpointStore
 from skyrl.storage.registry import open_store
+from skyrl.tracing.opening import open_spans
 from skyrl.types.activity import EngineActivity, encode_activity
 from skyrl.types.weights import AdapterVersion
 
@@ -207,7 +209,11 @@ async def run(runtime: Runtime) -> None:
         if sampler is not None:
             opened.push_async_callback(sampler.close)
         await asyncio.to_thread(adopt_adapters, config, database, store)
-        parts = build_engine(config, database, backend, store, ledger, api, signals, group, sampler, metrics)
+        spans = open_spans(config.otlp_endpoint, "engine")
+        if spans is not None:
+            opened.push_async_callback(asyncio.to_thread, spans.close)
+        tracing = CommandTracing(spans)
+        parts = build_engine(config, database, backend, store, ledger, api, signals, group, sampler, metrics, tracing)
         listener = opened.enter_context(closing(DoorbellListener(runtime.engine_doorbell, parts.engine.ring)))
         listener.start()
         heartbeat.activity = lambda: parts.activity.text

@@ -33,6 +33,7 @@ from skyrl.engine.settlement import Settlement
 from skyrl.engine.signals import EngineSignals
 from skyrl.engine.snapshots import Snapshots
 from skyrl.engine.threads import EngineThreads
+from skyrl.engine.tracing import CommandTracing
 from skyrl.storage.base import CheckpointStore, NotStored, StoreError
 from skyrl.types.activity import WaitsFor
 from skyrl.types.command import Command, ExecutedCommand
@@ -73,6 +74,7 @@ class Recovery:
         ledger: CrashLedger,
         signals: EngineSignals,
         holds: Holds,
+        tracing: CommandTracing,
     ) -> None:
         """After `signals.stop()`, recovery ends before the next command."""
         self._database = database
@@ -86,6 +88,7 @@ class Recovery:
         self._ledger = ledger
         self._signals = signals
         self._holds = holds
+        self._tracing = tracing
         self._counts = ledger.counts
         self._held: set[str] = set()
         self._without_memory: set[str] = set()
@@ -215,9 +218,11 @@ class Recovery:
             if self._signals.is_stopped:
                 raise _Stopped
             command = executed.command
+            began_at = time.time()
             with self._recorded(f"again {command.request_id}", f"command {command.seq_id} was repeated"):
                 repeat_command(executed, self._body(command), model, self._backend, loaded)
             self._holds.repeated()
+            self._tracing.repeated(command, began_at)
         logger.info("model %s: %d commands repeated", model.id, len(commands))
 
     def _body(self, command: Command) -> bytes:

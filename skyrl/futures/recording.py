@@ -13,6 +13,7 @@ from skyrl.db.futures import StoredFuture
 from skyrl.db.models import record_numbered
 from skyrl.db.writer import GroupCommitWriter
 from skyrl.futures.entries import Entries, Entry
+from skyrl.tracing.current import current_trace
 from skyrl.types.ids import new_request_id
 from skyrl.types.kinds import Kind
 from skyrl.types.requests import NewRequest, RequestKey, check_repeat
@@ -33,6 +34,14 @@ class Recording:
 
     async def record(self, request: NewRequest, first: Change | None) -> tuple[str, bool]:
         """See `FutureStore.record`."""
+        if (trace := current_trace.get()) is None:
+            return await self._record(request, first)
+        began = time.time_ns()
+        request_id, new = await self._record(request, first)
+        trace.record("record", began, time.time_ns(), _attributes(request, request_id))
+        return request_id, new
+
+    async def _record(self, request: NewRequest, first: Change | None) -> tuple[str, bool]:
         key, large = request.key, len(request.body) > LARGE_BODY_BYTES
         digest = await asyncio.to_thread(request.digest) if large else request.digest()
         while key is not None and (known := self._entries.by_key.get(key)) is not None:
@@ -113,6 +122,7 @@ class Recording:
             "created_at": time.time(),
             "owner": self._owner,
             "not_before": request.not_before,
+            "trace": None if (trace := current_trace.get()) is None else trace.context.traceparent,
         }
 
     async def _find(self, key: RequestKey) -> StoredFuture | None:
@@ -148,3 +158,17 @@ class Recording:
         entry.key = key
         self._entries.add(entry, owned_elsewhere=kind != Kind.EXTERNAL)
         return True
+
+
+def _attributes(request: NewRequest, request_id: str) -> dict[str, str | int]:
+    """What a trace tells of a request: ids alone, and no more of the tenant than the log shows."""
+    named = {
+        "skyrl.request_id": request_id,
+        "skyrl.kind": str(request.kind),
+        "skyrl.session_id": request.session_id,
+        "skyrl.tenant": request.tenant[:8],
+        "skyrl.model_id": request.model_id,
+        "skyrl.seq_id": request.seq_id,
+        "skyrl.sampling_session_id": request.sampling_session_id,
+    }
+    return {name: value for name, value in named.items() if value is not None}

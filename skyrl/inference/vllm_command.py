@@ -20,6 +20,7 @@ from typing import Any
 
 from skyrl.config.server import ConfigError, ServerConfig
 from skyrl.inference.placement import ServerSpec
+from skyrl.tracing.spans import traces_url
 from skyrl.vllm_plugin.incarnation import IncarnationHeader
 
 HOST = "127.0.0.1"
@@ -60,6 +61,12 @@ _ENV = {
     **NO_PROGRESS_BARS,
     # vLLM imports 5,000 modules: ready after 27 s without byte code, 16 s with. Empty means "write byte code".
     "PYTHONDONTWRITEBYTECODE": "",
+}
+
+_TRACE_ENV = {
+    "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf",
+    # The API process decides which requests are traced. By default vLLM would trace all requests without a decision.
+    "OTEL_TRACES_SAMPLER": "parentbased_always_off",
 }
 
 _CPU_ENV = {
@@ -105,6 +112,8 @@ def vllm_spec(
             env["TORCHINDUCTOR_CACHE_DIR"] = os.environ.get("TORCHINDUCTOR_CACHE_DIR", cache)
     if not tested:
         del env["VLLM_SERVER_DEV_MODE"]
+    if config.otlp_endpoint is not None:
+        env |= _TRACE_ENV
     if offline or Path(config.base_model_path).is_dir():
         env |= OFFLINE
     options = _common_options(config, port, api_key)
@@ -238,6 +247,7 @@ def _common_options(config: ServerConfig, port: int, api_key: str) -> dict[str, 
         "disable_uvicorn_access_log": True,
         "middleware": _MIDDLEWARE,
         "use_tqdm_on_load": False,
+        "otlp_traces_endpoint": None if config.otlp_endpoint is None else traces_url(config.otlp_endpoint),
     }
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any, TypeVar
 
 import msgspec
@@ -34,6 +34,8 @@ from skyrl.sampling.served_context import ContextNotKnownYet, ServedContext
 from skyrl.sampling.suspects import Suspects
 from skyrl.sampling.transport import Answer, CompletionTransport, Interrupted, NotAccepted
 from skyrl.sampling.verdict import Verdict, verdict_of
+from skyrl.tracing.current import current_trace
+from skyrl.tracing.spans import OpenSpan
 from skyrl.types.weights import AdapterVersion
 from skyrl.wire.errors import FailedRequest
 
@@ -121,9 +123,26 @@ class ForwardingClient:
         return await self._request(exchange, asyncio.get_running_loop().time() + self._deadline_s)
 
     async def _request(self, exchange: Exchange[T], deadline: float) -> T:
-        """One request to the server, repeated as the failure rules say."""
+        """One request to the server, in the trace of the request that it is for."""
         key = exchange.shared_key if self._replicas else exchange.key
         headers = {**self._headers, "X-Session-ID": key, **exchange.headers}
+        if (trace := current_trace.get()) is not None:
+            return await self._traced(exchange, headers, deadline, trace.child("forward", "client"))
+        return await self._repeated(exchange, headers, deadline)
+
+    async def _traced(self, exchange: Exchange[T], headers: dict[str, str], deadline: float, span: OpenSpan) -> T:
+        error = None
+        try:
+            return await self._repeated(exchange, headers | {"traceparent": span.context.traceparent}, deadline)
+        except BaseException as raised:
+            error = type(raised).__name__
+            raise
+        finally:
+            model = str(exchange.weights)
+            span.end({"gen_ai.operation.name": "text_completion", "gen_ai.request.model": model}, error)
+
+    async def _repeated(self, exchange: Exchange[T], headers: Mapping[str, str], deadline: float) -> T:
+        """The request, repeated as the failure rules say."""
         attempts = Attempts(exchange, headers, deadline, Backoff(FIRST_BACKOFF_S, MAX_BACKOFF_S, jitter=0.25))
         self._attempts[exchange.request_id] = attempts
         try:

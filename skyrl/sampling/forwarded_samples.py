@@ -26,6 +26,7 @@ from skyrl.sampling.fair_order import FairOrder
 from skyrl.sampling.job import SampleJob
 from skyrl.sampling.progress import SampleProgress
 from skyrl.sampling.sampler_job import usage_of
+from skyrl.tracing.current import current_trace
 from skyrl.types.weights import AdapterVersion
 from skyrl.wire.errors import ErrorCategory, FailedRequest
 
@@ -114,7 +115,12 @@ class ForwardedSamples:
             outcome = Outcome(error=message, error_category=ErrorCategory.SERVER)
         if ticket is not None:
             ticket.end()  # before the client gets the outcome and sends its next sample
+        if (trace := current_trace.get()) is None:
+            await self._futures.settle(job.request_id, outcome)
+            return
+        span = trace.child("settle")
         await self._futures.settle(job.request_id, outcome)
+        span.end({"skyrl.request_id": job.request_id}, outcome.error)
         now = time.perf_counter()
         ended = outcome_label(outcome.error, outcome.error_category)
         self._metrics.ended(ended, now - began, now - turn - upstream_s)

@@ -7,5 +7,5 @@ from skyrl.tracing.spans import OtlpSpans, Spans
 
 
 def open_spans(endpoint: str | None, process: str) -> Spans | None:
-    """Spans to the collector; None without one. `process` is this process's name in traces. Raises NoTracePackages."""
+    """Spans to the collector; None without one. `process` is this process's name in traces. Raises ConfigError."""
     return None if endpoint is None else OtlpSpans(endpoint, process, __version__)

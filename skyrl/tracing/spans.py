@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
+from skyrl.config.server import ConfigError
 from skyrl.tracing.context import SpanContext
 
 if TYPE_CHECKING:
@@ -27,7 +28,6 @@ EXPORT_TIMEOUT_S = 5
 CLOSE_S = 2.0
 LOG_EVERY_S = 60.0
 """OpenTelemetry logs every failed try to reach the collector. One line in this time is let through."""
-PATH = "/v1/traces"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +53,9 @@ class Spans(Protocol):
     def close(self) -> None: ...
 
 
-class NoTracePackages(Exception):
-    """The packages of the extra `traces` are not installed."""
+def traces_url(endpoint: str) -> str:
+    """Where a collector takes spans over OTLP/HTTP."""
+    return f"{endpoint.rstrip('/')}/v1/traces"
 
 
 class _SeldomRelay(logging.Handler):
@@ -73,7 +74,8 @@ class _SeldomRelay(logging.Handler):
 
 class OtlpSpans:
     """Sends to the collector at `endpoint`, for example `http://127.0.0.1:4318`. `process` names this process in
-    traces. Raises NoTracePackages."""
+    traces. Raises ConfigError if the
+    packages of the extra `traces` are not installed."""
 
     def __init__(self, endpoint: str, process: str, version: str) -> None:
         try:
@@ -81,11 +83,11 @@ class OtlpSpans:
             from opentelemetry.sdk.resources import Resource
             from opentelemetry.sdk.trace.export import BatchSpanProcessor
         except ImportError as error:
-            raise NoTracePackages(f"otlp_endpoint: install skyrl[traces] ({error})") from error
+            raise ConfigError(f"otlp_endpoint: traces need the extra packages of skyrl[traces] ({error})") from error
         self._resource = Resource({"service.name": "skyrl", "service.instance.id": process, "service.version": version})
         telling = logging.getLogger("opentelemetry")
         telling.propagate, telling.handlers = False, [_SeldomRelay()]
-        exporter = OTLPSpanExporter(f"{endpoint.rstrip('/')}{PATH}", timeout=EXPORT_TIMEOUT_S)
+        exporter = OTLPSpanExporter(traces_url(endpoint), timeout=EXPORT_TIMEOUT_S)
         self._processor: BatchSpanProcessor = BatchSpanProcessor(exporter)
 
     def record(self, span: Span) -> None:
@@ -135,9 +137,17 @@ class RequestTrace:
         """Begin a child of the request's span. The caller ends it."""
         return OpenSpan(self._spans, name, self.context, kind)
 
-    def record(self, name: str, start_ns: int, end_ns: int, attributes: Mapping[str, Attribute] | None = None) -> None:
+    def record(
+        self,
+        name: str,
+        start_ns: int,
+        end_ns: int,
+        attributes: Mapping[str, Attribute] | None = None,
+        error: str | None = None,
+    ) -> None:
         """A child whose times are known."""
-        self._spans.record(Span(name, self.context.child(), self.context, start_ns, end_ns, attributes=attributes))
+        context = self.context.child()
+        self._spans.record(Span(name, context, self.context, start_ns, end_ns, attributes=attributes, error=error))
 
 
 class OpenSpan:

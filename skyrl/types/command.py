@@ -27,6 +27,8 @@ class Command:
     size: int
     not_before: float | None = None
     accepted_at: float = 0.0
+    trace: str | None = None
+    """The `traceparent` of the request that recorded it; None if it is not traced."""
 
     @property
     def is_pass(self) -> bool:
