@@ -47,6 +47,7 @@ class TraceHook:
     def end(self, call: Call) -> None:
         if (running := self._running.pop(id(call), None)) is None or call.route is None:
             return
+        current_trace.set(None)  # what the request has started keeps its trace
         context, parent, start_ns = running
         status = call.status or 500
         self._spans.record(

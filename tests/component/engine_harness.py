@@ -35,6 +35,7 @@ from skyrl.engine.sampling import ColocatedSampler
 from skyrl.engine.scheduler import Scheduler
 from skyrl.engine.signals import EngineSignals
 from skyrl.engine.threads import EngineThreads
+from skyrl.engine.tracing import CommandTracing
 from skyrl.futures.store import FutureStore
 from skyrl.inference.engine_group import EngineGroup
 from skyrl.notify.doorbell import SESSIONS, Doorbell, DoorbellListener
@@ -177,6 +178,7 @@ class Harness:
         group: EngineGroup | None = None,
         sampler: ColocatedSampler | None = None,
         run: Callable[[EngineParts], Coroutine[Any, Any, None]] = lambda parts: parts.engine.run(),
+        tracing: CommandTracing | None = None,
     ) -> None:
         """Start a new backend and a new engine, and recover from the state directory. Without a group there is no vLLM;
         with a sampler the engine runs samples itself. `run` runs the engine; the engine process also retries failed
@@ -195,6 +197,7 @@ class Harness:
             EngineSignals(),
             group,
             sampler,
+            tracing=tracing,
         )
         self.snapshots = self._parts.snapshots
         prepare(self)
