@@ -17,6 +17,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from skyrl.demo.server import DemoServer
 from skyrl.tiny import model_path
 from tests.databases import rows_in, url_of
+from tests.otlp_receiver import Collector, collector
 
 ClientFactory = Callable[..., tinker.ServiceClient]
 
@@ -29,9 +30,19 @@ SLOW_START_S = 500.0
 
 
 @pytest.fixture(scope="session")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DemoServer]:
+def traces() -> Iterator[Collector]:
+    """What the server traces: only requests whose callers ask for it."""
+    with collector() as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory, traces: Collector) -> Iterator[DemoServer]:
     names = ("--served-model-name", "tiny", "--served-model-name", ALIAS)
-    running = DemoServer(tmp_path_factory.mktemp("server"), *names)
+    directory = tmp_path_factory.mktemp("server")
+    config = directory / "skyrl.toml"
+    config.write_text(f'otlp_endpoint = "{traces.url}"\ntrace_ratio = 0.0\n')
+    running = DemoServer(directory, *names, "--config", str(config))
     running.start()
     try:
         running.wait_ready(SLOW_START_S)
