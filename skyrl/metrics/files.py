@@ -40,7 +40,7 @@ class MetricsDirectory:
     def write(self, name: str, text: str) -> None:
         """Replace the file of this name. Readers see the old text or the new. Raises OSError."""
         self._path.mkdir(mode=0o700, parents=True, exist_ok=True)  # again: somebody may have cleaned /tmp
-        temporary = self._path / f"{name}.new"
+        temporary = self._path / f"{name}.{threading.get_ident()}"  # two threads may write the same file
         temporary.write_text(f"{os.getpid()}\n{text}")
         temporary.replace(self._file(name))
 

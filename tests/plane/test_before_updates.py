@@ -122,7 +122,7 @@ async def test_the_router_shows_the_metrics_of_the_whole_plane(
     wanted = [f'process_open_fds{{process="{name}"}}' for name in ("launcher", "router", "sidecar-0", "sidecar-1")]
     wanted += [f'vllm:num_requests_running{{engine="0",replica="{number}"}}' for number in (0, 1)]
     wanted += ['skyrl_router_workers{state="healthy",process="router"} 2.0', "skyrl_radix_lookups_total"]
-    missing = wanted
+    missing, text = wanted, ""
     while missing:  # each process writes every few seconds; the test's own timeout ends a wait that never ends
         await asyncio.sleep(0.1)
         async with session.get(f"{plane.url}/metrics") as answer:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 import yaml
 
+from tests.pages import blocks_of
 from tests.prometheus import BOARD, NEEDS_PROMETHEUS, RULE_FILES, RULES, board, names_in, panels, promtool
 
 ALERTS = yaml.safe_load(RULE_FILES[1].read_text())["groups"][0]["rules"]
@@ -64,3 +66,12 @@ def test_the_board_has_a_stable_id_and_no_panel_hides_another() -> None:
 
 def test_nothing_in_the_board_names_a_tenant_a_model_or_a_key() -> None:
     assert not re.search(r"tenant_id|model_id|model_name|session_id|api_key|Bearer", BOARD.read_text())
+
+
+@NEEDS_PROMETHEUS
+def test_prometheus_accepts_the_configurations_of_the_page(tmp_path: Path) -> None:
+    blocks = [block.text for block in blocks_of("docs/operating/metrics.md") if block.language == "yaml"]
+    assert len(blocks) == 2
+    for block in blocks:
+        (tmp_path / "prometheus.yml").write_text(block)
+        promtool("check", "config", "--syntax-only", str(tmp_path / "prometheus.yml"))
