@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Self
 
 from skyrl import __version__
@@ -228,7 +229,9 @@ def _adapter_places(config: ServerConfig) -> int | None:
 
 def _show_readiness(base: Base) -> None:
     config, watch = base.runtime.config, base.watch
-    build = {"version": __version__, "backend": config.backend, "base_model": config.served_names[0]}
+    name = config.served_names[0]
+    name = Path(name).name if name.startswith(("/", "~", ".")) else name  # paths stay on the server
+    build = {"version": __version__, "backend": config.backend, "base_model": name}
 
     def heartbeat_at() -> float | None:
         return watch.state.heartbeat_at if config.modes.trains else None

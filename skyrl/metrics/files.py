@@ -13,11 +13,12 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry
 
+from skyrl.metrics.process import show_process
 from skyrl.metrics.text import joined, rendered
 
 logger = logging.getLogger(__name__)
@@ -39,16 +40,16 @@ class MetricsDirectory:
     def write(self, name: str, text: str) -> None:
         """Replace the file of this name. Readers see the old text or the new. Raises OSError."""
         self._path.mkdir(mode=0o700, parents=True, exist_ok=True)  # again: somebody may have cleaned /tmp
-        temporary = self._path / f"{name}.new"
+        temporary = self._path / f"{name}.{threading.get_ident()}"  # two threads may write the same file
         temporary.write_text(f"{os.getpid()}\n{text}")
         temporary.replace(self._file(name))
 
     def remove(self, name: str) -> None:
         self._file(name).unlink(missing_ok=True)
 
-    def read(self) -> str:
-        """The metrics of all processes that live."""
-        texts = (self._text(file) for file in self._files())
+    def read(self, names: Collection[str] | None = None) -> str:
+        """The metrics of all processes that live, or of the files with these names."""
+        texts = (self._text(file) for file in self._files() if names is None or file.stem in names)
         return joined(text for text in texts if text is not None)
 
     def sweep(self) -> None:
@@ -90,6 +91,7 @@ class MetricsWriter:
         self._thread = threading.Thread(target=self._run, name="metrics", daemon=True)
 
     def start(self) -> None:
+        show_process(self._registry)
         self._thread.start()
 
     def stop(self) -> None:

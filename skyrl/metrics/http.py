@@ -39,16 +39,14 @@ class HttpMetrics(Collector):
     """Shows a series once it has counted something: most routes never answer with most statuses."""
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
-        self._routes: list[RouteTally] = []
+        self._routes: dict[tuple[str, str], RouteTally] = {}
         self.other = self.route(OTHER, OTHER)
         if registry is not None:
             registry.register(self)
 
     def route(self, method: str, route: str, *, timed: bool = True) -> RouteTally:
-        """A new route. Routes are few and known at the start."""
-        tally = RouteTally(method, route, timed=timed)
-        self._routes.append(tally)
-        return tally
+        """The numbers of a route. Routes are few and known at the start."""
+        return self._routes.setdefault((method, route), RouteTally(method, route, timed=timed))
 
     def collect(self) -> Iterable[Metric]:
         requests = CounterMetricFamily(
@@ -56,7 +54,7 @@ class HttpMetrics(Collector):
         )
         about = "Time from a request's head to its answer's head, without long polls."
         durations = HistogramMetricFamily("skyrl_http_request_duration_seconds", about, labels=("route", "method"))
-        for each in self._routes:
+        for each in self._routes.values():
             for status, tally in zip(STATUSES, each.statuses, strict=True):
                 if tally.value:
                     requests.add_metric((each.route, each.method, status), tally.value)

@@ -1,6 +1,6 @@
 """What every process measures of itself: CPU, memory, open files, garbage collections, and how late its event loop is.
 
-A process has one registry, and each part of it adds its own metrics there.
+A process has one registry, to which each of its parts adds its own metrics.
 """
 
 from __future__ import annotations
@@ -15,12 +15,10 @@ LAG_PERIOD_S = 0.5
 LAG_BOUNDS = (0.005, 0.02, 0.05, 0.1, 0.25, 1, 5)
 
 
-def process_registry() -> CollectorRegistry:
-    """A registry with the metrics that prometheus-client has of any process."""
-    registry = CollectorRegistry(auto_describe=False)
+def show_process(registry: CollectorRegistry) -> None:
+    """Add the metrics that prometheus-client has of any process: CPU, memory, open files, garbage collections."""
     ProcessCollector(registry=registry)
     GCCollector(registry=registry)
-    return registry
 
 
 class LoopLag:

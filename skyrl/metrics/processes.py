@@ -12,7 +12,7 @@ from skyrl.metrics.commands import CommandMetrics
 from skyrl.metrics.database import CommitMetrics, DatabaseGauges
 from skyrl.metrics.http import HttpMetrics
 from skyrl.metrics.phases import PhaseMetrics
-from skyrl.metrics.process import LoopLag, process_registry
+from skyrl.metrics.process import LoopLag
 from skyrl.metrics.restarts import RestartMetrics
 from skyrl.metrics.samples import SampleMetrics
 from skyrl.metrics.storage import TrafficMetrics
@@ -30,7 +30,7 @@ class ApiMetrics:
 
     @classmethod
     def new(cls) -> Self:
-        registry = process_registry()
+        registry = CollectorRegistry()
         return cls(
             registry,
             LoopLag(registry),
@@ -54,7 +54,7 @@ class EngineMetrics:
 
     @classmethod
     def new(cls) -> Self:
-        registry = process_registry()
+        registry = CollectorRegistry()
         return cls(
             registry,
             LoopLag(registry),
@@ -74,5 +74,5 @@ class LauncherMetrics:
 
     @classmethod
     def new(cls) -> Self:
-        registry = process_registry()
+        registry = CollectorRegistry()
         return cls(registry, LoopLag(registry), RestartMetrics(registry))

@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import uvloop
+from prometheus_client import CollectorRegistry
 
 from skyrl.metrics.files import publishing
-from skyrl.metrics.process import LoopLag, process_registry
+from skyrl.metrics.process import LoopLag
 from skyrl.processes.listening import listen
 from skyrl.router.admin import AdminRoutes
 from skyrl.router.app import RouterApp, ToWorkers, is_own
@@ -113,7 +114,7 @@ async def open_router(options: RouterOptions) -> AsyncIterator[Router]:
             options.health_check_timeout_s,
             headers=[] if options.key is None else [(b"authorization", f"Bearer {options.key}".encode())],
         )
-        registry = process_registry()
+        registry = CollectorRegistry()
         registry.register(RouterMetrics(pool, proxy, counts, chain))
         published = await stack.enter_async_context(publishing(registry, "router", options.metrics_directory))
         background = [prober.run, HungWorkers(pool, proxy, options.hang_s).run, LoopLag(registry).run]

@@ -13,7 +13,7 @@ _ADAPTERS = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
 _OPEN_AT_VLLM = frozenset(
     {
         *("/classify", "/cohere/v2/chat", "/detokenize", "/embed", "/generative_scoring", "/get_world_size"),
-        *("/inference/v1/generate", "/invocations", "/is_paused", "/is_sleeping", "/load", "/metrics", "/ping"),
+        *("/inference/v1/generate", "/invocations", "/is_paused", "/is_sleeping", "/load", "/ping"),
         *("/pooling", "/rerank", "/score", "/tokenize", "/tokenizer_info"),
         *("/v2/embed", "/v2/rerank", "/version", "/weight_info"),
     }

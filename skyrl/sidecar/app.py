@@ -7,9 +7,10 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 
-from skyrl.metrics.files import MetricsDirectory, publishing
-from skyrl.metrics.process import LoopLag, process_registry
-from skyrl.metrics.text import CONTENT_TYPE
+from prometheus_client import CollectorRegistry
+
+from skyrl.metrics.files import publishing
+from skyrl.metrics.process import LoopLag
 from skyrl.sidecar.adapters import Adapters
 from skyrl.sidecar.admin import needs_admin
 from skyrl.sidecar.call import Call, Receive, Scope, Send
@@ -20,7 +21,7 @@ from skyrl.sidecar.generate_route import generate
 from skyrl.sidecar.generation import Generation
 from skyrl.sidecar.in_flight import InFlight
 from skyrl.sidecar.memory import Memory
-from skyrl.sidecar.metrics import SidecarMetrics, VllmFigures
+from skyrl.sidecar.metrics import Figures, SidecarMetrics
 from skyrl.sidecar.pass_through import pass_through
 from skyrl.sidecar.pause import Pause
 from skyrl.sidecar.settings import SidecarSettings
@@ -38,7 +39,7 @@ class Sidecar:
     """An ASGI application. Make it with `open_sidecar`."""
 
     def __init__(self, settings: SidecarSettings, vllm: Vllm) -> None:
-        self.published: MetricsDirectory | None = None
+        self.figures: Figures | None = None
         facts, version = KnownFacts(vllm), WeightVersion(vllm)
         self.in_flight = InFlight(vllm, settings.max_in_flight, settings.abort_s)
         self._settings = settings
@@ -101,9 +102,8 @@ class Sidecar:
             await pass_through(call, self._vllm, self.in_flight)
 
     async def _metrics(self, call: Call) -> None:
-        assert self.published is not None
-        text = await asyncio.to_thread(self.published.read)
-        await call.answer(200, text.encode(), [(b"content-type", CONTENT_TYPE.encode())])
+        assert self.figures is not None
+        await self.figures.answer(call)
 
     async def drain(self) -> None:
         """Take no more samples. Give those in flight time to end, then abort them, and give that time to end."""
@@ -126,10 +126,10 @@ class Sidecar:
 async def open_sidecar(settings: SidecarSettings) -> AsyncIterator[Sidecar]:
     """The sidecar with its connections to vLLM and its background work, which end with it."""
     vllm = Vllm(settings)
-    sidecar, registry = Sidecar(settings, vllm), process_registry()
+    sidecar, registry = Sidecar(settings, vllm), CollectorRegistry()
     registry.register(SidecarMetrics(sidecar.in_flight, sidecar.pause))
-    async with publishing(registry, f"sidecar-{settings.number}", settings.metrics_directory) as sidecar.published:
-        figures = VllmFigures(vllm, settings.number, sidecar.published)
+    async with publishing(registry, f"sidecar-{settings.number}", settings.metrics_directory) as published:
+        sidecar.figures = figures = Figures(vllm, settings.number, published)
         work = (sidecar.in_flight.run, sidecar.pause.run, sidecar.updates.run, figures.run, LoopLag(registry).run)
         background = [asyncio.create_task(run()) for run in work]
         try:

@@ -11,7 +11,9 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from skyrl.metrics.files import MetricsDirectory
+from skyrl.metrics.text import CONTENT_TYPE
 from skyrl.metrics.vllm import shown
+from skyrl.sidecar.call import Call
 from skyrl.sidecar.errors import SidecarError
 from skyrl.sidecar.in_flight import InFlight
 from skyrl.sidecar.pause import Pause
@@ -20,6 +22,7 @@ from skyrl.sidecar.vllm import Vllm
 logger = logging.getLogger(__name__)
 
 PERIOD_S = 5.0
+TIMEOUT_S = 1.0
 
 
 class SidecarMetrics(Collector):
@@ -37,21 +40,33 @@ class SidecarMetrics(Collector):
         yield GaugeMetricFamily("skyrl_sidecar_paused", about, value=self._pause.mode is not None)
 
 
-class VllmFigures:
-    """Publishes the metrics of the vLLM with this number."""
+class Figures:
+    """Publishes the metrics of the vLLM with this number, and answers `GET /metrics` with these and the sidecar's. The
+    router of a plane answers for all processes."""
 
     def __init__(self, vllm: Vllm, number: int, published: MetricsDirectory) -> None:
         self._vllm, self._number, self._published = vllm, number, published
+        self._names = (f"sidecar-{number}", f"vllm-{number}")
 
     async def run(self) -> None:
-        """Read and publish until cancelled. A failure is only logged: `/health` says more."""
+        """Publish until cancelled, for those who ask the router."""
         while True:
-            try:
-                text = await self._vllm.call_raw("GET", "/metrics")
-                await asyncio.to_thread(self._write, text.decode())
-            except (SidecarError, OSError, ValueError) as error:
-                logger.debug("vLLM shows no metrics: %s", error)
+            await self._publish()
             await asyncio.sleep(PERIOD_S)
+
+    async def answer(self, call: Call) -> None:
+        """vLLM's metrics as they are now, if it answers at once."""
+        await self._publish()
+        text = await asyncio.to_thread(self._published.read, self._names)
+        await call.answer(200, text.encode(), [(b"content-type", CONTENT_TYPE.encode())])
+
+    async def _publish(self) -> None:
+        """A failure is only logged: `/health` says more."""
+        try:
+            text = await self._vllm.call_raw("GET", "/metrics", timeout_s=TIMEOUT_S)
+            await asyncio.to_thread(self._write, text.decode())
+        except (SidecarError, OSError, ValueError) as error:
+            logger.debug("vLLM shows no metrics: %s", error)
 
     def _write(self, text: str) -> None:
         self._published.write(f"vllm-{self._number}", shown(text, self._number))

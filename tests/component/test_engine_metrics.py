@@ -121,7 +121,7 @@ async def test_commands_that_are_refused_because_their_model_is_gone_are_counted
     await trainer.result(unloaded)
     late = await trainer.send(Kind.OPTIM_STEP, 9)
     assert (await trainer.outcome(late)).error_category == ErrorCategory.USER
-    assert shown(harness)['skyrl_commands_total{kind="optim_step",outcome="user_error"}'] == 1
+    await until(lambda: shown(harness)['skyrl_commands_total{kind="optim_step",outcome="user_error"}'] == 1)
 
 
 async def test_the_numbers_of_rows_count_what_lives(harness: Harness) -> None:

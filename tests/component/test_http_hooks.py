@@ -102,7 +102,7 @@ def url_of(api: Api, route: Route) -> str:
 
 async def test_each_hook_sees_each_request(api: Api, app: HttpTable, client: httpx.AsyncClient) -> None:
     app.hooks = spies = tuple(RecordingHook(hook) for hook in app.hooks)
-    assert [spy.name for spy in spies] == ["request id", "access", "body memory"]
+    assert [spy.name for spy in spies] == ["metrics", "request id", "access", "body memory"]
     requests = [(route.method, url_of(api, route)) for route in app.routes] + [*OTHERS]
     assert len(requests) > 60
     answers = [
@@ -148,7 +148,7 @@ async def test_a_hook_that_raises_gives_a_500_and_the_other_hooks_end(
         assert answer.json() == {"detail": "internal error: ZeroDivisionError", "field": None}
     assert "ZeroDivisionError: secret" in caplog.text
     assert len(broken.ended) == 3
-    assert [len(spy.ended) for spy in spies] == [3, 3, 3]
+    assert [len(spy.ended) for spy in spies] == [3, 3, 3, 3]
 
 
 async def test_hooks_end_when_the_client_has_disconnected(app: HttpTable) -> None:
@@ -166,7 +166,7 @@ async def test_hooks_end_when_the_client_has_disconnected(app: HttpTable) -> Non
     scope = {"type": "http", "method": "POST", "path": "/api/v1/asample", "headers": headers, "query_string": b""}
     with pytest.raises(ConnectionResetError):
         await app(scope, receive, send)
-    assert [len(spy.ended) for spy in spies] == [1, 1, 1]
+    assert [len(spy.ended) for spy in spies] == [1, 1, 1, 1]
 
 
 async def test_log_lines_of_refused_and_failed_requests_contain_the_request_id(

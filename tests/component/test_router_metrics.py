@@ -12,7 +12,7 @@ from router_world import FakeWorker, running_router
 from sidecar_world import FakeVllm, answers, choice, completion, running_sidecar, sidecar_before
 
 from skyrl.metrics.files import MetricsDirectory, MetricsWriter
-from skyrl.metrics.process import process_registry
+from skyrl.metrics.processes import LauncherMetrics
 from skyrl.metrics.text import rendered
 from skyrl.router.connections import Connections
 from skyrl.router.context import RouterContext
@@ -91,7 +91,7 @@ async def until_shown(get: object, wanted: str) -> str:
 
 @pytest.mark.parametrize("short_way", [False, True])
 async def test_a_router_answers_for_itself_and_the_processes_around_it(tmp_path: Path, short_way: bool) -> None:
-    MetricsWriter(MetricsDirectory(tmp_path), "sidecar-0", process_registry()).write()
+    MetricsWriter(MetricsDirectory(tmp_path), "launcher", LauncherMetrics.new().registry).write()
     async with running_router(FakeWorker(), short_way=short_way, metrics_directory=tmp_path) as router:
 
         async def get() -> str:
@@ -102,7 +102,7 @@ async def test_a_router_answers_for_itself_and_the_processes_around_it(tmp_path:
 
         text = await until_shown(get, 'skyrl_router_workers{state="healthy",process="router"} 1.0')
         assert 'process_open_fds{process="router"}' in text
-        assert 'process_open_fds{process="sidecar-0"}' in text
+        assert 'skyrl_vllm_restarts_total{reason="hung",process="launcher"} 0.0' in text
 
 
 async def test_a_router_with_a_key_shows_its_metrics_to_those_who_have_it() -> None:

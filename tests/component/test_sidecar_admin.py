@@ -44,6 +44,10 @@ OPEN = (
 )
 
 
+OWN = ("/is_paused", "/collective_rpc", "/metrics")
+"""What the sidecar asks by itself."""
+
+
 def sampling() -> FakeVllm:
     vllm = FakeVllm(answers(completion(choice([8]))))
     vllm.answer["/reset_prefix_cache"] = answers({"success": True})
@@ -56,7 +60,7 @@ async def test_a_stranger_gets_nothing_of_the_admin_routes() -> None:
     vllm = sampling()
     async with sidecar_before(vllm, admin_key="secret") as sidecar:
         await until(lambda: bool(vllm.received))
-        before = [one.path for one in vllm.received if one.path not in ("/is_paused", "/collective_rpc")]
+        before = [one.path for one in vllm.received if one.path not in OWN]
         for path in ADMIN + VLLMS:
             for method in ("GET", "POST", "PUT", "DELETE", "HEAD", "OPTIONS"):
                 for given in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "secret"}):
@@ -64,7 +68,7 @@ async def test_a_stranger_gets_nothing_of_the_admin_routes() -> None:
                         assert (answer.status, answer.headers["www-authenticate"]) == (401, "Bearer"), path
                         if method != "HEAD":
                             assert (await answer.json())["error"]["code"] == "unauthorized"
-        assert before == [one.path for one in vllm.received if one.path not in ("/is_paused", "/collective_rpc")]
+        assert before == [one.path for one in vllm.received if one.path not in OWN]
         assert sidecar.app.in_flight.gate.is_open
 
 
