@@ -36,7 +36,7 @@ class HttpTable:
         }
         """The routes that are called without FastAPI, by path."""
         self._patterns: list[tuple[str, re.Pattern[str], Route]] = [
-            (route.method, compile_path(route.path)[0], route) for route in self.routes
+            (route.method, compile_path(route.template)[0], route) for route in self.routes
         ]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

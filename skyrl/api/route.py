@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal, get_args
 
 import msgspec
@@ -57,13 +58,18 @@ class Route:
     """One method of one path. `run` takes a `Call` and the parameters of path and query."""
 
     method: str
-    path: str
-    """From the root, with parameters in braces."""
+    template: str
+    """As FastAPI reads it: the path from the root, with parameters in braces. `{name:path}` matches slashes, too."""
     scope: RouteScope
     body: Body | None
     run: Callable[..., Awaitable[Response]]
     parameters: tuple[str, ...]
     """Names of the parameters that FastAPI reads from path and query."""
+
+    @cached_property
+    def path(self) -> str:
+        """From the root, with parameters in braces."""
+        return self.template.replace(":path}", "}")
 
     @property
     def keyless(self) -> bool:

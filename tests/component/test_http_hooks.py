@@ -27,6 +27,7 @@ NAMES = {
     "name": "n",
     "save": "0",
     "file": "f",
+    "model": "acme/base",
 }
 OTHERS = (
     ("GET", "/openapi.json"),

@@ -7,6 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from skyrl.api.openai import PREFIXES
 from skyrl.api.tokens import tenant_of_key, user_urn
 
 BASE = "acme/base"
@@ -96,10 +97,21 @@ TRIED: dict[tuple[str, str], list[Try]] = {
     ("DELETE", f"{CHECKPOINT}/publish"): PATHS,
     ("DELETE", CHECKPOINT): PATHS,
     ("POST", "/api/v1/sessions/{session_id}/finish"): [Try()],
+} | {
+    (method, f"{prefix}/{path}"): [
+        Try(body | named, kind=kind, owner=200 if kind == KINDS[1] else 404) for kind in KINDS
+    ]
+    for prefix in PREFIXES
+    for method, path, body, named in (
+        ("GET", "models/{model}", {}, {}),
+        ("POST", "completions", {"prompt": "x"}, {"model": "{path}"}),
+        ("POST", "chat/completions", {"messages": [{"role": "user", "content": "x"}]}, {"model": "{path}"}),
+    )
 }
 LISTS: dict[tuple[str, str], list[Try]] = {
     ("GET", "/ui/api/state"): [Try()],
     ("GET", "/ui/api/usage"): [Try(), Try(query="run={model_id}"), Try(query="format=csv&days=366")],
+    **{("GET", f"{prefix}/models"): [Try()] for prefix in PREFIXES},
     ("GET", "/api/v1/sessions"): [Try(), Try(query="access_scope=accessible")],
     ("GET", "/api/v1/training_runs"): [Try(), Try(query="access_scope=accessible"), Try(query="project_id={project}")],
     ("GET", "/api/v1/checkpoints"): [Try(), Try(query="access_scope=accessible")],

@@ -21,6 +21,7 @@ from sqlalchemy import func, insert, select
 
 from skyrl.api.app import create_app
 from skyrl.api.http_table import HttpTable
+from skyrl.api.openai import is_openai
 from skyrl.api.server import open_services
 from skyrl.api.services import Services
 from skyrl.config.server import ServerConfig
@@ -171,6 +172,11 @@ async def check_refused(
     assert answer.status_code == status, answer.text
     assert answer.headers["content-type"] == "application/json"
     body = answer.json()
+    if is_openai(answer.request.url.path):
+        error = body.pop("error")
+        assert not body
+        assert set(error) == {"message", "type", "param", "code"}
+        body = {"detail": error["message"], "field": error["param"]}
     assert set(body) == {"detail", "field"}
     assert body["field"] == field, body
     assert body["detail"]
@@ -202,7 +208,7 @@ INTO: dict[str, Any] = {"source_path": "tinker://{model}/weights/saved", "sessio
 
 
 NAMES = {"session_id": "s", "sampler_id": "x", "model_id": "m", "kind": "weights", "name": "n"}
-NAMES |= {"save": "0123", "file": "f"}
+NAMES |= {"save": "0123", "file": "f", "model": "m"}
 """Parameters in paths."""
 
 
@@ -698,7 +704,9 @@ async def test_an_internal_error_has_the_same_form_and_hides_its_message(
 
 
 async def test_the_server_has_exactly_these_routes(world: World) -> None:
-    served = {(method, r.path) for r in world.app.framework.routes if isinstance(r, APIRoute) for method in r.methods}
+    served = {
+        (method, r.path_format) for r in world.app.framework.routes if isinstance(r, APIRoute) for method in r.methods
+    }
     assert served == {(route.method, route.path) for route in world.app.routes}
     assert {(route.method, route.path, route.scope) for route in world.app.routes} == {
         ("GET", "/api/v1/audit", "admin"),
@@ -737,6 +745,16 @@ async def test_the_server_has_exactly_these_routes(world: World) -> None:
         ("POST", "/api/v1/create_sampling_session", "sample"),
         ("POST", "/api/v1/join_sampling_session", "sample"),
         ("POST", "/api/v1/retrieve_futures", "sample"),
+        *(
+            (method, f"{prefix}/{path}", "sample")
+            for prefix in ("/oai/api/v1", "/v1")
+            for method, path in (
+                ("GET", "models"),
+                ("GET", "models/{model}"),
+                ("POST", "completions"),
+                ("POST", "chat/completions"),
+            )
+        ),
         ("GET", "/api/v1/downloads/archives/{model_id}/{kind}/{name}/{save}/{file}", "signed"),
         ("GET", "/api/v1/downloads/files/{model_id}/{kind}/{name}/{save}/{file}", "signed"),
         ("GET", "/api/v1/downloads/traces/{session_id}", "signed"),

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 import pytest_asyncio
 from sqlalchemy import insert, select
@@ -33,6 +34,7 @@ from skyrl.db.migrate import migrate
 from skyrl.db.models import models
 from skyrl.db.samplers import samplers
 from skyrl.db.sessions import sessions
+from skyrl.openai.service import Asked, OpenAIService
 from skyrl.processes.runtime import Runtime
 from skyrl.types.weights import AdapterVersion
 from tests.contract.strangers import (
@@ -69,7 +71,7 @@ class World:
 
     async def ask(self, key: str, method: str, path: str, request: Try) -> httpx.Response:
         names = self.ids | {"kind": request.kind, "name": "n", "save": "5a7e", "file": "adapter_config.json"}
-        names["path"] = f"tinker://{self.ids['model_id']}/{request.kind}/n"
+        names["path"] = names["model"] = f"tinker://{self.ids['model_id']}/{request.kind}/n"
         body = json.dumps(request.body)
         for name, value in names.items():
             body = body.replace("{" + name + "}", value)
@@ -163,7 +165,13 @@ async def running(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Wor
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def world(running: World, monkeypatch: pytest.MonkeyPatch) -> World:
+    """Polls end at once, and so do completions: there is no inference server."""
+
+    async def answer(_: OpenAIService, asked: Asked) -> bytes:
+        return msgspec.json.encode({"model": asked.target.name})
+
     monkeypatch.setattr(polls, "HOLD_S", 0.0)
+    monkeypatch.setattr(OpenAIService, "answer", answer)
     await running.populate()
     return running
 

@@ -4,9 +4,11 @@ server)."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import tinker
+from openai import OpenAI
 from tinker import types
 from transformers import PreTrainedTokenizerBase
 
@@ -38,7 +40,14 @@ def test_a_gateway_samples_and_does_not_train(gateway: DemoServer, tokenizer: Pr
     with tinker.ServiceClient(base_url=gateway.url, api_key="tml-test") as client:
         sampler = client.create_sampling_client(base_model="tiny").result()
         prompt = tokenizer.encode("The old")
-        assert greedy(sampler, prompt) == greedy(sampler, prompt)
+        sampled = greedy(sampler, prompt)
+        assert greedy(sampler, prompt) == sampled
+        ids: Any = {"ignore_eos": True, "return_token_ids": True}
+        with OpenAI(base_url=f"{gateway.url}/v1", api_key="tml-test", max_retries=0) as openai:
+            answer: Any = openai.completions.create(
+                model="tiny", prompt=prompt, max_tokens=12, temperature=0, extra_body=ids
+            )
+            assert answer.choices[0].token_ids == sampled
         with pytest.raises(tinker.RequestFailedError, match="9999"):
             sampler.sample(
                 types.ModelInput.from_ints([9999]), num_samples=1, sampling_params=types.SamplingParams(max_tokens=1)

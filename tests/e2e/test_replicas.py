@@ -19,6 +19,7 @@ import httpx
 import psutil
 import pytest
 import tinker
+from openai import OpenAI
 from tinker import types
 
 from skyrl.demo.server import DemoServer
@@ -121,7 +122,9 @@ def start_load(pool: ThreadPoolExecutor, samplers: list[tinker.SamplingClient], 
     return Load(running)
 
 
-def test_an_adapter_is_on_both_replicas_after_its_save(server: DemoServer, replicas: Replicas) -> None:
+def test_an_adapter_is_on_both_replicas_after_its_save_and_answers_openai_clients(
+    server: DemoServer, replicas: Replicas
+) -> None:
     with tinker.ServiceClient(base_url=server.url, api_key="tml-trains") as client:
         trainer = client.create_lora_training_client(base_model="tiny", rank=8, seed=3).result()
         losses = train(trainer, [cross_entropy(PROMPT + list(range(20, 40)))], 4, 2e-2)
@@ -135,6 +138,14 @@ def test_an_adapter_is_on_both_replicas_after_its_save(server: DemoServer, repli
             assert len(adapters) == 1
             answer = replicas.http.post(f"{url}/v1/completions", json=body | {"model": adapters[0]}).json()
             assert answer["choices"][0]["token_ids"] == tokens
+        path = trainer.save_weights_for_sampler(name="saved").result().path
+        with OpenAI(base_url=f"{server.url}/v1", api_key="tml-trains", max_retries=0) as openai:
+            asked: dict[str, Any] = {"model": path, "prompt": PROMPT, "max_tokens": SHORT, "temperature": 0}
+            ids = {"return_token_ids": True, "ignore_eos": True}
+            events: Any = openai.completions.create(**asked, stream=True, extra_body=ids)
+            assert [token for event in events for token in event.choices[0].token_ids] == tokens
+            answer: Any = openai.completions.create(**asked, extra_body=ids)
+            assert answer.choices[0].token_ids == tokens
     assert server.status()["replicas"] == {"in_use": 2, "of": 2}
 
 
