@@ -110,6 +110,8 @@ audit: $(VENV)/bin/uv
 lock: $(VENV)/bin/uv
 	$(UV) pip compile --quiet --universal --python-version 3.11 $(TORCH) --override requirements/overrides.txt \
 	  --no-emit-package skyrl --no-header requirements/cpu.in -o requirements/cpu.txt
+	$(UV) pip compile --quiet --universal --python-version 3.11 --no-emit-package skyrl --no-header requirements/gpu.in \
+	  -o requirements/gpu.txt
 	$(UV) pip compile --quiet --universal --python-version 3.11 $(TORCH) --override requirements/cookbook-overrides.txt \
 	  --no-header requirements/cookbook.in -o requirements/cookbook.txt
 	for file in requirements/sdk/*.txt; do name=$${file##*/tinker-}; echo "tinker==$${name%.txt}" \

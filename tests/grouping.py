@@ -47,6 +47,7 @@ ORDER = (
     "tests/component/test_vllm_server.py",
     FUZZ,
     "tests/component",
+    "tests/deploy",
     "tests/contract",
     "tests/unit",
 )

@@ -27,7 +27,7 @@ SHELL = ("bash", "console")
 PROGRAMS = (*SHELL, "python", "sql")
 """Languages of blocks that a test runs unless the page marks them."""
 
-SETTINGS = ("toml", "yaml", "nginx", "ini", "logrotate")
+SETTINGS = ("toml", "yaml", "nginx", "logrotate")
 """Languages of blocks that a test checks as far as the machine allows."""
 
 OUTPUT = ("text", "json")

@@ -15,6 +15,7 @@ from typing import Protocol
 from skyrl.config.server import ServerConfig
 from skyrl.launcher.progress import READY, stages, until_ready
 from skyrl.processes.startup import Cause, FirstStarts, StartupError
+from skyrl.processes.systemd import Systemd
 
 logger = logging.getLogger(__name__)
 
@@ -44,9 +45,10 @@ class StartObserver(Protocol):
 class FirstReady:
     """Watches the start of one server."""
 
-    def __init__(self, config: ServerConfig, logs: Path) -> None:
+    def __init__(self, config: ServerConfig, logs: Path, systemd: Systemd) -> None:
         self._config = config
         self._logs = logs
+        self._systemd = systemd
         self._processes: dict[str, Supervised] = {}
         self._started_at = time.monotonic()
         self._ready = False
@@ -86,12 +88,13 @@ class FirstReady:
         raise self._failure
 
     async def announce(self) -> None:
-        """Show what each process does until the server is ready. Then log that it is ready."""
+        """Show what each process does until the server is ready. Then log that it is ready, and tell systemd."""
         host = "127.0.0.1" if self._config.host in ("0.0.0.0", "::") else self._config.host
         url = f"http://{f'[{host}]' if ':' in host else host}:{self._config.port}"
         missing = await until_ready(url, self._stages, self._missing)
         self._ready = True
         still = f" ({'; '.join(missing)})" if missing else ""
+        self._systemd.ready(f"ready at {url}{still}")
         logger.info("ready at %s after %.1f s%s", url, time.monotonic() - self._started_at, still)
 
     def _stages(self, reasons: list[str] | None) -> dict[str, str]:
@@ -99,6 +102,7 @@ class FirstReady:
         running_s = {name: seconds for name, seconds in times.items() if seconds is not None}
         stage_of = stages(list(self._processes), reasons, running_s)
         self._were_ready |= {name for name, stage in stage_of.items() if stage == READY}
+        self._systemd.status("; ".join(f"{name}: {stage}" for name, stage in stage_of.items()))
         return stage_of
 
     def _missing(self, reasons: list[str] | None) -> str:

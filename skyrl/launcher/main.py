@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import secrets
 import signal
 import socket
@@ -38,6 +39,7 @@ from skyrl.launcher.training_claim import server_id
 from skyrl.metrics.processes import LauncherMetrics
 from skyrl.processes.listening import listen
 from skyrl.processes.runtime import Runtime, set_up_process
+from skyrl.processes.systemd import Systemd
 
 logger = logging.getLogger(__name__)
 
@@ -45,9 +47,10 @@ logger = logging.getLogger(__name__)
 class Launcher:
     """Runs one server. `findings` are the results of the checks before the start."""
 
-    def __init__(self, config: ServerConfig, findings: Findings) -> None:
+    def __init__(self, config: ServerConfig, findings: Findings, systemd: Systemd) -> None:
         self._config = config
         self._findings = findings
+        self._systemd = systemd
         self._logs = config.state_dir / "logs"
         self._parts = Parts()
 
@@ -72,10 +75,11 @@ class Launcher:
                 directory = resources.enter_context(private_directory(config.state_dir))
                 await self._serve(stop, directory, name, sockets)
             finally:
+                self._systemd.stopping(f"stopping; this takes at most {self._parts.grace_s:.0f} s")
                 await self._parts.stop()
 
     async def _serve(self, stop: asyncio.Event, directory: Path, name: str, sockets: list[socket.socket]) -> None:
-        first_ready = FirstReady(self._config, self._logs)
+        first_ready = FirstReady(self._config, self._logs, self._systemd)
         await self._start_parts(directory, name, sockets, first_ready)
         try:
             await self._until_over(stop, first_ready)
@@ -138,7 +142,7 @@ class Launcher:
             await asyncio.gather(*ends, announcing, return_exceptions=True)
 
 
-async def _main(config: ServerConfig, findings: Findings) -> None:
+async def _main(config: ServerConfig, findings: Findings, systemd: Systemd) -> None:
     stop = asyncio.Event()
 
     def on_signal() -> None:
@@ -148,7 +152,8 @@ async def _main(config: ServerConfig, findings: Findings) -> None:
 
     for name in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         asyncio.get_running_loop().add_signal_handler(name, on_signal)
-    await Launcher(config, findings).run(stop)
+    async with systemd.watched():
+        await Launcher(config, findings, systemd).run(stop)
 
 
 def serve(config: ServerConfig) -> None:
@@ -158,6 +163,8 @@ def serve(config: ServerConfig) -> None:
     version), DatabaseAway, StartupError (a process can never start) and ServerEnded.
     """
     set_up_process(config.log_level)
+    systemd = Systemd.take_from(os.environ)
+    systemd.status("checking the configuration")
     findings = check(config)
     with lock_state_dir(config.state_dir):
         logger.info(
@@ -167,5 +174,5 @@ def serve(config: ServerConfig) -> None:
             config.port,
             config.state_dir,
         )
-        asyncio.run(_main(config, findings))
+        asyncio.run(_main(config, findings, systemd))
         logger.info("stopped")

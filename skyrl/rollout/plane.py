@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import secrets
 import signal
 import sys
@@ -31,6 +32,7 @@ from skyrl.metrics.processes import LauncherMetrics
 from skyrl.processes.listening import listen
 from skyrl.processes.startup import Cause, FirstStarts, StartupError
 from skyrl.processes.supervision import SupervisedProcess
+from skyrl.processes.systemd import Systemd
 from skyrl.router.state_file import FILE_NAME
 
 logger = logging.getLogger(__name__)
@@ -95,9 +97,10 @@ class Starts:
 class Plane:
     """One inference plane on this machine."""
 
-    def __init__(self, options: PlaneOptions, found: Findings) -> None:
+    def __init__(self, options: PlaneOptions, found: Findings, systemd: Systemd) -> None:
         self._options = options
         self._found = found
+        self._systemd = systemd
         self._logs = options.config.state_dir / "logs"
         self._parts = Parts()
 
@@ -116,6 +119,7 @@ class Plane:
                 await self._start(directory, starts)
                 await self._until_over(stop, starts)
             finally:
+                self._systemd.stopping(f"stopping; this takes at most {self._parts.grace_s:.0f} s")
                 logger.info("stopping; this takes at most %.0f s", self._parts.grace_s)
                 await self._parts.stop()
 
@@ -184,6 +188,7 @@ class Plane:
             await asyncio.wait({ready, stopping, ending}, return_when=asyncio.FIRST_COMPLETED)
             if ready.done():
                 ready.result()
+                self._systemd.ready(f"ready at {url}")
                 logger.info("ready: %s (logs in %s)", url, self._logs)
                 await asyncio.wait({stopping, ending}, return_when=asyncio.FIRST_COMPLETED)
             if ending.done() and not stopping.done():
@@ -194,15 +199,18 @@ class Plane:
             await asyncio.gather(ready, stopping, ending, return_exceptions=True)
 
 
-async def _main(options: PlaneOptions, found: Findings) -> None:
+async def _main(options: PlaneOptions, found: Findings, systemd: Systemd) -> None:
     stop = asyncio.Event()
     for name in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         asyncio.get_running_loop().add_signal_handler(name, stop.set)
-    await Plane(options, found).run(stop)
+    async with systemd.watched():
+        await Plane(options, found, systemd).run(stop)
 
 
 def run_plane(options: PlaneOptions) -> None:
     """Run a plane in the foreground until SIGTERM, SIGINT or SIGHUP. Raises ConfigError, StartupError, ServerEnded."""
+    systemd = Systemd.take_from(os.environ)
+    systemd.status("starting vLLMs, their sidecars and the router")
     found = check(options.config)
     with lock_state_dir(options.config.state_dir):
         logger.info(
@@ -213,5 +221,5 @@ def run_plane(options: PlaneOptions) -> None:
             options.port,
             options.config.state_dir,
         )
-        asyncio.run(_main(options, found))
+        asyncio.run(_main(options, found, systemd))
         logger.info("stopped")

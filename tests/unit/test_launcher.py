@@ -20,6 +20,7 @@ from skyrl.launcher.parts import ServerEnded
 from skyrl.launcher.preflight import Findings
 from skyrl.processes.startup import CANNOT_START, MARK, MAY_START, StartupError
 from skyrl.processes.supervision import SupervisedProcess
+from skyrl.processes.systemd import Systemd
 
 WAIT_S = 120.0
 SLEEP = "import time; time.sleep(600)"
@@ -64,7 +65,7 @@ def run(config: ServerConfig, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
     def start(engine: str, stop: asyncio.Event, api: str = SLEEP) -> asyncio.Task[None]:
         programs = {"skyrl.engine.main": engine, "skyrl.api.server": api}
         monkeypatch.setattr(own_parts, "_python", lambda module: [sys.executable, "-S", "-c", programs[module]])
-        return asyncio.create_task(Launcher(config, Findings([])).run(stop))
+        return asyncio.create_task(Launcher(config, Findings([]), Systemd()).run(stop))
 
     return start
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import re
 import shlex
-import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -104,19 +103,3 @@ def test_nginx_accepts_the_configuration_of_a_page(block: Block, tmp_path: Path)
     text = block.text if "server {" in block.text else f"server {{ listen 8080; {block.text} }}"
     done = subprocess.run([*write_configuration(tmp_path, text), "-t"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.skipif(not shutil.which("systemd-analyze"), reason="systemd is not installed")
-@pytest.mark.parametrize("block", of_language("ini"), ids=str)
-def test_systemd_accepts_the_unit_of_a_page(block: Block, tmp_path: Path) -> None:
-    unit = tmp_path / "skyrl.service"
-    unit.write_text(block.text.replace("/opt/skyrl/.venv/bin/skyrl", "/bin/true"))
-    done = subprocess.run(["systemd-analyze", "verify", "--man=no", unit], capture_output=True, text=True)
-    assert "skyrl.service:" not in done.stdout + done.stderr
-
-
-@pytest.mark.parametrize("block", of_language("ini"), ids=str)
-def test_the_systemd_unit_starts_an_existing_command(block: Block) -> None:
-    (line,) = [line for line in block.text.splitlines() if line.startswith("ExecStart=")]
-    (words,) = skyrl_commands(line.partition("=")[2])
-    assert unknown_options(words) == []
