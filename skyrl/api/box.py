@@ -7,7 +7,6 @@ API process gives the same answer.
 from __future__ import annotations
 
 import shutil
-import time
 from collections import Counter
 from typing import Any
 
@@ -20,8 +19,7 @@ from skyrl.types.activity import EngineActivity, WaitsFor
 
 
 async def box(services: Services) -> dict[str, Any]:
-    """Times are in seconds since the epoch, `_s` are seconds."""
-    now = time.time()
+    """Times are in seconds since the epoch, `_s` are seconds. Holds no ages, so that an unchanged box stays equal."""
 
     def read(connection: Any) -> tuple[dict[str, int], list[tuple[str, float, float]], int]:
         return pending_by_kind(connection), api_processes.heartbeats(connection), count_servable(connection)
@@ -31,10 +29,9 @@ async def box(services: Services) -> dict[str, Any]:
     used = shutil.disk_usage(services.config.state_dir)
     return {
         "version": __version__,
-        "now": now,
         "trainer": {
             "trouble": services.watch.training_trouble(),
-            "heartbeat_age_s": now - state.heartbeat_at if state.heartbeat_at else None,
+            "heartbeat_at": state.heartbeat_at or None,
             "recovery": None
             if activity.recovery is None
             else {"repeated": activity.recovery.repeated, "commands": activity.recovery.commands},
@@ -46,11 +43,11 @@ async def box(services: Services) -> dict[str, Any]:
             "away_since": activity.inference_away_since,
         },
         "api_processes": [
-            {"id": name, "started_at": started_at, "heartbeat_age_s": now - heartbeat_at}
+            {"id": name, "started_at": started_at, "heartbeat_at": heartbeat_at}
             for name, started_at, heartbeat_at in processes
         ],
         "pending": pending,
-        "models": _models(activity, now),
+        "models": _models(activity),
         "adapters": {"servable": servable, "places": services.standings.places},
         "quotas": services.quotas.counts(),
         "disk": {"free_bytes": used.free, "total_bytes": used.total},
@@ -58,12 +55,12 @@ async def box(services: Services) -> dict[str, Any]:
     }
 
 
-def _models(activity: EngineActivity, now: float) -> dict[str, Any]:
-    """The models with commands: how many wait for what, and for how long the longest has waited."""
+def _models(activity: EngineActivity) -> dict[str, Any]:
+    """The models with commands: how many wait for what, and since when the longest has waited."""
     waiting = [model for model in activity.models.values() if model.waits_for is not WaitsFor.NOTHING]
     return {
         "running": len(activity.models) - len(waiting),
         "waiting": dict(Counter(str(model.waits_for) for model in waiting)),
-        "longest_wait_s": max((now - model.since for model in waiting), default=None),
+        "longest_wait_since": min((model.since for model in waiting), default=None),
         "commands_waiting": sum(model.waiting for model in activity.models.values()),
     }
