@@ -10,7 +10,10 @@ import shutil
 from collections import Counter
 from typing import Any
 
-from skyrl import __version__
+import msgspec
+
+from skyrl.api.access import Caller
+from skyrl.api.overview import Overview
 from skyrl.api.services import Services
 from skyrl.db import api_processes
 from skyrl.db.adapter_versions import count_servable
@@ -18,7 +21,7 @@ from skyrl.db.runs import pending_by_kind
 from skyrl.types.activity import EngineActivity, WaitsFor
 
 
-async def box(services: Services) -> dict[str, Any]:
+async def box(services: Services, caller: Caller) -> dict[str, Any]:
     """Times are in seconds since the epoch, `_s` are seconds. Holds no ages, so that an unchanged box stays equal."""
 
     def read(connection: Any) -> tuple[dict[str, int], list[tuple[str, float, float]], int]:
@@ -28,15 +31,8 @@ async def box(services: Services) -> dict[str, Any]:
     state, activity = services.watch.state, services.watch.activity
     used = shutil.disk_usage(services.config.state_dir)
     return {
-        "version": __version__,
-        "trainer": {
-            "trouble": services.watch.training_trouble(),
-            "heartbeat_at": state.heartbeat_at or None,
-            "recovery": None
-            if activity.recovery is None
-            else {"repeated": activity.recovery.repeated, "commands": activity.recovery.commands},
-            "run_s": activity.run_s,
-        },
+        "server": await Overview(services, caller).server(),
+        "trainer": _trainer(services, activity),
         "inference": {
             "published": state.inference_proxy_url is not None,
             "generation": state.generation,
@@ -52,6 +48,20 @@ async def box(services: Services) -> dict[str, Any]:
         "quotas": services.quotas.counts(),
         "disk": {"free_bytes": used.free, "total_bytes": used.total},
         "database_bytes": await services.database.read_async(services.database.size_bytes),
+    }
+
+
+def _trainer(services: Services, activity: EngineActivity) -> dict[str, Any] | None:
+    """None on a gateway on whose database nobody trains."""
+    heartbeat_at = services.watch.state.heartbeat_at or None
+    if heartbeat_at is None and not services.config.modes.trains:
+        return None
+    recovery = activity.recovery
+    return {
+        "trouble": services.watch.training_trouble(),
+        "heartbeat_at": heartbeat_at,
+        "recovery": None if recovery is None else msgspec.structs.asdict(recovery),
+        "run_s": activity.run_s,
     }
 
 

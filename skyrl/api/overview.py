@@ -51,7 +51,7 @@ class Overview:
         runs, samplers, usage = await self._services.database.read_async(read)
         saved, _ = await self._services.checkpoints.page(self._tenant, MAX_CHECKPOINTS, 0, Seen())
         return {
-            "server": await self._server(),
+            "server": await self.server(),
             "runs": [self._run(run) for run in runs],
             "samplers": [asdict(sampler) for sampler in samplers],
             "checkpoints": [_checkpoint(checkpoint) for checkpoint in saved],
@@ -73,7 +73,7 @@ class Overview:
             raise NotFound(f"no run {model_id!r}", field="run_id")
         saved = await self._services.checkpoints.of_model(model_id, self._tenant, Seen())
         return self._run(run) | {
-            "server": await self._server(),
+            "server": await self.server(),
             "history": [_step(step) for step in steps],
             "checkpoints": [_checkpoint(checkpoint) for checkpoint in saved[-MAX_CHECKPOINTS:][::-1]],
             "usage": [_usage(line) for line in usage],
@@ -86,7 +86,7 @@ class Overview:
         )
         return [_usage(line) for line in lines]
 
-    async def _server(self) -> dict[str, Any]:
+    async def server(self) -> dict[str, Any]:
         """As `/readyz` has it. `scopes` are those of the caller's key."""
         ready, reasons = await self._services.readiness.now()
         return {"version": __version__, "ready": ready, "reasons": reasons, "scopes": sorted(self._scopes)}

@@ -85,7 +85,7 @@ def router(services: Services) -> Routes:
     @routes.get("/ui/api/box", scope="admin")
     async def server(call: Call) -> Response:
         """Parts, queues, adapters and disk of the server: counts alone."""
-        return _unless_unchanged(call, await box(services))
+        return _unless_unchanged(call, await box(services, call.caller))
 
     return routes
 
