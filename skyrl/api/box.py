@@ -39,7 +39,8 @@ async def box(services: Services, caller: Caller) -> dict[str, Any]:
             "away_since": activity.inference_away_since,
         },
         "api_processes": [
-            {"id": name, "started_at": started_at, "heartbeat_at": heartbeat_at}
+            # A process that is alone on its database may write no heartbeats.
+            {"id": name, "started_at": started_at, "heartbeat_at": heartbeat_at if len(processes) > 1 else None}
             for name, started_at, heartbeat_at in processes
         ],
         "pending": pending,

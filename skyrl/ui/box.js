@@ -17,10 +17,10 @@ const WAITS = {
 };
 
 /** The parts of the server as rows of a table. */
-function parts({ server, trainer, inference, api_processes: processes }) {
+function parts({ server, trainer, api_processes: processes }) {
   const rows = processes.map((process) => part(`API process ${process.id}`, null, process.heartbeat_at));
   const sampling = server.reasons.find((reason) => reason.startsWith("sampling: ")) ?? null;
-  rows.unshift(part("inference", sampling, inference.away_since));
+  rows.unshift(part("inference", sampling, null));
   if (trainer !== null) rows.unshift(part("trainer", trainer.trouble, trainer.heartbeat_at));
   return rows;
 }
@@ -59,7 +59,7 @@ export class BoxView {
   #parts = new Table("Parts", [
     column("part", (part) => part.name),
     column("state", (part) => part, { part: statePart }),
-    column("last heard of, or away since", (part) => part.at, time),
+    column("last heard of", (part) => part.at, time),
   ], "");
   #pending = new Table("Requests that have not ended", [
     column("kind", ([kind]) => kind.toLowerCase()),

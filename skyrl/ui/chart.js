@@ -50,8 +50,8 @@ export class Chart {
     if (values.length === 0) return null;
     const least = values.reduce((a, b) => Math.min(a, b));
     const most = values.reduce((a, b) => Math.max(a, b));
-    const room = most > least ? (most - least) * 0.05 : Math.abs(most) * 0.1 || 1;
-    const [low, high] = [least - room, most + room];
+    const room = most > least ? (most - least) * 0.05 : Math.abs(most) * 0.1 || 0.05;
+    const [low, high] = [least - room, most === 0 && least === 0 ? 1 : most + room];
     const [first, last] = [this.#steps[0].step, Math.max(this.#steps.at(-1).step, this.#steps[0].step + 1)];
     const width = (this.#drawing.clientWidth || 300) - MARGIN.left - MARGIN.right;
     const height = HEIGHT - MARGIN.top - MARGIN.bottom;

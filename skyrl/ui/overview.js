@@ -27,17 +27,17 @@ const RUN_COLUMNS = [
 
 const SAMPLER_COLUMNS = [
   column("sampler", (sampler) => sampler.id),
-  column("samples from", (sampler) => sampler.model_path ?? sampler.base_model),
+  column("samples from", (sampler) => sampler.model_path ?? sampler.weights ?? sampler.base_model),
   column("samples in flight", (sampler) => count(sampler.in_flight), numeric),
   column("last sample", (sampler) => sampler.last_used_at, time),
-  column("made", (sampler) => sampler.created_at, time),
+  column("created", (sampler) => sampler.created_at, time),
 ];
 
 const CHECKPOINT_COLUMNS = [
   column("checkpoint", (saved) => saved.path),
   column("size", (saved) => bytes(saved.size_bytes), numeric),
   column("published", (saved) => (saved.public ? "yes" : "no")),
-  column("made", (saved) => saved.created_at, time),
+  column("created", (saved) => saved.created_at, time),
   column("expires", (saved) => saved.expires_at, time),
 ];
 

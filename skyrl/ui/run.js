@@ -10,10 +10,10 @@ const MAX_STEPS = 4000; // the server keeps about 2,000 steps of a run; with twi
 
 const CURVES = [
   ["Loss per token", (step) => step.loss],
-  ["Gap between trainer and sampler, in nats", (step) => step.gap],
+  ["Gap, trainer to sampler (nats)", (step) => step.gap],
   ["Clip fraction", (step) => step.clip_fraction],
   ["Trained tokens per second", (step) => step.tokens_per_second],
-  ["Trainer's time for the step, in seconds", (step) => step.busy_s],
+  ["Step time (s)", (step) => step.busy_s],
 ];
 
 export class RunView {
@@ -32,7 +32,7 @@ export class RunView {
     column("loss", (run) => number(run.last_step?.loss)),
     column("samples in flight", (run) => count(run.samples_in_flight)),
     column("last activity", (run) => run.last_request_at, { part: timePart }),
-    column("made", (run) => run.created_at, { part: timePart }),
+    column("created", (run) => run.created_at, { part: timePart }),
   );
   #checkpoints = checkpointTable();
   #usage = usageTable();

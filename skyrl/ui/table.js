@@ -1,6 +1,8 @@
 // Tables and lists of facts that are updated in place: rows stay the same elements, so focus and scroll stay.
 
-import { el, textPart } from "./dom.js";
+import { el, setText, textPart } from "./dom.js";
+
+const SHORT = 10;
 
 /** A column: its name, what its cells show of a row, and the part that shows it. */
 export function column(name, value, { part = textPart, numeric = false } = {}) {
@@ -13,6 +15,9 @@ export class Table {
   #rows = new Map();
   #table;
   #empty;
+  #all = el("button", { type: "button" });
+  #shown = [[], () => ""];
+  #showsAll = false;
 
   /** `empty` is what is said when there are no rows; `controls` stand beside the heading. */
   constructor(title, columns, empty, ...controls) {
@@ -24,15 +29,20 @@ export class Table {
     this.#table = el("table", { role: "table", "aria-label": title }, head, this.#body);
     this.#empty = el("p", { class: "empty" }, empty);
     this.element = el("section", {}, el("div", { class: "title" }, el("h2", {}, title), ...controls),
-      this.#empty, this.#table);
-    this.update([], () => "");
+      this.#empty, this.#table, this.#all);
+    this.#all.addEventListener("click", () => {
+      this.#showsAll = true;
+      this.update(...this.#shown);
+    });
+    this.update(...this.#shown);
   }
 
-  /** Show these rows in this order. `keyOf` names a row: the row of the same name is changed in place. */
+  /** Show these rows in this order: the first SHORT ones until the user asks for all. `keyOf` names a row: the row of the same name is changed in place. */
   update(rows, keyOf) {
+    this.#shown = [rows, keyOf];
     const gone = new Set(this.#rows.keys());
     let place = this.#body.firstChild;
-    for (const row of rows) {
+    for (const row of this.#showsAll ? rows : rows.slice(0, SHORT)) {
       const key = keyOf(row);
       if (!this.#rows.has(key)) this.#rows.set(key, this.#newRow());
       const { element, parts } = this.#rows.get(key);
@@ -47,6 +57,8 @@ export class Table {
     }
     this.#table.hidden = rows.length === 0;
     this.#empty.hidden = rows.length > 0;
+    this.#all.hidden = this.#showsAll || rows.length <= SHORT;
+    setText(this.#all, `Show all ${rows.length}`);
   }
 
   #newRow() {
