@@ -12,6 +12,7 @@ from skyrl import __version__
 from skyrl.api.access import Access
 from skyrl.api.notices import NoticeHandler
 from skyrl.api.readiness import EngineWatch
+from skyrl.api.ready_reasons import ReadyReasons
 from skyrl.api.served import Served
 from skyrl.api.services import Services
 from skyrl.api.session_life import SessionLife
@@ -194,6 +195,7 @@ def _services(base: Base, secrets: Secrets, features: InferenceFeatures) -> Serv
         client=client,
         engine=base.notifier.engine,
         watch=base.watch,
+        readiness=ReadyReasons(config, base.watch, client),
         tokens=secrets.tokens,
         access=Access(base.keys, secrets.tokens, managed=config.api_keys == "managed"),
         urls=secrets.urls,

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import asdict, fields
 from typing import Any
 
+from skyrl import __version__
+from skyrl.api.access import Caller
 from skyrl.api.services import Services
 from skyrl.db import runs as rows
 from skyrl.db.checkpoints import Checkpoint, Seen
@@ -30,9 +32,10 @@ USAGE_COLUMNS = [field.name for field in fields(UsageLine) if field.name != "ten
 class Overview:
     """One tenant's view."""
 
-    def __init__(self, services: Services, tenant: str) -> None:
+    def __init__(self, services: Services, caller: Caller) -> None:
         self._services = services
-        self._tenant = tenant
+        self._tenant = caller.tenant
+        self._scopes = caller.scopes
 
     async def state(self) -> dict[str, Any]:
         """The tenant's newest runs, samplers and checkpoints, and its usage of the last days."""
@@ -47,28 +50,31 @@ class Overview:
         runs, samplers, usage = await self._services.database.read_async(read)
         saved, _ = await self._services.checkpoints.page(self._tenant, MAX_CHECKPOINTS, 0, Seen())
         return {
-            "server": self._server(),
+            "server": await self.server(),
             "runs": [self._run(run) for run in runs],
             "samplers": [asdict(sampler) for sampler in samplers],
             "checkpoints": [_checkpoint(checkpoint) for checkpoint in saved],
             "usage": [_usage(line) for line in usage],
         }
 
-    async def run(self, model_id: str) -> dict[str, Any]:
-        """One run with its history. Raises NotFound."""
+    async def run(self, model_id: str, after: int) -> dict[str, Any]:
+        """One run with its checkpoints, and the steps of its history after the step `after`. Raises NotFound."""
 
         def read(connection: Connection) -> tuple[Run | None, list[Step], list[UsageLine]]:
             run = rows.run_of(connection, model_id, self._tenant)
             if run is None:
                 return None, [], []
             usage = report(connection, *last_days(USAGE_DAYS), tenant=self._tenant, run=model_id)
-            return run, history(connection, model_id), usage
+            return run, history(connection, model_id, after), usage
 
         run, steps, usage = await self._services.database.read_async(read)
         if run is None:
             raise NotFound(f"no run {model_id!r}", field="run_id")
+        saved = await self._services.checkpoints.of_model(model_id, self._tenant, Seen())
         return self._run(run) | {
-            "history": [asdict(step) for step in steps],
+            "server": await self.server(),
+            "history": [_step(step) for step in steps],
+            "checkpoints": [_checkpoint(checkpoint) for checkpoint in saved[-MAX_CHECKPOINTS:][::-1]],
             "usage": [_usage(line) for line in usage],
         }
 
@@ -79,9 +85,10 @@ class Overview:
         )
         return [_usage(line) for line in lines]
 
-    def _server(self) -> dict[str, Any]:
-        reasons = self._services.watch.reasons()
-        return {"ready": not reasons, "reasons": reasons}
+    async def server(self) -> dict[str, Any]:
+        """As `/readyz` has it. `scopes` are those of the caller's key."""
+        ready, reasons = await self._services.readiness.now()
+        return {"version": __version__, "ready": ready, "reasons": reasons, "scopes": sorted(self._scopes)}
 
     def _run(self, run: Run) -> dict[str, Any]:
         standing = self._services.standings.of_run(run)
@@ -95,17 +102,17 @@ class Overview:
             "state": standing.state,
             "sentence": standing.sentence,
             "steps": run.steps,
-            "last_step": None if run.last is None else asdict(run.last),
-            "tokens_per_second": None if run.last is None else _rate(run.last),
+            "last_step": None if run.last is None else _step(run.last),
             "samples_in_flight": run.samples_in_flight,
             "created_at": run.created_at,
             "last_request_at": run.last_request_at,
         }
 
 
-def _rate(step: Step) -> float | None:
-    """Training tokens per second of the trainer's time."""
-    return step.tokens / step.busy_s if step.busy_s > 0 and step.tokens else None
+def _step(step: Step) -> dict[str, Any]:
+    """A step, with its training tokens per second of the trainer's time; None for a step without passes."""
+    rate = step.tokens / step.busy_s if step.busy_s > 0 and step.tokens else None
+    return asdict(step) | {"tokens_per_second": rate}
 
 
 def _checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from skyrl.api.access import Access
 from skyrl.api.readiness import EngineWatch
+from skyrl.api.ready_reasons import ReadyReasons
 from skyrl.api.served import Served
 from skyrl.api.session_life import SessionLife
 from skyrl.api.signing import SignedUrls
@@ -57,6 +58,7 @@ class Services:
     client: ForwardingClient | None
     engine: Doorbell
     watch: EngineWatch
+    readiness: ReadyReasons
     tokens: Tokens
     access: Access
     urls: SignedUrls

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from importlib.resources import files
+from pathlib import PurePath
 from typing import Any, Literal
 
 import msgspec
@@ -19,6 +20,7 @@ from skyrl.api.overview import MAX_DAYS, USAGE_COLUMNS, Overview
 from skyrl.api.routes import Routes
 from skyrl.api.services import Services
 from skyrl.api.usage_table import as_csv
+from skyrl.wire.errors import NotFound
 
 SECURITY = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
@@ -28,12 +30,10 @@ SECURITY = {
     "Cache-Control": "no-store",
 }
 """The page loads nothing from elsewhere, runs no inline script, and no other page can frame it."""
-FILES = {
-    "/ui": ("index.html", "text/html; charset=utf-8"),
-    "/ui/app.js": ("app.js", "text/javascript; charset=utf-8"),
-    "/ui/app.css": ("app.css", "text/css; charset=utf-8"),
-}
-"""By path, the file in `skyrl.ui` and its type."""
+PAGE = "index.html"
+_TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css"}
+MAX_STEP = 2**53
+"""Browsers read no larger whole number exactly."""
 
 _encode = msgspec.json.Encoder().encode
 
@@ -41,26 +41,33 @@ _encode = msgspec.json.Encoder().encode
 def router(services: Services) -> Routes:
     routes = Routes("status page", prefix="")
 
-    def serve(path: str) -> None:
-        name, media_type = FILES[path]
-        content = files("skyrl.ui").joinpath(name).read_bytes()
+    contents = _files()
 
-        @routes.get(path, scope="open")
-        async def file(call: Call) -> Response:
-            return Response(content, headers=SECURITY, media_type=media_type)
+    def file_answer(name: str) -> Response:
+        media_type = f"{_TYPES[PurePath(name).suffix]}; charset=utf-8"
+        return Response(contents[name], headers=SECURITY, media_type=media_type)
 
-    for path in FILES:
-        serve(path)
+    @routes.get("/ui", scope="open")
+    async def page(call: Call) -> Response:
+        """The page, without any data."""
+        return file_answer(PAGE)
+
+    @routes.get("/ui/{file}", scope="open")
+    async def page_file(call: Call, file: str) -> Response:
+        """A script or the style sheet of the page."""
+        if file not in contents:
+            raise NotFound("the status page has no such file", field="file")
+        return file_answer(file)
 
     @routes.get("/ui/api/state", scope="any")
     async def state(call: Call) -> Response:
         """The caller's runs, samplers, checkpoints and usage."""
-        return _unless_unchanged(call, await Overview(services, call.tenant).state())
+        return _unless_unchanged(call, await Overview(services, call.caller).state())
 
     @routes.get("/ui/api/runs/{run_id}", scope="any")
-    async def run(call: Call, run_id: str) -> Response:
-        """One run of the caller, with its history."""
-        return _unless_unchanged(call, await Overview(services, call.tenant).run(run_id))
+    async def run(call: Call, run_id: str, after: int = Query(0, ge=0, le=MAX_STEP)) -> Response:
+        """One run of the caller, with its history: the steps after the step `after`."""
+        return _unless_unchanged(call, await Overview(services, call.caller).run(run_id, after))
 
     @routes.get("/ui/api/usage", scope="any")
     async def usage(
@@ -70,7 +77,7 @@ def router(services: Services) -> Routes:
         format: Literal["json", "csv"] = "json",
     ) -> Response:
         """The caller's tokens by day, run and base model; `format` is json or csv."""
-        lines = await Overview(services, call.tenant).usage(days, run)
+        lines = await Overview(services, call.caller).usage(days, run)
         if format == "csv":
             return Response(as_csv(USAGE_COLUMNS, lines), headers=SECURITY, media_type="text/csv; charset=utf-8")
         return _unless_unchanged(call, {"days": days, "usage": lines})
@@ -78,9 +85,15 @@ def router(services: Services) -> Routes:
     @routes.get("/ui/api/box", scope="admin")
     async def server(call: Call) -> Response:
         """Parts, queues, adapters and disk of the server: counts alone."""
-        return _unless_unchanged(call, await box(services))
+        return _unless_unchanged(call, await box(services, call.caller))
 
     return routes
+
+
+def _files() -> dict[str, bytes]:
+    """The page's files by name."""
+    found = [file for file in files("skyrl.ui").iterdir() if PurePath(file.name).suffix in _TYPES]
+    return {file.name: file.read_bytes() for file in found}
 
 
 def _unless_unchanged(call: Call, value: Any) -> Response:

@@ -1,4 +1,5 @@
-"""Deletes old rows (finished requests, closed sampling sessions), then gives their space back to the disk.
+"""Deletes old rows (finished requests, closed sampling sessions, steps of runs), then gives their space back to the
+disk.
 
 Works in steps. Each step holds the write lock for some milliseconds, and other writers run between two steps.
 """
@@ -7,10 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from typing import Any
 
 from sqlalchemy import Connection, delete, func, select
 
+from skyrl.db import run_steps
 from skyrl.db.adapter_versions import forget_closed
 from skyrl.db.database import Database
 from skyrl.db.futures import futures
@@ -26,6 +29,9 @@ PAUSE_S = 0.01
 
 SAMPLING_SESSIONS_S = 24 * 3600.0
 """How long a closed sampling session is still listed. Nobody can sample from it any more."""
+
+HISTORY_S = 90 * 24 * 3600.0
+"""How long a step of a run's history is kept after its last change."""
 
 SPARE_PAGES = 512
 SPARE_SHARE = 4
@@ -108,16 +114,15 @@ class Retention:
             self._log_limit = LONG_LOG_BYTES + (0 if emptied else length)
 
     async def _forget(self) -> None:
-        before = time.time() - self._retention_s
+        now = time.time()
+        await self._in_steps(lambda c: forget(c, now - self._retention_s, FORGET_ROWS), 1)
+        await self._in_steps(lambda c: forget_closed(c, now - SAMPLING_SESSIONS_S, FORGET_ROWS), FORGET_ROWS)
+        await self._in_steps(lambda c: run_steps.forget(c, now - HISTORY_S), run_steps.FORGET_STEPS)
+
+    async def _in_steps(self, forget_some: Callable[[Connection], int], full_step: int) -> None:
+        """Call `forget_some`, each time in a transaction of its own, until it deletes fewer than `full_step` rows."""
         while True:
-            deleted = await self._writer.transact(lambda c: forget(c, before, FORGET_ROWS))
-            if deleted == 0:
-                break
-            await asyncio.sleep(PAUSE_S)
-        closed_before = time.time() - SAMPLING_SESSIONS_S
-        while True:
-            deleted = await self._writer.transact(lambda c: forget_closed(c, closed_before, FORGET_ROWS))
-            if deleted < FORGET_ROWS:
+            if await self._writer.transact(forget_some) < full_step:
                 return
             await asyncio.sleep(PAUSE_S)
 

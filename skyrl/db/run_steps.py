@@ -156,9 +156,10 @@ def _mean(total: float, count: int) -> float | None:
     return total / count if count else None
 
 
-def history(connection: Connection, model_id: str) -> list[Step]:
-    """The steps of a model that have ended, in their order."""
-    query = select(steps).where(steps.c.model_id == model_id, steps.c.ended_at.is_not(None)).order_by(steps.c.step)
+def history(connection: Connection, model_id: str, after: int = 0) -> list[Step]:
+    """The steps of a model after the step `after` that have ended, in their order."""
+    ended = (steps.c.model_id == model_id, steps.c.step > after, steps.c.ended_at.is_not(None))
+    query = select(steps).where(*ended).order_by(steps.c.step)
     return [Step.of(row) for row in connection.execute(query)]
 
 

@@ -48,12 +48,14 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class OpenSampler:
-    """A sampling session of an active session. `model_path` is None for the base model."""
+    """A sampling session of an active session. `model_path` is None for the base model and for an unnamed save.
+    `weights` is the name of the adapter version that it samples from; None for the base model."""
 
     id: str
     session_id: str
     base_model: str
     model_path: str | None
+    weights: str | None
     created_at: float
     last_used_at: float | None
     in_flight: int
@@ -127,6 +129,7 @@ def open_samplers(connection: Connection, tenant: str, limit: int) -> list[OpenS
             row.session_id,
             row.base_model,
             row.model_path,
+            row.weights.name if isinstance(row.weights, AdapterVersion) else None,
             row.created_at,
             row.last_used_at,
             in_flight.get(row.id, 0),

@@ -12,7 +12,7 @@ from skyrl.db.runs import Run
 from skyrl.quotas.tenants import Quotas
 from skyrl.sampling.service import SampleService
 from skyrl.standing.commands import of_command
-from skyrl.standing.runs import of_run
+from skyrl.standing.runs import RunStanding, of_run
 from skyrl.standing.samples import of_colocated, of_elsewhere, of_forwarded
 from skyrl.standing.standing import Standing, active, paused, paused_by_quota
 from skyrl.types.activity import EngineActivity
@@ -57,7 +57,7 @@ class Standings:
         command = await self._database.read_async(lambda c: rows.pending_command(c, request_id))
         return active("it has just ended") if command is None else of_command(command, self._activity(), time.time())
 
-    def of_run(self, run: Run) -> Standing:
+    def of_run(self, run: Run) -> RunStanding:
         """Where a run stands."""
         return of_run(run, self._activity(), self._of_trouble(), time.time(), self._session_timeout_s)
 

@@ -132,8 +132,7 @@ LISTS: dict[tuple[str, str], list[Try]] = {
 HARMLESS = {
     ("GET", "/"),
     ("GET", "/ui"),
-    ("GET", "/ui/app.css"),
-    ("GET", "/ui/app.js"),
+    ("GET", "/ui/{file}"),
     ("GET", "/ui/api/box"),
     ("GET", "/api/v1/auth/apikey/me"),
     ("DELETE", "/api/v1/auth/apikey/me"),
