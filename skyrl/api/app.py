@@ -30,6 +30,7 @@ from skyrl.api import (
     ui,
     weights,
 )
+from skyrl.api.access_log import AccessLog
 from skyrl.api.body_memory import BodyReader, bounds
 from skyrl.api.call import Hook
 from skyrl.api.error_answers import ErrorAnswers
@@ -106,5 +107,6 @@ def create_app(services: Services) -> HttpTable:
         RequestIds(),
         AccessCheck(services.access, services.urls),
         BodyMemoryHook(bodies),
+        *((AccessLog(),) if services.config.access_log else ()),
     )
     return HttpTable(framework, framework.declared, hooks, errors)

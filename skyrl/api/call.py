@@ -67,6 +67,11 @@ class Call:
         self._caller = caller
 
     @property
+    def known_tenant(self) -> str | None:
+        """The caller's tenant; None where no key was needed or accepted."""
+        return None if self._caller is None else self._caller.tenant
+
+    @property
     def tenant(self) -> str:
         """The caller's tenant, which owns what the request makes."""
         return self.caller.tenant

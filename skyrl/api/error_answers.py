@@ -1,4 +1,5 @@
-"""The one place where an error becomes an answer, `{"detail": sentence, "field": name or null}`, and a log line.
+"""The one place where an error becomes an answer, `{"detail": sentence, "field": name or null, "request_id":
+id}`, and a log line.
 
 The OpenAI-compatible routes answer the same errors in OpenAI's shape.
 """
@@ -44,12 +45,12 @@ class ErrorAnswer:
     headers: Mapping[str, str] | None = None
     code: str | None = None
 
-    def response(self, path: str) -> Response:
-        """In the shape of the routes below the path."""
-        if is_openai(path):
+    def response(self, call: Call) -> Response:
+        """In the shape of the routes below the request's path."""
+        if is_openai(call.request.scope["path"]):
             body: Any = error_body(self.status, self.detail, self.field, self.code)
         else:
-            body = {"detail": self.detail, "field": self.field}
+            body = {"detail": self.detail, "field": self.field, "request_id": call.id}
         return reply(body, self.status, dict(self.headers or {}))
 
 
@@ -72,7 +73,7 @@ class ErrorAnswers:
     def answer(self, call: Call, error: Exception) -> Response:
         """Log the error, and make its answer."""
         make = next(self.kinds[kind] for kind in type(error).__mro__ if kind in self.kinds)
-        return make(call, error).response(call.request.scope["path"])
+        return make(call, error).response(call)
 
     def _refused(self, call: Call, error: RequestError) -> ErrorAnswer:
         self._refusals.note(call, error.status, error.message, error)

@@ -109,7 +109,7 @@ async def serve(runtime: Runtime) -> None:
 
 def main() -> None:
     runtime = Runtime.from_environment()
-    set_up_process(runtime.config.log_level)
+    set_up_process(runtime.config.log_level, runtime.config.log_format, f"api-{runtime.slot}")
     run_process("the API", lambda: uvloop.run(serve(runtime)), outage)
 
 

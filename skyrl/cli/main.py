@@ -91,6 +91,10 @@ def serve(
     ] = None,
     threads: Annotated[int | None, typer.Option(help="CPU threads each for trainer and vLLM. Default: 1.")] = None,
     log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error. Default: info.")] = None,
+    log_format: Annotated[str | None, typer.Option(help="text (default) or json: one object a line.")] = None,
+    access_log: Annotated[
+        bool | None, typer.Option("--access-log", help="Log each request, except long polls.")
+    ] = None,
     config: Annotated[Path | None, typer.Option(help="TOML file; flags and SKYRL_* variables override it.")] = None,
 ) -> None:
     """Run the server: API, training engine and vLLM."""
@@ -118,6 +122,8 @@ def serve(
         "snapshot_interval_s": snapshot_interval_s,
         "threads": threads,
         "log_level": log_level,
+        "log_format": log_format,
+        "access_log": access_log,
     }
     from skyrl.db.migrate import DatabaseAway, SchemaError
     from skyrl.launcher.main import serve as launch

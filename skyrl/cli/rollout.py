@@ -11,6 +11,7 @@ import typer
 from skyrl.cli import router_options as option
 from skyrl.cli.many_values import ManyValues
 from skyrl.cli.router import parse_object
+from skyrl.processes.log_format import LogFormat
 from skyrl.web.admin import ADMIN_KEY_VARIABLE
 
 ENGINE_OPTIONS = "generator.inference_engine.engine_init_kwargs"
@@ -57,6 +58,7 @@ def rollout(
     admin_lock_s: option.AdminLockS = None,
     admin_update_s: option.AdminUpdateS = None,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
+    log_format: Annotated[LogFormat, typer.Option(help="text, or json: one object a line.")] = "text",
 ) -> None:
     """Start vLLMs, a sidecar each, and a router in front of them, for RL frameworks."""
     from skyrl.config.loading import load_config
@@ -74,8 +76,9 @@ def rollout(
         "backend_config": with_engines(parse_object(backend_config, "--backend-config"), num_engines, weight_updates),
         "state_dir": state_dir or Path.home() / ".local/share/skyrl/rollout",
         "threads": threads,
+        "log_format": log_format,
     }
-    set_up_process(log_level)
+    set_up_process(log_level, log_format)
     try:
         config = load_config(from_options)
         passed_on: dict[str, Any] = {
@@ -91,6 +94,7 @@ def rollout(
             "--admin-lock-s": admin_lock_s,
             "--admin-update-s": admin_update_s,
             "--log-level": log_level,
+            "--log-format": log_format,
         }
         arguments = [text for flag, value in passed_on.items() if value is not None for text in (flag, str(value))]
         arguments += [text for path in middleware or () for text in ("--middleware", path)]

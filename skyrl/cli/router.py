@@ -11,6 +11,7 @@ import typer
 
 from skyrl.cli import router_options as option
 from skyrl.cli.many_values import ManyValues
+from skyrl.processes.log_format import LogFormat
 
 
 class RouterCommand(ManyValues):
@@ -58,6 +59,7 @@ def router(
     admin_lock_s: option.AdminLockS = None,
     admin_update_s: option.AdminUpdateS = None,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
+    log_format: Annotated[LogFormat, typer.Option(help="text, or json: one object a line.")] = "text",
 ) -> None:
     """Run a router in front of inference servers."""
     from skyrl.config.server import ConfigError
@@ -77,7 +79,7 @@ def router(
     }
     limits = {"running": max_connections, "waiting": max_waiting, "body_bytes": max_body_bytes}
     metrics_file = os.environ.get(FILE_VARIABLE)
-    set_up_process(log_level)
+    set_up_process(log_level, log_format, "router")
     try:
         run_router(
             RouterOptions(

@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 import typer
 
 from skyrl.cli import router_options as option
+from skyrl.processes.log_format import LogFormat
 
 
 def vllm_address(url: str) -> str:
@@ -40,6 +41,7 @@ def sidecar(
         float, typer.Option(min=1, help="How long a trainer may stay away: when a group forms, and in each broadcast.")
     ] = 120.0,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
+    log_format: Annotated[LogFormat, typer.Option(help="text, or json: one object a line.")] = "text",
 ) -> None:
     """Run SGLang's /generate and control routes in front of a vLLM server."""
     from skyrl.config.server import ConfigError
@@ -64,7 +66,7 @@ def sidecar(
         update_s=update_timeout_s,
         group_s=group_timeout_s,
     )
-    set_up_process(log_level)
+    set_up_process(log_level, log_format, "sidecar")
     try:
         run_sidecar(settings)
     except ConfigError as error:

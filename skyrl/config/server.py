@@ -123,6 +123,14 @@ class ServerConfig(BaseSettings):
     trace_ratio: float = Field(0.01, ge=0, le=1)
     """The part of the requests that is traced, of those whose caller does not decide with a `traceparent` header."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_format: Literal["text", "json"] = "text"
+    """The format of all processes' log lines, vLLM's too."""
+    access_log: bool = False
+    """Log each request that an API process answers, except long polls."""
+    log_file_bytes: int = Field(100 * 2**20, ge=2**16, lt=2**63)
+    """A longer file in the state directory's `logs` is emptied after it was copied."""
+    log_files_kept: int = Field(5, ge=0, le=1000)
+    """How many copies of each file are kept."""
 
     @field_validator("backend", mode="before")
     @classmethod

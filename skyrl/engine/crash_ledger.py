@@ -18,6 +18,7 @@ from pathlib import Path
 
 from skyrl.db.faults import OPERATIONAL_ERRORS
 from skyrl.db.fence import Displaced
+from skyrl.processes.running_file import read_running_file
 
 logger = logging.getLogger(__name__)
 
@@ -103,7 +104,7 @@ class CrashLedger:
 def _read(file: Path) -> dict[str, int]:
     """Deaths by key, including the last death; empty if the file is missing or damaged."""
     try:
-        entry = json.loads(file.read_text().partition("\n")[0])
+        entry = read_running_file(file)
         return dict(Counter(entry["deaths"]) + Counter(entry["running"]))
     except FileNotFoundError:
         return {}

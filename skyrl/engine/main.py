@@ -300,7 +300,7 @@ async def run_until_stopped(parts: EngineParts, watches: Sequence[asyncio.Task[N
 
 def main() -> None:
     runtime = Runtime.from_environment()
-    set_up_process(runtime.config.log_level)
+    set_up_process(runtime.config.log_level, runtime.config.log_format, "engine")
     try:
         run_process("the engine", lambda: asyncio.run(run(runtime)), outage)
     except Displaced:

@@ -63,6 +63,7 @@ _ENV = {
     "PYTHONDONTWRITEBYTECODE": "",
 }
 
+LOGGING_CONFIG = "VLLM_LOGGING_CONFIG_PATH"
 _TRACE_ENV = {
     "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf",
     # The API process decides which requests are traced. By default vLLM would trace all requests without a decision.
@@ -89,12 +90,14 @@ def vllm_spec(
     offline: bool = False,
     tested: bool = True,
     log_name: str = "vllm.log",
+    logging_config: Path | None = None,
 ) -> ServerSpec:
     """One vLLM server for this configuration.
 
     `directory` is for the sockets between the server's processes and for temporary files, which vLLM never deletes.
     With `offline` the server does not ask the model hub. A version of vLLM that is not `tested` gets no development
-    endpoints, because the plugin does not protect them with the API key there.
+    endpoints, because the plugin does not protect them with the API key there. `logging_config` is a file that the
+    caller writes, by which the server writes lines of JSON if the configuration says so.
 
     Raises ConfigError for options of vLLM that skyrl sets itself, and for tensor parallelism without GPUs.
     """
@@ -114,6 +117,8 @@ def vllm_spec(
         del env["VLLM_SERVER_DEV_MODE"]
     if config.otlp_endpoint is not None:
         env |= _TRACE_ENV
+    if config.log_format == "json" and logging_config is not None:
+        env[LOGGING_CONFIG] = str(logging_config)
     if offline or Path(config.base_model_path).is_dir():
         env |= OFFLINE
     options = _common_options(config, port, api_key)

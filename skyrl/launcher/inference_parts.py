@@ -6,18 +6,21 @@ Imports neither torch nor vLLM.
 
 from __future__ import annotations
 
+import asyncio
+import json
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from skyrl.config.server import ServerConfig
 from skyrl.inference.placement import Placement, ServerHandle, ServerSpec, free_port
 from skyrl.inference.vllm_client import Probe, VllmClient
-from skyrl.inference.vllm_command import HOST, inference_devices, options_named, vllm_spec
+from skyrl.inference.vllm_command import HOST, LOGGING_CONFIG, inference_devices, options_named, vllm_spec
 from skyrl.inference.watchdog import Watchdog
 from skyrl.launcher.first_ready import StartObserver
 from skyrl.launcher.parts import Part
 from skyrl.launcher.preflight import Findings
 from skyrl.metrics.restarts import RestartMetrics
+from skyrl.processes.log_format import vllm_logging
 from skyrl.processes.startup import TAIL_LINES, Cause, cause_of_vllm
 
 INFERENCE_GRACE_S = 5.0
@@ -56,6 +59,7 @@ class InferenceParts:
                 offline=found.offline,
                 tested=found.vllm_tested,
                 log_name=f"{name}.log",
+                logging_config=directory / f"{name}-logging.json",
             )
             self._replicas.append(_VllmPart(name, config, spec, devices[number], key, placement, first_ready, restarts))
         router_port = distinct_ports(1, {*ports, config.port})[0] if inference.routed else None
@@ -122,6 +126,8 @@ class _VllmPart:
         return self._server
 
     async def _start(self) -> None:
+        if (file := self.spec.env.get(LOGGING_CONFIG)) is not None:
+            await asyncio.to_thread(Path(file).write_text, json.dumps(vllm_logging(self._name)))
         self._server = await self._placement.start(self.spec, self._devices, self._ended)
         self._first_ready.watch(self._name, self._server)
 

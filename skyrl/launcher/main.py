@@ -29,6 +29,7 @@ from skyrl.launcher.own_parts import (
     OwnProcesses,
     claim_parts,
     disk_part,
+    log_part,
     metrics_part,
     port_part,
 )
@@ -115,7 +116,7 @@ class Launcher:
             needs = (ENGINE,)
         await self._add(port_part(sockets, needs))
         await self._add(*(own.api(slot, sockets, (PORT,)) for slot in range(config.api_processes)))
-        await self._add(disk_part(config.state_dir))
+        await self._add(disk_part(config.state_dir), log_part(self._logs, config))
 
     async def _add(self, *parts: Part) -> None:
         for part in parts:
@@ -162,7 +163,7 @@ def serve(config: ServerConfig) -> None:
     Raises ConfigError (base model, port, state directory, options of vLLM), SchemaError (a database from a newer
     version), DatabaseAway, StartupError (a process can never start) and ServerEnded.
     """
-    set_up_process(config.log_level)
+    set_up_process(config.log_level, config.log_format)
     systemd = Systemd.take_from(os.environ)
     systemd.status("checking the configuration")
     findings = check(config)

@@ -11,19 +11,23 @@ import logging
 import socket
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
+from skyrl.config.server import ServerConfig
 from skyrl.db.database import Database
 from skyrl.inference.vllm_client import Probe, VllmClient
 from skyrl.inference.vllm_command import NO_PROGRESS_BARS, OFFLINE
 from skyrl.inference.watchdog import Watchdog
 from skyrl.launcher.first_ready import FirstReady
+from skyrl.launcher.log_rotation import rotate_logs
 from skyrl.launcher.parts import Part
 from skyrl.launcher.training_claim import TrainingClaim
 from skyrl.metrics.files import MetricsDirectory, MetricsWriter
 from skyrl.metrics.processes import LauncherMetrics
 from skyrl.metrics.restarts import RestartMetrics
 from skyrl.metrics.storage import show_free_space
+from skyrl.processes.running_file import running_now
 from skyrl.processes.runtime import RUNTIME_ENV, SLOT_ENV, SOCKETS_ENV, Runtime
 from skyrl.processes.startup import TAIL_LINES, cause_of_own
 from skyrl.processes.supervision import SupervisedProcess
@@ -38,6 +42,7 @@ ROUTER_TIMEOUT_S = 10.0
 """A router that answers nothing for this long is killed and started again. It never computes for long."""
 ROUTER_PROBE_S = 1.0
 CLAIM, CLAIM_WATCH, ENGINE, PORT, DISK, METRICS = "claim", "claim watch", "engine", "port", "disk", "metrics"
+LOGS = "logs"
 ROUTER, ROUTER_WATCH = "router", "router watch"
 """Names of parts."""
 
@@ -71,6 +76,12 @@ def metrics_part(metrics: LauncherMetrics, directory: Path, state_dir: Path) -> 
         await asyncio.to_thread(writer.stop)
 
     return Part(METRICS, start=start, supervise=metrics.lag.run, duty="measuring the event loop", stop=stop)
+
+
+def log_part(logs: Path, config: ServerConfig) -> Part:
+    """Bounds the log files of all processes."""
+    rotate = partial(rotate_logs, logs, config.log_file_bytes, config.log_files_kept)
+    return Part(LOGS, supervise=rotate, duty="rotating the logs")
 
 
 def port_part(sockets: Sequence[socket.socket], needs: tuple[str, ...]) -> Part:
@@ -125,6 +136,7 @@ class OwnProcesses:
             self._restore_runtime_file()
             cause = cause_of_own(code, process.log_tail(TAIL_LINES))
             if name == ENGINE:
+                self._log_what_ran()
                 self._restarts.ended("engine", "died" if cause is None else "config")
             self._first_ready.ended(name, code, cause)
 
@@ -154,6 +166,11 @@ class OwnProcesses:
             await watchdog.run()
         finally:
             await client.close()
+
+    def _log_what_ran(self) -> None:
+        """Name the commands that ran when the engine ended, so that they are found in the log of each process."""
+        if running := running_now(self._runtime.config.running_file):
+            logger.warning("the engine has ended while it ran %s", ", ".join(running))
 
     def _restore_runtime_file(self) -> None:
         """Write the file again that a process reads when it starts: somebody may have deleted it."""

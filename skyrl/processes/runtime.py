@@ -15,7 +15,7 @@ from pathlib import Path
 
 from skyrl.config.loading import dump_config, restore_config
 from skyrl.config.server import ConfigError, ServerConfig
-from skyrl.processes.log_format import LineFormat
+from skyrl.processes.log_format import LogFormat, formatter
 from skyrl.processes.startup import CANNOT_START, MARK, MAY_START, NotLoaded
 
 logger = logging.getLogger(__name__)
@@ -131,11 +131,11 @@ def run_process(name: str, run: Callable[[], None], outage: Callable[[Exception]
         sys.exit(1)
 
 
-def set_up_process(log_level: str) -> None:
-    """Log to stderr, and raise the limit of open files to the system's maximum: clients hold thousands of polls
-    open."""
+def set_up_process(log_level: str, log_format: LogFormat = "text", process: str = "launcher") -> None:
+    """Log to stderr under the name `process`, and raise the limit of open files to the system's maximum: clients hold
+    thousands of polls open."""
     handler = logging.StreamHandler()
-    handler.setFormatter(LineFormat())
+    handler.setFormatter(formatter(log_format, process))
     logging.basicConfig(level=log_level.upper(), handlers=[handler], force=True)
     for noisy in ("httpx", "httpcore", "alembic"):
         logging.getLogger(noisy).setLevel(logging.WARNING)

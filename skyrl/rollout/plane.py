@@ -23,7 +23,7 @@ from skyrl.inference.placement import LocalPlacement
 from skyrl.inference.vllm_command import HOST
 from skyrl.launcher.first_ready import Supervised
 from skyrl.launcher.inference_parts import InferenceParts, distinct_ports
-from skyrl.launcher.own_parts import metrics_part
+from skyrl.launcher.own_parts import log_part, metrics_part
 from skyrl.launcher.parts import Part, Parts
 from skyrl.launcher.preflight import Findings, check
 from skyrl.launcher.state_dir import lock_state_dir, private_directory
@@ -127,7 +127,7 @@ class Plane:
         options, config = self._options, self._options.config
         key, metrics = secrets.token_urlsafe(32), LauncherMetrics.new()
         published = directory / "metrics"
-        await self._add(metrics_part(metrics, published, config.state_dir))
+        await self._add(metrics_part(metrics, published, config.state_dir), log_part(self._logs, config))
         urls = list(options.engine_urls)
         sidecars: tuple[str, ...] = ()
         if options.num_engines:
@@ -140,6 +140,7 @@ class Plane:
             for number, (port, vllm_url) in enumerate(zip(ports, vllms.replica_urls, strict=True)):
                 name = f"sidecar-{number}"
                 command = ("sidecar", "--port", str(port), "--vllm-url", vllm_url, "--drain-s", str(DRAIN_S))
+                command += ("--log-format", config.log_format)
                 env = {"SKYRL_VLLM_API_KEY": key, FILE_VARIABLE: str(published / name)}
                 await self._add(self._part(name, command, (), env, starts))
                 urls.append(f"http://{HOST}:{port}")

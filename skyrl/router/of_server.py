@@ -44,7 +44,7 @@ def options_of(runtime: Runtime) -> RouterOptions:
 
 def main() -> None:
     runtime = Runtime.from_environment()
-    set_up_process(runtime.config.log_level)
+    set_up_process(runtime.config.log_level, runtime.config.log_format, "router")
     run_process("the router", lambda: run_router(options_of(runtime)), lambda _: None)
 
 

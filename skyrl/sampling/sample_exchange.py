@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from types import MappingProxyType
 
 from skyrl.sampling import completion
 from skyrl.sampling.answer_bound import answer_bound
@@ -16,8 +15,6 @@ from skyrl.sampling.served_context import ServedContext
 from skyrl.sampling.transport import Answer, CompletionTransport
 from skyrl.types.weights import WeightsRef
 from skyrl.wire.errors import ErrorCategory, FailedRequest
-
-_NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 
 
 class SampleExchange:
@@ -50,7 +47,8 @@ class SampleExchange:
 
     @property
     def headers(self) -> Mapping[str, str]:
-        return _NO_HEADERS
+        """vLLM's own id of the request becomes `cmpl-<request id>`."""
+        return {"X-Request-Id": self._job.request_id}
 
     @property
     def key(self) -> str:

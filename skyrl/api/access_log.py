@@ -1,0 +1,33 @@
+"""The access log: one line for each request except long polls and heartbeats, in the logger `skyrl.access`. Off by
+default: at thousands of requests a second it is not free."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from skyrl.api.call import Call
+from skyrl.api.tracing import UNTRACED
+from skyrl.processes.log_format import about_request
+from skyrl.processes.log_limits import plain
+
+logger = logging.getLogger("skyrl.access")
+
+
+class AccessLog:
+    """A hook. A line has the method, the route, the status, the time until the answer began, and the tenant."""
+
+    name = "access log"
+
+    async def begin(self, call: Call) -> None:
+        """Nothing to do: the call has the time of its arrival."""
+
+    def end(self, call: Call) -> None:
+        scope = call.request.scope
+        if call.route is not None and call.route.path in UNTRACED:
+            return
+        path = plain(scope["path"]) if call.route is None else call.route.path
+        milliseconds = round((time.perf_counter() - call.began) * 1e3, 1)
+        tenant = None if call.known_tenant is None else call.known_tenant[:8]
+        extra = about_request(call.id, route=path, status=call.status, duration_ms=milliseconds, tenant=tenant)
+        logger.info("%s %s %s %.1f ms %s", scope["method"], path, call.status, milliseconds, tenant or "-", extra=extra)

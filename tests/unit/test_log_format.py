@@ -1,0 +1,128 @@
+"""Log lines as text and as JSON."""
+
+from __future__ import annotations
+
+import json
+import logging
+import logging.config
+import sys
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skyrl.launcher.log_rotation import rotate_once
+from skyrl.processes.log_format import JsonFormat, about_request, formatter, vllm_logging
+from skyrl.processes.running_file import running_now
+from skyrl.tracing.context import SpanContext
+from skyrl.tracing.current import current_trace
+from skyrl.tracing.spans import RequestTrace, Span
+
+
+def record(message: str, *arguments: object, **about: Any) -> logging.LogRecord:
+    made = logging.LogRecord("skyrl.api", logging.WARNING, "f.py", 1, message, arguments, None)
+    vars(made).update(about)
+    return made
+
+
+def line(made: logging.LogRecord) -> dict[str, Any]:
+    text = JsonFormat("api-0").format(made)
+    assert "\n" not in text
+    return json.loads(text)
+
+
+def test_a_line_of_json_has_the_time_the_level_the_process_and_what_it_is_about() -> None:
+    made = record("refused %s", "it", **about_request("r1", tenant="3a1f", duration_ms=1.5, model_id=None))
+    found = line(made)
+    at = datetime.fromisoformat(found.pop("ts"))
+    assert at.utcoffset() == timedelta(0)
+    assert abs(at.timestamp() - made.created) < 0.01
+    assert found == {
+        "level": "warning",
+        "logger": "skyrl.api",
+        "process": "api-0",
+        "msg": "refused it",
+        "request_id": "r1",
+        "tenant": "3a1f",
+        "duration_ms": 1.5,
+    }
+
+
+def test_a_line_of_json_holds_a_stack_trace_and_any_text() -> None:
+    try:
+        raise ValueError("first\nsecond")
+    except ValueError:
+        made = record("broken \ud800 \x00 \n\u2028", exc_info=sys.exc_info())
+    found = line(made)
+    assert "ValueError: first\nsecond" in found["error"]
+    assert "test_log_format.py" in found["error"]
+    assert found["msg"].startswith("broken \\ud800")
+
+
+class _Nowhere:
+    def record(self, span: Span) -> None:
+        """Not used."""
+
+    def close(self) -> None:
+        """Not used."""
+
+
+def test_a_line_about_a_traced_request_names_its_trace() -> None:
+    context = SpanContext.new()
+    token = current_trace.set(RequestTrace(_Nowhere(), context))
+    try:
+        found = line(record("x"))
+    finally:
+        current_trace.reset(token)
+    assert (found["trace_id"], found["span_id"]) == (f"{context.trace_id:032x}", f"{context.span_id:016x}")
+    assert "trace_id" not in line(record("x"))
+
+
+def test_a_line_of_text_ends_with_the_request() -> None:
+    text = formatter("text", "api-0").format(record("refused", request_id="r1"))
+    assert text.endswith("WARNING skyrl.api: refused [request r1]")
+    assert formatter("text", "api-0").format(record("refused")).endswith(": refused")
+
+
+def test_vllm_logs_json_by_its_configuration(capsys: pytest.CaptureFixture[str]) -> None:
+    logger = logging.getLogger("vllm.test")
+    logging.config.dictConfig(vllm_logging("vllm-0") | {"incremental": False, "root": {}})
+    try:
+        logger.info("Using %s", "CPU")
+        found = json.loads(capsys.readouterr().err)
+    finally:
+        logging.getLogger("vllm").handlers = []
+    assert (found["process"], found["logger"], found["msg"]) == ("vllm-0", "vllm.test", "Using CPU")
+
+
+def test_a_long_file_is_copied_and_emptied_and_so_many_copies_stay(tmp_path: Path) -> None:
+    file = tmp_path / "api.log"
+    (tmp_path / "short.log").write_text("12345")
+    with file.open("a") as open_log:  # the process keeps its file open
+        for number in range(4):
+            open_log.write(f"{number}" * 20)
+            open_log.flush()
+            rotate_once(tmp_path, 10, 2)
+        open_log.write("after")
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {
+        "api.log": "after",
+        "api.log.1": "3" * 20,
+        "api.log.2": "2" * 20,
+        "short.log": "12345",
+    }
+
+
+def test_without_copies_a_long_file_is_only_emptied(tmp_path: Path) -> None:
+    (tmp_path / "api.log").write_text("x" * 20)
+    rotate_once(tmp_path, 10, 0)
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"api.log": ""}
+
+
+def test_what_the_engine_ran_is_read_from_its_file(tmp_path: Path) -> None:
+    file = tmp_path / "running.json"
+    assert running_now(file) == []
+    file.write_text('{"running": ["r1", "r2"], "deaths": {}}\nrest of a longer line"}')
+    assert running_now(file) == ["r1", "r2"]
+    file.write_text("damaged")
+    assert running_now(file) == []
