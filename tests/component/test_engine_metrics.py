@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -113,6 +114,27 @@ async def test_the_oldest_command_is_shown_while_it_runs_and_while_it_waits(harn
     assert 0 <= time.time() - accepted_at < 100
     harness.engine.ring()
     await trainer.result(first)
+
+
+async def test_a_command_that_hangs_in_the_backend_is_the_oldest(harness: Harness) -> None:
+    """Then no other command need wait to make the age grow."""
+    trainer = await Trainer.create(harness)
+    metrics, ends = harness.parts.metrics.commands, threading.Event()
+    await until(lambda: metrics.oldest_accepted_at is None)
+    run = harness.backend.run
+
+    def hang(passes: Any) -> Any:
+        ends.wait()
+        return run(passes)
+
+    harness.backend.run = hang  # type: ignore[method-assign,assignment]
+    command = await trainer.forward_backward(1, None, 12)
+    try:
+        await until(lambda: metrics.oldest_accepted_at is not None)
+    finally:
+        ends.set()
+    await trainer.result(command)
+    await until(lambda: metrics.oldest_accepted_at is None)
 
 
 async def test_commands_that_are_refused_because_their_model_is_gone_are_counted(harness: Harness) -> None:
