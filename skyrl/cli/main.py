@@ -1,4 +1,4 @@
-"""The `skyrl` command: serve, rollout, router, sidecar, keys, quotas, db, demo, doctor, version."""
+"""The `skyrl` command: serve, rollout, router, sidecar, keys, quotas, status, db, demo, doctor, version."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from skyrl.cli.rollout import RolloutCommand, rollout
 from skyrl.cli.router import RouterCommand, router
 from skyrl.cli.sidecar import sidecar
 from skyrl.cli.skyrl_flags import SkyrlFlags
+from skyrl.cli.status import status
 
 app = typer.Typer(
     name="skyrl",
@@ -27,6 +28,7 @@ app.add_typer(db.app, name="db")
 app.command(cls=RouterCommand)(router)
 app.command(cls=RolloutCommand)(rollout)
 app.command()(sidecar)
+app.command()(status)
 
 
 @app.command(cls=SkyrlFlags)
