@@ -1,4 +1,4 @@
-"""The `skyrl` command: serve, rollout, router, sidecar, keys, quotas, usage, db, demo, doctor, version."""
+"""The `skyrl` command: serve, rollout, router, sidecar, keys, quotas, status, usage, db, demo, doctor, version."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from skyrl.cli.rollout import RolloutCommand, rollout
 from skyrl.cli.router import RouterCommand, router
 from skyrl.cli.sidecar import sidecar
 from skyrl.cli.skyrl_flags import SkyrlFlags
+from skyrl.cli.status import status
 from skyrl.cli.usage import usage
 
 app = typer.Typer(
@@ -28,6 +29,7 @@ app.add_typer(db.app, name="db")
 app.command(cls=RouterCommand)(router)
 app.command(cls=RolloutCommand)(rollout)
 app.command()(sidecar)
+app.command()(status)
 app.command()(usage)
 
 

@@ -2,7 +2,7 @@
 
 The passes of a step and its end are added in the transactions that store their outcomes, so that each counts once,
 also through restarts. A run keeps at most MAX_STEPS steps: when it is full, every second step is deleted, so that old
-steps get sparse and the newest are complete.
+steps get sparse. Steps since the last deletion are complete.
 """
 
 from __future__ import annotations

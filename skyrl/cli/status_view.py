@@ -1,0 +1,112 @@
+"""Draws the server's answers about runs for a terminal. Names come from clients: they are never read as markup, and
+control characters in them are replaced."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from skyrl.standing.standing import duration
+
+LAST_STEPS = 10
+MARKS = {
+    "working": ("●", "green"),
+    "waiting": ("◆", "yellow"),
+    "over quota": ("◆", "yellow"),
+    "idle": ("○", ""),
+    "silent": ("▲", "yellow"),
+    "ended": ("■", "dim"),
+    "failed": ("✖", "red"),
+}
+_STEP_COLUMNS = ("step", "loss", "gap", "clip fraction", "tokens/s", "step time (s)")
+
+
+def view(answer: dict[str, Any]) -> RenderableType:
+    """The answer of `/ui/api/state`, with the part `box` if the key is an admin's; or that of `/ui/api/runs/{id}`."""
+    server = _server(answer["server"])
+    if "history" in answer:
+        return Group(server, Text(), _runs([answer]), Text(), _steps(answer["history"][-LAST_STEPS:]))
+    runs = _runs(answer["runs"]) if answer["runs"] else Text("no runs with this key", style="dim")
+    in_flight = sum(sampler["in_flight"] for sampler in answer["samplers"])
+    counts = Text(f"samplers: {len(answer['samplers'])} open, {in_flight} samples in flight")
+    box = [Text(), _box(answer["box"])] if "box" in answer else []
+    return Group(server, Text(), runs, Text(), counts, *box)
+
+
+def _server(server: dict[str, Any]) -> Text:
+    state = ("● ready", "green") if server["ready"] else ("▲ not ready", "red")
+    reasons = f" {'; '.join(server['reasons'])}" if server["reasons"] else ""
+    return Text.assemble(f"skyrl {server['version']} ", state, _plain(reasons))
+
+
+def _runs(runs: Iterable[dict[str, Any]]) -> Table:
+    table = _table("run", "state", numeric=("steps", "loss", "gap", "tokens/s"))
+    table.add_column("last activity", no_wrap=True)
+    for run in runs:
+        symbol, style = MARKS.get(run["state"], ("·", ""))
+        step = run["last_step"] or {}
+        name = [] if run["name"] is None else [_plain(run["name"]), "\n"]
+        table.add_row(
+            Text.assemble(*name, (run["id"], "dim")),
+            Text.assemble((f"{symbol} {run['state']}", style), f": {run['sentence']}"),
+            str(run["steps"]),
+            *(_number(step.get(column)) for column in ("loss", "gap", "tokens_per_second")),
+            f"{duration(time.time() - run['last_request_at'])} ago",
+        )
+    return table
+
+
+def _steps(steps: Iterable[dict[str, Any]]) -> Table:
+    table = _table(numeric=_STEP_COLUMNS)
+    columns = ("loss", "gap", "clip_fraction", "tokens_per_second", "busy_s")
+    for step in steps:
+        table.add_row(str(step["step"]), *(_number(step[column]) for column in columns))
+    return table
+
+
+def _box(box: dict[str, Any]) -> Table:
+    models, adapters, disk = box["models"], box["adapters"], box["disk"]
+    places = "" if adapters["places"] is None else f", {adapters['places']} at a time"
+    lines = {
+        "trainer": "none" if box["trainer"] is None else box["trainer"]["trouble"] or "ready",
+        "API processes": str(len(box["api_processes"])),
+        "pending requests": _counts(box["pending"]),
+        "models": f"{models['running']} with a running command; waiting for: {_counts(models['waiting'])}",
+        "adapters": f"{adapters['servable']} can be sampled{places}",
+        "disk": f"{disk['free_bytes'] / 1e9:.1f} GB of {disk['total_bytes'] / 1e9:.1f} GB are free",
+        "database": f"{box['database_bytes'] / 1e6:.1f} MB",
+    }
+    since = models["longest_wait_since"]
+    if since is not None:
+        lines["longest wait"] = duration(time.time() - since)
+    table = Table.grid(padding=(0, 2))
+    for name, value in lines.items():
+        table.add_row(Text(name, style="dim"), _plain(value))
+    return table
+
+
+def _counts(counts: dict[str, int]) -> str:
+    return ", ".join(f"{name.lower()} {number}" for name, number in sorted(counts.items())) or "none"
+
+
+def _table(*texts: str, numeric: tuple[str, ...]) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for name in texts:
+        table.add_column(name, overflow="fold")
+    for name in numeric:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
+
+
+def _number(value: float | None) -> str:
+    return "–" if value is None else f"{value:.4g}"
+
+
+def _plain(text: str) -> Text:
+    """The text without control characters: a name must not move the cursor or change colours."""
+    return Text("".join(letter if letter.isprintable() else "�" for letter in text))

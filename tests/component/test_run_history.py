@@ -1,0 +1,187 @@
+"""The history of runs: it says what the passes said, counts each step once, and stays bounded."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine_harness import Harness, Trainer, data, harness_in
+from sqlalchemy import update
+
+from skyrl.db import run_steps
+from skyrl.db.database import Connection, Database
+from skyrl.db.models import Model, add_model
+from skyrl.db.retention import Retention
+from skyrl.db.run_steps import Step, StepSums, add_passes, end_step, history
+from skyrl.db.sessions import Sessions
+from skyrl.db.writer import GroupCommitWriter
+from skyrl.types.kinds import Kind
+from skyrl.types.lora import LoraSpec
+from tests.postgres_server import ON_BOTH
+
+
+@pytest.fixture
+async def harness(tmp_path: Path) -> AsyncIterator[Harness]:
+    async with harness_in(tmp_path / "state") as harness:
+        await harness.start()
+        yield harness
+
+
+def steps_of(harness: Harness, trainer: Trainer) -> list[Step]:
+    return harness.database.read(lambda c: history(c, trainer.model_id))
+
+
+def datum_with_logprobs(seed: int) -> list[dict[str, Any]]:
+    """One datum as a sampler gives it: logprobs and advantages at each position."""
+    [datum] = data(seed, 8)
+    inputs = datum["loss_fn_inputs"]
+    del inputs["weights"]
+    for name, value in (("logprobs", -3.0), ("advantages", 1.0)):
+        inputs[name] = {"data": [value] * 8, "dtype": "float32", "shape": [8]}
+    return [datum]
+
+
+async def test_loss_and_gap_of_a_step_are_those_of_its_passes_per_token(harness: Harness) -> None:
+    trainer = await Trainer.create(harness)
+    passes = [
+        await trainer.do(
+            Kind.FORWARD_BACKWARD,
+            forward_backward_input={"data": datum_with_logprobs(seed), "loss_fn": "ppo"},
+        )
+        for seed in (1, 2)
+    ]
+    plain = await trainer.result(await trainer.forward_backward(3, None, 9, 14))
+    await trainer.do(
+        Kind.FORWARD, forward_input={"data": data(4), "loss_fn": "cross_entropy"}
+    )  # trains nothing, so it is not in the history
+    assert steps_of(harness, trainer) == [], "the step has not ended"
+    await trainer.result(await trainer.optim_step())
+    [step] = steps_of(harness, trainer)
+    everything = [*(one["metrics"] for one in passes), plain["metrics"]]
+    tokens = sum(metrics["num_tokens:sum"] for metrics in everything)
+    assert step.loss == pytest.approx(sum(metrics["loss:sum"] for metrics in everything) / tokens)
+    gaps = [metrics["metrics"]["kl:mean"] for metrics in passes]
+    assert step.gap == pytest.approx(sum(gaps) / 2), "the cross-entropy pass has no logprobs of a sampler"
+    clipped = [metrics["metrics"]["clip_fraction:mean"] for metrics in passes]
+    assert step.clip_fraction == pytest.approx(sum(clipped) / 2)
+    assert (step.step, step.tokens) == (1, 8 + 8 + 9 + 14)
+    assert step.busy_s > 0
+
+
+async def test_a_step_without_logprobs_of_a_sampler_has_no_gap(harness: Harness) -> None:
+    trainer = await Trainer.create(harness)
+    await trainer.step(1)
+    [step] = steps_of(harness, trainer)
+    assert (step.gap, step.clip_fraction) == (None, None)
+
+
+@pytest.mark.parametrize("kind", [Kind.FORWARD_BACKWARD, Kind.OPTIM_STEP])
+async def test_a_step_counts_once_through_a_kill_and_a_recovery(harness: Harness, kind: Kind) -> None:
+    """The engine dies before it stores the outcome of the pass or of the step. The next engine repeats every command of
+    the model, because no snapshot was taken."""
+    trainer = await Trainer.create(harness)
+    for seed in (1, 2):
+        await trainer.step(seed)
+    before = steps_of(harness, trainer)
+    if kind is Kind.FORWARD_BACKWARD:
+        harness.kill_before_commit_of(lambda _: True)
+        passed = await trainer.forward_backward(3, None, 9, 14)
+    else:
+        passed = await trainer.forward_backward(3, None, 9, 14)
+        await trainer.result(passed)
+        harness.kill_before_commit_of(lambda _: True)
+    stepped = await trainer.optim_step()
+    await harness.wait_until_killed()
+    await harness.start()
+    metrics = (await trainer.result(passed))["metrics"]
+    await trainer.result(stepped)
+    [*first, last] = steps_of(harness, trainer)
+    assert first == before
+    assert (last.step, last.tokens) == (3, 9 + 14)
+    assert last.loss == pytest.approx(metrics["loss:sum"] / metrics["num_tokens:sum"])
+    assert harness.model_row(trainer.model_id).steps == 3
+
+
+async def test_a_failed_step_is_no_step(harness: Harness) -> None:
+    trainer = await Trainer.create(harness)
+    await trainer.result(await trainer.forward_backward(1))
+    await trainer.fails(Kind.OPTIM_STEP, adam_params={"learning_rate": "much"})
+    assert steps_of(harness, trainer) == []
+    assert harness.model_row(trainer.model_id).steps == 0
+
+
+@pytest.fixture
+async def writer(database: Database) -> AsyncIterator[GroupCommitWriter]:
+    writer = GroupCommitWriter(database)
+    yield writer
+    await writer.close()
+
+
+@pytest.fixture
+def database(migrated_url: str) -> Iterator[Database]:
+    database = Database(migrated_url)
+    yield database
+    database.close()
+
+
+@pytest.fixture
+async def run(database: Database, writer: GroupCommitWriter) -> str:
+    """The id of a run in the database. No engine has it."""
+    session = await Sessions(database, writer).create("tenant", [], None, "")
+    model = Model(f"{session.id}:train:0", session.id, "tenant", "tiny", LoraSpec(4, 32.0, 1), None)
+    await writer.transact(add_model(model, 0))
+    return model.id
+
+
+def train(connection: Connection, run: str, steps: int) -> None:
+    for _ in range(steps):
+        add_passes(connection, {run: StepSums.of_pass(8, {"loss:sum": 4.0, "num_tokens:sum": 8.0})}, 0.5)
+        end_step(run, 0.25)(connection)
+
+
+@ON_BOTH
+async def test_a_full_history_gets_sparse_where_it_is_old_and_stays_bounded(
+    database: Database, writer: GroupCommitWriter, run: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_steps, "MAX_STEPS", 200)
+    await writer.transact(lambda c: train(c, run, 300))
+    numbers = [step.step for step in await database.read_async(lambda c: history(c, run))]
+    assert numbers == list(range(2, 300, 2)) + [300], "the newest step is always kept"
+    await writer.transact(lambda c: train(c, run, 540))
+    kept = await database.read_async(lambda c: history(c, run))
+    assert len(kept) <= 200 + run_steps.CHECK_EVERY
+    assert [step.step for step in kept][-41:] == list(range(800, 841)), "complete since the last deletion"
+    assert {(step.loss, step.tokens, step.busy_s) for step in kept} == {(0.5, 8, 0.75)}
+
+
+@ON_BOTH
+async def test_a_history_after_a_step_has_the_later_steps_alone(
+    database: Database, writer: GroupCommitWriter, run: str
+) -> None:
+    await writer.transact(lambda c: train(c, run, 5))
+    assert [step.step for step in await database.read_async(lambda c: history(c, run, 3))] == [4, 5]
+    assert await database.read_async(lambda c: history(c, run, 5)) == []
+
+
+def test_the_bound_is_2000_steps_a_run() -> None:
+    assert (run_steps.MAX_STEPS, run_steps.CHECK_EVERY) == (2_000, 100)
+
+
+@ON_BOTH
+async def test_steps_without_news_for_90_days_are_deleted(
+    database: Database, writer: GroupCommitWriter, run: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_steps, "FORGET_STEPS", 2)  # so that the sweep needs several transactions
+    table, now, day_s = run_steps.steps, time.time(), 86_400.0
+
+    def make_old(connection: Connection) -> None:
+        train(connection, run, 8)
+        for number, days in ((1, 200), (2, 91), (3, 91), (4, 91), (5, 91), (6, 89)):
+            connection.execute(update(table).where(table.c.step == number).values(updated_at=now - days * day_s))
+
+    await writer.transact(make_old)
+    await Retention(database, writer, 100.0).sweep()
+    assert [step.step for step in await database.read_async(lambda c: history(c, run))] == [6, 7, 8]

@@ -1,0 +1,266 @@
+"""What the status page gets from an API process: the data of one tenant, unchanged data once, and files that load
+nothing from elsewhere."""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+import time
+from importlib.resources import files
+from typing import Any
+
+import httpx
+import pytest
+from api_harness import BASE, Api, Serve, session_of
+from sqlalchemy import update
+
+from skyrl.api.tokens import tenant_of_key
+from skyrl.db import keys
+from skyrl.db.checkpoints import Checkpoint, put
+from skyrl.db.database import Connection, Database
+from skyrl.db.engine_state import state as engine_state
+from skyrl.db.keys import Scope
+from skyrl.db.models import models
+from skyrl.db.run_steps import StepSums, add_passes, end_step
+from skyrl.db.sessions import sessions
+from skyrl.db.usage import count_training
+from skyrl.types.activity import EngineActivity, ModelActivity, WaitsFor, encode_activity
+from skyrl.types.lora import LoraSpec
+from skyrl.wire.paths import TinkerPath
+from tests.postgres_server import ON_BOTH
+
+TENANT, OTHER = tenant_of_key("tml-one"), {"X-API-Key": "tml-two"}
+HTML = {"Accept": "text/html,application/xhtml+xml"}
+
+
+async def ask(api: Api, path: str, status: int = 200, **headers: str) -> Any:
+    answer = await api.http.get(f"/ui/api/{path}", headers=headers)
+    assert answer.status_code == status, answer.text
+    return answer.json()
+
+
+async def new_run(api: Api, name: str = "my run", **headers: str) -> str:
+    """Create a model; no engine runs, so it stays in creation."""
+    session = (await api.post("create_session", {}, **headers)).json()["session_id"]
+    wanted = {"session_id": session, "model_seq_id": 0, "base_model": BASE, "user_metadata": {"name": name}}
+    answer = await api.post("create_model", wanted, **headers)
+    assert answer.status_code == 200, answer.text
+    return answer.json()["model_id"]
+
+
+def train(connection: Connection, run: str, steps: int) -> None:
+    metrics = {"loss:sum": 4.0, "num_tokens:sum": 8.0, "kl:mean": 0.125, "clip_fraction:mean": 0.5}
+    for _ in range(steps):
+        add_passes(connection, {run: StepSums.of_pass(10, metrics)}, 0.75)
+        count_training(connection, {run: 10})
+        end_step(run, 0.5)(connection)
+
+
+def save(connection: Connection, run: str, name: str) -> None:
+    path = TinkerPath(run, "weights", name)
+    put(connection, Checkpoint(path, TENANT, "key", None, BASE, LoraSpec(4, 32.0, 1), 123, False, None, 1.0, None))
+
+
+@ON_BOTH
+async def test_the_page_gets_what_the_tenant_has_and_nothing_of_another(api: Api, database: Database) -> None:
+    run, theirs = await new_run(api), await new_run(api, "their secret", **OTHER)
+    sampler, their_sampler = await api.sampler(), await api.sampler(**OTHER)
+    for each in (run, theirs):
+        database.write(lambda c, each=each: train(c, each, 3))
+    database.write(lambda c: save(c, run, "first"))
+    state = await ask(api, "state")
+    [shown] = state["runs"]
+    assert (shown["id"], shown["name"], shown["steps"]) == (run, "my run", 3)
+    assert {name: shown["last_step"][name] for name in ("step", "loss", "gap", "clip_fraction", "busy_s")} == {
+        "step": 3,
+        "loss": 0.5,
+        "gap": 0.125,
+        "clip_fraction": 0.5,
+        "busy_s": 1.25,
+    }
+    assert shown["last_step"]["tokens_per_second"] == 10 / 1.25
+    assert [one["id"] for one in state["samplers"]] == [sampler]
+    assert [one["path"] for one in state["checkpoints"]] == [f"tinker://{run}/weights/first"]
+    assert [(line["run"], line["trained"]) for line in state["usage"]] == [(run, 30)]
+    one = await ask(api, f"runs/{run}")
+    everything = str(state) + str(one) + str(await ask(api, "usage")) + str(await ask(api, "box"))
+    for secret in (theirs, their_sampler, session_of(their_sampler), "their secret", tenant_of_key("tml-two")):
+        assert secret not in everything
+    assert (await ask(api, f"runs/{theirs}", 404))["detail"] == f"run_id: no run {theirs!r}"
+    assert (await ask(api, "runs/unknown", 404))["detail"] == "run_id: no run 'unknown'"
+
+
+@ON_BOTH
+async def test_a_run_has_its_history_and_checkpoints(api: Api, database: Database) -> None:
+    run, other = await new_run(api), await new_run(api)
+    database.write(lambda c: train(c, run, 4))
+    for name in ("first", "second"):
+        database.write(lambda c, name=name: save(c, run, name))
+    database.write(lambda c: save(c, other, "of another run"))
+    shown = await ask(api, f"runs/{run}")
+    assert [step["step"] for step in shown["history"]] == [1, 2, 3, 4]
+    assert {saved["run"] for saved in shown["checkpoints"]} == {run}
+    assert len(shown["checkpoints"]) == 2
+    assert [(line["run"], line["trained"]) for line in shown["usage"]] == [(run, 40)]
+    later = await ask(api, f"runs/{run}?after=3")
+    assert [step["step"] for step in later["history"]] == [4]
+    assert (await ask(api, f"runs/{run}?after=-1", 400))["field"] == "after"
+
+
+async def test_an_unchanged_state_is_sent_once(api: Api, database: Database) -> None:
+    run = await new_run(api)
+    end = {"status": "closed", "last_request_at": time.time() - 5 * 3600}  # its sentence then changes in 6 minutes
+    database.write(lambda c: c.execute(update(models).values(end)))
+    for path in ("state", f"runs/{run}", "usage"):
+        first = await api.http.get(f"/ui/api/{path}")
+        again = await api.http.get(f"/ui/api/{path}", headers={"If-None-Match": first.headers["etag"]})
+        assert (again.status_code, again.content) == (304, b""), path
+    first = await api.http.get("/ui/api/state")
+    database.write(lambda c: train(c, run, 1))
+    changed = await api.http.get("/ui/api/state", headers={"If-None-Match": first.headers["etag"]})
+    assert changed.status_code == 200
+    assert changed.json()["runs"][0]["steps"] == 1
+
+
+async def test_usage_can_be_loaded_as_csv(api: Api, database: Database) -> None:
+    run = await new_run(api)
+    database.write(lambda c: train(c, run, 2))
+    answer = await api.http.get("/ui/api/usage", params={"format": "csv", "days": 366})
+    assert answer.headers["content-type"] == "text/csv; charset=utf-8"
+    [line] = csv.DictReader(io.StringIO(answer.text))
+    assert (line["run"], line["base_model"], line["trained"], line["sampled"]) == (run, BASE, "20", "0")
+    assert (await ask(api, "usage?days=0", 400))["field"] == "days"
+    assert (await ask(api, "usage?days=367", 400))["field"] == "days"
+
+
+@pytest.fixture
+def beat(database: Database) -> None:
+    """The engine has been heard of now."""
+    database.write(lambda c: c.execute(update(engine_state).values(heartbeat_at=time.time())))
+
+
+def state_of(runs: list[dict[str, Any]], run: str) -> tuple[str, str]:
+    [found] = [(one["state"], one["sentence"]) for one in runs if one["id"] == run]
+    return found
+
+
+@pytest.mark.usefixtures("beat")
+async def test_a_run_says_where_it_stands(api: Api, database: Database) -> None:
+    names = ("works", "waits", "idle", "silent", "ended", "failed")
+    runs = {name: await new_run(api, name) for name in names}
+    now = time.time()
+    activity = EngineActivity(
+        {
+            runs["works"]: ModelActivity(TENANT, WaitsFor.NOTHING, now - 8, "FORWARD_BACKWARD", 3, 0),
+            runs["waits"]: ModelActivity(TENANT, WaitsFor.GAP, now - 8, "OPTIM_STEP", 4, 2),
+        }
+    )
+
+    def change(connection: Connection) -> None:
+        connection.execute(update(engine_state).values(activity=encode_activity(activity)))
+        for name in ("idle", "silent", "ended"):
+            old = update(models).where(models.c.id == runs[name]).values(last_request_at=now - 60)
+            connection.execute(old)
+        for name, status in (("ended", "closed"), ("failed", "failed")):
+            connection.execute(update(models).where(models.c.id == runs[name]).values(status=status))
+        session = runs["silent"].partition(":")[0]
+        connection.execute(update(sessions).where(sessions.c.id == session).values(heartbeat_at=now - 100))
+
+    database.write(change)
+    shown = (await ask(api, "state"))["runs"]
+    said = {name: state_of(shown, run) for name, run in runs.items()}
+    assert {name: state for name, (state, _) in said.items()} == {
+        "works": "working",
+        "waits": "waiting",
+        "idle": "idle",
+        "silent": "silent",
+        "ended": "ended",
+        "failed": "failed",
+    }
+    assert "forward_backward" in said["works"][1]
+    assert "command 4 of this model has not arrived" in said["waits"][1]
+    assert said["idle"][1].startswith("the client sent its last command 6")
+    assert "was last heard of 10" in said["silent"][1]
+    assert "its session ends in" in said["silent"][1]
+
+
+@pytest.mark.usefixtures("beat")
+async def test_a_dead_engine_is_the_reason_for_server_and_runs(api: Api, database: Database) -> None:
+    run = await new_run(api)
+    assert (await ask(api, "state"))["server"] == {
+        "version": "0.1.0",
+        "ready": True,
+        "reasons": [],
+        "scopes": ["admin", "sample", "train"],
+    }
+    database.write(lambda c: c.execute(update(engine_state).values(heartbeat_at=time.time() - 40)))
+    api.services.readiness._readiness._found = None  # readiness is looked up once a second
+    state = await ask(api, "state")
+    assert state["server"]["ready"] is False
+    assert "the engine was last heard of 40 s ago" in state["server"]["reasons"][0]
+    assert state_of(state["runs"], run)[0] == "waiting"
+    assert "the engine was last heard of 40 s ago" in state_of(state["runs"], run)[1]
+    box = await ask(api, "box")
+    assert "last heard of" in box["trainer"]["trouble"]
+    assert box["pending"] == {"CREATE_MODEL": 1}
+
+
+async def test_only_a_key_with_the_scope_admin_sees_the_box(serve: Serve, database: Database) -> None:
+    def make(scope: Scope) -> str:
+        text, _ = database.write(lambda c: keys.create(c, tenant=None, name="k", scopes=[scope], expires_at=None))
+        return text
+
+    trainer, admin = make("train"), make("admin")
+    async with serve(api_keys="managed") as api:
+        for key, scope in ((trainer, "train"), (admin, "admin")):
+            assert (await ask(api, "state", **{"X-API-Key": key}))["server"]["scopes"] == [scope]
+        assert "scope 'admin'" in (await ask(api, "box", 403, **{"X-API-Key": trainer}))["detail"]
+        box = await ask(api, "box", **{"X-API-Key": admin})
+        assert {"server", "trainer", "pending", "models", "adapters", "disk", "database_bytes"} <= box.keys()
+        assert "unknown here" in (await ask(api, "state", 401, **{"X-API-Key": "tml-nobodys"}))["detail"]
+
+
+async def test_browsers_are_led_to_the_page_and_programs_are_not(api: Api) -> None:
+    led = await api.http.get("/", headers=HTML)
+    assert (led.status_code, led.headers["location"], led.headers["vary"]) == (307, "ui", "Accept")
+    for accept in ("*/*", "application/json"):
+        assert (await api.http.get("/", headers={"Accept": accept})).json()["paths"]["page"] == "/ui"
+
+
+PAGE_FILES = sorted(file.name for file in files("skyrl.ui").iterdir() if file.name.endswith((".html", ".js", ".css")))
+
+
+def loaded(answer: httpx.Response) -> set[str]:
+    """Files that a file of the page loads."""
+    return set(re.findall(r'(?:(?:href|src)="ui|from "\.)/([\w.]+)"', answer.text))
+
+
+async def test_the_page_and_its_files_need_no_key_and_load_only_each_other(api: Api) -> None:
+    del api.http.headers["X-API-Key"]
+    found, waiting = {"index.html"}, {"/ui"}
+    while waiting:
+        path = waiting.pop()
+        answer = await api.http.get(path)
+        assert answer.status_code == 200, path
+        policy = answer.headers["content-security-policy"]
+        assert policy.startswith("default-src 'none'; script-src 'self'; style-src 'self'")
+        assert "unsafe" not in policy
+        assert answer.headers["x-content-type-options"] == "nosniff"
+        assert answer.headers["cache-control"] == "no-store"
+        waiting |= {f"/ui/{name}" for name in loaded(answer) - found}
+        found |= loaded(answer)
+    assert sorted(found) == PAGE_FILES
+    for unknown in ("nothing.js", "__init__.py", "..%2f__init__.py"):
+        assert (await api.http.get(f"/ui/{unknown}")).status_code == 404
+
+
+@pytest.mark.parametrize("name", PAGE_FILES)
+def test_a_file_of_the_page_writes_text_only_as_text(name: str) -> None:
+    text = files("skyrl.ui").joinpath(name).read_text()
+    forbidden = (
+        r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|new Function|localStorage|document\.cookie"
+    )
+    assert re.findall(forbidden, text) == []
+    assert re.findall(r"(?:https?:)?//(?!www\.w3\.org/2000/svg)[\w-]+\.", text) == [], "nothing comes from elsewhere"
+    assert re.findall(r"<script>|\son\w+=|\sstyle=|<style", text) == [], "the content policy would refuse it"

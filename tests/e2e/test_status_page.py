@@ -1,0 +1,266 @@
+"""The status page in a real Chromium, and `skyrl status`, while real runs train and sample through the SDK.
+
+With SKYRL_SCREENSHOTS, the name of a folder, the pictures of the documentation are written there (`make screenshots`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import tinker
+from tinker import types
+
+from skyrl.demo.rl import datum
+from skyrl.demo.server import DemoServer
+
+from .browser import DESK, NEEDS_CHROMIUM, PHONE, Browser, open_browser
+from .conftest import ClientFactory, ask, cross_entropy, train
+
+pytestmark = pytest.mark.vllm
+
+KEY, OTHER_KEY = "tml-status-page", "tml-status-page-of-another"
+NAME, OTHER_NAME = "<img src=x onerror=alert(1)>", "secret-of-another-tenant"
+NO_TOKEN = "eyJ.not-a.token"
+"""Has a token's form, so that a server that takes every key refuses it."""
+TEXT = [cross_entropy(list(range(30, 60)))]
+SCREENSHOTS = os.environ.get("SKYRL_SCREENSHOTS")
+
+
+@dataclass
+class Loop:
+    """A run of one tenant, which samples from its weights before each step."""
+
+    trainer: tinker.TrainingClient
+    id: str
+
+    @classmethod
+    def begin(cls, client: tinker.ServiceClient, name: str) -> Loop:
+        trainer = client.create_lora_training_client(base_model="tiny", rank=4, user_metadata={"name": name}).result()
+        return cls(trainer, trainer.get_info().model_id)
+
+    def sampler(self) -> tinker.SamplingClient:
+        return self.trainer.save_weights_and_get_sampling_client().result()
+
+    def steps(self, count: int) -> None:
+        prompt = [5, 6, 7]
+        params = types.SamplingParams(max_tokens=12)
+        for _ in range(count):
+            answer = self.sampler().sample(types.ModelInput.from_ints(prompt), 4, params).result()
+            data = [
+                datum(prompt, list(sequence.tokens), list(sequence.logprobs or ()), 1.0 - number % 2 * 1.5)
+                for number, sequence in enumerate(answer.sequences)
+            ]
+            passed = self.trainer.forward_backward(data, "ppo")
+            self.trainer.optim_step(types.AdamParams(learning_rate=3e-3)).result()
+            passed.result()
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    with open_browser(tmp_path_factory.mktemp("chromium")) as browser:
+        browser.has_screen(DESK)
+        yield browser
+
+
+def cells(browser: Browser, name: str) -> dict[str, str]:
+    """The row of the run of this name, by column; empty if it is not shown."""
+    for row in browser.all("section:first-of-type tbody tr"):
+        if row.find_element("css selector", "a").text == name:
+            return {
+                cell.get_attribute("data-name") or "": cell.text for cell in row.find_elements("css selector", "td")
+            }
+    return {}
+
+
+def follow(browser: Browser, name: str) -> None:
+    [link] = [link for link in browser.all("td a") if link.text == name]
+    link.click()
+
+
+def picture(browser: Browser, name: str) -> None:
+    if SCREENSHOTS:
+        browser.screenshot(Path(SCREENSHOTS) / f"status-{name}.png")
+
+
+def fits(browser: Browser) -> bool:
+    return browser.run("return document.documentElement.scrollWidth <= window.innerWidth")
+
+
+def places_of_key(browser: Browser) -> list[object]:
+    """Where a page can leave a key: addresses that were loaded, cookies, and the two storages."""
+    return browser.run(
+        "return [location.href, performance.getEntriesByType('resource').map((entry) => entry.name),"
+        " document.cookie, JSON.stringify(localStorage), JSON.stringify(sessionStorage)]"
+    )
+
+
+@NEEDS_CHROMIUM
+def test_the_page_follows_a_run_that_trains_and_shows_nothing_of_another_tenant(
+    server: DemoServer, connect: ClientFactory, browser: Browser
+) -> None:
+    mine, theirs = Loop.begin(connect(KEY), NAME), Loop.begin(connect(OTHER_KEY), OTHER_NAME)
+    theirs.trainer.save_state("theirs").result()
+    seen: list[str] = []
+
+    browser.open(server.url)
+    browser.type_key(NO_TOKEN)
+    browser.until(lambda: "token in X-API-Key" in browser.one("#refused").text)
+    assert [line for line in browser.console() if "status of 401" not in line] == []
+    browser.type_key(KEY)
+    row = browser.until(lambda: cells(browser, NAME))
+    assert (row["steps"], row["loss"]) == ("0", "–")
+    browser.run("document.querySelector('td a').focus(); window.untouched = document.querySelector('tbody tr')")
+
+    mine.steps(3)
+    row = browser.until(lambda: (row := cells(browser, NAME))["steps"] == "3" and row)
+    [(loss,)] = ask(
+        server, "SELECT loss_sum / loss_tokens FROM run_steps WHERE model_id = :run AND step = 3", run=mine.id
+    )
+    assert float(row["loss"]) == pytest.approx(loss, rel=1e-3)
+    assert abs(float(row["gap"])) < 1e-3, "the sampler has the trainer's weights"
+    assert float(row["tokens/s"].replace(",", "")) > 0
+    browser.until(lambda: cells(browser, NAME)["state"].startswith("○ idle"))
+    assert "the client sent its last command" in cells(browser, NAME)["state"]
+    assert browser.run("return window.untouched === document.querySelector('tbody tr')"), "rows are changed in place"
+    assert browser.run("return document.activeElement === document.querySelector('td a')"), "the focus stays"
+    seen.append(browser.text())
+
+    follow(browser, NAME)
+    curve = browser.until(lambda: [path.get_attribute("d") for path in browser.all("path.curve")])
+    assert len(curve) == 5, "loss, gap, clip fraction, tokens per second, step time"
+    assert curve[0].count("L") == 3
+    train(mine.trainer, TEXT, 1, 1e-3)
+    mine.steps(1)
+    browser.until(lambda: browser.one("path.curve").get_attribute("d").count("L") == 5)
+    gaps = browser.all("path.curve")[1].get_attribute("d") or ""
+    assert (gaps.count("M"), gaps.count("L")) == (2, 4), "a step without logprobs of a sampler is a gap in this curve"
+    browser.one("figure:first-of-type svg").send_keys("\ue011")  # Home
+    assert browser.one("figure:first-of-type .value").text.startswith("step 1: ")
+    assert browser.one("h1").text == NAME
+    seen.append(browser.text())
+
+    browser.one("#to-box").click()
+    browser.until(lambda: "trainer\n● ready" in browser.text().replace(" ●", "\n●"))
+    seen.append(browser.text())
+    browser.open(f"{server.url}/ui#/runs/{theirs.id.replace(':', '%3A')}")
+    browser.run("location.reload()")
+    browser.until(lambda: browser.one("#key").is_displayed())
+    browser.type_key(KEY)
+    browser.until(lambda: f"no run '{theirs.id}'" in browser.text())
+    assert [line for line in browser.console() if "status of 404" not in line] == [], "no error, no policy report"
+    for text in seen:
+        assert OTHER_NAME not in text
+        assert theirs.id not in text
+        assert "theirs" not in text
+
+
+@NEEDS_CHROMIUM
+def test_the_key_is_kept_nowhere_unless_the_user_asks_for_it(
+    server: DemoServer, connect: ClientFactory, browser: Browser
+) -> None:
+    Loop.begin(connect(KEY), "kept")
+    browser.open("about:blank")
+    browser.open(f"{server.url}/ui")
+    browser.type_key(KEY)
+    browser.until(lambda: cells(browser, "kept"))
+    assert KEY not in str(places_of_key(browser))
+    browser.one("#forget").click()
+    browser.type_key(KEY, keep=True)
+    browser.until(lambda: cells(browser, "kept"))
+    *elsewhere, session_storage = places_of_key(browser)
+    assert KEY not in str(elsewhere)
+    assert KEY in str(session_storage)
+    browser.run("location.reload()")
+    browser.until(lambda: cells(browser, "kept"))
+    browser.one("#forget").click()
+    assert KEY not in str(places_of_key(browser))
+    assert browser.one("#key").is_displayed()
+
+
+@NEEDS_CHROMIUM
+def test_every_view_fits_a_phone(server: DemoServer, connect: ClientFactory, browser: Browser) -> None:
+    loop = Loop.begin(connect("tml-phone"), "fox-rl")
+    loop.steps(12 if SCREENSHOTS else 1)
+    loop.trainer.save_state("first").result()
+    browser.open("about:blank")
+    browser.open(f"{server.url}/ui")
+    browser.type_key("tml-phone")
+    browser.until(lambda: cells(browser, "fox-rl"))
+    picture(browser, "overview")
+    views: list[tuple[str, Callable[[], object]]] = [
+        ("overview", lambda: cells(browser, "fox-rl")),
+        ("run", lambda: browser.all("path.curve")),
+        ("server", lambda: "free disk" in browser.text()),
+    ]
+    for name, shown in views:
+        browser.has_screen(PHONE)
+        browser.until(shown)
+        assert fits(browser), name
+        browser.has_screen(DESK)
+        assert fits(browser), name
+        if name == "overview":
+            follow(browser, "fox-rl")
+            browser.until(lambda: browser.all("path.curve"))
+            picture(browser, "run")
+        elif name == "run":
+            browser.one("#to-box").click()
+            browser.until(lambda: "free disk" in browser.text())
+            picture(browser, "server")
+    assert browser.console() == []
+
+
+@NEEDS_CHROMIUM
+def test_while_the_server_is_away_the_page_says_how_old_its_data_is(
+    server: DemoServer, connect: ClientFactory, browser: Browser
+) -> None:
+    Loop.begin(connect(KEY), "away")
+    browser.open("about:blank")
+    browser.open(f"{server.url}/ui")
+    browser.type_key(KEY)
+    browser.until(lambda: cells(browser, "away"))
+    browser.driver.execute_cdp_cmd("Network.enable", {})
+    network = {"offline": True, "latency": 0, "downloadThroughput": -1, "uploadThroughput": -1}
+    browser.driver.execute_cdp_cmd("Network.emulateNetworkConditions", network)
+    browser.until(lambda: "The server does not answer. What is shown is" in browser.one("#notice").text)
+    assert cells(browser, "away"), "the last data stays"
+    browser.driver.execute_cdp_cmd("Network.emulateNetworkConditions", network | {"offline": False})
+    browser.until(lambda: browser.one("#notice").text == "")
+    browser.console()
+
+
+def status(server: DemoServer, *arguments: str, key: str = KEY) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "skyrl.cli.main", "status", "--url", server.url, *arguments]
+    environment = os.environ | {"TINKER_API_KEY": key, "COLUMNS": "200"}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100.0)
+
+
+def test_skyrl_status_says_the_same_on_a_terminal(server: DemoServer, connect: ClientFactory) -> None:
+    run = Loop.begin(connect("tml-terminal"), "fox\x1b[31m[bold]rl")
+    theirs = Loop.begin(connect(OTHER_KEY), OTHER_NAME)
+    run.steps(2)
+    shown = status(server, key="tml-terminal")
+    assert (shown.returncode, shown.stderr) == (0, "")
+    assert "● ready" in shown.stdout
+    assert "fox�[31m[bold]rl" in shown.stdout, "a name can neither change colours nor be read as markup"
+    assert run.id in shown.stdout
+    assert "trainer" in shown.stdout, "any key of this server is an admin's"
+    for secret in (theirs.id, OTHER_NAME):
+        assert secret not in shown.stdout
+    answer = json.loads(status(server, "--json", key="tml-terminal").stdout)
+    assert [(one["id"], one["steps"]) for one in answer["runs"]] == [(run.id, 2)]
+    assert answer["box"]["server"]["ready"] is True
+    one = json.loads(status(server, "--json", "--run", run.id, key="tml-terminal").stdout)
+    assert [step["step"] for step in one["history"]] == [1, 2]
+    assert "step time (s)" in status(server, "--run", run.id, key="tml-terminal").stdout
+    foreign = status(server, "--run", theirs.id, key="tml-terminal")
+    assert (foreign.returncode, foreign.stdout) == (2, "")
+    assert foreign.stderr == f"skyrl status: run_id: no run '{theirs.id}'\n"
+    refused = status(server, key=NO_TOKEN)
+    assert (refused.returncode, "token in X-API-Key" in refused.stderr) == (2, True)
