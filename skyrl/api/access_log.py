@@ -15,7 +15,8 @@ logger = logging.getLogger("skyrl.access")
 
 
 class AccessLog:
-    """A hook. A line has the method, the route, the status, the time until the answer began, and the tenant."""
+    """A hook. A line has the method, the route, the status, the time until the answer began, the tenant, and the id
+    of the command or sample that was recorded: the engine and vLLM log that id."""
 
     name = "access log"
 
@@ -29,5 +30,7 @@ class AccessLog:
         path = plain(scope["path"]) if call.route is None else call.route.path
         milliseconds = round((time.perf_counter() - call.began) * 1e3, 1)
         tenant = None if call.known_tenant is None else call.known_tenant[:8]
-        extra = about_request(call.id, route=path, status=call.status, duration_ms=milliseconds, tenant=tenant)
-        logger.info("%s %s %s %.1f ms %s", scope["method"], path, call.status, milliseconds, tenant or "-", extra=extra)
+        about = {"route": path, "status": call.status, "duration_ms": milliseconds, "tenant": tenant}
+        extra = about_request(call.id, **about, recorded=call.recorded)
+        line = f"{scope['method']} {path} {call.status} {milliseconds:.1f} ms {tenant or '-'} {call.recorded or '-'}"
+        logger.info("%s", line, extra=extra)

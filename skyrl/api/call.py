@@ -26,6 +26,7 @@ class Call:
         "headers",
         "id",
         "large_body",
+        "recorded",
         "request",
         "route",
         "status",
@@ -41,6 +42,8 @@ class Call:
         """The request's id in the log and in the answer's header `X-Request-Id`."""
         self.began = 0.0
         """When the request arrived, in the time of `time.perf_counter`."""
+        self.recorded: str | None = None
+        """The id of the command or sample that the request has recorded. The engine and vLLM know it by this id."""
         self.body = b""
         """The decompressed body; empty if the route declares none."""
         self.large_body: LargeBody | None = None

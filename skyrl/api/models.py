@@ -70,7 +70,7 @@ def router(services: Services) -> Routes:
             user_metadata=body.user_metadata,
         )
         add_row = add_model(model, body.model_seq_id, services.quotas.models(tenant))
-        return await submit(services, Kind.CREATE_MODEL, model, 0, call.body, first=add_row)
+        return await submit(services, call, Kind.CREATE_MODEL, model, 0, call.body, first=add_row)
 
     @routes.post("/unload_model", scope="train", body=ModelRequest)
     async def unload_model(call: Call, body: ModelRequest) -> Response:

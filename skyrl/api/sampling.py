@@ -105,6 +105,7 @@ def router(services: Services) -> Routes:
     @routes.post("/asample", scope="sample", body=Body(SampleRequest, read_as=bytes, bound="sample"))
     async def asample(call: Call, body: bytes) -> Response:
         promise = await services.sampling.submit(body, call.tenant)
+        call.recorded = promise.request_id
         answer: dict[str, Any] = {
             "request_id": promise.request_id,
             "sample_sequence_ids": promise.sample_sequence_ids,

@@ -55,29 +55,30 @@ def router(services: Services) -> Routes:
 
     @routes.post("/optim_step", scope="train", body=command_of(OptimStepRequest))
     async def optim_step(call: Call, header: SequencedRequest) -> Response:
-        return await submit_sequenced(services, Kind.OPTIM_STEP, call.tenant, header, call.body)
+        return await submit_sequenced(services, call, Kind.OPTIM_STEP, header, call.body)
 
     return routes
 
 
 async def _training_pass(services: Services, call: Call, kind: Kind, body: bytes) -> Response:
     encoding = body_format(call.request)
-    return await submit_sequenced(services, kind, call.tenant, decode_header(body, encoding), body, encoding)
+    return await submit_sequenced(services, call, kind, decode_header(body, encoding), body, encoding)
 
 
 async def submit_sequenced(
-    services: Services, kind: Kind, tenant: str, header: SequencedRequest, body: bytes, encoding: str = "json"
+    services: Services, call: Call, kind: Kind, header: SequencedRequest, body: bytes, encoding: str = "json"
 ) -> Response:
     """`submit` for a command that names its model."""
     services.served.check_trainable()
-    model = await services.models.find(header.model_id, tenant)
+    model = await services.models.find(header.model_id, call.tenant)
     if model is None:
         raise NotFound(f"no model {header.model_id!r}", field="model_id")
-    return await submit(services, kind, model, header.seq_id, body, encoding)
+    return await submit(services, call, kind, model, header.seq_id, body, encoding)
 
 
 async def submit(
     services: Services,
+    call: Call,
     kind: Kind,
     model: Model,
     seq_id: int | None,
@@ -106,6 +107,7 @@ async def submit(
             ),
             first=first,
         )
+    call.recorded = request_id
     services.engine.ring()
     await services.models.touch(model.id)
     return reply({"request_id": request_id, "model_id": model.id})

@@ -60,15 +60,15 @@ def router(services: Services) -> Routes:
 
     @routes.post("/save_weights", scope="train", body=command_of(SaveWeightsRequest))
     async def save_weights(call: Call, header: SequencedRequest) -> Response:
-        return await submit_sequenced(services, Kind.SAVE_WEIGHTS, call.tenant, header, call.body)
+        return await submit_sequenced(services, call, Kind.SAVE_WEIGHTS, header, call.body)
 
     @routes.post("/save_weights_for_sampler", scope="train", body=command_of(SaveWeightsForSamplerRequest))
     async def save_weights_for_sampler(call: Call, header: SequencedRequest) -> Response:
-        return await submit_sequenced(services, Kind.SAVE_WEIGHTS_FOR_SAMPLER, call.tenant, header, call.body)
+        return await submit_sequenced(services, call, Kind.SAVE_WEIGHTS_FOR_SAMPLER, header, call.body)
 
     @routes.post("/save_weights_external", scope="train", body=command_of(SaveWeightsExternalRequest))
     async def save_weights_external(call: Call, header: SequencedRequest) -> Response:
-        return await submit_sequenced(services, Kind.SAVE_WEIGHTS_EXTERNAL, call.tenant, header, call.body)
+        return await submit_sequenced(services, call, Kind.SAVE_WEIGHTS_EXTERNAL, header, call.body)
 
     @routes.post("/load_weights", scope="train", body=Body(LoadWeightsRequest, read_as=LoadTarget))
     async def load_weights(call: Call, target: LoadTarget) -> Response:
@@ -80,7 +80,7 @@ def router(services: Services) -> Routes:
                 command, _ = _resolved(body, services)
             except RequestError as error:
                 command = _refused(target.model_id, error)
-            return await submit_sequenced(services, Kind.LOAD_WEIGHTS, tenant, header, command)
+            return await submit_sequenced(services, call, Kind.LOAD_WEIGHTS, header, command)
         new_model = decode_json(LoadWeightsRequest, body)
         command, reader = _resolved(body, services)
         if new_model.session_id is None or new_model.model_seq_id is None:
@@ -105,7 +105,7 @@ def router(services: Services) -> Routes:
             user_metadata=new_model.user_metadata,
         )
         add_row = add_model(model, new_model.model_seq_id, services.quotas.models(tenant))
-        return await submit(services, Kind.LOAD_WEIGHTS, model, 0, command, first=add_row)
+        return await submit(services, call, Kind.LOAD_WEIGHTS, model, 0, command, first=add_row)
 
     @routes.post("/weights_info", scope="any", body=WeightsInfoRequest)
     async def weights_info(call: Call, body: WeightsInfoRequest) -> Response:

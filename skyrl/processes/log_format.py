@@ -16,7 +16,7 @@ from skyrl.tracing.current import current_trace
 
 LogFormat = Literal["text", "json"]
 LINE = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-FIELDS = ("request_id", "session_id", "model_id", "tenant", "duration_ms", "route", "status")
+FIELDS = ("request_id", "session_id", "model_id", "tenant", "duration_ms", "route", "status", "recorded")
 """What a line may be about: attributes of the record, and keys of a line of JSON."""
 
 _encode = msgspec.json.Encoder().encode

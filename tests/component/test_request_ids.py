@@ -53,6 +53,7 @@ async def test_the_access_log_has_a_line_for_each_request_but_polls(
     sample, unknown = vars(lines[2]), vars(lines[3])
     assert (sample["request_id"], sample["status"], sample["tenant"]) == ("mine-7", 200, tenant)
     assert sample["duration_ms"] > 0
+    assert sample["recorded"] == promise.json()["request_id"]
     assert lines[2].getMessage().startswith("POST /api/v1/asample 200 ")
     assert (unknown["status"], unknown["tenant"]) == (404, None)
 
