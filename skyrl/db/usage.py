@@ -46,7 +46,7 @@ class UsageKind(StrEnum):
 
 class UsageKey(NamedTuple):
     """The key of one sum. `bucket` is the start of an hour in UTC, in seconds since the epoch. `session_id` is empty
-    for storage."""
+    for storage and for OpenAI requests."""
 
     tenant: str
     bucket: int
