@@ -115,12 +115,10 @@ class ForwardedSamples:
             outcome = Outcome(error=message, error_category=ErrorCategory.SERVER)
         if ticket is not None:
             ticket.end()  # before the client gets the outcome and sends its next sample
-        if (trace := current_trace.get()) is None:
-            await self._futures.settle(job.request_id, outcome)
-            return
-        span = trace.child("settle")
+        span = None if (trace := current_trace.get()) is None else trace.child("settle")
         await self._futures.settle(job.request_id, outcome)
-        span.end({"skyrl.request_id": job.request_id}, outcome.error)
+        if span is not None:
+            span.end({"skyrl.request_id": job.request_id}, outcome.error)
         now = time.perf_counter()
         ended = outcome_label(outcome.error, outcome.error_category)
         self._metrics.ended(ended, now - began, now - turn - upstream_s)

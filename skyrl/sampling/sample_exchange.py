@@ -29,6 +29,12 @@ class SampleExchange:
         reader: AnswerReader,
     ) -> None:
         self._job = job
+        self.request_id = job.request_id
+        self.weights: WeightsRef = job.weights
+        self.headers: Mapping[str, str] = {"X-Request-Id": job.request_id}
+        """vLLM's own id of the request becomes `cmpl-<request id>`."""
+        self.key = job.session_key
+        self.shared_key = job.sampling_session
         self._priority = priority
         self._transport = transport
         self._context = context
@@ -36,27 +42,6 @@ class SampleExchange:
         self._upstream_s = 0.0
         """How long servers have had the job until they answered."""
         self._body = None if job.max_tokens is None else completion.encode_request(job, priority)
-
-    @property
-    def request_id(self) -> str:
-        return self._job.request_id
-
-    @property
-    def weights(self) -> WeightsRef:
-        return self._job.weights
-
-    @property
-    def headers(self) -> Mapping[str, str]:
-        """vLLM's own id of the request becomes `cmpl-<request id>`."""
-        return {"X-Request-Id": self._job.request_id}
-
-    @property
-    def key(self) -> str:
-        return self._job.session_key
-
-    @property
-    def shared_key(self) -> str:
-        return self._job.sampling_session
 
     async def send(self, endpoint: Endpoint, headers: Mapping[str, str], timeout_s: float) -> Answer:
         job, body = self._job, self._body

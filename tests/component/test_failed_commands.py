@@ -325,7 +325,7 @@ async def test_retries_for_a_model_without_memory_leave_most_time_to_other_model
 
         harness.backend.create_model = fail  # type: ignore[method-assign]
 
-    monkeypatch.setattr(recovery, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(recovery, "time", SimpleNamespace(monotonic=lambda: now, time=time.time))
     await restart(harness, without_memory)
     assert tries == 1
     await harness.recovery.retry()

@@ -34,11 +34,12 @@ async def test_a_base_url_that_ends_in_the_prefix_gets_an_explanation(api: Api, 
     answer = await api.http.request(method, "/api/v1/api/v1/create_session", json={})
     assert answer.status_code == 404
     expected = "no such path '/api/v1/api/v1/create_session'; the base URL ends before /api/v1"
-    assert answer.json() == {"detail": expected, "field": None}
+    request_id = answer.headers["x-request-id"]
+    assert answer.json() == {"detail": expected, "field": None, "request_id": request_id}
 
 
 async def test_the_404_names_the_unknown_path(api: Api) -> None:
-    for path, ending in (("/healthz", "'/healthz'"), ("/v1/models", "'/v1/models'"), ("/" + "x" * 5_000, "...'")):
+    for path, ending in (("/healthz", "'/healthz'"), ("/v2/models", "'/v2/models'"), ("/" + "x" * 5_000, "...'")):
         answer = await api.http.get(path)
         assert answer.status_code == 404
         assert answer.json()["detail"].startswith("no such path ")
@@ -71,7 +72,8 @@ async def test_the_error_tells_weights_of_the_wrong_kind_from_missing_weights(
     answer = await api.post("create_sampling_session", wanted)
     assert answer.status_code == 404
     detail = f"model_path: {path!r} is {what}; sample from what save_weights_for_sampler saved"
-    assert answer.json() == {"detail": detail, "field": "model_path"}
+    request_id = answer.headers["x-request-id"]
+    assert answer.json() == {"detail": detail, "field": "model_path", "request_id": request_id}
     stranger = {"session_id": session_of(await api.sampler(**{"X-API-Key": "tml-two"}))} | {
         name: wanted[name] for name in ("sampling_session_seq_id", "model_path")
     }

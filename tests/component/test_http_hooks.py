@@ -23,6 +23,7 @@ NAMES = {
     "session_id": "s",
     "sampler_id": "x",
     "model_id": "m",
+    "run_id": "m",
     "kind": "weights",
     "name": "n",
     "save": "0",
@@ -146,7 +147,12 @@ async def test_a_hook_that_raises_gives_a_500_and_the_other_hooks_end(
     for method, url in (("POST", "/api/v1/create_session"), ("GET", "/api/v1/sessions/s"), ("GET", "/nowhere")):
         answer = await client.request(method, url, json={})
         assert answer.status_code == 500, url
-        assert answer.json() == {"detail": "internal error: ZeroDivisionError", "field": None}
+        request_id = "-" if (at, where) == ("begin", "first") else "r"
+        assert answer.json() == {
+            "detail": "internal error: ZeroDivisionError",
+            "field": None,
+            "request_id": request_id,
+        }
     assert "ZeroDivisionError: secret" in caplog.text
     assert len(broken.ended) == 3
     assert [len(spy.ended) for spy in spies] == [3, 3, 3, 3]

@@ -56,7 +56,7 @@ def run(server: DemoServer, tokenizer: PreTrainedTokenizerBase) -> Iterator[Run]
             train(trainer, [cross_entropy(tokenizer.encode("The old " + text))], 6, 2e-2)
             paths.append(trainer.save_weights_for_sampler(name=name).result().path)
         samplers = {path: client.create_sampling_client(model_path=path).result() for path in paths}
-        yield Run(*paths, samplers, rest_of(server))
+        yield Run(paths[0], paths[1], samplers, rest_of(server))
 
 
 def rest_of(server: DemoServer) -> tinker.RestClient:
@@ -183,12 +183,13 @@ def test_a_chat_of_several_choices_has_logprobs_and_repeats_with_its_seed(client
 
 def test_a_stream_joins_to_the_whole_answer(client: OpenAI, run: Run) -> None:
     asked: dict[str, Any] = {"model": run.second, "temperature": 0, "max_tokens": 12}
-    whole = client.chat.completions.create(messages=CHAT, **asked)
-    usage = {"include_usage": True}
+    whole: Any = client.chat.completions.create(messages=CHAT, **asked)
+    usage: Any = {"include_usage": True}
     *events, last = client.chat.completions.create(messages=CHAT, **asked, stream=True, stream_options=usage)
     assert "".join(event.choices[0].delta.content or "" for event in events) == whole.choices[0].message.content
     assert events[-1].choices[0].finish_reason == whole.choices[0].finish_reason
     assert {event.model for event in (*events, last)} == {run.second}
+    assert last.usage
     assert last.usage.completion_tokens == whole.usage.completion_tokens
     text = client.completions.create(prompt="The old", **asked).choices[0].text
     pieces = client.completions.create(prompt="The old", **asked, stream=True)
@@ -213,7 +214,7 @@ def test_a_response_format_holds(client: OpenAI, run: Run) -> None:
         temperature=0,
         response_format={"type": "json_schema", "json_schema": {"name": "n", "schema": schema}},
     )
-    content = answer.choices[0].message.content
+    content = answer.choices[0].message.content or ""
     assert re.fullmatch(r'\s*\{[\s"n:12}]*', content), content  # a model as small as this may go on with white space
 
 

@@ -1,0 +1,97 @@
+"""Frames of a stream in any pieces, and the counts that are read from its events."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, cast
+
+import pytest
+
+from skyrl.openai.answers import EventRewriter, Used, rewritten
+from skyrl.openai.errors import code_in
+from skyrl.openai.events import DONE, Events
+from skyrl.sampling.answer_stream import AnswerStream
+from skyrl.sampling.completion import AbortedAnswer, MalformedAnswer
+from skyrl.sampling.transport import Interrupted
+
+WIRE = b': ping\n\ndata: {"a": "x\\n\\n"}\n\ndata:{"b": 2}\n\ndata: [DONE]\n\n'
+
+
+class Pieces:
+    """The body of an answer, in pieces; tests/component/test_openai_failures.py reads real ones."""
+
+    def __init__(self, content: bytes, size: int) -> None:
+        self._pieces = [content[start : start + size] for start in range(0, len(content), size)]
+
+    async def read(self) -> bytes:
+        return self._pieces.pop(0) if self._pieces else b""
+
+
+def events_of(content: bytes, size: int, most: int = 1000) -> Events:
+    return Events(cast(AnswerStream, Pieces(content, size)), most)
+
+
+@pytest.mark.parametrize("size", range(1, len(WIRE) + 1))
+async def test_events_are_the_same_in_pieces_of_any_size(size: int) -> None:
+    events = events_of(WIRE, size)
+    assert [await events.next() for _ in range(3)] == [b'{"a": "x\\n\\n"}', b'{"b": 2}', DONE]
+    with pytest.raises(Interrupted):
+        await events.next()
+
+
+async def test_a_stream_that_is_too_long_is_interrupted() -> None:
+    events = events_of(b"data: " + b"x" * 100, 10, most=50)
+    with pytest.raises(Interrupted, match="larger than any right answer"):
+        await events.next()
+
+
+def event(index: int, prompt: int, sampled: int, finish: str | None = None) -> bytes:
+    usage = {"prompt_tokens": prompt, "completion_tokens": sampled}
+    return json.dumps(
+        {"model": "secret", "choices": [{"index": index, "finish_reason": finish}], "usage": usage}
+    ).encode()
+
+
+def test_a_stream_that_breaks_off_counts_each_prompt_once_and_the_tokens_of_each_choice() -> None:
+    rewriter = EventRewriter("mine", 2, include_usage=False, continuous_usage=False)
+    for index, prompt, sampled in ((0, 5, 1), (1, 5, 1), (1, 5, 4), (2, 7, 3), (0, 5, 2)):
+        shown: Any = json.loads(rewriter.rewrite(event(index, prompt, sampled)) or b"")
+        assert shown == {"model": "mine", "choices": [{"index": index, "finish_reason": None}]}
+    assert rewriter.used == Used(12, 0, 9)
+
+
+def test_the_usage_at_the_end_counts_if_there_is_one() -> None:
+    rewriter = EventRewriter("mine", 1, include_usage=False, continuous_usage=False)
+    rewriter.rewrite(event(0, 5, 1))
+    total = {"prompt_tokens": 5, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 9}}
+    assert rewriter.rewrite(json.dumps({"choices": [], "usage": total}).encode()) is None
+    assert rewriter.used == Used(5, 5, 2)
+
+
+def test_an_answer_without_usage_counts_nothing() -> None:
+    body, used = rewritten(b'{"model": "secret", "choices": [], "x": 1}', "mine")
+    assert json.loads(body) == {"model": "mine", "choices": []}
+    assert used == Used()
+
+
+def test_an_aborted_answer_and_one_that_is_none_are_told_apart() -> None:
+    with pytest.raises(AbortedAnswer, match="abort"):
+        rewritten(event(0, 1, 1, "abort"), "mine")
+    for content in (b"{", b"[]", b"{}", b"\xff", b'{"choices": 1}'):
+        with pytest.raises(MalformedAnswer):
+            rewritten(content, "mine")
+    for finish in ("stop", "length", "tool_calls"):
+        rewritten(event(0, 1, 1, finish), "mine")
+
+
+@pytest.mark.parametrize(
+    ("content", "status"),
+    [
+        (b'{"error": {"code": 400}}', 400),
+        (b'{"error": {"code": 200}}', 500),
+        (b'{"error": "x"}', 500),
+        (b'{"error"', 500),
+    ],
+)
+def test_the_status_of_an_error_event(content: bytes, status: int) -> None:
+    assert code_in(content) == status

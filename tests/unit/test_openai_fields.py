@@ -1,0 +1,255 @@
+"""The fields and bounds of OpenAI requests: each field is honoured, or refused by its name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skyrl.openai.bounds import TOKEN_BYTES
+from skyrl.openai.fields import REFUSED, WITHOUT_EFFECT, ChatFields, CompletionFields
+from skyrl.openai.generation import DEFAULT_MAX_TOKENS, Generation, chat, completion
+from skyrl.sampling.answer_bound import MAX_ANSWER_BYTES
+from skyrl.sampling.job import MAX_NUM_SAMPLES, MAX_PROMPT_CELLS, MAX_SAMPLED, MAX_SEED, MAX_STOP_STRINGS, ContextLimits
+from skyrl.wire.errors import RequestError
+
+LIMITS = ContextLimits(vocab_size=1000, max_context=4096)
+UNKNOWN = ContextLimits()
+PROMPT = {"model": "m", "prompt": [5, 6, 7]}
+MESSAGES = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+
+
+def complete(limits: ContextLimits = LIMITS, /, **changes: Any) -> Generation:
+    return completion(json.dumps(PROMPT | changes).encode(), limits)
+
+
+def converse(limits: ContextLimits = LIMITS, /, **changes: Any) -> Generation:
+    return chat(json.dumps(MESSAGES | changes).encode(), limits)
+
+
+def sent(request: Generation, priority: int | None = None) -> dict[str, Any]:
+    return json.loads(request.body("run@3", priority))
+
+
+def refused(call: Any) -> str | None:
+    with pytest.raises(RequestError) as error:
+        call()
+    assert error.value.status == 400
+    return error.value.field
+
+
+# Which fields go on
+
+
+def test_allowed_fields_go_on_as_they_are_and_null_is_the_default() -> None:
+    given = {"temperature": 0.5, "logit_bias": {"7": -1.5}, "response_format": {"type": "json_object"}, "top_k": -1}
+    body = sent(complete(**given, stop=None, logprobs=None))
+    assert body == PROMPT | given | {"model": "run@3", "stream": False}
+
+
+def test_a_stream_asks_for_usage_in_every_event_whatever_the_caller_asked_for() -> None:
+    for asked in (None, {"include_usage": False}, {"include_usage": True, "include_obfuscation": True}):
+        request = complete(stream=True, stream_options=asked)
+        assert sent(request, 4) == PROMPT | {
+            "model": "run@3",
+            "stream": True,
+            "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+            "priority": 4,
+        }
+        assert request.include_usage is bool((asked or {}).get("include_usage"))
+        assert not request.continuous_usage
+
+
+@pytest.mark.parametrize("name", sorted(WITHOUT_EFFECT))
+def test_fields_about_the_caller_are_accepted_and_not_sent(name: str) -> None:
+    assert name not in sent(complete(**{name: "x"}))
+    assert name not in sent(converse(**{name: {"a": "b"}}))
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_refused_fields_are_named_unless_their_value_changes_nothing(name: str) -> None:
+    for ask in (complete, converse):
+        assert refused(lambda ask=ask: ask(**{name: ["anything"]})) == name
+        for harmless in (None, *REFUSED[name][0]):
+            assert name not in sent(ask(**{name: harmless}))
+
+
+def test_false_is_not_zero_where_a_refused_field_may_be_zero() -> None:
+    assert refused(lambda: complete(priority=False)) == "priority"
+    assert refused(lambda: complete(best_of=True)) == "best_of"
+
+
+@pytest.mark.parametrize("name", ["frequenzy_penalty", "messages", "max_completion_tokens", "weights"])
+def test_an_unknown_field_is_named(name: str) -> None:
+    assert refused(lambda: complete(**{name: 1})) == name
+
+
+def test_refused_fields_and_allowed_fields_are_disjoint() -> None:
+    allowed = {*CompletionFields.__struct_fields__, *ChatFields.__struct_fields__}
+    assert not allowed & REFUSED.keys()
+    assert not allowed & WITHOUT_EFFECT
+
+
+def test_every_allowed_field_is_a_field_of_vllm_and_its_dangerous_fields_are_refused() -> None:
+    """vLLM ignores a field that it does not have, so an allowed field that vLLM drops would be ignored."""
+    protocols = {
+        CompletionFields: "vllm.entrypoints.openai.completion.protocol.CompletionRequest",
+        ChatFields: "vllm.entrypoints.openai.chat_completion.protocol.ChatCompletionRequest",
+    }
+    for fields, name in protocols.items():
+        known = _fields_of(name)
+        assert set(fields.__struct_fields__) <= known
+        assert {"cache_salt", "kv_transfer_params", "priority", "request_id", "vllm_xargs"} <= known & REFUSED.keys()
+
+
+def _fields_of(name: str) -> set[str]:
+    """The annotated fields of a class of vLLM, read without importing vLLM."""
+    import ast
+    from importlib.util import find_spec
+
+    module, _, wanted = name.rpartition(".")
+    package = find_spec("vllm")
+    if package is None or package.origin is None:
+        pytest.skip("vLLM is not installed")
+    path = Path(package.origin).parent.joinpath(*module.split(".")[1:]).with_suffix(".py")
+    (found,) = [n for n in ast.parse(path.read_text()).body if isinstance(n, ast.ClassDef) and n.name == wanted]
+    return {n.target.id for n in found.body if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)}
+
+
+def test_a_wrong_type_is_named() -> None:
+    assert refused(lambda: complete(max_tokens="many")) == "max_tokens"
+    assert refused(lambda: complete(stream_options={"include_usage": 7}, stream=True)) == "stream_options.include_usage"
+    assert refused(lambda: complete(stream_options={"x": 7}, stream=True)) == "stream_options"
+    assert refused(lambda: complete(stream_options={})) == "stream_options"
+    assert refused(lambda: completion(b'{"prompt": "x"}', LIMITS)) == "model"
+    assert refused(lambda: completion(b'{"model": "x"}', LIMITS)) == "prompt"
+
+
+# Prompts and messages
+
+
+@pytest.mark.parametrize("prompt", ["text", ["one", "two"], [1, 2], [[1, 2], [3]]])
+def test_prompts_are_texts_or_ids_or_lists_of_either(prompt: Any) -> None:
+    assert sent(complete(prompt=prompt))["prompt"] == prompt
+
+
+@pytest.mark.parametrize(
+    "prompt", ["", [], [""], [[]], [1, "x"], ["x", [1]], [[1], 2], [1000], [-1], [[2**40]], [[1]] * 1025]
+)
+def test_other_prompts_are_refused(prompt: Any) -> None:
+    assert refused(lambda: complete(prompt=prompt)) == "prompt"
+
+
+@pytest.mark.parametrize(
+    ("message", "field"),
+    [
+        ({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]}, "content[0].type"),
+        ({"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "input_audio"}]}, "content[1].type"),
+        ({"role": "user", "content": [{"image_url": "http://x"}]}, "content[0].type"),
+        ({"role": "user", "content": ["text"]}, "content[0].type"),
+        ({"role": "user", "content": [{"type": "text", "text": "a", "image_url": "x"}]}, "content[0].image_url"),
+        ({"role": "user", "content": [{"type": "text"}]}, "content[0].text"),
+        ({"role": "user", "content": 7}, "content"),
+        ({"role": "user", "content": "x", "video": "http://x"}, "video"),
+        ({"content": "x"}, "role"),
+    ],
+)
+def test_a_message_with_more_than_text_is_refused(message: dict[str, Any], field: str) -> None:
+    assert refused(lambda: converse(messages=[{"role": "user", "content": "x"}, message])) == f"messages[1].{field}"
+
+
+def test_messages_go_on_without_the_empty_keys_of_a_repeated_answer() -> None:
+    calls = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
+    kept = {"role": "assistant", "content": None, "tool_calls": calls}
+    parts = {"role": "user", "content": [{"type": "text", "text": "a"}]}
+    body = sent(converse(messages=[kept | {"audio": None, "annotations": [], "refusal": None}, parts]))
+    assert body["messages"] == [kept, parts]
+    assert refused(lambda: converse(messages=[])) == "messages"
+
+
+def test_the_models_own_template_cannot_be_replaced() -> None:
+    assert sent(converse(chat_template_kwargs={"enable_thinking": False}))["chat_template_kwargs"]
+    assert (
+        refused(lambda: converse(chat_template_kwargs={"chat_template": "x"})) == "chat_template_kwargs.chat_template"
+    )
+
+
+# Bounds
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"n": 0}, "n"),
+        ({"n": MAX_NUM_SAMPLES + 1}, "n"),
+        ({"n": 4096, "max_tokens": MAX_SAMPLED // 4096 + 1}, "n"),
+        ({"max_tokens": MAX_SAMPLED + 1}, "max_tokens"),
+        ({"max_tokens": -1}, "max_tokens"),
+        ({"logprobs": 65}, "logprobs"),
+        ({"logprobs": -1}, "logprobs"),
+        ({"prompt_logprobs": 65}, "prompt_logprobs"),
+        ({"prompt_logprobs": -1}, "prompt_logprobs"),
+        ({"logprob_token_ids": [*range(65)]}, "logprob_token_ids"),
+        ({"logprob_token_ids": [1000]}, "logprob_token_ids"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids"),
+        ({"allowed_token_ids": [1000]}, "allowed_token_ids"),
+        ({"stop": ["x"] * (MAX_STOP_STRINGS + 1)}, "stop"),
+        ({"stop": ""}, "stop"),
+        ({"seed": 2**64}, "seed"),
+        ({"prompt": [1] * (MAX_PROMPT_CELLS // 65 + 1), "prompt_logprobs": 64}, "prompt"),
+        ({"prompt": [1] * (MAX_PROMPT_CELLS // 65 + 1), "logprobs": 64, "echo": True}, "prompt"),
+        ({"prompt": [1] * 5000, "n": 4096, "max_tokens": 1}, "n"),
+    ],
+)
+def test_a_request_above_a_bound_is_refused_by_its_field(changes: dict[str, Any], field: str) -> None:
+    assert refused(lambda: complete(**changes)) == field
+
+
+def test_the_bounds_hold_over_all_prompts_and_with_logprobs() -> None:
+    complete(prompt=["x"] * 1024, n=16, max_tokens=1024)
+    assert refused(lambda: complete(prompt=["x"] * 1024, n=16, max_tokens=1025)) == "n"
+    complete(n=4096, max_tokens=63, logprobs=64)
+    assert refused(lambda: complete(n=4096, max_tokens=64, logprobs=64)) == "n"
+    assert refused(lambda: converse(top_logprobs=65, logprobs=True)) == "top_logprobs"
+
+
+def test_seeds_leave_room_for_one_seed_per_choice() -> None:
+    assert sent(complete(seed=7))["seed"] == 7
+    assert sent(complete(seed=-1))["seed"] == MAX_SEED - 1
+    assert sent(complete(seed=2**64 - 1))["seed"] < MAX_SEED
+
+
+def test_the_size_of_a_request() -> None:
+    size = complete(prompt=[[1, 2], [3]], n=3, max_tokens=10).size
+    assert (size.sequences, size.most_prompt, size.likely_prompt, size.most_tokens) == (6, 3, 3, 63)
+    assert complete().size.max_tokens == DEFAULT_MAX_TOKENS
+    text = complete(prompt="ä" * 100).size
+    assert (text.most_prompt, text.likely_prompt) == (200, 25)
+    assert complete(prompt="x" * 9000).size.most_prompt == 4096
+    assert complete(UNKNOWN, prompt="x" * 9000).size.most_prompt == 9000
+
+
+def test_a_chat_without_a_number_may_fill_the_context() -> None:
+    assert converse().size.max_tokens == 4096
+    assert converse(max_tokens=5, max_completion_tokens=3).size.max_tokens == 3
+    unknown = converse(UNKNOWN).size
+    assert (unknown.max_tokens, unknown.answer_bytes) == (None, MAX_ANSWER_BYTES)
+    assert unknown.most_tokens == unknown.most_prompt > 0
+
+
+def test_the_largest_answer_grows_with_every_part() -> None:
+    small = complete(max_tokens=1).size.answer_bytes
+    assert complete(max_tokens=11).size.answer_bytes == small + 10 * TOKEN_BYTES
+    for changes in ({"n": 2}, {"logprobs": 1}, {"prompt_logprobs": 0}, {"prompt": [1] * 9}):
+        assert complete(max_tokens=1, **changes).size.answer_bytes > small, changes
+
+
+@pytest.mark.parametrize(
+    ("changes", "scores"),
+    [({}, False), ({"logprobs": 1}, False), ({"echo": True}, False), ({"echo": True, "logprobs": 0}, True),
+     ({"prompt_logprobs": 0}, True)],
+)  # fmt: skip
+def test_logprobs_of_the_prompt_are_known(changes: dict[str, Any], scores: bool) -> None:
+    assert complete(**changes).scores_prompt is scores
