@@ -18,7 +18,7 @@ unexport PYTHONDONTWRITEBYTECODE
 WORKERS ?= 3
 PYTEST = $(PY) -m pytest -n $(WORKERS) -r s --durations=10
 
-.PHONY: setup demo serve test test-fast test-gpu gpu-wheels test-postgres check lint format types imports docs compat bench soak chaos fuzz audit lock proto clean
+.PHONY: setup demo serve test test-fast test-gpu gpu-wheels test-postgres check lint format types imports docs compat bench soak chaos fuzz screenshots audit lock proto clean
 
 setup: $(VENV)/.done
 
@@ -97,6 +97,10 @@ chaos: setup
 FUZZ ?= 300
 fuzz: setup
 	FUZZ_S=$(FUZZ) $(PY) -m pytest -q --timeout 0 tests/fuzz/test_fuzz.py
+
+# The pictures of docs/operating/status.md; needs chromium and chromium-driver
+screenshots: setup
+	SCREENSHOTS=docs/assets $(PY) -m pytest -q tests/e2e/test_status_page.py -k phone
 
 # Known vulnerabilities of the versions in requirements/cpu.txt; AUDIT="--ignore-vuln ID" ignores one of them.
 # A mirror may have no advisories. So first look for them at a version that is known to be vulnerable.

@@ -53,7 +53,7 @@ def status(
         raise refusal("status", f"{url}: {error}") from error
     if as_json:
         typer.echo(json.dumps(answer, indent=2))
-    elif not watch:
+    else:  # after --watch, too: its screen goes, and the last answer stays on the terminal
         from rich.console import Console
 
         from skyrl.cli.status_view import view

@@ -138,7 +138,7 @@ async def test_an_unreachable_store_fails_saves_and_nothing_else(
     wanted = {"session_id": await each_world.session(), "sampling_session_seq_id": 0, "model_path": path}
     answer = await each_world.ask("POST", "create_sampling_session", wanted)
     assert answer.status_code == 503
-    assert set(answer.json()) == {"detail", "field"}
+    assert set(answer.json()) == {"detail", "field", "request_id"}
     assert [row.name for row in each_world.harness.checkpoint_rows(trainer.model_id)] == ["kept"]
 
 

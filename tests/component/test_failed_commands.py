@@ -4,6 +4,7 @@ The client gets a message without internals."""
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from types import SimpleNamespace

@@ -456,4 +456,4 @@ async def test_protobuf_passes_are_counted(serve: Serve, database: Database) -> 
 async def test_refusals_are_json_with_a_sentence(serve: Serve) -> None:
     async with serve(quota_models=0) as api:
         answer = await create(api, session_of(await api.sampler()), 0)
-        assert set(json.loads(answer.content)) == {"detail", "field"}
+        assert set(json.loads(answer.content)) == {"detail", "field", "request_id"}

@@ -34,8 +34,8 @@ TENANT, OTHER = tenant_of_key("tml-one"), {"X-API-Key": "tml-two"}
 HTML = {"Accept": "text/html,application/xhtml+xml"}
 
 
-async def ask(api: Api, path: str, status: int = 200, **headers: str) -> Any:
-    answer = await api.http.get(f"/ui/api/{path}", headers=headers)
+async def ask(api: Api, path: str, status: int = 200, key: str = "tml-one") -> Any:
+    answer = await api.http.get(f"/ui/api/{path}", headers={"X-API-Key": key})
     assert answer.status_code == status, answer.text
     return answer.json()
 
@@ -214,11 +214,11 @@ async def test_only_a_key_with_the_scope_admin_sees_the_box(serve: Serve, databa
     trainer, admin = make("train"), make("admin")
     async with serve(api_keys="managed") as api:
         for key, scope in ((trainer, "train"), (admin, "admin")):
-            assert (await ask(api, "state", **{"X-API-Key": key}))["server"]["scopes"] == [scope]
-        assert "scope 'admin'" in (await ask(api, "box", 403, **{"X-API-Key": trainer}))["detail"]
-        box = await ask(api, "box", **{"X-API-Key": admin})
+            assert (await ask(api, "state", key=key))["server"]["scopes"] == [scope]
+        assert "scope 'admin'" in (await ask(api, "box", 403, key=trainer))["detail"]
+        box = await ask(api, "box", key=admin)
         assert {"server", "trainer", "pending", "models", "adapters", "disk", "database_bytes"} <= box.keys()
-        assert "unknown here" in (await ask(api, "state", 401, **{"X-API-Key": "tml-nobodys"}))["detail"]
+        assert "unknown here" in (await ask(api, "state", 401, key="tml-nobodys"))["detail"]
 
 
 async def test_browsers_are_led_to_the_page_and_programs_are_not(api: Api) -> None:

@@ -177,7 +177,7 @@ async def check_refused(
         assert not body
         assert set(error) == {"message", "type", "param", "code"}
         body = {"detail": error["message"], "field": error["param"]}
-    assert set(body) == {"detail", "field"}
+    assert set(body) == {"detail", "field", "request_id"}
     assert body["field"] == field, body
     assert body["detail"]
     assert field is None or body["detail"].startswith(f"{field}: "), body
@@ -696,7 +696,8 @@ async def test_an_internal_error_has_the_same_form_and_hides_its_message(
     monkeypatch.setattr(world.services.sessions, "create", fail)
     answer = await world.post("create_session", {})
     assert answer.status_code == 500
-    assert answer.json() == {"detail": "internal error: OSError", "field": None}
+    request_id = answer.headers["x-request-id"]
+    assert answer.json() == {"detail": "internal error: OSError", "field": None, "request_id": request_id}
     assert "secret detail" in caplog.text
 
 

@@ -21,7 +21,7 @@ NEEDS_CHROMIUM = pytest.mark.skipif(
     not (shutil.which("chromium") and shutil.which("chromedriver")), reason="chromium or chromedriver is not installed"
 )
 WAIT_S = 100.0
-PHONE, DESK = (360, 740), (1280, 860)
+PHONE, DESK = (360, 740), (1100, 680)
 
 
 class Browser:

@@ -30,7 +30,7 @@ def test_nothing_secret_is_logged(
     params = tinker.SamplingParams(max_tokens=8, temperature=0.0)
     sampler.sample(tinker.ModelInput.from_ints(TOKENS), 1, params).result()
     with contextlib.suppress(Exception):  # a pass whose content is wrong fails when its turn comes
-        trainer.forward_backward([cross_entropy(TOKENS)], "no_such_loss").result()
+        trainer.forward_backward([cross_entropy(TOKENS)], "no_such_loss").result()  # type: ignore[arg-type]
     headers = {"X-API-Key": key, "X-Request-Id": "find-me-in-the-logs"}
     with httpx.Client(base_url=server.url, headers=headers, timeout=120) as http:
         checkpoint = f"/api/v1/training_runs/{path.split('/')[2]}/checkpoints/{'/'.join(path.split('/')[3:])}"

@@ -1,14 +1,12 @@
 """The status page in a real Chromium, and `skyrl status`, while real runs train and sample through the SDK.
 
-With SKYRL_SCREENSHOTS, the name of a folder, the pictures of the documentation are written there (`make screenshots`).
+With SCREENSHOTS, the name of a folder, the pictures of the documentation are written there (`make screenshots`).
 """
 
 from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +14,9 @@ from pathlib import Path
 import pytest
 import tinker
 from tinker import types
+from typer.testing import CliRunner, Result
 
+from skyrl.cli.main import app
 from skyrl.demo.rl import datum
 from skyrl.demo.server import DemoServer
 
@@ -30,7 +30,7 @@ NAME, OTHER_NAME = "<img src=x onerror=alert(1)>", "secret-of-another-tenant"
 NO_TOKEN = "eyJ.not-a.token"
 """Has a token's form, so that a server that takes every key refuses it."""
 TEXT = [cross_entropy(list(range(30, 60)))]
-SCREENSHOTS = os.environ.get("SKYRL_SCREENSHOTS")
+SCREENSHOTS = os.environ.get("SCREENSHOTS")
 
 
 @dataclass
@@ -79,6 +79,11 @@ def cells(browser: Browser, name: str) -> dict[str, str]:
     return {}
 
 
+def curves(browser: Browser) -> list[str]:
+    """The curves of a run's view as SVG paths."""
+    return [path.get_attribute("d") or "" for path in browser.all("path.curve")]
+
+
 def follow(browser: Browser, name: str) -> None:
     [link] = [link for link in browser.all("td a") if link.text == name]
     link.click()
@@ -119,27 +124,27 @@ def test_the_page_follows_a_run_that_trains_and_shows_nothing_of_another_tenant(
     browser.run("document.querySelector('td a').focus(); window.untouched = document.querySelector('tbody tr')")
 
     mine.steps(3)
-    row = browser.until(lambda: (row := cells(browser, NAME))["steps"] == "3" and row)
+    row = browser.until(lambda: (row := cells(browser, NAME)).get("steps") == "3" and row)
     [(loss,)] = ask(
         server, "SELECT loss_sum / loss_tokens FROM run_steps WHERE model_id = :run AND step = 3", run=mine.id
     )
     assert float(row["loss"]) == pytest.approx(loss, rel=1e-3)
     assert abs(float(row["gap"])) < 1e-3, "the sampler has the trainer's weights"
     assert float(row["tokens/s"].replace(",", "")) > 0
-    browser.until(lambda: cells(browser, NAME)["state"].startswith("○ idle"))
+    browser.until(lambda: cells(browser, NAME).get("state", "").startswith("○ idle"))
     assert "the client sent its last command" in cells(browser, NAME)["state"]
     assert browser.run("return window.untouched === document.querySelector('tbody tr')"), "rows are changed in place"
     assert browser.run("return document.activeElement === document.querySelector('td a')"), "the focus stays"
     seen.append(browser.text())
 
     follow(browser, NAME)
-    curve = browser.until(lambda: [path.get_attribute("d") for path in browser.all("path.curve")])
-    assert len(curve) == 5, "loss, gap, clip fraction, tokens per second, step time"
-    assert curve[0].count("L") == 3
+    drawn = browser.until(lambda: curves(browser))
+    assert len(drawn) == 5, "loss, gap, clip fraction, tokens per second, step time"
+    assert drawn[0].count("L") == 3
     train(mine.trainer, TEXT, 1, 1e-3)
     mine.steps(1)
-    browser.until(lambda: browser.one("path.curve").get_attribute("d").count("L") == 5)
-    gaps = browser.all("path.curve")[1].get_attribute("d") or ""
+    browser.until(lambda: curves(browser)[0].count("L") == 5)
+    gaps = curves(browser)[1]
     assert (gaps.count("M"), gaps.count("L")) == (2, 4), "a step without logprobs of a sampler is a gap in this curve"
     browser.one("figure:first-of-type svg").send_keys("\ue011")  # Home
     assert browser.one("figure:first-of-type .value").text.startswith("step 1: ")
@@ -196,7 +201,7 @@ def test_every_view_fits_a_phone(server: DemoServer, connect: ClientFactory, bro
     picture(browser, "overview")
     views: list[tuple[str, Callable[[], object]]] = [
         ("overview", lambda: cells(browser, "fox-rl")),
-        ("run", lambda: browser.all("path.curve")),
+        ("run", lambda: curves(browser)),
         ("server", lambda: "free disk" in browser.text()),
     ]
     for name, shown in views:
@@ -207,7 +212,7 @@ def test_every_view_fits_a_phone(server: DemoServer, connect: ClientFactory, bro
         assert fits(browser), name
         if name == "overview":
             follow(browser, "fox-rl")
-            browser.until(lambda: browser.all("path.curve"))
+            browser.until(lambda: curves(browser))
             picture(browser, "run")
         elif name == "run":
             browser.one("#to-box").click()
@@ -235,10 +240,9 @@ def test_while_the_server_is_away_the_page_says_how_old_its_data_is(
     browser.console()
 
 
-def status(server: DemoServer, *arguments: str, key: str = KEY) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "skyrl.cli.main", "status", "--url", server.url, *arguments]
-    environment = os.environ | {"TINKER_API_KEY": key, "COLUMNS": "200"}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100.0)
+def status(server: DemoServer, *arguments: str, key: str) -> Result:
+    environment = {"TINKER_API_KEY": key, "TINKER_BASE_URL": server.url, "COLUMNS": "200"}
+    return CliRunner().invoke(app, ["status", *arguments], env=environment)
 
 
 def test_skyrl_status_says_the_same_on_a_terminal(server: DemoServer, connect: ClientFactory) -> None:
@@ -246,7 +250,7 @@ def test_skyrl_status_says_the_same_on_a_terminal(server: DemoServer, connect: C
     theirs = Loop.begin(connect(OTHER_KEY), OTHER_NAME)
     run.steps(2)
     shown = status(server, key="tml-terminal")
-    assert (shown.returncode, shown.stderr) == (0, "")
+    assert (shown.exit_code, shown.stderr) == (0, "")
     assert "● ready" in shown.stdout
     assert "fox�[31m[bold]rl" in shown.stdout, "a name can neither change colours nor be read as markup"
     assert run.id in shown.stdout
@@ -260,7 +264,7 @@ def test_skyrl_status_says_the_same_on_a_terminal(server: DemoServer, connect: C
     assert [step["step"] for step in one["history"]] == [1, 2]
     assert "step time (s)" in status(server, "--run", run.id, key="tml-terminal").stdout
     foreign = status(server, "--run", theirs.id, key="tml-terminal")
-    assert (foreign.returncode, foreign.stdout) == (2, "")
+    assert (foreign.exit_code, foreign.stdout) == (2, "")
     assert foreign.stderr == f"skyrl status: run_id: no run '{theirs.id}'\n"
     refused = status(server, key=NO_TOKEN)
-    assert (refused.returncode, "token in X-API-Key" in refused.stderr) == (2, True)
+    assert (refused.exit_code, "token in X-API-Key" in refused.stderr) == (2, True)

@@ -110,7 +110,7 @@ class Target:
         assert answer.status_code < 500 or not_ready, description
         if not not_ready:
             body = answer.json()
-            assert set(body) == {"detail", "field"}, description
+            assert set(body) == {"detail", "field", "request_id"}, description
             assert body["detail"], description
             assert body["field"] is None or body["detail"].startswith(f"{body['field']}: "), description
 

@@ -51,6 +51,12 @@ def test_help_answers_without_a_heavy_import(arguments: list[str], words: list[s
     assert heavy_imports(done) == []
 
 
+def test_status_asks_a_server_without_a_heavy_import() -> None:
+    done = run_skyrl("status", "--url", f"http://127.0.0.1:{free_port()}", TINKER_API_KEY="tml-k")
+    assert (done.returncode, "Connection refused" in done.stderr) == (2, True)
+    assert heavy_imports(done) == []
+
+
 def test_version_prints_the_version_without_a_heavy_import() -> None:
     done = run_skyrl("version")
     assert (done.returncode, done.stdout) == (0, f"{__version__}\n")
