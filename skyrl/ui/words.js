@@ -15,7 +15,7 @@ export function number(value) {
   if (value === null || value === undefined) return NONE;
   const size = Math.abs(value);
   if (size >= 1000) return count(Math.round(value));
-  if (size > 0 && size < 1e-4) return value.toExponential(1);
+  if (size > 0 && size < 1e-4) return Number(value.toPrecision(4)).toExponential();
   return String(Number(value.toPrecision(4)));
 }
 
