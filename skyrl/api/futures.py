@@ -85,7 +85,8 @@ def router(services: Services) -> Routes:
         except KeyError:
             # After a 410 the SDK sends a lost sample again. It cannot send a training command again.
             status = 410 if call.request.headers.get("x-tinker-request-type") == "Sample" else 404
-            return reply({"detail": f"request_id: no request {body.request_id!r}", "field": "request_id"}, status)
+            detail = f"request_id: no request {body.request_id!r}"
+            return reply({"detail": detail, "field": "request_id", "request_id": call.id}, status)
         except Exception:
             await asyncio.sleep(ERROR_HOLD_S)
             raise

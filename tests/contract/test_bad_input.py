@@ -176,7 +176,7 @@ async def check_refused(
         error = body.pop("error")
         assert not body
         assert set(error) == {"message", "type", "param", "code"}
-        body = {"detail": error["message"], "field": error["param"]}
+        body = {"detail": error["message"], "field": error["param"], "request_id": ""}
     assert set(body) == {"detail", "field", "request_id"}
     assert body["field"] == field, body
     assert body["detail"]
@@ -208,7 +208,7 @@ INTO: dict[str, Any] = {"source_path": "tinker://{model}/weights/saved", "sessio
 
 
 NAMES = {"session_id": "s", "sampler_id": "x", "model_id": "m", "kind": "weights", "name": "n"}
-NAMES |= {"save": "0123", "file": "f", "model": "m"}
+NAMES |= {"save": "0123", "file": "app.css", "model": "m", "run_id": "m"}
 """Parameters in paths."""
 
 
@@ -710,6 +710,12 @@ async def test_the_server_has_exactly_these_routes(world: World) -> None:
     }
     assert served == {(route.method, route.path) for route in world.app.routes}
     assert {(route.method, route.path, route.scope) for route in world.app.routes} == {
+        ("GET", "/ui", "open"),
+        ("GET", "/ui/{file}", "open"),
+        ("GET", "/ui/api/box", "admin"),
+        ("GET", "/ui/api/runs/{run_id}", "any"),
+        ("GET", "/ui/api/state", "any"),
+        ("GET", "/ui/api/usage", "any"),
         ("GET", "/api/v1/audit", "admin"),
         ("GET", "/api/v1/billing/usage/checkpoints/current", "admin"),
         ("GET", "/api/v1/billing/usage/events", "admin"),
