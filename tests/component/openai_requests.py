@@ -13,6 +13,7 @@ from fake_upstream import Received, Reply, reply
 from sqlalchemy import insert, select
 
 from skyrl.api.app import create_app
+from skyrl.api.http_table import HttpTable
 from skyrl.api.tokens import tenant_of_key
 from skyrl.db.checkpoints import checkpoints
 from skyrl.db.columns import lora_values
@@ -124,8 +125,8 @@ async def counted(api: Api, database: Database) -> dict[str, float]:
 class Connection:
     """A request over an ASGI connection, which the client closes when the block ends."""
 
-    def __init__(self, api: Api, body: dict[str, Any]) -> None:
-        self._app = create_app(api.services)
+    def __init__(self, api: Api, body: dict[str, Any], app: HttpTable | None = None) -> None:
+        self.app = app or create_app(api.services)
         self._body = json.dumps(body).encode()
         self._closed = asyncio.Event()
         self.sent: list[dict[str, Any]] = []
@@ -147,10 +148,10 @@ class Connection:
             if message.get("body"):
                 self.began.set()
 
-        self._task = asyncio.create_task(self._app(scope, receive, send))
+        self.task = asyncio.create_task(self.app(scope, receive, send))
         return self
 
     async def __aexit__(self, *_: object) -> None:
         self._closed.set()
         async with asyncio.timeout(LONG_S):
-            await self._task
+            await self.task

@@ -8,7 +8,7 @@ import asyncio
 import pytest
 from api_harness import BASE, Api, Serve
 from engine_harness import until
-from fake_upstream import FakeUpstream, after, never
+from fake_upstream import FakeUpstream, after, error, never
 from openai_requests import (
     ADAPTER,
     ONE,
@@ -28,6 +28,8 @@ from openai_requests import (
 )
 from sqlalchemy import delete, select
 
+import skyrl.api.server
+from skyrl.api.hooks import BodyMemoryHook
 from skyrl.db import keys
 from skyrl.db import quotas as quota_rows
 from skyrl.db.checkpoints import checkpoints
@@ -63,7 +65,7 @@ async def test_a_request_has_the_callers_id_and_a_priority_and_leaves_no_row(
 ) -> None:
     await ask(api, PROMPT | {"user": "me", "stop": None}, **{"X-Request-Id": "mine-1"})
     (sent,) = upstream.completions
-    assert sent.headers["x-request-id"] == "mine-1"
+    assert sent.headers["x-request-id"] == sent.headers["x-session-id"] == "mine-1"
     assert sent.json.keys() == {"model", "prompt", "max_tokens", "stream", "priority"}
     assert database.read(lambda c: list(c.execute(select(futures.c.id)))) == []
 
@@ -97,6 +99,13 @@ async def test_what_does_not_exist_for_the_caller_has_one_answer(api: Api, datab
             assert refusal(answer) == (404, "model", "model_not_found")
             message = f"The model {name!r} does not exist or you do not have access to it."
             assert answer.json()["error"]["message"] == message
+
+
+async def test_a_base_model_that_the_inference_server_does_not_know_is_not_found(
+    api: Api, upstream: FakeUpstream
+) -> None:
+    upstream.default = error(404, "The model `/secret/path` does not exist.")
+    assert refusal(await ask(api, PROMPT)) == (404, "model", "model_not_found")
 
 
 async def test_a_checkpoint_of_another_base_is_a_400_that_names_the_model(api: Api, database: Database) -> None:
@@ -158,6 +167,45 @@ async def test_a_quota_of_tokens_holds_a_request_back_until_its_client_goes(
         await until(lambda: bool(api.services.quotas.waiting))
     assert not api.services.quotas.waiting
     assert len(upstream.completions) == 1
+
+
+async def test_a_tenant_pays_for_no_request_that_has_ended(api: Api, upstream: FakeUpstream) -> None:
+    for _ in range(20):
+        await ask(api, PROMPT)
+    await ask(api, PROMPT, **{"X-API-Key": "tml-two"})
+    *_, own, other = [request.json["priority"] for request in upstream.completions]
+    assert abs(other - own) <= 4, "each of the 20 cost at least five"
+
+
+async def test_a_quota_counts_what_runs_and_what_was_used(api: Api, database: Database) -> None:
+    database.write(lambda c: quota_rows.change(c, ONE, {"requests_in_flight": 1, "tokens_per_minute": 100}))
+    await api.services.quotas.refresh()
+    for _ in range(5):  # each may use 43 tokens, and uses 5
+        assert (await ask(api, PROMPT | {"max_tokens": 40})).status_code == 200
+    assert api.services.quotas.counts()["paused"] == 0
+
+
+async def test_the_memory_for_bodies_is_free_while_requests_run(api: Api, upstream: FakeUpstream) -> None:
+    """A request may run for minutes. The bodies of two do not fit into this memory together."""
+    upstream.default = never
+    large = PROMPT | {"prompt": "x" * 70_000}
+    async with Connection(api, large) as first, Connection(api, large, first.app) as second:
+        (bodies,) = [hook._bodies for hook in second.app.hooks if isinstance(hook, BodyMemoryHook)]
+        for received, expanded, _ in bodies._memory.values():
+            received._size = expanded._size = 100_000
+        await upstream.until(lambda server: server.busy == 2)
+
+
+async def test_prompt_logprobs_that_vllm_computes_wrongly_are_refused(
+    serve: Serve, database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(skyrl.api.server, "cuda_devices", lambda: ["0"])
+    save(database)
+    async with serve() as api:
+        for scores in ({"prompt_logprobs": 0}, {"echo": True, "logprobs": 1}):
+            assert refusal(await ask(api, PROMPT | {"model": PATH} | scores)) == (400, "prompt_logprobs", None)
+            assert (await ask(api, PROMPT | scores)).status_code == 200
+        assert (await ask(api, PROMPT | {"model": PATH, "logprobs": 1})).status_code == 200
 
 
 # Keys and errors of the HTTP table

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from api_harness import LONG_S, Api, Serve
+from engine_harness import until
 from fake_upstream import FakeUpstream, Received, Reply, after, error, hang_up, never, reply
 from openai_requests import (
     ADAPTER,
@@ -35,11 +36,14 @@ from openai_requests import (
 )
 from sqlalchemy import delete, select, update
 
+import skyrl.api.background
 import skyrl.api.server
 from skyrl.db import adapter_uses, adapter_versions
 from skyrl.db.checkpoints import checkpoints
 from skyrl.db.database import Database
 from skyrl.db.usage import UsageKind
+from skyrl.openai.in_flight import InFlight
+from skyrl.wire.errors import RequestError
 
 
 @pytest.fixture(autouse=True)
@@ -223,12 +227,40 @@ async def test_a_process_that_ends_tells_the_clients_of_running_requests(
         await skyrl.api.server.drain(api.services)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LONG_S):
-                await asyncio.shield(connection._task)
+                await asyncio.shield(connection.task)
         sent = connection.sent
         assert refusal(await ask(api, PROMPT)) == (503, None, None)
     assert sent[0]["status"] == (200 if stream else 503)
     assert b"the server is stopping" in sent[-1]["body"]
     assert b"[DONE]" not in sent[-1]["body"]
+
+
+async def test_new_requests_are_refused_while_running_ones_end(api: Api, upstream: FakeUpstream) -> None:
+    go = asyncio.Event()
+    upstream.default = after(go, complete)
+    running = asyncio.create_task(ask(api, PROMPT))
+    await upstream.until(lambda server: server.busy == 1)
+    draining = asyncio.create_task(api.services.openai_in_flight.drain(LONG_S))
+    await asyncio.sleep(0)
+    refused = await ask(api, PROMPT)
+    go.set()
+    await draining
+    assert refusal(refused) == (503, None, None)
+    assert refused.headers["retry-after"] == "1"
+    assert (await running).status_code == 200
+
+
+async def test_nothing_begins_after_the_end() -> None:
+    """A stream whose first event came just before the end would otherwise go on."""
+
+    async def wait() -> None:
+        await asyncio.Event().wait()
+
+    in_flight = InFlight()
+    await in_flight.drain(0)
+    async with asyncio.timeout(LONG_S):
+        with pytest.raises(RequestError, match="stopping"):
+            await in_flight.run(wait(), wait())
 
 
 # Adapters in use
@@ -288,3 +320,20 @@ async def test_requests_for_one_adapter_write_one_row_in_minutes(api: Api, datab
         await ask(api, PROMPT | {"model": PATH})
     await ask(api, PROMPT)
     assert writes == 1
+
+
+async def test_the_process_renews_the_hold_on_adapters_of_running_requests(
+    serve: Serve, upstream: FakeUpstream, database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def used_until() -> float:
+        return database.read(lambda c: c.execute(select(adapter_uses.uses.c.used_until)).scalar_one())
+
+    monkeypatch.setattr(skyrl.api.background, "ADAPTER_USES_S", 0.01)
+    monkeypatch.setattr(adapter_uses, "RENEW_BEFORE_S", adapter_uses.HOLD_S + 1)
+    monkeypatch.setattr(skyrl.api.server, "DRAIN_S", 0.05)
+    save(database)
+    upstream.default = never
+    async with serve() as api, Connection(api, PROMPT | {"model": PATH}):
+        await upstream.until(lambda server: server.busy == 1)
+        first = used_until()
+        await until(lambda: used_until() > first)

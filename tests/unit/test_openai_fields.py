@@ -9,10 +9,14 @@ from typing import Any
 import pytest
 
 from skyrl.openai.bounds import TOKEN_BYTES
+from skyrl.openai.exchanges import Sending, WholeAnswer
 from skyrl.openai.fields import REFUSED, WITHOUT_EFFECT, ChatFields, CompletionFields
 from skyrl.openai.generation import DEFAULT_MAX_TOKENS, Generation, chat, completion
+from skyrl.openai.models import Target
 from skyrl.sampling.answer_bound import MAX_ANSWER_BYTES
+from skyrl.sampling.http import HttpTransport
 from skyrl.sampling.job import MAX_NUM_SAMPLES, MAX_PROMPT_CELLS, MAX_SAMPLED, MAX_SEED, MAX_STOP_STRINGS, ContextLimits
+from skyrl.types.weights import BaseWeights
 from skyrl.wire.errors import RequestError
 
 LIMITS = ContextLimits(vocab_size=1000, max_context=4096)
@@ -253,3 +257,16 @@ def test_the_largest_answer_grows_with_every_part() -> None:
 )  # fmt: skip
 def test_logprobs_of_the_prompt_are_known(changes: dict[str, Any], scores: bool) -> None:
     assert complete(**changes).scores_prompt is scores
+
+
+def test_requests_of_one_tenant_for_one_model_share_a_routing_key() -> None:
+    """Behind skyrl's router, requests with the same key find their common prefix in one replica's cache."""
+
+    def exchange(tenant: str, model: str, request_id: str) -> WholeAnswer:
+        target = Target("name", model, "base", BaseWeights())
+        return WholeAnswer(Sending(complete(), target, None, tenant, request_id), HttpTransport())
+
+    one = exchange("a", "run@1", "1")
+    assert one.shared_key == exchange("a", "run@1", "2").shared_key
+    assert one.key != exchange("a", "run@1", "2").key
+    assert len({one.shared_key, exchange("b", "run@1", "1").shared_key, exchange("a", "run@2", "1").shared_key}) == 3
