@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable
 
 from skyrl.engine.queues import ModelView
 from skyrl.engine.run_times import RunTimes
 from skyrl.engine.scheduler import Scheduler
+from skyrl.metrics.commands import CommandMetrics
 from skyrl.types.activity import MAX_MODELS, EngineActivity, ModelActivity, RecoveryProgress, WaitsFor, encode_activity
 
 LOOK_S = 1.0
@@ -48,12 +50,14 @@ class ActivityWatch:
         run_times: RunTimes,
         holds: Holds,
         inference_ready: Callable[[], bool] | None,
+        metrics: CommandMetrics,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._scheduler = scheduler
         self._run_times = run_times
         self._holds = holds
         self._inference_ready = inference_ready
+        self._metrics = metrics
         self._clock = clock
         self._inference_away_since: float | None = None
         self.now = EngineActivity()
@@ -74,6 +78,10 @@ class ActivityWatch:
         """Must be called on the event loop, which alone changes the scheduler."""
         now = self._clock()
         models = {model_id: self._model(model_id, view, now) for model_id, view in self._scheduler.views().items()}
+        counts: Counter[WaitsFor] = Counter()
+        for model in models.values():
+            counts[model.waits_for] += model.waiting
+        self._metrics.waiting(counts)
         if len(models) > MAX_MODELS:
             longest = sorted(models.items(), key=lambda item: item[1].since)
             models = dict(longest[:MAX_MODELS])

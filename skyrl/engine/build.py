@@ -141,7 +141,7 @@ def build_engine(
     inference_ready = None if group is None else lambda: group.ready
     return EngineParts(
         engine=_engine(base, signals, execution, file_commands, samples, sweep),
-        activity=ActivityWatch(base.scheduler, base.run_times, base.holds, inference_ready),
+        activity=ActivityWatch(base.scheduler, base.run_times, base.holds, inference_ready, base.metrics.commands),
         recovery=_recovery(base, signals, ledger),
         signals=signals,
         threads=base.threads,

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from skyrl.metrics.outcomes import OUTCOMES, outcome_label
+from skyrl.types.activity import WaitsFor
 from skyrl.types.kinds import ENGINE_KINDS, Kind
 
 WAIT_BOUNDS = (0.01, 0.05, 0.25, 1, 5, 15, 60, 300, 1800)
@@ -51,9 +52,18 @@ class CommandMetrics:
         self._ready = Histogram("skyrl_weights_ready_seconds", about, buckets=READY_BOUNDS, registry=registry)
         about = "Age of the oldest command that runs or could run; 0 without one."
         Gauge("skyrl_commands_oldest_seconds", about, registry=registry).set_function(self._oldest_s)
+        about = "Commands that wait, by what the next command of their model waits for."
+        family = Gauge("skyrl_commands_waiting", about, ["reason"], registry=registry)
+        self._waiting = {reason: family.labels(reason) for reason in WaitsFor if reason is not WaitsFor.NOTHING}
         self.oldest_accepted_at: float | None = None
         """When the oldest command that runs or could run was accepted. The engine's loop sets it; the age grows also if
         the loop hangs."""
+
+    def waiting(self, counts: Mapping[WaitsFor, int]) -> None:
+        """So many commands wait now. Commands behind a running command of their model count as waiting for a turn."""
+        behind = counts.get(WaitsFor.NOTHING, 0)
+        for reason, gauge in self._waiting.items():
+            gauge.set(counts.get(reason, 0) + (behind if reason is WaitsFor.TURN else 0))
 
     def _oldest_s(self) -> float:
         at = self.oldest_accepted_at

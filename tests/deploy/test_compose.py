@@ -150,7 +150,7 @@ def test_prometheus_scrapes_the_services_of_compose() -> None:
 def test_prometheus_accepts_its_configuration_and_the_rules(tmp_path: Path) -> None:
     (tmp_path / "metrics_key").write_text("tml-x")
     text = (DEPLOY / "prometheus.yml").read_text()
-    for there, here in {"/run/secrets": tmp_path, "/etc/prometheus/rules": DEPLOY / "prometheus"}.items():
+    for there, here in {"/run/secrets": tmp_path, "/etc/prometheus/rules": DEPLOY / "prometheus/rules"}.items():
         assert there in text
         text = text.replace(there, str(here))
     (tmp_path / "prometheus.yml").write_text(text)
@@ -163,7 +163,7 @@ def test_prometheus_gets_its_files_where_it_looks_for_them() -> None:
     prometheus = ALL["prometheus"]
     assert "--config.file=/etc/prometheus/prometheus.yml" in prometheus["command"]
     assert "./prometheus.yml:/etc/prometheus/prometheus.yml:ro" in prometheus["volumes"]
-    assert "./prometheus:/etc/prometheus/rules:ro" in prometheus["volumes"]
+    assert "./prometheus/rules:/etc/prometheus/rules:ro" in prometheus["volumes"]
     [configuration] = documents(DEPLOY / "prometheus.yml")
     assert configuration["rule_files"] == ["/etc/prometheus/rules/*.yml"]
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import itertools
 
 import pytest
+from prometheus_client import CollectorRegistry
 
 from skyrl.engine import activity as activity_module
 from skyrl.engine.activity import ActivityWatch, Holds
 from skyrl.engine.run_times import RunTimes
 from skyrl.engine.scheduler import Scheduler
+from skyrl.metrics.commands import CommandMetrics
 from skyrl.types.activity import EngineActivity, RecoveryProgress, WaitsFor, decode_activity, encode_activity
 from skyrl.types.command import Command
 from skyrl.types.kinds import Kind
@@ -32,9 +34,15 @@ class World:
         self.run_times = RunTimes()
         self.holds = Holds()
         self.inference_ready = True
+        self.registry = CollectorRegistry()
         self.now = 1_000.0
         self.watch = ActivityWatch(
-            self.scheduler, self.run_times, self.holds, lambda: self.inference_ready, lambda: self.now
+            self.scheduler,
+            self.run_times,
+            self.holds,
+            lambda: self.inference_ready,
+            CommandMetrics(self.registry),
+            lambda: self.now,
         )
 
     def look(self) -> EngineActivity:
@@ -71,6 +79,21 @@ def test_a_command_waits_for_its_turn_then_runs_and_the_next_one_waits(world: Wo
     world.scheduler.finish(taken)
     assert world.waits() == (WaitsFor.TURN, 1, 1)
     assert world.look().models["m"].since == world.now
+
+
+def test_the_metrics_count_the_waiting_commands_by_reason(world: World) -> None:
+    def gauge(reason: str) -> float | None:
+        return world.registry.get_sample_value("skyrl_commands_waiting", {"reason": reason})
+
+    for seq in range(3):
+        world.scheduler.add(command(seq))
+    world.scheduler.add(command(5, model="gap"))
+    world.look()
+    assert (gauge("turn"), gauge("gap"), gauge("quota")) == (3, 1, 0)
+    taken = world.scheduler.take_passes(["m"])
+    world.look()
+    assert gauge("turn") == 3 - len(taken)
+    assert gauge("nothing") is None
 
 
 def test_a_missing_command_is_named(world: World) -> None:

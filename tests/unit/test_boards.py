@@ -21,12 +21,12 @@ def test_promtool_accepts_the_rules() -> None:
 
 @NEEDS_PROMETHEUS
 def test_the_rules_pass_their_own_tests() -> None:
-    promtool("test", "rules", str(RULES / "alerts_test.yml"))
+    promtool("test", "rules", str(RULES.parent / "alerts_test.yml"))
 
 
 @pytest.mark.parametrize("alert", ALERTS, ids=lambda alert: alert["alert"])
 def test_every_alert_is_shown_to_fire_and_has_its_texts(alert: dict[str, dict[str, str]]) -> None:
-    cases = yaml.safe_load((RULES / "alerts_test.yml").read_text())["tests"]
+    cases = yaml.safe_load((RULES.parent / "alerts_test.yml").read_text())["tests"]
     tried = [case for test in cases for case in test["alert_rule_test"] if case["alertname"] == alert["alert"]]
     assert any(case.get("exp_alerts") for case in tried)
     assert alert["labels"]["severity"] in ("page", "ticket")
