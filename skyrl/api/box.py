@@ -6,6 +6,8 @@ API process gives the same answer.
 
 from __future__ import annotations
 
+import asyncio
+import re
 import shutil
 from collections import Counter
 from typing import Any
@@ -18,7 +20,15 @@ from skyrl.api.services import Services
 from skyrl.db import api_processes
 from skyrl.db.adapter_versions import count_servable
 from skyrl.db.runs import pending_by_kind
+from skyrl.metrics.files import MetricsDirectory
 from skyrl.types.activity import EngineActivity, WaitsFor
+
+_VLLM_NAMES = {
+    "kv_cache_usage_perc": "kv_use",
+    "num_requests_running": "running",
+    "num_requests_waiting": "waiting",
+}
+_VLLM = re.compile(rf'^vllm:({"|".join(_VLLM_NAMES)})\{{.*?replica="(\d+)".*?\}} (\S+)$', re.M)
 
 
 async def box(services: Services, caller: Caller) -> dict[str, Any]:
@@ -48,8 +58,18 @@ async def box(services: Services, caller: Caller) -> dict[str, Any]:
         "adapters": {"servable": servable, "places": services.standings.places},
         "quotas": services.quotas.counts(),
         "disk": {"free_bytes": used.free, "total_bytes": used.total},
-        "database_bytes": await services.database.read_async(services.database.size_bytes),
+        "database_bytes": await asyncio.to_thread(services.database.size),
+        "vllm": await asyncio.to_thread(_vllm, services.published_metrics),
     }
+
+
+def _vllm(published: MetricsDirectory) -> list[dict[str, float]]:
+    """Each inference server that skyrl runs, by its number: the part of its key-value cache in use (0 to 1), and its
+    requests that run and wait. Published by the engine every few seconds."""
+    found: dict[int, dict[str, float]] = {}
+    for name, replica, value in _VLLM.findall(published.read()):
+        found.setdefault(int(replica), {"replica": int(replica)})[_VLLM_NAMES[name]] = float(value)
+    return [found[replica] for replica in sorted(found)]
 
 
 def _trainer(services: Services, activity: EngineActivity) -> dict[str, Any] | None:

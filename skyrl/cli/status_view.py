@@ -69,6 +69,11 @@ def _steps(steps: Iterable[dict[str, Any]]) -> Table:
     return table
 
 
+def _vllm(numbers: dict[str, Any]) -> str:
+    use, running, waiting = (numbers.get(name, 0) for name in ("kv_use", "running", "waiting"))
+    return f"{numbers['replica']}: {running:.0f} run, {waiting:.0f} wait, cache {100 * use:.0f} % used"
+
+
 def _box(box: dict[str, Any]) -> Table:
     models, adapters, disk = box["models"], box["adapters"], box["disk"]
     places = "" if adapters["places"] is None else f", {adapters['places']} at a time"
@@ -80,6 +85,7 @@ def _box(box: dict[str, Any]) -> Table:
         "adapters": f"{adapters['servable']} can be sampled{places}",
         "disk": f"{disk['free_bytes'] / 1e9:.1f} GB of {disk['total_bytes'] / 1e9:.1f} GB are free",
         "database": f"{box['database_bytes'] / 1e6:.1f} MB",
+        "vLLM": "; ".join(_vllm(each) for each in box["vllm"]) or "none",
     }
     since = models["longest_wait_since"]
     if since is not None:

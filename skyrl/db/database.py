@@ -123,15 +123,6 @@ class Database:
         pooled.detach()
         return driver
 
-    def size_bytes(self, connection: Connection) -> int:
-        """The size of the database: of SQLite's file without its log, or of PostgreSQL's tables and indexes."""
-        if self.is_sqlite:
-            pages, size = (
-                connection.exec_driver_sql(f"PRAGMA {name}").scalar_one() for name in ("page_count", "page_size")
-            )
-            return pages * size
-        return connection.exec_driver_sql("SELECT pg_database_size(current_database())").scalar_one()
-
     def read(self, query: Callable[[Connection], T]) -> T:
         """Run `query` in one read transaction, on the calling thread."""
         with self.reader.connect() as connection:

@@ -61,6 +61,12 @@ export class BoxView {
     column("state", (part) => part, { part: statePart }),
     column("last heard of", (part) => part.at, time),
   ], "");
+  #vllm = new Table("Inference servers", [
+    column("number", (vllm) => count(vllm.replica)),
+    column("key-value cache in use", (vllm) => `${number(100 * (vllm.kv_use ?? 0))} %`, numeric),
+    column("requests that run", (vllm) => count(vllm.running), numeric),
+    column("that wait", (vllm) => count(vllm.waiting), numeric),
+  ], "skyrl runs none, or none has told its numbers yet.");
   #pending = new Table("Requests that have not ended", [
     column("kind", ([kind]) => kind.toLowerCase()),
     column("requests", ([, number]) => count(number), numeric),
@@ -79,7 +85,7 @@ export class BoxView {
   ], "");
 
   constructor() {
-    const shown = [this.#parts, this.#facts, this.#pending, this.#waiting, this.#times, this.#quotas];
+    const shown = [this.#parts, this.#facts, this.#vllm, this.#pending, this.#waiting, this.#times, this.#quotas];
     this.element = el("div", {}, el("h1", { tabindex: "-1" }, this.title), ...shown.map((part) => part.element));
   }
 
@@ -90,6 +96,7 @@ export class BoxView {
   update(box) {
     this.#facts.update(box);
     this.#parts.update(parts(box), (part) => part.name);
+    this.#vllm.update(box.vllm, (vllm) => vllm.replica);
     this.#waiting.update(waiting(box.models), (line) => line.reason);
     const tables = [[this.#pending, box.pending], [this.#times, box.trainer?.run_s ?? {}]];
     for (const [table, counts] of tables) table.update(Object.entries(counts), ([name]) => name);

@@ -264,3 +264,15 @@ def test_a_file_of_the_page_writes_text_only_as_text(name: str) -> None:
     assert re.findall(forbidden, text) == []
     assert re.findall(r"(?:https?:)?//(?!www\.w3\.org/2000/svg)[\w-]+\.", text) == [], "nothing comes from elsewhere"
     assert re.findall(r"<script>|\son\w+=|\sstyle=|<style", text) == [], "the content policy would refuse it"
+
+
+async def test_the_box_shows_the_numbers_of_each_inference_server(api: Api) -> None:
+    assert (await api.http.get("/ui/api/box")).json()["vllm"] == []
+    lines = [
+        f'vllm:{name}{{engine="0",replica="1"}} {value}'
+        for name, value in (("kv_cache_usage_perc", 0.25), ("num_requests_running", 3.0), ("num_requests_waiting", 1.0))
+    ]
+    heads = [f"# TYPE {line.partition('{')[0]} gauge\n{line}\n" for line in lines]
+    api.services.published_metrics.write("vllm-1", "".join(heads))
+    shown = (await api.http.get("/ui/api/box")).json()["vllm"]
+    assert shown == [{"replica": 1, "kv_use": 0.25, "running": 3.0, "waiting": 1.0}]

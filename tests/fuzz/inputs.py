@@ -76,6 +76,36 @@ FULL: dict[str, dict[str, Any]] = {
         "retrieved_request_ids": ["x"],
     },
     "cancel_future": {"request_id": "nobody"},
+    "/v1/completions": {
+        "model": "{sampler_path}",
+        "prompt": [[1, 2, 3], [4]],
+        "max_tokens": 2,
+        "n": 2,
+        "stop": ["a"],
+        "stop_token_ids": [5],
+        "seed": 1,
+        "logit_bias": {"7": -1.5},
+        "allowed_token_ids": [5, 6, 7],
+        "logprobs": 1,
+        "prompt_logprobs": 1,
+        "response_format": {"type": "text"},
+        "user": "u",
+    },
+    "/v1/chat/completions": {
+        "model": "tiny",
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "a"}]},
+            {"role": "assistant", "content": "b", "refusal": None},
+            {"role": "user", "content": "c"},
+        ],
+        "max_completion_tokens": 2,
+        "logprobs": True,
+        "top_logprobs": 1,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "structured_outputs": {"choice": ["a", "b"]},
+        "chat_template_kwargs": {"enable_thinking": False},
+    },
 }
 """Bodies of POST routes with all their fields. If a route has two bodies, a query tells them apart; no route reads it.
 Bodies that would end or fill a session name the other tenant's session, so that the first tenant's stays usable."""
@@ -97,7 +127,12 @@ def _from_strangers() -> dict[str, dict[str, Any]]:
 
 
 GOOD = _from_strangers() | FULL
-"""A valid body of every POST route with a body."""
+"""A valid body of every POST route with a body. A route without a slash at its beginning is below /api/v1."""
+
+
+def path_of(route: str) -> str:
+    return route if route.startswith("/") else f"/api/v1/{route}"
+
 
 NESTED = 20_000
 STRINGS = (

@@ -12,6 +12,7 @@ import httpx
 import psutil
 from hypothesis import HealthCheck, Phase, settings
 
+from skyrl.api.openai import is_openai
 from skyrl.wire import tinker_pb2 as pb
 from tests.e2e.mortal_server import MortalServer
 
@@ -110,6 +111,10 @@ class Target:
         assert answer.status_code < 500 or not_ready, description
         if not not_ready:
             body = answer.json()
+            if is_openai(answer.request.url.path):
+                assert set(body) == {"error"}, description
+                assert body["error"]["message"], description
+                return
             assert set(body) == {"detail", "field", "request_id"}, description
             assert body["detail"], description
             assert body["field"] is None or body["detail"].startswith(f"{body['field']}: "), description

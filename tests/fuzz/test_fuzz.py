@@ -16,7 +16,7 @@ from schemathesis.core.result import Ok
 from skyrl.wire import tinker_pb2 as pb
 from skyrl.wire.training import PROTOBUF
 from tests.fuzz.conftest import Run
-from tests.fuzz.inputs import FRAGMENTS, GOOD, STRINGS, damaged, encoded, json_bodies, passes
+from tests.fuzz.inputs import FRAGMENTS, GOOD, STRINGS, damaged, encoded, json_bodies, passes, path_of
 from tests.fuzz.target import Target
 
 pytestmark = [
@@ -48,7 +48,7 @@ def test_every_operation_of_the_openapi_document_survives_valid_and_invalid_requ
 
 @pytest.mark.parametrize("route", GOOD)
 def test_nearly_valid_bodies_get_sound_answers(target: Target, run: Run, route: str) -> None:
-    path = f"/api/v1/{target.fill(route)}"
+    path = path_of(target.fill(route))
 
     @given(st.data())
     def answer_is_sound(data: st.DataObject) -> None:
@@ -82,7 +82,7 @@ def test_nearly_valid_protobuf_passes_get_sound_answers(target: Target, run: Run
 def test_bodies_of_another_content_type_get_sound_answers(target: Target, run: Run) -> None:
     @given(st.sampled_from([*GOOD]), st.binary(max_size=200))
     def answer_is_sound(route: str, body: bytes) -> None:
-        target.send("POST", f"/api/v1/{target.fill(route)}", content=body, headers={"Content-Type": PROTOBUF})
+        target.send("POST", path_of(target.fill(route)), content=body, headers={"Content-Type": PROTOBUF})
 
     run(answer_is_sound, 100)
 
