@@ -7,10 +7,11 @@ The structs are the list: their fields go to vLLM as the client wrote them. docs
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
+from skyrl.openai.nested import NamedTool, ResponseFormat, StreamOptions, StructuredOutputs, Tool
 from skyrl.wire.decoding import raw_value
 from skyrl.wire.errors import RequestError
 
@@ -49,11 +50,8 @@ REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
 """Fields of OpenAI or vLLM that are refused: the values that change nothing and are accepted, and the reason."""
 
 
-class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
-    include_usage: bool | None = False
-    continuous_usage_stats: bool | None = False
-    include_obfuscation: bool | None = False
-    """OpenAI pads its events with it. No event is padded here."""
+Int32 = Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)]
+"""vLLM fails with an internal error for larger numbers."""
 
 
 class CommonFields(msgspec.Struct, kw_only=True):
@@ -66,7 +64,7 @@ class CommonFields(msgspec.Struct, kw_only=True):
     seed: int | None = None
     temperature: float | None = None
     top_p: float | None = None
-    top_k: int | None = None
+    top_k: Int32 | None = None
     min_p: float | None = None
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
@@ -76,21 +74,21 @@ class CommonFields(msgspec.Struct, kw_only=True):
     allowed_token_ids: list[int] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
-    min_tokens: int | None = None
+    min_tokens: Int32 | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     add_special_tokens: bool | None = None
-    truncate_prompt_tokens: int | None = None
+    truncate_prompt_tokens: Int32 | None = None
     truncation_side: Literal["left", "right"] | None = None
     prompt_logprobs: int | None = None
     logprob_token_ids: list[int] | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
-    response_format: dict[str, Any] | None = None
-    structured_outputs: dict[str, Any] | None = None
-    thinking_token_budget: int | None = None
-    stream_interval: int | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    thinking_token_budget: Int32 | None = None
+    stream_interval: Int32 | None = None
 
 
 class CompletionFields(CommonFields, kw_only=True):
@@ -108,10 +106,10 @@ class ChatFields(CommonFields, kw_only=True):
     max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: int | None = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: str | dict[str, Any] | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
-    reasoning_effort: str | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     include_reasoning: bool | None = None
     echo: bool = False
     add_generation_prompt: bool | None = None

@@ -12,8 +12,9 @@ from typing import Any
 import msgspec
 
 from skyrl.openai.bounds import Size, check_size
-from skyrl.openai.fields import ChatFields, CommonFields, CompletionFields, StreamOptions, accepted
+from skyrl.openai.fields import ChatFields, CommonFields, CompletionFields, accepted
 from skyrl.openai.messages import check_template_arguments, checked_messages
+from skyrl.openai.nested import StreamOptions
 from skyrl.sampling.job import MAX_SEED, MAX_STOP_STRINGS, ContextLimits
 from skyrl.wire.decoding import decode_json, raw_fields
 from skyrl.wire.errors import RequestError

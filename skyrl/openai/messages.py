@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from skyrl.openai.nested import check_tool_calls
 from skyrl.wire.errors import RequestError
 
 _KEYS = frozenset(
@@ -14,8 +15,13 @@ _KEYS = frozenset(
 )
 _PART_KEYS = {"text": "text", "refusal": "refusal"}
 """Types of parts, and the key of each that holds its text."""
-TEMPLATE_KEYS = frozenset({"add_generation_prompt", "chat_template", "continue_final_message", "tokenize", "tools"})
-"""Arguments of the template that have fields of their own, or would replace the model's template."""
+_TEXTS = ("name", "reasoning", "reasoning_content", "refusal", "tool_call_id")
+TEMPLATE_KEYS = frozenset(
+    {"add_generation_prompt", "continue_final_message", "conversation", "documents", "messages", "reasoning_effort"}
+    | {"chat_template", "max_length", "padding", "return_assistant_tokens_mask", "return_dict", "return_tensors"}
+    | {"processor_kwargs", "self", "tokenize", "tokenizer", "tokenizer_kwargs", "tools", "truncation"}
+)
+"""Arguments that have fields of their own, or that the renderer of the template takes instead of the template."""
 
 
 def checked_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -29,8 +35,10 @@ def _checked(message: dict[str, Any], place: str) -> dict[str, Any]:
     kept = {key: value for key, value in message.items() if key == "content" or value not in (None, [])}
     if unknown := kept.keys() - _KEYS:
         raise RequestError("is not a field that this server knows", field=f"{place}.{min(unknown)}")
-    if not isinstance(kept.get("role"), str):
-        raise RequestError("must be a string", field=f"{place}.role")
+    for key in ("role", *(key for key in _TEXTS if key in kept)):
+        if not isinstance(kept.get(key), str):
+            raise RequestError("must be a string", field=f"{place}.{key}")
+    check_tool_calls(kept.get("tool_calls", []), f"{place}.tool_calls")
     content = kept.get("content")
     if isinstance(content, list):
         for index, part in enumerate(content):

@@ -155,7 +155,8 @@ def training_pass(seed: int, count: int = 1, length: int = 9) -> dict[str, Any]:
 
 
 class Upstream:
-    """Answers vLLM's completions. Every answer differs. While held, answers wait."""
+    """Answers vLLM's completions and chats, which are streams of one event if asked for. Every answer differs. While
+    held, answers wait."""
 
     def __init__(self) -> None:
         self.url = ""
@@ -180,14 +181,18 @@ class Upstream:
             time.sleep(0.01)
 
     async def _complete(self, request: web.Request) -> web.Response:
-        await request.read()
+        asked = await request.json()
         await self._open.wait()
         number = next(self._numbers)
         tokens = [number // VOCABULARY % VOCABULARY, number % VOCABULARY, 3, 4]
         logprobs = {"token_logprobs": [-1.0] * len(tokens)}
         choice = {"index": 0, "text": "", "finish_reason": "length", "token_ids": tokens, "logprobs": logprobs}
         self.answered += 1
-        return web.json_response({"choices": [choice], "usage": None})
+        answer = {"choices": [choice], "usage": None}
+        if asked["stream"]:
+            text = f"data: {json.dumps(answer)}\n\ndata: [DONE]\n\n"
+            return web.Response(text=text, content_type="text/event-stream")
+        return web.json_response(answer)
 
     async def _well(self, _: web.Request) -> web.Response:
         return web.Response()
@@ -195,6 +200,7 @@ class Upstream:
     async def _start(self) -> None:
         app = web.Application()
         app.router.add_post("/v1/completions", self._complete)
+        app.router.add_post("/v1/chat/completions", self._complete)
         app.router.add_get("/{probe:.*}", self._well)
         self._runner = web.AppRunner(app, shutdown_timeout=0)
         await self._runner.setup()

@@ -129,6 +129,13 @@ def test_a_wrong_type_is_named() -> None:
     assert refused(lambda: complete(stream_options={})) == "stream_options"
     assert refused(lambda: completion(b'{"prompt": "x"}', LIMITS)) == "model"
     assert refused(lambda: completion(b'{"model": "x"}', LIMITS)) == "prompt"
+    assert refused(lambda: complete(top_k=2**31)) == "top_k"
+    assert refused(lambda: converse(tools=[{"type": "function", "function": {"name": 7}}])) == "tools[0].function.name"
+    assert refused(lambda: converse(tool_choice="f")) == "tool_choice"
+    assert refused(lambda: converse(reasoning_effort="huge")) == "reasoning_effort"
+    assert refused(lambda: complete(structured_outputs={"choice": [1]})) == "structured_outputs.choice[0]"
+    assert refused(lambda: complete(structured_outputs={"_backend": "x"})) == "structured_outputs"
+    assert refused(lambda: complete(response_format={"type": "structural_tag"})) == "response_format.type"
 
 
 # Prompts and messages
@@ -158,6 +165,9 @@ def test_other_prompts_are_refused(prompt: Any) -> None:
         ({"role": "user", "content": 7}, "content"),
         ({"role": "user", "content": "x", "video": "http://x"}, "video"),
         ({"content": "x"}, "role"),
+        ({"role": "user", "content": "x", "name": 7}, "name"),
+        ({"role": "assistant", "tool_calls": [{"id": 1}]}, "tool_calls[0].id"),
+        ({"role": "assistant", "tool_calls": "f"}, "tool_calls"),
     ],
 )
 def test_a_message_with_more_than_text_is_refused(message: dict[str, Any], field: str) -> None:
