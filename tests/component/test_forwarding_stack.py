@@ -465,5 +465,9 @@ async def test_a_result_from_the_database_is_returned_to_its_tenant_only(serve: 
 async def test_an_unknown_request_id_gets_410_or_404(api: Api) -> None:
     lost = await api.result("nobody-knows")
     assert lost.status_code == 410
-    assert json.loads(lost.content) == {"detail": "request_id: no request 'nobody-knows'", "field": "request_id"}
+    assert json.loads(lost.content) == {
+        "detail": "request_id: no request 'nobody-knows'",
+        "field": "request_id",
+        "request_id": lost.headers["x-request-id"],
+    }
     assert (await api.post("retrieve_future", {"request_id": "nobody-knows"})).status_code == 404

@@ -174,5 +174,5 @@ def test_grafana_finds_prometheus_and_the_boards() -> None:
     [source], [provider] = sources["datasources"], boards["providers"]
     [port] = ALL["prometheus"]["ports"]
     assert source["url"] == f"http://prometheus:{port.rpartition(':')[2]}"
-    assert f"./grafana:{provider['options']['path']}:ro" in ALL["grafana"]["volumes"]
+    assert f"./grafana/dashboards:{provider['options']['path']}:ro" in ALL["grafana"]["volumes"]
     assert "./grafana/provisioning:/etc/grafana/provisioning:ro" in ALL["grafana"]["volumes"]

@@ -532,7 +532,11 @@ def test_point_08_a_poll_is_held_and_then_gets_408(
     assert 0.99 * shortest_s < held_s < 45, "the SDK polls again at once, and gives up reading after 45 s"
     assert answer.status_code == 408
     assert answer.json()["type"] == "try_again"
-    assert answer.json()["queue_state"] == "active"
+    assert answer.json()["queue_state"] == "paused_capacity"
+    assert answer.json()["queue_state_reason"] == (
+        "command 1 of this model has not arrived, and 1 later command waits for it: the client has not sent it, or "
+        "still sends it"
+    )
 
 
 def test_every_point_has_a_test_and_a_section_in_the_docs() -> None:
