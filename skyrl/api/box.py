@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import re
 import shutil
+import time
 from collections import Counter
 from typing import Any
 
@@ -18,8 +19,8 @@ from skyrl.api.access import Caller
 from skyrl.api.overview import Overview
 from skyrl.api.services import Services
 from skyrl.db import api_processes
-from skyrl.db.adapter_versions import count_servable
 from skyrl.db.runs import pending_by_kind
+from skyrl.db.sizes import sizes
 from skyrl.metrics.files import MetricsDirectory
 from skyrl.types.activity import EngineActivity, WaitsFor
 
@@ -35,7 +36,11 @@ async def box(services: Services, caller: Caller) -> dict[str, Any]:
     """Times are in seconds since the epoch, `_s` are seconds. Holds no ages, so that an unchanged box stays equal."""
 
     def read(connection: Any) -> tuple[dict[str, int], list[tuple[str, float, float]], int]:
-        return pending_by_kind(connection), api_processes.heartbeats(connection), count_servable(connection)
+        return (
+            pending_by_kind(connection),
+            api_processes.heartbeats(connection),
+            sizes(connection, time.time()).adapters,
+        )
 
     pending, processes, servable = await services.database.read_async(read)
     state, activity = services.watch.state, services.watch.activity

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from starlette.requests import Request
 from starlette.types import Message, Receive, Scope, Send
 
 from skyrl.api.access import Caller
 from skyrl.api.body_memory import LargeBody
+from skyrl.api.incoming import IncomingRequest
 from skyrl.api.route import Route
 
 
@@ -35,7 +35,7 @@ class Call:
     def __init__(
         self, scope: Scope, receive: Receive, send: Send, route: Route | None, hooks: Sequence[Hook] = ()
     ) -> None:
-        self.request = Request(scope, receive, send)
+        self.request = IncomingRequest(scope, receive, send)
         self.route = route
         """None if no route has the path and method of the request."""
         self.id = "-"

@@ -27,7 +27,7 @@ MAX_KEY = 2_000
 """The most characters of a key or a token. `tenant_of_key` keeps the last 4,096 keys in memory."""
 MAX_REQUEST_ID = 128
 """The most characters of a request id that a client gives."""
-_PRINTABLE_ID = re.compile(rb"[!-~]{1,%d}" % MAX_REQUEST_ID)
+_PRINTABLE_ID = re.compile(rf"[!-~]{{1,{MAX_REQUEST_ID}}}")
 
 
 LONG_POLLS = frozenset({"/api/v1/retrieve_future", "/api/v1/retrieve_futures"})
@@ -64,12 +64,11 @@ class RequestIds:
         self._numbers = count(1)
 
     async def begin(self, call: Call) -> None:
-        for name, value in call.request.scope["headers"]:
-            if name == b"x-request-id" and _PRINTABLE_ID.fullmatch(value):
-                call.id = value.decode()
-                call.headers.append((name, value))
-                return
-        call.id = f"{self._prefix}{next(self._numbers):x}"
+        offered = call.request.headers.get("x-request-id")
+        if offered is not None and _PRINTABLE_ID.fullmatch(offered):
+            call.id = offered
+        else:
+            call.id = f"{self._prefix}{next(self._numbers):x}"
         call.headers.append((b"x-request-id", call.id.encode()))
 
     def end(self, call: Call) -> None:

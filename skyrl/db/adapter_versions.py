@@ -67,14 +67,6 @@ def held(connection: Connection, now: float) -> set[WeightsRef]:
     return set(connection.execute(union_all(*queries)).scalars())
 
 
-def count_servable(connection: Connection) -> int:
-    """How many adapter versions open sampling sessions sample from."""
-    query = select(func.count(samplers.c.weights.distinct())).where(
-        samplers.c.status == "active", samplers.c.weights != "base"
-    )
-    return connection.execute(query).scalar_one()
-
-
 def in_use(connection: Connection, used_since: float, limit: int) -> list[AdapterVersion]:
     """At most `limit` versions of open sampling sessions with samples since `used_since`, the last used first."""
     query = (

@@ -108,7 +108,7 @@ class ActivityWatch:
             starts_at, next_command = min(view.delayed, key=lambda delayed: delayed[0])
         commands = view.commands
         kind = commands[0].kind if next_command is None else next_command.kind
-        seq_id = view.next_seq if next_command is None or next_command.seq_id is None else next_command.seq_id
+        seq_id = view.next_seq if next_command is None else next_command.seq_id
         before = self.now.models.get(model_id)
         same = before is not None and (before.waits_for, before.seq_id) == (waits_for, seq_id)
         return ModelActivity(

@@ -58,7 +58,7 @@ def of_model(model_id: str, activity: EngineActivity, now: float, before: Sequen
 
 def _running(command: PendingCommand, model: ModelActivity, now: float) -> str:
     since = duration(now - model.since)
-    if command.seq_id is not None and command.seq_id <= model.seq_id:
+    if command.seq_id is not None and model.seq_id is not None and command.seq_id <= model.seq_id:
         return f"{_called(command.kind, command.seq_id)} has run for {since}"
     before = counted(len(command.before), "earlier command")
     return f"{before} of this model first: {_called(model.kind, model.seq_id)} has run for {since}"

@@ -37,8 +37,9 @@ class ModelActivity(msgspec.Struct, frozen=True, omit_defaults=True):
     """Since when it waits for that or, if it runs, since when it runs. Known to a few seconds."""
     kind: str
     """The kind of the command that runs, or that is next."""
-    seq_id: int
-    """The number of that command; for GAP the missing number. With several merged passes, the highest that runs."""
+    seq_id: int | None
+    """The number of that command, None for an unload; for GAP the missing number. With several merged passes, the
+    highest that runs."""
     waiting: int
     """How many commands wait. A running command does not count."""
     work_s: float | None = None

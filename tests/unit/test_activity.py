@@ -7,11 +7,13 @@ import itertools
 import pytest
 from prometheus_client import CollectorRegistry
 
+from skyrl.db.commands import PendingCommand
 from skyrl.engine import activity as activity_module
 from skyrl.engine.activity import ActivityWatch, Holds
 from skyrl.engine.run_times import RunTimes
 from skyrl.engine.scheduler import Scheduler
 from skyrl.metrics.commands import CommandMetrics
+from skyrl.standing.commands import of_command
 from skyrl.types.activity import EngineActivity, RecoveryProgress, WaitsFor, decode_activity, encode_activity
 from skyrl.types.command import Command
 from skyrl.types.kinds import Kind
@@ -50,7 +52,7 @@ class World:
         assert decode_activity(self.watch.text) == self.watch.now, "the API reads the same"
         return self.watch.now
 
-    def waits(self, model_id: str = "m") -> tuple[WaitsFor, int, int]:
+    def waits(self, model_id: str = "m") -> tuple[WaitsFor, int | None, int]:
         """What the model waits for, the number of that command, and how many commands wait."""
         model = self.look().models[model_id]
         return model.waits_for, model.seq_id, model.waiting
@@ -94,6 +96,16 @@ def test_the_metrics_count_the_waiting_commands_by_reason(world: World) -> None:
     world.look()
     assert gauge("turn") == 3 - len(taken)
     assert gauge("nothing") is None
+
+
+def test_while_an_unload_runs_no_numbered_command_counts_as_running(world: World) -> None:
+    world.scheduler.add(command(None, Kind.UNLOAD_MODEL))
+    world.scheduler.take_barriers(["m"])
+    world.scheduler.add(command(0))
+    model = world.look().models["m"]
+    assert (model.waits_for, model.kind, model.seq_id) == (WaitsFor.NOTHING, "UNLOAD_MODEL", None)
+    waiting = PendingCommand(Kind.FORWARD_BACKWARD, "tenant", "m", 0, [])
+    assert "unload_model has run for" in of_command(waiting, world.watch.now, world.now).sentence
 
 
 def test_a_missing_command_is_named(world: World) -> None:
