@@ -18,7 +18,7 @@ unexport PYTHONDONTWRITEBYTECODE
 WORKERS ?= 3
 PYTEST = $(PY) -m pytest -n $(WORKERS) -r s --durations=10
 
-.PHONY: setup demo serve test test-fast test-gpu gpu-wheels test-postgres check lint format types imports docs compat bench soak chaos fuzz screenshots audit lock proto clean
+.PHONY: setup demo serve test test-fast test-slow test-gpu gpu-wheels test-postgres check lint format types imports docs compat bench soak chaos fuzz screenshots audit lock proto clean
 
 setup: $(VENV)/.done
 
@@ -44,6 +44,10 @@ test: setup
 
 test-fast: setup
 	$(PYTEST) tests/unit tests/contract
+
+# The tests that `make test` leaves out because of their time: some ten minutes
+test-slow: setup
+	SKYRL_TEST_SLOW=1 $(PYTEST) -m slow
 
 # The tests that need a GPU (docs/gpu.md), with a Python that has a torch for that GPU: make test-gpu GPU_PY=python3
 # SKYRL_TEST_DEVICE=cpu runs them on a CPU, as a rehearsal.

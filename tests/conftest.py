@@ -21,6 +21,7 @@ from tests import databases
 from tests.databases import StateDatabases
 from tests.grouping import group_scheduling, start_position
 from tests.postgres_server import KIND, PostgresServer
+from tests.slow import RUNS_SLOW_TESTS
 
 # Hypothesis' own profile `ci` tries the same examples in every run; `--hypothesis-profile others` tries new ones.
 # Neither profile has a deadline, because a busy machine would miss it.
@@ -73,6 +74,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         deselected = [item for item in items if item.get_closest_marker("sqlite")]
         config.hook.pytest_deselected(items=deselected)
         items[:] = [item for item in items if item not in deselected]
+    if not RUNS_SLOW_TESTS:
+        for item in items:
+            if item.get_closest_marker("slow"):
+                item.add_marker(pytest.mark.skip(reason="slow; make test-slow runs it"))
     if hasattr(config, "workerinput"):  # this is a worker of pytest-xdist
         items.sort(key=lambda item: start_position(item.nodeid))
 

@@ -1,6 +1,6 @@
 """The hooks of the HTTP table: they count each request, give it an id, check its key, and read its body.
 
-Tracing would be another class like these, listed in `create_app`.
+`TraceHook` and `AccessLog` are in files of their own. `create_app` lists the hooks in their order.
 """
 
 from __future__ import annotations

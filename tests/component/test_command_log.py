@@ -56,7 +56,7 @@ from tests.postgres_server import ON_BOTH
 
 T = TypeVar("T")
 TENANT = "t" * 32
-EXAMPLES = {"sqlite": 30, "postgres": 3}
+EXAMPLES = {"sqlite": 20, "postgres": 3}
 OTHER_EXAMPLES = int(os.environ.get("COMMAND_LOG_EXAMPLES", "0"))
 NEVER_S, ALWAYS_S = 1e9, 1e-9
 

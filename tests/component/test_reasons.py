@@ -23,7 +23,6 @@ from skyrl.types.activity import EngineActivity, ModelActivity, RecoveryProgress
 from skyrl.types.kinds import Kind
 from skyrl.web.server import Server
 from tests.e2e.sdk.matrix import isolated, versions
-from tests.sdk_programs import succeeded
 
 pytestmark = pytest.mark.usefixtures("drain_at_once")
 
@@ -154,7 +153,7 @@ async def logged(version: str, url: str, directory: Path) -> list[str]:
         python, "-m", "tests.e2e.sdk.waiter", "--url", url, cwd=directory, env=env, stdout=-1, stderr=-1
     )
     out, err = await program.communicate()
-    assert succeeded(program.returncode or 0, err.decode()), err.decode()
+    assert program.returncode == 0, err.decode()
     return out.decode().splitlines()
 
 

@@ -528,6 +528,7 @@ async def test_a_restarted_server_loads_the_adapters_in_use_before_it_is_ready(
     assert (await sample_of(served, version)).status_code == 200
 
 
+@pytest.mark.slow
 async def test_a_replica_is_added_and_one_removed_while_samples_run(served: RunningServer, tmp_path: Path) -> None:
     """Two servers. Samples for an adapter go to the ready servers in turn, and none fails."""
     version = AdapterVersion("everywhere@1")

@@ -37,6 +37,7 @@ def test_the_grpo_example_compares_its_first_and_last_version(server: DemoServer
     assert float(end) > float(start)
 
 
+@pytest.mark.slow
 def test_the_dpo_example_begins_at_the_reference_and_learns_the_preference(server: DemoServer) -> None:
     losses = numbers(run(server, "dpo.py", "--steps", "4"), "loss")
     assert losses[0] == pytest.approx(0.6931, abs=2e-3), (
@@ -45,6 +46,7 @@ def test_the_dpo_example_begins_at_the_reference_and_learns_the_preference(serve
     assert losses[-1] < losses[0]
 
 
+@pytest.mark.slow
 def test_the_resume_example_continues_without_a_difference(server: DemoServer) -> None:
     once = run(server, "resume.py", "--name", "whole", "--steps", "6", "--save-every", "3")
     first = run(server, "resume.py", "--name", "halves", "--steps", "5", "--save-every", "3")

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.vllm
 
 PROMPT = types.ModelInput.from_ints([5, 6, 7, 8])
 SHORT = types.SamplingParams(max_tokens=4, stop=[])
-ENDLESS_TOKENS = 4_000
+ENDLESS_TOKENS = 2_000
 ENDLESS = types.SamplingParams(max_tokens=ENDLESS_TOKENS, stop=[])
 LIMIT_S = 300.0
 

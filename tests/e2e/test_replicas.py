@@ -202,7 +202,10 @@ def test_a_killed_replica_costs_no_sample_and_is_used_again(
     assert replicas.workers()[url]["served"] > served
 
 
-@pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+@pytest.mark.parametrize(
+    "signal_number",
+    [pytest.param(signal.SIGKILL, id="killed"), pytest.param(signal.SIGSTOP, id="stopped", marks=pytest.mark.slow)],
+)
 def test_a_router_that_is_gone_costs_no_sample(
     server: DemoServer, replicas: Replicas, samplers: list[tinker.SamplingClient], signal_number: signal.Signals
 ) -> None:

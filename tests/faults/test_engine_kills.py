@@ -162,6 +162,7 @@ def test_an_engine_killed_at_every_stage_changes_no_bit_and_stops_no_sample(
     assert next(numbers) == len(DEATHS)
 
 
+@pytest.mark.slow
 def test_only_a_command_that_kills_the_engine_twice_is_skipped(server: MortalServer, client: Client) -> None:
     """The pass takes long enough to be observed, and stands between other passes of its model."""
     poisoned, clean = Model(client, 0), Model(client, 1)

@@ -85,8 +85,11 @@ def tenants(server: DemoServer) -> list[Tenant]:
 
 @pytest.mark.parametrize(
     ("victim", "signal_number"),
-    [(ENGINE, signal.SIGSTOP), (API_SERVER, signal.SIGSTOP), (API_SERVER, signal.SIGKILL)],
-    ids=["the engine hangs", "the API server hangs", "killed"],
+    [
+        pytest.param(ENGINE, signal.SIGSTOP, id="the engine hangs"),
+        pytest.param(API_SERVER, signal.SIGSTOP, id="the API server hangs", marks=pytest.mark.slow),
+        pytest.param(API_SERVER, signal.SIGKILL, id="killed", marks=pytest.mark.slow),
+    ],
 )
 def test_each_tenant_gets_its_own_weights_from_the_next_vllm(
     server: DemoServer, tenants: list[Tenant], victim: str, signal_number: signal.Signals

@@ -78,6 +78,7 @@ async def test_the_router_forms_one_group_and_updates_all(
     assert (await through.post("/weights_checker"))[plane.url]["payload"][0]["per_gpu_checksum"]
 
 
+@pytest.mark.slow
 def test_the_example_pushes_with_samples_in_flight(plane: RunningPlane, workers: list[Worker]) -> None:
     command = [sys.executable, str(EXAMPLE), "--router-url", plane.url, "--steps", "2"]
     done = subprocess.run(command, env=os.environ | TRACED, capture_output=True, text=True, timeout=400, check=False)

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from skyrl.processes.systemd import Systemd
+from tests.log_lines import skyrl_said
 
 WAIT_S = 60.0
 
@@ -95,7 +96,7 @@ async def test_without_systemd_nothing_is_sent_or_logged(caplog: pytest.LogCaptu
     async with systemd.watched():
         systemd.ready("ready")
         await asyncio.sleep(0.01)
-    assert caplog.text == ""
+    assert skyrl_said(caplog) == []
 
 
 @pytest.mark.parametrize("unusable", ["vsock:2:1234", "run/notify"])

@@ -23,6 +23,7 @@ def test_dpo_starts_at_the_reference_and_moves_away(workspace: Workspace, stored
     assert_final_is_kept(run, stored)
 
 
+@pytest.mark.slow
 def test_sampler_and_trainer_agree_after_a_step_that_moved_the_policy(workspace: Workspace, stored: Stored) -> None:
     options = ("batch_size=2", "group_size=4", "max_tokens=16", "learning_rate=1e-3", "max_steps=3")
     run = workspace.run("preference.shorter.train", "shorter", *options)

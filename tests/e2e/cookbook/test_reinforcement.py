@@ -37,6 +37,7 @@ def test_on_policy_training_learns_and_the_sampler_is_the_trained_policy(workspa
     assert_final_is_kept(run, stored)
 
 
+@pytest.mark.slow
 def test_off_policy_training_runs_to_its_end(workspace: Workspace, stored: Stored) -> None:
     options = ("loss_fn=ppo", "learning_rate=3e-3", "max_steps=3", "max_steps_off_policy=1")
     run = workspace.run("math_rl.train", "off-policy", *ARITHMETIC, *options)
@@ -61,6 +62,7 @@ def test_training_on_streamed_minibatches_runs_to_its_end(workspace: Workspace, 
     assert_final_is_kept(run, stored)
 
 
+@pytest.mark.slow
 def test_several_optimizer_steps_per_batch_report_the_divergence_after_them(workspace: Workspace) -> None:
     options = ("loss_fn=importance_sampling", "learning_rate=1e-3", "num_substeps=2", "compute_post_kl=True")
     run = workspace.run("math_rl.train", "substeps", *ARITHMETIC, *options, "max_steps=2")
@@ -77,6 +79,7 @@ def test_the_default_loss_is_refused_with_a_hint(workspace: Workspace) -> None:
     assert "importance_sampling" in run.log
 
 
+@pytest.mark.slow
 def test_a_game_of_many_turns_runs_to_its_end(workspace: Workspace, stored: Stored) -> None:
     options = ("batch_size=1", "group_size=2", "max_tokens=8", "eval_every=0", "max_steps=2")
     run = workspace.run("multiplayer_rl.guess_number.train", "guess-number", *options)

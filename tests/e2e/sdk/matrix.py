@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -46,6 +47,10 @@ def versions() -> list[str]:
     return sorted(found, key=lambda version: tuple(map(int, version.split("."))), reverse=True)
 
 
+CELLS = {"ok": "yes", "refused": "refused", "absent": "–", "broken": "SDK bug", "FAILED": "**fails**"}
+"""A feature's status, as the compatibility page shows it."""
+
+
 @dataclass(frozen=True)
 class Result:
     """The results of one SDK version."""
@@ -64,6 +69,11 @@ class Result:
     def failures(self) -> dict[str, str]:
         """Tracebacks of failed checks, by feature."""
         return {name: found["said"] for name, found in self.features.items() if found["status"] == "FAILED"}
+
+    @property
+    def cells(self) -> dict[str, str]:
+        """What the compatibility page shows, by feature."""
+        return {name: CELLS[found["status"]] for name, found in self.features.items()}
 
     @property
     def tried(self) -> set[str]:
@@ -123,13 +133,15 @@ def isolated(version: str, directory: Path) -> tuple[Path, dict[str, str]]:
     return environment(REQUIREMENTS / f"tinker-{version}.txt"), kept | set_here
 
 
-def run_version(version: str, server: str, directory: Path) -> Result:
-    """Run the whole catalogue with one SDK; `server` is the URL. Raises RuntimeError if the run itself fails."""
+def run_version(version: str, server: str, directory: Path, only: Sequence[str] = ()) -> Result:
+    """Run the whole catalogue, or `only` these features, with one SDK; `server` is the URL. Raises RuntimeError if the
+    run itself fails."""
     python, env = isolated(version, directory)
     out = directory / "result.json"
     with Recorder(server) as recorder:
         key = f"tml-matrix-{version}-{os.getpid()}"
         command = [python, "-m", "tests.e2e.sdk.run", "--url", recorder.url, "--key", key, "--out", out]
+        command += ["--only", *only] if only else []
         log = directory / "run.log"
         try:
             with log.open("wb") as said:
