@@ -19,7 +19,7 @@ FIRST_BACK_OFF_S, LONGEST_BACK_OFF_S = 0.05, 2.0
 class LoadSpec:
     """`pid`: the server process whose CPU is measured. `upstream_pid`: the upstream's process. `exact`: the null
     upstream answers, so the tokens are known. `clients`: the number of sampling sessions; a `one-poll` load has one
-    poll for each."""
+    poll for each. `headers`: more header lines of each request."""
 
     url: str
     path: Literal["direct", "tinker", "one-poll"]
@@ -32,6 +32,7 @@ class LoadSpec:
     max_tokens: int = 64
     base_model: str = "tiny"
     api_key: str = "tml-bench"
+    headers: str = ""
     pid: int | None = None
     upstream_pid: int | None = None
     exact: bool = True
@@ -43,6 +44,7 @@ class _Samples:
         self._host, self._port = address.hostname or "127.0.0.1", address.port or 80
         self._headers = (
             f"X-API-Key: {spec.api_key}\r\nContent-Type: application/json\r\nAccept: application/x-protobuf\r\n"
+            + spec.headers
         ).encode()
         self._spec = spec
         self._check = AnswerCheck(spec.sequences, spec.max_tokens, spec.exact)

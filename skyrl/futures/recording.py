@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Coroutine
 from typing import Any
 
 from skyrl.db import futures as rows
@@ -14,6 +15,7 @@ from skyrl.db.models import record_numbered
 from skyrl.db.writer import GroupCommitWriter
 from skyrl.futures.entries import Entries, Entry
 from skyrl.tracing.current import current_trace
+from skyrl.tracing.spans import RequestTrace
 from skyrl.types.ids import new_request_id
 from skyrl.types.kinds import Kind
 from skyrl.types.requests import NewRequest, RequestKey, check_repeat
@@ -32,10 +34,12 @@ class Recording:
         self._owner = owner
         self._large_writes = asyncio.Lock()
 
-    async def record(self, request: NewRequest, first: Change | None) -> tuple[str, bool]:
+    def record(self, request: NewRequest, first: Change | None) -> Coroutine[Any, Any, tuple[str, bool]]:
         """See `FutureStore.record`."""
-        if (trace := current_trace.get()) is None:
-            return await self._record(request, first)
+        trace = current_trace.get()
+        return self._record(request, first) if trace is None else self._traced(request, first, trace)
+
+    async def _traced(self, request: NewRequest, first: Change | None, trace: RequestTrace) -> tuple[str, bool]:
         began = time.time_ns()
         request_id, new = await self._record(request, first)
         trace.record("record", began, time.time_ns(), _attributes(request, request_id))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Coroutine, Mapping
 from typing import Any, TypeVar
 
 import msgspec
@@ -113,22 +113,23 @@ class ForwardingClient:
         sequences = await self._sample(prompt_apart.sequences_part(job), priority, deadline)
         return prompt_apart.joined(sequences, prompt)
 
-    async def _sample(self, job: SampleJob, priority: int | None, deadline: float) -> completion.SampleAnswer:
-        return await self._request(
-            SampleExchange(job, priority, self._transport, self._context, self._reader), deadline
-        )
+    def _sample(
+        self, job: SampleJob, priority: int | None, deadline: float
+    ) -> Coroutine[Any, Any, completion.SampleAnswer]:
+        return self._request(SampleExchange(job, priority, self._transport, self._context, self._reader), deadline)
 
     async def exchange(self, exchange: Exchange[T]) -> T:
         """What the exchange reads from the server's answer. Raises FailedRequest, and what the exchange raises."""
         return await self._request(exchange, asyncio.get_running_loop().time() + self._deadline_s)
 
-    async def _request(self, exchange: Exchange[T], deadline: float) -> T:
-        """One request to the server, in the trace of the request that it is for."""
+    def _request(self, exchange: Exchange[T], deadline: float) -> Coroutine[Any, Any, T]:
+        """One request to the server, in the trace of the request that it is for. Returns the coroutine that does it,
+        because every coroutine around another one costs each sample time."""
         key = exchange.shared_key if self._replicas else exchange.key
         headers = {**self._headers, "X-Session-ID": key, **exchange.headers}
         if (trace := current_trace.get()) is not None:
-            return await self._traced(exchange, headers, deadline, trace.child("forward", "client"))
-        return await self._repeated(exchange, headers, deadline)
+            return self._traced(exchange, headers, deadline, trace.child("forward", "client"))
+        return self._repeated(exchange, headers, deadline)
 
     async def _traced(self, exchange: Exchange[T], headers: dict[str, str], deadline: float, span: OpenSpan) -> T:
         error = None
