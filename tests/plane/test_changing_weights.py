@@ -14,7 +14,7 @@ import torch
 
 from tests.plane.running import RunningPlane
 from tests.plane.trainer import Reference
-from tests.plane.workers import Worker, in_buckets, tensors_of, trainer_group, until_computing
+from tests.plane.workers import Worker, computed, in_buckets, tensors_of, trainer_group, until_computing
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
@@ -123,8 +123,7 @@ async def test_the_same_calls_at_the_router_update_all_workers(
 async def test_areals_updates(workers: list[Worker], variants: list[Path], references: list[Reference]) -> None:
     """Its port is a string, it gives the rank of a pipeline, and it aborts what runs."""
     worker = workers[0]
-    running = [asyncio.create_task(worker.sample(PROMPT, 900)) for _ in range(3)]
-    await until_computing([worker], 3)
+    running = await computed([worker], 3, lambda worker: worker.sample(PROMPT, 900))
     await worker.done("/pause_generation")
     for sample in await asyncio.gather(*running):
         assert sample["meta_info"]["finish_reason"]["type"] == "abort"
@@ -149,8 +148,7 @@ async def test_samples_frozen_in_place_go_on_with_the_new_weights(
     reaches nobody else."""
     undisturbed = [(await worker.sample(LONG_PROMPT, 500))["output_ids"] for worker in workers]
     assert (await workers[0].sample(LONG_PROMPT, 1))["meta_info"]["cached_tokens"] == 256
-    running = [asyncio.create_task(worker.sample(LONG_PROMPT, 500)) for worker in workers for _ in range(3)]
-    await until_computing(workers, 3)
+    running = await computed(workers, 3, lambda worker: worker.sample(LONG_PROMPT, 500))
     for worker in workers:
         await worker.done("/pause_generation", {"mode": "in_place"})
         assert (await worker.get("/flush_cache"))[0] == 400
@@ -183,8 +181,7 @@ async def test_retracted_samples_compute_their_cache_again(
 ) -> None:
     """So every token has exactly the logprob of the model of its version."""
     worker = workers[0]
-    running = asyncio.create_task(worker.sample(PROMPT, 400))
-    await until_computing([worker], 1)
+    [running] = await computed([worker], 1, lambda worker: worker.sample(PROMPT, 400))
     await worker.done("/pause_generation", {"mode": "retract"})
     await worker.load_from(variants[0], "1")
     await worker.done("/continue_generation")

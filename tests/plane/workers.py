@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from skyrl.inference.placement import free_port
 from tests.plane.trainer import usual_group
 
 RUNNING = "vllm:num_requests_running{"
+BEGUN_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -78,18 +79,37 @@ class Worker:
         return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith(RUNNING))
 
 
+Sample = Callable[[Worker], Coroutine[Any, Any, dict[str, Any]]]
+
+
 async def until_running(workers: Sequence[Worker], samples: int) -> None:
-    """Wait until each worker's vLLM samples this number."""
-    for worker in workers:
-        while await worker.running() < samples:  # noqa: ASYNC110 - another process sets no event
-            await asyncio.sleep(0.01)
+    """Wait until each worker's vLLM samples this number. Raises TimeoutError: they may have ended before."""
+    async with asyncio.timeout(BEGUN_S):
+        for worker in workers:
+            while await worker.running() < samples:  # noqa: ASYNC110 - another process sets no event
+                await asyncio.sleep(0.01)
 
 
 async def until_computing(workers: Sequence[Worker], samples: int) -> None:
-    """Wait until each worker's vLLM has begun to compute this number."""
-    for worker in workers:
-        while await worker.computing() < samples:  # noqa: ASYNC110 - another process sets no event
-            await asyncio.sleep(0.01)
+    """Wait until each worker's vLLM has begun to compute this number. Raises TimeoutError: they may have ended
+    before."""
+    async with asyncio.timeout(BEGUN_S):
+        for worker in workers:
+            while await worker.computing() < samples:  # noqa: ASYNC110 - another process sets no event
+                await asyncio.sleep(0.01)
+
+
+async def computed(workers: Sequence[Worker], samples: int, sample: Sample) -> list[asyncio.Task[dict[str, Any]]]:
+    """Samples, of which each worker's vLLM computes this number. They are begun again if one has ended before all have
+    begun, as happens on a busy machine."""
+    while True:
+        running = [asyncio.create_task(sample(worker)) for worker in workers for _ in range(samples)]
+        for worker in workers:
+            while not any(task.done() for task in running) and await worker.computing() < samples:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        if not any(task.done() for task in running):
+            return running
+        await asyncio.gather(*running)
 
 
 class TrainerGroup:
