@@ -45,7 +45,7 @@ test: setup
 test-fast: setup
 	$(PYTEST) tests/unit tests/contract
 
-# The tests that `make test` leaves out because of their time: some ten minutes
+# The tests that `make test` leaves out because of their time
 test-slow: setup
 	SKYRL_TEST_SLOW=1 $(PYTEST) -m slow
 

@@ -27,7 +27,7 @@ from skyrl.engine.adoption import adopt_adapters
 from skyrl.storage.adapters import adapter_location
 from skyrl.storage.base import OWNER, StoreError
 from skyrl.types.kinds import Kind
-from tests.log_lines import skyrl_said
+from tests.log_lines import logged_lines
 from tests.postgres_server import ON_SQLITE, PostgresServer
 
 
@@ -346,4 +346,4 @@ async def test_a_checkpoint_without_sampler_weights_is_left_unchanged(
     world.harness.database.write(lambda c: c.execute(nowhere))
     adopt_adapters(world.harness.config, world.harness.database, world.harness.checkpoint_store)
     assert world.harness.checkpoint_store.stored() == []
-    assert skyrl_said(caplog) == []
+    assert logged_lines(caplog) == []

@@ -19,7 +19,7 @@ from skyrl.db.database import Database
 from skyrl.db.migrate import migrate
 from skyrl.launcher.state_dir import lock_state_dir, private_directory
 from skyrl.processes.runtime import Runtime
-from tests.log_lines import skyrl_said
+from tests.log_lines import logged_lines
 
 
 def test_only_its_user_may_enter_the_private_directory_and_exit_removes_it(tmp_path: Path) -> None:
@@ -102,7 +102,7 @@ def test_only_its_user_may_enter_a_new_state_directory(tmp_path: Path, caplog: p
     with closing(Database(f"sqlite:///{tmp_path / 'by' / 'keys' / 'skyrl.db'}")) as database:
         migrate(database)
     assert [(tmp_path / "by" / name).stat().st_mode & 0o777 for name in ("serve", "keys")] == [0o700, 0o700]
-    assert skyrl_said(caplog) == []
+    assert logged_lines(caplog) == []
 
 
 def test_an_open_state_directory_keeps_its_mode_and_the_log_warns(

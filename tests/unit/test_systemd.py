@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from skyrl.processes.systemd import Systemd
-from tests.log_lines import skyrl_said
+from tests.log_lines import logged_lines
 
 WAIT_S = 60.0
 
@@ -96,7 +96,7 @@ async def test_without_systemd_nothing_is_sent_or_logged(caplog: pytest.LogCaptu
     async with systemd.watched():
         systemd.ready("ready")
         await asyncio.sleep(0.01)
-    assert skyrl_said(caplog) == []
+    assert logged_lines(caplog) == []
 
 
 @pytest.mark.parametrize("unusable", ["vsock:2:1234", "run/notify"])
