@@ -20,7 +20,7 @@ class AccessLog:
 
     name = "access log"
 
-    async def begin(self, call: Call) -> None:
+    def begin(self, call: Call) -> None:
         """Nothing to do: the call has the time of its arrival."""
 
     def end(self, call: Call) -> None:

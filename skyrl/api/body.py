@@ -21,6 +21,16 @@ SAMPLE_BYTES = 32 * 2**20
 """The most bytes of a body of asample: a prompt of millions of tokens, which becomes a Python list."""
 
 
+def is_small(request: Request) -> bool:
+    """Whether the body, received and decompressed, has at most SMALL_BYTES."""
+    if request.headers.get("content-encoding", "identity") != "identity":
+        return False
+    declared = request.headers.get("content-length")
+    if declared is None:
+        return "transfer-encoding" not in request.headers  # there is no body
+    return declared.isdigit() and int(declared) <= SMALL_BYTES
+
+
 async def receive(request: Request, max_bytes: int) -> bytes:
     """The body as received. Raises RequestError 413 when it is larger than `max_bytes`."""
     declared = request.headers.get("content-length", "")

@@ -9,13 +9,13 @@ from __future__ import annotations
 import asyncio
 import shutil
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from starlette.requests import Request
 
-from skyrl.api.body import CONTROL_BYTES, SAMPLE_BYTES, SMALL_BYTES, expand, expanded_size, receive
+from skyrl.api.body import CONTROL_BYTES, SAMPLE_BYTES, SMALL_BYTES, expand, expanded_size, is_small, receive
 from skyrl.api.route import Bound
 from skyrl.storage.space import SPARE_DISK_BYTES
 from skyrl.wire.errors import NoSpace, RequestError
@@ -187,18 +187,13 @@ class BodyReader:
     def of(self, request: Request, tenant: str, bound: Bound) -> LargeBody:
         return LargeBody(request, tenant, *self._memory[bound])
 
+    @staticmethod
+    def small(request: Request) -> Coroutine[Any, Any, bytes] | None:
+        """Receives a body that is not compressed and has at most SMALL_BYTES; None for others. Raises as `receive`."""
+        return receive(request, SMALL_BYTES) if is_small(request) else None
+
     async def control(self, request: Request, tenant: str) -> bytes:
-        """The decompressed body of a route with the bound `control`. Its memory is given back once it is read, because
-        a poll must not hold memory while it waits. Raises as `LargeBody.read` does."""
-        if _is_small(request):
-            content = await receive(request, CONTROL_BYTES)
-            return await expand(request, content, CONTROL_BYTES)
+        """The decompressed body of a route with the bound `control`, if it is not `small`. Its memory is given back
+        once it is read, because a poll must not hold memory while it waits. Raises as `LargeBody.read` does."""
         async with self.of(request, tenant, "control") as body:
             return body
-
-
-def _is_small(request: Request) -> bool:
-    declared = request.headers.get("content-length")
-    if declared is None:
-        return "transfer-encoding" not in request.headers  # there is no body
-    return declared.isdigit() and int(declared) <= SMALL_BYTES

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Coroutine, Sequence
+from typing import Any, Protocol
 
 from starlette.types import Message, Receive, Scope, Send
 
 from skyrl.api.access import Caller
 from skyrl.api.body_memory import LargeBody
 from skyrl.api.incoming import IncomingRequest
+from skyrl.api.reply import WholeBody
 from skyrl.api.route import Route
 
 
@@ -88,6 +89,15 @@ class Call:
             message = {**message, "headers": [*message["headers"], *self.headers]}
         await self._send(message)
 
+    async def answer(self, whole: WholeBody) -> None:
+        """Send a whole answer, as `send` does its two messages."""
+        self.status = whole.status_code
+        self.end()
+        self.answered = True
+        headers = [*whole.raw_headers, *self.headers]
+        await self._send({"type": "http.response.start", "status": whole.status_code, "headers": headers})
+        await self._send({"type": "http.response.body", "body": whole.body})
+
     def end(self) -> None:
         """Call `end` of each hook, once. Raises what a hook raises; another call then goes on with the next hook."""
         for hook in self._unended_hooks:
@@ -99,8 +109,9 @@ class Hook(Protocol):
 
     name: str
 
-    async def begin(self, call: Call) -> None:
-        """Before the route. Raises RequestError to refuse the request; any other error is answered with 500."""
+    def begin(self, call: Call) -> Coroutine[Any, Any, None] | None:
+        """Before the route. A hook that has to wait returns a coroutine. Raises RequestError to refuse the request; any
+        other error is answered with 500."""
         ...
 
     def end(self, call: Call) -> None:

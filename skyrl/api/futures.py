@@ -14,7 +14,7 @@ from typing import Any
 from starlette.responses import Response
 
 from skyrl.api.call import Call
-from skyrl.api.reply import reply
+from skyrl.api.reply import WholeBody, reply
 from skyrl.api.routes import Routes
 from skyrl.api.services import Services
 from skyrl.futures.completions import Completion, Target, TargetGone
@@ -95,8 +95,8 @@ def router(services: Services) -> Routes:
         if outcome.error is not None:
             return reply({"error": outcome.error, "category": outcome.error_category or "unknown"})
         if outcome.result_format != "json" and PROTOBUF in call.request.headers.get("accept", ""):
-            return Response(outcome.result, media_type=PROTOBUF)
-        return Response(to_json(outcome.result, outcome.result_format), media_type="application/json")
+            return WholeBody(outcome.result, PROTOBUF)
+        return WholeBody(to_json(outcome.result, outcome.result_format), "application/json")
 
     @routes.post("/retrieve_futures", scope="sample", body=RetrieveFuturesRequest)
     async def retrieve_futures(call: Call, body: RetrieveFuturesRequest) -> Response:

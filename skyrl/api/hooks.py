@@ -45,7 +45,7 @@ class RequestMetrics:
         }
         self._other = metrics.other
 
-    async def begin(self, call: Call) -> None:
+    def begin(self, call: Call) -> None:
         call.began = time.perf_counter()
 
     def end(self, call: Call) -> None:
@@ -63,7 +63,7 @@ class RequestIds:
         self._prefix = f"{secrets.token_hex(4)}-"
         self._numbers = count(1)
 
-    async def begin(self, call: Call) -> None:
+    def begin(self, call: Call) -> None:
         offered = call.request.headers.get("x-request-id")
         if offered is not None and _PRINTABLE_ID.fullmatch(offered):
             call.id = offered
@@ -85,7 +85,7 @@ class AccessCheck:
         self._access = access
         self._urls = urls
 
-    async def begin(self, call: Call) -> None:
+    def begin(self, call: Call) -> None:
         route = call.route
         if route is None or route.scope == "open":
             return
@@ -101,8 +101,9 @@ class AccessCheck:
 
 
 class BodyMemoryHook:
-    """Reads the body of a route that declares one. A large body waits until there is memory for it. The memory for a
-    sample or a training pass is given back when the route answers: by then the body is in the database."""
+    """Reads the body of a route that declares one: a small one at once, as nearly all are. A large body waits until
+    there is memory for it. The memory for a sample or a training pass is given back when the route answers: by then the
+    body is in the database."""
 
     name = "body memory"
 
@@ -112,11 +113,13 @@ class BodyMemoryHook:
     async def begin(self, call: Call) -> None:
         if call.route is None or (body := call.route.body) is None:
             return
-        if body.bound == "control":
+        if (small := self._bodies.small(call.request)) is not None:
+            call.body = await small
+        elif body.bound == "control":
             call.body = await self._bodies.control(call.request, call.tenant)
-            return
-        call.large_body = large_body = self._bodies.of(call.request, call.tenant, body.bound)
-        call.body = await large_body.read()
+        else:
+            call.large_body = large_body = self._bodies.of(call.request, call.tenant, body.bound)
+            call.body = await large_body.read()
 
     def end(self, call: Call) -> None:
         if call.large_body is not None:

@@ -16,6 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from skyrl.api.call import Call, Hook
 from skyrl.api.error_answers import ErrorAnswers
+from skyrl.api.reply import WholeBody
 from skyrl.api.route import Route
 
 
@@ -47,10 +48,14 @@ class HttpTable:
         call = Call(scope, receive, send, direct or self._find(scope), self.hooks)
         try:
             for hook in self.hooks:
-                await hook.begin(call)
+                if (waiting := hook.begin(call)) is not None:
+                    await waiting
             if direct is not None:
                 response = await direct.run(call)
-                await response(scope, receive, call.send)
+                if isinstance(response, WholeBody):
+                    await call.answer(response)
+                else:
+                    await response(scope, receive, call.send)
             else:
                 scope["call"] = call
                 await self.framework(scope, receive, call.send)

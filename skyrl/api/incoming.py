@@ -3,13 +3,19 @@ Starlette searches all that the client has sent each time."""
 
 from __future__ import annotations
 
-from functools import cached_property
+from functools import lru_cache
 from typing import TypeVar
 
 from starlette.datastructures import Headers
 from starlette.requests import Request
+from starlette.types import Receive, Scope, Send
 
 T = TypeVar("T")
+
+
+@lru_cache(maxsize=256)
+def _as_received(name: str) -> bytes:
+    return name.lower().encode("latin-1")
 
 
 class IncomingHeaders(Headers):
@@ -20,17 +26,20 @@ class IncomingHeaders(Headers):
         self._first = dict(reversed(raw))
 
     def get(self, key: str, default: T = None) -> str | T:  # pyright: ignore[reportIncompatibleMethodOverride]
-        value = self._first.get(key.lower().encode("latin-1"))
+        value = self._first.get(_as_received(key))
         return default if value is None else value.decode("latin-1")
 
     def __getitem__(self, key: str) -> str:
-        return self._first[key.lower().encode("latin-1")].decode("latin-1")
+        return self._first[_as_received(key)].decode("latin-1")
 
     def __contains__(self, key: object) -> bool:
-        return isinstance(key, str) and key.lower().encode("latin-1") in self._first
+        return isinstance(key, str) and _as_received(key) in self._first
 
 
 class IncomingRequest(Request):
-    @cached_property
-    def headers(self) -> IncomingHeaders:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return IncomingHeaders(self.scope["headers"])
+    headers: IncomingHeaders = IncomingHeaders([])
+    """An attribute in place of Starlette's property."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        super().__init__(scope, receive, send)
+        self.headers = IncomingHeaders(scope["headers"])  # pyright: ignore[reportIncompatibleMethodOverride]

@@ -1,4 +1,4 @@
-"""JSON answers, encoded once, by msgspec."""
+"""Answers whose whole body is in memory. JSON is encoded once, by msgspec."""
 
 from __future__ import annotations
 
@@ -11,9 +11,21 @@ from starlette.responses import Response
 _encoder = msgspec.json.Encoder()
 
 
-def reply(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+class WholeBody(Response):
+    """Starlette's response for a body of bytes, without its general ways to make a body and headers: every sample has
+    two of these answers. `media_type` has no text type, whose charset Starlette would add."""
+
+    def __init__(self, body: bytes, media_type: str, status: int = 200, headers: dict[str, str] | None = None) -> None:
+        if headers is not None:
+            super().__init__(body, status, headers, media_type)
+            return
+        self.body, self.status_code, self.media_type, self.background = body, status, media_type, None
+        self.raw_headers = [(b"content-length", b"%d" % len(body)), (b"content-type", media_type.encode("latin-1"))]
+
+
+def reply(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> WholeBody:
     """A JSON answer. `value` is anything msgspec encodes."""
-    return Response(_encoder.encode(value), status, headers, media_type="application/json")
+    return WholeBody(_encoder.encode(value), "application/json", status, headers)
 
 
 def strings(metadata: dict[str, Any] | None) -> dict[str, str] | None:

@@ -37,7 +37,7 @@ class TraceHook:
         self._running: dict[int, tuple[SpanContext, SpanContext | None, int]] = {}
         """By the call's identity: the request's span, its parent, and when the request came, in nanoseconds."""
 
-    async def begin(self, call: Call) -> None:
+    def begin(self, call: Call) -> None:
         if not _starts_work(call.route) or (decided := self._decision.of(call.request.scope["headers"])) is None:
             return
         context, parent = decided

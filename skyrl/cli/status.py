@@ -95,11 +95,12 @@ def _get(http: httpx.Client, path: str) -> dict[str, Any]:
 
 
 def _watch(ask: Ask) -> dict[str, Any]:
-    """Show answers until Ctrl-C; returns the last one. While the server is away, the last answer stays. Raises NoAnswer
-    if there was none at all."""
+    """Show answers until Ctrl-C; returns the last one. While the server is away, the last answer stays. Into a file or
+    a pipe, each answer is printed below the one before. Raises NoAnswer if there was none at all."""
     import time
+    from contextlib import nullcontext
 
-    from rich.console import Group
+    from rich.console import Console, Group, RenderableType
     from rich.live import Live
     from rich.text import Text
 
@@ -107,16 +108,26 @@ def _watch(ask: Ask) -> dict[str, Any]:
 
     answer = ask()
     answered_at = time.monotonic()
-    with Live(view(answer), screen=True, auto_refresh=False) as live:
+    console = Console()
+    with Live(console=console, screen=True, auto_refresh=False) if console.is_terminal else nullcontext() as live:
+
+        def show(drawn: RenderableType) -> None:
+            if live is None:
+                console.print(drawn)
+                console.file.flush()
+            else:
+                live.update(drawn, refresh=True)
+
+        show(view(answer))
         try:
             while True:
                 time.sleep(WATCH_S)
                 try:
                     answer, answered_at = ask(), time.monotonic()
-                    live.update(view(answer), refresh=True)
+                    show(view(answer))
                 except NoAnswer as error:
                     age_s = time.monotonic() - answered_at
                     lost = Text(f"no answer ({error}); what is shown is {age_s:.0f} s old", style="red")
-                    live.update(Group(lost, view(answer)), refresh=True)
+                    show(Group(lost, view(answer)))
         except KeyboardInterrupt:
             return answer

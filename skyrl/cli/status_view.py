@@ -7,7 +7,8 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -23,6 +24,9 @@ MARKS = {
     "ended": ("■", "dim"),
     "failed": ("✖", "red"),
 }
+TABLE_WIDTH = 110
+"""The least width of a terminal, in characters, for a table of runs."""
+_RUN_NUMBERS = ("steps", "loss", "gap", "tokens/s")
 _STEP_COLUMNS = ("step", "loss", "gap", "clip fraction", "tokens/s", "step time (s)")
 
 
@@ -30,8 +34,8 @@ def view(answer: dict[str, Any]) -> RenderableType:
     """The answer of `/ui/api/state`, with the part `box` if the key is an admin's; or that of `/ui/api/runs/{id}`."""
     server = _server(answer["server"])
     if "history" in answer:
-        return Group(server, Text(), _runs([answer]), Text(), _steps(answer["history"][-LAST_STEPS:]))
-    runs = _runs(answer["runs"]) if answer["runs"] else Text("no runs with this key", style="dim")
+        return Group(server, Text(), _Runs([answer]), Text(), _steps(answer["history"][-LAST_STEPS:]))
+    runs = _Runs(answer["runs"]) if answer["runs"] else Text("no runs with this key", style="dim")
     in_flight = sum(sampler["in_flight"] for sampler in answer["samplers"])
     counts = Text(f"samplers: {len(answer['samplers'])} open, {in_flight} samples in flight")
     box = [Text(), _box(answer["box"])] if "box" in answer else []
@@ -44,21 +48,47 @@ def _server(server: dict[str, Any]) -> Text:
     return Text.assemble(f"skyrl {server['version']} ", state, _plain(reasons))
 
 
-def _runs(runs: Iterable[dict[str, Any]]) -> Table:
-    table = _table("run", "state", numeric=("steps", "loss", "gap", "tokens/s"))
-    table.add_column("last activity", no_wrap=True)
-    for run in runs:
-        symbol, style = MARKS.get(run["state"], ("·", ""))
-        step = run["last_step"] or {}
-        name = [] if run["name"] is None else [_plain(run["name"]), "\n"]
-        table.add_row(
-            Text.assemble(*name, (run["id"], "dim")),
-            Text.assemble((f"{symbol} {run['state']}", style), f": {run['sentence']}"),
-            str(run["steps"]),
-            *(_number(step.get(column)) for column in ("loss", "gap", "tokens_per_second")),
-            f"{duration(time.time() - run['last_request_at'])} ago",
-        )
-    return table
+class _Runs:
+    """The runs as a table, or one below the other where a table would break words."""
+
+    def __init__(self, runs: Iterable[dict[str, Any]]) -> None:
+        self._runs = [*runs]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        if options.max_width >= TABLE_WIDTH:
+            yield self._table()
+            return
+        for run in self._runs:
+            yield _name(run)
+            numbers = (f"{name} {number}" for name, number in zip(_RUN_NUMBERS, _numbers(run), strict=True))
+            yield Padding(_state(run), (0, 0, 0, 2))
+            yield Padding(Text(f"{', '.join(numbers)}, {_last_activity(run)}"), (0, 0, 0, 2))
+
+    def _table(self) -> Table:
+        table = _table("run", "state", numeric=_RUN_NUMBERS)
+        table.add_column("last activity", no_wrap=True)
+        for run in self._runs:
+            table.add_row(_name(run), _state(run), *_numbers(run), _last_activity(run))
+        return table
+
+
+def _name(run: dict[str, Any]) -> Text:
+    name = [] if run["name"] is None else [_plain(run["name"]), "\n"]
+    return Text.assemble(*name, (run["id"], "dim"))
+
+
+def _state(run: dict[str, Any]) -> Text:
+    symbol, style = MARKS.get(run["state"], ("·", ""))
+    return Text.assemble((f"{symbol} {run['state']}", style), f": {run['sentence']}")
+
+
+def _numbers(run: dict[str, Any]) -> list[str]:
+    step = run["last_step"] or {}
+    return [str(run["steps"]), *(_number(step.get(column)) for column in ("loss", "gap", "tokens_per_second"))]
+
+
+def _last_activity(run: dict[str, Any]) -> str:
+    return f"{duration(time.time() - run['last_request_at'])} ago"
 
 
 def _steps(steps: Iterable[dict[str, Any]]) -> Table:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import StrEnum
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 from sqlalchemy import Connection, delete, func, insert, or_, select, text, update
@@ -100,13 +100,17 @@ def sample_amounts(
     """The amounts of one sample request from these weights. `prompt`, `cached` (the cached part of the prompt) and
     `sampled` (in all sequences) are numbers of tokens."""
     model_id = weights.model_id if isinstance(weights, AdapterVersion) else ""
-    bucket = bucket_of(time.time())
-    amounts = (
-        (UsageKind.PREFILL, prompt - cached),
-        (UsageKind.PREFILL_CACHED, cached),
-        (UsageKind.SAMPLE, sampled),
-    )
-    return {UsageKey(tenant, bucket, session_id, model_id, base_model, kind): amount for kind, amount in amounts}
+    prefill, prefill_cached, sample = _sample_keys(tenant, bucket_of(time.time()), session_id, model_id, base_model)
+    return {prefill: prompt - cached, prefill_cached: cached, sample: sampled}
+
+
+@lru_cache(maxsize=1024)
+def _sample_keys(
+    tenant: str, bucket: int, session_id: str, model_id: str, base_model: str
+) -> tuple[UsageKey, UsageKey, UsageKey]:
+    """Kept, because the samples of a sampling session have the same keys for an hour."""
+    prefill = UsageKey(tenant, bucket, session_id, model_id, base_model, UsageKind.PREFILL)
+    return prefill, prefill._replace(kind=UsageKind.PREFILL_CACHED), prefill._replace(kind=UsageKind.SAMPLE)
 
 
 def meter_storage(connection: Connection, now: float) -> None:

@@ -88,15 +88,15 @@ class GroupCommitWriter:
         self._begun = self._closed = False
         self.commits = 0
 
-    async def execute(self, statement: Executable | RowStatement, parameters: dict[str, Any]) -> bool:
-        """Run one statement, and return when it is committed. Returns True if the statement has surely changed its row,
-        and False if that is not known: only the sum of the changed rows of a group is known. Raises the database's
+    def execute(self, statement: Executable | RowStatement, parameters: dict[str, Any]) -> asyncio.Future[bool]:
+        """Run one statement. The future is done when it is committed: True if the statement has surely changed its row,
+        and False if that is not known, because only the sum of the changed rows of a group is known; or the database's
         error."""
-        return await self._put(statement, parameters, None)
+        return self._put(statement, parameters, None)
 
-    async def transact(self, change: Callable[[Connection], T]) -> T:
-        """Run `change` in the transaction of a group. Returns its value when the group is committed."""
-        return await self._put(None, None, change)
+    def transact(self, change: Callable[[Connection], T]) -> asyncio.Future[T]:
+        """Run `change` in the transaction of a group. The future has its value when the group is committed."""
+        return self._put(None, None, change)
 
     def _put(
         self,

@@ -4,7 +4,8 @@ for the outcome), `settling` (the request ends), and `stored_ends` (a client ask
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Coroutine, Iterable
+from typing import Any
 
 from skyrl.db.database import Change, Database
 from skyrl.db.futures import Outcome
@@ -25,7 +26,10 @@ look-ups while no such request is pending."""
 
 class FutureStore:
     """All requests of one API process. `owner` is the name of the process: it owns the samples that it forwards.
-    `peers` tells the other API processes of the database which requests have ended here."""
+    `peers` tells the other API processes of the database which requests have ended here.
+
+    `record`, `wait` and `settle` return the coroutine of their part: every sample passes through them, and a coroutine
+    around a coroutine would cost it time."""
 
     def __init__(
         self,
@@ -44,23 +48,23 @@ class FutureStore:
 
     # A request comes in.
 
-    async def record(self, request: NewRequest, first: Change | None = None) -> tuple[str, bool]:
+    def record(self, request: NewRequest, first: Change | None = None) -> Coroutine[Any, Any, tuple[str, bool]]:
         """Store a request durably. Returns its id, and whether the caller must start it. A repeat returns the id of the
         first request, which was started before. `first` runs in the transaction that stores the request's row, before
         the row is written: both changes are stored, or neither.
 
         Raises RequestError when the key was used before with another body, and what `first` raises.
         """
-        return await self._recording.record(request, first)
+        return self._recording.record(request, first)
 
     # Its client waits for it.
 
-    async def wait(self, request_id: str, tenant: str, timeout_s: float) -> Outcome | None:
+    def wait(self, request_id: str, tenant: str, timeout_s: float) -> Coroutine[Any, Any, Outcome | None]:
         """The stored outcome, or None when there is none after `timeout_s`.
 
         Raises KeyError when no such request is stored, or when it belongs to another tenant.
         """
-        return await self._waiting.wait(request_id, tenant, timeout_s)
+        return self._waiting.wait(request_id, tenant, timeout_s)
 
     async def kind_of(self, request_id: str, tenant: str) -> Kind:
         """Raises KeyError when no such request is stored, or when it belongs to another tenant."""
@@ -76,9 +80,9 @@ class FutureStore:
 
     # The request ends.
 
-    async def settle(self, request_id: str, outcome: Outcome) -> None:
+    def settle(self, request_id: str, outcome: Outcome) -> Coroutine[Any, Any, None]:
         """End a forwarded sample: store its outcome, then tell those who wait. Returns when the outcome is durable."""
-        await self._settling.settle(request_id, outcome)
+        return self._settling.settle(request_id, outcome)
 
     async def end(self, request_id: str, outcome: Outcome) -> bool:
         """End a pending request with an outcome that nobody had to compute, for example of a cancelled request. Returns

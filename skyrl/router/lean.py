@@ -220,6 +220,7 @@ class RouterHttp(BoundedHttp):
         self.headers.extend(headers)
         self.url, self.expect_100_continue = url, expect
         HttpToolsProtocol.on_headers_complete(self)
+        self.headers = []  # for trailers, as in BoundedHttp
 
     def on_body(self, body: bytes) -> None:
         if self._head is None:

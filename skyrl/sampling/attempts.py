@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from typing import Generic, TypeVar
 
@@ -37,7 +36,7 @@ class Attempts(Generic[T]):
         """How often vLLM aborted the sample."""
         self.errors = 0
         """How often a server answered 5xx and then reported good health."""
-        self.reloads: Counter[Endpoint] = Counter()
+        self.reloads: dict[Endpoint, int] = {}
         """How often each server has lost the adapter."""
         self.backoff = backoff
         self.trouble = "no inference server has been published"

@@ -262,8 +262,8 @@ class ForwardingClient:
     async def _load_adapter(self, answer: Answer, server: Endpoint, attempts: Attempts[Any]) -> None:
         adapter = attempts.exchange.weights
         assert isinstance(adapter, AdapterVersion)
-        attempts.reloads[server] += 1
-        if attempts.reloads[server] > MAX_RELOADS:
+        attempts.reloads[server] = reloads = attempts.reloads.get(server, 0) + 1
+        if reloads > MAX_RELOADS:
             raise server_failure(
                 f"the inference server loses adapter {adapter.name} again and again: {describe(answer)}"
             )

@@ -6,7 +6,6 @@ futures.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 import msgspec
@@ -28,8 +27,7 @@ class MissingLogprobs(MalformedAnswer):
     """Tokens without their log-probabilities."""
 
 
-@dataclass(slots=True)
-class SampleAnswer:
+class SampleAnswer(msgspec.Struct):
     """A decoded answer: `body` is the encoded SampleResponse.
 
     `prompt_tokens` counts the prompt once, whatever `num_samples` is. `cached_tokens` is the part of the prompt that
@@ -190,9 +188,9 @@ def _sequence(choice: _Choice, job: SampleJob, zero_fill: bool) -> SampledSequen
         logprobs = [0.0 if value is None else value for value in logprobs]
     topk = _sample_topk(choice, job.topk_sample) if job.topk_sample else None
     return SampledSequence(
-        cast(Literal["stop", "length"], choice.finish_reason),
+        cast('Literal["stop", "length"]', choice.finish_reason),
         choice.token_ids,
-        cast(list[float], logprobs),
+        cast("list[float]", logprobs),
         topk,
     )
 

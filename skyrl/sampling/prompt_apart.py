@@ -8,7 +8,7 @@ cache.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from msgspec.structs import replace
 
 from skyrl.sampling.completion import SampleAnswer
 from skyrl.sampling.job import SampleJob

@@ -6,9 +6,8 @@ its limits, and if skyrl does not manage the inference server.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import msgspec
+from msgspec.structs import replace
 
 from skyrl.sampling.endpoint import Endpoint
 from skyrl.sampling.job import MAX_SAMPLED, SampleJob

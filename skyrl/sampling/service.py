@@ -7,7 +7,9 @@ SAMPLE future, which the engine runs.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+
+from msgspec.structs import replace
 
 from skyrl.db.api_processes import PendingSample
 from skyrl.db.futures import Outcome

@@ -84,10 +84,6 @@ class BoundedHttp(HttpToolsProtocol):
         self._between_requests, self._in_head, self._deadline = False, True, None
         super().on_message_begin()
 
-    def on_header(self, name: bytes, value: bytes) -> None:
-        if self._in_head:  # else it is a trailer, which must not become a header
-            super().on_header(name, value)
-
     def _start_asgi_task(self, cycle: Any, app: Any) -> None:
         self._running = cycle
         super()._start_asgi_task(cycle, app)
@@ -95,6 +91,7 @@ class BoundedHttp(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._in_head, self._deadline = False, None
         super().on_headers_complete()
+        self.headers = []  # trailers go here, and nobody reads them: they must not become headers
 
     def on_body(self, body: bytes) -> None:
         self._bytes_beside_body -= len(body)

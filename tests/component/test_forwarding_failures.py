@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from adapter_hosts import HostWithAllAdapters, UnreachableHost
@@ -63,7 +63,7 @@ JOB = SampleJob(
     topk_prompt=0,
     topk_sample=0,
 )
-ADAPTER = dataclasses.replace(JOB, model="m1@1", weights=AdapterVersion("m1@1"))
+ADAPTER = msgspec.structs.replace(JOB, model="m1@1", weights=AdapterVersion("m1@1"))
 
 
 class EngineRow:
@@ -414,7 +414,7 @@ async def test_a_completion_without_a_requested_part_fails_the_sample(
     client: ForwardingClient, upstream: FakeUpstream, job: dict[str, Any]
 ) -> None:
     upstream.default = complete(every_choice(logprobs={"token_logprobs": [-1.0, -1.0, -1.0]}, prompt_logprobs=None))
-    failed = await failure(client, dataclasses.replace(JOB, **job))
+    failed = await failure(client, msgspec.structs.replace(JOB, **job))
     assert failed.category is ErrorCategory.SERVER
     assert client.counts == {"malformed": 1}
 
@@ -423,7 +423,7 @@ async def test_top_logprobs_keyed_by_text_fail_the_sample(client: ForwardingClie
     """Such a server ignores return_tokens_as_token_ids."""
     by_text = {"token_logprobs": [-1.0] * 3, "top_logprobs": [{" the": -1.0}] * 3}
     upstream.default = complete(every_choice(logprobs=by_text))
-    failed = await failure(client, dataclasses.replace(JOB, topk_sample=1))
+    failed = await failure(client, msgspec.structs.replace(JOB, topk_sample=1))
     assert failed.category is ErrorCategory.SERVER
     assert "status 200" in failed.message
 
@@ -463,7 +463,7 @@ async def test_one_aborted_choice_repeats_the_whole_sample(client: ForwardingCli
         body["choices"][-1]["finish_reason"] = "abort"
 
     upstream.script.append(complete(abort_last))
-    result = decoded(await client.sample(dataclasses.replace(JOB, num_samples=3)))
+    result = decoded(await client.sample(msgspec.structs.replace(JOB, num_samples=3)))
     assert [tokens for _, tokens, _ in result] == [[0, 1, 2], [1, 2, 3], [2, 3, 4]]
     assert client.counts == {"aborted": 1}
 
@@ -517,7 +517,7 @@ async def test_zero_filling_hides_no_other_fault(connect: Connect, upstream: Fak
         body["choices"][1]["token_ids"] = None
 
     upstream.default = complete(spoil)
-    failed = await failure(connect(zero_fill_logprobs=True), dataclasses.replace(JOB, num_samples=2))
+    failed = await failure(connect(zero_fill_logprobs=True), msgspec.structs.replace(JOB, num_samples=2))
     assert failed.category is ErrorCategory.SERVER
     assert "no token_ids; the inference server answered status 200" in failed.message
 
@@ -778,7 +778,7 @@ async def test_a_lost_adapter_is_loaded_once_for_all_samples(client: ForwardingC
 
 async def test_two_lost_adapters_are_both_loaded(client: ForwardingClient, upstream: FakeUpstream) -> None:
     upstream.adapters = set()
-    other = dataclasses.replace(ADAPTER, model="m2@4", weights=AdapterVersion("m2@4"))
+    other = msgspec.structs.replace(ADAPTER, model="m2@4", weights=AdapterVersion("m2@4"))
     await asyncio.gather(client.sample(ADAPTER), client.sample(other))
     assert {load.json["lora_name"] for load in upstream.loads} == {"m1@1", "m2@4"}
 
@@ -893,7 +893,7 @@ async def test_the_base_model_is_never_loaded_as_an_adapter(client: ForwardingCl
 # Without max_tokens
 
 
-OPEN = dataclasses.replace(JOB, max_tokens=None)
+OPEN = msgspec.structs.replace(JOB, max_tokens=None)
 
 
 def models(*lengths: int | None) -> Reply:
@@ -907,7 +907,7 @@ async def test_the_context_length_is_read_from_the_server_once(
     upstream.on_get = models(None, 20, None)
     await client.sample(OPEN)
     await client.sample(OPEN)
-    await client.sample(dataclasses.replace(OPEN, prompt=list(range(25))))
+    await client.sample(msgspec.structs.replace(OPEN, prompt=list(range(25))))
     assert [request.json["max_tokens"] for request in upstream.completions] == [17, 17, 1]
     assert [request.path for request in upstream.requests if request.method == "GET"] == ["/v1/models"]
 
@@ -916,7 +916,7 @@ async def test_an_open_max_tokens_is_bounded_by_the_size_of_one_answer(
     client: ForwardingClient, upstream: FakeUpstream
 ) -> None:
     upstream.on_get = models(10**6)
-    await client.sample(dataclasses.replace(OPEN, num_samples=64))
+    await client.sample(msgspec.structs.replace(OPEN, num_samples=64))
     assert [request.json["max_tokens"] for request in upstream.completions] == [MAX_SAMPLED // 64]
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+import msgspec
 import pytest
 from adapter_hosts import HostWithAllAdapters
 from fake_upstream import COMPLETIONS, LOAD, FakeUpstream, Received, Reply, complete, error, hang_up, reply
@@ -189,7 +189,7 @@ async def test_samples_of_one_sampling_session_go_to_one_replica() -> None:
 
 
 def of_session(job: SampleJob, session: int, number: int) -> SampleJob:
-    return dataclasses.replace(job, session_key=f"sampler-{session}:{number}")
+    return msgspec.structs.replace(job, session_key=f"sampler-{session}:{number}")
 
 
 async def test_the_replicas_in_use_are_counted() -> None:

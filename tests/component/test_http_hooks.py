@@ -54,7 +54,8 @@ class RecordingHook:
 
     async def begin(self, call: Call) -> None:
         self.begun.append(call.request.headers["x-request-id"])
-        await self._hook.begin(call)
+        if (waiting := self._hook.begin(call)) is not None:
+            await waiting
 
     def end(self, call: Call) -> None:
         self.ended.append((call.request.headers["x-request-id"], call.status))

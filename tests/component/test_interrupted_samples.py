@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import itertools
 import random
 from collections.abc import AsyncIterator, Callable, Sequence
 
+import msgspec
 import pytest
 from adapter_hosts import HostWithAllAdapters
 from fake_upstream import FakeUpstream, Received, complete, fake_upstream, hang_up, never, reply
@@ -95,7 +95,7 @@ async def client(upstream: FakeUpstream) -> AsyncIterator[ForwardingClient]:
 async def sample_all(client: ForwardingClient, samples: Sequence[int]) -> dict[int, FailedRequest]:
     """Send all samples at once, each with a prompt that begins with its number. Returns the failed samples; all other
     results must be right."""
-    jobs = [dataclasses.replace(JOB, request_id=f"r{sample}", prompt=[sample, 6, 7]) for sample in samples]
+    jobs = [msgspec.structs.replace(JOB, request_id=f"r{sample}", prompt=[sample, 6, 7]) for sample in samples]
     answers = await asyncio.gather(*(client.sample(job) for job in jobs), return_exceptions=True)
     failed: dict[int, FailedRequest] = {}
     for sample, answer in zip(samples, answers, strict=True):

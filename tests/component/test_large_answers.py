@@ -4,7 +4,6 @@ work."""
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import json
 import re
 import time
@@ -12,6 +11,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from adapter_hosts import HostWithAllAdapters
@@ -101,7 +101,7 @@ async def test_an_answer_of_a_gib_takes_little_memory_and_fails_one_sample(
 
 async def test_a_refusal_of_the_inference_server_is_bounded(client: ForwardingClient, upstream: FakeUpstream) -> None:
     upstream.script.append(reply(400, b"x" * 3 * MIB, "text/plain"))
-    many = dataclasses.replace(JOB, num_samples=1000, max_tokens=1000)
+    many = msgspec.structs.replace(JOB, num_samples=1000, max_tokens=1000)
     with pytest.raises(FailedRequest) as failed:
         await client.sample(many)
     assert "status 400, text/plain: 'xxx" in failed.value.message
@@ -130,7 +130,7 @@ def scored(job: SampleJob) -> bytes:
     return json.dumps(body).encode()
 
 
-SCORED = dataclasses.replace(
+SCORED = msgspec.structs.replace(
     JOB, prompt=[7] * 2000, num_samples=16, max_tokens=4, prompt_logprobs=True, topk_prompt=20, seed=5
 )
 
@@ -181,7 +181,7 @@ async def test_a_sample_without_prompt_logprobs_is_one_request(
     client: ForwardingClient, upstream: FakeUpstream, changes: dict[str, Any]
 ) -> None:
     upstream.default = answer_scored
-    await client.sample(dataclasses.replace(SCORED, **changes))
+    await client.sample(msgspec.structs.replace(SCORED, **changes))
     assert len(upstream.completions) == 1
 
 
@@ -196,13 +196,13 @@ async def test_both_requests_share_one_deadline_and_either_failure_fails_the_sam
 
 def test_correct_answers_are_within_their_bound() -> None:
     for changes in ({}, {"num_samples": 1}, {"topk_prompt": 64, "prompt": [7] * 8000, "num_samples": 1}):
-        job = dataclasses.replace(SCORED, **changes)
-        assert len(scored(job)) < answer_bound(dataclasses.replace(job, num_samples=1)) * job.num_samples
+        job = msgspec.structs.replace(SCORED, **changes)
+        assert len(scored(job)) < answer_bound(msgspec.structs.replace(job, num_samples=1)) * job.num_samples
 
 
 def test_the_bound_for_sampled_tokens_is_a_few_times_their_size() -> None:
     """The case is 16 x 2,000 tokens with the 20 best each. Each token is named by its id, so no cell is long."""
-    job = dataclasses.replace(JOB, num_samples=16, max_tokens=2000, topk_sample=20)
+    job = msgspec.structs.replace(JOB, num_samples=16, max_tokens=2000, topk_sample=20)
     longest = {f"token_id:{2**31 - 1 - k}": -1234.5678901234567 for k in range(21)}
     body = completion({"prompt": job.prompt, "max_tokens": 2000, "n": 16, "model": job.model, "logprobs": 0})
     for choice in body["choices"]:
@@ -256,7 +256,7 @@ def answer_with_prepared_bodies() -> Any:
 
 
 def prepare_body(*, with_rows: bool) -> bytes:
-    job = dataclasses.replace(SCORED, num_samples=1) if with_rows else SCORED
+    job = msgspec.structs.replace(SCORED, num_samples=1) if with_rows else SCORED
     body = json.loads(scored(job))
     if not with_rows:
         for choice in body["choices"]:

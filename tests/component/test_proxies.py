@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+import msgspec
 import pytest
 from adapter_hosts import HostWithAllAdapters
 from fake_upstream import COMPLETIONS, FakeUpstream, closed_port, fake_upstream, hang_up, reply
@@ -185,7 +185,7 @@ async def test_a_sample_that_kills_a_server_behind_a_proxy_is_repeated_rarely(
         balancer.replicas = [server.url]
         monkeypatch.setattr(client_module.asyncio, "sleep", note)
         with pytest.raises(Exception, match="enough"):
-            await forwarding.sample(dataclasses.replace(JOB))
+            await forwarding.sample(msgspec.structs.replace(JOB))
     assert max(waits) > 3
     assert max(waits) <= 1.25 * client_module.MAX_GATEWAY_BACKOFF_S
     assert len([request for request in server.requests if request.path == COMPLETIONS]) == 13

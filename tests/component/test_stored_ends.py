@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import time
 from collections.abc import AsyncIterator
 from typing import Any
 
+import msgspec
 import pytest
 from engine_harness import until
 from sqlalchemy import select
@@ -45,7 +45,7 @@ class TwoProcesses:
     async def record(self, store: FutureStore, count: int, first: int = 0, target: Target = TARGET) -> list[str]:
         sampler, block = target.sampling_session_id, target.clone * CLONE_BLOCK
         samples = [
-            dataclasses.replace(SAMPLE, sampling_session_id=sampler, sample_seq_id=block + number)
+            msgspec.structs.replace(SAMPLE, sampling_session_id=sampler, sample_seq_id=block + number)
             for number in range(first, first + count)
         ]
         return [(await store.record(sample))[0] for sample in samples]

@@ -187,7 +187,8 @@ async def test_control_bodies_need_memory_unless_they_are_small(tmp_path: Path) 
 
     def read_control(receive: Receive, **headers: str) -> asyncio.Task[bytes]:
         raw = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
-        return asyncio.create_task(reader.control(Request({"type": "http", "headers": raw}, receive), "tenant"))
+        request = Request({"type": "http", "headers": raw}, receive)
+        return asyncio.create_task(reader.small(request) or reader.control(request, "tenant"))
 
     slow = read_control(receive_late, transfer_encoding="chunked")  # its length is unknown, so it has the whole memory
     await settle()

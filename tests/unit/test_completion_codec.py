@@ -4,10 +4,10 @@ results.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from tinker import SampleResponse
@@ -49,7 +49,7 @@ JOB = SampleJob(
 
 
 def job(**changes: Any) -> SampleJob:
-    return dataclasses.replace(JOB, **changes)
+    return msgspec.structs.replace(JOB, **changes)
 
 
 def choice(tokens: list[int], logprobs: list[float] | None = None, **more: Any) -> dict[str, Any]:

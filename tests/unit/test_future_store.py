@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
+import msgspec
 import pytest
 from sqlalchemy import Connection, func, select
 from sqlalchemy.exc import DataError, OperationalError
@@ -77,7 +77,7 @@ async def start_waiting(store: FutureStore, request_id: str) -> asyncio.Task[Out
 
 async def test_the_recorded_row_holds_the_bytes_of_the_body(database: Database, store: FutureStore) -> None:
     body = b'{"model_id": "m",  "odd":\xff}'
-    request_id, new = await store.record(dataclasses.replace(COMMAND, body=body, body_format="proto"))
+    request_id, new = await store.record(msgspec.structs.replace(COMMAND, body=body, body_format="proto"))
     assert new
     (row,) = database.read(lambda c: c.execute(select(rows.futures)).all())
     assert (row.id, row.body, row.body_format, row.model_id, row.seq_id) == (request_id, body, "proto", "m", 3)
@@ -110,7 +110,7 @@ async def test_a_number_used_again_for_another_request_is_refused(
     await store.record(COMMAND)
     for any_store in (store, FutureStore(database, writer)):
         with pytest.raises(RequestError, match="seq_id: 3 was used before for m") as raised:
-            await any_store.record(dataclasses.replace(COMMAND, **changed))
+            await any_store.record(msgspec.structs.replace(COMMAND, **changed))
         assert raised.value.status == 400
     assert count(database) == 1
 
@@ -118,16 +118,16 @@ async def test_a_number_used_again_for_another_request_is_refused(
 async def test_a_large_body_is_recorded_once_although_it_is_repeated_meanwhile(
     database: Database, store: FutureStore
 ) -> None:
-    large = dataclasses.replace(COMMAND, body=b"x" * (LARGE_BODY_BYTES + 1))
-    repeats = [dataclasses.replace(large, id=f"r{number}") for number in range(3)]
-    small = dataclasses.replace(COMMAND, id="small", seq_id=4)
+    large = msgspec.structs.replace(COMMAND, body=b"x" * (LARGE_BODY_BYTES + 1))
+    repeats = [msgspec.structs.replace(large, id=f"r{number}") for number in range(3)]
+    small = msgspec.structs.replace(COMMAND, id="small", seq_id=4)
     recorded = await asyncio.gather(*(store.record(request) for request in (*repeats, small)))
     ids = [request_id for request_id, _ in recorded]
     assert len(set(ids)) == 2
     assert [new for _, new in recorded].count(True) == 2
     assert database.read(lambda c: commands.bodies(c, ids[:1])) == {ids[0]: large.body}
     with pytest.raises(RequestError, match="another body"):
-        await store.record(dataclasses.replace(large, id="other", body=large.body + b"y"))
+        await store.record(msgspec.structs.replace(large, id="other", body=large.body + b"y"))
     assert count(database) == 2
 
 
@@ -143,7 +143,7 @@ def test_the_ended_requests_are_found_among_many(database: Database) -> None:
 
 
 async def test_every_request_without_a_number_is_new(database: Database, store: FutureStore) -> None:
-    request = dataclasses.replace(SAMPLE, sample_seq_id=None)
+    request = msgspec.structs.replace(SAMPLE, sample_seq_id=None)
     answers = [await store.record(request) for _ in range(3)]
     assert len(set(answers)) == 3
     assert count(database) == 3
@@ -174,7 +174,7 @@ async def test_a_repeat_is_recorded_although_the_first_is_cancelled(database: Da
 
 
 async def test_a_failed_write_raises_and_leaves_no_entry(database: Database, store: FutureStore) -> None:
-    broken = dataclasses.replace(COMMAND, tenant=None)  # type: ignore[arg-type]
+    broken = msgspec.structs.replace(COMMAND, tenant=None)  # type: ignore[arg-type]
     with pytest.raises(Exception, match=r"(?i)not.null"):
         await store.record(broken)
     assert store.pending == 0
@@ -246,7 +246,7 @@ async def test_reading_outcomes_wakes_the_polls_of_engine_commands(database: Dat
 
 
 async def test_polling_finds_outcomes_whose_ring_was_lost(database: Database, store: FutureStore) -> None:
-    ids = [(await store.record(dataclasses.replace(COMMAND, seq_id=n)))[0] for n in range(3)]
+    ids = [(await store.record(msgspec.structs.replace(COMMAND, seq_id=n)))[0] for n in range(3)]
     waiters = [await start_waiting(store, request_id) for request_id in ids]
     for request_id in ids[:2]:
         settle_as_engine(database, request_id)
@@ -323,7 +323,7 @@ async def test_old_outcomes_leave_memory_and_stay_readable(
     database: Database, store: FutureStore, monkeypatch: pytest.MonkeyPatch, limit: str
 ) -> None:
     monkeypatch.setattr(entries, limit, {"KEPT_OUTCOMES": 3, "KEPT_BYTES": 3 * len(OK.result)}[limit])
-    requests = [dataclasses.replace(SAMPLE, sample_seq_id=n) for n in range(10)]
+    requests = [msgspec.structs.replace(SAMPLE, sample_seq_id=n) for n in range(10)]
     ids = [(await store.record(request))[0] for request in requests]
     for request_id in ids:
         await store.settle(request_id, OK)
@@ -335,7 +335,7 @@ async def test_old_outcomes_leave_memory_and_stay_readable(
 
 async def test_dropping_a_session_wakes_the_polls_of_its_samples(database: Database, store: FutureStore) -> None:
     dropped, _ = await store.record(SAMPLE)
-    other, _ = await store.record(dataclasses.replace(COMMAND, session_id="s2", seq_id=9))
+    other, _ = await store.record(msgspec.structs.replace(COMMAND, session_id="s2", seq_id=9))
     done, _ = await store.record(COMMAND)
     settle_as_engine(database, done)
     await store.read_outcomes([done])
@@ -362,7 +362,7 @@ async def test_a_poll_of_a_dropped_sample_gets_the_engines_failure(database: Dat
 
 
 async def test_forget_deletes_only_old_outcomes(database: Database, store: FutureStore) -> None:
-    ids = [(await store.record(dataclasses.replace(SAMPLE, sample_seq_id=n)))[0] for n in range(3)]
+    ids = [(await store.record(msgspec.structs.replace(SAMPLE, sample_seq_id=n)))[0] for n in range(3)]
     await store.settle(ids[0], OK)
     middle = time.time()
     await store.settle(ids[1], OK)
@@ -377,7 +377,7 @@ async def test_forget_deletes_only_old_outcomes(database: Database, store: Futur
 
 async def test_a_poll_gets_the_outcome_that_the_engine_stored_first(database: Database, store: FutureStore) -> None:
     """The engine has ended one of the requests, and this process does not know it yet."""
-    ids = [(await store.record(dataclasses.replace(SAMPLE, sample_seq_id=n)))[0] for n in range(3)]
+    ids = [(await store.record(msgspec.structs.replace(SAMPLE, sample_seq_id=n)))[0] for n in range(3)]
     settle_as_engine(database, ids[1], rows.SESSION_ENDED)
     await asyncio.gather(*(store.settle(request_id, OK) for request_id in ids))
     outcomes = [await store.wait(request_id, "tenant", 5) for request_id in ids]

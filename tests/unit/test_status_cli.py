@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -69,9 +70,9 @@ def stand_in() -> Iterator[StandIn]:
         thread.join()
 
 
-def status(*arguments: str, key: str | None = "tml-k") -> tuple[int, str, str]:
+def status(*arguments: str, key: str | None = "tml-k", columns: int = 200) -> tuple[int, str, str]:
     """Exit code, output and errors of the command."""
-    environment = {"TINKER_API_KEY": key, "TINKER_BASE_URL": None, "COLUMNS": "200"}
+    environment = {"TINKER_API_KEY": key, "TINKER_BASE_URL": None, "COLUMNS": str(columns)}
     done = CliRunner().invoke(app, ["status", *arguments], env=environment)
     return done.exit_code, done.stdout, done.stderr
 
@@ -83,6 +84,14 @@ def test_a_server_that_is_not_ready_gives_1_and_the_reason(stand_in: StandIn) ->
     for shown in ("session:train:0", "◆ waiting: the trainer cannot run commands now", "7", "1.25", "–", "640"):
         assert shown in output
     assert stand_in.asked == [("/ui/api/state", "tml-k")], "only a key with the scope admin asks for the box"
+
+
+def test_on_a_narrow_terminal_no_word_of_a_run_is_broken(stand_in: StandIn) -> None:
+    _, output, _ = status("--url", stand_in.url, columns=80)
+    lines = [line.rstrip() for line in output.splitlines()]
+    start = lines.index(RUN["id"])
+    assert lines[start + 1] == f"  ◆ waiting: {RUN['sentence']}"
+    assert lines[start + 2].startswith("  steps 7, loss 1.25, gap –, tokens/s 640, ")
 
 
 def test_json_is_the_answer_of_the_server(stand_in: StandIn) -> None:
@@ -107,16 +116,45 @@ def test_without_a_key_nothing_is_asked(stand_in: StandIn) -> None:
     assert stand_in.asked == []
 
 
-def test_watch_asks_again_until_ctrl_c(stand_in: StandIn) -> None:
-    command = [sys.executable, "-m", "skyrl.cli.main", "status", "--url", stand_in.url, "--watch"]
-    environment = os.environ | {"TINKER_API_KEY": "tml-k", "COLUMNS": "200"}
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe, text=True) as process:
-        deadline = time.monotonic() + 60.0
-        while len(stand_in.asked) < 2:
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+def start_watch(url: str, stdout: int) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "skyrl.cli.main", "status", "--url", url, "--watch"]
+    environment = os.environ | {"TINKER_API_KEY": "tml-k", "COLUMNS": "200", "TERM": "xterm"}
+    return subprocess.Popen(command, env=environment, stdout=stdout, stderr=subprocess.PIPE, text=True)
+
+
+def wait_until_asked(stand_in: StandIn, times: int) -> None:
+    deadline = time.monotonic() + 60.0
+    while len(stand_in.asked) < times:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_watch_prints_each_answer_into_a_pipe_until_ctrl_c(stand_in: StandIn) -> None:
+    with start_watch(stand_in.url, subprocess.PIPE) as process:
+        assert process.stdout is not None
+        wait_until_asked(stand_in, 1)
+        assert "not ready" in process.stdout.readline(), "it is there at once"
+        wait_until_asked(stand_in, 3)
         process.send_signal(signal.SIGINT)
-        output, errors = process.communicate(timeout=60.0)
-    assert (process.returncode, errors) == (1, "")
-    assert "session:train:0" in output
+        assert process.wait(60.0) == 1
+        output = process.stdout.read()
+    assert output.count("session:train:0") >= 3, "the first answer, the second, and the last once more"
+
+
+def test_watch_has_the_screen_of_a_terminal_for_itself_until_ctrl_c(stand_in: StandIn) -> None:
+    terminal, its_end = os.openpty()
+    shown = b""
+    with start_watch(stand_in.url, its_end) as process:
+        os.close(its_end)
+        while b"session:train:0" not in shown:
+            shown += os.read(terminal, 4096)
+        wait_until_asked(stand_in, 2)
+        process.send_signal(signal.SIGINT)
+        with contextlib.suppress(OSError):  # Linux's answer once nobody has the other end
+            while more := os.read(terminal, 4096):
+                shown += more
+        assert process.wait(60.0) == 1
+    os.close(terminal)
+    enter, leave = b"\x1b[?1049h", b"\x1b[?1049l"
+    assert shown.count(enter) == shown.count(leave) == 1
+    assert b"session:train:0" in shown.partition(leave)[2], "the last answer stays on the terminal"
