@@ -5,10 +5,10 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import replace
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from skyrl.sampling.completion import SampleAnswer
 from skyrl.sampling.fair_order import FairOrder, Place
