@@ -247,17 +247,17 @@ def test_the_first_reason_for_the_end_is_kept(world: World) -> None:
 def test_samples_beyond_the_bound_get_429_and_all_finish(world: World) -> None:
     """A full server answers 429 and records nothing, so the SDK repeats the sample, and every sample is recorded
     once."""
-    tokens = 150  # long enough to fill the server
+    tokens = 60  # long enough to fill the server
     params = types.SamplingParams(max_tokens=tokens, stop=[])
     with FaultProxy(world.server.url) as proxy, tinker.ServiceClient(base_url=proxy.url, api_key=KEY) as client:
         sampler = client.create_sampling_client(base_model="tiny").result()
-        samples = [sampler.sample(types.ModelInput.from_ints(PROMPT), 1, params) for _ in range(100)]
+        samples = [sampler.sample(types.ModelInput.from_ints(PROMPT), 1, params) for _ in range(60)]
         assert all(len(sample.result().sequences[0].tokens) == tokens for sample in samples)
         refused = [call.answers[0] for call in proxy.seen("/asample") if call.told == 429]
         numbers = world.ask(
             "select sample_seq_id from futures where session_id = :whose order by 1", client.holder.get_session_id()
         )
-    assert numbers == list(range(100))
+    assert numbers == list(range(60))
     assert refused, "the samples have reached the bound"
     assert all(answer.headers["Retry-After"] and answer.json()["detail"] for answer in refused)
 

@@ -218,7 +218,7 @@ async def test_a_killed_engine_costs_slimes_loop_no_error_and_comes_back(
                         sample = await answer.json()
                         assert len(sample["output_ids"]) == 40
                         answered += 1
-                        await asyncio.sleep(0.1)  # leaves a core to the engine that starts
+                        await asyncio.sleep(0.4)  # leaves a core to the engine that starts
                         break
                     assert answer.status in (502, 503), await answer.text()
                 await asyncio.sleep(0.1)
@@ -239,7 +239,7 @@ async def test_a_killed_engine_costs_slimes_loop_no_error_and_comes_back(
                     assert "update them" not in await health.text(), "weights were changed before this test"
             await asyncio.sleep(0.1)
         before = answered
-        while answered < before + 20:  # noqa: ASYNC110 - another process sets no event
+        while answered < before + 6:  # noqa: ASYNC110 - another process sets no event
             await asyncio.sleep(0.05)
         stop.set()
 

@@ -50,6 +50,7 @@ def test_off_policy_training_runs_to_its_end(workspace: Workspace, stored: Store
     assert_final_is_kept(run, stored)
 
 
+@pytest.mark.slow
 def test_training_on_streamed_minibatches_runs_to_its_end(workspace: Workspace, stored: Stored) -> None:
     stream = ("stream_minibatch_config.groups_per_batch=8", "stream_minibatch_config.num_minibatches=2")
     options = ("loss_fn=importance_sampling", "learning_rate=1e-2", "max_steps=2")
