@@ -23,6 +23,9 @@ _models = ModelRow.__table__  # type: ignore[attr-defined]
 MAX_STEPS = 2_000
 CHECK_EVERY = 100
 """Whether a run is full is looked at every so many steps: it may have that many more than MAX_STEPS."""
+MAX_SUM = 1e30
+"""In absolute value, of one pass. So the sums of a step stay finite: PostgreSQL refuses larger ones than a double
+holds, and SQLite stores a sum that is no number as NULL."""
 FORGET_STEPS = 1_000
 """The most steps that one transaction of `forget` deletes."""
 
@@ -44,18 +47,23 @@ class StepSums:
 
     @classmethod
     def of_pass(cls, tokens: int, metrics: Mapping[str, float]) -> Self:
-        """The sums of one pass with the trainer's metrics (`name:reduction`)."""
+        """The sums of one pass with the trainer's metrics (`name:reduction`). A number beyond MAX_SUM counts as none:
+        a client can cause it with logprobs that no model gives."""
         counted = round(metrics.get("num_tokens:sum", 0.0))
-        gap, clipped = metrics.get("kl:mean"), metrics.get("clip_fraction:mean")
+
+        def summed(total: float | None) -> tuple[float, int]:
+            return (0.0, 0) if total is None or not abs(total) <= MAX_SUM else (total, counted)
+
+        def mean(name: str) -> float | None:
+            value = metrics.get(name)
+            return None if value is None else value * counted
+
         return cls(
-            passes=1,
-            tokens=tokens,
-            loss_sum=metrics.get("loss:sum", 0.0),
-            loss_tokens=counted,
-            gap_sum=0.0 if gap is None else gap * counted,
-            gap_tokens=0 if gap is None else counted,
-            clipped_sum=0.0 if clipped is None else clipped * counted,
-            clipped_tokens=0 if clipped is None else counted,
+            1,
+            tokens,
+            *summed(metrics.get("loss:sum", 0.0)),
+            *summed(mean("kl:mean")),
+            *summed(mean("clip_fraction:mean")),
         )
 
     def __add__(self, other: Self) -> StepSums:

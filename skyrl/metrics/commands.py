@@ -5,7 +5,6 @@ Several threads of the engine count here, so these are prometheus-client's own m
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterable, Mapping
 
@@ -19,6 +18,8 @@ WAIT_BOUNDS = (0.01, 0.05, 0.25, 1, 5, 15, 60, 300, 1800)
 RUN_BOUNDS = (0.005, 0.02, 0.1, 0.5, 2, 10, 60, 300)
 MODELS_BOUNDS = (1, 2, 4, 8, 16, 32)
 GAP_BOUNDS = (1e-6, 1e-5, 1e-4, 1e-3, 3e-3, 0.01, 0.03, 0.1, 0.3, 1)
+MAX_GAP = 1e4
+"""In nats per token. A model's logprobs are never so far apart: a client has sent other numbers."""
 READY_BOUNDS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 120)
 
 
@@ -80,11 +81,11 @@ class CommandMetrics:
         self._ended[kind, outcome_label(error, category)].inc()
 
     def passed(self, models: int, tokens: int, gaps: Iterable[float]) -> None:
-        """Count a batch of passes. A gap that is no number is left out: it would make the sum useless for ever."""
+        """Count a batch of passes. A gap above MAX_GAP is left out: one of them would make the sum useless for ever."""
         self._models.observe(models)
         self._tokens.inc(tokens)
         for gap in gaps:
-            if math.isfinite(gap):
+            if abs(gap) <= MAX_GAP:
                 self._gap.observe(abs(gap))
 
     def weights_ready(self, accepted_at: float) -> None:

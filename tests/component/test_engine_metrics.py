@@ -80,9 +80,9 @@ async def test_the_gap_is_what_the_passs_own_metric_says(harness: Harness) -> No
     assert shown(harness)["skyrl_logprob_gap_nats_sum{}"] == pytest.approx(abs(gap))
 
 
-async def test_a_gap_that_is_no_number_does_not_spoil_the_sum() -> None:
+async def test_a_gap_that_no_model_has_does_not_spoil_the_sum() -> None:
     metrics = CommandMetrics()
-    metrics.passed(1, 10, [float("nan"), float("inf"), -0.5])
+    metrics.passed(1, 10, [float("nan"), float("inf"), 1e38, -0.5])
     (family,) = metrics._gap.collect()
     assert {s.name: s.value for s in family.samples if s.name[-4:] in ("_sum", "ount")} == {
         "skyrl_logprob_gap_nats_sum": 0.5,

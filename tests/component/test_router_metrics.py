@@ -122,8 +122,8 @@ async def test_a_sidecar_shows_its_samples_and_its_vllm() -> None:
                 assert answer.status == 200
                 return await answer.text()
 
-        text = await until_shown(get, 'vllm:num_requests_running{engine="0",replica="3"} 3.0')
-        assert 'skyrl_sidecar_running{process="sidecar-3"} 0.0' in text
+        await until_shown(get, 'vllm:num_requests_running{engine="0",replica="3"} 3.0')
+        text = await until_shown(get, 'skyrl_sidecar_running{process="sidecar-3"} 0.0')
         assert 'skyrl_sidecar_paused{process="sidecar-3"} 0.0' in text
         assert "lora_requests_info" not in text
 

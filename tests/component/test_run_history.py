@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -34,12 +35,12 @@ def steps_of(harness: Harness, trainer: Trainer) -> list[Step]:
     return harness.database.read(lambda c: history(c, trainer.model_id))
 
 
-def datum_with_logprobs(seed: int) -> list[dict[str, Any]]:
+def datum_with_logprobs(seed: int, logprob: float = -3.0) -> list[dict[str, Any]]:
     """One datum as a sampler gives it: logprobs and advantages at each position."""
     [datum] = data(seed, 8)
     inputs = datum["loss_fn_inputs"]
     del inputs["weights"]
-    for name, value in (("logprobs", -3.0), ("advantages", 1.0)):
+    for name, value in (("logprobs", logprob), ("advantages", 1.0)):
         inputs[name] = {"data": [value] * 8, "dtype": "float32", "shape": [8]}
     return [datum]
 
@@ -69,6 +70,35 @@ async def test_loss_and_gap_of_a_step_are_those_of_its_passes_per_token(harness:
     assert step.clip_fraction == pytest.approx(sum(clipped) / 2)
     assert (step.step, step.tokens) == (1, 8 + 8 + 9 + 14)
     assert step.busy_s > 0
+
+
+@ON_BOTH
+async def test_sums_that_no_database_can_hold_are_left_out(
+    database: Database, writer: GroupCommitWriter, run: str
+) -> None:
+    """Of each number there is one pass that says it, and there are others that say something beyond all bounds."""
+    right = {"num_tokens:sum": 8.0, "loss:sum": 4.0, "kl:mean": 0.25, "clip_fraction:mean": 0.5}
+    beyond = (math.inf, -math.inf, math.nan, 1e308, -1e308)
+    wrong = [{"num_tokens:sum": 8.0} | dict.fromkeys(list(right)[1:], number) for number in beyond]
+    for metrics in (*wrong, right, *wrong):
+        sums = StepSums.of_pass(8, metrics)
+        await writer.transact(lambda c, sums=sums: add_passes(c, {run: sums + sums}, 1.0))
+    await writer.transact(end_step(run, 0.0))
+    [step] = database.read(lambda c: history(c, run))
+    assert (step.loss, step.gap, step.clip_fraction) == (0.5, 0.25, 0.5)
+    assert step.tokens == 2 * 8 * 11
+
+
+async def test_a_pass_with_logprobs_beyond_all_bounds_stops_no_engine(harness: Harness) -> None:
+    """Such passes succeed: their loss is finite. Their distances from the trainer's logprobs are -inf and inf."""
+    trainer = await Trainer.create(harness)
+    for logprob, loss in ((3e38, "importance_sampling"), (-3e38, "ppo")):
+        body = {"data": datum_with_logprobs(1, logprob), "loss_fn": loss}
+        await trainer.do(Kind.FORWARD_BACKWARD, forward_backward_input=body)
+    await trainer.result(await trainer.optim_step())
+    [step] = steps_of(harness, trainer)
+    assert step.gap is None
+    assert step.loss is not None
 
 
 async def test_a_step_without_logprobs_of_a_sampler_has_no_gap(harness: Harness) -> None:
