@@ -165,6 +165,7 @@ def _services(base: Base, secrets: Secrets, features: InferenceFeatures) -> Serv
         guard=FeatureGuard(features),
         quotas=quotas,
         usage=base.counter,
+        metrics=base.metrics.samples,
     )
     sampling = _sampling(base, samplers, sessions, client, passage)
     uses = AdapterUses(writer)

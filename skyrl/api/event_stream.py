@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncGenerator
 
@@ -26,29 +27,46 @@ async def gone(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """If the stream fails after its first event, its last event is an error in OpenAI's shape."""
+    """If the stream fails after its first event, its last event is an error in OpenAI's shape. If the client reads too
+    slowly, the stream ends at its deadline (in the event loop's time), and with it all that it holds."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, first: bytes, events: AsyncGenerator[bytes, None], in_flight: InFlight, request_id: str) -> None:
+    def __init__(
+        self,
+        first: bytes,
+        events: AsyncGenerator[bytes, None],
+        in_flight: InFlight,
+        request_id: str,
+        deadline: float,
+    ) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._first = first
         self._events = events
         self._in_flight = in_flight
         self._request_id = request_id
+        self._deadline = deadline
 
     @classmethod
     async def begin(
-        cls, events: AsyncGenerator[bytes, None], in_flight: InFlight, request: Request, request_id: str
+        cls,
+        events: AsyncGenerator[bytes, None],
+        in_flight: InFlight,
+        request: Request,
+        request_id: str,
+        deadline_s: float,
     ) -> EventStream:
-        """Wait for the first event. Raises what the events raise before it."""
+        """Wait for the first event. After it the stream may last `deadline_s`. Raises what the events raise before
+        it."""
 
         async def first() -> bytes:
             return await anext(events)
 
         try:
-            return cls(await in_flight.run(first(), gone(request.receive)), events, in_flight, request_id)
+            begun = await in_flight.run(first(), gone(request.receive))
+            deadline = asyncio.get_running_loop().time() + deadline_s
+            return cls(begun, events, in_flight, request_id, deadline)
         except BaseException:
             await events.aclose()
             raise
@@ -61,6 +79,9 @@ class EventStream(Response):
                 last = b""
             except ClientGone:
                 return
+            except TimeoutError:  # nothing more can be sent: what was sent before waits to be read
+                logger.warning("a client did not read its stream in time", extra=about_request(self._request_id))
+                return
             except RequestError as error:
                 last = _error_event(error)
             except Exception as error:
@@ -71,9 +92,10 @@ class EventStream(Response):
             await self._events.aclose()
 
     async def _send_events(self, send: Send) -> None:
-        await send({"type": "http.response.body", "body": self._first, "more_body": True})
-        async for framed in self._events:
-            await send({"type": "http.response.body", "body": framed, "more_body": True})
+        async with asyncio.timeout_at(self._deadline):
+            await send({"type": "http.response.body", "body": self._first, "more_body": True})
+            async for framed in self._events:
+                await send({"type": "http.response.body", "body": framed, "more_body": True})
 
 
 def _error_event(error: RequestError) -> bytes:

@@ -18,6 +18,7 @@ from skyrl.api.call import Call, Hook
 from skyrl.api.error_answers import ErrorAnswers
 from skyrl.api.reply import WholeBody
 from skyrl.api.route import Route
+from skyrl.openai.in_flight import ClientGone
 
 
 class HttpTable:
@@ -59,6 +60,8 @@ class HttpTable:
             else:
                 scope["call"] = call
                 await self.framework(scope, receive, call.send)
+        except ClientGone:
+            pass
         except Exception as error:
             if call.answered:
                 raise

@@ -58,7 +58,8 @@ def router(services: Services) -> Routes:
         target = await models.find(request.model, call.tenant)
         asked = Asked(request, target, call.tenant, call.id, len(body))
         if request.stream:
-            return await EventStream.begin(services.openai.stream(asked), in_flight, call.request, call.id)
+            deadline_s = services.config.forwarding_deadline_s
+            return await EventStream.begin(services.openai.stream(asked), in_flight, call.request, call.id, deadline_s)
         answer = await in_flight.run(services.openai.answer(asked), gone(call.request.receive))
         return Response(answer, media_type="application/json")
 

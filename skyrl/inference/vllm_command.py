@@ -29,6 +29,9 @@ CPU_CONTEXT = 4096
 CPU_BLOCK_TOKENS = 128
 CPU_KV_BYTES = 256 * 2**20
 MAX_LOGPROBS = 64
+GRAMMARS = {"backend": "xgrammar"}
+"""By default vLLM takes another library for what xgrammar refuses, and keeps the first library for all later requests:
+one schema of 50 bytes then stops the server for half a minute (docs/decisions/openai-requests.md)."""
 SET_BY_SKYRL = frozenset({"api_key", "host", "model", "port", "served_model_name"})
 REPEATED = frozenset({"middleware"})
 """Options of vLLM that take one value each, and may be given several times."""
@@ -105,6 +108,8 @@ def vllm_spec(
     passed_through = {name.replace("-", "_"): value for name, value in inference.engine_init_kwargs.items()}
     if "middleware" in passed_through:
         passed_through["middleware"] = [*_MIDDLEWARE, *_as_list(passed_through["middleware"])]
+    if isinstance(given := passed_through.get("structured_outputs_config"), dict):
+        passed_through["structured_outputs_config"] = GRAMMARS | given
     if taken := sorted(SET_BY_SKYRL & passed_through.keys()):
         raise ConfigError(f"engine_init_kwargs: '{taken[0]}' is set by skyrl and cannot be passed through")
     env = _ENV | {"VLLM_API_KEY": api_key}
@@ -249,6 +254,7 @@ def _common_options(config: ServerConfig, port: int, api_key: str) -> dict[str, 
         "enable_prompt_tokens_details": True,
         "logprobs_mode": "processed_logprobs",
         "max_logprobs": MAX_LOGPROBS,
+        "structured_outputs_config": GRAMMARS,
         "disable_uvicorn_access_log": True,
         "middleware": _MIDDLEWARE,
         "use_tqdm_on_load": False,

@@ -1,7 +1,9 @@
-"""Samples that an API process forwards: how many ended and how, their tokens, and where their time went."""
+"""Samples that an API process forwards, and OpenAI requests: how many ended and how, their tokens, and where their time
+went."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Literal
 
@@ -47,12 +49,15 @@ class SampleMetrics:
             ("prompt", "prompt_cached", "sampled"),
         )
         self._prompt, self._cached, self._sampled = tokens["prompt"], tokens["prompt_cached"], tokens["sampled"]
-        about = "Time from a sample's record to its stored outcome."
+        about = "Time from a sample's record to its stored outcome, and of an OpenAI request in the server."
         self._duration = Spreads(registry, "skyrl_sample_duration_seconds", about, DURATION_BOUNDS).only
         about = "The part of a successful sample's time that was spent neither in vLLM nor waiting for its quota."
         self._overhead = Spreads(registry, "skyrl_sample_overhead_seconds", about, OVERHEAD_BOUNDS).only
         about = "Samples that were not accepted."
         self._refused = Tallies(registry, "skyrl_samples_refused", about, "reason", REFUSALS)
+        self._in_flight: list[Ages] = []
+        if registry is not None:
+            registry.register(_InFlight(self._in_flight))
 
     def succeeded(self, prompt: int, cached: int, sampled: int) -> None:
         """Count the tokens of a sample that vLLM has answered."""
@@ -61,7 +66,7 @@ class SampleMetrics:
         self._sampled.value += sampled
 
     def ended(self, outcome: str, seconds: float, overhead_s: float | None = None) -> None:
-        """Count a sample whose outcome is stored. `overhead_s` is None if it has no meaning."""
+        """Count a sample that has its outcome. `overhead_s` is None if it has no meaning."""
         self._ended[outcome].value += 1
         self._duration.add(seconds)
         if outcome == OK and overhead_s is not None:
@@ -73,30 +78,56 @@ class SampleMetrics:
     def refused(self, reason: Refusal) -> None:
         self._refused[reason].add()
 
-    def watch(
-        self,
-        in_flight: Callable[[], int],
-        oldest_s: Callable[[], float],
-        events: Callable[[], Mapping[str, int]],
-    ) -> None:
-        """Also show these numbers, asked at each scrape on another thread."""
+    def watch(self, ages: Ages) -> None:
+        """Count these as in flight, too. They are asked at each scrape, on another thread."""
+        self._in_flight.append(ages)
+
+    def watch_events(self, events: Callable[[], Mapping[str, int]]) -> None:
+        """Also show these counters, asked at each scrape on another thread."""
         if self._registry is not None:
-            self._registry.register(_InFlight(in_flight, oldest_s, events))
+            self._registry.register(_Events(events))
+
+
+class Ages:
+    """When each request in flight began, by its id."""
+
+    def __init__(self) -> None:
+        self._began: dict[str, float] = {}
+
+    def __len__(self) -> int:
+        return len(self._began)
+
+    def begin(self, request_id: str, at: float) -> None:
+        """`at` is a time of `time.perf_counter`."""
+        self._began[request_id] = at
+
+    def end(self, request_id: str) -> None:
+        self._began.pop(request_id, None)
+
+    def oldest_began(self) -> float:
+        """The present without requests. `min` over a dictionary's values holds the interpreter's lock from begin to
+        end, so other threads may call this."""
+        return min(self._began.values(), default=time.perf_counter())
 
 
 class _InFlight(Collector):
-    def __init__(
-        self, in_flight: Callable[[], int], oldest_s: Callable[[], float], events: Callable[[], Mapping[str, int]]
-    ) -> None:
-        self._in_flight, self._oldest_s, self._events = in_flight, oldest_s, events
+    def __init__(self, ages: list[Ages]) -> None:
+        self._ages = ages
 
     def collect(self) -> Iterable[Metric]:
-        yield GaugeMetricFamily(
-            "skyrl_samples_in_flight", "Samples that are forwarded now.", value=float(self._in_flight())
-        )
-        yield GaugeMetricFamily(
-            "skyrl_samples_oldest_seconds", "Age of the oldest sample in flight; 0 without one.", value=self._oldest_s()
-        )
+        in_flight = sum(map(len, self._ages))
+        yield GaugeMetricFamily("skyrl_samples_in_flight", "Samples that are forwarded now.", value=float(in_flight))
+        now = time.perf_counter()
+        oldest_s = max((now - ages.oldest_began() for ages in self._ages), default=0.0)
+        about = "Age of the oldest sample in flight; 0 without one."
+        yield GaugeMetricFamily("skyrl_samples_oldest_seconds", about, value=max(0.0, oldest_s))
+
+
+class _Events(Collector):
+    def __init__(self, events: Callable[[], Mapping[str, int]]) -> None:
+        self._events = events
+
+    def collect(self) -> Iterable[Metric]:
         about = "Trouble with the inference server; docs/how-it-works/forwarding.md explains each kind."
         family, counted = CounterMetricFamily("skyrl_forwarding_events", about, labels=("event",)), self._events()
         for event in EVENTS:

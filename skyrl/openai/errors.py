@@ -63,6 +63,16 @@ def model_not_found(name: str) -> OpenAIError:
     )
 
 
+def impossible_shape(field: str) -> OpenAIError:
+    """For a request that failed on an inference server of good health, and says what its answer must look like."""
+    return OpenAIError(
+        "The inference server failed at this request twice, and is well otherwise: probably no text of the model's "
+        "tokens has the shape that the answer must have.",
+        param=field,
+        code="invalid_value",
+    )
+
+
 class _Detail(msgspec.Struct):
     message: str = ""
     param: str | None = None

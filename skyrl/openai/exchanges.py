@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from skyrl.openai.answers import Used, rewritten
-from skyrl.openai.errors import code_in, refusal_of
+from skyrl.openai.errors import code_in, impossible_shape, refusal_of
 from skyrl.openai.events import Events
-from skyrl.openai.generation import Generation
+from skyrl.openai.generation import CHAT, Generation
 from skyrl.openai.models import Target
 from skyrl.sampling.answer_stream import AnswerStream
 from skyrl.sampling.completion import MalformedAnswer
@@ -61,8 +61,18 @@ class _Exchange:
     def weights(self) -> WeightsRef:
         return self._target.weights
 
+    @property
+    def operation(self) -> str:
+        return "chat" if self._request.path == CHAT else "text_completion"
+
     def refusal(self, answer: Answer) -> Exception:
         return refusal_of(answer, self._target.served_name, self._target.name)
+
+    def failure(self, answer: Answer) -> Exception:
+        """vLLM fails where none of the model's tokens has the shape that the answer must have."""
+        if answer.status == 500 and self._request.shape is not None:
+            return impossible_shape(self._request.shape)
+        return server_failure(describe(answer))
 
 
 class WholeAnswer(_Exchange):

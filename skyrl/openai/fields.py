@@ -11,7 +11,8 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from skyrl.openai.nested import NamedTool, ResponseFormat, StreamOptions, StructuredOutputs, Tool
+from skyrl.openai.answer_shape import ResponseFormat, StructuredOutputs, Tool
+from skyrl.openai.nested import NamedTool, StreamOptions
 from skyrl.wire.decoding import raw_value
 from skyrl.wire.errors import RequestError
 

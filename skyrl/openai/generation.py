@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from skyrl.openai.answer_shape import check_response_format, check_structured_outputs, check_tools
 from skyrl.openai.bounds import Size, check_size
 from skyrl.openai.fields import ChatFields, CommonFields, CompletionFields, accepted
 from skyrl.openai.messages import check_template_arguments, checked_messages
@@ -42,6 +43,8 @@ class Generation:
     continuous_usage: bool
     scores_prompt: bool
     """Whether the answer has logprobs of the prompt."""
+    shape: str | None
+    """The field that says what the answer must look like; None if it may be any text."""
 
     @property
     def prompt_tokens(self) -> int:
@@ -91,6 +94,8 @@ def chat(body: bytes, limits: ContextLimits) -> Generation:
     """Raises RequestError naming the field."""
     fields, given = _decode(body, ChatFields)
     check_template_arguments(given.chat_template_kwargs)
+    if given.tools and given.tool_choice != "none":
+        check_tools(given.tools, must_call=given.tool_choice not in (None, "auto"))
     text = sum(len(fields[name]) for name in ("messages", "tools", "documents") if name in fields)
     longest = limits.max_context
     echoed = (given.top_logprobs or 0) if given.echo else None  # as vLLM reads it
@@ -119,6 +124,10 @@ def _generation(
     path: str, given: CommonFields, fields: dict[str, Any], size: Size, limits: ContextLimits
 ) -> Generation:
     _check_stops(given, limits)
+    if given.response_format is not None:
+        check_response_format(given.response_format)
+    if given.structured_outputs is not None:
+        check_structured_outputs(given.structured_outputs)
     if given.seed is not None:
         if not -(2**63) <= given.seed < 2**64:
             raise RequestError("must fit 64 bits", field="seed")
@@ -136,6 +145,7 @@ def _generation(
         include_usage=bool(options.include_usage),
         continuous_usage=bool(options.continuous_usage_stats),
         scores_prompt=size.prompt_topk is not None,
+        shape=next((name for name in ("response_format", "structured_outputs", "tools") if name in fields), None),
     )
 
 

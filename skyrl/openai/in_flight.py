@@ -11,11 +11,8 @@ from skyrl.wire.errors import RequestError
 T = TypeVar("T")
 
 
-class ClientGone(RequestError):
-    """The client closed its connection, so nobody reads the answer. The status is only seen in the log."""
-
-    def __init__(self) -> None:
-        super().__init__("the client closed the connection before the answer was complete", status=499)
+class ClientGone(Exception):
+    """The client closed its connection, so nobody reads an answer."""
 
 
 class InFlight:

@@ -1,4 +1,4 @@
-"""The objects inside the fields of a request: tools, formats of the answer, tool calls.
+"""Small objects inside the fields of a request: options of streams, choices of tools, tool calls.
 
 They go on to vLLM as the client wrote them. They are checked here first, because vLLM ignores an unknown key, and
 writes a line to its log for each wrong element of a list.
@@ -18,44 +18,6 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     continuous_usage_stats: bool | None = False
     include_obfuscation: bool | None = False
     """OpenAI pads its events with it. No event is padded here."""
-
-
-class JsonSchema(msgspec.Struct, forbid_unknown_fields=True):
-    name: str
-    description: str | None = None
-    schema: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
-class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonSchema | None = None
-
-
-class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
-    """vLLM's own way to say what the answer must look like."""
-
-    json: str | dict[str, Any] | None = None
-    regex: str | None = None
-    choice: list[str] | None = None
-    grammar: str | None = None
-    json_object: bool | None = None
-    structural_tag: str | None = None
-    disable_any_whitespace: bool = False
-    disable_additional_properties: bool = False
-    whitespace_pattern: str | None = None
-
-
-class Function(msgspec.Struct, forbid_unknown_fields=True):
-    name: str
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
-class Tool(msgspec.Struct, forbid_unknown_fields=True):
-    type: Literal["function"]
-    function: Function
 
 
 class FunctionName(msgspec.Struct, forbid_unknown_fields=True):

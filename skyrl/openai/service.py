@@ -8,6 +8,7 @@ with its failure rules, usage. Knows checked requests and targets; does not know
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ from typing import TypeVar
 
 from skyrl.db.adapter_uses import AdapterUses
 from skyrl.db.usage import UsageCounter, sample_amounts
+from skyrl.metrics.outcomes import CANCELLED, OK, SERVER_ERROR, USER_ERROR
+from skyrl.metrics.samples import Ages, SampleMetrics
 from skyrl.openai.answers import EventRewriter, Used
 from skyrl.openai.errors import OpenAIError
 from skyrl.openai.events import DONE, event
@@ -30,8 +33,9 @@ from skyrl.sampling.exchange import Exchange
 from skyrl.sampling.fair_order import FairOrder
 from skyrl.sampling.guards import FeatureGuard
 from skyrl.sampling.transport import Interrupted
+from skyrl.tracing.current import current_trace
 from skyrl.types.ids import new_request_id
-from skyrl.wire.errors import ErrorCategory, FailedRequest
+from skyrl.wire.errors import ErrorCategory, FailedRequest, OverQuota, RequestError
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +71,7 @@ class Passage:
     guard: FeatureGuard
     quotas: Quotas
     usage: UsageCounter
+    metrics: SampleMetrics
 
 
 class OpenAIService:
@@ -78,19 +83,24 @@ class OpenAIService:
         self._guard = passage.guard
         self._quotas = passage.quotas
         self._usage = passage.usage
+        self._metrics = passage.metrics
+        self._ages = Ages()
+        passage.metrics.watch(self._ages)
         self._uses = uses
 
     async def answer(self, asked: Asked) -> bytes:
         """The whole answer. Raises RequestError."""
-        async with self._turn(asked) as turn:
+        async with self._counted(), self._turn(asked) as turn:
             body, turn.used = await self._forward(WholeAnswer(turn.sending, self._transport), asked)
             return body
 
     async def stream(self, asked: Asked) -> AsyncGenerator[bytes, None]:
         """The events of the answer, framed. Raises RequestError: before the first event, or because the stream broke
         off. A stream that did not end well has no event DONE."""
-        async with self._turn(asked) as turn:
+        async with self._counted(), self._turn(asked) as turn:
             events = await self._forward(StreamedAnswer(turn.sending, self._transport), asked)
+            span = None if (trace := current_trace.get()) is None else trace.child("stream")
+            error: str | None = "the client has gone"
             request = asked.request
             rewriter = EventRewriter(
                 asked.target.name,
@@ -107,11 +117,43 @@ class OpenAIService:
                         yield event(shown)
                     data = await events.next()
                 yield event(DONE)
-            except (Interrupted, MalformedAnswer, AbortedAnswer) as error:
-                raise _broken(asked, str(error)) from error
+                error = None
+            except (Interrupted, MalformedAnswer, AbortedAnswer) as broken:
+                error = type(broken).__name__
+                raise _broken(asked, str(broken)) from broken
+            except OpenAIError as broken:
+                error = broken.code
+                raise
             finally:
+                if span is not None:
+                    span.end({"skyrl.sampled_tokens": rewriter.used.sampled_tokens}, error)
                 turn.used = rewriter.used
                 events.close()
+
+    @asynccontextmanager
+    async def _counted(self) -> AsyncIterator[None]:
+        """Count the request as in flight, and how it ends."""
+        key, began, outcome = new_request_id(), time.perf_counter(), CANCELLED
+        self._ages.begin(key, began)
+        try:
+            yield
+            outcome = OK
+        except OverQuota:
+            outcome = None
+            self._metrics.refused("quota")
+            raise
+        except RequestError as error:
+            outcome = None if error.status == 429 else SERVER_ERROR if error.status >= 500 else USER_ERROR
+            raise
+        except Exception:
+            outcome = SERVER_ERROR
+            raise
+        finally:
+            self._ages.end(key)
+            if outcome == CANCELLED:
+                self._metrics.cancelled()
+            elif outcome is not None:
+                self._metrics.ended(outcome, time.perf_counter() - began)
 
     @asynccontextmanager
     async def _turn(self, asked: Asked) -> AsyncIterator[_Turn]:
@@ -148,6 +190,7 @@ class OpenAIService:
         base, weights = asked.target.base_model, asked.target.weights
         amounts = sample_amounts(asked.tenant, "", base, weights, prompt=prompt, cached=cached, sampled=sampled)
         self._usage.count(amounts)
+        self._metrics.succeeded(prompt, cached, sampled)
 
     async def _forward(self, exchange: Exchange[T], asked: Asked) -> T:
         try:

@@ -140,7 +140,7 @@ class ForwardingClient:
             raise
         finally:
             model = str(exchange.weights)
-            span.end({"gen_ai.operation.name": "text_completion", "gen_ai.request.model": model}, error)
+            span.end({"gen_ai.operation.name": exchange.operation, "gen_ai.request.model": model}, error)
 
     async def _repeated(self, exchange: Exchange[T], headers: Mapping[str, str], deadline: float) -> T:
         """The request, repeated as the failure rules say."""
@@ -288,7 +288,7 @@ class ForwardingClient:
             return
         attempts.errors += 1
         if attempts.errors > MAX_ERRORS:
-            raise server_failure(describe(answer))
+            raise attempts.exchange.failure(answer)
         await self._back_off(attempts)
 
     def _count_abort(self, attempts: Attempts[Any], error: completion.AbortedAnswer) -> None:

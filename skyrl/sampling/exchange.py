@@ -27,6 +27,11 @@ class Exchange(Protocol[T_co]):
         ...
 
     @property
+    def operation(self) -> str:
+        """What it asks for, in OpenTelemetry's words (`gen_ai.operation.name`)."""
+        ...
+
+    @property
     def headers(self) -> Mapping[str, str]:
         """Headers of this request alone."""
         ...
@@ -51,4 +56,8 @@ class Exchange(Protocol[T_co]):
 
     def refusal(self, answer: Answer) -> Exception:
         """The error to raise for a request that the server refused."""
+        ...
+
+    def failure(self, answer: Answer) -> Exception:
+        """The error to raise for a request at which a server of good health has failed too often."""
         ...

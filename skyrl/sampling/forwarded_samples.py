@@ -17,7 +17,7 @@ from skyrl.db.samplers import Sampler, Samplers
 from skyrl.db.usage import UsageCounter
 from skyrl.futures.store import FutureStore
 from skyrl.metrics.outcomes import outcome_label
-from skyrl.metrics.samples import SampleMetrics
+from skyrl.metrics.samples import Ages, SampleMetrics
 from skyrl.quotas.account import Ticket
 from skyrl.sampling.admission import Admission
 from skyrl.sampling.client import ForwardingClient
@@ -55,11 +55,11 @@ class ForwardedSamples:
         self._usage = usage
         self._metrics = metrics
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._began: dict[str, float] = {}
-        """When each of these samples was recorded, in the time of `time.perf_counter`."""
+        self._ages = Ages()
         self.completed = 0
         """Samples whose inference server returned a result."""
-        metrics.watch(self.__len__, self._oldest_s, lambda: {} if client is None else client.counts)
+        metrics.watch(self._ages)
+        metrics.watch_events(lambda: {} if client is None else client.counts)
 
     def __len__(self) -> int:
         return len(self._tasks)
@@ -78,11 +78,12 @@ class ForwardedSamples:
         """Forward a sample that is recorded and counted in the admission with `size` bytes."""
         began = time.perf_counter()
         task = asyncio.create_task(self._forward(job, sampler, ticket, began))
-        self._tasks[job.request_id], self._began[job.request_id] = task, began
+        self._tasks[job.request_id] = task
+        self._ages.begin(job.request_id, began)
 
         def end(task: asyncio.Task[None]) -> None:
             self._tasks.pop(job.request_id, None)
-            self._began.pop(job.request_id, None)
+            self._ages.end(job.request_id)
             if task.cancelled():
                 self._metrics.cancelled()
             self._admission.leave(sampler.tenant, size)
@@ -122,11 +123,6 @@ class ForwardedSamples:
         now = time.perf_counter()
         ended = outcome_label(outcome.error, outcome.error_category)
         self._metrics.ended(ended, now - began, now - turn - upstream_s)
-
-    def _oldest_s(self) -> float:
-        """Called on another thread. `min` over a dictionary's values holds the interpreter's lock from begin to end."""
-        now = time.perf_counter()
-        return now - min(self._began.values(), default=now)
 
     async def _sample(self, client: ForwardingClient, job: SampleJob, tenant: str) -> SampleAnswer:
         if self._order is None:

@@ -9,7 +9,7 @@ from skyrl.sampling import completion
 from skyrl.sampling.answer_bound import answer_bound
 from skyrl.sampling.answer_reader import AnswerReader
 from skyrl.sampling.endpoint import Endpoint
-from skyrl.sampling.error_messages import message_of
+from skyrl.sampling.error_messages import describe, message_of, server_failure
 from skyrl.sampling.job import SampleJob
 from skyrl.sampling.served_context import ServedContext
 from skyrl.sampling.transport import Answer, CompletionTransport
@@ -19,6 +19,8 @@ from skyrl.wire.errors import ErrorCategory, FailedRequest
 
 class SampleExchange:
     """If `job.max_tokens` is None, each try asks the server how many tokens fit."""
+
+    operation = "text_completion"
 
     def __init__(
         self,
@@ -61,3 +63,6 @@ class SampleExchange:
 
     def refusal(self, answer: Answer) -> Exception:
         return FailedRequest(message_of(answer), ErrorCategory.USER)
+
+    def failure(self, answer: Answer) -> Exception:
+        return server_failure(describe(answer))

@@ -1,7 +1,9 @@
-"""A server's side of a connection: uvicorn's protocol, with limits on requests that are not complete yet.
+"""A server's side of a connection: uvicorn's protocol, with limits on requests that are not complete yet, and on
+answers that nobody reads.
 
-No API key has been checked by then. uvicorn keeps a head or a trailer of any length, and waits for ever for a first
-request, or for the rest of one. Knows bytes and time; does not know routes.
+No API key has been checked before a request is complete. uvicorn keeps a head or a trailer of any length, and waits for
+ever for a first request, for the rest of one, or for a client that does not read. Knows bytes and time; does not know
+routes.
 """
 
 from __future__ import annotations
@@ -24,6 +26,9 @@ REST_S = 30.0
 requests are unanswered."""
 LEAST_BYTES = 64 * 2**10
 """How many bytes of an unfinished body must arrive in each REST_S in which the server reads it."""
+UNREAD_S = 60.0
+"""How long a client may take nothing of an answer of which more waits than the transport keeps without complaint
+(64 KiB). Then the connection is cut, and the request ends as if the client had gone."""
 SPARE_DESCRIPTORS = 1024
 """File descriptors that are kept for the database and the inference server; at most a quarter of the limit."""
 
@@ -51,6 +56,7 @@ class BoundedHttp(HttpToolsProtocol):
         """The server has paused reading since the last check."""
         self._deadline: float | None = None
         """In the event loop's time; None until the next `_schedule_check`."""
+        self._unread_check: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         if len(self.connections) >= most_connections():
@@ -60,8 +66,32 @@ class BoundedHttp(HttpToolsProtocol):
         super().connection_made(transport)
         self._schedule_check()
 
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._check_unread_after(self.transport.get_write_buffer_size())
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._stop_unread_check()
+
+    def _check_unread_after(self, unread: int) -> None:
+        self._unread_check = self.loop.call_later(UNREAD_S, self._check_unread, unread)
+
+    def _check_unread(self, before: int) -> None:
+        unread = self.transport.get_write_buffer_size()
+        if unread < before:
+            self._check_unread_after(unread)
+        else:
+            self.transport.abort()
+
+    def _stop_unread_check(self) -> None:
+        if self._unread_check is not None:
+            self._unread_check.cancel()
+            self._unread_check = None
+
     def connection_lost(self, exc: Exception | None) -> None:
         self._unset_keepalive_if_required()
+        self._stop_unread_check()
         super().connection_lost(exc)
         running = self._running
         if running is not None and running is not self.cycle and not running.response_complete:

@@ -9,8 +9,10 @@ from typing import Any
 
 import httpx
 import numpy as np
+from prometheus_client.parser import text_string_to_metric_families
 
 from skyrl.api.services import Services
+from skyrl.metrics.files import MetricsWriter
 from skyrl.wire import tinker_pb2 as pb
 
 BASE = "acme/base"
@@ -69,3 +71,18 @@ def tokens(answer: httpx.Response) -> list[list[int]]:
 
 Serve = Callable[..., AbstractAsyncContextManager[Api]]
 """Starts an API process with these options. A second start after the end of the first is a restart."""
+
+
+async def scrape(api: Api) -> dict[str, float]:
+    """What the process shows of itself now, by series without its own label."""
+    MetricsWriter(api.services.published_metrics, "api-0", api.services.metrics.registry).write()
+    answer = await api.http.get("/metrics")
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
+    found: dict[str, float] = {}
+    for family in text_string_to_metric_families(answer.text):
+        for sample in family.samples:
+            assert sample.labels.pop("process") == "api-0"
+            labels = ",".join(f"{name}={value}" for name, value in sorted(sample.labels.items()))
+            found[f"{sample.name}{{{labels}}}"] = sample.value
+    return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -123,9 +124,12 @@ async def counted(api: Api, database: Database) -> dict[str, float]:
 
 
 class Connection:
-    """A request over an ASGI connection, which the client closes when the block ends."""
+    """A request over an ASGI connection, which the client closes when the block ends. It reads `readable` messages."""
 
-    def __init__(self, api: Api, body: dict[str, Any], app: HttpTable | None = None) -> None:
+    def __init__(
+        self, api: Api, body: dict[str, Any], app: HttpTable | None = None, readable: float = math.inf
+    ) -> None:
+        self._readable = readable
         self.app = app or create_app(api.services)
         self._body = json.dumps(body).encode()
         self._closed = asyncio.Event()
@@ -145,6 +149,8 @@ class Connection:
 
         async def send(message: Any) -> None:
             self.sent.append(message)
+            if len(self.sent) > self._readable:
+                await asyncio.Event().wait()
             if message.get("body"):
                 self.began.set()
 

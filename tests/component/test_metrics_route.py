@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from api_harness import Api, Serve, sample_body, session_of
-from fake_upstream import FakeUpstream, never
+from api_harness import Api, Serve, sample_body, scrape, session_of
+from fake_upstream import FakeUpstream, error, never
+from openai_requests import DEAD, PROMPT, TOTAL, Connection, ask, complete, events, piece
 from prometheus_client import CollectorRegistry, Counter
-from prometheus_client.parser import text_string_to_metric_families
 
 from skyrl.db import keys as key_rows
 from skyrl.db.database import Database
@@ -19,21 +19,6 @@ from skyrl.metrics.files import MetricsDirectory, MetricsWriter
 from skyrl.metrics.samples import EVENTS
 
 TENANTS = 200
-
-
-async def scrape(api: Api) -> dict[str, float]:
-    """What the process shows of itself now, by series without its own label."""
-    MetricsWriter(api.services.published_metrics, "api-0", api.services.metrics.registry).write()
-    answer = await api.http.get("/metrics")
-    assert answer.status_code == 200, answer.text
-    assert answer.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
-    found: dict[str, float] = {}
-    for family in text_string_to_metric_families(answer.text):
-        for sample in family.samples:
-            assert sample.labels.pop("process") == "api-0"
-            labels = ",".join(f"{name}={value}" for name, value in sorted(sample.labels.items()))
-            found[f"{sample.name}{{{labels}}}"] = sample.value
-    return found
 
 
 def grown(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
@@ -86,6 +71,46 @@ async def test_refusals_and_failures_are_counted_by_their_reason(serve: Serve, u
     assert after["skyrl_samples_refused_total{reason=bytes}"] == 0
     assert after["skyrl_samples_total{outcome=cancelled}"] == 1
     assert after["skyrl_samples_in_flight{}"] == after["skyrl_samples_oldest_seconds{}"] == 0
+
+
+async def test_openai_requests_count_as_samples(api: Api, upstream: FakeUpstream, database: Database) -> None:
+    upstream.default = complete
+    before = await scrape(api)
+    assert (await ask(api, PROMPT)).status_code == 200
+    upstream.default = events(piece("a", 1), piece("b", 2, "stop"), TOTAL)
+    assert (await ask(api, PROMPT | {"stream": True})).status_code == 200
+    upstream.default = error(400, "no")
+    assert (await ask(api, PROMPT)).status_code == 400
+    upstream.default = events(piece("a", 1), DEAD)
+    assert (await ask(api, PROMPT | {"stream": True})).status_code == 200
+    upstream.default = never
+    async with Connection(api, PROMPT):
+        await upstream.until(lambda server: server.busy == 1)
+        held = await scrape(api)
+    after = await scrape(api)
+    assert held["skyrl_samples_in_flight{}"] == 1
+    assert held["skyrl_samples_oldest_seconds{}"] > 0
+    assert after["skyrl_samples_in_flight{}"] == after["skyrl_samples_oldest_seconds{}"] == 0
+    counted = {name: value for name, value in grown(before, after).items() if "http" not in name}
+    assert counted == {
+        "skyrl_samples_total{outcome=ok}": 2,
+        "skyrl_samples_total{outcome=user_error}": 1,
+        "skyrl_samples_total{outcome=server_error}": 1,
+        "skyrl_samples_total{outcome=cancelled}": 1,
+        "skyrl_sample_tokens_total{kind=prompt}": 9,
+        "skyrl_sample_tokens_total{kind=prompt_cached}": 2,
+        "skyrl_sample_tokens_total{kind=sampled}": 5,
+        "skyrl_sample_duration_seconds_count{}": 4,
+    }
+
+
+async def test_openai_requests_over_a_quota_are_counted_as_refused(serve: Serve, upstream: FakeUpstream) -> None:
+    upstream.default = never
+    async with serve(quota_requests_in_flight=1) as api:
+        async with Connection(api, PROMPT):
+            await upstream.until(lambda server: server.busy == 1)
+            assert (await ask(api, PROMPT)).status_code == 429
+        assert (await scrape(api))["skyrl_samples_refused_total{reason=quota}"] == 1
 
 
 async def test_readiness_and_the_age_of_the_engines_heartbeat_are_shown(api: Api, database: Database) -> None:

@@ -10,7 +10,7 @@ import time
 from typing import Any
 
 import pytest
-from api_harness import LONG_S, Api, Serve
+from api_harness import LONG_S, Api, Serve, scrape
 from engine_harness import until
 from fake_upstream import FakeUpstream, Received, Reply, after, error, hang_up, never, reply
 from openai_requests import (
@@ -123,6 +123,20 @@ async def test_a_refusal_of_the_server_reaches_the_caller_under_the_callers_name
     assert len(upstream.completions) == 1
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    "shape", [{"response_format": {"type": "json_object"}}, {"structured_outputs": {"regex": "a"}}]
+)
+async def test_a_shape_at_which_a_healthy_server_fails_is_the_callers_mistake(
+    api: Api, upstream: FakeUpstream, shape: dict[str, Any], stream: bool
+) -> None:
+    upstream.default = error(500, "Internal server error")
+    answer = await ask(api, PROMPT | shape | {"stream": stream})
+    assert refusal(answer) == (400, next(iter(shape)), "invalid_value")
+    plain = await ask(api, PROMPT | {"stream": stream})
+    assert refusal(plain) == (503, None, "inference_failed")
+
+
 # Failures after the first event
 
 
@@ -146,6 +160,25 @@ async def test_a_stream_that_breaks_off_ends_with_an_error_and_without_done(
     assert "/some/path" not in json.dumps(last)
     assert len(upstream.completions) == 1
     assert await counted(api, database) == {UsageKind.PREFILL: 3.0, UsageKind.SAMPLE: 1.0}
+
+
+async def test_a_stream_that_is_read_too_slowly_ends_at_its_deadline(
+    serve: Serve, upstream: FakeUpstream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The client keeps its connection and reads nothing after the first event."""
+
+    async def wait(_: asyncio.StreamWriter) -> None:
+        await asyncio.Event().wait()
+
+    upstream.default = events(*[piece("a", number) for number in range(9)], done=False, then=wait)
+    async with serve(forwarding_deadline_s=0.5) as api:
+        connection = Connection(api, PROMPT | {"stream": True}, readable=2)
+        async with connection:
+            await connection.began.wait()
+            async with asyncio.timeout(LONG_S):
+                await connection.task
+        await upstream.until(lambda server: server.busy == 0)
+        assert len(api.services.openai_in_flight) == 0
 
 
 # Usage
@@ -187,13 +220,19 @@ async def test_a_whole_answer_is_counted_for_its_tenant(api: Api, database: Data
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_the_server_is_free_at_once_when_the_client_goes(api: Api, upstream: FakeUpstream, stream: bool) -> None:
+async def test_the_server_is_free_at_once_when_the_client_goes(
+    api: Api, upstream: FakeUpstream, caplog: pytest.LogCaptureFixture, stream: bool
+) -> None:
     upstream.default = never
     async with Connection(api, PROMPT | {"stream": stream}):
         await upstream.until(lambda server: server.busy == 1)
     await upstream.until(lambda server: server.busy == 0)
     assert upstream.disconnects == 1
     assert len(api.services.openai_in_flight) == 0
+    after = await scrape(api)
+    assert after["skyrl_samples_total{outcome=cancelled}"] == 1
+    assert after["skyrl_http_requests_total{method=POST,route=/v1/completions,status=gone}"] == 1
+    assert not [record for record in caplog.records if "refusals" in record.name], "nobody was refused"
 
 
 async def test_the_server_is_free_at_once_when_the_client_goes_in_mid_stream(

@@ -11,6 +11,7 @@ import pytest
 from api_harness import SAMPLE, Api, Serve, sample_body, tokens
 from engine_harness import Harness, Trainer, harness_in
 from fake_upstream import FakeUpstream, error
+from openai_requests import DEAD, PROMPT, ask, events, piece
 
 from skyrl.engine.tracing import CommandTracing
 from skyrl.tracing.context import SpanContext
@@ -63,6 +64,17 @@ async def test_a_failed_sample_has_failed_spans(serve: Serve, upstream: FakeUpst
     spans = received.wait_for("forward", "settle", trace=TRACE)
     assert spans["forward"].error == "FailedRequest"
     assert "no such thing" in (spans["settle"].error or "")
+
+
+async def test_a_stream_has_a_span_until_its_end(serve: Serve, upstream: FakeUpstream, received: Collector) -> None:
+    upstream.default = events(piece("a", 1), piece("b", 2), DEAD)
+    async with serve(otlp_endpoint=received.url, trace_ratio=0.0) as api:
+        await ask(api, PROMPT | {"stream": True}, **ASKED)
+    spans = received.wait_for("forward", "stream", trace=TRACE)
+    assert spans["forward"].error is None
+    assert spans["forward"].attributes["gen_ai.operation.name"] == "text_completion"
+    assert spans["stream"].error == "inference_failed"
+    assert spans["stream"].attributes["skyrl.sampled_tokens"] == 2
 
 
 async def test_without_a_caller_the_ratio_decides_and_nothing_is_sent_without_a_collector(

@@ -218,6 +218,44 @@ def test_a_response_format_holds(client: OpenAI, run: Run) -> None:
     assert re.fullmatch(r'\s*\{[\s"n:12}]*', content), content  # a model as small as this may go on with white space
 
 
+ODD_SHAPES: list[dict[str, Any]] = [
+    {"json": {"type": "array", "minItems": 1_000_000}},
+    {"json": {"type": "array", "items": {}, "minItems": 1_000_000}},
+    {"json": {"type": "object", "minProperties": 1_000_000}},
+    {"json": {"type": "integer", "multipleOf": 3}},
+    {"json": {"allOf": [{"type": "integer"}, {"type": "integer", "minimum": 3}]}},
+    {"json": {"$ref": "#"}},
+    {"json": {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}},
+    {"json": {"$ref": "#/$defs/none"}},
+    {"regex": r"[^\s\S]"},
+    {"regex": "(((a|b){0,1000}c?){0,1000}d?){0,1000}"},
+    {"regex": "("},
+    {"grammar": "root ::= root"},
+    {"grammar": "root ::= " + " ".join(['"a"?'] * 2_000)},
+    {"grammar": "root ::="},
+    {"choice": ["", "a"]},
+    {"structural_tag": "{}"},
+    {"json": {"type": "integer"}, "regex": "a"},
+]
+
+
+@pytest.mark.parametrize("shape", ODD_SHAPES, ids=lambda shape: json.dumps(shape)[:60])
+def test_an_odd_shape_of_the_answer_is_answered_or_refused_and_stops_nobody(
+    server: DemoServer, shape: dict[str, Any]
+) -> None:
+    """vLLM's own choice of a library for grammars needed half a minute for some of these, in which it answered nobody,
+    and failed for others."""
+
+    def post(**fields: Any) -> httpx.Response:
+        body = {"model": "tiny", "prompt": "The old", "max_tokens": 4, "temperature": 0} | fields
+        key = {"Authorization": f"Bearer {KEY}"}
+        return httpx.post(f"{server.url}/v1/completions", json=body, headers=key, timeout=30, trust_env=False)
+
+    answer = post(structured_outputs=shape)
+    assert answer.status_code in (200, 400), answer.text
+    assert post().status_code == 200
+
+
 def test_lm_evals_request_for_loglikelihoods_has_the_logprobs_of_the_prompt(
     server: DemoServer, run: Run, tokenizer: PreTrainedTokenizerBase
 ) -> None:

@@ -24,10 +24,12 @@ ANSWER_S = 60
 
 
 class Server:
-    """An application that answers with the length of the body. A request to /held gets its answer after `released`."""
+    """An application that answers with the length of the body. A request to /held gets its answer after `released`.
+    The answer to /endless has no end."""
 
     def __init__(self) -> None:
         self.released = asyncio.Event()
+        self.left = asyncio.Event()
         self.port = 0
         self.opened: list[Connection] = []
 
@@ -35,7 +37,25 @@ class Server:
         request = Request(scope, receive)
         if request.url.path == "/held":
             await self.released.wait()
+        if request.url.path == "/endless":
+            await self._answer_without_end(receive, send)
+            return
         await Response(str(len(await request.body())))(scope, receive, send)
+
+    async def _answer_without_end(self, receive: Receive, send: Send) -> None:
+        """Send, as long as the client is there. Then `left` is set."""
+        await receive()  # the request
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+
+        async def send_all() -> None:
+            while True:
+                await send({"type": "http.response.body", "body": b"x" * 10_000, "more_body": True})
+                await asyncio.sleep(0)
+
+        sending = asyncio.create_task(send_all())
+        assert (await receive())["type"] == "http.disconnect"
+        sending.cancel()
+        self.left.set()
 
     async def open(self, sent: bytes = b"") -> Connection:
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
@@ -226,3 +246,25 @@ async def test_a_head_behind_unanswered_requests_may_wait(server: Server, monkey
     assert [await connection.answer() for _ in range(2)] == [b"0", b"0"]
     await connection.send(b"\r\n")
     assert await connection.answer() == b"0"
+
+
+async def test_an_answer_that_nobody_reads_ends_with_its_connection(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "UNREAD_S", SOON_S)
+    connection = await server.open(b"GET /endless HTTP/1.1\r\nHost: x\r\n\r\n")
+    connection.writer.transport.pause_reading()  # type: ignore[attr-defined]
+    async with asyncio.timeout(ANSWER_S):
+        await server.left.wait()
+
+
+async def test_a_slow_reader_keeps_its_connection_while_it_reads(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "UNREAD_S", 1.0)
+    connection = await server.open(b"GET /endless HTTP/1.1\r\nHost: x\r\n\r\n")
+    async with asyncio.timeout(ANSWER_S):
+        for _ in range(20):
+            await connection.reader.readexactly(400_000)
+            await asyncio.sleep(0.1)
+    assert not server.left.is_set()

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from skyrl.openai.answer_shape import MAX_GRAMMAR_BYTES, MAX_SCHEMA_BYTES
 from skyrl.openai.bounds import TOKEN_BYTES
 from skyrl.openai.exchanges import Sending, WholeAnswer
 from skyrl.openai.fields import REFUSED, WITHOUT_EFFECT, ChatFields, CompletionFields
@@ -136,6 +137,59 @@ def test_a_wrong_type_is_named() -> None:
     assert refused(lambda: complete(structured_outputs={"choice": [1]})) == "structured_outputs.choice[0]"
     assert refused(lambda: complete(structured_outputs={"_backend": "x"})) == "structured_outputs"
     assert refused(lambda: complete(response_format={"type": "structural_tag"})) == "response_format.type"
+
+
+FUNCTION = {"name": "f", "parameters": {"type": "object", "not": {}}}
+TAG = {"format": {"type": "json_schema", "json_schema": {"not": {}}}}
+
+
+@pytest.mark.parametrize(
+    ("field", "changes"),
+    [
+        (
+            "response_format.json_schema.schema",
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "n"}}},
+        ),
+        ("response_format.json_schema.schema", {"response_format": {"type": "json_schema"}}),
+        (
+            "response_format.json_schema.schema.not",
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {"not": {}}}}},
+        ),
+        ("structured_outputs.json.not", {"structured_outputs": {"json": {"not": {}}}}),
+        ("structured_outputs.json.not", {"structured_outputs": {"json": '{"not": {}}'}}),
+        ("structured_outputs.json", {"structured_outputs": {"json": "{"}}),
+        ("structured_outputs.json", {"structured_outputs": {"json": "7"}}),
+        ("structured_outputs.json", {"structured_outputs": {"json": "[" * 10_000 + "]" * 10_000}}),
+        ("structured_outputs.json", {"structured_outputs": {"json": {"description": "x" * MAX_SCHEMA_BYTES}}}),
+        ("structured_outputs.grammar", {"structured_outputs": {"grammar": "x" * (MAX_GRAMMAR_BYTES + 1)}}),
+        ("structured_outputs.regex", {"structured_outputs": {"regex": "x" * (MAX_GRAMMAR_BYTES + 1)}}),
+        ("structured_outputs.choice", {"structured_outputs": {"choice": ["ä" * 2**10] * 33}}),
+        ("structured_outputs.structural_tag", {"structured_outputs": {"structural_tag": "{"}}),
+        ("structured_outputs.structural_tag", {"structured_outputs": {"structural_tag": "[" * 99 + "]" * 99}}),
+        (
+            "structured_outputs.structural_tag.json_schema.not",
+            {"structured_outputs": {"structural_tag": json.dumps(TAG)}},
+        ),
+        ("structured_outputs", {"structured_outputs": {"disable_any_whitespace": True}}),
+    ],
+)
+def test_a_shape_of_the_answer_that_cannot_be_had_is_named(field: str, changes: dict[str, Any]) -> None:
+    assert refused(lambda: complete(**changes)) == field
+
+
+def test_parameters_of_tools_are_checked_where_a_call_must_follow_them() -> None:
+    tools, named = [{"type": "function", "function": FUNCTION}], {"type": "function", "function": {"name": "f"}}
+    for choice in ("required", named):
+        assert (
+            refused(lambda choice=choice: converse(tools=tools, tool_choice=choice))
+            == "tools[0].function.parameters.not"
+        )
+    strict = [{"type": "function", "function": FUNCTION | {"strict": True}}]
+    assert refused(lambda: converse(tools=strict)) == "tools[0].function.parameters.not"
+    converse(tools=tools)
+    converse(tools=strict, tool_choice="none")
+    long = [{"type": "function", "function": {"name": "f", "description": "x" * MAX_SCHEMA_BYTES}}]
+    assert refused(lambda: converse(tools=long)) == "tools"
 
 
 # Prompts and messages

@@ -214,6 +214,17 @@ def test_options_that_only_skyrl_sets_are_refused_in_engine_init_kwargs(model: P
         spec(model, generator__inference_engine__engine_init_kwargs={name: "x"})
 
 
+def test_grammars_are_xgrammars_unless_the_operator_chooses(model: Path) -> None:
+    for given, expected in (
+        ({}, {"backend": "xgrammar"}),
+        ({"disable_any_whitespace": True}, {"backend": "xgrammar", "disable_any_whitespace": True}),
+        ({"backend": "auto"}, {"backend": "auto"}),
+    ):
+        server = spec(model, generator__inference_engine__engine_init_kwargs={"structured-outputs-config": given})
+        assert json.loads(option(server, "structured-outputs-config")[0]) == expected
+    assert json.loads(option(spec(model), "structured-outputs-config")[0]) == {"backend": "xgrammar"}
+
+
 @pytest.mark.parametrize(
     ("given", "added"),
     [
