@@ -15,7 +15,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 # The number of test processes. With 2, one runs the tests on the shared end-to-end server, the other the rest.
 # WORKERS=0 runs all tests in one process.
-WORKERS ?= 3
+WORKERS ?= 4
 PYTEST = $(PY) -m pytest -n $(WORKERS) -r s --durations=10
 
 .PHONY: setup demo serve test test-fast test-slow test-gpu gpu-wheels test-postgres check lint format types imports docs compat bench soak chaos fuzz screenshots audit lock proto clean

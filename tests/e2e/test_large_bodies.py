@@ -98,6 +98,7 @@ def before(trainer: DemoServer) -> dict[str, float]:
     return {name: peak_resident_mb(pid) for name, pid in parts_of(trainer.pid).items()}
 
 
+@pytest.mark.slow
 def test_waiting_large_bodies_do_not_delay_other_requests(trainer: DemoServer, before: dict[str, float]) -> None:
     """Half of the bodies are compressed."""
     with closing(Client(trainer.port, "tml-test")) as client, closing(Client(trainer.port, "tml-test")) as heart:

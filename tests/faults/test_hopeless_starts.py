@@ -50,6 +50,7 @@ def test_serve_ends_with_a_reason_if_the_engine_cannot_train_the_model(tmp_path:
     assert (tmp_path / "state" / "logs" / "engine.log").read_text().count("engine: start") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.vllm
 def test_serve_ends_with_a_reason_if_vllm_refuses_an_option(tmp_path: Path) -> None:
     refused = {"generator.inference_engine.engine_init_kwargs": {"kv_cache_dtype": "banana"}}

@@ -202,6 +202,7 @@ async def test_abort_all_of_the_client_returns_what_there_is(
     assert [await load_of(session, worker) for worker in plane.sidecars()] == [0, 0]
 
 
+@pytest.mark.slow
 async def test_a_killed_engine_costs_slimes_loop_no_error_and_comes_back(
     plane: RunningPlane, session: aiohttp.ClientSession
 ) -> None:

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 from skyrl.sidecar.admin import needs_admin
 from skyrl.tiny import model_path
-from tests.plane.workers import Worker, until_running
+from tests.plane.workers import Worker, all_running, until_running
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
@@ -142,27 +142,31 @@ async def test_aborted_requests_are_answered_and_new_ones_wait(workers: list[Wor
 
 async def test_frozen_requests_can_be_aborted_and_left(workers: list[Worker]) -> None:
     worker = workers[0]
-    mine, other, left = (
-        asyncio.create_task(worker.sample(PROMPT, TOKENS, rid=rid)) for rid in ("mine", "other", "left")
-    )
-    await until_running([worker], 3)
+
+    def begin() -> list[asyncio.Task[dict[str, Any]]]:
+        return [asyncio.create_task(worker.sample(PROMPT, 500, rid=rid)) for rid in ("mine", "other", "left")]
+
+    mine, other, left = await all_running(worker, begin)
     await worker.done("/pause_generation", {"mode": "in_place"})
     await worker.session.post(f"{worker.url}/abort_request", json={"rid": "mine"})
     assert (await mine)["meta_info"]["finish_reason"]["type"] == "abort"
     left.cancel()
     await until_loads(worker, 1, 0)
     await worker.done("/continue_generation")
-    assert len((await other)["output_ids"]) == TOKENS
+    assert len((await other)["output_ids"]) == 500
 
 
 async def test_fifty_pauses_lose_nothing(workers: list[Worker]) -> None:
     worker = workers[0]
     prompts = [[*PROMPT, number] for number in range(IN_FLIGHT)]
     wanted = await asyncio.gather(*(worker.sample(prompt, TOKENS) for prompt in prompts))
-    running = [
-        asyncio.create_task((Worker.sample, streamed)[n % 2](worker, prompts[n], TOKENS)) for n in range(IN_FLIGHT)
-    ]
-    await until_running([worker], IN_FLIGHT)
+
+    def begin() -> list[asyncio.Task[dict[str, Any]]]:
+        return [
+            asyncio.create_task((Worker.sample, streamed)[n % 2](worker, prompts[n], TOKENS)) for n in range(IN_FLIGHT)
+        ]
+
+    running = await all_running(worker, begin)
     frozen = []
     for number in range(ROUNDS):
         await worker.done("/pause_generation", {"mode": ("in_place", "retract")[number % 2]})

@@ -90,6 +90,20 @@ async def until_running(workers: Sequence[Worker], samples: int) -> None:
                 await asyncio.sleep(0.01)
 
 
+async def all_running(
+    worker: Worker, begin: Callable[[], list[asyncio.Task[dict[str, Any]]]]
+) -> list[asyncio.Task[dict[str, Any]]]:
+    """Samples that the worker runs at the same time. They are begun again if one has ended before all have begun, as
+    happens on a busy machine."""
+    while True:
+        tasks = begin()
+        while not any(task.done() for task in tasks) and await worker.running() < len(tasks):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        if not any(task.done() for task in tasks):
+            return tasks
+        await asyncio.gather(*tasks)
+
+
 async def until_computing(workers: Sequence[Worker], samples: int) -> None:
     """Wait until each worker's vLLM has begun to compute this number. Raises TimeoutError: they may have ended
     before."""
