@@ -14,7 +14,7 @@ import torch
 
 from tests.plane.running import RunningPlane
 from tests.plane.trainer import Reference
-from tests.plane.workers import Worker, computed, in_buckets, tensors_of, trainer_group, until_computing
+from tests.plane.workers import Worker, computed, in_buckets, paused_amid, tensors_of, trainer_group, until_computing
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
@@ -148,9 +148,8 @@ async def test_samples_frozen_in_place_go_on_with_the_new_weights(
     reaches nobody else."""
     undisturbed = [(await worker.sample(LONG_PROMPT, 500))["output_ids"] for worker in workers]
     assert (await workers[0].sample(LONG_PROMPT, 1))["meta_info"]["cached_tokens"] == 256
-    running = await computed(workers, 3, lambda worker: worker.sample(LONG_PROMPT, 500))
+    running = await paused_amid(workers, 3, lambda worker: worker.sample(LONG_PROMPT, 500), "in_place")
     for worker in workers:
-        await worker.done("/pause_generation", {"mode": "in_place"})
         assert (await worker.get("/flush_cache"))[0] == 400
     for worker in workers:
         answer = await worker.load_from(variants[0], "1", flush_cache=False)
@@ -181,8 +180,7 @@ async def test_retracted_samples_compute_their_cache_again(
 ) -> None:
     """So every token has exactly the logprob of the model of its version."""
     worker = workers[0]
-    [running] = await computed([worker], 1, lambda worker: worker.sample(PROMPT, 400))
-    await worker.done("/pause_generation", {"mode": "retract"})
+    [running] = await paused_amid([worker], 1, lambda worker: worker.sample(PROMPT, 400), "retract")
     await worker.load_from(variants[0], "1")
     await worker.done("/continue_generation")
     sample = await running
@@ -290,7 +288,7 @@ async def test_a_checkpoint_can_be_read_before_the_pause(
 ) -> None:
     worker, directory = workers[0], tmp_path / "new"
     shutil.copytree(variants[0], directory)
-    running = asyncio.create_task(worker.sample(PROMPT, 500))
+    running = asyncio.create_task(worker.sample(PROMPT, 900))
     await until_computing([worker], 1)
     assert not (await worker.load_from(directory, "1", stage_only=True, flush_cache=False))["applied"]
     assert await worker.version() == "default"

@@ -126,6 +126,19 @@ async def computed(workers: Sequence[Worker], samples: int, sample: Sample) -> l
         await asyncio.gather(*running)
 
 
+async def paused_amid(
+    workers: Sequence[Worker], samples: int, sample: Sample, mode: str
+) -> list[asyncio.Task[dict[str, Any]]]:
+    """Samples, of which each worker computed this number when it was paused. They are begun again if one had ended."""
+    while True:
+        tasks = await computed(workers, samples, sample)
+        await asyncio.gather(*(worker.done("/pause_generation", {"mode": mode}) for worker in workers))
+        if [await worker.running() for worker in workers] == [samples] * len(workers):
+            return tasks
+        await asyncio.gather(*(worker.done("/continue_generation") for worker in workers))
+        await asyncio.gather(*tasks)
+
+
 class TrainerGroup:
     """The trainer's side of a group with `workers`."""
 
