@@ -16,7 +16,6 @@ from skyrl.openai.errors import OpenAIError
 from skyrl.openai.fields import ChatFields, CompletionFields
 from skyrl.openai.generation import Generation, chat, completion
 from skyrl.openai.service import Asked
-from skyrl.sampling.job import ContextLimits
 
 PREFIXES = ("/oai/api/v1", "/v1")
 
@@ -43,7 +42,7 @@ def router(services: Services) -> Routes:
         """The chat is rendered with the model's own template."""
         return await generate(call, body, chat)
 
-    async def generate(call: Call, body: bytes, check: Callable[[bytes, ContextLimits], Generation]) -> Response:
+    async def generate(call: Call, body: bytes, check: Callable[..., Generation]) -> Response:
         if services.openai is None:
             raise OpenAIError(
                 "this server samples between two turns of training (colocate_all) and serves no completions; sample "
@@ -52,7 +51,7 @@ def router(services: Services) -> Routes:
                 final=True,
             )
         in_flight.check_open()
-        request = check(body, services.watch.limits())
+        request = check(body, services.watch.limits(), grammars=services.config.openai_grammars)
         if call.large_body is not None:
             call.large_body.release()  # the request may run for minutes; from here on its bytes count in the admission
         target = await models.find(request.model, call.tenant)

@@ -83,6 +83,9 @@ class ServerConfig(BaseSettings):
     """How long one sample may take, including retries and restarts of vLLM."""
     sample_use_retrieve_futures: bool = False
     """Tell clients to wait for all samples of a sampling client with one long poll, instead of one for each sample."""
+    openai_grammars: bool = False
+    """Accept regular expressions and grammars for answers to OpenAI clients. Some keep vLLM busy for seconds at every
+    token, and all tenants wait; JSON schemas without patterns do not."""
     forwarding_zero_fill_logprobs: bool = False
     """Compatibility mode: missing logprobs of sampled tokens become 0.0 with a warning, and do not fail the sample."""
     max_pending_samples: int = Field(20_000, ge=1)

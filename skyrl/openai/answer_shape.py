@@ -1,5 +1,6 @@
 """The fields that say what an answer must look like: `response_format`, `structured_outputs`, and tools that must be
 called. They are checked and bounded here, because vLLM would ignore a part of them, and pays for large ones with time.
+`grammars` is whether regular expressions and grammars are accepted.
 """
 
 from __future__ import annotations
@@ -9,14 +10,14 @@ from typing import Any, Literal
 
 import msgspec
 
-from skyrl.openai.json_schema import MAX_DEPTH, check_schema
+from skyrl.openai.json_schema import MAX_DEPTH, NEEDS_GRAMMARS, check_schema
 from skyrl.wire.errors import RequestError
 
 MAX_SCHEMA_BYTES = 64 * 2**10
 """Of all JSON schemas of a request together. A schema of 2,000 properties is as large, and takes vLLM 0.7 s beside its
 other work."""
 MAX_GRAMMAR_BYTES = 16 * 2**10
-"""Of a regular expression, a grammar and a structural tag. The worst grammar found takes 20 ms of each step of vLLM."""
+"""Of a regular expression, a grammar and a structural tag, where they are accepted."""
 MAX_CHOICE_BYTES = 64 * 2**10
 """Of all texts of `choice` together."""
 
@@ -57,40 +58,43 @@ class Tool(msgspec.Struct, forbid_unknown_fields=True):
     function: Function
 
 
-def check_response_format(given: ResponseFormat) -> None:
+def check_response_format(given: ResponseFormat, *, grammars: bool) -> None:
     """Raises RequestError naming the part."""
     schema = None if given.json_schema is None else given.json_schema.schema
     if given.type == "json_schema" and schema is None:
         raise RequestError("is missing", field="response_format.json_schema.schema")
     if schema is not None:
-        _check_bounded(schema, "response_format.json_schema.schema")
+        _check_bounded(schema, "response_format.json_schema.schema", grammars)
 
 
-def check_structured_outputs(given: StructuredOutputs) -> None:
+def check_structured_outputs(given: StructuredOutputs, *, grammars: bool) -> None:
     """Raises RequestError naming the part."""
     for name in ("regex", "grammar", "structural_tag"):
-        _check_bytes(getattr(given, name) or "", MAX_GRAMMAR_BYTES, f"structured_outputs.{name}")
+        if (value := getattr(given, name)) is not None:
+            if not grammars:
+                raise RequestError(NEEDS_GRAMMARS, field=f"structured_outputs.{name}")
+            _check_bytes(value, MAX_GRAMMAR_BYTES, f"structured_outputs.{name}")
     _check_bytes("".join(given.choice or ()), MAX_CHOICE_BYTES, "structured_outputs.choice")
     if given.json is not None:
         field = "structured_outputs.json"
-        _check_bounded(_decoded(given.json, field) if isinstance(given.json, str) else given.json, field)
+        _check_bounded(_decoded(given.json, field) if isinstance(given.json, str) else given.json, field, grammars)
     if given.structural_tag is not None:
         field = "structured_outputs.structural_tag"
         _check_tag(_decoded(given.structural_tag, field), field)
 
 
-def check_tools(tools: Sequence[Tool], *, must_call: bool) -> None:
+def check_tools(tools: Sequence[Tool], *, must_call: bool, grammars: bool) -> None:
     """vLLM makes a grammar from the parameters of tools of which one must be called, and of strict tools. Raises
     RequestError."""
     for number, tool in enumerate(tools):
         function = tool.function
         if function.parameters is not None and (must_call or function.strict):
-            check_schema(function.parameters, f"tools[{number}].function.parameters")
+            check_schema(function.parameters, f"tools[{number}].function.parameters", patterns=grammars)
     _check_bytes(msgspec.json.encode(tools), MAX_SCHEMA_BYTES, "tools")
 
 
-def _check_bounded(schema: Any, field: str) -> None:
-    check_schema(schema, field)
+def _check_bounded(schema: Any, field: str, grammars: bool) -> None:
+    check_schema(schema, field, patterns=grammars)
     _check_bytes(msgspec.json.encode(schema), MAX_SCHEMA_BYTES, field)
 
 
@@ -101,7 +105,7 @@ def _check_tag(part: Any, field: str, depth: int = 1) -> None:
     items = part.items() if isinstance(part, dict) else enumerate(part) if isinstance(part, list) else ()
     for key, value in items:
         if key in ("json_schema", "schema"):
-            check_schema(value, f"{field}.{key}")
+            check_schema(value, f"{field}.{key}", patterns=True)
         else:
             _check_tag(value, field, depth + 1)
 

@@ -71,8 +71,8 @@ class Generation:
         return msgspec.json.encode(fields)
 
 
-def completion(body: bytes, limits: ContextLimits) -> Generation:
-    """Raises RequestError naming the field."""
+def completion(body: bytes, limits: ContextLimits, *, grammars: bool = False) -> Generation:
+    """`grammars`: whether regular expressions and grammars are accepted. Raises RequestError naming the field."""
     fields, given = _decode(body, CompletionFields)
     prompts = _prompts(given.prompt, limits)
     longest = limits.max_context
@@ -87,15 +87,15 @@ def completion(body: bytes, limits: ContextLimits) -> Generation:
         prompt_topk=echoed if given.prompt_logprobs is None else given.prompt_logprobs,
         topk_field="logprobs",
     )
-    return _generation(COMPLETIONS, given, fields, size, limits)
+    return _generation(COMPLETIONS, given, fields, size, limits, grammars)
 
 
-def chat(body: bytes, limits: ContextLimits) -> Generation:
-    """Raises RequestError naming the field."""
+def chat(body: bytes, limits: ContextLimits, *, grammars: bool = False) -> Generation:
+    """See `completion`."""
     fields, given = _decode(body, ChatFields)
     check_template_arguments(given.chat_template_kwargs)
     if given.tools and given.tool_choice != "none":
-        check_tools(given.tools, must_call=given.tool_choice not in (None, "auto"))
+        check_tools(given.tools, must_call=given.tool_choice not in (None, "auto"), grammars=grammars)
     text = sum(len(fields[name]) for name in ("messages", "tools", "documents") if name in fields)
     longest = limits.max_context
     echoed = (given.top_logprobs or 0) if given.echo else None  # as vLLM reads it
@@ -111,7 +111,7 @@ def chat(body: bytes, limits: ContextLimits) -> Generation:
         topk_field="top_logprobs",
     )
     checked: dict[str, Any] = {**fields, "messages": checked_messages(given.messages)}
-    return _generation(CHAT, given, checked, size, limits)
+    return _generation(CHAT, given, checked, size, limits, grammars)
 
 
 def _decode(body: bytes, kind: type[Any]) -> tuple[dict[str, Any], Any]:
@@ -121,13 +121,13 @@ def _decode(body: bytes, kind: type[Any]) -> tuple[dict[str, Any], Any]:
 
 
 def _generation(
-    path: str, given: CommonFields, fields: dict[str, Any], size: Size, limits: ContextLimits
+    path: str, given: CommonFields, fields: dict[str, Any], size: Size, limits: ContextLimits, grammars: bool
 ) -> Generation:
     _check_stops(given, limits)
     if given.response_format is not None:
-        check_response_format(given.response_format)
+        check_response_format(given.response_format, grammars=grammars)
     if given.structured_outputs is not None:
-        check_structured_outputs(given.structured_outputs)
+        check_structured_outputs(given.structured_outputs, grammars=grammars)
     if given.seed is not None:
         if not -(2**63) <= given.seed < 2**64:
             raise RequestError("must fit 64 bits", field="seed")

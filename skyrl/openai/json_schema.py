@@ -37,17 +37,20 @@ _SCHEMAS = frozenset({"additionalProperties", "items", "propertyNames", "unevalu
 _LISTS = frozenset({"allOf", "anyOf", "oneOf", "prefixItems"})
 _MAPS = frozenset({"$defs", "definitions", "patternProperties", "properties"})
 _KNOWN = ANNOTATIONS.union(ALONE, {"type"}, *OF_TYPE.values())
+_PATTERNS = frozenset({"pattern", "patternProperties"})
+NEEDS_GRAMMARS = "is accepted only if the server is started with openai_grammars: it could stop vLLM for other tenants"
 _TYPE_OF = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
 
 
-def check_schema(schema: Any, field: str) -> None:
-    """Raises RequestError naming the keyword, as a path after `field`."""
+def check_schema(schema: Any, field: str, *, patterns: bool) -> None:
+    """`patterns`: whether regular expressions are accepted. Raises RequestError naming the keyword, as a path after
+    `field`."""
     if not isinstance(schema, dict):
         raise RequestError("must be a JSON schema, which is an object", field=field)
-    _check(schema, field, 1)
+    _check(schema, field, patterns, 1)
 
 
-def _check(schema: Any, field: str, depth: int) -> None:
+def _check(schema: Any, field: str, patterns: bool, depth: int) -> None:
     if isinstance(schema, bool):
         return
     if not isinstance(schema, dict):
@@ -57,23 +60,25 @@ def _check(schema: Any, field: str, depth: int) -> None:
     for keyword in schema:
         if keyword not in _KNOWN and not keyword.startswith("x-"):
             raise RequestError("is not enforced by this server", field=f"{field}.{keyword}")
+        if keyword in _PATTERNS and not patterns:
+            raise RequestError(NEEDS_GRAMMARS, field=f"{field}.{keyword}")
     _check_alone(schema, field)
     _check_types(schema, field)
     _check_values(schema, field)
     for keyword, value in schema.items():
         path = f"{field}.{keyword}"
         if keyword in _SCHEMAS:
-            _check(value, path, depth + 1)
+            _check(value, path, patterns, depth + 1)
         elif keyword in _LISTS:
             if not isinstance(value, list):
                 raise RequestError("must be a list of JSON schemas", field=path)
             for number, each in enumerate(value):
-                _check(each, f"{path}[{number}]", depth + 1)
+                _check(each, f"{path}[{number}]", patterns, depth + 1)
         elif keyword in _MAPS:
             if not isinstance(value, dict):
                 raise RequestError("must be an object of JSON schemas", field=path)
             for name, each in value.items():
-                _check(each, f"{path}.{name}", depth + 1)
+                _check(each, f"{path}.{name}", patterns, depth + 1)
 
 
 def _check_alone(schema: dict[str, Any], field: str) -> None:

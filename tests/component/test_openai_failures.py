@@ -125,7 +125,7 @@ async def test_a_refusal_of_the_server_reaches_the_caller_under_the_callers_name
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
-    "shape", [{"response_format": {"type": "json_object"}}, {"structured_outputs": {"regex": "a"}}]
+    "shape", [{"response_format": {"type": "json_object"}}, {"structured_outputs": {"choice": ["a"]}}]
 )
 async def test_a_shape_at_which_a_healthy_server_fails_is_the_callers_mistake(
     api: Api, upstream: FakeUpstream, shape: dict[str, Any], stream: bool

@@ -41,7 +41,7 @@ def server(tmp_path_factory: pytest.TempPathFactory, traces: Collector) -> Itera
     names = ("--served-model-name", "tiny", "--served-model-name", ALIAS)
     directory = tmp_path_factory.mktemp("server")
     config = directory / "skyrl.toml"
-    config.write_text(f'otlp_endpoint = "{traces.url}"\ntrace_ratio = 0.0\n')
+    config.write_text(f'otlp_endpoint = "{traces.url}"\ntrace_ratio = 0.0\nopenai_grammars = true\n')
     running = DemoServer(directory, *names, "--config", str(config))
     running.start()
     try:

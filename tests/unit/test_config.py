@@ -34,6 +34,7 @@ SERVER_KEYS = {
     "forwarding_deadline_s",
     "forwarding_inference_max_connections",
     "forwarding_zero_fill_logprobs",
+    "openai_grammars",
     "host",
     "jwt_auth",
     "access_log",
