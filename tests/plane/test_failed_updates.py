@@ -101,7 +101,7 @@ async def test_files_that_are_gone_or_cut_off_change_nothing(
 
 async def test_requests_in_flight_refuse_an_update_from_disk(workers: list[Worker], variants: list[Path]) -> None:
     worker = workers[0]
-    running = asyncio.create_task(worker.sample(PROMPT, 400))
+    running = asyncio.create_task(worker.sample(PROMPT, 900))
     await until_running([worker], 1)
     body = {"model_path": str(variants[0]), "weight_version": "1"}
     assert "1 requests are in flight" in await worker.refused("/update_weights_from_disk", body)
@@ -109,8 +109,8 @@ async def test_requests_in_flight_refuse_an_update_from_disk(workers: list[Worke
     assert "1 requests are in flight" in await worker.refused("/update_weights_from_disk", body)
     await worker.done("/continue_generation")
     sample = await running
-    assert len(sample["output_ids"]) == 400
-    assert sample["meta_info"]["weight_versions"] == [{"version": "default", "start": 0, "end": 400}]
+    assert len(sample["output_ids"]) == 900
+    assert sample["meta_info"]["weight_versions"] == [{"version": "default", "start": 0, "end": 900}]
 
 
 async def test_a_bucket_that_does_not_fit_changes_nothing(workers: list[Worker], variants: list[Path]) -> None:

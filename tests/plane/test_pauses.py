@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 from skyrl.sidecar.admin import needs_admin
 from skyrl.tiny import model_path
-from tests.plane.workers import Worker, all_running, until_running
+from tests.plane.workers import BEGUN_S, Worker, all_computed, all_paused, until_running
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
@@ -59,33 +59,21 @@ async def loads(worker: Worker) -> tuple[int, int]:
 
 
 async def until_loads(worker: Worker, running: int, waiting: int) -> None:
-    while await loads(worker) != (running, waiting):  # noqa: ASYNC110 - another process sets no event
-        await asyncio.sleep(0.01)
-
-
-async def until_sampled(worker: Worker) -> None:
-    """Wait until vLLM's next tokens are there."""
-
-    async def count() -> float:
-        _, text = await worker.get("/metrics")
-        return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith("vllm:generation_tokens_t"))
-
-    before = await count()
-    while await count() == before:  # noqa: ASYNC110 - another process sets no event
-        await asyncio.sleep(0.01)
+    async with asyncio.timeout(BEGUN_S):
+        while await loads(worker) != (running, waiting):  # noqa: ASYNC110 - another process sets no event
+            await asyncio.sleep(0.01)
 
 
 async def test_frozen_requests_go_on_with_the_same_tokens(workers: list[Worker]) -> None:
     """As if nothing had happened, plain and streamed."""
     worker = workers[0]
     wanted = await asyncio.gather(*(worker.sample([*PROMPT, number], TOKENS) for number in range(4)))
-    running = [
-        asyncio.create_task(ask(worker, [*PROMPT, number], TOKENS))
-        for number, ask in enumerate((Worker.sample, Worker.sample, streamed, streamed))
-    ]
-    await until_running([worker], 4)
-    await until_sampled(worker)
-    await worker.done("/pause_generation", {"mode": "in_place"})
+
+    def begin() -> list[asyncio.Task[Any]]:
+        kinds = (Worker.sample, Worker.sample, streamed, streamed)
+        return [asyncio.create_task(ask(worker, [*PROMPT, number], TOKENS)) for number, ask in enumerate(kinds)]
+
+    running = await all_paused(worker, begin, "in_place")
     late = asyncio.create_task(worker.sample(PROMPT, 3))
     await until_loads(worker, 4, 1)
     assert (await worker.get("/flush_cache"))[0] == 400
@@ -104,10 +92,11 @@ async def test_frozen_requests_go_on_with_the_same_tokens(workers: list[Worker])
 async def test_retracted_requests_lose_their_cache_and_no_token(workers: list[Worker]) -> None:
     worker, prompt = workers[0], [*PROMPT, 9]  # no two tokens are almost equally likely after it
     wanted = await worker.sample(prompt, TOKENS)
-    running = [asyncio.create_task(ask(worker, prompt, TOKENS)) for ask in (Worker.sample, streamed)]
-    await until_running([worker], 2)
-    await until_sampled(worker)
-    await worker.done("/pause_generation", {"mode": "retract"})
+
+    def begin() -> list[asyncio.Task[Any]]:
+        return [asyncio.create_task(ask(worker, prompt, TOKENS)) for ask in (Worker.sample, streamed)]
+
+    running = await all_paused(worker, begin, "retract")
     for _ in range(2):
         assert (await worker.get("/flush_cache"))[0] == 200
     assert await loads(worker) == (2, 0)
@@ -120,13 +109,16 @@ async def test_retracted_requests_lose_their_cache_and_no_token(workers: list[Wo
 @pytest.mark.parametrize("frozen_before", [False, True])
 async def test_aborted_requests_are_answered_and_new_ones_wait(workers: list[Worker], frozen_before: bool) -> None:
     worker = workers[0]
-    running = [asyncio.create_task(ask(worker, PROMPT, 900)) for ask in (Worker.sample, streamed)]
     body = {"prompt": PROMPT, "max_tokens": 900, "ignore_eos": True}
-    passing = asyncio.create_task(worker.post("/v1/completions", body))
-    await until_running([worker], 3)
-    await until_sampled(worker)
+
+    def begin() -> list[asyncio.Task[Any]]:
+        own = [asyncio.create_task(ask(worker, PROMPT, 900)) for ask in (Worker.sample, streamed)]
+        return [*own, asyncio.create_task(worker.post("/v1/completions", body))]
+
     if frozen_before:
-        await worker.done("/pause_generation", {"mode": "in_place"})
+        *running, passing = await all_paused(worker, begin, "in_place")
+    else:
+        *running, passing = await all_computed(worker, begin)
     await worker.done("/pause_generation")
     for sample in await asyncio.gather(*running):
         assert sample["meta_info"]["finish_reason"]["type"] == "abort"
@@ -143,11 +135,10 @@ async def test_aborted_requests_are_answered_and_new_ones_wait(workers: list[Wor
 async def test_frozen_requests_can_be_aborted_and_left(workers: list[Worker]) -> None:
     worker = workers[0]
 
-    def begin() -> list[asyncio.Task[dict[str, Any]]]:
+    def begin() -> list[asyncio.Task[Any]]:
         return [asyncio.create_task(worker.sample(PROMPT, 500, rid=rid)) for rid in ("mine", "other", "left")]
 
-    mine, other, left = await all_running(worker, begin)
-    await worker.done("/pause_generation", {"mode": "in_place"})
+    mine, other, left = await all_paused(worker, begin, "in_place")
     await worker.session.post(f"{worker.url}/abort_request", json={"rid": "mine"})
     assert (await mine)["meta_info"]["finish_reason"]["type"] == "abort"
     left.cancel()
@@ -161,12 +152,12 @@ async def test_fifty_pauses_lose_nothing(workers: list[Worker]) -> None:
     prompts = [[*PROMPT, number] for number in range(IN_FLIGHT)]
     wanted = await asyncio.gather(*(worker.sample(prompt, TOKENS) for prompt in prompts))
 
-    def begin() -> list[asyncio.Task[dict[str, Any]]]:
+    def begin() -> list[asyncio.Task[Any]]:
         return [
             asyncio.create_task((Worker.sample, streamed)[n % 2](worker, prompts[n], TOKENS)) for n in range(IN_FLIGHT)
         ]
 
-    running = await all_running(worker, begin)
+    running = await all_paused(worker, begin, "in_place")
     frozen = []
     for number in range(ROUNDS):
         await worker.done("/pause_generation", {"mode": ("in_place", "retract")[number % 2]})

@@ -90,17 +90,29 @@ async def until_running(workers: Sequence[Worker], samples: int) -> None:
                 await asyncio.sleep(0.01)
 
 
-async def all_running(
-    worker: Worker, begin: Callable[[], list[asyncio.Task[dict[str, Any]]]]
-) -> list[asyncio.Task[dict[str, Any]]]:
-    """Samples that the worker runs at the same time. They are begun again if one has ended before all have begun, as
-    happens on a busy machine."""
+Begin = Callable[[], list[asyncio.Task[Any]]]
+
+
+async def all_computed(worker: Worker, begin: Begin) -> list[asyncio.Task[Any]]:
+    """Requests that the worker's vLLM computes at the same time. They are begun again if one has ended before all have
+    begun, as happens on a busy machine."""
     while True:
         tasks = begin()
-        while not any(task.done() for task in tasks) and await worker.running() < len(tasks):  # noqa: ASYNC110
+        while not any(task.done() for task in tasks) and await worker.computing() < len(tasks):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         if not any(task.done() for task in tasks):
             return tasks
+        await asyncio.gather(*tasks)
+
+
+async def all_paused(worker: Worker, begin: Begin, mode: str) -> list[asyncio.Task[Any]]:
+    """Requests that the worker computed when it was paused. They are begun again if one had ended."""
+    while True:
+        tasks = await all_computed(worker, begin)
+        await worker.done("/pause_generation", {"mode": mode})
+        if await worker.running() == len(tasks):
+            return tasks
+        await worker.done("/continue_generation")
         await asyncio.gather(*tasks)
 
 
