@@ -31,8 +31,13 @@ class UsageLine:
 
 def last_days(days: int) -> tuple[date, date]:
     """The first and the last of the last `days` days in UTC, today included."""
-    today = datetime.now(UTC).date()
-    return today - timedelta(days=days - 1), today
+    last = today()
+    return last - timedelta(days=days - 1), last
+
+
+def today() -> date:
+    """The day in UTC."""
+    return datetime.now(UTC).date()
 
 
 def report(

@@ -95,7 +95,7 @@ def chat(body: bytes, limits: ContextLimits, *, grammars: bool = False) -> Gener
     fields, given = _decode(body, ChatFields)
     check_template_arguments(given.chat_template_kwargs)
     if given.tools and given.tool_choice != "none":
-        check_tools(given.tools, must_call=given.tool_choice not in (None, "auto"), grammars=grammars)
+        check_tools(given.tools, must_call=_must_call(given), grammars=grammars)
     text = sum(len(fields[name]) for name in ("messages", "tools", "documents") if name in fields)
     longest = limits.max_context
     echoed = (given.top_logprobs or 0) if given.echo else None  # as vLLM reads it
@@ -145,8 +145,22 @@ def _generation(
         include_usage=bool(options.include_usage),
         continuous_usage=bool(options.continuous_usage_stats),
         scores_prompt=size.prompt_topk is not None,
-        shape=next((name for name in ("response_format", "structured_outputs", "tools") if name in fields), None),
+        shape=_shape(given),
     )
+
+
+def _must_call(given: ChatFields) -> bool:
+    """Whether the answer must call a tool."""
+    return bool(given.tools) and given.tool_choice not in (None, "none", "auto")
+
+
+def _shape(given: CommonFields) -> str | None:
+    """See `Generation.shape`."""
+    if given.structured_outputs is not None:
+        return "structured_outputs"
+    if given.response_format is not None and given.response_format.type != "text":
+        return "response_format"
+    return "tools" if isinstance(given, ChatFields) and _must_call(given) else None
 
 
 def _check_stops(given: CommonFields, limits: ContextLimits) -> None:

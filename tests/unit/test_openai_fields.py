@@ -195,6 +195,14 @@ def test_regular_expressions_and_grammars_need_the_operators_consent(field: str,
     assert sent(completion(json.dumps(PROMPT | changes).encode(), LIMITS, grammars=True))["structured_outputs"] == shape
 
 
+def test_only_a_field_that_holds_the_answer_to_a_shape_can_be_at_fault() -> None:
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    assert complete(structured_outputs={"choice": ["a"]}).shape == "structured_outputs"
+    assert complete(response_format={"type": "json_object"}).shape == "response_format"
+    assert converse(tools=tools, tool_choice="required").shape == "tools"
+    assert converse(tools=tools).shape is complete(response_format={"type": "text"}).shape is complete().shape is None
+
+
 def test_parameters_of_tools_are_checked_where_a_call_must_follow_them() -> None:
     tools, named = [{"type": "function", "function": FUNCTION}], {"type": "function", "function": {"name": "f"}}
     for choice in ("required", named):

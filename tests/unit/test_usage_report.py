@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from skyrl.api.usage_table import as_csv
 from skyrl.cli.main import app
+from skyrl.db import usage_report
 from skyrl.db.database import Database
 from skyrl.db.migrate import migrate
 from skyrl.db.usage import UsageKey, UsageKind, add, bucket_of, sample_amounts
@@ -22,8 +23,14 @@ from skyrl.types.weights import AdapterVersion, BaseWeights
 from tests.databases import url_of
 from tests.postgres_server import ON_BOTH
 
-TODAY = datetime.now(UTC).date()
+TODAY = date(2026, 7, 1)
 RUN = "s1:train:0"
+
+
+@pytest.fixture(autouse=True)
+def the_day(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tests may run across midnight."""
+    monkeypatch.setattr(usage_report, "today", lambda: TODAY)
 
 
 def hour(day: date, number: int) -> int:
