@@ -30,11 +30,12 @@ def of_command(command: PendingCommand, activity: EngineActivity, now: float) ->
 
 def of_model(model_id: str, activity: EngineActivity, now: float, before: Sequence[Kind] = ()) -> Standing:
     """Where a model's next command stands. `before` are commands of the model that come before the command for whose
-    start the estimate is."""
+    start the estimate is. The engine told its activity a few seconds ago, so of a command that runs this says when it
+    began, and not that it still runs."""
     model = activity.models[model_id]
     match model.waits_for:
         case WaitsFor.NOTHING:
-            return active(f"{_called(model.kind, model.seq_id)} has run for {duration(now - model.since)}")
+            return active(f"{_called(model.kind, model.seq_id)} began {duration(now - model.since)} ago")
         case WaitsFor.TURN:
             return paused(_turn(model_id, model, activity, before))
         case WaitsFor.GAP:
@@ -59,9 +60,9 @@ def of_model(model_id: str, activity: EngineActivity, now: float, before: Sequen
 def _running(command: PendingCommand, model: ModelActivity, now: float) -> str:
     since = duration(now - model.since)
     if command.seq_id is not None and model.seq_id is not None and command.seq_id <= model.seq_id:
-        return f"{_called(command.kind, command.seq_id)} has run for {since}"
+        return f"{_called(command.kind, command.seq_id)} began {since} ago"
     before = counted(len(command.before), "earlier command")
-    return f"{before} of this model first: {_called(model.kind, model.seq_id)} has run for {since}"
+    return f"{before} of this model first: {_called(model.kind, model.seq_id)} began {since} ago"
 
 
 def _turn(model_id: str, model: ModelActivity, activity: EngineActivity, before: Sequence[Kind]) -> str:

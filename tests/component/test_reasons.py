@@ -68,8 +68,8 @@ async def reason(api: Api, request_id: str) -> tuple[str, str]:
 async def test_a_command_says_how_many_commands_of_its_own_come_first(api: Api, database: Database) -> None:
     model, (created, passed, stepped) = await training(api)
     await told(api, database, EngineActivity({model: waits(WaitsFor.NOTHING)}))
-    assert await reason(api, created) == ("active", "create_model (command 0) has run for 12 s")
-    first = "create_model (command 0) has run for 12 s"
+    assert await reason(api, created) == ("active", "create_model (command 0) began 12 s ago")
+    first = "create_model (command 0) began 12 s ago"
     assert await reason(api, passed) == ("active", f"1 earlier command of this model first: {first}")
     assert await reason(api, stepped) == ("active", f"2 earlier commands of this model first: {first}")
 

@@ -105,7 +105,7 @@ def test_while_an_unload_runs_no_numbered_command_counts_as_running(world: World
     model = world.look().models["m"]
     assert (model.waits_for, model.kind, model.seq_id) == (WaitsFor.NOTHING, "UNLOAD_MODEL", None)
     waiting = PendingCommand(Kind.FORWARD_BACKWARD, "tenant", "m", 0, [])
-    assert "unload_model has run for" in of_command(waiting, world.watch.now, world.now).sentence
+    assert "unload_model began" in of_command(waiting, world.watch.now, world.now).sentence
 
 
 def test_a_missing_command_is_named(world: World) -> None:

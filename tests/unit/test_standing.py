@@ -41,7 +41,7 @@ def turns(before: Sequence[Kind] = (), /, **others: ModelActivity) -> str:
 @pytest.mark.parametrize(
     ("waits_for", "state", "sentence"),
     [
-        (WaitsFor.NOTHING, "active", "forward_backward (command 7) has run for 12 s"),
+        (WaitsFor.NOTHING, "active", "forward_backward (command 7) began 12 s ago"),
         (WaitsFor.TURN, "paused_capacity", "forward_backward (command 7) is next"),
         (
             WaitsFor.GAP,
@@ -87,12 +87,12 @@ def test_a_command_behind_its_own_models_running_command_is_active() -> None:
     running = EngineActivity({"mine": model(WaitsFor.NOTHING)})
     standing = of_command(command(8, [PASS], STEP), running, NOW)
     assert standing.state == "active"
-    assert standing.sentence == ("1 earlier command of this model first: forward_backward (command 7) has run for 12 s")
+    assert standing.sentence == ("1 earlier command of this model first: forward_backward (command 7) began 12 s ago")
 
 
 def test_merged_passes_of_one_model_all_run() -> None:
     merged = EngineActivity({"mine": model(WaitsFor.NOTHING, seq_id=9)})
-    assert of_command(command(8, [PASS]), merged, NOW).sentence == "forward_backward (command 8) has run for 12 s"
+    assert of_command(command(8, [PASS]), merged, NOW).sentence == "forward_backward (command 8) began 12 s ago"
 
 
 def test_a_command_behind_earlier_commands_says_what_they_wait_for() -> None:
