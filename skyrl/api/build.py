@@ -275,7 +275,7 @@ def _client(base: Base, adapters: AdapterHost, transport: HttpTransport) -> Forw
         api_key=runtime.inference_api_key,
         deadline_s=config.forwarding_deadline_s,
         zero_fill_logprobs=config.forwarding_zero_fill_logprobs,
-        replicas=runtime.replica_urls if config.backend_config.inference.routed else (),
+        replicas=runtime.replica_urls if config.routed else (),
         metrics=base.metrics.adapters,
     )
 

@@ -16,8 +16,7 @@ class ReadyReasons:
         self._config = config
         self._watch = watch
         self._client = client
-        routed = config.modes.manages_inference and config.backend_config.inference.num_engines > 1
-        self.replicas = Readiness(client.replicas_in_use) if routed and client is not None else None
+        self.replicas = Readiness(client.replicas_in_use) if config.routed and client is not None else None
         self._readiness = Readiness(self._find)
 
     async def now(self) -> tuple[bool, list[str]]:

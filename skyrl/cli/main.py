@@ -63,6 +63,9 @@ def serve(
         bool | None,
         typer.Option("--allow-remote", help="Listen beyond this machine even if any key is accepted."),
     ] = None,
+    ray_address: Annotated[
+        str | None, typer.Option(help="Run vLLM and trainer on a Ray cluster: local, auto or HOST:PORT. Default: none.")
+    ] = None,
     state_dir: Annotated[
         Path | None, typer.Option(help="Database, checkpoints, logs. Default: ~/.local/share/skyrl.")
     ] = None,
@@ -114,6 +117,7 @@ def serve(
         "api_processes": api_processes,
         "api_keys": api_keys,
         "allow_remote": allow_remote,
+        "ray_address": ray_address,
         "state_dir": state_dir,
         "checkpoint_store": checkpoint_store,
         "external_inference_url": external_inference_url,

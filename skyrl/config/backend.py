@@ -7,10 +7,11 @@ other keys.
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Collection, Iterable
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from skyrl.config import skyrl_keys
 
@@ -21,19 +22,39 @@ class ConfigError(ValueError):
     """A configuration value that cannot be used; the message names the key and what is allowed."""
 
 
+def _are_amounts(resources: dict[str, float]) -> dict[str, float]:
+    for name, amount in resources.items():
+        if not name or not 0 <= amount < math.inf:
+            raise ValueError(f"{name!r}: {amount} is not an amount of a resource")
+    return resources
+
+
 class Strict(BaseModel):
     """A model that refuses unknown keys."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
+Resources = Annotated[dict[str, float], AfterValidator(_are_amounts)]
+"""Amounts of Ray's resources, by name: `CPU`, `GPU`, or a name that the operator has given to nodes."""
+
+
 class PlacementConfig(Strict):
-    """Where training runs: this version trains with one rank. With `colocate_all`, trainer and vLLM share one device
-    and take turns."""
+    """Where training runs. With `colocate_all`, trainer and vLLM share one device and take turns.
+
+    The trainer has `policy_num_nodes` times `policy_num_gpus_per_node` ranks, one on each GPU; or, on machines without
+    GPUs, `policy_num_cpu_ranks` ranks. Each rank asks Ray for `policy_resources` besides its GPU or CPU."""
 
     colocate_all: bool = False
-    policy_num_gpus_per_node: Literal[1] = 1
-    policy_num_nodes: Literal[1] = 1
+    policy_num_gpus_per_node: int = Field(1, ge=1, le=64, strict=True)
+    policy_num_nodes: int = Field(1, ge=1, le=1024, strict=True)
+    policy_num_cpu_ranks: int | None = Field(None, ge=1, le=1024, strict=True)
+    policy_resources: Resources = Field(default_factory=dict)
+
+    @property
+    def ranks(self) -> int:
+        """The number of the trainer's ranks."""
+        return self.policy_num_cpu_ranks or self.policy_num_nodes * self.policy_num_gpus_per_node
 
 
 class LoraConfig(Strict):
@@ -79,7 +100,9 @@ class InferenceEngineConfig(Strict):
     that of the first replica; the next ones follow. `engine_init_kwargs` are options of vLLM under vLLM's own names.
 
     A watchdog asks vLLM every `probe_interval_s` whether it works. vLLM is killed and started again when its API server
-    gives no answer for `health_timeout_s`, or when its engine finishes no step for `step_timeout_s`."""
+    gives no answer for `health_timeout_s`, or when its engine finishes no step for `step_timeout_s`.
+
+    On a Ray cluster each replica asks for `resources` besides its GPUs; by default for the `CPU`s of `threads`."""
 
     num_engines: int = Field(1, ge=1, le=64, strict=True)
     tensor_parallel_size: int = Field(1, ge=1)
@@ -90,12 +113,8 @@ class InferenceEngineConfig(Strict):
     probe_interval_s: float = Field(5.0, gt=0)
     health_timeout_s: float = Field(60.0, gt=0)
     step_timeout_s: float = Field(300.0, gt=0)
+    resources: Resources = Field(default_factory=dict)
     engine_init_kwargs: dict[str, Any] = Field(default_factory=dict)
-
-    @property
-    def routed(self) -> bool:
-        """Whether samples go through a router."""
-        return self.num_engines > 1
 
     @property
     def ports(self) -> list[int] | None:

@@ -60,6 +60,10 @@ class ServerConfig(BaseSettings):
     """Allow a `host` that other machines can reach although `api_keys` is `open`, so that any API key is accepted."""
     jwt_auth: bool = False
     """Tell clients to exchange their API key for tokens that expire, so that they need not send the key every time."""
+    ray_address: str | None = None
+    """The Ray cluster that runs the vLLMs and the trainer's ranks: `local` starts one on this machine, `auto` is the
+    cluster of which this machine is a node, HOST:PORT is that of this address. None: Ray is used only if the trainer
+    has several ranks (as `local`) or several nodes (as `auto`)."""
     state_dir: Path = Path("~/.local/share/skyrl")
     database_url: str | None = None
     """SQLAlchemy URL; None means a SQLite file in `state_dir`."""
@@ -165,6 +169,21 @@ class ServerConfig(BaseSettings):
             raise ValueError(f"{value!r} is not file:///directory or one of s3://, gs://, az:// with a bucket's name")
         return value
 
+    @field_validator("ray_address")
+    @classmethod
+    def _known_cluster(cls, value: str | None) -> str | None:
+        if value is None or value in ("auto", "local"):
+            return value
+        if value.startswith("ray://"):
+            raise ValueError(
+                f"{value!r} is the address of a Ray client server; give HOST:PORT of the cluster's head (by default "
+                "port 6379), and start this server on a node of the cluster"
+            )
+        host, _, port = value.rpartition(":")
+        if not host or not port.isdecimal() or not 0 < int(port) <= LAST_PORT:
+            raise ValueError(f"{value!r} is not auto, local or HOST:PORT")
+        return value
+
     @field_validator("database_url")
     @classmethod
     def _readable_database_url(cls, value: str | None) -> str | None:
@@ -224,11 +243,22 @@ class ServerConfig(BaseSettings):
 
     @model_validator(mode="after")
     def _one_vllm_takes_turns(self) -> ServerConfig:
-        if self.modes.manages_inference and not self.modes.forwards and self.backend_config.inference.routed:
+        if self.modes.manages_inference and not self.modes.forwards and self.routed:
             raise ValueError(
                 f"generator.inference_engine.num_engines: {self.backend_config.inference.num_engines} vLLMs, but with "
                 "trainer.placement.colocate_all the trainer takes turns with one vLLM: leave out one of the two keys"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _ray_takes_no_turns(self) -> ServerConfig:
+        if self.ray is not None and not self.modes.forwards:
+            raise ValueError(
+                "trainer.placement.colocate_all: trainer and vLLM take turns on one device of this machine, and Ray "
+                "places them apart: leave out colocate_all, or ray_address and the number of ranks"
+            )
+        if self.ray is not None and not self.modes.trains:
+            raise ValueError("ray_address: backend 'none' runs neither vLLM nor a trainer: leave it out")
         return self
 
     @model_validator(mode="after")
@@ -250,6 +280,22 @@ class ServerConfig(BaseSettings):
             forwards=external or not self.backend_config.trainer.placement.colocate_all,
             manages_inference=self.backend != "none" and not external,
         )
+
+    @property
+    def ray(self) -> str | None:
+        """The Ray cluster that is used, as in `ray_address`; None if Ray is not used."""
+        if self.ray_address is not None or not self.modes.trains:
+            return self.ray_address
+        placement = self.backend_config.trainer.placement
+        if placement.policy_num_nodes > 1:
+            return "auto"
+        return "local" if placement.ranks > 1 else None
+
+    @property
+    def routed(self) -> bool:
+        """Whether this server's samples go through a router: with several vLLMs, or where Ray places them, so that the
+        address stays the same when a vLLM comes up on another node."""
+        return self.modes.manages_inference and (self.backend_config.inference.num_engines > 1 or self.ray is not None)
 
     @property
     def database(self) -> str:

@@ -46,8 +46,9 @@ def _refused(why: str) -> Entry:
 
 _MEGATRON = "--backend fsdp does here what SkyRL needs megatron for: many tenants' LoRA adapters on one base model"
 _JAX = "SkyRL's jax backend is written for TPUs; --backend fsdp trains on a CPU or on an NVIDIA GPU"
-_ONE_DEVICE = (
-    "this version trains on one device; other GPUs can sample (generator.inference_engine.tensor_parallel_size)"
+_DATA_PARALLEL = (
+    "the trainer's ranks each hold a shard of every layer, and divide the data: trainer.placement.policy_num_nodes and "
+    "policy_num_gpus_per_node are their numbers"
 )
 _TENSOR_ONLY = f"vLLM is spread over GPUs by {ENGINE}tensor_parallel_size alone"
 _BY_TOKENS = "a pass is cut by tokens, not by sequences: trainer.micro_batch_tokens is what to lower for less memory"
@@ -74,8 +75,6 @@ KEYS: dict[str, Entry] = {
     "strategy": _STRATEGY,
     "trainer.strategy": _STRATEGY,
     "keep_runtime_warm_on_last_unload": _taken(True, why="the base model stays loaded when the last model is unloaded"),
-    "trainer.placement.policy_num_nodes": _taken(1, why=_ONE_DEVICE),
-    "trainer.placement.policy_num_gpus_per_node": _taken(1, why=_ONE_DEVICE),
     "trainer.policy.model.path": _refused("give the base model as --base-model"),
     f"{LORA}rank": _refused(f"clients choose the rank; {LORA}max_lora_rank bounds it"),
     f"{LORA}dropout": _taken(0, 0.0, why="adapters are trained without dropout"),
@@ -89,14 +88,14 @@ KEYS: dict[str, Entry] = {
         False, why="adapters are never merged: vLLM applies each tenant's own to the shared base model"
     ),
     f"{MEGATRON}lora_config.lora_type": _taken("lora", why="adapters are plain LoRA in PEFT's format"),
-    f"{MEGATRON}tensor_model_parallel_size": _taken(1, why=_ONE_DEVICE),
-    f"{MEGATRON}pipeline_model_parallel_size": _taken(1, why=_ONE_DEVICE),
-    f"{MEGATRON}context_parallel_size": _taken(1, why=_ONE_DEVICE),
-    f"{MEGATRON}expert_model_parallel_size": _taken(1, why=_ONE_DEVICE),
-    f"{MEGATRON}expert_tensor_parallel_size": _taken(1, None, why=_ONE_DEVICE),
-    "trainer.policy.sequence_parallel_size": _taken(1, why=_ONE_DEVICE),
+    f"{MEGATRON}tensor_model_parallel_size": _taken(1, why=_DATA_PARALLEL),
+    f"{MEGATRON}pipeline_model_parallel_size": _taken(1, why=_DATA_PARALLEL),
+    f"{MEGATRON}context_parallel_size": _taken(1, why=_DATA_PARALLEL),
+    f"{MEGATRON}expert_model_parallel_size": _taken(1, why=_DATA_PARALLEL),
+    f"{MEGATRON}expert_tensor_parallel_size": _taken(1, None, why=_DATA_PARALLEL),
+    "trainer.policy.sequence_parallel_size": _taken(1, why=_DATA_PARALLEL),
     "trainer.policy.fsdp_config.cpu_offload": _taken(False, why="weights and optimizer states stay on the device"),
-    "trainer.policy.fsdp_config.fsdp_size": _taken(-1, 1, why=_ONE_DEVICE),
+    "trainer.policy.fsdp_config.fsdp_size": _taken(-1, 1, why=_DATA_PARALLEL),
     "trainer.policy.language_model_only": _taken(True, why="images are refused: only the language model is used"),
     "trainer.policy.use_torch_compile": _taken(False, why="the trainer does not compile the model"),
     "trainer.gradient_checkpointing_use_reentrant": _taken(False, why="checkpointing is not reentrant"),
@@ -161,12 +160,12 @@ KEYS: dict[str, Entry] = {
     f"{ENGINE}fully_sharded_loras": _becomes(f"{ENGINE_OPTIONS}.fully_sharded_loras"),
     f"{ENGINE}language_model_only": _becomes(f"{ENGINE_OPTIONS}.language_model_only"),
     f"{ENGINE}speculative_config": _becomes(f"{ENGINE_OPTIONS}.speculative_config"),
-    f"{ENGINE}distributed_executor_backend": _refused("vLLM chooses; there is no Ray here"),
+    f"{ENGINE}distributed_executor_backend": _refused("vLLM chooses; Ray places whole vLLMs, each on one node"),
     f"{ENGINE}weight_sync_backend": _refused(_NO_SYNC),
     f"{ENGINE}weight_transfer_threshold_cuda_ipc_GB": _refused(_NO_SYNC),
     f"{ENGINE}offload_kv_for_weight_sync": _refused(_NO_SYNC),
     f"{ENGINE}serialized_weight_sync_mode": _refused(_NO_SYNC),
-    f"{ENGINE}enable_ray_prometheus_stats": _refused("there is no Ray here; /statusz has the server's counters"),
+    f"{ENGINE}enable_ray_prometheus_stats": _refused("/statusz has the server's counters, and /metrics those of vLLM"),
     **{
         f"{ENGINE}{name}": _refused(_VLLM_PROCESSES)
         for name in ("enable_return_routed_experts", "use_expandable_segments", "vllm_v1_disable_multiproc")
@@ -177,11 +176,11 @@ KEYS: dict[str, Entry] = {
     "sample_max_num_sequences": _becomes(f"{ENGINE}max_num_seqs"),
     "max_lora_adapters": _refused("models are not counted in advance; quota_models bounds those of one tenant"),
     "train_micro_batch_size": _refused(_BY_TOKENS),
-    "tensor_parallel_size": _taken(1, why=_ONE_DEVICE),
-    "expert_parallel_size": _taken(1, why=_ONE_DEVICE),
-    "fully_sharded_data_parallel_size": _taken(1, why=_ONE_DEVICE),
-    "num_processes": _taken(1, None, why=_ONE_DEVICE),
-    "coordinator_address": _taken(None, why=_ONE_DEVICE),
+    "tensor_parallel_size": _taken(1, why=_DATA_PARALLEL),
+    "expert_parallel_size": _taken(1, why=_DATA_PARALLEL),
+    "fully_sharded_data_parallel_size": _taken(1, why=_DATA_PARALLEL),
+    "num_processes": _taken(1, None, why=_DATA_PARALLEL),
+    "coordinator_address": _taken(None, why=_DATA_PARALLEL),
     "mhc_expansion_rate": _taken(1, why=_JAX),
     "enforce_eager": _refused(f"{_JAX}; vLLM's option of this name is {ENGINE}enforce_eager"),
     "shard_attention_heads": _refused(_JAX),
@@ -203,7 +202,7 @@ FAMILIES: dict[str, str] = {
     "trainer.placement.colocate_policy_ref": _NO_REFERENCE,
     "trainer.placement.critic_": _NO_CRITIC,
     "trainer.placement.ref_": _NO_REFERENCE,
-    "trainer.policy.fsdp_config.": f"nothing is sharded: {_ONE_DEVICE}",
+    "trainer.policy.fsdp_config.": f"how FSDP shards is not configurable: {_DATA_PARALLEL}",
     MEGATRON: f"it is an option of megatron; {_MEGATRON}",
     "trainer.policy.model_config_kwargs.": "the base model runs as its config.json says",
     "trainer.policy.optimizer_config.": "clients send the optimizer's values with each optim_step (AdamParams)",
@@ -243,8 +242,7 @@ FLAGS: dict[str, Entry] = {
     "--forwarding-inference-timeout-sec": _becomes("--forwarding-deadline-s"),
     "--session-timeout-sec": _becomes("--session-timeout-s"),
     "--no-use-ray": Entry(takes=(None,)),
-    "--use-ray": _refused("there is no Ray here: `skyrl serve` starts the API, the trainer and vLLM itself"),
-    "--ray-address": _refused("there is no Ray here: `skyrl serve` starts the API, the trainer and vLLM itself"),
+    "--use-ray": _refused("give --ray-address: local, auto, or HOST:PORT of a cluster"),
     "--external-inference-lora-base": _refused(
         "adapters lie in the state directory, under adapters/: the external server must be able to read that path"
     ),

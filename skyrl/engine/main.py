@@ -253,7 +253,7 @@ def _group(
         return await database.read_async(lambda c: adapter_versions.in_use(c, time.time() - IN_USE_S, limit))
 
     replicas = [Replica(each, Addresses.same(each), key, host, metrics=metrics) for each in runtime.replica_urls]
-    if not config.backend_config.inference.routed:
+    if not config.routed:
         return EngineGroup(replicas, state.publish_url, in_use)
     return EngineGroup(replicas, state.publish_url, in_use, proxy_url=url, members=RouterMembers(url, key))
 

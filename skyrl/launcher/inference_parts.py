@@ -49,7 +49,7 @@ class InferenceParts:
         devices = inference_devices(config, found.devices, has_trainer=has_trainer)
         self._replicas: list[_VllmPart] = []
         for number, port in enumerate(ports):
-            name = f"{VLLM}-{number}" if inference.routed else VLLM
+            name = f"{VLLM}-{number}" if config.routed else VLLM
             spec = vllm_spec(
                 config,
                 port,
@@ -62,7 +62,7 @@ class InferenceParts:
                 logging_config=directory / f"{name}-logging.json",
             )
             self._replicas.append(_VllmPart(name, config, spec, devices[number], key, placement, first_ready, restarts))
-        router_port = distinct_ports(1, {*ports, config.port})[0] if inference.routed else None
+        router_port = distinct_ports(1, {*ports, config.port})[0] if config.routed else None
         self.url = self.replica_urls[0] if router_port is None else f"http://{HOST}:{router_port}"
         """Where samples go: the only vLLM, or the router."""
 

@@ -108,7 +108,7 @@ class Launcher:
         if inference is not None:
             await self._add(*inference.parts(needs))
             needs = (*needs, *inference.watches)
-            if config.backend_config.inference.routed:
+            if config.routed:
                 await self._add(*own.router(needs))
                 needs = (ROUTER_WATCH,)
         if config.modes.trains:
