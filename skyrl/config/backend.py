@@ -91,7 +91,7 @@ class TrainerConfig(Strict):
     A rank that waits `rank_timeout_s` for another rank, or does not answer the engine for so long, counts as dead. Then
     all ranks are started again. Loading the base model and one micro-batch must take less time."""
 
-    placement: PlacementConfig = Field(default_factory=PlacementConfig)
+    placement: PlacementConfig = Field(default_factory=PlacementConfig)  # pyright: ignore[reportArgumentType]
     policy: PolicyConfig = Field(default_factory=PolicyConfig)
     micro_batch_tokens: int = Field(4096, ge=16)
     merge_passes: bool | None = None
