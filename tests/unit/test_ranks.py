@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from local_ranks import make_ranks
-from torch_lora_support import assert_close, assert_same, make_backend, ok, rl, saved, sft, spec, train
+from torch_lora_support import assert_close, assert_same, make_backend, make_ranks, ok, rl, saved, sft, spec, train
 
 from skyrl.backends.base import AdamParams, Backend, InvalidRequest, PassResult, TrainingPass
 from skyrl.backends.torch_lora.sharded import ShardedBackend
