@@ -12,8 +12,8 @@ from sqlalchemy import ColumnElement, Connection, bindparam, func, insert, selec
 from skyrl.db.columns import lora_of, lora_values
 from skyrl.db.commands import highest_seq
 from skyrl.db.database import Database
-from skyrl.db.session_cache import SessionCache
 from skyrl.db.futures import RECORD
+from skyrl.db.session_cache import SessionCache
 from skyrl.db.sessions import in_project, sessions
 from skyrl.db.tables import ModelRow
 from skyrl.db.writer import GroupCommitWriter
