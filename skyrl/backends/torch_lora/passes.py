@@ -21,7 +21,7 @@ from skyrl.backends.torch_lora import packing
 from skyrl.backends.torch_lora.adapter import Adapter
 from skyrl.backends.torch_lora.checks import loss_config
 from skyrl.backends.torch_lora.device import failure_of
-from skyrl.backends.torch_lora.logprobs import Targets, target_logprobs
+from skyrl.backends.torch_lora.logprobs import Targets
 from skyrl.backends.torch_lora.lora import LoraSegment
 from skyrl.backends.torch_lora.losses import Loss, LossInputs, LossValue
 from skyrl.backends.torch_lora.metrics import Tally
@@ -114,26 +114,42 @@ def _record_or_fail(piece: Slice, result: _SliceResult, device: torch.device) ->
         piece.running.fail(failure_of(error, device))
 
 
+@dataclass(frozen=True)
+class MicroBatch:
+    """Slices as `PackedModel.forward` takes them: one entry for each slice in each list. `inputs`: of their losses."""
+
+    packed: list[packing.PackedSlice] = field(default_factory=list)
+    targets: list[Targets] = field(default_factory=list)
+    segments: list[LoraSegment] = field(default_factory=list)
+    inputs: list[LossInputs] = field(default_factory=list)
+
+    @staticmethod
+    def of(batch: Sequence[Slice], device: torch.device, *, backward: bool) -> MicroBatch:
+        """With `backward`, each slice gets its own leaves of its adapter's weights."""
+        made = MicroBatch()
+        for piece in batch:
+            packed = packing.pack(piece.data, made.packed[-1].stop if made.packed else 0, device)
+            made.packed.append(packed)
+            made.targets.append(Targets.of([datum.loss_inputs["target_tokens"] for datum in piece.data], device))
+            adapter = piece.running.adapter
+            made.segments.append(LoraSegment(packed.start, packed.stop, adapter.scale, adapter.leaves(backward)))
+            made.inputs.append(_loss_inputs(piece, device))
+        return made
+
+
+def loss_of(piece: Slice, logprobs: Tensor, inputs: LossInputs) -> LossValue:
+    training_pass = piece.running.training_pass
+    config = loss_config(training_pass.loss_fn, piece.loss, training_pass.loss_config)
+    return piece.loss.function(logprobs, inputs, config)
+
+
 def _forward_backward(base: BaseModel, batch: Sequence[Slice], backward: bool) -> list[_SliceResult]:
-    packed: list[packing.PackedSlice] = []
-    segments: list[LoraSegment] = []
-    for piece in batch:
-        packed.append(packing.pack(piece.data, packed[-1].stop if packed else 0, base.device))
-        adapter = piece.running.adapter
-        segments.append(LoraSegment(packed[-1].start, packed[-1].stop, adapter.scale, adapter.leaves(backward)))
-    inputs = [_loss_inputs(piece, base.device) for piece in batch]
-    logprobs: list[Tensor] = []
-    values: list[LossValue] = []
-    with torch.set_grad_enabled(backward), base.active.use(segments):
-        hidden = base.hidden_states(packed)
-        for piece, segment, loss_inputs in zip(batch, segments, inputs, strict=True):
-            targets = Targets.of([datum.loss_inputs["target_tokens"] for datum in piece.data], base.device)
-            logprobs.append(target_logprobs(hidden[segment.start : segment.stop], targets, base.lm_head, segment))
-            training_pass = piece.running.training_pass
-            config = loss_config(training_pass.loss_fn, piece.loss, training_pass.loss_config)
-            values.append(piece.loss.function(logprobs[-1], loss_inputs, config))
-        gradients = _gradients(values, segments) if backward else [None] * len(batch)
-    return [_SliceResult(*parts) for parts in zip(logprobs, inputs, values, gradients, strict=True)]
+    made = MicroBatch.of(batch, base.device, backward=backward)
+    with torch.set_grad_enabled(backward), base.packed.active.use(made.segments):
+        logprobs = base.packed(made.packed, made.targets, made.segments)
+        values = [loss_of(*each) for each in zip(batch, logprobs, made.inputs, strict=True)]
+        gradients = _gradients(values, made.segments) if backward else [None] * len(batch)
+    return [_SliceResult(*parts) for parts in zip(logprobs, made.inputs, values, gradients, strict=True)]
 
 
 def _loss_inputs(piece: Slice, device: torch.device) -> LossInputs:
