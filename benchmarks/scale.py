@@ -32,7 +32,7 @@ def _parts(quick: bool) -> dict[str, list[Callable[[], Result]]]:
     """By part: its measurements, in the order of the table's columns."""
     seconds = 3.0 if quick else 8.0
     sessions = SESSIONS[:2] if quick else SESSIONS
-    on = [(kind, count) for kind in KINDS for count in sessions]
+    on: list[tuple[scale_database.DatabaseKind, int]] = [(kind, count) for kind in KINDS for count in sessions]
     return {
         "router": [lambda n=n: scale_router.router(n, seconds) for n in WORKERS],
         "policies": [lambda n=n: scale_router.policies(n, sessions[-1]) for n in WORKERS],

@@ -276,7 +276,7 @@ async def _api(server: DemoServer, ids: list[str], seconds: float) -> Result:
     ]
     # The first heartbeat of a session reads it from the database, as after a start; later ones find it in memory.
     first = await _beats(pid, url, beats, min(seconds, len(beats) / 4000))
-    again = await _beats(pid, url, beats[: first["answers"]], seconds)
+    again = await _beats(pid, url, beats[: int(first["answers"])], seconds)
     return {
         "first_mb": first_mb,
         "looked_mb": looked_mb,

@@ -35,6 +35,8 @@ LAG_S = 0.01
 class AdapterDirectories:
     """An AdapterHost that has the files of every adapter."""
 
+    copies = False
+
     async def bring(self, adapter: AdapterVersion) -> str:
         return f"/adapters/{adapter.name}"
 
