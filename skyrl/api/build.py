@@ -38,7 +38,7 @@ from skyrl.db.usage import Usage, UsageCounter
 from skyrl.db.writer import GroupCommitWriter
 from skyrl.futures.store import FutureStore
 from skyrl.futures.trace import Traces
-from skyrl.inference.adapter_host import AdapterHost, SharedDirectory
+from skyrl.inference.adapter_host import AdapterHost, SharedDirectory, StoredAdapters
 from skyrl.inference.features import InferenceFeatures
 from skyrl.metrics.files import MetricsDirectory
 from skyrl.metrics.processes import ApiMetrics
@@ -59,6 +59,7 @@ from skyrl.sampling.http import HttpTransport
 from skyrl.sampling.ownership import SampleOwnership
 from skyrl.sampling.service import SampleService
 from skyrl.standing.standings import Standings
+from skyrl.storage.base import CheckpointStore
 from skyrl.storage.registry import open_store
 from skyrl.tracing.opening import open_spans
 
@@ -155,7 +156,7 @@ def _services(base: Base, secrets: Secrets, features: InferenceFeatures) -> Serv
     sessions, samplers = Sessions(database, writer, base.notifier.peers), Samplers(database, writer)
     models, checkpoints = Models(database, writer), Checkpoints(database, writer)
     store = open_store(config, base.metrics.traffic)
-    adapters = SharedDirectory(partial(base.watch.adapters_in, config.state_dir), store, checkpoints.store_key_of)
+    adapters = _adapters(base, store, checkpoints)
     quotas = Quotas(database, QuotaLimits.of(config), Bounds.of(config), base.futures.is_pending)
     transport = HttpTransport(config.forwarding_inference_max_connections)
     client = _client(base, adapters, transport)
@@ -222,6 +223,13 @@ def _services(base: Base, secrets: Secrets, features: InferenceFeatures) -> Serv
         adapter_uses=uses,
         spans=open_spans(config.otlp_endpoint, f"api-{base.runtime.slot}"),
     )
+
+
+def _adapters(base: Base, store: CheckpointStore, checkpoints: Checkpoints) -> AdapterHost:
+    config, watch = base.runtime.config, base.watch
+    if config.ray is not None:
+        return StoredAdapters(store, checkpoints.store_key_of)
+    return SharedDirectory(partial(watch.adapters_in, config.state_dir), store, checkpoints.store_key_of)
 
 
 def _adapter_places(config: ServerConfig) -> int | None:

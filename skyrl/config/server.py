@@ -262,6 +262,16 @@ class ServerConfig(BaseSettings):
         return self
 
     @model_validator(mode="after")
+    def _nodes_share_a_store(self) -> ServerConfig:
+        if self.ray not in (None, "local") and self.checkpoint_store is None:
+            raise ValueError(
+                f"checkpoint_store: adapters travel by it to the nodes of the Ray cluster ({self.ray}), and the "
+                "default is on this machine's disk: give s3://bucket/prefix, gs://..., az://..., or file:///directory "
+                "that every node sees under the same path"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _ports_exist(self) -> ServerConfig:
         inference = self.backend_config.inference
         if inference.ports and inference.ports[-1] > LAST_PORT:

@@ -65,6 +65,8 @@ PROBES = 200
 class ScriptedHost:
     """The host of a server that reads the files of this machine, with the directories that a test sets."""
 
+    copies = False
+
     def __init__(self) -> None:
         self.directories: dict[AdapterVersion, Path] = {}
 
