@@ -143,6 +143,23 @@ class StoredAdapters:
         return key
 
 
+class HostOfOtherServer:
+    """The hosts of replicas that another server runs. `host` looks up how that server's replicas find adapters."""
+
+    copies = False
+
+    def __init__(self, host: Callable[[], Awaitable[AdapterHost]]) -> None:
+        self._host = host
+
+    async def bring(self, adapter: AdapterVersion) -> str:
+        """As `AdapterHost.bring`."""
+        try:
+            host = await self._host()
+        except Exception as error:  # an unreachable database
+            raise AdapterUnavailable(adapter, error) from error
+        return await host.bring(adapter)
+
+
 def _is_missing(state_dir: Path, directory: Path) -> bool:
     """Whether this process sees the state directory, but not `directory` in it."""
     return state_dir.is_dir() and not directory.is_dir()
