@@ -188,7 +188,8 @@ class EngineGroup:
 
     async def retire(self, adapters: Sequence[AdapterVersion]) -> set[AdapterVersion]:
         """Unload adapters on all replicas. Returns the adapters that no replica reads any more: only their files may be
-        deleted. vLLM reads an evicted adapter's files again, and dies for all tenants if they are gone.
+        deleted. vLLM reads an evicted adapter's files again, and dies for all tenants if they are gone. A replica whose
+        host has copies of the files reads those; then all adapters are returned.
 
         A replica that does not answer may come back with its adapters loaded. So their files are kept until the replica
         answers, refuses connections, or is removed. This call ends after `grace_s` seconds. A slower replica goes on

@@ -182,21 +182,29 @@ class Replica:
             self._retired.pop(adapter, None)
 
     def retire(self, adapters: Sequence[AdapterVersion]) -> asyncio.Task[None]:
-        """Unload these adapters in the background, instead of the adapters of the last call. Returns the task that
-        unloads them. `may_read` tells whether the server may still read an adapter's files. An adapter that is in each
-        call since it was unloaded is not unloaded again.
+        """Unload these adapters in the background. Returns the task that unloads them. `may_read` tells whether the
+        server may still read an adapter's stored files. An adapter that is in each call since it was unloaded is not
+        unloaded again.
+
+        They take the place of the adapters of the last call, whose files the caller has kept if they are not unloaded,
+        and names again. A server with files of its own unloads those of the last call, too: their stored files may be
+        deleted by now, and nobody names them again.
 
         The replica is asked in every state: a lost server may come back with its adapters loaded.
         """
         self.wanted.difference_update(adapters)
         self._unloaded.intersection_update(adapters)
-        self._retired = dict.fromkeys(each for each in adapters if each not in self._unloaded)
+        kept = self._retired if self._host.copies else {}
+        self._retired = kept | dict.fromkeys(each for each in adapters if each not in self._unloaded)
         if self._unloading is None or self._unloading.done():
             self._unloading = self.in_background(self._unload_retired())
         return self._unloading
 
     def may_read(self, adapter: AdapterVersion) -> bool:
-        """Whether the server may read the files of this adapter, which it was asked to load or to unload."""
+        """Whether the server may read the stored files of this adapter, which it was asked to load or to unload. A
+        server with files of its own reads no others."""
+        if self._host.copies:
+            return False
         return adapter in self.adapters or adapter in self._loading or adapter in self._retired
 
     async def _unload_retired(self) -> None:

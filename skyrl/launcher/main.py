@@ -95,9 +95,11 @@ class Launcher:
         vLLMs last."""
         config, inference = self._config, None
         key, url, replicas = config.external_inference_api_key, None, ()
+        if config.modes.own_inference:
+            key = config.inference_api_key or secrets.token_urlsafe(32)
         metrics = LauncherMetrics.new()
         if config.modes.manages_inference:
-            key = secrets.token_urlsafe(32)
+            assert key is not None
             placement = LocalPlacement(self._logs)
             inference = InferenceParts(config, self._findings, key, directory, placement, first_ready, metrics.restarts)
             url, replicas = inference.url, inference.replica_urls

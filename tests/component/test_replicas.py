@@ -327,6 +327,8 @@ async def test_files_are_kept_while_a_replica_loads_them() -> None:
 class HangingHost:
     """An AdapterHost whose checkpoint store does not answer."""
 
+    copies = False
+
     async def bring(self, adapter: AdapterVersion) -> str:
         await asyncio.Event().wait()
         raise AssertionError(adapter)

@@ -151,7 +151,7 @@ async def test_many_replicas_do_not_ask_the_router_more_often_than_one() -> None
 
     interval_s, many = 0.2, 16
     async with servers(many) as behind:
-        for number, server in enumerate(behind):  # spread over the interval, as replicas are that did not start together
+        for number, server in enumerate(behind):  # spread over the interval: they did not start together
             server.upstream.controls["/health"] = late(interval_s * number / many, server.upstream.controls["/health"])
         members = Counted()
         replicas = [server.replica() for server in behind]
