@@ -102,7 +102,7 @@ class AdamParams:
 
 
 class Backend(Protocol):
-    """A frozen base model with many LoRA adapters, each with its own gradients and optimizer.
+    """A frozen base model with many LoRA adapters, each with its own gradients and optimizer; or one whole model.
 
     Any method may raise OutOfMemory, which leaves the model as it was, or BackendLost, which ends the engine.
     """
@@ -173,9 +173,10 @@ class Backend(Protocol):
         """
         ...
 
-    def save_adapter(self, model_id: str, directory: Path, *, dtype: AdapterDtype = "float32") -> None:
-        """Write the adapter in PEFT format (adapter_model.safetensors, adapter_config.json) into the existing
-        directory. With `dtype` bfloat16, round to the nearest."""
+    def save_adapter(self, model_id: str, directory: Path, *, dtype: AdapterDtype | None = None) -> None:
+        """Write into the existing directory what samplers and other programs load: an adapter in PEFT format
+        (adapter_model.safetensors, adapter_config.json), a whole model in Hugging Face's format. With `dtype` bfloat16,
+        round to the nearest. None: float32 for an adapter, the dtype that vLLM computes in for a whole model."""
         ...
 
     def save_snapshot(self, model_id: str, directory: Path) -> None:

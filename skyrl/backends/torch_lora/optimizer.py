@@ -15,6 +15,13 @@ class NonFiniteGradient(FloatingPointError):
     """The norm of the accumulated gradient is NaN or infinite: no step was made, and the gradient was cleared."""
 
 
+def non_finite_gradient(norm: float) -> NonFiniteGradient:
+    return NonFiniteGradient(
+        f"optim_step: the accumulated gradient has norm {norm}; the weights were not changed and the "
+        "gradient was cleared. Check advantages, logprobs and the learning rate of earlier steps."
+    )
+
+
 @torch.no_grad()
 def adamw_step(adapter: Adapter, params: AdamParams) -> dict[str, float]:
     """Clip by global norm, step, clear the gradient.
@@ -35,12 +42,8 @@ def adamw_step(adapter: Adapter, params: AdamParams) -> dict[str, float]:
         return {}
     norm = float(torch.linalg.vector_norm(gradient))
     if not math.isfinite(norm):
-        error = NonFiniteGradient(
-            f"optim_step: the accumulated gradient has norm {norm}; the weights were not changed and the "
-            "gradient was cleared. Check advantages, logprobs and the learning rate of earlier steps."
-        )
         adapter.gradient = None
-        raise error
+        raise non_finite_gradient(norm)
     step = adapter.step + 1
     weights, exp_avg, exp_avg_sq = _stepped(adapter, gradient, norm, step, params)
     metrics = {
