@@ -90,7 +90,7 @@ class TrainerConfig(Strict):
     on CUDA in any case, other tenants' training changes a tenant's weights by rounding. On a CPU without
     `merge_passes` it does not change them."""
 
-    placement: PlacementConfig = Field(default_factory=PlacementConfig)
+    placement: PlacementConfig = Field(default_factory=PlacementConfig)  # pyright: ignore[reportArgumentType]
     policy: PolicyConfig = Field(default_factory=PolicyConfig)
     full_finetuning: bool = Field(False, strict=True)
     micro_batch_tokens: int = Field(4096, ge=16)

@@ -86,13 +86,22 @@ def test_only_values_that_this_server_implements_are_accepted(key: str) -> None:
 
 
 def test_true_is_not_1_and_0_is_not_false() -> None:
-    assert "policy_num_nodes' cannot be True" in refusal({"trainer.placement.policy_num_nodes": True})
+    assert "num_prefill' cannot be False" in refusal({"generator.inference_engine.num_prefill": False})
+    key = "trainer.policy.sequence_parallel_size"
+    assert f"{key}' cannot be True" in refusal({key: True})
     assert "merge_lora' cannot be 0" in refusal({"trainer.policy.megatron_config.lora_config.merge_lora": 0})
 
 
 @pytest.mark.parametrize("key", [key for key, entry in KEYS.items() if not entry.takes and not entry.becomes])
 def test_an_unsupported_key_is_refused_with_the_reason(key: str) -> None:
     assert refusal({key: 1}) == f"backend_config: '{key}' cannot be set here: {KEYS[key].why}"
+
+
+def test_rank_0_starts_a_server_for_full_fine_tuning() -> None:
+    assert load_config({"backend_config": {"trainer.policy.model.lora.rank": 0}}).full_finetuning
+    nested = {"trainer": {"policy": {"model": {"lora": {"rank": 8}}}}}
+    assert "rank' cannot be set here: clients choose the rank" in refusal(nested)
+    assert not load_config({}).full_finetuning
 
 
 @pytest.mark.parametrize(("key", "own"), BECOMES.items())
