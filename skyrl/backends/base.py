@@ -32,6 +32,10 @@ class InvalidRequest(ValueError):
     """The client's mistake. The message names the field and says what is allowed. Nothing has changed."""
 
 
+class PlaceTaken(InvalidRequest):
+    """The backend trains as many models as it can. It has a place when it is told to delete one."""
+
+
 class OutOfMemory(MemoryError):
     """The device had too little memory for this command. The model has not changed, and other commands may still
     run."""
@@ -122,7 +126,7 @@ class Backend(Protocol):
         ...
 
     def create_model(self, model_id: str, spec: LoraSpec) -> None:
-        """Add an adapter. Raises InvalidRequest for a rank or a train flag that cannot be honoured."""
+        """Add a model. Raises InvalidRequest for a rank or a train flag that cannot be honoured, and PlaceTaken."""
         ...
 
     def delete_model(self, model_id: str) -> None:

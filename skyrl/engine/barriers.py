@@ -6,12 +6,13 @@ files. A load calls the backend thread when its files have been fetched.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
-from skyrl.backends.base import AdamParams, Backend
+from skyrl.backends.base import AdamParams, Backend, PlaceTaken
 from skyrl.config.server import ServerConfig
 from skyrl.db import audit, checkpoints, futures
 from skyrl.db.database import Connection, Database
@@ -26,6 +27,9 @@ from skyrl.wire.decoding import decode_json
 from skyrl.wire.errors import FailedRequest
 from skyrl.wire.paths import parse_path
 from skyrl.wire.requests import LoadWeightsCommand, OptimStepRequest
+
+PLACE_S, PLACE_POLL_S = 10.0, 0.05
+"""How long a load that makes a model waits for the place of a model that has ended, and how often it looks."""
 
 
 def model_is_gone(command: Command) -> FailedRequest:
@@ -84,6 +88,19 @@ class Barriers:
         self._backend.create_model(model.id, model.lora)
         return BarrierResult({"type": "create_model", "model_id": model.id}, set_model(model.id, status="ready"))
 
+    def _create_soon(self, model: ModelRecord) -> None:
+        """Make a model, on a file thread. A model that was closed just before has its place until the event loop drops
+        it."""
+        waits_until = time.monotonic() + PLACE_S
+        while True:
+            try:
+                self._threads.wait_for_backend(lambda: self._backend.create_model(model.id, model.lora))
+                return
+            except PlaceTaken:
+                if time.monotonic() > waits_until:
+                    raise
+                time.sleep(PLACE_POLL_S)
+
     def _unload_model(self, command: Command, body: bytes, model: ModelRecord) -> BarrierResult:
         """Changes only the row. `ModelEnds` drops the model after the commit, as when a session ends."""
         return BarrierResult(unloaded(model.id), set_model(model.id, status="closed"))
@@ -107,8 +124,6 @@ class Barriers:
 
         def load() -> None:
             self._living(command)  # the session may have ended while the files were fetched
-            if creates:
-                self._backend.create_model(model.id, model.lora)
             try:
                 self._backend.load_state(model.id, directory, optimizer=request.optimizer)
             except Exception:
@@ -117,6 +132,8 @@ class Barriers:
                 raise
 
         with self._store.reading(saved.store_key) as directory:
+            if creates:
+                self._create_soon(model)
             self._threads.wait_for_backend(load)
         ready = set_model(model.id, status="ready")
 

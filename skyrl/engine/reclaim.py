@@ -17,7 +17,7 @@ from itertools import islice
 from pathlib import Path
 
 from skyrl.config.server import ServerConfig
-from skyrl.db import adapter_versions
+from skyrl.db import adapter_versions, full_weights
 from skyrl.db.checkpoints import pop_expired, store_keys
 from skyrl.db.database import Connection, Database
 from skyrl.db.futures import MAX_NAMED
@@ -25,7 +25,8 @@ from skyrl.db.models import closed_among
 from skyrl.storage.adapters import adapter_directory, adapter_in
 from skyrl.storage.base import CheckpointStore, StoreError
 from skyrl.storage.directories import id_of, is_scratch, remove, safe_name
-from skyrl.types.weights import AdapterVersion
+from skyrl.storage.full_weights import full_weights_in
+from skyrl.types.weights import AdapterVersion, WeightsRef
 
 logger = logging.getLogger(__name__)
 
@@ -97,8 +98,22 @@ class FileSweeper:
                 if path in unused.values():
                     self._remove(path)
                 del self._deletable_at[path]
+        self._sweep_full_weights(saving)
         self._delete_leftovers()
         self._sweep_store(saving)
+
+    def _sweep_full_weights(self, saving: Collection[str]) -> None:
+        """Delete versions of the full weights that are not current: nobody can sample from them. Checkpoints have files
+        of their own."""
+        found = [path for model in _directories(self._config.full_weights_dir) for path in _directories(model)]
+        old = [path for path in found if not is_scratch(path) and _is_old(path)]
+        if not old:
+            return
+        now = self._database.write(_replace_full_weights) if self._config.full_finetuning else None
+        kept = {safe_name(model_id) for model_id in saving}
+        for path in old:
+            if path.parent.name not in kept and (version := full_weights_in(path)) is not None and version != now:
+                self._remove(path)
 
     def _sweep_store(self, saving: Collection[str]) -> None:
         """Delete the files of expired checkpoints. If a listing of the checkpoint store is due, also delete other files
@@ -129,7 +144,7 @@ class FileSweeper:
         """Delete what a dead engine left behind: half-written or half-deleted directories, snapshots of closed
         models."""
         snapshots = self._config.snapshots_dir
-        for root in (self._config.adapters_dir, snapshots):
+        for root in (self._config.adapters_dir, self._config.full_weights_dir, snapshots):
             for parent in (root, *_directories(root)):
                 for path in _directories(parent):
                     if is_scratch(path) and _changed_at(path) < self._started_at:
@@ -153,6 +168,13 @@ def _unused(connection: Connection, paths: Sequence[Path], saving: Collection[st
     old = dict(islice(((adapter, path) for adapter, path in free if _is_old(path)), MAX_NAMED))
     sampled = adapter_versions.sampled_now(connection, old.keys())
     return {adapter: path for adapter, path in old.items() if adapter not in sampled}
+
+
+def _replace_full_weights(connection: Connection) -> WeightsRef:
+    """Close sampling sessions of versions that are not current. Returns the current weights."""
+    now = full_weights.current(connection)
+    full_weights.drop_replaced(connection, now)
+    return now
 
 
 def _directories(parent: Path) -> list[Path]:

@@ -65,6 +65,7 @@ class InferenceParts:
         router_port = distinct_ports(1, {*ports, config.port})[0] if config.routed else None
         self.url = self.replica_urls[0] if router_port is None else f"http://{HOST}:{router_port}"
         """Where samples go: the only vLLM, or the router."""
+        self.ports = frozenset(ports if router_port is None else [*ports, router_port])
 
     @property
     def replica_urls(self) -> tuple[str, ...]:

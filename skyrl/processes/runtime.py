@@ -23,6 +23,8 @@ logger = logging.getLogger(__name__)
 RUNTIME_ENV = "SKYRL_RUNTIME_FILE"
 SLOT_ENV = "SKYRL_API_SLOT"
 """The number of an API process within its server: 0, 1, ..."""
+SIDECAR_ENV = "SKYRL_SIDECAR_NUMBER"
+"""The number of a sidecar, and of its vLLM, within its server: 0, 1, ..."""
 SOCKETS_ENV = "SKYRL_API_SOCKETS"
 """The file descriptors of the sockets from which an API process accepts connections."""
 
@@ -31,7 +33,8 @@ SOCKETS_ENV = "SKYRL_API_SOCKETS"
 class Runtime:
     """The configuration of a process. `directory` is private, has a short path, and holds the sockets of the doorbells.
     `inference_url` is where samples go: the vLLM that the launcher runs, or the router in front of several; None if the
-    launcher runs none. `replica_urls` are the addresses of all vLLMs behind it.
+    launcher runs none. `replica_urls` are the addresses of all vLLMs behind it; `sidecar_urls` those of their sidecars,
+    in the same order, if there are any.
 
     Only API processes have a `slot`, and descriptors of sockets to accept connections from (`listening`)."""
 
@@ -41,6 +44,7 @@ class Runtime:
     inference_api_key: str | None
     server_id: str = "server"
     replica_urls: tuple[str, ...] = ()
+    sidecar_urls: tuple[str, ...] = ()
     slot: int = 0
     listening: tuple[int, ...] = ()
 
@@ -77,6 +81,7 @@ class Runtime:
             "inference_api_key": self.inference_api_key,
             "server_id": self.server_id,
             "replica_urls": self.replica_urls,
+            "sidecar_urls": self.sidecar_urls,
         }
         descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with os.fdopen(descriptor, "w") as stream:
@@ -105,6 +110,7 @@ class Runtime:
             values["inference_api_key"],
             values["server_id"],
             tuple(values["replica_urls"]),
+            tuple(values["sidecar_urls"]),
             int(os.environ.get(SLOT_ENV, "0")),
             tuple(int(number) for number in os.environ.get(SOCKETS_ENV, "").split(",") if number),
         )

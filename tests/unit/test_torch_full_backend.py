@@ -191,9 +191,7 @@ def test_an_export_has_the_tokenizer_and_the_dtype_that_was_asked_for(tmp_path: 
         "a b"
     )
     assert all(path.suffix in (".json", ".safetensors", ".txt", ".jinja", ".model") for path in rounded.iterdir())
-    assert_same(
-        _tensors(rounded), {name: one.to(torch.bfloat16) for name, one in _tensors(Path(model_path())).items()}
-    )
+    assert_same(_tensors(rounded), {name: one.to(torch.bfloat16) for name, one in _tensors(Path(model_path())).items()})
 
 
 def test_the_next_model_begins_with_the_base_models_weights(tmp_path: Path) -> None:
@@ -297,9 +295,7 @@ def test_a_pass_that_fails_at_any_operation_leaves_the_gradient(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("steps", [0, 1], ids=["first", "later"])
-def test_a_step_without_memory_changes_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: int
-) -> None:
+def test_a_step_without_memory_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
     backend = _trained(steps=steps)
     ok(backend.run([train("m", sft(7, 12))]))
     start = _saved(backend, tmp_path / "start")

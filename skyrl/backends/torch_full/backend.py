@@ -17,6 +17,7 @@ from skyrl.backends.base import (
     InvalidRequest,
     ModelLimits,
     PassResult,
+    PlaceTaken,
     TrainingPass,
 )
 from skyrl.backends.torch_full import state
@@ -62,12 +63,13 @@ class TorchFullBackend:
         return self._device.type == "cpu"
 
     def create_model(self, model_id: str, spec: LoraSpec) -> None:
-        """Begin with the base model's weights. Raises InvalidRequest: a model is being trained, or `spec` asks for an
-        adapter."""
+        """Begin with the base model's weights. Raises PlaceTaken while another model is trained, and InvalidRequest:
+        the id exists, or `spec` asks for an adapter."""
         check_spec(spec)
         if self._trained is not None:
-            known = self._trained[0] == model_id
-            raise InvalidRequest(f"model_id: {model_id} exists already" if known else "another model is being trained")
+            if self._trained[0] == model_id:
+                raise InvalidRequest(f"model_id: {model_id} exists already")
+            raise PlaceTaken("lora_config.rank: another model is being trained")
         with command_on(self._device, waits=True):
             parameters = FullParameters(self._model.read(self._model.base.path), self._device)
             self._model.bind(parameters)
@@ -127,9 +129,14 @@ class TorchFullBackend:
 
     def save_adapter(self, model_id: str, directory: Path, *, dtype: AdapterDtype | None = None) -> None:
         """Write the whole model in Hugging Face's format. `dtype` None: the dtype that the model computes in, which is
-        that of vLLM on such a device."""
+        that of vLLM on such a device. Raises FloatingPointError for weights that no sampler takes."""
         chosen = self._model.dtype if dtype is None else getattr(torch, dtype)
         with command_on(self._device, waits=False):
+            if not state.are_finite(self._parameters(model_id).weights):
+                raise FloatingPointError(
+                    "the model's weights hold NaN or infinity, so nothing can be sampled from them: load a checkpoint "
+                    "from before, and lower the learning rate"
+                )
             state.save_model(self._model, self._parameters(model_id), directory, chosen)
 
     def save_snapshot(self, model_id: str, directory: Path) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from skyrl.backends.base import InvalidRequest
 from skyrl.backends.torch_full.model import FullModel
+from skyrl.backends.torch_full.optimizer import CHUNK
 from skyrl.backends.torch_full.parameters import FullParameters
 from skyrl.backends.torch_lora.state import OPTIMIZER_PARTS, STATE_JSON
 
@@ -51,6 +52,11 @@ def save_model(
             shutil.copyfile(file, directory / name)
 
 
+def are_finite(flat: Tensor) -> bool:
+    """Whether no number is NaN or infinite. Needs the memory of a chunk."""
+    return all(bool(torch.isfinite(chunk).all()) for chunk in flat.split(CHUNK))
+
+
 def base_directory(path: str) -> Path:
     """The local directory with the base model's files. A model of the hub is in the hub's cache, because it was loaded
     from there. Raises OSError."""
@@ -61,9 +67,7 @@ def base_directory(path: str) -> Path:
     return Path(snapshot_download(path, local_files_only=True))
 
 
-def save_state(
-    model: FullModel, parameters: FullParameters, directory: Path, shard_bytes: int = SHARD_BYTES
-) -> None:
+def save_state(model: FullModel, parameters: FullParameters, directory: Path, shard_bytes: int = SHARD_BYTES) -> None:
     """Write the model in float32, and the moments and the pending gradient if there are any: float32 tensors named
     `<part>.<parameter>`, in files of at most `shard_bytes` or one tensor."""
     save_model(model, parameters, directory, torch.float32, shard_bytes)
