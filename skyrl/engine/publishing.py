@@ -1,4 +1,4 @@
-"""Bringing weights to the inference servers: an adapter, or a version of the full weights, that a save has just written.
+"""Brings weights to the inference servers: the adapter, or version of the full weights, that a save has just written.
 
 Also puts the base model's weights back when the model that was fine-tuned as a whole has ended.
 """

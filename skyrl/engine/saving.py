@@ -1,8 +1,8 @@
 """The saves: a model's training state, weights to sample from, weights to export.
 
 Named saves go to the checkpoint store. Weights to sample from are also written to the state directory, from which vLLM
-loads them; unnamed ones are stored only there. Weights are an adapter, or those of the whole model. Knows which rows a save writes. Deletes no checkpoint: the sweeper
-deletes files that no row refers to.
+loads them; unnamed ones are stored only there. Weights are an adapter, or those of the whole model. Knows which rows a
+save writes. Deletes no checkpoint: the sweeper deletes files that no row refers to.
 """
 
 from __future__ import annotations

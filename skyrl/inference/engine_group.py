@@ -264,8 +264,8 @@ class EngineGroup:
             await self._until_lost(replica)
 
     async def _prepare(self, replica: Replica) -> None:
-        """Warm the replica up, and load the adapters in use, or the full weights. A sleeping replica is warm already, and
-        is woken later."""
+        """Warm the replica up, and load the adapters in use, or the full weights. A sleeping replica is warm already,
+        and is woken later."""
         if replica.incarnation is None:
             replica.forget_adapters()
         if self._weights is not None:

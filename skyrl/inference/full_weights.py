@@ -104,9 +104,7 @@ class FullWeightsOfReplicas:
         """
         async with self._publishing:
             replicas = list(ready())
-            updates: dict[Replica, Update] = {
-                each: WeightUpdate(VersionOnDisk(self._workers[each.id])) for each in replicas
-            }
+            updates = {each: self._update_of(each) for each in replicas}
             failed = await self._each(updates, lambda replica, update: self._stage(replica, update, wanted))
             staged = {replica: update for replica, update in updates.items() if replica not in failed}
             refusals = [error for error in failed.values() if isinstance(error, VllmError)]
@@ -121,6 +119,9 @@ class FullWeightsOfReplicas:
             for replica, error in failed.items():
                 lose(replica, f"an update of the weights failed: {error}")
             logger.info("weights %s are on %d of %d replicas", wanted.version, len(staged) - len(failed), len(replicas))
+
+    def _update_of(self, replica: Replica) -> Update:
+        return WeightUpdate(VersionOnDisk(self._workers[replica.id]))
 
     async def _stage(self, replica: Replica, update: Update, wanted: VersionFiles) -> None:
         async def stage() -> None:

@@ -91,9 +91,9 @@ class Launcher:
     async def _start_parts(
         self, directory: Path, name: str, sockets: list[socket.socket], first_ready: FirstReady
     ) -> None:
-        """Start the vLLMs, their sidecars, the router, the engine, the port and the API processes. They stop in reverse:
-        the API processes first, so that they can end the samples in flight, then the port, the engine, the router, and
-        the vLLMs last."""
+        """Start the vLLMs, their sidecars, the router, the engine, the port and the API processes. They stop in
+        reverse: the API processes first, so that they can end the samples in flight, then the port, the engine, the
+        router, and the vLLMs last."""
         config, inference = self._config, None
         key, url, replicas, sidecars = config.external_inference_api_key, None, (), ()
         metrics = LauncherMetrics.new()

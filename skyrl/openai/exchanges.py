@@ -19,7 +19,7 @@ from skyrl.sampling.answer_stream import AnswerStream
 from skyrl.sampling.completion import MalformedAnswer
 from skyrl.sampling.endpoint import Endpoint
 from skyrl.sampling.error_messages import describe, server_failure
-from skyrl.sampling.loaded_weights import OtherWeights, Span
+from skyrl.sampling.loaded_weights import OtherWeights, Span, check_began
 from skyrl.sampling.transport import CONTROL_ANSWER_BYTES, Answer, CompletionTransport
 from skyrl.types.ids import new_request_id
 from skyrl.types.weights import WeightsRef

@@ -64,8 +64,8 @@ class ModelNames:
         self._loaded = loaded
 
     async def find(self, name: str, tenant: str) -> Target:
-        """Raises OpenAIError: 404 for what does not exist for this tenant, and for weights that are not loaded any more;
-        400 for a checkpoint of another base."""
+        """Raises OpenAIError: 404 for what does not exist for this tenant, and for weights that are not loaded any
+        more; 400 for a checkpoint of another base."""
         target = await self._find(name, tenant)
         if self._loaded is not None and (replaced := await self._loaded.replaced(target.weights)) is not None:
             raise OpenAIError(replaced, status=404, param="model", code="model_not_found")

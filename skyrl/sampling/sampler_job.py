@@ -46,9 +46,7 @@ def served_name(weights: WeightsRef, base_name: str, field: str, *, full_finetun
         case AdapterVersion(name):
             if not full_finetuning:
                 return name
-            refused = (
-                f"adapter {name!r} cannot be sampled from: this server fine-tunes whole models, and has no adapters"
-            )
+            refused = f"adapter {name!r} cannot be sampled from: this server trains whole models, and has no adapters"
         case FullWeights(version):
             if full_finetuning:
                 return base_name

@@ -59,7 +59,7 @@ class CheckpointOnDisk:
         (self._directory / INDEX).write_text(json.dumps(index))
         written = VersionOnDisk(self._workers, self._pause)
         await written.begin(self._version)
-        await written.send(self._directory)
+        await written.send(self._directory.absolute())
         await written.finish()
         await self._delete()
 

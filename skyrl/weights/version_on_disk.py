@@ -8,7 +8,7 @@ from skyrl.weights.workers import PauseMode, Workers
 
 
 class VersionOnDisk:
-    """The only part is the checkpoint's directory, which must stay until `finish` has returned. With the pause
+    """The only part is the absolute path of the checkpoint, which must stay until `finish` has returned. With the pause
     `in_place`, samples in flight keep their cache, with the other pauses they compute it again; without a pause the
     servers refuse while samples are in flight."""
 
@@ -24,7 +24,7 @@ class VersionOnDisk:
     async def send(self, part: Path) -> None:
         """The servers read and check the files while they sample. Raises WorkersFailed."""
         self._body = {
-            "model_path": str(part.resolve()),
+            "model_path": str(part),
             "weight_version": self._version,
             "flush_cache": self._pause != "in_place",
         }
