@@ -295,6 +295,9 @@ class ForwardingClient:
         if (replaced := await self._loaded.replaced(attempts.exchange.weights)) is not None:
             self.counts["replaced_weights"] += 1
             raise FailedRequest(replaced, ErrorCategory.USER)
+        if not error.versions:
+            self.counts["malformed"] += 1
+            raise server_failure(str(error))
         self.counts["other_weights"] += 1
         attempts.trouble = f"the inference server does not have the current weights yet: {error}"
         await self._back_off(attempts, waits_for=SampleWait.LOADING)

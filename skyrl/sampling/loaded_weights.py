@@ -25,7 +25,14 @@ class Span(msgspec.Struct, frozen=True):
 
 
 class OtherWeights(Exception):
-    """An answer began with other weights than the ones that were asked for. Nobody may get it."""
+    """An answer began with other weights than the ones that were asked for. Nobody may get it. `versions` began it; none
+    are known if the server does not tell."""
+
+    def __init__(self, versions: Iterable[str]) -> None:
+        self.versions = sorted(set(versions))
+        super().__init__(
+            f"the answer began with the weights {', '.join(self.versions) or 'that the server did not tell'}"
+        )
 
 
 def check_began(spans: Iterable[list[Span] | None], wanted: str) -> None:
@@ -35,7 +42,7 @@ def check_began(spans: Iterable[list[Span] | None], wanted: str) -> None:
     new version, as the later tokens of the earlier ones do."""
     first = [of_sequence[0].version for of_sequence in spans if of_sequence]
     if wanted not in first:
-        raise OtherWeights(f"the answer began with the weights {', '.join(sorted(set(first))) or 'of no version'}")
+        raise OtherWeights(first)
 
 
 class LoadedWeights:
