@@ -25,8 +25,8 @@ class Span(msgspec.Struct, frozen=True):
 
 
 class OtherWeights(Exception):
-    """An answer began with other weights than the ones that were asked for. Nobody may get it. `versions` began it; none
-    are known if the server does not tell."""
+    """An answer began with other weights than the ones that were asked for. Nobody may get it. `versions` began it;
+    none are known if the server does not tell."""
 
     def __init__(self, versions: Iterable[str]) -> None:
         self.versions = sorted(set(versions))
