@@ -393,3 +393,53 @@ def test_an_export_loads_in_a_vllm_without_skyrl(
     ran = subprocess.run(command, env=os.environ | stock, capture_output=True, text=True, timeout=SLOW_START_S)
     assert ran.returncode == 0, ran.stderr[-3000:]
     np.testing.assert_allclose(json.loads(ran.stdout.splitlines()[-1]), expected, atol=1e-4)
+
+
+@pytest.fixture(scope="module")
+def two_vllms(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DemoServer]:
+    config = {"trainer.full_finetuning": True, "generator.inference_engine.num_engines": 2}
+    running = DemoServer(tmp_path_factory.mktemp("two"), backend_config=config)
+    running.start()
+    try:
+        running.wait_ready(SLOW_START_S)
+        yield running
+    finally:
+        running.stop()
+
+
+@pytest.mark.slow
+def test_a_replica_that_dies_between_updates_comes_back_with_the_newest_version(
+    two_vllms: DemoServer, tokens: list[int]
+) -> None:
+    """Samples run all the time, on both vLLMs, through updates and through the death of one."""
+    runtime = json.loads((two_vllms.state_dir / "run" / "runtime.json").read_text())
+    urls, key = runtime["replica_urls"], runtime["inference_api_key"]
+
+    def versions() -> list[str | None]:
+        return [_version(url, key) for url in urls]
+
+    long = types.SamplingParams(max_tokens=500, temperature=1.0, stop=[])
+    with tinker.ServiceClient(base_url=two_vllms.url, api_key=KEY) as client:
+        trainer = _trainer(client)
+        model_id = trainer.get_info().model_id
+        for number in range(1, 6):
+            _step(trainer, tokens)
+            sampler = _sampler(trainer)
+            if number == 3:
+                port = urls[1].rpartition(":")[2]
+                find_process(two_vllms, f"--port {port}").kill()
+            running = [sampler.sample(types.ModelInput.from_ints(tokens), 2, long) for _ in range(6)]
+            gap = np.abs(_sampled(sampler, tokens) - _trained(trainer, tokens)).max()
+            assert gap < 1e-4
+            for each in running:
+                assert {len(sequence.tokens) for sequence in each.result().sequences} == {500}
+        _until(lambda: versions() == [f"{model_id}@5"] * 2)
+
+
+def _version(url: str, key: str) -> str | None:
+    """The version of a vLLM's weights; None while it does not answer."""
+    request = urllib.request.Request(f"{url}/weight_info", headers={"Authorization": f"Bearer {key}"})
+    try:
+        return json.load(urllib.request.urlopen(request, timeout=30))["weight_version"]
+    except OSError:
+        return None
