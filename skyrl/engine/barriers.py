@@ -88,14 +88,13 @@ class Barriers:
         self._backend.create_model(model.id, model.lora)
         return BarrierResult({"type": "create_model", "model_id": model.id}, set_model(model.id, status="ready"))
 
-    def _create_soon(self, model: ModelRecord) -> None:
-        """Make a model, on a file thread. A model that was closed just before has its place until the event loop drops
-        it."""
+    def _with_place(self, work: Callable[[], None]) -> None:
+        """Run on the backend thread, and wait. A model that was closed just before has its place until the event loop
+        drops it."""
         waits_until = time.monotonic() + PLACE_S
         while True:
             try:
-                self._threads.wait_for_backend(lambda: self._backend.create_model(model.id, model.lora))
-                return
+                return self._threads.wait_for_backend(work)
             except PlaceTaken:
                 if time.monotonic() > waits_until:
                     raise
@@ -124,6 +123,8 @@ class Barriers:
 
         def load() -> None:
             self._living(command)  # the session may have ended while the files were fetched
+            if creates:
+                self._backend.create_model(model.id, model.lora)
             try:
                 self._backend.load_state(model.id, directory, optimizer=request.optimizer)
             except Exception:
@@ -132,9 +133,7 @@ class Barriers:
                 raise
 
         with self._store.reading(saved.store_key) as directory:
-            if creates:
-                self._create_soon(model)
-            self._threads.wait_for_backend(load)
+            self._with_place(load)
         ready = set_model(model.id, status="ready")
 
         details = {"tinker_path": request.path, "model_id": path.model_id, "into": model.id}
