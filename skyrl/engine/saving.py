@@ -1,8 +1,10 @@
 """The saves: a model's training state, weights to sample from, weights to export.
 
 Named saves go to the checkpoint store. Weights to sample from are also written to the state directory, from which vLLM
-loads them; unnamed ones are stored only there. Weights are an adapter, or those of the whole model. Knows which rows a
-save writes. Deletes no checkpoint: the sweeper deletes files that no row refers to.
+loads them; unnamed ones are stored only there. Weights are an adapter, or those of the whole model. With Ray, vLLM may
+run on another node: then adapters to sample from go to the checkpoint store alone, named or not, under keys that follow
+from their versions. Knows which rows a save writes. Deletes no checkpoint: the sweeper deletes files that no row refers
+to.
 """
 
 from __future__ import annotations
@@ -22,8 +24,8 @@ from skyrl.db.samplers import Sampler, add_sampler, sampler_exists
 from skyrl.engine.barrier_result import BarrierResult
 from skyrl.engine.encryption import encrypt_files, parse_recipients
 from skyrl.engine.save_limits import SaveLimits
-from skyrl.storage.adapters import adapter_directory
-from skyrl.storage.base import CheckpointStore
+from skyrl.storage.adapters import adapter_directory, adapter_key
+from skyrl.storage.base import CheckpointStore, NotStored
 from skyrl.storage.directories import atomic_directory, link_files, remove, safe_name, sizes_of
 from skyrl.storage.full_weights import full_directory
 from skyrl.types.command import Command
@@ -75,16 +77,43 @@ class Saves:
             path = self._path("sampler_weights", model, request)
         else:
             self._check_unnamed(model, request)
-        number = model.sampler_version + 1
-        weights = FullWeights.of(model.id, number) if model.lora.is_full else AdapterVersion.of(model.id, number)
-        directory = self._write_version(weights)
+        key = None
+        if self._config.ray is None:
+            number = model.sampler_version + 1
+            weights = FullWeights.of(model.id, number) if model.lora.is_full else AdapterVersion.of(model.id, number)
+            directory = self._write_version(weights)
+            sizes = sizes_of(directory)
+        else:
+            weights = self._unused_version(model)
+            key = adapter_key(weights)
+            with self._store.writing(key) as directory:
+                self._backend.save_adapter(model.id, directory, dtype=self._config.adapter_dtype)
+                sizes = sizes_of(directory)
         count_version = _counted(model, weights)
         if path is None:
-            return self._open_session(model, request, weights, directory, count_version)
-        stored = self._store_named(
-            command, model, request, path, lambda scratch: link_files(directory, scratch), weights=weights
-        )
+            return self._open_session(model, request, weights, sum(sizes.values()), count_version)
+        if key is None:
+            stored = self._store_named(
+                command, model, request, path, lambda scratch: link_files(directory, scratch), weights=weights
+            )
+        else:
+            stored = self._name(command, model, request, path, key, weights)
         return BarrierResult(stored.result, _both(count_version, stored.change), weights)
+
+    def _unused_version(self, model: ModelRecord) -> AdapterVersion:
+        """The model's next version. A version that is stored already is left out: an engine died before it recorded the
+        version, which nodes may have fetched, and the same name must not get other files."""
+        number = model.sampler_version + 1
+        while self._is_stored(adapter_key(AdapterVersion.of(model.id, number))):
+            number += 1
+        return AdapterVersion.of(model.id, number)
+
+    def _is_stored(self, key: str) -> bool:
+        try:
+            self._store.files(key)
+        except NotStored:
+            return False
+        return True
 
     def _write_version(self, weights: AdapterVersion | FullWeights) -> Path:
         """Write the files of a model's next version. Returns their directory."""
@@ -102,13 +131,12 @@ class Saves:
         model: ModelRecord,
         request: SaveWeightsForSamplerRequest,
         weights: AdapterVersion | FullWeights,
-        directory: Path,
+        size_bytes: int,
         count_version: Change,
     ) -> BarrierResult:
         """Open a sampling session on the new version, for an unnamed save."""
         seq_id = request.sampling_session_seq_id
         assert seq_id is not None
-        size_bytes = sum(sizes_of(directory).values())
         sampler = Sampler(
             id=sampling_session_id_of(model.session_id, seq_id),
             session_id=model.session_id,
@@ -139,6 +167,18 @@ class Saves:
         key = _new_key(command, path)
         with self._store.writing(key) as directory:
             write(directory)
+        return self._name(command, model, request, path, key, weights)
+
+    def _name(
+        self,
+        command: Command,
+        model: ModelRecord,
+        request: SaveWeightsRequest,
+        path: TinkerPath,
+        key: str,
+        weights: WeightsRef | None,
+    ) -> BarrierResult:
+        """The checkpoint whose files are stored under `key`."""
         now = time.time()
         checkpoint = Checkpoint(
             path=path,

@@ -14,7 +14,7 @@ from pathlib import Path
 from skyrl.config.server import ServerConfig
 from skyrl.inference.placement import Placement, ServerHandle, ServerSpec, free_port
 from skyrl.inference.vllm_client import Probe, VllmClient
-from skyrl.inference.vllm_command import HOST, LOGGING_CONFIG, inference_devices, options_named, vllm_spec
+from skyrl.inference.vllm_command import LOGGING_CONFIG, inference_devices, options_named, vllm_spec
 from skyrl.inference.watchdog import Watchdog
 from skyrl.launcher.first_ready import StartObserver
 from skyrl.launcher.parts import Part
@@ -63,7 +63,9 @@ class InferenceParts:
             )
             self._replicas.append(_VllmPart(name, config, spec, devices[number], key, placement, first_ready, restarts))
         router_port = distinct_ports(1, {*ports, config.port})[0] if config.routed else None
-        self.url = self.replica_urls[0] if router_port is None else f"http://{HOST}:{router_port}"
+        self.url = (
+            self.replica_urls[0] if router_port is None else f"http://{in_url(config.inference_host)}:{router_port}"
+        )
         """Where samples go: the only vLLM, or the router."""
         self.ports = frozenset(ports if router_port is None else [*ports, router_port])
 
@@ -167,6 +169,11 @@ class _VllmPart:
     @property
     def _log_name(self) -> str:
         return "vLLM" if self._name == VLLM else self._name
+
+
+def in_url(host: str) -> str:
+    """A host as a URL has it."""
+    return f"[{host}]" if ":" in host else host
 
 
 def distinct_ports(count: int, taken: Collection[int] = ()) -> list[int]:

@@ -96,16 +96,18 @@ class Launcher:
         router, and the vLLMs last."""
         config, inference = self._config, None
         key, url, replicas, sidecars = config.external_inference_api_key, None, (), ()
+        if config.modes.own_inference:
+            key = config.inference_api_key or secrets.token_urlsafe(32)
         metrics = LauncherMetrics.new()
         if config.modes.manages_inference:
-            key = secrets.token_urlsafe(32)
+            assert key is not None
             placement = LocalPlacement(self._logs)
             inference = InferenceParts(config, self._findings, key, directory, placement, first_ready, metrics.restarts)
             url, replicas = inference.url, inference.replica_urls
             if config.full_finetuning:
                 ports = distinct_ports(len(replicas), {config.port, *inference.ports})
                 sidecars = tuple(f"http://{HOST}:{port}" for port in ports)
-        runtime = Runtime(config, directory, url, key, name, replicas, sidecars)
+        runtime = Runtime(config, directory, url, key, name, replicas, sidecar_urls=sidecars)
         await self._add(metrics_part(metrics, runtime.metrics_directory, config.state_dir))
         own = OwnProcesses(runtime, self._logs, first_ready, metrics.restarts, offline=self._findings.offline)
         needs = (CLAIM_WATCH,) if config.modes.trains else ()

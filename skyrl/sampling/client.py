@@ -70,9 +70,12 @@ class ForwardingClient:
 
     `replicas` are the URLs of the servers behind skyrl's own router. An answer of that router names the replica that it
     is about, and the client asks this replica for its health and loads adapters there. No other server is ever asked
-    because an answer names it. For the router, samples of one sampling session have one key: its replica then has their
-    common prefix in its cache, and the router spreads them if the replica has much to do. Other routers do not spread
-    one key; for them each sample has its own.
+    because an answer names it. Without `replicas` the client loads adapters at the endpoint, and skyrl's router passes
+    a load on to all replicas.
+
+    With `shares_keys` the endpoint is that router. For it, samples of one sampling session have one key: its replica
+    then has their common prefix in its cache, and the router spreads them if the replica has much to do. Other routers
+    do not spread one key; for them each sample has its own.
 
     `loaded` tells whether weights are still current, on a server whose full weights are replaced while it serves. There
     an answer that began with other weights is given to nobody: the sample fails if its weights were replaced, and is
@@ -90,6 +93,7 @@ class ForwardingClient:
         zero_fill_logprobs: bool = False,
         replicas: Collection[str] = (),
         loaded: LoadedWeights | None = None,
+        shares_keys: bool = False,
         metrics: AdapterMetrics | None = None,
     ) -> None:
         self._transport = transport
@@ -97,6 +101,7 @@ class ForwardingClient:
         self._deadline_s = deadline_s
         self._loaded = loaded
         self._replicas = frozenset(replicas)
+        self._shares_keys = shares_keys or bool(replicas)
         self._headers = {"Content-Type": "application/json"}
         if api_key is not None:
             self._headers["Authorization"] = f"Bearer {api_key}"
@@ -132,7 +137,7 @@ class ForwardingClient:
     def _request(self, exchange: Exchange[T], deadline: float) -> Coroutine[Any, Any, T]:
         """One request to the server, in the trace of the request that it is for. Returns the coroutine that does it,
         because every coroutine around another one costs each sample time."""
-        key = exchange.shared_key if self._replicas else exchange.key
+        key = exchange.shared_key if self._shares_keys else exchange.key
         headers = {**self._headers, "X-Session-ID": key, **exchange.headers}
         if (trace := current_trace.get()) is not None:
             return self._traced(exchange, headers, deadline, trace.child("forward", "client"))

@@ -38,8 +38,9 @@ def adamw_step(parameters: FullParameters, params: AdamParams) -> dict[str, floa
         chunk = slice(start, start + CHUNK)
         if clip != 1.0:
             gradient[chunk].mul_(clip)
-        buffers = (each[chunk] for each in (parameters.weights, gradient, exp_avg, exp_avg_sq))
-        _step_chunk(*buffers, scratch, step, params)
+        _step_chunk(
+            parameters.weights[chunk], gradient[chunk], exp_avg[chunk], exp_avg_sq[chunk], scratch, step, params
+        )
     parameters.exp_avg, parameters.exp_avg_sq = exp_avg, exp_avg_sq
     parameters.gradient, parameters.step = None, step
     return {"grad_norm": norm, "learning_rate": float(params.learning_rate), "optimizer_step": float(step)}

@@ -75,7 +75,7 @@ class TorchLoraBackend:
         if model_id in self._adapters:
             raise InvalidRequest(f"model_id: {model_id} exists already")
         with command_on(self._device, waits=True):
-            self._adapters[model_id] = Adapter(spec, trained_targets(self._base.linears, spec), self._device)
+            self._adapters[model_id] = Adapter(spec, trained_targets(self._base.targets, spec), self._device)
 
     def delete_model(self, model_id: str) -> None:
         self._adapters.pop(model_id, None)

@@ -5,7 +5,6 @@ Knows transformers' loading. Knows nothing of adapters' weights, passes or losse
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -15,8 +14,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from skyrl.backends.base import Datum, ModelLimits
+from skyrl.backends.torch_lora.adapter import Target
 from skyrl.backends.torch_lora.device import base_dtype
-from skyrl.backends.torch_lora.lora import MultiLoraLinear
 from skyrl.backends.torch_lora.packed_model import PackedModel
 from skyrl.backends.torch_lora.packing import pack
 from skyrl.config.server import ConfigError
@@ -27,7 +26,7 @@ LOADING_ERRORS = (OSError, ValueError, KeyError, ImportError, SafetensorError)
 
 
 class BaseModel:
-    """A causal language model whose weights never change. `packed` computes; `limits` and `linears` describe it."""
+    """A causal language model whose weights never change. `packed` computes; `limits` and `targets` describe it."""
 
     def __init__(self, path: str, device: torch.device, packed: PackedModel, config: Any) -> None:
         """`config`: transformers' configuration of the model."""
@@ -39,9 +38,9 @@ class BaseModel:
         self.max_context = int(text_config.max_position_embeddings)
 
     @property
-    def linears(self) -> Mapping[str, MultiLoraLinear]:
-        """The layers that adapters can train, by name, in module order."""
-        return self.packed.linears
+    def targets(self) -> list[Target]:
+        """The layers that adapters can train, in module order."""
+        return [linear.target for linear in self.packed.linears.values()]
 
     def limits(self, max_model_len: int | None) -> ModelLimits:
         return ModelLimits(self.vocab_size, min(self.max_context, max_model_len or self.max_context))

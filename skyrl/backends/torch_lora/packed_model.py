@@ -50,8 +50,8 @@ class PackedModel(nn.Module):
         """The target logprobs of each slice, float32 [entries]. The caller makes `segments`, one for each slice, the
         active ones until the backward has ended."""
         hidden = self._hidden_states(slices)
-        return [
-            target_logprobs(hidden[segment.start : segment.stop], of_slice, self.lm_head, segment)
+        return [  # clones, because FSDP2 warns of outputs that are views
+            target_logprobs(hidden[segment.start : segment.stop], of_slice, self.lm_head, segment).clone()
             for of_slice, segment in zip(targets, segments, strict=True)
         ]
 

@@ -47,8 +47,7 @@ class RunningPass:
     def outcome(self) -> PassResult | Exception:
         if self.error is not None:
             return self.error
-        notice = {} if self.loss.notice is None else {self.loss.notice: 1.0}
-        return PassResult(self.logprobs, self.tally.metrics() | notice)
+        return result_of(self.loss, self.logprobs, self.tally)
 
 
 @dataclass(frozen=True)
@@ -148,7 +147,8 @@ def _forward_backward(base: BaseModel, batch: Sequence[Slice], backward: bool) -
     with torch.set_grad_enabled(backward), base.packed.active.use(made.segments):
         logprobs = base.packed(made.packed, made.targets, made.segments)
         values = [loss_of(*each) for each in zip(batch, logprobs, made.inputs, strict=True)]
-        gradients = _gradients(values, made.segments) if backward else [None] * len(batch)
+        totals = [value.total for value in values]
+        gradients = slice_gradients(totals, made.segments) if backward else [None] * len(batch)
     return [SliceResult(*parts) for parts in zip(logprobs, made.inputs, values, gradients, strict=True)]
 
 
@@ -169,31 +169,45 @@ def loss_inputs(piece: Slice, device: torch.device) -> LossInputs:
     return LossInputs(tensors, datum_of_entry, len(sizes))
 
 
-def _gradients(values: Sequence[LossValue], segments: Sequence[LoraSegment]) -> list[Tensor]:
-    """Each slice's gradient, flat float32 in the order of its adapter's buffers, from one backward for all slices."""
+def slice_gradients(
+    totals: Sequence[Tensor], segments: Sequence[LoraSegment], also: Sequence[Tensor] = ()
+) -> list[Tensor]:
+    """Each slice's gradient, flat float32 in the order of its adapter's buffers, from one backward for all slices. The
+    backward goes to the tensors `also`, too."""
     leaves = [[leaf for pair in segment.pairs.values() for leaf in pair] for segment in segments]
-    totals = [value.total for value in values]
-    gradients = iter(torch.autograd.grad(totals, [leaf for of_slice in leaves for leaf in of_slice]))
-    return [torch.cat([next(gradients).reshape(-1) for _ in of_slice]) for of_slice in leaves]
+    gradients = iter(torch.autograd.grad(totals, [*(leaf for of_slice in leaves for leaf in of_slice), *also]))
+    return [torch.cat([next(gradients).reshape(-1) for _ in of_slice]) for of_slice in leaves if of_slice]
 
 
 def _record(piece: Slice, result: SliceResult) -> None:
     running = piece.running
     running.tally.add(result.value, piece.tokens, result.inputs.tensors.get("advantages"))
     if not math.isfinite(running.tally.loss):
-        running.fail(
-            InvalidRequest(
-                f"loss_fn: the sum of {running.training_pass.loss_fn} is {running.tally.loss}, no gradient was "
-                "kept; check loss_fn_inputs (logprobs far from the model's own overflow the ratio) and the "
-                "learning rate of earlier steps"
-            )
-        )
+        running.fail(not_finite(running.training_pass, running.tally.loss))
         return
-    shapes = [datum.loss_inputs["target_tokens"].shape for datum in piece.data]
-    flat = np.split(result.logprobs.detach().cpu().numpy(), np.cumsum([math.prod(shape) for shape in shapes])[:-1])
-    running.logprobs += [part.reshape(shape) for part, shape in zip(flat, shapes, strict=True)]
+    running.logprobs += by_datum(result.logprobs, piece.data)
     if result.gradient is not None:
         running.gradient = result.gradient if running.gradient is None else running.gradient.add_(result.gradient)
     if piece.last and running.gradient is not None:
         running.adapter.accumulate(running.gradient)
         running.gradient = None
+
+
+def not_finite(training_pass: TrainingPass, loss: float) -> InvalidRequest:
+    """The failure of a pass whose loss is NaN or infinite."""
+    return InvalidRequest(
+        f"loss_fn: the sum of {training_pass.loss_fn} is {loss}, no gradient was kept; check loss_fn_inputs (logprobs "
+        "far from the model's own overflow the ratio) and the learning rate of earlier steps"
+    )
+
+
+def by_datum(logprobs: Tensor, data: Sequence[Datum]) -> list[npt.NDArray[np.float32]]:
+    """A slice's logprobs [entries], for each sequence in the shape of its target_tokens."""
+    shapes = [datum.loss_inputs["target_tokens"].shape for datum in data]
+    flat = np.split(logprobs.detach().cpu().numpy(), np.cumsum([math.prod(shape) for shape in shapes])[:-1])
+    return [part.reshape(shape) for part, shape in zip(flat, shapes, strict=True)]
+
+
+def result_of(loss: Loss, logprobs: list[npt.NDArray[np.float32]], tally: Tally) -> PassResult:
+    notice = {} if loss.notice is None else {loss.notice: 1.0}
+    return PassResult(logprobs, tally.metrics() | notice)
