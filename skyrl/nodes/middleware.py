@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from pathlib import Path
 from typing import Any
 
-from skyrl.nodes.cache import NodeCache
+from skyrl.nodes.cache import SCRATCH, NodeCache
 from skyrl.nodes.daemons import Daemons
 from skyrl.nodes.references import NOT_STORED, STORE_AWAY, is_reference, key_in
 from skyrl.nodes.settings import NodeSettings
@@ -44,7 +44,7 @@ class StoredAdapterLoads:
 
     def __init__(self, app: App, settings: NodeSettings | None = None, grace_s: float = GRACE_S) -> None:
         settings = settings or NodeSettings.from_environment()
-        store = store_at(settings.store, settings.store_options, settings.cache / "scratch")
+        store = store_at(settings.store, settings.store_options, settings.cache / SCRATCH)
         self._app = app
         self._key_hash = _hash(settings.api_key)
         self._grace_s = grace_s
@@ -91,6 +91,7 @@ class StoredAdapterLoads:
             await _answer(send, 404, NOT_STORED, f"the checkpoint store has no adapter {key}")
             return
         except (StoreError, OSError) as error:
+            self._opening = None  # somebody may have deleted the directory
             logger.warning("adapter %s could not be brought to this node: %s: %s", key, type(error).__name__, error)
             await _answer(send, 503, STORE_AWAY, f"adapter {key} cannot be brought to this node now")
             return

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import shutil
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -354,6 +355,28 @@ async def test_a_started_vllm_deletes_the_directories_of_those_that_have_ended(l
     assert not dead.app.loaded["a"].exists()
     assert living.app.files_of("a") == started.app.files_of("a") == FILES
     assert len(local_node.stored()) == 2, "what may still be written stays"
+
+
+async def test_a_deleted_directory_is_made_again(local_node: Node) -> None:
+    for key in (KEY, "group/other-1"):
+        local_node.put(key)
+    vllm = local_node.vllm()
+    await vllm.load(KEY)
+    shutil.rmtree(local_node.settings.cache)
+    assert (await vllm.load("group/other-1", "other")).status_code == 503
+    assert (await vllm.load("group/other-1", "other")).status_code == 200
+    assert (await local_node.vllm().load(KEY)).status_code == 200
+    assert vllm.app.files_of("other") == FILES, "the next vLLM does not take this one for ended"
+
+
+async def test_downloads_of_dead_vllms_are_deleted(local_node: Node) -> None:
+    root, name = local_node.settings.cache, ".tmp-0123456789abcdef"
+    left = [root / "stored" / name, root / "scratch" / name]
+    for directory in left:
+        directory.mkdir(parents=True)
+        os.utime(directory, (0, 0))
+    NodeCache(local_node.store, root, 2**30).open()
+    assert not any(directory.exists() for directory in left)
 
 
 async def test_the_files_of_an_ended_vllm_wait_for_its_next_start_and_then_go(local_node: Node) -> None:
