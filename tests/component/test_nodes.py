@@ -43,6 +43,12 @@ class FakeVllm:
     loaded: dict[str, Path] = field(default_factory=dict)
     seen: list[tuple[str, bytes]] = field(default_factory=list)
     refusal: int | None = None
+    breaks: bool = False
+    """Loads adapters without an answer."""
+    go: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __post_init__(self) -> None:
+        self.go.set()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         body = (await receive()).get("body", b"")
@@ -66,12 +72,15 @@ class FakeVllm:
         assert int(headers[b"content-length"]) == len(body)
         fields = json.loads(body)
         name, path = fields["lora_name"], Path(fields["lora_path"])
+        await self.go.wait()
         if name in self.loaded:
             await _reply(send, 400, b'{"error":{"message":"has already been loaded"}}')
         elif not _exists(path):
             await _reply(send, 404, b'{"error":{"message":"No adapter found","type":"NotFoundError"}}')
         else:
             self.loaded[name] = path
+            if self.breaks:
+                raise ConnectionError
             await _reply(send, 200, b"Success")
 
     def files_of(self, name: str) -> dict[str, bytes]:
@@ -237,6 +246,28 @@ async def test_files_stay_for_the_grace_time_after_unloading(local_node: Node) -
     assert directory.is_dir()
     assert (await vllm.load(KEY)).status_code == 200
     assert not vllm.middleware._unused_at
+
+
+async def test_files_stay_while_vllm_loads_them_and_after_a_load_without_an_answer(local_node: Node) -> None:
+    for key in (KEY, "group/other-1"):
+        local_node.put(key)
+    vllm = local_node.vllm()
+    vllm.app.go.clear()
+    loading = [asyncio.create_task(vllm.load(KEY, name)) for name in ("a", "a", "b")]
+    await until(lambda: len(vllm.app.seen) == 3)
+    await vllm.health()
+    assert not vllm.middleware._releasing
+    vllm.app.go.set()
+    assert sorted([(await load).status_code for load in loading]) == [200, 200, 400]
+    await vllm.health()
+    assert vllm.app.files_of("a") == vllm.app.files_of("b") == FILES
+
+    vllm.app.breaks = True
+    with pytest.raises(ConnectionError):
+        await vllm.load("group/other-1", "c")
+    await vllm.health()
+    assert not vllm.middleware._unused_at
+    assert vllm.app.files_of("c") == FILES
 
 
 async def test_an_adapter_that_vllm_refuses_leaves_the_node(local_node: Node) -> None:
