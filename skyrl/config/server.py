@@ -278,15 +278,6 @@ class ServerConfig(BaseSettings):
         return self
 
     @model_validator(mode="after")
-    def _one_vllm_takes_turns(self) -> ServerConfig:
-        if self.modes.manages_inference and not self.modes.forwards and self.routed:
-            raise ValueError(
-                f"generator.inference_engine.num_engines: {self.backend_config.inference.num_engines} vLLMs, but with "
-                "trainer.placement.colocate_all the trainer takes turns with one vLLM: leave out one of the two keys"
-            )
-        return self
-
-    @model_validator(mode="after")
     def _ray_takes_no_turns(self) -> ServerConfig:
         if self.ray is not None and not self.modes.forwards:
             raise ValueError(
@@ -295,6 +286,15 @@ class ServerConfig(BaseSettings):
             )
         if self.ray is not None and not self.modes.trains:
             raise ValueError("ray_address: backend 'none' runs neither vLLM nor a trainer: leave it out")
+        return self
+
+    @model_validator(mode="after")
+    def _one_vllm_takes_turns(self) -> ServerConfig:
+        if self.modes.manages_inference and not self.modes.forwards and self.routed:
+            raise ValueError(
+                f"generator.inference_engine.num_engines: {self.backend_config.inference.num_engines} vLLMs, but with "
+                "trainer.placement.colocate_all the trainer takes turns with one vLLM: leave out one of the two keys"
+            )
         return self
 
     @model_validator(mode="after")

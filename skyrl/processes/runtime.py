@@ -31,7 +31,8 @@ SOCKETS_ENV = "SKYRL_API_SOCKETS"
 class Runtime:
     """The configuration of a process. `directory` is private, has a short path, and holds the sockets of the doorbells.
     `inference_url` is where samples go: the vLLM that the launcher runs, or the router in front of several; None if the
-    launcher runs none. `replica_urls` are the addresses of all vLLMs behind it.
+    launcher runs none. `replica_urls` are the addresses of all vLLMs behind it. `ray_address` is HOST:PORT of the Ray
+    cluster that is used; None if none is.
 
     Only API processes have a `slot`, and descriptors of sockets to accept connections from (`listening`)."""
 
@@ -41,6 +42,7 @@ class Runtime:
     inference_api_key: str | None
     server_id: str = "server"
     replica_urls: tuple[str, ...] = ()
+    ray_address: str | None = None
     slot: int = 0
     listening: tuple[int, ...] = ()
 
@@ -77,6 +79,7 @@ class Runtime:
             "inference_api_key": self.inference_api_key,
             "server_id": self.server_id,
             "replica_urls": self.replica_urls,
+            "ray_address": self.ray_address,
         }
         descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with os.fdopen(descriptor, "w") as stream:
@@ -105,6 +108,7 @@ class Runtime:
             values["inference_api_key"],
             values["server_id"],
             tuple(values["replica_urls"]),
+            values["ray_address"],
             int(os.environ.get(SLOT_ENV, "0")),
             tuple(int(number) for number in os.environ.get(SOCKETS_ENV, "").split(",") if number),
         )

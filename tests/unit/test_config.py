@@ -56,6 +56,7 @@ SERVER_KEYS = {
     "port",
     "presigned_downloads",
     "public_url",
+    "ray_address",
     "quota_models",
     "quota_requests_in_flight",
     "quota_stored_bytes",
@@ -80,18 +81,22 @@ BACKEND_KEYS = {
     "generator.inference_engine.num_engines",
     "generator.inference_engine.port",
     "generator.inference_engine.probe_interval_s",
+    "generator.inference_engine.resources",
     "generator.inference_engine.step_timeout_s",
     "generator.inference_engine.tensor_parallel_size",
     "trainer.gradient_checkpointing",
     "trainer.merge_passes",
     "trainer.micro_batch_tokens",
     "trainer.placement.colocate_all",
+    "trainer.placement.policy_num_cpu_ranks",
     "trainer.placement.policy_num_gpus_per_node",
     "trainer.placement.policy_num_nodes",
+    "trainer.placement.policy_resources",
     "trainer.policy.model.lora.alpha",
     "trainer.policy.model.lora.max_cpu_loras",
     "trainer.policy.model.lora.max_lora_rank",
     "trainer.policy.model.lora.max_loras",
+    "trainer.rank_timeout_s",
 }
 
 
@@ -178,8 +183,16 @@ def test_options_of_vllm_keep_their_names_and_values() -> None:
             "'trainer.micro_batch_tokens': Input should be greater than or",
         ),
         (
-            {"trainer": {"placement": {"policy_num_nodes": 2}}},
-            "'trainer.placement.policy_num_nodes' cannot be 2: this version trains on one device",
+            {"trainer": {"placement": {"policy_num_nodes": 0}}},
+            "'trainer.placement.policy_num_nodes': Input should be greater than or equal to 1",
+        ),
+        (
+            {"trainer.placement.policy_num_gpus_per_node": True},
+            "'trainer.placement.policy_num_gpus_per_node': Input should be a valid integer",
+        ),
+        (
+            {"generator.inference_engine.resources": {"CPU": -1}},
+            "'generator.inference_engine.resources': 'CPU': -1.0 is not an amount of a resource",
         ),
         (
             {"trainer.policy.model.lora.max_lora_rank": 7},
@@ -454,3 +467,48 @@ def test_tiny_names_the_built_in_model_in_every_source(monkeypatch: pytest.Monke
     for config in (*named, load_config({})):
         assert (config.base_model_path, config.served_names) == (built_in, ("tiny",))
     assert load_config({"base_model": "./tiny"}).base_model_path == str(tmp_path / "tiny")
+
+
+@pytest.mark.parametrize(
+    ("given", "ray", "ranks"),
+    [
+        ({}, None, 1),
+        ({"ray_address": "local"}, "local", 1),
+        ({"ray_address": "10.0.0.1:6379"}, "10.0.0.1:6379", 1),
+        ({"backend_config": {"trainer.placement.policy_num_gpus_per_node": 8}}, "local", 8),
+        ({"backend_config": {"trainer.placement.policy_num_cpu_ranks": 2}}, "local", 2),
+        ({"backend_config": {"trainer.placement.policy_num_nodes": 2}}, "auto", 2),
+        ({"backend_config": {"trainer.placement.policy_num_nodes": 2}, "ray_address": "local"}, "local", 2),
+    ],
+)
+def test_several_ranks_or_nodes_use_ray(given: dict[str, Any], ray: str | None, ranks: int) -> None:
+    config = load_config(given)
+    assert (config.ray, config.backend_config.trainer.placement.ranks) == (ray, ranks)
+    assert config.routed == (ray is not None)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"ray_address": "ray://10.0.0.1:10001"}, "ray_address: 'ray://10.0.0.1:10001' is the address of a Ray client"),
+        ({"ray_address": "somewhere"}, "ray_address: 'somewhere' is not auto, local or HOST:PORT"),
+        ({"ray_address": "host:0"}, "ray_address: 'host:0' is not auto, local or HOST:PORT"),
+        (
+            {"ray_address": "local", "backend_config": {"trainer.placement.colocate_all": True}},
+            "configuration: trainer.placement.colocate_all: trainer and vLLM take turns",
+        ),
+        (
+            {
+                "ray_address": "local",
+                "backend": "none",
+                "base_model": "tiny",
+                "external_inference_url": "http://127.0.0.1:1",
+            },
+            "configuration: ray_address: backend 'none' runs neither vLLM nor a trainer",
+        ),
+    ],
+)
+def test_a_ray_address_that_cannot_be_used_is_refused(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        load_config(given)
+    assert str(raised.value).startswith(message)

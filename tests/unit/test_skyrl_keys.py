@@ -86,7 +86,9 @@ def test_only_values_that_this_server_implements_are_accepted(key: str) -> None:
 
 
 def test_true_is_not_1_and_0_is_not_false() -> None:
-    assert "policy_num_nodes' cannot be True" in refusal({"trainer.placement.policy_num_nodes": True})
+    assert "num_prefill' cannot be False" in refusal({"generator.inference_engine.num_prefill": False})
+    key = "trainer.policy.sequence_parallel_size"
+    assert f"{key}' cannot be True" in refusal({key: True})
     assert "merge_lora' cannot be 0" in refusal({"trainer.policy.megatron_config.lora_config.merge_lora": 0})
 
 
