@@ -15,7 +15,11 @@ if TYPE_CHECKING:
     from skyrl.backends.torch_lora.group import RankGroup
 
 
-def _torch_lora(config: ServerConfig, ranks: RankGroup | None) -> Backend:
+def _torch(config: ServerConfig, ranks: RankGroup | None) -> Backend:
+    if config.full_finetuning:
+        from skyrl.backends.torch_full.backend import TorchFullBackend
+
+        return TorchFullBackend(config)
     if ranks is not None:
         from skyrl.backends.torch_lora.sharded import ShardedBackend
 
@@ -25,7 +29,7 @@ def _torch_lora(config: ServerConfig, ranks: RankGroup | None) -> Backend:
     return TorchLoraBackend(config)
 
 
-_FACTORIES: dict[str, Callable[[ServerConfig, RankGroup | None], Backend]] = {"fsdp": _torch_lora}
+_FACTORIES: dict[str, Callable[[ServerConfig, RankGroup | None], Backend]] = {"fsdp": _torch}
 
 
 def create_backend(name: str, config: ServerConfig, ranks: RankGroup | None = None) -> Backend:

@@ -20,7 +20,7 @@ from skyrl.backends.registry import create_backend
 from skyrl.cluster.connection import connect
 from skyrl.cluster.rank_actors import RankActors
 from skyrl.config.server import ConfigError, ServerConfig
-from skyrl.db import adapter_versions
+from skyrl.db import adapter_versions, full_weights
 from skyrl.db.checkpoints import store_key_of
 from skyrl.db.database import Database
 from skyrl.db.engine_state import read_state
@@ -32,6 +32,7 @@ from skyrl.engine.adoption import adopt_adapters
 from skyrl.engine.build import EngineParts, build_engine
 from skyrl.engine.crash_ledger import CrashLedger
 from skyrl.engine.measuring import measuring
+from skyrl.engine.publishing import version_files
 from skyrl.engine.sampling import ColocatedSampler
 from skyrl.engine.signals import EngineSignals
 from skyrl.engine.state import EngineStatePublisher
@@ -39,6 +40,7 @@ from skyrl.engine.tracing import CommandTracing
 from skyrl.engine.trainer_ranks import LOADING, start_ranks, watch_ranks
 from skyrl.inference.adapter_host import AdapterHost, SharedDirectory, StoredAdapters
 from skyrl.inference.engine_group import EngineGroup
+from skyrl.inference.full_weights import FullWeightsOfReplicas, VersionFiles
 from skyrl.inference.replica import Addresses, Replica
 from skyrl.inference.router_members import RouterMembers
 from skyrl.inference.vllm_command import context_length, cuda_devices
@@ -224,6 +226,7 @@ async def run(runtime: Runtime) -> None:
             opened.push_async_callback(asyncio.to_thread, spans.close)
         tracing = CommandTracing(spans)
         parts = build_engine(config, database, backend, store, ledger, api, signals, group, sampler, metrics, tracing)
+        opened.push_async_callback(parts.publisher.close)
         listener = opened.enter_context(closing(DoorbellListener(runtime.engine_doorbell, parts.engine.ring)))
         listener.start()
         heartbeat.activity = lambda: parts.activity.text
@@ -265,10 +268,16 @@ def _group(
         limit = config.backend_config.lora.max_loras
         return await database.read_async(lambda c: adapter_versions.in_use(c, time.time() - IN_USE_S, limit))
 
+    async def current_weights() -> VersionFiles:
+        return version_files(config, await database.read_async(full_weights.current))
+
+    weights = None
+    if config.full_finetuning:
+        sidecars = dict(zip(runtime.replica_urls, runtime.sidecar_urls, strict=True))
+        weights = FullWeightsOfReplicas(current_weights, sidecars, key)
     replicas = [Replica(each, Addresses.same(each), key, host, metrics=metrics) for each in runtime.replica_urls]
-    if not config.routed:
-        return EngineGroup(replicas, state.publish_url, in_use)
-    return EngineGroup(replicas, state.publish_url, in_use, proxy_url=url, members=RouterMembers(url, key))
+    proxy_url, members = (url, RouterMembers(url, key)) if config.routed else (None, None)
+    return EngineGroup(replicas, state.publish_url, in_use, proxy_url=proxy_url, members=members, weights=weights)
 
 
 @asynccontextmanager

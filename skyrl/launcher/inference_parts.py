@@ -67,6 +67,7 @@ class InferenceParts:
             self.replica_urls[0] if router_port is None else f"http://{in_url(config.inference_host)}:{router_port}"
         )
         """Where samples go: the only vLLM, or the router."""
+        self.ports = frozenset(ports if router_port is None else [*ports, router_port])
 
     @property
     def replica_urls(self) -> tuple[str, ...]:

@@ -19,8 +19,9 @@ from skyrl.db.database import Database
 from skyrl.db.migrate import migrate
 from skyrl.db.store_ownership import claim_store
 from skyrl.inference.placement import LocalPlacement
+from skyrl.inference.vllm_command import HOST
 from skyrl.launcher.first_ready import FirstReady
-from skyrl.launcher.inference_parts import InferenceParts
+from skyrl.launcher.inference_parts import InferenceParts, distinct_ports
 from skyrl.launcher.own_parts import (
     CLAIM_WATCH,
     ENGINE,
@@ -90,11 +91,11 @@ class Launcher:
     async def _start_parts(
         self, directory: Path, name: str, sockets: list[socket.socket], first_ready: FirstReady
     ) -> None:
-        """Start the vLLMs, the router, the engine, the port and the API processes. They stop in reverse: the API
-        processes first, so that they can end the samples in flight, then the port, the engine, the router, and the
-        vLLMs last."""
+        """Start the vLLMs, their sidecars, the router, the engine, the port and the API processes. They stop in
+        reverse: the API processes first, so that they can end the samples in flight, then the port, the engine, the
+        router, and the vLLMs last."""
         config, inference = self._config, None
-        key, url, replicas = config.external_inference_api_key, None, ()
+        key, url, replicas, sidecars = config.external_inference_api_key, None, (), ()
         if config.modes.own_inference:
             key = config.inference_api_key or secrets.token_urlsafe(32)
         metrics = LauncherMetrics.new()
@@ -103,13 +104,17 @@ class Launcher:
             placement = LocalPlacement(self._logs)
             inference = InferenceParts(config, self._findings, key, directory, placement, first_ready, metrics.restarts)
             url, replicas = inference.url, inference.replica_urls
-        runtime = Runtime(config, directory, url, key, name, replicas)
+            if config.full_finetuning:
+                ports = distinct_ports(len(replicas), {config.port, *inference.ports})
+                sidecars = tuple(f"http://{HOST}:{port}" for port in ports)
+        runtime = Runtime(config, directory, url, key, name, replicas, sidecar_urls=sidecars)
         await self._add(metrics_part(metrics, runtime.metrics_directory, config.state_dir))
         own = OwnProcesses(runtime, self._logs, first_ready, metrics.restarts, offline=self._findings.offline)
         needs = (CLAIM_WATCH,) if config.modes.trains else ()
         if inference is not None:
             await self._add(*inference.parts(needs))
             needs = (*needs, *inference.watches)
+            await self._add(*own.sidecars(needs))
             if config.routed:
                 await self._add(*own.router(needs))
                 needs = (ROUTER_WATCH,)

@@ -239,6 +239,11 @@ def check(config: ServerConfig) -> Findings:
     if not config.modes.manages_inference:
         return Findings(devices, offline)
     tested = check_vllm(cuda=bool(devices), colocated=not config.modes.forwards)
+    if config.full_finetuning and not tested:
+        raise ConfigError(
+            "trainer.full_finetuning: needs skyrl's changes to vLLM, which are for vLLM "
+            f"{' or '.join(f'{prefix}*' for prefix in TESTED_VERSIONS)}, and {vllm_version()} is installed"
+        )
     check_inference_port(config)
     replicas = config.backend_config.inference.num_engines
     if not devices and replicas > 1:

@@ -23,6 +23,8 @@ logger = logging.getLogger(__name__)
 RUNTIME_ENV = "SKYRL_RUNTIME_FILE"
 SLOT_ENV = "SKYRL_API_SLOT"
 """The number of an API process within its server: 0, 1, ..."""
+SIDECAR_ENV = "SKYRL_SIDECAR_NUMBER"
+"""The number of a sidecar, and of its vLLM, within its server: 0, 1, ..."""
 SOCKETS_ENV = "SKYRL_API_SOCKETS"
 """The file descriptors of the sockets from which an API process accepts connections."""
 
@@ -31,8 +33,8 @@ SOCKETS_ENV = "SKYRL_API_SOCKETS"
 class Runtime:
     """The configuration of a process. `directory` is private, has a short path, and holds the sockets of the doorbells.
     `inference_url` is where samples go: the vLLM that the launcher runs, or the router in front of several; None if the
-    launcher runs none. `replica_urls` are the addresses of all vLLMs behind it. `ray_address` is HOST:PORT of the Ray
-    cluster that is used; None if none is.
+    launcher runs none. `replica_urls` are the addresses of all vLLMs behind it; `sidecar_urls` those of their sidecars,
+    in the same order, if there are any. `ray_address` is HOST:PORT of the Ray cluster that is used; None if none is.
 
     Only API processes have a `slot`, and descriptors of sockets to accept connections from (`listening`)."""
 
@@ -43,6 +45,7 @@ class Runtime:
     server_id: str = "server"
     replica_urls: tuple[str, ...] = ()
     ray_address: str | None = None
+    sidecar_urls: tuple[str, ...] = ()
     slot: int = 0
     listening: tuple[int, ...] = ()
 
@@ -80,6 +83,7 @@ class Runtime:
             "server_id": self.server_id,
             "replica_urls": self.replica_urls,
             "ray_address": self.ray_address,
+            "sidecar_urls": self.sidecar_urls,
         }
         descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with os.fdopen(descriptor, "w") as stream:
@@ -109,6 +113,7 @@ class Runtime:
             values["server_id"],
             tuple(values["replica_urls"]),
             values["ray_address"],
+            tuple(values["sidecar_urls"]),
             int(os.environ.get(SLOT_ENV, "0")),
             tuple(int(number) for number in os.environ.get(SOCKETS_ENV, "").split(",") if number),
         )

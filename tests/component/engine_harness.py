@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from sqlalchemy import select
 
-from skyrl.backends.torch_lora.backend import TorchLoraBackend
+from skyrl.backends.registry import create_backend
 from skyrl.config.loading import load_config
 from skyrl.config.server import ServerConfig
 from skyrl.db import engine_state
@@ -131,7 +131,7 @@ class Harness:
         self._ringing: set[asyncio.Task[list[str]]] = set()
         self._listener = DoorbellListener(self._doorbell, self._on_ring)
         self._listener.start()
-        self.make_backend: Callable[[ServerConfig], Any] = TorchLoraBackend
+        self.make_backend: Callable[[ServerConfig], Any] = lambda config: create_backend(config.backend, config)
         self._parts: EngineParts | None = None
         self._running: asyncio.Task[None] | None = None
         self._api: Doorbell | None = None
