@@ -289,13 +289,14 @@ class CountingRank(Rank):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.gathered = 0
-        gather = _fsdp_param_group.foreach_all_gather
+        module: Any = _fsdp_param_group
+        gather = module.foreach_all_gather
 
         def counted(*arguments: Any) -> Any:
             self.gathered += 1
             return gather(*arguments)
 
-        _fsdp_param_group.foreach_all_gather = counted
+        module.foreach_all_gather = counted
         logprobs_module.LOGITS_BYTES = 16 * VOCAB * 4
 
     def count(self) -> int:
