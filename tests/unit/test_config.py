@@ -505,7 +505,7 @@ def test_tiny_names_the_built_in_model_in_every_source(monkeypatch: pytest.Monke
     ],
 )
 def test_several_ranks_or_nodes_use_ray(given: dict[str, Any], ray: str | None, ranks: int) -> None:
-    config = load_config(given)
+    config = load_config({"checkpoint_store": "file:///seen/by/every/node", **given})
     assert (config.ray, config.backend_config.trainer.placement.ranks) == (ray, ranks)
     assert config.routed == (ray is not None)
 

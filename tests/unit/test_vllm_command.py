@@ -103,6 +103,8 @@ def test_the_command_depends_only_on_its_inputs_and_servers_have_different_seeds
     assert first == vllm_spec(config, 9123, "secret", cuda=False)
     other = vllm_spec(config, 9124, "secret", cuda=False)
     assert option(first, "seed") != option(other, "seed")
+    seeds = [option(vllm_spec(config, 9123, "k", cuda=False, directory=Path(d)), "seed") for d in ("/tmp/a", "/tmp/b")]
+    assert seeds[0] != seeds[1], "each start of a server has other seeds, also with a configured key"
 
 
 def test_lora_limits_and_names_come_from_the_configuration(model: Path) -> None:
