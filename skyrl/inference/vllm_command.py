@@ -89,13 +89,14 @@ def vllm_spec(
     api_key: str,
     *,
     cuda: bool,
+    host: str = HOST,
     directory: Path | None = None,
     offline: bool = False,
     tested: bool = True,
     log_name: str = "vllm.log",
     logging_config: Path | None = None,
 ) -> ServerSpec:
-    """One vLLM server for this configuration.
+    """One vLLM server for this configuration, which listens at `host`.
 
     `directory` is for the sockets between the server's processes and for temporary files, which vLLM never deletes.
     With `offline` the server does not ask the model hub. A version of vLLM that is not `tested` gets no development
@@ -126,7 +127,7 @@ def vllm_spec(
         env[LOGGING_CONFIG] = str(logging_config)
     if offline or Path(config.base_model_path).is_dir():
         env |= OFFLINE
-    options = _common_options(config, port, api_key)
+    options = _common_options(config, port, api_key) | {"host": host}
     if cuda:
         options |= _gpu_options(config)
     else:
@@ -135,7 +136,7 @@ def vllm_spec(
         threads = str(config.threads)
         env |= _CPU_ENV | {"OMP_NUM_THREADS": threads, "VLLM_CPU_KVCACHE_SPACE": str(kv_gib)}
     argv = (sys.executable, "-m", "vllm.entrypoints.openai.api_server", *render(options | passed_through))
-    return ServerSpec(argv=argv, env=env, host=HOST, port=port, log_name=log_name)
+    return ServerSpec(argv=argv, env=env, host=host, port=port, log_name=log_name)
 
 
 def render(options: dict[str, Any]) -> list[str]:
@@ -238,7 +239,6 @@ def _common_options(config: ServerConfig, port: int, api_key: str) -> dict[str, 
     return {
         "model": config.base_model_path,
         "served_model_name": list(config.served_names),
-        "host": HOST,
         "port": port,
         "max_num_seqs": inference.max_num_seqs,
         "scheduling_policy": "priority",  # skyrl.sampling.fair_order decides which sample is next

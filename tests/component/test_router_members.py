@@ -142,7 +142,7 @@ async def test_the_url_is_published_once_the_router_has_a_replica() -> None:
         told = 0
         fails = True
 
-        async def update(self, used: object, left_out: object) -> None:
+        async def update(self, used: object, left_out: object, ended: object = ()) -> None:
             self.told += 1
             if self.fails:
                 raise NotTold("away")
