@@ -76,6 +76,8 @@ class LocalCluster:
         options: dict[str, object] = {
             "node-ip-address": HOST,
             "port": self.port,
+            "min-worker-port": 0,  # any free port; else Ray's range contains the ports of skyrl's own servers
+            "max-worker-port": 0,
             "temp-dir": self.directory / "ray",
             "object-store-memory": OBJECT_STORE_BYTES,
             "num-cpus": max(os.cpu_count() or 1, wanted_cpus(self.config)),

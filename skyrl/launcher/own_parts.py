@@ -30,7 +30,7 @@ from skyrl.metrics.restarts import RestartMetrics
 from skyrl.metrics.storage import show_free_space
 from skyrl.processes.running_file import running_now
 from skyrl.processes.runtime import RUNTIME_ENV, SLOT_ENV, SOCKETS_ENV, Runtime
-from skyrl.processes.startup import TAIL_LINES, cause_of_own
+from skyrl.processes.startup import TAIL_LINES, Cause, cause_of_own, cause_of_vllm
 from skyrl.processes.supervision import SupervisedProcess
 from skyrl.storage.space import watch_disk
 
@@ -141,7 +141,9 @@ class OwnProcesses:
             logger.error("Ray has ended with %d, and with it all that ran on it", code)
             if self._placer is not None and self._placer.pid is not None:
                 self._placer.kill(self._placer.pid)
-            self._first_ready.ended(RAY, code, None)
+            cause = cause_of_vllm(code, process.log_tail(TAIL_LINES))
+            sentence = None if cause is None else Cause(f"Ray cannot start: {cause.sentence}", cause.final)
+            self._first_ready.ended(RAY, code, sentence)
 
         log, environment = self._logs / f"{RAY}.log", cluster.environment(devices)
         process = SupervisedProcess(RAY, cluster.command(), environment, log, on_exit=ended)
