@@ -6,6 +6,8 @@ Asks the server's kind how it is probed and why it has ended. Does not know wher
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 from skyrl.inference.engine_kinds import EngineKind
 from skyrl.inference.placement import Placement, ServerHandle, ServerPlan
@@ -17,6 +19,25 @@ from skyrl.metrics.restarts import RestartMetrics
 from skyrl.processes.startup import TAIL_LINES
 
 INFERENCE_GRACE_S = 5.0
+
+
+async def wherever(server: ServerHandle, work: Callable[[str], Coroutine[Any, Any, None]]) -> None:
+    """Run `work` with the server's URL until cancelled, and anew with each URL that the server moves to. Raises what
+    `work` raises."""
+    while True:
+        url = server.url
+        tasks = [asyncio.create_task(server.until_moved(url))]
+        if url is not None:
+            tasks.append(asyncio.create_task(work(url)))
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in tasks:
+                if task.done():
+                    await task
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class ServerParts:
@@ -81,19 +102,7 @@ class ServerParts:
         self._observer.ended(self.name, code, cause)
 
     async def _watch(self) -> None:
-        while True:
-            url = self.server.url
-            watching = None if url is None else asyncio.create_task(self._watch_at(url))
-            try:
-                moving = asyncio.create_task(self.server.until_moved(url))
-                await asyncio.wait([moving, *([] if watching is None else [watching])], return_when="FIRST_COMPLETED")
-                moving.cancel()
-                if watching is not None and watching.done():
-                    await watching
-            finally:
-                if watching is not None:
-                    watching.cancel()
-                    await asyncio.gather(watching, return_exceptions=True)
+        await wherever(self.server, self._watch_at)
 
     async def _watch_at(self, url: str) -> None:
         client = VllmClient(url, self._kind.key)

@@ -10,18 +10,20 @@ import asyncio
 import logging
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import closing
+from typing import Any
 
 from skyrl.cluster.connection import NoCluster, check_reachable, connect
 from skyrl.db.database import Database
 from skyrl.db.faults import outage
 from skyrl.inference.engine_kinds import KINDS, VLLM
 from skyrl.inference.placement import ServerPlan
+from skyrl.inference.vllm_metrics import VllmMetrics
 from skyrl.launcher.first_ready import Supervised
 from skyrl.launcher.parts import Parts
-from skyrl.launcher.server_parts import ServerParts
-from skyrl.metrics.files import publishing
+from skyrl.launcher.server_parts import ServerParts, wherever
+from skyrl.metrics.files import MetricsDirectory, publishing
 from skyrl.metrics.processes import LauncherMetrics
 from skyrl.placer.publisher import ServersPublisher
 from skyrl.placer.ray_placement import RayPlacement
@@ -106,7 +108,7 @@ async def run(runtime: Runtime) -> None:
         placement = RayPlacement(runtime.config.state_dir / "logs", publisher.changed)
         publisher.servers = placement.servers
         publishing_rows = asyncio.create_task(publisher.run())
-        async with publishing(metrics.registry, "placer", runtime.metrics_directory):
+        async with publishing(metrics.registry, "placer", runtime.metrics_directory) as published:
             starts.servers = server_parts(runtime, placement, starts, metrics)
             for server in starts.servers:
                 for part in server.parts(()):
@@ -114,7 +116,9 @@ async def run(runtime: Runtime) -> None:
             away = asyncio.create_task(until_away(runtime.ray_address))
             ended = asyncio.create_task(parts.until_one_ends())
             stopping = asyncio.create_task(stop.wait())
-            lag = asyncio.create_task(metrics.lag.run())
+            measuring = [
+                asyncio.create_task(each) for each in (metrics.lag.run(), *_vllm_metrics(runtime, starts, published))
+            ]
             await asyncio.wait({away, ended, stopping, starts.hopeless}, return_when=asyncio.FIRST_COMPLETED)
             if away.done():
                 _end(MAY_START, str(away.result()))
@@ -124,12 +128,21 @@ async def run(runtime: Runtime) -> None:
             await publisher.clear()
             if starts.hopeless.done() and not stop.is_set():
                 _end(CANNOT_START, starts.hopeless.result().sentence)
-            for task in (away, stopping, lag):
-                task.cancel()
-            await asyncio.gather(away, stopping, lag, return_exceptions=True)
             if ended.done():
                 await ended
-            ended.cancel()
+            for task in (away, stopping, ended, *measuring):
+                task.cancel()
+            await asyncio.gather(away, stopping, ended, *measuring, return_exceptions=True)
+
+
+def _vllm_metrics(runtime: Runtime, starts: Starts, published: MetricsDirectory) -> Iterator[Coroutine[Any, Any, None]]:
+    """Publish the metrics of each vLLM, wherever it runs."""
+    for number, parts in enumerate(starts.servers):
+
+        async def publish(url: str, number: int = number) -> None:
+            await VllmMetrics((url,), runtime.inference_api_key or "", published, number).run()
+
+        yield wherever(parts.server, publish)
 
 
 def _end(code: int, sentence: str) -> None:
