@@ -27,7 +27,8 @@ _DELAY = re.compile(rb"delay_ms=([0-9.]+)")
 MOST_TOKENS = 1_000_000
 
 
-def _http(body: bytes) -> bytes:
+def http_answer(body: bytes) -> bytes:
+    """A complete HTTP answer 200 with this JSON."""
     head = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body)
     return head + body
 
@@ -64,7 +65,7 @@ def completion(choices: int, max_tokens: int, variant: int) -> bytes:
         "choices": [_choice(index, tokens) for index in range(choices)],
         "usage": {"prompt_tokens": 512, "total_tokens": 512 + sampled, "completion_tokens": sampled},
     }
-    return _http(json.dumps(body, separators=(",", ":")).encode())
+    return http_answer(json.dumps(body, separators=(",", ":")).encode())
 
 
 class Upstream:
@@ -86,7 +87,7 @@ class Upstream:
         answer = self._answers.get(shape)
         if answer is None:
             if shape[0] * shape[1] > MOST_TOKENS:
-                return _http(b'{"error":{"message":"too many tokens"}}').replace(b"200 OK", b"400 Bad Request", 1)
+                return http_answer(b'{"error":{"message":"too many tokens"}}').replace(b"200 OK", b"400 Bad Request", 1)
             answer = self._answers[shape] = completion(*shape)
         return answer
 
@@ -98,11 +99,11 @@ class Upstream:
                 handle.cancel()
                 transport.write(answer)
             self.waiting.clear()
-        return _http(b'{"requests":%d,"waiting":%d}' % (self.requests, len(self.waiting)))
+        return http_answer(b'{"requests":%d,"waiting":%d}' % (self.requests, len(self.waiting)))
 
     def reply(self, transport: asyncio.Transport, path: bytes, body: bytes) -> None:
         if not path.startswith((b"/v1/completions", b"/generate")):
-            transport.write(self.control(path) if path.startswith(b"/control") else _http(b"{}"))
+            transport.write(self.control(path) if path.startswith(b"/control") else http_answer(b"{}"))
             return
         self.requests += 1
         answer = self.answer(body)

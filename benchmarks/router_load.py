@@ -1,4 +1,4 @@
-"""Sends the same request again and again, with a fixed number in flight, and measures: for routers, not for the API.
+"""Sends requests in turn, again and again, with a fixed number in flight, and measures. Does not look into answers.
 
 One connection per request in flight, HTTP/1.1, raw bytes: the generator must cost less than what it measures. It reads
 an answer up to its Content-Length, or to the end of its chunks. Prints one JSON line.
@@ -8,11 +8,13 @@ Usage: python -m benchmarks.router_load URL IN_FLIGHT SECONDS BODY [HEADER ...]
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import re
 import statistics
 import sys
 import time
+from collections.abc import Sequence
 from typing import cast
 from urllib.parse import urlsplit
 
@@ -24,10 +26,10 @@ WARM_UP_SHARE = 0.2
 
 
 class Load:
-    """What all connections share."""
+    """What all connections share. They send `requests` in turn, again and again."""
 
-    def __init__(self, request: bytes) -> None:
-        self.request = request
+    def __init__(self, requests: Sequence[bytes]) -> None:
+        self._requests = itertools.cycle(requests)
         self.measuring = False
         self.stopping = False
         self.seconds: list[float] = []
@@ -35,6 +37,9 @@ class Load:
         self.answers = 0
         """All of them, also those before and after the window."""
         self.answer_bytes = 0
+
+    def next_request(self) -> bytes:
+        return next(self._requests)
 
 
 class Connection(asyncio.Protocol):
@@ -52,7 +57,7 @@ class Connection(asyncio.Protocol):
 
     def _send(self) -> None:
         self._sent_at = time.perf_counter()
-        self._transport.write(self._load.request)
+        self._transport.write(self._load.next_request())
 
     def data_received(self, data: bytes) -> None:
         buffer = self._buffer = self._buffer + data if self._buffer else data
@@ -84,11 +89,16 @@ class Connection(asyncio.Protocol):
             self.ended.set_result(None)
 
 
-async def measure(url: str, in_flight: int, seconds: float, body: bytes, headers: list[str]) -> dict[str, float]:
+def request_of(url: str, body: bytes, headers: Sequence[str] = ()) -> bytes:
+    """A complete HTTP request."""
     parts = urlsplit(url)
     lines = "".join(f"{header}\r\n" for header in ["Content-Type: application/json", *headers])
     head = f"POST {parts.path} HTTP/1.1\r\nHost: {parts.netloc}\r\n{lines}Content-Length: {len(body)}\r\n\r\n"
-    load = Load(head.encode() + body)
+    return head.encode() + body
+
+
+async def measure(load: Load, url: str, in_flight: int, seconds: float) -> dict[str, float]:
+    parts = urlsplit(url)
     loop = asyncio.get_running_loop()
     connections = [
         (await loop.create_connection(lambda: Connection(load), parts.hostname or "", parts.port or 80))[1]
@@ -107,6 +117,7 @@ async def measure(url: str, in_flight: int, seconds: float, body: bytes, headers
         "per_s": len(taken) / wall,
         "p50_ms": statistics.median(taken) * 1e3 if taken else float("nan"),
         "p99_ms": taken[int(len(taken) * 0.99)] * 1e3 if taken else float("nan"),
+        "max_ms": taken[-1] * 1e3 if taken else float("nan"),
         "errors": load.errors,
         "answers": load.answers,
         "answer_bytes": load.answer_bytes,
@@ -115,4 +126,5 @@ async def measure(url: str, in_flight: int, seconds: float, body: bytes, headers
 
 if __name__ == "__main__":
     _, target, in_flight, seconds, body, *headers = sys.argv
-    print(json.dumps(uvloop.run(measure(target, int(in_flight), float(seconds), body.encode(), headers))))
+    load = Load([request_of(target, body.encode(), headers)])
+    print(json.dumps(uvloop.run(measure(load, target, int(in_flight), float(seconds)))))

@@ -40,7 +40,7 @@ from skyrl.db.usage import Usage, UsageCounter
 from skyrl.db.writer import GroupCommitWriter
 from skyrl.futures.store import FutureStore
 from skyrl.futures.trace import Traces
-from skyrl.inference.adapter_host import AdapterHost, SharedDirectory
+from skyrl.inference.adapter_host import AdapterHost, HostOfOtherServer, SharedDirectory, StoredAdapters
 from skyrl.inference.features import InferenceFeatures
 from skyrl.metrics.files import MetricsDirectory
 from skyrl.metrics.processes import ApiMetrics
@@ -61,6 +61,7 @@ from skyrl.sampling.http import HttpTransport
 from skyrl.sampling.ownership import SampleOwnership
 from skyrl.sampling.service import SampleService
 from skyrl.standing.standings import Standings
+from skyrl.storage.base import CheckpointStore
 from skyrl.storage.registry import open_store
 from skyrl.tracing.opening import open_spans
 
@@ -157,13 +158,13 @@ def _services(base: Base, secrets: Secrets, features: InferenceFeatures) -> Serv
     sessions, samplers = Sessions(database, writer, base.notifier.peers), Samplers(database, writer)
     models, checkpoints = Models(database, writer), Checkpoints(database, writer)
     store = open_store(config, base.metrics.traffic)
-    adapters = SharedDirectory(partial(base.watch.adapters_in, config.state_dir), store, checkpoints.store_key_of)
+    adapters = _adapters(base, store, checkpoints)
     quotas = Quotas(database, QuotaLimits.of(config), Bounds.of(config), base.futures.is_pending)
     transport = HttpTransport(config.forwarding_inference_max_connections)
     client = _client(base, adapters, transport)
     passage = Passage(
         admission=Admission(config.max_pending_samples, config.max_pending_sample_bytes, base.metrics.samples),
-        order=FairOrder() if config.modes.manages_inference or config.external_inference_priority else None,
+        order=FairOrder() if config.modes.own_inference or config.external_inference_priority else None,
         guard=FeatureGuard(features),
         quotas=quotas,
         usage=base.counter,
@@ -227,6 +228,21 @@ def _services(base: Base, secrets: Secrets, features: InferenceFeatures) -> Serv
     )
 
 
+def _adapters(base: Base, store: CheckpointStore, checkpoints: Checkpoints) -> AdapterHost:
+    config, watch = base.runtime.config, base.watch
+    stored = StoredAdapters(store, checkpoints.store_key_of)
+    if config.ray is not None:
+        return stored
+    shared = SharedDirectory(partial(watch.adapters_in, config.state_dir), store, checkpoints.store_key_of)
+    if not config.modes.shares_inference:
+        return shared
+
+    async def host() -> AdapterHost:
+        return stored if (await watch.refresh()).state_dir is None else shared
+
+    return HostOfOtherServer(host)
+
+
 def _adapter_places(config: ServerConfig) -> int | None:
     """How many adapters the inference servers run at a time; None for servers that skyrl does not run."""
     backend = config.backend_config
@@ -279,15 +295,16 @@ def _client(base: Base, adapters: AdapterHost, transport: HttpTransport) -> Forw
         deadline_s=config.forwarding_deadline_s,
         zero_fill_logprobs=config.forwarding_zero_fill_logprobs,
         replicas=_replicas(base),
+        shares_keys=config.routed or config.modes.shares_inference,
         metrics=base.metrics.adapters,
     )
 
 
-def _replicas(base: Base) -> Collection[str] | None:
-    """The URLs of the servers behind this server's router; None if it has no router. Those on a Ray cluster change."""
+def _replicas(base: Base) -> Collection[str]:
+    """The URLs of the servers behind this server's router; none if it has no router. Those on a Ray cluster change."""
     config = base.runtime.config
     if not config.routed:
-        return None
+        return ()
     return frozenset(base.runtime.replica_urls) if config.ray is None else base.watch.server_urls
 
 

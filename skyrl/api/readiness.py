@@ -79,9 +79,9 @@ class EngineWatch:
         return own if self._modes.trains or self.state.state_dir is None else Path(self.state.state_dir)
 
     def ready_parts(self) -> dict[str, bool]:
-        """The parts that this server runs, each with whether it can work right now."""
+        """The parts that this server has, each with whether it can work right now."""
         reasons = self.reasons()
-        parts = {"training": self._modes.trains, "sampling": self._modes.manages_inference}
+        parts = {"training": self._modes.trains, "sampling": self._modes.own_inference}
         return {
             part: not any(reason.startswith(f"{part}:") for reason in reasons)
             for part, is_here in parts.items()
@@ -93,7 +93,7 @@ class EngineWatch:
         reasons: list[str] = []
         if self._modes.trains and (trouble := self.training_trouble()) is not None:
             reasons.append(f"training: {trouble}")
-        if self._modes.manages_inference and self.state.inference_proxy_url is None:
+        if self._modes.own_inference and self.state.inference_proxy_url is None:
             starting = "; ".join(server.sentence for server in self.servers)
             reasons.append(f"sampling: {starting or 'no inference server has been published'}")
         return reasons

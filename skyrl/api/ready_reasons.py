@@ -27,7 +27,7 @@ class ReadyReasons:
     async def _find(self) -> tuple[bool, list[str]]:
         await self._watch.refresh()
         reasons = self._watch.reasons()
-        if not reasons and self._config.external_inference_url is not None and self._client is not None:
+        if not reasons and not self._config.modes.manages_inference and self._client is not None:
             failure = await self._client.probe()
             reasons = [f"sampling: {failure}"] if failure is not None else []
         ready = not reasons

@@ -86,13 +86,17 @@ class TrainerConfig(Strict):
 
     With `merge_passes` (None: only on CUDA), requests of several tenants share one pass over the base model. Then, and
     on CUDA in any case, other tenants' training changes a tenant's weights by rounding. On a CPU without
-    `merge_passes` it does not change them."""
+    `merge_passes` it does not change them.
+
+    A rank that waits `rank_timeout_s` for another rank, or does not answer the engine for so long, counts as dead. Then
+    all ranks are started again. Loading the base model and one micro-batch must take less time."""
 
     placement: PlacementConfig = Field(default_factory=PlacementConfig)  # pyright: ignore[reportArgumentType]
     policy: PolicyConfig = Field(default_factory=PolicyConfig)
     micro_batch_tokens: int = Field(4096, ge=16)
     merge_passes: bool | None = None
     gradient_checkpointing: bool = False
+    rank_timeout_s: float = Field(300.0, gt=0)
 
 
 class InferenceEngineConfig(Strict):

@@ -13,8 +13,16 @@ class Modes:
     one device, samples are commands, and the engine runs them between two turns of training.
 
     `manages_inference`: this server starts vLLM itself, watches it and stops it.
+
+    `shares_inference`: a gateway that samples from the vLLMs of the server that trains on the same database.
     """
 
     trains: bool
     forwards: bool
     manages_inference: bool
+    shares_inference: bool = False
+
+    @property
+    def own_inference(self) -> bool:
+        """Whether the vLLMs are skyrl's, of this server or of the one that trains."""
+        return self.manages_inference or self.shares_inference

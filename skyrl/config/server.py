@@ -23,6 +23,8 @@ from skyrl.config.modes import Modes
 BackendName = Literal["fsdp", "none"]
 TINY = "tiny"
 """The name of the model that ships with skyrl. Write `./tiny` for a directory of that name."""
+WILDCARDS = ("", "0.0.0.0", "::", "*")
+MIN_KEY = 16
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 BACKENDS: tuple[str, ...] = ("fsdp", "none")
 STORE_SCHEMES = ("file", "s3", "gs", "az")
@@ -76,12 +78,18 @@ class ServerConfig(BaseSettings):
     public_url: str | None = None
     """How download links begin; None means with the address that the client has used."""
     external_inference_url: str | None = None
-    """Base URL of a vLLM-compatible server that somebody else runs. Samples go there; a gateway (`--backend none`)
-    needs it."""
+    """Base URL of a vLLM-compatible server that somebody else runs. Samples go there. Without one, a gateway
+    (`--backend none`) uses the vLLMs of the server that trains on the same database, and needs `inference_api_key`."""
     external_inference_api_key: str | None = None
     """Sent to that server as a bearer token."""
     external_inference_priority: bool = False
     """Send priorities, so that tenants share that server fairly. It needs vLLM's `--scheduling-policy priority`."""
+    inference_api_key: str | None = None
+    """The key of this server's vLLMs and of the router in front of them; None draws one at each start. Gateways that
+    use them need the same key. It opens everything in the vLLMs, so keep it as secret as the database's password."""
+    inference_host: str = "127.0.0.1"
+    """The address at which gateways on other hosts reach the router in front of this server's vLLMs: one of this
+    machine's own, not 0.0.0.0. It needs `inference_api_key`."""
     forwarding_inference_max_connections: int | None = Field(None, ge=1)
     forwarding_deadline_s: float = Field(600.0, gt=0)
     """How long one sample may take, including retries and restarts of vLLM."""
@@ -196,7 +204,14 @@ class ServerConfig(BaseSettings):
             raise ValueError("holds a user or a password; a key goes into external_inference_api_key")
         return value
 
-    @field_validator("external_inference_api_key")
+    @field_validator("inference_api_key")
+    @classmethod
+    def _is_a_key(cls, value: str | None) -> str | None:
+        if value is not None and len(value) < MIN_KEY:
+            raise ValueError(f"is shorter than {MIN_KEY} characters")
+        return value
+
+    @field_validator("external_inference_api_key", "inference_api_key")
     @classmethod
     def _fits_a_header(cls, value: str | None) -> str | None:
         if value is not None and not (value.isascii() and value.isprintable()):
@@ -217,10 +232,31 @@ class ServerConfig(BaseSettings):
 
     @model_validator(mode="after")
     def _gateway_has_upstream(self) -> ServerConfig:
-        if not self.modes.trains and self.external_inference_url is None:
-            raise ValueError("backend 'none' is a sampling-only gateway: give --external-inference-url")
+        if self.modes.shares_inference and (self.inference_api_key is None or self.database_url is None):
+            raise ValueError(
+                "backend 'none' is a sampling-only gateway: give --external-inference-url; or give database_url and "
+                "inference_api_key of a server that trains, whose vLLMs it then uses"
+            )
         if not self.modes.trains and self.base_model is None:
             raise ValueError("backend 'none' needs --base-model: the name that the upstream serves")
+        return self
+
+    @model_validator(mode="after")
+    def _gateways_have_a_key(self) -> ServerConfig:
+        if self.inference_host in WILDCARDS:
+            raise ValueError(
+                f"inference_host: {self.inference_host!r} is no address that gateways could use: give one of this "
+                "machine's own"
+            )
+        if self.inference_host not in LOOPBACK and self.modes.manages_inference and self.inference_api_key is None:
+            raise ValueError(
+                f"inference_host: {self.inference_host!r} can be reached from elsewhere, for gateways: give them and "
+                "this server the same inference_api_key"
+            )
+        if self.inference_host not in LOOPBACK and not self.modes.forwards:
+            raise ValueError(
+                "inference_host: with trainer.placement.colocate_all, gateways cannot sample: leave out one of the two"
+            )
         return self
 
     @model_validator(mode="after")
@@ -262,6 +298,16 @@ class ServerConfig(BaseSettings):
         return self
 
     @model_validator(mode="after")
+    def _nodes_share_a_store(self) -> ServerConfig:
+        if self.ray not in (None, "local") and self.checkpoint_store is None:
+            raise ValueError(
+                f"checkpoint_store: adapters travel by it to the nodes of the Ray cluster ({self.ray}), and the "
+                "default is on this machine's disk: give s3://bucket/prefix, gs://..., az://..., or file:///directory "
+                "that every node sees under the same path"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _ports_exist(self) -> ServerConfig:
         inference = self.backend_config.inference
         if inference.ports and inference.ports[-1] > LAST_PORT:
@@ -277,8 +323,9 @@ class ServerConfig(BaseSettings):
         external = self.external_inference_url is not None
         return Modes(
             trains=self.backend != "none",
-            forwards=external or not self.backend_config.trainer.placement.colocate_all,
+            forwards=external or self.backend == "none" or not self.backend_config.trainer.placement.colocate_all,
             manages_inference=self.backend != "none" and not external,
+            shares_inference=self.backend == "none" and not external,
         )
 
     @property
@@ -293,9 +340,11 @@ class ServerConfig(BaseSettings):
 
     @property
     def routed(self) -> bool:
-        """Whether this server's samples go through a router: with several vLLMs, or where Ray places them, so that the
-        address stays the same when a vLLM comes up on another node."""
-        return self.modes.manages_inference and (self.backend_config.inference.num_engines > 1 or self.ray is not None)
+        """Whether this server's samples go through a router: with several vLLMs; where Ray places them, so that the
+        address stays the same when a vLLM comes up on another node; or for gateways on other hosts."""
+        several = self.backend_config.inference.num_engines > 1
+        remote = self.inference_host not in LOOPBACK
+        return self.modes.manages_inference and (several or remote or self.ray is not None)
 
     @property
     def database(self) -> str:

@@ -95,6 +95,12 @@ def _unsaved() -> ColumnElement[bool]:
     return ~select(checkpoints.c.id).where(checkpoints.c.weights == samplers.c.weights).exists()
 
 
+def not_saved(connection: Connection) -> list[AdapterVersion]:
+    """The versions of open sampling sessions that no checkpoint has."""
+    query = select(samplers.c.weights).where(OPEN_ADAPTER, _unsaved()).distinct()
+    return [weights for weights in connection.execute(query).scalars() if isinstance(weights, AdapterVersion)]
+
+
 def idle(connection: Connection, used_before: float) -> list[str]:
     """Ids of open sampling sessions, at most MAX_NAMED, whose version is to be dropped: no checkpoint has it, nobody
     has sampled from it since `used_before`, and it is not among its model's newest."""

@@ -27,6 +27,7 @@ class EngineState:
     max_context: int | None = None
     heartbeat_at: float = 0.0
     state_dir: str | None = None
+    """Where the adapters' files are; see `publish_state_dir`."""
     activity: str | None = None
     """What the engine does, see `skyrl.types.activity`. From the last heartbeat of an engine, which may be gone."""
 
@@ -77,8 +78,9 @@ def publish_training(
     _put(connection, **values)
 
 
-def publish_state_dir(connection: Connection, state_dir: str) -> None:
-    """Store the state directory of the server that trains. Gateways name adapters in it to their inference server."""
+def publish_state_dir(connection: Connection, state_dir: str | None) -> None:
+    """Store the state directory of the server that trains. Gateways name adapters in it to their inference server. None
+    if adapters are in the checkpoint store: gateways then name them by their keys."""
     _put(connection, state_dir=state_dir)
 
 

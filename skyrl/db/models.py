@@ -13,6 +13,7 @@ from skyrl.db.columns import lora_of, lora_values
 from skyrl.db.commands import highest_seq
 from skyrl.db.database import Database
 from skyrl.db.futures import RECORD
+from skyrl.db.session_cache import SessionCache
 from skyrl.db.sessions import in_project, sessions
 from skyrl.db.tables import ModelRow
 from skyrl.db.writer import GroupCommitWriter
@@ -120,7 +121,7 @@ class Models:
     def __init__(self, database: Database, writer: GroupCommitWriter) -> None:
         self._database = database
         self._writer = writer
-        self._known: dict[str, Model] = {}
+        self._known: SessionCache[Model] = SessionCache()
         self._touched: dict[str, float] = {}
         """By model: the time that was written in the last TOUCH_S seconds, the oldest first."""
 
@@ -132,7 +133,7 @@ class Models:
             if model is None:
                 return None
             if model.is_living:  # `forget_session` would never remove a closed model
-                self._known[model_id] = model
+                self._known.keep(model)
         return model if model.tenant == tenant else None
 
     async def touch(self, model_id: str) -> None:
@@ -146,8 +147,7 @@ class Models:
             await self._writer.execute(_TOUCH, {"model": model_id, "now": now})
 
     def forget_session(self, session_id: str) -> None:
-        for model_id in [model.id for model in self._known.values() if model.session_id == session_id]:
-            self._known.pop(model_id, None)
+        self._known.drop_session(session_id)
 
     async def page(
         self, tenant: str, limit: int, offset: int, project_id: str | None = None

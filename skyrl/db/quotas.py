@@ -10,13 +10,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, delete, func, insert, literal_column, or_, select, update
+from sqlalchemy import ColumnElement, Connection, delete, func, insert, or_, select, update
 
 from skyrl.db.adapter_versions import unsaved_bytes
 from skyrl.db.checkpoints import checkpoints
 from skyrl.db.models import models
 from skyrl.db.samplers import samplers
-from skyrl.db.sessions import sessions
+from skyrl.db.sessions import active_sessions_of, sessions
 from skyrl.db.tables import FutureRow, QuotaRow
 from skyrl.types.kinds import SAMPLES
 from skyrl.wire.paths import TinkerPath
@@ -54,27 +54,21 @@ def clear(connection: Connection, tenant: str) -> bool:
     return connection.execute(delete(quotas).where(quotas.c.tenant == tenant)).rowcount > 0
 
 
-def _active_sessions(tenant: str) -> ColumnElement[bool]:
-    """The condition that a session is active and belongs to the tenant. The status is a literal and no parameter,
-    because SQLite uses the partial index of active sessions only if the query's text contains it."""
-    return (sessions.c.tenant == tenant) & (sessions.c.status == literal_column("'active'"))
-
-
 def active_sessions(connection: Connection, tenant: str) -> int:
     """The number of a tenant's active sessions."""
-    return connection.execute(select(func.count()).select_from(sessions).where(_active_sessions(tenant))).scalar_one()
+    return connection.execute(select(func.count()).select_from(sessions).where(active_sessions_of(tenant))).scalar_one()
 
 
 def living_models(connection: Connection, tenant: str) -> int:
     """The number of models in training in a tenant's active sessions."""
-    active = select(sessions.c.id).where(_active_sessions(tenant))
+    active = select(sessions.c.id).where(active_sessions_of(tenant))
     living = models.c.session_id.in_(active) & models.c.status.in_(("creating", "ready"))
     return connection.execute(select(func.count()).select_from(models).where(living)).scalar_one()
 
 
 def living_samplers(connection: Connection, tenant: str) -> int:
     """The number of sampling sessions in a tenant's active sessions."""
-    active = select(sessions.c.id).where(_active_sessions(tenant))
+    active = select(sessions.c.id).where(active_sessions_of(tenant))
     query = select(func.count()).select_from(samplers).where(samplers.c.session_id.in_(active))
     return connection.execute(query).scalar_one()
 

@@ -12,10 +12,11 @@ from typing import Any
 
 from sqlalchemy import Connection, func, select
 
+from skyrl.db.adapter_versions import OPEN
 from skyrl.db.models import LIVING, models
 from skyrl.db.run_steps import Step, last_steps
 from skyrl.db.samplers import samplers
-from skyrl.db.sessions import sessions
+from skyrl.db.sessions import active_sessions_of, sessions
 from skyrl.db.tables import FutureRow
 from skyrl.types.kinds import Kind
 from skyrl.types.weights import AdapterVersion
@@ -114,11 +115,12 @@ def _name(row: Any) -> str | None:
 
 
 def open_samplers(connection: Connection, tenant: str, limit: int) -> list[OpenSampler]:
-    """The tenant's open sampling sessions, the newest first."""
+    """The tenant's open sampling sessions, the newest first. The query starts from the tenant's active sessions, so it
+    does not read other tenants' rows."""
     query = (
         select(samplers)
         .join(sessions, sessions.c.id == samplers.c.session_id)
-        .where(samplers.c.tenant == tenant, samplers.c.status == "active", sessions.c.status == "active")
+        .where(active_sessions_of(tenant), samplers.c.tenant == tenant, OPEN)
         .order_by(samplers.c.created_at.desc(), samplers.c.id)
         .limit(limit)
     )

@@ -12,6 +12,7 @@ from skyrl.db import adapter_versions, audit
 from skyrl.db.adapter_versions import SamplerDropped, samplers
 from skyrl.db.checkpoints import Checkpoint
 from skyrl.db.database import Database
+from skyrl.db.session_cache import SessionCache
 from skyrl.db.tables import ModelRow, SessionRow
 from skyrl.db.writer import GroupCommitWriter
 from skyrl.types.weights import AdapterVersion, BaseWeights, WeightsRef
@@ -123,7 +124,7 @@ class Samplers:
     def __init__(self, database: Database, writer: GroupCommitWriter) -> None:
         self._database = database
         self._writer = writer
-        self._known: dict[str, Sampler] = {}
+        self._known: SessionCache[Sampler] = SessionCache()
         self._used: set[str] = set()
         """Ids of the sampling sessions that were used since `write_uses` last wrote them."""
 
@@ -148,7 +149,7 @@ class Samplers:
             return stored if stored is not None else sampler
 
         stored = await self._writer.transact(add)
-        self._known[stored.id] = stored
+        self._known.keep(stored)
         return stored
 
     async def join(self, sampler: Sampler) -> int:
@@ -171,12 +172,11 @@ class Samplers:
         if stored is None:
             stored, living = await self._database.read_async(lambda c: _found(c, sampling_session_id, tenant))
             if stored is not None and living:  # nothing would ever remove a closed one from `_known`
-                self._known[sampling_session_id] = stored
+                self._known.keep(stored)
         return stored if stored is not None and stored.tenant == tenant else None
 
     def forget_session(self, session_id: str) -> None:
-        for sampler in [s for s in self._known.values() if s.session_id == session_id]:
-            del self._known[sampler.id]
+        self._known.drop_session(session_id)
 
     def note_use(self, sampler: Sampler) -> None:
         """A sample was requested from it, or has ended. `write_uses` writes that later, for many samples at once."""
@@ -200,7 +200,7 @@ class Samplers:
         NOTICE_S."""
         since = time.time() - LEARN_BACK_S
         for sampler_id in await self._database.read_async(lambda c: adapter_versions.dropped_since(c, since)):
-            self._known.pop(sampler_id, None)
+            self._known.drop(sampler_id)
 
     async def is_dropped(self, sampler: Sampler) -> bool:
         """Whether the database says that its adapter has been dropped."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-from sqlalchemy import ColumnElement, Connection, bindparam, insert, select, update
+from sqlalchemy import ColumnElement, Connection, bindparam, insert, literal_column, select, update
 
 from skyrl.db import audit
 from skyrl.db.database import Database
@@ -73,6 +73,12 @@ def _notes(user_metadata: dict[str, Any] | None) -> bytes | None:
 
 def _session(row: Any) -> Session:
     return Session(row.id, row.tenant, row.status, _notes(row.user_metadata), row.project_id, row.display_name)
+
+
+def active_sessions_of(tenant: str) -> ColumnElement[bool]:
+    """The condition that a session is active and belongs to the tenant. The status is a literal and no parameter,
+    because SQLite uses the partial index of active sessions only if the query's text contains it."""
+    return (sessions.c.tenant == tenant) & (sessions.c.status == literal_column("'active'"))
 
 
 def in_project(project_id: str) -> ColumnElement[bool]:

@@ -1,4 +1,5 @@
-"""Adopting adapters at the engine's start: publish where their files are, and complete rows of earlier skyrl versions.
+"""Adopting adapters at the engine's start: publish where their files are, store those that lie on this disk alone if
+nodes fetch them from the checkpoint store, and complete rows of earlier skyrl versions.
 
 A migration cannot complete these rows, because that needs the files: a key in the checkpoint store, a size, or files in
 the directory that follows from the version's name.
@@ -10,11 +11,11 @@ import logging
 from pathlib import Path
 
 from skyrl.config.server import ServerConfig
-from skyrl.db import early_rows
+from skyrl.db import adapter_versions, early_rows
 from skyrl.db.database import Database
 from skyrl.db.engine_state import publish_state_dir
-from skyrl.storage.adapters import adapter_directory
-from skyrl.storage.base import CheckpointStore, StoreError
+from skyrl.storage.adapters import adapter_directory, adapter_key
+from skyrl.storage.base import CheckpointStore, NotStored, StoreError
 from skyrl.storage.directories import atomic_directory, link_files, sizes_of
 
 logger = logging.getLogger(__name__)
@@ -23,10 +24,13 @@ logger = logging.getLogger(__name__)
 def adopt_adapters(config: ServerConfig, database: Database, store: CheckpointStore) -> None:
     """Complete the rows of adapters. Failures are logged, and the next start tries again. Raises only the errors of the
     database."""
-    database.write(lambda c: publish_state_dir(c, str(config.state_dir)))
+    travels = config.ray is not None
+    database.write(lambda c: publish_state_dir(c, None if travels else str(config.state_dir)))
     _link_into_place(config.state_dir, database)
     _store_sampler_weights(config.state_dir, database, store)
     _record_sizes(config.state_dir, database)
+    if travels:
+        _store_unnamed(config, database, store)
 
 
 def _link_into_place(state_dir: Path, database: Database) -> None:
@@ -68,3 +72,22 @@ def _record_sizes(state_dir: Path, database: Database) -> None:
             sizes[sampler_id] = sum(sizes_of(directory).values())
     if sizes:
         database.write(lambda c: early_rows.set_sizes(c, sizes))
+
+
+def _store_unnamed(config: ServerConfig, database: Database, store: CheckpointStore) -> None:
+    """Store adapters that are in the state directory alone: saved without a name while the server did not use Ray, or
+    held by a sampling session after their checkpoint was deleted."""
+    for adapter in database.read(lambda c: adapter_versions.not_saved(c)):
+        directory = adapter_directory(config.state_dir, adapter)
+        if not directory.is_dir():
+            continue
+        try:
+            store.files(adapter_key(adapter))
+        except NotStored:
+            try:
+                with store.writing(adapter_key(adapter)) as scratch:
+                    link_files(directory, scratch)
+            except (OSError, StoreError):
+                logger.exception("adapter %s could not be put into the checkpoint store", adapter.name)
+        except StoreError as error:
+            logger.error("adapter %s could not be put into the checkpoint store: %s", adapter.name, error)

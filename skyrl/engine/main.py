@@ -34,7 +34,7 @@ from skyrl.engine.sampling import ColocatedSampler
 from skyrl.engine.signals import EngineSignals
 from skyrl.engine.state import EngineStatePublisher
 from skyrl.engine.tracing import CommandTracing
-from skyrl.inference.adapter_host import AdapterHost, SharedDirectory
+from skyrl.inference.adapter_host import AdapterHost, SharedDirectory, StoredAdapters
 from skyrl.inference.engine_group import EngineGroup
 from skyrl.inference.engine_kinds import KINDS, VLLM
 from skyrl.inference.router_members import RouterMembers
@@ -247,12 +247,14 @@ async def run(runtime: Runtime) -> None:
         raise Displaced("the claim to the database was lost while nothing ran")
 
 
-def _adapter_host(config: ServerConfig, database: Database, store: CheckpointStore) -> SharedDirectory:
-    """The host of vLLM, which reads this server's state directory."""
+def _adapter_host(config: ServerConfig, database: Database, store: CheckpointStore) -> AdapterHost:
+    """The host of vLLM, which reads this server's state directory; with Ray, the nodes that fetch adapters."""
 
     async def store_key(adapter: AdapterVersion) -> str | None:
         return await database.read_async(lambda c: store_key_of(c, adapter))
 
+    if config.ray is not None:
+        return StoredAdapters(store, store_key)
     return SharedDirectory(lambda: config.state_dir, store, store_key)
 
 

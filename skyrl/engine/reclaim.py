@@ -3,7 +3,7 @@
 An adapter's files are deleted last. First the row of an adapter that nobody has sampled from for long is marked, so
 that API processes refuse new samples from the adapter. Then the adapter is unloaded from all inference servers. Its
 directory stays for GRACE_S more: vLLM may read an evicted adapter again for a running request, and dies if the
-directory is gone.
+directory is gone. Adapters in the checkpoint store go the same way, by the keys that follow from their versions.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from skyrl.db.checkpoints import pop_expired, store_keys
 from skyrl.db.database import Connection, Database
 from skyrl.db.futures import MAX_NAMED
 from skyrl.db.models import closed_among
-from skyrl.storage.adapters import adapter_directory, adapter_in
+from skyrl.storage.adapters import adapter_at, adapter_directory, adapter_in, adapter_key
 from skyrl.storage.base import CheckpointStore, StoreError
 from skyrl.storage.directories import id_of, is_scratch, remove, safe_name
 from skyrl.types.weights import AdapterVersion
@@ -57,8 +57,11 @@ class FileSweeper:
         self._database = database
         self._store = store
         self._confirm_claim = confirm_claim
-        self._deletable_at: dict[Path, float] = {}
-        """By directory of an unloaded adapter, when the directory may be deleted, in seconds since the epoch."""
+        self._deletable_at: dict[AdapterVersion, float] = {}
+        """By unloaded adapter, when its files may be deleted, in seconds since the epoch."""
+        self._stored: dict[AdapterVersion, float] = {}
+        """The adapters that the last listing found in the checkpoint store under keys of their own, with the time when
+        each was stored."""
         self._expired: set[str] = set()
         """The checkpoint store's keys of expired checkpoints."""
         self._started_at = time.time()
@@ -75,30 +78,38 @@ class FileSweeper:
                 logger.info("dropped adapters that nobody sampled from for long: %s", ", ".join(map(str, dropped)))
 
     def unused_adapters(self, saving: Collection[str]) -> list[AdapterVersion]:
-        """Adapter versions that have files here, and that no sampling session and no checkpoint holds. At most
-        MAX_NAMED; the next call finds the rest."""
+        """Adapter versions that have files here or in the checkpoint store, and that no sampling session and no
+        checkpoint holds. At most MAX_NAMED; the next call finds the rest."""
         expired = self._database.write(lambda c: pop_expired(c, time.time()))
         self._expired |= {checkpoint.store_key for checkpoint in expired if checkpoint.store_key is not None}
-        found = [path for model in _directories(self._config.adapters_dir) for path in _directories(model)]
-        loaded = [path for path in found if path not in self._deletable_at and not is_scratch(path)]
-        return list(self._database.read(lambda c: _unused(c, loaded, saving)))
+        paths = [path for model in _directories(self._config.adapters_dir) for path in _directories(model)]
+        found = dict.fromkeys([*(adapter for path in paths if (adapter := adapter_in(path))), *self._stored])
+        loaded = [adapter for adapter in found if adapter not in self._deletable_at]
+        return self._database.read(lambda c: self._unused(c, loaded, saving))
 
     def unloaded(self, adapter: AdapterVersion) -> None:
         """Note that no inference server has this adapter any more. Its files may be deleted after GRACE_S."""
-        self._deletable_at[adapter_directory(self._config.state_dir, adapter)] = time.time() + GRACE_S
+        self._deletable_at[adapter] = time.time() + GRACE_S
 
     def delete_files(self, saving: Collection[str]) -> None:
         """Delete adapters GRACE_S after their unloading, stored checkpoints without a row, and half-written files of
         dead processes."""
-        due = [path for path, at in self._deletable_at.items() if at <= time.time()][:MAX_NAMED]
+        due = [adapter for adapter, at in self._deletable_at.items() if at <= time.time()][:MAX_NAMED]
         if due:  # a repeated save may have written the same version again
-            unused = self._database.read(lambda c: _unused(c, due, saving))
-            for path in due:
-                if path in unused.values():
-                    self._remove(path)
-                del self._deletable_at[path]
+            unused = self._database.read(lambda c: self._unused(c, due, saving))
+            for adapter in due:
+                if adapter in unused:
+                    self._delete_adapter(adapter)
+                del self._deletable_at[adapter]
         self._delete_leftovers()
         self._sweep_store(saving)
+
+    def _delete_adapter(self, adapter: AdapterVersion) -> None:
+        directory = adapter_directory(self._config.state_dir, adapter)
+        if directory.is_dir():
+            self._remove(directory)
+        if self._stored.pop(adapter, None) is not None:
+            self._delete_stored(adapter_key(adapter))
 
     def _sweep_store(self, saving: Collection[str]) -> None:
         """Delete the files of expired checkpoints. If a listing of the checkpoint store is due, also delete other files
@@ -109,15 +120,22 @@ class FileSweeper:
             self._confirm_claim()
             self._store.remove_leftovers(self._started_at)
             grace_s = LISTING_S if self._remote else GRACE_S
-            old = {found.key for found in self._store.stored() if found.stored_at < now - grace_s}
-            unused |= self._without_row(old, saving)
+            listed = {found.key: found.stored_at for found in self._store.stored()}
+            adapters = {key: adapter for key in listed if (adapter := adapter_at(key)) is not None}
+            self._stored = {adapter: listed[key] for key, adapter in adapters.items()}
+            old = {key for key, stored_at in listed.items() if stored_at < now - grace_s}
+            unused |= self._without_row(old - adapters.keys(), saving)
             self._listing_due = now + (LISTING_S if self._remote else 0.0)
         for key in sorted(unused):
-            self._confirm_claim()
-            try:
-                self._store.delete(key)
-            except StoreError as error:
-                logger.warning("checkpoint %s could not be deleted; the server tries again later: %s", key, error)
+            if adapter_at(key) is None:  # an adapter may be sampled from without its checkpoint
+                self._delete_stored(key)
+
+    def _delete_stored(self, key: str) -> None:
+        self._confirm_claim()
+        try:
+            self._store.delete(key)
+        except StoreError as error:
+            logger.warning("checkpoint %s could not be deleted; the server tries again later: %s", key, error)
 
     def _without_row(self, keys: set[str], saving: Collection[str]) -> set[str]:
         """The keys that no checkpoint and no running save holds."""
@@ -142,17 +160,23 @@ class FileSweeper:
         self._confirm_claim()
         remove(path)
 
+    def _unused(
+        self, connection: Connection, adapters: Sequence[AdapterVersion], saving: Collection[str]
+    ) -> list[AdapterVersion]:
+        """The unused ones of these adapters, at most MAX_NAMED: old enough, and needed by no checkpoint, no sampling
+        session, no sample and no running save. Makes two queries, however many adapters there are."""
+        held = adapter_versions.held(connection, time.time()) if adapters else set()
+        free = (adapter for adapter in adapters if adapter not in held and adapter.model_id not in saving)
+        old = list(islice((adapter for adapter in free if self._is_old(adapter)), MAX_NAMED))
+        sampled = adapter_versions.sampled_now(connection, old)
+        return [adapter for adapter in old if adapter not in sampled]
 
-def _unused(connection: Connection, paths: Sequence[Path], saving: Collection[str]) -> dict[AdapterVersion, Path]:
-    """The unused adapter directories, at most MAX_NAMED: older than GRACE_S, and needed by no checkpoint, no sampling
-    session, no sample and no running save. Makes two queries, however many directories there are."""
-    groups = {safe_name(model_id) for model_id in saving}
-    held = adapter_versions.held(connection, time.time()) if paths else set()
-    named = ((adapter_in(path), path) for path in paths if path.parent.name not in groups)
-    free = ((adapter, path) for adapter, path in named if adapter is not None and adapter not in held)
-    old = dict(islice(((adapter, path) for adapter, path in free if _is_old(path)), MAX_NAMED))
-    sampled = adapter_versions.sampled_now(connection, old.keys())
-    return {adapter: path for adapter, path in old.items() if adapter not in sampled}
+    def _is_old(self, adapter: AdapterVersion) -> bool:
+        """Whether an adapter's files are so old that no save can still be writing its row."""
+        now = time.time()
+        if (stored_at := self._stored.get(adapter)) is not None:
+            return stored_at < now - (LISTING_S if self._remote else GRACE_S)
+        return _changed_at(adapter_directory(self._config.state_dir, adapter)) < now - GRACE_S
 
 
 def _directories(parent: Path) -> list[Path]:
@@ -162,11 +186,6 @@ def _directories(parent: Path) -> list[Path]:
             return [parent / name for name in sorted(entry.name for entry in entries if entry.is_dir())]
     except (FileNotFoundError, NotADirectoryError):
         return []
-
-
-def _is_old(path: Path) -> bool:
-    """Whether the directory is so old that no save can still be writing its row."""
-    return _changed_at(path) < time.time() - GRACE_S
 
 
 def _changed_at(path: Path) -> float:

@@ -1,8 +1,9 @@
 """The saves: a model's training state, an adapter to sample from, an adapter to export.
 
 Named saves go to the checkpoint store. Adapters to sample from are also written to the state directory, from which vLLM
-loads them; unnamed adapters are stored only there. Knows which rows a save writes. Deletes no checkpoint: the sweeper
-deletes files that no row refers to.
+loads them; unnamed adapters are stored only there. With Ray, vLLM may run on another node: then adapters to sample from
+go to the checkpoint store alone, named or not, under keys that follow from their versions. Knows which rows a save
+writes. Deletes no checkpoint: the sweeper deletes files that no row refers to.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from skyrl.db.samplers import Sampler, add_sampler, sampler_exists
 from skyrl.engine.barrier_result import BarrierResult
 from skyrl.engine.encryption import encrypt_files, parse_recipients
 from skyrl.engine.save_limits import SaveLimits
-from skyrl.storage.adapters import adapter_directory
-from skyrl.storage.base import CheckpointStore
+from skyrl.storage.adapters import adapter_directory, adapter_key
+from skyrl.storage.base import CheckpointStore, NotStored
 from skyrl.storage.directories import atomic_directory, link_files, remove, safe_name, sizes_of
 from skyrl.types.command import Command
 from skyrl.types.weights import AdapterVersion, WeightsRef
@@ -73,15 +74,42 @@ class Saves:
             path = self._path("sampler_weights", model, request)
         else:
             self._check_unnamed(model, request)
-        adapter = AdapterVersion.of(model.id, model.sampler_version + 1)
-        directory = self._write_version(adapter)
+        key = None
+        if self._config.ray is None:
+            adapter = AdapterVersion.of(model.id, model.sampler_version + 1)
+            directory = self._write_version(adapter)
+            sizes = sizes_of(directory)
+        else:
+            adapter = self._unused_version(model)
+            key = adapter_key(adapter)
+            with self._store.writing(key) as directory:
+                self._backend.save_adapter(model.id, directory, dtype=self._config.adapter_dtype)
+                sizes = sizes_of(directory)
         count_version = set_model(model.id, sampler_version=adapter.number)
         if path is None:
-            return self._open_session(model, request, adapter, count_version)
-        stored = self._store_named(
-            command, model, request, path, lambda scratch: link_files(directory, scratch), weights=adapter
-        )
+            return self._open_session(model, request, adapter, sum(sizes.values()), count_version)
+        if key is None:
+            stored = self._store_named(
+                command, model, request, path, lambda scratch: link_files(directory, scratch), weights=adapter
+            )
+        else:
+            stored = self._name(command, model, request, path, key, adapter)
         return BarrierResult(stored.result, _both(count_version, stored.change), adapter)
+
+    def _unused_version(self, model: ModelRecord) -> AdapterVersion:
+        """The model's next version. A version that is stored already is left out: an engine died before it recorded the
+        version, which nodes may have fetched, and the same name must not get other files."""
+        number = model.sampler_version + 1
+        while self._is_stored(adapter_key(AdapterVersion.of(model.id, number))):
+            number += 1
+        return AdapterVersion.of(model.id, number)
+
+    def _is_stored(self, key: str) -> bool:
+        try:
+            self._store.files(key)
+        except NotStored:
+            return False
+        return True
 
     def _write_version(self, adapter: AdapterVersion) -> Path:
         """Write the files of a model's next version. Returns their directory."""
@@ -92,12 +120,16 @@ class Saves:
         return directory
 
     def _open_session(
-        self, model: ModelRecord, request: SaveWeightsForSamplerRequest, adapter: AdapterVersion, count_version: Change
+        self,
+        model: ModelRecord,
+        request: SaveWeightsForSamplerRequest,
+        adapter: AdapterVersion,
+        size_bytes: int,
+        count_version: Change,
     ) -> BarrierResult:
         """Open a sampling session on the new version, for an unnamed save."""
         seq_id = request.sampling_session_seq_id
         assert seq_id is not None
-        size_bytes = sum(sizes_of(adapter_directory(self._config.state_dir, adapter)).values())
         sampler = Sampler(
             id=sampling_session_id_of(model.session_id, seq_id),
             session_id=model.session_id,
@@ -128,6 +160,18 @@ class Saves:
         key = _new_key(command, path)
         with self._store.writing(key) as directory:
             write(directory)
+        return self._name(command, model, request, path, key, weights)
+
+    def _name(
+        self,
+        command: Command,
+        model: ModelRecord,
+        request: SaveWeightsRequest,
+        path: TinkerPath,
+        key: str,
+        weights: WeightsRef | None,
+    ) -> BarrierResult:
+        """The checkpoint whose files are stored under `key`."""
         now = time.time()
         checkpoint = Checkpoint(
             path=path,

@@ -6,16 +6,23 @@ Knows the names of versions and where their files are. Loads no version on a rep
 from __future__ import annotations
 
 import asyncio
+import logging
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Protocol
 
-from skyrl.storage.adapters import adapter_directory
-from skyrl.storage.base import CheckpointStore, NotStored
+from skyrl.nodes.references import reference_to
+from skyrl.storage.adapters import adapter_directory, adapter_key
+from skyrl.storage.base import CheckpointStore, NotStored, StoreError
 from skyrl.storage.directories import fetch
 from skyrl.storage.threads import in_store
 from skyrl.types.weights import AdapterVersion
 
+logger = logging.getLogger(__name__)
+
+FOUND_S, MAX_FOUND = 60.0, 10_000
+"""How long, and for how many versions, a process does not ask the store again whether it has a version."""
 StoreKey = Callable[[AdapterVersion], Awaitable[str | None]]
 """The key of the checkpoint that holds a version; None when no checkpoint holds it."""
 
@@ -43,10 +50,15 @@ class AdapterUnavailable(Exception):
 
 
 class AdapterHost(Protocol):
-    """Brings adapter versions to the host of a replica."""
+    """Brings adapter versions to the host of a replica. `copies`: the replica reads files of its own, so that the
+    stored files may be deleted while the replica has the version loaded."""
+
+    @property
+    def copies(self) -> bool: ...
 
     async def bring(self, adapter: AdapterVersion) -> str:
-        """Make the version's files readable by the replica. Returns their directory as the replica sees it.
+        """Make the version's files readable by the replica. Returns their directory as the replica sees it, or
+        a reference by which the replica's node finds them.
 
         Raises AdapterMissing when the files are gone and no checkpoint holds them, AdapterUnavailable when the files
         cannot be brought for any other reason."""
@@ -58,6 +70,8 @@ class SharedDirectory:
 
     A save writes a version's files there. If they are gone, they are fetched from the checkpoint store.
     """
+
+    copies = False
 
     def __init__(self, state_dir: Callable[[], Path], store: CheckpointStore, store_key: StoreKey) -> None:
         self._state_dir = state_dir
@@ -82,13 +96,68 @@ class SharedDirectory:
         return str(directory)
 
     async def _fetch(self, adapter: AdapterVersion, directory: Path) -> None:
-        key = await self._store_key(adapter)
-        if key is None:
-            raise AdapterMissing(adapter)
+        key = await self._store_key(adapter) or adapter_key(adapter)
         try:
             await in_store(fetch, self._store, key, directory)
         except NotStored as error:
             raise AdapterMissing(adapter) from error
+
+
+class StoredAdapters:
+    """The hosts of replicas that run elsewhere: each node fetches a version from the checkpoint store, once
+    (`skyrl.nodes`). This process moves no files."""
+
+    copies = True
+
+    def __init__(self, store: CheckpointStore, store_key: StoreKey) -> None:
+        self._store = store
+        self._store_key = store_key
+        self._found: dict[AdapterVersion, tuple[str, float]] = {}
+        """By version that was found in the store, its key, and until when that is taken for true."""
+
+    async def bring(self, adapter: AdapterVersion) -> str:
+        """As `AdapterHost.bring`. While the store is away, the reference is returned all the same: the node may have
+        the files."""
+        key, until = self._found.get(adapter, ("", 0.0))
+        if until < time.monotonic():
+            key = await self._find(adapter)
+        return reference_to(key)
+
+    async def _find(self, adapter: AdapterVersion) -> str:
+        try:
+            key = await self._store_key(adapter) or adapter_key(adapter)
+        except Exception as error:  # an unreachable database
+            raise AdapterUnavailable(adapter, error) from error
+        try:
+            await in_store(self._store.files, key)
+        except NotStored as error:
+            raise AdapterMissing(adapter) from error
+        except StoreError as error:
+            logger.warning("whether the checkpoint store has adapter %s is not known: %s", adapter.name, error)
+            return key
+        now = time.monotonic()
+        if len(self._found) >= MAX_FOUND:
+            self._found = {each: found for each, found in self._found.items() if found[1] >= now}
+        if len(self._found) < MAX_FOUND:
+            self._found[adapter] = key, now + FOUND_S
+        return key
+
+
+class HostOfOtherServer:
+    """The hosts of replicas that another server runs. `host` looks up how that server's replicas find adapters."""
+
+    copies = False
+
+    def __init__(self, host: Callable[[], Awaitable[AdapterHost]]) -> None:
+        self._host = host
+
+    async def bring(self, adapter: AdapterVersion) -> str:
+        """As `AdapterHost.bring`."""
+        try:
+            host = await self._host()
+        except Exception as error:  # an unreachable database
+            raise AdapterUnavailable(adapter, error) from error
+        return await host.bring(adapter)
 
 
 def _is_missing(state_dir: Path, directory: Path) -> bool:

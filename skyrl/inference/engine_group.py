@@ -10,6 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 
 import httpx
 
@@ -187,7 +188,8 @@ class EngineGroup:
 
     async def retire(self, adapters: Sequence[AdapterVersion]) -> set[AdapterVersion]:
         """Unload adapters on all replicas. Returns the adapters that no replica reads any more: only their files may be
-        deleted. vLLM reads an evicted adapter's files again, and dies for all tenants if they are gone.
+        deleted. vLLM reads an evicted adapter's files again, and dies for all tenants if they are gone. A replica whose
+        host has copies of the files reads those; then all adapters are returned.
 
         A replica that does not answer may come back with its adapters loaded. So their files are kept until the replica
         answers, refuses connections, or is removed. This call ends after `grace_s` seconds. A slower replica goes on
@@ -294,7 +296,6 @@ class EngineGroup:
                 return
             else:
                 failed = 0
-            self._changed.set()  # publish again if the publisher failed
         self._set(replica, ReplicaState.LOST, f"not healthy ({self._failures} probes in a row)")
 
     def _lose(self, replica: Replica, trouble: str) -> None:
@@ -308,9 +309,13 @@ class EngineGroup:
         self._changed.set()
 
     async def _publish_changes(self) -> None:
-        """Publish changes one at a time, in order; `close` publishes the last change."""
+        """Publish changes one at a time, in order; `close` publishes the last change. Without a change, look again
+        every `watching_interval_s`: the publisher or the router may have failed. Not after each probe: each look asks
+        the router about all replicas, so the work would grow with the square of their number."""
         while not self._closing.is_set():
-            await self._changed.wait()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._watching_interval_s):
+                    await self._changed.wait()
             self._changed.clear()
             if not self._closing.is_set():
                 await self._tell_members()

@@ -25,7 +25,8 @@ class InferenceFeatures:
 
 def inference_features(config: ServerConfig, *, cuda: bool) -> InferenceFeatures:
     """The features of the configured server. A server that skyrl starts may have the plugin. A server that skyrl does
-    not run is expected to support only the protocol."""
+    not run is expected to support only the protocol, and so is one of another host, about which this host says
+    nothing."""
     plugin = config.modes.manages_inference and plugin_installed() and vllm_version().startswith(TESTED_VERSIONS)
     return InferenceFeatures(
         prompt_scores=plugin and not cuda,

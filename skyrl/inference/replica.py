@@ -102,6 +102,9 @@ class Replica:
         self._loading: set[AdapterVersion] = set()
         self._retired: dict[AdapterVersion, None] = {}
         """Adapters that the replica is to unload, in this order."""
+        self._unloaded: set[AdapterVersion] = set()
+        """Adapters of the last call of `retire` that the replica has unloaded. They are not unloaded again: with many
+        adapters, one call would never get further than the call before."""
         self._unloading: asyncio.Task[None] | None = None
         self._background: set[asyncio.Task[Any]] = set()
         self._host = host
@@ -166,6 +169,7 @@ class Replica:
             await self._client.load_adapter(adapter.name, await self._host.bring(adapter))
 
         self.wanted.discard(adapter)
+        self._unloaded.discard(adapter)
         self._loading.add(adapter)
         try:
             with self._metrics.load() as load:
@@ -178,19 +182,29 @@ class Replica:
             self._retired.pop(adapter, None)
 
     def retire(self, adapters: Sequence[AdapterVersion]) -> asyncio.Task[None]:
-        """Unload these adapters in the background, instead of the adapters of the last call. Returns the task that
-        unloads them. `may_read` tells whether the server may still read an adapter's files.
+        """Unload these adapters in the background. Returns the task that unloads them. `may_read` tells whether the
+        server may still read an adapter's stored files. An adapter that is in each call since it was unloaded is not
+        unloaded again.
+
+        They take the place of the adapters of the last call, whose files the caller has kept if they are not unloaded,
+        and names again. A server with files of its own unloads those of the last call, too: their stored files may be
+        deleted by now, and nobody names them again.
 
         The replica is asked in every state: a lost server may come back with its adapters loaded.
         """
         self.wanted.difference_update(adapters)
-        self._retired = dict.fromkeys(adapters)
+        self._unloaded.intersection_update(adapters)
+        kept = self._retired if self._host.copies else {}
+        self._retired = kept | dict.fromkeys(each for each in adapters if each not in self._unloaded)
         if self._unloading is None or self._unloading.done():
             self._unloading = self.in_background(self._unload_retired())
         return self._unloading
 
     def may_read(self, adapter: AdapterVersion) -> bool:
-        """Whether the server may read the files of this adapter, which it was asked to load or to unload."""
+        """Whether the server may read the stored files of this adapter, which it was asked to load or to unload. A
+        server with files of its own reads no others."""
+        if self._host.copies:
+            return False
         return adapter in self.adapters or adapter in self._loading or adapter in self._retired
 
     async def _unload_retired(self) -> None:
@@ -216,6 +230,7 @@ class Replica:
                 logger.warning("adapters could not be unloaded yet from vLLM at %s: %s", self.addresses.admin, cause)
                 return
             self._retired.pop(adapter, None)
+            self._unloaded.add(adapter)
 
     def _next_to_unload(self, asked: set[AdapterVersion]) -> AdapterVersion | None:
         """The next retired adapter that is not in `asked`. An adapter that is being loaded waits for a later call of
@@ -239,6 +254,7 @@ class Replica:
     def _record_start(self, incarnation: str | None) -> None:
         self.incarnation = incarnation
         self.adapters.clear()
+        self._unloaded.clear()
 
     async def _unless_lost(self, call: Coroutine[Any, Any, T], within_s: float) -> T:
         """As `_bounded`. Also raises NoAnswer as soon as the replica is lost."""

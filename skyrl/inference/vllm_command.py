@@ -20,6 +20,8 @@ from typing import Any
 
 from skyrl.config.server import ConfigError, ServerConfig
 from skyrl.inference.placement import ServerSpec
+from skyrl.nodes.middleware import StoredAdapterLoads
+from skyrl.nodes.settings import node_environment
 from skyrl.tracing.spans import traces_url
 from skyrl.vllm_plugin.incarnation import IncarnationHeader
 
@@ -45,8 +47,8 @@ OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
 NO_PROGRESS_BARS = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "TQDM_DISABLE": "1"}
 """For processes whose output goes to a log, where a progress bar would be one line of many kilobytes."""
 
-_MIDDLEWARE = (f"{IncarnationHeader.__module__}.{IncarnationHeader.__name__}",)
-"""This middleware names each start of vLLM for the engine. An operator's own middleware comes after it."""
+_INCARNATION = f"{IncarnationHeader.__module__}.{IncarnationHeader.__name__}"
+_STORED_ADAPTERS = f"{StoredAdapterLoads.__module__}.{StoredAdapterLoads.__name__}"
 
 _ENV = {
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True",
@@ -108,7 +110,7 @@ def vllm_spec(
     inference = config.backend_config.inference
     passed_through = {name.replace("-", "_"): value for name, value in inference.engine_init_kwargs.items()}
     if "middleware" in passed_through:
-        passed_through["middleware"] = [*_MIDDLEWARE, *_as_list(passed_through["middleware"])]
+        passed_through["middleware"] = [*_middleware(config), *_as_list(passed_through["middleware"])]
     if isinstance(given := passed_through.get("structured_outputs_config"), dict):
         passed_through["structured_outputs_config"] = GRAMMARS | given
     if taken := sorted(SET_BY_SKYRL & passed_through.keys()):
@@ -119,6 +121,8 @@ def vllm_spec(
         if cuda:  # keep compiled code for the next start: torch's default is in TMPDIR
             cache = f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}"
             env["TORCHINDUCTOR_CACHE_DIR"] = os.environ.get("TORCHINDUCTOR_CACHE_DIR", cache)
+    if config.ray is not None:
+        env |= node_environment(config)
     if not tested:
         del env["VLLM_SERVER_DEV_MODE"]
     if config.otlp_endpoint is not None:
@@ -137,6 +141,12 @@ def vllm_spec(
         env |= _CPU_ENV | {"OMP_NUM_THREADS": threads, "VLLM_CPU_KVCACHE_SPACE": str(kv_gib)}
     argv = (sys.executable, "-m", "vllm.entrypoints.openai.api_server", *render(options | passed_through))
     return ServerSpec(argv=argv, env=env, host=host, port=port, log_name=log_name)
+
+
+def _middleware(config: ServerConfig) -> tuple[str, ...]:
+    """The first middleware names each start of vLLM for the engine. The second one fetches adapters from the checkpoint
+    store, where vLLM may run on another node. An operator's own middleware comes after them."""
+    return (_INCARNATION,) if config.ray is None else (_INCARNATION, _STORED_ADAPTERS)
 
 
 def render(options: dict[str, Any]) -> list[str]:
@@ -256,7 +266,7 @@ def _common_options(config: ServerConfig, port: int, api_key: str) -> dict[str, 
         "max_logprobs": MAX_LOGPROBS,
         "structured_outputs_config": GRAMMARS,
         "disable_uvicorn_access_log": True,
-        "middleware": _MIDDLEWARE,
+        "middleware": _middleware(config),
         "use_tqdm_on_load": False,
         "otlp_traces_endpoint": None if config.otlp_endpoint is None else traces_url(config.otlp_endpoint),
     }

@@ -48,7 +48,7 @@ class InferenceParts:
                 ServerParts(plan, kind, placement, first_ready, restarts, probe_interval_s=interval_s, shown=shown)
             )
         self.replica_urls = tuple(f"http://{LOOPBACK}:{port}" for port in ports)
-        self.url = self.replica_urls[0] if not config.routed else router_url({*ports, config.port})
+        self.url = self.replica_urls[0] if not config.routed else router_url(config, ports)
         """Where samples go: the only vLLM, or the router."""
 
     @property
@@ -60,9 +60,14 @@ class InferenceParts:
         return [part for server in self._servers for part in server.parts(needs)]
 
 
-def router_url(taken: Collection[int]) -> str:
-    """The URL of a router at a free port, which is not in `taken`. Raises OSError."""
-    return f"http://{LOOPBACK}:{distinct_ports(1, taken)[0]}"
+def router_url(config: ServerConfig, taken: Collection[int]) -> str:
+    """The URL of this server's router, at a port that is free and not in `taken`. Raises OSError."""
+    return f"http://{in_url(config.inference_host)}:{distinct_ports(1, {*taken, config.port})[0]}"
+
+
+def in_url(host: str) -> str:
+    """A host as a URL has it."""
+    return f"[{host}]" if ":" in host else host
 
 
 def distinct_ports(count: int, taken: Collection[int] = (), host: str = LOOPBACK) -> list[int]:

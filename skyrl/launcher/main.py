@@ -102,10 +102,12 @@ class Launcher:
         metrics = LauncherMetrics.new()
         inference, cluster = None, None
         key, url, replicas = config.external_inference_api_key, None, ()
+        if config.modes.own_inference:
+            key = config.inference_api_key or secrets.token_urlsafe(32)
         if config.modes.manages_inference:
-            key = secrets.token_urlsafe(32)
+            assert key is not None
             if config.ray is not None:
-                url = router_url({config.port})
+                url = router_url(config, ())
             else:
                 placement = LocalPlacement(self._logs, directory)
                 inference = InferenceParts(config, found, key, placement, first_ready, metrics.restarts)

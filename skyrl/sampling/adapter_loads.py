@@ -79,6 +79,12 @@ class AdapterLoads:
         load.ok = load_route.is_loaded(answer.status, answer.body)
         if load.ok:
             return
+        if load_route.is_missing(answer.status, answer.body):
+            raise server_failure(f"{failure}: {AdapterMissing(adapter)}")
+        if load_route.is_to_repeat(answer.status, answer.body):
+            error = AdapterUnavailable(adapter, RuntimeError(describe(answer)))
+            logger.warning("%s; samples from it wait (%s)", error, error.reason)
+            raise error
         if answer.status >= 500 and await health_of(self._transport, endpoint, self._headers) is not Health.ALIVE:
             return
         raise server_failure(f"{failure}: {describe(answer)}")

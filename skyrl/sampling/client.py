@@ -67,11 +67,14 @@ class ForwardingClient:
     """Samples through a vLLM-compatible server. `host` brings adapters to the server that the server does not know.
     `counts` has one counter per kind of event.
 
-    `replicas` are the URLs of the servers behind skyrl's own router, which may change; None for another server. An
-    answer of that router names the replica that it is about, and the client asks this replica for its health and loads
-    adapters there. No other server is ever asked because an answer names it. For the router, samples of one sampling
-    session have one key: its replica then has their common prefix in its cache, and the router spreads them if the
-    replica has much to do. Other routers do not spread one key; for them each sample has its own.
+    `replicas` are the URLs of the servers behind skyrl's own router; the caller may change them. An answer of that
+    router names the replica that it is about, and the client asks this replica for its health and loads adapters there.
+    No other server is ever asked because an answer names it. Without `replicas` the client loads adapters at the
+    endpoint, and skyrl's router passes a load on to all replicas.
+
+    With `shares_keys` the endpoint is that router. For it, samples of one sampling session have one key: its replica
+    then has their common prefix in its cache, and the router spreads them if the replica has much to do. Other routers
+    do not spread one key; for them each sample has its own.
     """
 
     def __init__(
@@ -83,14 +86,15 @@ class ForwardingClient:
         api_key: str | None,
         deadline_s: float,
         zero_fill_logprobs: bool = False,
-        replicas: Collection[str] | None = None,
+        replicas: Collection[str] = (),
+        shares_keys: bool = False,
         metrics: AdapterMetrics | None = None,
     ) -> None:
         self._transport = transport
         self._endpoint = endpoint
         self._deadline_s = deadline_s
-        self._is_routed = replicas is not None
-        self._replicas: Collection[str] = () if replicas is None else replicas
+        self._replicas = replicas
+        self._shares_keys = shares_keys or bool(replicas)
         self._headers = {"Content-Type": "application/json"}
         if api_key is not None:
             self._headers["Authorization"] = f"Bearer {api_key}"
@@ -126,7 +130,7 @@ class ForwardingClient:
     def _request(self, exchange: Exchange[T], deadline: float) -> Coroutine[Any, Any, T]:
         """One request to the server, in the trace of the request that it is for. Returns the coroutine that does it,
         because every coroutine around another one costs each sample time."""
-        key = exchange.shared_key if self._is_routed else exchange.key
+        key = exchange.shared_key if self._shares_keys else exchange.key
         headers = {**self._headers, "X-Session-ID": key, **exchange.headers}
         if (trace := current_trace.get()) is not None:
             return self._traced(exchange, headers, deadline, trace.child("forward", "client"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -17,7 +18,7 @@ def local_directory(config: ServerConfig) -> Path | None:
     url = config.checkpoint_store
     if url is None:
         return config.checkpoints_dir
-    return Path(unquote(urlsplit(url).path)) if url.startswith("file:") else None
+    return _path_of(url) if url.startswith("file:") else None
 
 
 def open_store(config: ServerConfig, traffic: TrafficMetrics | None = None) -> CheckpointStore:
@@ -27,14 +28,27 @@ def open_store(config: ServerConfig, traffic: TrafficMetrics | None = None) -> C
     return store if traffic is None else CountingStore(store, traffic)
 
 
-def _open(config: ServerConfig) -> CheckpointStore:
-    directory, url = local_directory(config), config.checkpoint_store
-    if directory is not None:
-        return LocalStore(directory)
-    assert url is not None
+def store_url(config: ServerConfig) -> str:
+    """The URL of the store; for the store in the state directory, that of its directory."""
+    return config.checkpoint_store or config.checkpoints_dir.as_uri()
+
+
+def store_at(url: str, options: Mapping[str, str], scratch: Path) -> CheckpointStore:
+    """The store at a URL as `checkpoint_store` has it. `scratch` is for files on their way to or from an object store.
+    Raises StoreError for a wrong URL or wrong options."""
+    if url.startswith("file:"):
+        return LocalStore(_path_of(url))
     from skyrl.storage.objects import ObjectStore
 
+    return ObjectStore(url, options, scratch)
+
+
+def _open(config: ServerConfig) -> CheckpointStore:
     try:
-        return ObjectStore(url, config.checkpoint_store_options, config.state_dir / "scratch")
+        return store_at(store_url(config), config.checkpoint_store_options, config.state_dir / "scratch")
     except StoreError as error:
         raise ConfigError(f"checkpoint_store: {error}") from error
+
+
+def _path_of(url: str) -> Path:
+    return Path(unquote(urlsplit(url).path))

@@ -13,6 +13,7 @@ class HostWithAllAdapters:
     """A host that has the files of every version under `root`."""
 
     root: str = "/adapters"
+    copies: bool = False
 
     async def bring(self, adapter: AdapterVersion) -> str:
         return f"{self.root}/{adapter.name}"
@@ -23,6 +24,7 @@ class UnreachableHost:
     """A host whose first `times` calls fail, because the files cannot be brought to it."""
 
     times: float = float("inf")
+    copies: bool = False
 
     async def bring(self, adapter: AdapterVersion) -> str:
         if self.times > 0:

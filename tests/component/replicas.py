@@ -37,6 +37,8 @@ def set_replies(upstream: FakeUpstream, health: Reply = WELL) -> None:
 class AdapterDirectories:
     """An AdapterHost that has the files of every adapter."""
 
+    copies = False
+
     async def bring(self, adapter: AdapterVersion) -> str:
         return f"/adapters/{adapter.name}"
 

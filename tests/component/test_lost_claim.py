@@ -27,6 +27,7 @@ from skyrl.engine.adoption import adopt_adapters
 from skyrl.engine.state import EngineStatePublisher
 from skyrl.notify.doorbell import SESSIONS, Doorbell
 from skyrl.types.kinds import Kind
+from skyrl.types.weights import AdapterVersion
 from tests.postgres_server import ON_BOTH
 
 LONG_AGO_S = 10 * 86_400.0
@@ -210,7 +211,9 @@ async def test_no_file_is_deleted_after_the_claim_is_lost(harness: Harness) -> N
     expired = update(checkpoints).values(expires_at=time.time() - 1)
     harness.database.write(lambda c: c.execute(expired))
     harness.database.write(set_model(closed.model_id, status="closed"))
-    harness.parts.sweeper._deletable_at[left[0]] = 0.0  # the adapter is unloaded, and its grace period is over
+    harness.parts.sweeper._deletable_at[AdapterVersion.of("model", 1)] = (
+        0.0  # the adapter is unloaded, and its grace period is over
+    )
     take_over(harness)
     before = rows_of(harness.database)
     kept = [files_in(path) for path in left]

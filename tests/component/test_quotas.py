@@ -22,6 +22,7 @@ from skyrl.db import quotas as rows
 from skyrl.db.database import Database
 from skyrl.db.futures import futures
 from skyrl.db.models import models
+from skyrl.db.runs import open_samplers
 from skyrl.quotas import account
 from tests.postgres_server import ON_BOTH
 
@@ -396,6 +397,23 @@ def test_counting_active_sessions_does_not_read_ended_sessions(database: Databas
     assert all("ix_sessions_active_tenant" in plan for plan in plans), plans
     assert "SCAN sampling_sessions" not in plans[1]
     assert "ix_models_session_id" in plans[2] or "ix_models_status" in plans[2], plans[2]
+
+
+@pytest.mark.sqlite
+def test_the_status_page_reads_no_sampling_sessions_of_other_tenants(database: Database) -> None:
+    statements: list[tuple[str, Any]] = []
+    event.listen(database.reader, "before_cursor_execute", lambda *call: statements.append((call[2], call[3])))
+    assert database.read(lambda c: open_samplers(c, "t", 100)) == []
+
+    def explain(connection: Connection) -> str:
+        [(statement, parameters)] = [each for each in statements if "FROM sampling_sessions" in each[0]]
+        return " | ".join(
+            row.detail for row in connection.exec_driver_sql(f"EXPLAIN QUERY PLAN {statement}", parameters)
+        )
+
+    plan = database.read(explain)
+    assert "ix_sessions_active_tenant" in plan, plan
+    assert "SEARCH sampling_sessions" in plan, plan
 
 
 # Training

@@ -284,6 +284,31 @@ async def test_files_are_kept_for_a_hanging_replica_until_its_server_is_known_to
             assert await group.retire([A]) == {A}
 
 
+async def test_a_later_sweep_goes_on_where_the_last_one_stopped() -> None:
+    """100 replicas do not unload all adapters of a sweep within the time that it waits. The next one must not begin
+    anew."""
+    async with servers(2) as (one, two):
+        group, _ = group_of(one.replica(), two.replica(), proxy_url=PROXY, grace_s=0.05)
+        async with running(group):
+            await until_ready(group, one, two)
+            for adapter in (A, B, C):
+                await group.publish_adapter(adapter)
+            one.hang()
+            assert await group.retire([A, B, C]) == set()
+            one.may_answer.set()
+            await until(lambda: not one.adapters and not two.adapters)
+            one.calls.clear()
+            two.calls.clear()
+            assert await group.retire([A, B, C]) == {A, B, C}
+            assert one.calls == two.calls == []
+            await group.publish_adapter(A)
+            assert await group.retire([A, B]) == {A, B}
+            assert one.calls == two.calls == [(LOAD, A.name), (UNLOAD, A.name)], "A was loaded again"
+            assert await group.retire([]) == set()
+            assert await group.retire([A]) == {A}
+            assert one.calls[2:] == two.calls[2:] == [(UNLOAD, A.name)], "A was needed again in between"
+
+
 async def test_files_are_kept_while_a_replica_loads_them() -> None:
     async with servers(1) as (server,):
         group, _ = group_of(server.replica())
@@ -301,6 +326,8 @@ async def test_files_are_kept_while_a_replica_loads_them() -> None:
 
 class HangingHost:
     """An AdapterHost whose checkpoint store does not answer."""
+
+    copies = False
 
     async def bring(self, adapter: AdapterVersion) -> str:
         await asyncio.Event().wait()

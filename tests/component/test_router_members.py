@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-from fake_upstream import COMPLETIONS, LOAD
+from fake_upstream import COMPLETIONS, LOAD, Received, Reply
 from replicas import Server, group_of, running, servers
 
 from skyrl.inference.engine_group import EngineGroup
@@ -135,6 +136,41 @@ async def test_a_removed_replica_leaves_the_router() -> None:
         await until(lambda: used(router) == {one.url, two.url})
         await group.remove(group.replicas[0].id)
         await until(lambda: used(router) == {two.url})
+
+
+async def test_many_replicas_do_not_ask_the_router_more_often_than_one() -> None:
+    """Each look asks the router about all replicas, and was once made after each probe of each replica."""
+
+    class Counted:
+        told = 0
+
+        async def update(self, used: object, left_out: object, ended: object = ()) -> None:
+            self.told += 1
+
+        async def close(self) -> None: ...
+
+    interval_s, many = 0.2, 16
+    async with servers(many) as behind:
+        for number, server in enumerate(behind):  # spread over the interval: they did not start together
+            server.upstream.controls["/health"] = late(interval_s * number / many, server.upstream.controls["/health"])
+        members = Counted()
+        replicas = [server.replica() for server in behind]
+        group, _ = group_of(*replicas, proxy_url="http://router", members=members, watching_s=interval_s)
+        async with running(group):
+            await until(lambda: all(replica.state is ReplicaState.READY for replica in group.replicas))
+            began, told = time.monotonic(), members.told
+            probes = sum(len(server.upstream.requests) for server in behind)
+            await until(lambda: sum(len(server.upstream.requests) for server in behind) > probes + 10 * many)
+            assert members.told - told <= (time.monotonic() - began) / interval_s + 2
+            assert members.told - told >= 2, "the group looks again without a change"
+
+
+def late(seconds: float, answer: Reply) -> Reply:
+    async def wait_and_answer(request: Received, writer: asyncio.StreamWriter) -> None:
+        await asyncio.sleep(seconds)
+        await answer(request, writer)
+
+    return wait_and_answer
 
 
 async def test_the_url_is_published_once_the_router_has_a_replica() -> None:

@@ -12,7 +12,7 @@ import signal
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -33,6 +33,8 @@ from skyrl.inference.placement import LocalPlacement, LocalServer, ServerSpec, f
 from skyrl.inference.replica import Addresses, CallTimeouts, Replica, ReplicaState
 from skyrl.inference.vllm_client import VllmClient, VllmError
 from skyrl.inference.vllm_command import plugin_installed, vllm_spec
+from skyrl.nodes.references import reference_to
+from skyrl.nodes.settings import CACHE, node_environment
 from skyrl.router.broadcast import Broadcasts
 from skyrl.router.control import ControlClient
 from skyrl.router.policies import LeastInFlight
@@ -43,6 +45,9 @@ from skyrl.sampling.client import ForwardingClient
 from skyrl.sampling.endpoint import FixedEndpoint
 from skyrl.sampling.http import HttpTransport
 from skyrl.sampling.job import SampleJob
+from skyrl.storage.adapters import adapter_key
+from skyrl.storage.directories import link_files
+from skyrl.storage.registry import open_store
 from skyrl.tiny import model_path
 from skyrl.types.weights import AdapterVersion
 from skyrl.weights.adapters import AdapterFiles
@@ -65,6 +70,8 @@ PROBES = 200
 class ScriptedHost:
     """The host of a server that reads the files of this machine, with the directories that a test sets."""
 
+    copies = False
+
     def __init__(self) -> None:
         self.directories: dict[AdapterVersion, Path] = {}
 
@@ -77,6 +84,7 @@ class RunningServer:
     """The running server and the URLs that were published for it."""
 
     config: ServerConfig
+    """Adapters may also be loaded from the checkpoint store of this configuration, by references."""
     spec: ServerSpec
     handle: LocalServer
     group: EngineGroup
@@ -102,10 +110,13 @@ async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Runn
     logs = tmp_path_factory.mktemp("logs")
     backend = {
         "generator.inference_engine.max_model_len": 1024,
+        "generator.inference_engine.engine_init_kwargs": {"middleware": "skyrl.nodes.middleware.StoredAdapterLoads"},
         "trainer.policy.model.lora": {"max_loras": SLOTS, "max_cpu_loras": 8, "max_lora_rank": 32},
     }
-    config = load_config({"base_model": str(MODEL), "backend_config": backend})
+    state_dir = tmp_path_factory.mktemp("state")
+    config = load_config({"base_model": str(MODEL), "state_dir": state_dir, "backend_config": backend})
     spec = vllm_spec(config, free_port(), KEY, cuda=False)
+    spec = replace(spec, env={**spec.env, **node_environment(config), CACHE: str(state_dir / "node")})
     handle = LocalPlacement(logs).run(spec, [])
     published: list[str | None] = []
     locked = iter([True])
@@ -311,6 +322,34 @@ async def test_the_router_loads_an_adapter_on_all_workers_though_one_had_it(
         assert await status("/v1/unload_lora_adapter") == 200
         assert await status("/v1/unload_lora_adapter") == 404
         assert "spread" not in await models(served)
+
+
+async def test_an_adapter_from_the_checkpoint_store_samples_as_its_files_do_also_after_the_store_has_lost_it(
+    served: RunningServer, tmp_path: Path
+) -> None:
+    """vLLM reads an evicted adapter's files again, and would die if they were gone."""
+    version, store = AdapterVersion("travels:train:0@1"), open_store(served.config)
+    files = adapter(tmp_path / "a", 8)
+    with store.writing(adapter_key(version)) as directory:
+        link_files(files, directory)
+    body: dict[str, Any] = {"prompt": [5, 6, 7], "temperature": 0}
+    async with client_of(served) as http:
+        await served.client.load_adapter("direct", str(files))
+        direct = (await complete(http, model="direct", **body))["choices"][0]
+        await served.client.load_adapter(version.name, reference_to(adapter_key(version)))
+        assert (await complete(http, model=version.name, **body))["choices"][0] == direct
+
+        store.delete(adapter_key(version))
+        others = [f"other-{number}" for number in range(9)]
+        for name in others:
+            await served.client.load_adapter(name, str(adapter(tmp_path / name, 8)))
+            await complete(http, model=name, **body)
+        assert (await complete(http, model=version.name, **body))["choices"][0] == direct
+        with pytest.raises(VllmError, match="the checkpoint store has no adapter") as missing:
+            await served.client.load_adapter("gone", reference_to("adapters-travels/v000002"))
+        assert missing.value.status == 404
+        for name in ("direct", version.name, *others):
+            await served.client.unload_adapter(name)
 
 
 async def test_a_bad_adapter_is_refused_and_the_server_goes_on(served: RunningServer, tmp_path: Path) -> None:

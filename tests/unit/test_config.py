@@ -31,6 +31,8 @@ SERVER_KEYS = {
     "external_inference_api_key",
     "external_inference_priority",
     "external_inference_url",
+    "inference_api_key",
+    "inference_host",
     "forwarding_deadline_s",
     "forwarding_inference_max_connections",
     "forwarding_zero_fill_logprobs",
@@ -94,6 +96,7 @@ BACKEND_KEYS = {
     "trainer.policy.model.lora.max_cpu_loras",
     "trainer.policy.model.lora.max_lora_rank",
     "trainer.policy.model.lora.max_loras",
+    "trainer.rank_timeout_s",
 }
 
 
@@ -283,6 +286,43 @@ def test_a_gateway_forwards_and_does_not_train() -> None:
 )
 def test_only_a_vllm_that_skyrl_starts_shares_the_trainers_device(flags: dict[str, Any], modes: Modes) -> None:
     assert load_config({"backend_config": '{"trainer.placement.colocate_all": true}', **flags}).modes == modes
+
+
+SHARED = {"backend": "none", "base_model": "m", "database_url": "postgresql://h/d", "inference_api_key": "k" * 16}
+
+
+def test_a_gateway_without_an_upstream_shares_the_inference_of_the_server_that_trains() -> None:
+    modes = load_config({**SHARED, "backend_config": '{"trainer.placement.colocate_all": true}'}).modes
+    assert modes == Modes(trains=False, forwards=True, manages_inference=False, shares_inference=True)
+    assert modes.own_inference
+    external = load_config({**SHARED, "external_inference_url": "http://x"}).modes
+    assert external == Modes(trains=False, forwards=True, manages_inference=False)
+
+
+@pytest.mark.parametrize("missing", ["database_url", "inference_api_key"])
+def test_a_gateway_without_an_upstream_needs_the_database_and_the_key_of_a_server_that_trains(missing: str) -> None:
+    given = {name: value for name, value in SHARED.items() if name != missing}
+    with pytest.raises(ConfigError, match="give --external-inference-url; or give database_url and inference_api_key"):
+        load_config(given)
+
+
+@ON_SQLITE
+def test_an_address_for_gateways_needs_a_key_and_puts_a_router_in_front_of_one_vllm() -> None:
+    key = {"inference_api_key": "k" * 16}
+    assert not load_config({}).routed
+    assert load_config({"inference_host": "10.0.0.1", **key}).routed
+    for given, message in (
+        ({"inference_host": "10.0.0.1"}, "inference_host: '10.0.0.1' can be reached from elsewhere"),
+        ({"inference_host": "0.0.0.0", **key}, "inference_host: '0.0.0.0' is no address that gateways could use"),
+        ({"inference_api_key": "short"}, "is shorter than 16 characters"),
+        ({"inference_api_key": "k" * 16 + "\n"}, "printable ASCII"),
+        (
+            {"inference_host": "h", **key, "backend_config": '{"trainer.placement.colocate_all": true}'},
+            "leave out one of the two",
+        ),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            load_config(given)
 
 
 def test_flags_override_the_environment_which_overrides_the_file_which_overrides_defaults(

@@ -77,6 +77,26 @@ def test_vllm_listens_on_loopback_and_gets_its_key_by_environment(model: Path) -
     assert server.env["GLOO_SOCKET_IFNAME"] == server.env["NCCL_SOCKET_IFNAME"] == "lo"
 
 
+def test_only_with_ray_vllm_fetches_adapters_from_the_checkpoint_store(model: Path) -> None:
+    middleware = "skyrl.nodes.middleware.StoredAdapterLoads"
+    alone = vllm_spec(config_of(model), 9123, "secret", cuda=False)
+    assert not any(middleware in word for word in alone.argv)
+    assert not any(name.startswith("SKYRL_NODE") for name in alone.env)
+    given = {"middleware": "own.module.Own"}
+    config = config_of(
+        model,
+        ray_address="auto",
+        checkpoint_store="s3://bucket/prefix",
+        checkpoint_store_options={"region": "x"},
+        backend_config={"generator.inference_engine.engine_init_kwargs": given},
+    )
+    server = vllm_spec(config, 9123, "secret", cuda=False)
+    named = [server.argv[at + 1] for at, word in enumerate(server.argv) if word == "--middleware"]
+    assert named[1:] == [middleware, "own.module.Own"]
+    assert server.env["SKYRL_NODE_STORE"] == "s3://bucket/prefix"
+    assert json.loads(server.env["SKYRL_NODE_STORE_OPTIONS"]) == {"region": "x"}
+
+
 def test_the_command_depends_only_on_its_inputs_and_servers_have_different_seeds(model: Path) -> None:
     config = config_of(model)
     first = vllm_spec(config, 9123, "secret", cuda=False)

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from skyrl.backends.base import Datum, PassResult, TrainingPass
+from skyrl.backends.base import Backend, Datum, PassResult, TrainingPass
 from skyrl.backends.torch_lora.backend import TorchLoraBackend
 from skyrl.config.loading import load_config
 from skyrl.types.lora import LoraSpec
@@ -123,7 +123,7 @@ def ok(outcomes: list[PassResult | Exception]) -> list[PassResult]:
     return results
 
 
-def saved(backend: TorchLoraBackend, model_id: str, directory: Path) -> dict[str, Tensor]:
+def saved(backend: Backend, model_id: str, directory: Path) -> dict[str, Tensor]:
     """Save a model's state and return its tensors, named `<part>.<module>.lora_A`: weights, moments and pending
     gradient."""
     directory.mkdir(parents=True, exist_ok=True)

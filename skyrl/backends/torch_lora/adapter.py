@@ -35,7 +35,8 @@ class Adapter:
     generator seeded with `spec.seed`; lora_B is zero. The draw depends only on the seed, the rank and the targets.
     """
 
-    def __init__(self, spec: LoraSpec, targets: Sequence[Target], device: torch.device) -> None:
+    def __init__(self, spec: LoraSpec, targets: Sequence[Target], device: torch.device, *, drawn: bool = True) -> None:
+        """Without `drawn`, the weights are empty until `replace`."""
         self.spec = spec
         self.targets = tuple(targets)
         self.device = device
@@ -43,7 +44,7 @@ class Adapter:
         for target in self.targets:
             self.shapes[f"{target.name}.lora_A"] = (spec.rank, target.in_features)
             self.shapes[f"{target.name}.lora_B"] = (target.out_features, spec.rank)
-        self.weights = self._initial_weights().to(device)
+        self.weights = self._initial_weights().to(device) if drawn else torch.empty(0, device=device)
         self.gradient: Tensor | None = None
         self.exp_avg: Tensor | None = None
         self.exp_avg_sq: Tensor | None = None

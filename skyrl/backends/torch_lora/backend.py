@@ -23,7 +23,7 @@ from skyrl.backends.torch_lora.adapter import Adapter
 from skyrl.backends.torch_lora.device import command_on, prepare_device
 from skyrl.backends.torch_lora.lora import trained_targets
 from skyrl.backends.torch_lora.losses import served_losses
-from skyrl.backends.torch_lora.model import BaseModel
+from skyrl.backends.torch_lora.model import load_base_model
 from skyrl.backends.torch_lora.optimizer import adamw_step
 from skyrl.backends.torch_lora.packing import cut
 from skyrl.backends.torch_lora.passes import RunningPass, run_micro_batch, slices_of
@@ -48,7 +48,7 @@ class TorchLoraBackend:
         self._device = prepare_device(config.threads)
         merge = config.backend_config.trainer.merge_passes
         self._merge = self._device.type == "cuda" if merge is None else merge
-        self._base = BaseModel(
+        self._base = load_base_model(
             config.base_model_path,
             self._device,
             gradient_checkpointing=config.backend_config.trainer.gradient_checkpointing,
@@ -75,7 +75,7 @@ class TorchLoraBackend:
         if model_id in self._adapters:
             raise InvalidRequest(f"model_id: {model_id} exists already")
         with command_on(self._device, waits=True):
-            self._adapters[model_id] = Adapter(spec, trained_targets(self._base.linears, spec), self._device)
+            self._adapters[model_id] = Adapter(spec, trained_targets(self._base.targets, spec), self._device)
 
     def delete_model(self, model_id: str) -> None:
         self._adapters.pop(model_id, None)

@@ -6,7 +6,7 @@ Knows how the base model's linear layers are found and wrapped. Knows nothing of
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -138,7 +138,7 @@ def _check_complete(names: Sequence[str]) -> None:
                 )
 
 
-def trained_targets(linears: Mapping[str, MultiLoraLinear], spec: LoraSpec) -> list[Target]:
-    """The layers that the spec's train flags select, in module order."""
+def trained_targets(targets: Iterable[Target], spec: LoraSpec) -> list[Target]:
+    """The targets that the spec's train flags select, in the order given."""
     leaves = ATTENTION * spec.train_attn + MLP * spec.train_mlp + UNEMBED * spec.train_unembed
-    return [linear.target for name, linear in linears.items() if name.rsplit(".", 1)[-1] in leaves]
+    return [target for target in targets if target.name.rsplit(".", 1)[-1] in leaves]

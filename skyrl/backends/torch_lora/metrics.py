@@ -45,6 +45,17 @@ class Tally:
             self.ratio_max = max(self.ratio_max, float(ratio.max()))
             self.kl -= float(log_ratio.sum())
 
+    def add_all(self, other: Tally) -> None:
+        """Add the sums of other slices of the same pass."""
+        self.loss += other.loss
+        self.tokens += other.tokens
+        self.active += other.active
+        self.ratio += other.ratio
+        self.ratio_max = max(self.ratio_max, other.ratio_max)
+        self.kl += other.kl
+        if other.clipped is not None:
+            self.clipped = (self.clipped or 0.0) + other.clipped
+
     def metrics(self) -> dict[str, float]:
         """`loss:sum`, `num_tokens:sum`; with advantages also `ratio:mean`, `ratio:max`, `kl:mean`; with clipping also
         `clip_fraction:mean`.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -15,7 +16,17 @@ class NonFiniteGradient(FloatingPointError):
     """The norm of the accumulated gradient is NaN or infinite: no step was made, and the gradient was cleared."""
 
 
-@torch.no_grad()
+@dataclass(frozen=True)
+class Step:
+    """A computed step that has changed nothing yet: what the adapter holds after it, and its metrics."""
+
+    weights: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    number: int
+    metrics: dict[str, float]
+
+
 def adamw_step(adapter: Adapter, params: AdamParams) -> dict[str, float]:
     """Clip by global norm, step, clear the gradient.
 
@@ -30,26 +41,42 @@ def adamw_step(adapter: Adapter, params: AdamParams) -> dict[str, float]:
     and moments by the new. So a step takes three more buffers of the adapter's size (12 bytes per trained parameter),
     four with weight decay.
     """
+    try:
+        step = compute_step(adapter, params)
+    except NonFiniteGradient:
+        adapter.gradient = None
+        raise
+    return {} if step is None else take_step(adapter, step)
+
+
+@torch.no_grad()
+def compute_step(adapter: Adapter, params: AdamParams) -> Step | None:
+    """The next step of `adamw_step`; None without an accumulated gradient. Changes nothing.
+
+    Raises NonFiniteGradient."""
     gradient = adapter.gradient
     if gradient is None:
-        return {}
+        return None
     norm = float(torch.linalg.vector_norm(gradient))
     if not math.isfinite(norm):
-        error = NonFiniteGradient(
+        raise NonFiniteGradient(
             f"optim_step: the accumulated gradient has norm {norm}; the weights were not changed and the "
             "gradient was cleared. Check advantages, logprobs and the learning rate of earlier steps."
         )
-        adapter.gradient = None
-        raise error
-    step = adapter.step + 1
-    weights, exp_avg, exp_avg_sq = _stepped(adapter, gradient, norm, step, params)
+    number = adapter.step + 1
     metrics = {
         "grad_norm": norm,
         "learning_rate": float(params.learning_rate),
-        "optimizer_step": float(step),
+        "optimizer_step": float(number),
     }
-    adapter.replace(weights, exp_avg, exp_avg_sq, None, step)
-    return metrics
+    return Step(*_stepped(adapter, gradient, norm, number, params), number, metrics)
+
+
+def take_step(adapter: Adapter, step: Step) -> dict[str, float]:
+    """Replace the adapter's weights and moments by those after the step, and clear the gradient. Returns the metrics.
+    Allocates nothing."""
+    adapter.replace(step.weights, step.exp_avg, step.exp_avg_sq, None, step.number)
+    return step.metrics
 
 
 def _stepped(

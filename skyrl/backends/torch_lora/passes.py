@@ -21,7 +21,7 @@ from skyrl.backends.torch_lora import packing
 from skyrl.backends.torch_lora.adapter import Adapter
 from skyrl.backends.torch_lora.checks import loss_config
 from skyrl.backends.torch_lora.device import failure_of
-from skyrl.backends.torch_lora.logprobs import Targets, target_logprobs
+from skyrl.backends.torch_lora.logprobs import Targets
 from skyrl.backends.torch_lora.lora import LoraSegment
 from skyrl.backends.torch_lora.losses import Loss, LossInputs, LossValue
 from skyrl.backends.torch_lora.metrics import Tally
@@ -47,8 +47,7 @@ class RunningPass:
     def outcome(self) -> PassResult | Exception:
         if self.error is not None:
             return self.error
-        notice = {} if self.loss.notice is None else {self.loss.notice: 1.0}
-        return PassResult(self.logprobs, self.tally.metrics() | notice)
+        return result_of(self.loss, self.logprobs, self.tally)
 
 
 @dataclass(frozen=True)
@@ -114,26 +113,43 @@ def _record_or_fail(piece: Slice, result: _SliceResult, device: torch.device) ->
         piece.running.fail(failure_of(error, device))
 
 
+@dataclass(frozen=True)
+class MicroBatch:
+    """Slices as `PackedModel.forward` takes them: one entry for each slice in each list. `inputs`: of their losses."""
+
+    packed: list[packing.PackedSlice] = field(default_factory=list)
+    targets: list[Targets] = field(default_factory=list)
+    segments: list[LoraSegment] = field(default_factory=list)
+    inputs: list[LossInputs] = field(default_factory=list)
+
+    @staticmethod
+    def of(batch: Sequence[Slice], device: torch.device, *, backward: bool) -> MicroBatch:
+        """With `backward`, each slice gets its own leaves of its adapter's weights."""
+        made = MicroBatch()
+        for piece in batch:
+            packed = packing.pack(piece.data, made.packed[-1].stop if made.packed else 0, device)
+            made.packed.append(packed)
+            made.targets.append(Targets.of([datum.loss_inputs["target_tokens"] for datum in piece.data], device))
+            adapter = piece.running.adapter
+            made.segments.append(LoraSegment(packed.start, packed.stop, adapter.scale, adapter.leaves(backward)))
+            made.inputs.append(_loss_inputs(piece, device))
+        return made
+
+
+def loss_of(piece: Slice, logprobs: Tensor, inputs: LossInputs) -> LossValue:
+    training_pass = piece.running.training_pass
+    config = loss_config(training_pass.loss_fn, piece.loss, training_pass.loss_config)
+    return piece.loss.function(logprobs, inputs, config)
+
+
 def _forward_backward(base: BaseModel, batch: Sequence[Slice], backward: bool) -> list[_SliceResult]:
-    packed: list[packing.PackedSlice] = []
-    segments: list[LoraSegment] = []
-    for piece in batch:
-        packed.append(packing.pack(piece.data, packed[-1].stop if packed else 0, base.device))
-        adapter = piece.running.adapter
-        segments.append(LoraSegment(packed[-1].start, packed[-1].stop, adapter.scale, adapter.leaves(backward)))
-    inputs = [_loss_inputs(piece, base.device) for piece in batch]
-    logprobs: list[Tensor] = []
-    values: list[LossValue] = []
-    with torch.set_grad_enabled(backward), base.active.use(segments):
-        hidden = base.hidden_states(packed)
-        for piece, segment, loss_inputs in zip(batch, segments, inputs, strict=True):
-            targets = Targets.of([datum.loss_inputs["target_tokens"] for datum in piece.data], base.device)
-            logprobs.append(target_logprobs(hidden[segment.start : segment.stop], targets, base.lm_head, segment))
-            training_pass = piece.running.training_pass
-            config = loss_config(training_pass.loss_fn, piece.loss, training_pass.loss_config)
-            values.append(piece.loss.function(logprobs[-1], loss_inputs, config))
-        gradients = _gradients(values, segments) if backward else [None] * len(batch)
-    return [_SliceResult(*parts) for parts in zip(logprobs, inputs, values, gradients, strict=True)]
+    made = MicroBatch.of(batch, base.device, backward=backward)
+    with torch.set_grad_enabled(backward), base.packed.active.use(made.segments):
+        logprobs = base.packed(made.packed, made.targets, made.segments)
+        values = [loss_of(*each) for each in zip(batch, logprobs, made.inputs, strict=True)]
+        totals = [value.total for value in values]
+        gradients = slice_gradients(totals, made.segments) if backward else [None] * len(batch)
+    return [_SliceResult(*parts) for parts in zip(logprobs, made.inputs, values, gradients, strict=True)]
 
 
 def _loss_inputs(piece: Slice, device: torch.device) -> LossInputs:
@@ -153,31 +169,45 @@ def _loss_inputs(piece: Slice, device: torch.device) -> LossInputs:
     return LossInputs(tensors, datum_of_entry, len(sizes))
 
 
-def _gradients(values: Sequence[LossValue], segments: Sequence[LoraSegment]) -> list[Tensor]:
-    """Each slice's gradient, flat float32 in the order of its adapter's buffers, from one backward for all slices."""
+def slice_gradients(
+    totals: Sequence[Tensor], segments: Sequence[LoraSegment], also: Sequence[Tensor] = ()
+) -> list[Tensor]:
+    """Each slice's gradient, flat float32 in the order of its adapter's buffers, from one backward for all slices. The
+    backward goes to the tensors `also`, too."""
     leaves = [[leaf for pair in segment.pairs.values() for leaf in pair] for segment in segments]
-    totals = [value.total for value in values]
-    gradients = iter(torch.autograd.grad(totals, [leaf for of_slice in leaves for leaf in of_slice]))
-    return [torch.cat([next(gradients).reshape(-1) for _ in of_slice]) for of_slice in leaves]
+    gradients = iter(torch.autograd.grad(totals, [*(leaf for of_slice in leaves for leaf in of_slice), *also]))
+    return [torch.cat([next(gradients).reshape(-1) for _ in of_slice]) for of_slice in leaves if of_slice]
 
 
 def _record(piece: Slice, result: _SliceResult) -> None:
     running = piece.running
     running.tally.add(result.value, piece.tokens, result.inputs.tensors.get("advantages"))
     if not math.isfinite(running.tally.loss):
-        running.fail(
-            InvalidRequest(
-                f"loss_fn: the sum of {running.training_pass.loss_fn} is {running.tally.loss}, no gradient was "
-                "kept; check loss_fn_inputs (logprobs far from the model's own overflow the ratio) and the "
-                "learning rate of earlier steps"
-            )
-        )
+        running.fail(not_finite(running.training_pass, running.tally.loss))
         return
-    shapes = [datum.loss_inputs["target_tokens"].shape for datum in piece.data]
-    flat = np.split(result.logprobs.detach().cpu().numpy(), np.cumsum([math.prod(shape) for shape in shapes])[:-1])
-    running.logprobs += [part.reshape(shape) for part, shape in zip(flat, shapes, strict=True)]
+    running.logprobs += by_datum(result.logprobs, piece.data)
     if result.gradient is not None:
         running.gradient = result.gradient if running.gradient is None else running.gradient.add_(result.gradient)
     if piece.last and running.gradient is not None:
         running.adapter.accumulate(running.gradient)
         running.gradient = None
+
+
+def not_finite(training_pass: TrainingPass, loss: float) -> InvalidRequest:
+    """The failure of a pass whose loss is NaN or infinite."""
+    return InvalidRequest(
+        f"loss_fn: the sum of {training_pass.loss_fn} is {loss}, no gradient was kept; check loss_fn_inputs (logprobs "
+        "far from the model's own overflow the ratio) and the learning rate of earlier steps"
+    )
+
+
+def by_datum(logprobs: Tensor, data: Sequence[Datum]) -> list[npt.NDArray[np.float32]]:
+    """A slice's logprobs [entries], for each sequence in the shape of its target_tokens."""
+    shapes = [datum.loss_inputs["target_tokens"].shape for datum in data]
+    flat = np.split(logprobs.detach().cpu().numpy(), np.cumsum([math.prod(shape) for shape in shapes])[:-1])
+    return [part.reshape(shape) for part, shape in zip(flat, shapes, strict=True)]
+
+
+def result_of(loss: Loss, logprobs: list[npt.NDArray[np.float32]], tally: Tally) -> PassResult:
+    notice = {} if loss.notice is None else {loss.notice: 1.0}
+    return PassResult(logprobs, tally.metrics() | notice)

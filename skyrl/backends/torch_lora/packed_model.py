@@ -1,0 +1,100 @@
+"""The base model as one module over packed rows: one call computes the target logprobs of a whole micro-batch.
+
+Knows transformers' models and the wrapped linear layers. Knows nothing of loading, losses or gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from skyrl.backends.torch_lora import attention
+from skyrl.backends.torch_lora.logprobs import Targets, target_logprobs
+from skyrl.backends.torch_lora.lora import ActiveSegments, LoraSegment, MultiLoraLinear, wrap_linears
+from skyrl.backends.torch_lora.packing import PackedSlice
+
+
+class PackedModel(nn.Module):
+    """A causal language model whose linear layers serve many adapters.
+
+    All uses of parameters are inside its `forward`, those of the output layer too. So FSDP2, which gathers parameters
+    in a module's forward hooks, gathers the parameters that belong to no decoder layer once for each call.
+
+    Raises ValueError for a model with layers that adapters cannot train (`wrap_linears`).
+    """
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.active = ActiveSegments()
+        self.linears: dict[str, MultiLoraLinear] = wrap_linears(model, self.active)
+        self.model = model
+
+    @property
+    def lm_head(self) -> MultiLoraLinear:
+        return next(linear for name, linear in self.linears.items() if name.rsplit(".", 1)[-1] == "lm_head")
+
+    @property
+    def decoder_layers(self) -> nn.ModuleList:
+        return self.model.get_decoder().layers
+
+    def use_packed_attention(self) -> None:
+        self.model.set_attn_implementation(attention.NAME)
+
+    def forward(
+        self, slices: Sequence[PackedSlice], targets: Sequence[Targets], segments: Sequence[LoraSegment]
+    ) -> list[Tensor]:
+        """The target logprobs of each slice, float32 [entries]. The caller makes `segments`, one for each slice, the
+        active ones until the backward has ended."""
+        hidden = self._hidden_states(slices)
+        return [  # clones, because FSDP2 warns of outputs that are views
+            target_logprobs(hidden[segment.start : segment.stop], of_slice, self.lm_head, segment).clone()
+            for of_slice, segment in zip(targets, segments, strict=True)
+        ]
+
+    def packed_logits(self, packed: PackedSlice) -> Tensor:
+        """The base model's logits of packed rows, float32 [rows, vocabulary]."""
+        hidden = self._hidden_states([packed])
+        return self.lm_head.for_segment(hidden, LoraSegment(packed.start, packed.stop, 1.0)).float()
+
+    def stock_logits(self, rows: Sequence[Tensor]) -> Tensor:
+        """The base model's logits as transformers computes them, each sequence alone: float32 [tokens, vocabulary].
+
+        rows: int64 [1, tokens] of each sequence. The attention must be transformers' own."""
+        return torch.cat([self.model(input_ids=row, use_cache=False).logits[0].float() for row in rows])
+
+    @contextmanager
+    def embeddings_in_graph(self) -> Iterator[list[Tensor]]:
+        """Inside, the embeddings [1, rows, hidden] require a gradient, and the list gets them at every call. A backward
+        to them goes through every decoder layer, whichever layers the adapters train."""
+        found: list[Tensor] = []
+
+        def require_gradient(module: nn.Module, args: object, output: Tensor) -> None:
+            found.append(output.requires_grad_())
+
+        handle = self.model.get_input_embeddings().register_forward_hook(require_gradient)
+        try:
+            yield found
+        finally:
+            handle.remove()
+
+    def enable_checkpointing(self) -> None:
+        """Recompute decoder layers in backward. transformers does so only in training mode, so set dropout to 0."""
+        for module in self.model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+        self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        self.model.train()
+
+    def _hidden_states(self, slices: Sequence[PackedSlice]) -> Tensor:
+        """Final hidden states [rows, hidden] of packed slices, with the active segments."""
+        output = self.model.get_decoder()(
+            input_ids=torch.cat([packed.tokens for packed in slices])[None],
+            position_ids=torch.cat([packed.positions for packed in slices])[None],
+            use_cache=False,
+            attention_groups=[group for packed in slices for group in packed.groups],
+        )
+        return output.last_hidden_state[0]

@@ -1,0 +1,55 @@
+"""The environment variables of a node: where its adapters come from, and where it keeps them.
+
+The server that trains sets the store. Whoever starts vLLM on a node sets the cache's directory there. Credentials of
+the store come from the node's own environment, unless the server's options hold them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from skyrl.config.server import ServerConfig
+from skyrl.storage.registry import store_url
+
+STORE, STORE_OPTIONS = "SKYRL_NODE_STORE", "SKYRL_NODE_STORE_OPTIONS"
+CACHE, CACHE_BYTES = "SKYRL_NODE_CACHE", "SKYRL_NODE_CACHE_BYTES"
+API_KEY = "VLLM_API_KEY"
+DEFAULT_CACHE_BYTES = 20 * 2**30
+
+
+@dataclass(frozen=True)
+class NodeSettings:
+    """`cache` is the node's directory for adapters, shared by the vLLMs of one server on the node. Adapters that no
+    vLLM has loaded take at most `cache_bytes` with the loaded ones. `api_key` is vLLM's own."""
+
+    store: str
+    cache: Path
+    api_key: str
+    store_options: Mapping[str, str] = field(default_factory=dict)
+    cache_bytes: int = DEFAULT_CACHE_BYTES
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] | None = None) -> NodeSettings:
+        """Raises ValueError when a variable is missing or cannot be read."""
+        values = os.environ if environment is None else environment
+        for name in (STORE, API_KEY):
+            if not values.get(name):
+                raise ValueError(f"{name} is not set: adapters cannot be fetched from the checkpoint store")
+        return cls(
+            store=values[STORE],
+            cache=Path(values.get(CACHE) or Path(tempfile.gettempdir()) / f"skyrl-adapters-{os.getuid()}"),
+            api_key=values[API_KEY],
+            store_options=json.loads(values.get(STORE_OPTIONS) or "{}"),
+            cache_bytes=int(values.get(CACHE_BYTES) or DEFAULT_CACHE_BYTES),
+        )
+
+
+def node_environment(config: ServerConfig) -> dict[str, str]:
+    """The variables that name the server's checkpoint store to a vLLM."""
+    options = config.checkpoint_store_options
+    return {STORE: store_url(config), **({STORE_OPTIONS: json.dumps(options)} if options else {})}

@@ -1,0 +1,267 @@
+"""With Ray, the engine puts every adapter to sample from into the checkpoint store: when it is there, which reference
+replicas get, and when it goes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine_harness import Harness, Killed, Trainer, harness_in, until
+from fake_upstream import LOAD, FakeUpstream, Received, after, fake_upstream, hang_up
+from replicas import TIMEOUTS, UNLOAD, WELL, group_of, servers, set_replies
+
+from skyrl.config.loading import load_config
+from skyrl.config.server import ConfigError
+from skyrl.db import checkpoints
+from skyrl.db.engine_state import read_state
+from skyrl.db.samplers import find_sampler
+from skyrl.engine import reclaim
+from skyrl.engine.adoption import adopt_adapters
+from skyrl.inference.adapter_host import AdapterMissing, AdapterUnavailable, StoredAdapters
+from skyrl.inference.engine_group import EngineGroup
+from skyrl.inference.replica import Addresses, CallTimeouts, Replica
+from skyrl.nodes.references import reference_to
+from skyrl.storage.adapters import ADAPTER_FILES, adapter_key
+from skyrl.storage.base import NotStored, StoreError
+from skyrl.types.kinds import Kind
+from skyrl.types.weights import AdapterVersion
+
+
+@dataclass
+class World:
+    """An engine that uses Ray, the group of one replica, and one model."""
+
+    harness: Harness
+    upstream: FakeUpstream
+    group: EngineGroup
+    trainer: Trainer
+
+    def version(self, number: int) -> AdapterVersion:
+        return AdapterVersion.of(self.trainer.model_id, number)
+
+    def files(self, number: int) -> set[str]:
+        """Names of the stored files of a version; empty if it is not stored."""
+        try:
+            return set(self.harness.checkpoint_store.files(adapter_key(self.version(number))))
+        except NotStored:
+            return set()
+
+    def keys(self) -> set[str]:
+        return {found.key for found in self.harness.checkpoint_store.stored()}
+
+    def asked_for(self, path: str) -> list[dict[str, str]]:
+        return [request.json for request in self.upstream.requests if request.path == path]
+
+    async def sweeps(self) -> None:
+        """As many sweeps as find, unload and delete an adapter."""
+        for _ in range(3):
+            await self.harness.sweep()
+
+
+def stored_adapters(harness: Harness) -> StoredAdapters:
+    async def store_key(adapter: AdapterVersion) -> str | None:
+        return await harness.database.read_async(lambda c: checkpoints.store_key_of(c, adapter))
+
+    return StoredAdapters(harness.checkpoint_store, store_key)
+
+
+@asynccontextmanager
+async def world_in(state_dir: Path, **flags: Any) -> AsyncIterator[World]:
+    async with fake_upstream() as upstream, harness_in(state_dir, ray_address="local", **flags) as harness:
+        set_replies(upstream)
+        replica = Replica("vllm", Addresses.same(upstream.url), "key", stored_adapters(harness), TIMEOUTS)
+        group, published = group_of(replica)
+        watching = asyncio.create_task(group.run())
+        await until(lambda: published == [upstream.url])
+        await harness.start(group=group)
+        trainer = await Trainer.create(harness)
+        await trainer.step(1)
+        yield World(harness, upstream, group, trainer)
+        await harness.stop()
+        await group.close()
+        await watching
+
+
+@pytest.fixture(params=["local", "s3"])
+async def world(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[World]:
+    for name in ("GRACE_S", "LISTING_S"):
+        monkeypatch.setattr(reclaim, name, -60.0)  # so that no file is too young to be deleted
+    flags = request.getfixturevalue("on_s3") if request.param == "s3" else {}
+    async with world_in(tmp_path / "state", **flags) as world:
+        yield world
+
+
+async def test_an_unnamed_save_is_stored_before_replicas_load_it_and_swept_with_its_session(world: World) -> None:
+    go, seen = asyncio.Event(), list[set[str]]()
+
+    async def look(request: Received, writer: asyncio.StreamWriter) -> None:
+        seen.append(world.files(1))
+        await after(go, WELL)(request, writer)
+
+    world.upstream.controls[LOAD] = look
+    save = await world.trainer.send(Kind.SAVE_WEIGHTS_FOR_SAMPLER, sampling_session_seq_id=0)
+    await until(lambda: bool(seen))
+    assert seen == [ADAPTER_FILES]
+    assert world.harness.model_row(world.trainer.model_id).sampler_version == 0
+    go.set()
+    saved = await world.trainer.result(save)
+    key = adapter_key(world.version(1))
+    assert world.asked_for(LOAD) == [{"lora_name": world.version(1).name, "lora_path": reference_to(key)}]
+    assert not world.harness.config.adapters_dir.exists(), "nothing is on the engine's disk alone"
+    sampler = world.harness.database.read(lambda c: find_sampler(c, saved["sampling_session_id"]))
+    assert sampler is not None
+    assert sampler.weights == world.version(1)
+
+    await world.sweeps()
+    assert world.files(1) == ADAPTER_FILES
+    await world.harness.end(world.trainer.session)
+    await world.sweeps()
+    assert world.asked_for(UNLOAD) == [{"lora_name": world.version(1).name}]
+    assert world.keys() == set()
+
+
+async def test_a_named_save_is_stored_once_and_outlives_its_checkpoint_while_it_is_sampled_from(world: World) -> None:
+    await world.trainer.do(Kind.SAVE_WEIGHTS_FOR_SAMPLER, path="first")
+    (row,) = world.harness.checkpoint_rows(world.trainer.model_id)
+    assert world.keys() == {row.store_key} == {adapter_key(world.version(1))}
+    assert row.size_bytes == sum(len(content) for content in world.harness.stored(row).values()) > 0
+    await world.trainer.do(Kind.SAVE_WEIGHTS_FOR_SAMPLER, path="first", overwrite=True)
+    await world.trainer.do(Kind.SAVE_WEIGHTS_FOR_SAMPLER, sampling_session_seq_id=0)
+    await world.sweeps()
+    assert (world.files(1), world.files(2)) == (set(), ADAPTER_FILES)
+
+    session = await world.harness.sessions.create("tenant", [], None, "")
+    await world.harness.end(world.trainer.session)
+    await world.sweeps()
+    assert world.keys() == {adapter_key(world.version(2))}
+    table = checkpoints.checkpoints
+    world.harness.database.write(lambda c: c.execute(table.delete()))
+    await world.harness.end(session)
+    await world.sweeps()
+    assert world.keys() == set()
+
+
+async def test_an_expired_checkpoint_takes_no_files_from_a_sampling_session(world: World) -> None:
+    saved = await world.trainer.do(Kind.SAVE_WEIGHTS_FOR_SAMPLER, sampling_session_seq_id=0)
+    table = checkpoints.checkpoints
+    await world.trainer.do(Kind.SAVE_WEIGHTS_FOR_SAMPLER, path="other")
+    assert saved
+
+    def move(connection: Any) -> None:
+        """The checkpoint of this sampling session's version, which expires."""
+        key = adapter_key(world.version(1))
+        values = {"weights": world.version(1), "store_key": key, "expires_at": 1.0}
+        connection.execute(table.update().values(values))
+
+    world.harness.database.write(move)
+    await world.sweeps()
+    assert world.harness.checkpoint_rows(world.trainer.model_id) == []
+    assert world.keys() == {adapter_key(world.version(1))}
+
+
+async def test_a_version_that_a_dead_engine_has_stored_is_never_written_again(world: World) -> None:
+    """Nodes may have fetched the version, so the name must not get other files."""
+    world.harness.kill_before_commit_of(lambda request_id: request_id == save)
+    save = ""
+    save = await world.trainer.send(Kind.SAVE_WEIGHTS_FOR_SAMPLER, path="first")
+    await world.harness.wait_until_killed(Killed)
+    assert world.files(1) == ADAPTER_FILES
+    await world.harness.start(group=world.group)
+    await world.trainer.result(save)
+    (row,) = world.harness.checkpoint_rows(world.trainer.model_id)
+    assert (row.weights, row.store_key) == (world.version(2), adapter_key(world.version(2)))
+    await world.sweeps()
+    assert world.keys() == {row.store_key}
+    assert world.version(1).name in [asked["lora_name"] for asked in world.asked_for(UNLOAD)]
+
+
+async def test_a_save_fails_with_its_store_and_is_not_recorded(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    def away(_: str) -> None:
+        raise StoreError("no route to 10.0.0.7")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(world.harness.checkpoint_store, "files", away)
+        await world.trainer.fails(Kind.SAVE_WEIGHTS_FOR_SAMPLER, sampling_session_seq_id=0)
+    assert world.harness.model_row(world.trainer.model_id).sampler_version == 0
+    await world.trainer.do(Kind.SAVE_WEIGHTS_FOR_SAMPLER, sampling_session_seq_id=1)
+    assert world.files(1) == ADAPTER_FILES
+
+
+async def test_adapters_of_a_server_without_ray_are_stored_when_it_starts_with_ray(tmp_path: Path) -> None:
+    async with harness_in(tmp_path / "state") as harness:
+        await harness.start()
+        trainer = await Trainer.create(harness)
+        await trainer.do(Kind.SAVE_WEIGHTS_FOR_SAMPLER, sampling_session_seq_id=0)
+        await trainer.do(Kind.SAVE_WEIGHTS_FOR_SAMPLER, path="named")
+        await harness.stop()
+        adopt_adapters(harness.config, harness.database, harness.checkpoint_store)
+        assert harness.database.read(read_state).state_dir == str(tmp_path / "state")
+        (row,) = harness.checkpoint_rows(trainer.model_id)
+    async with harness_in(tmp_path / "state", ray_address="local") as harness:
+        adopt_adapters(harness.config, harness.database, harness.checkpoint_store)
+        assert harness.database.read(read_state).state_dir is None
+        host = stored_adapters(harness)
+        first, second = (AdapterVersion.of(trainer.model_id, number) for number in (1, 2))
+        assert await host.bring(first) == reference_to(adapter_key(first))
+        assert harness.checkpoint_store.files(adapter_key(first)).keys() == ADAPTER_FILES
+        assert await host.bring(second) == reference_to(row.store_key)
+
+
+async def test_an_adapter_that_nothing_holds_is_missing_and_an_unreachable_database_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with harness_in(tmp_path / "state") as harness:
+        adapter, host = AdapterVersion.of("s1:train:0", 1), stored_adapters(harness)
+        with pytest.raises(AdapterMissing):
+            await host.bring(adapter)
+        with monkeypatch.context() as patched:
+            patched.setattr(harness.checkpoint_store, "files", lambda _: (_ for _ in ()).throw(StoreError("away")))
+            assert await host.bring(adapter) == reference_to(adapter_key(adapter)), "the node may have it"
+        with harness.checkpoint_store.writing(adapter_key(adapter)) as directory:
+            (directory / "adapter_config.json").write_text("{}")
+        assert await host.bring(adapter) == reference_to(adapter_key(adapter))
+
+        async def failing(_: AdapterVersion) -> str | None:
+            raise OSError("away")
+
+        with pytest.raises(AdapterUnavailable):
+            await StoredAdapters(harness.checkpoint_store, failing).bring(adapter)
+
+
+async def test_a_hanging_replica_keeps_no_stored_files_and_is_asked_to_unload_until_it_answers(tmp_path: Path) -> None:
+    async with harness_in(tmp_path / "state") as harness, servers(1) as (server,):
+        a, b = (AdapterVersion.of("s1:train:0", number) for number in (1, 2))
+        for adapter in (a, b):
+            with harness.checkpoint_store.writing(adapter_key(adapter)) as directory:
+                (directory / "adapter_config.json").write_text("{}")
+        timeouts = CallTimeouts(unload_s=0.2)
+        replica = Replica("vllm", Addresses.same(server.url), "key", stored_adapters(harness), timeouts)
+        group, published = group_of(replica, watching_s=1000.0, grace_s=1000.0)
+        watching = asyncio.create_task(group.run())
+        await until(lambda: bool(published))
+        for adapter in (a, b):
+            await group.publish_adapter(adapter)
+        unload = server.upstream.controls.pop(UNLOAD)
+        server.upstream.controls[UNLOAD] = hang_up
+        assert await group.retire([a]) == {a}
+        server.upstream.controls[UNLOAD] = unload
+        assert server.adapters == {a.name, b.name}
+        assert await group.retire([b]) == {b}
+        assert server.adapters == set()
+        await group.close()
+        await watching
+
+
+@pytest.mark.parametrize("address", ["auto", "10.0.0.1:6379"])
+def test_a_cluster_of_several_nodes_needs_a_checkpoint_store_that_all_of_them_see(address: str) -> None:
+    with pytest.raises(ConfigError, match="checkpoint_store: adapters travel by it.*file:///directory"):
+        load_config({"ray_address": address})
+    load_config({"ray_address": address, "checkpoint_store": "file:///shared"})
+    load_config({"ray_address": "local"})

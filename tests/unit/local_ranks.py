@@ -1,0 +1,162 @@
+"""Ranks in processes of this machine, without Ray: the RankGroup of most tests, and backends on it.
+
+The processes are forked from one server that has imported torch and transformers. A process serves one group after the
+other. The group on Ray is `skyrl.cluster.rank_actors`, and `tests/ray` tests it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import os
+import signal
+import socket
+import threading
+from contextlib import suppress
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from torch_lora_support import base_path
+
+from skyrl.backends.base import RankDied
+from skyrl.backends.torch_lora.rank import Rank, RankSettings
+from skyrl.backends.torch_lora.sharded import ShardedBackend, rank_settings
+from skyrl.config.loading import load_config
+
+TIMEOUT_S = 60.0
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["skyrl.backends.torch_lora.rank"])
+_names = itertools.count()
+
+
+def _serve(connection: Connection) -> None:
+    """Make ranks and run their methods until the other end closes."""
+    rank: Any = None
+    while True:
+        try:
+            method, arguments = connection.recv()
+        except (EOFError, OSError):
+            os._exit(0)
+        try:
+            if method == "start":
+                rank_class, *settings = arguments
+                rank = rank_class(*settings)
+                answer: tuple[str, Any] = ("answer", None)
+            else:
+                answer = ("answer", rank.answer(method, arguments))
+        except BaseException as error:
+            answer = ("failure", f"{type(error).__name__}: {error}")
+        connection.send(answer)
+
+
+class _Process:
+    def __init__(self) -> None:
+        self.connection, other = _context.Pipe()
+        self._process = _context.Process(target=_serve, args=(other,), daemon=True)
+        self._process.start()
+        other.close()
+        assert self._process.pid is not None
+        self.pid: int = self._process.pid
+
+    def end(self) -> None:
+        with suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
+        self._process.join()
+        self.connection.close()
+
+
+class LocalRanks:
+    """A RankGroup. `pids` are the processes of its ranks."""
+
+    _idle: list[_Process] = []
+    """Processes of closed groups, which the next group uses."""
+
+    def __init__(self, ranks: int, settings: RankSettings, rank_class: type[Rank] = Rank) -> None:
+        """`rank_class`: a class of a test's module, whose processes serve no other group."""
+        self.size = ranks
+        self._shared = rank_class is Rank
+        self._timeout_s = settings.timeout_s
+        self._lock = threading.Lock()
+        self._died: str | None = None
+        self._processes = [self._idle.pop() if self._idle and self._shared else _Process() for _ in range(ranks)]
+        for rank, process in enumerate(self._processes):
+            process.connection.send(("start", (rank_class, rank, ranks, settings)))
+        self._answers(range(ranks))
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        self.call("join", "127.0.0.1", port, f"group{next(_names)}")
+
+    @property
+    def pids(self) -> list[int]:
+        return [process.pid for process in self._processes]
+
+    def call(self, method: str, *arguments: Any) -> list[Any]:
+        return self._ask(range(self.size), method, arguments)
+
+    def read(self, method: str, *arguments: Any) -> Any:
+        return self._ask(range(1), method, arguments)[0]
+
+    def _ask(self, ranks: range, method: str, arguments: tuple[Any, ...]) -> list[Any]:
+        with self._lock:
+            if self._died is not None:
+                raise RankDied(self._died)
+            with suppress(BrokenPipeError):
+                for rank in ranks:
+                    self._processes[rank].connection.send((method, arguments))
+            return self._answers(ranks)
+
+    def _answers(self, ranks: range) -> list[Any]:
+        waiting: dict[Any, int] = {self._processes[rank].connection: rank for rank in ranks}
+        answers: dict[int, Any] = {}
+        while waiting:
+            ready = wait(list(waiting), 2 * self._timeout_s)
+            if not ready:
+                self._fail(f"rank {min(waiting.values())} has not answered")
+            for connection in ready:
+                assert isinstance(connection, Connection)
+                rank = waiting.pop(connection)
+                try:
+                    kind, answers[rank] = connection.recv()
+                except (EOFError, OSError):
+                    kind, answers[rank] = "failure", "it has ended"
+                if kind == "failure":
+                    self._fail(f"rank {rank}: {answers[rank]}")
+        return [answers[rank] for rank in ranks]
+
+    def _fail(self, why: str) -> None:
+        self._died = why
+        raise RankDied(why)
+
+    def close(self) -> None:
+        if self._died is None and self._shared:
+            self.call("leave")
+            self._idle += self._processes
+        else:
+            for process in self._processes:
+                process.end()
+        self._processes = []
+
+
+def make_ranks(
+    ranks: int,
+    architecture: str = "qwen3",
+    *,
+    path: str | None = None,
+    micro_batch_tokens: int = 48,
+    merge: bool = False,
+    timeout_s: float = TIMEOUT_S,
+    losses: dict[str, str] | None = None,
+    rank_class: type[Rank] = Rank,
+    **trainer: Any,
+) -> ShardedBackend:
+    """A backend with ranks on this machine. `close` it: the next backend uses its processes."""
+    settings = {
+        "trainer.micro_batch_tokens": micro_batch_tokens,
+        "trainer.merge_passes": merge,
+        "trainer.rank_timeout_s": timeout_s,
+        **{f"trainer.{key}": value for key, value in trainer.items()},
+    }
+    base_model = base_path(architecture) if path is None else path
+    config = load_config({"base_model": base_model, "backend_config": settings, "losses": losses})
+    return ShardedBackend(config, LocalRanks(ranks, rank_settings(config), rank_class))

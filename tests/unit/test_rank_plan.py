@@ -1,0 +1,80 @@
+"""How passes are cut and divided over ranks."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+from torch_lora_support import sft, train
+
+from skyrl.backends.base import TrainingPass
+from skyrl.backends.torch_lora.packing import cut
+from skyrl.backends.torch_lora.plan import Plan, cut_evenly, make_plan
+
+LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=30)
+RANKS = st.integers(1, 5)
+BUDGET = 64
+
+
+def _plan(passes: list[TrainingPass], ranks: int, *, merge: bool = False) -> Plan:
+    return make_plan(list(enumerate(passes)), ranks, BUDGET, merge=merge)
+
+
+@given(st.lists(LENGTHS, min_size=1, max_size=5), RANKS, st.booleans())
+def test_every_sequence_is_in_one_piece_and_micro_batches_keep_the_budget(
+    lengths: list[list[int]], ranks: int, merge: bool
+) -> None:
+    plan = _plan([train(f"m{number}", sft(number, *each)) for number, each in enumerate(lengths)], ranks, merge=merge)
+    for number, each in enumerate(lengths):
+        pieces = [piece for _, piece in plan.pieces_of(number)]
+        assert sorted(index for piece in pieces for index in piece.data) == list(range(len(each)))
+        assert all(piece.tokens == sum(each[index] for index in piece.data) for piece in pieces)
+        assert all(list(piece.data) == sorted(piece.data) for piece in pieces)
+    for rank in range(ranks):
+        assert len(plan.of(rank)) == plan.count
+        for batch in plan.of(rank):
+            assert merge or len(batch) <= 1
+            sequences = sum(len(piece.data) for piece in batch)
+            assert sum(piece.tokens for piece in batch) <= BUDGET or sequences == 1
+
+
+@given(st.lists(LENGTHS, min_size=1, max_size=4), RANKS)
+def test_passes_are_completed_in_order_and_after_their_last_piece(lengths: list[list[int]], ranks: int) -> None:
+    plan = _plan([train("m", sft(number, *each)) for number, each in enumerate(lengths)], ranks)
+    completed = plan.completed()
+    assert [number for numbers in completed for number in numbers] == list(range(len(lengths)))
+    for index, numbers in enumerate(completed):
+        left = {piece.number for rank in range(ranks) for batch in plan.of(rank)[index + 1 :] for piece in batch}
+        assert not left & set(numbers)
+
+
+@given(LENGTHS, st.lists(LENGTHS, max_size=3), RANKS)
+def test_other_passes_do_not_change_where_a_pass_runs(lengths: list[int], others: list[list[int]], ranks: int) -> None:
+    own = train("m", sft(1, *lengths))
+    alone = _plan([own], ranks)
+    before = [train("other", sft(number, *each)) for number, each in enumerate(others)]
+    beside = _plan([*before, own, *before], ranks)
+    assert [(rank, piece.data) for rank, piece in alone.pieces_of(0)] == [
+        (rank, piece.data) for rank, piece in beside.pieces_of(len(before))
+    ]
+
+
+@given(LENGTHS)
+def test_one_rank_cuts_as_training_without_ranks_does(lengths: list[int]) -> None:
+    assert cut_evenly(lengths, 1, BUDGET) == [[list(part)] for part in cut(lengths, BUDGET)]
+
+
+def test_a_pass_is_cut_finer_than_the_budget_so_that_all_ranks_work() -> None:
+    (parts,) = cut_evenly([5] * 12, 4, 4096)
+    assert [len(part) for part in parts] == [3, 3, 3, 3]
+    (parts,) = cut_evenly([40, 10, 10, 10, 10], 2, 4096)
+    assert [sum(([40, 10, 10, 10, 10])[index] for index in part) for part in parts] == [40, 40]
+
+
+def test_small_passes_spread_over_the_ranks() -> None:
+    plan = _plan([train(f"tenant-{number}", sft(number, 9)) for number in range(64)], 4)
+    counts = [sum(bool(batch) for batch in plan.of(rank)) for rank in range(4)]
+    assert min(counts) >= 8
+    merged = _plan([train("m", sft(number, 9)) for number in range(64)], 4, merge=True)
+    assert {sum(piece.tokens for batch in merged.of(rank) for piece in batch) for rank in range(4)} == {16 * 9}
+    assert np.ptp([len(merged.of(rank)) for rank in range(4)]) == 0

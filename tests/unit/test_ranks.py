@@ -1,0 +1,278 @@
+"""Several ranks against training without ranks: losses, logprobs, gradients and weights; the same bits again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from local_ranks import make_ranks
+from torch_lora_support import assert_close, assert_same, make_backend, ok, rl, saved, sft, spec, train
+
+from skyrl.backends.base import AdamParams, Backend, InvalidRequest, PassResult, TrainingPass
+from skyrl.backends.torch_lora.sharded import ShardedBackend
+
+TOLERANCE = 1e-5
+STEP = AdamParams(learning_rate=1e-2, eps=0.1, grad_clip_norm=100.0, weight_decay=0.01)
+"""With an `eps` above the rounding of gradients. With a smaller one, a weight whose gradient is 0 but for rounding
+would make a whole step in the direction of the rounding."""
+SPECS = {
+    "all": spec(8, 1),
+    "attention": spec(4, 2, train_mlp=False, train_unembed=False),
+    "unembed": spec(2, 3, train_attn=False, train_mlp=False),
+}
+STEPS = 3
+Run = tuple[list[PassResult], list[dict[str, float]], dict[str, Any]]
+
+
+def _passes(model_id: str, step: int) -> list[TrainingPass]:
+    """Passes of uneven sequences; the last has one sequence, fewer than there are ranks."""
+    seed = 100 * step + list(SPECS).index(model_id)
+    return [
+        train(model_id, sft(seed, 3, 17, 1, 40)),
+        train(model_id, rl(seed + 10, 12, 5, 30, 30, 2), "ppo"),
+        TrainingPass(model_id, sft(seed + 20, 8, 20), "cross_entropy", backward=False),
+        train(model_id, sft(seed + 30, 11)),
+    ]
+
+
+def _learn(backend: Any, directory: Path, model_ids: tuple[str, ...] = tuple(SPECS)) -> Run:
+    """Train models in mixed batches; returns results, metrics of steps, and all weights, moments and gradients."""
+    results: list[PassResult] = []
+    metrics: list[dict[str, float]] = []
+    for model_id in model_ids:
+        backend.create_model(model_id, SPECS[model_id])
+    for step in range(STEPS):
+        queues = [_passes(model_id, step) for model_id in model_ids]
+        results += ok(backend.run([each for row in zip(*queues, strict=True) for each in row]))
+        metrics += [backend.optim_step(model_id, STEP) for model_id in model_ids]
+    for model_id in model_ids:
+        results += ok(backend.run(_passes(model_id, STEPS)))
+    return results, metrics, {m: saved(backend, m, directory / m) for m in model_ids}
+
+
+def _assert_close(one: Run, other: Run) -> None:
+    for result, expected in zip(one[0], other[0], strict=True):
+        for logprobs, expected_logprobs in zip(result.logprobs, expected.logprobs, strict=True):
+            assert logprobs.shape == expected_logprobs.shape
+            assert logprobs.dtype == np.float32
+            np.testing.assert_allclose(logprobs, expected_logprobs, rtol=TOLERANCE, atol=TOLERANCE)
+        assert result.metrics == pytest.approx(expected.metrics, rel=TOLERANCE, abs=2e-5)
+    for metrics, expected in zip(one[1], other[1], strict=True):
+        assert metrics == pytest.approx(expected, rel=TOLERANCE)
+    for model_id, state in one[2].items():
+        assert {key.partition(".")[0] for key in state} == {"weights", "exp_avg", "exp_avg_sq", "gradient"}
+        assert_close(state, other[2][model_id], TOLERANCE)
+
+
+def _assert_same(one: Run, other: Run) -> None:
+    for result, expected in zip(one[0], other[0], strict=True):
+        assert result.metrics == expected.metrics
+        for logprobs, expected_logprobs in zip(result.logprobs, expected.logprobs, strict=True):
+            assert np.array_equal(logprobs, expected_logprobs)
+    assert one[1] == other[1]
+    for model_id, state in one[2].items():
+        assert_same(state, other[2][model_id])
+
+
+@pytest.fixture
+def ranks() -> Iterator[Callable[..., ShardedBackend]]:
+    """`make_ranks`; closes the backends at the end."""
+    made: list[ShardedBackend] = []
+
+    def make(count: int, architecture: str = "qwen3", **settings: Any) -> ShardedBackend:
+        made.append(make_ranks(count, architecture, **settings))
+        return made[-1]
+
+    yield make
+    for backend in made:
+        backend.close()
+
+
+Ranks = Callable[..., ShardedBackend]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "count", "settings"),
+    [
+        ("qwen3", 2, {}),
+        ("qwen3", 3, {}),
+        ("qwen3", 3, {"merge": True}),
+        ("qwen3", 2, {"gradient_checkpointing": True}),
+        ("qwen3-tied", 2, {}),
+        ("qwen3-tied", 3, {"gradient_checkpointing": True}),
+        ("qwen2-window", 2, {}),
+        ("llama", 3, {}),
+    ],
+)
+def test_ranks_train_as_one_device_does(
+    tmp_path: Path, ranks: Ranks, architecture: str, count: int, settings: dict[str, bool]
+) -> None:
+    expected = _learn(make_backend(architecture, micro_batch_tokens=48), tmp_path / "one")
+    _assert_close(_learn(ranks(count, architecture, **settings), tmp_path / "ranks"), expected)
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "qwen3-tied"])
+def test_one_rank_gives_the_bits_of_one_device(tmp_path: Path, ranks: Ranks, architecture: str) -> None:
+    expected = _learn(make_backend(architecture, micro_batch_tokens=48), tmp_path / "one")
+    _assert_same(_learn(ranks(1, architecture), tmp_path / "rank"), expected)
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_the_same_number_of_ranks_gives_the_same_bits_again_also_beside_other_models(
+    tmp_path: Path, ranks: Ranks, count: int
+) -> None:
+    together, again = (_learn(ranks(count), tmp_path / name) for name in ("together", "again"))
+    _assert_same(again, together)
+    alone = ranks(count)
+    assert alone.repeats_exactly
+    for number, model_id in enumerate(SPECS):
+        one = _learn(alone, tmp_path / "alone", (model_id,))
+        _assert_same(
+            one, (_of(together[0], number), together[1][number :: len(SPECS)], {model_id: together[2][model_id]})
+        )
+
+
+def _of(results: list[PassResult], number: int) -> list[PassResult]:
+    """The results of one model out of those of `_learn` with all models."""
+    mixed = 4 * STEPS * len(SPECS)
+    return results[:mixed][number :: len(SPECS)] + results[mixed + 4 * number : mixed + 4 * number + 4]
+
+
+def test_grouping_of_passes_does_not_change_the_gradients(tmp_path: Path, ranks: Ranks) -> None:
+    queue = [each for model_id in SPECS for each in _passes(model_id, 0)]
+    states = []
+    backend = ranks(2)
+    for name, groups in (("all", [queue]), ("singly", [[each] for each in queue])):
+        for model_id, each in SPECS.items():
+            backend.create_model(model_id, each)
+        for group in groups:
+            ok(backend.run(group))
+        states.append({m: saved(backend, m, tmp_path / name / m) for m in SPECS})
+        for model_id in SPECS:
+            backend.delete_model(model_id)
+    for model_id in SPECS:
+        assert_same(states[0][model_id], states[1][model_id])
+
+
+@pytest.mark.parametrize("merge", [False, True], ids=["alone", "merged"])
+def test_a_loss_that_is_not_finite_on_one_rank_fails_its_pass_alone(tmp_path: Path, ranks: Ranks, merge: bool) -> None:
+    """One of the pass's sequences, and so one rank, has the infinite ratio."""
+    bad = rl(1, 20, 20, 20)
+    bad[1].loss_inputs["logprobs"] = np.full(20, -1e6, np.float32)
+    good = train("all", sft(2, 9, 30, 4))
+    one, several = make_backend(micro_batch_tokens=48), ranks(2, merge=merge)
+    states, outcomes = [], []
+    backends: list[Backend] = [one, several]
+    for number, backend in enumerate(backends):
+        for model_id in ("all", "attention"):
+            backend.create_model(model_id, SPECS[model_id])
+        outcomes.append(
+            backend.run([good, train("all", bad, "importance_sampling"), train("attention", list(good.data)), good])
+        )
+        states.append([saved(backend, m, tmp_path / f"{number}{m}") for m in ("all", "attention")])  # type: ignore[arg-type]
+    for of_one, of_several in zip(*outcomes, strict=True):
+        assert type(of_one) is type(of_several)
+    assert str(outcomes[1][1]) == str(outcomes[0][1])
+    assert "the sum of importance_sampling is " in str(outcomes[1][1])
+    for expected, state in zip(*states, strict=True):
+        assert_close(state, expected, TOLERANCE)
+
+
+def test_a_gradient_that_is_not_finite_makes_no_step(tmp_path: Path, ranks: Ranks) -> None:
+    backend = ranks(2)
+    backend.create_model("all", SPECS["all"])
+    before = saved(backend, "all", tmp_path / "before")
+    data = rl(1, 20, 20)
+    for datum in data:  # one ratio of e^70 and more: the loss is finite in float32, the square of the gradient is not
+        datum.loss_inputs["logprobs"] = np.full(20, -80, np.float32)
+        datum.loss_inputs["advantages"] = np.eye(1, 20, dtype=np.float32)[0]
+    ok(backend.run([train("all", data, "importance_sampling")]))
+    with pytest.raises(FloatingPointError, match="norm inf"):
+        backend.optim_step("all", STEP)
+    assert_same(saved(backend, "all", tmp_path / "after"), before)
+    assert backend.optim_step("all", STEP) == {}
+
+
+def test_a_snapshot_of_two_ranks_goes_on_with_any_number_and_without_ranks(tmp_path: Path, ranks: Ranks) -> None:
+    """And back: the files are the same."""
+    two = ranks(2)
+    _learn(two, tmp_path / "two", ("all",))
+    (tmp_path / "snapshot").mkdir()
+    two.save_snapshot("all", tmp_path / "snapshot")
+    before = saved(two, "all", tmp_path / "before")
+    backends: list[Any] = [ranks(1), ranks(3), make_backend(micro_batch_tokens=48), ranks(2)]
+    after = []
+    for number, backend in enumerate((*backends, two)):
+        if backend is not two:
+            backend.restore_model("all", SPECS["all"], tmp_path / "snapshot")
+            assert_same(saved(backend, "all", tmp_path / f"restored{number}"), before)
+        ok(backend.run(_passes("all", 9)))
+        metrics = backend.optim_step("all", STEP)
+        assert metrics["optimizer_step"] == STEPS + 1
+        after.append(saved(backend, "all", tmp_path / f"after{number}"))
+    assert_same(after[3], after[4])
+    for state in after:
+        assert_close(state, after[4], TOLERANCE)
+
+
+def test_loads_saves_and_exports_are_those_of_one_device(tmp_path: Path, ranks: Ranks) -> None:
+    one, two = make_backend(), ranks(2)
+    files: list[dict[str, bytes]] = []
+    for number, backend in enumerate((one, two)):
+        backend.create_model("m", spec(4, 9))
+        with pytest.raises(InvalidRequest, match="exists already"):
+            backend.create_model("m", spec(4, 9))
+        directory = tmp_path / str(number)
+        for name in ("state", "f32", "bf16"):
+            (directory / name).mkdir(parents=True)
+        backend.save_state("m", directory / "state")
+        backend.save_adapter("m", directory / "f32")
+        backend.save_adapter("m", directory / "bf16", dtype="bfloat16")
+        files.append({str(file.relative_to(directory)): file.read_bytes() for file in directory.rglob("*.*")})
+    assert files[0] == files[1]
+    ok(two.run([train("m", sft(0, 9, 4))]))
+    two.optim_step("m", STEP)
+    ok(two.run([train("m", sft(1, 9, 4))]))
+    trained = saved(two, "m", tmp_path / "trained")
+    two.load_state("m", tmp_path / "trained", optimizer=False)
+    assert {key.partition(".")[0] for key in saved(two, "m", tmp_path / "weights-only")} == {"weights"}
+    two.load_state("m", tmp_path / "trained", optimizer=True)
+    assert_same(saved(two, "m", tmp_path / "loaded"), trained)
+    two.clear_gradient("m")
+    assert not any(key.startswith("gradient") for key in saved(two, "m", tmp_path / "cleared"))
+    two.create_model("other", spec(8, 9))
+    with pytest.raises(InvalidRequest, match="rank"):
+        two.load_state("other", tmp_path / "trained", optimizer=True)
+    with pytest.raises(FileNotFoundError):
+        two.restore_model("third", spec(4, 9), tmp_path)
+    two.delete_model("m")
+    two.delete_model("m")
+    for unknown in ("m", "third"):
+        with pytest.raises(InvalidRequest, match="there is no model"):
+            two.optim_step(unknown, STEP)
+
+
+def test_bad_passes_are_refused_before_they_reach_a_rank(ranks: Ranks) -> None:
+    backend = ranks(2)
+    backend.create_model("all", SPECS["all"])
+    (bad,) = sft(0, 4)
+    bad.tokens[2] = 10**6
+    good = train("all", sft(1, 5))
+    results = backend.run([train("all", [bad]), train("unknown", sft(0, 4)), good])
+    assert [type(each) for each in results] == [InvalidRequest, InvalidRequest, PassResult]
+    assert "model_input" in str(results[0])
+    with pytest.raises(InvalidRequest, match="rank"):
+        backend.create_model("big", spec(10**4))
+
+
+def test_each_rank_holds_its_part_of_the_parameters(ranks: Ranks) -> None:
+    for count in (1, 2, 3):
+        with closing(make_ranks(count, "qwen3-tied")) as backend:
+            facts = backend._group.call("memory")
+            held = [each["parameters"] for each in facts]
+            assert sum(held) == facts[0]["all_parameters"]
+            assert max(held) <= 1.05 * facts[0]["all_parameters"] / count

@@ -1,0 +1,46 @@
+"""The cache of objects by session: what is kept is found, and a session's end drops its objects and no others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from skyrl.db.session_cache import SessionCache
+
+
+@dataclass(frozen=True)
+class Each:
+    id: str
+    session_id: str
+
+
+@given(
+    st.lists(
+        st.one_of(
+            st.tuples(st.just("keep"), st.integers(0, 5)),
+            st.tuples(st.just("drop"), st.integers(0, 5)),
+            st.tuples(st.just("drop_session"), st.integers(0, 2)),
+        )
+    )
+)
+def test_it_holds_what_a_plain_dictionary_would(steps: list[tuple[str, int]]) -> None:
+    cache: SessionCache[Each] = SessionCache()
+    plain: dict[str, Each] = {}
+    for step, number in steps:
+        if step == "keep":
+            each = Each(f"o{number}", f"s{number % 3}")
+            cache.keep(each)
+            plain[each.id] = each
+        elif step == "drop":
+            cache.drop(f"o{number}")
+            plain.pop(f"o{number}", None)
+        else:
+            cache.drop_session(f"s{number}")
+            plain = {key: each for key, each in plain.items() if each.session_id != f"s{number}"}
+        assert len(cache) == len(plain)
+        assert [cache.get(f"o{at}") for at in range(6)] == [plain.get(f"o{at}") for at in range(6)]
+    for number in range(3):
+        cache.drop_session(f"s{number}")
+    assert cache._ids_of == {}, "nothing is left of sessions that have ended"
