@@ -26,6 +26,7 @@ OWN_SERVERS = frozenset(
         "tests/e2e/test_colocated.py",
         "tests/e2e/test_cpu_cost.py",
         "tests/e2e/test_durability.py",
+        "tests/e2e/test_full_finetuning.py",
         "tests/e2e/test_keys.py",
         "tests/e2e/test_large_bodies.py",
         "tests/e2e/test_lifecycle.py",

@@ -58,6 +58,7 @@ from skyrl.sampling.endpoint import EngineEndpoint, FixedEndpoint
 from skyrl.sampling.fair_order import FairOrder
 from skyrl.sampling.guards import FeatureGuard
 from skyrl.sampling.http import HttpTransport
+from skyrl.sampling.loaded_weights import LoadedWeights
 from skyrl.sampling.ownership import SampleOwnership
 from skyrl.sampling.service import SampleService
 from skyrl.standing.standings import Standings
@@ -161,7 +162,8 @@ def _services(base: Base, secrets: Secrets, features: InferenceFeatures) -> Serv
     adapters = _adapters(base, store, checkpoints)
     quotas = Quotas(database, QuotaLimits.of(config), Bounds.of(config), base.futures.is_pending)
     transport = HttpTransport(config.forwarding_inference_max_connections)
-    client = _client(base, adapters, transport)
+    loaded = LoadedWeights(database) if config.full_finetuning else None
+    client = _client(base, adapters, transport, loaded)
     passage = Passage(
         admission=Admission(config.max_pending_samples, config.max_pending_sample_bytes, base.metrics.samples),
         order=FairOrder() if config.modes.own_inference or config.external_inference_priority else None,
@@ -170,7 +172,7 @@ def _services(base: Base, secrets: Secrets, features: InferenceFeatures) -> Serv
         usage=base.counter,
         metrics=base.metrics.samples,
     )
-    sampling = _sampling(base, samplers, sessions, client, passage)
+    sampling = _sampling(base, samplers, sessions, client, passage, loaded)
     uses = AdapterUses(writer)
     return Services(
         config=config,
@@ -196,6 +198,7 @@ def _services(base: Base, secrets: Secrets, features: InferenceFeatures) -> Serv
         copies=Copies(database, writer),
         futures=base.futures,
         sampling=sampling,
+        loaded=loaded,
         client=client,
         engine=base.notifier.engine,
         watch=base.watch,
@@ -221,7 +224,7 @@ def _services(base: Base, secrets: Secrets, features: InferenceFeatures) -> Serv
         metrics=base.metrics,
         published_metrics=MetricsDirectory(base.runtime.metrics_directory),
         openai=None if client is None else OpenAIService(client, transport, passage, uses),
-        openai_models=ModelNames(config, checkpoints, base.watch.limits),
+        openai_models=ModelNames(config, checkpoints, base.watch.limits, loaded),
         openai_in_flight=InFlight(),
         adapter_uses=uses,
         spans=open_spans(config.otlp_endpoint, f"api-{base.runtime.slot}"),
@@ -244,9 +247,12 @@ def _adapters(base: Base, store: CheckpointStore, checkpoints: Checkpoints) -> A
 
 
 def _adapter_places(config: ServerConfig) -> int | None:
-    """How many adapters the inference servers run at a time; None for servers that skyrl does not run."""
+    """How many adapters the inference servers run at a time; None for servers that skyrl does not run, or that run no
+    adapters."""
     backend = config.backend_config
-    return backend.lora.max_loras * backend.inference.num_engines if config.modes.manages_inference else None
+    if config.full_finetuning or not config.modes.manages_inference:
+        return None
+    return backend.lora.max_loras * backend.inference.num_engines
 
 
 def _show_readiness(base: Base) -> None:
@@ -262,7 +268,12 @@ def _show_readiness(base: Base) -> None:
 
 
 def _sampling(
-    base: Base, samplers: Samplers, sessions: Sessions, client: ForwardingClient | None, passage: Passage
+    base: Base,
+    samplers: Samplers,
+    sessions: Sessions,
+    client: ForwardingClient | None,
+    passage: Passage,
+    loaded: LoadedWeights | None,
 ) -> SampleService:
     return SampleService(
         base.futures,
@@ -278,10 +289,13 @@ def _sampling(
         usage=passage.usage,
         quotas=passage.quotas,
         metrics=base.metrics.samples,
+        loaded=loaded,
     )
 
 
-def _client(base: Base, adapters: AdapterHost, transport: HttpTransport) -> ForwardingClient | None:
+def _client(
+    base: Base, adapters: AdapterHost, transport: HttpTransport, loaded: LoadedWeights | None
+) -> ForwardingClient | None:
     """None if the engine runs the samples."""
     runtime, config = base.runtime, base.runtime.config
     if not config.modes.forwards:
@@ -295,6 +309,7 @@ def _client(base: Base, adapters: AdapterHost, transport: HttpTransport) -> Forw
         deadline_s=config.forwarding_deadline_s,
         zero_fill_logprobs=config.forwarding_zero_fill_logprobs,
         replicas=_replicas(base),
+        loaded=loaded,
         shares_keys=config.routed or config.modes.shares_inference,
         metrics=base.metrics.adapters,
     )

@@ -27,7 +27,9 @@ from skyrl.wire.paths import TinkerPath, parse_path
 LINK_S = 3600.0
 """How long links are valid. The SDK asks for new ones five minutes before the end."""
 ARCHIVED = ("adapter_config.json", "adapter_model.safetensors")
-"""The files of an archive: an adapter that other programs load. Only this server can use the optimizer's files."""
+"""The files of an adapter's archive, which other programs load. Only this server can use the optimizer's files."""
+OPTIMIZER = ("optimizer-", "state.json")
+"""How the names of the other files of a whole model begin."""
 _LINKS = "/api/v1/downloads"
 _CHECKPOINT = "/training_runs/{model_id}/checkpoints/{kind}/{name}"
 
@@ -42,6 +44,12 @@ class _StoredCheckpoint(NamedTuple):
     def save(self) -> str:
         """Differs between all saves under the same name, earlier or later."""
         return self.store_key.rpartition("-")[2]
+
+    def archived(self, sizes: dict[str, int]) -> dict[str, int]:
+        """The files of an archive, with their sizes, among all of the checkpoint's: no file of the optimizer."""
+        if not self.checkpoint.lora.is_full:
+            return {name: sizes[name] for name in ARCHIVED}
+        return {name: size for name, size in sizes.items() if not name.startswith(OPTIMIZER)}
 
 
 def router(services: Services) -> Routes:
@@ -70,15 +78,15 @@ def router(services: Services) -> Routes:
 
     @routes.get(f"{_CHECKPOINT}/archive", scope="train")
     async def archive_url(call: Call, model_id: str, kind: str, name: str) -> Response:
-        """A link to a tar of the adapter: as JSON to clients that accept JSON, as a redirect to others."""
+        """A link to a tar of the weights: as JSON to clients that accept JSON, as a redirect to others."""
         tenant, path = call.tenant, parse_path(f"tinker://{model_id}/{kind}/{name}", "checkpoint_id")
         if path.kind == "external_weights":
             raise RequestError(
                 "exported files are fetched one by one, see external_weights_urls", field="checkpoint_id"
             )
         found = await find_for_download(path, tenant)
-        missing = set(ARCHIVED) - set(await in_store(store.files, found.store_key))
-        if missing:
+        stored = await in_store(store.files, found.store_key)
+        if missing := {} if found.checkpoint.lora.is_full else set(ARCHIVED) - set(stored):
             raise NotFound(
                 f"{path} was saved by an older version, without {' and '.join(sorted(missing))}: load and save it",
                 field="checkpoint_id",
@@ -99,7 +107,7 @@ def router(services: Services) -> Routes:
         path = parse_path(f"tinker://{model_id}/{kind}/{name}", "checkpoint_id")
         found = await find_for_link(path, save)
         sizes = await in_store(store.files, found.store_key)
-        sizes = {member: sizes[member] for member in ARCHIVED}
+        sizes = found.archived(sizes)
         manifest = manifest_of(sizes)
 
         def members() -> Iterator[Member]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Callable
+from typing import Any
 
 from starlette.responses import Response
 
@@ -11,6 +13,8 @@ from skyrl.api.reply import reply
 from skyrl.api.routes import Routes
 from skyrl.api.services import Services
 from skyrl.api.training import submit
+from skyrl.db.database import Connection
+from skyrl.db.full_weights import check_place
 from skyrl.db.models import Model, add_model
 from skyrl.types.kinds import Kind
 from skyrl.types.lora import LoraSpec
@@ -26,10 +30,15 @@ def check_optimizer(optimizer: OptimizerConfig | None) -> None:
 
 
 def _lora_spec(lora: LoraConfig, services: Services) -> LoraSpec:
-    """The adapter's shape that the request asks for. Raises RequestError naming the field."""
+    """The adapter, or the whole model, that the request asks for. Raises RequestError naming the field."""
     limits = services.config.backend_config.lora
+    if services.config.full_finetuning:
+        return _whole(lora)
     if lora.rank == 0:
-        raise RequestError("0 asks for full fine-tuning, which this server does not do yet", field="lora_config.rank")
+        raise RequestError(
+            "0 asks for full fine-tuning, which needs a server that was started with trainer.full_finetuning",
+            field="lora_config.rank",
+        )
     if not 1 <= lora.rank <= limits.max_lora_rank:
         raise RequestError(
             f"must be in [1, {limits.max_lora_rank}] (the server's max_lora_rank), got {lora.rank}",
@@ -47,6 +56,37 @@ def _lora_spec(lora: LoraConfig, services: Services) -> LoraSpec:
         train_mlp=lora.train_mlp,
         train_unembed=lora.train_unembed,
     )
+
+
+def _whole(lora: LoraConfig) -> LoraSpec:
+    if lora.rank != 0:
+        raise RequestError(
+            f"must be 0, got {lora.rank}: this server trains whole models (trainer.full_finetuning), and no adapters",
+            field="lora_config.rank",
+        )
+    if not (lora.train_attn and lora.train_mlp and lora.train_unembed):
+        raise RequestError("with rank 0 train_attn, train_mlp and train_unembed must all be true", field="lora_config")
+    return LoraSpec(rank=0, alpha=1.0, seed=0 if lora.seed is None else lora.seed)
+
+
+def check_new_model(model: Model, services: Services) -> Callable[[Connection], None]:
+    """The check before a model is added. Raises RequestError: the tenant's quota, and on a server for full fine-tuning
+    also while another model lives."""
+    check_quota = services.quotas.models(model.tenant)
+    if not services.config.full_finetuning:
+        return check_quota
+    check_turn = check_place(model.id, model.tenant)
+
+    def check(connection: Connection) -> None:
+        check_quota(connection)
+        check_turn(connection)
+
+    return check
+
+
+def described(lora: LoraSpec) -> dict[str, Any]:
+    """What of a model is trained, as the wire says it."""
+    return {"is_lora": not lora.is_full, "lora_rank": None if lora.is_full else lora.rank}
 
 
 def router(services: Services) -> Routes:
@@ -69,7 +109,7 @@ def router(services: Services) -> Routes:
             lora=_lora_spec(body.lora_config or LoraConfig(), services),
             user_metadata=body.user_metadata,
         )
-        add_row = add_model(model, body.model_seq_id, services.quotas.models(tenant))
+        add_row = add_model(model, body.model_seq_id, check_new_model(model, services))
         return await submit(services, call, Kind.CREATE_MODEL, model, 0, call.body, first=add_row)
 
     @routes.post("/unload_model", scope="train", body=ModelRequest)
@@ -101,8 +141,7 @@ def router(services: Services) -> Routes:
                     "model_name": model.base_model,
                     "tokenizer_id": services.served.tokenizer_name(model.base_model),
                 },
-                "is_lora": True,
-                "lora_rank": model.lora.rank,
+                **described(model.lora),
                 "model_name": model.base_model,
             }
         )

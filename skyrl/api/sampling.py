@@ -41,7 +41,8 @@ def router(services: Services) -> Routes:
             raise NotFound(f"no sampler weights {model_path!r}", field="model_path")
         if saved.weights is None:
             raise NotFound(_not_for_sampling(model_path, path.kind), field="model_path")
-        served_name(saved.weights, saved.base_model, "model_path")
+        full = services.config.full_finetuning
+        served_name(saved.weights, saved.base_model, "model_path", full_finetuning=full)
         services.served.check_base_model(saved.base_model, "model_path")
         return saved, saved.weights
 
@@ -67,7 +68,8 @@ def router(services: Services) -> Routes:
         saved, adapts_unembed = None, False
         if body.model_path is not None:
             saved, weights = await saved_weights(body.model_path, tenant)
-            base_model, adapts_unembed = saved.base_model, saved.lora.train_unembed
+            base_model = saved.base_model
+            adapts_unembed = saved.lora.train_unembed and not saved.lora.is_full
             if body.base_model is not None:
                 services.served.check_base_model(body.base_model)  # any of its names will do: there is one base model
             await bring(weights)
@@ -75,6 +77,8 @@ def router(services: Services) -> Routes:
             base_model = services.served.check_base_model(body.base_model)
         else:
             raise RequestError("give base_model or model_path", field="model_path")
+        if services.loaded is not None:
+            await services.loaded.check(weights, "base_model" if body.model_path is None else "model_path")
         sampler = Sampler(
             sampler_id, session.id, tenant, base_model, body.model_path, weights, adapts_unembed=adapts_unembed
         )

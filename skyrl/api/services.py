@@ -33,6 +33,7 @@ from skyrl.openai.models import ModelNames
 from skyrl.openai.service import OpenAIService
 from skyrl.quotas.tenants import Quotas
 from skyrl.sampling.client import ForwardingClient
+from skyrl.sampling.loaded_weights import LoadedWeights
 from skyrl.sampling.service import SampleService
 from skyrl.standing.standings import Standings
 from skyrl.storage.base import CheckpointStore
@@ -55,6 +56,8 @@ class Services:
     copies: Copies
     futures: FutureStore
     sampling: SampleService
+    loaded: LoadedWeights | None
+    """None if the inference servers never change their weights."""
     client: ForwardingClient | None
     engine: Doorbell
     watch: EngineWatch

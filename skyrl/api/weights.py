@@ -6,12 +6,13 @@ import msgspec
 from starlette.responses import Response
 
 from skyrl.api.call import Call
-from skyrl.api.models import check_optimizer
+from skyrl.api.models import check_new_model, check_optimizer, described
 from skyrl.api.reply import reply
 from skyrl.api.route import Body
 from skyrl.api.routes import Routes
 from skyrl.api.services import Services
 from skyrl.api.training import command_of, submit, submit_sequenced
+from skyrl.db.checkpoints import Checkpoint
 from skyrl.db.models import Model, add_model
 from skyrl.types.kinds import Kind
 from skyrl.wire.decoding import decode_json, raw_fields, raw_value
@@ -53,6 +54,17 @@ def _refused(model_id: str, error: RequestError) -> bytes:
     """A command that fails when its turn comes, in place of a load that is wrong. If the API refused the load now, its
     number would be missing in its model's order."""
     return msgspec.json.encode({"model_id": model_id, "path": "", "refused": error.message})
+
+
+def check_mode(saved: Checkpoint, services: Services) -> None:
+    """Raises RequestError for a checkpoint that a model of this server cannot begin with."""
+    if saved.lora.is_full == services.config.full_finetuning:
+        return
+    if saved.lora.is_full:
+        refused = "holds a whole model, which needs a server that was started with trainer.full_finetuning"
+    else:
+        refused = "holds a LoRA adapter, and this server trains whole models (trainer.full_finetuning)"
+    raise RequestError(f"{saved.path} {refused}", field="path")
 
 
 def router(services: Services) -> Routes:
@@ -104,7 +116,8 @@ def router(services: Services) -> Routes:
             lora=saved.lora,
             user_metadata=new_model.user_metadata,
         )
-        add_row = add_model(model, new_model.model_seq_id, services.quotas.models(tenant))
+        check_mode(saved, services)
+        add_row = add_model(model, new_model.model_seq_id, check_new_model(model, services))
         return await submit(services, call, Kind.LOAD_WEIGHTS, model, 0, command, first=add_row)
 
     @routes.post("/weights_info", scope="any", body=WeightsInfoRequest)
@@ -115,8 +128,7 @@ def router(services: Services) -> Routes:
         return reply(
             {
                 "base_model": saved.base_model,
-                "is_lora": True,
-                "lora_rank": saved.lora.rank,
+                **described(saved.lora),
                 "train_unembed": saved.lora.train_unembed,
                 "train_mlp": saved.lora.train_mlp,
                 "train_attn": saved.lora.train_attn,

@@ -32,6 +32,10 @@ class InvalidRequest(ValueError):
     """The client's mistake. The message names the field and says what is allowed. Nothing has changed."""
 
 
+class PlaceTaken(InvalidRequest):
+    """The backend trains as many models as it can. It has a place when it is told to delete one."""
+
+
 class OutOfMemory(MemoryError):
     """The device had too little memory for this command. The model has not changed, and other commands may still
     run."""
@@ -102,7 +106,7 @@ class AdamParams:
 
 
 class Backend(Protocol):
-    """A frozen base model with many LoRA adapters, each with its own gradients and optimizer.
+    """A frozen base model with many LoRA adapters, each with its own gradients and optimizer; or one whole model.
 
     Any method may raise OutOfMemory, which leaves the model as it was, or BackendLost, which ends the engine.
     """
@@ -122,7 +126,7 @@ class Backend(Protocol):
         ...
 
     def create_model(self, model_id: str, spec: LoraSpec) -> None:
-        """Add an adapter. Raises InvalidRequest for a rank or a train flag that cannot be honoured."""
+        """Add a model. Raises InvalidRequest for a rank or a train flag that cannot be honoured, and PlaceTaken."""
         ...
 
     def delete_model(self, model_id: str) -> None:
@@ -173,9 +177,10 @@ class Backend(Protocol):
         """
         ...
 
-    def save_adapter(self, model_id: str, directory: Path, *, dtype: AdapterDtype = "float32") -> None:
-        """Write the adapter in PEFT format (adapter_model.safetensors, adapter_config.json) into the existing
-        directory. With `dtype` bfloat16, round to the nearest."""
+    def save_adapter(self, model_id: str, directory: Path, *, dtype: AdapterDtype | None = None) -> None:
+        """Write into the existing directory what samplers and other programs load: an adapter in PEFT format
+        (adapter_model.safetensors, adapter_config.json), a whole model in Hugging Face's format. With `dtype` bfloat16,
+        round to the nearest. None: float32 for an adapter, the dtype that vLLM computes in for a whole model."""
         ...
 
     def save_snapshot(self, model_id: str, directory: Path) -> None:

@@ -11,13 +11,17 @@ from skyrl.backends.base import Backend
 from skyrl.config.server import ConfigError, ServerConfig
 
 
-def _torch_lora(config: ServerConfig) -> Backend:
+def _torch(config: ServerConfig) -> Backend:
+    if config.full_finetuning:
+        from skyrl.backends.torch_full.backend import TorchFullBackend
+
+        return TorchFullBackend(config)
     from skyrl.backends.torch_lora.backend import TorchLoraBackend
 
     return TorchLoraBackend(config)
 
 
-_FACTORIES: dict[str, Callable[[ServerConfig], Backend]] = {"fsdp": _torch_lora}
+_FACTORIES: dict[str, Callable[[ServerConfig], Backend]] = {"fsdp": _torch}
 
 
 def create_backend(name: str, config: ServerConfig) -> Backend:

@@ -82,7 +82,9 @@ class PolicyConfig(Strict):
 
 
 class TrainerConfig(Strict):
-    """`micro_batch_tokens` bounds the tokens of one forward/backward pass over the base model.
+    """With `full_finetuning` the server trains all parameters of one model at a time, and no adapters.
+
+    `micro_batch_tokens` bounds the tokens of one forward/backward pass over the base model.
 
     With `merge_passes` (None: only on CUDA), requests of several tenants share one pass over the base model. Then, and
     on CUDA in any case, other tenants' training changes a tenant's weights by rounding. On a CPU without
@@ -93,6 +95,7 @@ class TrainerConfig(Strict):
 
     placement: PlacementConfig = Field(default_factory=PlacementConfig)  # pyright: ignore[reportArgumentType]
     policy: PolicyConfig = Field(default_factory=PolicyConfig)
+    full_finetuning: bool = Field(False, strict=True)
     micro_batch_tokens: int = Field(4096, ge=16)
     merge_passes: bool | None = None
     gradient_checkpointing: bool = False

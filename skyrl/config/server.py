@@ -127,7 +127,7 @@ class ServerConfig(BaseSettings):
     min_free_disk_bytes: int = Field(2**30, ge=0, lt=2**63)
     """Saves are refused while a disk that they are written to has less free space than this."""
     adapter_dtype: Literal["float32", "bfloat16"] = "float32"
-    """The dtype of adapters saved for sampling. Training state is always float32."""
+    """The dtype of adapters saved for sampling. Training state is always float32; full weights have vLLM's dtype."""
     snapshot_interval_s: float = Field(30.0, gt=0)
     """After a crash of the engine at most this much of a model's training is repeated, and the command that ran."""
     threads: int = Field(1, ge=1)
@@ -298,6 +298,33 @@ class ServerConfig(BaseSettings):
         return self
 
     @model_validator(mode="after")
+    def _full_weights_reach_vllm(self) -> ServerConfig:
+        if not self.full_finetuning:
+            return self
+        key = "trainer.full_finetuning"
+        if not self.modes.trains:
+            raise ValueError(f"{key}: backend 'none' trains nothing: leave one of the two out")
+        if not self.modes.manages_inference:
+            raise ValueError(
+                f"{key}: new weights can be put only into vLLMs that this server runs: leave out external_inference_url"
+            )
+        if not self.modes.forwards:
+            raise ValueError(
+                f"{key}: trainer and vLLM each hold all weights, and cannot take turns on one device: leave out "
+                "trainer.placement.colocate_all"
+            )
+        if self.ray is not None:
+            raise ValueError(
+                f"{key}: runs on this machine alone, with one rank: leave out ray_address and the number of ranks"
+            )
+        if self.inference_api_key is not None:
+            raise ValueError(
+                f"{key}: a gateway that shares this server's vLLMs would not know which weights they have: leave out "
+                "inference_api_key"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _nodes_share_a_store(self) -> ServerConfig:
         if self.ray not in (None, "local") and self.checkpoint_store is None:
             raise ValueError(
@@ -329,6 +356,11 @@ class ServerConfig(BaseSettings):
         )
 
     @property
+    def full_finetuning(self) -> bool:
+        """Whether this server trains all parameters of one model at a time, in place of many adapters."""
+        return self.backend_config.trainer.full_finetuning
+
+    @property
     def ray(self) -> str | None:
         """The Ray cluster that is used, as in `ray_address`; None if Ray is not used."""
         if self.ray_address is not None or not self.modes.trains:
@@ -354,6 +386,11 @@ class ServerConfig(BaseSettings):
     def adapters_dir(self) -> Path:
         """Adapters in PEFT format, one directory for each version; a version never changes."""
         return self.state_dir / "adapters"
+
+    @property
+    def full_weights_dir(self) -> Path:
+        """Versions of the full weights in Hugging Face format, one directory each; a version never changes."""
+        return self.state_dir / "full-weights"
 
     @property
     def checkpoints_dir(self) -> Path:

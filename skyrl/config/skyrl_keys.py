@@ -15,21 +15,32 @@ from typing import Any
 ENGINE = "generator.inference_engine."
 ENGINE_OPTIONS = f"{ENGINE}engine_init_kwargs"
 LORA = "trainer.policy.model.lora."
+FULL = "trainer.full_finetuning"
 MEGATRON = "trainer.policy.megatron_config."
 
 
 @dataclass(frozen=True)
 class Entry:
     """What becomes of a key or a flag. `takes`: values that mean what this server does anyway; they are dropped.
-    `becomes`: this server's name for the key. `why`: the reason for which any other value is refused."""
+    `becomes`: this server's name for the key. `sets`: by value, this server's key and its value. `why`: the reason for
+    which any other value is refused."""
 
     takes: tuple[object, ...] = ()
     becomes: str | None = None
+    sets: tuple[tuple[object, str, object], ...] = ()
     why: str = ""
 
     def accepts(self, value: object) -> bool:
         """Whether `value` means what this server does anyway. 1, 1.0 and True are different values."""
-        return any(type(value) is type(taken) and value == taken for taken in self.takes)
+        return any(_same(value, taken) for taken in self.takes)
+
+    def set_by(self, value: object) -> tuple[str, object] | None:
+        """This server's key that `value` sets, and the value it gets."""
+        return next(((key, own) for given, key, own in self.sets if _same(value, given)), None)
+
+
+def _same(value: object, other: object) -> bool:
+    return type(value) is type(other) and value == other
 
 
 def _taken(*values: object, why: str) -> Entry:
@@ -76,7 +87,10 @@ KEYS: dict[str, Entry] = {
     "trainer.strategy": _STRATEGY,
     "keep_runtime_warm_on_last_unload": _taken(True, why="the base model stays loaded when the last model is unloaded"),
     "trainer.policy.model.path": _refused("give the base model as --base-model"),
-    f"{LORA}rank": _refused(f"clients choose the rank; {LORA}max_lora_rank bounds it"),
+    f"{LORA}rank": Entry(
+        sets=((0, FULL, True),),
+        why=f"clients choose the rank; {LORA}max_lora_rank bounds it, and 0 here means {FULL}",
+    ),
     f"{LORA}dropout": _taken(0, 0.0, why="adapters are trained without dropout"),
     f"{LORA}target_modules": _taken(
         "all-linear", why="clients choose among train_attn, train_mlp and train_unembed; by default all linear layers"
@@ -275,6 +289,9 @@ def own_keys(flat: dict[str, Any], known: Collection[str]) -> tuple[dict[str, An
         name = entry.becomes if entry is not None and entry.becomes else key
         if entry is not None and entry.accepts(value):
             continue
+        if entry is not None and (set_by := entry.set_by(value)) is not None:
+            name, value = set_by
+            entry = None
         if name.startswith(f"{ENGINE_OPTIONS}."):
             engine_options[name.removeprefix(f"{ENGINE_OPTIONS}.")] = value
         elif entry is not None and not entry.becomes:

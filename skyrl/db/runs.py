@@ -19,7 +19,7 @@ from skyrl.db.samplers import samplers
 from skyrl.db.sessions import active_sessions_of, sessions
 from skyrl.db.tables import FutureRow
 from skyrl.types.kinds import Kind
-from skyrl.types.weights import AdapterVersion
+from skyrl.types.weights import AdapterVersion, BaseWeights, FullWeights
 
 _futures = FutureRow.__table__  # type: ignore[attr-defined]
 
@@ -131,7 +131,7 @@ def open_samplers(connection: Connection, tenant: str, limit: int) -> list[OpenS
             row.session_id,
             row.base_model,
             row.model_path,
-            row.weights.name if isinstance(row.weights, AdapterVersion) else None,
+            None if isinstance(row.weights, BaseWeights) else str(row.weights).partition(":")[2],
             row.created_at,
             row.last_used_at,
             in_flight.get(row.id, 0),
@@ -156,7 +156,7 @@ def _samples_by_model(connection: Connection, tenant: str) -> dict[str, int]:
     counts: dict[str, int] = {}
     query = select(samplers.c.id, samplers.c.weights).where(samplers.c.id.in_(list(by_sampler)))
     for row in connection.execute(query) if by_sampler else ():
-        if isinstance(row.weights, AdapterVersion):
+        if isinstance(row.weights, AdapterVersion | FullWeights):
             counts[row.weights.model_id] = counts.get(row.weights.model_id, 0) + by_sampler[row.id]
     return counts
 

@@ -8,14 +8,15 @@ from dataclasses import dataclass
 
 from sqlalchemy import Connection, insert, select, update
 
-from skyrl.db import adapter_versions, audit
+from skyrl.db import adapter_versions, audit, full_weights
 from skyrl.db.adapter_versions import SamplerDropped, samplers
 from skyrl.db.checkpoints import Checkpoint
 from skyrl.db.database import Database
+from skyrl.db.full_weights import WeightsReplaced, replaced_sentence
 from skyrl.db.session_cache import SessionCache
 from skyrl.db.tables import ModelRow, SessionRow
 from skyrl.db.writer import GroupCommitWriter
-from skyrl.types.weights import AdapterVersion, BaseWeights, WeightsRef
+from skyrl.types.weights import AdapterVersion, BaseWeights, FullWeights, WeightsRef
 
 models = ModelRow.__table__  # type: ignore[attr-defined]
 sessions = SessionRow.__table__  # type: ignore[attr-defined]
@@ -47,11 +48,15 @@ def sampler_exists(connection: Connection, sampling_session_id: str) -> bool:
 
 
 def find_sampler(connection: Connection, sampling_session_id: str) -> Sampler | None:
-    """An open sampling session. Raises SamplerDropped when its adapter has been deleted."""
+    """An open sampling session. Raises SamplerDropped when its adapter has been deleted, WeightsReplaced when its full
+    weights were replaced."""
     row = connection.execute(select(samplers).where(samplers.c.id == sampling_session_id)).first()
     if row is None or row.status == "closed":
         return None
     if row.status == "dropped":
+        if isinstance(row.weights, FullWeights):
+            now = full_weights.current(connection)
+            raise WeightsReplaced(replaced_sentence(row.weights, now), field="sampling_session_id")
         raise SamplerDropped(sampling_session_id)
     return Sampler(
         id=row.id,

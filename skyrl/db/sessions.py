@@ -11,6 +11,7 @@ import msgspec
 from sqlalchemy import ColumnElement, Connection, bindparam, insert, literal_column, select, update
 
 from skyrl.db import audit
+from skyrl.db.batched_rows import BatchedRows
 from skyrl.db.database import Database
 from skyrl.db.tables import ModelRow, SamplingSessionRow, SessionRow
 from skyrl.db.writer import GroupCommitWriter
@@ -112,6 +113,11 @@ class Sessions:
         self._heard: dict[str, tuple[float, float]] = {}
         """By active session: its last heartbeat, and the monotonic time at which this process learned of it."""
         self._looked_at = time.monotonic()
+        self._rows = BatchedRows(self._read)
+
+    async def _read(self, ids: list[str]) -> dict[str, Session]:
+        named = select(sessions).where(sessions.c.id.in_(ids))
+        return await self._database.read_async(lambda c: {row.id: _session(row) for row in c.execute(named)})
 
     async def create(
         self,
@@ -154,12 +160,9 @@ class Sessions:
         """The tenant's session, active or not."""
         session = self._known.get(session_id)
         if session is None:
-            row = await self._database.read_async(
-                lambda c: c.execute(select(sessions).where(sessions.c.id == session_id)).first()
-            )
-            if row is None:
+            session = await self._rows.get(session_id)
+            if session is None:
                 return None
-            session = _session(row)
             if session.status == "active":
                 self._known[session_id] = session
         return session if session.tenant == tenant else None

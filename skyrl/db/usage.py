@@ -21,7 +21,7 @@ from skyrl.db.database import Database
 from skyrl.db.sessions import in_project, sessions
 from skyrl.db.tables import CheckpointRow, MeterRow, ModelRow, UsageRow
 from skyrl.db.writer import GroupCommitWriter
-from skyrl.types.weights import AdapterVersion, WeightsRef
+from skyrl.types.weights import AdapterVersion, FullWeights, WeightsRef
 
 usage = UsageRow.__table__  # type: ignore[attr-defined]
 _meters = MeterRow.__table__  # type: ignore[attr-defined]
@@ -99,7 +99,7 @@ def sample_amounts(
 ) -> dict[UsageKey, int]:
     """The amounts of one sample request from these weights. `prompt`, `cached` (the cached part of the prompt) and
     `sampled` (in all sequences) are numbers of tokens."""
-    model_id = weights.model_id if isinstance(weights, AdapterVersion) else ""
+    model_id = weights.model_id if isinstance(weights, AdapterVersion | FullWeights) else ""
     prefill, prefill_cached, sample = _sample_keys(tenant, bucket_of(time.time()), session_id, model_id, base_model)
     return {prefill: prompt - cached, prefill_cached: cached, sample: sampled}
 

@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from skyrl.db.database import Change
-from skyrl.types.weights import AdapterVersion
+from skyrl.types.weights import AdapterVersion, FullWeights
 
 
 @dataclass(frozen=True)
 class BarrierResult:
-    """`result` is the JSON for the client. `change` runs in the transaction that stores the result. `adapter` is a new
-    adapter version, to load on the inference servers."""
+    """`result` is the JSON for the client. `change` runs in the transaction that stores the result. `weights` are a
+    new version, to bring to the inference servers."""
 
     result: dict[str, Any]
     change: Change | None = None
-    adapter: AdapterVersion | None = None
+    weights: AdapterVersion | FullWeights | None = None

@@ -6,12 +6,13 @@ files. A load calls the backend thread when its files have been fetched.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
-from skyrl.backends.base import AdamParams, Backend
+from skyrl.backends.base import AdamParams, Backend, PlaceTaken
 from skyrl.config.server import ServerConfig
 from skyrl.db import audit, checkpoints, futures
 from skyrl.db.database import Connection, Database
@@ -26,6 +27,9 @@ from skyrl.wire.decoding import decode_json
 from skyrl.wire.errors import FailedRequest
 from skyrl.wire.paths import parse_path
 from skyrl.wire.requests import LoadWeightsCommand, OptimStepRequest
+
+PLACE_S, PLACE_POLL_S = 10.0, 0.05
+"""How long a load that makes a model waits for the place of a model that has ended, and how often it looks."""
 
 
 def model_is_gone(command: Command) -> FailedRequest:
@@ -84,6 +88,18 @@ class Barriers:
         self._backend.create_model(model.id, model.lora)
         return BarrierResult({"type": "create_model", "model_id": model.id}, set_model(model.id, status="ready"))
 
+    def _with_place(self, work: Callable[[], None]) -> None:
+        """Run on the backend thread, and wait. A model that was closed just before has its place until the event loop
+        drops it."""
+        waits_until = time.monotonic() + PLACE_S
+        while True:
+            try:
+                return self._threads.wait_for_backend(work)
+            except PlaceTaken:
+                if time.monotonic() > waits_until:
+                    raise
+                time.sleep(PLACE_POLL_S)
+
     def _unload_model(self, command: Command, body: bytes, model: ModelRecord) -> BarrierResult:
         """Changes only the row. `ModelEnds` drops the model after the commit, as when a session ends."""
         return BarrierResult(unloaded(model.id), set_model(model.id, status="closed"))
@@ -117,7 +133,7 @@ class Barriers:
                 raise
 
         with self._store.reading(saved.store_key) as directory:
-            self._threads.wait_for_backend(load)
+            self._with_place(load)
         ready = set_model(model.id, status="ready")
 
         details = {"tinker_path": request.path, "model_id": path.model_id, "into": model.id}

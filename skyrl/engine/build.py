@@ -16,7 +16,7 @@ from skyrl.engine.execution import Execution
 from skyrl.engine.file_commands import FileCommands
 from skyrl.engine.loop import Engine
 from skyrl.engine.model_ends import ModelEnds
-from skyrl.engine.publishing import AdapterPublisher
+from skyrl.engine.publishing import WeightPublisher
 from skyrl.engine.reclaim import FileSweeper
 from skyrl.engine.recovery import Recovery
 from skyrl.engine.run_times import RunTimes
@@ -55,6 +55,7 @@ class EngineParts:
     model_ends: ModelEnds
     sweeper: FileSweeper
     sweep: Sweep
+    publisher: WeightPublisher
     metrics: EngineMetrics
 
 
@@ -133,7 +134,9 @@ def build_engine(
     """
     seen = metrics or EngineMetrics.new(), tracing or CommandTracing()
     base = _Base.of(config, database, backend, store, api, *seen)
-    execution = _execution(base, ledger, AdapterPublisher(group, base.threads))
+    publisher = WeightPublisher(config, database, group, base.threads)
+    base.model_ends.on_end = publisher.restore_current
+    execution = _execution(base, ledger, publisher)
     file_commands = FileCommands(base.log, base.scheduler, execution, signals)
     sweeper = FileSweeper(config, database, store, database.confirm_claim)
     sweep = Sweep(sweeper, group, base.scheduler, signals)
@@ -153,11 +156,12 @@ def build_engine(
         model_ends=base.model_ends,
         sweeper=sweeper,
         sweep=sweep,
+        publisher=publisher,
         metrics=base.metrics,
     )
 
 
-def _execution(base: _Base, ledger: CrashLedger, publisher: AdapterPublisher) -> Execution:
+def _execution(base: _Base, ledger: CrashLedger, publisher: WeightPublisher) -> Execution:
     return Execution(
         base.database,
         base.backend,

@@ -21,7 +21,7 @@ from skyrl.engine.crash_ledger import CrashLedger
 from skyrl.engine.failures import failed
 from skyrl.engine.model_ends import ModelEnds
 from skyrl.engine.passes import run_passes
-from skyrl.engine.publishing import AdapterPublisher
+from skyrl.engine.publishing import WeightPublisher
 from skyrl.engine.run_times import RunTimes
 from skyrl.engine.scheduler import Scheduler
 from skyrl.engine.settlement import Settlement, fails_model
@@ -54,7 +54,7 @@ class Execution:
         ledger: CrashLedger,
         threads: EngineThreads,
         scheduler: Scheduler,
-        publisher: AdapterPublisher,
+        publisher: WeightPublisher,
         model_ends: ModelEnds,
         run_times: RunTimes,
         metrics: EngineMetrics,
@@ -150,8 +150,8 @@ class Execution:
             change = ran.change
             if command.kind is Kind.OPTIM_STEP and command.model_id is not None:
                 change = run_steps.end_step(command.model_id, time.perf_counter() - started)
-            if ran.adapter is not None:
-                self._publisher.publish(ran.adapter)
+            if ran.weights is not None:
+                self._publisher.publish(ran.weights)
         except Exception as error:
             outcome, change = failed(error, command), fails_model(command)
         self._settlement.settle([(command.request_id, outcome)], change, power_safe=command.kind in SAVES)

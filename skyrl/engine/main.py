@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from skyrl.backends.base import Backend, ModelLimits
 from skyrl.backends.registry import create_backend
 from skyrl.config.server import ConfigError, ServerConfig
-from skyrl.db import adapter_versions
+from skyrl.db import adapter_versions, full_weights
 from skyrl.db.checkpoints import store_key_of
 from skyrl.db.database import Database
 from skyrl.db.engine_state import read_state
@@ -30,6 +30,7 @@ from skyrl.engine.build import EngineParts, build_engine
 from skyrl.engine.crash_ledger import CrashLedger
 from skyrl.engine.measuring import measuring
 from skyrl.engine.placed_replicas import PlacedReplicas
+from skyrl.engine.publishing import version_files
 from skyrl.engine.sampling import ColocatedSampler
 from skyrl.engine.signals import EngineSignals
 from skyrl.engine.state import EngineStatePublisher
@@ -37,6 +38,7 @@ from skyrl.engine.tracing import CommandTracing
 from skyrl.inference.adapter_host import AdapterHost, SharedDirectory, StoredAdapters
 from skyrl.inference.engine_group import EngineGroup
 from skyrl.inference.engine_kinds import KINDS, VLLM
+from skyrl.inference.full_weights import FullWeightsOfReplicas, VersionFiles
 from skyrl.inference.router_members import RouterMembers
 from skyrl.inference.vllm_command import context_length
 from skyrl.metrics.adapters import AdapterMetrics
@@ -232,6 +234,7 @@ async def run(runtime: Runtime) -> None:
         tracing = CommandTracing(spans)
         parts = build_engine(config, database, backend, store, ledger, api, signals, group, sampler, metrics, tracing)
         bell.on_commands = parts.engine.ring
+        opened.push_async_callback(parts.publisher.close)
         heartbeat.activity = lambda: parts.activity.text
         activity_watch = asyncio.create_task(parts.activity.run())
         opened.callback(activity_watch.cancel)
@@ -271,11 +274,17 @@ def _group(
         limit = config.backend_config.lora.max_loras
         return await database.read_async(lambda c: adapter_versions.in_use(c, time.time() - IN_USE_S, limit))
 
+    async def current_weights() -> VersionFiles:
+        return version_files(config, await database.read_async(full_weights.current))
+
+    weights = None
+    if config.full_finetuning:
+        sidecars = dict(zip(runtime.replica_urls, runtime.sidecar_urls, strict=True))
+        weights = FullWeightsOfReplicas(current_weights, sidecars, key)
     kind = KINDS[VLLM](config, key)
     replicas = [kind.replica(each, host, metrics) for each in runtime.replica_urls]
-    if not config.routed:
-        return EngineGroup(replicas, state.publish_url, in_use)
-    return EngineGroup(replicas, state.publish_url, in_use, proxy_url=url, members=RouterMembers(url, key))
+    proxy_url, members = (url, RouterMembers(url, key)) if config.routed else (None, None)
+    return EngineGroup(replicas, state.publish_url, in_use, proxy_url=proxy_url, members=members, weights=weights)
 
 
 @asynccontextmanager

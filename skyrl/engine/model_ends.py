@@ -7,6 +7,7 @@ deleted.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 from skyrl.backends.base import Backend
 from skyrl.db.database import Database
@@ -38,6 +39,8 @@ class ModelEnds:
         self._threads = threads
         self._log = log
         self._api = api
+        self.on_end: Callable[[], None] = lambda: None
+        """Called when a model was dropped."""
 
     async def end_sessions(self) -> None:
         """Close the models and fail the requests of the sessions that have ended since the last call."""
@@ -65,3 +68,4 @@ class ModelEnds:
 
         await self._log.close_queue(model_id)
         await self._threads.on_backend(forget)
+        self.on_end()

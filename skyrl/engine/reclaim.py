@@ -17,7 +17,7 @@ from itertools import islice
 from pathlib import Path
 
 from skyrl.config.server import ServerConfig
-from skyrl.db import adapter_versions
+from skyrl.db import adapter_versions, full_weights
 from skyrl.db.checkpoints import pop_expired, store_keys
 from skyrl.db.database import Connection, Database
 from skyrl.db.futures import MAX_NAMED
@@ -25,7 +25,8 @@ from skyrl.db.models import closed_among
 from skyrl.storage.adapters import adapter_at, adapter_directory, adapter_in, adapter_key
 from skyrl.storage.base import CheckpointStore, StoreError
 from skyrl.storage.directories import id_of, is_scratch, remove, safe_name
-from skyrl.types.weights import AdapterVersion
+from skyrl.storage.full_weights import full_weights_in
+from skyrl.types.weights import AdapterVersion, WeightsRef
 
 logger = logging.getLogger(__name__)
 
@@ -101,8 +102,22 @@ class FileSweeper:
                 if adapter in unused:
                     self._delete_adapter(adapter)
                 del self._deletable_at[adapter]
+        self._sweep_full_weights(saving)
         self._delete_leftovers()
         self._sweep_store(saving)
+
+    def _sweep_full_weights(self, saving: Collection[str]) -> None:
+        """Delete versions of the full weights that are not current: nobody can sample from them. Checkpoints have files
+        of their own."""
+        found = [path for model in _directories(self._config.full_weights_dir) for path in _directories(model)]
+        old = [path for path in found if not is_scratch(path) and _changed_at(path) < time.time() - GRACE_S]
+        if not old:
+            return
+        now = self._database.write(_replace_full_weights) if self._config.full_finetuning else None
+        kept = {safe_name(model_id) for model_id in saving}
+        for path in old:
+            if path.parent.name not in kept and (version := full_weights_in(path)) is not None and version != now:
+                self._remove(path)
 
     def _delete_adapter(self, adapter: AdapterVersion) -> None:
         directory = adapter_directory(self._config.state_dir, adapter)
@@ -147,7 +162,7 @@ class FileSweeper:
         """Delete what a dead engine left behind: half-written or half-deleted directories, snapshots of closed
         models."""
         snapshots = self._config.snapshots_dir
-        for root in (self._config.adapters_dir, snapshots):
+        for root in (self._config.adapters_dir, self._config.full_weights_dir, snapshots):
             for parent in (root, *_directories(root)):
                 for path in _directories(parent):
                     if is_scratch(path) and _changed_at(path) < self._started_at:
@@ -177,6 +192,13 @@ class FileSweeper:
         if (stored_at := self._stored.get(adapter)) is not None:
             return stored_at < now - (LISTING_S if self._remote else GRACE_S)
         return _changed_at(adapter_directory(self._config.state_dir, adapter)) < now - GRACE_S
+
+
+def _replace_full_weights(connection: Connection) -> WeightsRef:
+    """Close sampling sessions of versions that are not current. Returns the current weights."""
+    now = full_weights.current(connection)
+    full_weights.drop_replaced(connection, now)
+    return now
 
 
 def _directories(parent: Path) -> list[Path]:

@@ -1,9 +1,10 @@
-"""The saves: a model's training state, an adapter to sample from, an adapter to export.
+"""The saves: a model's training state, weights to sample from, weights to export.
 
-Named saves go to the checkpoint store. Adapters to sample from are also written to the state directory, from which vLLM
-loads them; unnamed adapters are stored only there. With Ray, vLLM may run on another node: then adapters to sample from
-go to the checkpoint store alone, named or not, under keys that follow from their versions. Knows which rows a save
-writes. Deletes no checkpoint: the sweeper deletes files that no row refers to.
+Named saves go to the checkpoint store. Weights to sample from are also written to the state directory, from which vLLM
+loads them; unnamed ones are stored only there. Weights are an adapter, or those of the whole model. With Ray, vLLM may
+run on another node: then adapters to sample from go to the checkpoint store alone, named or not, under keys that follow
+from their versions. Knows which rows a save writes. Deletes no checkpoint: the sweeper deletes files that no row refers
+to.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from pathlib import Path
 
 from skyrl.backends.base import Backend
 from skyrl.config.server import ServerConfig
-from skyrl.db import audit, checkpoints, usage
+from skyrl.db import audit, checkpoints, full_weights, usage
 from skyrl.db.checkpoints import Checkpoint
 from skyrl.db.database import Change, Connection, Database
 from skyrl.db.models import ModelRecord, set_model
@@ -26,8 +27,9 @@ from skyrl.engine.save_limits import SaveLimits
 from skyrl.storage.adapters import adapter_directory, adapter_key
 from skyrl.storage.base import CheckpointStore, NotStored
 from skyrl.storage.directories import atomic_directory, link_files, remove, safe_name, sizes_of
+from skyrl.storage.full_weights import full_directory
 from skyrl.types.command import Command
-from skyrl.types.weights import AdapterVersion, WeightsRef
+from skyrl.types.weights import AdapterVersion, FullWeights, WeightsRef
 from skyrl.wire.decoding import decode_json
 from skyrl.wire.errors import FailedRequest, RequestError
 from skyrl.wire.paths import CheckpointKind, TinkerPath, check_name, sampling_session_id_of
@@ -48,13 +50,14 @@ class Saves:
         self._limits = SaveLimits(config, database)
 
     def weights(self, command: Command, body: bytes, model: ModelRecord) -> BarrierResult:
-        """Save the training state: the adapter and the optimizer."""
+        """Save the training state: the weights and the optimizer."""
         request = decode_json(SaveWeightsRequest, body)
         path = self._path("weights", model, request)
         return self._store_named(command, model, request, path, lambda d: self._backend.save_state(model.id, d))
 
     def external(self, command: Command, body: bytes, model: ModelRecord) -> BarrierResult:
-        """Save an adapter in PEFT's format. Encrypt each file if the request names recipients."""
+        """Save an adapter in PEFT's format, or a whole model in Hugging Face's. Encrypt each file if the request names
+        recipients."""
         request = decode_json(SaveWeightsExternalRequest, body)
         path = self._path("external_weights", model, request)
         recipients = parse_recipients(request.age_encryption_recipients, "age_encryption_recipients")
@@ -67,7 +70,7 @@ class Saves:
         return self._store_named(command, model, request, path, write)
 
     def for_sampler(self, command: Command, body: bytes, model: ModelRecord) -> BarrierResult:
-        """Save the next version of the adapter: as a checkpoint if named, else as a sampling session."""
+        """Save the next version of the weights: as a checkpoint if named, else as a sampling session."""
         request = decode_json(SaveWeightsForSamplerRequest, body)
         path = None
         if request.path is not None:
@@ -76,25 +79,26 @@ class Saves:
             self._check_unnamed(model, request)
         key = None
         if self._config.ray is None:
-            adapter = AdapterVersion.of(model.id, model.sampler_version + 1)
-            directory = self._write_version(adapter)
+            number = model.sampler_version + 1
+            weights = FullWeights.of(model.id, number) if model.lora.is_full else AdapterVersion.of(model.id, number)
+            directory = self._write_version(weights)
             sizes = sizes_of(directory)
         else:
-            adapter = self._unused_version(model)
-            key = adapter_key(adapter)
+            weights = self._unused_version(model)
+            key = adapter_key(weights)
             with self._store.writing(key) as directory:
                 self._backend.save_adapter(model.id, directory, dtype=self._config.adapter_dtype)
                 sizes = sizes_of(directory)
-        count_version = set_model(model.id, sampler_version=adapter.number)
+        count_version = _counted(model, weights)
         if path is None:
-            return self._open_session(model, request, adapter, sum(sizes.values()), count_version)
+            return self._open_session(model, request, weights, sum(sizes.values()), count_version)
         if key is None:
             stored = self._store_named(
-                command, model, request, path, lambda scratch: link_files(directory, scratch), weights=adapter
+                command, model, request, path, lambda scratch: link_files(directory, scratch), weights=weights
             )
         else:
-            stored = self._name(command, model, request, path, key, adapter)
-        return BarrierResult(stored.result, _both(count_version, stored.change), adapter)
+            stored = self._name(command, model, request, path, key, weights)
+        return BarrierResult(stored.result, _both(count_version, stored.change), weights)
 
     def _unused_version(self, model: ModelRecord) -> AdapterVersion:
         """The model's next version. A version that is stored already is left out: an engine died before it recorded the
@@ -111,19 +115,22 @@ class Saves:
             return False
         return True
 
-    def _write_version(self, adapter: AdapterVersion) -> Path:
+    def _write_version(self, weights: AdapterVersion | FullWeights) -> Path:
         """Write the files of a model's next version. Returns their directory."""
-        directory = adapter_directory(self._config.state_dir, adapter)
+        if isinstance(weights, FullWeights):
+            directory, dtype = full_directory(self._config.state_dir, weights), None
+        else:
+            directory, dtype = adapter_directory(self._config.state_dir, weights), self._config.adapter_dtype
         remove(directory)  # left by an engine that died between the rename and the commit
         with atomic_directory(directory) as scratch:
-            self._backend.save_adapter(adapter.model_id, scratch, dtype=self._config.adapter_dtype)
+            self._backend.save_adapter(weights.model_id, scratch, dtype=dtype)
         return directory
 
     def _open_session(
         self,
         model: ModelRecord,
         request: SaveWeightsForSamplerRequest,
-        adapter: AdapterVersion,
+        weights: AdapterVersion | FullWeights,
         size_bytes: int,
         count_version: Change,
     ) -> BarrierResult:
@@ -136,8 +143,8 @@ class Saves:
             tenant=model.tenant,
             base_model=model.base_model,
             model_path=None,
-            weights=adapter,
-            adapts_unembed=model.lora.train_unembed,
+            weights=weights,
+            adapts_unembed=model.lora.train_unembed and not model.lora.is_full,
         )
 
         def open_session(connection: Connection) -> None:
@@ -145,7 +152,7 @@ class Saves:
             add_sampler(connection, sampler, seq_id, size_bytes)
 
         result = {"type": "save_weights_for_sampler", "sampling_session_id": sampler.id}
-        return BarrierResult(result, open_session, adapter)
+        return BarrierResult(result, open_session, weights)
 
     def _store_named(
         self,
@@ -238,6 +245,18 @@ def _check_ttl(request: SaveWeightsRequest) -> None:
     ttl_seconds = request.ttl_seconds
     if ttl_seconds is not None and not 1 <= ttl_seconds <= MAX_TTL_S:
         raise RequestError(f"must be in [1, {MAX_TTL_S}] or null, got {ttl_seconds}", field="ttl_seconds")
+
+
+def _counted(model: ModelRecord, weights: AdapterVersion | FullWeights) -> Change:
+    """The change that makes this version the model's newest. Full weights replace those before."""
+    count = set_model(model.id, sampler_version=weights.number)
+
+    def change(connection: Connection) -> None:
+        count(connection)
+        if isinstance(weights, FullWeights):
+            full_weights.drop_replaced(connection, weights)
+
+    return change
 
 
 def _both(first: Change, second: Change | None) -> Change:

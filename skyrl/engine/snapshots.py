@@ -27,6 +27,8 @@ from skyrl.types.kinds import SAVES, Kind
 
 OVERDUE_S = 60.0
 """A model without steps is snapshotted this long after the snapshot interval has passed."""
+MOST_TIME = 0.1
+"""The part of a model's time that snapshots after steps may take: those of a whole model are large."""
 _ONLY_READ = SAVES | {Kind.FORWARD}
 """Commands that do not change a model."""
 
@@ -53,6 +55,8 @@ class Snapshots:
         self._database = database
         self._backend = backend
         self._taken_at: dict[str, float] = {}
+        self._took_s: dict[str, float] = {}
+        """How long the last snapshot of a model took."""
         self._newest: dict[str, int] = {}
         """By model, the number of its snapshot on disk."""
         self._uncovered: dict[str, _Uncovered] = {}
@@ -73,7 +77,8 @@ class Snapshots:
     def after_step(self, model_id: str, next_seq: int) -> None:
         """Snapshot a model that has just stepped, if its last snapshot is old. Runs on the backend thread."""
         now = time.monotonic()
-        if now - self._taken_at.setdefault(model_id, now) >= self._interval_s:
+        interval_s = max(self._interval_s, self._took_s.get(model_id, 0.0) / MOST_TIME)
+        if now - self._taken_at.setdefault(model_id, now) >= interval_s:
             self.take(model_id, next_seq)
 
     def overdue(self) -> list[str]:
@@ -90,11 +95,13 @@ class Snapshots:
 
         If the model has not changed since its last snapshot, that snapshot only gets a new number.
         """
+        began = time.monotonic()
         uncovered, newest = self._uncovered.get(model_id), self._newest.get(model_id)
         if newest != next_seq:  # equal if only late commands ran, with numbers below the snapshot's number
             self._write(model_id, next_seq, newest if uncovered is not None and not uncovered.changed else None)
             self._newest[model_id] = next_seq
-        self._taken_at[model_id] = time.monotonic()
+        self._taken_at[model_id] = now = time.monotonic()
+        self._took_s[model_id] = now - began
         self._uncovered.pop(model_id, None)
 
     def _write(self, model_id: str, next_seq: int, same_state: int | None) -> None:
@@ -116,7 +123,7 @@ class Snapshots:
 
     def stop_tracking(self, model_id: str) -> None:
         """The model is closed or has failed: take no more snapshots of it."""
-        for by_model in (self._taken_at, self._newest, self._uncovered):
+        for by_model in (self._taken_at, self._took_s, self._newest, self._uncovered):
             by_model.pop(model_id, None)
 
     def forget(self, model_id: str) -> None:

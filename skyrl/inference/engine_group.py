@@ -1,4 +1,4 @@
-"""The replicas of one inference service: waits for them, warms them up, loads adapters, publishes the URL, watches.
+"""The replicas of one inference service: waits for them, warms them up, loads weights, publishes the URL, watches.
 
 Knows which replica may be used and when. Starts no server (the launcher does), uses no database (the publisher and the
 list of adapters in use are callbacks) and sends no samples.
@@ -15,6 +15,7 @@ from contextlib import suppress
 import httpx
 
 from skyrl.inference.adapter_host import AdapterMissing, AdapterUnavailable
+from skyrl.inference.full_weights import FullWeightsOfReplicas, VersionFiles
 from skyrl.inference.replica import NoAnswer, Replica, ReplicaState
 from skyrl.inference.router_members import Members, NotTold
 from skyrl.inference.vllm_client import VllmError
@@ -30,7 +31,8 @@ AdaptersInUse = Callable[[], Awaitable[Sequence[AdapterVersion]]]
 
 class EngineGroup:
     """Replicas that serve the same model. `proxy_url` is the URL to publish; a single replica needs no proxy. `members`
-    is told which replicas the proxy may use; None for a proxy that nobody tells.
+    is told which replicas the proxy may use; None for a proxy that nobody tells. `weights` are the full weights of the
+    replicas, if the replicas serve other weights than those that they were started with, and no adapters.
 
     The URL is published while at least one replica is ready. `failures` failed probes in a row make a replica lost.
     `grace_s` is how long a replica that is slow to load or unload adapters delays a publication or a sweep.
@@ -45,6 +47,7 @@ class EngineGroup:
         *,
         proxy_url: str | None = None,
         members: Members | None = None,
+        weights: FullWeightsOfReplicas | None = None,
         starting_interval_s: float = 0.1,
         watching_interval_s: float = 1.0,
         failures: int = 3,
@@ -57,6 +60,7 @@ class EngineGroup:
         """Whether the proxy was told at least once which replicas it may use."""
         self._removed: set[str] = set()
         """URLs of removed replicas of which the proxy was not told yet."""
+        self._weights = weights
         self._publisher = publisher
         self._in_use = in_use
         self._starting_interval_s = starting_interval_s
@@ -173,6 +177,18 @@ class EngineGroup:
             outcomes += [removed if task.cancelled() else task.result() for task in answered]
         _raise_failure(outcomes)
 
+    async def publish_weights(self, wanted: VersionFiles) -> None:
+        """Give all replicas a version of the full weights. Raises NotPublished when no replica can take it and one has
+        said why; see `FullWeightsOfReplicas.publish`."""
+        assert self._weights is not None
+        await self._weights.publish(wanted, self._ready_replicas, self._lose, may_fail=True)
+
+    async def want_weights(self, wanted: VersionFiles) -> None:
+        """As `publish_weights`, unless this version is wanted already; replicas that refuse it are lost."""
+        assert self._weights is not None
+        if await self._weights.wanted() != wanted:
+            await self._weights.publish(wanted, self._ready_replicas, self._lose, may_fail=False)
+
     async def _deliver(self, replica: Replica, adapter: AdapterVersion) -> Exception | None:
         """Load an adapter on a replica. Returns the failure instead of raising it, because the caller may have stopped
         waiting."""
@@ -250,9 +266,16 @@ class EngineGroup:
             await self._until_lost(replica)
 
     async def _prepare(self, replica: Replica) -> None:
-        """Warm the replica up and load the adapters in use. A sleeping replica is warm already, and is woken later."""
+        """Warm the replica up, and load the adapters in use, or the full weights. A sleeping replica is warm already,
+        and is woken later."""
         if replica.incarnation is None:
             replica.forget_adapters()
+        if self._weights is not None:
+            await self._weights.bring(replica)
+            await replica.warm_up()
+            while not self._weights.is_on(replica):
+                await self._weights.bring(replica)
+            return
         if await replica.is_sleeping():
             return
         await replica.warm_up()

@@ -7,8 +7,10 @@ A kind is sent to other machines: it holds settings, and looks at the machine on
 from __future__ import annotations
 
 import json
+import os
+import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -20,6 +22,7 @@ from skyrl.inference.vllm_client import Probe
 from skyrl.inference.vllm_command import LOGGING_CONFIG, options_named, vllm_spec
 from skyrl.inference.vllm_version import check_vllm, is_tested
 from skyrl.metrics.adapters import AdapterMetrics
+from skyrl.nodes.settings import CACHE
 from skyrl.processes.log_format import vllm_logging
 from skyrl.processes.startup import Cause, cause_of_vllm
 
@@ -107,9 +110,20 @@ class Vllm:
             log_name=f"{name}.log",
             logging_config=None if spot.directory is None else spot.directory / f"{name}-logging.json",
         )
+        if self.config.ray is not None:
+            spec = replace(spec, env={CACHE: str(self._adapter_cache()), **spec.env})
         if (file := spec.env.get(LOGGING_CONFIG)) is not None:
             Path(file).write_text(json.dumps(vllm_logging(name)))
         return spec
+
+    def _adapter_cache(self) -> Path:
+        """Where the vLLMs of this node keep adapters: as the node's operator says, or else in a directory that outlives
+        a start of vLLM, whose own temporary directory does not."""
+        if configured := os.environ.get(CACHE):
+            return Path(configured)
+        if self.config.ray == "local":
+            return self.config.state_dir / "node-adapters"
+        return Path(tempfile.gettempdir()) / f"skyrl-adapters-{os.getuid()}"
 
     def cause(self, code: int, tail: str) -> Cause | None:
         cause = cause_of_vllm(code, tail)

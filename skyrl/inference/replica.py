@@ -95,6 +95,8 @@ class Replica:
         self.adapters: set[AdapterVersion] = set()
         """Adapters that the engine has loaded on this incarnation and has not asked it to unload. The server may have
         others: API processes load adapters that their samples need, and do not tell the engine."""
+        self.weights: str | None = None
+        """The version of the full weights that the engine has put on this incarnation; None while that is unknown."""
         self.wanted: set[AdapterVersion] = set()
         """Adapters that the replica loads before it is ready."""
         self.answered_at = 0.0
@@ -149,16 +151,16 @@ class Replica:
         self._record_start(self.incarnation)
 
     async def warm_up(self) -> None:
-        await self._unless_lost(self._client.warm_up(), self._timeouts.warm_up_s)
+        await self.unless_lost(self._client.warm_up(), self._timeouts.warm_up_s)
 
     async def is_sleeping(self) -> bool:
-        return await self._unless_lost(self._client.is_sleeping(), self._timeouts.sleep_s)
+        return await self.unless_lost(self._client.is_sleeping(), self._timeouts.sleep_s)
 
     async def sleep(self) -> None:
-        await self._unless_lost(self._client.sleep(), self._timeouts.sleep_s)
+        await self.unless_lost(self._client.sleep(), self._timeouts.sleep_s)
 
     async def wake(self) -> None:
-        await self._unless_lost(self._client.wake(), self._timeouts.sleep_s)
+        await self.unless_lost(self._client.wake(), self._timeouts.sleep_s)
 
     async def load(self, adapter: AdapterVersion) -> None:
         """Bring the adapter's files to the replica's host and load them. Also raises the errors of
@@ -173,7 +175,7 @@ class Replica:
         self._loading.add(adapter)
         try:
             with self._metrics.load() as load:
-                await self._unless_lost(bring_and_load(), self._timeouts.load_s)
+                await self.unless_lost(bring_and_load(), self._timeouts.load_s)
                 load.ok = True
         finally:
             self._loading.discard(adapter)
@@ -254,10 +256,12 @@ class Replica:
     def _record_start(self, incarnation: str | None) -> None:
         self.incarnation = incarnation
         self.adapters.clear()
+        self.weights = None
         self._unloaded.clear()
 
-    async def _unless_lost(self, call: Coroutine[Any, Any, T], within_s: float) -> T:
-        """As `_bounded`. Also raises NoAnswer as soon as the replica is lost."""
+    async def unless_lost(self, call: Coroutine[Any, Any, T], within_s: float) -> T:
+        """The answer of a call. Raises NoAnswer when `within_s` seconds pass, or the replica is lost, before the
+        answer."""
         lost = asyncio.create_task(self._lost.wait())
         try:
             return await self._bounded(call, within_s, lost)

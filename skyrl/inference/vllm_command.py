@@ -24,6 +24,7 @@ from skyrl.nodes.middleware import StoredAdapterLoads
 from skyrl.nodes.settings import node_environment
 from skyrl.tracing.spans import traces_url
 from skyrl.vllm_plugin.incarnation import IncarnationHeader
+from skyrl.vllm_plugin.versions import TELL_VERSIONS_VARIABLE
 
 HOST = "127.0.0.1"
 CPU_LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head")
@@ -35,6 +36,8 @@ GRAMMARS = {"backend": "xgrammar"}
 """By default vLLM takes another library for what xgrammar refuses, and keeps the first library for all later requests:
 one schema of 50 bytes then stops the server for half a minute (docs/decisions/openai-requests.md)."""
 SET_BY_SKYRL = frozenset({"api_key", "host", "model", "port", "served_model_name"})
+FULL_SETS = frozenset({"enable_lora", "worker_extension_cls"})
+"""Options that skyrl sets for full fine-tuning alone."""
 REPEATED = frozenset({"middleware"})
 """Options of vLLM that take one value each, and may be given several times."""
 
@@ -113,7 +116,7 @@ def vllm_spec(
         passed_through["middleware"] = [*_middleware(config), *_as_list(passed_through["middleware"])]
     if isinstance(given := passed_through.get("structured_outputs_config"), dict):
         passed_through["structured_outputs_config"] = GRAMMARS | given
-    if taken := sorted(SET_BY_SKYRL & passed_through.keys()):
+    if taken := sorted((SET_BY_SKYRL | (FULL_SETS if config.full_finetuning else set())) & passed_through.keys()):
         raise ConfigError(f"engine_init_kwargs: '{taken[0]}' is set by skyrl and cannot be passed through")
     env = _ENV | {"VLLM_API_KEY": api_key}
     if directory is not None:
@@ -132,6 +135,11 @@ def vllm_spec(
     if offline or Path(config.base_model_path).is_dir():
         env |= OFFLINE
     options = _common_options(config, port, api_key) | {"host": host}
+    if config.full_finetuning:
+        options |= WEIGHT_UPDATES
+        env[TELL_VERSIONS_VARIABLE] = "1"
+    else:
+        options |= _lora_options(config)
     if cuda:
         options |= _gpu_options(config)
     else:
@@ -245,17 +253,13 @@ def options_named(config: ServerConfig, sentence: str) -> str:
 
 
 def _common_options(config: ServerConfig, port: int, api_key: str) -> dict[str, Any]:
-    lora, inference = config.backend_config.lora, config.backend_config.inference
+    inference = config.backend_config.inference
     return {
         "model": config.base_model_path,
         "served_model_name": list(config.served_names),
         "port": port,
         "max_num_seqs": inference.max_num_seqs,
         "scheduling_policy": "priority",  # skyrl.sampling.fair_order decides which sample is next
-        "enable_lora": True,
-        "max_loras": lora.max_loras,
-        "max_cpu_loras": lora.max_cpu_loras,
-        "max_lora_rank": lora.max_lora_rank,
         # Otherwise a model's generation_config.json sets top_k and top_p of requests without these fields.
         "generation_config": "vllm",
         # vLLM's default is 0 for every server: restarts and replicas would draw the same "random" samples.
@@ -269,6 +273,16 @@ def _common_options(config: ServerConfig, port: int, api_key: str) -> dict[str, 
         "middleware": _middleware(config),
         "use_tqdm_on_load": False,
         "otlp_traces_endpoint": None if config.otlp_endpoint is None else traces_url(config.otlp_endpoint),
+    }
+
+
+def _lora_options(config: ServerConfig) -> dict[str, Any]:
+    lora = config.backend_config.lora
+    return {
+        "enable_lora": True,
+        "max_loras": lora.max_loras,
+        "max_cpu_loras": lora.max_cpu_loras,
+        "max_lora_rank": lora.max_lora_rank,
     }
 
 
@@ -299,7 +313,7 @@ def _cpu_options(config: ServerConfig, model: dict[str, Any]) -> tuple[dict[str,
         "max_num_batched_tokens": max(8192, length),
         "distributed_executor_backend": "uni",
         "num_gpu_blocks_override": blocks,
-        "lora_target_modules": CPU_LORA_TARGETS,
+        "lora_target_modules": None if config.full_finetuning else CPU_LORA_TARGETS,
     }, kv_gib
 
 

@@ -50,6 +50,7 @@ class InferenceParts:
         self.replica_urls = tuple(f"http://{LOOPBACK}:{port}" for port in ports)
         self.url = self.replica_urls[0] if not config.routed else router_url(config, ports)
         """Where samples go: the only vLLM, or the router."""
+        self.ports = frozenset({*ports, int(self.url.rpartition(":")[2])})
 
     @property
     def watches(self) -> tuple[str, ...]:

@@ -20,6 +20,7 @@ from skyrl.db.database import Database
 from skyrl.db.migrate import migrate
 from skyrl.db.store_ownership import claim_store
 from skyrl.inference.placement import LocalPlacement
+from skyrl.inference.vllm_command import HOST
 from skyrl.launcher.first_ready import FirstReady
 from skyrl.launcher.inference_parts import InferenceParts, distinct_ports, router_url
 from skyrl.launcher.own_parts import (
@@ -95,13 +96,14 @@ class Launcher:
     async def _start_parts(
         self, directory: Path, name: str, sockets: list[socket.socket], first_ready: FirstReady
     ) -> None:
-        """Start the vLLMs (or the Ray cluster and the placer of vLLMs), the router, the engine, the port and the API
+        """Start the vLLMs with their sidecars (or the Ray cluster and the placer of
+        vLLMs), the router, the engine, the port and the API
         processes. They stop in reverse: the API processes first, so that they can end the samples in flight, then the
         port, the engine, the router, and the vLLMs last."""
         config, found = self._config, self._findings
         metrics = LauncherMetrics.new()
         inference, cluster = None, None
-        key, url, replicas = config.external_inference_api_key, None, ()
+        key, url, replicas, sidecars = config.external_inference_api_key, None, (), ()
         if config.modes.own_inference:
             key = config.inference_api_key or secrets.token_urlsafe(32)
         if config.modes.manages_inference:
@@ -112,6 +114,9 @@ class Launcher:
                 placement = LocalPlacement(self._logs, directory)
                 inference = InferenceParts(config, found, key, placement, first_ready, metrics.restarts)
                 url, replicas = inference.url, inference.replica_urls
+                if config.full_finetuning:
+                    ports = distinct_ports(len(replicas), {config.port, *inference.ports})
+                    sidecars = tuple(f"http://{HOST}:{port}" for port in ports)
         if config.ray == "local":
             cluster = head.LocalCluster(config, distinct_ports(1, {config.port}, head.HOST)[0], directory)
         runtime = Runtime(
@@ -124,6 +129,7 @@ class Launcher:
             ray_address=found.ray_address if cluster is None else cluster.address,
             ray_patience_s=0.0 if cluster is None else head.PATIENCE_S,
             cuda=found.cuda,
+            sidecar_urls=sidecars,
         )
         await self._add(metrics_part(metrics, runtime.metrics_directory, config.state_dir))
         environment = {} if cluster is None else cluster.client_environment()
@@ -142,6 +148,7 @@ class Launcher:
             else:
                 await self._add(*inference.parts(needs))
                 needs = (*needs, *inference.watches)
+                await self._add(*own.sidecars(needs))
             if config.routed:
                 await self._add(*own.router(needs))
                 needs = (*needs, ROUTER_WATCH)

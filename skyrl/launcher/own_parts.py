@@ -1,5 +1,5 @@
-"""The parts that are skyrl's own: the API processes, the engine, the router, the port, the claim to the database, and
-the watch of the disk.
+"""The parts that are skyrl's own: the API processes, the engine, the router, the sidecars, the port, the claim to the
+database, and the watch of the disk.
 
 Imports neither torch nor vLLM.
 """
@@ -29,7 +29,7 @@ from skyrl.metrics.processes import LauncherMetrics
 from skyrl.metrics.restarts import RestartMetrics
 from skyrl.metrics.storage import show_free_space
 from skyrl.processes.running_file import running_now
-from skyrl.processes.runtime import RUNTIME_ENV, SLOT_ENV, SOCKETS_ENV, Runtime
+from skyrl.processes.runtime import RUNTIME_ENV, SIDECAR_ENV, SLOT_ENV, SOCKETS_ENV, Runtime
 from skyrl.processes.startup import TAIL_LINES, Cause, cause_of_own, cause_of_vllm
 from skyrl.processes.supervision import SupervisedProcess
 from skyrl.storage.space import watch_disk
@@ -41,12 +41,14 @@ ENGINE_GRACE_S = 20.0
 ROUTER_GRACE_S = 3.0
 PLACER_GRACE_S = 15.0
 RAY_GRACE_S = 10.0
+SIDECAR_GRACE_S = 3.0
 ROUTER_TIMEOUT_S = 10.0
 """A router that answers nothing for this long is killed and started again. It never computes for long."""
 ROUTER_PROBE_S = 1.0
 CLAIM, CLAIM_WATCH, ENGINE, PORT, DISK, METRICS = "claim", "claim watch", "engine", "port", "disk", "metrics"
 LOGS, RAY, PLACER = "logs", "ray", "placer"
 ROUTER, ROUTER_WATCH = "router", "router watch"
+SIDECAR = "sidecar"
 """Names of parts."""
 
 
@@ -99,7 +101,7 @@ def port_part(sockets: Sequence[socket.socket], needs: tuple[str, ...]) -> Part:
 
 
 class OwnProcesses:
-    """Makes the parts of the engine, of the router and of the API processes."""
+    """Makes the parts of the engine, of the router, of the sidecars and of the API processes."""
 
     def __init__(
         self,
@@ -155,6 +157,13 @@ class OwnProcesses:
         process = self._process(ROUTER, "skyrl.router.of_server")
         watch = Part(ROUTER_WATCH, (ROUTER,), supervise=lambda: self._watch_router(process), duty="watching the router")
         return [self._part(process, needs, ROUTER_GRACE_S), watch]
+
+    def sidecars(self, needs: tuple[str, ...]) -> list[Part]:
+        """The sidecars of the vLLMs, through which the engine changes their weights."""
+        numbers = range(len(self._runtime.sidecar_urls))
+        named = {number: {SIDECAR_ENV: str(number)} for number in numbers}
+        made = (self._process(f"{SIDECAR}-{number}", "skyrl.sidecar.of_server", named[number]) for number in numbers)
+        return [self._part(process, needs, SIDECAR_GRACE_S) for process in made]
 
     def api(self, slot: int, sockets: Sequence[socket.socket], needs: tuple[str, ...]) -> Part:
         """The API process of this slot. It inherits the sockets and accepts connections from them."""

@@ -21,8 +21,10 @@ import httpx
 from skyrl.cluster.connection import NoCluster, check_installed, find_address
 from skyrl.cluster.facts import ask
 from skyrl.config.server import ConfigError, ServerConfig
+from skyrl.inference.features import vllm_version
 from skyrl.inference.vllm_command import HOST, cuda_devices
 from skyrl.inference.vllm_version import check_vllm
+from skyrl.vllm_plugin.versions import TESTED_VERSIONS
 
 logger = logging.getLogger(__name__)
 
@@ -217,6 +219,11 @@ def check(config: ServerConfig) -> Findings:
         return found
     if config.ray in (None, "local"):  # else each node checks its own vLLM
         found = replace(found, vllm_tested=check_vllm(cuda=found.cuda, colocated=not config.modes.forwards))
+        if config.full_finetuning and not found.vllm_tested:
+            raise ConfigError(
+                "trainer.full_finetuning: needs skyrl's changes to vLLM, which are for vLLM "
+                f"{' or '.join(f'{prefix}*' for prefix in TESTED_VERSIONS)}, and {vllm_version()} is installed"
+            )
         check_inference_port(config)
         replicas = config.backend_config.inference.num_engines
         if not devices and replicas > 1:

@@ -30,6 +30,9 @@ EVENTS = (
     "malformed",
     "missing_logprobs",
     "adapter_reloads",
+    "other_weights",
+    "replaced_weights",
+    "changed_weights",
 )
 """The counters of `skyrl.sampling.client`."""
 

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from skyrl.sampling.completion import AbortedAnswer, MalformedAnswer
+from skyrl.sampling.loaded_weights import Span, check_began
 
 SHOWN = frozenset(
     {"choices", "created", "id", "object", "prompt_logprobs", "prompt_text", "prompt_token_ids", "service_tier"}
@@ -48,6 +49,7 @@ class _Usage(msgspec.Struct):
 class _Choice(msgspec.Struct):
     index: int = 0
     finish_reason: str | None = None
+    weight_versions: list[Span] | None = None
 
 
 class _Seen(msgspec.Struct):
@@ -73,10 +75,19 @@ def _read(content: bytes) -> tuple[dict[str, Any], _Seen]:
     return {name: value for name, value in fields.items() if name in SHOWN}, seen
 
 
-def rewritten(content: bytes, model: str) -> tuple[bytes, Used]:
-    """A whole answer for the caller, and what it used. Raises MalformedAnswer and AbortedAnswer."""
+def rewritten(content: bytes, model: str, version: str | None = None) -> tuple[bytes, Used]:
+    """A whole answer for the caller, and what it used. Raises MalformedAnswer, AbortedAnswer, and OtherWeights if it
+    did not begin with the weights `version`."""
     fields, seen = _read(content)
+    if version is not None:
+        check_began((choice.weight_versions for choice in seen.choices), version)
     return _encode(fields | {"model": model}), (seen.usage or _Usage()).used()
+
+
+def versions_in(event: bytes) -> list[list[Span] | None]:
+    """What an event of a stream tells of the weights that have begun its choices. Raises MalformedAnswer,
+    AbortedAnswer."""
+    return [choice.weight_versions for choice in _read(event)[1].choices]
 
 
 class EventRewriter:

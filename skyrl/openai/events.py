@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Iterable
+
 from skyrl.sampling.answer_stream import AnswerStream
 from skyrl.sampling.transport import Interrupted
 
@@ -22,12 +25,15 @@ class Events:
 
     def __init__(self, stream: AnswerStream, max_bytes: int) -> None:
         self._stream = stream
+        self._unread: deque[bytes] = deque()
         self._left = max_bytes
         self._buffer = bytearray()
         self._searched = 0
 
     async def next(self) -> bytes:
         """The data of the next event, DONE at the end. Raises Interrupted if the answer breaks off before its end."""
+        if self._unread:
+            return self._unread.popleft()
         while True:
             end = self._buffer.find(_END, self._searched)
             if end >= 0:
@@ -45,6 +51,10 @@ class Events:
             if self._left < 0:
                 raise Interrupted("the stream is larger than any right answer to this request")
             self._buffer += piece
+
+    def unread(self, events: Iterable[bytes]) -> None:
+        """`next` returns these events again, before all others."""
+        self._unread.extend(events)
 
     def close(self) -> None:
         """End the connection; the inference server stops computing."""

@@ -6,19 +6,20 @@ again, because the caller has got nothing yet.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from skyrl.openai.answers import Used, rewritten
+from skyrl.openai.answers import Used, rewritten, versions_in
 from skyrl.openai.errors import code_in, impossible_shape, refusal_of
-from skyrl.openai.events import Events
+from skyrl.openai.events import DONE, Events
 from skyrl.openai.generation import CHAT, Generation
 from skyrl.openai.models import Target
 from skyrl.sampling.answer_stream import AnswerStream
 from skyrl.sampling.completion import MalformedAnswer
 from skyrl.sampling.endpoint import Endpoint
 from skyrl.sampling.error_messages import describe, server_failure
+from skyrl.sampling.loaded_weights import OtherWeights, Span, check_began
 from skyrl.sampling.transport import CONTROL_ANSWER_BYTES, Answer, CompletionTransport
 from skyrl.types.ids import new_request_id
 from skyrl.types.weights import WeightsRef
@@ -86,7 +87,7 @@ class WholeAnswer(_Exchange):
         if not answer.whole:
             raise server_failure(f"the inference server's answer is larger than any right answer; {describe(answer)}")
         try:
-            return rewritten(answer.body, self._target.name)
+            return rewritten(answer.body, self._target.name, self._target.version)
         except MalformedAnswer as error:
             raise server_failure(f"{error}; {describe(answer)}") from error
 
@@ -95,6 +96,7 @@ class StreamedAnswer(_Exchange):
     """Reads the events. If the first event is an error, the exchange has failed as if that were the answer."""
 
     _opened: Events | None = None
+    _versions: Sequence[list[Span] | None] = ()
 
     async def send(self, endpoint: Endpoint, headers: Mapping[str, str], timeout_s: float) -> Answer:
         url = endpoint.url + self._request.path
@@ -115,13 +117,35 @@ class StreamedAnswer(_Exchange):
         events.first = await events.next()
         if is_error(events.first):
             return Answer(code_in(events.first), "application/json", events.first, worker=head.worker)
+        self._versions = await self._began(events)
         self._opened = events
         return Answer(stream.status, head.content_type, b"", worker=head.worker)
 
+    async def _began(self, events: Events) -> list[list[Span] | None]:
+        """Read until an event tells which weights have begun the answer: before that the caller gets nothing."""
+        if self._target.version is None:
+            return []
+        read: list[bytes] = []
+        event, found = events.first, []
+        while event != DONE and not is_error(event):
+            if any(found := versions_in(event)):
+                break
+            event = await events.next()
+            read.append(event)
+        events.unread(read)
+        return found
+
     async def read(self, answer: Answer) -> Events:
-        if self._opened is None:
+        events = self._opened
+        if events is None:
             raise server_failure(f"the inference server sent no stream; {describe(answer)}")
-        return self._opened
+        if self._target.version is not None:
+            try:
+                check_began(self._versions, self._target.version)
+            except OtherWeights:
+                events.close()
+                raise
+        return events
 
 
 def is_error(event: bytes) -> bool:

@@ -14,8 +14,9 @@ from skyrl.config.server import ServerConfig
 from skyrl.db.checkpoints import Checkpoint, Checkpoints, Seen
 from skyrl.openai.errors import OpenAIError, model_not_found
 from skyrl.sampling.job import ContextLimits
+from skyrl.sampling.loaded_weights import LoadedWeights
 from skyrl.sampling.sampler_job import served_name
-from skyrl.types.weights import BaseWeights, WeightsRef
+from skyrl.types.weights import BaseWeights, FullWeights, WeightsRef, served_version
 from skyrl.wire.errors import RequestError
 from skyrl.wire.paths import parse_path
 
@@ -26,7 +27,8 @@ MAX_LISTED = 1000
 @dataclass(frozen=True, slots=True)
 class Target:
     """The weights that a request asks for. `name` is the caller's name for them, `served_name` the inference server's.
-    `adapts_unembed`: they are an adapter that trains the unembedding. `created_at` is in seconds since the epoch."""
+    `adapts_unembed`: they are an adapter that trains the unembedding. `created_at` is in seconds since the epoch.
+    An answer must begin with the weights that the inference server calls `version`; None if it never changes them."""
 
     name: str
     served_name: str
@@ -34,6 +36,7 @@ class Target:
     weights: WeightsRef
     adapts_unembed: bool = False
     created_at: float = 0.0
+    version: str | None = None
 
     @property
     def description(self) -> dict[str, Any]:
@@ -45,17 +48,32 @@ class Target:
 class ModelNames:
     """Finds the weights behind a name: a served name, `tinker://...` or `BASE;tinker://...`."""
 
-    def __init__(self, config: ServerConfig, checkpoints: Checkpoints, limits: Callable[[], ContextLimits]) -> None:
+    def __init__(
+        self,
+        config: ServerConfig,
+        checkpoints: Checkpoints,
+        limits: Callable[[], ContextLimits],
+        loaded: LoadedWeights | None = None,
+    ) -> None:
+        """`loaded` is None if the inference server never changes its weights."""
         self._served_names = config.served_names
         self._bases = (*config.served_names, config.base_model_path)
         """All names of the base model, in requests and in checkpoints."""
         self._checkpoints = checkpoints
         self._limits = limits
+        self._loaded = loaded
 
     async def find(self, name: str, tenant: str) -> Target:
-        """Raises OpenAIError: 404 for what does not exist for this tenant, 400 for a checkpoint of another base."""
+        """Raises OpenAIError: 404 for what does not exist for this tenant, and for weights that are not loaded any
+        more; 400 for a checkpoint of another base."""
+        target = await self._find(name, tenant)
+        if self._loaded is not None and (replaced := await self._loaded.replaced(target.weights)) is not None:
+            raise OpenAIError(replaced, status=404, param="model", code="model_not_found")
+        return target
+
+    async def _find(self, name: str, tenant: str) -> Target:
         if name in self._served_names:
-            return Target(name, self._served_names[0], name, BaseWeights())
+            return Target(name, self._served_names[0], name, BaseWeights(), version=self._version(BaseWeights()))
         base, separator, path = name.rpartition(";")
         try:
             saved = await self._checkpoints.find(parse_path(path, "model"), tenant)
@@ -77,15 +95,23 @@ class ModelNames:
             served = [model | {"max_model_len": length} for model in served]
         own, _ = await self._checkpoints.page(tenant, MAX_LISTED, 0, Seen(kinds=("sampler_weights",)))
         usable = [saved for saved in own if saved.weights is not None and saved.base_model in self._bases]
+        if self._loaded is not None:
+            usable = [saved for saved in usable if isinstance(saved.weights, FullWeights)]
         return served + [self._target(str(saved.path), saved).description for saved in usable]
 
     def _target(self, name: str, saved: Checkpoint) -> Target:
         assert saved.weights is not None
         try:
-            served = served_name(saved.weights, self._served_names[0], "model")
+            full = self._loaded is not None
+            served = served_name(saved.weights, self._served_names[0], "model", full_finetuning=full)
         except RequestError as error:
             raise _refused(str(error)) from error
-        return Target(name, served, saved.base_model, saved.weights, saved.lora.train_unembed, saved.created_at)
+        adapts = saved.lora.train_unembed and not saved.lora.is_full
+        version = self._version(saved.weights)
+        return Target(name, served, saved.base_model, saved.weights, adapts, saved.created_at, version)
+
+    def _version(self, weights: WeightsRef) -> str | None:
+        return None if self._loaded is None else served_version(weights)
 
 
 def _refused(message: str) -> OpenAIError:

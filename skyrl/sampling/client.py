@@ -28,6 +28,7 @@ from skyrl.sampling.error_messages import describe, server_failure
 from skyrl.sampling.exchange import Exchange
 from skyrl.sampling.health import HEALTH_TIMEOUT_S, Health, health_of
 from skyrl.sampling.job import SampleJob
+from skyrl.sampling.loaded_weights import LoadedWeights, OtherWeights
 from skyrl.sampling.progress import SampleProgress, SampleWait
 from skyrl.sampling.sample_exchange import SampleExchange
 from skyrl.sampling.served_context import ContextNotKnownYet, ServedContext
@@ -37,7 +38,7 @@ from skyrl.sampling.verdict import Verdict, verdict_of
 from skyrl.tracing.current import current_trace
 from skyrl.tracing.spans import OpenSpan
 from skyrl.types.weights import AdapterVersion
-from skyrl.wire.errors import FailedRequest
+from skyrl.wire.errors import ErrorCategory, FailedRequest
 
 FIRST_BACKOFF_S = 0.05
 MAX_BACKOFF_S = 1.0
@@ -75,6 +76,10 @@ class ForwardingClient:
     With `shares_keys` the endpoint is that router. For it, samples of one sampling session have one key: its replica
     then has their common prefix in its cache, and the router spreads them if the replica has much to do. Other routers
     do not spread one key; for them each sample has its own.
+
+    `loaded` tells whether weights are still current, on a server whose full weights are replaced while it serves. There
+    an answer that began with other weights is given to nobody: the sample fails if its weights were replaced, and is
+    sent again if the inference server does not have them yet.
     """
 
     def __init__(
@@ -87,12 +92,14 @@ class ForwardingClient:
         deadline_s: float,
         zero_fill_logprobs: bool = False,
         replicas: Collection[str] = (),
+        loaded: LoadedWeights | None = None,
         shares_keys: bool = False,
         metrics: AdapterMetrics | None = None,
     ) -> None:
         self._transport = transport
         self._endpoint = endpoint
         self._deadline_s = deadline_s
+        self._loaded = loaded
         self._replicas = replicas
         self._shares_keys = shares_keys or bool(replicas)
         self._headers = {"Content-Type": "application/json"}
@@ -234,6 +241,8 @@ class ForwardingClient:
                     return await attempts.exchange.read(answer)
                 except completion.AbortedAnswer as error:
                     self._count_abort(attempts, error)
+                except OtherWeights as error:
+                    await self._wait_for_weights(attempts, error)
             case Verdict.WAIT | Verdict.WAIT_LONGER:
                 self.counts["upstream_busy" if answer.status == 429 else "upstream_away"] += 1
                 busy = "the inference server answers 429, too many requests"
@@ -283,6 +292,20 @@ class ForwardingClient:
             attempts.reloads[server] -= 1  # the server got no request to load
             attempts.trouble = str(error)
             await self._back_off(attempts, waits_for=SampleWait.LOADING)
+
+    async def _wait_for_weights(self, attempts: Attempts[Any], error: OtherWeights) -> None:
+        """The server may have been started again, and gets the current weights soon. Raises FailedRequest if the
+        request's weights are not current any more."""
+        assert self._loaded is not None
+        if (replaced := await self._loaded.replaced(attempts.exchange.weights)) is not None:
+            self.counts["replaced_weights"] += 1
+            raise FailedRequest(replaced, ErrorCategory.USER)
+        if not error.versions:
+            self.counts["malformed"] += 1
+            raise server_failure(str(error))
+        self.counts["other_weights"] += 1
+        attempts.trouble = f"the inference server does not have the current weights yet: {error}"
+        await self._back_off(attempts, waits_for=SampleWait.LOADING)
 
     async def _ask_health(self, answer: Answer, server: Endpoint, attempts: Attempts[Any]) -> None:
         """After a 5xx: a dying server has interrupted the sample; a healthy one may fail it MAX_ERRORS times."""

@@ -11,6 +11,7 @@ from typing import Any, Literal, cast
 import msgspec
 
 from skyrl.sampling.job import SampleJob
+from skyrl.sampling.loaded_weights import Span, check_began
 from skyrl.sampling.prompt_answer import MalformedAnswer, PromptAnswer, best_first, prompt_scores
 from skyrl.wire.results import SampledSequence, SampleResult, TopkRow, encode_sample
 
@@ -32,7 +33,8 @@ class SampleAnswer(msgspec.Struct):
 
     `prompt_tokens` counts the prompt once, whatever `num_samples` is. `cached_tokens` is the part of the prompt that
     came from the prefix cache, 0 if the server does not report it. `sampled_tokens` is the sum over all sequences.
-    `upstream_s` is how long the server had the request, in seconds; the client sets it.
+    `upstream_s` is how long the server had the request, in seconds; the client sets it. `changed_weights`: the weights
+    changed while a sequence was sampled.
     """
 
     body: bytes
@@ -40,6 +42,7 @@ class SampleAnswer(msgspec.Struct):
     cached_tokens: int
     sampled_tokens: int
     upstream_s: float = 0.0
+    changed_weights: bool = False
 
 
 class AbortedAnswer(Exception):
@@ -58,6 +61,7 @@ class _Choice(msgspec.Struct):
     logprobs: _Logprobs | None = None
     prompt_logprobs: list[msgspec.Raw] | None = None
     """Undecoded rows. As objects, all rows together would take several times the memory of the body."""
+    weight_versions: list[Span] | None = None
 
 
 class _CachedTokens(msgspec.Struct):
@@ -125,7 +129,7 @@ def decode_answer(body: bytes, job: SampleJob, *, zero_fill: bool = False) -> Sa
     """The SampleResponse for a 2xx answer, with its token counts.
 
     `zero_fill` accepts tokens without logprobs and gives them 0.0. Raises MalformedAnswer, MissingLogprobs,
-    AbortedAnswer.
+    AbortedAnswer, OtherWeights.
     """
     try:
         answer = (_completion_decoder if len(body) <= LARGE_BYTES else _large_decoder).decode(body)
@@ -141,6 +145,8 @@ def decode_answer(body: bytes, job: SampleJob, *, zero_fill: bool = False) -> Sa
     for choice in choices:  # before other checks: an aborted answer may lack the parts that they need
         if choice.finish_reason not in ("stop", "length"):
             raise AbortedAnswer(f"finish_reason {choice.finish_reason!r}")
+    if job.version is not None:
+        check_began((choice.weight_versions for choice in choices), job.version)
     try:
         return _encode(choices, answer.usage, job, zero_fill)
     except msgspec.DecodeError as error:
@@ -168,6 +174,7 @@ def _encode(choices: list[_Choice], usage: _Usage | None, job: SampleJob, zero_f
         prompt_tokens=len(job.prompt),
         cached_tokens=result.cached_tokens,
         sampled_tokens=sum(len(sequence.tokens) for sequence in sequences),
+        changed_weights=any(len(sequence.weight_versions or ()) > 1 for sequence in sequences),
     )
 
 
@@ -192,6 +199,7 @@ def _sequence(choice: _Choice, job: SampleJob, zero_fill: bool) -> SampledSequen
         choice.token_ids,
         cast("list[float]", logprobs),
         topk,
+        None if job.version is None else [msgspec.structs.astuple(span) for span in choice.weight_versions or ()],
     )
 
 

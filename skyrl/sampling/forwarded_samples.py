@@ -104,6 +104,9 @@ class ForwardedSamples:
             outcome = Outcome(answer.body, "proto:sample")
             self._usage.count(usage_of(answer, sampler))
             self._metrics.succeeded(answer.prompt_tokens, answer.cached_tokens, answer.sampled_tokens)
+            if answer.changed_weights:
+                self._client.counts["changed_weights"] += 1
+                logger.info("request %s was sampled by several versions of the weights", job.request_id)
             upstream_s = answer.upstream_s
             self.completed += 1
             if ticket is not None:

@@ -48,7 +48,8 @@ class SampleJob(msgspec.Struct, frozen=True):
     EOS, at one of `stop_strings` or at one of `stop_token_ids`. With `ignore_eos`, which an empty stop list sets, it
     does not end at EOS. `seed` is in [0, 2**63 - 2**15). `max_tokens` fits the context; None if the context is not
     known yet. `target` holds token ids (int64, -1 for none), one row per prompt token but the first. `alternatives`
-    tokens are drawn in place of each prompt token but the first.
+    tokens are drawn in place of each prompt token but the first. The answer must begin with the weights that the
+    inference servers call `version`; None if they never change their weights.
     """
 
     request_id: str
@@ -71,6 +72,7 @@ class SampleJob(msgspec.Struct, frozen=True):
     topk_sample: int
     target: WireTensor | None = None
     alternatives: int = 0
+    version: str | None = None
 
     @property
     def sampling_session(self) -> str:
@@ -228,6 +230,7 @@ def make_job(
     model: str,
     weights: WeightsRef,
     limits: ContextLimits,
+    version: str | None = None,
 ) -> SampleJob:
     """The job for a request. Raises RequestError naming the field."""
     params = request.sampling_params
@@ -262,4 +265,5 @@ def make_job(
         topk_sample=request.topk_sample_logprobs,
         target=target,
         alternatives=request.prompt_alt_tokens_k,
+        version=version,
     )

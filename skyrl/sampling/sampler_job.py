@@ -9,40 +9,52 @@ from skyrl.db.samplers import Sampler
 from skyrl.db.usage import UsageKey, sample_amounts
 from skyrl.sampling.completion import SampleAnswer
 from skyrl.sampling.job import ContextLimits, SampleJob, make_job
-from skyrl.types.weights import AdapterVersion, BaseWeights, FullWeights, WeightsRef
+from skyrl.types.weights import AdapterVersion, BaseWeights, FullWeights, WeightsRef, served_version
 from skyrl.wire.errors import RequestError
 from skyrl.wire.sample_request import SampleRequest
 
 
 def job_for(
-    request: SampleRequest, request_id: str, sampler: Sampler, limits: ContextLimits, base_name: str
+    request: SampleRequest,
+    request_id: str,
+    sampler: Sampler,
+    limits: ContextLimits,
+    base_name: str,
+    *,
+    full_finetuning: bool = False,
 ) -> SampleJob:
     """The job that samples from the weights of a sampling session. `base_name` is the inference servers' name for the
     base model. Raises RequestError naming the field."""
+    model = served_name(sampler.weights, base_name, "sampling_session_id", full_finetuning=full_finetuning)
     return make_job(
         request,
         request_id=request_id,
         session_key=f"{sampler.id}:{request.seq_id}",
-        model=served_name(sampler.weights, base_name, "sampling_session_id"),
+        model=model,
         weights=sampler.weights,
         limits=limits,
+        version=served_version(sampler.weights) if full_finetuning else None,
     )
 
 
-def served_name(weights: WeightsRef, base_name: str, field: str) -> str:
-    """The name by which inference servers know these weights. Raises RequestError naming `field` for weights that this
-    server cannot sample from."""
+def served_name(weights: WeightsRef, base_name: str, field: str, *, full_finetuning: bool = False) -> str:
+    """The name by which inference servers know these weights: full weights take the place of the base model. Raises
+    RequestError naming `field` for weights that this server cannot sample from."""
     match weights:
         case BaseWeights():
             return base_name
         case AdapterVersion(name):
-            return name
+            if not full_finetuning:
+                return name
+            refused = f"adapter {name!r} cannot be sampled from: this server trains whole models, and has no adapters"
         case FullWeights(version):
-            raise RequestError(
+            if full_finetuning:
+                return base_name
+            refused = (
                 f"version {version!r} of the full weights cannot be sampled from: this server samples from the base "
-                "model and from adapters",
-                field=field,
+                "model and from adapters"
             )
+    raise RequestError(refused, field=field)
 
 
 def usage_of(answer: SampleAnswer, sampler: Sampler) -> dict[UsageKey, int]:

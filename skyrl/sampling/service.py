@@ -27,7 +27,8 @@ from skyrl.sampling.cut import CutNotes, cut_to
 from skyrl.sampling.fair_order import FairOrder
 from skyrl.sampling.forwarded_samples import ForwardedSamples
 from skyrl.sampling.guards import FeatureGuard
-from skyrl.sampling.job import ContextLimits
+from skyrl.sampling.job import ContextLimits, SampleJob
+from skyrl.sampling.loaded_weights import LoadedWeights
 from skyrl.sampling.progress import SampleProgress
 from skyrl.sampling.sampler_job import job_for
 from skyrl.types.ids import new_request_id, sample_sequence_ids
@@ -53,7 +54,8 @@ class Promise:
 
 class SampleService:
     """Takes `asample` bodies. With a `client` this process forwards the samples. Without one the engine samples, and
-    `engine` is its doorbell. `order` is None if the inference server ignores priorities."""
+    `engine` is its doorbell. `order` is None if the inference server ignores priorities, `loaded` if it never changes
+    its weights."""
 
     def __init__(
         self,
@@ -71,6 +73,7 @@ class SampleService:
         usage: UsageCounter,
         quotas: Quotas,
         metrics: SampleMetrics | None = None,
+        loaded: LoadedWeights | None = None,
     ) -> None:
         self._futures = futures
         self._samplers = samplers
@@ -84,6 +87,7 @@ class SampleService:
         self._guard = guard
         self._quotas = quotas
         self._metrics = metrics or SampleMetrics()
+        self._loaded = loaded
         self._forwarded = ForwardedSamples(client, futures, samplers, admission, order, usage, self._metrics)
         self._stopping = False
         self.cuts = CutNotes()
@@ -101,7 +105,7 @@ class SampleService:
         request = decode_json(SampleRequest, body)
         sampler = await self._resolve(request, tenant)
         request_id = new_request_id()
-        job = job_for(request, request_id, sampler, self._limits(), self._base_name)
+        job = self._job(request, request_id, sampler)
         self._guard.check(request, sampler)
         if request.seq_id is not None and not 0 <= request.seq_id < 2**63:
             raise RequestError("must be in [0, 2**63)", field="seq_id")
@@ -151,7 +155,14 @@ class SampleService:
     async def _resolve(self, request: SampleRequest, tenant: str) -> Sampler:
         if request.sampling_session_id is None:
             raise RequestError("is missing: create a sampling session first", field="sampling_session_id")
-        return await self.open_sampler(request.sampling_session_id, tenant)
+        sampler = await self.open_sampler(request.sampling_session_id, tenant)
+        if self._loaded is not None:
+            await self._loaded.check(sampler.weights, "sampling_session_id")
+        return sampler
+
+    def _job(self, request: SampleRequest, request_id: str, sampler: Sampler) -> SampleJob:
+        full = self._loaded is not None
+        return job_for(request, request_id, sampler, self._limits(), self._base_name, full_finetuning=full)
 
     async def open_sampler(self, sampling_session_id: str, tenant: str, field: str = "sampling_session_id") -> Sampler:
         """The tenant's sampling session, if its session is active. Raises NotFound naming `field`."""
@@ -177,7 +188,7 @@ class SampleService:
         try:
             request = decode_json(SampleRequest, sample.body)
             sampler = await self._resolve(request, sample.tenant)
-            job = job_for(request, sample.id, sampler, self._limits(), self._base_name)
+            job = self._job(request, sample.id, sampler)
         except RequestError as error:  # the session has ended, or the server has another base model now
             await self._futures.settle(sample.id, Outcome(error=error.message, error_category=ErrorCategory.USER))
             return

@@ -8,11 +8,9 @@ from dataclasses import dataclass
 
 from skyrl.sidecar.errors import NotOffered, SidecarError, VllmBroke
 from skyrl.sidecar.vllm import Vllm
+from skyrl.types.weights import FIRST_VERSION
 
 logger = logging.getLogger(__name__)
-
-FIRST_VERSION = "default"
-"""SGLang's and vLLM's name of the weights that a server starts with."""
 
 
 @dataclass(frozen=True, slots=True)

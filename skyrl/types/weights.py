@@ -44,15 +44,45 @@ class AdapterVersion:
 
 @dataclass(frozen=True, slots=True)
 class FullWeights:
-    """One version of the full weights, in place of the base model."""
+    """One version of the full weights, in place of the base model. A version never changes. `version` is its name on
+    inference servers: `<model_id>@<number>`."""
 
     version: str
+
+    @classmethod
+    def of(cls, model_id: str, number: int) -> FullWeights:
+        """The first version of a model has number 1."""
+        return cls(f"{model_id}@{number}")
+
+    @property
+    def model_id(self) -> str:
+        return self.version.rpartition("@")[0]
+
+    @property
+    def number(self) -> int:
+        """Raises ValueError when the version does not end with a number."""
+        return int(self.version.rpartition("@")[2])
 
     def __str__(self) -> str:
         return f"full:{self.version}"
 
 
 WeightsRef = BaseWeights | AdapterVersion | FullWeights
+
+FIRST_VERSION = "default"
+"""SGLang's and vLLM's name of the weights that a server starts with."""
+
+
+def served_version(weights: WeightsRef) -> str:
+    """How a server whose weights are replaced names the version of these weights. Raises ValueError for adapters, which
+    change no server's version."""
+    match weights:
+        case BaseWeights():
+            return FIRST_VERSION
+        case FullWeights(version):
+            return version
+        case AdapterVersion(name):
+            raise ValueError(f"adapter {name} is no version of a server's weights")
 
 
 def parse_weights(text: str) -> WeightsRef:

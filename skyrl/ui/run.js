@@ -26,7 +26,7 @@ export class RunView {
   #facts = new Facts(
     column("run", (run) => run.id),
     column("base model", (run) => run.base_model),
-    column("LoRA rank", (run) => count(run.lora_rank)),
+    column("LoRA rank", (run) => run.lora_rank ? count(run.lora_rank) : "whole model"),
     column("session", (run) => run.session_id),
     column("steps", (run) => count(run.steps)),
     column("loss", (run) => number(run.last_step?.loss)),

@@ -1,7 +1,7 @@
 """vLLM general plugin: vLLM loads it in its API server, engine core and workers.
 
 Changes eight things: no process of vLLM outlives its parent; every endpoint needs the API key; any temperature is
-allowed; new weights empty the prefix cache (see `prefix_cache`); completions tell which weights sampled which tokens
+allowed; new weights empty the prefix cache (see `prefix_cache`); answers tell which weights sampled which tokens
 (see `token_versions`); on a CPU, LoRA computes correct results (see `punica_cpu`), prompts get more logprobs than
 vLLM's own (see `xargs`), and the engine core is forked from the API server, which saves its imports.
 
@@ -18,7 +18,7 @@ import os
 import signal
 import sys
 
-from skyrl.vllm_plugin.versions import TESTED_VERSIONS
+from skyrl.vllm_plugin.versions import TELL_VERSIONS_VARIABLE, TESTED_VERSIONS
 
 logger = logging.getLogger("vllm.skyrl_plugin")
 
@@ -55,7 +55,7 @@ def register() -> None:
     if parent is None:
         from skyrl.vllm_plugin.token_versions import tell_versions
 
-        tell_versions()
+        tell_versions(early=os.environ.get(TELL_VERSIONS_VARIABLE) == "1")
         _guard_all_endpoints()
     if current_platform.is_cpu():
         from skyrl.vllm_plugin.cpu_patches import apply

@@ -1,7 +1,11 @@
-"""Adds `weight_versions` to the choices of `/v1/completions`: which version of the weights sampled which tokens.
+"""Adds `weight_versions` to the choices of vLLM's answers: which version of the weights sampled which tokens.
 
 vLLM knows it, and tells it in `/inference/v1/generate` alone. A list of `{"version", "start", "end"}`: output tokens
-`[start, end)`. In a stream the last chunk of a sample has it.
+`[start, end)`. In a stream the last event of a choice has it.
+
+`/v1/completions` tells it always. Where TELL_VERSIONS_VARIABLE is "1", `/v1/chat/completions` tells it too, and in a
+stream also an early event of each choice, with the versions until then: so a client knows which weights have begun an
+answer before it shows any of it.
 """
 
 from __future__ import annotations
@@ -11,19 +15,38 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import asdict
 from typing import Any
 
+from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
 from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
+from vllm.v1.engine.output_processor import RequestState
 
 FIELD = "weight_versions"
 _ENDS = '"finish_reason":"'
 """In JSON, quotes inside a string have a backslash before them: this is in the last chunk of a sample alone."""
 
 
-def tell_versions() -> None:
-    """Patch this process. A second call changes nothing."""
+def tell_versions(*, early: bool = False) -> None:
+    """Patch this process. A second call changes nothing. `early`: as TELL_VERSIONS_VARIABLE says."""
     if getattr(OpenAIServingCompletion.request_output_to_completion_response, "tells", False):
         return
     _patch_whole_answers()
-    _patch_streams()
+    _patch_completion_streams(early)
+    if early:
+        _patch_outputs()
+        _patch_chats()
+        _patch_chat_streams()
+
+
+def _patch_outputs() -> None:
+    """vLLM gives the versions with the last output of a request; give them with every output."""
+    original = RequestState._new_completion_output
+
+    def patched(self: Any, *args: Any, **kwargs: Any) -> Any:
+        output = original(self, *args, **kwargs)
+        if output.weight_versions is None:
+            output.weight_versions = self._weight_version_spans()
+        return output
+
+    RequestState._new_completion_output = patched  # type: ignore[method-assign]
 
 
 def _patch_whole_answers() -> None:
@@ -41,7 +64,21 @@ def _patch_whole_answers() -> None:
     OpenAIServingCompletion.request_output_to_completion_response = patched  # type: ignore[method-assign]
 
 
-def _patch_streams() -> None:
+def _patch_chats() -> None:
+    original = OpenAIServingChat.chat_completion_full_generator
+
+    async def patched(self: Any, request: Any, result_generator: AsyncIterator[Any], *args: Any, **kwargs: Any) -> Any:
+        spans: dict[int, list[dict[str, Any]]] = {}
+        response = await original(self, request, _noting(result_generator, spans), *args, **kwargs)
+        for choice in getattr(response, "choices", ()):  # an error has none
+            if choice.index in spans:
+                setattr(choice, FIELD, spans[choice.index])
+        return response
+
+    OpenAIServingChat.chat_completion_full_generator = patched  # type: ignore[method-assign]
+
+
+def _patch_completion_streams(early: bool) -> None:
     original = OpenAIServingCompletion.completion_stream_generator
 
     async def patched(
@@ -62,17 +99,56 @@ def _patch_streams() -> None:
                         spans[output.index + prompt * choices] = _spans(output)
                 yield prompt, result
 
-        async for event in original(self, request, engine_inputs, watched(), *args, **kwargs):
-            yield _with_spans(event, spans) if spans and _ENDS in event else event
+        events = original(self, request, engine_inputs, watched(), *args, **kwargs)
+        async for event in _telling(events, spans, early):
+            yield event
 
     OpenAIServingCompletion.completion_stream_generator = patched  # type: ignore[method-assign]
 
 
-def _with_spans(event: str, spans: dict[int, list[dict[str, Any]]]) -> str:
-    chunk = json.loads(event.removeprefix("data: "))
+def _patch_chat_streams() -> None:
+    original = OpenAIServingChat.chat_completion_stream_generator
+
+    async def patched(
+        self: Any, request: Any, result_generator: AsyncIterator[Any], *args: Any, **kwargs: Any
+    ) -> AsyncGenerator[str]:
+        spans: dict[int, list[dict[str, Any]]] = {}
+        events = original(self, request, _noting(result_generator, spans), *args, **kwargs)
+        async for event in _telling(events, spans, True):
+            yield event
+
+    OpenAIServingChat.chat_completion_stream_generator = patched  # type: ignore[method-assign]
+
+
+async def _noting(results: AsyncIterator[Any], spans: dict[int, list[dict[str, Any]]]) -> AsyncIterator[Any]:
+    async for result in results:
+        for output in result.outputs:
+            if output.weight_versions is not None:
+                spans[output.index] = _spans(output)
+        yield result
+
+
+async def _telling(
+    events: AsyncIterator[str], spans: dict[int, list[dict[str, Any]]], early: bool
+) -> AsyncGenerator[str]:
+    told: set[int] = set()
+    async for event in events:
+        if spans and (_ENDS in event or (early and not spans.keys() <= told)):
+            yield _with_spans(event, spans, told, early)
+        else:
+            yield event
+
+
+def _with_spans(event: str, spans: dict[int, list[dict[str, Any]]], told: set[int], early: bool) -> str:
+    try:
+        chunk = json.loads(event.removeprefix("data: "))
+    except ValueError:  # the end, which is no JSON
+        return event
     for choice in chunk.get("choices", ()):
-        if choice["index"] in spans and choice.get("finish_reason"):
-            choice[FIELD] = spans.pop(choice["index"])
+        index = choice["index"]
+        if index in spans and (choice.get("finish_reason") or (early and index not in told)):
+            told.add(index)
+            choice[FIELD] = spans[index]
     return f"data: {json.dumps(chunk, ensure_ascii=False, separators=(',', ':'))}\n\n"
 
 

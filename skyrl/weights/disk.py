@@ -13,6 +13,7 @@ from pathlib import Path
 from safetensors.torch import save_file
 
 from skyrl.weights.tensors import Part
+from skyrl.weights.version_on_disk import VersionOnDisk
 from skyrl.weights.workers import PauseMode, Workers
 
 INDEX = "model.safetensors.index.json"
@@ -56,15 +57,10 @@ class CheckpointOnDisk:
         assert self._directory is not None
         index = {"weight_map": {tensor: file for file, tensors in self._shards for tensor in tensors}}
         (self._directory / INDEX).write_text(json.dumps(index))
-        body = {
-            "model_path": str(self._directory.resolve()),
-            "weight_version": self._version,
-            "flush_cache": self._pause != "in_place",
-        }
-        # Servers read while they sample; the pause is for the moment in which the weights change
-        await self._workers.post("/update_weights_from_disk", body | {"stage_only": True})
-        async with self._workers.paused(self._pause):
-            await self._workers.post("/update_weights_from_disk", body)
+        written = VersionOnDisk(self._workers, self._pause)
+        await written.begin(self._version)
+        await written.send(self._directory.absolute())
+        await written.finish()
         await self._delete()
 
     async def abandon(self) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from typing import Any, Literal
 
 import aiohttp
@@ -19,12 +19,16 @@ SHORT_S = 30.0
 
 class WorkersFailed(RuntimeError):
     """`failed` has the message of each server that failed, `answered` the answer of each that did not. The others may
-    have new weights already: `Workers.versions` tells."""
+    have new weights already: `Workers.versions` tells. `refused` are those that failed by an answer, and may work
+    well."""
 
-    def __init__(self, path: str, failed: Mapping[str, str], answered: Mapping[str, Any]) -> None:
+    def __init__(
+        self, path: str, failed: Mapping[str, str], answered: Mapping[str, Any], refused: Collection[str] = ()
+    ) -> None:
         super().__init__(f"{path}: " + "; ".join(f"{url}: {message}" for url, message in failed.items()))
         self.failed = dict(failed)
         self.answered = dict(answered)
+        self.refused = frozenset(refused)
 
 
 class Workers:
@@ -87,13 +91,17 @@ class Workers:
         failed = {url: outcome.message for url, outcome in outcomes.items() if isinstance(outcome, _Failure)}
         answered = {url: outcome for url, outcome in outcomes.items() if not isinstance(outcome, _Failure)}
         if failed:
-            raise WorkersFailed(path, failed, answered)
+            refused = [url for url, outcome in outcomes.items() if isinstance(outcome, _Failure) and outcome.refused]
+            raise WorkersFailed(path, failed, answered, refused)
         return answered
 
 
 class _Failure:
-    def __init__(self, message: str) -> None:
+    """`refused`: the server has answered, and not that it, or its vLLM, is away."""
+
+    def __init__(self, message: str, *, refused: bool = False) -> None:
         self.message = message
+        self.refused = refused
 
 
 async def _ask(session: aiohttp.ClientSession, method: str, url: str, body: Any) -> Any:
@@ -105,9 +113,10 @@ async def _ask(session: aiohttp.ClientSession, method: str, url: str, body: Any)
             except ValueError:
                 value = None
             if answer.status >= 400:
-                return _Failure(_message(value) or f"{answer.status} {text[:1000]}")
+                message = _message(value) or f"{answer.status} {text[:1000]}"
+                return _Failure(message, refused=answer.status not in (502, 503, 504))
             if isinstance(value, dict) and value.get("success") is False:
-                return _Failure(_message(value) or "success is false")
+                return _Failure(_message(value) or "success is false", refused=True)
             return value
     except TimeoutError:
         return _Failure("no answer in time")

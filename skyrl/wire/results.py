@@ -24,12 +24,14 @@ TopkRow = list[tuple[int, float]]
 
 @dataclass(frozen=True)
 class SampledSequence:
-    """One sampled sequence: `tokens`, with the stop token that ended it, and one logprob per token."""
+    """One sampled sequence: `tokens`, with the stop token that ended it, and one logprob per token. `weight_versions`:
+    which version of the weights sampled the tokens [start, end), as (version, start, end); None if it is not told."""
 
     stop_reason: Literal["stop", "length"]
     tokens: Sequence[int]
     logprobs: Sequence[float]
     topk: list[TopkRow] | None = None
+    weight_versions: Sequence[tuple[str, int, int]] | None = None
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,8 @@ def encode_sample(result: SampleResult, *, topk_sample: int = 0, topk_prompt: in
         )
         if topk_sample and sequence.topk is not None:
             added.topk_sampled_logprobs.CopyFrom(_topk(sequence.topk, topk_sample))
+        for version, start, end in sequence.weight_versions or ():
+            added.weight_versions.add(version=version, start=start, end=end)
     if result.prompt_logprobs is not None:
         message.prompt_logprobs = np.asarray(
             [math.nan if value is None else value for value in result.prompt_logprobs], np.float32
@@ -150,6 +154,10 @@ def _sample_to_json(body: bytes) -> dict[str, Any]:
         }
         if sequence.HasField("topk_sampled_logprobs"):
             encoded["topk_logprobs"] = _topk_json(sequence.topk_sampled_logprobs)
+        if sequence.weight_versions:
+            encoded["weight_versions"] = [
+                {"version": span.version, "start": span.start, "end": span.end} for span in sequence.weight_versions
+            ]
         sequences.append(encoded)
     result: dict[str, Any] = {"type": "sample", "sequences": sequences}
     if message.HasField("prompt_logprobs"):

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from sqlalchemy import select
 
-from skyrl.backends.torch_lora.backend import TorchLoraBackend
+from skyrl.backends.registry import create_backend
 from skyrl.config.loading import load_config
 from skyrl.db import engine_state
 from skyrl.db.checkpoints import checkpoints
@@ -184,7 +184,7 @@ class Harness:
         with a sampler the engine runs samples itself. `run` runs the engine; the engine process also retries failed
         restorations."""
         claim_for_tests(self.database, SERVER)
-        self.backend = TorchLoraBackend(self.config)
+        self.backend = create_backend(self.config.backend, self.config)
         self._api = Doorbell(self._doorbell)
         self._ledger = CrashLedger(self.config.running_file)
         self._parts = build_engine(

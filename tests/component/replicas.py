@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from fake_upstream import COMPLETIONS, LOAD, FakeUpstream, Received, Reply, complete, fake_upstream, hang_up, reply
 
 from skyrl.inference.engine_group import EngineGroup
+from skyrl.inference.full_weights import FullWeightsOfReplicas
 from skyrl.inference.replica import Addresses, CallTimeouts, Replica
 from skyrl.inference.router_members import Members
 from skyrl.types.weights import AdapterVersion
@@ -54,6 +55,7 @@ def group_of(
     watching_s: float = SOON_S,
     in_use: Sequence[AdapterVersion] = (),
     grace_s: float = NEVER_S,
+    weights: FullWeightsOfReplicas | None = None,
 ) -> tuple[EngineGroup, list[str | None]]:
     """A group with short intervals, not yet running; and the list of URLs that it publishes."""
     published: list[str | None] = []
@@ -70,6 +72,7 @@ def group_of(
         adapters,
         proxy_url=proxy_url,
         members=members,
+        weights=weights,
         starting_interval_s=SOON_S,
         watching_interval_s=watching_s,
         grace_s=grace_s,

@@ -85,6 +85,7 @@ BACKEND_KEYS = {
     "generator.inference_engine.step_timeout_s",
     "generator.inference_engine.tensor_parallel_size",
     "trainer.gradient_checkpointing",
+    "trainer.full_finetuning",
     "trainer.merge_passes",
     "trainer.micro_batch_tokens",
     "trainer.placement.colocate_all",
@@ -98,6 +99,8 @@ BACKEND_KEYS = {
     "trainer.policy.model.lora.max_loras",
     "trainer.rank_timeout_s",
 }
+
+FULL = {"trainer.full_finetuning": True}
 
 
 @pytest.fixture(autouse=True)
@@ -250,6 +253,26 @@ def test_a_bad_backend_config_is_refused_in_one_line_that_names_the_key(given: d
         (
             {"backend_config": '{"generator.inference_engine": {"num_engines": 2, "port": 65535}}'},
             "configuration: generator.inference_engine.port: the last of 2 vLLMs would listen at 65536",
+        ),
+        (
+            {"backend": "none", "base_model": "m", "external_inference_url": "http://x", "backend_config": FULL},
+            "configuration: trainer.full_finetuning: backend 'none' trains nothing",
+        ),
+        (
+            {"external_inference_url": "http://x", "backend_config": FULL},
+            "configuration: trainer.full_finetuning: new weights can be put only into vLLMs that this server runs",
+        ),
+        (
+            {"backend_config": FULL | {"trainer.placement.colocate_all": True}},
+            "configuration: trainer.full_finetuning: trainer and vLLM each hold all weights",
+        ),
+        (
+            {"ray_address": "auto", "backend_config": FULL},
+            "configuration: trainer.full_finetuning: runs on this machine alone",
+        ),
+        (
+            {"inference_api_key": "k", "backend_config": FULL},
+            "configuration: trainer.full_finetuning: a gateway that shares this server's vLLMs would not know",
         ),
         ({"prot": 1}, "configuration: unknown key 'prot'; the nearest known one is 'port'"),
     ],

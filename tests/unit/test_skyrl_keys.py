@@ -97,6 +97,13 @@ def test_an_unsupported_key_is_refused_with_the_reason(key: str) -> None:
     assert refusal({key: 1}) == f"backend_config: '{key}' cannot be set here: {KEYS[key].why}"
 
 
+def test_rank_0_starts_a_server_for_full_fine_tuning() -> None:
+    assert load_config({"backend_config": {"trainer.policy.model.lora.rank": 0}}).full_finetuning
+    nested = {"trainer": {"policy": {"model": {"lora": {"rank": 8}}}}}
+    assert "rank' cannot be set here: clients choose the rank" in refusal(nested)
+    assert not load_config({}).full_finetuning
+
+
 @pytest.mark.parametrize(("key", "own"), BECOMES.items())
 def test_a_skyrl_key_sets_the_key_that_it_becomes(key: str, own: str) -> None:
     value = SAMPLE_VALUES.get(own, "v")

@@ -127,9 +127,9 @@ class TorchLoraBackend:
         with command_on(self._device, waits=True):
             state.load_state(self._adapter(model_id), directory, optimizer=optimizer)
 
-    def save_adapter(self, model_id: str, directory: Path, *, dtype: AdapterDtype = "float32") -> None:
+    def save_adapter(self, model_id: str, directory: Path, *, dtype: AdapterDtype | None = None) -> None:
         with command_on(self._device, waits=False):
-            state.save_adapter(self._adapter(model_id), self._base.path, directory, getattr(torch, dtype))
+            state.save_adapter(self._adapter(model_id), self._base.path, directory, getattr(torch, dtype or "float32"))
 
     def save_snapshot(self, model_id: str, directory: Path) -> None:
         """A snapshot has the same files as a checkpoint: with one device there is nothing to shard."""

@@ -132,7 +132,8 @@ def check_spec(spec: LoraSpec, max_rank: int) -> None:
     """Raise InvalidRequest for an adapter that this backend cannot train."""
     if spec.rank == 0:
         raise InvalidRequest(
-            f"lora_config.rank: 0 asks for full fine-tuning, which this version does not have; give 1 to {max_rank}"
+            "lora_config.rank: 0 asks for full fine-tuning, which needs a server started with trainer.full_finetuning; "
+            f"give 1 to {max_rank}"
         )
     if not 1 <= spec.rank <= max_rank:
         raise InvalidRequest(f"lora_config.rank: must be 1 to {max_rank}, got {spec.rank}")

@@ -16,6 +16,13 @@ class NonFiniteGradient(FloatingPointError):
     """The norm of the accumulated gradient is NaN or infinite: no step was made, and the gradient was cleared."""
 
 
+def non_finite_gradient(norm: float) -> NonFiniteGradient:
+    return NonFiniteGradient(
+        f"optim_step: the accumulated gradient has norm {norm}; the weights were not changed and the "
+        "gradient was cleared. Check advantages, logprobs and the learning rate of earlier steps."
+    )
+
+
 @dataclass(frozen=True)
 class Step:
     """A computed step that has changed nothing yet: what the adapter holds after it, and its metrics."""
@@ -59,10 +66,7 @@ def compute_step(adapter: Adapter, params: AdamParams) -> Step | None:
         return None
     norm = float(torch.linalg.vector_norm(gradient))
     if not math.isfinite(norm):
-        raise NonFiniteGradient(
-            f"optim_step: the accumulated gradient has norm {norm}; the weights were not changed and the "
-            "gradient was cleared. Check advantages, logprobs and the learning rate of earlier steps."
-        )
+        raise non_finite_gradient(norm)
     number = adapter.step + 1
     metrics = {
         "grad_norm": norm,

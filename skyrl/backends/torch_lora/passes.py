@@ -65,7 +65,7 @@ class Slice:
 
 
 @dataclass(frozen=True)
-class _SliceResult:
+class SliceResult:
     logprobs: Tensor
     inputs: LossInputs
     value: LossValue
@@ -90,14 +90,14 @@ def run_micro_batch(base: BaseModel, batch: Sequence[Slice], *, backward: bool) 
     if not batch:
         return
     failure: Exception | None = None
-    results: list[_SliceResult] = []
+    results: list[SliceResult] = []
     try:
         results = _forward_backward(base, batch, backward)
     except Exception as error:
         failure = failure_of(error, base.device)
     if failure is None:
         for piece, result in zip(batch, results, strict=True):
-            _record_or_fail(piece, result, base.device)
+            record_or_fail(piece, result, base.device)
     elif len(batch) > 1:  # outside the handler, where the failed attempt's tensors are free again
         for piece in batch:
             run_micro_batch(base, [piece], backward=backward)
@@ -105,7 +105,7 @@ def run_micro_batch(base: BaseModel, batch: Sequence[Slice], *, backward: bool) 
         batch[0].running.fail(failure)
 
 
-def _record_or_fail(piece: Slice, result: _SliceResult, device: torch.device) -> None:
+def record_or_fail(piece: Slice, result: SliceResult, device: torch.device) -> None:
     """Record a result. If there is no memory for metrics and logprobs, the pass fails; its model's gradient stays."""
     try:
         _record(piece, result)
@@ -132,7 +132,7 @@ class MicroBatch:
             made.targets.append(Targets.of([datum.loss_inputs["target_tokens"] for datum in piece.data], device))
             adapter = piece.running.adapter
             made.segments.append(LoraSegment(packed.start, packed.stop, adapter.scale, adapter.leaves(backward)))
-            made.inputs.append(_loss_inputs(piece, device))
+            made.inputs.append(loss_inputs(piece, device))
         return made
 
 
@@ -142,17 +142,17 @@ def loss_of(piece: Slice, logprobs: Tensor, inputs: LossInputs) -> LossValue:
     return piece.loss.function(logprobs, inputs, config)
 
 
-def _forward_backward(base: BaseModel, batch: Sequence[Slice], backward: bool) -> list[_SliceResult]:
+def _forward_backward(base: BaseModel, batch: Sequence[Slice], backward: bool) -> list[SliceResult]:
     made = MicroBatch.of(batch, base.device, backward=backward)
     with torch.set_grad_enabled(backward), base.packed.active.use(made.segments):
         logprobs = base.packed(made.packed, made.targets, made.segments)
         values = [loss_of(*each) for each in zip(batch, logprobs, made.inputs, strict=True)]
         totals = [value.total for value in values]
         gradients = slice_gradients(totals, made.segments) if backward else [None] * len(batch)
-    return [_SliceResult(*parts) for parts in zip(logprobs, made.inputs, values, gradients, strict=True)]
+    return [SliceResult(*parts) for parts in zip(logprobs, made.inputs, values, gradients, strict=True)]
 
 
-def _loss_inputs(piece: Slice, device: torch.device) -> LossInputs:
+def loss_inputs(piece: Slice, device: torch.device) -> LossInputs:
     """The slice's inputs, flattened to one entry per target in the order of `target_tokens`."""
     sizes = [datum.loss_inputs["target_tokens"].size for datum in piece.data]
     tensors: dict[str, Tensor] = {}
@@ -179,7 +179,7 @@ def slice_gradients(
     return [torch.cat([next(gradients).reshape(-1) for _ in of_slice]) for of_slice in leaves if of_slice]
 
 
-def _record(piece: Slice, result: _SliceResult) -> None:
+def _record(piece: Slice, result: SliceResult) -> None:
     running = piece.running
     running.tally.add(result.value, piece.tokens, result.inputs.tensors.get("advantages"))
     if not math.isfinite(running.tally.loss):

@@ -57,6 +57,8 @@ def load_state(adapter: Adapter, directory: Path, *, optimizer: bool) -> None:
     or SafetensorError when files are missing or damaged. Nothing changes on an error.
     """
     description: dict[str, Any] = json.loads((directory / STATE_JSON).read_text())
+    if "lora" not in description:
+        raise InvalidRequest("path: the checkpoint holds a whole model, and this model is a LoRA adapter")
     if description["format"] not in (1, FORMAT):
         raise ValueError(f"{directory / STATE_JSON}: format {description['format']}, this version reads 1 and {FORMAT}")
     for key in ("rank", "alpha"):

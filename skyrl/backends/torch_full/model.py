@@ -1,0 +1,135 @@
+"""The module that is trained: loads it, binds its parameters to buffers, and computes on packed rows.
+
+Knows transformers. Knows nothing of passes, losses or the optimizer.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from skyrl.backends.torch_full.parameters import FullParameters
+from skyrl.backends.torch_lora.device import base_dtype
+from skyrl.backends.torch_lora.lora import ActiveSegments, LoraSegment
+from skyrl.backends.torch_lora.model import LOADING_ERRORS, BaseModel, check_config
+from skyrl.backends.torch_lora.packed_model import PackedModel
+from skyrl.config.server import ConfigError
+
+
+class _Head:
+    """The output layer as `target_logprobs` calls it."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        self.base = base
+
+    def for_segment(self, rows: Tensor, segment: LoraSegment) -> Tensor:
+        return self.base(rows)
+
+
+class PlainModel(PackedModel):
+    """A causal language model over packed rows, with its own linear layers: no adapter changes them."""
+
+    def __init__(self, model: Any) -> None:
+        nn.Module.__init__(self)
+        self.active = ActiveSegments()
+        self.linears = {}
+        self.model = model
+
+    @property
+    def lm_head(self) -> Any:
+        return _Head(self.model.get_output_embeddings())
+
+
+class FullModel:
+    """A causal language model, all of whose parameters are trained: float32 on a CPU; on CUDA bfloat16, with float32
+    weights beside it. `base` computes and describes it.
+
+    Raises ConfigError: the path has no causal language model, or the model has position embeddings that depend on the
+    batch, or other logits on packed rows than in transformers.
+    """
+
+    def __init__(self, path: str, device: torch.device, *, gradient_checkpointing: bool) -> None:
+        self.dtype = base_dtype(device)
+        try:
+            model: Any = AutoModelForCausalLM.from_pretrained(
+                path, dtype=self.dtype, attn_implementation="sdpa", use_safetensors=True
+            )
+        except LOADING_ERRORS as error:
+            raise ConfigError(f"base_model: cannot load {path}: {error}") from error
+        check_config(path, model.config)
+        self._model = model.to(device).eval()
+        packed = PlainModel(self._model)
+        self.base = BaseModel(path, device, packed, model.config)
+        with torch.no_grad():
+            expected = packed.stock_logits(self.base.probe_rows())
+        packed.use_packed_attention()
+        self.base.verify(expected)
+        if gradient_checkpointing:
+            packed.enable_checkpointing()
+        self._gradients: Mapping[str, Tensor] = {}
+        for name, parameter in self._model.named_parameters():
+            parameter.register_post_accumulate_grad_hook(self._adding(name))
+
+    def read(self, directory: str | Path) -> dict[str, Tensor]:
+        """The weights of a checkpoint of this architecture, by the names of the module's parameters, float32.
+
+        Reads safetensors alone, and the configuration is the base model's. Raises OSError, ValueError or
+        SafetensorError when files are missing or damaged."""
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            directory,
+            config=copy.deepcopy(self._model.config),
+            dtype=torch.float32,
+            attn_implementation="sdpa",
+            output_loading_info=True,
+            use_safetensors=True,
+        )
+        stored, info = loaded
+        if wrong := sorted(map(str, [*info["missing_keys"], *info["unexpected_keys"], *info["error_msgs"]])):
+            raise ValueError(f"{directory} does not hold the weights of this model: {', '.join(wrong[:4])}")
+        return {name: parameter.detach() for name, parameter in stored.named_parameters()}
+
+    def bind(self, parameters: FullParameters) -> None:
+        """Compute with these weights from now on. In float32 the module shares their memory."""
+        views = parameters.views(parameters.weights)
+        for name, parameter in self._model.named_parameters():
+            if self.dtype == torch.float32:
+                parameter.data = views[name]
+            else:
+                parameter.data.copy_(views[name])
+
+    def weights_changed(self, parameters: FullParameters) -> None:
+        """The bound weights have new numbers."""
+        if self.dtype != torch.float32:
+            self.bind(parameters)
+
+    @contextmanager
+    def gradients_into(self, views: Mapping[str, Tensor]) -> Iterator[None]:
+        """A backward inside adds each parameter's gradient to its float32 view, and keeps no other gradient."""
+        self._gradients = views
+        try:
+            yield
+        finally:
+            self._gradients = {}
+            for parameter in self._model.parameters():
+                parameter.grad = None
+
+    def _adding(self, name: str) -> Callable[[Tensor], None]:
+        def add(parameter: Tensor) -> None:
+            if parameter.grad is not None:
+                self._gradients[name].add_(parameter.grad)
+                parameter.grad = None
+
+        return add
+
+    def save(self, weights: Mapping[str, Tensor], directory: Path, dtype: torch.dtype, shard_bytes: int) -> None:
+        """Write the weights and config.json as from_pretrained of Hugging Face and vLLM read them: rounded to the
+        nearest `dtype`, in files of at most `shard_bytes` or one tensor."""
+        state = {name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in weights.items()}
+        self._model.save_pretrained(directory, state_dict=state, max_shard_size=shard_bytes)

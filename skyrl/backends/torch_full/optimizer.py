@@ -1,0 +1,70 @@
+"""AdamW on all parameters, in place and in chunks, with torch's semantics and per-step hyper-parameters."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from skyrl.backends.base import AdamParams
+from skyrl.backends.torch_full.parameters import FullParameters
+from skyrl.backends.torch_lora.optimizer import non_finite_gradient
+
+CHUNK = 2**24
+"""Elements of a chunk. A step needs 4 bytes more for each element of one chunk."""
+
+
+@torch.no_grad()
+def adamw_step(parameters: FullParameters, params: AdamParams) -> dict[str, float]:
+    """Clip by global norm, step, clear the gradient. Formulas, metrics and errors are those of
+    `torch_lora.optimizer.adamw_step`.
+
+    All memory is allocated before the first number changes: so an error leaves parameters and gradient as they were.
+    The first step allocates the moments (8 bytes per parameter); later steps allocate one chunk.
+    """
+    gradient = parameters.gradient
+    if gradient is None:
+        return {}
+    norm = float(torch.linalg.vector_norm(gradient))
+    if not math.isfinite(norm):
+        parameters.gradient = None
+        raise non_finite_gradient(norm)
+    exp_avg, exp_avg_sq = _or_zeros(parameters.exp_avg, gradient), _or_zeros(parameters.exp_avg_sq, gradient)
+    scratch = torch.empty(min(CHUNK, len(gradient)), device=gradient.device)
+    step = parameters.step + 1
+    clip = min(1.0, params.grad_clip_norm / (norm + 1e-6)) if params.grad_clip_norm > 0 else 1.0
+    for start in range(0, len(gradient), CHUNK):
+        chunk = slice(start, start + CHUNK)
+        if clip != 1.0:
+            gradient[chunk].mul_(clip)
+        _step_chunk(
+            parameters.weights[chunk], gradient[chunk], exp_avg[chunk], exp_avg_sq[chunk], scratch, step, params
+        )
+    parameters.exp_avg, parameters.exp_avg_sq = exp_avg, exp_avg_sq
+    parameters.gradient, parameters.step = None, step
+    return {"grad_norm": norm, "learning_rate": float(params.learning_rate), "optimizer_step": float(step)}
+
+
+def _step_chunk(
+    weights: Tensor,
+    gradient: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    scratch: Tensor,
+    step: int,
+    params: AdamParams,
+) -> None:
+    exp_avg.lerp_(gradient, 1 - params.beta1)
+    exp_avg_sq.mul_(params.beta2).addcmul_(gradient, gradient, value=1 - params.beta2)
+    correction1 = 1 - params.beta1**step
+    correction2 = math.sqrt(1 - params.beta2**step)
+    denominator = torch.sqrt(exp_avg_sq, out=scratch[: len(gradient)]).div_(correction2).add_(params.eps)
+    decay_factor = 1 - params.learning_rate * params.weight_decay
+    if decay_factor != 1:
+        weights.mul_(decay_factor)
+    weights.addcdiv_(exp_avg, denominator, value=-params.learning_rate / correction1)
+
+
+def _or_zeros(moment: Tensor | None, gradient: Tensor) -> Tensor:
+    return torch.zeros_like(gradient) if moment is None else moment

@@ -1,0 +1,50 @@
+"""One slice of a pass on the model in training: its loss, and its gradient added to that of the pass.
+
+How a pass is cut, what is recorded of it, and how it fails are those of adapters (`torch_lora.passes`).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from skyrl.backends.torch_full.model import FullModel
+from skyrl.backends.torch_full.parameters import FullParameters
+from skyrl.backends.torch_lora import packing
+from skyrl.backends.torch_lora.device import failure_of
+from skyrl.backends.torch_lora.logprobs import Targets
+from skyrl.backends.torch_lora.lora import LoraSegment
+from skyrl.backends.torch_lora.passes import Slice, SliceResult, loss_inputs, loss_of, record_or_fail
+
+
+def run_slice(model: FullModel, parameters: FullParameters, piece: Slice, *, backward: bool) -> None:
+    """Run a slice. An error becomes the outcome of its pass (OutOfMemory if memory was short), and drops the pass's
+    gradient. DeviceFault is raised."""
+    if piece.running.error is not None:
+        return
+    device, failure, result = model.base.device, None, None
+    try:
+        result = _forward_backward(model, parameters, piece, backward)
+    except Exception as error:
+        failure = failure_of(error, device)
+    if failure is not None:
+        piece.running.fail(failure)
+    elif result is not None:
+        record_or_fail(piece, result, device)
+
+
+def _forward_backward(model: FullModel, parameters: FullParameters, piece: Slice, backward: bool) -> SliceResult:
+    """With `backward` the slice's gradient is added to `piece.running.gradient`, tensor by tensor: the gradient of a
+    slice never exists as a whole."""
+    device, running = model.base.device, piece.running
+    if backward and running.gradient is None:
+        running.gradient = torch.zeros_like(parameters.weights)
+    packed = packing.pack(piece.data, 0, device)
+    targets = Targets.of([datum.loss_inputs["target_tokens"] for datum in piece.data], device)
+    inputs = loss_inputs(piece, device)
+    with torch.set_grad_enabled(backward):
+        (logprobs,) = model.base.packed([packed], [targets], [LoraSegment(packed.start, packed.stop, 1.0)])
+        value = loss_of(piece, logprobs, inputs)
+        if running.gradient is not None:
+            with model.gradients_into(parameters.views(running.gradient)):
+                value.total.backward()
+    return SliceResult(logprobs, inputs, value, None)

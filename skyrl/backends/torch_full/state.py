@@ -1,0 +1,123 @@
+"""The model on disk: its weights as Hugging Face's from_pretrained and vLLM read them, and the optimizer's state next
+to them.
+
+Writes only safetensors and JSON, which hold no code. The caller makes the directory and moves it to its place.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from skyrl.backends.base import InvalidRequest
+from skyrl.backends.torch_full.model import FullModel
+from skyrl.backends.torch_full.optimizer import CHUNK
+from skyrl.backends.torch_full.parameters import FullParameters
+from skyrl.backends.torch_lora.state import OPTIMIZER_PARTS, STATE_JSON
+
+FORMAT = 1
+KIND = "full"
+SHARD_BYTES = 4 * 2**30
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "generation_config.json",
+)
+
+
+def save_model(
+    model: FullModel, parameters: FullParameters, directory: Path, dtype: torch.dtype, shard_bytes: int = SHARD_BYTES
+) -> None:
+    """Write the weights in `dtype`, config.json, and the base model's tokenizer."""
+    model.save(parameters.views(parameters.weights), directory, dtype, shard_bytes)
+    config = directory / "config.json"
+    described = json.loads(config.read_text()) | {"dtype": str(dtype).removeprefix("torch.")}
+    config.write_text(json.dumps(described, indent=2) + "\n")
+    source = base_directory(model.base.path)
+    for name in TOKENIZER_FILES:
+        if (file := source / name).is_file():
+            shutil.copyfile(file, directory / name)
+
+
+def are_finite(flat: Tensor) -> bool:
+    """Whether no number is NaN or infinite. Needs the memory of a chunk."""
+    return all(bool(torch.isfinite(chunk).all()) for chunk in flat.split(CHUNK))
+
+
+def base_directory(path: str) -> Path:
+    """The local directory with the base model's files. A model of the hub is in the hub's cache, because it was loaded
+    from there. Raises OSError."""
+    if Path(path).is_dir():
+        return Path(path)
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(path, local_files_only=True))
+
+
+def save_state(model: FullModel, parameters: FullParameters, directory: Path, shard_bytes: int = SHARD_BYTES) -> None:
+    """Write the model in float32, and the moments and the pending gradient if there are any: float32 tensors named
+    `<part>.<parameter>`, in files of at most `shard_bytes` or one tensor."""
+    save_model(model, parameters, directory, torch.float32, shard_bytes)
+    parts = [part for part in OPTIMIZER_PARTS if getattr(parameters, part) is not None]
+    files: list[str] = []
+    for tensors in _shards(parameters, parts, shard_bytes):
+        files.append(f"optimizer-{len(files) + 1:05}.safetensors")
+        save_file(tensors, directory / files[-1])
+    description = {"format": FORMAT, "kind": KIND, "step": parameters.step, "parts": parts, "optimizer_files": files}
+    (directory / STATE_JSON).write_text(json.dumps(description, indent=1) + "\n")
+
+
+def _shards(parameters: FullParameters, parts: list[str], shard_bytes: int) -> Iterator[dict[str, Tensor]]:
+    shard: dict[str, Tensor] = {}
+    size = 0
+    for part in parts:
+        for name, view in parameters.views(getattr(parameters, part)).items():
+            if shard and size + view.nbytes > shard_bytes:
+                yield shard
+                shard, size = {}, 0
+            shard[f"{part}.{name}"] = view.cpu().contiguous()
+            size += view.nbytes
+    if shard:
+        yield shard
+
+
+def load_state(model: FullModel, parameters: FullParameters, directory: Path, *, optimizer: bool) -> None:
+    """Replace the weights. With `optimizer`, also replace the moments, step count and pending gradient; without it,
+    drop them.
+
+    Raises InvalidRequest for the checkpoint of an adapter; OSError, ValueError or SafetensorError when files are
+    missing or damaged. Nothing changes on an error.
+    """
+    description: dict[str, Any] = json.loads((directory / STATE_JSON).read_text())
+    if description.get("kind") != KIND:
+        raise InvalidRequest("path: the checkpoint holds a LoRA adapter, and this model is fine-tuned as a whole")
+    if description["format"] != FORMAT:
+        raise ValueError(f"{directory / STATE_JSON}: format {description['format']}, this version reads {FORMAT}")
+    weights = model.read(directory)
+    if {name: tuple(tensor.shape) for name, tensor in weights.items()} != parameters.shapes:
+        raise ValueError(f"{directory} holds the weights of another model")
+    loaded: dict[str, Tensor] = {}
+    if optimizer:
+        stored: dict[str, Tensor] = {}
+        for name in description["optimizer_files"]:
+            stored |= load_file(directory / Path(name).name)
+        for part in description["parts"]:
+            named = {name.removeprefix(f"{part}."): one for name, one in stored.items() if name.startswith(f"{part}.")}
+            loaded[part] = parameters.pack(named)
+    step = int(description["step"]) if optimizer else 0
+    exp_avg, exp_avg_sq, gradient = (loaded.get(part) for part in OPTIMIZER_PARTS)
+    parameters.load(weights, exp_avg, exp_avg_sq, gradient, step)
+    model.weights_changed(parameters)

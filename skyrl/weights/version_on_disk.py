@@ -1,0 +1,40 @@
+"""A whole checkpoint that is on the servers' disk already, as a medium. Imports no torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from skyrl.weights.workers import PauseMode, Workers
+
+
+class VersionOnDisk:
+    """The only part is the absolute path of the checkpoint, which must stay until `finish` has returned. With the pause
+    `in_place`, samples in flight keep their cache, with the other pauses they compute it again; without a pause the
+    servers refuse while samples are in flight."""
+
+    def __init__(self, workers: Workers, pause: PauseMode | None = "in_place") -> None:
+        self._workers = workers
+        self._pause: PauseMode | None = pause
+        self._version = ""
+        self._body: dict[str, object] | None = None
+
+    async def begin(self, version: str) -> None:
+        self._version, self._body = version, None
+
+    async def send(self, part: Path) -> None:
+        """The servers read and check the files while they sample. Raises WorkersFailed."""
+        self._body = {
+            "model_path": str(part),
+            "weight_version": self._version,
+            "flush_cache": self._pause != "in_place",
+        }
+        await self._workers.post("/update_weights_from_disk", self._body | {"stage_only": True})
+
+    async def finish(self) -> None:
+        """The pause is for the moment in which the weights change. Raises WorkersFailed."""
+        assert self._body is not None
+        async with self._workers.paused(self._pause):
+            await self._workers.post("/update_weights_from_disk", self._body)
+
+    async def abandon(self) -> None:
+        """Servers forget what they have read when they read anything else."""
