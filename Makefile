@@ -18,7 +18,7 @@ unexport PYTHONDONTWRITEBYTECODE
 WORKERS ?= 4
 PYTEST = $(PY) -m pytest -n $(WORKERS) -r s --durations=10
 
-.PHONY: setup demo serve test test-fast test-slow test-gpu gpu-wheels test-postgres check lint format types imports docs compat bench soak chaos fuzz screenshots audit lock proto clean
+.PHONY: setup demo serve test test-fast test-slow test-ray test-gpu gpu-wheels test-postgres check lint format types imports docs compat bench soak chaos fuzz screenshots audit lock proto clean
 
 setup: $(VENV)/.done
 
@@ -48,6 +48,10 @@ test-fast: setup
 # The tests that `make test` leaves out because of their time
 test-slow: setup
 	SKYRL_TEST_SLOW=1 $(PYTEST) -m slow
+
+# The tests on a Ray cluster, which they start on this machine, with those that `make test` leaves out
+test-ray: setup
+	SKYRL_TEST_SLOW=1 $(PYTEST) tests/ray
 
 # The tests that need a GPU (docs/gpu.md), with a Python that has a torch for that GPU: make test-gpu GPU_PY=python3
 # SKYRL_TEST_DEVICE=cpu runs them on a CPU, as a rehearsal.

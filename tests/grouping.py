@@ -1,8 +1,8 @@
 """Groups of tests, and the order in which groups start, when pytest-xdist runs tests in several processes.
 
 A group runs in one process, in the order of its files. Each module is a group, so that its fixtures are made once.
-Three groups are larger: the tests on the servers of tests/e2e/conftest.py, tests/fuzz/conftest.py and
-tests/plane/conftest.py.
+Four groups are larger: the tests on the servers of tests/e2e/conftest.py, tests/fuzz/conftest.py and
+tests/plane/conftest.py, and on the cluster of tests/ray/conftest.py.
 
 This module knows only the paths of tests. (pytest-xdist's own groups, `--dist loadgroup`, need marks and write into
 node ids, and pytest 9.2 does not allow that.)
@@ -39,10 +39,12 @@ OWN_SERVERS = frozenset(
 
 FUZZ = "tests/fuzz"
 PLANE = "tests/plane"
+RAY = "tests/ray"
 
 ORDER = (
     SHARED_SERVER,
     PLANE,
+    RAY,
     *sorted(OWN_SERVERS),
     "tests/faults",
     "tests/component/test_vllm_server.py",
@@ -59,7 +61,7 @@ the same time. Groups that are not listed start last."""
 def group_of(nodeid: str) -> str:
     """The group of a test."""
     path = nodeid.partition("::")[0]
-    for folder in (SHARED_SERVER, FUZZ, PLANE):
+    for folder in (SHARED_SERVER, FUZZ, PLANE, RAY):
         if path.startswith(f"{folder}/") and path not in OWN_SERVERS:
             return folder
     return path

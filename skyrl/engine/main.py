@@ -13,9 +13,12 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, closing
 from dataclasses import dataclass, replace
+from functools import partial
 
 from skyrl.backends.base import Backend, ModelLimits
 from skyrl.backends.registry import create_backend
+from skyrl.cluster.connection import connect
+from skyrl.cluster.rank_actors import RankActors
 from skyrl.config.server import ConfigError, ServerConfig
 from skyrl.db import adapter_versions, full_weights
 from skyrl.db.checkpoints import store_key_of
@@ -35,6 +38,7 @@ from skyrl.engine.sampling import ColocatedSampler
 from skyrl.engine.signals import EngineSignals
 from skyrl.engine.state import EngineStatePublisher
 from skyrl.engine.tracing import CommandTracing
+from skyrl.engine.trainer_ranks import LOADING, start_ranks, watch_ranks
 from skyrl.inference.adapter_host import AdapterHost, SharedDirectory, StoredAdapters
 from skyrl.inference.engine_group import EngineGroup
 from skyrl.inference.engine_kinds import KINDS, VLLM
@@ -126,7 +130,7 @@ def _sampling_limits(runtime: Runtime, limits: ModelLimits) -> ModelLimits:
     return limits if served is None else replace(limits, max_context=min(served, limits.max_context))
 
 
-def _load_backend(config: ServerConfig) -> Backend:
+def _load_backend(config: ServerConfig, ranks: RankActors | None = None) -> Backend:
     """The backend with its base model.
 
     Raises ConfigError when the model can never be loaded, and NotLoaded when a later try may succeed: other processes
@@ -134,7 +138,7 @@ def _load_backend(config: ServerConfig) -> Backend:
     """
     gc.disable()  # the import of torch and transformers makes a million objects and no garbage: a fifth of its time
     try:
-        return create_backend(config.backend, config)
+        return create_backend(config.backend, config, ranks)
     except ConfigError as error:
         if isinstance(error.__cause__, OSError):  # reading the files, or getting them from the hub, has failed
             raise NotLoaded(str(error)) from error
@@ -209,7 +213,7 @@ async def run(runtime: Runtime) -> None:
         opened.push_async_callback(asyncio.to_thread, state.clear, "the engine has stopped")
         await asyncio.to_thread(database.confirm_claim)
         died_at = (await unfenced.read_async(read_state)).heartbeat_at  # 0 unless an engine has died
-        await asyncio.to_thread(state.training, ready=False, reason="loading the base model")
+        await asyncio.to_thread(state.training, ready=False, reason=LOADING)
         await opened.enter_async_context(measuring(runtime, unfenced, metrics))
         bell = _Bell()
         opened.enter_context(closing(DoorbellListener(runtime.engine_doorbell, bell.ring))).start()
@@ -222,7 +226,13 @@ async def run(runtime: Runtime) -> None:
             await asyncio.to_thread(database.confirm_claim)
             return
         shutdown.loading = True
-        backend = opened.enter_context(closing(await asyncio.to_thread(_load_backend, config)))
+        ranks, ranks_watch = None, None
+        if runtime.ray_address is not None:
+            publish = partial(state.training, ready=False)
+            ranks = await asyncio.to_thread(start_ranks, config, lambda why: publish(reason=why))
+            ranks_watch = asyncio.create_task(watch_ranks(ranks))
+            opened.callback(ranks_watch.cancel)
+        backend = opened.enter_context(closing(await asyncio.to_thread(_load_backend, config, ranks)))
         shutdown.loading = False
         sampler = _colocated_sampler(runtime, database, backend, group, host)
         if sampler is not None:
@@ -245,7 +255,8 @@ async def run(runtime: Runtime) -> None:
             await asyncio.to_thread(state.training, ready=True, reason="", limits=limits)
             if died_at:
                 metrics.phases.recovered(died_at)
-        await run_until_stopped(parts, [activity_watch, *([] if inference_watch is None else [inference_watch])])
+        watches = (activity_watch, inference_watch, ranks_watch)
+        await run_until_stopped(parts, [watch for watch in watches if watch is not None])
     if fence.lost:
         raise Displaced("the claim to the database was lost while nothing ran")
 
@@ -341,11 +352,17 @@ async def run_until_stopped(parts: EngineParts, watches: Sequence[asyncio.Task[N
         await asyncio.gather(stopping, retrying, return_exceptions=True)
 
 
+def _run(runtime: Runtime) -> None:
+    if runtime.ray_address is not None:  # on the main thread, and before `run` sets signal handlers: Ray sets its own
+        connect(runtime.ray_address, namespace="skyrl-engine")
+    asyncio.run(run(runtime))
+
+
 def main() -> None:
     runtime = Runtime.from_environment()
     set_up_process(runtime.config.log_level, runtime.config.log_format, "engine")
     try:
-        run_process("the engine", lambda: asyncio.run(run(runtime)), outage)
+        run_process("the engine", lambda: _run(runtime), outage)
     except Displaced:
         logger.error(
             "the engine has ended: server %s does not hold the claim to this database any more, because another server "

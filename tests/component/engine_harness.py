@@ -18,6 +18,7 @@ from sqlalchemy import select
 
 from skyrl.backends.registry import create_backend
 from skyrl.config.loading import load_config
+from skyrl.config.server import ServerConfig
 from skyrl.db import engine_state
 from skyrl.db.checkpoints import checkpoints
 from skyrl.db.database import Database
@@ -130,6 +131,7 @@ class Harness:
         self._ringing: set[asyncio.Task[list[str]]] = set()
         self._listener = DoorbellListener(self._doorbell, self._on_ring)
         self._listener.start()
+        self.make_backend: Callable[[ServerConfig], Any] = lambda config: create_backend(config.backend, config)
         self._parts: EngineParts | None = None
         self._running: asyncio.Task[None] | None = None
         self._api: Doorbell | None = None
@@ -184,7 +186,7 @@ class Harness:
         with a sampler the engine runs samples itself. `run` runs the engine; the engine process also retries failed
         restorations."""
         claim_for_tests(self.database, SERVER)
-        self.backend: Any = create_backend(self.config.backend, self.config)
+        self.backend: Any = self.make_backend(self.config)
         self._api = Doorbell(self._doorbell)
         self._ledger = CrashLedger(self.config.running_file)
         self._parts = build_engine(

@@ -48,6 +48,10 @@ class Machine:
     def vllms(self) -> list[psutil.Process]:
         return [child for actor in self.actors() for child in actor.children()]
 
+    def ranks(self) -> list[psutil.Process]:
+        """The processes of the trainer's ranks."""
+        return [each for each in self.raylet().children() if each.name().startswith("ray::RankActor")]
+
     def all(self) -> list[psutil.Process]:
         return [psutil.Process(self.process.pid), *psutil.Process(self.process.pid).children(recursive=True)]
 

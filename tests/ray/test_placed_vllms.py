@@ -7,7 +7,6 @@ The tests share one cluster and one server, and run in the order of this file.
 from __future__ import annotations
 
 import json
-import os
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -26,7 +25,6 @@ from .machines import Machine, Machines, machines
 
 pytestmark = [pytest.mark.ray, pytest.mark.vllm]
 
-only_in_test_ray = pytest.mark.skipif(os.environ.get("SKYRL_TEST_RAY") != "1", reason="slow; make test-ray runs it")
 PROMPT = [5, 6, 7, 8]
 SHORT, LONG = 12, 300
 CLIENTS = 8
@@ -163,7 +161,7 @@ def _recovers(
     print(f"{what}: all in use after {time.monotonic() - killed_at:.1f} s")
 
 
-@only_in_test_ray
+@pytest.mark.slow
 def test_a_killed_vllm_starts_again_on_its_node(
     server: DemoServer, cluster: Machines, samplers: list[tinker.SamplingClient]
 ) -> None:
@@ -173,7 +171,7 @@ def test_a_killed_vllm_starts_again_on_its_node(
     assert node.actors()[0].pid == actor
 
 
-@only_in_test_ray
+@pytest.mark.slow
 def test_a_killed_actor_is_replaced(
     server: DemoServer, cluster: Machines, samplers: list[tinker.SamplingClient]
 ) -> None:
@@ -183,7 +181,7 @@ def test_a_killed_actor_is_replaced(
     assert not vllm.is_running() or vllm.status() == psutil.STATUS_ZOMBIE
 
 
-@only_in_test_ray
+@pytest.mark.slow
 def test_a_killed_placer_costs_no_sample(
     server: DemoServer, cluster: Machines, samplers: list[tinker.SamplingClient]
 ) -> None:
@@ -192,7 +190,7 @@ def test_a_killed_placer_costs_no_sample(
     assert find_process(server, "skyrl.placer.main").pid != placer.pid
 
 
-@only_in_test_ray
+@pytest.mark.slow
 def test_a_node_that_does_not_answer_costs_no_sample(
     server: DemoServer, cluster: Machines, samplers: list[tinker.SamplingClient]
 ) -> None:

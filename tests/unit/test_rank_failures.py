@@ -15,10 +15,9 @@ from typing import Any
 
 import pytest
 import torch
-from local_ranks import LocalRanks, make_ranks
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from torch_lora_support import assert_same, base_path, ok, rl, saved, sft, spec, train
+from torch_lora_support import assert_same, base_path, make_ranks, ok, rl, saved, sft, spec, train
 
 from skyrl.backends.base import AdamParams, OutOfMemory, PassResult, RankDied
 from skyrl.backends.torch_lora import rank as rank_module
@@ -26,6 +25,7 @@ from skyrl.backends.torch_lora.losses import Loss, LossInputs, LossValue
 from skyrl.backends.torch_lora.rank import Rank, RankSettings
 from skyrl.backends.torch_lora.sharded import ShardedBackend
 from skyrl.config.server import ConfigError
+from tests.local_ranks import LocalRanks
 
 STEP = AdamParams(learning_rate=1e-2)
 SHORT_S = 3.0

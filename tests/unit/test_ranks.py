@@ -9,10 +9,24 @@ from typing import Any
 
 import numpy as np
 import pytest
-from local_ranks import make_ranks
-from torch_lora_support import assert_close, assert_same, make_backend, ok, rl, saved, sft, spec, train
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+from torch_lora_support import (
+    VOCAB,
+    assert_close,
+    assert_same,
+    make_backend,
+    make_ranks,
+    ok,
+    rl,
+    saved,
+    sft,
+    spec,
+    train,
+)
 
 from skyrl.backends.base import AdamParams, Backend, InvalidRequest, PassResult, TrainingPass
+from skyrl.backends.torch_lora import logprobs as logprobs_module
+from skyrl.backends.torch_lora.rank import Rank
 from skyrl.backends.torch_lora.sharded import ShardedBackend
 
 TOLERANCE = 1e-5
@@ -267,6 +281,44 @@ def test_bad_passes_are_refused_before_they_reach_a_rank(ranks: Ranks) -> None:
     assert "model_input" in str(results[0])
     with pytest.raises(InvalidRequest, match="rank"):
         backend.create_model("big", spec(10**4))
+
+
+class CountingRank(Rank):
+    """Counts what FSDP2 gathers, with logits in chunks of 16 rows."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.gathered = 0
+        gather = _fsdp_param_group.foreach_all_gather
+
+        def counted(*arguments: Any) -> Any:
+            self.gathered += 1
+            return gather(*arguments)
+
+        _fsdp_param_group.foreach_all_gather = counted
+        logprobs_module.LOGITS_BYTES = 16 * VOCAB * 4
+
+    def count(self) -> int:
+        gathered, self.gathered = self.gathered, 0
+        return gathered
+
+
+def test_each_micro_batch_gathers_the_same_parameters_once(ranks: Ranks) -> None:
+    """The two layers in forward and in backward, and the rest: whatever the segments, chunks and targets. A rank with
+    nothing to do gathers as much."""
+    backend = ranks(2, rank_class=CountingRank, merge=True, micro_batch_tokens=256)
+    for model_id, each in SPECS.items():
+        backend.create_model(model_id, each)
+    backend._group.call("count")
+    passes = [train(model_id, sft(1, 30, 30, 3)) for model_id in SPECS]
+    for queue, expected in (
+        (passes[:1], 5),
+        (passes, 5),
+        ([train("unembed", sft(1, 9))], 5),
+        ([TrainingPass("all", sft(1, 30, 9), "cross_entropy", backward=False)], 3),
+    ):
+        ok(backend.run(queue))
+        assert backend._group.call("count") == [expected, expected]
 
 
 def test_each_rank_holds_its_part_of_the_parameters(ranks: Ranks) -> None:

@@ -15,8 +15,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from skyrl.backends.base import Backend, Datum, PassResult, TrainingPass
 from skyrl.backends.torch_lora.backend import TorchLoraBackend
+from skyrl.backends.torch_lora.rank import Rank
+from skyrl.backends.torch_lora.sharded import ShardedBackend, rank_settings
 from skyrl.config.loading import load_config
 from skyrl.types.lora import LoraSpec
+from tests.local_ranks import LocalRanks
 
 VOCAB, CONTEXT = 97, 160
 SHAPE: dict[str, Any] = {
@@ -79,6 +82,28 @@ def make_backend(
     }
     config = load_config({"base_model": base_path(architecture), "backend_config": settings, "losses": losses})
     return TorchLoraBackend(config)
+
+
+def make_ranks(
+    ranks: int,
+    architecture: str = "qwen3",
+    *,
+    path: str | None = None,
+    micro_batch_tokens: int = 48,
+    merge: bool = False,
+    timeout_s: float = 60.0,
+    rank_class: type[Rank] = Rank,
+    **trainer: Any,
+) -> ShardedBackend:
+    """A backend with ranks on this machine. `close` it: the next backend uses its processes."""
+    settings = {
+        "trainer.micro_batch_tokens": micro_batch_tokens,
+        "trainer.merge_passes": merge,
+        "trainer.rank_timeout_s": timeout_s,
+        **{f"trainer.{key}": value for key, value in trainer.items()},
+    }
+    config = load_config({"base_model": path or base_path(architecture), "backend_config": settings})
+    return ShardedBackend(config, LocalRanks(ranks, rank_settings(config), rank_class))
 
 
 def spec(rank: int = 8, seed: int = 0, **flags: bool) -> LoraSpec:

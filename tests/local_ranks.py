@@ -1,4 +1,4 @@
-"""Ranks in processes of this machine, without Ray: the RankGroup of most tests, and backends on it.
+"""Ranks in processes of this machine, without Ray: the RankGroup of most tests.
 
 The processes are forked from one server that has imported torch and transformers. A process serves one group after the
 other. The group on Ray is `skyrl.cluster.rank_actors`, and `tests/ray` tests it.
@@ -16,14 +16,9 @@ from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from torch_lora_support import base_path
-
 from skyrl.backends.base import RankDied
 from skyrl.backends.torch_lora.rank import Rank, RankSettings
-from skyrl.backends.torch_lora.sharded import ShardedBackend, rank_settings
-from skyrl.config.loading import load_config
 
-TIMEOUT_S = 60.0
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["skyrl.backends.torch_lora.rank"])
 _names = itertools.count()
@@ -136,27 +131,3 @@ class LocalRanks:
             for process in self._processes:
                 process.end()
         self._processes = []
-
-
-def make_ranks(
-    ranks: int,
-    architecture: str = "qwen3",
-    *,
-    path: str | None = None,
-    micro_batch_tokens: int = 48,
-    merge: bool = False,
-    timeout_s: float = TIMEOUT_S,
-    losses: dict[str, str] | None = None,
-    rank_class: type[Rank] = Rank,
-    **trainer: Any,
-) -> ShardedBackend:
-    """A backend with ranks on this machine. `close` it: the next backend uses its processes."""
-    settings = {
-        "trainer.micro_batch_tokens": micro_batch_tokens,
-        "trainer.merge_passes": merge,
-        "trainer.rank_timeout_s": timeout_s,
-        **{f"trainer.{key}": value for key, value in trainer.items()},
-    }
-    base_model = base_path(architecture) if path is None else path
-    config = load_config({"base_model": base_model, "backend_config": settings, "losses": losses})
-    return ShardedBackend(config, LocalRanks(ranks, rank_settings(config), rank_class))

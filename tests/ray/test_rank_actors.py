@@ -1,0 +1,173 @@
+"""Ranks as actors of a real Ray cluster: the same numbers as without Ray; what is missing, in words; dead ranks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skyrl.backends.base import AdamParams, RankDied
+from skyrl.backends.torch_lora.backend import TorchLoraBackend
+from skyrl.backends.torch_lora.sharded import ShardedBackend
+from skyrl.cluster.rank_actors import RankActors, interface_for, rank_places
+from skyrl.config.loading import load_config
+from skyrl.config.server import ServerConfig
+from skyrl.engine.trainer_ranks import start_ranks
+from tests.ray.conftest import LoopbackCluster
+from tests.unit.torch_lora_support import assert_close, assert_same, base_path, ok, saved, sft, spec, train
+
+pytestmark = pytest.mark.timeout(180)  # Ray's own bounds are longer
+WAIT_S = 60.0
+SHORT_S = 8.0
+STEP = AdamParams(learning_rate=1e-2, eps=0.1)
+
+
+def _config(ranks: int, **settings: Any) -> ServerConfig:
+    """`threads` is the number of CPUs that each rank asks Ray for."""
+    trainer = {"placement.policy_num_cpu_ranks": ranks, "merge_passes": False, **settings}
+    return load_config(
+        {"base_model": base_path(), "backend_config": {f"trainer.{key}": value for key, value in trainer.items()}}
+    )
+
+
+def _learn(backend: Any, directory: Path) -> dict[str, Any]:
+    backend.create_model("m", spec(4, 1))
+    for step in range(2):
+        ok(backend.run([train("m", sft(step, 30, 9, 4)), train("m", sft(step + 9, 7))]))
+        backend.optim_step("m", STEP)
+    return saved(backend, "m", directory)
+
+
+@contextmanager
+def _ranks(config: ServerConfig, said: list[str] | None = None) -> Iterator[tuple[RankActors, ShardedBackend]]:
+    group = start_ranks(config, (said if said is not None else []).append)
+    with closing(ShardedBackend(config, group)) as backend:
+        yield group, backend
+
+
+@pytest.fixture(scope="module")
+def nodes(ray_driver: LoopbackCluster) -> Iterator[LoopbackCluster]:
+    """Two nodes with one CPU each."""
+    added = [ray_driver.add_node(CPU=1) for _ in range(2)]
+    yield ray_driver
+    for node in added:
+        ray_driver.remove_node(node)
+
+
+def test_two_ranks_on_two_nodes_train_as_one_device_does_until_one_dies(nodes: LoopbackCluster, tmp_path: Path) -> None:
+    config = _config(2, rank_timeout_s=60)
+    expected = _learn(TorchLoraBackend(config), tmp_path / "one")
+    with _ranks(config) as (group, backend):
+        assert len(set(group._nodes)) == 2
+        state = _learn(backend, tmp_path / "ranks")
+        backend.create_model("other", spec(4, 1))
+        backend.load_state("other", tmp_path / "ranks", optimizer=True)
+        assert_same(saved(backend, "other", tmp_path / "other"), state)
+        assert_close(state, expected, 1e-5)
+        _named_while_no_command_runs(group, backend, signal.SIGKILL)
+
+
+def test_ranks_wait_for_room_say_what_is_missing_and_go_on(nodes: LoopbackCluster) -> None:
+    config = _config(1, **{"placement.policy_resources": {"box": 1}})
+    said: list[str] = []
+    with ThreadPoolExecutor(1) as pool:
+        starting = pool.submit(start_ranks, config, said.append)
+        until(lambda: bool(said))
+        time.sleep(1.0)
+        assert not starting.done()
+        box = nodes.add_node(CPU=1, box=1)
+        group = starting.result(WAIT_S)
+    group.close()
+    nodes.remove_node(box)
+    assert said[0].startswith("waiting for the trainer's ranks: no node has 1 CPU and 1 box: ")
+    assert "127.0.0.3 has no box" in said[0]
+    assert said[-1] == "loading the base model"
+
+
+def _pids(group: RankActors) -> list[int]:
+    import ray
+
+    return ray.get([actor.beat.remote() for actor in group._actors])
+
+
+@pytest.mark.parametrize("kind", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+@contextmanager
+def _second_rank_is_hit(group: RankActors, kind: signal.Signals, after_s: float) -> Iterator[None]:
+    """Inside, the second rank's process gets a signal, which is noticed within the timeout, and the rank is named."""
+    victim = _pids(group)[1]
+    timer = threading.Timer(after_s, os.kill, (victim, kind))
+    timer.start()
+    began = time.monotonic()
+    try:
+        with pytest.raises(RankDied, match=r"rank 1 on node 127\.0\.0\.\d has (died|not answered for 8 s)"):
+            yield
+        assert time.monotonic() - began < after_s + 3 * SHORT_S
+    finally:
+        timer.join()
+        with suppress(ProcessLookupError):
+            os.kill(victim, signal.SIGKILL)
+
+
+def _named_while_no_command_runs(group: RankActors, backend: ShardedBackend, kind: signal.Signals) -> None:
+    with _second_rank_is_hit(group, kind, 0.0):
+        until(lambda: group.failure is not None)
+        group.raise_if_failed()
+    with pytest.raises(RankDied):
+        backend.create_model("more", spec(4, 1))
+
+
+@pytest.mark.slow
+def test_a_stopped_rank_is_named_while_no_command_runs(nodes: LoopbackCluster) -> None:
+    with _ranks(_config(2, rank_timeout_s=SHORT_S)) as (group, backend):
+        _named_while_no_command_runs(group, backend, signal.SIGSTOP)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_dead_rank_is_named_by_the_command_that_runs(nodes: LoopbackCluster, kind: signal.Signals) -> None:
+    with _ranks(_config(2, rank_timeout_s=SHORT_S)) as (group, backend):
+        backend.create_model("m", spec(4, 1))
+        with _second_rank_is_hit(group, kind, 0.5):
+            for _ in range(100):
+                backend.run([train("m", sft(1, *[60] * 40))])
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_places_of_ranks() -> None:
+    def places(cluster_has_gpus: bool = True, **placement: Any) -> Any:
+        keys = {f"trainer.placement.{key}": value for key, value in placement.items()}
+        return rank_places(load_config({"backend_config": keys, "threads": 3}), cluster_has_gpus=cluster_has_gpus)
+
+    one_node = places(policy_num_gpus_per_node=4, policy_resources={"fast": 0.5})
+    assert one_node.bundles == ({"GPU": 4, "fast": 2},)
+    assert (one_node.ranks, one_node.strategy, one_node.cuda) == (4, "STRICT_PACK", True)
+    assert one_node.each == {"GPU": 1, "fast": 0.5}
+    two_nodes = places(policy_num_gpus_per_node=4, policy_num_nodes=2)
+    assert two_nodes.bundles == ({"GPU": 4}, {"GPU": 4})
+    assert (two_nodes.ranks, two_nodes.strategy) == (8, "SPREAD")
+    without = places(policy_num_cpu_ranks=3)
+    assert without.bundles == ({"CPU": 3},) * 3
+    assert (without.ranks, without.strategy, without.cuda) == (3, "SPREAD", False)
+    assert not places(cluster_has_gpus=False).cuda
+    assert places(cluster_has_gpus=False, policy_num_gpus_per_node=2).cuda
+    assert places().cuda
+
+
+def test_the_interface_between_ranks() -> None:
+    assert interface_for("127.0.0.2", ["127.0.0.2", "127.0.0.3"]) == "lo"
+    assert interface_for("127.0.0.1", ["127.0.0.1", "10.1.2.3"]) == "lo"
+    assert interface_for("10.1.2.3", ["10.1.2.3", "10.1.2.4"]) is None
