@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from skyrl.db.faults import DatabaseError, reason
 from skyrl.inference.adapter_host import AdapterHost, AdapterUnavailable
 from skyrl.metrics.adapters import AdapterMetrics
 from skyrl.processes.backoff import Backoff
@@ -68,10 +69,10 @@ class ForwardingClient:
     """Samples through a vLLM-compatible server. `host` brings adapters to the server that the server does not know.
     `counts` has one counter per kind of event.
 
-    `replicas` are the URLs of the servers behind skyrl's own router. An answer of that router names the replica that it
-    is about, and the client asks this replica for its health and loads adapters there. No other server is ever asked
-    because an answer names it. Without `replicas` the client loads adapters at the endpoint, and skyrl's router passes
-    a load on to all replicas.
+    `replicas` are the URLs of the servers behind skyrl's own router; the caller may change them. An answer of that
+    router names the replica that it is about, and the client asks this replica for its health and loads adapters there.
+    No other server is ever asked because an answer names it. Without `replicas` the client loads adapters at the
+    endpoint, and skyrl's router passes a load on to all replicas.
 
     With `shares_keys` the endpoint is that router. For it, samples of one sampling session have one key: its replica
     then has their common prefix in its cache, and the router spreads them if the replica has much to do. Other routers
@@ -100,7 +101,7 @@ class ForwardingClient:
         self._endpoint = endpoint
         self._deadline_s = deadline_s
         self._loaded = loaded
-        self._replicas = frozenset(replicas)
+        self._replicas = replicas
         self._shares_keys = shares_keys or bool(replicas)
         self._headers = {"Content-Type": "application/json"}
         if api_key is not None:
@@ -297,7 +298,13 @@ class ForwardingClient:
         """The server may have been started again, and gets the current weights soon. Raises FailedRequest if the
         request's weights are not current any more."""
         assert self._loaded is not None
-        if (replaced := await self._loaded.replaced(attempts.exchange.weights)) is not None:
+        try:
+            replaced = await self._loaded.replaced(attempts.exchange.weights)
+        except DatabaseError as away:
+            attempts.trouble = f"{error}, and which weights are current is not known: {reason(away)}"
+            await self._back_off(attempts)
+            return
+        if replaced is not None:
             self.counts["replaced_weights"] += 1
             raise FailedRequest(replaced, ErrorCategory.USER)
         if not error.versions:
