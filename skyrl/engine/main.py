@@ -354,7 +354,7 @@ async def run_until_stopped(parts: EngineParts, watches: Sequence[asyncio.Task[N
 
 def _run(runtime: Runtime) -> None:
     if runtime.ray_address is not None:  # on the main thread, and before `run` sets signal handlers: Ray sets its own
-        connect(runtime.ray_address, namespace="skyrl-engine")
+        connect(runtime.ray_address, namespace="skyrl-engine", patience_s=runtime.ray_patience_s)
     asyncio.run(run(runtime))
 
 
