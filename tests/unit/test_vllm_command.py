@@ -335,7 +335,7 @@ def test_a_server_for_full_fine_tuning_takes_new_weights_and_no_adapters(model: 
 
 @pytest.mark.parametrize("name", ["enable_lora", "worker_extension_cls"])
 def test_options_that_full_fine_tuning_sets_are_not_passed_through(model: Path, name: str) -> None:
-    options = {"generator.inference_engine.engine_init_kwargs": {name: "x"}}
+    option_of_vllm: dict[str, Any] = {f"generator__inference_engine__engine_init_kwargs__{name}": "x"}
     with pytest.raises(ConfigError, match=f"'{name}' is set by skyrl"):
-        vllm_spec(config_of(model, backend_config=options | {"trainer.full_finetuning": True}), 1, "k", cuda=False)
-    vllm_spec(config_of(model, backend_config=options), 1, "k", cuda=False)
+        spec(model, trainer__full_finetuning=True, **option_of_vllm)
+    spec(model, **option_of_vllm)
